@@ -1,0 +1,56 @@
+"""Names, limits and casts of the floating point formats weights are stored and computed in."""
+
+import torch
+
+from .errors import HalfsafeError
+
+STORAGE_OPTIONS = ("auto", "as_file", "fp8_e4m3fn", "fp8_e5m2", "fp16", "bf16", "fp32")
+COMPUTE_OPTIONS = ("auto", "fp8", "fp16", "fp16_safe", "bf16", "fp32")
+
+DTYPES = {
+    "fp8_e4m3fn": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
+    "fp8_e5m2fnuz": torch.float8_e5m2fnuz,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FP8_NAMES = ("fp8_e4m3fn", "fp8_e5m2")
+FP8_DTYPES = frozenset(DTYPES[name] for name in DTYPES if name.startswith("fp8"))
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The torch dtype of a storage or compute name such as ``fp8_e4m3fn`` or ``bf16``."""
+    try:
+        return DTYPES[name]
+    except KeyError:
+        raise HalfsafeError(f"'{name}' is not a dtype name.", f"Use one of: {', '.join(DTYPES)}.") from None
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name used in nodes, rules and reports; torch's own name for dtypes that are no float storage."""
+    return NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def max_of(dtype: torch.dtype) -> float:
+    """The largest finite value of a floating dtype (448 for e4m3fn, 240 for e4m3fnuz, 65504 for fp16)."""
+    return torch.finfo(dtype).max
+
+
+def saturating_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cast finite values, clamping to the largest finite value of ``dtype``. NaN stays NaN, inf saturates.
+
+    torch's own fp8 cast gives NaN past the range up to torch 2.11 and saturates from 2.12; this one does the same on
+    every version. Callers that must not hide an inf check finiteness first.
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    limit = max_of(dtype)
+    if tensor.dtype in FP8_DTYPES:
+        tensor = tensor.float()
+    if max_of(tensor.dtype) <= limit:
+        return tensor.to(dtype)
+    return tensor.clamp(-limit, limit).to(dtype)

@@ -1,0 +1,56 @@
+"""Typed errors. Each message says what was wrong with which file, tensor, layer or setting, and what to do about it."""
+
+
+class HalfsafeError(Exception):
+    """Base of every error this package raises on purpose.
+
+    Args:
+        problem: what is wrong, naming the file, tensor, layer or setting.
+        advice: what the reader can do about it.
+    """
+
+    def __init__(self, problem: str, advice: str = ""):
+        super().__init__(f"{problem} {advice}".strip())
+        self.problem = problem
+        self.advice = advice
+
+
+class CheckpointError(HalfsafeError):
+    """A model file that cannot be read as what it claims to be.
+
+    Args:
+        path: the file.
+        problem: what is wrong with it.
+        tensor: the tensor concerned, if one is.
+        advice: what to do.
+    """
+
+    def __init__(self, path, problem: str, tensor: str | None = None, advice: str = ""):
+        where = f"{path}: tensor '{tensor}'" if tensor else str(path)
+        super().__init__(f"{where}: {problem}.", advice)
+        self.path = str(path)
+        self.tensor = tensor
+
+
+class NonFiniteWeight(CheckpointError):
+    """A weight or scale holds NaN or Inf."""
+
+
+class UnconsumedScale(CheckpointError):
+    """A tensor that looks like a quantization scale belongs to no weight."""
+
+
+class MemoryShortage(HalfsafeError):
+    """The work needs more memory than the machine, or its cgroup, has left."""
+
+
+class RuleError(HalfsafeError):
+    """A line of the rules text cannot be read."""
+
+    def __init__(self, line: int, problem: str, advice: str = ""):
+        super().__init__(f"Rules, line {line}: {problem}.", advice)
+        self.line = line
+
+
+class UnknownProfile(HalfsafeError):
+    """No device profile has that name."""
