@@ -49,7 +49,7 @@ def saturating_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.dtype == dtype:
         return tensor
     limit = max_of(dtype)
-    if tensor.dtype in FP8_DTYPES:
+    if tensor.dtype in FP8_DTYPES or dtype == torch.float16:
         tensor = tensor.float()
     if max_of(tensor.dtype) <= limit:
         return tensor.to(dtype)

@@ -71,3 +71,13 @@ PRESETS = {
     "sdxl": (*_SENSITIVE, ("*.proj_in", "block input projection"), ("*.proj_out", "block output projection")),
     "ltx": (*_SENSITIVE, (r"re:^transformer_blocks\.(0|1|2|45|46|47)\.", _EDGE)),
 }
+
+TEXT_ENCODER = (
+    ("class:Embedding", _EMBEDDING),
+    ("*lm_head*", _OUTPUT),
+    ("*text_projection*", _OUTPUT),
+    ("*patch_embed*", _PATCH),
+    ("*pos_embed*", _EMBEDDING),
+    ("*merger*", _PATCH),
+    ("*.resblocks.*", "tensors ComfyUI splits while loading"),
+)

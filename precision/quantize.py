@@ -74,45 +74,8 @@ def _scaled(part: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``data * scale`` in fp32, cast to ``dtype``. ``scale``: a scalar, per row ``(N,)`` or ``(N, 1)``, or per block.
-
-    A block scale has one entry per block of a 2-D ``data`` of shape ``(N, K)``: shape ``(ceil(N / b), ceil(K / c))``,
-    where the block ``b x c`` is the smallest power-of-two block that fits, or ``N / rows`` where that divides.
-
-    Raises:
-        ValueError: the shapes of ``data`` and ``scale`` do not fit.
-    """
-    return (data.float() * expand_scale(scale, data.shape)).to(dtype)
-
-
-def expand_scale(scale: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """``scale`` in fp32, broadcastable against a weight of ``shape``; see :func:`dequantize`."""
-    scale = scale.float()
-    if scale.numel() == 1:
-        return scale.reshape(())
-    rows = shape[0]
-    if scale.numel() == rows and scale.shape[0] == rows:
-        return scale.reshape(rows, *[1] * (len(shape) - 1))
-    if scale.dim() == 2 and len(shape) == 2:
-        blocks = [block_size(size, count) for size, count in zip(shape, scale.shape, strict=True)]
-        for axis, block in enumerate(blocks):
-            scale = scale.repeat_interleave(block, axis).narrow(axis, 0, shape[axis])
-        return scale
-    raise ValueError(f"a scale of shape {tuple(scale.shape)} does not fit a weight of shape {tuple(shape)}")
-
-
-def block_size(size: int, count: int) -> int:
-    """The block length that cuts ``size`` into ``count`` blocks, the last one possibly short.
-
-    Raises:
-        ValueError: no such length exists.
-    """
-    if size % count == 0:
-        return size // count
-    block = 1 << max(0, math.ceil(math.log2(size / count)))
-    if math.ceil(size / block) != count:
-        raise ValueError(f"{count} blocks do not divide {size}")
-    return block
+    """``data * scale`` for one scale per tensor, multiplied in fp32 and cast to ``dtype``."""
+    return (data.float() * scale).to(dtype)
 
 
 def relative_error(reference: torch.Tensor, approximation: torch.Tensor) -> float:

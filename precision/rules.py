@@ -8,7 +8,7 @@ from functools import cached_property
 
 from .dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from .errors import HalfsafeError, RuleError
-from .presets import DEFAULT_PRESET, PRESETS
+from .presets import DEFAULT_PRESET, PRESETS, TEXT_ENCODER
 
 VALUES = {
     "storage": STORAGE_OPTIONS[1:],
@@ -86,7 +86,11 @@ def preset_rules(preset: str) -> list[Rule]:
     """The rules of a preset: the lowest storage is refused, so each keeps what the file holds."""
     if preset not in PRESETS:
         raise HalfsafeError(f"'{preset}' is not a rules preset.", f"Use one of: {', '.join(PRESETS)}.")
-    return [Rule(pattern, (("storage", "as_file"),), role, preset) for pattern, role in PRESETS[preset]]
+    return _keep_rules(PRESETS[preset], preset)
+
+
+def _keep_rules(patterns: Iterable[tuple[str, str]], preset: str) -> list[Rule]:
+    return [Rule(pattern, (("storage", "as_file"),), role, preset) for pattern, role in patterns]
 
 
 def parse(text: str) -> list[Rule]:
@@ -135,3 +139,6 @@ def compile_pattern(pattern: str) -> Callable[[str, str], object]:
         return lambda name, cls: match(cls)
     match = re.compile(translate(pattern)).match
     return lambda name, cls: match(name)
+
+
+TEXT_ENCODER_RULES = tuple(_keep_rules(TEXT_ENCODER, "text encoder"))

@@ -1,0 +1,12 @@
+"""Halfsafe's ComfyUI nodes."""
+
+from comfy_api.latest import ComfyExtension, io
+
+from . import loaders, rules, save, see
+
+NODES: list[type[io.ComfyNode]] = [*loaders.NODES, *save.NODES, *rules.NODES, *see.NODES]
+
+
+class HalfsafeExtension(ComfyExtension):
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return NODES

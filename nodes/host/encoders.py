@@ -1,0 +1,163 @@
+"""Text encoders and VAEs through ComfyUI's own loaders."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import nodes
+import torch
+
+from ...precision import convert
+from ...precision.checkpoint import Checkpoint, StoredWeight
+from ...precision.dtypes import dtype_named, name_of
+from ...precision.errors import CheckpointError
+from ...precision.memory import require_memory
+from ...precision.plan import file_dtype, layers_of, plan_text_encoder
+from ...precision.record import Choice, LoadRecord
+from .devices import free_host_memory
+from .families import detect_model, plain_tensors, tensors_of
+from .files import embedding_folders, open_model
+from .models import ATTACHMENT
+from .progress import byte_progress
+
+FP32_ACTIVATIONS = "ComfyUI runs text encoders with fp32 activations"
+logger = logging.getLogger("halfsafe")
+
+
+def text_encoder_types() -> list[str]:
+    """ComfyUI's own list of text encoder types: those of its single loader, then those only its dual loader has."""
+    single = nodes.CLIPLoader.INPUT_TYPES()["required"]["type"][0]
+    dual = nodes.DualCLIPLoader.INPUT_TYPES()["required"]["type"][0]
+    return [*single, *(name for name in dual if name not in single)]
+
+
+def load_text_encoder(paths: Sequence[str], kind: str, storage: str, compute: str, disable_dynamic: bool = False):
+    """A CLIP made of one to four text encoder files. ``kind``: one of :func:`text_encoder_types`."""
+    converted = [_converted(_open_clip_split(open_model(path)), storage) for path in paths]
+    clip = comfy.sd.load_text_encoder_state_dicts(
+        [tensors for tensors, _ in converted],
+        embedding_directory=embedding_folders(),
+        clip_type=comfy.sd.CLIPType[kind.upper()],
+        model_options=_options([tensors for tensors, _ in converted], converted[0][1].used),
+        disable_dynamic=disable_dynamic,
+    )
+    return _finished(clip, paths[0], compute, converted[0][1], (_text_encoder_patcher, (paths, kind, storage, compute)))
+
+
+def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool = False):
+    """The CLIP of a full checkpoint, or None where it holds none."""
+    detected = detect_model(open_model(path), only_diffusion_model=False)
+    target = detected.config.clip_target(state_dict=tensors_of(detected.checkpoint))
+    encoder = _renamed(detected.checkpoint, detected.config.process_clip_state_dict)
+    if target is None or not encoder.weights:
+        return None
+    tensors, choice = _converted(encoder, storage)
+    clip = comfy.sd.CLIP(
+        target,
+        embedding_directory=embedding_folders(),
+        tokenizer_data=tensors,
+        parameters=comfy.utils.calculate_parameters(tensors),
+        state_dict=tensors,
+        model_options=_options([tensors], choice.used),
+        disable_dynamic=disable_dynamic,
+    )
+    return _finished(clip, path, "auto", choice, (_checkpoint_text_encoder_patcher, (path, storage)))
+
+
+def _text_encoder_patcher(*args, disable_dynamic: bool = False):
+    return load_text_encoder(*args, disable_dynamic=disable_dynamic).patcher
+
+
+def _checkpoint_text_encoder_patcher(*args, disable_dynamic: bool = False):
+    return load_checkpoint_text_encoder(*args, disable_dynamic=disable_dynamic).patcher
+
+
+def _renamed(checkpoint: Checkpoint, process: Callable[[dict], dict]) -> Checkpoint:
+    """The checkpoint under the names that ComfyUI's ``process`` gives its tensors; those it computes anew are plain."""
+    known = {id(weight.data): weight for weight in checkpoint.weights.values()}
+    processed = process({name: weight.data for name, weight in checkpoint.weights.items()})
+    weights = {
+        name: replace(known[id(tensor)], name=name) if id(tensor) in known else StoredWeight(name, tensor)
+        for name, tensor in processed.items()
+    }
+    return replace(checkpoint, weights=weights)
+
+
+def _open_clip_split(checkpoint: Checkpoint) -> Checkpoint:
+    if "transformer.resblocks.0.ln_1.weight" not in checkpoint.weights:
+        return checkpoint
+    return _renamed(checkpoint, lambda tensors: comfy.utils.clip_text_transformers_convert(tensors, "", ""))
+
+
+def _converted(checkpoint: Checkpoint, storage: str) -> tuple[dict[str, torch.Tensor], Choice]:
+    default = name_of(comfy.model_management.text_encoder_dtype(comfy.model_management.text_encoder_device()))
+    in_16_bit = sum(2 * weight.data.numel() for weight in checkpoint.weights.values())
+    choice, decisions = plan_text_encoder(
+        layers_of(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free_host_memory()
+    )
+    storages = {
+        name: decisions[name.removesuffix(".weight")].storage if name.endswith(".weight") else "as_file"
+        for name in checkpoint.weights
+    }
+    needed = in_16_bit // 2 if choice.used.startswith("fp8") else in_16_bit
+    require_memory(needed, f"Loading {checkpoint.path}", free_host_memory())
+    tensors, _ = convert.state_dict(checkpoint, storages, byte_progress(needed))
+    return tensors, choice
+
+
+def _options(encoders: Sequence[dict[str, torch.Tensor]], storage: str) -> dict:
+    quantized = any(name.endswith(".comfy_quant") for tensors in encoders for name in tensors)
+    options = {} if storage.startswith("fp8") or storage == "as_file" else {"dtype": dtype_named(storage)}
+    return {**options, "quantization_metadata": {"mixed_ops": True}} if quantized else options
+
+
+def _finished(clip, path: str, compute: str, storage: Choice, factory: tuple):
+    without_effect = () if compute in ("auto", "fp32") else ((f"compute={compute}", FP32_ACTIVATIONS),)
+    record = LoadRecord(path, "", storage, Choice(compute, "fp32", FP32_ACTIVATIONS), without_effect=without_effect)
+    clip.patcher.set_attachments(ATTACHMENT, record)
+    clip.patcher.cached_patcher_init = factory
+    logger.info("%s: storage %s", path, storage)
+    for setting, reason in without_effect:
+        logger.warning("%s: %s has no effect: %s", path, setting, reason)
+    return clip
+
+
+def load_vae(path: str, dtype: str):
+    """The VAE in a file, computed in ``dtype`` (``auto``: ComfyUI's choice for the device)."""
+    checkpoint = open_model(path)
+    return _vae(plain_tensors(checkpoint), checkpoint, dtype, (_vae_patcher, (path, dtype)))
+
+
+def load_checkpoint_vae(path: str, dtype: str):
+    """The VAE of a full checkpoint, or None where it holds none."""
+    detected = detect_model(open_model(path), only_diffusion_model=False)
+    prefixes = {prefix: "" for prefix in detected.config.vae_key_prefix}
+    part = _renamed(detected.checkpoint, lambda tensors: _inside(tensors, prefixes))
+    if not part.weights:
+        return None
+    tensors = detected.config.process_vae_state_dict(plain_tensors(part))
+    return _vae(tensors, part, dtype, (_checkpoint_vae_patcher, (path, dtype)))
+
+
+def _inside(tensors: dict[str, torch.Tensor], prefixes: dict[str, str]) -> dict[str, torch.Tensor]:
+    return comfy.utils.state_dict_prefix_replace(tensors, prefixes, filter_keys=True)
+
+
+def _vae_patcher(*args, disable_dynamic: bool = False):
+    return load_vae(*args).patcher
+
+
+def _checkpoint_vae_patcher(*args, disable_dynamic: bool = False):
+    return load_checkpoint_vae(*args).patcher
+
+
+def _vae(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, dtype: str, factory: tuple):
+    convert.check_finite(tensors, checkpoint.path)
+    vae = comfy.sd.VAE(sd=tensors, metadata=checkpoint.metadata, dtype=None if dtype == "auto" else dtype_named(dtype))
+    if vae.first_stage_model is None:
+        raise CheckpointError(checkpoint.path, "ComfyUI knows no VAE like this", advice="Check that the file is a VAE.")
+    vae.patcher.cached_patcher_init = factory
+    return vae

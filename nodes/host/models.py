@@ -1,0 +1,147 @@
+"""Diffusion models through ComfyUI's own loaders, in the storage and compute dtype that a plan chose."""
+
+import logging
+from types import SimpleNamespace
+
+import comfy.ops
+import comfy.quant_ops
+import comfy.sd
+import torch
+
+from ...precision import convert
+from ...precision.checkpoint import StoredWeight
+from ...precision.dtypes import FP8_DTYPES, dtype_named
+from ...precision.errors import CheckpointError
+from ...precision.memory import require_memory
+from ...precision.plan import LoadPlan, plan_load, weight_bytes
+from ...precision.record import LoadRecord
+from ...precision.rules import Rules
+from .devices import compute_device, current_device, free_device_memory, free_host_memory
+from .families import Detected, detect_model
+from .files import open_model
+from .progress import byte_progress
+
+ATTACHMENT = "halfsafe"
+logger = logging.getLogger("halfsafe")
+
+
+def load_diffusion_model(path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False):
+    """A ModelPatcher of the diffusion model in ``path``; also the factory ComfyUI calls to load it again.
+
+    Raises:
+        HalfsafeError: the file cannot be read, is not a known model, or does not fit in memory.
+    """
+    detected = detect_model(open_model(path), only_diffusion_model=True)
+    plan, tensors, notes = _prepare(detected, storage, compute, rules)
+    patcher = comfy.sd.load_diffusion_model_state_dict(
+        dict(tensors),
+        model_options=_model_options(detected, plan, tensors),
+        metadata=detected.checkpoint.metadata,
+        disable_dynamic=disable_dynamic,
+    )
+    _finish(patcher, detected, plan, tensors, notes)
+    patcher.cached_patcher_init = (load_diffusion_model, (path, storage, compute, rules))
+    return patcher
+
+
+def load_checkpoint_model(path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False):
+    """A ModelPatcher of the diffusion model in a full checkpoint; see :func:`load_diffusion_model`."""
+    detected = detect_model(open_model(path), only_diffusion_model=False)
+    plan, tensors, notes = _prepare(detected, storage, compute, rules)
+    patcher, *_ = comfy.sd.load_state_dict_guess_config(
+        dict(tensors),
+        output_vae=False,
+        output_clip=False,
+        model_options=_model_options(detected, plan, tensors),
+        metadata=detected.checkpoint.metadata,
+        disable_dynamic=disable_dynamic,
+    )
+    _finish(patcher, detected, plan, tensors, notes)
+    patcher.cached_patcher_init = (load_checkpoint_model, (path, storage, compute, rules))
+    return patcher
+
+
+def _prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> tuple[LoadPlan, dict, list[str]]:
+    device = current_device()
+    free = None if device.simulated else free_device_memory()
+    plan = plan_load(detected.facts, device, storage, compute, rules, free)
+    needed = weight_bytes(detected.checkpoint, plan, detected.prefix)
+    require_memory(needed, f"Loading {detected.checkpoint.path}", free_host_memory())
+    tensors, notes = convert.state_dict(detected.checkpoint, _storages(detected, plan), byte_progress(needed))
+    return plan, tensors, notes
+
+
+def _storages(detected: Detected, plan: LoadPlan) -> dict[str, str]:
+    """The storage of each tensor in the file. What ComfyUI cannot hold in fp8 leaves it in the compute dtype."""
+    linear = {layer.name for layer in detected.facts.layers if layer.cls == "Linear"}
+
+    def storage(name: str, weight: StoredWeight) -> str:
+        layer = detected.layer_names.get(name)
+        if layer in plan.decisions and not (layer not in linear and _is_fp8(weight)):
+            return plan.decisions[layer].storage
+        return plan.compute.used if _is_fp8(weight) and name.startswith(detected.prefix) else "as_file"
+
+    return {name: storage(name, weight) for name, weight in detected.checkpoint.weights.items()}
+
+
+def _is_fp8(weight: StoredWeight) -> bool:
+    return weight.granularity != "native" and weight.data.dtype in FP8_DTYPES
+
+
+def _quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:
+    names = (name[len(prefix) :] for name in tensors if name.startswith(prefix))
+    return [name.removesuffix(".comfy_quant") for name in names if name.endswith(".comfy_quant")]
+
+
+def _model_options(detected: Detected, plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> dict:
+    compute = dtype_named(plan.compute.used)
+    quantized = bool(_quantized_layers(tensors, detected.prefix))
+    dtype = compute if quantized else _plain_dtype(detected, plan)
+    config = SimpleNamespace(quant_config={"mixed_ops": True} if quantized else None)
+    operations = comfy.ops.pick_operations(dtype, compute, load_device=compute_device(), model_config=config)
+    return {"dtype": dtype, "custom_operations": operations}
+
+
+def _plain_dtype(detected: Detected, plan: LoadPlan) -> torch.dtype:
+    used = plan.storage.used
+    return dtype_named(detected.facts.file_dtype if used == "as_file" else used)
+
+
+def _finish(patcher, detected: Detected, plan: LoadPlan, tensors: dict[str, torch.Tensor], notes: list[str]) -> None:
+    model = patcher.model
+    model.manual_cast_dtype = dtype_named(plan.compute.used)
+    modules = dict(model.diffusion_model.named_modules())
+    _check_quantized(detected, modules, _quantized_layers(tensors, detected.prefix))
+    if not plan.fp8_matmul:
+        _compute_in_full_precision(modules)
+    patcher.set_attachments(ATTACHMENT, _record(detected, plan, notes))
+    logger.info("%s: storage %s; compute %s", detected.checkpoint.path, plan.storage, plan.compute)
+
+
+def _check_quantized(detected: Detected, modules: dict, layers: list[str]) -> None:
+    for layer in layers:
+        module = modules.get(detected.layer_names.get(f"{detected.prefix}{layer}.weight", ""))
+        if not isinstance(getattr(module, "weight", None), comfy.quant_ops.QuantizedTensor):
+            problem = "is quantized, but ComfyUI did not load it as such"
+            raise CheckpointError(detected.checkpoint.path, problem, f"{layer}.weight", "Keep this layer in 16 bit with a rule.")
+
+
+def _compute_in_full_precision(modules: dict) -> None:
+    for module in modules.values():
+        if str(getattr(module, "quant_format", None)).startswith("float8"):
+            module._full_precision_mm = True
+
+
+def _record(detected: Detected, plan: LoadPlan, notes: list[str]) -> LoadRecord:
+    decisions = plan.decisions.items()
+    return LoadRecord(
+        file=detected.checkpoint.path,
+        dialect=detected.checkpoint.dialect,
+        storage=plan.storage,
+        compute=plan.compute,
+        reasons={name: decision.reason for name, decision in decisions if decision.reason},
+        kept={name: decision.reason for name, decision in decisions if decision.kept},
+        asked={name: decision.storage for name, decision in decisions if decision.storage != "as_file"},
+        without_effect=tuple(plan.without_effect),
+        notes=(*detected.checkpoint.notes, *plan.notes, *notes),
+    )

@@ -1,0 +1,156 @@
+"""Load models in the storage and compute dtype the device is good at."""
+
+from comfy_api.latest import io
+
+from ..precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
+from ..precision.rules import rules_from
+from .host import encoders, files, models
+from .types import CATEGORY, RulesType
+
+VAE_DTYPES = ["auto", "fp16", "bf16", "fp32"]
+STORAGE_TOOLTIP = (
+    "How weights are kept in memory. auto: as in the file, fp8_e4m3fn when 16 bit does not fit the GPU. "
+    "fp8 halves the memory of 16 bit; norms, embeddings and other sensitive layers stay high (see rules)."
+)
+COMPUTE_TOOLTIP = (
+    "The dtype of the maths. auto: bf16 or fp16 where this GPU is fast at it and the model is safe in it, else fp32. "
+    "fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); elsewhere it is said to have no effect and 16 bit is used."
+)
+RULES_TOOLTIP = "Exceptions per layer, from Halfsafe Layer Rules. Without it the preset 'keep sensitive layers' applies."
+
+
+def storage_input(name: str = "storage", tooltip: str = STORAGE_TOOLTIP) -> io.Combo.Input:
+    return io.Combo.Input(name, options=list(STORAGE_OPTIONS), default="auto", tooltip=tooltip)
+
+
+def compute_input() -> io.Combo.Input:
+    return io.Combo.Input("compute", options=list(COMPUTE_OPTIONS), default="auto", tooltip=COMPUTE_TOOLTIP)
+
+
+def rules_input() -> io.Input:
+    return RulesType.Input("rules", optional=True, tooltip=RULES_TOOLTIP)
+
+
+class LoadDiffusionModel(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeLoadDiffusionModel",
+            display_name="Load Diffusion Model (Halfsafe)",
+            category=CATEGORY,
+            description="Load a diffusion model in scaled fp8 or another dtype, sensitive layers kept high.",
+            search_aliases=["fp8", "fp8 scaled", "unet loader", "dtype", "precision", "low vram", "quantize", "bf16", "fp16"],
+            inputs=[
+                io.Combo.Input(
+                    "model_name",
+                    options=files.model_files("diffusion_models"),
+                    tooltip="A .safetensors file in models/diffusion_models; any fp8 format, sharded or with diffusers' names too.",
+                ),
+                storage_input(),
+                compute_input(),
+                rules_input(),
+            ],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model_name, storage, compute, rules=None) -> io.NodeOutput:
+        path = files.model_path("diffusion_models", model_name)
+        return io.NodeOutput(models.load_diffusion_model(path, storage, compute, rules or rules_from()))
+
+
+class LoadCheckpoint(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeLoadCheckpoint",
+            display_name="Load Checkpoint (Halfsafe)",
+            category=CATEGORY,
+            description="Load a full checkpoint with a dtype of its own for the model, the text encoder and the VAE.",
+            search_aliases=["fp8 checkpoint", "ckpt", "sdxl fp8", "dtype", "precision", "vae fp32", "no-half-vae"],
+            inputs=[
+                io.Combo.Input(
+                    "ckpt_name", options=files.model_files("checkpoints"), tooltip="A .safetensors file in models/checkpoints."
+                ),
+                storage_input(),
+                compute_input(),
+                storage_input("clip_storage", "How the text encoder's weights are kept. auto: as ComfyUI does, fp8 if memory is short."),
+                io.Combo.Input(
+                    "vae_dtype",
+                    options=VAE_DTYPES,
+                    default="auto",
+                    tooltip="The dtype the VAE works in. auto: ComfyUI's choice. fp32 cures black images from a VAE, at twice the memory.",
+                ),
+                rules_input(),
+            ],
+            outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],
+        )
+
+    @classmethod
+    def execute(cls, ckpt_name, storage, compute, clip_storage, vae_dtype, rules=None) -> io.NodeOutput:
+        path = files.model_path("checkpoints", ckpt_name)
+        return io.NodeOutput(
+            models.load_checkpoint_model(path, storage, compute, rules or rules_from()),
+            encoders.load_checkpoint_text_encoder(path, clip_storage),
+            encoders.load_checkpoint_vae(path, vae_dtype),
+        )
+
+
+class LoadCLIP(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        names = files.model_files("text_encoders")
+        more = [
+            io.Combo.Input(f"clip_name{number}", options=names, optional=True, tooltip="A further encoder, for types that use several.")
+            for number in (2, 3, 4)
+        ]
+        return io.Schema(
+            node_id="HalfsafeLoadCLIP",
+            display_name="Load CLIP (Halfsafe)",
+            category=CATEGORY,
+            description="Load one to four text encoder files with a storage dtype of their own.",
+            search_aliases=["text encoder", "t5 fp8", "clip fp8", "dual clip loader", "umt5", "dtype", "precision"],
+            inputs=[
+                io.Combo.Input("clip_name1", options=names, tooltip="A .safetensors file in models/text_encoders."),
+                io.Combo.Input("type", options=encoders.text_encoder_types(), tooltip="The model family the encoder is for."),
+                storage_input(tooltip="How the weights are kept. auto: as ComfyUI does, fp8 if memory is short. fp8 saves memory, not time."),
+                compute_input(),
+                *more,
+            ],
+            outputs=[io.Clip.Output()],
+        )
+
+    @classmethod
+    def execute(cls, clip_name1, type, storage, compute, clip_name2=None, clip_name3=None, clip_name4=None) -> io.NodeOutput:
+        names = [name for name in (clip_name1, clip_name2, clip_name3, clip_name4) if name]
+        paths = [files.model_path("text_encoders", name) for name in names]
+        return io.NodeOutput(encoders.load_text_encoder(paths, type, storage, compute))
+
+
+class LoadVAE(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeLoadVAE",
+            display_name="Load VAE (Halfsafe)",
+            category=CATEGORY,
+            description="Load a VAE in a dtype of its own, for this workflow only.",
+            search_aliases=["vae fp32", "vae dtype", "no-half-vae", "fp32-vae", "black image", "precision"],
+            inputs=[
+                io.Combo.Input("vae_name", options=files.model_files("vae"), tooltip="A .safetensors file in models/vae."),
+                io.Combo.Input(
+                    "dtype",
+                    options=VAE_DTYPES,
+                    default="auto",
+                    tooltip="The dtype the VAE works in. auto: ComfyUI's choice. fp32 cures black images from a VAE, at twice the memory.",
+                ),
+            ],
+            outputs=[io.Vae.Output()],
+        )
+
+    @classmethod
+    def execute(cls, vae_name, dtype) -> io.NodeOutput:
+        return io.NodeOutput(encoders.load_vae(files.model_path("vae", vae_name), dtype))
+
+
+NODES = [LoadDiffusionModel, LoadCheckpoint, LoadCLIP, LoadVAE]

@@ -1,0 +1,56 @@
+"""Exceptions per layer, as text in the workflow."""
+
+from comfy_api.latest import io
+
+from ..precision.errors import HalfsafeError
+from ..precision.presets import DEFAULT_PRESET, PRESETS
+from ..precision.rules import rules_from
+from .types import CATEGORY, RulesType
+
+
+class LayerRules(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeLayerRules",
+            display_name="Layer Rules (Halfsafe)",
+            category=CATEGORY,
+            description="Which layers are stored and computed differently. One rule per line; later lines win.",
+            search_aliases=["keep layers", "exclude layers", "mixed precision", "layer dtype", "fp8 skip", "preset"],
+            inputs=[
+                io.String.Input(
+                    "rules",
+                    multiline=True,
+                    default="",
+                    tooltip=(
+                        "<pattern> <key>=<value> ...  # comment\n"
+                        "Pattern: a glob over layer names (blocks.0.*), re:<regex>, or class:<module class>.\n"
+                        "Keys: storage, compute, accumulation, stream."
+                    ),
+                ),
+                io.Combo.Input(
+                    "preset",
+                    options=list(PRESETS),
+                    default=DEFAULT_PRESET,
+                    tooltip="Layers to keep as in the file, before your own lines. The family presets keep more than the default.",
+                ),
+                RulesType.Input("previous", optional=True, tooltip="Rules to build on; lines here win over them."),
+            ],
+            outputs=[RulesType.Output(display_name="rules"), io.String.Output(display_name="text")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, rules=None, preset=None):
+        try:
+            rules_from(rules or "", preset or DEFAULT_PRESET)
+        except HalfsafeError as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def execute(cls, rules, preset, previous=None) -> io.NodeOutput:
+        combined = rules_from(rules, preset, previous)
+        return io.NodeOutput(combined, combined.to_text())
+
+
+NODES = [LayerRules]

@@ -1,0 +1,160 @@
+"""Which device this is, by name, and which profile row it has."""
+
+import dataclasses
+import platform
+import re
+
+import torch
+
+from .probes import cpu_bf16
+from .profiles import OCP_FP8, PROFILES, DeviceProfile
+
+# ComfyUI's should_use_fp16 has the same list: Turing chips without tensor cores whose fp16 results are wrong.
+FAULTY_FP16 = (
+    "GTX 16", "1660", "1650", "1630", "T500", "T550", "T600", "MX550", "MX450", "CMP 30HX", "T1000", "T1200", "T2000",
+)  # fmt: skip
+# Workstation and server cards run fp16 and fp32 accumulation at one rate (NVIDIA data sheets); GeForce halves fp32's.
+FULL_RATE = re.compile(r"\b(Quadro|Tesla|TITAN RTX|T4|A2|A10G?|A16|A40|A\d[05]00|L4|L40S?|RTX PRO|Ada Generation)\b")
+
+GFX_ROWS = (
+    ("gfx90a", "gfx90a"), ("gfx908", "gfx90a"), ("gfx94", "gfx942"), ("gfx95", "gfx950"),
+    ("gfx117", "gfx1201"), ("gfx11", "gfx1100"), ("gfx12", "gfx1201"), ("gfx10", "gfx1030"), ("gfx9", "gfx1030"),
+)  # fmt: skip
+
+
+def default_device() -> torch.device:
+    """The first accelerator torch can use, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    xpu = getattr(torch, "xpu", None)
+    if xpu and xpu.is_available():
+        return torch.device("xpu", xpu.current_device())
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def indexed(device: torch.device) -> torch.device:
+    """The same device with its index, so that ``cuda`` and ``cuda:0`` are probed once."""
+    device = torch.device(device)
+    if device.index is not None or device.type not in ("cuda", "xpu"):
+        return device
+    return torch.device(device.type, getattr(torch, device.type).current_device())
+
+
+def hardware_name(device: torch.device) -> str:
+    """The name the driver gives, e.g. "NVIDIA GeForce RTX 3090"."""
+    if device.type in ("cuda", "xpu"):
+        return getattr(torch, device.type).get_device_name(device)
+    if device.type == "mps":
+        return metal_name() or "Apple GPU"
+    if device.type == "cpu":
+        capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+        return capabilities.get("cpu_name") or platform.machine() or "CPU"
+    return str(device)
+
+
+def metal_name() -> str:
+    """The Metal device's name, e.g. "Apple M3 Pro"; "" where this torch cannot tell."""
+    get_name = getattr(torch.backends.mps, "get_name", None)
+    return get_name() if get_name else ""
+
+
+def profile_of(device: torch.device) -> DeviceProfile:
+    """The nearest row for a real device, adjusted and with a note where the row is not exact. Probes nothing."""
+    if device.type == "cuda":
+        return _amd_profile(device) if torch.version.hip else _nvidia_profile(device)
+    if device.type == "mps":
+        return _apple_profile(metal_name())
+    if device.type == "xpu":
+        return PROFILES["xpu"]
+    if device.type == "cpu":
+        return _cpu_profile()
+    return noted(PROFILES["cpu"], f"torch device type '{device.type}' has no row; the safest row is used.")
+
+
+def noted(profile: DeviceProfile, note: str, **changes) -> DeviceProfile:
+    """A row with a remark about how it was chosen, and changed entries; ``notes`` extends the row's."""
+    notes = {**profile.notes, **changes.pop("notes", {}), "match": note}
+    return dataclasses.replace(profile, notes=notes, **changes)
+
+
+def _nvidia_profile(device: torch.device) -> DeviceProfile:
+    capability = tuple(torch.cuda.get_device_capability(device))
+    row = nvidia_row(capability)
+    name = torch.cuda.get_device_name(device)
+    if row.name == "sm_75" and any(chip in name for chip in FAULTY_FP16):
+        return without_fp16(row, name)
+    if row.fp16_accumulation_gains and FULL_RATE.search(name):
+        reason = "Workstation and server cards add in fp32 at full rate: fp16 accumulation is risk without gain."
+        return dataclasses.replace(row, fp16_accumulation_gains=False, notes={**row.notes, "fp16_accumulation": reason})
+    return row
+
+
+def nvidia_row(capability: tuple[int, int]) -> DeviceProfile:
+    """The highest row not above a compute capability: (8, 7) -> sm_86, (7, 2) -> sm_70, (10, 3) -> sm_100."""
+    rows = {_compute_capability(name): row for name, row in PROFILES.items() if name.startswith("sm_")}
+    oldest, newest = min(rows), max(rows)
+    below = [row for row in rows if row <= capability]
+    row = rows[max(below, default=oldest)]
+    if capability < (6, 0):
+        return noted(row, f"Compute capability {capability[0]}.{capability[1]} is older than every row.")
+    if capability[0] > newest[0]:
+        return noted(row, f"Compute capability {capability[0]}.{capability[1]} is newer than every row.")
+    return row
+
+
+def _compute_capability(name: str) -> tuple[int, int]:
+    digits = name.removeprefix("sm_")
+    return int(digits[:-1]), int(digits[-1])
+
+
+def without_fp16(row: DeviceProfile, name: str) -> DeviceProfile:
+    """A row for a chip whose fp16 results are wrong."""
+    reason = f"{name} gives wrong or NaN fp16 results, so nothing is computed in fp16."
+    notes = {**row.notes, "fp16": reason, "fp16_accumulation": reason}
+    label = "GTX 16xx (Turing)"
+    return dataclasses.replace(row, label=label, fp16_fast=False, fp16_accumulation_gains=False, notes=notes)
+
+
+def _amd_profile(device: torch.device) -> DeviceProfile:
+    return amd_row(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
+
+
+def amd_row(arch: str) -> DeviceProfile:
+    """The row for a gcnArchName such as gfx1103, gfx942 or gfx950."""
+    row = next((row for prefix, row in GFX_ROWS if arch.startswith(prefix)), None)
+    if row == "gfx1030":
+        return before_rdna3(arch)
+    if row == "gfx950":
+        return cdna4(arch)
+    if row is None:
+        return noted(PROFILES["gfx1100"], f"{arch} has no row; the nearest safe one is used.")
+    return PROFILES[row]
+
+
+def before_rdna3(arch: str) -> DeviceProfile:
+    """RDNA2 and older, Vega: fast fp16, no bf16, no fp8 matmul."""
+    notes = {"bf16": f"{arch} has no bf16; torch emulates it."}
+    note = f"{arch} has no row; RDNA3's is used without bf16."
+    return noted(PROFILES["gfx1100"], note, label="RX 6000 and older", bf16_native=False, notes=notes)
+
+
+def cdna4(arch: str) -> DeviceProfile:
+    """gfx950: MI300's row with the OCP fp8 formats in place of fnuz."""
+    notes = {"fp8_matmul": "fp8 matmul units for the OCP formats; needs ROCm 6.5 or later."}
+    changes = {"fp8_matmul": True, "fp8_matmul_gains": True, "fp8_formats": OCP_FP8}
+    note = f"{arch} has no row; MI300's is used with e4m3fn and e5m2 in place of fnuz."
+    return noted(PROFILES["gfx942"], note, label="MI350 (CDNA4)", notes=notes, **changes)
+
+
+def _apple_profile(name: str) -> DeviceProfile:
+    generation = re.search(r"\bM(\d+)\b", name)
+    if not generation:
+        return noted(PROFILES["mps_m1"], "torch does not tell the chip's generation; the oldest row is used.")
+    return PROFILES["mps_m3" if int(generation[1]) >= 3 else "mps_m1"]
+
+
+def _cpu_profile() -> DeviceProfile:
+    if not cpu_bf16():
+        return PROFILES["cpu"]
+    notes = {**PROFILES["cpu"].notes, "bf16": "This CPU has bf16 instructions."}
+    return dataclasses.replace(PROFILES["cpu"], bf16_native=True, notes=notes)

@@ -1,0 +1,127 @@
+"""A weight as a file stores it: data, scale and how far one scale reaches."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .dtypes import FP8_DTYPES
+from .errors import HalfsafeError
+
+CHUNK = 1 << 20
+EIGHT_BIT = FP8_DTYPES | {torch.int8}
+USUAL_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """One tensor of a model. ``data * scale`` is the weight, unless ``granularity`` is ``native``.
+
+    Attributes:
+        name: full tensor name, ``blocks.0.ffn.0.weight``.
+        scale: fp32 multiplier: 0-dim (``tensor``), ``(rows, 1)`` over ``data`` seen as that many rows (``row``), one
+            entry per block of a 2-D weight (``block``), None (``none``, ``native``).
+        granularity: ``none``, ``tensor``, ``row``, ``block``, or ``native``: a format that ComfyUI itself unpacks.
+        input_scale: fp32 0-dim activation multiplier, if the file has one.
+        full_precision: the file asks for ``full_precision_matrix_mult``.
+        companions: native: the tensors that belong to it, by full name.
+    """
+
+    name: str
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+    granularity: str = "none"
+    input_scale: torch.Tensor | None = None
+    full_precision: bool = False
+    companions: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def layer(self) -> str:
+        return self.name.removesuffix(".weight")
+
+    @property
+    def eight_bit(self) -> bool:
+        return self.data.dtype in EIGHT_BIT
+
+    def parts(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The weight in fp32, some rows at a time: slices of :meth:`matrix` and their values. A few MB each.
+
+        Raises:
+            HalfsafeError: the format is one that only ComfyUI unpacks.
+        """
+        if self.granularity == "native":
+            raise HalfsafeError(f"'{self.name}' is in a format that only ComfyUI's own kernels unpack.")
+        matrix = self.matrix(self.data)
+        rows, columns = matrix.shape
+        step = max(1, CHUNK // max(columns, 1))
+        for start in range(0, rows, step):
+            part = slice(start, min(start + step, rows))
+            yield part, self._times_scale(matrix[part].float(), part)
+
+    def matrix(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the weight's shape as the 2-D view that :meth:`parts` slices."""
+        if tensor.numel() == 0:
+            return tensor.reshape(0, 1)
+        if self.granularity == "row":
+            return tensor.reshape(self.scale.shape[0], -1)
+        if self.granularity == "block":
+            return tensor
+        return tensor.reshape(-1, 1)
+
+    def _times_scale(self, part: torch.Tensor, rows: slice) -> torch.Tensor:
+        if self.granularity == "none":
+            return part
+        if self.granularity == "tensor":
+            return part.mul_(self.scale) if part.data_ptr() != self.data.data_ptr() else part * self.scale
+        if self.granularity == "row":
+            return part * self.scale[rows]
+        down, across = (block_size(size, count) for size, count in zip(self.data.shape, self.scale.shape, strict=True))
+        scale = self.scale[torch.arange(rows.start, rows.stop) // down]
+        return part * scale.repeat_interleave(across, 1)[:, : part.shape[1]]
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight in ``dtype``; beyond the result this takes a few MB. Unscaled data of that dtype is not copied.
+
+        Raises:
+            HalfsafeError: the format is one that only ComfyUI unpacks.
+        """
+        if self.granularity == "none":
+            return self.data.to(dtype)
+        result = torch.empty(self.data.shape, dtype=dtype)
+        target = self.matrix(result)
+        for rows, part in self.parts():
+            target[rows] = part
+        return result
+
+
+def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
+    """How far one entry of ``scale`` reaches over a weight of ``shape``; None where they do not fit.
+
+    ``row``: the scale's shape is the beginning of the weight's, ones after it: ``(N,)``, ``(N, 1)``, ``(E, N, 1)``; or
+    it is ``(1, N)``, the layout ``torch._scaled_mm`` takes.
+    """
+    if scale.numel() == 1:
+        return "tensor"
+    leading = list(scale.shape)
+    while leading[-1] == 1:
+        leading.pop()
+    if leading == list(shape[: len(leading)]) or (scale.shape[0] == 1 and leading[1:] == list(shape[:1])):
+        return "row"
+    if scale.dim() == len(shape) == 2 and all(map(block_size, shape, scale.shape)):
+        return "block"
+    return None
+
+
+def block_size(size: int, count: int) -> int | None:
+    """The block length that cuts ``size`` into ``count`` blocks, the last possibly short; None where there is none.
+
+    128 where that fits (DeepSeek, Qwen, vLLM), else the exact divisor, else the next power of two.
+    """
+    if not 0 < count <= size:
+        return None
+    if count == 1:
+        return size
+    power = 1 << math.ceil(math.log2(size / count))
+    candidates = [USUAL_BLOCK, *([size // count] if size % count == 0 else []), power]
+    return next((block for block in candidates if math.ceil(size / block) == count), None)

@@ -1,0 +1,92 @@
+"""Run every test on a fresh machine: set up, check the style, then each tier. `python scripts/test.py --help`."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+from environment import ROOT, Environment, SetupError, clean_environ, has_accelerator, prepare
+
+TIERS = {"unit": "tests/unit", "host": "tests/host", "gpu": "tests/gpu"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one stage of the run came to."""
+
+    name: str
+    passed: bool
+    summary: str
+    seconds: float
+
+
+def main() -> int:
+    options, pytest_args = _parse(sys.argv[1:])
+    try:
+        environment = prepare(options.comfyui)
+    except SetupError as error:
+        print(error, file=sys.stderr)
+        return 1
+    results = [_check_style(environment)] if options.tier is None else []
+    for tier in _tiers(options.tier, environment):
+        results.append(_run_tier(tier, environment, pytest_args))
+    return _report(results)
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tier", choices=TIERS, help="run this tier only")
+    parser.add_argument("--comfyui", type=Path, help="a ComfyUI folder to test with, instead of the pinned one")
+    return parser.parse_args(arguments[:split]), arguments[split + 1 :]
+
+
+def _tiers(wanted: str | None, environment: Environment) -> list[str]:
+    if wanted:
+        return [wanted]
+    has_gpu_tests = (ROOT / TIERS["gpu"]).is_dir()
+    return ["unit", "host"] + (["gpu"] if has_gpu_tests and has_accelerator(environment.python) else [])
+
+
+def _check_style(environment: Environment) -> Result:
+    print("\n== ruff", flush=True)
+    started = time.monotonic()
+    code = subprocess.run([str(environment.python), "-m", "ruff", "check", "."], cwd=ROOT, check=False).returncode
+    return Result("ruff", code == 0, "clean" if code == 0 else "failed", time.monotonic() - started)
+
+
+def _run_tier(tier: str, environment: Environment, pytest_args: list[str]) -> Result:
+    print(f"\n== {tier}", flush=True)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        junit = Path(folder) / "junit.xml"
+        command = [str(environment.python), "-m", "pytest", TIERS[tier], f"--junitxml={junit}", "--durations=5"]
+        environ = clean_environ(HALFSAFE_STRICT="1", COMFYUI_DIR=str(environment.comfyui))
+        code = subprocess.run([*command, *pytest_args], cwd=ROOT, env=environ, check=False).returncode
+        return Result(tier, code == 0, _counts(junit), time.monotonic() - started)
+
+
+def _counts(junit: Path) -> str:
+    if not junit.exists():
+        return "did not run"
+    suite = next(ElementTree.parse(junit).iter("testsuite"))
+    total, failed, errors, skipped = (int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped"))
+    return f"{total - failed - errors - skipped} passed, {failed} failed, {errors} errors, {skipped} skipped"
+
+
+def _report(results: list[Result]) -> int:
+    print("\n== summary")
+    for result in results:
+        word = "ok" if result.passed else "FAILED"
+        print(f"{result.name:5} {word:7} {result.summary} in {result.seconds:.1f} s")
+    return 0 if all(result.passed for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

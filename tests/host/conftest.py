@@ -1,0 +1,106 @@
+"""Fixtures that need a real ComfyUI, named by the environment variable COMFYUI_DIR.
+
+Without one the tests are reported as skipped, or fail where HALFSAFE_STRICT is set, as `scripts/test.py` does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).absolute().parents[2]
+sys.path += [path for path in (str(ROOT / "scripts"),) if path not in sys.path]
+
+from comfyui_server import MODEL_FOLDERS, Server, make_base_directory  # noqa: E402
+from support import inprocess, tiny_models  # noqa: E402
+
+COMFYUI = Path(os.environ["COMFYUI_DIR"]).resolve() if os.environ.get("COMFYUI_DIR") else None
+MISSING = "set COMFYUI_DIR to a ComfyUI folder, or run scripts/test.py"
+_base = tempfile.TemporaryDirectory(prefix="halfsafe-host-")
+
+if COMFYUI:
+    make_base_directory(Path(_base.name), ROOT)
+    inprocess.setup_comfyui(COMFYUI, Path(_base.name), "--cpu")
+
+
+class Unavailable(pytest.Module):
+    """Stands for a test file that cannot be imported without ComfyUI."""
+
+    def collect(self) -> list:
+        if os.environ.get("HALFSAFE_STRICT"):
+            raise self.CollectError(MISSING)
+        pytest.skip(MISSING, allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if COMFYUI is None and module_path.parent == Path(__file__).parent:
+        return Unavailable.from_parent(parent, path=module_path)
+    return None
+
+
+def pytest_sessionfinish() -> None:
+    _base.cleanup()
+
+
+@pytest.fixture(scope="session")
+def comfyui_dir() -> Path:
+    """The ComfyUI under test."""
+    return COMFYUI
+
+
+@pytest.fixture(scope="session")
+def models_dir() -> Path:
+    """`models/` of the in-process ComfyUI: files written below it are found by `folder_paths`."""
+    return Path(_base.name) / "models"
+
+
+@pytest.fixture(scope="session")
+def pack() -> ModuleType:
+    """The pack, loaded into this process; the same module tests import as `halfsafe`."""
+    return inprocess.load_pack()
+
+
+@pytest.fixture(scope="session")
+def comfy(pack: ModuleType) -> SimpleNamespace:
+    """The in-process ComfyUI: `pack`, `nodes` (pack nodes by id), `core` (core nodes by id), `run(id, **inputs)`."""
+    import nodes as core
+
+    ours = inprocess.node_classes(pack)
+    return SimpleNamespace(pack=pack, nodes=ours, core=core.NODE_CLASS_MAPPINGS, run=_runner(ours))
+
+
+@pytest.fixture(scope="session")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `models/` folder with the small model of each kind that a workflow may ask for."""
+    models = tmp_path_factory.mktemp("models")
+    for name in MODEL_FOLDERS:
+        (models / name).mkdir()
+    for name in tiny_models.FAMILIES:
+        tiny_models.FAMILIES[name](models / "diffusion_models" / f"{name}.safetensors")
+    tiny_models.clip_l(models / "text_encoders" / "clip_l.safetensors")
+    tiny_models.wan_vae(models / "vae" / "wan_vae.safetensors")
+    tiny_models.sd_vae(models / "vae" / "sd_vae.safetensors")
+    tiny_models.sd15_checkpoint(models / "checkpoints" / "sd15_checkpoint.safetensors")
+    return models
+
+
+@pytest.fixture(scope="session")
+def server(comfyui_dir: Path, small_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A real ComfyUI process that serves the small models, with the pack in `custom_nodes/Halfsafe-Pack`."""
+    base = make_base_directory(tmp_path_factory.mktemp("base"), ROOT)
+    with Server(comfyui_dir, base, ["--models-directory", str(small_models)]) as running:
+        yield running
+
+
+def _runner(nodes: dict[str, type]):
+    def run(node_id: str, **inputs: object) -> tuple:
+        """Execute a pack node and return its outputs as a tuple."""
+        return tuple(nodes[node_id].execute(**inputs).args)
+
+    return run

@@ -1,0 +1,57 @@
+"""Load a real ComfyUI and this pack into the test process."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).absolute().parent.parent.parent
+
+
+def setup_comfyui(comfyui: Path, base: Path, *extra_args: str) -> None:
+    """Put ComfyUI on `sys.path` and parse its command line as `main.py` does, before anything of it is imported."""
+    if "comfy.cli_args" in sys.modules:
+        raise RuntimeError("ComfyUI is already imported in this process.")
+    sys.path.insert(0, str(comfyui))
+    command = ["main.py", "--base-directory", str(base), "--database-url", "sqlite:///:memory:", "--disable-api-nodes"]
+    saved, sys.argv = sys.argv, [*command, *extra_args]
+    try:
+        importlib.import_module("comfy.options").enable_args_parsing()
+        importlib.import_module("comfy.cli_args")
+    finally:
+        sys.argv = saved
+    _use_base_directory(base)
+
+
+def load_pack() -> ModuleType:
+    """Run the pack's `__init__.py` as `halfsafe`, so that tests and nodes share one copy of every module."""
+    spec = importlib.util.spec_from_file_location(
+        "halfsafe", ROOT / "__init__.py", submodule_search_locations=[str(ROOT)]
+    )
+    module = sys.modules["halfsafe"]
+    module.__spec__, module.__file__ = spec, str(ROOT / "__init__.py")
+    spec.loader.exec_module(module)
+    return module
+
+
+def node_classes(pack: ModuleType) -> dict[str, type]:
+    """The pack's nodes by id, as ComfyUI's loader gets them."""
+
+    async def collect() -> list[type]:
+        extension = pack.comfy_entrypoint()
+        extension = await extension if asyncio.iscoroutine(extension) else extension
+        await extension.on_load()
+        return await extension.get_node_list()
+
+    return {node.GET_SCHEMA().node_id: node for node in asyncio.run(collect())}
+
+
+def _use_base_directory(base: Path) -> None:
+    import folder_paths
+
+    for kind in ("output", "temp", "input", "user"):
+        getattr(folder_paths, f"set_{kind}_directory")(str(base / kind))

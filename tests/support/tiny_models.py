@@ -1,0 +1,329 @@
+"""Genuine safetensors of small random models that ComfyUI detects as the real families.
+
+Tensor names and ranks are those of the real files; only the sizes are small, where detection permits. Weights are
+seeded, with variance 1/fan_in, so that outputs stay finite and far from zero. `wan`, `wan_1_3b_shaped` and `clip_l`
+need only torch; the others build ComfyUI's own module on the meta device to read its shapes.
+
+`qwen_image` and `z_image` have fixed widths in ComfyUI: one block of each is already 0.4 and 1.1 billion parameters.
+Chroma (0.6 billion) and a full SDXL checkpoint (CLIP-G alone is 0.7 billion) are left out for the same reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+Shapes = dict[str, tuple[int, ...]]
+POOL_SIZE = 1 << 23
+DTYPE_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+def wan(
+    path: Path,
+    dtype: torch.dtype = torch.bfloat16,
+    dim: int = 256,
+    blocks: int = 2,
+    ffn: int = 1024,
+    in_dim: int = 16,
+    text_dim: int = 4096,
+    seed: int = 0,
+    scale: dict[str, float] | None = None,
+) -> Path:
+    """Write a Wan2.1 text-to-video model. `scale` multiplies the named tensors, to make layers overflow on purpose."""
+    config = {} if text_dim == 4096 else {"config": json.dumps({"transformer": {"text_dim": text_dim}})}
+    return _save(path, wan_shapes(dim, blocks, ffn, in_dim, text_dim), dtype, seed, scale=scale, metadata=config)
+
+
+def wan_overflowing(path: Path, **options: object) -> Path:
+    """Write a Wan2.1 model that is finite in bf16 and fp32 and overflows in fp16, in `blocks.0.ffn.2`."""
+    return wan(path, scale={"blocks.0.ffn.0.weight": 128.0, "blocks.0.ffn.2.weight": 2048.0}, **options)
+
+
+def wan_1_3b_shaped(path: Path, seed: int = 0) -> Path:
+    """Stream a bf16 file with the shapes of Wan2.1 T2V 1.3B: 1.42 billion parameters, 2.84 GB."""
+    shapes = wan_shapes(dim=1536, blocks=30, ffn=8960, in_dim=16, text_dim=4096)
+    return _stream(path, shapes, torch.bfloat16, seed)
+
+
+def clip_l(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
+    """Stream a CLIP-L text encoder of its real size, 123 million parameters: ComfyUI fixes every dimension of it."""
+    return _stream(path, clip_l_shapes(), dtype, seed)
+
+
+def wan_vae(path: Path, dtype: torch.dtype = torch.float32, dim: int = 16, seed: int = 0) -> Path:
+    """Write a Wan2.1 VAE, 16 latent channels, 8x spatial and 4x temporal compression."""
+    import comfy.ldm.wan.vae as module
+
+    options = {"dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "temperal_downsample": [False, True, True]}
+    with torch.device("meta"):
+        model = module.WanVAE(dim=dim, z_dim=16, **options)
+    return _save(path, _shapes_of(model), dtype, seed)
+
+
+def flux(path: Path, dtype: torch.dtype = torch.bfloat16, hidden: int = 256, seed: int = 0) -> Path:
+    """Write a Flux-dev model: one double block, one single block."""
+    from comfy.ldm.flux.model import Flux
+
+    config = {
+        **dict(in_channels=16, out_channels=16, vec_in_dim=768, context_in_dim=4096, hidden_size=hidden, mlp_ratio=4.0),
+        **dict(num_heads=hidden // 128, depth=1, depth_single_blocks=1, axes_dim=[16, 56, 56], theta=10000),
+        **dict(patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[]),
+    }
+    return _save(path, _shapes_of(_on_meta(Flux, **config)), dtype, seed)
+
+
+def sd3(path: Path, dtype: torch.dtype = torch.float16, depth: int = 2, seed: int = 0) -> Path:
+    """Write a Stable Diffusion 3 MMDiT; its width is 64 times its depth."""
+    from comfy.ldm.modules.diffusionmodules.mmdit import OpenAISignatureMMDITWrapper
+
+    context = {"target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 64 * depth}}
+    config = {
+        **dict(input_size=None, pos_embed_scaling_factor=None, pos_embed_max_size=192, num_patches=192 * 192),
+        **dict(patch_size=2, in_channels=16, out_channels=16, depth=depth, adm_in_channels=2048),
+        "context_embedder_config": context,
+    }
+    return _save(path, _shapes_of(_on_meta(OpenAISignatureMMDITWrapper, **config)), dtype, seed)
+
+
+def hunyuan_video(path: Path, dtype: torch.dtype = torch.bfloat16, hidden: int = 256, seed: int = 0) -> Path:
+    """Write a HunyuanVideo model: one double block, one single block."""
+    from comfy.ldm.hunyuan_video.model import HunyuanVideo
+
+    config = {
+        **dict(in_channels=16, out_channels=16, vec_in_dim=768, context_in_dim=4096, hidden_size=hidden, mlp_ratio=4.0),
+        **dict(num_heads=hidden // 128, depth=1, depth_single_blocks=1, axes_dim=[16, 56, 56], theta=256),
+        **dict(patch_size=[1, 2, 2], qkv_bias=True, guidance_embed=True, byt5=False, meanflow=False),
+        **dict(use_cond_type_embedding=False, vision_in_dim=None, meanflow_sum=False),
+    }
+    return _save(path, _shapes_of(_on_meta(HunyuanVideo, **config)), dtype, seed)
+
+
+def ltxv(path: Path, dtype: torch.dtype = torch.bfloat16, head_dim: int = 8, layers: int = 2, seed: int = 0) -> Path:
+    """Write an LTX-Video model with 32 heads."""
+    from comfy.ldm.lightricks.model import LTXVModel
+
+    model = _on_meta(LTXVModel, num_layers=layers, attention_head_dim=head_dim, cross_attention_dim=32 * head_dim)
+    return _save(path, _shapes_of(model), dtype, seed)
+
+
+def qwen_image(path: Path, dtype: torch.dtype = torch.bfloat16, layers: int = 1, seed: int = 0) -> Path:
+    """Write a Qwen-Image model with one block of the real width."""
+    from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+
+    model = _on_meta(QwenImageTransformer2DModel, in_channels=64, num_layers=layers)
+    return _stream(path, _shapes_of(model), dtype, seed)
+
+
+def z_image(path: Path, dtype: torch.dtype = torch.bfloat16, layers: int = 2, seed: int = 0) -> Path:
+    """Write a Z-Image model of the real width with two layers and the four refiner blocks ComfyUI expects."""
+    from comfy.ldm.lumina.model import NextDiT
+
+    config = {
+        **dict(patch_size=2, in_channels=16, dim=3840, cap_feat_dim=2560, n_layers=layers, qk_norm=True),
+        **dict(n_heads=30, n_kv_heads=30, axes_dims=[32, 48, 48], axes_lens=[1536, 512, 512], rope_theta=256.0),
+        **dict(ffn_dim_multiplier=8.0 / 3.0, z_image_modulation=True, time_scale=1000.0, pad_tokens_multiple=32),
+    }
+    return _stream(path, _shapes_of(_on_meta(NextDiT, **config)), dtype, seed)
+
+
+def sdxl(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
+    """Write an SDXL UNet: the real transformer depths, every level 320 channels wide (0.15 billion parameters)."""
+    return _save(path, _shapes_of(_unet(sdxl_unet_config())), dtype, seed)
+
+
+def sd15_checkpoint(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
+    """Stream a full Stable Diffusion 1.5 checkpoint: a one-level UNet, CLIP-L and a VAE with a narrow decoder."""
+    parts = {
+        "model.diffusion_model.": _shapes_of(_unet(sd15_unet_config())),
+        "first_stage_model.": _shapes_of(_autoencoder(decoder_channels=32)),
+        "cond_stage_model.transformer.": clip_l_shapes(),
+    }
+    return _stream(path, {prefix + k: v for prefix, shapes in parts.items() for k, v in shapes.items()}, dtype, seed)
+
+
+def sd_vae(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
+    """Write a Stable Diffusion VAE, 4 latent channels, with a narrow decoder (the encoder's width is fixed)."""
+    return _save(path, _shapes_of(_autoencoder(decoder_channels=32)), dtype, seed)
+
+
+FAMILIES = {"wan": wan, "flux": flux, "sd3": sd3, "hunyuan_video": hunyuan_video, "ltxv": ltxv, "sdxl": sdxl}
+SLOW_FAMILIES = {"qwen_image": qwen_image, "z_image": z_image}
+
+
+def wan_shapes(dim: int, blocks: int, ffn: int, in_dim: int, text_dim: int) -> Shapes:
+    """Tensor names and shapes of a Wan2.1 text-to-video model with 16 output channels."""
+    shapes: Shapes = {
+        "patch_embedding.weight": (dim, in_dim, 1, 2, 2),
+        "patch_embedding.bias": (dim,),
+        **_linear("text_embedding.0", text_dim, dim),
+        **_linear("text_embedding.2", dim, dim),
+        **_linear("time_embedding.0", 256, dim),
+        **_linear("time_embedding.2", dim, dim),
+        **_linear("time_projection.1", dim, 6 * dim),
+        **_linear("head.head", dim, 64),
+        "head.modulation": (1, 2, dim),
+    }
+    for index in range(blocks):
+        shapes |= _wan_block(f"blocks.{index}.", dim, ffn)
+    return shapes
+
+
+def clip_l_shapes() -> Shapes:
+    """Tensor names and shapes of the CLIP-L text encoder."""
+    shapes: Shapes = {
+        "text_model.embeddings.token_embedding.weight": (49408, 768),
+        "text_model.embeddings.position_embedding.weight": (77, 768),
+        **_norm("text_model.final_layer_norm", 768),
+    }
+    for index in range(12):
+        layer = f"text_model.encoder.layers.{index}."
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            shapes |= _linear(f"{layer}self_attn.{name}", 768, 768)
+        shapes |= _norm(f"{layer}layer_norm1", 768) | _norm(f"{layer}layer_norm2", 768)
+        shapes |= _linear(f"{layer}mlp.fc1", 768, 3072) | _linear(f"{layer}mlp.fc2", 3072, 768)
+    return shapes
+
+
+def sd15_unet_config() -> dict:
+    """One level, one residual block, one transformer block."""
+    return _unet_config(
+        {"context_dim": 768, "adm_in_channels": None, "use_linear_in_transformer": False, "num_heads": 8},
+        {"channel_mult": [1], "num_res_blocks": [1], "transformer_depth": [1], "transformer_depth_output": [1, 1]},
+    ) | {"num_head_channels": -1}
+
+
+def sdxl_unet_config() -> dict:
+    """The down path that identifies SDXL, with every level at the width of the first and a thin up path."""
+    return _unet_config(
+        {"context_dim": 2048, "adm_in_channels": 2816, "use_linear_in_transformer": True, "num_classes": "sequential"},
+        {
+            "channel_mult": [1, 1, 1],
+            "num_res_blocks": [2, 2, 2],
+            "transformer_depth": [0, 0, 2, 2, 10, 10],
+            "transformer_depth_output": [0, 0, 0, 1, 1, 1, 1, 1, 1],
+        },
+    ) | {"num_head_channels": 64}
+
+
+def _unet_config(conditioning: dict, levels: dict) -> dict:
+    fixed = dict(image_size=32, in_channels=4, out_channels=4, model_channels=320, legacy=False)
+    return fixed | {"use_spatial_transformer": True, "transformer_depth_middle": 1} | conditioning | levels
+
+
+def _unet(config: dict) -> torch.nn.Module:
+    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+
+    return _on_meta(UNetModel, **config)
+
+
+def _autoencoder(decoder_channels: int) -> torch.nn.Module:
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    config = {
+        **dict(double_z=True, z_channels=4, resolution=256, in_channels=3, out_ch=3, ch=128, ch_mult=[1, 2, 4, 4]),
+        **dict(num_res_blocks=2, attn_resolutions=[], dropout=0.0),
+    }
+    with torch.device("meta"):
+        return AutoencoderKL(ddconfig=config, embed_dim=4, decoder_ddconfig=config | {"ch": decoder_channels})
+
+
+def _on_meta(build: type, **config: object) -> torch.nn.Module:
+    import comfy.ops
+
+    with torch.device("meta"):
+        return build(**config, dtype=torch.float32, device="meta", operations=comfy.ops.disable_weight_init)
+
+
+def _shapes_of(module: torch.nn.Module) -> Shapes:
+    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+
+
+def _linear(name: str, inputs: int, outputs: int) -> Shapes:
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+
+def _norm(name: str, size: int) -> Shapes:
+    return {f"{name}.weight": (size,), f"{name}.bias": (size,)}
+
+
+def _wan_block(block: str, dim: int, ffn: int) -> Shapes:
+    shapes: Shapes = {f"{block}modulation": (1, 6, dim)}
+    for attention in ("self_attn", "cross_attn"):
+        for name in "qkvo":
+            shapes |= _linear(f"{block}{attention}.{name}", dim, dim)
+        shapes |= {f"{block}{attention}.norm_{name}.weight": (dim,) for name in "qk"}
+    shapes |= _linear(f"{block}ffn.0", dim, ffn) | _linear(f"{block}ffn.2", ffn, dim)
+    return shapes | _norm(f"{block}norm3", dim)
+
+
+def _std_and_mean(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    if name.endswith((".bias", ".beta")):
+        return 0.02, 0.0
+    if name.endswith((".gamma", ".scale")) or (len(shape) == 1 and name.endswith(".weight")):
+        return 0.02, 1.0
+    if name.endswith(("modulation", "table")):
+        return shape[-1] ** -0.5, 0.0
+    if "embed" in name and len(shape) == 2 and shape[0] > 16384:
+        return 0.02, 0.0
+    return math.prod(shape[1:]) ** -0.5 if len(shape) > 1 else 0.02, 0.0
+
+
+def _tensors(shapes: Shapes, dtype: torch.dtype, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    pool = torch.randn(min(POOL_SIZE, sum(map(math.prod, shapes.values())) + 1), generator=generator)
+    for name, shape in shapes.items():
+        std, mean = _std_and_mean(name, shape)
+        start = int(torch.randint(len(pool), (1,), generator=generator))
+        values = _take(pool, start, math.prod(shape))
+        yield name, (values * std + mean).to(dtype).reshape(shape)
+
+
+def _take(pool: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    if start + count <= len(pool):
+        return pool[start : start + count]
+    repeats = -(-(start + count) // len(pool))
+    return pool.repeat(repeats)[start : start + count]
+
+
+def _save(
+    path: Path, shapes: Shapes, dtype: torch.dtype, seed: int, scale: dict | None = None, metadata: dict | None = None
+) -> Path:
+    tensors = dict(_tensors(shapes, dtype, seed))
+    for name, factor in (scale or {}).items():
+        tensors[name] = tensors[name] * factor
+    save_file(tensors, str(path), metadata={"format": "pt", **(metadata or {})})
+    return Path(path)
+
+
+def _stream(path: Path, shapes: Shapes, dtype: torch.dtype, seed: int) -> Path:
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in shapes.items():
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in _tensors(shapes, dtype, seed):
+            file.write(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+    return Path(path)
+
+
+def main(names: list[str], folder: Path) -> None:
+    """Write `<name>.safetensors` for each function named."""
+    if os.environ.get("COMFYUI_DIR"):
+        sys.path.insert(0, os.environ["COMFYUI_DIR"])
+    for name in names:
+        globals()[name](folder / f"{name}.safetensors")
+
+
+if __name__ == "__main__":
+    main(sys.argv[2:], Path(sys.argv[1]))

@@ -1,0 +1,95 @@
+"""The package metadata, and the pack as an installed library."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.shipped import ROOT, tracked_files
+
+tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+ACCELERATORS = {
+    "Environment :: GPU :: NVIDIA CUDA",
+    "Environment :: GPU :: AMD ROCm",
+    "Environment :: GPU :: Intel Arc",
+    "Environment :: NPU :: Huawei Ascend",
+    "Environment :: GPU :: Apple Metal",
+}
+
+
+@pytest.fixture(scope="module")
+def metadata() -> dict:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_registry_id_is_acceptable(metadata: dict) -> None:
+    name = metadata["project"]["name"]
+    assert re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]{0,98}", name)
+    assert "comfyui" not in name.lower()
+
+
+def test_version_has_three_numbers_and_a_changelog_entry(metadata: dict) -> None:
+    version = metadata["project"]["version"]
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version)
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_pack_adds_no_requirement(metadata: dict) -> None:
+    assert metadata["project"]["dependencies"] == []
+    assert not (ROOT / "requirements.txt").exists()
+
+
+def test_accelerators_are_words_the_registry_knows(metadata: dict) -> None:
+    named = {c for c in metadata["project"]["classifiers"] if c.startswith("Environment ::")}
+    assert named and named <= ACCELERATORS
+
+
+def test_comfyui_bound_has_three_numbers(metadata: dict) -> None:
+    bounds = metadata["tool"]["comfy"]["requires-comfyui"].split(",")
+    assert all(re.fullmatch(r"(>=|<=|>|<|==|~=|!=)\d+\.\d+\.\d+", bound.strip()) for bound in bounds)
+
+
+def test_repository_is_named(metadata: dict) -> None:
+    assert {"Homepage", "Documentation", "Repository", "Issues"} <= set(metadata["project"]["urls"])
+
+
+def test_web_folder_is_not_declared_twice(metadata: dict) -> None:
+    assert "web" not in metadata["tool"]["comfy"]
+
+
+def test_every_package_folder_is_listed(metadata: dict) -> None:
+    folders = {path.parent for path in tracked_files() if path.suffix == ".py"}
+    shipped = {f for f in folders if f.parts[:1] not in (("tests",), ("scripts",), ("benchmarks",))}
+    listed = set(metadata["tool"]["setuptools"]["packages"])
+    assert {".".join(("halfsafe", *folder.parts)) for folder in shipped} == listed
+
+
+def test_tests_import_the_pack_without_running_it() -> None:
+    assert Path(importlib.util.find_spec("halfsafe.precision").submodule_search_locations[0]) == ROOT / "precision"
+    assert "nodes" not in sys.modules or "halfsafe" not in str(sys.modules["nodes"].__file__)
+    assert str(ROOT) not in sys.path
+
+
+@pytest.mark.slow
+def test_installed_package_runs_doctor(tmp_path: Path) -> None:
+    source, target = tmp_path / "My Halfsafe-Pack", tmp_path / "site"
+    for path in tracked_files():
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, source / path)
+    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+    built = subprocess.run([*pip, "--target", str(target), str(source)], capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    doctor = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(target)!r}); import runpy; "]
+    doctor[-1] += "sys.argv = ['halfsafe', 'doctor', '--json']; runpy.run_module('halfsafe', run_name='__main__')"
+    done = subprocess.run(doctor, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)
+    assert list((target / "halfsafe" / "web").glob("*.js")) and list((target / "halfsafe" / "workflows").glob("*.json"))

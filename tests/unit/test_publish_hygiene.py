@@ -1,0 +1,89 @@
+"""What the registry would flag, or what must not leave this machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from support.shipped import ROOT, is_ignored, shipped_files, tracked_files
+
+TEXT = {".py", ".js", ".mjs", ".json", ".md", ".toml", ".css", ".txt", ".yml", ".yaml"}
+FLAGGED = (
+    r"\bsubprocess\b",
+    r"\bos\.(system|popen|exec\w+|spawn\w+)\b",
+    r"\.connect\(",
+    r"\.bind\(",
+    r"\.send\(",
+    r"\.sendall\(",
+    r"aiohttp\.ClientSession",
+    r"\b(import|from) (requests|urllib|socket|http\.client)\b",
+    r"\bXMLHttpRequest\b|\bWebSocket\(",
+    r"\b__import__\(",
+)
+FLAGGED_PYTHON = (
+    r"(?<![\w.])eval\(",
+    r"(?<![\w.])exec\(",
+    r"\.cuda\(",
+    r"\.to\([\"']cuda",
+    r"torch\.autocast\(",
+    r"(?<!\.)\bnn\.(Linear|Conv[123]d|Embedding|LayerNorm)\(",
+    r"torch\.load\(",
+    r"torch\.cuda\.empty_cache\(",
+    r"pickle\.load",
+)
+MACHINE_PATHS = re.compile(r"(?<![\w.])/(home|root|Users|tmp|opt|work|mnt)/\w|[A-Z]:\\\\?Users")
+SHIPPED = shipped_files()
+TRACKED_TEXT = [path for path in tracked_files() if path.suffix in TEXT or path.parts[0] == ".ci"]
+
+
+def read(path: Path) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def test_the_archive_holds_the_pack_and_no_development_file() -> None:
+    assert {Path("__init__.py"), Path("pyproject.toml"), Path("LICENSE"), Path("README.md")} <= set(SHIPPED)
+    assert {path.parts[0] for path in SHIPPED}.isdisjoint({"tests", "scripts", "benchmarks", ".github", ".ci"})
+
+
+@pytest.mark.parametrize("path", [p for p in SHIPPED if p.suffix in TEXT], ids=str)
+def test_shipped_text_has_no_flagged_token(path: Path) -> None:
+    patterns = FLAGGED + (FLAGGED_PYTHON if path.suffix == ".py" else ())
+    text = read(path)
+    found = [match.group(0) for pattern in patterns for match in re.finditer(pattern, text)]
+    assert not found, f"{path}: {found}"
+
+
+@pytest.mark.parametrize("path", TRACKED_TEXT, ids=str)
+def test_no_absolute_path_of_a_machine(path: Path) -> None:
+    assert not MACHINE_PATHS.search(read(path))
+
+
+@pytest.mark.parametrize("path", [p for p in SHIPPED if p.suffix == ".py"], ids=str)
+def test_python_source_is_cp1252(path: Path) -> None:
+    read(path).encode("cp1252")
+
+
+def test_main_js_is_the_only_script_the_page_imports() -> None:
+    assert [path for path in SHIPPED if path.suffix == ".js"] == [Path("web/main.js")]
+
+
+@pytest.mark.parametrize("path", [p for p in SHIPPED if p.suffix == ".json"], ids=str)
+def test_json_files_parse(path: Path) -> None:
+    assert json.loads(read(path))
+
+
+def test_shipped_files_are_small() -> None:
+    large = {str(path): size for path in SHIPPED if (size := (ROOT / path).stat().st_size) > 1_000_000}
+    assert not large
+
+
+def test_ignore_patterns_match_as_git_does() -> None:
+    patterns = ["tests/", "/output/", "*.pyc", ".comfyignore"]
+    assert is_ignored(Path("tests/unit/test_a.py"), patterns)
+    assert is_ignored(Path("output/demo/picture.png"), patterns)
+    assert is_ignored(Path("nodes/__pycache__/a.pyc"), patterns)
+    assert not is_ignored(Path("web/output/picture.png"), patterns)
+    assert not is_ignored(Path("web/tests.md"), patterns)
