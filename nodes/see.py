@@ -9,6 +9,7 @@ from ..precision import doctor
 from ..precision.devices import PROFILE_NAMES
 from ..precision.report import chart
 from .host import state
+from .host.devices import compute_device
 from .types import CATEGORY
 
 
@@ -68,7 +69,7 @@ class DeviceInfo(io.ComfyNode):
 
     @classmethod
     def execute(cls, profile) -> io.NodeOutput:
-        found = doctor.describe(None if profile == cls.THIS_DEVICE else profile)
+        found = doctor.diagnose(compute_device()) if profile == cls.THIS_DEVICE else doctor.describe(profile)
         text = doctor.to_text(found)
         return io.NodeOutput(text, json.dumps(found, allow_nan=False), ui=ui.PreviewText(text))
 

@@ -7,9 +7,10 @@ NVIDIA ModelOpt and vLLM (``weight_scale``, ``input_scale``, ``k_scale``); DeepS
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -70,7 +71,9 @@ class _Reader:
     def read(self) -> Checkpoint:
         self.settings = self._settings()
         self.full_precision = self._legacy_markers()
-        quantized = {name: self._weight(name, tensor) for name, tensor in self.tensors.items() if self._is_owner(name, tensor)}
+        quantized = {
+            name: self._weight(name, tensor) for name, tensor in self.tensors.items() if self._is_owner(name, tensor)
+        }
         self._check_leftovers(quantized)
         weights = {
             name: quantized.get(name) or StoredWeight(name, tensor)
@@ -133,7 +136,7 @@ class _Reader:
         layer = _layer(name)
         if layer is not None and (layer in self.settings or f"{layer}.scale_weight" in self.tensors):
             return True
-        return tensor.dtype in FP8_DTYPES and not _looks_like_scale(name) or self._has_int8_scale(name, tensor)
+        return (tensor.dtype in FP8_DTYPES and not _looks_like_scale(name)) or self._has_int8_scale(name, tensor)
 
     def _has_int8_scale(self, name: str, tensor: torch.Tensor) -> bool:
         return tensor.dtype == torch.int8 and any(key in self.tensors for key, _ in _weight_scale_names(name))
@@ -171,17 +174,21 @@ class _Reader:
 
     def _native(self, name: str, data: torch.Tensor, settings: dict) -> StoredWeight:
         layer = _layer(name)
-        companions = {
-            key: tensor
-            for key, tensor in self.tensors.items()
-            if key.rpartition(".")[0] == layer and key not in (name, f"{layer}.bias", f"{layer}.comfy_quant")
-        }
+        not_companions = (name, f"{layer}.bias", f"{layer}.comfy_quant")
+        companions = {key: self.tensors[key] for key in self._children[layer] if key not in not_companions}
         self.taken.update(companions)
         for key, tensor in companions.items():
             if tensor.dtype not in (torch.uint8, torch.int8):
                 self._check_finite(key, tensor.float())
         companions[f"{layer}.comfy_quant"] = comfy_quant_tensor(settings)
         return StoredWeight(name, data, granularity="native", companions=companions)
+
+    @cached_property
+    def _children(self) -> dict[str, list[str]]:
+        children = defaultdict(list)
+        for name in self.tensors:
+            children[name.rpartition(".")[0]].append(name)
+        return children
 
     def _weight_scale(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor | None, str, str]:
         found = next(((key, dialect) for key, dialect in _weight_scale_names(name) if key in self.tensors), None)
@@ -228,12 +235,16 @@ class _Reader:
         scale = tensor.float()
         self._check_finite(key, scale)
         if scale.min() <= 0:
-            raise NonFiniteWeight(self.path, f"a scale of {scale.min().item():g}", key, "The file is damaged: get it again.")
+            raise NonFiniteWeight(
+                self.path, f"a scale of {scale.min().item():g}", key, "The file is damaged: get it again."
+            )
         return scale
 
     def _check_finite(self, key: str, scale: torch.Tensor) -> None:
         if not torch.isfinite(scale).all():
-            raise NonFiniteWeight(self.path, "a scale that is NaN or infinite", key, "The file is damaged: get it again.")
+            raise NonFiniteWeight(
+                self.path, "a scale that is NaN or infinite", key, "The file is damaged: get it again."
+            )
 
     def _check_leftovers(self, quantized: dict[str, StoredWeight]) -> None:
         parents = _parents(name for name, weight in quantized.items() if weight.eight_bit)

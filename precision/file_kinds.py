@@ -4,7 +4,11 @@ _AGAIN = "Delete it and download it again"
 _CONVERT = "Load it with ComfyUI's own loader and save it as .safetensors, or use a .safetensors version"
 
 _STARTS = (
-    (b"version https://git-lfs", "a git-LFS pointer, not the model itself", "Run 'git lfs pull', or download the file."),
+    (
+        b"version https://git-lfs",
+        "a git-LFS pointer, not the model itself",
+        "Run 'git lfs pull', or download the file.",
+    ),
     (b"GGUF", "a GGUF file", "Load it with the ComfyUI-GGUF nodes."),
     (b"PK\x03\x04", "a zip archive, as PyTorch's .ckpt, .pt and .pth files are", f"{_CONVERT}."),
     (b"\x80\x02", "a Python pickle, as old .ckpt and .pt files are", f"{_CONVERT}."),

@@ -135,7 +135,9 @@ def _open_siblings(path: Path, shard: re.Match) -> TensorFile:
     files = []
     for file in map(path.with_name, names):
         if not file.is_file():
-            raise CheckpointError(path, f"part of a set whose file {file.name} is missing", advice="Download all parts.")
+            raise CheckpointError(
+                path, f"part of a set whose file {file.name} is missing", advice="Download all parts."
+            )
         files.append(file)
     return _open_files(path, files)
 
@@ -153,7 +155,9 @@ def _open_index(path: Path) -> TensorFile:
     whole = _open_files(path, [path.with_name(shard) for shard in dict.fromkeys(shards.values())])
     missing = next((name for name in shards if name not in whole.entries), None)
     if missing is not None:
-        raise CheckpointError(path, f"not in {shards[missing]}, where the index places it", missing, "Download it again.")
+        raise CheckpointError(
+            path, f"not in {shards[missing]}, where the index places it", missing, "Download it again."
+        )
     return whole
 
 
@@ -200,7 +204,9 @@ def _open_regular(path: Path) -> BinaryIO:
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
-            raise CheckpointError(path, "a folder, not a file", advice="Give the .safetensors or .index.json file in it.")
+            raise CheckpointError(
+                path, "a folder, not a file", advice="Give the .safetensors or .index.json file in it."
+            )
         if not stat.S_ISREG(mode):
             raise CheckpointError(path, "not a regular file")
         return open(path, "rb")
@@ -298,7 +304,10 @@ def _check_span(path: Path, name: str, code: str, shape: list[int], start: int, 
     if end - start != expected:
         shown = "x".join(map(str, shape[:8]))
         raise CheckpointError(
-            path, f"{code} of shape {shown} is {expected} bytes, the file holds {end - start}", name, "Download it again."
+            path,
+            f"{code} of shape {shown} is {expected} bytes, the file holds {end - start}",
+            name,
+            "Download it again.",
         )
 
 

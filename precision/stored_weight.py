@@ -73,7 +73,7 @@ class StoredWeight:
         if self.granularity == "none":
             return part
         if self.granularity == "tensor":
-            return part.mul_(self.scale) if part.data_ptr() != self.data.data_ptr() else part * self.scale
+            return part * self.scale
         if self.granularity == "row":
             return part * self.scale[rows]
         down, across = (block_size(size, count) for size, count in zip(self.data.shape, self.scale.shape, strict=True))
@@ -98,15 +98,14 @@ class StoredWeight:
 def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
     """How far one entry of ``scale`` reaches over a weight of ``shape``; None where they do not fit.
 
-    ``row``: the scale's shape is the beginning of the weight's, ones after it: ``(N,)``, ``(N, 1)``, ``(E, N, 1)``; or
-    it is ``(1, N)``, the layout ``torch._scaled_mm`` takes.
+    ``row``: the scale's shape is the beginning of the weight's, with ones after it: ``(N,)``, ``(N, 1)``, ``(E, N, 1)``.
     """
     if scale.numel() == 1:
         return "tensor"
     leading = list(scale.shape)
     while leading[-1] == 1:
         leading.pop()
-    if leading == list(shape[: len(leading)]) or (scale.shape[0] == 1 and leading[1:] == list(shape[:1])):
+    if leading == list(shape[: len(leading)]):
         return "row"
     if scale.dim() == len(shape) == 2 and all(map(block_size, shape, scale.shape)):
         return "block"

@@ -98,13 +98,10 @@ def _converted(checkpoint: Checkpoint, storage: str) -> tuple[dict[str, torch.Te
     choice, decisions = plan_text_encoder(
         layers_of(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free_host_memory()
     )
-    storages = {
-        name: decisions[name.removesuffix(".weight")].storage if name.endswith(".weight") else "as_file"
-        for name in checkpoint.weights
-    }
+    storages = {layer: decision.storage for layer, decision in decisions.items()}
     needed = in_16_bit // 2 if choice.used.startswith("fp8") else in_16_bit
     require_memory(needed, f"Loading {checkpoint.path}", free_host_memory())
-    tensors, _ = convert.state_dict(checkpoint, storages, byte_progress(needed))
+    tensors, _ = convert.state_dict(checkpoint, storages, byte_progress(checkpoint.weights.values()))
     return tensors, choice
 
 
@@ -134,7 +131,7 @@ def load_vae(path: str, dtype: str):
 def load_checkpoint_vae(path: str, dtype: str):
     """The VAE of a full checkpoint, or None where it holds none."""
     detected = detect_model(open_model(path), only_diffusion_model=False)
-    prefixes = {prefix: "" for prefix in detected.config.vae_key_prefix}
+    prefixes = dict.fromkeys(detected.config.vae_key_prefix, "")
     part = _renamed(detected.checkpoint, lambda tensors: _inside(tensors, prefixes))
     if not part.weights:
         return None

@@ -67,12 +67,13 @@ def _prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> tu
     plan = plan_load(detected.facts, device, storage, compute, rules, free)
     needed = weight_bytes(detected.checkpoint, plan, detected.prefix)
     require_memory(needed, f"Loading {detected.checkpoint.path}", free_host_memory())
-    tensors, notes = convert.state_dict(detected.checkpoint, _storages(detected, plan), byte_progress(needed))
-    return plan, tensors, notes
+    progress = byte_progress(detected.checkpoint.weights.values())
+    tensors, notes = convert.state_dict(detected.checkpoint, _storages(detected, plan), progress)
+    return plan, tensors, [f"{name}: {note}" for name, note in notes]
 
 
 def _storages(detected: Detected, plan: LoadPlan) -> dict[str, str]:
-    """The storage of each tensor in the file. What ComfyUI cannot hold in fp8 leaves it in the compute dtype."""
+    """The storage of each weight in the file. What ComfyUI cannot hold in fp8 leaves it for the compute dtype."""
     linear = {layer.name for layer in detected.facts.layers if layer.cls == "Linear"}
 
     def storage(name: str, weight: StoredWeight) -> str:
@@ -81,7 +82,7 @@ def _storages(detected: Detected, plan: LoadPlan) -> dict[str, str]:
             return plan.decisions[layer].storage
         return plan.compute.used if _is_fp8(weight) and name.startswith(detected.prefix) else "as_file"
 
-    return {name: storage(name, weight) for name, weight in detected.checkpoint.weights.items()}
+    return {weight.layer: storage(name, weight) for name, weight in detected.checkpoint.weights.items()}
 
 
 def _is_fp8(weight: StoredWeight) -> bool:

@@ -10,6 +10,7 @@ Chroma (0.6 billion) and a full SDXL checkpoint (CLIP-G alone is 0.7 billion) ar
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
@@ -321,6 +322,7 @@ def main(names: list[str], folder: Path) -> None:
     """Write `<name>.safetensors` for each function named."""
     if os.environ.get("COMFYUI_DIR"):
         sys.path.insert(0, os.environ["COMFYUI_DIR"])
+        importlib.import_module("comfy.cli_args").args.cpu = True
     for name in names:
         globals()[name](folder / f"{name}.safetensors")
 

@@ -127,15 +127,16 @@ def test_a_capability_waits_for_the_torch_that_has_it(name, version, capability,
 
 
 def test_an_unknown_profile_lists_those_that_exist():
-    with pytest.raises(UnknownProfile, match="'sm_99'.*sm_61, sm_70.*gfx1201.*cpu"):
+    with pytest.raises(UnknownProfile, match=r"'sm_99'.*sm_61, sm_70.*gfx1201.*cpu"):
         devices.profile_named("sm_99")
 
 
 @pytest.mark.parametrize(
     ("capability", "row"),
     [
-        ((5, 2), "sm_61"), ((6, 0), "sm_61"), ((6, 1), "sm_61"), ((7, 0), "sm_70"), ((7, 2), "sm_70"), ((7, 5), "sm_75"),
-        ((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 7), "sm_86"), ((8, 9), "sm_89"), ((9, 0), "sm_90"),
+        ((5, 2), "sm_61"), ((6, 0), "sm_61"), ((6, 1), "sm_61"), ((7, 0), "sm_70"), ((7, 2), "sm_70"),
+        ((7, 5), "sm_75"), ((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 7), "sm_86"), ((8, 9), "sm_89"),
+        ((9, 0), "sm_90"),
         ((10, 0), "sm_100"), ((10, 3), "sm_100"), ((11, 0), "sm_100"), ((12, 0), "sm_120"), ((12, 1), "sm_120"),
         ((13, 0), "sm_120"),
     ],
@@ -252,7 +253,7 @@ def test_the_environment_variable_simulates_a_profile_on_the_real_hardware(monke
 
 def test_a_wrong_environment_variable_is_named(monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "rtx4090")
-    with pytest.raises(UnknownProfile, match="HALFSAFE_DEVICE_PROFILE=rtx4090.*sm_89"):
+    with pytest.raises(UnknownProfile, match=r"HALFSAFE_DEVICE_PROFILE=rtx4090.*sm_89"):
         devices.detect()
 
 
@@ -346,6 +347,11 @@ def test_fp16_safe_is_only_for_models_without_fp16_on_devices_without_bf16(name)
     assert ("cannot overflow" in reason) is expected
     assert devices.auto_compute(row, WAN, "bf16", fp16_safe_available=True)[0] != "fp16_safe"
     assert devices.auto_compute(row, ("fp32",), "fp32", fp16_safe_available=True)[0] == "fp32"
+
+
+def test_a_model_that_prefers_fp32_keeps_it_where_bf16_is_native():
+    row = devices.profile_named("sm_86")
+    assert devices.auto_compute(row, ("fp32", "bf16"), "fp32", fp16_safe_available=True)[0] == "fp32"
 
 
 def test_an_fp16_file_is_computed_in_fp16_where_the_model_allows_it():

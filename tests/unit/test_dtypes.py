@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from halfsafe.precision import dtypes
 from halfsafe.precision.errors import HalfsafeError
 

@@ -29,15 +29,17 @@ CONTRACT = """
 
 def contract_report():
     event = report.GuardEvent(4, 2, 0.75, "blocks.0.ffn.2", "add", "overflow", [0], "fp16", "fp16_wide", True)
+    layer = report.LayerReport("blocks.0.ffn.0", "Linear", "fp8_e4m3fn", "fp16_wide", "fp32", "fp32", "may overflow")
+    sizes = {"fp8_e4m3fn": 1_400_000_000, "fp16": 100_000_000}
     return report.Report(
         device=json.loads(CONTRACT)["device"],
-        model=report.ModelReport("WAN21", 1_420_000_000, 1_500_000_000, {"fp8_e4m3fn": 1_400_000_000, "fp16": 100_000_000}),
-        layers=[report.LayerReport("blocks.0.ffn.0", "Linear", "fp8_e4m3fn", "fp16_wide", "fp32", "fp32", "may overflow")],
+        model=report.ModelReport("WAN21", 1_420_000_000, 1_500_000_000, sizes),
+        layers=[layer],
         flags={"fp16_accumulation": {"requested": "auto", "in_scope": False, "outside": False, "reason": "no gain"}},
         without_effect=[report.WithoutEffect("tf32", "bf16 model")],
         kept_high=[report.KeptHigh("head.head", "last projection")],
         guard=report.GuardReport("recovered", 20, 2, {"blocks.0.ffn.2": "fp16_wide"}, [event]),
-    )  # fmt: skip
+    )
 
 
 def wan(blocks=30, kept=(0, 1, 29)):
@@ -46,7 +48,8 @@ def wan(blocks=30, kept=(0, 1, 29)):
     for block in range(blocks):
         storage, reason = ("fp16", "first and last blocks") if block in kept else ("fp8_e4m3fn", "")
         for part in ("self_attn.q", "ffn.0", "ffn.2"):
-            layers.append(report.LayerReport(f"blocks.{block}.{part}", "Linear", storage, "fp16", "fp32", "same", reason))
+            name = f"blocks.{block}.{part}"
+            layers.append(report.LayerReport(name, "Linear", storage, "fp16", "fp32", "same", reason))
     high = [report.KeptHigh(layer.name, layer.reason) for layer in layers if layer.reason]
     sizes = {"fp8_e4m3fn": 3 * 1024**3, "fp16": 1024**3}
     model = report.ModelReport("WAN21", 3_000_000_000, 4 * 1024**3, sizes)
@@ -155,7 +158,8 @@ def test_a_sigma_that_is_nan_is_readable():
 def test_text_fits_a_hundred_columns_whatever_the_names():
     full = contract_report()
     name = "diffusion_model.input_blocks.4.1.transformer_blocks.0.attn1.to_out.0.projection.with.a.long.name"
-    full.layers += [report.LayerReport(name, "CausalConv3dWithLongName", "fp8_e4m3fn", "fp16_acc16", "fp16", "fp32", "why " * 60)]
+    setup = ("CausalConv3dWithLongName", "fp8_e4m3fn", "fp16_acc16", "fp16", "fp32")
+    full.layers += [report.LayerReport(name, *setup, "why " * 60)]
     full.kept_high += [report.KeptHigh(f"{name[:60]}.{index}", "reason " * 40) for index in range(9)]
     full.flags = report.flag_reports()
     full.without_effect += [report.WithoutEffect("setting", "word " * 60)]
@@ -215,6 +219,8 @@ def test_the_charts_bars_are_as_wide_as_their_shares():
     picture = report.chart(wan())
     rows = share_of(picture, chart.STORAGE_COLOURS["fp8_e4m3fn"]) * 1024 / chart.INNER
     assert np.isclose(rows, 0.75, atol=0.002).sum() >= chart.BAR_HEIGHT
+    rest = share_of(picture, chart.STORAGE_COLOURS["fp16"]) * 1024 / chart.INNER
+    assert np.isclose(rest, 0.25, atol=0.002).sum() >= chart.BAR_HEIGHT
     assert np.isclose(rows, 81 / 91, atol=0.1).sum() >= chart.STRIP_HEIGHT
 
 
@@ -265,6 +271,7 @@ def test_all_four_settings_are_reported_and_nothing_is_changed():
     before = probes.read_flags()
     entries = report.flag_reports()
     assert list(entries) == ["fp16_accumulation", "reduced_precision_reduction", "tf32", "fp8_fast_accumulation"]
-    assert all(entry["requested"] == "unchanged" and entry["in_scope"] == entry["outside"] for entry in entries.values())
+    for entry in entries.values():
+        assert entry["requested"] == "unchanged" and entry["in_scope"] == entry["outside"]
     assert entries["fp8_fast_accumulation"]["in_scope"] is False
     assert probes.read_flags() == before

@@ -1,4 +1,5 @@
 import pytest
+
 from halfsafe.precision.errors import HalfsafeError, RuleError
 from halfsafe.precision.presets import PRESETS
 from halfsafe.precision.rules import Rules, parse, rules_from

@@ -1,0 +1,139 @@
+"""Command line: ``python -m halfsafe inspect | scan | convert | doctor``. ComfyUI never imports this file.
+
+Exit code 0: done; 1: ``scan`` found problems; 2: an error, told in one line on stderr.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from .precision.dtypes import STORAGE_OPTIONS
+from .precision.errors import HalfsafeError
+from .precision.presets import DEFAULT_PRESET, PRESETS
+
+
+class Progress:
+    """Bytes done of a total, on stderr: a bar on a terminal, else a line every tenth."""
+
+    def __init__(self, total: int, verb: str):
+        self.total = max(total, 1)
+        self.verb = verb
+        self.done = 0
+        self.shown = -1
+        self.began = time.monotonic()
+        self.steps = 200 if sys.stderr.isatty() else 10
+
+    def __call__(self, count: int) -> None:
+        self.done += count
+        step = self.done * self.steps // self.total
+        if step > self.shown:
+            self.shown = step
+            self._show()
+
+    def _show(self) -> None:
+        rate = self.done / max(time.monotonic() - self.began, 1e-9)
+        text = f"{self.verb} {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s"
+        if sys.stderr.isatty():
+            filled = 30 * self.done // self.total
+            end = "\n" if self.done >= self.total else ""
+            print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {text}", end=end, file=sys.stderr, flush=True)
+        else:
+            print(f"{100 * self.done // self.total:3d} % {text}", file=sys.stderr, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except HalfsafeError as error:
+        print("halfsafe:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="halfsafe", description="Look at, check and convert model files.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    inspect = _command(commands, "inspect", _inspect, "what a model file holds, and what ComfyUI would do with it")
+    inspect.add_argument("file", type=Path)
+    scan = _command(commands, "scan", _scan, "read every number: NaN, Inf, out of range, lost scales")
+    scan.add_argument("file", type=Path)
+    convert = _command(commands, "convert", _convert, "write a file in ComfyUI's own quantization format")
+    convert.add_argument("source", type=Path, help=".safetensors file, .index.json, or one part of a sharded set")
+    convert.add_argument("target", type=Path, help=".safetensors file to write")
+    convert.add_argument("--storage", choices=STORAGE_OPTIONS[1:], required=True)
+    convert.add_argument("--rules", type=Path, help="file with one rule per line, e.g. 'blocks.0.* storage=bf16'")
+    convert.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET)
+    convert.add_argument("--force", action="store_true", help="overwrite the target")
+    _command(commands, "doctor", _doctor, "what this device, torch and ComfyUI can do")
+    return parser
+
+
+def _command(commands, name: str, run, text: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text)
+    command.add_argument("--json", action="store_true", help="print JSON instead of text")
+    command.set_defaults(run=run)
+    return command
+
+
+def _print(options: argparse.Namespace, data: dict, text: str) -> None:
+    print(json.dumps(data, indent=2) if options.json else text)
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from .precision.file_report import inspection_text
+    from .precision.inspect import inspect_file
+
+    inspection = inspect_file(options.file)
+    _print(options, inspection.to_json(), inspection_text(inspection))
+    return 0
+
+
+def _scan(options: argparse.Namespace) -> int:
+    from .precision.file_report import scan_text
+    from .precision.inspect import scan_file
+    from .precision.safetensors_file import open_checkpoint
+
+    progress = Progress(open_checkpoint(options.file).data_bytes, "read")
+    scan = scan_file(options.file, progress)
+    _print(options, scan.to_json(), scan_text(scan))
+    return 1 if scan.problems else 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from .precision.convert import convert_file
+    from .precision.file_report import conversion_text
+    from .precision.rules import rules_from
+    from .precision.safetensors_file import open_checkpoint
+
+    if options.target.exists() and not options.force:
+        raise HalfsafeError(f"{options.target} exists.", "Add --force to overwrite it.")
+    rules = rules_from(_rules_text(options.rules), options.preset)
+    progress = Progress(open_checkpoint(options.source).data_bytes, "converted")
+    summary = convert_file(options.source, options.target, options.storage, rules, progress)
+    _print(options, asdict(summary), conversion_text(summary))
+    return 0
+
+
+def _rules_text(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise HalfsafeError(f"{path}: the rules cannot be read ({error}).") from None
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .precision import doctor
+
+    diagnosis = doctor.diagnose()
+    _print(options, diagnosis, doctor.to_text(diagnosis))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

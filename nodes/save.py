@@ -1,0 +1,46 @@
+"""Save a model with chosen precision, in ComfyUI's own format."""
+
+from comfy_api.latest import io
+
+from ..precision.dtypes import STORAGE_OPTIONS
+from ..precision.rules import rules_from
+from .host.save import save_model
+from .loaders import rules_input
+from .types import CATEGORY
+
+STORAGE_TOOLTIP = "How the weights are stored. auto and as_file keep what the model is loaded in."
+
+
+class SaveModel(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeSaveModel",
+            display_name="Save Model (Halfsafe)",
+            category=CATEGORY,
+            description="Save a model with its LoRAs merged, in scaled fp8 or another dtype; stock loaders read the file.",
+            search_aliases=["save fp8", "quantize model", "convert fp8", "merge lora", "export", "precision"],
+            is_output_node=True,
+            hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
+            inputs=[
+                io.Model.Input("model", tooltip="The model, with any LoRA applied."),
+                io.String.Input(
+                    "filename_prefix",
+                    default="diffusion_models/halfsafe",
+                    tooltip="Below ComfyUI's output folder. Files under diffusion_models/ appear in the loaders at once.",
+                ),
+                io.Combo.Input("storage", options=list(STORAGE_OPTIONS), default="fp8_e4m3fn", tooltip=STORAGE_TOOLTIP),
+                rules_input(),
+            ],
+            outputs=[io.String.Output(display_name="path")],
+        )
+
+    @classmethod
+    def execute(cls, model, filename_prefix, storage, rules=None) -> io.NodeOutput:
+        hidden = cls.hidden
+        return io.NodeOutput(
+            save_model(model, filename_prefix, storage, rules or rules_from(), hidden.prompt, hidden.extra_pnginfo)
+        )
+
+
+NODES = [SaveModel]

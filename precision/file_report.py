@@ -1,0 +1,58 @@
+"""Inspections, scans and conversions as text."""
+
+from .convert import ConvertSummary
+from .inspect import Finding, Inspection, Scan
+
+SHOWN = 30
+
+
+def inspection_text(inspection: Inspection) -> str:
+    """A few lines on what a file holds, then problems, ComfyUI's view, and notes."""
+    lines = [
+        inspection.file,
+        f"  dialect     {inspection.dialect or 'unknown'}",
+        f"  size        {_size(inspection.bytes)}, {inspection.parameters / 1e9:.3f} B parameters",
+        f"  tensors     {inspection.tensors}, {inspection.layers} layers",
+    ]
+    lines += [
+        f"  {dtype:<18}{row['tensors']:>6} tensors {_size(row['bytes']):>12}"
+        for dtype, row in inspection.dtypes.items()
+    ]
+    scales = ", ".join(f"{count} {kind}" for kind, count in inspection.scales.items())
+    lines += [f"  scales      {scales}"] if scales else []
+    lines += _section("problems", inspection.problems)
+    lines += _section("stock ComfyUI", inspection.in_comfyui)
+    return "\n".join(lines + _section("notes", inspection.notes))
+
+
+def scan_text(scan: Scan) -> str:
+    """Problems, then remarks, one line each."""
+    verdict = f"{len(scan.problems)} problems" if scan.problems else "no problem found"
+    lines = [f"{scan.file}: {scan.tensors} tensors, {verdict}"]
+    lines += _section("problems", [_line(finding) for finding in scan.problems])
+    return "\n".join(lines + _section("remarks", [_line(finding) for finding in scan.remarks]))
+
+
+def conversion_text(summary: ConvertSummary) -> str:
+    """What was written, how fast, and what is not stored as asked."""
+    rate = summary.source_bytes / max(summary.seconds, 1e-9) / 1e6
+    lines = [
+        f"{summary.target}: {_size(summary.source_bytes)} ({summary.dialect}) to {_size(summary.target_bytes)}"
+        f" in {summary.seconds:.1f} s, {rate:.0f} MB/s",
+        "  stored      " + ", ".join(f"{count} {storage}" for storage, count in summary.weights.items()),
+    ]
+    lines += _section("kept", [f"{name}: {reason}" for name, reason in summary.kept])
+    return "\n".join(lines + _section("notes", summary.notes))
+
+
+def _line(finding: Finding) -> str:
+    return finding.text if finding.kind in ("scale", "unreadable") else f"{finding.tensor}: {finding.text}"
+
+
+def _section(title: str, items: list[str]) -> list[str]:
+    more = [f"    and {len(items) - SHOWN} more"] if len(items) > SHOWN else []
+    return [f"  {title}:", *(f"    {item}" for item in items[:SHOWN]), *more] if items else []
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
