@@ -25,6 +25,7 @@ from .safetensors_file import TensorFile, TensorSpec, open_checkpoint, write_saf
 MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")
 REQUANTIZATION_LIMIT = {"fp8_e4m3fn": 0.04, "fp8_e5m2": 0.08}
+ERROR_SAMPLE = 8
 _OF_FNUZ = {"fp8_e4m3fnuz": "fp8_e4m3fn", "fp8_e5m2fnuz": "fp8_e5m2"}
 _UNCHANGED = "as_file"
 
@@ -98,7 +99,7 @@ def state_dict(
 def check_finite(tensors: Mapping[str, torch.Tensor], path) -> None:
     """Raise :class:`NonFiniteWeight` for the first floating tensor that holds NaN or Inf."""
     for name, tensor in tensors.items():
-        _finite_max(StoredWeight(name, tensor), path)
+        _finite_bound(StoredWeight(name, tensor), path)
 
 
 def convert_file(
@@ -125,6 +126,8 @@ def convert_file(
     wanted = {name: decision.storage for name, decision in decisions.items()}
     metadata = {"format": "pt"} | checkpoint.metadata
     outcomes = write_weights(target, checkpoint.weights, wanted, metadata, progress, source, file.release)
+    if progress:
+        progress(file.data_bytes - sum(weight.data.nbytes for weight in checkpoint.weights.values()))
     return ConvertSummary(
         str(source),
         str(target),
@@ -211,7 +214,7 @@ def _outcome(weight: StoredWeight, storage: str, path) -> Outcome:
         return Outcome(_UNCHANGED)
     storage = _resolved(weight, storage)
     if storage in FP8_NAMES:
-        return _fp8_outcome(weight, storage)
+        return _fp8_outcome(weight, storage, path)
     if storage == "fp16" and _passes_fp16(weight, path):
         return Outcome("bf16", f"kept in bf16: values pass fp16's {max_of(torch.float16):.0f}")
     return Outcome(_UNCHANGED if storage == name_of(weight.data.dtype) and weight.scale is None else storage)
@@ -224,13 +227,13 @@ def _resolved(weight: StoredWeight, storage: str) -> str:
     return _OF_FNUZ.get(own, "bf16" if own == "int8" else own)
 
 
-def _fp8_outcome(weight: StoredWeight, storage: str) -> Outcome:
+def _fp8_outcome(weight: StoredWeight, storage: str, path) -> Outcome:
     if not _fits_linear(weight):
         return Outcome(
             "bf16" if weight.eight_bit else _UNCHANGED, "ComfyUI holds only the weights of Linear layers in fp8"
         )
     if weight.granularity in ("row", "block") or weight.data.dtype == torch.int8:
-        error = _requantization_error(weight, dtype_named(storage))
+        error = _requantization_error(weight, dtype_named(storage), _finite_bound(weight, path))
         if error > REQUANTIZATION_LIMIT[storage]:
             return Outcome("bf16", f"kept in bf16: one scale instead of {weight.scale.numel()} costs {error:.1%}")
     return Outcome(storage)
@@ -241,44 +244,45 @@ def _fits_linear(weight: StoredWeight) -> bool:
 
 
 def _passes_fp16(weight: StoredWeight, path) -> bool:
-    unchanged = weight.scale is None and weight.data.dtype == torch.float16
-    return not unchanged and _finite_max(weight, path) > max_of(torch.float16)
+    if weight.scale is None and weight.data.dtype == torch.float16:
+        return False
+    limit = max_of(torch.float16)
+    if _finite_bound(weight, path) <= limit or weight.granularity in ("none", "tensor"):
+        return _finite_bound(weight, path) > limit
+    return any(part.abs().max() > limit for _, part in weight.parts())
 
 
-def _finite_max(weight: StoredWeight, path) -> float:
-    """The largest magnitude of the dequantized weight.
+def _finite_bound(weight: StoredWeight, path) -> float:
+    """The largest magnitude of the dequantized weight; with several scales what the largest of them can give.
 
     Raises:
         NonFiniteWeight: it holds NaN or Inf.
     """
-    if weight.granularity == "native" or not weight.data.is_floating_point():
-        return 0.0 if weight.granularity in ("native", "none") else _largest_part(weight)
-    largest = absolute_max(weight.data)
+    if weight.data.is_floating_point():
+        largest = absolute_max(weight.data)
+    else:
+        largest = 0.0 if weight.scale is None else float(torch.iinfo(weight.data.dtype).max + 1)
     if not math.isfinite(largest):
         raise NonFiniteWeight(path, "holds NaN or Inf", weight.name, "The file is damaged: download it again.")
-    if weight.granularity == "none":
-        return largest
-    return largest * weight.scale.item() if weight.granularity == "tensor" else _largest_part(weight)
+    return largest if weight.scale is None else largest * weight.scale.max().item()
 
 
-def _largest_part(weight: StoredWeight) -> float:
-    return max(part.abs().max().item() for _, part in weight.parts())
+def _requantization_error(weight: StoredWeight, dtype: torch.dtype, bound: float) -> float:
+    """What bringing a weight to one scale costs, measured on a sample of its rows.
 
-
-def _requantization_error(weight: StoredWeight, dtype: torch.dtype) -> float:
-    largest = _largest_part(weight)
-    if not math.isfinite(largest):
-        return 0.0
-    error = total = 0.0
-    for _, part in weight.parts():
-        quantized = quantize(part, dtype, largest)
-        error += (quantized.data.float() * quantized.scale - part).square().sum(dtype=torch.float64).item()
-        total += part.square().sum(dtype=torch.float64).item()
-    return math.sqrt(error / total) if total else 0.0
+    The root mean square of each row's relative error: a small output channel counts like a large one.
+    """
+    squares, rows = 0.0, 0
+    for _, part in weight.parts(sample=ERROR_SAMPLE):
+        quantized = quantize(part, dtype, bound)
+        error = (quantized.data.float() * quantized.scale - part).square().sum(1)
+        squares += (error / part.square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)).sum().item()
+        rows += part.shape[0]
+    return math.sqrt(squares / rows)
 
 
 def _produce(weight: StoredWeight, outcome: Outcome, path) -> StoredResult:
-    largest = _finite_max(weight, path)
+    largest = _finite_bound(weight, path)
     if outcome.storage == _UNCHANGED:
         tensors = {weight.name: weight.data, **weight.companions}
         return StoredResult(tensors, _shown(weight, outcome), outcome.note)

@@ -1,24 +1,16 @@
-"""From rules, device and model to decisions: what is stored and computed in which dtype, and why."""
+"""From rules, device and model to decisions: what each weight is stored in, and why."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .checkpoint import Checkpoint, StoredWeight
-from .devices import Device, auto_compute, auto_storage
+from .compute_plan import ComputePlan, Layer, ModelFacts, plan_compute
+from .devices import Device, auto_storage
 from .dtypes import FP8_DTYPES, FP8_NAMES, dtype_named, name_of
 from .record import Choice
-from .rules import TEXT_ENCODER_RULES, Rule, Rules
+from .rules import TEXT_ENCODER_RULES, Rules
 
 _EMBEDDING_WORDS = ("embed_tokens", "token_embedding", "position_embedding", "relative_attention_bias", "shared", "wte")
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A module with a weight: its name inside the model, its class and its weight's shape."""
-
-    name: str
-    cls: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -31,34 +23,13 @@ class StorageDecision:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """What a plan needs to know of a model.
-
-    ``file_dtype``: the storage name most weights have in the file; ``supported``: compute dtypes it is known to work in,
-    best first; ``calibrated``: its fp8 layers bring the activation scales an fp8 matmul needs.
-    """
-
-    layers: Sequence[Layer]
-    parameters: int
-    file_dtype: str
-    supported: tuple[str, ...]
-    calibrated: bool = False
-
-
-@dataclass(frozen=True)
 class LoadPlan:
-    """One decision per layer, and the choices behind them.
-
-    ``compute.used`` is the dtype of activations and of weights that are not quantized; ``fp8_matmul``: layers stored in
-    fp8 also multiply in fp8.
-    """
+    """How a model is stored and computed: one storage decision per layer, and the compute plan with its own."""
 
     storage: Choice
-    compute: Choice
+    compute: ComputePlan
     decisions: dict[str, StorageDecision]
-    fp8_matmul: bool = False
     without_effect: list[tuple[str, str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 def layers_of(checkpoint: Checkpoint, prefix: str = "") -> list[Layer]:
@@ -99,14 +70,20 @@ def plan_load(
 
     ``free_device_bytes``: memory left on the device, None where weights live in host memory anyway.
     """
-    compute_choice, without_effect, notes = _choose_compute(facts, device, compute)
-    storage_choice = _choose_storage(facts, device, storage, compute_choice.used, free_device_bytes)
-    decisions = plan_storage(facts.layers, storage_choice.used, rules)
-    fp8_matmul = _multiplies_in_fp8(facts, device, compute)
-    pairs = [(layer.name, layer.cls) for layer in facts.layers]
-    without_effect += [(str(rule), "the pattern matches no layer of this model") for rule in rules.without_match(pairs)]
-    without_effect += [(str(rule), f"this version acts on storage, not on {key}, of a layer") for rule, key in _not_storage(rules)]
-    return LoadPlan(storage_choice, compute_choice, decisions, fp8_matmul, without_effect, notes)
+    base = plan_compute(facts, device, compute, Rules())
+    choice = _choose_storage(facts, device, storage, base, free_device_bytes)
+    decisions = plan_storage(facts.layers, choice.used, rules)
+    storages = {name: facts.file_dtype if d.storage == "as_file" else d.storage for name, d in decisions.items()}
+    arithmetic = plan_compute(facts, device, compute, rules, storages)
+    return LoadPlan(choice, arithmetic, decisions, rules_without_effect(facts.layers, rules))
+
+
+def rules_without_effect(layers: Sequence[Layer], rules: Rules) -> list[tuple[str, str]]:
+    """(rule, reason) of the user's own rules that cannot act on these layers."""
+    pairs = [(layer.name, layer.cls) for layer in layers]
+    unmatched = [(str(rule), "the pattern matches no layer of this model") for rule in rules.without_match(pairs)]
+    accumulation = [rule for rule in rules.own if "accumulation" in dict(rule.settings)]
+    return unmatched + [(str(rule), "this version sets no accumulation per layer") for rule in accumulation]
 
 
 def plan_text_encoder(
@@ -126,44 +103,17 @@ def plan_text_encoder(
     return choice, plan_storage(layers, choice.used, Rules(presets=TEXT_ENCODER_RULES))
 
 
-def _not_storage(rules: Rules) -> list[tuple[Rule, str]]:
-    return [(rule, key) for rule in rules.own for key, _ in rule.settings if key != "storage"]
-
-
-def _multiplies_in_fp8(facts: ModelFacts, device: Device, compute: str) -> bool:
-    possible = device.capabilities["fp8_matmul"]
-    if compute == "auto":
-        return possible and device.capabilities["fp8_matmul_gains"] and facts.calibrated
-    return possible and compute == "fp8"
-
-
-def _choose_compute(facts: ModelFacts, device: Device, compute: str) -> tuple[Choice, list[tuple[str, str]], list[str]]:
-    automatic, reason = auto_compute(device, facts.supported, facts.file_dtype)
-    if compute == "auto":
-        return Choice(compute, automatic, reason), [], []
-    if compute == "fp8":
-        if not device.capabilities["fp8_matmul"]:
-            why = f"{device.profile.name} has no fp8 matmul: fp8 weights are computed in {automatic}"
-            return Choice(compute, automatic, why), [("compute=fp8", why)], []
-        note = "fp8 matmul quantizes activations with the file's input scale, or 1.0 where it has none: past 448 they clip."
-        return Choice(compute, automatic, f"fp8 matmul, other operations in {automatic}"), [], [note]
-    if compute == "fp16_safe":
-        why = "this version has no fp16 that cannot overflow: the model computes in fp32"
-        return Choice(compute, "fp32", why), [("compute=fp16_safe", why)], []
-    notes = []
-    if compute not in facts.supported:
-        notes.append(f"ComfyUI does not list {compute} for this model: its activations may overflow.")
-    return Choice(compute, compute), [], notes
-
-
 def _choose_storage(
-    facts: ModelFacts, device: Device, storage: str, compute: str, free_device_bytes: int | None
+    facts: ModelFacts, device: Device, storage: str, compute: ComputePlan, free_device_bytes: int | None
 ) -> Choice:
     if storage != "auto":
         return Choice(storage, storage)
     used, reason = auto_storage(device, 2 * facts.parameters, facts.file_dtype, free_device_bytes)
-    if used == "as_file" and facts.file_dtype == "fp32" and compute != "fp32":
-        used, reason = compute, f"an fp32 file computed in {compute} needs no more than {compute}"
+    held = compute.weight_dtype
+    if used == "as_file" and facts.file_dtype == "fp32" and held != "fp32":
+        used, reason = held, f"an fp32 file computed in {compute.choice.used} needs no more than {held}"
+    if used == "as_file" and facts.file_dtype == "bf16" and compute.safe:
+        used, reason = held, f"{compute.choice.used} multiplies in {held}: converted once, not at every step"
     return Choice(storage, used, reason)
 
 
@@ -197,4 +147,4 @@ def _bytes_per_weight(weight: StoredWeight, plan: LoadPlan, layer: str) -> int:
     storage = decision.storage if decision else plan.storage.used
     if storage == "as_file":
         return weight.data.element_size()
-    return dtype_named(storage if decision else plan.compute.used).itemsize
+    return dtype_named(storage if decision else plan.compute.weight_dtype).itemsize

@@ -6,16 +6,18 @@ already on an fp8 grid survives being scaled again.
 """
 
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 
+import numpy as np
 import torch
 
 from .dtypes import FP8_DTYPES, max_of
 
-CHUNK = 1 << 20
+CHUNK = 1 << 18
 MIN_SCALE_EXPONENT = -24
-_BITS = {8: (torch.uint8, 0x7F), 16: (torch.int16, 0x7FFF), 32: (torch.int32, 0x7FFFFFFF), 64: (torch.int64, (1 << 63) - 1)}
-_FNUZ_NAN = 0x80
 
 
 @dataclass(frozen=True)
@@ -27,19 +29,35 @@ class Quantized:
 
 
 def absolute_max(tensor: torch.Tensor) -> float:
-    """The largest magnitude in a floating tensor; NaN if it holds a NaN, inf if it holds an inf. Empty: 0.
+    """The largest magnitude in a floating tensor in host memory; NaN if it holds a NaN, inf if an inf. Empty: 0.
 
-    Reads the bits as integers: magnitudes order like their bit patterns, NaN above inf, so one integer maximum finds all
-    three, several times faster than ``aminmax`` in bf16 and without a second copy of the tensor.
+    Reads the bits as integers: magnitudes order like their bit patterns, NaN above inf. As signed integers the largest
+    is that of the positive numbers, as unsigned ones that of the negative. No copy, and no start of torch's threads,
+    which on a busy CPU costs more than a million elements do.
     """
     if tensor.numel() == 0:
         return 0.0
-    integers, mask = _BITS[tensor.element_size() * 8]
-    flat = tensor.contiguous().view(-1).view(integers)
-    if tensor.dtype in FP8_DTYPES and "fnuz" in str(tensor.dtype) and (flat == _FNUZ_NAN).any():
+    signed, unsigned = (_bits(tensor, sign) for sign in "iu")
+    sign_bit = 1 << (tensor.element_size() * 8 - 1)
+    if tensor.dtype in FP8_DTYPES and "fnuz" in str(tensor.dtype) and (unsigned == sign_bit).any():
         return math.nan
-    largest = max(int((chunk & mask).max()) for chunk in flat.split(CHUNK))
-    return torch.tensor([largest], dtype=integers).view(tensor.dtype).double().item()
+    chunks = _in_parallel(lambda part: (int(signed[part].max()), int(unsigned[part].max())), tensor.numel())
+    largest = max(max(positive, negative - sign_bit) for positive, negative in chunks)
+    return torch.from_numpy(np.array([max(largest, 0)], signed.dtype)).view(tensor.dtype).double().item()
+
+
+def _bits(tensor: torch.Tensor, kind: str) -> np.ndarray:
+    """The bits of a tensor as flat integers, signed (``i``) or not (``u``); not copied."""
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().view(f"{kind}{tensor.element_size()}")
+
+
+def _in_parallel(work: Callable[[slice], object], count: int) -> list:
+    """``work`` on slices of ``count`` elements, in as many threads as torch uses."""
+    parts = [slice(start, start + CHUNK) for start in range(0, count, CHUNK)]
+    if len(parts) == 1:
+        return [work(parts[0])]
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        return list(threads.map(work, parts))
 
 
 def power_of_two_scale(amax: float, dtype: torch.dtype) -> float:
@@ -61,16 +79,41 @@ def quantize(tensor: torch.Tensor, dtype: torch.dtype, amax: float) -> Quantized
     """
     scale = power_of_two_scale(amax, dtype)
     data = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    source, target = tensor.contiguous().view(-1), data.view(-1)
-    for part, out in zip(source.split(CHUNK), target.split(CHUNK), strict=True):
-        out.copy_(_scaled(part, 1.0 / scale))
+    if tensor.element_size() == 2 and tensor.numel() > CHUNK and tensor.device.type == "cpu":
+        _look_up(tensor, data, scale)
+    else:
+        source, target = tensor.contiguous().view(-1), data.view(-1)
+        for part, out in zip(source.split(CHUNK), target.split(CHUNK), strict=True):
+            out.copy_(_scaled(part, 1.0 / scale))
     return Quantized(data, torch.tensor(scale, dtype=torch.float32))
+
+
+def _look_up(tensor: torch.Tensor, data: torch.Tensor, scale: float) -> None:
+    """Fill ``data`` by a table over all 16-bit patterns: one pass instead of two, and faster than torch's fp8 cast."""
+    table, patterns, target = _table(tensor.dtype, data.dtype, scale), _bits(tensor, "u"), _bits(data, "u")
+    _in_parallel(lambda part: np.take(table, patterns[part], out=target[part], mode="clip"), tensor.numel())
+
+
+@lru_cache(maxsize=64)
+def _table(source: torch.dtype, target: torch.dtype, scale: float) -> np.ndarray:
+    """The fp8 byte that each 16-bit pattern becomes; those that pass the range are never looked up."""
+    values = torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16)).view(source)
+    return _scaled(values, 1.0 / scale).to(target).view(torch.uint8).numpy()
 
 
 def _scaled(part: torch.Tensor, factor: float) -> torch.Tensor:
     # A power of two scales bf16 exactly, and fp16 too when it scales up: the product is at most 57344.
     exact = part.dtype == torch.bfloat16 or (part.dtype == torch.float16 and factor >= 1)
     return part * factor if exact else part.float() * factor
+
+
+def activation_scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The 0-dim fp32 scale that brings a tensor into the range of an fp8 dtype, computed on its device.
+
+    1.0 for a tensor of zeros, or one that holds NaN or inf: those pass through and stay visible.
+    """
+    scale = torch.linalg.vector_norm(tensor, math.inf, dtype=torch.float32) / max_of(dtype)
+    return torch.where((scale > 0) & torch.isfinite(scale), scale, torch.ones_like(scale))
 
 
 def dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

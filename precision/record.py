@@ -26,7 +26,6 @@ class LoadRecord:
     file: str
     dialect: str
     storage: Choice
-    compute: Choice
     reasons: dict[str, str] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)

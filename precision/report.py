@@ -109,6 +109,8 @@ class Report:
     Args:
         device: from ``device_section``.
         flags: setting -> entry of ``flag_report``.
+        decisions: file, storage, compute, fp16 work -> one line each: what was chosen and why, what was measured.
+        notes: what was repaired or assumed, and what may go wrong.
     """
 
     device: dict = field(default_factory=dict)
@@ -118,6 +120,8 @@ class Report:
     without_effect: list[WithoutEffect] = field(default_factory=list)
     kept_high: list[KeptHigh] = field(default_factory=list)
     guard: GuardReport = field(default_factory=GuardReport)
+    decisions: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict:
         """Version 1 of the report, ready for ``json.dumps(allow_nan=False)``. A NaN or inf number becomes null."""

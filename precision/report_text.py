@@ -16,7 +16,8 @@ def report_text(report: dict) -> str:
     """The text of a report in its JSON form. No line is longer than 100 columns, unless one word is."""
     sections = (
         _head(report), _storage(report), _layers(report["layers"]), _kept(report),
-        _flags(report["flags"]), _without_effect(report["without_effect"]), _guard(report["guard"]),
+        _flags(report["flags"]), _without_effect(report["without_effect"]), _notes(report["notes"]),
+        _guard(report["guard"]),
     )  # fmt: skip
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
@@ -30,7 +31,13 @@ def _head(report: dict) -> list[str]:
         lines += wrapped(capability_line(device["capabilities"]), "        ")
     size = f"{amount(model['parameters'])} parameters, {size_text(model['weight_bytes'])}"
     lines.append(f"Model   {model['class'] or 'unknown class'}, {size} of weights")
+    for name, decision in report["decisions"].items():
+        lines += wrapped(f"{name}: {decision}", "        ")
     return lines
+
+
+def _notes(notes: list[str]) -> list[str]:
+    return ["Notes", *(line for note in notes for line in wrapped(note, "  "))] if notes else []
 
 
 def capability_line(capabilities: dict[str, bool]) -> str:

@@ -382,6 +382,7 @@ def _write_all(
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced was {spec}")
         with naming(path):
             _write_tensor(file, base + start, tensor, progress)
+        del tensor  # before the next one is made
     if waiting:
         raise ValueError(f"{next(iter(waiting))} was announced and not written")
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 from comfyui_server import Server, ServerError, make_base_directory
-from environment import ROOT, Environment, SetupError, clean_environ, has_accelerator, prepare
+from environment import ROOT, Environment, SetupError, accelerator, clean_environ, prepare
 from workflow import WorkflowError, shrink, small_file, substitute_files, to_prompt
 
 WORKFLOW = ROOT / "workflows" / "quick-fp8.json"
@@ -23,6 +24,8 @@ SIZE = {"width": 256, "height": 256, "steps": 6}
 
 def main() -> int:
     options = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    sys.stdout.reconfigure(errors="replace")
     try:
         return _demo(options, prepare(options.comfyui))
     except (SetupError, ServerError, WorkflowError) as error:
@@ -48,9 +51,9 @@ def _demo(options: argparse.Namespace, environment: Environment) -> int:
     with tempfile.TemporaryDirectory(prefix="halfsafe-demo-", ignore_cleanup_errors=True) as folder:
         base = make_base_directory(Path(folder), ROOT)
         files = {name: _provide_model(environment, base, name, real[name]) for name in MODELS}
-        cpu = not has_accelerator(environment.python)
-        print(f"Starting ComfyUI from {environment.comfyui} on the {'CPU' if cpu else 'GPU'} ...", flush=True)
-        with Server(environment.comfyui, base, python=environment.python, cpu=cpu) as server:
+        device = accelerator(environment.python)
+        print(f"Starting ComfyUI from {environment.comfyui} on {device} ...", flush=True)
+        with Server(environment.comfyui, base, python=environment.python, cpu=device == "cpu") as server:
             _run_workflow(server, options.output, files)
             if options.serve:
                 _serve(server)

@@ -68,11 +68,11 @@ def find_comfyui(explicit: Path | None = None) -> Path | None:
     return host if ROOT.parent.name == "custom_nodes" and _is_comfyui(host) else None
 
 
-def has_accelerator(python: Path) -> bool:
-    """Whether torch of this environment can use a GPU."""
-    code = "import torch; print(torch.cuda.is_available() or torch.backends.mps.is_available())"
+def accelerator(python: Path) -> str:
+    """The device torch of this environment would run on: cuda, mps, xpu or cpu."""
+    code = "import torch; print(torch.accelerator.current_accelerator(True) or 'cpu')"
     done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=False)
-    return done.stdout.strip() == "True"
+    return done.stdout.strip() or "cpu"
 
 
 def clean_environ(**changes: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
-from environment import ROOT, Environment, SetupError, clean_environ, has_accelerator, prepare
+from environment import ROOT, Environment, SetupError, accelerator, clean_environ, prepare
 
 TIERS = {"unit": "tests/unit", "host": "tests/host", "gpu": "tests/gpu"}
 
@@ -51,7 +51,7 @@ def _tiers(wanted: str | None, environment: Environment) -> list[str]:
     if wanted:
         return [wanted]
     has_gpu_tests = (ROOT / TIERS["gpu"]).is_dir()
-    return ["unit", "host"] + (["gpu"] if has_gpu_tests and has_accelerator(environment.python) else [])
+    return ["unit", "host"] + (["gpu"] if has_gpu_tests and accelerator(environment.python) == "cuda" else [])
 
 
 def _check_style(environment: Environment) -> Result:

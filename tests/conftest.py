@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).absolute().parent.parent
-sys.path[:] = [str(ROOT / "tests"), *(path for path in sys.path if Path(path).absolute() != ROOT)]
+sys.path[:] = [
+    str(ROOT / "tests"),
+    *(path for path in sys.path if Path(path).absolute() != ROOT),
+    str(ROOT / "scripts"),
+]
 
 
 class RootIsAFolder:

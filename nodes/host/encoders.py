@@ -113,7 +113,7 @@ def _options(encoders: Sequence[dict[str, torch.Tensor]], storage: str) -> dict:
 
 def _finished(clip, path: str, compute: str, storage: Choice, factory: tuple):
     without_effect = () if compute in ("auto", "fp32") else ((f"compute={compute}", FP32_ACTIVATIONS),)
-    record = LoadRecord(path, "", storage, Choice(compute, "fp32", FP32_ACTIVATIONS), without_effect=without_effect)
+    record = LoadRecord(path, "", storage, without_effect=without_effect)
     clip.patcher.set_attachments(ATTACHMENT, record)
     clip.patcher.cached_patcher_init = factory
     logger.info("%s: storage %s", path, storage)

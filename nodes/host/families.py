@@ -11,9 +11,10 @@ import comfy.utils
 import torch
 
 from ...precision.checkpoint import Checkpoint, StoredWeight
+from ...precision.compute_plan import Layer, ModelFacts
 from ...precision.dtypes import name_of
 from ...precision.errors import CheckpointError
-from ...precision.plan import Layer, ModelFacts, file_dtype, is_calibrated
+from ...precision.plan import file_dtype, is_calibrated
 
 
 @dataclass(frozen=True)

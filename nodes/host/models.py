@@ -16,6 +16,7 @@ from ...precision.memory import require_memory
 from ...precision.plan import LoadPlan, plan_load, weight_bytes
 from ...precision.record import LoadRecord
 from ...precision.rules import Rules
+from .compute import set_compute
 from .devices import compute_device, current_device, free_device_memory, free_host_memory
 from .families import Detected, detect_model
 from .files import open_model
@@ -80,7 +81,7 @@ def _storages(detected: Detected, plan: LoadPlan) -> dict[str, str]:
         layer = detected.layer_names.get(name)
         if layer in plan.decisions and not (layer not in linear and _is_fp8(weight)):
             return plan.decisions[layer].storage
-        return plan.compute.used if _is_fp8(weight) and name.startswith(detected.prefix) else "as_file"
+        return plan.compute.weight_dtype if _is_fp8(weight) and name.startswith(detected.prefix) else "as_file"
 
     return {weight.layer: storage(name, weight) for name, weight in detected.checkpoint.weights.items()}
 
@@ -95,11 +96,11 @@ def _quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str
 
 
 def _model_options(detected: Detected, plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> dict:
-    compute = dtype_named(plan.compute.used)
     quantized = bool(_quantized_layers(tensors, detected.prefix))
-    dtype = compute if quantized else _plain_dtype(detected, plan)
+    dtype = dtype_named(plan.compute.weight_dtype) if quantized else _plain_dtype(detected, plan)
+    computed = dtype if quantized else dtype_named(plan.compute.stream_dtype)
     config = SimpleNamespace(quant_config={"mixed_ops": True} if quantized else None)
-    operations = comfy.ops.pick_operations(dtype, compute, load_device=compute_device(), model_config=config)
+    operations = comfy.ops.pick_operations(dtype, computed, load_device=compute_device(), model_config=config)
     return {"dtype": dtype, "custom_operations": operations}
 
 
@@ -110,13 +111,13 @@ def _plain_dtype(detected: Detected, plan: LoadPlan) -> torch.dtype:
 
 def _finish(patcher, detected: Detected, plan: LoadPlan, tensors: dict[str, torch.Tensor], notes: list[str]) -> None:
     model = patcher.model
-    model.manual_cast_dtype = dtype_named(plan.compute.used)
+    model.manual_cast_dtype = dtype_named(plan.compute.stream_dtype)
     modules = dict(model.diffusion_model.named_modules())
     _check_quantized(detected, modules, _quantized_layers(tensors, detected.prefix))
-    if not plan.fp8_matmul:
-        _compute_in_full_precision(modules)
+    _compute_in_full_precision(modules)
+    set_compute(patcher, plan.compute)
     patcher.set_attachments(ATTACHMENT, _record(detected, plan, notes))
-    logger.info("%s: storage %s; compute %s", detected.checkpoint.path, plan.storage, plan.compute)
+    logger.info("%s: storage %s; compute %s", detected.checkpoint.path, plan.storage, plan.compute.choice)
 
 
 def _check_quantized(detected: Detected, modules: dict, layers: list[str]) -> None:
@@ -128,6 +129,7 @@ def _check_quantized(detected: Detected, modules: dict, layers: list[str]) -> No
 
 
 def _compute_in_full_precision(modules: dict) -> None:
+    """ComfyUI's own fp8 matmul clips activations at 448 where a file has no scale for them; ours is part of the plan."""
     for module in modules.values():
         if str(getattr(module, "quant_format", None)).startswith("float8"):
             module._full_precision_mm = True
@@ -139,10 +141,9 @@ def _record(detected: Detected, plan: LoadPlan, notes: list[str]) -> LoadRecord:
         file=detected.checkpoint.path,
         dialect=detected.checkpoint.dialect,
         storage=plan.storage,
-        compute=plan.compute,
         reasons={name: decision.reason for name, decision in decisions if decision.reason},
         kept={name: decision.reason for name, decision in decisions if decision.kept},
         asked={name: decision.storage for name, decision in decisions if decision.storage != "as_file"},
         without_effect=tuple(plan.without_effect),
-        notes=(*detected.checkpoint.notes, *plan.notes, *notes),
+        notes=(*detected.checkpoint.notes, *notes),
     )

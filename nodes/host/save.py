@@ -13,7 +13,8 @@ from comfy.cli_args import args
 
 from ...precision import convert
 from ...precision.checkpoint import StoredWeight, read_checkpoint
-from ...precision.plan import Layer, plan_storage
+from ...precision.compute_plan import Layer
+from ...precision.plan import plan_storage
 from ...precision.rules import Rules
 from .files import output_path
 from .progress import byte_progress

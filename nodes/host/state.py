@@ -5,13 +5,15 @@ from collections.abc import Iterator
 import comfy.quant_ops
 import torch
 
+from ...precision.compute_plan import Layer, ModelFacts
 from ...precision.dtypes import name_of
 from ...precision.record import LoadRecord
 from ...precision.report import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section, flag_reports
+from .compute import compute_of
 from .devices import current_device
 from .models import ATTACHMENT
 
-_FP8_FORMATS = {"float8_e4m3fn": "fp8_e4m3fn", "float8_e5m2": "fp8_e5m2"}
+_FP8_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
 
 def load_record(patcher) -> LoadRecord | None:
@@ -20,19 +22,41 @@ def load_record(patcher) -> LoadRecord | None:
 
 
 def report_of(patcher) -> Report:
-    """The report of a model, read from its modules."""
-    record = load_record(patcher)
-    layers = [_layer_report(patcher, name, module, record) for name, module in _layers(patcher)]
+    """The report of a model, read from its modules and from what its plan found in the calls made so far."""
+    record, compute = load_record(patcher), compute_of(patcher)
+    modes = compute.modes(patcher.model) if compute else {}
+    layers = [_layer_report(patcher, name, module, record, compute, modes) for name, module in _layers(patcher)]
     report = Report(device_section(current_device()), _model_report(patcher), layers, flag_reports())
     if record:
         report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
         report.without_effect = [WithoutEffect(*entry) for entry in (*record.without_effect, *_unmet(record, layers))]
+        report.decisions = {"file": f"{record.file}, {record.dialect}", "storage": str(record.storage)}
+        report.notes = list(record.notes)
+    if compute:
+        report.without_effect += [WithoutEffect(*entry) for entry in compute.plan.without_effect]
+        report.decisions["compute"] = str(compute.plan.choice)
+        report.decisions |= {"work": work} if (work := compute.work(patcher.model)) else {}
+        report.notes += compute.plan.notes
     return report
 
 
-def compute_dtype(patcher) -> torch.dtype:
+def stream_dtype(patcher) -> torch.dtype:
     """The dtype the model's activations have: its manual cast dtype, else that of its weights."""
     return patcher.get_model_object("manual_cast_dtype") or patcher.model.get_dtype()
+
+
+def model_facts(patcher) -> ModelFacts:
+    """What a compute plan needs to know of a model in memory."""
+    layers = [Layer(name, type(module).__name__, tuple(module.weight.shape)) for name, module in _layers(patcher)]
+    sizes = _model_report(patcher)
+    largest = max(sizes.bytes_by_storage, key=sizes.bytes_by_storage.__getitem__)
+    supported = tuple(name_of(dtype) for dtype in patcher.model.model_config.supported_inference_dtypes)
+    return ModelFacts(layers, sizes.parameters, largest, supported)
+
+
+def storages(patcher) -> dict[str, str]:
+    """Layer name -> what its weight is stored in."""
+    return {name: storage_of(module.weight) for name, module in _layers(patcher)}
 
 
 def _layers(patcher) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -41,11 +65,15 @@ def _layers(patcher) -> Iterator[tuple[str, torch.nn.Module]]:
             yield name, module
 
 
-def _layer_report(patcher, name: str, module: torch.nn.Module, record: LoadRecord | None) -> LayerReport:
-    compute = name_of(compute_dtype(patcher))
-    mode = "fp8" if _multiplies_in_fp8(patcher, name, module) else compute
-    reason = record.reasons.get(name, "") if record else ""
-    return LayerReport(name, type(module).__name__, storage_of(module.weight), mode, _accumulation(mode), compute, reason)
+def _layer_report(patcher, name: str, module, record, compute, modes: dict[str, str]) -> LayerReport:
+    stream = name_of(stream_dtype(patcher))
+    mode = modes.get(name) or ("fp8" if _multiplies_in_fp8(patcher, name, module) else stream)
+    decision = compute.plan.decisions.get(name) if compute else None
+    reasons = [record.reasons.get(name, "") if record else "", decision.reason if decision else ""]
+    if decision and decision.stream == "fp32":
+        stream = "fp32"
+    reason = "; ".join(dict.fromkeys(filter(None, reasons)))
+    return LayerReport(name, type(module).__name__, storage_of(module.weight), mode, _accumulation(mode), stream, reason)
 
 
 def _multiplies_in_fp8(patcher, name: str, module: torch.nn.Module) -> bool:

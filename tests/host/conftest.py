@@ -6,20 +6,16 @@ Without one the tests are reported as skipped, or fail where HALFSAFE_STRICT is 
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from comfyui_server import MODEL_FOLDERS, Server, make_base_directory
+from support import inprocess, tiny_models
 
 ROOT = Path(__file__).absolute().parents[2]
-sys.path += [path for path in (str(ROOT / "scripts"),) if path not in sys.path]
-
-from comfyui_server import MODEL_FOLDERS, Server, make_base_directory  # noqa: E402
-from support import inprocess, tiny_models  # noqa: E402
-
 COMFYUI = Path(os.environ["COMFYUI_DIR"]).resolve() if os.environ.get("COMFYUI_DIR") else None
 MISSING = "set COMFYUI_DIR to a ComfyUI folder, or run scripts/test.py"
 _base = tempfile.TemporaryDirectory(prefix="halfsafe-host-")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
-
 from comfyui_server import Server, ServerError, make_base_directory
 
 ROOT = Path(__file__).absolute().parents[2]
@@ -55,6 +56,13 @@ def stock_graph(model: str = "wan.safetensors", weight_dtype: str = "default") -
     }
 
 
+def wait_until_running(server: Server, prompt_id: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while prompt_id not in {entry[1] for entry in json.loads(server.get("/queue"))["queue_running"]}:
+        assert time.monotonic() < deadline, server.log_tail()
+        time.sleep(0.05)
+
+
 def test_pack_imports_without_a_failure(comfyui_dir: Path, tmp_path: Path) -> None:
     base = make_base_directory(tmp_path, ROOT)
     command = [*Server(comfyui_dir, base).command(port=8188), "--quick-test-for-ci"]
@@ -89,8 +97,7 @@ def test_interrupt_is_reported(server: Server) -> None:
     graph = stock_graph()
     graph["6"]["inputs"] |= {"steps": 5000, "seed": 2}
     prompt_id = server.queue(graph)
-    while '"queue_running": []' in server.get("/queue").decode():
-        pass
+    wait_until_running(server, prompt_id)
     server.interrupt()
     assert server.wait(prompt_id, timeout=60)["status"]["status_str"] == "error"
 

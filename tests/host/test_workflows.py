@@ -7,9 +7,8 @@ import struct
 from pathlib import Path
 
 import pytest
-
 from comfyui_server import Server
-from workflow import WorkflowError, shrink, small_file, substitute_files, to_prompt
+from workflow import shrink, small_file, substitute_files, to_prompt
 
 WORKFLOWS = sorted((Path(__file__).absolute().parents[2] / "workflows").glob("*.json"))
 
@@ -44,45 +43,3 @@ def test_workflow_keeps_its_links_consistent(path: Path) -> None:
         assert kind in (nodes[origin]["outputs"][origin_slot]["type"], "*")
     assert workflow["last_node_id"] == max(nodes)
     assert workflow["last_link_id"] == max(link[0] for link in workflow["links"])
-
-
-def test_seed_control_value_is_not_taken_for_an_input() -> None:
-    info = {
-        "Sampler": {
-            "input": {
-                "required": {
-                    "seed": ["INT", {"default": 0, "control_after_generate": True}],
-                    "steps": ["INT", {"default": 20}],
-                    "name": [["euler", "heun"]],
-                    "model": ["MODEL"],
-                },
-                "optional": {"late": ["FLOAT", {"default": 0.5}]},
-            }
-        }
-    }
-    node = {"id": 4, "type": "Sampler", "widgets_values": [7, "randomize", 12, "heun"], "inputs": []}
-    prompt = to_prompt({"nodes": [node], "links": []}, info)
-    assert prompt["4"]["inputs"] == {"seed": 7, "steps": 12, "name": "heun", "late": 0.5}
-
-
-def test_links_pass_through_reroutes_and_bypassed_nodes() -> None:
-    info = {name: {"input": {"required": {"model": ["MODEL"]}}} for name in ("Load", "Patch", "Use")}
-    info["Load"]["input"]["required"] = {}
-    slot = {"name": "model", "type": "MODEL"}
-    nodes = [
-        {"id": 1, "type": "Load"},
-        {"id": 2, "type": "Patch", "mode": 4, "inputs": [{**slot, "link": 10}]},
-        {"id": 3, "type": "Reroute", "inputs": [{"name": "", "type": "*", "link": 11}]},
-        {"id": 4, "type": "Use", "inputs": [{**slot, "link": 12}]},
-    ]
-    links = [[10, 1, 0, 2, 0, "MODEL"], [11, 2, 0, 3, 0, "MODEL"], [12, 3, 0, 4, 0, "MODEL"]]
-    assert to_prompt({"nodes": nodes, "links": links}, info)["4"]["inputs"] == {"model": ["1", 0]}
-
-
-def test_unknown_node_and_file_are_named() -> None:
-    with pytest.raises(WorkflowError, match="Absent"):
-        to_prompt({"nodes": [{"id": 1, "type": "Absent"}], "links": []}, {})
-    info = {"Load": {"input": {"required": {"odd_name": [["a.safetensors"]]}}}}
-    prompt = {"1": {"class_type": "Load", "inputs": {"odd_name": "b.safetensors"}}}
-    with pytest.raises(WorkflowError, match=r"b\.safetensors"):
-        substitute_files(prompt, info, small_file)

@@ -13,7 +13,9 @@ E5M2 = torch.float8_e5m2
 
 
 def reference(
-    layers: tuple[str, ...] = ("blocks.0.ffn.0", "blocks.0.ffn.2"), shape: tuple[int, int] = (256, 384), std: float = 0.02
+    layers: tuple[str, ...] = ("blocks.0.ffn.0", "blocks.0.ffn.2"),
+    shape: tuple[int, int] = (256, 384),
+    std: float = 0.02,
 ) -> tuple[Weights, Weights]:
     """bf16 weights and biases, the same on every call."""
     generator = torch.Generator().manual_seed(0)
@@ -53,7 +55,9 @@ def comfy_quant_bytes(settings: dict) -> torch.Tensor:
     return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
 
 
-def save(path: Path, tensors: Weights, biases: Weights, metadata: dict[str, str] | None = None, prefix: str = "") -> Path:
+def save(
+    path: Path, tensors: Weights, biases: Weights, metadata: dict[str, str] | None = None, prefix: str = ""
+) -> Path:
     biased = {f"{prefix}{layer}.bias": bias for layer, bias in biases.items()}
     named = {name if name.startswith(prefix) else prefix + name: tensor for name, tensor in tensors.items()}
     save_file({name: tensor.contiguous() for name, tensor in (named | biased).items()}, path, metadata)
@@ -66,7 +70,11 @@ def plain(path: Path, weights: Weights, biases: Weights, dtype: torch.dtype = to
 
 
 def _scaled(
-    weights: Weights, scale_name: str, quantize: Callable = per_tensor, scale_dtype: torch.dtype = torch.float32, **options
+    weights: Weights,
+    scale_name: str,
+    quantize: Callable = per_tensor,
+    scale_dtype: torch.dtype = torch.float32,
+    **options,
 ) -> Weights:
     tensors = {}
     for layer, weight in weights.items():
@@ -89,7 +97,9 @@ def quantization_metadata(path: Path, weights: Weights, biases: Weights, setting
     return save(path, _scaled(weights, "weight_scale"), biases, metadata)
 
 
-def scaled_fp8(path: Path, weights: Weights, biases: Weights, dtype=E4M3, marker=None, prefix="", input_scale=None) -> Path:
+def scaled_fp8(
+    path: Path, weights: Weights, biases: Weights, dtype=E4M3, marker=None, prefix="", input_scale=None
+) -> Path:
     """ComfyUI before 0.4 (``flux_dev_fp8_scaled``): an empty marker of the fp8 dtype, ``scale_weight``, ``scale_input``."""
     tensors = _scaled(weights, "scale_weight", dtype=dtype)
     if input_scale is not None:
@@ -113,7 +123,9 @@ def row_wise(path: Path, weights: Weights, biases: Weights, scale_dtype=torch.bf
     return save(path, _scaled(weights, "weight_scale", quantize, scale_dtype), biases, {"format": "pt"})
 
 
-def block_wise(path: Path, weights: Weights, biases: Weights, scale_name="weight_scale_inv", rows=128, columns=128) -> Path:
+def block_wise(
+    path: Path, weights: Weights, biases: Weights, scale_name="weight_scale_inv", rows=128, columns=128
+) -> Path:
     """DeepSeek-V3 and Qwen (``weight_scale_inv``), DeepSeek's own inference files (``scale``), 1 x K groups."""
     return save(path, _scaled(weights, scale_name, per_block, rows=rows, columns=columns), biases, {"format": "pt"})
 

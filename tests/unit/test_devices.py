@@ -5,7 +5,6 @@ import types
 
 import pytest
 import torch
-
 from halfsafe.precision import devices, hardware, probes, profiles
 from halfsafe.precision.errors import UnknownProfile
 

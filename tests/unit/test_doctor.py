@@ -6,7 +6,6 @@ import subprocess
 
 import pytest
 import torch
-
 from halfsafe.precision import devices, doctor, probes
 from halfsafe.precision.errors import UnknownProfile
 

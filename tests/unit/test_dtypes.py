@@ -1,6 +1,5 @@
 import pytest
 import torch
-
 from halfsafe.precision import dtypes
 from halfsafe.precision.errors import HalfsafeError
 

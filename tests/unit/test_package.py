@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from support.shipped import ROOT, tracked_files
 
 tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")

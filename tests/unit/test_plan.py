@@ -1,6 +1,5 @@
 import pytest
 import torch
-
 from halfsafe.precision import devices, plan
 from halfsafe.precision.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.rules import rules_from
@@ -52,36 +51,37 @@ def test_a_rule_cannot_put_a_convolution_into_fp8():
     [
         ("sm_61", ("fp16", "bf16", "fp32"), "fp32"),
         ("sm_75", ("fp16", "bf16", "fp32"), "fp16"),
-        ("sm_75", ("bf16", "fp32"), "fp32"),
+        ("sm_75", ("bf16", "fp32"), "fp16_safe"),
         ("sm_86", ("bf16", "fp32"), "bf16"),
         ("cpu", ("fp32",), "fp32"),
     ],
 )
 def test_compute_auto_follows_the_device_and_the_model(profile, supported, expected):
     result = planned(profile, supported=supported)
-    assert result.compute.used == expected and result.compute.reason
+    assert result.compute.choice.used == expected and result.compute.choice.reason
 
 
 def test_compute_as_asked_is_obeyed_and_a_risk_is_noted():
     result = planned("sm_86", compute="fp16")
-    assert result.compute.used == "fp16"
-    assert any("overflow" in note for note in result.notes)
+    assert result.compute.choice.used == "fp16"
+    assert any("overflow" in note for note in result.compute.notes)
 
 
 def test_fp8_compute_without_units_says_so_and_computes_in_16_bit():
     result = planned("sm_86", compute="fp8")
-    assert (result.compute.used, result.fp8_matmul) == ("bf16", False)
+    assert (result.compute.choice.used, result.compute.fp8_matmul) == ("bf16", False)
     assert result.without_effect[0][0] == "compute=fp8"
 
 
 def test_fp8_compute_with_units():
-    result = planned("sm_89", compute="fp8")
-    assert (result.compute.used, result.fp8_matmul, result.without_effect) == ("bf16", True, [])
+    result = planned("sm_89", storage="fp8_e4m3fn", compute="fp8")
+    assert (result.compute.choice.used, result.compute.fp8_matmul, result.without_effect) == ("bf16", True, [])
+    assert {name: d.mode for name, d in result.compute.decisions.items()} == {"blocks.0.ffn.0": "fp8"}
 
 
 @pytest.mark.parametrize(("profile", "calibrated", "expected"), [("sm_89", True, True), ("sm_89", False, False), ("sm_86", True, False)])
 def test_auto_multiplies_in_fp8_only_with_the_files_own_activation_scales(profile, calibrated, expected):
-    assert planned(profile, calibrated=calibrated, file_dtype="fp8_e4m3fn").fp8_matmul is expected
+    assert planned(profile, calibrated=calibrated, file_dtype="fp8_e4m3fn").compute.fp8_matmul is expected
 
 
 def test_storage_auto_keeps_the_file_where_it_fits_and_takes_fp8_where_not():

@@ -6,7 +6,6 @@ import types
 
 import pytest
 import torch
-
 from halfsafe.precision import probes
 
 CPU = torch.device("cpu")

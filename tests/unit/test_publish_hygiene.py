@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from support.shipped import ROOT, is_ignored, shipped_files, tracked_files
 
 TEXT = {".py", ".js", ".mjs", ".json", ".md", ".toml", ".css", ".txt", ".yml", ".yaml"}

@@ -2,10 +2,9 @@ import math
 
 import pytest
 import torch
+from halfsafe.precision import quantize as q
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from halfsafe.precision import quantize as q
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

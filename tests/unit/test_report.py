@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from halfsafe.precision import chart, devices, probes, report, report_text
 
 CONTRACT = """

@@ -1,5 +1,4 @@
 import pytest
-
 from halfsafe.precision.errors import HalfsafeError, RuleError
 from halfsafe.precision.presets import PRESETS
 from halfsafe.precision.rules import Rules, parse, rules_from

@@ -1,0 +1,71 @@
+"""Choose the arithmetic of a model that is loaded already."""
+
+from comfy_api.latest import io
+
+from ..precision.rules import Rules
+from .host import arithmetic
+from .loaders import compute_input
+from .types import CATEGORY, RulesType
+
+GOALS = ["balanced", "quality", "speed", "memory"]
+
+class ComputeDtype(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeComputeDtype",
+            display_name="Compute Dtype (Halfsafe)",
+            category=CATEGORY,
+            description="Choose the dtype a model computes in, for all layers or by rules. Works on any loader's model.",
+            search_aliases=["compute dtype", "fp16", "bf16", "fp16 safe", "black image", "old gpu", "precision", "manual cast"],
+            inputs=[
+                io.Model.Input("model", tooltip="The model; it is not changed, the output is a patched clone."),
+                compute_input(),
+                RulesType.Input("rules", optional=True, tooltip="Exceptions per layer: compute=... and stream=... of Layer Rules."),
+            ],
+            outputs=[io.Model.Output()],
+        )
+
+    @classmethod
+    def execute(cls, model, compute, rules=None) -> io.NodeOutput:
+        return io.NodeOutput(arithmetic.with_compute(model, compute, rules or Rules()))
+
+class AutoPrecision(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeAutoPrecision",
+            display_name="Auto Precision (Halfsafe)",
+            category=CATEGORY,
+            description="Choose the arithmetic for this device and goal, and say why. The same workflow runs on every device.",
+            search_aliases=["auto dtype", "best precision", "speed", "low vram", "quality", "fp8", "fp16"],
+            inputs=[
+                io.Model.Input("model", tooltip="The model; the output is a patched clone."),
+                io.Combo.Input(
+                    "goal",
+                    options=GOALS,
+                    default="balanced",
+                    tooltip=(
+                        "balanced: the dtype this device is fast at and the model is safe in.\n"
+                        "quality: fp16 products with an fp32 stream where fp16 is fast, fp32 elsewhere; the VAE in fp32.\n"
+                        "speed: fp8 products where the device gains and weights are fp8.\n"
+                        "memory: the smallest activations the model is safe in."
+                    ),
+                ),
+                io.Clip.Input("clip", optional=True, tooltip="Passed through; ComfyUI runs text encoders with fp32 activations."),
+                io.Vae.Input("vae", optional=True, tooltip="With goal quality: a copy that works in fp32."),
+            ],
+            outputs=[
+                io.Model.Output(),
+                io.Clip.Output(),
+                io.Vae.Output(),
+                io.String.Output(display_name="why"),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, model, goal, clip=None, vae=None) -> io.NodeOutput:
+        model, vae, why = arithmetic.with_goal(model, goal, clip, vae)
+        return io.NodeOutput(model, clip, vae, why)
+
+NODES = [ComputeDtype, AutoPrecision]

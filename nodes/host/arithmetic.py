@@ -1,0 +1,54 @@
+"""Put a compute plan on a clone of a model, whoever loaded it."""
+
+import copy
+
+import torch
+
+from ...precision.compute_plan import ComputePlan, plan_compute, plan_for_goal
+from ...precision.dtypes import dtype_named
+from ...precision.plan import rules_without_effect
+from ...precision.rules import Rules
+from .compute import set_compute
+from .devices import current_device
+from .state import model_facts, storages, stream_dtype
+
+
+def with_compute(patcher, compute: str, rules: Rules):
+    """A clone of the model that computes as asked."""
+    facts = model_facts(patcher)
+    plan = plan_compute(facts, current_device(), compute, rules, storages(patcher))
+    plan.without_effect.extend(rules_without_effect(facts.layers, rules))
+    return _planned(patcher, plan)
+
+
+def with_goal(patcher, goal: str, clip, vae):
+    """(model, VAE, why) for a goal of Auto Precision."""
+    device = current_device()
+    plan, reason = plan_for_goal(model_facts(patcher), device, goal, storages(patcher))
+    lines = [f"{device.label}, goal {goal}", f"model: {plan.choice.used}. {reason}"]
+    lines += [f"without effect: {setting}: {why}" for setting, why in plan.without_effect]
+    if clip is not None:
+        lines.append("text encoder: unchanged; ComfyUI runs it with fp32 activations, once per prompt")
+    if vae is not None and goal == "quality":
+        vae = _in_fp32(vae)
+        lines.append("VAE: fp32")
+    elif vae is not None:
+        lines.append(f"VAE: unchanged, {str(vae.vae_dtype).removeprefix('torch.')}")
+    return _planned(patcher, plan), vae, "\n".join(lines)
+
+
+def _planned(patcher, plan: ComputePlan):
+    clone = patcher.clone()
+    stream = dtype_named(plan.stream_dtype)
+    if stream_dtype(patcher) != stream:
+        clone.set_model_compute_dtype(stream)
+    set_compute(clone, plan)
+    return clone
+
+
+def _in_fp32(vae):
+    clone = copy.copy(vae)
+    clone.patcher = vae.patcher.clone()
+    clone.patcher.set_model_compute_dtype(torch.float32)
+    clone.vae_dtype = torch.float32
+    return clone

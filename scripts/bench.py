@@ -1,0 +1,189 @@
+"""Halfsafe against the alternative, the same work in the same run: `python scripts/bench.py load [--json]`.
+
+load: a bf16 file with the shapes of Wan2.1 1.3B (2.84 GB) to scaled fp8 in memory, against ComfyUI's UNETLoader.
+convert: the same file disk to disk, against reading all, quantizing all and saving all.
+
+Each measurement is a process of its own; the alternatives take turns; the file is in the page cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from comfyui_server import make_base_directory
+from environment import ROOT, Environment, SetupError, clean_environ, prepare
+
+BENCHES = {
+    "load": {"halfsafe": "load_halfsafe", "other": "load_core", "other_name": "UNETLoader, fp8_e4m3fn"},
+    "convert": {"halfsafe": "convert_halfsafe", "other": "convert_read_all", "other_name": "read all, quantize, save"},
+}
+TARGETS = {"load": {"seconds": 1.3, "memory_to_weights": 1.1}, "convert": {"memory_to_largest_tensor": 3.0}}
+MODEL = "wan_1_3b_shaped"
+LARGEST_TENSOR = 1536 * 8960 * 2
+
+
+def main() -> int:
+    options = _parse()
+    try:
+        environment = _environment(options.comfyui)
+    except SetupError as error:
+        print(error, file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="halfsafe-bench-") as folder:
+        base = make_base_directory(Path(folder), ROOT)
+        model = _make_model(environment, base / "models" / "diffusion_models")
+        result = _conditions(environment) | _compare(options.name, environment, model, base, options.runs)
+    text = json.dumps(result, indent=2)
+    if options.save:
+        (ROOT / "benchmarks" / "results" / f"{options.name}.json").write_text(text + "\n", encoding="utf-8")
+    print(text if options.json else _as_text(result))
+    return 0 if all(target["met"] for target in result["targets"].values()) else 2
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=BENCHES)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
+    parser.add_argument("--runs", type=int, default=5, help="measurements of each alternative (default: 5)")
+    parser.add_argument("--folder", help="where to put the model file for the time being (3 GB; convert: 5 GB)")
+    parser.add_argument("--comfyui", type=Path, help="a ComfyUI folder to use instead of the pinned one")
+    return parser.parse_args()
+
+
+def _environment(comfyui: Path | None) -> Environment:
+    """This interpreter where it has torch and a ComfyUI is named, else the project's own environment."""
+    named = comfyui or os.environ.get("COMFYUI_DIR")
+    if named and importlib.util.find_spec("torch"):
+        return Environment(Path(sys.executable), Path(named).resolve())
+    return prepare(comfyui)
+
+
+def _make_model(environment: Environment, folder: Path) -> Path:
+    script = ROOT / "tests" / "support" / "tiny_models.py"
+    subprocess.run([str(environment.python), str(script), str(folder), MODEL], check=True, env=clean_environ())
+    return folder / f"{MODEL}.safetensors"
+
+
+def _compare(name: str, environment: Environment, model: Path, base: Path, runs: int) -> dict:
+    sides = {side: BENCHES[name][side] for side in ("halfsafe", "other")}
+    taken: dict[str, list[dict]] = {side: [] for side in sides}
+    for measurement in sides.values():
+        _measure(environment, measurement, model, base)
+    for run in range(runs):
+        for side in sorted(sides, reverse=bool(run % 2)):
+            print(f"{name} {side}, run {run + 1} of {runs}", file=sys.stderr, flush=True)
+            taken[side].append(_measure(environment, sides[side], model, base))
+    medians = {side: _medians(results) for side, results in taken.items()}
+    return {
+        "benchmark": name,
+        "other": BENCHES[name]["other_name"],
+        "runs": taken,
+        "medians": medians,
+        "ratios": _ratios(medians),
+        "targets": _targets(name, medians),
+    }
+
+
+def _measure(environment: Environment, measurement: str, model: Path, base: Path) -> dict:
+    command = [str(environment.python), str(ROOT / "benchmarks" / "measure.py"), measurement, str(model), str(base)]
+    environ = clean_environ(COMFYUI_DIR=str(environment.comfyui), PYTHONDONTWRITEBYTECODE="1")
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+    if done.returncode:
+        raise SystemExit(f"{measurement} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _medians(results: list[dict]) -> dict:
+    known = {key: [result[key] for result in results if result[key] is not None] for key in results[0]}
+    return {key: statistics.median(values) if values else None for key, values in known.items()}
+
+
+def _ratios(medians: dict[str, dict]) -> dict[str, float]:
+    ours, other = medians["halfsafe"], medians["other"]
+    return {key: round(ours[key] / other[key], 3) for key in ours if ours[key] is not None and other[key]}
+
+
+def _targets(name: str, medians: dict[str, dict]) -> dict[str, dict]:
+    ours, other = medians["halfsafe"], medians["other"]
+    memory = ours["anonymous_bytes"]
+    measured = {
+        "seconds": ours["seconds"] / other["seconds"],
+        "memory_to_weights": memory and memory / ours.get("weight_bytes", memory),
+        "memory_to_largest_tensor": memory and memory / LARGEST_TENSOR,
+    }
+    return {
+        key: {"limit": limit, "measured": round(measured[key], 3), "met": measured[key] <= limit}
+        for key, limit in TARGETS[name].items()
+        if measured[key] is not None
+    }
+
+
+def _conditions(environment: Environment) -> dict:
+    code = "import json, torch; print(json.dumps([torch.__version__, torch.get_num_threads()]))"
+    done = subprocess.run([str(environment.python), "-c", code], capture_output=True, text=True, check=True)
+    torch_version, threads = json.loads(done.stdout)
+    return {
+        "date": _today(),
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "torch": torch_version,
+        "torch_threads": threads,
+        "python": platform.python_version(),
+        "system": platform.system(),
+        "comfyui": _comfyui_version(environment.comfyui),
+        "model": "Wan2.1 T2V 1.3B shapes, bf16, 1.42 billion parameters, 2.84 GB, in the page cache",
+    }
+
+
+def _today() -> str:
+    import datetime
+
+    return datetime.date.today().isoformat()
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _comfyui_version(comfyui: Path) -> str:
+    text = (comfyui / "comfyui_version.py").read_text(encoding="utf-8")
+    return text.split('"')[1]
+
+
+def _as_text(result: dict) -> str:
+    lines = [
+        f"{result['benchmark']}: Halfsafe against {result['other']}, medians of {len(result['runs']['other'])} runs"
+    ]
+    for key, value in result["medians"]["halfsafe"].items():
+        other = result["medians"]["other"][key]
+        lines.append(
+            f"  {key:16} {_number(key, value):>12} {_number(key, other):>12}   ratio {result['ratios'].get(key)}"
+        )
+    for key, target in result["targets"].items():
+        word = "met" if target["met"] else "MISSED"
+        lines.append(f"  target {key} <= {target['limit']}: {target['measured']} {word}")
+    return "\n".join(lines)
+
+
+def _number(key: str, value: float | None) -> str:
+    if value is None:
+        return "unknown"
+    return f"{value / 1e6:.1f} MB" if key.endswith("bytes") else f"{value:.2f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
