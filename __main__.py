@@ -1,4 +1,4 @@
-"""Command line: ``python -m halfsafe inspect | scan | convert | doctor``. ComfyUI never imports this file.
+"""Command line: ``python -m halfsafe inspect | scan | convert | plan | doctor``. ComfyUI never imports this file.
 
 Exit code 0: done; 1: ``scan`` found problems; 2: an error, told in one line on stderr.
 """
@@ -10,9 +10,11 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from .precision.compute_plan import GOALS
 from .precision.dtypes import STORAGE_OPTIONS
 from .precision.errors import HalfsafeError
 from .precision.presets import DEFAULT_PRESET, PRESETS
+from .precision.profiles import PROFILE_NAMES
 
 
 class Progress:
@@ -68,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--rules", type=Path, help="file with one rule per line, e.g. 'blocks.0.* storage=bf16'")
     convert.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET)
     convert.add_argument("--force", action="store_true", help="overwrite the target")
+    plan = _command(commands, "plan", _plan, "what would run on a device, layer by layer, and why")
+    plan.add_argument("file", type=Path)
+    plan.add_argument("--device", choices=PROFILE_NAMES, help="decide as on this device; this one without it")
+    plan.add_argument("--goal", choices=GOALS, default="balanced")
+    plan.add_argument("--memory", type=float, metavar="GB", help="free memory of that device, to decide storage by")
     _command(commands, "doctor", _doctor, "what this device, torch and ComfyUI can do")
     return parser
 
@@ -125,6 +132,16 @@ def _rules_text(path: Path | None) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise HalfsafeError(f"{path}: the rules cannot be read ({error}).") from None
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from .precision.devices import detect
+    from .precision.preview import preview
+
+    memory = None if options.memory is None else int(options.memory * 1e9)
+    report = preview(options.file, detect(profile=options.device), options.goal, memory)
+    _print(options, report.to_json(), report.to_text())
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

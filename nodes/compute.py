@@ -2,12 +2,12 @@
 
 from comfy_api.latest import io
 
+from ..precision.compute_plan import GOALS
 from ..precision.rules import Rules
 from .host import arithmetic
 from .loaders import compute_input
 from .types import CATEGORY, RulesType
 
-GOALS = ["balanced", "quality", "speed", "memory"]
 
 class ComputeDtype(io.ComfyNode):
     @classmethod
@@ -30,6 +30,7 @@ class ComputeDtype(io.ComfyNode):
     def execute(cls, model, compute, rules=None) -> io.NodeOutput:
         return io.NodeOutput(arithmetic.with_compute(model, compute, rules or Rules()))
 
+
 class AutoPrecision(io.ComfyNode):
     @classmethod
     def define_schema(cls):
@@ -43,7 +44,7 @@ class AutoPrecision(io.ComfyNode):
                 io.Model.Input("model", tooltip="The model; the output is a patched clone."),
                 io.Combo.Input(
                     "goal",
-                    options=GOALS,
+                    options=list(GOALS),
                     default="balanced",
                     tooltip=(
                         "balanced: the dtype this device is fast at and the model is safe in.\n"
@@ -67,5 +68,6 @@ class AutoPrecision(io.ComfyNode):
     def execute(cls, model, goal, clip=None, vae=None) -> io.NodeOutput:
         model, vae, why = arithmetic.with_goal(model, goal, clip, vae)
         return io.NodeOutput(model, clip, vae, why)
+
 
 NODES = [ComputeDtype, AutoPrecision]

@@ -10,6 +10,7 @@ from .rules import Rules
 
 MATRIX_CLASSES = ("Linear", "Conv", "ConvTranspose")
 SAFE = "fp16_safe"
+GOALS = ("balanced", "quality", "speed", "memory")
 MODE_OF = {"fp8": "fp8", "fp16": "fp16", SAFE: "fp16_wide", "bf16": "bf16", "fp32": "fp32"}
 FP8_MULTIPLE = 16
 

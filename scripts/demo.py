@@ -54,7 +54,10 @@ def _demo(options: argparse.Namespace, environment: Environment) -> int:
         device = accelerator(environment.python)
         print(f"Starting ComfyUI from {environment.comfyui} on {device} ...", flush=True)
         with Server(environment.comfyui, base, python=environment.python, cpu=device == "cpu") as server:
-            _run_workflow(server, options.output, files)
+            try:
+                _run_workflow(server, options.output, files)
+            except (ServerError, WorkflowError) as error:
+                raise ServerError(f"{error}\n--- end of ComfyUI's log ---\n{server.log_tail()}") from error
             if options.serve:
                 _serve(server)
     return 0
@@ -98,10 +101,7 @@ def _run_workflow(server: Server, output: Path, files: dict[str, str]) -> None:
     prompt["report_json"] = {"class_type": "PreviewAny", "inputs": {"source": [report, 1]}}
     print(f"Running {WORKFLOW.name} ...", flush=True)
     started = time.monotonic()
-    try:
-        outputs = server.prompt(shrink(prompt, **SIZE))
-    except ServerError as error:
-        raise ServerError(f"{error}\n--- end of ComfyUI's log ---\n{server.log_tail()}") from error
+    outputs = server.prompt(shrink(prompt, **SIZE))
     print(f"  done in {time.monotonic() - started:.1f} s\n", flush=True)
     text, data = outputs[report]["text"][0], outputs["report_json"]["text"][0]
     picture = next(n for n, node in prompt.items() if node["class_type"] == "SaveImage")
