@@ -7,14 +7,15 @@ from ..precision.rules import rules_from
 from .host import encoders, files, models
 from .types import CATEGORY, RulesType
 
+NO_FILE = "none"
 VAE_DTYPES = ["auto", "fp16", "bf16", "fp32"]
 STORAGE_TOOLTIP = (
     "How weights are kept in memory. auto: as in the file, fp8_e4m3fn when 16 bit does not fit the GPU. "
     "fp8 halves the memory of 16 bit; norms, embeddings and other sensitive layers stay high (see rules)."
 )
 COMPUTE_TOOLTIP = (
-    "The dtype of the maths. auto: bf16 or fp16 where this GPU is fast at it and the model is safe in it, else fp32. "
-    "fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); elsewhere it is said to have no effect and 16 bit is used."
+    "The dtype of the maths. auto: bf16 or fp16 where this GPU is fast at it and the model is safe in it, else fp16_safe or "
+    "fp32. fp16_safe: fp16 products with an fp32 stream, cannot overflow. fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); elsewhere it is said to have no effect and 16 bit is used."
 )
 RULES_TOOLTIP = "Exceptions per layer, from Halfsafe Layer Rules. Without it the preset 'keep sensitive layers' applies."
 
@@ -101,7 +102,13 @@ class LoadCLIP(io.ComfyNode):
     def define_schema(cls):
         names = files.model_files("text_encoders")
         more = [
-            io.Combo.Input(f"clip_name{number}", options=names, optional=True, tooltip="A further encoder, for types that use several.")
+            io.Combo.Input(
+                f"clip_name{number}",
+                options=[NO_FILE, *names],
+                default=NO_FILE,
+                optional=True,
+                tooltip="A further encoder, for types that use several.",
+            )
             for number in (2, 3, 4)
         ]
         return io.Schema(
@@ -121,8 +128,8 @@ class LoadCLIP(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, clip_name1, type, storage, compute, clip_name2=None, clip_name3=None, clip_name4=None) -> io.NodeOutput:
-        names = [name for name in (clip_name1, clip_name2, clip_name3, clip_name4) if name]
+    def execute(cls, clip_name1, type, storage, compute, clip_name2=NO_FILE, clip_name3=NO_FILE, clip_name4=NO_FILE) -> io.NodeOutput:
+        names = [name for name in (clip_name1, clip_name2, clip_name3, clip_name4) if name != NO_FILE]
         paths = [files.model_path("text_encoders", name) for name in names]
         return io.NodeOutput(encoders.load_text_encoder(paths, type, storage, compute))
 

@@ -8,7 +8,7 @@ from .dtypes import FP8_NAMES
 from .record import Choice
 from .rules import Rules
 
-MATRIX_CLASSES = ("Linear", "Conv", "ConvTranspose")
+MATRIX_CLASSES = ("Linear", "Conv")
 SAFE = "fp16_safe"
 GOALS = ("balanced", "quality", "speed", "memory")
 MODE_OF = {"fp8": "fp8", "fp16": "fp16", SAFE: "fp16_wide", "bf16": "bf16", "fp32": "fp32"}
@@ -26,7 +26,7 @@ class Layer:
     @property
     def multiplies(self) -> bool:
         """Whether it is a matrix product or a convolution."""
-        return self.cls.startswith(MATRIX_CLASSES) and len(self.shape) > 1
+        return any(word in self.cls for word in MATRIX_CLASSES) and len(self.shape) > 1
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def plan_compute(
     choice, without_effect, notes = _choose(facts, device, compute)
     fp8_matmul = _multiplies_in_fp8(facts, device, compute)
     decisions: dict[str, ComputeDecision] = {}
+    without_effect += rules_on_other_layers(facts.layers, rules)
     for layer in facts.layers:
         decision, problem = _decide(layer, choice, fp8_matmul, device, rules, (storages or {}).get(layer.name, ""))
         if decision:
@@ -152,8 +153,7 @@ def _decide(
     wanted = compute[0] if compute else "fp8" if fp8_matmul and storage in FP8_NAMES else choice.used
     reason = str((compute or stream)[1].reason or (compute or stream)[1]) if compute or stream else ""
     if not layer.multiplies:
-        problem = (str(compute[1]), f"{layer.cls} multiplies no matrices: it follows the stream") if compute else None
-        return None, problem
+        return None, None
     problem = None
     if wanted == "fp8":
         problem = _why_no_fp8(layer, device, storage)
@@ -164,6 +164,17 @@ def _decide(
     if wanted == choice.used and stream_value == "same" and choice.used != SAFE:
         return (ComputeDecision(MODE_OF[wanted], "same", reason), problem) if problem else (None, None)
     return ComputeDecision(MODE_OF[wanted], stream_value, reason), problem
+
+
+def rules_on_other_layers(layers: Sequence[Layer], rules: Rules) -> list[tuple[str, str]]:
+    """(rule, reason) of the user's own compute and stream rules that match only layers that multiply no matrices."""
+    found = []
+    for rule in (rule for rule in rules.own if {"compute", "stream"} & dict(rule.settings).keys()):
+        matched = [layer for layer in layers if rule.matches(layer.name, layer.cls)]
+        if matched and not any(layer.multiplies for layer in matched):
+            classes = ", ".join(sorted({layer.cls for layer in matched}))
+            found.append((str(rule), f"{classes} multiplies no matrices: it follows the stream"))
+    return found
 
 
 def _why_no_fp8(layer: Layer, device: Device, storage: str) -> str:

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from .ranges import FP16_MAX, Ranges, Slot, magnitude
 
 Weights = Callable[[torch.nn.Module, torch.Tensor, torch.dtype], AbstractContextManager]
+SMALLEST_WEIGHT = 2.0**-12
+SMALLEST_VALUE = 2.0**-10
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
@@ -47,7 +49,7 @@ class SafeOperation:
 
     Args:
         module: a Linear, Conv or ConvTranspose.
-        slot: where its magnitudes are kept.
+        slot: where its magnitudes are kept; ``slot.full`` once the layer was found to need fp32.
         ranges: the model's measuring state.
         weights: gives ``(weight, bias)`` of the module on the input's device, the weight in the dtype asked for and the
             bias in fp32, as a context.
@@ -61,29 +63,31 @@ class SafeOperation:
         self.ranges = ranges
         self.weights = weights
         self.wide = wide
-        self.full = False
 
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """``x``: the module's input, any float dtype. Returns fp32."""
-        with self.weights(self.module, x, torch.float32 if self.full else torch.float16) as (weight, bias):
-            if self.ranges.measuring:
-                return self._measure(x, weight, bias, *args, **kwargs)
-            if self.full:
-                return self._apply(x.float(), weight, bias, *args, **kwargs)
-            self.slot.record(magnitude(x))
+        if self.ranges.measuring:
+            result = self._measure(x, *args, **kwargs)
+            self.slot.work += matrix_work(result, self.module, self.kind)
+            return result
+        if self.slot.full:
+            return self._fp32(x, *args, **kwargs)
+        self.slot.record(magnitude(x))
+        with self.weights(self.module, x, torch.float16) as (weight, bias):
             return self._fp16(x, weight, bias, *args, **kwargs)
 
-    def _measure(self, x, weight, bias, *args, **kwargs) -> torch.Tensor:
-        gain = 1.0 if self._is_wide(x.device) else max(1.0, largest_row_sum(weight, self.kind))
-        self.full = self.full or not math.isfinite(gain) or not bool(torch.isfinite(weight).all())
-        if self.full:
-            with self.weights(self.module, x, torch.float32) as (weight, bias):
-                result = self._apply(x.float(), weight, bias, *args, **kwargs)
-        else:
-            self.slot.fit(magnitude(x).item(), gain)
-            result = self._fp16(x, weight, bias, *args, **kwargs)
-        self.slot.work += 2 * result.numel() * weight.numel() // weight.shape[1 if self.kind == "transposed" else 0]
-        return result
+    def _measure(self, x, *args, **kwargs) -> torch.Tensor:
+        with self.weights(self.module, x, torch.float16) as (weight, bias):
+            self.slot.full = self.slot.full or not fits_fp16(weight)
+            if not self.slot.full:
+                self.slot.fit(magnitude(x).item(), 1.0 if self._is_wide(x.device) else largest_row_sum(weight, self.kind))
+            if not self.slot.full:
+                return self._fp16(x, weight, bias, *args, **kwargs)
+        return self._fp32(x, *args, **kwargs)
+
+    def _fp32(self, x, *args, **kwargs) -> torch.Tensor:
+        with self.weights(self.module, x, torch.float32) as (weight, bias):
+            return self._apply(x.float(), weight, bias, *args, **kwargs)
 
     def _fp16(self, x, weight, bias, *args, **kwargs) -> torch.Tensor:
         exponent = self.slot.exponent
@@ -126,13 +130,27 @@ class SafeOperation:
 def largest_row_sum(weight: torch.Tensor, kind: str) -> float:
     """``max ||w||_1`` over the output channels: the largest factor by which a layer can raise ``amax`` of its input."""
     outputs = weight.transpose(0, 1) if kind == "transposed" else weight
-    return torch.linalg.vector_norm(outputs.reshape(outputs.shape[0], -1), 1, dim=1, dtype=torch.float32).max().item()
+    rows = outputs.reshape(outputs.shape[0], -1)
+    return max(1.0, torch.linalg.vector_norm(rows, 1, dim=1, dtype=torch.float32).max().item())
+
+
+def fits_fp16(weight: torch.Tensor) -> bool:
+    """Whether a weight cast to fp16 is finite and has not lost its precision to fp16's smallest numbers."""
+    return SMALLEST_WEIGHT <= magnitude(weight).item() < math.inf
+
+
+def matrix_work(result: torch.Tensor, module: torch.nn.Module, kind: str) -> int:
+    """Multiplications and additions behind ``result`` of a matrix product or convolution."""
+    weight = module.weight
+    if kind == "transposed":
+        return 2 * result.numel() * weight.numel() // (module.out_channels * math.prod(module.stride))
+    return 2 * result.numel() * (weight.numel() // weight.shape[0])
 
 
 class SafeAttention:
     """Attention with fp16 operands wherever neither an operand nor a score can pass fp16's range, in fp32 elsewhere.
 
-    A score is at most ``max ||q|| * max ||k|| * scale`` (Cauchy-Schwarz); a result is a mean of rows of ``v``.
+    Attentions are told apart by their order in a model call; one that was never measured runs in fp32.
     """
 
     def __init__(self, ranges: Ranges):
@@ -143,54 +161,58 @@ class SafeAttention:
         self.index = 0
 
     def begin(self) -> None:
-        """Call before each model call: attentions are told apart by their order."""
+        """Call before each model call."""
         self.index = 0
         if self.ranges.measuring:
             self.full_work = 0
+            self.slot.gain = 1.0
 
-    def __call__(self, attention: Callable, q, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
-        """``attention`` with ComfyUI's arguments. Returns the dtype of ``q``."""
+    def __call__(self, attention: Callable, q, k, v, heads: int, *args, fused: bool = True, **kwargs) -> torch.Tensor:
+        """``attention`` with ComfyUI's arguments; ``fused``: it keeps its scores in fp32. Returns the dtype of ``q``."""
         index, self.index = self.index, self.index + 1
         if self.ranges.measuring:
-            self._measure(index, q, k, v, heads, kwargs)
+            self._measure(index, largest_in_attention(q, k, v, heads, args, kwargs, fused).item(), 4 * q.numel() * k.shape[-2])
         if index >= len(self.in_full) or self.in_full[index]:
             return attention(q, k, v, heads, *args, **kwargs)
         if not self.ranges.measuring:
-            self.slot.record(largest_in_attention(q, k, v, heads, kwargs))
+            self.slot.record(largest_in_attention(q, k, v, heads, args, kwargs, fused))
         half = (tensor.to(torch.float16) for tensor in (q, k, v))
         masks = (_half_mask(mask) for mask in args)
         kwargs = {**kwargs, "mask": _half_mask(kwargs.get("mask"))} if "mask" in kwargs else kwargs
         return attention(*half, heads, *masks, **kwargs).to(q.dtype)
 
-    def _measure(self, index: int, q, k, v, heads: int, kwargs) -> None:
-        largest = largest_in_attention(q, k, v, heads, kwargs).item()
-        full = not largest * 2.0 < FP16_MAX
+    def _measure(self, index: int, largest: float, work: int) -> None:
+        full = not self.slot.holds(largest * 2.0)
         if index < len(self.in_full):
-            self.in_full[index] = self.in_full[index] or full
+            full = self.in_full[index] = self.in_full[index] or full
         else:
             self.in_full.append(full)
-        self.slot.limit = FP16_MAX
-        work = 4 * q.numel() * k.shape[-2]
-        if self.in_full[index]:
-            self.full_work += work
-        else:
-            self.slot.work += work
+        self.full_work += work if full else 0
+        self.slot.work += work
 
 
 def _head_size(q: torch.Tensor, heads: int) -> int:
     return q.shape[-1] if q.dim() == 4 else q.shape[-1] // heads
 
 
-def largest_in_attention(q, k, v, heads: int, kwargs: dict) -> torch.Tensor:
-    """The largest number an attention can hold: a norm of a row of q or k, an element of v, or the bound on a score."""
+def largest_in_attention(q, k, v, heads: int, args: tuple, kwargs: dict, fused: bool) -> torch.Tensor:
+    """The largest number an attention can hold, 0-dim fp32: a norm of a row of q or k, a score, an element of v.
+
+    A score is at most ``max ||q|| * max ||k||`` (Cauchy-Schwarz), times the softmax scale where ``fused``; with a mask it
+    counts eightfold, so that no score outweighs a masked one. Values so small that fp16 would round them away count as
+    too large. A result is a mean of rows of v.
+    """
     size = _head_size(q, heads)
     rows = [torch.linalg.vector_norm(t.unflatten(-1, (-1, size)), dim=-1, dtype=torch.float32).amax() for t in (q, k)]
-    score = rows[0] * rows[1] * (kwargs.get("scale") or size**-0.5)
-    return torch.stack([*rows, score, magnitude(v)]).amax()
+    scale = kwargs.get("scale") or size**-0.5
+    masked = any(torch.is_tensor(mask) and mask.is_floating_point() for mask in (*args, kwargs.get("mask")))
+    score = rows[0] * rows[1] * ((scale if fused else max(scale, 1.0)) * (8.0 if masked else 1.0))
+    largest = magnitude(v)
+    return torch.stack([*rows, score, largest, SMALLEST_VALUE * FP16_MAX / largest]).amax()
 
 
 def _half_mask(mask):
     """A floating mask in fp16. Half of the largest negative number hides a token as well as -inf and can be added to."""
     if not torch.is_tensor(mask) or not mask.is_floating_point():
         return mask
-    return mask.clamp(min=-FP16_MAX / 2).to(torch.float16)
+    return mask.clamp(-FP16_MAX / 2, FP16_MAX / 2).to(torch.float16)

@@ -110,10 +110,11 @@ def _scaled(part: torch.Tensor, factor: float) -> torch.Tensor:
 def activation_scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The 0-dim fp32 scale that brings a tensor into the range of an fp8 dtype, computed on its device.
 
-    1.0 for a tensor of zeros, or one that holds NaN or inf: those pass through and stay visible.
+    1.0 for a tensor of zeros. NaN or inf where the tensor holds one, so that the product shows it: an fp8 cast would
+    turn inf into the largest number.
     """
     scale = torch.linalg.vector_norm(tensor, math.inf, dtype=torch.float32) / max_of(dtype)
-    return torch.where((scale > 0) & torch.isfinite(scale), scale, torch.ones_like(scale))
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from .dtypes import FP8_DTYPES
 from .errors import HalfsafeError
 
-CHUNK = 1 << 22
+CHUNK = 1 << 21
 EIGHT_BIT = FP8_DTYPES | {torch.int8}
 USUAL_BLOCK = 128
 
@@ -45,7 +45,7 @@ class StoredWeight:
         return self.data.dtype in EIGHT_BIT
 
     def parts(self, sample: int | None = None) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The weight in fp32, some rows at a time: slices of :meth:`matrix` and their values. 16 MB each.
+        """The weight in fp32, some rows at a time: slices of :meth:`matrix` and their values. 8 MB each.
 
         ``sample``: give at most twice so many parts, spread evenly over the weight.
 
@@ -85,7 +85,7 @@ class StoredWeight:
         return part * scale if self.data.dtype == torch.float32 else part.mul_(scale)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in ``dtype``; beyond the result this takes 32 MB. Unscaled data of that dtype is not copied.
+        """The weight in ``dtype``; beyond the result this takes 16 MB. Unscaled data of that dtype is not copied.
 
         Raises:
             HalfsafeError: the format is one that only ComfyUI unpacks.

@@ -4,11 +4,11 @@ import copy
 
 import torch
 
-from ...precision.compute_plan import ComputePlan, plan_compute, plan_for_goal
+from ...precision.compute_plan import MODE_OF, SAFE, ComputeDecision, ComputePlan, plan_compute, plan_for_goal
 from ...precision.dtypes import dtype_named
 from ...precision.plan import rules_without_effect
 from ...precision.rules import Rules
-from .compute import set_compute
+from .compute import only_multiplies, set_compute
 from .devices import current_device
 from .state import model_facts, storages, stream_dtype
 
@@ -39,11 +39,25 @@ def with_goal(patcher, goal: str, clip, vae):
 
 def _planned(patcher, plan: ComputePlan):
     clone = patcher.clone()
+    _leave_to_their_loader(clone, plan)
     stream = dtype_named(plan.stream_dtype)
     if stream_dtype(patcher) != stream:
         clone.set_model_compute_dtype(stream)
     set_compute(clone, plan)
     return clone
+
+
+def _leave_to_their_loader(patcher, plan: ComputePlan) -> None:
+    """Plan fp32 for layers that another loader's classes multiply in their own way, and say so."""
+    modules = dict(patcher.model.diffusion_model.named_modules())
+    safe = (name for name, decision in plan.decisions.items() if decision.mode == MODE_OF[SAFE])
+    foreign = [name for name in safe if not only_multiplies(modules[name])]
+    for name in foreign:
+        reason = f"{type(modules[name]).__module__} multiplies in its own way: run in fp32"
+        plan.decisions[name] = ComputeDecision("fp32", plan.decisions[name].stream, reason)
+    if foreign:
+        why = f"{len(foreign)} layers ({foreign[0]} ...) belong to another loader, which multiplies in its own way: run in fp32"
+        plan.without_effect.append((f"compute={SAFE}", why))
 
 
 def _in_fp32(vae):

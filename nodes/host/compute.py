@@ -11,14 +11,15 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ...precision.compute_plan import ComputeDecision, ComputePlan
-from ...precision.dtypes import dtype_named
-from ...precision.operations import SafeAttention, SafeOperation
+from ...precision.dtypes import dtype_named, name_of
+from ...precision.operations import SafeAttention, SafeOperation, kind_of, matrix_work
 from ...precision.patching import Patch, patched
 from ...precision.quantize import activation_scale
-from ...precision.ranges import Ranges
+from ...precision.ranges import Ranges, Slot
 
 KEY = "halfsafe.compute"
 OVERRIDE = "optimized_attention_override"
+UNFUSED = ("attention_basic", "attention_split", "attention_sub_quad")
 logger = logging.getLogger("halfsafe")
 
 
@@ -59,11 +60,10 @@ class Compute:
             return run.ranges.run(call)
 
     def run_of(self, model) -> "_Run":
-        """What is known of a model whose weights are as they are now."""
-        weights = (model.current_weight_patches_uuid, getattr(model.current_patcher, "current_hooks", None))
+        """What is known of a model whose weights and forwards are as they are now."""
         run = self._runs.get(model)
-        if run is None or run.weights != weights:
-            run = self._runs[model] = _Run(self.plan, model.diffusion_model, weights)
+        if run is None or run.state != _state(model, run.modules):
+            run = self._runs[model] = _Run(self.plan, model)
         return run
 
     def modes(self, model) -> dict[str, str]:
@@ -82,31 +82,34 @@ class Compute:
 
 
 class _Run:
-    def __init__(self, plan: ComputePlan, diffusion_model: torch.nn.Module, weights: tuple):
-        self.weights = weights
+    """One model under a plan: its patches and what its calls have shown. ``state``: the weights it holds for."""
+
+    def __init__(self, plan: ComputePlan, model):
+        named = ((name.replace("_orig_mod.", ""), module) for name, module in model.diffusion_model.named_modules())
+        self.modules = {name: module for name, module in named if name in plan.decisions}
+        self.state = _state(model, self.modules)
         self.safe = plan.safe
         self.ranges = Ranges()
         self.attention = SafeAttention(self.ranges)
         self.operations: dict[str, SafeOperation] = {}
+        self.in_own_way: dict[str, CastOperation] = {}
         self.patches: list[Patch] = []
-        modules = dict(getattr(diffusion_model, "_orig_mod", diffusion_model).named_modules())
-        for name, decision in plan.decisions.items():
-            if name in modules:
-                self._patch(name, modules[name], decision)
-
-    def _patch(self, name: str, module: torch.nn.Module, decision: ComputeDecision) -> None:
-        forward = self._forward(name, module, decision)
-        self.patches += [(module, "forward", forward), *_switches(module)]
+        for name, module in self.modules.items():
+            forward = self._forward(name, module, plan.decisions[name])
+            self.patches += [(module, "forward", forward), *_switches(module)]
 
     def _forward(self, name: str, module: torch.nn.Module, decision: ComputeDecision):
-        if decision.mode == "fp8":
+        slot = self.ranges.slot(name)
+        if decision.mode == "fp8" and not has_own_forward(module):
             return _out_as(decision, Fp8Linear(module))
-        if decision.mode == "fp16_wide" and _is_core_operation(module):
-            operation = SafeOperation(module, self.ranges.slot(name), self.ranges, core_weights)
-            self.operations[name] = operation
+        if decision.mode == "fp16_wide" and only_multiplies(module):
+            weights = core_weights if hasattr(module, "comfy_cast_weights") else torch_weights
+            operation = self.operations[name] = SafeOperation(module, slot, self.ranges, weights)
             return operation if self.safe else _out_as(decision, operation)
-        dtype = torch.float32 if decision.mode == "fp16_wide" else dtype_named(decision.mode)
-        return _out_as(decision, _in_dtype(module.forward, dtype))
+        operation = CastOperation(module, _own_dtype(module, decision.mode), slot, self.ranges)
+        if name_of(operation.dtype) != decision.mode:
+            self.in_own_way[name] = operation
+        return _out_as(decision, operation)
 
     def options(self, options: dict) -> dict:
         """``transformer_options`` with fp16 attention in front of whatever override is there already."""
@@ -120,28 +123,53 @@ class _Run:
                     return previous(function, *inner_args, **inner)
                 return function(*inner_args, **inner)
 
-            return self.attention(attention, *args, **kwargs)
+            return self.attention(attention, *args, fused=function.__name__ not in UNFUSED, **kwargs)
 
         return {**options, OVERRIDE: override}
 
     def modes(self) -> dict[str, str]:
-        return {name: _mode(operation) for name, operation in self.operations.items()}
+        own = {name: name_of(operation.dtype) for name, operation in self.in_own_way.items()}
+        return own | {name: _mode(operation.slot) for name, operation in self.operations.items()}
 
     def fp16_share(self) -> float | None:
-        full = sum(op.slot.work for op in self.operations.values() if op.full)
-        total = sum(slot.work for slot in self.ranges.slots.values()) + self.attention.full_work
-        return (total - full - self.attention.full_work) / total if total else None
+        slots = self.ranges.slots.values()
+        total = sum(slot.work for slot in slots)
+        fp16 = sum(operation.slot.work for operation in self.operations.values() if not operation.slot.full)
+        fp16 += self.attention.slot.work - self.attention.full_work
+        return fp16 / total if total else None
 
 
-def _mode(operation: SafeOperation) -> str:
-    if operation.full:
+def _state(model, modules: dict[str, torch.nn.Module]) -> tuple:
+    """What a run depends on: the patched weights, active hooks, and forwards that others have put on the modules."""
+    forwards = tuple(id(module.__dict__["forward"]) for module in modules.values() if has_own_forward(module))
+    return model.current_weight_patches_uuid, getattr(model.current_patcher, "current_hooks", None), forwards
+
+
+def _mode(slot: Slot) -> str:
+    if slot.full:
         return "fp32"
-    return "fp16_scaled" if operation.slot.exponent else "fp16_wide"
+    return "fp16_scaled" if slot.exponent else "fp16_wide"
 
 
-def _is_core_operation(module: torch.nn.Module) -> bool:
-    """Whether ComfyUI's own forward of this class only casts the weights and multiplies."""
-    return type(module).forward.__module__ == comfy.ops.__name__ and not hasattr(module, "pre_quant_scale")
+def has_own_forward(module: torch.nn.Module) -> bool:
+    """Whether something other than its class gave this module its forward, such as a LoRA in bypass mode."""
+    forward = module.__dict__.get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
+def only_multiplies(module: torch.nn.Module) -> bool:
+    """Whether the module does no more than cast its weights and multiply: ComfyUI's and torch's own classes."""
+    if has_own_forward(module) or hasattr(module, "pre_quant_scale") or kind_of(module) is None:
+        return False
+    methods = (getattr(type(module), name, None) for name in ("forward", "forward_comfy_cast_weights", "_forward"))
+    return all(method.__module__.startswith((comfy.ops.__name__, "torch.nn.")) for method in methods if method)
+
+
+def _own_dtype(module: torch.nn.Module, mode: str) -> torch.dtype:
+    """The dtype a module that cannot be given fp16 operands runs in; torch's own cannot cast their weights."""
+    if type(module).forward.__module__.startswith("torch.nn."):
+        return module.weight.dtype
+    return torch.float32 if mode == "fp16_wide" else dtype_named(mode)
 
 
 @contextlib.contextmanager
@@ -157,6 +185,30 @@ def core_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype) -
         comfy.ops.uncast_bias_weight(module, weight, bias, stream)
 
 
+@contextlib.contextmanager
+def torch_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple]:
+    """The same for a module of torch's own classes, which custom model code may hold."""
+    bias = None if module.bias is None else module.bias.to(x.device, torch.float32)
+    yield module.weight.to(x.device, dtype), bias
+
+
+class CastOperation:
+    """A module's own forward on an input cast to another dtype; ComfyUI's classes cast their weights to it."""
+
+    def __init__(self, module: torch.nn.Module, dtype: torch.dtype, slot: Slot, ranges: Ranges):
+        self.module = module
+        self.forward = module.forward
+        self.dtype = dtype
+        self.slot = slot
+        self.ranges = ranges
+
+    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        result = self.forward(x.to(self.dtype), *args, **kwargs)
+        if self.ranges.measuring:
+            self.slot.work += matrix_work(result, self.module, kind_of(self.module))
+        return result
+
+
 class Fp8Linear:
     """ComfyUI's fp8 Linear with the activation scale taken from the activation, instead of 1.0 or the file's."""
 
@@ -164,21 +216,23 @@ class Fp8Linear:
         self.module = module
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        module, rows = self.module, x.reshape(-1, x.shape[-1])
-        if module.weight_function or module.bias_function:
-            return type(module).forward(module, x)
+        """``x``: the module's input; fp32 is multiplied into bf16, as fp8 products have no fp32 result with a bias."""
+        module = self.module
+        dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
+        if self._has_changed_weight():
+            return type(module).forward(module, x.to(dtype))
         comfy.ops.run_every_op()
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
         scale = activation_scale(rows, module.weight._qdata.dtype)
         quantized = comfy.quant_ops.QuantizedTensor.from_float(rows, module.layout_type, scale=scale)
-        result = module.forward_comfy_cast_weights(quantized, x.dtype, want_requant=True)
+        result = module.forward_comfy_cast_weights(quantized, dtype, want_requant=True)
         return result.reshape(*x.shape[:-1], -1)
 
-
-def _in_dtype(forward, dtype: torch.dtype):
-    def run(x, *args, **kwargs):
-        return forward(x.to(dtype), *args, **kwargs)
-
-    return run
+    def _has_changed_weight(self) -> bool:
+        """Whether a LoRA is added at each call, or has left the weight in 16 bit."""
+        module = self.module
+        quantized = isinstance(module.weight, comfy.quant_ops.QuantizedTensor)
+        return not quantized or bool(module.weight_function or module.bias_function)
 
 
 def _out_as(decision: ComputeDecision, forward):

@@ -24,6 +24,7 @@ from .models import ATTACHMENT
 from .progress import byte_progress
 
 FP32_ACTIVATIONS = "ComfyUI runs text encoders with fp32 activations"
+CLIP_NORM = "text_model.final_layer_norm.weight"
 logger = logging.getLogger("halfsafe")
 
 
@@ -36,7 +37,10 @@ def text_encoder_types() -> list[str]:
 
 def load_text_encoder(paths: Sequence[str], kind: str, storage: str, compute: str, disable_dynamic: bool = False):
     """A CLIP made of one to four text encoder files. ``kind``: one of :func:`text_encoder_types`."""
-    converted = [_converted(_open_clip_split(open_model(path)), storage) for path in paths]
+    files = [_open_clip_split(open_model(path)) for path in paths]
+    if not any(comfy.sd.detect_te_model(tensors_of(file)) for file in files):
+        raise CheckpointError(paths[0], "ComfyUI knows no text encoder like this", advice="Check that it is a text encoder.")
+    converted = [_converted(file, storage) for file in files]
     clip = comfy.sd.load_text_encoder_state_dicts(
         [tensors for tensors, _ in converted],
         embedding_directory=embedding_folders(),
@@ -102,11 +106,27 @@ def _converted(checkpoint: Checkpoint, storage: str) -> tuple[dict[str, torch.Te
     needed = in_16_bit // 2 if choice.used.startswith("fp8") else in_16_bit
     require_memory(needed, f"Loading {checkpoint.path}", free_host_memory())
     tensors, _ = convert.state_dict(checkpoint, storages, byte_progress(checkpoint.weights.values()))
-    return tensors, choice
+    return {**tensors, **_missing_projections(tensors)}, choice
+
+
+def _missing_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Identities for the text projections that CLIP-L files lack: ComfyUI's quantized layers crash without a weight."""
+    if not _is_quantized(tensors):
+        return {}
+    norms = {name.removesuffix(CLIP_NORM): tensor for name, tensor in tensors.items() if name.endswith(CLIP_NORM)}
+    return {
+        f"{prefix}text_projection.weight": torch.eye(len(norm), dtype=norm.dtype)
+        for prefix, norm in norms.items()
+        if f"{prefix}text_projection.weight" not in tensors and f"{prefix}text_projection" not in tensors
+    }
+
+
+def _is_quantized(tensors: dict[str, torch.Tensor]) -> bool:
+    return any(name.endswith(".comfy_quant") for name in tensors)
 
 
 def _options(encoders: Sequence[dict[str, torch.Tensor]], storage: str) -> dict:
-    quantized = any(name.endswith(".comfy_quant") for tensors in encoders for name in tensors)
+    quantized = any(map(_is_quantized, encoders))
     options = {} if storage.startswith("fp8") or storage == "as_file" else {"dtype": dtype_named(storage)}
     return {**options, "quantization_metadata": {"mixed_ops": True}} if quantized else options
 

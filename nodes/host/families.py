@@ -12,6 +12,7 @@ import torch
 
 from ...precision.checkpoint import Checkpoint, StoredWeight
 from ...precision.compute_plan import Layer, ModelFacts
+from ...precision.convert import model_prefix
 from ...precision.dtypes import name_of
 from ...precision.errors import CheckpointError
 from ...precision.plan import file_dtype, is_calibrated
@@ -42,12 +43,13 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     prefix = comfy.model_detection.unet_prefix_from_state_dict(checkpoint.weights)
     if only_diffusion_model:
         checkpoint, prefix = _stripped(checkpoint, prefix), ""
-    config = _config(checkpoint, prefix)
+    original, config = checkpoint, _config(checkpoint, prefix)
     if config is None and only_diffusion_model:
         checkpoint = _from_diffusers(checkpoint)
         config = _config(checkpoint, "")
     if config is None:
-        raise CheckpointError(checkpoint.path, "ComfyUI does not know this architecture", advice=_hint(checkpoint))
+        advice = _hint(original, only_diffusion_model)
+        raise CheckpointError(checkpoint.path, "ComfyUI does not know this architecture", advice=advice)
     names = _layer_names(config, checkpoint, prefix)
     return Detected(checkpoint, prefix, config, _facts(checkpoint, names, prefix, config), names)
 
@@ -55,7 +57,8 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
 def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
     inside = {name[len(prefix) :]: weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
     if not inside:
-        return checkpoint
+        whole = model_prefix(checkpoint)
+        return _stripped(checkpoint, whole) if whole else checkpoint
     return replace(checkpoint, weights={name: _renamed(weight, name, prefix) for name, weight in inside.items()})
 
 
@@ -151,7 +154,9 @@ def _quiet():
         logger.setLevel(level)
 
 
-def _hint(checkpoint: Checkpoint) -> str:
+def _hint(checkpoint: Checkpoint, only_diffusion_model: bool) -> str:
     if any("lora" in name for name in checkpoint.weights):
         return "It looks like a LoRA: load it with a LoRA loader."
+    if not only_diffusion_model:
+        return "If it holds a diffusion model alone, put it in models/diffusion_models and load it from there."
     return "Check that it is a diffusion model, and whether a newer ComfyUI supports it."

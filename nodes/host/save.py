@@ -14,12 +14,14 @@ from comfy.cli_args import args
 from ...precision import convert
 from ...precision.checkpoint import StoredWeight, read_checkpoint
 from ...precision.compute_plan import Layer
+from ...precision.errors import HalfsafeError
 from ...precision.plan import plan_storage
 from ...precision.rules import Rules
 from .files import output_path
 from .progress import byte_progress
 
 PREFIX = "diffusion_model."
+BYPASS = "bypass_lora"
 
 
 class LiveWeights(Mapping[str, StoredWeight]):
@@ -61,8 +63,10 @@ def save_model(patcher, filename_prefix: str, storage: str, rules: Rules, prompt
     """Save the diffusion model below ComfyUI's output folder and return the file's name there.
 
     Raises:
-        HalfsafeError: the disk is full, or the model holds NaN or Inf.
+        HalfsafeError: the disk is full, the model holds NaN or Inf, or it has a LoRA that cannot be merged.
     """
+    if BYPASS in patcher.injections:
+        raise HalfsafeError("A bypass LoRA acts while the model runs and has no merged weights.", "Use a normal LoRA loader.")
     path, name = output_path(filename_prefix)
     weights = LiveWeights(patcher)
     decisions = plan_storage(_layers(patcher, weights), "as_file" if storage == "auto" else storage, rules)

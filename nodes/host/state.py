@@ -89,9 +89,11 @@ def _accumulation(mode: str) -> str:
 
 def storage_of(tensor: torch.Tensor) -> str:
     """The storage name of a weight, quantized or not; the format's own name where it is no fp8."""
-    if isinstance(tensor, comfy.quant_ops.QuantizedTensor):
-        return name_of(tensor._qdata.dtype) if tensor._qdata.is_floating_point() else tensor._layout_cls
-    return name_of(tensor.dtype)
+    if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
+        return name_of(tensor.dtype)
+    formats = comfy.quant_ops.QUANT_ALGOS.items()
+    held = next((name for name, algorithm in formats if algorithm["comfy_tensor_layout"] == tensor._layout_cls), "quantized")
+    return held.replace("float8_", "fp8_")
 
 
 def _model_report(patcher) -> ModelReport:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import tiny_models
+from support.sampling import sample
 
 CLASSES = {
     "wan": "WAN21",
@@ -16,9 +17,6 @@ CLASSES = {
     "ltxv": "LTXV",
     "sdxl": "SDXL",
 }
-CONTEXT_WIDTH = {"sdxl": 2048}
-POOLED_WIDTH = {"flux": 768, "hunyuan_video": 768, "sd3": 2048, "sdxl": 1280}
-
 
 def load(path: Path, dtype: torch.dtype | None = None):
     import comfy.sd
@@ -27,20 +25,6 @@ def load(path: Path, dtype: torch.dtype | None = None):
     if dtype:
         model.set_model_compute_dtype(dtype)
     return model
-
-
-def sample(model, family: str) -> torch.Tensor:
-    import comfy.sample
-
-    generator = torch.Generator().manual_seed(1)
-    latent = model.model.latent_format
-    shape = (1, latent.latent_channels, *([1] if latent.latent_dimensions == 3 else []), 8, 8)
-    context = torch.randn(1, 16, CONTEXT_WIDTH.get(family, 4096), generator=generator)
-    pooled = torch.randn(1, POOLED_WIDTH.get(family, 768), generator=generator)
-    extra = {"attention_mask": torch.ones(1, 16, dtype=torch.long)} if family == "ltxv" else {}
-    cond = [[context, {"pooled_output": pooled, **extra}]]
-    noise = torch.randn(shape, generator=generator)
-    return comfy.sample.sample(model, noise, 2, 1.0, "euler", "simple", cond, cond, torch.zeros(shape), seed=1)
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)

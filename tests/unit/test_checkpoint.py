@@ -187,15 +187,16 @@ def test_legacy_marker_has_a_prefix_and_asks_for_full_precision(tmp_path, prefix
     assert settings == {"format": "float8_e4m3fn"} | ({"full_precision_matrix_mult": True} if full else {})
 
 
-def test_markers_of_two_parts_do_not_mix():
+@pytest.mark.parametrize("prefixes", [("a.", "b."), ("", "b."), ("b.", "")])
+def test_markers_of_two_parts_do_not_mix(prefixes):
     weights, _ = dialects.reference((LAYER,))
     data, scale = dialects.per_tensor(weights[LAYER])
     tensors = {}
-    for prefix, size in (("a.", 2), ("b.", 0)):
+    for prefix, size in zip(prefixes, (2, 0), strict=True):
         tensors |= {f"{prefix}scaled_fp8": torch.zeros(size, dtype=E4M3)}
         tensors |= {f"{prefix}{WEIGHT}": data, f"{prefix}{LAYER}.scale_weight": scale}
     checkpoint = read_dict(tensors)
-    assert [checkpoint.weights[f"{prefix}{WEIGHT}"].full_precision for prefix in ("a.", "b.")] == [True, False]
+    assert [checkpoint.weights[f"{prefix}{WEIGHT}"].full_precision for prefix in prefixes] == [True, False]
 
 
 def test_legacy_input_scale_of_one_means_none(tmp_path):

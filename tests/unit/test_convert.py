@@ -188,15 +188,17 @@ def in_a_process(source, target, storage="fp8_e4m3fn", progress="pass"):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("writer, storage", [("plain", "fp8_e4m3fn"), ("row_wise", "as_file"), ("scaled_fp8", "bf16")])
 def test_memory_stays_below_three_times_the_largest_tensor(tmp_path, writer, storage):
-    largest = (64 if writer == "plain" else 32) << 20
-    columns = largest // 4096 // (2 if writer == "plain" else 1)
+    columns = 8192
     weights = {f"blocks.{number}": torch.randn(4096, columns).bfloat16() for number in range(6)}
     source = getattr(dialects, writer)(tmp_path / "in.safetensors", weights, {})
     del weights
-    assert open_checkpoint(source).data_bytes > 6 * largest - 1
+    assert open_checkpoint(source).data_bytes > 200_000_000
     done = in_a_process(source, tmp_path / "out.safetensors", storage)
     assert done.returncode == 0, done.stderr
+    files = (open_checkpoint(source), open_checkpoint(tmp_path / "out.safetensors"))
+    largest = max(tensor.nbytes for file in files for tensor in file.values())
     assert 1 << 20 < int(done.stdout) <= 3 * largest
+    print(f"{int(done.stdout) / largest:.2f} times the largest tensor")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="files without a name are Linux's")

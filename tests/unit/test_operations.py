@@ -94,7 +94,7 @@ def test_a_weight_beyond_fp16_runs_in_fp32():
     with torch.inference_mode():
         for _ in range(2):
             assert relative_error(module(x), ranges.run(lambda: operation(x))) < 1e-6
-    assert operation.full
+    assert operation.slot.full
 
 
 def test_the_input_is_never_written_to():

@@ -1,0 +1,159 @@
+"""Denoiser calls of every small model family, and the ways to make each overflow fp16.
+
+A call is captured once from ComfyUI's own sampler, with the conditioning the family gets there, and repeated on any
+other load of the same model.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from support import tiny_models
+from support.denoise import transformer_options
+
+CONTEXT_WIDTH = {"sdxl": 2048, "z_image": 2560, "qwen_image": 3584}
+POOLED_WIDTH = {"flux": 768, "hunyuan_video": 768, "sd3": 2048, "sdxl": 1280}
+
+# family -> kind -> {pattern of tensor names: factor}
+OVERFLOWS = {
+    "wan": {
+        "ffn": {r"blocks\.0\.ffn\.0\.weight": 128, r"blocks\.0\.ffn\.2\.weight": 2048},
+        "residual": {r"blocks\.\d\.(ffn\.2|self_attn\.o)\.weight": 1e5},
+        "attention": {r"self_attn\.norm_[qk]\.weight": 200},
+        "embedding": {r"text_embedding\.0\.weight": 3e3, r"text_embedding\.2\.weight": 3e3},
+    },
+    "flux": {
+        "ffn": {r"double_blocks\.0\.(img|txt)_mlp\.0\.weight": 128, r"double_blocks\.0\.(img|txt)_mlp\.2\.weight": 2048},
+        "residual": {r"(attn\.proj|linear2)\.weight": 1e5},
+        "attention": {r"(query|key)_norm\.(scale|weight)": 200},
+        "embedding": {r"txt_in\.weight": 1e5},
+    },
+    "sd3": {
+        "ffn": {r"joint_blocks\.0\..*mlp\.fc1\.weight": 128, r"joint_blocks\.0\..*mlp\.fc2\.weight": 2048},
+        "residual": {r"(attn\.proj|mlp\.fc2)\.weight": 1e5},
+        "attention": {r"attn\.qkv\.weight": 1e3},
+        "embedding": {r"context_embedder\.weight": 1e5},
+    },
+    "hunyuan_video": {
+        "ffn": {r"double_blocks\.0\.(img|txt)_mlp\.0\.weight": 128, r"double_blocks\.0\.(img|txt)_mlp\.2\.weight": 2048},
+        "residual": {r"(img_attn\.proj|linear2)\.weight": 1e5},
+        "attention": {r"(query|key)_norm\.(scale|weight)": 200},
+        "embedding": {r"txt_in\.input_embedder\.weight": 1e5},
+    },
+    "ltxv": {
+        "ffn": {r"blocks\.0\.ff\.net\.0\.proj\.weight": 128, r"blocks\.0\.ff\.net\.2\.weight": 2048},
+        "residual": {r"(ff\.net\.2|attn1\.to_out\.0)\.weight": 1e5},
+        "attention": {r"attn1\.[qk]_norm\.weight": 400},
+        "embedding": {r"caption_projection\.linear_1\.weight": 3e3, r"caption_projection\.linear_2\.weight": 3e3},
+    },
+    "sdxl": {
+        "ffn": {r"transformer_blocks\.0\.ff\.net\.0\.proj\.weight": 128, r"transformer_blocks\.0\.ff\.net\.2\.weight": 64},
+        "residual": {r"transformer_blocks\.\d\.(ff\.net\.2|attn1\.to_out\.0)\.weight": 1e5},
+        "attention": {r"input_blocks\.4\.1\.transformer_blocks\.0\.attn1\.to_[qk]\.weight": 300},
+        "convolution": {r"in_layers\.2\.weight": 1e5, r"out_layers\.3\.weight": 1e5},
+        "embedding": {r"label_emb\.0\.0\.weight": 1e3, r"label_emb\.0\.2\.weight": 1e3},
+    },
+    "qwen_image": {
+        "ffn": {r"img_mlp\.net\.0\.proj\.weight": 128, r"img_mlp\.net\.2\.weight": 2048},
+        "residual": {r"(to_out\.0|img_mlp\.net\.2)\.weight": 1e5},
+        "attention": {r"attn\.norm_[qk]\.weight": 200},
+    },
+    "z_image": {
+        "ffn": {r"layers\.0\.feed_forward\.w[13]\.weight": 300},
+        "residual": {r"(attention\.out|feed_forward\.w2)\.weight": 1, r"(attention|ffn)_norm2\.weight": 1e5},
+        "attention": {r"attention\.[qk]_norm\.weight": 200},
+    },
+}  # fmt: skip
+
+
+@dataclass
+class Call:
+    """The arguments ComfyUI gave the denoiser."""
+
+    args: tuple = ()
+    kwargs: dict = field(default_factory=dict)
+
+
+def write_scaled(source: Path, target: Path, factors: dict[str, float]) -> Path:
+    """A copy of a model file whose tensors that match a pattern are multiplied; every pattern must match."""
+    tensors = load_file(str(source))
+    for pattern, factor in factors.items():
+        names = [name for name in tensors if re.search(pattern, name)]
+        if not names:
+            raise KeyError(f"{pattern} matches no tensor of {source.name}")
+        tensors |= {name: (tensors[name].float() * factor).to(torch.bfloat16) for name in names}
+    save_file(tensors, str(target), metadata={"format": "pt"})
+    return target
+
+
+def conditioning(family: str, batch: int = 1, length: int = 16, seed: int = 1) -> list:
+    """Random conditioning with what the family asks for beside the text."""
+    generator = torch.Generator().manual_seed(seed)
+    context = torch.randn(batch, length, CONTEXT_WIDTH.get(family, 4096), generator=generator)
+    pooled = torch.randn(batch, POOLED_WIDTH.get(family, 768), generator=generator)
+    extra = {"attention_mask": torch.ones(batch, length, dtype=torch.long)} if family == "ltxv" else {}
+    return [[context, {"pooled_output": pooled, **extra}]]
+
+
+def noise(model, batch: int = 1, size: int = 16, seed: int = 2) -> torch.Tensor:
+    latent = model.model.latent_format
+    shape = (batch, latent.latent_channels, *([1] if latent.latent_dimensions == 3 else []), size, size)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def sample(model, family: str, steps: int = 4, cond: list | None = None, sampler: str = "euler", **options) -> torch.Tensor:
+    """A latent from ComfyUI's sampler."""
+    import comfy.sample
+
+    cond, start = cond or conditioning(family), noise(model, **options)
+    return comfy.sample.sample(model, start, steps, 1.0, sampler, "simple", cond, cond, torch.zeros_like(start), seed=1)
+
+
+def capture(model, family: str, **options) -> Call:
+    """The first denoiser call of a sampler run on a clone of ``model``."""
+    from comfy.patcher_extension import WrappersMP
+
+    calls, clone = [], model.clone()
+
+    def record(executor, *args, **kwargs):
+        calls.append(Call(args[:5], kwargs))
+        return executor(*args, **kwargs)
+
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "capture", record)
+    sample(clone, family, steps=1, **options)
+    return calls[0]
+
+
+def replay(model, call: Call, x: torch.Tensor | None = None, **changes) -> torch.Tensor:
+    """What the model subtracts from the noisy latent, fp32, for a captured call with some arguments changed."""
+    import comfy.model_management
+
+    comfy.model_management.load_models_gpu([model])
+    model.pre_run()
+    first, *rest = call.args
+    x = first if x is None else x
+    names = ("t", "c_concat", "c_crossattn", "control")
+    arguments = {**dict(zip(names, rest, strict=False)), **call.kwargs, **changes}
+    arguments["transformer_options"] = {**call_options(call), **transformer_options(model)}
+    try:
+        with torch.inference_mode():
+            return x - model.model.apply_model(x, **arguments).float()
+    finally:
+        model.cleanup()
+
+
+def call_options(call: Call) -> dict:
+    """What the sampler tells a model of the call, without the wrappers of the patcher it was captured from."""
+    given = call.kwargs.get("transformer_options") or (call.args[5] if len(call.args) > 5 else {})
+    return {key: given[key] for key in ("cond_or_uncond", "uuids", "sigmas", "sample_sigmas") if key in given}
+
+
+def write(family: str, folder: Path) -> Path:
+    """The family's clean model."""
+    build = {**tiny_models.FAMILIES, **tiny_models.SLOW_FAMILIES}[family]
+    return build(folder / f"{family}.safetensors")
