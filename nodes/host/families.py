@@ -55,11 +55,13 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
 
 
 def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
-    inside = {name[len(prefix) :]: weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
-    if not inside:
-        whole = model_prefix(checkpoint)
-        return _stripped(checkpoint, whole) if whole else checkpoint
-    return replace(checkpoint, weights={name: _renamed(weight, name, prefix) for name, weight in inside.items()})
+    """What lies below ``prefix``, which ComfyUI told, or else below one that every name has."""
+    for start in (prefix, model_prefix(checkpoint)):
+        inside = {name[len(start) :]: weight for name, weight in checkpoint.weights.items() if name.startswith(start)}
+        if inside:
+            weights = {name: _renamed(weight, name, start) for name, weight in inside.items()}
+            return replace(checkpoint, weights=weights)
+    return checkpoint
 
 
 def _renamed(weight: StoredWeight, name: str, prefix: str) -> StoredWeight:

@@ -4,11 +4,10 @@ import time
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from support import model_files, tiny_models
-
 from comfyui_server import ServerError
 from halfsafe.precision.errors import CheckpointError, MemoryShortage
+from safetensors.torch import save_file
+from support import model_files, tiny_models
 
 WEIGHT = "blocks.0.ffn.0.weight"
 SECONDS = 1.0

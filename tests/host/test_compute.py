@@ -1,31 +1,22 @@
 """Compute plans in a real ComfyUI: fp16 that cannot overflow, per-layer dtypes, and models that stay as they were."""
 
-import json
+import gc
+import tracemalloc
 
 import pytest
 import torch
-from support import tiny_models
+from support import families, tiny_models
 from support.denoise import denoise
+from support.families import load
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from halfsafe.nodes.host.compute import KEY, compute_of
 from halfsafe.precision.quantize import relative_error
-from halfsafe.precision.rules import rules_from
 
 
 @pytest.fixture(scope="module")
 def overflowing(models_dir):
     return tiny_models.wan_overflowing(models_dir / "diffusion_models" / "overflowing.safetensors")
-
-
-def load(comfy, path, storage="as_file", compute="fp32", rules=None):
-    return comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage=storage, compute=compute, rules=rules)[0]
-
-
-def with_compute(comfy, model, compute, rules=None):
-    return comfy.run("HalfsafeComputeDtype", model=model, compute=compute, rules=rules)[0]
-
-
-def report(comfy, model):
-    return json.loads(comfy.run("HalfsafeReport", model=model)[1])
 
 
 @pytest.fixture(scope="module")
@@ -44,3 +35,138 @@ def test_fp16_safe_is_finite_and_closer_than_bf16(comfy, overflowing, reference,
     bf16 = relative_error(fp32, denoise(load(comfy, overflowing, storage, "bf16")))
     for _ in range(3):
         assert relative_error(fp32, denoise(model)) < 0.6 * bf16
+
+
+@pytest.fixture(scope="module")
+def clean(models_dir):
+    return tiny_models.wan(models_dir / "diffusion_models" / "clean.safetensors")
+
+
+@pytest.fixture(scope="module")
+def call(comfy, clean):
+    return families.capture(load(comfy, clean, "fp32"), "wan", batch=2)
+
+
+def larger(call, factor, rows=slice(None)):
+    """The call's text, some batch rows of it multiplied."""
+    text = call.kwargs.get("c_crossattn", call.args[3] if len(call.args) > 3 else None).clone()
+    text[rows] *= factor
+    return text
+
+
+def repeats(model):
+    return compute_of(model).run_of(model.model).ranges.repeats
+
+
+def test_an_overflow_of_a_later_call_in_one_row_repeats_that_call_once(comfy, clean, call):
+    model, fp32 = load(comfy, clean, "as_file", "fp16_safe"), load(comfy, clean, "fp32")
+    families.replay(model, call)
+    text = larger(call, 1e7, slice(1, 2))
+    reference = families.replay(fp32, call, c_crossattn=text)
+    assert not torch.isfinite(families.replay(load(comfy, clean, "as_file", "fp16"), call, c_crossattn=text)[1]).all()
+    for _ in range(3):
+        assert relative_error(reference, families.replay(model, call, c_crossattn=text)) < 2e-3
+        assert repeats(model) == 1
+    assert relative_error(families.replay(fp32, call), families.replay(model, call)) < 2e-3
+    assert repeats(model) == 1, "what the large call taught was forgotten"
+    assert "; 1 calls were repeated" in families.report(comfy, model)["decisions"]["work"]
+
+
+def test_text_too_small_for_fp16_is_not_rounded_to_nothing(comfy, clean, call):
+    model, fp32 = load(comfy, clean, "as_file", "fp16_safe"), load(comfy, clean, "fp32")
+    for factor in (1e6, 1e-9, 1e6, 1e-9, 1.0):
+        text = larger(call, factor)
+        reference = families.replay(fp32, call, c_crossattn=text)
+        assert relative_error(reference, families.replay(model, call, c_crossattn=text)) < 2e-3, factor
+    assert repeats(model) <= 4
+
+
+def test_nan_input_comes_out_as_nan_after_one_repeat(comfy, clean, call):
+    model = load(comfy, clean, "as_file", "fp16_safe")
+    families.replay(model, call)
+    assert families.replay(model, call, c_crossattn=larger(call, float("nan"))).isnan().all()
+    assert repeats(model) == 1
+    assert torch.isfinite(families.replay(model, call)).all()
+
+
+def test_through_the_sampler_twice_in_one_prompt(comfy, overflowing):
+    reference = families.sample(load(comfy, overflowing, "fp32"), "wan")
+    model = load(comfy, overflowing, "as_file", "fp16_safe")
+    assert families.sample(load(comfy, overflowing, "as_file", "fp16"), "wan").isnan().all()
+    for sampler in ("euler", "euler"):
+        latent = families.sample(model, "wan", sampler=sampler)
+        assert relative_error(reference, latent) < 0.02
+    heun = families.sample(load(comfy, overflowing, "fp32"), "wan", sampler="heun")
+    assert relative_error(heun, families.sample(model, "wan", sampler="heun")) < 0.02
+
+
+def test_the_ksampler_node_gives_the_same_latent(comfy, overflowing):
+    model = load(comfy, overflowing, "as_file", "fp16_safe")
+    cond = families.conditioning("wan")
+    latent = {"samples": torch.zeros(1, 16, 1, 8, 8)}
+    inputs = dict(seed=1, steps=4, cfg=1.0, sampler_name="euler", scheduler="simple", latent_image=latent)
+    results = [
+        comfy.core["KSampler"]().sample(model=m, positive=cond, negative=cond, **inputs)[0]["samples"]
+        for m in (load(comfy, overflowing, "fp32"), model)
+    ]
+    assert relative_error(*results) < 0.02
+
+
+def test_a_plan_that_changes_nothing_adds_nothing(comfy, clean):
+    from comfy.patcher_extension import WrappersMP
+
+    for model in (load(comfy, clean, "as_file", "bf16"), load(comfy, clean, "as_file", "fp16")):
+        assert not model.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
+        assert compute_of(model).run_of(model.model).patches == []
+
+
+class Readbacks(TorchDispatchMode):
+    """Counts the operations that make the host wait for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.scalars = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.scalars += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def scalars_read(model, call):
+    with Readbacks() as counted:
+        families.replay(model, call)
+    return counted.scalars
+
+
+def test_a_clean_call_reads_no_scalar_back_that_stock_does_not(comfy, clean, call):
+    model = load(comfy, clean, "as_file", "fp16_safe")
+    assert scalars_read(model, call) > 20, "measuring reads every operation"
+    assert scalars_read(model, call) == scalars_read(load(comfy, clean, "fp32"), call)
+
+
+def test_the_ranges_of_a_call_are_read_in_one_transfer(comfy, clean, call, monkeypatch):
+    model, reads = load(comfy, clean, "as_file", "fp16_safe"), []
+    families.replay(model, call)
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor))
+    families.replay(model, call)
+    slots = compute_of(model).run_of(model.model).ranges.slots
+    assert reads == [(len(slots),)]
+
+
+def test_calls_leave_no_memory_behind(comfy, clean, call):
+    model = load(comfy, clean, "as_file", "fp16_safe")
+    for _ in range(3):
+        families.replay(model, call)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        families.replay(model, call)
+        gc.collect()
+        start = tracemalloc.get_traced_memory()[0]
+        for _ in range(10):
+            families.replay(model, call)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - start < 10_000
+    finally:
+        tracemalloc.stop()

@@ -4,11 +4,10 @@ import json
 
 import pytest
 import torch
+from halfsafe.precision.quantize import relative_error
 from safetensors.torch import load_file, save_file
 from support import dialects, model_files, tiny_models
 from support.denoise import denoise
-
-from halfsafe.precision.quantize import relative_error
 
 E4M3, E5M2 = dialects.E4M3, dialects.E5M2
 FNUZ = torch.float8_e4m3fnuz

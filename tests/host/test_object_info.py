@@ -11,7 +11,6 @@ import os
 from pathlib import Path
 
 import pytest
-
 from comfyui_server import Server
 
 GOLDEN = Path(__file__).absolute().parents[1] / "golden" / "object_info.json"

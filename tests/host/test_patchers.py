@@ -4,11 +4,10 @@ import json
 
 import pytest
 import torch
+from halfsafe.precision.quantize import relative_error
 from safetensors.torch import load_file
 from support import model_files, tiny_models
 from support.denoise import denoise
-
-from halfsafe.precision.quantize import relative_error
 
 LAYER, KEPT = "blocks.0.ffn.0", "time_projection.1"
 LAYERS = {LAYER: (1024, 256), "blocks.1.ffn.2": (256, 1024), "blocks.1.self_attn.v": (256, 256)}
@@ -180,13 +179,14 @@ def test_deep_clone_for_another_device(comfy, wan):
     assert torch.equal(denoise(model), before)
 
 
-@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "bf16", "as_file"])
-def test_weights_assigned_as_dynamic_loading_does(comfy, wan, monkeypatch, storage):
-    import comfy.model_patcher as patcher
+@pytest.mark.parametrize(("storage", "compute"), [("fp8_e4m3fn", "bf16"), ("bf16", "fp32"), ("as_file", "fp32")])
+def test_weights_assigned_as_dynamic_loading_does(comfy, wan, monkeypatch, storage, compute):
+    """Layers that cast, as all do under dynamic VRAM, run on weights that are views of the file."""
+    from comfy.model_patcher import ModelPatcher
 
-    static = denoise(load(comfy, wan, storage))
-    monkeypatch.setattr(patcher.ModelPatcher, "is_dynamic", lambda self: True)
-    model = load(comfy, wan, storage)
+    static = denoise(load(comfy, wan, storage, compute))
+    monkeypatch.setattr(ModelPatcher, "is_dynamic", lambda self: True)
+    model = load(comfy, wan, storage, compute)
     monkeypatch.undo()
     assert not model.model.diffusion_model.blocks[0].norm3.weight.untyped_storage().resizable(), "no view of the file"
     assert torch.equal(denoise(model), static)

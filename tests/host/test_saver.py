@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.quantize import relative_error
+from halfsafe.precision.rules import rules_from
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import model_files, tiny_models
 from support.denoise import denoise
-
-from halfsafe.precision.errors import HalfsafeError
-from halfsafe.precision.quantize import relative_error
-from halfsafe.precision.rules import rules_from
 
 LAYER, KEPT = "blocks.0.ffn.0", "text_embedding.0"
 

@@ -6,6 +6,7 @@ other load of the same model.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from support import tiny_models
 from support.denoise import transformer_options
-
-CONTEXT_WIDTH = {"sdxl": 2048, "z_image": 2560, "qwen_image": 3584}
-POOLED_WIDTH = {"flux": 768, "hunyuan_video": 768, "sd3": 2048, "sdxl": 1280}
+from support.sampling import CONTEXT_WIDTH, NEEDS_MASK, POOLED_WIDTH
 
 # family -> kind -> {pattern of tensor names: factor}
 OVERFLOWS = {
@@ -96,11 +95,12 @@ def conditioning(family: str, batch: int = 1, length: int = 16, seed: int = 1) -
     generator = torch.Generator().manual_seed(seed)
     context = torch.randn(batch, length, CONTEXT_WIDTH.get(family, 4096), generator=generator)
     pooled = torch.randn(batch, POOLED_WIDTH.get(family, 768), generator=generator)
-    extra = {"attention_mask": torch.ones(batch, length, dtype=torch.long)} if family == "ltxv" else {}
+    extra = {"attention_mask": torch.ones(batch, length, dtype=torch.long)} if family in NEEDS_MASK else {}
     return [[context, {"pooled_output": pooled, **extra}]]
 
 
-def noise(model, batch: int = 1, size: int = 16, seed: int = 2) -> torch.Tensor:
+def noise(model, batch: int = 1, size: int = 8, seed: int = 2) -> torch.Tensor:
+    """A seeded latent of the model's shape."""
     latent = model.model.latent_format
     shape = (batch, latent.latent_channels, *([1] if latent.latent_dimensions == 3 else []), size, size)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -157,3 +157,18 @@ def write(family: str, folder: Path) -> Path:
     """The family's clean model."""
     build = {**tiny_models.FAMILIES, **tiny_models.SLOW_FAMILIES}[family]
     return build(folder / f"{family}.safetensors")
+
+
+def load(comfy, path: Path, storage: str = "as_file", compute: str = "fp32", rules=None):
+    """The model of a file through the pack's loader node."""
+    inputs = {"model_name": path.name, "storage": storage, "compute": compute, "rules": rules}
+    return comfy.run("HalfsafeLoadDiffusionModel", **inputs)[0]
+
+
+def with_compute(comfy, model, compute: str, rules=None):
+    return comfy.run("HalfsafeComputeDtype", model=model, compute=compute, rules=rules)[0]
+
+
+def report(comfy, model) -> dict:
+    """The JSON of the report node."""
+    return json.loads(comfy.run("HalfsafeReport", model=model)[1])

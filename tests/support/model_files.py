@@ -5,9 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
-
 from halfsafe.precision.safetensors_file import TensorSpec, open_checkpoint, write_safetensors
+from safetensors.torch import load_file, save_file
 
 WAN_LINEARS = tuple(
     f"blocks.{block}.{layer}"

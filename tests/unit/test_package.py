@@ -91,4 +91,4 @@ def test_installed_package_runs_doctor(tmp_path: Path) -> None:
     done = subprocess.run(doctor, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
-    assert list((target / "halfsafe" / "web").glob("*.js")) and list((target / "halfsafe" / "workflows").glob("*.json"))
+    assert list((target / "halfsafe" / "web").glob("docs/*.md")) and list((target / "halfsafe" / "workflows").glob("*.json"))
