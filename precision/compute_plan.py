@@ -68,6 +68,11 @@ class ComputePlan:
         return self.choice.used == SAFE
 
     @property
+    def widens(self) -> bool:
+        """Whether a layer widens the stream, so that layers after it meet fp32 where they expect 16 bit."""
+        return not self.safe and any(decision.stream == "fp32" for decision in self.decisions.values())
+
+    @property
     def stream_dtype(self) -> str:
         """The dtype of activations between layers."""
         return "fp32" if self.safe else self.choice.used
@@ -95,6 +100,9 @@ def plan_compute(
             decisions[layer.name] = decision
         if problem and problem not in without_effect:
             without_effect.append(problem)
+    if any(decision.stream == "fp32" for decision in decisions.values()):
+        followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
+        decisions |= {name: ComputeDecision(MODE_OF[choice.used], "same", "") for name in followers}
     return ComputePlan(choice, decisions, fp8_matmul, without_effect, notes)
 
 

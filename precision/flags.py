@@ -10,10 +10,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 UNREADABLE = (AttributeError, RuntimeError)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -121,12 +123,13 @@ def is_on(name: str) -> bool | None:
 class _Scopes:
     """Every scope that is open, in order of opening; the flags are those of the newest.
 
-    Threads may open the same scope side by side (several GPUs run one model): the flags go back when the last one closes.
+    Threads may open scopes side by side (several GPUs run one model): the flags go back when the last one closes, and
+    where the newest scopes of two threads differ a flag is off, which is always the more precise.
     """
 
     def __init__(self):
         self._lock = threading.RLock()
-        self._open: list[tuple[object, Mapping[str, bool]]] = []
+        self._open: list[tuple[object, int, Mapping[str, bool]]] = []
         self._before: dict[str, object] = {}
 
     def enter(self, key: object, wanted: Mapping[str, bool]) -> None:
@@ -134,7 +137,7 @@ class _Scopes:
             for name in wanted:
                 if name not in self._before and (state := state_of(name)) is not None:
                     self._before[name] = state
-            self._open.append((key, wanted))
+            self._open.append((key, threading.get_ident(), wanted))
             self._apply()
 
     def leave(self, key: object) -> None:
@@ -146,9 +149,20 @@ class _Scopes:
 
     def _apply(self) -> None:
         for name, before in self._before.items():
-            wanted = next((scope[name] for _, scope in reversed(self._open) if name in scope), before)
+            newest = {thread: scope[name] for _, thread, scope in self._open if name in scope}
+            wanted = all(newest.values()) if newest else before
             if state_of(name) != wanted:
                 SETTINGS[name].write(wanted)
+
+    def switched(self, name: str, value: bool, call: Callable[[], Result]) -> Result:
+        with self._lock:
+            if name not in self._before or any(thread != threading.get_ident() for _, thread, _ in self._open):
+                return call()
+            try:
+                SETTINGS[name].write(value)
+                return call()
+            finally:
+                self._apply()
 
     def outside(self, name: str) -> object | None:
         with self._lock:
@@ -167,6 +181,14 @@ def flags_set(wanted: Mapping[str, bool]) -> Iterator[None]:
         yield
     finally:
         _scopes.leave(key)
+
+
+def switched(name: str, value: bool, call: Callable[[], Result]) -> Result:
+    """``call()`` with one flag of this thread's open scope at ``value``; at the scope's value while other threads have one.
+
+    No other thread can open a scope until ``call`` is back.
+    """
+    return _scopes.switched(name, value, call)
 
 
 def outside(name: str) -> bool | None:

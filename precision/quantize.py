@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -52,12 +52,15 @@ def _bits(tensor: torch.Tensor, kind: str) -> np.ndarray:
 
 
 def _in_parallel(work: Callable[[slice], object], count: int) -> list:
-    """``work`` on slices of ``count`` elements, in as many threads as torch uses."""
-    parts = [slice(start, start + CHUNK) for start in range(0, count, CHUNK)]
-    if len(parts) == 1:
-        return [work(parts[0])]
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        return list(threads.map(work, parts))
+    """``work`` on one slice of ``count`` elements for each thread that torch would use; on few elements, here."""
+    share = max(CHUNK, -(-count // torch.get_num_threads()))
+    parts = [slice(start, min(start + share, count)) for start in range(0, count, share)]
+    return [work(parts[0])] if len(parts) == 1 else list(_threads().map(work, parts))
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(torch.get_num_threads(), "halfsafe")
 
 
 def power_of_two_scale(amax: float, dtype: torch.dtype) -> float:
@@ -91,7 +94,13 @@ def quantize(tensor: torch.Tensor, dtype: torch.dtype, amax: float) -> Quantized
 def _look_up(tensor: torch.Tensor, data: torch.Tensor, scale: float) -> None:
     """Fill ``data`` by a table over all 16-bit patterns: one pass instead of two, and faster than torch's fp8 cast."""
     table, patterns, target = _table(tensor.dtype, data.dtype, scale), _bits(tensor, "u"), _bits(data, "u")
-    _in_parallel(lambda part: np.take(table, patterns[part], out=target[part], mode="clip"), tensor.numel())
+
+    def work(part: slice) -> None:
+        for start in range(part.start, part.stop, CHUNK):
+            piece = slice(start, min(start + CHUNK, part.stop))
+            np.take(table, patterns[piece], out=target[piece], mode="wrap")
+
+    _in_parallel(work, tensor.numel())
 
 
 @lru_cache(maxsize=64)

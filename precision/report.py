@@ -165,13 +165,14 @@ def device_section(device: Device) -> dict:
     }
 
 
-def flag_report(setting: str, requested: str = "unchanged", reason: str = NO_NODE) -> dict:
+def flag_report(setting: str, requested: str = "unchanged", reason: str = NO_NODE, in_scope: bool | None = None) -> dict:
     """The report's entry for one accumulation setting, from torch's present flags; nothing is changed.
 
     Args:
         setting: fp16_accumulation, reduced_precision_reduction, tf32 or fp8_fast_accumulation.
         requested: what the workflow asked for.
         reason: why it is as it is.
+        in_scope: what it is while the model runs; None where that is what it is outside.
 
     Returns:
         ``requested``, ``in_scope``, ``outside`` and ``reason``. The states are true when any part of the setting is on,
@@ -182,7 +183,8 @@ def flag_report(setting: str, requested: str = "unchanged", reason: str = NO_NOD
     value = any(known) if known else None
     if setting == "fp8_fast_accumulation":
         value = False
-    return {"requested": requested, "in_scope": value, "outside": value, "reason": _with_parts(reason, setting, flags)}
+    inside = value if in_scope is None or value is None else in_scope
+    return {"requested": requested, "in_scope": inside, "outside": value, "reason": _with_parts(reason, setting, flags)}
 
 
 def _with_parts(reason: str, setting: str, flags: dict) -> str:
@@ -192,7 +194,7 @@ def _with_parts(reason: str, setting: str, flags: dict) -> str:
     if len(flags) == 1 and not missing:
         return reason
     states = [f"{part} {_on_off(flag.value)}" for part, flag in flags.items()]
-    return f"{reason} {', '.join(states)}{''.join(f'; {detail}' for detail in sorted(missing))}.".strip()
+    return f"{reason} Outside: {', '.join(states)}{''.join(f'; {detail}' for detail in sorted(missing))}.".strip()
 
 
 def _on_off(value: bool | None) -> str:

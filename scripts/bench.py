@@ -89,7 +89,7 @@ def _compare(name: str, environment: Environment, model: Path, base: Path, runs:
         "other": BENCHES[name]["other_name"],
         "runs": taken,
         "medians": medians,
-        "ratios": _ratios(medians),
+        "ratios": _ratios(medians) | {"best_seconds": _best_ratio(taken)},
         "targets": _targets(name, medians),
     }
 
@@ -111,6 +111,12 @@ def _medians(results: list[dict]) -> dict:
 def _ratios(medians: dict[str, dict]) -> dict[str, float]:
     ours, other = medians["halfsafe"], medians["other"]
     return {key: round(ours[key] / other[key], 3) for key in ours if ours[key] is not None and other[key]}
+
+
+def _best_ratio(taken: dict[str, list[dict]]) -> float:
+    """Fastest run against fastest run: what the medians would be on a machine with nothing else to do."""
+    best = {side: min(result["seconds"] for result in results) for side, results in taken.items()}
+    return round(best["halfsafe"] / best["other"], 3)
 
 
 def _targets(name: str, medians: dict[str, dict]) -> dict[str, dict]:
@@ -173,6 +179,7 @@ def _as_text(result: dict) -> str:
         lines.append(
             f"  {key:16} {_number(key, value):>12} {_number(key, other):>12}   ratio {result['ratios'].get(key)}"
         )
+    lines.append(f"  fastest run against fastest run: ratio {result['ratios']['best_seconds']}")
     for key, target in result["targets"].items():
         word = "met" if target["met"] else "MISSED"
         lines.append(f"  target {key} <= {target['limit']}: {target['measured']} {word}")

@@ -89,6 +89,7 @@ class _Run:
         self.modules = {name: module for name, module in named if name in plan.decisions}
         self.state = _state(model, self.modules)
         self.safe = plan.safe
+        self.widens = plan.widens
         self.ranges = Ranges()
         self.attention = SafeAttention(self.ranges)
         self.operations: dict[str, SafeOperation] = {}
@@ -97,6 +98,9 @@ class _Run:
         for name, module in self.modules.items():
             forward = self._forward(name, module, plan.decisions[name])
             self.patches += [(module, "forward", forward), *_switches(module)]
+        if plan.widens:
+            others = (module for module in model.diffusion_model.modules() if hasattr(module, "comfy_cast_weights"))
+            self.patches += [(module, "comfy_cast_weights", True) for module in others]
 
     def _forward(self, name: str, module: torch.nn.Module, decision: ComputeDecision):
         slot = self.ranges.slot(name)
@@ -112,8 +116,8 @@ class _Run:
         return _out_as(decision, operation)
 
     def options(self, options: dict) -> dict:
-        """``transformer_options`` with fp16 attention in front of whatever override is there already."""
-        if not self.safe:
+        """``transformer_options`` with this plan's attention in front of whatever override is there already."""
+        if not (self.safe or self.widens):
             return options
         previous = options.get(OVERRIDE)
 
@@ -123,7 +127,9 @@ class _Run:
                     return previous(function, *inner_args, **inner)
                 return function(*inner_args, **inner)
 
-            return self.attention(attention, *args, fused=function.__name__ not in UNFUSED, **kwargs)
+            if self.safe:
+                return self.attention(attention, *args, fused=function.__name__ not in UNFUSED, **kwargs)
+            return _in_one_dtype(attention, *args, **kwargs)
 
         return {**options, OVERRIDE: override}
 
@@ -137,6 +143,12 @@ class _Run:
         fp16 = sum(operation.slot.work for operation in self.operations.values() if not operation.slot.full)
         fp16 += self.attention.slot.work - self.attention.full_work
         return fp16 / total if total else None
+
+
+def _in_one_dtype(attention, q, k, v, *args, **kwargs) -> torch.Tensor:
+    """Attention in the widest dtype of its operands, where only some come from a widened stream."""
+    widest = max((q.dtype, k.dtype, v.dtype), key=lambda dtype: dtype.itemsize)
+    return attention(q.to(widest), k.to(widest), v.to(widest), *args, **kwargs)
 
 
 def _state(model, modules: dict[str, torch.nn.Module]) -> tuple:

@@ -8,12 +8,12 @@ import torch
 from ...precision.compute_plan import Layer, ModelFacts
 from ...precision.dtypes import name_of
 from ...precision.record import LoadRecord
-from ...precision.report import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section, flag_reports
+from ...precision.report import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
+from .accumulation import flags_of, remarks_of, sums_of
 from .compute import compute_of
 from .devices import current_device
+from .layers import layers_of, modes_of, stream_dtype
 from .models import ATTACHMENT
-
-_FP8_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
 
 def load_record(patcher) -> LoadRecord | None:
@@ -24,9 +24,9 @@ def load_record(patcher) -> LoadRecord | None:
 def report_of(patcher) -> Report:
     """The report of a model, read from its modules and from what its plan found in the calls made so far."""
     record, compute = load_record(patcher), compute_of(patcher)
-    modes = compute.modes(patcher.model) if compute else {}
-    layers = [_layer_report(patcher, name, module, record, compute, modes) for name, module in _layers(patcher)]
-    report = Report(device_section(current_device()), _model_report(patcher), layers, flag_reports())
+    modes, sums = modes_of(patcher), sums_of(patcher)
+    layers = [_layer_report(patcher, name, module, record, compute, modes, sums) for name, module in layers_of(patcher)]
+    report = Report(device_section(current_device()), _model_report(patcher), layers, flags_of(patcher))
     if record:
         report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
         report.without_effect = [WithoutEffect(*entry) for entry in (*record.without_effect, *_unmet(record, layers))]
@@ -37,17 +37,16 @@ def report_of(patcher) -> Report:
         report.decisions["compute"] = str(compute.plan.choice)
         report.decisions |= {"work": work} if (work := compute.work(patcher.model)) else {}
         report.notes += compute.plan.notes
+    without_effect, decisions, notes = remarks_of(patcher)
+    report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
+    report.decisions |= decisions
+    report.notes += notes
     return report
-
-
-def stream_dtype(patcher) -> torch.dtype:
-    """The dtype the model's activations have: its manual cast dtype, else that of its weights."""
-    return patcher.get_model_object("manual_cast_dtype") or patcher.model.get_dtype()
 
 
 def model_facts(patcher) -> ModelFacts:
     """What a compute plan needs to know of a model in memory."""
-    layers = [Layer(name, type(module).__name__, tuple(module.weight.shape)) for name, module in _layers(patcher)]
+    layers = [Layer(name, type(module).__name__, tuple(module.weight.shape)) for name, module in layers_of(patcher)]
     sizes = _model_report(patcher)
     largest = max(sizes.bytes_by_storage, key=sizes.bytes_by_storage.__getitem__)
     supported = tuple(name_of(dtype) for dtype in patcher.model.model_config.supported_inference_dtypes)
@@ -56,35 +55,19 @@ def model_facts(patcher) -> ModelFacts:
 
 def storages(patcher) -> dict[str, str]:
     """Layer name -> what its weight is stored in."""
-    return {name: storage_of(module.weight) for name, module in _layers(patcher)}
+    return {name: storage_of(module.weight) for name, module in layers_of(patcher)}
 
 
-def _layers(patcher) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, module in patcher.model.diffusion_model.named_modules():
-        if isinstance(getattr(module, "weight", None), torch.Tensor):
-            yield name, module
-
-
-def _layer_report(patcher, name: str, module, record, compute, modes: dict[str, str]) -> LayerReport:
-    stream = name_of(stream_dtype(patcher))
-    mode = modes.get(name) or ("fp8" if _multiplies_in_fp8(patcher, name, module) else stream)
+def _layer_report(patcher, name: str, module, record, compute, modes: dict[str, str], sums: dict) -> LayerReport:
+    stream, mode = name_of(stream_dtype(patcher)), modes[name]
     decision = compute.plan.decisions.get(name) if compute else None
-    reasons = [record.reasons.get(name, "") if record else "", decision.reason if decision else ""]
+    accumulation, why = sums.get(name, ("fp32", ""))
+    reasons = [record.reasons.get(name, "") if record else "", decision.reason if decision else "", why]
     if decision and decision.stream == "fp32":
         stream = "fp32"
     reason = "; ".join(dict.fromkeys(filter(None, reasons)))
-    return LayerReport(name, type(module).__name__, storage_of(module.weight), mode, _accumulation(mode), stream, reason)
-
-
-def _multiplies_in_fp8(patcher, name: str, module: torch.nn.Module) -> bool:
-    if getattr(module, "quant_format", None) not in _FP8_FORMATS or getattr(module, "comfy_force_cast_weights", False):
-        return False
-    return not patcher.get_model_object(f"diffusion_model.{name}._full_precision_mm")
-
-
-def _accumulation(mode: str) -> str:
-    switched = getattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", False)
-    return "fp16" if mode == "fp16" and switched and torch.cuda.is_available() else "fp32"
+    mode = "fp16_acc16" if accumulation == "fp16" else mode
+    return LayerReport(name, type(module).__name__, storage_of(module.weight), mode, accumulation, stream, reason)
 
 
 def storage_of(tensor: torch.Tensor) -> str:

@@ -20,6 +20,7 @@ NODE_IDS = {
     "HalfsafeSaveModel",
     "HalfsafeLayerRules",
     "HalfsafeComputeDtype",
+    "HalfsafeAccumulation",
     "HalfsafeAutoPrecision",
     "HalfsafeReport",
     "HalfsafeDeviceInfo",

@@ -121,6 +121,45 @@ def test_no_partial_sum_of_a_scaled_product_passes_fp16(inputs, outputs, size, s
     assert partial.abs().max() <= 65504 and scaled.abs().max() <= 65504
 
 
+@given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 3), st.floats(1e-3, 1e4), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_no_partial_sum_of_a_scaled_convolution_passes_fp16(inputs, outputs, kernel, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    module = torch.nn.Conv2d(inputs, outputs, kernel, padding=1, bias=False)
+    module.weight.data = torch.randn(module.weight.shape, generator=generator) * size
+    x = torch.randn(2, inputs, 5, 4, generator=generator) * size
+    operation, ranges = safe(module, wide=False)
+    with torch.inference_mode():
+        ranges.run(lambda: operation(x))
+    if operation.slot.full:
+        return
+    scaled = x.double() * 2.0**-operation.slot.exponent
+    columns = F.unfold(scaled, kernel, padding=1)
+    partial = (module.weight.double().reshape(outputs, -1, 1) * columns.unsqueeze(1)).cumsum(2)
+    assert partial.abs().max() <= 65504 and scaled.abs().max() <= 65504
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("sizes", [(1e-7, 1e-7), (1e12, 1e-6, 1e12, 1e-6, 1.0), (1.0, 0.0, 1.0)])
+def test_small_inputs_are_not_rounded_to_nothing(wide, sizes):
+    torch.manual_seed(0)
+    module = torch.nn.Linear(64, 48, bias=False)
+    operation, ranges = safe(module, wide)
+    for size in sizes:
+        x = torch.randn(3, 64) * size
+        with torch.inference_mode():
+            assert relative_error(module(x), ranges.run(lambda x=x: operation(x))) < 1e-3
+
+
+def test_a_weight_below_fp16_runs_in_fp32():
+    module = torch.nn.Linear(8, 8, bias=False)
+    module.weight.data *= 1e-7
+    operation, ranges = safe(module)
+    x = torch.randn(3, 8)
+    with torch.inference_mode():
+        assert relative_error(module(x), ranges.run(lambda: operation(x))) < 1e-6
+
+
 def test_largest_row_sum_bounds_every_output():
     for name, (build, shape) in MODULES.items():
         module = build()
@@ -171,6 +210,35 @@ def attend(size_qk, size_v=1.0, mask=None):
 def test_attention_uses_fp16_where_it_is_safe_and_fp32_where_not(size_qk, size_v, dtype):
     error, used, returned = attend(size_qk, size_v)
     assert used == dtype and returned == torch.float32
+    assert error < 2e-3
+
+
+@pytest.mark.parametrize(("fused", "dtype"), [(True, torch.float16), (False, torch.float32)])
+def test_unfused_attention_is_judged_by_its_scores_before_they_are_scaled(fused, dtype):
+    ranges = Ranges()
+    attention = SafeAttention(ranges)
+    sdpa.dtypes = []
+    q = k = torch.full((1, 3, 64), 25.0)
+
+    def call():
+        attention.begin()
+        return attention(sdpa, q, k, torch.ones(1, 3, 64), 1, fused=fused)
+
+    ranges.run(call)
+    assert sdpa.dtypes == [dtype]
+
+
+@pytest.mark.parametrize("size_v", [1e-6, 0.0])
+def test_attention_of_tiny_values_is_not_rounded_to_nothing(size_v):
+    error, used, _ = attend(1.0, size_v)
+    assert error < 2e-3 and used == torch.float32
+
+
+def test_a_mask_outweighs_every_score():
+    torch.manual_seed(0)
+    mask = torch.zeros(7, 7)
+    mask[:, 3:] = torch.finfo(torch.float32).min
+    error, _, _ = attend(60.0, mask=mask)
     assert error < 2e-3
 
 

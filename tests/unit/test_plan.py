@@ -70,7 +70,7 @@ def test_compute_as_asked_is_obeyed_and_a_risk_is_noted():
 def test_fp8_compute_without_units_says_so_and_computes_in_16_bit():
     result = planned("sm_86", compute="fp8")
     assert (result.compute.choice.used, result.compute.fp8_matmul) == ("bf16", False)
-    assert result.without_effect[0][0] == "compute=fp8"
+    assert result.compute.without_effect[0][0] == "compute=fp8"
 
 
 def test_fp8_compute_with_units():

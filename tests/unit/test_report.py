@@ -256,7 +256,7 @@ def test_a_flag_report_shows_the_present_flags(monkeypatch):
     assert report.flag_report("reduced_precision_reduction")["in_scope"] is False
     tf32 = report.flag_report("tf32", "off", "Asked for.")
     assert (tf32["requested"], tf32["in_scope"]) == ("off", torch.backends.cudnn.allow_tf32)
-    assert tf32["reason"].startswith("Asked for. matmul off, convolution")
+    assert tf32["reason"].startswith("Asked for. Outside: matmul off, convolution")
 
 
 def test_a_flag_torch_does_not_have_is_null_and_explained(monkeypatch):

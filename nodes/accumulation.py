@@ -1,0 +1,56 @@
+"""Choose how products are summed while one model runs."""
+
+from comfy_api.latest import io
+
+from ..precision.accumulation import ATTENTION_OPTIONS, FP16_OPTIONS, SWITCH_OPTIONS, UNCHANGED, Request
+from .host.accumulation import with_accumulation
+from .types import CATEGORY
+
+
+def _choice(name: str, options: tuple[str, ...], default: str, tooltip: str) -> io.Combo.Input:
+    return io.Combo.Input(name, options=list(options), default=default, tooltip=tooltip)
+
+
+class Accumulation(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeAccumulation",
+            display_name="Accumulation (Halfsafe)",
+            category=CATEGORY,
+            description="How products are summed while this model runs. torch's own switches are back as they were after each call.",
+            search_aliases=["fp16 accumulation", "fast fp16", "tf32", "fp16_fast", "noise", "black image", "torch settings", "precision"],
+            inputs=[
+                io.Model.Input("model", tooltip="The model; it is not changed, the output is a patched clone."),
+                _choice("fp16_accumulation", FP16_OPTIONS, "auto", (
+                    "Sums of fp16 products in fp16: up to twice as fast on RTX 20/30/40/50, acts on fp16 compute only.\n"
+                    "auto: in the layers that are proven not to overflow, layer by layer.\n"
+                    "on: in all layers; those that are not proven are named in the report."
+                )),
+                _choice("reduced_precision_reduction", SWITCH_OPTIONS, UNCHANGED, (
+                    "Partial results of fp16 and bf16 products in 16 bit. torch allows it by default; off is a little slower and more precise."
+                )),
+                _choice("tf32", SWITCH_OPTIONS, UNCHANGED, (
+                    "fp32 products and convolutions rounded to TF32: faster and less precise. Needs RTX 30 or newer and fp32 compute."
+                )),
+                _choice("fp8_fast_accumulation", FP16_OPTIONS, "auto", (
+                    "Sums of fp8 products with fewer bits, RTX 40 and Hopper. auto: off, for quality."
+                )),
+                _choice("attention", ATTENTION_OPTIONS, "auto", (
+                    "Attention in fp16. auto: left alone where its scores fit; else keys are smoothed, which leaves the result the same, "
+                    "or that attention is computed in fp32.\n"
+                    "fp32: all of it in fp32, slower."
+                )),
+            ],
+            outputs=[io.Model.Output()],
+        )  # fmt: skip
+
+    @classmethod
+    def execute(
+        cls, model, fp16_accumulation, reduced_precision_reduction, tf32, fp8_fast_accumulation, attention
+    ) -> io.NodeOutput:
+        request = Request(fp16_accumulation, reduced_precision_reduction, tf32, fp8_fast_accumulation, attention)
+        return io.NodeOutput(with_accumulation(model, request))
+
+
+NODES = [Accumulation]

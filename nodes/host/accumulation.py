@@ -1,0 +1,289 @@
+"""An accumulation request on a ModelPatcher: flags, sums and attention hold for the length of each model call."""
+
+import contextlib
+import weakref
+
+import comfy.ldm.modules.attention
+import torch
+from comfy.patcher_extension import WrappersMP
+
+from ...precision import flags
+from ...precision.accumulation import PARTS, AccumulationPlan, Request, Work, plan_accumulation
+from ...precision.attention import BoundedAttention
+from ...precision.devices import detect
+from ...precision.dtypes import name_of
+from ...precision.operations import kind_of
+from ...precision.partial_sums import FLAG, BoundedLinear, SumSlot
+from ...precision.patching import Patch, patched
+from ...precision.ranges import Ranges
+from ...precision.report import flag_report, flag_reports
+from . import fast_sums
+from .compute import KEY as COMPUTE_KEY
+from .compute import OVERRIDE, UNFUSED, compute_of, core_weights, has_own_forward, only_multiplies, torch_weights
+from .layers import modes_of, stream_dtype
+
+KEY = "halfsafe.accumulation"
+COMPILE_KWARGS = "torch_compile_kwargs"
+NAMED = 8
+
+
+def with_accumulation(patcher, request: Request):
+    """A clone of the model that runs as requested; what the request leaves unchanged is as an earlier node asked."""
+    clone = patcher.clone()
+    if request.changes_nothing:
+        return clone
+    earlier = accumulation_of(patcher)
+    accumulation = Accumulation(request.over(earlier.request) if earlier else request)
+    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, accumulation)
+    _put_outside_of_compute(clone)
+    clone.set_attachments(KEY, accumulation)
+    return clone
+
+
+def _put_outside_of_compute(patcher) -> None:
+    """A compute plan runs inside of ours, so that a layer it casts meets its bound in the dtype it multiplies in."""
+    wrappers = patcher.wrappers[WrappersMP.APPLY_MODEL]
+    if COMPUTE_KEY in wrappers:
+        wrappers[COMPUTE_KEY] = wrappers.pop(COMPUTE_KEY)
+
+
+def accumulation_of(patcher) -> "Accumulation | None":
+    """The request's executor on a patcher, if it has one."""
+    return patcher.attachments.get(KEY)
+
+
+class Accumulation:
+    """ComfyUI's APPLY_MODEL wrapper for one request. It keeps what it learns of each model it runs, not the model."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self._runs: weakref.WeakKeyDictionary[torch.nn.Module, _Run] = weakref.WeakKeyDictionary()
+
+    def __call__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
+        run = self._run_of(executor.class_obj)
+        options = run.options(transformer_options or {})
+
+        def call():
+            with run.scope():
+                return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+
+        with patched(run.patches):
+            return run.ranges.run(call) if run.watches else call()
+
+    def _run_of(self, model) -> "_Run":
+        run = self._runs.get(model)
+        if run is None or run.state != _state(model, run.modules):
+            run = self._runs[model] = _Run(self.request, model)
+        return run
+
+    def run_on(self, model) -> "_Run | None":
+        """What is known of a model from the calls made so far."""
+        return self._runs.get(model)
+
+    def plan_for(self, patcher) -> AccumulationPlan:
+        """The plan its calls followed, else the one the next call will."""
+        run = self._runs.get(patcher.model)
+        return run.plan if run else plan_accumulation(self.request, detect(patcher.load_device), _work(patcher))
+
+
+class _Run:
+    """One model under a request: its plan, its patches and what its calls have shown. ``state``: what it holds for."""
+
+    def __init__(self, request: Request, model):
+        patcher = model.current_patcher
+        self.plan = plan = plan_accumulation(request, detect(patcher.load_device), _work(patcher))
+        self.ranges = Ranges()
+        self.operations: dict[str, BoundedLinear] = {}
+        if plan.proving or plan.naming:
+            self.operations = dict(self._operations(patcher))
+        self.modules = {name: operation.module for name, operation in self.operations.items()}
+        self.state = _state(model, self.modules)
+        auto = plan.attention == "auto"
+        self.attention = BoundedAttention(self.ranges, not auto) if plan.attention in ("auto", "fp32") else None
+        self.watches = bool(self.operations) or auto
+        self._patches: list[Patch] = [(op.module, "forward", op) for op in self.operations.values()]
+
+    def _operations(self, patcher):
+        modes = modes_of(patcher)
+        for name, module in patcher.model.diffusion_model.named_modules():
+            name = name.replace("_orig_mod.", "")
+            if modes.get(name) == "fp16" and kind_of(module) == "linear":
+                slot = self.ranges.slots[name] = SumSlot(name)
+                weights = core_weights if hasattr(module, "comfy_cast_weights") else torch_weights
+                weights = weights if only_multiplies(module) else None
+                yield name, BoundedLinear(module, slot, self.ranges, weights, not self.plan.whole)
+
+    @property
+    def patches(self) -> list[Patch]:
+        return self._patches if self.plan.proving or self.ranges.measuring else []
+
+    @contextlib.contextmanager
+    def scope(self):
+        """Around one call of the model."""
+        if self.attention:
+            self.attention.begin()
+        held = {**self.plan.flags, FLAG: self.sums_in_fp16} if self.plan.proving else self.plan.flags
+        fast = fast_sums.fast_sums() if self.fp8_fast else contextlib.nullcontext()
+        with flags.flags_set(held), fast, _eager(self.plan.whole and self.watches and self.ranges.measuring):
+            yield
+
+    @property
+    def fp8_fast(self) -> bool:
+        return self.plan.fp8_fast and not fast_sums.why_unavailable()
+
+    @property
+    def sums_in_fp16(self) -> bool:
+        """Whether all sums may be in fp16 at once; only asked where they cannot be switched layer by layer."""
+        if not self.plan.whole or self.ranges.measuring:
+            return False
+        return self._attention_is_known and all(op.weights and op.slot.proven for op in self._used())
+
+    @property
+    def _attention_is_known(self) -> bool:
+        return self.attention is not None and not self.attention.unfused
+
+    def _used(self) -> list[BoundedLinear]:
+        """The layers that met fp16 inputs, and those whose weight is out of reach."""
+        return [op for op in self.operations.values() if op.slot.terms or not op.weights]
+
+    def options(self, options: dict) -> dict:
+        """``transformer_options`` with bounded attention around whatever override is there already."""
+        if not self.attention:
+            return options
+        previous = options.get(OVERRIDE)
+
+        def override(function, *args, **kwargs):
+            def attention(*inner_args, **inner):
+                if previous is not None:
+                    return previous(function, *inner_args, **inner)
+                return function(*inner_args, **inner)
+
+            how = {"fused": function.__name__ not in UNFUSED, "foreign": previous is not None}
+            return self.attention(attention, _full(function), *args, **how, **kwargs)
+
+        return {**options, OVERRIDE: override}
+
+    def sums(self) -> dict[str, tuple[str, str]]:
+        """Layer name -> (accumulation, reason)."""
+        on = self.plan.naming
+        whole = self.sums_in_fp16 if self.plan.whole else True
+        return {
+            name: ("fp16" if on or (op.slot.proven and whole) else "fp32", _reason(op.slot.reason, on, whole))
+            for name, op in self.operations.items()
+        }
+
+    def unproven(self) -> list[str]:
+        return [] if self.ranges.measuring else [op.slot.name for op in self._used() if not op.slot.proven]
+
+    def state_of_sums(self) -> str:
+        """One line on the fp16 sums of this model, empty before its first call."""
+        used = self._used()
+        if not self.plan.proving or self.ranges.measuring:
+            return ""
+        proven, scaled = (sum(map(test, used)) for test in (lambda op: op.slot.proven, lambda op: op.slot.exponent and op.slot.proven))
+        line = f"{proven} of {len(used)} fp16 layers are proven ({scaled} with their input scaled); {self.ranges.repeats} calls were repeated."
+        if not self.plan.whole:
+            return line
+        outcome = "on for all" if self.sums_in_fp16 else "off"
+        return f"{line} Under torch.compile or on several devices it cannot be switched layer by layer: {outcome}."
+
+
+def _reason(reason: str, on: bool, whole: bool) -> str:
+    if on:
+        return reason.replace("fp32 sums: ", "fp16 sums as asked, not proven: ")
+    return reason if whole else reason.replace("fp16 sums: ", "fp32 sums, as not all layers are proven: ")
+
+
+def _full(function):
+    """What runs an attention in fp32: itself, or ComfyUI's default where its kernel takes 16 bit only."""
+    if function.__name__ in (*UNFUSED, "attention_pytorch"):
+        return function
+    return comfy.ldm.modules.attention.attention_pytorch
+
+
+def _work(patcher) -> Work:
+    modes = modes_of(patcher)
+    modules = dict(patcher.model.diffusion_model.named_modules())
+    multiplying = {modes.get(name.replace("_orig_mod.", "")) for name, module in modules.items() if kind_of(module)}
+    compiled = COMPILE_KWARGS in patcher.model_options or any("_orig_mod" in name for name in modules)
+    return Work(frozenset(multiplying - {None}), compiled, _on_several_devices(patcher))
+
+
+def _on_several_devices(patcher) -> bool:
+    if "multigpu_clones" in patcher.model_options or getattr(patcher, "is_multigpu_base_clone", False):
+        return True
+    return bool(getattr(patcher, "additional_models", {}).get("multigpu"))
+
+
+def _state(model, modules: dict[str, torch.nn.Module]) -> tuple:
+    """What a run depends on: patched weights, hooks, the compute plan, and forwards others have put on the modules."""
+    patcher = model.current_patcher
+    forwards = tuple(id(module.__dict__["forward"]) for module in modules.values() if has_own_forward(module))
+    compiled = COMPILE_KWARGS in patcher.model_options
+    hooks = getattr(patcher, "current_hooks", None)
+    return model.current_weight_patches_uuid, hooks, compute_of(patcher), name_of(stream_dtype(patcher)), compiled, forwards
+
+
+def _eager(measuring: bool):
+    """Measuring reads numbers back from the device, which a compiled graph cannot."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    return stance("force_eager") if measuring and stance else contextlib.nullcontext()
+
+
+def sums_of(patcher) -> dict[str, tuple[str, str]]:
+    """Layer name -> (accumulation, reason) of the layers whose products can sum in anything but fp32."""
+    accumulation, modes = accumulation_of(patcher), modes_of(patcher)
+    run = accumulation.run_on(patcher.model) if accumulation else None
+    if run and run.operations:
+        return run.sums()
+    plan = accumulation.plan_for(patcher) if accumulation else AccumulationPlan(Request())
+    sums = {}
+    if plan.naming or (FLAG not in plan.flags and torch.cuda.is_available() and flags.is_on(FLAG) and not torch.version.hip):
+        modules = dict(patcher.model.diffusion_model.named_modules())
+        half = (name for name, mode in modes.items() if mode == "fp16" and kind_of(modules.get(name)) == "linear")
+        sums = dict.fromkeys(half, ("fp16", ""))
+    if plan.fp8_fast and not fast_sums.why_unavailable():
+        sums |= dict.fromkeys((name for name, mode in modes.items() if mode == "fp8"), ("fp8_fast", ""))
+    return sums
+
+
+def flags_of(patcher) -> dict[str, dict]:
+    """The report's ``flags``: each setting as requested, inside and outside of the model's calls."""
+    accumulation = accumulation_of(patcher)
+    if accumulation is None:
+        return flag_reports()
+    plan, run = accumulation.plan_for(patcher), accumulation.run_on(patcher.model)
+    inside = {name: getattr(plan.request, name) == "on" for name in PARTS if getattr(plan.request, name) != "unchanged"}
+    reasons = dict(plan.reasons)
+    if plan.proving:
+        sums = run.sums().values() if run else ()
+        inside[FLAG] = any(accumulates == "fp16" for accumulates, _ in sums)
+        reasons[FLAG] = (run.state_of_sums() if run else "") or plan.reasons[FLAG]
+    if "fp8_fast_accumulation" in inside:
+        inside["fp8_fast_accumulation"] = plan.fp8_fast and not fast_sums.why_unavailable()
+    return {name: flag_report(name, getattr(plan.request, name), reasons[name], inside.get(name)) for name in PARTS}
+
+
+def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str], list[str]]:
+    """What the report adds for a request: settings without effect, decisions, notes."""
+    accumulation = accumulation_of(patcher)
+    if accumulation is None:
+        return [], {}, []
+    plan, run = accumulation.plan_for(patcher), accumulation.run_on(patcher.model)
+    without_effect = list(plan.without_effect)
+    if plan.fp8_fast and (problem := fast_sums.why_unavailable()):
+        without_effect.append(("fp8_fast_accumulation=on", problem))
+    summary = run.attention.summary() if run and run.attention else ""
+    decisions = {"attention": f"{plan.request.attention}: {summary}"} if summary else {}
+    return without_effect, decisions, _notes(run) if run and plan.naming else []
+
+
+def _notes(run: _Run) -> list[str]:
+    """The layers that sum in fp16 because it was asked for, though their bound passes fp16's range."""
+    names = run.unproven()
+    if not names:
+        return []
+    lines = [f"{name} ({run.operations[name].slot.reason.removeprefix('fp32 sums: ')})" for name in names[:NAMED]]
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return [f"fp16_accumulation=on, not proven safe in {len(names)} layers: {'; '.join(lines)}{more}"]

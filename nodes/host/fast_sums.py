@@ -1,0 +1,122 @@
+"""fp8 products with fast accumulation, for as long as a scope is open: a handler in comfy-kitchen's layout registry.
+
+comfy-kitchen passes ``use_fast_accum=False``. The handlers here stand in front of its own for ComfyUI's two fp8 layouts and
+hand every call on to them, unless this thread is inside a scope. They are there only while a scope is open somewhere.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import comfy.quant_ops
+import torch
+
+try:
+    from comfy_kitchen.tensor.base import _LAYOUT_DISPATCH_TABLE as TABLE
+except ImportError:
+    TABLE = None
+
+ATEN = torch.ops.aten
+LAYOUTS = ("TensorCoreFP8E4M3Layout", "TensorCoreFP8E5M2Layout")
+active: ContextVar[bool] = ContextVar("halfsafe_fp8_fast_sums", default=False)
+
+
+def why_unavailable() -> str:
+    """Why fast accumulation cannot be reached in this ComfyUI; "" where it can."""
+    if TABLE is None or not all(op in TABLE and _original(op) for op in OPERANDS):
+        return "this comfy-kitchen has no registry of fp8 products that Halfsafe knows"
+    return ""
+
+
+def _linear(args):
+    return args[0], args[1].t(), args[2] if len(args) > 2 else None
+
+
+OPERANDS = {
+    ATEN.linear.default: _linear,
+    ATEN.mm.default: lambda args: (args[0], args[1], None),
+    ATEN.addmm.default: lambda args: (args[1], args[2], args[0]),
+}
+
+
+def _layouts() -> list[type]:
+    return [getattr(comfy.quant_ops, name) for name in LAYOUTS]
+
+
+def _original(op, layout: type | None = None):
+    """The handler that a layout has or inherits: comfy-kitchen's own, unless somebody has put theirs in front of it."""
+    parents = (layout or _layouts()[0]).__mro__
+    return next((TABLE[op][parent] for parent in parents if parent in TABLE[op]), None)
+
+
+def _handler(op, layout: type):
+    original, operands = _original(op, layout), OPERANDS[op]
+
+    def handle(qt, args, kwargs):
+        if not active.get():
+            return original(qt, args, kwargs)
+        left, right, bias = operands(args)
+        if not all(isinstance(tensor, comfy.quant_ops.QuantizedTensor) for tensor in (left, right)):
+            return original(qt, args, kwargs)
+        try:
+            return _multiply(left, right, bias, kwargs.get("out_dtype", left._params.orig_dtype))
+        except RuntimeError:
+            return original(qt, args, kwargs)
+
+    return handle
+
+
+def _multiply(left, right, bias, out_dtype: torch.dtype) -> torch.Tensor:
+    result = torch._scaled_mm(
+        left._qdata.contiguous(),
+        right._qdata,
+        scale_a=left._params.scale,
+        scale_b=right._params.scale,
+        bias=bias,
+        out_dtype=out_dtype,
+        use_fast_accum=True,
+    )
+    return result[0] if isinstance(result, tuple) else result
+
+
+class _Installed:
+    """Counts the open scopes; the handlers are in the registry while there is one."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._count = 0
+        self._before: dict[tuple, object] = {}
+
+    def enter(self) -> None:
+        with self._lock:
+            self._count += 1
+            if self._count == 1:
+                places = [(op, layout) for op in OPERANDS for layout in _layouts()]
+                self._before = {(op, layout): TABLE[op].get(layout) for op, layout in places}
+                for (op, layout), handler in {place: _handler(*place) for place in places}.items():
+                    comfy.quant_ops.register_layout_op(op, layout)(handler)
+
+    def leave(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                for (op, layout), before in self._before.items():
+                    TABLE[op].pop(layout)
+                    if before is not None:
+                        TABLE[op][layout] = before
+
+
+_installed = _Installed()
+
+
+@contextlib.contextmanager
+def fast_sums() -> Iterator[None]:
+    """fp8 products of this thread use fast accumulation."""
+    _installed.enter()
+    token = active.set(True)
+    try:
+        yield
+    finally:
+        active.reset(token)
+        _installed.leave()

@@ -1,0 +1,161 @@
+"""Compute benchmarks in a real ComfyUI, each with its alternative in the same run: safe16, fp8mm and patch.
+
+`python scripts/bench_compute.py safe16 --comfyui DIR [--json] [--save]`, or `run_safe16(args)` and its siblings, in a
+process that has not imported ComfyUI yet. `args.comfyui`: a ComfyUI folder; `args.slow`: the large families too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).absolute().parent.parent
+SAFE16_LIMIT, FP8_LIMIT, PATCH_LIMIT = 0.6, 0.03, 1.01
+
+
+def run_safe16(args: argparse.Namespace) -> dict:
+    """Error against fp32 of fp16, bf16 and `fp16_safe`, for every family and kind of overflow."""
+    comfy = _comfy(args)
+    from support import families, tiny_models
+
+    names = [name for name in families.OVERFLOWS if args.slow or name not in tiny_models.SLOW_FAMILIES]
+    rows = [row for name in names for row in _family_rows(comfy, families, name)]
+    worst = max(row["fp16_safe"] / row["bf16"] for row in rows)
+    share = min(row["fp16_work"] for row in rows)
+    targets = {
+        "error_to_bf16": {"limit": SAFE16_LIMIT, "measured": round(worst, 3), "met": worst <= SAFE16_LIMIT},
+        "fp16_work": {"limit": 0.8, "measured": share, "met": share >= 0.8},
+    }
+    return {"benchmark": "safe16", "rows": rows, "targets": targets, "markdown": markdown(rows)}
+
+
+def _family_rows(comfy, families, family: str) -> list[dict]:
+    clean = families.write(family, comfy.folder)
+    call = families.capture(families.load(comfy, clean, "fp32"), family)
+    rows = []
+    for kind, factors in {"clean": {}, **families.OVERFLOWS[family]}.items():
+        path = families.write_scaled(clean, comfy.folder / "scaled.safetensors", factors) if factors else clean
+        rows.append({"family": family, "kind": kind, **_errors(comfy, families, path, call)})
+        print(f"{family} {kind}", file=sys.stderr, flush=True)
+    clean.unlink()
+    return rows
+
+
+def _errors(comfy, families, path: Path, call) -> dict:
+    from halfsafe.precision.quantize import relative_error
+
+    reference, found = families.replay(families.load(comfy, path, "fp32"), call), {}
+    for compute in ("fp16", "bf16", "fp16_safe"):
+        model = families.load(comfy, path, "as_file", compute)
+        error = relative_error(reference, families.replay(model, call))
+        found[compute] = float(f"{error:.2e}") if error == error else None
+    work = families.report(comfy, model)["decisions"]["work"]
+    return {**found, "fp16_work": round(float(work.split("%")[0]) / 100, 3)}
+
+
+def markdown(rows: list[dict]) -> str:
+    """The rows as a table."""
+    lines = ["| family | kind | fp16 | bf16 | fp16_safe | fp16 work |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        errors = (f"{row[key]:.1e}" if row[key] is not None else "NaN" for key in ("fp16", "bf16", "fp16_safe"))
+        lines.append(f"| {row['family']} | {row['kind']} | {' | '.join(errors)} | {row['fp16_work']:.0%} |")
+    return "\n".join(lines)
+
+
+def run_fp8mm(args: argparse.Namespace) -> dict:
+    """An fp8 product with a channel of 1000x outliers: dynamic scale against core's scale of 1.0."""
+    os.environ["HALFSAFE_DEVICE_PROFILE"] = "sm_89"
+    comfy = _comfy(args)
+    import torch
+    from support import families, tiny_models
+
+    from halfsafe.nodes.host.compute import Fp8Linear
+    from halfsafe.precision.quantize import relative_error
+
+    model = families.load(comfy, tiny_models.wan(comfy.folder / "wan.safetensors"), "fp8_e4m3fn", "fp8")
+    module = model.model.diffusion_model.blocks[0].ffn[0]
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[:, 3] *= 1000
+    with torch.inference_mode():
+        weight = module.weight.dequantize().float()
+        reference = torch.nn.functional.linear(x.float(), weight, module.bias.float())
+        ours = relative_error(reference, Fp8Linear(module)(x))
+        module._full_precision_mm = module.comfy_force_cast_weights = False
+        core = relative_error(reference, type(module).forward(module, x.clone()))
+    target = {"limit": FP8_LIMIT, "measured": round(ours, 4), "met": ours <= FP8_LIMIT}
+    return {"benchmark": "fp8mm", "errors": {"halfsafe": ours, "core": core}, "targets": {"error": target}}
+
+
+def run_patch(args: argparse.Namespace) -> dict:
+    """A model whose plan changes nothing against the same model without the pack's node: time of a call."""
+    comfy = _comfy(args)
+    from support import families, tiny_models
+
+    path = tiny_models.wan(comfy.folder / "wan.safetensors", dim=512, blocks=4, ffn=2048)
+    planned = families.load(comfy, path, "as_file", "bf16")
+    stock = planned.clone()
+    stock.attachments.clear()
+    call = families.capture(stock, "wan")
+    taken: dict[str, list[float]] = {"stock": [], "planned": []}
+    for index in range(2 * args.runs):
+        for name, model in sorted({"stock": stock, "planned": planned}.items(), reverse=bool(index % 2)):
+            start = time.perf_counter()
+            families.replay(model, call)
+            taken[name].append(time.perf_counter() - start)
+    ratio = statistics.median(taken["planned"]) / statistics.median(taken["stock"])
+    target = {"limit": PATCH_LIMIT, "measured": round(ratio, 4), "met": ratio <= PATCH_LIMIT}
+    wrappers = len(planned.get_wrappers("apply_model", "halfsafe.compute"))
+    return {"benchmark": "patch", "seconds": taken, "wrappers": wrappers, "targets": {"time": target}}
+
+
+def _comfy(args: argparse.Namespace) -> SimpleNamespace:
+    """A ComfyUI and this pack in this process, with a models folder that goes away with it."""
+    sys.path[:] = [str(ROOT / "tests"), str(ROOT / "scripts"), *(p for p in sys.path if Path(p).absolute() != ROOT)]
+    import conftest  # noqa: F401  it makes the pack importable as `halfsafe`
+    from comfyui_server import make_base_directory
+    from support import inprocess
+
+    keep = tempfile.TemporaryDirectory(prefix="halfsafe-bench-")
+    base = make_base_directory(Path(keep.name), ROOT)
+    inprocess.setup_comfyui(Path(args.comfyui).resolve(), base, "--cpu")
+    logging.disable(logging.WARNING)
+    nodes = inprocess.node_classes(inprocess.load_pack())
+
+    def run(name: str, **inputs) -> tuple:
+        return tuple(nodes[name].execute(**inputs).args)
+
+    return SimpleNamespace(run=run, folder=base / "models" / "diffusion_models", keep=keep)
+
+
+RUNS = {"safe16": run_safe16, "fp8mm": run_fp8mm, "patch": run_patch}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=RUNS)
+    parser.add_argument("--comfyui", default=os.environ.get("COMFYUI_DIR"), help="a ComfyUI folder (default: COMFYUI_DIR)")
+    parser.add_argument("--slow", action="store_true", help="safe16: the families with 0.4 and 1.1 billion parameters too")
+    parser.add_argument("--runs", type=int, default=10, help="patch: pairs of measurements")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
+    args = parser.parse_args()
+    if not args.comfyui:
+        parser.error("name a ComfyUI folder with --comfyui or COMFYUI_DIR")
+    result = RUNS[args.name](args)
+    text = json.dumps(result, indent=2)
+    if args.save:
+        (ROOT / "benchmarks" / "results" / f"{args.name}.json").write_text(text + "\n", encoding="utf-8")
+    print(text if args.json else result.get("markdown", json.dumps(result["targets"], indent=2)))
+    return 0 if all(target["met"] for target in result["targets"].values()) else 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
