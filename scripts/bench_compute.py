@@ -75,10 +75,9 @@ def run_fp8mm(args: argparse.Namespace) -> dict:
     os.environ["HALFSAFE_DEVICE_PROFILE"] = "sm_89"
     comfy = _comfy(args)
     import torch
-    from support import families, tiny_models
-
     from halfsafe.nodes.host.compute import Fp8Linear
     from halfsafe.precision.quantize import relative_error
+    from support import families, tiny_models
 
     model = families.load(comfy, tiny_models.wan(comfy.folder / "wan.safetensors"), "fp8_e4m3fn", "fp8")
     module = model.model.diffusion_model.blocks[0].ffn[0]

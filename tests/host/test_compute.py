@@ -5,13 +5,12 @@ import tracemalloc
 
 import pytest
 import torch
+from halfsafe.nodes.host.compute import KEY, compute_of
+from halfsafe.precision.quantize import relative_error
 from support import families, tiny_models
 from support.denoise import denoise
 from support.families import load
 from torch.overrides import TorchFunctionMode
-
-from halfsafe.nodes.host.compute import KEY, compute_of
-from halfsafe.precision.quantize import relative_error
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +162,7 @@ def test_calls_leave_no_memory_behind(comfy, clean, call):
     try:
         taken = []
         for _ in range(3):
-            for _ in range(12):
+            for _ in range(6):
                 families.replay(model, call)
             gc.collect()
             taken.append(tracemalloc.get_traced_memory()[0])

@@ -5,12 +5,11 @@ import importlib
 import pytest
 import torch
 import torch._dynamo
+from halfsafe.nodes.host.compute import compute_of
+from halfsafe.precision.quantize import relative_error
 from support import families, tiny_models
 from support.families import load, with_compute
 from torch._dynamo.utils import counters
-
-from halfsafe.nodes.host.compute import compute_of
-from halfsafe.precision.quantize import relative_error
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from support import families, tiny_models
-from torch.utils.flop_counter import FlopCounterMode
-
 from halfsafe.nodes.host.compute import compute_of
 from halfsafe.precision.quantize import relative_error
+from support import families, tiny_models
+from torch.utils.flop_counter import FlopCounterMode
 
 SLOW = {("sdxl", "clean"), ("sdxl", "ffn"), ("sdxl", "residual"), ("sdxl", "embedding"), ("sdxl", "attention")}
 CASES = [

@@ -4,13 +4,12 @@ import logging
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
-from support import families, tiny_models
-from support.families import load, with_compute
-
+import torch.nn.functional as F
 from halfsafe.nodes.host.compute import Fp8Linear, compute_of
 from halfsafe.precision.quantize import relative_error
 from halfsafe.precision.rules import rules_from
+from support import families, tiny_models
+from support.families import load, with_compute
 
 
 @pytest.fixture

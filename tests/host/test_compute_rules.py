@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
+from halfsafe.precision.quantize import relative_error
+from halfsafe.precision.rules import rules_from
 from support import families, tiny_models
 from support.families import load, with_compute
 from torch.overrides import TorchFunctionMode
-
-from halfsafe.precision.quantize import relative_error
-from halfsafe.precision.rules import rules_from
 
 LAYER = "blocks.0.ffn.0"
 SHAPE = (768, 256)

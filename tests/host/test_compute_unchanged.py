@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from support import families, tiny_models
-from support.families import load, with_compute
-
 from halfsafe.nodes.host.compute import Fp8Linear
 from halfsafe.precision.operations import SafeOperation
 from halfsafe.precision.quantize import relative_error
 from halfsafe.precision.rules import rules_from
+from support import families, tiny_models
+from support.families import load, with_compute
 
 
 @pytest.fixture(scope="module")

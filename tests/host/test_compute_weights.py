@@ -3,12 +3,11 @@
 import pytest
 import torch
 from comfy.ops import manual_cast
+from halfsafe.nodes.host.compute import compute_of
+from halfsafe.precision.quantize import relative_error
 from safetensors.torch import save_file
 from support import families, tiny_models
 from support.families import load, with_compute
-
-from halfsafe.nodes.host.compute import compute_of
-from halfsafe.precision.quantize import relative_error
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-
 from support import tiny_models
 from support.denoise import transformer_options
 from support.sampling import CONTEXT_WIDTH, NEEDS_MASK, POOLED_WIDTH

@@ -1,7 +1,6 @@
 """What compute plans decide: per device by hand-written expectation, per layer by rule."""
 
 import pytest
-
 from halfsafe.precision.compute_plan import Layer, ModelFacts, plan_compute, plan_for_goal
 from halfsafe.precision.devices import PROFILE_NAMES, detect
 from halfsafe.precision.rules import rules_from
@@ -119,7 +118,7 @@ def test_a_wider_stream_makes_the_other_layers_keep_their_dtype():
 def test_a_rule_on_layers_that_multiply_nothing_has_no_effect():
     found = plan(text="class:RMSNorm compute=fp32\ntable stream=fp32\nblocks.* compute=fp32", compute="bf16")
     assert [setting for setting, _ in found.without_effect] == ["class:RMSNorm compute=fp32", "table stream=fp32"]
-    assert {name for name in found.decisions} == {"blocks.0.ffn", "blocks.0.odd"}
+    assert set(found.decisions) == {"blocks.0.ffn", "blocks.0.odd"}
 
 
 def test_fp8_products_need_fp8_weights_of_sizes_that_are_multiples_of_16():

@@ -2,13 +2,12 @@ import contextlib
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
+import torch.nn.functional as F
 from halfsafe.precision.operations import SafeAttention, SafeOperation, largest_row_sum
 from halfsafe.precision.quantize import relative_error
 from halfsafe.precision.ranges import Ranges
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 
 @contextlib.contextmanager
@@ -163,7 +162,7 @@ def test_a_weight_below_fp16_runs_in_fp32():
 def test_largest_row_sum_bounds_every_output():
     for name, (build, shape) in MODULES.items():
         module = build()
-        bias, module.bias = module.bias, None
+        module.bias = None
         x = torch.randn(shape)
         kind = "transposed" if "transposed" in name else "conv"
         with torch.inference_mode():

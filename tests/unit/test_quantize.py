@@ -97,7 +97,7 @@ def test_absolute_max_reads_every_chunk(monkeypatch):
 
 
 def test_quantize_writes_every_chunk(monkeypatch):
-    monkeypatch.setattr(q, "CHUNK", 16)
+    monkeypatch.setattr(q, "PART", 16)
     weight = torch.arange(1.0, 51.0)
     assert q.relative_error(weight, round_trip(weight, E4M3)) < 0.03
 

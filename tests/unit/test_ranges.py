@@ -2,10 +2,9 @@ import math
 
 import pytest
 import torch
+from halfsafe.precision.ranges import FP16_MAX, Ranges, Slot, magnitude
 from hypothesis import given
 from hypothesis import strategies as st
-
-from halfsafe.precision.ranges import FP16_MAX, Ranges, Slot, magnitude
 
 
 @given(st.floats(1e-30, 1e30), st.floats(1.0, 6e4))
@@ -13,7 +12,7 @@ def test_a_fitted_operand_has_room_to_grow_and_keeps_its_precision(size, gain):
     slot = Slot("layer")
     slot.fit(size, gain)
     scaled = size * 2.0**-slot.exponent * gain
-    assert FP16_MAX / 2**16 < scaled * 2**16 and scaled <= FP16_MAX / 4
+    assert scaled * 2**16 > FP16_MAX / 2**16 and scaled <= FP16_MAX / 4
     assert slot.holds(size * 4)
 
 
