@@ -185,7 +185,7 @@ class _Run:
         line = f"{proven} of {len(used)} fp16 layers are proven ({scaled} with their input scaled); {self.ranges.repeats} calls were repeated."
         if not self.plan.whole:
             return line
-        outcome = "on for all" if self.sums_in_fp16 else "off"
+        outcome = "on for all" if self.sums_in_fp16 else "off" if self._attention_is_known else "off, attention is not bounded"
         return f"{line} Under torch.compile or on several devices it cannot be switched layer by layer: {outcome}."
 
 

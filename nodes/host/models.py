@@ -105,8 +105,9 @@ def _model_options(detected: Detected, plan: LoadPlan, tensors: dict[str, torch.
 
 
 def _plain_dtype(detected: Detected, plan: LoadPlan) -> torch.dtype:
-    used = plan.storage.used
-    return dtype_named(detected.facts.file_dtype if used == "as_file" else used)
+    """The dtype of a model in which no layer is quantized; in fp8 without a scale nothing is ever held."""
+    used = detected.facts.file_dtype if plan.storage.used == "as_file" else plan.storage.used
+    return dtype_named(plan.compute.weight_dtype if used.startswith("fp8") else used)
 
 
 def _finish(patcher, detected: Detected, plan: LoadPlan, tensors: dict[str, torch.Tensor], notes: list[str]) -> None:

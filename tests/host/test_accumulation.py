@@ -1,6 +1,5 @@
 """How a model's products are summed, in a real ComfyUI: set inside its calls, exactly as before outside of them."""
 
-import contextlib
 import json
 import os
 import threading
@@ -8,25 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import families, model_files, tiny_models
-from support.denoise import transformer_options
-from support.families import load, report, with_compute
-
-from halfsafe.nodes.host import fast_sums
 from halfsafe.nodes.host.accumulation import KEY, accumulation_of
 from halfsafe.precision import flags
 from halfsafe.precision.accumulation import PARTS
-from halfsafe.precision.partial_sums import FLAG
-from halfsafe.precision.quantize import relative_error
+from support import families, tiny_models
+from support.denoise import transformer_options
+from support.families import load, report
+from support.summing import FLAG, SETTINGS, accumulation, spied, started_with, states
 
 RESULTS = Path(__file__).absolute().parents[2] / "benchmarks" / "results" / "flags.json"
 WRITE = "HALFSAFE_WRITE_RESULTS"
-SETTINGS = ("fp16_accumulation", "reduced_precision_reduction", "tf32", "fp8_fast_accumulation", "attention")
-OVERRIDE = "optimized_attention_override"
-
-
-def accumulation(comfy, model, **wanted):
-    return comfy.run("HalfsafeAccumulation", model=model, **{**dict.fromkeys(SETTINGS, "unchanged"), **wanted})[0]
 
 
 @pytest.fixture(scope="module")
@@ -59,47 +49,6 @@ def as_before():
 @pytest.fixture
 def ampere(monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
-
-
-def states():
-    return {name: flags.state_of(name) for name in flags.SETTINGS}
-
-
-def spied(model, action):
-    """A clone that runs ``action`` inside of the model's call, in the place of the diffusion model."""
-    from comfy.patcher_extension import WrappersMP
-
-    clone = model.clone()
-
-    def run(executor, x, *args, **kwargs):
-        action()
-        return executor(x, *args, **kwargs)
-
-    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "spy", run)
-    return clone
-
-
-def raising(error):
-    def action():
-        raise error
-
-    return action
-
-
-# --- each flag in each situation --------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def started_with(names, value):
-    """ComfyUI as started with these flags, as its own --fast does: written, not scoped."""
-    before = states()
-    try:
-        for name in names:
-            flags.SETTINGS[name].write(value)
-        yield states()
-    finally:
-        for name in names:
-            flags.SETTINGS[name].write(before[name])
 
 
 def succeed(comfy, model, another, call, look):
@@ -231,14 +180,14 @@ def test_set_inside_and_exactly_as_before_outside(comfy, base, another, call, am
 
 
 def test_the_sampler_the_text_encoder_and_the_vae_see_the_outside(comfy, wan, models_dir, monkeypatch):
-    import comfy.sd
-    import comfy.utils
     from comfy.patcher_extension import WrappersMP
+    from comfy.sd import VAE, CLIPType, load_clip
+    from comfy.utils import load_torch_file
 
     tiny_models.sd_vae(models_dir / "vae" / "vae.safetensors")
     tiny_models.clip_l(models_dir / "text_encoders" / "clip.safetensors")
-    vae = comfy.sd.VAE(sd=comfy.utils.load_torch_file(str(models_dir / "vae" / "vae.safetensors")))
-    clip = comfy.sd.load_clip([str(models_dir / "text_encoders" / "clip.safetensors")], clip_type=comfy.sd.CLIPType.SD3)
+    vae = VAE(sd=load_torch_file(str(models_dir / "vae" / "vae.safetensors")))
+    clip = load_clip([str(models_dir / "text_encoders" / "clip.safetensors")], clip_type=CLIPType.SD3)
     seen = {}
 
     def noted(name, function):
@@ -260,170 +209,6 @@ def test_the_sampler_the_text_encoder_and_the_vae_see_the_outside(comfy, wan, mo
         vae.decode(torch.zeros(1, 4, 8, 8))
     assert seen["sampler"] == seen["text"] == seen["vae"] == before
     assert seen["model"][FLAG] is False and flags.SETTINGS["tf32_matmul"].is_on(seen["model"]["tf32_matmul"])
-
-
-# --- layer by layer ---------------------------------------------------------------------------------------------------
-
-
-class Products(torch.overrides.TorchFunctionMode):
-    """Each Linear product in fp16: its weight's shape and whether the flag was on."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is torch.nn.functional.linear and args[0].dtype == torch.float16:
-            self.seen.append((tuple(args[1].shape), flags.is_on(FLAG)))
-        return func(*args, **(kwargs or {}))
-
-
-def products(model, call, **changes):
-    with Products() as mode:
-        result = families.replay(model, call, **changes)
-    return mode.seen, result
-
-
-def loud(comfy, wan, factors):
-    path = families.write_scaled(wan, wan.with_name("loud.safetensors"), factors)
-    return load(comfy, path, "fp16", "fp16")
-
-
-def test_proven_layers_sum_in_fp16_and_the_others_in_fp32(comfy, wan, call, ampere):
-    model = loud(comfy, wan, {r"blocks\.0\.ffn\.0\.weight": 3e4, r"blocks\.1\.ffn\.0\.weight": 4e3})
-    ours = accumulation(comfy, model, fp16_accumulation="auto")
-    first, _ = products(ours, call)
-    later, _ = products(ours, call)
-    assert first and not any(on for _, on in first), "the first call is the measurement"
-    layers = {layer["name"]: layer for layer in report(comfy, ours)["layers"]}
-    assert layers["blocks.0.ffn.0"]["accumulation"] == "fp32"
-    assert layers["blocks.0.ffn.0"]["reason"].startswith("fp32 sums: bound")
-    assert "scaled by 2^-" in layers["blocks.1.ffn.0"]["reason"]
-    assert layers["blocks.1.ffn.0"]["accumulation"] == "fp16" and layers["blocks.1.ffn.0"]["mode"] == "fp16_acc16"
-    proven = [layer for layer in layers.values() if layer["accumulation"] == "fp16"]
-    assert sum(on for _, on in later) == len(proven) and len(later) > len(proven)
-    flag = report(comfy, ours)["flags"][FLAG]
-    assert (flag["requested"], flag["in_scope"], flag["outside"]) == ("auto", True, False)
-    assert f"{len(proven)} of {len(later)} fp16 layers are proven" in flag["reason"]
-
-
-def test_the_result_is_that_of_the_plain_model(comfy, wan, call, ampere):
-    model = load(comfy, wan, "fp16", "fp16")
-    plain = families.replay(model, call)
-    ours = accumulation(comfy, model, fp16_accumulation="auto", attention="auto", reduced_precision_reduction="off")
-    for _ in range(2):
-        assert torch.equal(families.replay(ours, call), plain)
-    scaled = loud(comfy, wan, {r"blocks\.1\.self_attn\.v\.weight": 4e3})
-    plain, ours = families.replay(scaled, call), accumulation(comfy, scaled, fp16_accumulation="auto")
-    for _ in range(2):
-        assert relative_error(plain, families.replay(ours, call)) < 2e-3
-    assert torch.equal(families.replay(scaled, call), plain), "the model that came in was changed"
-
-
-def test_a_lora_is_part_of_the_weight_that_is_proven(comfy, wan, call, ampere):
-    import comfy.sd
-
-    model = accumulation(comfy, load(comfy, wan, "fp16", "fp16"), fp16_accumulation="auto")
-    families.replay(model, call)
-    tensors = model_files.lora({"blocks.0.ffn.0": (1024, 256)}, size=100.0)
-    patched = comfy.sd.load_lora_for_models(model, None, dict(tensors), 1.0, 0.0)[0]
-    for name, accumulates in ((model, "fp16"), (patched, "fp32"), (model, "fp16")):
-        families.replay(name, call)
-        layers = {layer["name"]: layer for layer in report(comfy, name)["layers"]}
-        assert layers["blocks.0.ffn.0"]["accumulation"] == accumulates
-        assert layers["blocks.1.ffn.0"]["accumulation"] == "fp16"
-
-
-def test_a_louder_step_is_repeated_without_the_layers_it_disproves(comfy, wan, call, ampere):
-    ours = accumulation(comfy, load(comfy, wan, "fp16", "fp16"), fp16_accumulation="auto")
-    context = {name: value * 4000 for name, value in call.kwargs.items() if name == "c_crossattn"}
-    for _ in range(2):
-        families.replay(ours, call)
-    run = accumulation_of(ours).run_on(ours.model)
-    assert run.ranges.repeats == 0
-    x = call.args[0] * 3000
-    seen, _ = products(ours, call, x=x, **context)
-    half = len(seen) // 2
-    assert run.ranges.repeats == 1 and not any(on for _, on in seen[half:])
-
-
-def test_on_is_obeyed_and_names_what_is_not_proven(comfy, wan, call, ampere):
-    model = loud(comfy, wan, {r"blocks\.0\.ffn\.0\.weight": 3e4})
-    ours = accumulation(comfy, model, fp16_accumulation="on")
-    for _ in range(2):
-        seen, _ = products(ours, call)
-        assert seen and all(on for _, on in seen)
-    found = report(comfy, ours)
-    assert any("not proven safe in" in note and "blocks.0.ffn.0" in note for note in found["notes"])
-    layers = {layer["name"]: layer for layer in found["layers"]}
-    assert layers["blocks.0.ffn.0"]["accumulation"] == "fp16"
-    assert layers["blocks.0.ffn.0"]["reason"].startswith("fp16 sums as asked, not proven: bound")
-
-
-@pytest.mark.parametrize("order", ["compute first", "compute last"])
-def test_a_rule_that_makes_a_layer_fp16_is_bounded_in_fp16(comfy, wan, call, ampere, order):
-    from halfsafe.precision.rules import rules_from
-
-    rules, model = rules_from("blocks.0.ffn.* compute=fp16"), load(comfy, wan, "as_file", "bf16")
-    if order == "compute first":
-        ours = accumulation(comfy, with_compute(comfy, model, "bf16", rules), fp16_accumulation="auto")
-    else:
-        ours = with_compute(comfy, accumulation(comfy, model, fp16_accumulation="auto"), "bf16", rules)
-    plain = families.replay(with_compute(comfy, model, "bf16", rules), call)
-    for expected in (False, True, True):
-        seen, result = products(ours, call)
-        assert [on for _, on in seen] == [expected] * 2
-        assert torch.equal(result, plain)
-
-
-def test_fp16_safe_has_fp32_results_and_says_so(comfy, wan, call, ampere):
-    model = load(comfy, wan, "as_file", "fp16_safe")
-    ours = accumulation(comfy, model, fp16_accumulation="auto", attention="auto")
-    assert torch.equal(families.replay(ours, call), families.replay(model, call))
-    found = report(comfy, ours)
-    assert any(e["setting"] == "fp16_accumulation=auto" and "fp32 results" in e["reason"] for e in found["without_effect"])
-    assert found["flags"][FLAG]["in_scope"] is False
-
-
-def test_two_gpus_at_once_never_switch_layer_by_layer(comfy, wan, call, ampere):
-    model = accumulation(comfy, load(comfy, wan, "fp16", "fp16"), fp16_accumulation="auto", attention="auto")
-    families.replay(model, call)
-    held, release = threading.Event(), threading.Event()
-
-    def other():
-        with flags.flags_set({FLAG: False}):
-            held.set()
-            release.wait()
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    held.wait()
-    try:
-        seen, _ = products(model, call)
-    finally:
-        release.set()
-        thread.join()
-    assert seen and not any(on for _, on in seen)
-    assert any(on for _, on in products(model, call)[0])
-
-
-@pytest.mark.parametrize("quiet", [True, False])
-def test_under_torch_compile_all_or_none(comfy, wan, call, ampere, quiet):
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-
-    factors = {} if quiet else {r"blocks\.0\.ffn\.0\.weight": 3e4}
-    model = accumulation(comfy, loud(comfy, wan, factors), fp16_accumulation="auto", attention="auto")
-    set_torch_compile_wrapper(model, backend="eager")
-    inside = []
-    model = spied(model, lambda: inside.append(flags.is_on(FLAG)))
-    for _ in range(3):
-        families.replay(model, call)
-    assert inside == [False, quiet, quiet]
-    reason = report(comfy, model)["flags"][FLAG]["reason"]
-    assert "cannot be switched layer by layer" in reason and reason.endswith("on for all." if quiet else "off.")
-
-
-# --- what cannot act --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ def test_blocks_compiled_on_their_own(comfy, wan, reference):
         assert relative_error(reference, families.sample(model, "wan", steps=4)) < 2e-3
         assert counters["stats"]["unique_graphs"] <= len(keys)
         assert sum(counters["graph_break"].values()) == 0
-    assert compute_of(model).run_of(model.model).fp16_share() > 0.8
+    compute = compute_of(model)
+    assert len(compute.run_of(model.model).operations) == len(compute.plan.decisions)
 
 
 def test_a_later_overflow_is_right_and_compiles_once_more(comfy, wan):

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from halfsafe.precision.quantize import relative_error
+from halfsafe.precision.rules import rules_from
 from support import dialects, model_files, tiny_models
 from support.denoise import denoise
 from support.sampling import sample
@@ -187,3 +188,11 @@ SENSITIVE = {
     "qwen_image": r"^time_text_embed\.",
     "z_image": r"^t_embedder\.",
 }
+
+
+def test_rules_that_keep_every_layer_leave_no_unscaled_fp8(comfy, wan, reference):
+    rules = rules_from("* storage=as_file")
+    (model,) = comfy.run(
+        "HalfsafeLoadDiffusionModel", model_name=wan.name, storage="fp8_e4m3fn", compute="fp32", rules=rules
+    )
+    assert relative_error(reference, denoise(model)) < 1e-6

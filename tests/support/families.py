@@ -64,7 +64,7 @@ OVERFLOWS = {
     "z_image": {
         "ffn": {r"layers\.0\.feed_forward\.w[13]\.weight": 300},
         "residual": {r"(attention\.out|feed_forward\.w2)\.weight": 1, r"(attention|ffn)_norm2\.weight": 1e5},
-        "attention": {r"attention\.[qk]_norm\.weight": 200},
+        "attention": {r"^layers\.0\.attention\.[qk]_norm\.weight": 200},
     },
 }  # fmt: skip
 
