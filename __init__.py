@@ -1,4 +1,4 @@
-"""Halfsafe: FP8 loading, compute dtypes, accumulation and NaN guarding for ComfyUI."""
+"""Halfsafe: FP8 loading, compute dtypes and accumulation for ComfyUI."""
 
 WEB_DIRECTORY = "./web"
 

@@ -54,6 +54,9 @@ def main(arguments: list[str] | None = None) -> int:
     except HalfsafeError as error:
         print("halfsafe:", " ".join(str(error).split()), file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        sys.stdout = None
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -116,6 +119,8 @@ def _convert(options: argparse.Namespace) -> int:
     from .precision.rules import rules_from
     from .precision.safetensors_file import open_checkpoint
 
+    if options.target.suffix not in (".safetensors", ".sft") or options.target.is_dir():
+        raise HalfsafeError(f"{options.target} is not the name of a .safetensors file.", "Give the target that ending.")
     if options.target.exists() and not options.force:
         raise HalfsafeError(f"{options.target} exists.", "Add --force to overwrite it.")
     rules = rules_from(_rules_text(options.rules), options.preset)

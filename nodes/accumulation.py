@@ -23,7 +23,7 @@ class Accumulation(io.ComfyNode):
             inputs=[
                 io.Model.Input("model", tooltip="The model; it is not changed, the output is a patched clone."),
                 _choice("fp16_accumulation", FP16_OPTIONS, "auto", (
-                    "Sums of fp16 products in fp16: up to twice as fast on RTX 20/30/40/50, acts on fp16 compute only.\n"
+                    "Add up fp16 products in fp16: up to twice as fast on RTX 20/30/40/50, acts on fp16 compute only.\n"
                     "auto: in the layers that are proven not to overflow, layer by layer.\n"
                     "on: in all layers; those that are not proven are named in the report."
                 )),
@@ -34,7 +34,7 @@ class Accumulation(io.ComfyNode):
                     "fp32 products and convolutions rounded to TF32: faster and less precise. Needs RTX 30 or newer and fp32 compute."
                 )),
                 _choice("fp8_fast_accumulation", FP16_OPTIONS, "auto", (
-                    "Sums of fp8 products with fewer bits, RTX 40 and Hopper. auto: off, for quality."
+                    "Add up fp8 products with fewer bits, RTX 40 and Hopper. auto: off, for quality."
                 )),
                 _choice("attention", ATTENTION_OPTIONS, "auto", (
                     "Attention in fp16. auto: left alone where its scores fit; else keys are smoothed, which leaves the result the same, "

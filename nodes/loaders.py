@@ -15,7 +15,7 @@ STORAGE_TOOLTIP = (
 )
 COMPUTE_TOOLTIP = (
     "The dtype of the maths. auto: bf16 or fp16 where this GPU is fast at it and the model is safe in it, else fp16_safe or "
-    "fp32. fp16_safe: fp16 products with an fp32 stream, cannot overflow. fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); elsewhere it is said to have no effect and 16 bit is used."
+    "fp32. fp16_safe: fp16 products with an fp32 stream, cannot overflow. fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); elsewhere it has no effect, and the report says so."
 )
 RULES_TOOLTIP = "Exceptions per layer, from Halfsafe Layer Rules. Without it the preset 'keep sensitive layers' applies."
 
@@ -80,7 +80,7 @@ class LoadCheckpoint(io.ComfyNode):
                     "vae_dtype",
                     options=VAE_DTYPES,
                     default="auto",
-                    tooltip="The dtype the VAE works in. auto: ComfyUI's choice. fp32 cures black images from a VAE, at twice the memory.",
+                    tooltip="The dtype the VAE works in. auto: ComfyUI's choice. fp32 usually cures black images from a VAE, at twice the memory.",
                 ),
                 rules_input(),
             ],
@@ -149,7 +149,7 @@ class LoadVAE(io.ComfyNode):
                     "dtype",
                     options=VAE_DTYPES,
                     default="auto",
-                    tooltip="The dtype the VAE works in. auto: ComfyUI's choice. fp32 cures black images from a VAE, at twice the memory.",
+                    tooltip="The dtype the VAE works in. auto: ComfyUI's choice. fp32 usually cures black images from a VAE, at twice the memory.",
                 ),
             ],
             outputs=[io.Vae.Output()],

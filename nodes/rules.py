@@ -40,9 +40,9 @@ class LayerRules(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, rules=None, preset=None):
+    def validate_inputs(cls, rules=None):
         try:
-            rules_from(rules or "", preset or DEFAULT_PRESET)
+            rules_from(rules or "")
         except HalfsafeError as error:
             return str(error)
         return True

@@ -1,6 +1,6 @@
 """Save a model with chosen precision, in ComfyUI's own format."""
 
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 
 from ..precision.dtypes import STORAGE_OPTIONS
 from ..precision.rules import rules_from
@@ -38,9 +38,8 @@ class SaveModel(io.ComfyNode):
     @classmethod
     def execute(cls, model, filename_prefix, storage, rules=None) -> io.NodeOutput:
         hidden = cls.hidden
-        return io.NodeOutput(
-            save_model(model, filename_prefix, storage, rules or rules_from(), hidden.prompt, hidden.extra_pnginfo)
-        )
+        name = save_model(model, filename_prefix, storage, rules or rules_from(), hidden.prompt, hidden.extra_pnginfo)
+        return io.NodeOutput(name, ui=ui.PreviewText(f"Saved {name}"))
 
 
 NODES = [SaveModel]

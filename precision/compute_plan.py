@@ -121,19 +121,20 @@ def plan_for_goal(
 def _for_goal(device: Device, goal: str, has_fp8: bool) -> tuple[str, str]:
     if goal == "quality":
         if device.capabilities["fp16"]:
-            return SAFE, "fp16 products with an fp32 stream are about ten times more accurate than bf16."
-        return "fp32", "fp16 is not fast here: fp32."
+            return SAFE, "fp16 products with fp32 sums and fp32 between layers are closer to fp32 than bf16 is."
+        return "fp32", "fp16 is not fast on this device, so fp32 is used."
     if goal == "speed" and device.capabilities["fp8_matmul_gains"]:
         if has_fp8:
             return "fp8", "fp8 products are the fastest here."
         return "auto", "No weight is stored in fp8; load with storage fp8_e4m3fn to multiply in fp8, the fastest here."
     if goal == "memory":
-        return "auto", "16-bit activations where the model is safe in them; load with storage fp8_e4m3fn to halve the weights."
+        halve = not has_fp8 and device.capabilities["fp8_storage"]
+        return "auto", "Load the model with storage fp8_e4m3fn to halve its weights." if halve else ""
     return "auto", ""
 
 
 def _choose(facts: ModelFacts, device: Device, compute: str) -> tuple[Choice, list[tuple[str, str]], list[str]]:
-    automatic, reason = auto_compute(device, facts.supported, facts.file_dtype, fp16_safe_available=True)
+    automatic, reason = auto_compute(device, facts.supported, facts.file_dtype)
     if compute == "auto":
         return Choice(compute, automatic, reason), [], []
     if compute == "fp8":

@@ -17,7 +17,7 @@ import torch
 from .checkpoint import Checkpoint, StoredWeight, comfy_quant_tensor, read_checkpoint
 from .dtypes import FP8_NAMES, dtype_named, max_of, name_of
 from .errors import CheckpointError, NonFiniteWeight
-from .plan import StorageDecision, layers_of, plan_storage
+from .plan import StorageDecision, layers_of, plan_storage, rules_without_effect
 from .quantize import absolute_max, quantize
 from .rules import Rules
 from .safetensors_file import TensorFile, TensorSpec, open_checkpoint, write_safetensors
@@ -102,6 +102,12 @@ def check_finite(tensors: Mapping[str, torch.Tensor], path) -> None:
         _finite_bound(StoredWeight(name, tensor), path)
 
 
+def beyond_fp16(checkpoint: Checkpoint, prefix: str = "") -> str | None:
+    """The first tensor below ``prefix`` with a value that fp16 cannot hold, or None."""
+    inside = (weight for name, weight in checkpoint.weights.items() if name.startswith(prefix))
+    return next((weight.name for weight in inside if _passes_fp16(weight, checkpoint.path)), None)
+
+
 def convert_file(
     source: str | os.PathLike,
     target: str | os.PathLike,
@@ -121,7 +127,7 @@ def convert_file(
     file = open_checkpoint(source)
     _refuse_same_file(file, Path(target))
     checkpoint = read_checkpoint(file, file.metadata, source)
-    _refuse_lora(checkpoint)
+    refuse_lora(checkpoint)
     decisions = decide(checkpoint, storage, rules)
     wanted = {name: decision.storage for name, decision in decisions.items()}
     metadata = {"format": "pt"} | checkpoint.metadata
@@ -137,7 +143,11 @@ def convert_file(
         time.perf_counter() - began,
         dict(Counter(_shown(checkpoint.weights[name], outcome) for name, outcome in outcomes.items())),
         [(name, decision.reason) for name, decision in decisions.items() if decision.kept],
-        checkpoint.notes + [f"{name}: {outcome.note}" for name, outcome in outcomes.items() if outcome.note],
+        [
+            *checkpoint.notes,
+            *(f"{rule}: {why}" for rule, why in rules_without_effect(layers_of(checkpoint, model_prefix(checkpoint)), rules)),
+            *(f"{name}: {outcome.note}" for name, outcome in outcomes.items() if outcome.note),
+        ],
     )
 
 
@@ -199,7 +209,8 @@ def _refuse_same_file(file: TensorFile, target: Path) -> None:
         raise CheckpointError(target, "source and target are the same file", advice="Give the result another name.")
 
 
-def _refuse_lora(checkpoint: Checkpoint) -> None:
+def refuse_lora(checkpoint: Checkpoint) -> None:
+    """Raise :class:`CheckpointError` for a LoRA, which is no model."""
     name = next((name for name in checkpoint.weights if "lora_" in name), None)
     if name is not None:
         raise CheckpointError(checkpoint.path, "a LoRA, which is applied in 16 bit", name, "Convert the model instead.")

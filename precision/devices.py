@@ -113,7 +113,7 @@ def _verdict(profile: DeviceProfile, probes: tuple[Probe, ...], capability: str)
 
 
 def auto_compute(
-    device: Device | DeviceProfile, supported: Sequence[str], file_dtype: str, fp16_safe_available: bool = False
+    device: Device | DeviceProfile, supported: Sequence[str], file_dtype: str
 ) -> tuple[str, str]:
     """The compute option ``auto`` stands for, and why.
 
@@ -121,18 +121,17 @@ def auto_compute(
         device: where the model will run.
         supported: the model's own safe compute dtypes in its order of preference, e.g. ("bf16", "fp32").
         file_dtype: storage name of most of the file's weights.
-        fp16_safe_available: the caller can run ``fp16_safe``.
 
     Returns:
         One of fp16, fp16_safe, bf16, fp32, and a sentence.
     """
     usable = [option for option in supported if option == "fp32" or device.capabilities.get(option)]
     if file_dtype == "fp16" and "fp16" in usable:
-        return "fp16", f"The file is fp16, the model is safe in fp16, and fp16 is fast on {device.label}."
+        return "fp16", f"The file is fp16, ComfyUI lists fp16 for this model, and it is fast on {device.label}."
     if usable and usable[0] != "fp32":
         return usable[0], _low_precision_reason(device, usable[0])
     why = _why_not(device, supported)
-    if fp16_safe_available and _needs_fp16_safe(device, supported):
+    if _needs_fp16_safe(device, supported):
         return "fp16_safe", f"{why} fp16 matmuls with an fp32 stream are fast here and cannot overflow."
     return "fp32", f"{why} fp32 is what remains."
 
@@ -144,8 +143,8 @@ def _needs_fp16_safe(device: Device | DeviceProfile, supported: Sequence[str]) -
 
 def _low_precision_reason(device: Device | DeviceProfile, option: str) -> str:
     if option == "fp16":
-        return f"The model is safe in fp16 and fp16 is fast on {device.label}."
-    return f"The model is safe in bf16 and bf16 is native on {device.label}."
+        return f"ComfyUI lists fp16 for this model and it is fast on {device.label}."
+    return f"ComfyUI lists bf16 for this model and it is native on {device.label}."
 
 
 def _why_not(device: Device | DeviceProfile, supported: Sequence[str]) -> str:
@@ -173,7 +172,7 @@ def auto_storage(
     if file_dtype not in PLAIN_DTYPES:
         return _quantized_storage(device, file_dtype)
     if free_device_bytes is None:
-        return "as_file", "The device's free memory is not known."
+        return "as_file", "Kept as in the file: there is no separate GPU memory to fit it into."
     as_file_bytes = weight_bytes_16bit * {"fp32": 2, "fp64": 4}.get(file_dtype, 1)
     room = free_device_bytes - ACTIVATION_ROOM
     if as_file_bytes <= room:

@@ -22,12 +22,11 @@ TYPICAL_MODELS = {
 NOT_PROBED = "Simulated profile: the table decides, nothing was probed."
 
 
-def diagnose(device: torch.device | None = None, fp16_safe_available: bool = False) -> dict:
+def diagnose(device: torch.device | None = None) -> dict:
     """Everything about this machine that decides precision. JSON-safe; changes nothing.
 
     Args:
         device: the device to look at; the default accelerator, else the CPU, when None.
-        fp16_safe_available: the caller can run ``fp16_safe``.
 
     Raises:
         UnknownProfile: ``HALFSAFE_DEVICE_PROFILE`` names no profile.
@@ -41,22 +40,22 @@ def diagnose(device: torch.device | None = None, fp16_safe_available: bool = Fal
         "runtime": {"cuda": torch.version.cuda, "hip": torch.version.hip},
         "environment": {PROFILE_VARIABLE: os.environ.get(PROFILE_VARIABLE, "")},
         "devices": _devices(),
-        **_description(found, fp16_safe_available),
+        **_description(found),
         "flags": flags,
         "fp8_cast": fp8_overflow(),
     }
 
 
-def describe(profile: str | None = None, fp16_safe_available: bool = False) -> dict:
+def describe(profile: str | None = None) -> dict:
     """One profile, or this device when None: its capabilities with reasons, and what ``auto`` chooses. JSON-safe.
 
     Raises:
         UnknownProfile: no such profile.
     """
-    return _description(detect(profile=profile), fp16_safe_available)
+    return _description(detect(profile=profile))
 
 
-def _description(device: Device, fp16_safe_available: bool) -> dict:
+def _description(device: Device) -> dict:
     row = device.profile
     return {
         "device": {**device_section(device), "label": row.label, "vendor": row.vendor, "type": row.type},
@@ -64,7 +63,7 @@ def _description(device: Device, fp16_safe_available: bool) -> dict:
         "fp8": {"formats": list(row.fp8_formats), "scaling": list(row.scaling)},
         "remarks": row.remarks,
         "probes": [{"name": probe.name, "ok": probe.ok, "detail": probe.detail} for probe in device.probes],
-        "auto": [_auto(device, model, fp16_safe_available) for model in TYPICAL_MODELS],
+        "auto": [_auto(device, model) for model in TYPICAL_MODELS],
     }
 
 
@@ -72,9 +71,9 @@ def _capability(device: Device, name: str) -> dict:
     return {"value": device.capabilities[name], "table": device.profile.table(name), "reason": device.reason(name)}
 
 
-def _auto(device: Device, model: str, fp16_safe_available: bool) -> dict:
+def _auto(device: Device, model: str) -> dict:
     supported, file_dtype = TYPICAL_MODELS[model]
-    compute, reason = auto_compute(device, supported, file_dtype, fp16_safe_available)
+    compute, reason = auto_compute(device, supported, file_dtype)
     return {"model": model, "file": file_dtype, "compute": compute, "reason": reason}
 
 

@@ -57,6 +57,8 @@ def plan_storage(layers: Sequence[Layer], storage: str, rules: Rules) -> dict[st
 
 def _decide_storage(layer: Layer, storage: str, rules: Rules) -> StorageDecision:
     found = rules.setting("storage", layer.name, layer.cls)
+    if found and found[1].preset and storage not in FP8_NAMES:
+        found = None  # presets guard layers against fp8 only
     wanted, reason = (found[0], found[1].reason or str(found[1])) if found else (storage, "")
     if wanted in FP8_NAMES and layer.cls != "Linear":
         return StorageDecision("as_file", f"{layer.cls}: only Linear weights are held in fp8", kept=len(layer.shape) > 1)

@@ -2,10 +2,11 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 from .checkpoint import Checkpoint, read_checkpoint
 from .compute_plan import ModelFacts, plan_for_goal
-from .convert import model_prefix
+from .convert import model_prefix, refuse_lora
 from .devices import Device
 from .dtypes import name_of
 from .families import Family, family_of
@@ -27,6 +28,7 @@ def preview(path: str | os.PathLike, device: Device, goal: str = "balanced", dev
     """
     file = open_checkpoint(path)
     checkpoint = read_checkpoint(file, file.metadata, path)
+    refuse_lora(checkpoint)
     prefix = model_prefix(checkpoint)
     family = family_of(name.removeprefix(prefix) for name in checkpoint.weights)
     facts = _facts(checkpoint, prefix, family)
@@ -68,7 +70,7 @@ def _report(checkpoint, prefix, family, facts, device, plan: LoadPlan, storages,
     problems = [*plan.without_effect, *plan.compute.without_effect]
     report.without_effect = [WithoutEffect(setting, why) for setting, why in problems]
     report.decisions = {
-        "file": f"{checkpoint.path}, {checkpoint.dialect}",
+        "file": f"{Path(checkpoint.path).name}, {checkpoint.dialect}",
         "storage": str(plan.storage),
         "compute": f"{plan.compute.choice.used}: {reason}",
     }

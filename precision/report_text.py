@@ -15,9 +15,8 @@ HEADINGS = ("class", "storage", "mode", "sums", "stream")
 def report_text(report: dict) -> str:
     """The text of a report in its JSON form. No line is longer than 100 columns, unless one word is."""
     sections = (
-        _head(report), _storage(report), _layers(report["layers"]), _kept(report),
-        _flags(report["flags"]), _without_effect(report["without_effect"]), _notes(report["notes"]),
-        _guard(report["guard"]),
+        _head(report), _without_effect(report["without_effect"]), _notes(report["notes"]), _storage(report),
+        _layers(report["layers"]), _kept(report), _flags(report["flags"]), _guard(report["guard"]),
     )  # fmt: skip
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
@@ -154,6 +153,8 @@ def _kept(report: dict) -> list[str]:
 
 
 def _flags(flags: dict[str, dict]) -> list[str]:
+    """The flags somebody asked for; the JSON has them all."""
+    flags = {name: flag for name, flag in flags.items() if flag["requested"] != "unchanged"}
     if not flags:
         return []
     lines = [f"{'Flags':<32}{'requested':<12}{'in scope':<10}{'outside'}"]
@@ -177,7 +178,7 @@ def _without_effect(entries: list[dict]) -> list[str]:
 
 def _guard(guard: dict) -> list[str]:
     if guard["verdict"] == "off":
-        return ["Guard: not attached"]
+        return []
     lines = [f"Guard: {guard['verdict']} ({guard['calls']} calls, {guard['extra_calls']} repeated)"]
     for layer, mode in guard["escalations"].items():
         lines += wrapped(f"{layer} -> {mode}", "  ")

@@ -103,7 +103,7 @@ def parse(text: str) -> list[Rule]:
     for number, line in enumerate(text.splitlines(), 1):
         line, _, comment = re.sub(r"(^|\s)#", "\0", line, count=1).partition("\0")
         if line.strip():
-            rules.append(_parse_line(number, line.split(), comment.strip()))
+            rules.append(_parse_line(number, re.sub(r"\s*=\s*", "=", line).split(), comment.strip()))
     return rules
 
 
@@ -121,11 +121,11 @@ def _parse_line(number: int, words: list[str], reason: str) -> Rule:
 
 
 def _parse_setting(number: int, setting: str) -> tuple[str, str]:
-    key, _, value = setting.partition("=")
+    key, _, value = setting.lower().partition("=")
     if key not in VALUES:
         raise RuleError(number, f"'{setting}' sets no known key", f"Keys are: {', '.join(VALUES)}.")
     if value not in VALUES[key]:
-        raise RuleError(number, f"'{value}' is no value of {key}", f"Use one of: {', '.join(VALUES[key])}.")
+        raise RuleError(number, f"'{value}' is not a valid value for {key}", f"Use one of: {', '.join(VALUES[key])}.")
     return key, value
 
 

@@ -181,11 +181,14 @@ class _Run:
         used = self._used()
         if not self.plan.proving or self.ranges.measuring:
             return ""
-        proven, scaled = (sum(map(test, used)) for test in (lambda op: op.slot.proven, lambda op: op.slot.exponent and op.slot.proven))
-        line = f"{proven} of {len(used)} fp16 layers are proven ({scaled} with their input scaled); {self.ranges.repeats} calls were repeated."
+        proven = [op.slot for op in used if op.slot.proven]
+        scaled = sum(slot.exponent > 0 for slot in proven)
+        line = f"{len(proven)} of {len(used)} fp16 layers are proven ({scaled} with their input scaled)"
+        line += f"; {self.ranges.repeats} calls were repeated."
         if not self.plan.whole:
             return line
-        outcome = "on for all" if self.sums_in_fp16 else "off" if self._attention_is_known else "off, attention is not bounded"
+        outcome = "on for all" if self.sums_in_fp16 else "off"
+        outcome += "" if self._attention_is_known else ", as attention's own products are not bounded"
         return f"{line} Under torch.compile or on several devices it cannot be switched layer by layer: {outcome}."
 
 

@@ -4,13 +4,25 @@ import copy
 
 import torch
 
+from ...precision.accumulation import Request
 from ...precision.compute_plan import MODE_OF, SAFE, ComputeDecision, ComputePlan, plan_compute, plan_for_goal
 from ...precision.dtypes import dtype_named
 from ...precision.plan import rules_without_effect
 from ...precision.rules import Rules
+from .accumulation import with_accumulation
 from .compute import only_multiplies, set_compute
 from .devices import current_device
 from .state import model_facts, storages, stream_dtype
+
+SUMS = {
+    "quality": Request(fp16_accumulation="off", reduced_precision_reduction="off", tf32="off"),
+    "speed": Request(fp16_accumulation="auto", tf32="on"),
+}
+SUMS_WHY = {
+    "quality": "fp32 throughout, no TF32",
+    "speed": "fp16 where it is proven not to overflow, TF32 for fp32 products",
+}
+STORAGE_RULE = "the model is loaded already: give rules on storage to a loader or to Save Model"
 
 
 def with_compute(patcher, compute: str, rules: Rules):
@@ -18,6 +30,7 @@ def with_compute(patcher, compute: str, rules: Rules):
     facts = model_facts(patcher)
     plan = plan_compute(facts, current_device(), compute, rules, storages(patcher))
     plan.without_effect.extend(rules_without_effect(facts.layers, rules))
+    plan.without_effect.extend((str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
     return _planned(patcher, plan)
 
 
@@ -34,7 +47,11 @@ def with_goal(patcher, goal: str, clip, vae):
         lines.append("VAE: fp32")
     elif vae is not None:
         lines.append(f"VAE: unchanged, {str(vae.vae_dtype).removeprefix('torch.')}")
-    return _planned(patcher, plan), vae, "\n".join(lines)
+    model = _planned(patcher, plan)
+    if goal in SUMS:
+        model = with_accumulation(model, SUMS[goal])
+        lines.append(f"sums: {SUMS_WHY[goal]}; the report tells which could act")
+    return model, vae, "\n".join(lines)
 
 
 def _planned(patcher, plan: ComputePlan):

@@ -136,9 +136,9 @@ def _finished(clip, path: str, compute: str, storage: Choice, factory: tuple):
     record = LoadRecord(path, "", storage, without_effect=without_effect)
     clip.patcher.set_attachments(ATTACHMENT, record)
     clip.patcher.cached_patcher_init = factory
-    logger.info("%s: storage %s", path, storage)
+    logger.info("Halfsafe: %s: storage %s", path, storage)
     for setting, reason in without_effect:
-        logger.warning("%s: %s has no effect: %s", path, setting, reason)
+        logger.warning("Halfsafe: %s: %s has no effect: %s", path, setting, reason)
     return clip
 
 

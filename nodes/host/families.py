@@ -15,6 +15,7 @@ from ...precision.compute_plan import Layer, ModelFacts
 from ...precision.convert import model_prefix
 from ...precision.dtypes import name_of
 from ...precision.errors import CheckpointError
+from ...precision.operations import kind_of
 from ...precision.plan import file_dtype, is_calibrated
 
 
@@ -22,7 +23,8 @@ from ...precision.plan import file_dtype, is_calibrated
 class Detected:
     """A checkpoint that ComfyUI knows, with ComfyUI's ``config`` of its architecture.
 
-    ``layer_names``: the layer inside the model that each ``.weight`` tensor of the file belongs to.
+    ``layer_names``: the layer inside the model that each ``.weight`` tensor of the file belongs to; ``missing``: matrix
+    layers of the model for which the file has no weight.
     """
 
     checkpoint: Checkpoint
@@ -30,6 +32,7 @@ class Detected:
     config: Any
     facts: ModelFacts
     layer_names: dict[str, str]
+    missing: list[str]
 
 
 def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected:
@@ -50,8 +53,11 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     if config is None:
         advice = _hint(original, only_diffusion_model)
         raise CheckpointError(checkpoint.path, "ComfyUI does not know this architecture", advice=advice)
-    names = _layer_names(config, checkpoint, prefix)
-    return Detected(checkpoint, prefix, config, _facts(checkpoint, names, prefix, config), names)
+    modules = _modules(config, checkpoint, prefix)
+    renamed = _renamed_tensors(config, checkpoint, prefix)
+    names = _layer_names(renamed, checkpoint, prefix)
+    missing = [name for name, module in modules.items() if kind_of(module) and f"{name}.weight" not in renamed]
+    return Detected(checkpoint, prefix, config, _facts(checkpoint, modules, names, prefix, config), names, missing)
 
 
 def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
@@ -109,9 +115,8 @@ def _from_diffusers_unet(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return {name: tensors[source] for source, name in names.items() if source in tensors}
 
 
-def _facts(checkpoint: Checkpoint, names: dict[str, str], prefix: str, config) -> ModelFacts:
-    classes = _module_classes(config, checkpoint, prefix)
-    layers = [_layer(layer, classes[layer], checkpoint.weights[name]) for name, layer in names.items() if layer in classes]
+def _facts(checkpoint: Checkpoint, modules: dict, names: dict[str, str], prefix: str, config) -> ModelFacts:
+    layers = [_layer(layer, modules[layer], checkpoint.weights[name]) for name, layer in names.items() if layer in modules]
     inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
     supported = tuple(name_of(dtype) for dtype in config.supported_inference_dtypes)
     return ModelFacts(
@@ -123,25 +128,30 @@ def _facts(checkpoint: Checkpoint, names: dict[str, str], prefix: str, config) -
     )
 
 
-def _layer(name: str, cls: str, weight: StoredWeight) -> Layer:
-    return Layer(name, cls, tuple(weight.data.shape))
+def _layer(name: str, module: torch.nn.Module, weight: StoredWeight) -> Layer:
+    return Layer(name, type(module).__name__, tuple(weight.data.shape))
 
 
-def _layer_names(config, checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
-    """Layer name for each ``.weight`` in the file: the name it has once ComfyUI has renamed the family's tensors."""
-    inside = {name: weight.data for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
-    renamed = config.process_unet_state_dict({name[len(prefix) :]: tensor for name, tensor in inside.items()})
+def _renamed_tensors(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:
+    """The diffusion model's tensors under the names that ComfyUI gives those of this family as it loads them."""
+    inside = (name for name in checkpoint.weights if name.startswith(prefix))
+    return config.process_unet_state_dict({name[len(prefix) :]: checkpoint.weights[name].data for name in inside})
+
+
+def _layer_names(renamed: dict[str, torch.Tensor], checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
     by_tensor = {id(tensor): name for name, tensor in renamed.items()}
-    targets = ((name, by_tensor.get(id(tensor), "")) for name, tensor in inside.items())
+    inside = ((name, weight.data) for name, weight in checkpoint.weights.items() if name.startswith(prefix))
+    targets = ((name, by_tensor.get(id(tensor), "")) for name, tensor in inside)
     return {name: target.removesuffix(".weight") for name, target in targets if target.endswith(".weight")}
 
 
-def _module_classes(config, checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
+def _modules(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.nn.Module]:
+    """The model's modules by name, without their weights."""
     config.set_inference_dtype(torch.bfloat16, None)
     config.custom_operations = comfy.ops.disable_weight_init
     with _quiet():
         model = config.get_model(tensors_of(checkpoint), prefix, device=torch.device("meta"))
-    return {name: type(module).__name__ for name, module in model.diffusion_model.named_modules()}
+    return dict(model.diffusion_model.named_modules())
 
 
 @contextlib.contextmanager
@@ -159,6 +169,10 @@ def _quiet():
 def _hint(checkpoint: Checkpoint, only_diffusion_model: bool) -> str:
     if any("lora" in name for name in checkpoint.weights):
         return "It looks like a LoRA: load it with a LoRA loader."
+    if any(name.startswith(("text_model.", "encoder.block.", "model.layers.", "shared.")) for name in checkpoint.weights):
+        return "It looks like a text encoder: load it with Load CLIP."
+    if any(name.startswith(("decoder.conv", "decoder.mid", "decoder.middle")) for name in checkpoint.weights):
+        return "It looks like a VAE: load it with Load VAE."
     if not only_diffusion_model:
         return "If it holds a diffusion model alone, put it in models/diffusion_models and load it from there."
     return "Check that it is a diffusion model, and whether a newer ComfyUI supports it."

@@ -10,7 +10,7 @@ import torch
 
 from ...precision import convert
 from ...precision.checkpoint import StoredWeight
-from ...precision.dtypes import FP8_DTYPES, dtype_named
+from ...precision.dtypes import FP8_DTYPES, FP8_NAMES, dtype_named
 from ...precision.errors import CheckpointError
 from ...precision.memory import require_memory
 from ...precision.plan import LoadPlan, plan_load, weight_bytes
@@ -74,14 +74,15 @@ def _prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> tu
 
 
 def _storages(detected: Detected, plan: LoadPlan) -> dict[str, str]:
-    """The storage of each weight in the file. What ComfyUI cannot hold in fp8 leaves it for the compute dtype."""
+    """What to make of each weight in the file. From one 16- or 32-bit dtype to another ComfyUI casts as it loads."""
     linear = {layer.name for layer in detected.facts.layers if layer.cls == "Linear"}
 
     def storage(name: str, weight: StoredWeight) -> str:
         layer = detected.layer_names.get(name)
-        if layer in plan.decisions and not (layer not in linear and _is_fp8(weight)):
-            return plan.decisions[layer].storage
-        return plan.compute.weight_dtype if _is_fp8(weight) and name.startswith(detected.prefix) else "as_file"
+        wanted = plan.decisions[layer].storage if layer in plan.decisions else "as_file"
+        if _is_fp8(weight):
+            return wanted if layer in linear or not name.startswith(detected.prefix) else plan.compute.weight_dtype
+        return wanted if wanted in FP8_NAMES or weight.scale is not None else "as_file"
 
     return {weight.layer: storage(name, weight) for name, weight in detected.checkpoint.weights.items()}
 
@@ -105,8 +106,10 @@ def _model_options(detected: Detected, plan: LoadPlan, tensors: dict[str, torch.
 
 
 def _plain_dtype(detected: Detected, plan: LoadPlan) -> torch.dtype:
-    """The dtype of a model in which no layer is quantized; in fp8 without a scale nothing is ever held."""
+    """The dtype of a model in which no layer is quantized: never fp8 without a scale, nor fp16 that cannot hold it."""
     used = detected.facts.file_dtype if plan.storage.used == "as_file" else plan.storage.used
+    if used == "fp16" and convert.beyond_fp16(detected.checkpoint, detected.prefix):
+        return torch.bfloat16
     return dtype_named(plan.compute.weight_dtype if used.startswith("fp8") else used)
 
 
@@ -117,8 +120,18 @@ def _finish(patcher, detected: Detected, plan: LoadPlan, tensors: dict[str, torc
     _check_quantized(detected, modules, _quantized_layers(tensors, detected.prefix))
     _compute_in_full_precision(modules)
     set_compute(patcher, plan.compute)
+    notes = [*_missing(detected), *notes]
     patcher.set_attachments(ATTACHMENT, _record(detected, plan, notes))
-    logger.info("%s: storage %s; compute %s", detected.checkpoint.path, plan.storage, plan.compute.choice)
+    logger.info("Halfsafe: %s: storage %s; compute %s", detected.checkpoint.path, plan.storage, plan.compute.choice)
+
+
+def _missing(detected: Detected) -> list[str]:
+    if not detected.missing:
+        return []
+    names = ", ".join(detected.missing)
+    note = f"The file has no weight for {len(detected.missing)} layers, which hold arbitrary numbers: {names}."
+    logger.warning("Halfsafe: %s: %s", detected.checkpoint.path, note)
+    return [note]
 
 
 def _check_quantized(detected: Detected, modules: dict, layers: list[str]) -> None:

@@ -67,6 +67,8 @@ def save_model(patcher, filename_prefix: str, storage: str, rules: Rules, prompt
     """
     if BYPASS in patcher.injections:
         raise HalfsafeError("A bypass LoRA acts while the model runs and has no merged weights.", "Use a normal LoRA loader.")
+    if not filename_prefix.strip("/ "):
+        raise HalfsafeError("The filename prefix is empty.", "Give the file a name, such as diffusion_models/my_model.")
     path, name = output_path(filename_prefix)
     weights = LiveWeights(patcher)
     decisions = plan_storage(_layers(patcher, weights), "as_file" if storage == "auto" else storage, rules)

@@ -1,6 +1,7 @@
 """What a loaded model really is: the dtype of each weight it holds and how each layer will run."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import comfy.quant_ops
 import torch
@@ -30,8 +31,9 @@ def report_of(patcher) -> Report:
     if record:
         report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
         report.without_effect = [WithoutEffect(*entry) for entry in (*record.without_effect, *_unmet(record, layers))]
-        report.decisions = {"file": f"{record.file}, {record.dialect}", "storage": str(record.storage)}
+        report.decisions = {"file": f"{Path(record.file).name}, {record.dialect}", "storage": str(record.storage)}
         report.notes = list(record.notes)
+    report.decisions["compute"] = f"{name_of(stream_dtype(patcher))}: as its loader chose"
     if compute:
         report.without_effect += [WithoutEffect(*entry) for entry in compute.plan.without_effect]
         report.decisions["compute"] = str(compute.plan.choice)

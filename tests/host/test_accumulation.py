@@ -13,7 +13,7 @@ from halfsafe.precision.accumulation import PARTS
 from support import families, tiny_models
 from support.denoise import transformer_options
 from support.families import load, report
-from support.summing import FLAG, SETTINGS, accumulation, spied, started_with, states
+from support.summing import FLAG, SETTINGS, accumulation, raising, spied, started_with, states
 
 RESULTS = Path(__file__).absolute().parents[2] / "benchmarks" / "results" / "flags.json"
 WRITE = "HALFSAFE_WRITE_RESULTS"

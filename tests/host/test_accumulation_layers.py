@@ -195,3 +195,20 @@ def test_under_torch_compile_all_or_none(comfy, base, mixed, call, ampere, monke
     assert inside == [False, quiet, quiet]
     reason = report(comfy, model)["flags"][FLAG]["reason"]
     assert "cannot be switched layer by layer" in reason and reason.endswith("on for all." if quiet else "off.")
+
+
+def test_on_several_devices_all_or_none(comfy, base, call, ampere, monkeypatch):
+    from comfy.ldm.modules import attention
+    from comfy.ldm.wan import model as wan_model
+
+    ours = accumulation(comfy, base, fp16_accumulation="auto", attention="auto")
+    ours.is_multigpu_base_clone = True
+    families.replay(ours, call)
+    assert not any(on for _, on in products(ours, call)[0]), "attention that sums on its own was trusted"
+    assert "attention's own products are not bounded" in report(comfy, ours)["flags"][FLAG]["reason"]
+    monkeypatch.setattr(wan_model, "optimized_attention", attention.attention_pytorch)
+    ours = accumulation(comfy, base, fp16_accumulation="auto", attention="auto")
+    ours.is_multigpu_base_clone = True
+    families.replay(ours, call)
+    seen, _ = products(ours, call)
+    assert seen and all(on for _, on in seen)

@@ -5,8 +5,11 @@ import re
 
 import pytest
 import torch
+from halfsafe.precision import devices
+from halfsafe.precision.plan import plan_load
 from halfsafe.precision.quantize import relative_error
 from halfsafe.precision.rules import rules_from
+from safetensors.torch import load_file, save_file
 from support import dialects, model_files, tiny_models
 from support.denoise import denoise
 from support.sampling import sample
@@ -190,9 +193,38 @@ SENSITIVE = {
 }
 
 
-def test_rules_that_keep_every_layer_leave_no_unscaled_fp8(comfy, wan, reference):
+def test_rules_that_keep_every_layer_leave_no_unscaled_fp8(comfy, models_dir, reference):
     rules = rules_from("* storage=as_file")
+    path = tiny_models.wan(models_dir / "diffusion_models" / "kept.safetensors")
     (model,) = comfy.run(
-        "HalfsafeLoadDiffusionModel", model_name=wan.name, storage="fp8_e4m3fn", compute="fp32", rules=rules
+        "HalfsafeLoadDiffusionModel", model_name=path.name, storage="fp8_e4m3fn", compute="fp32", rules=rules
     )
     assert relative_error(reference, denoise(model)) < 1e-6
+
+
+@pytest.mark.parametrize(("storage", "compute"), [("fp16", "fp32"), ("auto", "fp16_safe")])
+def test_a_weight_beyond_fp16_is_not_held_in_fp16(comfy, models_dir, storage, compute):
+    path = tiny_models.wan(models_dir / "diffusion_models" / "large.safetensors", scale={"blocks.0.ffn.2.weight": 3e6})
+    reference = denoise(comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage="as_file", compute="fp32")[0])
+    (model,) = comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage=storage, compute=compute)
+    assert relative_error(reference, denoise(model)) < 0.005
+
+
+def test_a_cast_between_16_bit_dtypes_is_left_to_comfyui_and_costs_no_second_copy(comfy, tmp_path):
+    from halfsafe.nodes.host import families, files, models
+
+    path = tiny_models.wan(tmp_path / "wan.safetensors")
+    detected = families.detect_model(files.open_model(str(path)), only_diffusion_model=True)
+    plan = plan_load(detected.facts, devices.detect(profile="cpu"), "fp16", "fp16", rules_from(), None)
+    assert set(models._storages(detected, plan).values()) == {"as_file"}
+
+
+def test_a_weight_the_file_lacks_is_named_in_the_report(comfy, models_dir):
+    path = models_dir / "diffusion_models" / "incomplete.safetensors"
+    tensors = load_file(tiny_models.wan(models_dir / "diffusion_models" / "complete.safetensors"))
+    del tensors["blocks.1.ffn.0.weight"]
+    save_file(tensors, path)
+    (model,) = comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage="as_file", compute="fp32")
+    assert "blocks.1.ffn.0" in json.loads(comfy.run("HalfsafeReport", model=model)[1])["notes"][0]
+    (model,) = comfy.run("HalfsafeLoadDiffusionModel", model_name="complete.safetensors", storage="as_file", compute="fp32")
+    assert json.loads(comfy.run("HalfsafeReport", model=model)[1])["notes"] == []

@@ -61,8 +61,8 @@ def test_auto_on_every_device(profile):
     [
         ("sm_61", WAN, "1/64"),
         ("sm_75", QWEN_IMAGE, "cannot overflow"),
-        ("sm_75", WAN, "safe in fp16"),
-        ("sm_86", FLUX, "bf16 is native"),
+        ("sm_75", WAN, "lists fp16"),
+        ("sm_86", FLUX, "it is native"),
         ("mps_m1", QWEN_IMAGE, "emulated"),
         ("cpu", FLUX, "fp32 is what remains"),
     ],

@@ -188,7 +188,7 @@ def test_gtx_16_cards_compute_nothing_in_fp16(name, cuda):
     device = devices.detect(cuda((7, 5), name))
     assert not device.capabilities["fp16"] and not device.capabilities["fp16_accumulation"]
     assert "wrong or NaN" in device.reason("fp16")
-    assert devices.auto_compute(device, WAN, "fp16", fp16_safe_available=True)[0] == "fp32"
+    assert devices.auto_compute(device, WAN, "fp16")[0] == "fp32"
 
 
 def test_other_turing_cards_keep_fp16(cuda):
@@ -312,8 +312,8 @@ def test_a_device_cannot_be_changed():
     ("name", "wan", "qwen", "flux"),
     [
         ("sm_61", "fp32", "fp32", "fp32"),
-        ("sm_70", "fp16", "fp32", "fp16"),
-        ("sm_75", "fp16", "fp32", "fp16"),
+        ("sm_70", "fp16", "fp16_safe", "fp16"),
+        ("sm_75", "fp16", "fp16_safe", "fp16"),
         ("sm_80", "fp16", "bf16", "bf16"),
         ("sm_86", "fp16", "bf16", "bf16"),
         ("sm_89", "fp16", "bf16", "bf16"),
@@ -324,7 +324,7 @@ def test_a_device_cannot_be_changed():
         ("gfx942", "fp16", "bf16", "bf16"),
         ("gfx1100", "fp16", "bf16", "bf16"),
         ("gfx1201", "fp16", "bf16", "bf16"),
-        ("mps_m1", "fp16", "fp32", "fp16"),
+        ("mps_m1", "fp16", "fp16_safe", "fp16"),
         ("mps_m3", "fp16", "bf16", "bf16"),
         ("xpu", "fp16", "bf16", "bf16"),
         ("cpu", "fp32", "fp32", "fp32"),
@@ -341,16 +341,16 @@ def test_auto_compute_on_every_profile(name, wan, qwen, flux):
 def test_fp16_safe_is_only_for_models_without_fp16_on_devices_without_bf16(name):
     row = devices.profile_named(name)
     expected = name in ("sm_70", "sm_75", "mps_m1")
-    chosen, reason = devices.auto_compute(row, QWEN, "bf16", fp16_safe_available=True)
+    chosen, reason = devices.auto_compute(row, QWEN, "bf16")
     assert (chosen == "fp16_safe") is expected
     assert ("cannot overflow" in reason) is expected
-    assert devices.auto_compute(row, WAN, "bf16", fp16_safe_available=True)[0] != "fp16_safe"
-    assert devices.auto_compute(row, ("fp32",), "fp32", fp16_safe_available=True)[0] == "fp32"
+    assert devices.auto_compute(row, WAN, "bf16")[0] != "fp16_safe"
+    assert devices.auto_compute(row, ("fp32",), "fp32")[0] == "fp32"
 
 
 def test_a_model_that_prefers_fp32_keeps_it_where_bf16_is_native():
     row = devices.profile_named("sm_86")
-    assert devices.auto_compute(row, ("fp32", "bf16"), "fp32", fp16_safe_available=True)[0] == "fp32"
+    assert devices.auto_compute(row, ("fp32", "bf16"), "fp32")[0] == "fp32"
 
 
 def test_an_fp16_file_is_computed_in_fp16_where_the_model_allows_it():

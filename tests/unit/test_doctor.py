@@ -81,18 +81,14 @@ def test_every_profile_is_described_in_a_hundred_columns(name):
     ("name", "computes"),
     [
         ("sm_61", ["fp32", "fp32", "fp32", "fp32"]),
-        ("sm_75", ["fp16", "fp16", "fp32", "fp16"]),
+        ("sm_75", ["fp16", "fp16", "fp16_safe", "fp16"]),
         ("sm_89", ["fp16", "fp16", "bf16", "bf16"]),
         ("gfx1100", ["fp16", "fp16", "bf16", "bf16"]),
-        ("mps_m1", ["fp16", "fp16", "fp32", "fp16"]),
+        ("mps_m1", ["fp16", "fp16", "fp16_safe", "fp16"]),
     ],
 )
 def test_what_auto_chooses_for_typical_models(name, computes):
     assert chosen(doctor.describe(name)) == computes
-
-
-def test_fp16_safe_is_described_once_it_exists():
-    assert chosen(doctor.describe("sm_75", fp16_safe_available=True))[2] == "fp16_safe"
 
 
 def test_remarks_reach_the_text():

@@ -3,7 +3,6 @@ import threading
 
 import pytest
 import torch
-
 from halfsafe.precision import flags
 
 MATMUL = torch.backends.cuda.matmul

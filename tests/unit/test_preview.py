@@ -1,10 +1,9 @@
 import pytest
 import torch
-from safetensors.torch import save_file
-
 from halfsafe.precision import devices
 from halfsafe.precision.families import FAMILIES, UNKNOWN, family_of
 from halfsafe.precision.preview import preview
+from safetensors.torch import save_file
 
 
 @pytest.fixture

@@ -56,7 +56,9 @@ def wan(blocks=30, kept=(0, 1, 29)):
 
 
 def test_json_is_the_contracts_key_for_key_in_its_order():
-    assert json.dumps(contract_report().to_json()) == json.dumps(json.loads(CONTRACT))
+    found, contract = contract_report().to_json(), json.loads(CONTRACT)
+    assert list(found) == [*contract, "decisions", "notes"]
+    assert json.dumps({key: found[key] for key in contract}) == json.dumps(contract)
 
 
 def test_an_empty_report_has_every_section_and_no_guard():
@@ -69,6 +71,8 @@ def test_an_empty_report_has_every_section_and_no_guard():
         "without_effect": [],
         "kept_high": [],
         "guard": {"verdict": "off", "calls": 0, "extra_calls": 0, "escalations": {}, "events": []},
+        "decisions": {},
+        "notes": [],
     }
 
 

@@ -49,6 +49,10 @@ def test_one_line_sets_several_keys_and_each_is_looked_up_alone():
     assert rules.setting("stream", "b", "") is None
 
 
+def test_spaces_around_the_equals_sign_and_capitals_are_read():
+    assert parse("blocks.0.* storage = BF16  compute= Fp32")[0].settings == (("storage", "bf16"), ("compute", "fp32"))
+
+
 def test_comments_and_blank_lines():
     rules = parse("# heading\n\n  a storage=bf16   # outlier channels\nre:x#y storage=fp16\n")
     assert [(rule.pattern, rule.reason) for rule in rules] == [("a", "outlier channels"), ("re:x#y", "")]
@@ -59,8 +63,8 @@ def test_comments_and_blank_lines():
     [
         ("blocks.0.*", "sets nothing"),
         ("a colour=red", "colour=red"),
-        ("a storage=fp4", "'fp4' is no value of storage"),
-        ("a storage=auto", "'auto' is no value of storage"),
+        ("a storage=fp4", "'fp4' is not a valid value for storage"),
+        ("a storage=auto", "'auto' is not a valid value for storage"),
         ("storage=bf16 a", "where the pattern should be"),
         ("re:( storage=bf16", "not a regular expression"),
         ("a storage=bf16 nonsense", "nonsense"),
