@@ -156,16 +156,22 @@ def test_the_ranges_of_a_call_are_read_in_one_transfer(comfy, clean, call, monke
     assert reads == [(len(slots),)]
 
 
+def held_by_the_pack():
+    """Bytes allocated by the pack's own lines that are still held; pytest, for one, keeps every log record."""
+    own = [tracemalloc.Filter(True, f"*/{folder}/*") for folder in ("precision", "nodes/host")]
+    return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(own).traces)
+
+
 def test_calls_leave_no_memory_behind(comfy, clean, call):
     model = load(comfy, clean, "as_file", "fp16_safe")
     tracemalloc.start()
     try:
         taken = []
-        for _ in range(3):
-            for _ in range(6):
+        for _ in range(4):
+            for _ in range(10):
                 families.replay(model, call)
             gc.collect()
-            taken.append(tracemalloc.get_traced_memory()[0])
-        assert taken[2] - taken[1] < 10_000
+            taken.append(held_by_the_pack())
+        assert taken[3] - taken[2] < 4_000
     finally:
         tracemalloc.stop()
