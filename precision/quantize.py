@@ -17,7 +17,7 @@ import torch
 from .dtypes import FP8_DTYPES, max_of
 
 CHUNK = 1 << 18
-PART = 1 << 24
+PART = 1 << 23
 MIN_SCALE_EXPONENT = -24
 
 
@@ -42,8 +42,12 @@ def absolute_max(tensor: torch.Tensor) -> float:
     sign_bit = 1 << (tensor.element_size() * 8 - 1)
     if tensor.dtype in FP8_DTYPES and "fnuz" in str(tensor.dtype) and (unsigned == sign_bit).any():
         return math.nan
-    chunks = _in_parallel(lambda part: (int(signed[part].max()), int(unsigned[part].max())), tensor.numel())
-    largest = max(max(positive, negative - sign_bit) for positive, negative in chunks)
+
+    def largest_in(share: slice) -> int:
+        parts = (slice(start, min(start + CHUNK, share.stop)) for start in range(share.start, share.stop, CHUNK))
+        return max(max(int(signed[part].max()), int(unsigned[part].max()) - sign_bit) for part in parts)
+
+    largest = max(_in_parallel(largest_in, tensor.numel()))
     return torch.from_numpy(np.array([max(largest, 0)], signed.dtype)).view(tensor.dtype).double().item()
 
 

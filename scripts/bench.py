@@ -1,9 +1,10 @@
-"""Halfsafe against the alternative, the same work in the same run: `python scripts/bench.py load [--json]`.
+"""Halfsafe against the alternative, the same work in the same run: `python scripts/bench.py NAME [--json]`.
 
 load: a bf16 file with the shapes of Wan2.1 1.3B (2.84 GB) to scaled fp8 in memory, against ComfyUI's UNETLoader.
 convert: the same file disk to disk, against reading all, quantizing all and saving all.
+safe16, fp8mm, patch: what a compute plan costs and how close it comes; see bench_compute.py.
 
-Each measurement is a process of its own; the alternatives take turns; the file is in the page cache.
+Each measurement of load and convert is a process of its own; the alternatives take turns; the file is in the page cache.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ BENCHES = {
     "load": {"halfsafe": "load_halfsafe", "other": "load_core", "other_name": "UNETLoader, fp8_e4m3fn"},
     "convert": {"halfsafe": "convert_halfsafe", "other": "convert_read_all", "other_name": "read all, quantize, save"},
 }
+COMPUTE = ("safe16", "fp8mm", "patch")
 TARGETS = {"load": {"seconds": 1.3, "memory_to_weights": 1.1}, "convert": {"memory_to_largest_tensor": 3.0}}
 MODEL = "wan_1_3b_shaped"
 LARGEST_TENSOR = 1536 * 8960 * 2
@@ -38,6 +40,8 @@ def main() -> int:
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1
+    if options.name in COMPUTE:
+        return _compute(options.name, environment, options)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="halfsafe-bench-") as folder:
         base = make_base_directory(Path(folder), ROOT)
         model = _make_model(environment, base / "models" / "diffusion_models")
@@ -49,9 +53,15 @@ def main() -> int:
     return 0 if all(target["met"] for target in result["targets"].values()) else 2
 
 
+def _compute(name: str, environment: Environment, options: argparse.Namespace) -> int:
+    script, flags = ROOT / "scripts" / "bench_compute.py", [f"--{flag}" for flag in ("json", "save") if getattr(options, flag)]
+    command = [str(environment.python), str(script), name, "--comfyui", str(environment.comfyui), *flags]
+    return subprocess.run(command, check=False, env=clean_environ()).returncode
+
+
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=BENCHES)
+    parser.add_argument("name", choices=[*BENCHES, *COMPUTE])
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
     parser.add_argument("--runs", type=int, default=5, help="measurements of each alternative (default: 5)")
