@@ -7,9 +7,11 @@ process that has not imported ComfyUI yet. `args.comfyui`: a ComfyUI folder; `ar
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import logging
 import os
+import platform
 import statistics
 import sys
 import tempfile
@@ -137,6 +139,19 @@ def _comfy(args: argparse.Namespace) -> SimpleNamespace:
 RUNS = {"safe16": run_safe16, "fp8mm": run_fp8mm, "patch": run_patch}
 
 
+def conditions() -> dict:
+    """What the figures were taken with. Errors depend on torch; times also on the machine."""
+    import torch
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}, CPU only",
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=RUNS)
@@ -148,7 +163,7 @@ def main() -> int:
     args = parser.parse_args()
     if not args.comfyui:
         parser.error("name a ComfyUI folder with --comfyui or COMFYUI_DIR")
-    result = RUNS[args.name](args)
+    result = conditions() | RUNS[args.name](args)
     text = json.dumps(result, indent=2)
     if args.save:
         (ROOT / "benchmarks" / "results" / f"{args.name}.json").write_text(text + "\n", encoding="utf-8")
