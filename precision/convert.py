@@ -102,6 +102,11 @@ def check_finite(tensors: Mapping[str, torch.Tensor], path) -> None:
         _finite_bound(StoredWeight(name, tensor), path)
 
 
+def storage_to_make(weight: StoredWeight, wanted: str) -> str:
+    """``wanted``, or ``as_file`` from one 16- or 32-bit dtype to another: ComfyUI casts as it loads, with no second copy."""
+    return wanted if wanted in FP8_NAMES or weight.scale is not None or weight.eight_bit else _UNCHANGED
+
+
 def beyond_fp16(checkpoint: Checkpoint, prefix: str = "") -> str | None:
     """The first tensor below ``prefix`` with a value that fp16 cannot hold, or None."""
     inside = (weight for name, weight in checkpoint.weights.items() if name.startswith(prefix))

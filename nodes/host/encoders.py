@@ -102,7 +102,8 @@ def _converted(checkpoint: Checkpoint, storage: str) -> tuple[dict[str, torch.Te
     choice, decisions = plan_text_encoder(
         layers_of(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free_host_memory()
     )
-    storages = {layer: decision.storage for layer, decision in decisions.items()}
+    weights = (weight for weight in checkpoint.weights.values() if weight.layer in decisions)
+    storages = {weight.layer: convert.storage_to_make(weight, decisions[weight.layer].storage) for weight in weights}
     needed = in_16_bit // 2 if choice.used.startswith("fp8") else in_16_bit
     require_memory(needed, f"Loading {checkpoint.path}", free_host_memory())
     tensors, _ = convert.state_dict(checkpoint, storages, byte_progress(checkpoint.weights.values()))

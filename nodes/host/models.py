@@ -10,7 +10,7 @@ import torch
 
 from ...precision import convert
 from ...precision.checkpoint import StoredWeight
-from ...precision.dtypes import FP8_DTYPES, FP8_NAMES, dtype_named
+from ...precision.dtypes import FP8_DTYPES, dtype_named
 from ...precision.errors import CheckpointError
 from ...precision.memory import require_memory
 from ...precision.plan import LoadPlan, plan_load, weight_bytes
@@ -74,7 +74,7 @@ def _prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> tu
 
 
 def _storages(detected: Detected, plan: LoadPlan) -> dict[str, str]:
-    """What to make of each weight in the file. From one 16- or 32-bit dtype to another ComfyUI casts as it loads."""
+    """What to make of each weight in the file. What ComfyUI cannot hold in fp8 leaves it for the compute dtype."""
     linear = {layer.name for layer in detected.facts.layers if layer.cls == "Linear"}
 
     def storage(name: str, weight: StoredWeight) -> str:
@@ -82,7 +82,7 @@ def _storages(detected: Detected, plan: LoadPlan) -> dict[str, str]:
         wanted = plan.decisions[layer].storage if layer in plan.decisions else "as_file"
         if _is_fp8(weight):
             return wanted if layer in linear or not name.startswith(detected.prefix) else plan.compute.weight_dtype
-        return wanted if wanted in FP8_NAMES or weight.scale is not None else "as_file"
+        return convert.storage_to_make(weight, wanted)
 
     return {weight.layer: storage(name, weight) for name, weight in detected.checkpoint.weights.items()}
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from halfsafe.precision.checkpoint import read_checkpoint
-from halfsafe.precision.convert import convert_file, state_dict
+from halfsafe.precision.checkpoint import StoredWeight, read_checkpoint
+from halfsafe.precision.convert import convert_file, state_dict, storage_to_make
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight
 from halfsafe.precision.inspect import inspect_file, scan_file
 from halfsafe.precision.quantize import relative_error
@@ -291,3 +291,19 @@ def test_scan_remarks_on_zero_weights_and_rows_in_range(tmp_path):
     save_file(tensors, tmp_path / "a.safetensors")
     scan = scan_file(tmp_path / "a.safetensors")
     assert scan.problems == [] and [finding.kind for finding in scan.remarks] == ["zero"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "wanted", "made"),
+    [
+        (torch.bfloat16, None, "fp16", "as_file"),
+        (torch.float32, None, "bf16", "as_file"),
+        (torch.bfloat16, None, "fp8_e4m3fn", "fp8_e4m3fn"),
+        (torch.float8_e4m3fn, None, "fp16", "fp16"),
+        (torch.float8_e4m3fn, torch.tensor(0.5), "bf16", "bf16"),
+        (torch.float16, torch.tensor(0.5), "fp16", "fp16"),
+    ],
+)
+def test_what_comfyui_casts_itself_is_not_made_twice(dtype, scale, wanted, made):
+    weight = StoredWeight("a.weight", torch.zeros(4, 4, dtype=dtype), scale, "none" if scale is None else "tensor")
+    assert storage_to_make(weight, wanted) == made
