@@ -11,7 +11,7 @@ import torch
 from .dtypes import dtype_named
 
 PROBE_ERRORS = (RuntimeError, TypeError, AttributeError, ValueError, AssertionError)
-GEMM_TOLERANCE = {"fp16": 1e-2, "bf16": 2e-2}
+GEMM_TOLERANCE = {"fp16": 1e-2, "bf16": 2e-2, "fp32": 5e-3}
 X86 = ("x86_64", "amd64")
 
 FLAGS = {
@@ -87,6 +87,14 @@ def _run_probes(device: torch.device, fp8_format: str) -> tuple[Probe, ...]:
 def forget() -> None:
     """Run the probes again at the next request."""
     _run_probes.cache_clear()
+    canary.cache_clear()
+
+
+@functools.cache
+def canary(device: torch.device, name: str) -> tuple[bool, str]:
+    """Whether a small product in ``fp16``, ``bf16`` or ``fp32`` is right on a device, and what it gave. Once per process."""
+    result = probe(f"{name}_gemm", gemm, device, name)
+    return result.ok is not False, result.detail
 
 
 def probe(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Probe:

@@ -93,13 +93,18 @@ class GuardEvent:
 
 @dataclass
 class GuardReport:
-    """What the guard saw; ``verdict`` is one of ``VERDICTS``, "off" when no guard is attached."""
+    """What the guard saw; ``verdict`` is one of ``VERDICTS``, "off" when no guard is attached.
+
+    ``rules``: the escalations as lines for Layer Rules. ``advice``: what to do.
+    """
 
     verdict: str = "off"
     calls: int = 0
     extra_calls: int = 0
     escalations: dict[str, str] = field(default_factory=dict)
     events: list[GuardEvent] = field(default_factory=list)
+    rules: str = ""
+    advice: str = ""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """An accumulation request on a ModelPatcher: flags, sums and attention hold for the length of each model call."""
 
 import contextlib
-import weakref
+from collections.abc import Iterable
 
 import comfy.ldm.modules.attention
 import torch
@@ -18,12 +18,12 @@ from ...precision.patching import Patch, patched
 from ...precision.ranges import Ranges
 from ...precision.report import flag_report, flag_reports
 from . import fast_sums
-from .compute import KEY as COMPUTE_KEY
-from .compute import OVERRIDE, UNFUSED, compute_of, core_weights, has_own_forward, only_multiplies, torch_weights
-from .layers import modes_of, stream_dtype
+from .compute import OVERRIDE, UNFUSED, compute_of, core_weights, eager, only_multiplies, own_forwards, torch_weights
+from .layers import COMPILE_KWARGS, is_compiled, modes_of, stream_dtype
+from .per_model import PerModel, fresh_control
+from .wrappers import order_wrappers
 
 KEY = "halfsafe.accumulation"
-COMPILE_KWARGS = "torch_compile_kwargs"
 NAMED = 8
 
 
@@ -36,16 +36,9 @@ def with_accumulation(patcher, request: Request):
     accumulation = Accumulation(request.over(earlier.request) if earlier else request)
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, accumulation)
-    _put_outside_of_compute(clone)
+    order_wrappers(clone)
     clone.set_attachments(KEY, accumulation)
     return clone
-
-
-def _put_outside_of_compute(patcher) -> None:
-    """A compute plan runs inside of ours, so that a layer it casts meets its bound in the dtype it multiplies in."""
-    wrappers = patcher.wrappers[WrappersMP.APPLY_MODEL]
-    if COMPUTE_KEY in wrappers:
-        wrappers[COMPUTE_KEY] = wrappers.pop(COMPUTE_KEY)
 
 
 def accumulation_of(patcher) -> "Accumulation | None":
@@ -58,37 +51,27 @@ class Accumulation:
 
     def __init__(self, request: Request):
         self.request = request
-        self._runs: weakref.WeakKeyDictionary[torch.nn.Module, _Run] = weakref.WeakKeyDictionary()
+        self.runs: PerModel[_Run] = PerModel(lambda model: _Run(request, model), _state)
 
     def __call__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
-        run = self._run_of(executor.class_obj)
+        run = self.runs.of(executor.class_obj)
         options = run.options(transformer_options or {})
 
         def call():
             with run.scope():
-                return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+                return executor(x, t, c_concat, c_crossattn, fresh_control(control), options, **kwargs)
 
         with patched(run.patches):
             return run.ranges.run(call) if run.watches else call()
 
-    def _run_of(self, model) -> "_Run":
-        run = self._runs.get(model)
-        if run is None or run.state != _state(model, run.modules):
-            run = self._runs[model] = _Run(self.request, model)
-        return run
-
-    def run_on(self, model) -> "_Run | None":
-        """What is known of a model from the calls made so far."""
-        return self._runs.get(model)
-
     def plan_for(self, patcher) -> AccumulationPlan:
         """The plan its calls followed, else the one the next call will."""
-        run = self._runs.get(patcher.model)
+        run = self.runs.last(patcher.model)
         return run.plan if run else plan_accumulation(self.request, detect(patcher.load_device), _work(patcher))
 
 
 class _Run:
-    """One model under a request: its plan, its patches and what its calls have shown. ``state``: what it holds for."""
+    """One model under a request: its plan, its patches and what its calls have shown."""
 
     def __init__(self, request: Request, model):
         patcher = model.current_patcher
@@ -98,7 +81,6 @@ class _Run:
         if plan.proving or plan.naming:
             self.operations = dict(self._operations(patcher))
         self.modules = {name: operation.module for name, operation in self.operations.items()}
-        self.state = _state(model, self.modules)
         auto = plan.attention == "auto"
         self.attention = BoundedAttention(self.ranges, not auto) if plan.attention in ("auto", "fp32") else None
         self.watches = bool(self.operations) or auto
@@ -125,7 +107,7 @@ class _Run:
             self.attention.begin()
         held = {**self.plan.flags, FLAG: self.sums_in_fp16} if self.plan.proving else self.plan.flags
         fast = fast_sums.fast_sums() if self.fp8_fast else contextlib.nullcontext()
-        with flags.flags_set(held), fast, _eager(self.plan.whole and self.watches and self.ranges.measuring):
+        with flags.flags_set(held), fast, eager(self.plan.whole and self.watches and self.ranges.measuring):
             yield
 
     @property
@@ -209,8 +191,7 @@ def _work(patcher) -> Work:
     modes = modes_of(patcher)
     modules = dict(patcher.model.diffusion_model.named_modules())
     multiplying = {modes.get(name.replace("_orig_mod.", "")) for name, module in modules.items() if kind_of(module)}
-    compiled = COMPILE_KWARGS in patcher.model_options or any("_orig_mod" in name for name in modules)
-    return Work(frozenset(multiplying - {None}), compiled, _on_several_devices(patcher))
+    return Work(frozenset(multiplying - {None}), is_compiled(patcher), _on_several_devices(patcher))
 
 
 def _on_several_devices(patcher) -> bool:
@@ -219,25 +200,19 @@ def _on_several_devices(patcher) -> bool:
     return bool(getattr(patcher, "additional_models", {}).get("multigpu"))
 
 
-def _state(model, modules: dict[str, torch.nn.Module]) -> tuple:
+def _state(model, modules: Iterable[torch.nn.Module]) -> tuple:
     """What a run depends on: patched weights, hooks, the compute plan, and forwards others have put on the modules."""
     patcher = model.current_patcher
-    forwards = tuple(id(module.__dict__["forward"]) for module in modules.values() if has_own_forward(module))
+    forwards = own_forwards(modules)
     compiled = COMPILE_KWARGS in patcher.model_options
     hooks = getattr(patcher, "current_hooks", None)
     return model.current_weight_patches_uuid, hooks, compute_of(patcher), name_of(stream_dtype(patcher)), compiled, forwards
 
 
-def _eager(measuring: bool):
-    """Measuring reads numbers back from the device, which a compiled graph cannot."""
-    stance = getattr(torch.compiler, "set_stance", None)
-    return stance("force_eager") if measuring and stance else contextlib.nullcontext()
-
-
 def sums_of(patcher) -> dict[str, tuple[str, str]]:
     """Layer name -> (accumulation, reason) of the layers whose products can sum in anything but fp32."""
     accumulation, modes = accumulation_of(patcher), modes_of(patcher)
-    run = accumulation.run_on(patcher.model) if accumulation else None
+    run = accumulation.runs.last(patcher.model) if accumulation else None
     if run and run.operations:
         return run.sums()
     plan = accumulation.plan_for(patcher) if accumulation else AccumulationPlan(Request())
@@ -256,7 +231,7 @@ def flags_of(patcher) -> dict[str, dict]:
     accumulation = accumulation_of(patcher)
     if accumulation is None:
         return flag_reports()
-    plan, run = accumulation.plan_for(patcher), accumulation.run_on(patcher.model)
+    plan, run = accumulation.plan_for(patcher), accumulation.runs.last(patcher.model)
     inside = {name: getattr(plan.request, name) == "on" for name in PARTS if getattr(plan.request, name) != "unchanged"}
     reasons = dict(plan.reasons)
     if plan.proving:
@@ -273,7 +248,7 @@ def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str], list[str
     accumulation = accumulation_of(patcher)
     if accumulation is None:
         return [], {}, []
-    plan, run = accumulation.plan_for(patcher), accumulation.run_on(patcher.model)
+    plan, run = accumulation.plan_for(patcher), accumulation.runs.last(patcher.model)
     without_effect = list(plan.without_effect)
     if plan.fp8_fast and (problem := fast_sums.why_unavailable()):
         without_effect.append(("fp8_fast_accumulation=on", problem))

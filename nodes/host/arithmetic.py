@@ -1,7 +1,5 @@
 """Put a compute plan on a clone of a model, whoever loaded it."""
 
-import copy
-
 import torch
 
 from ...precision.accumulation import Request
@@ -12,6 +10,7 @@ from ...precision.rules import Rules
 from .accumulation import with_accumulation
 from .compute import only_multiplies, set_compute
 from .devices import current_device
+from .guard_encoders import vae_in
 from .state import model_facts, storages, stream_dtype
 
 SUMS = {
@@ -43,7 +42,7 @@ def with_goal(patcher, goal: str, clip, vae):
     if clip is not None:
         lines.append("text encoder: unchanged; ComfyUI runs it with fp32 activations, once per prompt")
     if vae is not None and goal == "quality":
-        vae = _in_fp32(vae)
+        vae = vae_in(vae, torch.float32)
         lines.append("VAE: fp32")
     elif vae is not None:
         lines.append(f"VAE: unchanged, {str(vae.vae_dtype).removeprefix('torch.')}")
@@ -75,11 +74,3 @@ def _leave_to_their_loader(patcher, plan: ComputePlan) -> None:
     if foreign:
         why = f"{len(foreign)} layers ({foreign[0]} ...) belong to another loader, which multiplies in its own way: run in fp32"
         plan.without_effect.append((f"compute={SAFE}", why))
-
-
-def _in_fp32(vae):
-    clone = copy.copy(vae)
-    clone.patcher = vae.patcher.clone()
-    clone.patcher.set_model_compute_dtype(torch.float32)
-    clone.vae_dtype = torch.float32
-    return clone

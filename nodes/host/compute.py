@@ -2,8 +2,7 @@
 
 import contextlib
 import logging
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import comfy.ops
 import comfy.quant_ops
@@ -16,6 +15,8 @@ from ...precision.operations import SafeAttention, SafeOperation, kind_of, matri
 from ...precision.patching import Patch, patched
 from ...precision.quantize import activation_scale
 from ...precision.ranges import Ranges, Slot
+from .per_model import PerModel, fresh_control
+from .wrappers import order_wrappers
 
 KEY = "halfsafe.compute"
 OVERRIDE = "optimized_attention_override"
@@ -33,6 +34,7 @@ def set_compute(patcher, plan: ComputePlan) -> None:
     patcher.set_attachments(KEY, compute)
     if plan.decisions or plan.safe:
         patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, compute)
+        order_wrappers(patcher)
 
 
 def compute_of(patcher) -> "Compute | None":
@@ -45,49 +47,44 @@ class Compute:
 
     def __init__(self, plan: ComputePlan):
         self.plan = plan
-        self._runs: weakref.WeakKeyDictionary[torch.nn.Module, _Run] = weakref.WeakKeyDictionary()
+        self.runs: PerModel[PlannedLayers] = PerModel(lambda model: PlannedLayers(plan, model), _state)
 
     def __call__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
-        run = self.run_of(executor.class_obj)
+        run = self.runs.of(executor.class_obj)
         options = run.options(transformer_options or {})
 
         def call():
             run.attention.begin()
-            with _eager(run.ranges.measuring):
-                return executor(x, t, c_concat, c_crossattn, control, options, **kwargs)
+            with eager(run.ranges.measuring):
+                return executor(x, t, c_concat, c_crossattn, fresh_control(control), options, **kwargs)
 
         with patched(run.patches):
             return run.ranges.run(call)
 
-    def run_of(self, model) -> "_Run":
-        """What is known of a model whose weights and forwards are as they are now."""
-        run = self._runs.get(model)
-        if run is None or run.state != _state(model, run.modules):
-            run = self._runs[model] = _Run(self.plan, model)
-        return run
-
     def modes(self, model) -> dict[str, str]:
         """Layer name -> mode, as found in the calls made so far."""
-        run = self._runs.get(model)
+        run = self.runs.last(model)
         modes = {name: decision.mode for name, decision in self.plan.decisions.items()}
         return modes if run is None else {**modes, **run.modes()}
 
     def work(self, model) -> str:
         """One line on the matrix work done with fp16 operands; empty where none was planned or measured."""
-        run = self._runs.get(model)
+        run = self.runs.last(model)
         share = run.fp16_share() if run else None
         if share is None:
             return ""
         return f"{share:.1%} of the matrix work has fp16 operands; {run.ranges.repeats} calls were repeated"
 
 
-class _Run:
-    """One model under a plan: its patches and what its calls have shown. ``state``: the weights it holds for."""
+class PlannedLayers:
+    """One model under a plan: its patches and what its calls have shown.
 
-    def __init__(self, plan: ComputePlan, model):
-        named = ((name.replace("_orig_mod.", ""), module) for name, module in model.diffusion_model.named_modules())
-        self.modules = {name: module for name, module in named if name in plan.decisions}
-        self.state = _state(model, self.modules)
+    ``inside``: which of the other modules, by name, may meet a stream that the plan widens.
+    """
+
+    def __init__(self, plan: ComputePlan, model, inside: Callable[[str], bool] = lambda name: True):
+        named = {name.replace("_orig_mod.", ""): module for name, module in model.diffusion_model.named_modules()}
+        self.modules = {name: module for name, module in named.items() if name in plan.decisions}
         self.safe = plan.safe
         self.widens = plan.widens
         self.ranges = Ranges()
@@ -99,7 +96,7 @@ class _Run:
             forward = self._forward(name, module, plan.decisions[name])
             self.patches += [(module, "forward", forward), *_switches(module)]
         if plan.widens:
-            others = (module for module in model.diffusion_model.modules() if hasattr(module, "comfy_cast_weights"))
+            others = (module for name, module in named.items() if hasattr(module, "comfy_cast_weights") and inside(name))
             self.patches += [(module, "comfy_cast_weights", True) for module in others]
 
     def _forward(self, name: str, module: torch.nn.Module, decision: ComputeDecision):
@@ -129,7 +126,7 @@ class _Run:
 
             if self.safe:
                 return self.attention(attention, *args, fused=function.__name__ not in UNFUSED, **kwargs)
-            return _in_one_dtype(attention, *args, **kwargs)
+            return in_one_dtype(attention, *args, **kwargs)
 
         return {**options, OVERRIDE: override}
 
@@ -145,16 +142,20 @@ class _Run:
         return fp16 / total if total else None
 
 
-def _in_one_dtype(attention, q, k, v, *args, **kwargs) -> torch.Tensor:
+def in_one_dtype(attention, q, k, v, *args, **kwargs) -> torch.Tensor:
     """Attention in the widest dtype of its operands, where only some come from a widened stream."""
     widest = max((q.dtype, k.dtype, v.dtype), key=lambda dtype: dtype.itemsize)
     return attention(q.to(widest), k.to(widest), v.to(widest), *args, **kwargs)
 
 
-def _state(model, modules: dict[str, torch.nn.Module]) -> tuple:
+def _state(model, modules: Iterable[torch.nn.Module]) -> tuple:
     """What a run depends on: the patched weights, active hooks, and forwards that others have put on the modules."""
-    forwards = tuple(id(module.__dict__["forward"]) for module in modules.values() if has_own_forward(module))
-    return model.current_weight_patches_uuid, getattr(model.current_patcher, "current_hooks", None), forwards
+    return model.current_weight_patches_uuid, getattr(model.current_patcher, "current_hooks", None), own_forwards(modules)
+
+
+def own_forwards(modules: Iterable[torch.nn.Module]) -> tuple[int, ...]:
+    """The forwards that others have put on the modules, by identity."""
+    return tuple(id(module.__dict__["forward"]) for module in modules if has_own_forward(module))
 
 
 def _mode(slot: Slot) -> str:
@@ -260,7 +261,7 @@ def _switches(module: torch.nn.Module) -> list[Patch]:
     return [(module, name, value) for name, value in wanted.items() if hasattr(module, name)]
 
 
-def _eager(measuring: bool):
+def eager(measuring: bool):
     """Measuring reads numbers back from the device, which a compiled graph cannot."""
     stance = getattr(torch.compiler, "set_stance", None)
     return stance("force_eager") if measuring and stance else contextlib.nullcontext()

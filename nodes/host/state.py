@@ -13,6 +13,7 @@ from ...precision.report import KeptHigh, LayerReport, ModelReport, Report, With
 from .accumulation import flags_of, remarks_of, sums_of
 from .compute import compute_of
 from .devices import current_device
+from .guard import guard_of
 from .layers import layers_of, modes_of, stream_dtype
 from .models import ATTACHMENT
 
@@ -28,6 +29,9 @@ def report_of(patcher) -> Report:
     modes, sums = modes_of(patcher), sums_of(patcher)
     layers = [_layer_report(patcher, name, module, record, compute, modes, sums) for name, module in layers_of(patcher)]
     report = Report(device_section(current_device()), _model_report(patcher), layers, flags_of(patcher))
+    if guard := guard_of(patcher):
+        report.guard = guard.report(patcher)
+        _escalate(layers, guard.modes(patcher))
     if record:
         report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
         report.without_effect = [WithoutEffect(*entry) for entry in (*record.without_effect, *_unmet(record, layers))]
@@ -44,6 +48,14 @@ def report_of(patcher) -> Report:
     report.decisions |= decisions
     report.notes += notes
     return report
+
+
+def _escalate(layers: list[LayerReport], modes: dict[str, str]) -> None:
+    """The layers as the guard runs them now."""
+    for layer in layers:
+        if layer.name in modes:
+            layer.mode, layer.accumulation, layer.stream = modes[layer.name], "fp32", "fp32"
+            layer.reason = "; ".join(filter(None, [layer.reason, "widened by the guard"]))
 
 
 def model_facts(patcher) -> ModelFacts:

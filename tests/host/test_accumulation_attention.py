@@ -46,7 +46,7 @@ def attention_run(comfy, model):
     ours = accumulation(comfy, model, attention="auto")
     ours.pre_run()
     try:
-        return accumulation_of(ours)._run_of(ours.model)
+        return accumulation_of(ours).runs.of(ours.model)
     finally:
         ours.cleanup()
 
@@ -107,7 +107,7 @@ def test_an_override_that_overflows_is_off_for_one_attention_only(comfy, base, c
         met.clear()
         assert relative_error(reference, families.replay(ours, call)) < 2e-3
     assert len(met) == 3, "the other attentions keep the override"
-    modes = [slot.mode for slot in accumulation_of(ours).run_on(ours.model).attention.slots]
+    modes = [slot.mode for slot in accumulation_of(ours).runs.last(ours.model).attention.slots]
     assert modes == ["unchanged", "unchanged", "fp32", "unchanged"]
     assert model.model_options["transformer_options"][OVERRIDE] is sage_like
     assert "attention 2: fp32" in report(comfy, ours)["decisions"]["attention"]

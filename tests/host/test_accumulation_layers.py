@@ -113,7 +113,7 @@ def test_a_louder_step_is_repeated_without_the_layers_it_disproves(comfy, base, 
     ours = accumulation(comfy, base, fp16_accumulation="auto")
     for _ in range(2):
         seen, _ = products(ours, call)
-    count, run = len(seen), accumulation_of(ours).run_on(ours.model)
+    count, run = len(seen), accumulation_of(ours).runs.last(ours.model)
     assert run.ranges.repeats == 0
     seen, _ = products(ours, call, c_crossattn=call.args[3] * 2000)
     assert run.ranges.repeats == 1 and len(seen) == 2 * count

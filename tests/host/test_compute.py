@@ -54,7 +54,7 @@ def larger(call, factor, rows=slice(None)):
 
 
 def repeats(model):
-    return compute_of(model).run_of(model.model).ranges.repeats
+    return compute_of(model).runs.of(model.model).ranges.repeats
 
 
 def test_an_overflow_of_a_later_call_in_one_row_repeats_that_call_once(comfy, clean, call):
@@ -116,7 +116,7 @@ def test_a_plan_that_changes_nothing_adds_nothing(comfy, clean):
 
     for model in (load(comfy, clean, "as_file", "bf16"), load(comfy, clean, "as_file", "fp16")):
         assert not model.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
-        assert compute_of(model).run_of(model.model).patches == []
+        assert compute_of(model).runs.of(model.model).patches == []
 
 
 class Readbacks(TorchFunctionMode):
@@ -152,7 +152,7 @@ def test_the_ranges_of_a_call_are_read_in_one_transfer(comfy, clean, call, monke
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor))
     families.replay(model, call)
-    slots = compute_of(model).run_of(model.model).ranges.slots
+    slots = compute_of(model).runs.of(model.model).ranges.slots
     assert reads == [(len(slots),)]
 
 

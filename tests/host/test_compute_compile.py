@@ -65,7 +65,7 @@ def test_blocks_compiled_on_their_own(comfy, wan, reference):
         assert counters["stats"]["unique_graphs"] <= len(keys)
         assert sum(counters["graph_break"].values()) == 0
     compute = compute_of(model)
-    assert len(compute.run_of(model.model).operations) == len(compute.plan.decisions)
+    assert len(compute.runs.of(model.model).operations) == len(compute.plan.decisions)
 
 
 def test_a_later_overflow_is_right_and_compiles_once_more(comfy, wan):
@@ -77,7 +77,7 @@ def test_a_later_overflow_is_right_and_compiles_once_more(comfy, wan):
     reference = families.replay(fp32, call, c_crossattn=text)
     for _ in range(3):
         assert relative_error(reference, families.replay(model, call, c_crossattn=text)) < 2e-3
-    assert compute_of(model).run_of(model.model).ranges.repeats == 1
+    assert compute_of(model).runs.of(model.model).ranges.repeats == 1
     assert counters["stats"]["unique_graphs"] == 2
 
 

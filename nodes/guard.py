@@ -1,0 +1,133 @@
+"""Never a black image without being told why."""
+
+from comfy_api.latest import io, ui
+
+from ..precision.finite import not_finite
+from ..precision.guard import ON_NAN, NonFinite
+from .host.guard import with_guard
+from .host.guard_encoders import guard_clip, guard_vae
+from .types import CATEGORY
+
+CHECK_ADVICE = "The node before this one made it, or was given it: put Check Finite before that node too, or NaN Guard on the model."
+
+
+def on_nan_input() -> io.Combo.Input:
+    return io.Combo.Input(
+        "on_nan",
+        options=list(ON_NAN),
+        default="retry_higher",
+        tooltip=(
+            "retry_higher: repeat what failed in a higher precision, and keep that for the rest.\n"
+            "stop: raise an error that names step, layer, dtype and what to try.\n"
+            "report: change nothing, only tell."
+        ),
+    )
+
+
+class NaNGuard(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeNaNGuard",
+            display_name="NaN Guard (Halfsafe)",
+            category=CATEGORY,
+            description="Check every step for NaN and Inf: find the layer, repeat it in a higher precision, or say what else is wrong.",
+            search_aliases=["black image", "nan", "inf", "overflow", "invalid value encountered in cast", "fp16 fix", "no half"],
+            inputs=[
+                io.Model.Input("model", tooltip="The model; the output is a guarded clone. Works with any loader."),
+                on_nan_input(),
+                io.Int.Input(
+                    "max_retries",
+                    default=8,
+                    min=0,
+                    max=64,
+                    tooltip="How often one step may be repeated. Three repeats are the most it ever needs: to find the layer, in fp16_safe, in fp32.",
+                ),
+            ],
+            outputs=[io.Model.Output()],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, model, on_nan, max_retries) -> io.NodeOutput:
+        return io.NodeOutput(with_guard(model, on_nan, max_retries, _node_id(cls)))
+
+
+class GuardVAE(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeGuardVAE",
+            display_name="Guard VAE (Halfsafe)",
+            category=CATEGORY,
+            description="Decode and encode again in bf16, then fp32, where the result is NaN or Inf.",
+            search_aliases=["black image", "nan in vae", "no half vae", "vae fp32", "vae overflow", "black tiles"],
+            inputs=[io.Vae.Input("vae", tooltip="The VAE; the output is a guarded copy."), on_nan_input()],
+            outputs=[io.Vae.Output()],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, vae, on_nan) -> io.NodeOutput:
+        return io.NodeOutput(guard_vae(vae, on_nan, _node_id(cls)))
+
+
+class GuardCLIP(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeGuardCLIP",
+            display_name="Guard CLIP (Halfsafe)",
+            category=CATEGORY,
+            description="Encode a prompt again in bf16, then fp32, where its conditioning is NaN or Inf.",
+            search_aliases=["nan conditioning", "black image", "t5 fp16", "text encoder nan", "empty prompt result"],
+            inputs=[io.Clip.Input("clip", tooltip="The text encoder; the output is a guarded clone."), on_nan_input()],
+            outputs=[io.Clip.Output()],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, clip, on_nan) -> io.NodeOutput:
+        return io.NodeOutput(guard_clip(clip, on_nan, _node_id(cls)))
+
+
+class CheckFinite(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        value = io.MatchType.Template("value", [io.Latent, io.Image, io.Conditioning])
+        return io.Schema(
+            node_id="HalfsafeCheckFinite",
+            display_name="Check Finite (Halfsafe)",
+            category=CATEGORY,
+            description="Look for NaN and Inf in a latent, image or conditioning at any place of the graph.",
+            search_aliases=["nan check", "isnan", "black image", "debug latent", "find nan", "is finite"],
+            inputs=[
+                io.MatchType.Input("value", template=value, tooltip="What to look at. It is passed on as it is."),
+                io.Combo.Input(
+                    "on_nan",
+                    options=["stop", "report"],
+                    default="stop",
+                    tooltip="stop: raise an error that tells how much of it is NaN, and where. report: only tell.",
+                ),
+            ],
+            outputs=[
+                io.MatchType.Output(template=value, display_name="value"),
+                io.Boolean.Output(display_name="finite"),
+                io.String.Output(display_name="report"),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, value, on_nan) -> io.NodeOutput:
+        found = not_finite(value)
+        text = "\n".join(map(str, found)) or "Finite: no NaN and no Inf."
+        if found and on_nan == "stop":
+            raise NonFinite(text, "stopped", CHECK_ADVICE)
+        return io.NodeOutput(value, not found, text, ui=ui.PreviewText(text))
+
+
+def _node_id(cls: type[io.ComfyNode]) -> str | None:
+    return cls.hidden.unique_id if cls.hidden else None
+
+
+NODES = [NaNGuard, GuardVAE, GuardCLIP, CheckFinite]

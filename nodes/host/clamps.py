@@ -1,0 +1,38 @@
+"""Values past fp16's range that ComfyUI's own model code replaces by 65504, or NaN by 0, without a word."""
+
+import math
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CLAMPING_MODULES = ("comfy.ldm.flux.", "comfy.ldm.lumina.", "comfy.ldm.chroma", "comfy.ldm.hunyuan_video.")
+
+
+def clamps_in_fp16(model: torch.nn.Module) -> bool:
+    """Whether the code of this diffusion model calls ``torch.nan_to_num`` on fp16 values (ComfyUI 0.29 to 0.38)."""
+    return any(type(module).__module__.startswith(CLAMPING_MODULES) for module in model.modules())
+
+
+class ClampWatch(TorchFunctionMode):
+    """Keeps the largest magnitude, inf or NaN, that any ``nan_to_num`` of fp16 values was given; reads nothing back."""
+
+    def __init__(self, on: bool):
+        super().__init__()
+        self.on = on
+        self._largest: torch.Tensor | None = None
+
+    def __enter__(self):
+        return super().__enter__() if self.on else self
+
+    def __exit__(self, *error):
+        return super().__exit__(*error) if self.on else None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nan_to_num and args[0].dtype == torch.float16:
+            size = torch.linalg.vector_norm(args[0], math.inf, dtype=torch.float32)
+            self._largest = size if self._largest is None else torch.maximum(self._largest, size)
+        return func(*args, **(kwargs or {}))
+
+    def sizes(self, device: torch.device) -> list[torch.Tensor]:
+        """What was kept, 0-dim, on ``device``; nothing where nothing was clamped."""
+        return [] if self._largest is None else [self._largest.to(device)]

@@ -1,0 +1,212 @@
+"""A model of which some parts run wider than by themselves: what the guard puts on it for the length of a call."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import comfy.ldm.modules.attention
+import torch
+
+from ...precision import flags
+from ...precision.compute_plan import ComputeDecision, ComputePlan
+from ...precision.guard import Escalation, Seen, span_of
+from ...precision.operations import SafeAttention, kind_of
+from ...precision.partial_sums import FLAG
+from ...precision.patching import Patch, patched
+from ...precision.ranges import magnitude
+from ...precision.record import Choice
+from .compute import OVERRIDE, UNFUSED, PlannedLayers, eager, in_one_dtype, only_multiplies
+from .per_model import fresh_control
+
+SCALED = ("fp16_wide", "fp16_scaled")
+CAST = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def top_level_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Name -> module of the parts a diffusion model is made of: its blocks, and what stands beside their lists."""
+    parts: dict[str, torch.nn.Module] = {}
+    for name, child in model.named_children():
+        if isinstance(child, torch.nn.ModuleList):
+            parts |= {f"{name}.{index}": item for index, item in enumerate(child)}
+        elif any(isinstance(module, torch.nn.ModuleList) for module in child.children()):
+            parts |= {f"{name}.{inner}": module for inner, module in top_level_parts(child).items()}
+        else:
+            parts[name] = child
+    return {name.replace("_orig_mod.", "").removesuffix("._orig_mod"): module for name, module in parts.items()}
+
+
+class EscalatedLayers:
+    """One model under an escalation: how its calls run until the escalation grows.
+
+    Args:
+        escalation: what runs wider.
+        model: ComfyUI's BaseModel, with nothing of ours on it at the moment.
+        modes: layer -> mode without the escalation, for the layers that multiply.
+    """
+
+    def __init__(self, escalation: Escalation, model, modes: dict[str, str]):
+        self.parts = top_level_parts(model.diffusion_model)
+        self.everywhere = escalation.stream or escalation.whole
+        self.spans = {name: part for name, part in self.parts.items() if name in escalation.spans and not self.everywhere}
+        plan = _plan(model, escalation, {name: mode for name, mode in modes.items() if self._widens(name)})
+        self.decided = {name: decision.mode for name, decision in plan.decisions.items()}
+        self.planned = PlannedLayers(plan, model, self._widens)
+        self.attention = SafeAttention(self.planned.ranges)
+        self.whole = escalation.whole
+        self._inside = 0
+        self._model = [(model, "manual_cast_dtype", torch.float32)] if self.everywhere else []
+        self.extra: list[Patch] = []
+
+    def _widens(self, name: str) -> bool:
+        return self.everywhere or bool(span_of(name, self.spans))
+
+    def call(self, executor, x, t, c_concat, c_crossattn, control, options: dict, **kwargs):
+        """One call of the model inside of whatever wrappers others have."""
+        ranges, options = self.planned.ranges, self._options(options)
+
+        def run():
+            self.attention.begin()
+            with eager(ranges.measuring):
+                return executor(x, t, c_concat, c_crossattn, fresh_control(control), options, **kwargs)
+
+        with patched(self._patches()), self._sums_in_fp32(self.everywhere):
+            return ranges.run(run)
+
+    def modes(self) -> dict[str, str]:
+        """Layer -> the mode it runs in now."""
+        return self.decided | self.planned.modes()
+
+    def _patches(self) -> list[Patch]:
+        own = {id(module): value for module, name, value in self.planned.patches if name == "forward"}
+        spans = [(part, "forward", self._span(own.get(id(part), part.forward))) for part in self.spans.values()]
+        return [*self._model, *self.planned.patches, *spans, *self.extra]
+
+    def _span(self, forward: Callable) -> Callable:
+        """A part's forward with fp32 between its layers; its result has the dtype it was given."""
+
+        def run(*args, **kwargs):
+            floats = _tensors([*args, *kwargs.values()])
+            given = next((value.dtype for value in floats if value.dtype != torch.float32), None)
+            args, kwargs = _cast(args, torch.float32), {key: _cast(value, torch.float32) for key, value in kwargs.items()}
+            self._inside += 1
+            try:
+                with self._sums_in_fp32(True):
+                    result = forward(*args, **kwargs)
+            finally:
+                self._inside -= 1
+            return result if given is None else _cast(result, given)
+
+        return run
+
+    @contextlib.contextmanager
+    def _sums_in_fp32(self, here: bool) -> Iterator[None]:
+        with flags.flags_set({FLAG: False}) if here and flags.is_on(FLAG) else contextlib.nullcontext():
+            yield
+
+    def _options(self, options: dict) -> dict:
+        previous = options.get(OVERRIDE)
+
+        def override(function, *args, **kwargs):
+            if self.everywhere or self._inside:
+                plain = full_precision_attention(function)
+                if self.whole:
+                    return in_one_dtype(plain, *args, **kwargs)
+                return self.attention(plain, *args, fused=plain.__name__ not in UNFUSED, **kwargs)
+            return previous(function, *args, **kwargs) if previous else function(*args, **kwargs)
+
+        return {**options, OVERRIDE: override} if self.everywhere or self.spans else options
+
+
+class Observed:
+    """The largest magnitudes of a call: of each layer that multiplies and of each top-level part, and which parts have
+    an attention that fp16 could not hold."""
+
+    def __init__(self, layers: EscalatedLayers):
+        self._layers: dict[str, torch.Tensor] = {}
+        self._spans: dict[str, torch.Tensor] = {}
+        self._attention = layers.attention
+        self._with_full_attention: set[str] = set()
+        forwards = {id(module): value for module, name, value in layers.planned.patches if name == "forward"}
+        modules = layers.planned.modules.items()
+        own = {id(module): self._observed(name, forwards[id(module)]) for name, module in modules}
+        parts = [(part, self._measured(name, own.get(id(part), part.forward))) for name, part in layers.parts.items()]
+        layers.extra = [(module, "forward", own[id(module)]) for _, module in modules]
+        layers.extra += [(part, "forward", forward) for part, forward in parts]
+
+    def _observed(self, name: str, forward: Callable) -> Callable:
+        def run(x, *args, **kwargs):
+            result = forward(x, *args, **kwargs)
+            self._note(self._layers, name, (x, result))
+            return result
+
+        return run
+
+    def _measured(self, name: str, forward: Callable) -> Callable:
+        def run(*args, **kwargs):
+            first = self._attention.index
+            result = forward(*args, **kwargs)
+            self._note(self._spans, name, result)
+            if any(self._attention.in_full[first : self._attention.index]):
+                self._with_full_attention.add(name)
+            return result
+
+        return run
+
+    def _note(self, kept: dict[str, torch.Tensor], name: str, values) -> None:
+        for value in _tensors(values):
+            size = magnitude(value)
+            kept[name] = torch.maximum(kept[name], size) if name in kept else size
+
+    def seen(self) -> Seen:
+        return Seen(_numbers(self._layers), _numbers(self._spans), frozenset(self._with_full_attention))
+
+
+def full_precision_attention(function: Callable) -> Callable:
+    """An attention that keeps its operands' precision: itself, or ComfyUI's default for a quantizing kernel."""
+    if function.__name__ in (*UNFUSED, "attention_pytorch", "attention_xformers"):
+        return function
+    return comfy.ldm.modules.attention.attention_pytorch
+
+
+def safe_escalation(modes: dict[str, str]) -> Escalation:
+    """Everything that cannot overflow: fp32 between layers, products with fp16 operands scaled to fit."""
+    return Escalation(dict.fromkeys(modes, "fp16_wide"), stream=True)
+
+
+def _plan(model, escalation: Escalation, modes: dict[str, str]) -> ComputePlan:
+    if escalation.whole:
+        modes = dict.fromkeys(modes, "fp32")
+    modules = {name.replace("_orig_mod.", ""): module for name, module in model.diffusion_model.named_modules()}
+    decisions = {name: _decision({**modes, **escalation.layers}[name], modules[name]) for name in modes}
+    return ComputePlan(Choice("fp16", "fp16"), decisions)
+
+
+def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
+    """What others multiply in their own way runs in fp32 where it would have to be wide; fp8 operands become fp16."""
+    if mode in SCALED:
+        mode = "fp16_wide" if only_multiplies(module) else "fp32"
+    return ComputeDecision({"fp8": "fp16_wide", "fp16_acc16": "fp16"}.get(mode, mode), "fp32", "escalated by the guard")
+
+
+def matrix_layers(model) -> Iterator[tuple[str, torch.nn.Module]]:
+    """(name, module) of the layers that multiply."""
+    for name, module in model.diffusion_model.named_modules():
+        if kind_of(module) and isinstance(getattr(module, "weight", None), torch.Tensor) and module.weight.dim() > 1:
+            yield name.replace("_orig_mod.", ""), module
+
+
+def _tensors(values) -> list[torch.Tensor]:
+    """The floating tensors among arguments, in nested tuples and lists too."""
+    if isinstance(values, torch.Tensor):
+        return [values] if values.is_floating_point() else []
+    return [tensor for value in values for tensor in _tensors(value)] if isinstance(values, (tuple, list)) else []
+
+
+def _cast(values, dtype: torch.dtype):
+    """Arguments with their 16-bit and fp32 tensors in ``dtype``."""
+    if isinstance(values, torch.Tensor):
+        return values.to(dtype) if values.dtype in CAST else values
+    return type(values)(_cast(value, dtype) for value in values) if type(values) in (tuple, list) else values
+
+
+def _numbers(kept: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {name: value.item() for name, value in kept.items()}

@@ -1,0 +1,348 @@
+"""The NaN guard on a ModelPatcher: each call's result is checked once; a call that failed is explained and repeated."""
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from comfy.patcher_extension import WrappersMP
+
+from ...precision import probes
+from ...precision.dtypes import name_of
+from ...precision.guard import (
+    CURED,
+    EVENT,
+    Escalation,
+    GuardLog,
+    NonFinite,
+    Where,
+    escalate,
+    escalate_to_fp32,
+    event_of,
+    random_state_kept,
+    sentence,
+)  # fmt: skip
+from ...precision.localize import Localizer, Origin, first_bad_weight, reach, tensors_in
+from ...precision.ranges import magnitude
+from ...precision.report import GuardReport, plain
+from .blame import bad_input, bad_weight, opaque_attention, sampler_inputs
+from .clamps import ClampWatch, clamps_in_fp16
+from .compute import compute_of, eager, own_forwards
+from .escalated import EscalatedLayers, Observed, matrix_layers, safe_escalation, top_level_parts
+from .layers import is_compiled, modes_of, stream_dtype
+from .page import running_prompt_id, tell_page
+from .per_model import PerModel, fresh_control
+from .wrappers import order_wrappers
+
+KEY = "halfsafe.guard"
+INNER_KEY = "halfsafe.guard.layers"
+WHOLE = Escalation(whole=True)
+logger = logging.getLogger("halfsafe")
+
+
+def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = None):
+    """A clone of the model whose calls are guarded. An earlier guard on it is replaced."""
+    clone = patcher.clone()
+    guard = Guard(on_nan, max_retries, node_id)
+    for kind, key, wrapper in (
+        (WrappersMP.APPLY_MODEL, KEY, guard),
+        (WrappersMP.APPLY_MODEL, INNER_KEY, guard.inside),
+        (WrappersMP.OUTER_SAMPLE, KEY, guard.sampling),
+    ):
+        clone.remove_wrappers_with_key(kind, key)
+        clone.add_wrapper_with_key(kind, key, wrapper)
+    order_wrappers(clone)
+    clone.set_attachments(KEY, guard)
+    return clone
+
+
+def guard_of(patcher) -> "Guard | None":
+    """The guard on a patcher, if it has one."""
+    return patcher.attachments.get(KEY)
+
+
+@dataclass
+class _Call:
+    """One call of the denoiser, to be made as often as need be."""
+
+    executor: Callable
+    x: torch.Tensor
+    t: torch.Tensor
+    c_concat: torch.Tensor | None
+    c_crossattn: torch.Tensor | None
+    control: dict | None
+    options: dict
+    extra: dict
+
+    def __call__(self) -> torch.Tensor:
+        arguments = (self.x, self.t, self.c_concat, self.c_crossattn, fresh_control(self.control), dict(self.options))
+        return self.executor(*arguments, **self.extra)
+
+    def where(self, number: int, result: torch.Tensor) -> Where:
+        sigma = float(self.options.get("sigmas", self.t).flatten()[0])
+        schedule = self.options.get("sample_sigmas")
+        step = int((schedule.float().cpu() - sigma).abs().nan_to_num(math.inf).argmin()) if schedule is not None else 0
+        bad = (~torch.isfinite(result.flatten(1))).any(1).nonzero().flatten().tolist()
+        images = max(1, result.shape[0] // max(1, len(self.options.get("cond_or_uncond") or [0])))
+        return Where(number, step, sigma, sorted({row % images for row in bad}))
+
+
+class Guarded:
+    """One model in one state of its weights: what runs wider, and what makes it so."""
+
+    def __init__(self, model, learned: Escalation):
+        patcher = model.current_patcher
+        self.model = weakref.ref(model)
+        self.modules = dict(model.diffusion_model.named_modules())
+        multiplying = {name for name, _ in matrix_layers(model)}
+        self.modes = {name: mode for name, mode in modes_of(patcher).items() if name in multiplying}
+        self.stream = name_of(stream_dtype(patcher))
+        self.half = self.stream == "fp16"
+        self.watches_clamps = self.half and not is_compiled(patcher) and clamps_in_fp16(model.diffusion_model)
+        self.escalation = Escalation()
+        self.layers: EscalatedLayers | None = None
+        self.grow(learned)
+
+    def grow(self, escalation: Escalation) -> None:
+        """Run with this escalation from now on."""
+        if escalation != self.escalation:
+            self.escalation, self.layers = escalation, EscalatedLayers(escalation, self.model(), self.modes)
+
+    def rungs(self) -> list[Escalation]:
+        """The arithmetic to repeat a failed call in, in this order; nothing for a model that is in fp32 already."""
+        lowered = any(mode != "fp32" for mode in self.modes.values()) or self.stream != "fp32"
+        safe = [safe_escalation(self.modes)] if self.half and not self.escalation.whole else []
+        return [*safe, WHOLE] if lowered and not self.escalation.whole else safe
+
+
+class Guard:
+    """ComfyUI's wrappers for one guard node: around each call, inside of all others, and around each sampler run."""
+
+    learned: "weakref.WeakKeyDictionary[torch.nn.Module, dict]" = weakref.WeakKeyDictionary()
+
+    def __init__(self, on_nan: str, max_retries: int, node_id: str | None):
+        self.on_nan = on_nan
+        self.max_retries = max_retries
+        self.node_id = node_id
+        self.states: PerModel[Guarded] = PerModel(self._guarded, _state)
+        self._active: weakref.WeakKeyDictionary[torch.nn.Module, Callable] = weakref.WeakKeyDictionary()
+        self._logs: weakref.WeakKeyDictionary[torch.nn.Module, GuardLog] = weakref.WeakKeyDictionary()
+
+    def __call__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
+        model = executor.class_obj
+        guarded, log = self.states.of(model), self._log(model)
+        log.calls += 1
+        call = _Call(executor, x, t, c_concat, c_crossattn, control, transformer_options or {}, kwargs)
+        if log.calls == 1:
+            self._check_device(call, guarded, log)
+        with ClampWatch(guarded.watches_clamps) as watch:
+            result = self._run(call, guarded.layers)
+        sizes = torch.stack([magnitude(result), *watch.sizes(result.device)]).tolist()
+        if all(map(math.isfinite, sizes)) or log.given_up:
+            return result
+        with random_state_kept():
+            return self._failed(call, guarded, log, result, hidden=math.isfinite(sizes[0]))
+
+    def inside(self, executor, *args, **kwargs):
+        """Inside of all other wrappers: the model as the guard wants it in this call."""
+        active = self._active.get(executor.class_obj)
+        return active(executor, *args, **kwargs) if active else executor(*args, **kwargs)
+
+    def sampling(self, executor, noise, latent_image, sampler, sigmas, *args, **kwargs):
+        """Around one run of a sampler: what goes in and what comes out."""
+        model = executor.class_obj.model_patcher.model
+        log = self._begin(model)
+        try:
+            for problem in sampler_inputs(noise, latent_image, sigmas):
+                self._hopeless(log, Where(0, 0, math.nan, []), *problem, certain=True)
+            result = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
+            bad = log.verdict in CURED and not all(map(math.isfinite, map(reach, tensors_in(result))))
+            if bad:
+                origin = Origin("sampler", "", "nan", "fp32", math.nan)
+                self._hopeless(log, Where(log.calls, len(sigmas) - 1, float(sigmas[-1]), []), origin, "not_precision", certain=True)
+            return result
+        finally:
+            self._tell_verdict(log)
+
+    def report(self, patcher) -> GuardReport:
+        """What was seen of a model in the last prompt that ran it."""
+        guarded = self.states.last(patcher.model)
+        return self._log(patcher.model).report(guarded.escalation if guarded else Escalation())
+
+    def modes(self, patcher) -> dict[str, str]:
+        """Layer -> mode, of the layers that run wider now."""
+        guarded = self.states.last(patcher.model)
+        return guarded.layers.modes() if guarded and guarded.layers else {}
+
+    def _guarded(self, model) -> Guarded:
+        return Guarded(model, self.learned.get(model, {}).get(_state(model, model.diffusion_model.modules()), Escalation()))
+
+    def _remember(self, model, guarded: Guarded, escalation: Escalation) -> None:
+        guarded.grow(escalation)
+        kept = self.learned.setdefault(model, {})
+        kept[_state(model, guarded.modules.values())] = escalation
+
+    def _log(self, model) -> GuardLog:
+        return self._logs.setdefault(model, GuardLog())
+
+    def _begin(self, model) -> GuardLog:
+        prompt, log = running_prompt_id(), self._log(model)
+        if prompt is None or log.prompt != prompt:
+            log = self._logs[model] = GuardLog(prompt)
+        log.given_up = False
+        return log
+
+    def _run(self, call: Callable, layers: EscalatedLayers | None) -> torch.Tensor:
+        return self._with(call, layers.call if layers else None)
+
+    def _with(self, call: Callable, active: Callable | None) -> torch.Tensor:
+        model = call.executor.class_obj
+        self._active[model] = active
+        try:
+            return call()
+        finally:
+            del self._active[model]
+
+    def _check_device(self, call: _Call, guarded: Guarded, log: GuardLog) -> None:
+        """Once per device and process: a product in the model's dtype, where some devices give zeros."""
+        if guarded.stream not in probes.GEMM_TOLERANCE or guarded.escalation.whole:
+            return
+        ok, detail = probes.canary(call.x.device, guarded.stream)
+        if ok:
+            return
+        origin = Origin("", "matmul", "canary", guarded.stream, math.nan)
+        if self.on_nan == "retry_higher":
+            self._remember(call.executor.class_obj, guarded, WHOLE)
+        where = Where(log.calls, 0, float(call.t.flatten()[0]), [])
+        event = event_of(where, origin, guarded.stream, "fp32" if guarded.escalation.whole else guarded.stream, guarded.escalation.whole)
+        self._note(log, event, f"{detail}.", "device_fault")
+        if self.on_nan == "stop":
+            raise NonFinite(f"{detail}.", "device_fault")
+
+    def _failed(self, call: _Call, guarded: Guarded, log: GuardLog, result: torch.Tensor, hidden: bool) -> torch.Tensor:
+        where = call.where(log.calls, result)
+        problem = None if hidden else bad_input(call, log.calls == 1)
+        if problem:
+            return self._hopeless(log, where, *problem, result)
+        if self.on_nan == "retry_higher":
+            return self._repeated(call, guarded, log, result, where, hidden)
+        origin = None
+        if not log.events:
+            origin, _ = self._located(call, guarded, log)
+        if self.on_nan == "report" or hidden:
+            self._note(log, event_of(where, origin, *self._modes_at(guarded, origin), False), origin, "stopped" if not hidden else "clean")
+            return result
+        weight = self._weight_at_fault(call, origin)
+        verdict, advice = ("bad_weights", weight) if weight else ("stopped", "")
+        return self._hopeless(log, where, origin, verdict, result, advice, guarded=guarded, certain=True)
+
+    def _repeated(self, call, guarded: Guarded, log: GuardLog, result, where: Where, hidden: bool) -> torch.Tensor:
+        """The call again in the arithmetic of each rung, until its result is finite or nothing is left to try."""
+        left, origin = self.max_retries, None
+        if left > 1:
+            left -= 1
+            origin, again = self._located(call, guarded, log)
+            if not hidden and math.isfinite(reach(again)):
+                self._note(log, event_of(where, None, guarded.stream, guarded.stream, True), None, "device_fault")
+                return again
+            if weight := self._weight_at_fault(call, origin):
+                return self._hopeless(log, where, origin, "bad_weights", result, weight, guarded=guarded)
+        for rung in guarded.rungs()[:left]:
+            log.extra_calls += 1
+            layers = EscalatedLayers(rung, call.executor.class_obj, guarded.modes)
+            observed = Observed(layers)
+            repeated = self._run(call, layers)
+            if math.isfinite(reach(repeated)):
+                self._recovered(call, guarded, log, where, origin, rung, observed)
+                return repeated
+        return self._not_cured(call, guarded, log, result, where, origin, left)
+
+    def _located(self, call: _Call, guarded: Guarded, log: GuardLog) -> tuple[Origin | None, torch.Tensor]:
+        """The call again as it was, every operation watched: what failed, and the result."""
+        log.extra_calls += 1
+        localizer = Localizer(call.executor.class_obj.diffusion_model)
+
+        def watched(executor, x, t, c_concat, c_crossattn, control, options, **kwargs):
+            with localizer.watching():
+                return executor(x, t, c_concat, c_crossattn, control, opaque_attention(localizer, options), **kwargs)
+
+        def active(executor, *args, **kwargs):
+            layers = guarded.layers
+            return layers.call(lambda *a, **k: watched(executor, *a, **k), *args, **kwargs) if layers else watched(executor, *args, **kwargs)
+
+        with eager(True):
+            result = self._with(call, active)
+        return localizer.origin(result), result
+
+    def _recovered(self, call, guarded: Guarded, log: GuardLog, where, origin, rung: Escalation, observed: Observed) -> None:
+        before = self._modes_at(guarded, origin)[0]
+        present = guarded.escalation
+        if rung.whole:
+            parts = top_level_parts(call.executor.class_obj.diffusion_model)
+            grown = WHOLE if guarded.half else escalate_to_fp32(present, origin, guarded.modes, parts)
+        else:
+            grown = escalate(present, observed.seen(), origin, guarded.modes)
+        self._remember(call.executor.class_obj, guarded, grown)
+        self._note(log, event_of(where, origin, before, self._modes_at(guarded, origin)[1], True), origin, "recovered")
+
+    def _not_cured(self, call, guarded: Guarded, log: GuardLog, result, where, origin, left: int) -> torch.Tensor:
+        if left < len(guarded.rungs()):
+            advice = f"max_retries is {self.max_retries}, which left repeats untried: raise it."
+            return self._hopeless(log, where, origin, "stopped", result, advice, guarded=guarded)
+        if weight := self._weight_at_fault(call, origin, everywhere=True):
+            return self._hopeless(log, where, origin, "bad_weights", result, weight, guarded=guarded)
+        ok, detail = probes.canary(call.x.device, "fp32")
+        verdict, advice = ("not_precision", "") if ok else ("device_fault", f"{detail}.")
+        return self._hopeless(log, where, origin, verdict, result, advice, guarded=guarded)
+
+    def _weight_at_fault(self, call: _Call, origin: Origin | None, everywhere: bool = False) -> str:
+        """Which weight of which file or LoRA is not finite, as a sentence; empty where none is."""
+        model = call.executor.class_obj
+        if origin and origin.kind == "weights":
+            return bad_weight(model.current_patcher, origin.op)
+        name = first_bad_weight(model.diffusion_model) if everywhere else None
+        return bad_weight(model.current_patcher, name, origin.layer if origin else "")
+
+    def _modes_at(self, guarded: Guarded, origin: Origin | None) -> tuple[str, str]:
+        """(mode by itself, mode now) of the layer that failed, or of the values between layers."""
+        layer = origin.layer if origin else ""
+        now = guarded.layers.modes() if guarded.layers else {}
+        own = guarded.modes.get(layer, guarded.stream)
+        if layer in guarded.modes:
+            return own, now.get(layer, own)
+        return own, "fp32" if guarded.escalation else own
+
+    def _hopeless(self, log, where, origin, verdict, result=None, advice="", guarded=None, certain=False) -> torch.Tensor:
+        """Note what repeats cannot cure. Raises where nothing is left to save; ``report`` never does."""
+        mode = self._modes_at(guarded, origin)[0] if guarded else (origin.dtype if origin else "")
+        event = event_of(where, origin, mode, mode, False)
+        self._note(log, event, origin, verdict, advice)
+        log.given_up = True
+        rows = 0 if result is None else result.shape[0] // max(1, len(where.batch_rows))
+        all_bad = certain or result is None or not bool(torch.isfinite(result.flatten(1)).all(1).any()) or rows == 0
+        if self.on_nan == "stop" or (all_bad and self.on_nan != "report"):
+            raise NonFinite(sentence(event, origin), verdict, log.advice)
+        return result
+
+    def _note(self, log: GuardLog, event, origin: Origin | str | None, verdict: str, advice: str = "") -> None:
+        message = origin if isinstance(origin, str) else sentence(event, origin)
+        log.add(event, verdict, advice)
+        logger.warning("Halfsafe guard: %s %s", message, "" if event.recovered else log.advice)
+        self._tell(log, "event", message, event)
+
+    def _tell_verdict(self, log: GuardLog) -> None:
+        if log.verdict != "clean":
+            self._tell(log, "verdict", f"Guard: {log.verdict}, {len(log.events)} events, {log.extra_calls} calls repeated.", None)
+
+    def _tell(self, log: GuardLog, kind: str, message: str, event) -> None:
+        data = {"node_id": self.node_id, "prompt_id": log.prompt, "kind": kind, "verdict": log.verdict, "message": message}
+        tell_page(EVENT, {**data, "advice": log.advice, "event": plain(event) if event else None})
+
+
+def _state(model, modules: Iterable[torch.nn.Module]) -> tuple:
+    """What a run depends on: patched weights, hooks, the compute plan, and forwards others have put on the modules."""
+    patcher = model.current_patcher
+    hooks = getattr(patcher, "current_hooks", None)
+    return model.current_weight_patches_uuid, hooks, compute_of(patcher), name_of(stream_dtype(patcher)), own_forwards(modules)

@@ -1,0 +1,233 @@
+"""Guarded VAEs and text encoders: copies whose results are checked, and made again in a higher precision if need be."""
+
+import copy
+import functools
+import logging
+import math
+
+import torch
+
+from ...precision.dtypes import name_of
+from ...precision.guard import ADVICE, EVENT, NonFinite, Where, event_of, random_state_kept
+from ...precision.localize import Origin, first_bad_weight, reach, tensors_in
+from ...precision.report import GuardEvent, plain
+from .blame import bad_weight
+from .devices import current_device
+from .page import running_prompt_id, tell_page
+
+ADVICE_LATENT = "It was so before the VAE: put NaN Guard on the model, or Check Finite behind the node that made it."
+ADVICE_TOKENS = "A textual inversion embedding in the prompt holds NaN or Inf: leave it out, or get it again."
+logger = logging.getLogger("halfsafe")
+ATTRIBUTE = "halfsafe_guard"
+
+
+class EncoderGuard:
+    """How one VAE or text encoder is guarded, and the events so far."""
+
+    def __init__(self, kind: str, on_nan: str, node_id: str | None):
+        self.kind = kind
+        self.on_nan = on_nan
+        self.node_id = node_id
+        self.events: list[GuardEvent] = []
+        self.verdict = "clean"
+        self.calls = 0
+
+    def note(self, event: GuardEvent, message: str, verdict: str, advice: str = "") -> None:
+        self.events.append(event)
+        self.verdict = verdict
+        logger.warning("Halfsafe guard: %s %s", message, advice)
+        data = {"node_id": self.node_id, "prompt_id": running_prompt_id(), "verdict": verdict, "message": message}
+        tell_page(EVENT, {**data, "kind": "event", "advice": advice, "event": plain(event)})
+
+    def run(self, action: str, attempt, lowered: list[torch.dtype], dtype: torch.dtype, given, weights):
+        """``attempt(None)``, or at the next dtype of ``lowered`` until the result is finite.
+
+        Args:
+            action: decode, encode ...
+            attempt: makes the result in a dtype; None for as it is. It returns (result, largest magnitude before clamps).
+            given: what went in.
+            weights: gives a sentence on a bad weight, or nothing.
+        """
+        self.calls += 1
+        result, largest = attempt(None)
+        if math.isfinite(largest):
+            return result
+        origin, verdict, advice = self._cause(action, given, weights, dtype)
+        if not verdict and self.on_nan == "retry_higher":
+            same = [] if dtype == torch.float16 else [None]
+            for higher in [*same, *lowered]:
+                with random_state_kept():
+                    again, largest = attempt(higher)
+                if math.isfinite(largest):
+                    return self._recovered(action, origin, dtype, higher or dtype, again)
+        verdict = verdict or ("stopped" if self.on_nan != "retry_higher" else "not_precision")
+        return self._hopeless(origin, verdict, advice or self._advice(verdict), name_of(dtype), result)
+
+    def _cause(self, action: str, given, weights, dtype: torch.dtype) -> tuple[Origin, str, str]:
+        place = f"{self.kind} {action}"
+        if not all(math.isfinite(reach(tensor)) for tensor in tensors_in(given)):
+            name = {"VAE decode": "latent", "VAE encode": "image"}.get(place, "tokens")
+            return Origin(name, "", "input", "", math.nan), "bad_input", ADVICE_TOKENS if name == "tokens" else ADVICE_LATENT
+        if sentence_on_weight := weights():
+            return Origin(place, "weights", "weights", name_of(dtype), math.nan), "bad_weights", sentence_on_weight
+        return Origin(place, "", "overflow", name_of(dtype), math.nan), "", ""
+
+    def _advice(self, verdict: str) -> str:
+        if verdict != "stopped":
+            return ADVICE[verdict]
+        return f"Set on_nan to retry_higher, or load the {self.kind} with dtype bf16 or fp32."
+
+    def _recovered(self, action: str, origin: Origin, dtype: torch.dtype, higher: torch.dtype, result):
+        event = event_of(Where(self.calls, 0, math.nan, []), origin, name_of(dtype), name_of(higher), True)
+        message = f"{self.kind} {action}: the result was NaN or Inf in {name_of(dtype)}. Repeated in {name_of(higher)}: finite."
+        verdict = "recovered" if higher != dtype else "device_fault"
+        self.note(event, message, verdict, ADVICE[verdict] if verdict != "recovered" else "")
+        return result
+
+    def _hopeless(self, origin: Origin, verdict: str, advice: str, mode: str, result):
+        event = event_of(Where(self.calls, 0, math.nan, []), origin, mode, mode, False)
+        message = f"{self.kind}: the result is NaN or Inf, computed in {mode}, because of {origin.layer}."
+        self.note(event, message, verdict, advice)
+        if self.on_nan == "stop" or (self.on_nan == "retry_higher" and not _good_rows(result)):
+            raise NonFinite(message, verdict, advice)
+        return result
+
+
+def guard_vae(vae, on_nan: str, node_id: str | None = None):
+    """A copy of the VAE whose results are checked. The original stays as it is."""
+    guarded = copy.copy(vae)
+    guarded.patcher = vae.patcher.clone()
+    guarded.__class__ = _guarded_class(_plain_class(type(vae)), _GuardedVAE)
+    setattr(guarded, ATTRIBUTE, EncoderGuard("VAE", on_nan, node_id))
+    return guarded
+
+
+def guard_clip(clip, on_nan: str, node_id: str | None = None):
+    """A clone of the text encoder whose results are checked."""
+    guarded = clip.clone()
+    guarded.__class__ = _guarded_class(_plain_class(type(clip)), _GuardedCLIP)
+    setattr(guarded, ATTRIBUTE, EncoderGuard("Text encoder", on_nan, node_id))
+    return guarded
+
+
+def vae_in(vae, dtype: torch.dtype):
+    """A copy of the VAE, not guarded, that computes in ``dtype``. Its weights stay as they are and are cast at use."""
+    clone = copy.copy(vae)
+    clone.__class__ = _plain_class(type(vae))
+    clone.patcher = vae.patcher.clone()
+    clone.patcher.set_model_compute_dtype(dtype)
+    clone.vae_dtype = dtype
+    return clone
+
+
+def _clip_in(clip, dtype: torch.dtype):
+    clone = clip.clone()
+    clone.__class__ = _plain_class(type(clip))
+    clone.patcher.set_model_compute_dtype(dtype)
+    return clone
+
+
+class _Guarded:
+    """Comes before ComfyUI's class in a guarded object's class."""
+
+
+class _GuardedVAE(_Guarded):
+    def decode(self, *args, **kwargs):
+        return _run_vae(self, "decode", args, kwargs)
+
+    def decode_tiled(self, *args, **kwargs):
+        return _run_vae(self, "decode_tiled", args, kwargs)
+
+    def encode(self, *args, **kwargs):
+        return _run_vae(self, "encode", args, kwargs)
+
+    def encode_tiled(self, *args, **kwargs):
+        return _run_vae(self, "encode_tiled", args, kwargs)
+
+
+class _GuardedCLIP(_Guarded):
+    def clone(self, *args, **kwargs):
+        clone = super().clone(*args, **kwargs)
+        clone.__class__ = type(self)
+        setattr(clone, ATTRIBUTE, getattr(self, ATTRIBUTE))
+        return clone
+
+    def encode_from_tokens(self, tokens, *args, **kwargs):
+        return _run_clip(self, "encode_from_tokens", tokens, args, kwargs)
+
+    def encode_from_tokens_scheduled(self, tokens, *args, **kwargs):
+        return _run_clip(self, "encode_from_tokens_scheduled", tokens, args, kwargs)
+
+
+@functools.cache
+def _guarded_class(base: type, mixin: type) -> type:
+    return type(base.__name__, (mixin, base), {})
+
+
+def _plain_class(kind: type) -> type:
+    return kind.__bases__[1] if issubclass(kind, _Guarded) else kind
+
+
+def _run_vae(vae, name: str, args: tuple, kwargs: dict):
+    def attempt(dtype: torch.dtype | None):
+        one = vae_in(vae, dtype) if dtype else _unguarded(vae)
+        sizes = _watched_output(one)
+        result = getattr(one, name)(*args, **kwargs)
+        return result, _worst([*sizes, *map(reach, tensors_in(result))])
+
+    def weights() -> str:
+        tensor = first_bad_weight(vae.first_stage_model)
+        return f"The VAE's weight '{tensor}' holds NaN or Inf. Get the file again." if tensor else ""
+
+    guard: EncoderGuard = getattr(vae, ATTRIBUTE)
+    return guard.run(name.removesuffix("_tiled"), attempt, _higher(vae.vae_dtype), vae.vae_dtype, [args, kwargs], weights)
+
+
+def _run_clip(clip, name: str, tokens, args: tuple, kwargs: dict):
+    def attempt(dtype: torch.dtype | None):
+        one = _clip_in(clip, dtype) if dtype else _unguarded(clip)
+        result = getattr(one, name)(tokens, *args, **kwargs)
+        return result, _worst(map(reach, tensors_in(result)))
+
+    def weights() -> str:
+        tensor = first_bad_weight(clip.cond_stage_model)
+        own = f"The text encoder's weight '{tensor}' holds NaN or Inf. Get the file again." if tensor else ""
+        return bad_weight(clip.patcher, None) or own
+
+    guard: EncoderGuard = getattr(clip, ATTRIBUTE)
+    dtype = clip.patcher.object_patches.get("manual_cast_dtype") or torch.float32
+    return guard.run("encode", attempt, _higher(dtype), dtype, tokens, weights)
+
+
+def _unguarded(guarded):
+    plain = copy.copy(guarded)
+    plain.__class__ = _plain_class(type(guarded))
+    return plain
+
+
+def _watched_output(vae) -> list[float]:
+    """The largest magnitude of what this VAE's output clamp was given: after it, inf is white."""
+    sizes, process = [], vae.process_output
+
+    def watch(image):
+        sizes.append(reach(image))
+        return process(image)
+
+    vae.process_output = watch
+    return sizes
+
+
+def _worst(sizes) -> float:
+    return max(sizes, key=lambda size: size if math.isfinite(size) else math.inf, default=0.0)
+
+
+def _higher(dtype: torch.dtype) -> list[torch.dtype]:
+    """The dtypes to repeat in: bf16 only where the device has it, as it loses precision."""
+    if dtype == torch.float16 and current_device().capabilities["bf16"]:
+        return [torch.bfloat16, torch.float32]
+    return [torch.float32] if dtype != torch.float32 else []
+
+
+def _good_rows(result) -> int:
+    tensors = tensors_in(result)
+    return int(torch.isfinite(tensors[0].flatten(1)).all(1).sum()) if tensors else 0

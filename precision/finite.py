@@ -1,0 +1,54 @@
+"""Whether a value of a graph is finite, and if not what of it: how much, in which batch rows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+LISTED = 8
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """A tensor that holds NaN or Inf. ``rows``: the places along its first dimension that do."""
+
+    name: str
+    nan: int
+    inf: int
+    total: int
+    rows: tuple[int, ...]
+
+    def __str__(self) -> str:
+        what = [f"{self.nan} NaN"] * bool(self.nan) + [f"{self.inf} Inf"] * bool(self.inf)
+        share = (self.nan + self.inf) / self.total
+        rows = ", ".join(map(str, self.rows[:LISTED])) + (", ..." if len(self.rows) > LISTED else "")
+        return f"{self.name}: {' and '.join(what)} of {self.total} values ({share:.1%}), batch rows {rows}"
+
+
+def not_finite(values, name: str = "") -> list[NotFinite]:
+    """What is not finite among the tensors of nested lists, tuples and dicts, named by their places in it."""
+    found = (_check(tensor, where) for where, tensor in _named_tensors(values, name))
+    return [finding for finding in found if finding]
+
+
+def _check(tensor: torch.Tensor, name: str) -> NotFinite | None:
+    rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
+    bad = ~torch.isfinite(rows.float())
+    if not bad.any():
+        return None
+    nan = int(torch.isnan(rows.float()).sum())
+    return NotFinite(name, nan, int(bad.sum()) - nan, tensor.numel(), tuple(bad.any(1).nonzero().flatten().tolist()))
+
+
+def _named_tensors(values, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(values, torch.Tensor):
+        if values.numel() and (values.is_floating_point() or values.is_complex()):
+            yield name, torch.view_as_real(values) if values.is_complex() else values
+    elif isinstance(values, dict):
+        for key, value in values.items():
+            yield from _named_tensors(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(values, (list, tuple)):
+        for index, value in enumerate(values):
+            yield from _named_tensors(value, f"{name}[{index}]")
+    elif hasattr(values, "unbind"):
+        yield from _named_tensors(list(values.unbind()), name)
