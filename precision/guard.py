@@ -148,12 +148,17 @@ def span_of(layer: str, spans) -> str:
 
 @dataclass
 class Where:
-    """The call that failed: its place in the sampler's run."""
+    """The call that failed: its place in the sampler's run, and which of the batch's images it spoils."""
 
     call: int
     step: int
     sigma: float
     batch_rows: list[int]
+    images: int = 1
+
+    @property
+    def spoils_all(self) -> bool:
+        return len(self.batch_rows) >= self.images
 
 
 @dataclass

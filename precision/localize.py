@@ -17,7 +17,10 @@ from .dtypes import name_of
 from .operations import kind_of
 from .patching import patched
 
-UNFILLED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+MADE_SO = (
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+    "full", "full_like", "new_full", "fill_", "scalar_tensor",
+)  # fmt: skip
 CLAMP = "nan_to_num"
 PLAIN_NAMES = {
     **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear"), "matmul"),
@@ -104,7 +107,9 @@ class Localizer(TorchDispatchMode):
         inputs = tensors_in((args, kwargs))
         states = [(tensor, reach(tensor)) for tensor in inputs]
         result = func(*args, **kwargs)
-        if name in UNFILLED:
+        if name in MADE_SO:
+            for tensor in tensors_in(result):
+                self._made.pop(_key(tensor), None)
             return result
         self._note("attention" if "attention" in name else PLAIN_NAMES.get(name, name), states, tensors_in(result))
         return result

@@ -27,7 +27,7 @@ BENCHES = {
     "load": {"halfsafe": "load_halfsafe", "other": "load_core", "other_name": "UNETLoader, fp8_e4m3fn"},
     "convert": {"halfsafe": "convert_halfsafe", "other": "convert_read_all", "other_name": "read all, quantize, save"},
 }
-COMPUTE = ("safe16", "fp8mm", "patch")
+COMPUTE = ("safe16", "fp8mm", "patch", "guard")
 TARGETS = {"load": {"seconds": 1.3, "memory_to_weights": 1.1}, "convert": {"memory_to_largest_tensor": 3.0}}
 MODEL = "wan_1_3b_shaped"
 LARGEST_TENSOR = 1536 * 8960 * 2

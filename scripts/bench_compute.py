@@ -1,4 +1,4 @@
-"""Compute benchmarks in a real ComfyUI, each with its alternative in the same run: safe16, fp8mm and patch.
+"""Compute benchmarks in a real ComfyUI, each with its alternative in the same run: safe16, fp8mm, patch and guard.
 
 `python scripts/bench_compute.py safe16 --comfyui DIR [--json] [--save]`, or `run_safe16(args)` and its siblings, in a
 process that has not imported ComfyUI yet. `args.comfyui`: a ComfyUI folder; `args.slow`: the large families too.
@@ -19,13 +19,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+from bench_guard import run_guard
+
 ROOT = Path(__file__).absolute().parent.parent
 SAFE16_LIMIT, FP8_LIMIT, PATCH_LIMIT = 0.6, 0.03, 1.01
 
 
 def run_safe16(args: argparse.Namespace) -> dict:
     """Error against fp32 of fp16, bf16 and `fp16_safe`, for every family and kind of overflow."""
-    comfy = _comfy(args)
+    comfy = load_comfy(args)
     from support import families, tiny_models
 
     names = [name for name in families.OVERFLOWS if args.slow or name not in tiny_models.SLOW_FAMILIES]
@@ -75,7 +77,7 @@ def markdown(rows: list[dict]) -> str:
 def run_fp8mm(args: argparse.Namespace) -> dict:
     """An fp8 product with a channel of 1000x outliers: dynamic scale against core's scale of 1.0."""
     os.environ["HALFSAFE_DEVICE_PROFILE"] = "sm_89"
-    comfy = _comfy(args)
+    comfy = load_comfy(args)
     import torch
     from halfsafe.nodes.host.compute import Fp8Linear
     from halfsafe.precision.quantize import relative_error
@@ -97,7 +99,7 @@ def run_fp8mm(args: argparse.Namespace) -> dict:
 
 def run_patch(args: argparse.Namespace) -> dict:
     """A model whose plan changes nothing against the same model without the pack's node: time of a call."""
-    comfy = _comfy(args)
+    comfy = load_comfy(args)
     from support import families, tiny_models
 
     path = tiny_models.wan(comfy.folder / "wan.safetensors", dim=512, blocks=4, ffn=2048)
@@ -117,7 +119,7 @@ def run_patch(args: argparse.Namespace) -> dict:
     return {"benchmark": "patch", "seconds": taken, "wrappers": wrappers, "targets": {"time": target}}
 
 
-def _comfy(args: argparse.Namespace) -> SimpleNamespace:
+def load_comfy(args: argparse.Namespace) -> SimpleNamespace:
     """A ComfyUI and this pack in this process, with a models folder that goes away with it."""
     sys.path[:] = [str(ROOT / "tests"), str(ROOT / "scripts"), *(p for p in sys.path if Path(p).absolute() != ROOT)]
     import conftest  # noqa: F401  it makes the pack importable as `halfsafe`
@@ -136,7 +138,7 @@ def _comfy(args: argparse.Namespace) -> SimpleNamespace:
     return SimpleNamespace(run=run, folder=base / "models" / "diffusion_models", keep=keep)
 
 
-RUNS = {"safe16": run_safe16, "fp8mm": run_fp8mm, "patch": run_patch}
+RUNS = {"safe16": run_safe16, "fp8mm": run_fp8mm, "patch": run_patch, "guard": run_guard}
 
 
 def conditions() -> dict:
@@ -156,8 +158,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=RUNS)
     parser.add_argument("--comfyui", default=os.environ.get("COMFYUI_DIR"), help="a ComfyUI folder (default: COMFYUI_DIR)")
-    parser.add_argument("--slow", action="store_true", help="safe16: the families with 0.4 and 1.1 billion parameters too")
-    parser.add_argument("--runs", type=int, default=10, help="patch: pairs of measurements")
+    parser.add_argument("--slow", action="store_true", help="safe16 and guard: the families with 0.4 and 1.1 billion parameters too")
+    parser.add_argument("--runs", type=int, default=10, help="patch and guard: pairs of measurements")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
     args = parser.parse_args()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 
 import comfy.ldm.modules.attention
 import torch
+from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
 
 from ...precision import flags
 from ...precision.compute_plan import ComputeDecision, ComputePlan
@@ -22,16 +23,31 @@ CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def top_level_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Name -> module of the parts a diffusion model is made of: its blocks, and what stands beside their lists."""
+    """Name -> module of the parts a diffusion model is made of: its blocks, and what stands beside their lists.
+
+    A UNet's blocks are lists themselves, whose items ComfyUI calls one by one.
+    """
     parts: dict[str, torch.nn.Module] = {}
     for name, child in model.named_children():
-        if isinstance(child, torch.nn.ModuleList):
-            parts |= {f"{name}.{index}": item for index, item in enumerate(child)}
+        if isinstance(child, torch.nn.ModuleList) or _is_called_by_item(child):
+            parts |= {f"{name}.{inner}": module for inner, module in _items(child)}
         elif any(isinstance(module, torch.nn.ModuleList) for module in child.children()):
             parts |= {f"{name}.{inner}": module for inner, module in top_level_parts(child).items()}
         else:
             parts[name] = child
     return {name.replace("_orig_mod.", "").removesuffix("._orig_mod"): module for name, module in parts.items()}
+
+
+def _items(container: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, item in container.named_children():
+        if _is_called_by_item(item):
+            yield from ((f"{name}.{inner}", module) for inner, module in item.named_children())
+        else:
+            yield name, item
+
+
+def _is_called_by_item(module: torch.nn.Module) -> bool:
+    return isinstance(module, TimestepEmbedSequential)
 
 
 class EscalatedLayers:

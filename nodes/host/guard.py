@@ -12,6 +12,7 @@ from comfy.patcher_extension import WrappersMP
 from ...precision import probes
 from ...precision.dtypes import name_of
 from ...precision.guard import (
+    ADVICE,
     CURED,
     EVENT,
     Escalation,
@@ -86,7 +87,7 @@ class _Call:
         step = int((schedule.float().cpu() - sigma).abs().nan_to_num(math.inf).argmin()) if schedule is not None else 0
         bad = (~torch.isfinite(result.flatten(1))).any(1).nonzero().flatten().tolist()
         images = max(1, result.shape[0] // max(1, len(self.options.get("cond_or_uncond") or [0])))
-        return Where(number, step, sigma, sorted({row % images for row in bad}))
+        return Where(number, step, sigma, sorted({row % images for row in bad}), images)
 
 
 class Guarded:
@@ -156,12 +157,12 @@ class Guard:
         log = self._begin(model)
         try:
             for problem in sampler_inputs(noise, latent_image, sigmas):
-                self._hopeless(log, Where(0, 0, math.nan, []), *problem, certain=True)
+                self._hopeless(log, Where(0, 0, math.nan, [0]), *problem)
             result = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
             bad = log.verdict in CURED and not all(map(math.isfinite, map(reach, tensors_in(result))))
             if bad:
                 origin = Origin("sampler", "", "nan", "fp32", math.nan)
-                self._hopeless(log, Where(log.calls, len(sigmas) - 1, float(sigmas[-1]), []), origin, "not_precision", certain=True)
+                self._hopeless(log, Where(log.calls, len(sigmas) - 1, float(sigmas[-1]), [0]), origin, "not_precision")
             return result
         finally:
             self._tell_verdict(log)
@@ -177,12 +178,11 @@ class Guard:
         return guarded.layers.modes() if guarded and guarded.layers else {}
 
     def _guarded(self, model) -> Guarded:
-        return Guarded(model, self.learned.get(model, {}).get(_state(model, model.diffusion_model.modules()), Escalation()))
+        return Guarded(model, self.learned.get(model, {}).get(_state(model), Escalation()))
 
     def _remember(self, model, guarded: Guarded, escalation: Escalation) -> None:
         guarded.grow(escalation)
-        kept = self.learned.setdefault(model, {})
-        kept[_state(model, guarded.modules.values())] = escalation
+        self.learned.setdefault(model, {})[_state(model)] = escalation
 
     def _log(self, model) -> GuardLog:
         return self._logs.setdefault(model, GuardLog())
@@ -217,9 +217,10 @@ class Guard:
             self._remember(call.executor.class_obj, guarded, WHOLE)
         where = Where(log.calls, 0, float(call.t.flatten()[0]), [])
         event = event_of(where, origin, guarded.stream, "fp32" if guarded.escalation.whole else guarded.stream, guarded.escalation.whole)
-        self._note(log, event, f"{detail}.", "device_fault")
+        advice = f"{detail}. {ADVICE['device_fault']}"
+        self._note(log, event, f"A test product on {call.x.device} is wrong.", "device_fault", advice)
         if self.on_nan == "stop":
-            raise NonFinite(f"{detail}.", "device_fault")
+            raise NonFinite(f"A test product on {call.x.device} is wrong.", "device_fault", advice)
 
     def _failed(self, call: _Call, guarded: Guarded, log: GuardLog, result: torch.Tensor, hidden: bool) -> torch.Tensor:
         where = call.where(log.calls, result)
@@ -228,15 +229,16 @@ class Guard:
             return self._hopeless(log, where, *problem, result)
         if self.on_nan == "retry_higher":
             return self._repeated(call, guarded, log, result, where, hidden)
-        origin = None
-        if not log.events:
-            origin, _ = self._located(call, guarded, log)
+        if hidden and log.events:
+            return result
+        origin, _ = self._located(call, guarded, log)
         if self.on_nan == "report" or hidden:
-            self._note(log, event_of(where, origin, *self._modes_at(guarded, origin), False), origin, "stopped" if not hidden else "clean")
+            self._note(log, event_of(where, origin, *self._modes_at(guarded, origin), False), origin, "stopped")
+            log.given_up = not hidden
             return result
         weight = self._weight_at_fault(call, origin)
         verdict, advice = ("bad_weights", weight) if weight else ("stopped", "")
-        return self._hopeless(log, where, origin, verdict, result, advice, guarded=guarded, certain=True)
+        return self._hopeless(log, where, origin, verdict, result, advice, guarded=guarded)
 
     def _repeated(self, call, guarded: Guarded, log: GuardLog, result, where: Where, hidden: bool) -> torch.Tensor:
         """The call again in the arithmetic of each rung, until its result is finite or nothing is left to try."""
@@ -314,15 +316,13 @@ class Guard:
             return own, now.get(layer, own)
         return own, "fp32" if guarded.escalation else own
 
-    def _hopeless(self, log, where, origin, verdict, result=None, advice="", guarded=None, certain=False) -> torch.Tensor:
+    def _hopeless(self, log, where, origin, verdict, result=None, advice="", guarded=None) -> torch.Tensor:
         """Note what repeats cannot cure. Raises where nothing is left to save; ``report`` never does."""
         mode = self._modes_at(guarded, origin)[0] if guarded else (origin.dtype if origin else "")
         event = event_of(where, origin, mode, mode, False)
         self._note(log, event, origin, verdict, advice)
         log.given_up = True
-        rows = 0 if result is None else result.shape[0] // max(1, len(where.batch_rows))
-        all_bad = certain or result is None or not bool(torch.isfinite(result.flatten(1)).all(1).any()) or rows == 0
-        if self.on_nan == "stop" or (all_bad and self.on_nan != "report"):
+        if self.on_nan == "stop" or (self.on_nan == "retry_higher" and where.spoils_all):
             raise NonFinite(sentence(event, origin), verdict, log.advice)
         return result
 
@@ -341,7 +341,7 @@ class Guard:
         tell_page(EVENT, {**data, "advice": log.advice, "event": plain(event) if event else None})
 
 
-def _state(model, modules: Iterable[torch.nn.Module]) -> tuple:
+def _state(model, modules: Iterable[torch.nn.Module] = ()) -> tuple:
     """What a run depends on: patched weights, hooks, the compute plan, and forwards others have put on the modules."""
     patcher = model.current_patcher
     hooks = getattr(patcher, "current_hooks", None)

@@ -9,14 +9,17 @@ import torch
 
 from ...precision.dtypes import name_of
 from ...precision.guard import ADVICE, EVENT, NonFinite, Where, event_of, random_state_kept
-from ...precision.localize import Origin, first_bad_weight, reach, tensors_in
+from ...precision.localize import Localizer, Origin, reach, tensors_in
 from ...precision.report import GuardEvent, plain
 from .blame import bad_weight
 from .devices import current_device
 from .page import running_prompt_id, tell_page
 
-ADVICE_LATENT = "It was so before the VAE: put NaN Guard on the model, or Check Finite behind the node that made it."
-ADVICE_TOKENS = "A textual inversion embedding in the prompt holds NaN or Inf: leave it out, or get it again."
+INPUTS = {
+    "VAE decode": ("latent", "It was so before the VAE: put NaN Guard on the model, or Check Finite behind the node that made it."),
+    "VAE encode": ("image", "It was so before the VAE: put Check Finite behind the node that made it."),
+    "Text encoder encode": ("tokens", "A textual inversion embedding in the prompt holds NaN or Inf: leave it out, or get it again."),
+}
 logger = logging.getLogger("halfsafe")
 ATTRIBUTE = "halfsafe_guard"
 
@@ -39,54 +42,52 @@ class EncoderGuard:
         data = {"node_id": self.node_id, "prompt_id": running_prompt_id(), "verdict": verdict, "message": message}
         tell_page(EVENT, {**data, "kind": "event", "advice": advice, "event": plain(event)})
 
-    def run(self, action: str, attempt, lowered: list[torch.dtype], dtype: torch.dtype, given, weights):
-        """``attempt(None)``, or at the next dtype of ``lowered`` until the result is finite.
+    def run(self, action: str, attempt, model: torch.nn.Module, patcher, dtype: torch.dtype, given):
+        """``attempt(None)``, or in a higher dtype if its result is not finite.
 
         Args:
             action: decode, encode ...
-            attempt: makes the result in a dtype; None for as it is. It returns (result, largest magnitude before clamps).
+            attempt: makes the result in a dtype, None for as it is: (result, largest magnitude before any clamp).
+            model: what ``attempt`` runs, and ``patcher`` its patcher.
             given: what went in.
-            weights: gives a sentence on a bad weight, or nothing.
         """
         self.calls += 1
         result, largest = attempt(None)
         if math.isfinite(largest):
             return result
-        origin, verdict, advice = self._cause(action, given, weights, dtype)
-        if not verdict and self.on_nan == "retry_higher":
-            same = [] if dtype == torch.float16 else [None]
-            for higher in [*same, *lowered]:
+        if not all(math.isfinite(reach(tensor)) for tensor in tensors_in(given)):
+            name, advice = INPUTS[f"{self.kind} {action}"]
+            return self._hopeless(Origin(name, "", "input", "", math.nan), "bad_input", advice, name_of(dtype), result)
+        if self.on_nan == "retry_higher":
+            for higher in [*([] if dtype == torch.float16 else [None]), *_higher(dtype)]:
                 with random_state_kept():
                     again, largest = attempt(higher)
                 if math.isfinite(largest):
-                    return self._recovered(action, origin, dtype, higher or dtype, again)
-        verdict = verdict or ("stopped" if self.on_nan != "retry_higher" else "not_precision")
-        return self._hopeless(origin, verdict, advice or self._advice(verdict), name_of(dtype), result)
-
-    def _cause(self, action: str, given, weights, dtype: torch.dtype) -> tuple[Origin, str, str]:
-        place = f"{self.kind} {action}"
-        if not all(math.isfinite(reach(tensor)) for tensor in tensors_in(given)):
-            name = {"VAE decode": "latent", "VAE encode": "image"}.get(place, "tokens")
-            return Origin(name, "", "input", "", math.nan), "bad_input", ADVICE_TOKENS if name == "tokens" else ADVICE_LATENT
-        if sentence_on_weight := weights():
-            return Origin(place, "weights", "weights", name_of(dtype), math.nan), "bad_weights", sentence_on_weight
-        return Origin(place, "", "overflow", name_of(dtype), math.nan), "", ""
+                    return self._recovered(action, dtype, higher or dtype, again)
+        origin = _located(model, attempt)
+        if origin and origin.kind == "weights":
+            return self._hopeless(origin, "bad_weights", bad_weight(patcher, origin.op), name_of(dtype), result)
+        verdict = "not_precision" if self.on_nan == "retry_higher" else "stopped"
+        place = origin or Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan)
+        return self._hopeless(place, verdict, self._advice(verdict), name_of(dtype), result)
 
     def _advice(self, verdict: str) -> str:
-        if verdict != "stopped":
-            return ADVICE[verdict]
-        return f"Set on_nan to retry_higher, or load the {self.kind} with dtype bf16 or fp32."
+        if verdict == "stopped":
+            return f"Set on_nan to retry_higher, or load the {self.kind} with dtype bf16 or fp32."
+        return f"No dtype cures this {self.kind}: try another file, another tile size, or its decode on the CPU."
 
-    def _recovered(self, action: str, origin: Origin, dtype: torch.dtype, higher: torch.dtype, result):
+    def _recovered(self, action: str, dtype: torch.dtype, higher: torch.dtype, result):
+        origin = Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan)
         event = event_of(Where(self.calls, 0, math.nan, []), origin, name_of(dtype), name_of(higher), True)
         message = f"{self.kind} {action}: the result was NaN or Inf in {name_of(dtype)}. Repeated in {name_of(higher)}: finite."
         verdict = "recovered" if higher != dtype else "device_fault"
-        self.note(event, message, verdict, ADVICE[verdict] if verdict != "recovered" else "")
+        self.note(event, message, verdict, ADVICE[verdict] if verdict == "device_fault" else "")
         return result
 
     def _hopeless(self, origin: Origin, verdict: str, advice: str, mode: str, result):
         event = event_of(Where(self.calls, 0, math.nan, []), origin, mode, mode, False)
-        message = f"{self.kind}: the result is NaN or Inf, computed in {mode}, because of {origin.layer}."
+        op = f" ({origin.op})" if origin.op and origin.kind != "weights" else ""
+        message = f"{self.kind}: the result is NaN or Inf, computed in {mode}, first in {origin.layer}{op}."
         self.note(event, message, verdict, advice)
         if self.on_nan == "stop" or (self.on_nan == "retry_higher" and not _good_rows(result)):
             raise NonFinite(message, verdict, advice)
@@ -175,12 +176,9 @@ def _run_vae(vae, name: str, args: tuple, kwargs: dict):
         result = getattr(one, name)(*args, **kwargs)
         return result, _worst([*sizes, *map(reach, tensors_in(result))])
 
-    def weights() -> str:
-        tensor = first_bad_weight(vae.first_stage_model)
-        return f"The VAE's weight '{tensor}' holds NaN or Inf. Get the file again." if tensor else ""
-
     guard: EncoderGuard = getattr(vae, ATTRIBUTE)
-    return guard.run(name.removesuffix("_tiled"), attempt, _higher(vae.vae_dtype), vae.vae_dtype, [args, kwargs], weights)
+    action = name.removesuffix("_tiled")
+    return guard.run(action, attempt, vae.first_stage_model, vae.patcher, vae.vae_dtype, [args, kwargs])
 
 
 def _run_clip(clip, name: str, tokens, args: tuple, kwargs: dict):
@@ -189,14 +187,9 @@ def _run_clip(clip, name: str, tokens, args: tuple, kwargs: dict):
         result = getattr(one, name)(tokens, *args, **kwargs)
         return result, _worst(map(reach, tensors_in(result)))
 
-    def weights() -> str:
-        tensor = first_bad_weight(clip.cond_stage_model)
-        own = f"The text encoder's weight '{tensor}' holds NaN or Inf. Get the file again." if tensor else ""
-        return bad_weight(clip.patcher, None) or own
-
     guard: EncoderGuard = getattr(clip, ATTRIBUTE)
     dtype = clip.patcher.object_patches.get("manual_cast_dtype") or torch.float32
-    return guard.run("encode", attempt, _higher(dtype), dtype, tokens, weights)
+    return guard.run("encode", attempt, clip.cond_stage_model, clip.patcher, dtype, tokens)
 
 
 def _unguarded(guarded):
@@ -226,6 +219,15 @@ def _higher(dtype: torch.dtype) -> list[torch.dtype]:
     if dtype == torch.float16 and current_device().capabilities["bf16"]:
         return [torch.bfloat16, torch.float32]
     return [torch.float32] if dtype != torch.float32 else []
+
+
+def _located(model: torch.nn.Module, attempt) -> Origin | None:
+    """What made the result of one more attempt non-finite."""
+    localizer = Localizer(model)
+    with random_state_kept(), localizer.watching():
+        result, _ = attempt(None)
+    found = [localizer.origin(tensor) for tensor in tensors_in(result)]
+    return next(filter(None, found), None)
 
 
 def _good_rows(result) -> int:

@@ -1,0 +1,61 @@
+"""What the guard tests share."""
+
+from __future__ import annotations
+
+import torch
+from halfsafe.nodes.host.guard import guard_of
+from support.families import load
+
+
+def guarded(comfy, model, on_nan: str = "retry_higher", max_retries: int = 8):
+    """The model of the NaN Guard node."""
+    return comfy.run("HalfsafeNaNGuard", model=model, on_nan=on_nan, max_retries=max_retries)[0]
+
+
+def plain_fp16(comfy, path, storage: str = "fp16"):
+    """The model of a file in plain fp16, the arithmetic that overflows."""
+    return load(comfy, path, storage, "fp16")
+
+
+def report_of(model):
+    """The guard's report on a model."""
+    return guard_of(model).report(model)
+
+
+def modes_of(model) -> dict[str, str]:
+    """Layer -> the mode it runs in now, of all layers that multiply."""
+    guard = guard_of(model)
+    return {**guard.states.last(model.model).modes, **guard.modes(model)}
+
+
+class Counted:
+    """Counts the calls of a model's diffusion module."""
+
+    def __init__(self, model):
+        self.count = 0
+        self.module = model.model.diffusion_model
+        self.forward = self.module.forward
+
+    def __enter__(self) -> Counted:
+        def run(*args, **kwargs):
+            self.count += 1
+            return self.forward(*args, **kwargs)
+
+        self.module.forward = run
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        del self.module.forward
+
+
+def inside(model, change, key: str = "test.inside"):
+    """A clone whose calls go through ``change(call, result-maker)``: ``change(executor, args, kwargs)`` inside of the guard."""
+    from comfy.patcher_extension import WrappersMP
+
+    clone = model.clone()
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, key, lambda executor, *args, **kwargs: change(executor, args, kwargs))
+    return clone
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
