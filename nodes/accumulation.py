@@ -3,6 +3,7 @@
 from comfy_api.latest import io
 
 from ..precision.accumulation import ATTENTION_OPTIONS, FP16_OPTIONS, SWITCH_OPTIONS, UNCHANGED, Request
+from .badge import badge, sums_words
 from .host.accumulation import with_accumulation
 from .types import CATEGORY
 
@@ -20,6 +21,7 @@ class Accumulation(io.ComfyNode):
             category=CATEGORY,
             description="How products are summed while this model runs. torch's own switches are back as they were after each call.",
             search_aliases=["fp16 accumulation", "fast fp16", "tf32", "fp16_fast", "noise", "black image", "torch settings", "precision"],
+            has_intermediate_output=True,
             inputs=[
                 io.Model.Input("model", tooltip="The model; it is not changed, the output is a patched clone."),
                 _choice("fp16_accumulation", FP16_OPTIONS, "auto", (
@@ -50,7 +52,8 @@ class Accumulation(io.ComfyNode):
         cls, model, fp16_accumulation, reduced_precision_reduction, tf32, fp8_fast_accumulation, attention
     ) -> io.NodeOutput:
         request = Request(fp16_accumulation, reduced_precision_reduction, tf32, fp8_fast_accumulation, attention)
-        return io.NodeOutput(with_accumulation(model, request))
+        model = with_accumulation(model, request)
+        return io.NodeOutput(model, ui=badge(*sums_words(model)))
 
 
 NODES = [Accumulation]

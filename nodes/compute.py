@@ -4,6 +4,7 @@ from comfy_api.latest import io
 
 from ..precision.compute_plan import GOALS
 from ..precision.rules import Rules
+from .badge import badge, model_words
 from .host import arithmetic
 from .loaders import compute_input
 from .types import CATEGORY, RulesType
@@ -18,6 +19,7 @@ class ComputeDtype(io.ComfyNode):
             category=CATEGORY,
             description="Choose the dtype a model computes in, for all layers or by rules. Works on any loader's model.",
             search_aliases=["compute dtype", "fp16", "bf16", "fp16 safe", "black image", "old gpu", "precision", "manual cast"],
+            has_intermediate_output=True,
             inputs=[
                 io.Model.Input("model", tooltip="The model; it is not changed, the output is a patched clone."),
                 compute_input(),
@@ -28,7 +30,8 @@ class ComputeDtype(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, compute, rules=None) -> io.NodeOutput:
-        return io.NodeOutput(arithmetic.with_compute(model, compute, rules or Rules()))
+        model = arithmetic.with_compute(model, compute, rules or Rules())
+        return io.NodeOutput(model, ui=badge(*model_words(model)))
 
 
 class AutoPrecision(io.ComfyNode):
@@ -40,6 +43,7 @@ class AutoPrecision(io.ComfyNode):
             category=CATEGORY,
             description="Choose the arithmetic for this device and goal, and say why. The same workflow runs on every device.",
             search_aliases=["auto dtype", "best precision", "speed", "low vram", "quality", "fp8", "fp16"],
+            has_intermediate_output=True,
             inputs=[
                 io.Model.Input("model", tooltip="The model; the output is a patched clone."),
                 io.Combo.Input(
@@ -67,7 +71,7 @@ class AutoPrecision(io.ComfyNode):
     @classmethod
     def execute(cls, model, goal, clip=None, vae=None) -> io.NodeOutput:
         model, vae, why = arithmetic.with_goal(model, goal, clip, vae)
-        return io.NodeOutput(model, clip, vae, why)
+        return io.NodeOutput(model, clip, vae, why, ui=badge(*model_words(model)))
 
 
 NODES = [ComputeDtype, AutoPrecision]

@@ -4,6 +4,7 @@ from comfy_api.latest import io, ui
 
 from ..precision.finite import not_finite
 from ..precision.guard import ON_NAN, NonFinite
+from .badge import badge, model_words
 from .host.guard import with_guard
 from .host.guard_encoders import guard_clip, guard_vae
 from .types import CATEGORY
@@ -45,12 +46,14 @@ class NaNGuard(io.ComfyNode):
                 ),
             ],
             outputs=[io.Model.Output()],
+            has_intermediate_output=True,
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
     def execute(cls, model, on_nan, max_retries) -> io.NodeOutput:
-        return io.NodeOutput(with_guard(model, on_nan, max_retries, _node_id(cls)))
+        guarded = with_guard(model, on_nan, max_retries, _node_id(cls))
+        return io.NodeOutput(guarded, ui=badge(*model_words(model), "guarded"))
 
 
 class GuardVAE(io.ComfyNode):

@@ -4,6 +4,7 @@ from comfy_api.latest import io
 
 from ..precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from ..precision.rules import rules_from
+from .badge import badge, clip_word, model_words, vae_word
 from .host import encoders, files, models
 from .types import CATEGORY, RulesType
 
@@ -41,6 +42,7 @@ class LoadDiffusionModel(io.ComfyNode):
             category=CATEGORY,
             description="Load a diffusion model in scaled fp8 or another dtype, sensitive layers kept high.",
             search_aliases=["fp8", "fp8 scaled", "unet loader", "dtype", "precision", "low vram", "quantize", "bf16", "fp16"],
+            has_intermediate_output=True,
             inputs=[
                 io.Combo.Input(
                     "model_name",
@@ -57,7 +59,8 @@ class LoadDiffusionModel(io.ComfyNode):
     @classmethod
     def execute(cls, model_name, storage, compute, rules=None) -> io.NodeOutput:
         path = files.model_path("diffusion_models", model_name)
-        return io.NodeOutput(models.load_diffusion_model(path, storage, compute, rules or rules_from()))
+        model = models.load_diffusion_model(path, storage, compute, rules or rules_from())
+        return io.NodeOutput(model, ui=badge(*model_words(model)))
 
 
 class LoadCheckpoint(io.ComfyNode):
@@ -69,6 +72,7 @@ class LoadCheckpoint(io.ComfyNode):
             category=CATEGORY,
             description="Load a full checkpoint with a dtype of its own for the model, the text encoder and the VAE.",
             search_aliases=["fp8 checkpoint", "ckpt", "sdxl fp8", "dtype", "precision", "vae fp32", "no-half-vae"],
+            has_intermediate_output=True,
             inputs=[
                 io.Combo.Input(
                     "ckpt_name", options=files.model_files("checkpoints"), tooltip="A .safetensors file in models/checkpoints."
@@ -90,11 +94,10 @@ class LoadCheckpoint(io.ComfyNode):
     @classmethod
     def execute(cls, ckpt_name, storage, compute, clip_storage, vae_dtype, rules=None) -> io.NodeOutput:
         path = files.model_path("checkpoints", ckpt_name)
-        return io.NodeOutput(
-            models.load_checkpoint_model(path, storage, compute, rules or rules_from()),
-            encoders.load_checkpoint_text_encoder(path, clip_storage),
-            encoders.load_checkpoint_vae(path, vae_dtype),
-        )
+        model = models.load_checkpoint_model(path, storage, compute, rules or rules_from())
+        clip = encoders.load_checkpoint_text_encoder(path, clip_storage)
+        vae = encoders.load_checkpoint_vae(path, vae_dtype)
+        return io.NodeOutput(model, clip, vae, ui=badge(*model_words(model)))
 
 
 class LoadCLIP(io.ComfyNode):
@@ -117,6 +120,7 @@ class LoadCLIP(io.ComfyNode):
             category=CATEGORY,
             description="Load one to four text encoder files with a storage dtype of their own.",
             search_aliases=["text encoder", "t5 fp8", "clip fp8", "dual clip loader", "umt5", "dtype", "precision"],
+            has_intermediate_output=True,
             inputs=[
                 io.Combo.Input("clip_name1", options=names, tooltip="A .safetensors file in models/text_encoders."),
                 io.Combo.Input("type", options=encoders.text_encoder_types(), tooltip="The model family the encoder is for."),
@@ -131,7 +135,8 @@ class LoadCLIP(io.ComfyNode):
     def execute(cls, clip_name1, type, storage, compute, clip_name2=NO_FILE, clip_name3=NO_FILE, clip_name4=NO_FILE) -> io.NodeOutput:
         names = [name for name in (clip_name1, clip_name2, clip_name3, clip_name4) if name != NO_FILE]
         paths = [files.model_path("text_encoders", name) for name in names]
-        return io.NodeOutput(encoders.load_text_encoder(paths, type, storage, compute))
+        clip = encoders.load_text_encoder(paths, type, storage, compute)
+        return io.NodeOutput(clip, ui=badge(clip_word(clip)))
 
 
 class LoadVAE(io.ComfyNode):
@@ -143,6 +148,7 @@ class LoadVAE(io.ComfyNode):
             category=CATEGORY,
             description="Load a VAE in a dtype of its own, for this workflow only.",
             search_aliases=["vae fp32", "vae dtype", "no-half-vae", "fp32-vae", "black image", "precision"],
+            has_intermediate_output=True,
             inputs=[
                 io.Combo.Input("vae_name", options=files.model_files("vae"), tooltip="A .safetensors file in models/vae."),
                 io.Combo.Input(
@@ -157,7 +163,8 @@ class LoadVAE(io.ComfyNode):
 
     @classmethod
     def execute(cls, vae_name, dtype) -> io.NodeOutput:
-        return io.NodeOutput(encoders.load_vae(files.model_path("vae", vae_name), dtype))
+        vae = encoders.load_vae(files.model_path("vae", vae_name), dtype)
+        return io.NodeOutput(vae, ui=badge(vae_word(vae)))
 
 
 NODES = [LoadDiffusionModel, LoadCheckpoint, LoadCLIP, LoadVAE]

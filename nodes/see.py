@@ -12,6 +12,8 @@ from .host import state
 from .host.devices import compute_device
 from .types import CATEGORY
 
+REPORT_KEY = "halfsafe_report"
+
 
 class Report(io.ComfyNode):
     @classmethod
@@ -41,7 +43,8 @@ class Report(io.ComfyNode):
         report = state.report_of(model)
         text = report.to_text()
         image = torch.from_numpy(chart(report)).unsqueeze(0)
-        return io.NodeOutput(text, json.dumps(report.to_json(), allow_nan=False), image, ui=ui.PreviewText(text))
+        data = json.dumps(report.to_json(), allow_nan=False)
+        return io.NodeOutput(text, data, image, ui={"text": (text,), REPORT_KEY: (data,)})
 
 
 class DeviceInfo(io.ComfyNode):

@@ -34,8 +34,9 @@ class LoadPlan:
 
 def layers_of(checkpoint: Checkpoint, prefix: str = "") -> list[Layer]:
     """The layers below ``prefix``, without the model's modules at hand: classes are inferred from name and shape."""
-    names = (name for name in checkpoint.weights if name.startswith(prefix) and name.endswith(".weight"))
-    return [inferred_layer(name[len(prefix) :].removesuffix(".weight"), checkpoint.weights[name]) for name in names]
+    inside = (name[len(prefix) :] for name in checkpoint.weights if name.startswith(prefix))
+    layers = ((name.removesuffix(".weight"), checkpoint.weights[prefix + name]) for name in inside if name.endswith(".weight"))
+    return [inferred_layer(layer, weight) for layer, weight in layers]
 
 
 def inferred_layer(name: str, weight: StoredWeight) -> Layer:

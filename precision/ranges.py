@@ -26,6 +26,7 @@ class Slot:
 
     ``gain``: by how much the operation can raise a magnitude in fp16; None until it was measured. ``full``: it runs in
     fp32. ``work``: multiplications and additions of one model call. ``value``: what the present call has recorded.
+    ``largest``: the largest magnitude of all calls so far.
     """
 
     def __init__(self, name: str):
@@ -35,6 +36,7 @@ class Slot:
         self.full = False
         self.work = 0
         self.value: torch.Tensor | None = None
+        self.largest = 0.0
         self._falls = 0
 
     @property
@@ -62,6 +64,7 @@ class Slot:
         large that scaling for it costs the operand its precision.
         """
         measured, self.gain = self.gain is not None, gain
+        self.largest = max(self.largest, magnitude)
         if gain > MAX_GAIN:
             self.full = True
         if not 0 < magnitude < math.inf or self.holds(magnitude * 2.0**HEADROOM_BITS):
@@ -88,6 +91,10 @@ class Ranges:
     def measuring(self) -> bool:
         """Whether this call may read numbers back from the device, to fix how operands are scaled."""
         return self.phase == MEASURING
+
+    def largest(self) -> dict[str, float]:
+        """Operation -> the largest magnitude it was given, of those that met any."""
+        return {name: slot.largest for name, slot in self.slots.items() if slot.largest}
 
     def slot(self, name: str) -> Slot:
         """The slot of that name, made if need be."""
@@ -126,6 +133,8 @@ class Ranges:
             return True
         device = used[0].value.device
         values = torch.stack([slot.value.to(device) for slot in used]).tolist()
+        for slot, value in zip(used, values, strict=True):
+            slot.largest = max(slot.largest, value)
         return all(slot.holds(value) for slot, value in zip(used, values, strict=True))
 
 

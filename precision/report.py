@@ -116,6 +116,7 @@ class Report:
         flags: setting -> entry of ``flag_report``.
         decisions: file, storage, compute, fp16 work -> one line each: what was chosen and why, what was measured.
         notes: what was repaired or assumed, and what may go wrong.
+        ranges: layer -> the largest magnitude it was given so far, of the layers whose inputs are watched.
     """
 
     device: dict = field(default_factory=dict)
@@ -127,6 +128,7 @@ class Report:
     guard: GuardReport = field(default_factory=GuardReport)
     decisions: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    ranges: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict:
         """Version 1 of the report, ready for ``json.dumps(allow_nan=False)``. A NaN or inf number becomes null."""

@@ -90,7 +90,7 @@ def pattern_of(name: str) -> str:
     """The name with block numbers as ``*``: the first number, and any that follows a word like blocks or layers."""
     parts, seen = name.split("."), False
     for place, part in enumerate(parts):
-        if part.isdigit() and (not seen or parts[place - 1].split("_")[-1] in BLOCK_WORDS):
+        if part.isdecimal() and len(part) < 10 and (not seen or parts[place - 1].split("_")[-1] in BLOCK_WORDS):
             parts[place], seen = "*", True
     return ".".join(parts)
 
@@ -184,7 +184,9 @@ def _guard(guard: dict) -> list[str]:
         lines += wrapped(f"{layer} -> {mode}", "  ")
     for event in guard["events"]:
         lines += wrapped(_event(event), "  ")
-    return lines
+    if guard["rules"]:
+        lines += ["  As rules for Layer Rules and Compute Dtype:", *(f"      {rule}" for rule in guard["rules"].splitlines())]
+    return [*lines, *wrapped(guard["advice"], "  ")] if guard["advice"] else lines
 
 
 def _event(event: dict) -> str:

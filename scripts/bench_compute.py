@@ -119,7 +119,7 @@ def run_patch(args: argparse.Namespace) -> dict:
     return {"benchmark": "patch", "seconds": taken, "wrappers": wrappers, "targets": {"time": target}}
 
 
-def load_comfy(args: argparse.Namespace) -> SimpleNamespace:
+def load_comfy(args: argparse.Namespace, on_cpu: bool = True) -> SimpleNamespace:
     """A ComfyUI and this pack in this process, with a models folder that goes away with it."""
     sys.path[:] = [str(ROOT / "tests"), str(ROOT / "scripts"), *(p for p in sys.path if Path(p).absolute() != ROOT)]
     import conftest  # noqa: F401  it makes the pack importable as `halfsafe`
@@ -128,7 +128,7 @@ def load_comfy(args: argparse.Namespace) -> SimpleNamespace:
 
     keep = tempfile.TemporaryDirectory(prefix="halfsafe-bench-")
     base = make_base_directory(Path(keep.name), ROOT)
-    inprocess.setup_comfyui(Path(args.comfyui).resolve(), base, "--cpu")
+    inprocess.setup_comfyui(Path(args.comfyui).resolve(), base, *(["--cpu"] if on_cpu else []))
     logging.disable(logging.WARNING)
     nodes = inprocess.node_classes(inprocess.load_pack())
 

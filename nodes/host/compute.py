@@ -67,6 +67,11 @@ class Compute:
         modes = {name: decision.mode for name, decision in self.plan.decisions.items()}
         return modes if run is None else {**modes, **run.modes()}
 
+    def ranges(self, model) -> dict[str, float]:
+        """Layer name -> the largest magnitude it was given, of the layers that are watched."""
+        run = self.runs.last(model)
+        return run.ranges.largest() if run else {}
+
     def work(self, model) -> str:
         """One line on the matrix work done with fp16 operands; empty where none was planned or measured."""
         run = self.runs.last(model)

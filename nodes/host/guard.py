@@ -1,9 +1,10 @@
 """The NaN guard on a ModelPatcher: each call's result is checked once; a call that failed is explained and repeated."""
 
+import contextlib
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from ...precision.guard import (
     ADVICE,
     CURED,
     EVENT,
+    NO_MEMORY,
     Escalation,
     GuardLog,
     NonFinite,
@@ -85,9 +87,8 @@ class _Call:
         sigma = float(self.options.get("sigmas", self.t).flatten()[0])
         schedule = self.options.get("sample_sigmas")
         step = int((schedule.float().cpu() - sigma).abs().nan_to_num(math.inf).argmin()) if schedule is not None else 0
-        bad = (~torch.isfinite(result.flatten(1))).any(1).nonzero().flatten().tolist()
         images = max(1, result.shape[0] // max(1, len(self.options.get("cond_or_uncond") or [0])))
-        return Where(number, step, sigma, sorted({row % images for row in bad}), images)
+        return Where(number, step, sigma, sorted({row % images for row in bad_rows(result)}), images)
 
 
 class Guarded:
@@ -159,10 +160,11 @@ class Guard:
             for problem in sampler_inputs(noise, latent_image, sigmas):
                 self._hopeless(log, Where(0, 0, math.nan, [0]), *problem)
             result = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
-            bad = log.verdict in CURED and not all(map(math.isfinite, map(reach, tensors_in(result))))
+            bad = [] if log.given_up else [tensor for tensor in tensors_in(result) if not math.isfinite(reach(tensor))]
             if bad:
-                origin = Origin("sampler", "", "nan", "fp32", math.nan)
-                self._hopeless(log, Where(log.calls, len(sigmas) - 1, float(sigmas[-1]), [0]), origin, "not_precision")
+                rows = bad_rows(bad[0])
+                where = Where(log.calls, len(sigmas) - 1, float(sigmas[-1]), rows, len(bad[0]))
+                self._hopeless(log, where, Origin("sampler", "", "nan", "fp32", math.nan), "not_precision")
             return result
         finally:
             self._tell_verdict(log)
@@ -177,8 +179,15 @@ class Guard:
         guarded = self.states.last(patcher.model)
         return guarded.layers.modes() if guarded and guarded.layers else {}
 
+    def ranges(self, patcher) -> dict[str, float]:
+        """Layer -> the largest magnitude it was given, of the layers that run wider."""
+        guarded = self.states.last(patcher.model)
+        return guarded.layers.planned.ranges.largest() if guarded and guarded.layers else {}
+
     def _guarded(self, model) -> Guarded:
-        return Guarded(model, self.learned.get(model, {}).get(_state(model), Escalation()))
+        """Only a guard that may change what runs begins with what others have learned."""
+        known = self.learned.get(model, {}) if self.on_nan == "retry_higher" else {}
+        return Guarded(model, known.get(_state(model), Escalation()))
 
     def _remember(self, model, guarded: Guarded, escalation: Escalation) -> None:
         guarded.grow(escalation)
@@ -191,7 +200,8 @@ class Guard:
         prompt, log = running_prompt_id(), self._log(model)
         if prompt is None or log.prompt != prompt:
             log = self._logs[model] = GuardLog(prompt)
-        log.given_up = False
+        for any_log in (*self._logs.values(), log):
+            any_log.given_up = False
         return log
 
     def _run(self, call: Callable, layers: EscalatedLayers | None) -> torch.Tensor:
@@ -228,7 +238,8 @@ class Guard:
         if problem:
             return self._hopeless(log, where, *problem, result)
         if self.on_nan == "retry_higher":
-            return self._repeated(call, guarded, log, result, where, hidden)
+            with self._lack_of_memory_told(guarded, log, where):
+                return self._repeated(call, guarded, log, result, where, hidden)
         if hidden and log.events:
             return result
         origin, _ = self._located(call, guarded, log)
@@ -239,6 +250,15 @@ class Guard:
         weight = self._weight_at_fault(call, origin)
         verdict, advice = ("bad_weights", weight) if weight else ("stopped", "")
         return self._hopeless(log, where, origin, verdict, result, advice, guarded=guarded)
+
+    @contextlib.contextmanager
+    def _lack_of_memory_told(self, guarded: Guarded, log: GuardLog, where: Where) -> Iterator[None]:
+        """A repeat needs more memory than the call did: ComfyUI's own message would not tell that there was one."""
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError:
+            self._note(log, event_of(where, None, guarded.stream, guarded.stream, False), None, "stopped", NO_MEMORY)
+            raise
 
     def _repeated(self, call, guarded: Guarded, log: GuardLog, result, where: Where, hidden: bool) -> torch.Tensor:
         """The call again in the arithmetic of each rung, until its result is finite or nothing is left to try."""
@@ -323,26 +343,36 @@ class Guard:
         self._note(log, event, origin, verdict, advice)
         log.given_up = True
         if self.on_nan == "stop" or (self.on_nan == "retry_higher" and where.spoils_all):
-            raise NonFinite(sentence(event, origin), verdict, log.advice)
+            raise NonFinite(sentence(event, origin), verdict, advice)
         return result
 
     def _note(self, log: GuardLog, event, origin: Origin | str | None, verdict: str, advice: str = "") -> None:
-        message = origin if isinstance(origin, str) else sentence(event, origin)
+        message, advice = origin if isinstance(origin, str) else sentence(event, origin), advice or ADVICE[verdict]
         log.add(event, verdict, advice)
-        logger.warning("Halfsafe guard: %s %s", message, "" if event.recovered else log.advice)
-        self._tell(log, "event", message, event)
+        logger.warning("Halfsafe guard: %s %s", message, "" if event.recovered else advice)
+        self._tell(log.prompt, "event", verdict, message, advice, plain(event))
 
     def _tell_verdict(self, log: GuardLog) -> None:
         if log.verdict != "clean":
-            self._tell(log, "verdict", f"Guard: {log.verdict}, {len(log.events)} events, {log.extra_calls} calls repeated.", None)
+            message = f"Guard: {log.verdict}, {len(log.events)} events, {log.extra_calls} calls repeated."
+            self._tell(log.prompt, "verdict", log.verdict, message, log.advice)
 
-    def _tell(self, log: GuardLog, kind: str, message: str, event) -> None:
-        data = {"node_id": self.node_id, "prompt_id": log.prompt, "kind": kind, "verdict": log.verdict, "message": message}
-        tell_page(EVENT, {**data, "advice": log.advice, "event": plain(event) if event else None})
+    def _tell(self, prompt: str | None, kind: str, verdict: str, message: str, advice: str, event: dict | None = None) -> None:
+        data = {"node_id": self.node_id, "prompt_id": prompt, "kind": kind, "verdict": verdict, "message": message}
+        tell_page(EVENT, {**data, "advice": advice, "event": event})
+
+
+def bad_rows(tensor: torch.Tensor) -> list[int]:
+    """The places along the first dimension that hold NaN or Inf."""
+    return (~torch.isfinite(tensor.flatten(1))).any(1).nonzero().flatten().tolist()
 
 
 def _state(model, modules: Iterable[torch.nn.Module] = ()) -> tuple:
-    """What a run depends on: patched weights, hooks, the compute plan, and forwards others have put on the modules."""
+    """What a run depends on: patched weights, hooks, the compute plan, and forwards others have put on the modules.
+
+    Hooks hold the weights of a LoRA, and what is learned outlives them: they are named by a reference that keeps nothing.
+    """
     patcher = model.current_patcher
     hooks = getattr(patcher, "current_hooks", None)
+    hooks = hooks if hooks is None else weakref.ref(hooks)
     return model.current_weight_patches_uuid, hooks, compute_of(patcher), name_of(stream_dtype(patcher)), own_forwards(modules)

@@ -31,6 +31,7 @@ def report_of(patcher) -> Report:
     report = Report(device_section(current_device()), _model_report(patcher), layers, flags_of(patcher))
     if guard := guard_of(patcher):
         report.guard = guard.report(patcher)
+        report.ranges = guard.ranges(patcher)
         _escalate(layers, guard.modes(patcher))
     if record:
         report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
@@ -43,10 +44,13 @@ def report_of(patcher) -> Report:
         report.decisions["compute"] = str(compute.plan.choice)
         report.decisions |= {"work": work} if (work := compute.work(patcher.model)) else {}
         report.notes += compute.plan.notes
+        report.ranges |= compute.ranges(patcher.model)
     without_effect, decisions, notes = remarks_of(patcher)
     report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
     report.decisions |= decisions
     report.notes += notes
+    names = {layer.name for layer in layers}
+    report.ranges = {name: largest for name, largest in report.ranges.items() if name in names}
     return report
 
 

@@ -22,8 +22,14 @@ NODE_IDS = {
     "HalfsafeComputeDtype",
     "HalfsafeAccumulation",
     "HalfsafeAutoPrecision",
+    "HalfsafeNaNGuard",
+    "HalfsafeGuardVAE",
+    "HalfsafeGuardCLIP",
+    "HalfsafeCheckFinite",
     "HalfsafeReport",
     "HalfsafeDeviceInfo",
+    "HalfsafeAnalyzeLayers",
+    "HalfsafeCompareImages",
 }
 
 

@@ -26,6 +26,9 @@ CONTRACT = """
 """
 
 
+RULE = "blocks.0.ffn.2 compute=fp16_safe stream=fp32"
+
+
 def contract_report():
     event = report.GuardEvent(4, 2, 0.75, "blocks.0.ffn.2", "add", "overflow", [0], "fp16", "fp16_wide", True)
     layer = report.LayerReport("blocks.0.ffn.0", "Linear", "fp8_e4m3fn", "fp16_wide", "fp32", "fp32", "may overflow")
@@ -37,7 +40,7 @@ def contract_report():
         flags={"fp16_accumulation": {"requested": "auto", "in_scope": False, "outside": False, "reason": "no gain"}},
         without_effect=[report.WithoutEffect("tf32", "bf16 model")],
         kept_high=[report.KeptHigh("head.head", "last projection")],
-        guard=report.GuardReport("recovered", 20, 2, {"blocks.0.ffn.2": "fp16_wide"}, [event]),
+        guard=report.GuardReport("recovered", 20, 2, {"blocks.0.ffn.2": "fp16_wide"}, [event], RULE, "Nothing to do."),
     )
 
 
@@ -57,7 +60,9 @@ def wan(blocks=30, kept=(0, 1, 29)):
 
 def test_json_is_the_contracts_key_for_key_in_its_order():
     found, contract = contract_report().to_json(), json.loads(CONTRACT)
-    assert list(found) == [*contract, "decisions", "notes"]
+    assert list(found) == [*contract, "decisions", "notes", "ranges"]
+    assert list(found["guard"]) == [*contract["guard"], "rules", "advice"]
+    found["guard"] = {key: found["guard"][key] for key in contract["guard"]}
     assert json.dumps({key: found[key] for key in contract}) == json.dumps(contract)
 
 
@@ -70,9 +75,10 @@ def test_an_empty_report_has_every_section_and_no_guard():
         "flags": {},
         "without_effect": [],
         "kept_high": [],
-        "guard": {"verdict": "off", "calls": 0, "extra_calls": 0, "escalations": {}, "events": []},
+        "guard": {"verdict": "off", "calls": 0, "extra_calls": 0, "escalations": {}, "events": [], "rules": "", "advice": ""},
         "decisions": {},
         "notes": [],
+        "ranges": {},
     }
 
 
@@ -146,6 +152,7 @@ def test_the_text_tells_guard_flags_and_settings_without_effect():
     text = contract_report().to_text()
     assert "Guard: recovered (20 calls, 2 repeated)" in text
     assert "step 2, sigma 0.75, call 4: overflow in blocks.0.ffn.2 (add), batch rows 0, fp16 -> fp16_wide" in text
+    assert RULE in text and "Nothing to do." in text
     assert "tf32: bf16 model" in text
     assert "NVIDIA GeForce RTX 3090, profile sm_86" in text and "can: bf16; cannot: fp8_matmul" in text
     flag = next(line for line in text.splitlines() if line.startswith("  fp16_accumulation"))

@@ -1,0 +1,83 @@
+"""Measure which layers survive which precision."""
+
+import torch
+from comfy_api.latest import io, ui
+
+from ..precision.analysis_candidates import CANDIDATES
+from ..precision.analysis_chart import analysis_chart
+from ..precision.analysis_rules import analysis_text, rules_of
+from .host import analysis as host
+from .types import CATEGORY, RulesType
+
+
+class AnalyzeLayers(io.ComfyNode):
+    KEEP = "keep high"
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeAnalyzeLayers",
+            display_name="Analyze Layers (Halfsafe)",
+            category=CATEGORY,
+            description="Measure on your own prompt which layers survive a lower precision, and get rules that keep the others.",
+            search_aliases=["layer analysis", "sensitivity", "mixed precision", "fp8 quality", "which layers", "quantization error", "snr"],
+            inputs=[
+                io.Model.Input("model", tooltip="The model in the precision to compare with, from any loader, LoRAs included. It is not changed."),
+                io.Conditioning.Input("positive", tooltip="A prompt like those you use: layers are measured on what they meet with it."),
+                io.Latent.Input(
+                    "latent_image",
+                    tooltip="The size to measure at, as for a sampler. A small one is much faster; it costs up to 132 model calls.",
+                ),
+                io.Int.Input(
+                    "seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=False, tooltip="The noise. The same seed gives the same rules."
+                ),
+                io.Combo.Input(
+                    "candidate",
+                    options=list(CANDIDATES),
+                    default="fp8_e4m3fn",
+                    tooltip=(
+                        "fp8: weights stored so; rules for a loader or Save Model.\n"
+                        "fp16, bf16: products of layers in it; rules for Compute Dtype.\n"
+                        "fp16_acc16: fp16 with fp16 sums; a layer that overflows is not chosen."
+                    ),
+                ),
+                io.Float.Input(
+                    "target_snr_db",
+                    default=25.0,
+                    min=0.0,
+                    max=120.0,
+                    step=0.5,
+                    tooltip="How close the model's output has to stay: 20 dB is an error of 10 %, 25 of 5.6 %, 30 of 3.2 %, 40 of 1 %.",
+                ),
+                io.Conditioning.Input("negative", optional=True, tooltip="Measured too when given, at twice the time."),
+                io.Combo.Input(
+                    "sensitive_layers",
+                    options=[cls.KEEP, "measure"],
+                    default=cls.KEEP,
+                    optional=True,
+                    tooltip=(
+                        "keep high: embeddings, modulation, first and last layers stay as they are, whatever is measured.\n"
+                        "measure: they are chosen like the others, which may save more."
+                    ),
+                ),
+            ],
+            outputs=[
+                RulesType.Output(display_name="rules"),
+                io.String.Output(display_name="text"),
+                io.Image.Output(display_name="chart"),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls, model, positive, latent_image, seed, candidate, target_snr_db, negative=None, sensitive_layers=KEEP
+    ) -> io.NodeOutput:
+        pin = sensitive_layers == cls.KEEP
+        found = host.analyze_model(model, positive, negative, latent_image, seed, candidate, target_snr_db, pin)
+        name = type(model.model).__name__
+        text = analysis_text(found, name, host.compute_name(model))
+        chart = torch.from_numpy(analysis_chart(found, name)).unsqueeze(0)
+        return io.NodeOutput(rules_of(found), text, chart, ui=ui.PreviewText(text))
+
+
+NODES = [AnalyzeLayers]

@@ -1,0 +1,57 @@
+"""What a node shows on its badge in the page: the dtypes its output really has."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from ..precision.dtypes import name_of
+from .host.accumulation import accumulation_of
+from .host.layers import stream_dtype
+from .host.state import compute_of, storage_of
+
+KEY = "halfsafe_badge"
+
+
+def badge(*words: str | None) -> dict[str, list[str]] | None:
+    """A node's ui output that puts the words on its badge; None where there is none to show."""
+    shown = list(dict.fromkeys(filter(None, words)))
+    return {KEY: [" \u00b7 ".join(shown)]} if shown else None
+
+
+def model_words(model) -> tuple[str, str]:
+    """(storage of most weights, compute dtype) of a model as resolved on this device."""
+    compute = compute_of(model)
+    if compute is None:
+        used = name_of(stream_dtype(model))
+    else:
+        used = "fp8" if compute.plan.fp8_matmul else compute.plan.choice.used
+    return _most(model.model.diffusion_model.parameters()), used
+
+
+def clip_word(clip) -> str:
+    """The storage of most weights of a text encoder."""
+    return _most(clip.cond_stage_model.parameters())
+
+
+def vae_word(vae) -> str:
+    """The dtype a VAE works in."""
+    return name_of(vae.vae_dtype)
+
+
+def sums_words(model) -> list[str]:
+    """How products are planned to be summed, as far as an accumulation node decides it."""
+    accumulation = accumulation_of(model)
+    if accumulation is None:
+        return []
+    plan = accumulation.plan_for(model)
+    fp16 = plan.proving or plan.flags.get("fp16_accumulation")
+    words = ["fp16 sums" if fp16 else "fp32 sums", "fast fp8 sums" if plan.fp8_fast else ""]
+    return [*words, "tf32" if plan.flags.get("tf32_matmul") else ""]
+
+
+def _most(parameters: Iterable[torch.Tensor]) -> str:
+    sizes = Counter()
+    for parameter in parameters:
+        sizes[storage_of(parameter)] += parameter.numel()
+    return sizes.most_common(1)[0][0]

@@ -1,0 +1,33 @@
+"""Compare two images, such as those of two precisions."""
+
+from comfy_api.latest import io, ui
+
+from ..precision.compare import compare, compare_text, difference_image
+from .types import CATEGORY
+
+
+class CompareImages(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeCompareImages",
+            display_name="Compare Images (Halfsafe)",
+            category=CATEGORY,
+            description="PSNR, largest error and SSIM of two images of the same size, and their difference as a picture.",
+            search_aliases=["psnr", "ssim", "image difference", "diff", "compare precision", "quality", "fp8 vs fp16", "a/b"],
+            inputs=[
+                io.Image.Input("reference", tooltip="The image to compare with, for example of the model in bf16. One, or as many as candidates."),
+                io.Image.Input("candidate", tooltip="The image to judge, of the same size, made with the same seed and settings."),
+            ],
+            outputs=[io.String.Output(display_name="text"), io.Image.Output(display_name="difference")],
+        )
+
+    @classmethod
+    def execute(cls, reference, candidate) -> io.NodeOutput:
+        differences = compare(reference, candidate)
+        picture, gain = difference_image(reference, candidate)
+        text = compare_text(differences, gain)
+        return io.NodeOutput(text, picture, ui=ui.PreviewText(text))
+
+
+NODES = [CompareImages]

@@ -1,0 +1,153 @@
+"""An analysis of a model in ComfyUI: a short run of its own sampler, made again for each trial."""
+
+import comfy.model_management
+import comfy.sample
+import comfy.utils
+import torch
+from comfy.patcher_extension import WrappersMP
+
+from ...precision.analysis import Analysis, Session, Subject, analyze
+from ...precision.analysis_candidates import Candidate, with_fp16_sums
+from ...precision.analysis_search import MAX_TRIALS
+from ...precision.dtypes import name_of
+from ...precision.operations import kind_of
+from ...precision.patching import Patch
+from ...precision.rules import Rules, rules_from
+from .accumulation import accumulation_of, with_accumulation
+from .compute import compute_of, core_weights, eager, only_multiplies, set_compute
+from .layers import layers_of, stream_dtype
+
+KEY = "halfsafe.analysis"
+GUARD = "halfsafe.guard"
+STEPS = 4
+CFG = 4.0
+IMAGE_DENOISE = 0.75
+
+
+def analyze_model(
+    patcher, positive, negative, latent: dict, seed: int, candidate: str, target_db: float, pin: bool, max_trials: int = MAX_TRIALS
+) -> Analysis:
+    """Which layers of a model can be in the candidate's precision on this prompt and latent. The model is not changed.
+
+    Raises:
+        HalfsafeError: the model's own output is not finite.
+    """
+    bar = comfy.utils.ProgressBar((max_trials + 1) * STEPS)
+    session = Session(subjects_of(patcher, Candidate(candidate)), Candidate(candidate), core_weights, change, _advance(bar))
+    clone = _prepared(patcher, session)
+
+    def run():
+        with eager(True), torch.no_grad():
+            _sample(clone, positive, negative, latent, seed)
+
+    session.reference(run)
+    analysis = analyze(session, run, target_db, pin, max_trials)
+    bar.update_absolute(bar.total)
+    return analysis
+
+
+def compute_name(patcher) -> str:
+    """The compute option a model runs with."""
+    compute = compute_of(patcher)
+    return compute.plan.choice.used if compute else name_of(stream_dtype(patcher))
+
+
+def subjects_of(patcher, candidate: Candidate) -> list[Subject]:
+    """Every layer that multiplies, in model order."""
+    preset = rules_from()
+    return [
+        Subject(name, type(module).__name__, module, _role(preset, name, module), _why_barred(module, candidate))
+        for name, module in layers_of(patcher)
+        if kind_of(module) and module.weight.dim() > 1
+    ]
+
+
+def _role(preset: Rules, name: str, module: torch.nn.Module) -> str:
+    found = preset.setting("storage", name, type(module).__name__)
+    return found[1].reason if found else ""
+
+
+def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
+    if candidate.stores and type(module).__name__ != "Linear":
+        return "of other classes than Linear, which ComfyUI does not hold in fp8"
+    if kind_of(module) == "transposed":
+        return "transposed convolutions, which are not analysed"
+    if not hasattr(module, "weight_function") or not only_multiplies(module):
+        return "of another node or loader, which multiply in their own way"
+    return ""
+
+
+def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
+    """Patches that make one of ComfyUI's layers compute as the candidate, its LoRAs and offloading included."""
+    if candidate.stores:
+        return [(module, "weight_function", [*module.weight_function, candidate.weight])]
+    switches = {"comfy_cast_weights": True, "_full_precision_mm": True}
+    forward = _sums_in_fp16 if candidate.sums_in_fp16 and kind_of(module) == "linear" else _cast
+
+    def call(x, *args, **kwargs):
+        return forward(module, candidate.dtype, x, *args, **kwargs).to(x.dtype)
+
+    return [(module, "forward", call), *((module, name, value) for name, value in switches.items() if hasattr(module, name))]
+
+
+def _cast(module: torch.nn.Module, dtype: torch.dtype, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    return type(module).forward(module, x.to(dtype), *args, **kwargs)
+
+
+def _sums_in_fp16(module: torch.nn.Module, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
+    with core_weights(module, x, dtype) as (weight, bias):
+        return with_fp16_sums(x.to(dtype), weight, bias)
+
+
+def _prepared(patcher, session: Session):
+    """A clone whose calls go through the session, inside of what other nodes do. Guards would hide what overflows.
+
+    Plans start anew on it, so that they learn nothing from trials for the model itself.
+    """
+    clone, compute, accumulation = patcher.clone(), compute_of(patcher), accumulation_of(patcher)
+    if accumulation:
+        clone = with_accumulation(clone, accumulation.request)
+    if compute:
+        set_compute(clone, compute.plan)
+    for kind, key in [(kind, key) for kind, found in clone.wrappers.items() for key in found if str(key).startswith(GUARD)]:
+        clone.remove_wrappers_with_key(kind, key)
+
+    def apply_model(executor, x, *args, **kwargs):
+        with session.inside():
+            result = executor(x, *args, **kwargs)
+        session.weigh(x.device, stream_dtype(patcher))
+        return result
+
+    def calc_cond_batch(executor, model, conds, x, *args):
+        found = []
+
+        def call():
+            found.extend(executor(model, conds, x, *args))
+            return [output for output, cond in zip(found, conds, strict=True) if cond is not None]
+
+        outputs = iter(session.step(x, call))
+        return [torch.zeros_like(x) if cond is None else next(outputs) for cond in conds]
+
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, apply_model)
+    clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, calc_cond_batch)
+    return clone
+
+
+def _sample(patcher, positive, negative, latent: dict, seed: int) -> None:
+    start = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"])
+    noise = comfy.sample.prepare_noise(start, seed, latent.get("batch_index"))
+    conds = positive, positive if negative is None else negative
+    cfg = 1.0 if negative is None else CFG
+    denoise = IMAGE_DENOISE if not start.is_nested and torch.count_nonzero(start) else 1.0
+    comfy.sample.sample(
+        patcher, noise, STEPS, cfg, "euler", "simple", *conds, start,
+        denoise=denoise, noise_mask=latent.get("noise_mask"), disable_pbar=True, seed=seed,
+    )  # fmt: skip
+
+
+def _advance(bar):
+    def advance() -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        bar.update(1)
+
+    return advance

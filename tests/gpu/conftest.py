@@ -1,0 +1,65 @@
+"""Fixtures of the tests that need a CUDA device, in a real ComfyUI named by COMFYUI_DIR.
+
+HALFSAFE_DRY_RUN=1 runs them on a CPU, to see that they are sound themselves; it proves nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from comfyui_server import make_base_directory
+from support import inprocess
+
+ROOT = Path(__file__).absolute().parents[2]
+DRY = bool(os.environ.get("HALFSAFE_DRY_RUN"))
+READY = bool(os.environ.get("COMFYUI_DIR")) and (DRY or torch.cuda.is_available())
+_base = tempfile.TemporaryDirectory(prefix="halfsafe-gpu-")
+
+if READY:
+    make_base_directory(Path(_base.name), ROOT)
+    inprocess.setup_comfyui(Path(os.environ["COMFYUI_DIR"]).resolve(), Path(_base.name), *(["--cpu"] if DRY else []))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def device() -> torch.device:
+    """The device under test."""
+    if not READY:
+        pytest.skip("needs a CUDA device and COMFYUI_DIR")
+    return torch.device("cpu" if DRY else "cuda")
+
+
+@pytest.fixture(scope="session")
+def capabilities(device: torch.device) -> dict[str, bool]:
+    """What this device can do, by the pack's own probes."""
+    from halfsafe.precision.devices import detect
+
+    return detect(device).capabilities
+
+
+@pytest.fixture(scope="session")
+def models_dir(device: torch.device) -> Path:
+    return Path(_base.name) / "models"
+
+
+@pytest.fixture(scope="session")
+def comfy(device: torch.device) -> SimpleNamespace:
+    """The in-process ComfyUI: `core` (core nodes by id) and `run(id, **inputs)` for the pack's nodes."""
+    import nodes as core
+
+    ours = inprocess.node_classes(inprocess.load_pack())
+
+    def run(node_id: str, **inputs: object) -> tuple:
+        return tuple(ours[node_id].execute(**inputs).args)
+
+    return SimpleNamespace(nodes=ours, core=core.NODE_CLASS_MAPPINGS, run=run)

@@ -1,0 +1,111 @@
+"""The kernels the pack counts on, on a real device: results, ranges and what the flags do."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from halfsafe.precision import flags, probes
+from halfsafe.precision.devices import detect
+from halfsafe.precision.operations import SafeOperation, has_wide_output
+from halfsafe.precision.partial_sums import FLAG
+from halfsafe.precision.quantize import relative_error
+from halfsafe.precision.ranges import Ranges
+
+
+def weights(module, x, dtype):
+    return contextlib.nullcontext((module.weight.to(dtype), None if module.bias is None else module.bias.float()))
+
+
+def safe(module, x, calls=3):
+    ranges = Ranges()
+    operation = SafeOperation(module, ranges.slot("layer"), ranges, weights)
+    for _ in range(calls):
+        result = ranges.run(lambda: operation(x))
+    return result, ranges
+
+
+@pytest.fixture
+def linear(device):
+    torch.manual_seed(0)
+    return torch.nn.Linear(4096, 1024).to(device)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e6])
+def test_a_product_with_fp16_operands_is_finite_and_close_at_any_size(device, linear, size):
+    x = torch.randn(64, 4096, device=device) * size
+    with torch.inference_mode():
+        result, ranges = safe(linear, x)
+        reference = linear.double()(x.double())
+    assert result.dtype == torch.float32
+    assert relative_error(reference, result) < 1e-3
+    assert ranges.repeats == 0
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_a_convolution_too(device, size):
+    torch.manual_seed(0)
+    conv = torch.nn.Conv2d(64, 64, 3, padding=1).to(device)
+    x = torch.randn(1, 64, 32, 32, device=device) * size
+    with torch.inference_mode():
+        result, _ = safe(conv, x)
+        reference = conv.double()(x.double())
+    assert relative_error(reference, result) < 2e-3
+
+
+def test_wide_output_is_what_torch_gives(device):
+    if device.type != "cuda" or not has_wide_output(device, "linear"):
+        pytest.skip("this torch has no mm(out_dtype=...) here")
+    left = torch.full((16, 1024), 16.0, device=device, dtype=torch.float16)
+    result = torch.mm(left, left.t(), out_dtype=torch.float32)
+    assert result.dtype == torch.float32 and (result == 16.0 * 16.0 * 1024).all(), "262144 does not fit fp16"
+
+
+def test_wide_output_does_not_sum_in_fp16_though_the_flag_is_on(device):
+    if not has_wide_output(device, "linear") or device.type != "cuda":
+        pytest.skip("this torch has no mm(out_dtype=...) here")
+    left, right = probes.accumulation_operands(device)
+    with flags.flags_set({FLAG: True}):
+        result = torch.mm(left, right, out_dtype=torch.float32)
+    assert (result == 0).all()
+
+
+def test_the_probes_agree_with_the_profile(device):
+    found = detect(device)
+    for probe in probes.run_probes(device):
+        assert probe.ok is not False or not found.capabilities.get(probe.name, False), f"{probe.name}: {probe.detail}"
+
+
+def test_the_canaries_are_right(device):
+    for name in ("fp16", "fp32"):
+        ok, detail = probes.canary(device, name)
+        assert ok, detail
+
+
+def test_the_flag_for_fp16_sums_acts_where_the_probe_says_so(device):
+    probe = next(probe for probe in probes.run_probes(device) if probe.name == "fp16_accumulation")
+    if not probe.ok:
+        pytest.skip(probe.detail)
+    left, right = probes.accumulation_operands(device)
+    before = flags.state_of(FLAG)
+    with flags.flags_set({FLAG: True}):
+        inside = left @ right
+    assert not torch.isfinite(inside).all()
+    assert flags.state_of(FLAG) == before and torch.isfinite(left @ right).all()
+
+
+def test_an_fp8_product_with_a_dynamic_scale(device, capabilities):
+    if not capabilities["fp8_matmul"]:
+        pytest.skip("no fp8 products here")
+    from halfsafe.precision.quantize import activation_scale
+
+    torch.manual_seed(0)
+    x = torch.randn(256, 256, device=device).bfloat16()
+    x[:, 3] *= 1000
+    scale = activation_scale(x, torch.float8_e4m3fn)
+    assert math.isfinite(scale.item())
+    data = (x.float() / scale).to(torch.float8_e4m3fn)
+    weight = (torch.randn(128, 256, device=device) * 0.02).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
+    result = torch._scaled_mm(data, weight.t(), scale_a=scale, scale_b=one, out_dtype=torch.bfloat16)
+    assert relative_error(x.double() @ weight.double().t(), result) < 0.03

@@ -1,0 +1,40 @@
+"""The compare node on images of the real ComfyUI."""
+
+import pytest
+import torch
+from halfsafe.precision.errors import HalfsafeError
+
+NODE = "HalfsafeCompareImages"
+
+
+def image(batch=1, size=64, seed=0):
+    return torch.rand(batch, size, size, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def test_text_picture_and_what_the_node_shows(comfy):
+    a = image(2)
+    output = comfy.nodes[NODE].execute(reference=a, candidate=(a + 0.01).clamp(0, 1))
+    text, picture = output.args
+    assert output.ui.as_dict()["text"] == (text,) or output.ui.as_dict()["text"] == [text]
+    assert len(text.splitlines()) == 4 and "PSNR 40" in text
+    assert picture.shape == a.shape and 0 <= picture.min() <= picture.max() <= 1
+
+
+def test_identical_images_and_different_sizes(comfy):
+    text, picture = comfy.run(NODE, reference=image(), candidate=image())
+    assert text.startswith("identical") and not picture.any()
+    with pytest.raises(HalfsafeError, match="32 x 32"):
+        comfy.run(NODE, reference=image(), candidate=image(size=32))
+
+
+def test_an_image_saved_and_loaded_by_comfyui_differs_by_its_rounding(comfy):
+    import folder_paths
+
+    a = image()
+    result = comfy.core["SaveImage"]().save_images(a, "compare")
+    file = result["ui"]["images"][0]
+    folder = folder_paths.get_output_directory()
+    loaded = comfy.core["LoadImage"]().load_image(f"{file['filename']} [output]")[0]
+    assert folder and loaded.shape == a.shape
+    text, _ = comfy.run(NODE, reference=a, candidate=loaded)
+    assert 50 < float(text.split("PSNR ")[1].split(" dB")[0]) < 60
