@@ -15,7 +15,7 @@ KEY = "halfsafe_badge"
 
 def badge(*words: str | None) -> dict[str, list[str]] | None:
     """A node's ui output that puts the words on its badge; None where there is none to show."""
-    shown = list(dict.fromkeys(filter(None, words)))
+    shown = list(filter(None, words))
     return {KEY: [" \u00b7 ".join(shown)]} if shown else None
 
 
@@ -40,14 +40,15 @@ def vae_word(vae) -> str:
 
 
 def sums_words(model) -> list[str]:
-    """How products are planned to be summed, as far as an accumulation node decides it."""
+    """How products are planned to be summed, as far as an accumulation node decides it and it acts here."""
     accumulation = accumulation_of(model)
     if accumulation is None:
         return []
     plan = accumulation.plan_for(model)
-    fp16 = plan.proving or plan.flags.get("fp16_accumulation")
-    words = ["fp16 sums" if fp16 else "fp32 sums", "fast fp8 sums" if plan.fp8_fast else ""]
-    return [*words, "tf32" if plan.flags.get("tf32_matmul") else ""]
+    idle = {setting.partition("=")[0] for setting, _ in plan.without_effect}
+    fp16 = (plan.proving or plan.flags.get("fp16_accumulation")) and "fp16_accumulation" not in idle
+    tf32 = plan.flags.get("tf32_matmul") and "tf32" not in idle
+    return ["fp16 sums" if fp16 else "fp32 sums", "fast fp8 sums" if plan.fp8_fast else "", "tf32" if tf32 else ""]
 
 
 def _most(parameters: Iterable[torch.Tensor]) -> str:

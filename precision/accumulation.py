@@ -105,7 +105,7 @@ def plan_accumulation(request: Request, device: Device, work: Work) -> Accumulat
         flags=flags_held,
         proving=asked == "auto" and useful,
         whole=work.compiled or work.parallel,
-        naming=asked == "on" and not _fp16_inert(device, work),
+        naming=asked == "on" and not fp16_sums_inert(device, work),
         fp8_fast=request.fp8_fast_accumulation == "on" and not _fp8_inert(device, work),
         attention=UNCHANGED if attention_problem else request.attention,
         reasons=reasons,
@@ -139,13 +139,14 @@ AUTO = {
 
 def why_no_fp16_sums(device: Device, work: Work) -> str:
     """Why fp16 accumulation cannot act on this model here, or brings nothing; "" where it helps."""
-    problem = _fp16_inert(device, work)
+    problem = fp16_sums_inert(device, work)
     if problem or device.capabilities["fp16_accumulation"]:
         return problem
     return device.reason("fp16_accumulation").rstrip(".")
 
 
-def _fp16_inert(device: Device, work: Work) -> str:
+def fp16_sums_inert(device: Device, work: Work) -> str:
+    """Why fp16 accumulation cannot act on this model here; "" where it can."""
     if missing := _missing("fp16_accumulation"):
         return missing
     if problem := _needs_nvidia(device, FIRST_CUBLAS_FP16):

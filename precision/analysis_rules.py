@@ -157,5 +157,4 @@ def _use(analysis: Analysis, computed_in: str) -> list[str]:
         how = f"Give these rules to a Halfsafe loader or Save Model with storage = {name}."
     else:
         how = f"Give these rules to Compute Dtype with compute = {computed_in or 'what the model computes in'}."
-    acc16 = " Sums are the Accumulation node's to decide: accumulation= does not act in this version." if name == "fp16_acc16" else ""
-    return wrapped(f"{how}{acc16} Or paste this text into Layer Rules.", "")
+    return wrapped(f"{how} Or paste this text into Layer Rules.", "")

@@ -17,9 +17,10 @@ import torch
 from .dtypes import FP8_DTYPES, name_of
 from .errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from .foreign_formats import reject_foreign
-from .stored_weight import EIGHT_BIT, StoredWeight, granularity_of
+from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, granularity_of
+from .strict_json import read_object
 
-__all__ = ["Checkpoint", "StoredWeight", "comfy_quant_tensor", "read_checkpoint"]
+__all__ = ["Checkpoint", "StoredWeight", "comfy_quant_tensor", "looks_like_scale", "read_checkpoint"]
 
 METADATA_KEY = "_quantization_metadata"
 _SCALE_LEAF = re.compile(r"(^|_)scales?(_|$)")
@@ -99,7 +100,7 @@ class _Reader:
             if name.endswith(".comfy_quant"):
                 self.taken.add(name)
                 layer = name.removesuffix(".comfy_quant")
-                text = bytes(self.tensors[name].to(torch.uint8).tolist())
+                text = bytes(self.tensors[name].flatten().to(torch.uint8).tolist())
                 settings[layer] = self._json(text, name) | {"": "comfy_quant"}
                 if f"{layer}.weight" not in self.tensors:
                     raise CheckpointError(self.path, "describes a weight that is not in the file", name)
@@ -113,12 +114,9 @@ class _Reader:
 
     def _json(self, text: str | bytes, where: str) -> dict:
         try:
-            value = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise CheckpointError(self.path, f"no valid JSON ({error})", where) from None
-        if not isinstance(value, dict):
-            raise CheckpointError(self.path, "no JSON object", where)
-        return value
+            return read_object(text)
+        except ValueError as error:
+            raise CheckpointError(self.path, str(error), where) from None
 
     def _legacy_markers(self) -> dict[str, bool]:
         """Prefix of each ``scaled_fp8`` marker -> whether it asks for full precision (two elements)."""
@@ -136,7 +134,7 @@ class _Reader:
         layer = _layer(name)
         if layer is not None and (layer in self.settings or f"{layer}.scale_weight" in self.tensors):
             return True
-        return (tensor.dtype in FP8_DTYPES and not _looks_like_scale(name)) or self._has_int8_scale(name, tensor)
+        return (tensor.dtype in FP8_DTYPES and not looks_like_scale(name)) or self._has_int8_scale(name, tensor)
 
     def _has_int8_scale(self, name: str, tensor: torch.Tensor) -> bool:
         return tensor.dtype == torch.int8 and any(key in self.tensors for key, _ in _weight_scale_names(name))
@@ -197,7 +195,7 @@ class _Reader:
         key, dialect = found
         scale = self._scale(key)
         if data.dtype not in EIGHT_BIT:
-            return self._sixteen_bit_scale(key, scale, dialect)
+            return self._sixteen_bit_scale(key, scale, dialect, data.dtype)
         granularity = granularity_of(scale, data.shape)
         if granularity is None:
             shapes = f"{tuple(scale.shape)} fits no layout of a weight of shape {tuple(data.shape)}"
@@ -206,9 +204,12 @@ class _Reader:
             self.remarks["e5m2 under a scaled_fp8 marker, which ComfyUI reads as e4m3fn; read as e5m2"] += 1
         return _shaped(scale, granularity), granularity, dialect
 
-    def _sixteen_bit_scale(self, key: str, scale: torch.Tensor, dialect: str) -> tuple[torch.Tensor | None, str, str]:
-        if scale.numel() > 1:
-            raise UnconsumedScale(self.path, "a scale of many values next to a 16-bit weight", key)
+    def _sixteen_bit_scale(
+        self, key: str, scale: torch.Tensor, dialect: str, dtype: torch.dtype
+    ) -> tuple[torch.Tensor | None, str, str]:
+        if scale.numel() > 1 or dtype not in NUMBERS:
+            values = "of many values " if scale.numel() > 1 else ""
+            raise UnconsumedScale(self.path, f"a scale {values}next to a weight in {name_of(dtype)}", key)
         if scale.item() == 1:
             return None, "none", dialect
         self.remarks["16-bit weights with a scale_weight, which was applied"] += 1
@@ -249,10 +250,10 @@ class _Reader:
     def _check_leftovers(self, quantized: dict[str, StoredWeight]) -> None:
         parents = _parents(name for name, weight in quantized.items() if weight.eight_bit)
         for name in self.tensors:
-            if name not in self.taken and name not in quantized and _looks_like_scale(name):
-                self._check_leftover(name, parents)
+            if name not in self.taken and name not in quantized and looks_like_scale(name):
+                self._check_leftover(name, parents, quantized)
 
-    def _check_leftover(self, name: str, parents: set[str]) -> None:
+    def _check_leftover(self, name: str, parents: set[str], quantized: dict[str, StoredWeight]) -> None:
         layer, _, leaf = name.rpartition(".")
         weight = self.tensors.get(f"{layer}.weight")
         near = layer in parents or layer.rpartition(".")[0] in parents
@@ -262,7 +263,7 @@ class _Reader:
         elif leaf in _INPUT_SCALES and weight is not None and weight.dtype not in EIGHT_BIT:
             self.taken.add(name)
             self.remarks["input scales of layers that are not quantized were left out"] += 1
-        elif _is_eight_bit(weight) or (leaf in _WEIGHT_SCALES and weight is None):
+        elif _is_eight_bit(weight) or (leaf in _WEIGHT_SCALES and (weight is None or f"{layer}.weight" in quantized)):
             raise UnconsumedScale(
                 self.path,
                 "looks like a quantization scale and belongs to no weight that can be read",
@@ -284,7 +285,8 @@ def _weight_scale_names(name: str) -> list[tuple[str, str]]:
     return names if layer is None else [*names, (f"{layer}.scale_weight", "scaled_fp8"), (f"{layer}.scale", "scale")]
 
 
-def _looks_like_scale(name: str) -> bool:
+def looks_like_scale(name: str) -> bool:
+    """Whether a tensor is named as quantization scales are: a last part with the word scale or scales in it."""
     return _SCALE_LEAF.search(name.rpartition(".")[2]) is not None
 
 

@@ -1,8 +1,9 @@
 """From rules, device and model to the arithmetic of each layer, and why."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from .accumulation import Work, fp16_sums_inert
 from .devices import Device, auto_compute
 from .dtypes import FP8_NAMES
 from .record import Choice
@@ -46,11 +47,13 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class ComputeDecision:
-    """How one layer runs: ``mode`` as in the report; ``stream``: ``fp32``, or ``same`` as its input."""
+    """How one layer runs: ``mode`` as in the report; ``stream``: ``fp32``, or ``same`` as its input; ``sums``: ``fp32`` or
+    ``fp16`` where a rule asks for it, whatever else is asked for."""
 
     mode: str
     stream: str
     reason: str
+    sums: str = ""
 
 
 @dataclass(frozen=True)
@@ -96,10 +99,12 @@ def plan_compute(
     without_effect += rules_on_other_layers(facts.layers, rules)
     for layer in facts.layers:
         decision, problem = _decide(layer, choice, fp8_matmul, device, rules, (storages or {}).get(layer.name, ""))
+        sums, inert = _sums(layer, decision.mode if decision else MODE_OF[choice.used], device, rules)
+        if sums:
+            decision = replace(decision or ComputeDecision(MODE_OF[choice.used], "same", ""), sums=sums)
         if decision:
             decisions[layer.name] = decision
-        if problem and problem not in without_effect:
-            without_effect.append(problem)
+        without_effect += [entry for entry in (problem, inert) if entry and entry not in without_effect]
     if any(decision.stream == "fp32" for decision in decisions.values()):
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
         decisions |= {name: ComputeDecision(MODE_OF[choice.used], "same", "") for name in followers}
@@ -173,6 +178,15 @@ def _decide(
     if wanted == choice.used and stream_value == "same" and choice.used != SAFE:
         return (ComputeDecision(MODE_OF[wanted], "same", reason), problem) if problem else (None, None)
     return ComputeDecision(MODE_OF[wanted], stream_value, reason), problem
+
+
+def _sums(layer: Layer, mode: str, device: Device, rules: Rules) -> tuple[str, tuple[str, str] | None]:
+    """(sums that a rule asks for, why the rule has no effect)."""
+    asked = rules.setting("accumulation", layer.name, layer.cls) if layer.multiplies else None
+    if asked is None:
+        return "", None
+    problem = fp16_sums_inert(device, Work(frozenset({mode}), False, False))
+    return ("", (str(asked[1]), problem)) if problem else (asked[0], None)
 
 
 def rules_on_other_layers(layers: Sequence[Layer], rules: Rules) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import Checkpoint, StoredWeight, comfy_quant_tensor, read_checkpoint
+from .checkpoint import Checkpoint, StoredWeight, comfy_quant_tensor, looks_like_scale, read_checkpoint
 from .dtypes import FP8_NAMES, dtype_named, max_of, name_of
 from .errors import CheckpointError, NonFiniteWeight
 from .plan import StorageDecision, layers_of, plan_storage, rules_without_effect
@@ -25,6 +25,7 @@ from .safetensors_file import TensorFile, TensorSpec, open_checkpoint, write_saf
 MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")
 REQUANTIZATION_LIMIT = {"fp8_e4m3fn": 0.04, "fp8_e5m2": 0.08}
+LARGEST_ROUNDED = max_of(torch.float32) / 2
 ERROR_SAMPLE = 8
 _OF_FNUZ = {"fp8_e4m3fnuz": "fp8_e4m3fn", "fp8_e5m2fnuz": "fp8_e5m2"}
 _UNCHANGED = "as_file"
@@ -86,11 +87,10 @@ def state_dict(
         progress: called with the bytes of the file just dealt with.
     """
     result, notes = {}, []
-    for name, weight in checkpoint.weights.items():
-        stored = stored_tensors(weight, decisions.get(weight.layer, _UNCHANGED), checkpoint.path)
-        result.update(stored.tensors)
-        if stored.note:
-            notes.append((name, stored.note))
+    for weight, outcome in _outcomes(checkpoint.weights, decisions, checkpoint.path):
+        result.update(_produce(weight, outcome, checkpoint.path).tensors)
+        if outcome.note:
+            notes.append((weight.name, outcome.note))
         if progress:
             progress(weight.data.nbytes)
     return result, notes
@@ -180,9 +180,9 @@ def write_weights(
         CheckpointError: the target cannot be written.
     """
     outcomes, specs = {}, []
-    for name, weight in weights.items():
-        outcomes[name] = _outcome(weight, storages.get(weight.layer, _UNCHANGED), origin)
-        specs += _specs(weight, outcomes[name])
+    for weight, outcome in _outcomes(weights, storages, origin):
+        outcomes[weight.name] = outcome
+        specs += _specs(weight, outcome)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in weights.items():
@@ -226,7 +226,7 @@ def _outcome(weight: StoredWeight, storage: str, path) -> Outcome:
     if weight.granularity == "native":
         asked_otherwise = storage not in ("auto", _UNCHANGED)
         return Outcome(_UNCHANGED, "stays in its own format, which only ComfyUI unpacks" if asked_otherwise else None)
-    if weight.data.numel() == 0 or (weight.scale is None and not weight.data.is_floating_point()):
+    if weight.data.numel() == 0 or (weight.scale is None and not weight.is_number):
         return Outcome(_UNCHANGED)
     storage = _resolved(weight, storage)
     if storage in FP8_NAMES:
@@ -234,6 +234,16 @@ def _outcome(weight: StoredWeight, storage: str, path) -> Outcome:
     if storage == "fp16" and _passes_fp16(weight, path):
         return Outcome("bf16", f"kept in bf16: values pass fp16's {max_of(torch.float16):.0f}")
     return Outcome(_UNCHANGED if storage == name_of(weight.data.dtype) and weight.scale is None else storage)
+
+
+def _outcomes(weights: Mapping[str, StoredWeight], storages: Mapping[str, str], path) -> Iterator[tuple[StoredWeight, Outcome]]:
+    """Every weight and what it will be stored in; 16 bit where a tensor beside it would be taken for its fp8 scale."""
+    beside_scales = {name.rpartition(".")[0] for name in weights if looks_like_scale(name)}
+    for weight in weights.values():
+        outcome = _outcome(weight, storages.get(weight.layer, _UNCHANGED), path)
+        if outcome.storage in FP8_NAMES and not weight.eight_bit and weight.layer in beside_scales:
+            outcome = Outcome("bf16" if weight.scale is not None else _UNCHANGED, "a tensor beside it is named like a scale")
+        yield weight, outcome
 
 
 def _resolved(weight: StoredWeight, storage: str) -> str:
@@ -272,15 +282,18 @@ def _finite_bound(weight: StoredWeight, path) -> float:
     """The largest magnitude of the dequantized weight; with several scales what the largest of them can give.
 
     Raises:
-        NonFiniteWeight: it holds NaN or Inf.
+        NonFiniteWeight: it holds NaN or Inf, or passes fp32's range.
     """
-    if weight.data.is_floating_point():
+    if weight.is_number:
         largest = absolute_max(weight.data)
     else:
         largest = 0.0 if weight.scale is None else float(torch.iinfo(weight.data.dtype).max + 1)
     if not math.isfinite(largest):
         raise NonFiniteWeight(path, "holds NaN or Inf", weight.name, "The file is damaged: download it again.")
-    return largest if weight.scale is None else largest * weight.scale.max().item()
+    bound = largest if weight.scale is None else largest * weight.scale.max().item()
+    if bound > max_of(torch.float32):
+        raise NonFiniteWeight(path, "passes the range of fp32", weight.name, "The file is damaged: download it again.")
+    return bound
 
 
 def _requantization_error(weight: StoredWeight, dtype: torch.dtype, bound: float) -> float:
@@ -299,6 +312,9 @@ def _requantization_error(weight: StoredWeight, dtype: torch.dtype, bound: float
 
 def _produce(weight: StoredWeight, outcome: Outcome, path) -> StoredResult:
     largest = _finite_bound(weight, path)
+    if outcome.storage != _UNCHANGED and largest > LARGEST_ROUNDED:
+        problem = f"holds values up to {largest:.3g}, which round to infinity in {outcome.storage}"
+        raise NonFiniteWeight(path, problem, weight.name, "The file is damaged: download it again.")
     if outcome.storage == _UNCHANGED:
         tensors = {weight.name: weight.data, **weight.companions}
         return StoredResult(tensors, _shown(weight, outcome), outcome.note)

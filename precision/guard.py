@@ -32,6 +32,15 @@ ADVICE = {
     ),
 }
 
+COMPILED = (
+    "torch.compile runs this model, and without it the same call is finite: leave the compile node out, or compile with "
+    "another backend. Otherwise it is the device or its driver."
+)
+NO_MEMORY = (
+    "There was not enough memory to repeat it in a higher precision: put Compute Dtype with fp16_safe (or bf16, where the "
+    "device has it) before the sampler, or take a smaller picture or batch."
+)
+
 
 class NonFinite(HalfsafeError):
     """A model, VAE or text encoder gave NaN or Inf, and the run was stopped.

@@ -11,12 +11,12 @@ from .dtypes import FP8_DTYPES, max_of, name_of
 from .errors import CheckpointError
 from .quantize import absolute_max
 from .safetensors_file import TORCH_DTYPES, TensorFile, open_checkpoint
+from .stored_weight import NUMBERS
 
 SATURATION_LIMIT = 1e-3
 SATURATION_MINIMUM = 1000
 FP16_MAX = max_of(torch.float16)
 _CHUNK = 1 << 22
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}) | FP8_DTYPES
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
         weights = {}
         problems.append(Finding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
     for name, tensor in file.items():
-        if tensor.dtype in _FLOATS:
+        if tensor.dtype in NUMBERS:
             _scan_tensor(tensor, weights.get(name, StoredWeight(name, tensor)), problems, remarks)
         file.release(name)
         if progress:

@@ -84,9 +84,7 @@ def plan_load(
 def rules_without_effect(layers: Sequence[Layer], rules: Rules) -> list[tuple[str, str]]:
     """(rule, reason) of the user's own rules that cannot act on these layers."""
     pairs = [(layer.name, layer.cls) for layer in layers]
-    unmatched = [(str(rule), "the pattern matches no layer of this model") for rule in rules.without_match(pairs)]
-    accumulation = [rule for rule in rules.own if "accumulation" in dict(rule.settings)]
-    return unmatched + [(str(rule), "this version sets no accumulation per layer") for rule in accumulation]
+    return [(str(rule), "the pattern matches no layer of this model") for rule in rules.without_match(pairs)]
 
 
 def plan_text_encoder(

@@ -11,6 +11,7 @@ import re
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,8 +22,10 @@ import torch
 from .atomic_write import naming, replacing, require_space
 from .errors import CheckpointError
 from .file_kinds import describe_other_format
+from .strict_json import read_object
 
 MAX_HEADER = 100_000_000
+MAX_NAME = 1000
 MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 1 << 62
 PIECE = 1 << 24
@@ -143,7 +146,7 @@ def _open_siblings(path: Path, shard: re.Match) -> TensorFile:
 
 
 def _open_index(path: Path) -> TensorFile:
-    with _open_regular(path) as file:
+    with _open_regular(path) as file, _reading(path):
         if os.fstat(file.fileno()).st_size > MAX_HEADER:
             raise CheckpointError(path, "an index of more than 100 MB", advice="Download it again.")
         index = _parse_json(path, file.read())
@@ -164,8 +167,8 @@ def _open_index(path: Path) -> TensorFile:
 def _check_shard(path: Path, name: str, shard: object) -> None:
     if not isinstance(shard, str) or not shard or shard in (".", "..") or re.search(r"[\\/:\0]", shard):
         raise CheckpointError(path, f"its file {shard!r} is not a plain file name", name, "Do not use this index.")
-    if not path.with_name(shard).is_file():
-        raise CheckpointError(path, f"its file {shard} is missing from the folder", name, "Download all parts.")
+    if not os.path.isfile(path.with_name(shard)):
+        raise CheckpointError(path, f"its file {shard[:200]} is missing from the folder", name, "Download all parts.")
 
 
 def _open_files(path: Path, files: list[Path]) -> TensorFile:
@@ -181,7 +184,7 @@ def _open_files(path: Path, files: list[Path]) -> TensorFile:
 
 
 def _map_file(path: Path, maps: dict[Path, mmap.mmap]) -> tuple[dict[str, str], dict[str, Entry]]:
-    with _open_regular(path) as file:
+    with _open_regular(path) as file, _reading(path):
         size = os.fstat(file.fileno()).st_size
         header, start = _read_header(path, file, size)
         metadata = _metadata(path, header.pop("__metadata__", None))
@@ -215,6 +218,15 @@ def _open_regular(path: Path) -> BinaryIO:
         raise CheckpointError(path, f"cannot be opened ({reason})", advice="Check the path.") from None
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        advice = "Check the disk, or the connection to it."
+        raise CheckpointError(path, f"cannot be read ({error.strerror or error})", advice=advice) from error
+
+
 def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict, int]:
     head = file.read(512)
     length = int.from_bytes(head[:8], "little")
@@ -233,21 +245,9 @@ def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict, int]:
 
 def _parse_json(path: Path, text: bytes) -> dict:
     try:
-        value = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(path, f"its header is no valid JSON ({error})", advice="Download it again.") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(path, "its header is no JSON object", advice="Download it again.")
-    return value
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        seen = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {twice!r} occurs twice")
-    return result
+        return read_object(text)
+    except ValueError as error:
+        raise CheckpointError(path, f"its header is {error}", advice="Download it again.") from None
 
 
 def _metadata(path: Path, value: object) -> dict[str, str]:
@@ -278,14 +278,15 @@ def _entries(path: Path, header: dict, start: int, size: int) -> dict[str, Entry
 
 
 def _entry(path: Path, name: str, value: object, base: int) -> Entry:
+    if len(name) > MAX_NAME or not name.isprintable():
+        raise CheckpointError(path, "its name is too long or cannot be shown", ascii(name[:80])[1:-1], "Download it again.")
     try:
-        name.encode()
         code, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
         valid = isinstance(code, str) and isinstance(shape, list) and all(_is_size(n) for n in (*shape, start, end))
     except (TypeError, KeyError, ValueError):
         valid = False
     if not valid:
-        raise CheckpointError(path, "its entry in the header is malformed", ascii(name)[1:-1], "Download it again.")
+        raise CheckpointError(path, "its entry in the header is malformed", name, "Download it again.")
     _check_span(path, name, code, shape, start, end)
     return Entry(path, code, tuple(shape), base + start, base + end)
 

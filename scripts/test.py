@@ -11,9 +11,18 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
-from environment import ROOT, Environment, SetupError, accelerator, clean_environ, prepare
+from environment import (
+    ROOT,
+    Environment,
+    SetupError,
+    accelerator,
+    clean_environ,
+    find_chromium,
+    newest_frontend,
+    prepare,
+)
 
-TIERS = {"unit": "tests/unit", "host": "tests/host", "gpu": "tests/gpu"}
+TIERS = {"unit": "tests/unit", "host": "tests/host", "browser": "tests/browser", "gpu": "tests/gpu"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,7 @@ def _tiers(wanted: str | None, environment: Environment) -> list[str]:
     if wanted:
         return [wanted]
     has_gpu_tests = (ROOT / TIERS["gpu"]).is_dir()
-    return ["unit", "host"] + (["gpu"] if has_gpu_tests and accelerator(environment.python) == "cuda" else [])
+    return ["unit", "host", "browser"] + (["gpu"] if has_gpu_tests and accelerator(environment.python) == "cuda" else [])
 
 
 def _check_style(environment: Environment) -> Result:
@@ -67,9 +76,20 @@ def _run_tier(tier: str, environment: Environment, pytest_args: list[str]) -> Re
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
         command = [str(environment.python), "-m", "pytest", TIERS[tier], f"--junitxml={junit}", "--durations=5"]
-        environ = clean_environ(HALFSAFE_STRICT="1", COMFYUI_DIR=str(environment.comfyui))
+        try:
+            environ = _tier_environ(tier, environment)
+        except SetupError as error:
+            print(error, file=sys.stderr)
+            return Result(tier, False, "could not run", time.monotonic() - started)
         code = subprocess.run([*command, *pytest_args], cwd=ROOT, env=environ, check=False).returncode
         return Result(tier, code == 0, _counts(junit), time.monotonic() - started)
+
+
+def _tier_environ(tier: str, environment: Environment) -> dict[str, str]:
+    more = {}
+    if tier == "browser":
+        more = {"CHROMIUM": str(find_chromium()), "HALFSAFE_FRONTEND": str(newest_frontend(environment.python))}
+    return clean_environ(HALFSAFE_STRICT="1", COMFYUI_DIR=str(environment.comfyui), **more)
 
 
 def _counts(junit: Path) -> str:
@@ -84,7 +104,7 @@ def _report(results: list[Result]) -> int:
     print("\n== summary")
     for result in results:
         word = "ok" if result.passed else "FAILED"
-        print(f"{result.name:5} {word:7} {result.summary} in {result.seconds:.1f} s")
+        print(f"{result.name:7} {word:7} {result.summary} in {result.seconds:.1f} s")
     return 0 if all(result.passed for result in results) else 1
 
 

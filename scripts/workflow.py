@@ -39,6 +39,12 @@ def to_prompt(workflow: dict, object_info: dict) -> dict:
     return prompt
 
 
+def bypass(workflow: dict, types: tuple[str, ...]) -> dict:
+    """The workflow with the nodes of these types bypassed, as Ctrl+B does on the page."""
+    nodes = [{**node, "mode": BYPASSED} if node["type"] in types else node for node in workflow["nodes"]]
+    return {**workflow, "nodes": nodes}
+
+
 def substitute_files(prompt: dict, object_info: dict, choose: Callable[[str, str], str | None]) -> dict:
     """Replace file names this ComfyUI does not have. `choose(input name, wanted file)` returns one it has, or None.
 
@@ -58,12 +64,28 @@ def substitute_files(prompt: dict, object_info: dict, choose: Callable[[str, str
 
 
 def small_file(name: str, wanted: str) -> str | None:
-    """The small model of `tests/support/tiny_models.py` that can stand in for a file, by input name and family."""
+    """The small model that can stand in for a file, by input name and family: of `tests/assets` for Wan, else random."""
     if name in ("model_name", "unet_name"):
         families = ("flux", "hunyuan_video", "ltxv", "sd3", "sdxl", "qwen_image", "z_image")
-        return f"{next((f for f in families if f in wanted.lower()), 'wan')}.safetensors"
-    stand_ins = {"ckpt_name": "sd15_checkpoint", "clip_name": "clip_l", "clip_name1": "clip_l", "vae_name": "wan_vae"}
+        return f"{next((f for f in families if f in wanted.lower()), 'shapes')}.safetensors"
+    stand_ins = {"ckpt_name": "sd15_checkpoint", "clip_name": "clip_l", "clip_name1": "clip_l", "vae_name": "shapes_vae"}
     return f"{stand_ins[name]}.safetensors" if name in stand_ins else None
+
+
+def ask_for(prompt: dict, text: str, cfg: float = 3.0) -> dict:
+    """Change what every sampler is asked for: a prompt and an empty negative prompt of plain text encoders, and cfg."""
+    wanted = {}
+    for node in prompt.values():
+        if "cfg" in node["inputs"]:
+            wanted |= {node["inputs"]["positive"][0]: text, node["inputs"]["negative"][0]: ""}
+    return {
+        node_id: {**node, "inputs": _asked(node["inputs"], wanted.get(node_id), cfg)} for node_id, node in prompt.items()
+    }
+
+
+def _asked(inputs: dict, text: str | None, cfg: float) -> dict:
+    changes = {"cfg": cfg} if "cfg" in inputs else {}
+    return inputs | changes | ({} if text is None else {"text": text})
 
 
 def shrink(prompt: dict, **limits: int) -> dict:

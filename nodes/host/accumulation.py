@@ -87,10 +87,10 @@ class _Run:
         self._patches: list[Patch] = [(op.module, "forward", op) for op in self.operations.values()]
 
     def _operations(self, patcher):
-        modes = modes_of(patcher)
+        modes, ruled = modes_of(patcher), _ruled(patcher)
         for name, module in patcher.model.diffusion_model.named_modules():
             name = name.replace("_orig_mod.", "")
-            if modes.get(name) == "fp16" and kind_of(module) == "linear":
+            if modes.get(name) == "fp16" and kind_of(module) == "linear" and name not in ruled:
                 slot = self.ranges.slots[name] = SumSlot(name)
                 weights = core_weights if hasattr(module, "comfy_cast_weights") else torch_weights
                 weights = weights if only_multiplies(module) else None
@@ -209,8 +209,19 @@ def _state(model, modules: Iterable[torch.nn.Module]) -> tuple:
     return model.current_weight_patches_uuid, hooks, compute_of(patcher), name_of(stream_dtype(patcher)), compiled, forwards
 
 
+def _ruled(patcher) -> dict[str, tuple[str, str]]:
+    """Layer name -> (accumulation, reason) of the layers that a rule of the compute plan decides."""
+    compute = compute_of(patcher)
+    decisions = compute.plan.decisions if compute else {}
+    return {name: (decision.sums, f"{decision.sums} sums by rule") for name, decision in decisions.items() if decision.sums}
+
+
 def sums_of(patcher) -> dict[str, tuple[str, str]]:
     """Layer name -> (accumulation, reason) of the layers whose products can sum in anything but fp32."""
+    return _planned_sums(patcher) | _ruled(patcher)
+
+
+def _planned_sums(patcher) -> dict[str, tuple[str, str]]:
     accumulation, modes = accumulation_of(patcher), modes_of(patcher)
     run = accumulation.runs.last(patcher.model) if accumulation else None
     if run and run.operations:

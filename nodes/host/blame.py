@@ -68,8 +68,17 @@ def bad_weight(patcher, name: str | None, layer: str = "") -> str:
     if not name:
         return ""
     source = _file_of(patcher)
-    advice = "Get the file again. If its own value is only too large for fp16, load it with storage bf16 or fp32."
-    return f"The weight '{name}' of {source or 'the model'} holds NaN or Inf. {advice}"
+    return f"The weight '{name}' of {source or 'the model'} holds NaN or Inf. {_advice_on(patcher, name)}"
+
+
+def _advice_on(patcher, name: str) -> str:
+    weight = patcher.model.diffusion_model.get_parameter(name) if name else None
+    if getattr(weight, "_qdata", weight).dtype.itemsize == 1:
+        return (
+            "If the file is fine, the cast to fp8 made it so: ComfyUI's own loaders cast without a scale and take scaled e5m2 "
+            "for e4m3fn. Load Diffusion Model (Halfsafe) does neither. Else get the file again."
+        )
+    return "Get the file again. If its own value is only too large for fp16, load it with storage bf16 or fp32."
 
 
 def _bad_patch(patcher, prefix: str) -> str:

@@ -9,9 +9,11 @@ import comfy.quant_ops
 import torch
 from comfy.patcher_extension import WrappersMP
 
+from ...precision import flags
 from ...precision.compute_plan import ComputeDecision, ComputePlan
 from ...precision.dtypes import dtype_named, name_of
 from ...precision.operations import SafeAttention, SafeOperation, kind_of, matrix_work
+from ...precision.partial_sums import FLAG
 from ...precision.patching import Patch, patched
 from ...precision.quantize import activation_scale
 from ...precision.ranges import Ranges, Slot
@@ -98,7 +100,7 @@ class PlannedLayers:
         self.in_own_way: dict[str, CastOperation] = {}
         self.patches: list[Patch] = []
         for name, module in self.modules.items():
-            forward = self._forward(name, module, plan.decisions[name])
+            forward = _summed(plan.decisions[name].sums, self._forward(name, module, plan.decisions[name]))
             self.patches += [(module, "forward", forward), *_switches(module)]
         if plan.widens:
             others = (module for name, module in named.items() if hasattr(module, "comfy_cast_weights") and inside(name))
@@ -256,6 +258,20 @@ class Fp8Linear:
 def _out_as(decision: ComputeDecision, forward):
     def run(x, *args, **kwargs):
         return forward(x, *args, **kwargs).to(torch.float32 if decision.stream == "fp32" else x.dtype)
+
+    return run
+
+
+def _summed(sums: str, forward):
+    """A forward whose products sum as a rule asks; torch.compile cannot switch a layer's sums and leaves them alone."""
+    if not sums:
+        return forward
+
+    def run(*args, **kwargs):
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        with flags.flags_set({FLAG: sums == "fp16"}):
+            return forward(*args, **kwargs)
 
     return run
 

@@ -69,7 +69,7 @@ class EscalatedLayers:
         self.attention = SafeAttention(self.planned.ranges)
         self.whole = escalation.whole
         self._inside = 0
-        self._model = [(model, "manual_cast_dtype", torch.float32)] if self.everywhere else []
+        self._model = model if self.everywhere else None
         self.extra: list[Patch] = []
 
     def _widens(self, name: str) -> bool:
@@ -94,7 +94,19 @@ class EscalatedLayers:
     def _patches(self) -> list[Patch]:
         own = {id(module): value for module, name, value in self.planned.patches if name == "forward"}
         spans = [(part, "forward", self._span(own.get(id(part), part.forward))) for part in self.spans.values()]
-        return [*self._model, *self.planned.patches, *spans, *self.extra]
+        return [*self._on_model(), *self.planned.patches, *spans, *self.extra]
+
+    def _on_model(self) -> list[Patch]:
+        """The cast to the stream's dtype at the model's entry is also what gives a step cache, which adds to what it
+        is given in place, something else than the sampler's own latent."""
+        if self._model is None:
+            return []
+        sampling = self._model.model_sampling
+        entry = sampling.calculate_input
+        return [
+            (self._model, "manual_cast_dtype", torch.float32),
+            (sampling, "calculate_input", lambda sigma, noise: entry(sigma, noise).clone()),
+        ]
 
     def _span(self, forward: Callable) -> Callable:
         """A part's forward with fp32 between its layers; its result has the dtype it was given."""

@@ -14,7 +14,7 @@ from ...precision import probes
 from ...precision.dtypes import name_of
 from ...precision.guard import (
     ADVICE,
-    CURED,
+    COMPILED,
     EVENT,
     NO_MEMORY,
     Escalation,
@@ -37,6 +37,7 @@ from .escalated import EscalatedLayers, Observed, matrix_layers, safe_escalation
 from .layers import is_compiled, modes_of, stream_dtype
 from .page import running_prompt_id, tell_page
 from .per_model import PerModel, fresh_control
+from .step_cache import StepCache
 from .wrappers import order_wrappers
 
 KEY = "halfsafe.guard"
@@ -78,6 +79,9 @@ class _Call:
     control: dict | None
     options: dict
     extra: dict
+
+    def __post_init__(self):
+        self.cache = StepCache(self.options)
 
     def __call__(self) -> torch.Tensor:
         arguments = (self.x, self.t, self.c_concat, self.c_crossattn, fresh_control(self.control), dict(self.options))
@@ -187,11 +191,11 @@ class Guard:
     def _guarded(self, model) -> Guarded:
         """Only a guard that may change what runs begins with what others have learned."""
         known = self.learned.get(model, {}) if self.on_nan == "retry_higher" else {}
-        return Guarded(model, known.get(_state(model), Escalation()))
+        return Guarded(model, known.get(_known_as(model), Escalation()))
 
     def _remember(self, model, guarded: Guarded, escalation: Escalation) -> None:
         guarded.grow(escalation)
-        self.learned.setdefault(model, {})[_state(model)] = escalation
+        self.learned.setdefault(model, {})[_known_as(model)] = escalation
 
     def _log(self, model) -> GuardLog:
         return self._logs.setdefault(model, GuardLog())
@@ -267,12 +271,14 @@ class Guard:
             left -= 1
             origin, again = self._located(call, guarded, log)
             if not hidden and math.isfinite(reach(again)):
-                self._note(log, event_of(where, None, guarded.stream, guarded.stream, True), None, "device_fault")
+                advice = COMPILED if is_compiled(call.executor.class_obj.current_patcher) else ""
+                self._note(log, event_of(where, None, guarded.stream, guarded.stream, True), None, "device_fault", advice)
                 return again
             if weight := self._weight_at_fault(call, origin):
                 return self._hopeless(log, where, origin, "bad_weights", result, weight, guarded=guarded)
         for rung in guarded.rungs()[:left]:
             log.extra_calls += 1
+            call.cache.put_back()
             layers = EscalatedLayers(rung, call.executor.class_obj, guarded.modes)
             observed = Observed(layers)
             repeated = self._run(call, layers)
@@ -284,6 +290,7 @@ class Guard:
     def _located(self, call: _Call, guarded: Guarded, log: GuardLog) -> tuple[Origin | None, torch.Tensor]:
         """The call again as it was, every operation watched: what failed, and the result."""
         log.extra_calls += 1
+        call.cache.put_back()
         localizer = Localizer(call.executor.class_obj.diffusion_model)
 
         def watched(executor, x, t, c_concat, c_crossattn, control, options, **kwargs):
@@ -299,6 +306,7 @@ class Guard:
         return localizer.origin(result), result
 
     def _recovered(self, call, guarded: Guarded, log: GuardLog, where, origin, rung: Escalation, observed: Observed) -> None:
+        call.cache.forget_dtype()
         before = self._modes_at(guarded, origin)[0]
         present = guarded.escalation
         if rung.whole:
@@ -354,7 +362,7 @@ class Guard:
 
     def _tell_verdict(self, log: GuardLog) -> None:
         if log.verdict != "clean":
-            message = f"Guard: {log.verdict}, {len(log.events)} events, {log.extra_calls} calls repeated."
+            message = f"Guard: {log.verdict}, {_count(len(log.events), 'event')}, {_count(log.extra_calls, 'repeated call')}."
             self._tell(log.prompt, "verdict", log.verdict, message, log.advice)
 
     def _tell(self, prompt: str | None, kind: str, verdict: str, message: str, advice: str, event: dict | None = None) -> None:
@@ -368,11 +376,25 @@ def bad_rows(tensor: torch.Tensor) -> list[int]:
 
 
 def _state(model, modules: Iterable[torch.nn.Module] = ()) -> tuple:
-    """What a run depends on: patched weights, hooks, the compute plan, and forwards others have put on the modules.
+    """What a run depends on: patched weights, hooks, the compute plan, and forwards others have put on the modules."""
+    return model.current_weight_patches_uuid, *_settings(model.current_patcher), own_forwards(modules)
 
-    Hooks hold the weights of a LoRA, and what is learned outlives them: they are named by a reference that keeps nothing.
+
+def _known_as(model) -> tuple:
+    """What is learned of a model holds for: its patches, hooks, compute plan and dtype.
+
+    ComfyUI gives the patches of a model with hooks a new id in each run, so they are told by themselves.
     """
     patcher = model.current_patcher
+    patches = tuple((key, patch[0], id(patch[1])) for key, all_of_it in patcher.patches.items() for patch in all_of_it)
+    return hash(patches), *_settings(patcher)
+
+
+def _settings(patcher) -> tuple:
+    """Hooks hold the weights of a LoRA, and what is learned outlives them: they are named by a reference that keeps nothing."""
     hooks = getattr(patcher, "current_hooks", None)
-    hooks = hooks if hooks is None else weakref.ref(hooks)
-    return model.current_weight_patches_uuid, hooks, compute_of(patcher), name_of(stream_dtype(patcher)), own_forwards(modules)
+    return hooks and weakref.ref(hooks), compute_of(patcher), name_of(stream_dtype(patcher))
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")

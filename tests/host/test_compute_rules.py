@@ -3,10 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from halfsafe.precision import flags
+from halfsafe.precision.partial_sums import FLAG
 from halfsafe.precision.quantize import relative_error
 from halfsafe.precision.rules import rules_from
 from support import families, tiny_models
 from support.families import load, with_compute
+from support.summing import accumulation, states
 from torch.overrides import TorchFunctionMode
 
 LAYER = "blocks.0.ffn.0"
@@ -104,3 +107,31 @@ def test_rules_that_cannot_act_are_named(comfy, wan, node):
     assert "follows the stream" in reasons["blocks.0.norm3 stream=fp32"]
     assert "matches no layer" in reasons["nowhere.* compute=fp32"]
     assert "blocks.0.* compute=fp32" not in reasons, "it does act on the Linear layers"
+
+
+class Sums(TorchFunctionMode):
+    """Whether fp16 sums were on in each linear product with a weight of one shape, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.linear and tuple(args[1].shape) == SHAPE:
+            self.seen.append(flags.is_on(FLAG))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("asked", "node"), [("fp16", "unchanged"), ("fp32", "on"), ("fp16", "off")])
+def test_a_rule_on_sums_holds_for_its_layer_alone(comfy, wan, call, monkeypatch, asked, node):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
+    model = with_compute(comfy, load(comfy, wan, "fp16", "fp16"), "fp16", rules_from(f"{LAYER} accumulation={asked}", "none"))
+    model = accumulation(comfy, model, fp16_accumulation=node)
+    before = states()
+    with Sums() as sums:
+        families.replay(model, call)
+    assert sums.seen[-2:] == [asked == "fp16", node == "on"]
+    assert states() == before
+    layers = {layer["name"]: layer for layer in families.report(comfy, model)["layers"]}
+    assert layers[LAYER]["accumulation"] == asked
+    assert layers[LAYER]["mode"] == ("fp16_acc16" if asked == "fp16" else "fp16")

@@ -31,6 +31,15 @@ def test_every_word_is_there(comfy, language):
         assert words == expected
 
 
+def test_the_pages_settings_have_their_words_in_each_language():
+    english, chinese = (
+        json.loads((ROOT / "locales" / language / "settings.json").read_text(encoding="utf-8")) for language in ("en", "zh")
+    )
+    assert shape(english) == shape(chinese)
+    page = (ROOT / "web" / "main.js").read_text(encoding="utf-8")
+    assert all(key.replace("_", ".") in page for key in english)
+
+
 def test_every_node_has_a_help_page_that_names_its_inputs_and_aliases_people_type(comfy):
     for node_id, node in comfy.nodes.items():
         page = (ROOT / "web" / "docs" / f"{node_id}.md").read_text(encoding="utf-8")

@@ -131,3 +131,21 @@ def test_fp8_products_need_fp8_weights_of_sizes_that_are_multiples_of_16():
 def test_a_rule_for_fp8_on_a_device_without_it_says_so():
     found = plan("sm_86", "bf16", text="blocks.0.ffn compute=fp8", storages={"blocks.0.ffn": "fp8_e4m3fn"})
     assert "no fp8 matmul" in found.without_effect[0][1]
+
+
+@pytest.mark.parametrize("sums", ["fp16", "fp32"])
+def test_a_rule_decides_a_layers_sums_where_they_can_be_switched(sums):
+    text = f"blocks.0.* accumulation={sums}"
+    found = plan("sm_86", compute="fp16", text=text)
+    asked = {name for name, decision in found.decisions.items() if decision.sums == sums}
+    assert asked and all(name.startswith("blocks.0.") for name in asked)
+    assert all(found.decisions[name].mode == "fp16" for name in asked)
+    assert not any(text in setting for setting, _ in found.without_effect)
+
+
+@pytest.mark.parametrize(("profile", "compute"), [("sm_86", "bf16"), ("sm_86", "fp16_safe"), ("gfx1100", "fp16"), ("cpu", "fp32")])
+def test_a_rule_on_sums_that_cannot_act_is_reported(profile, compute):
+    text = "blocks.0.* accumulation=fp16"
+    found = plan(profile, compute=compute, text=text)
+    assert not any(decision.sums for decision in found.decisions.values())
+    assert [reason for setting, reason in found.without_effect if setting == text]

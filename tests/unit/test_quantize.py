@@ -76,7 +76,7 @@ def test_quantizing_twice_changes_nothing():
 def test_absolute_max_sees_nan_and_inf(dtype, bad):
     values = torch.linspace(-3, 2, 1000).to(dtype)
     assert q.absolute_max(values) == 3.0
-    values[777] = bad
+    values[777] = math.nan if dtype == E4M3 else bad  # which has no inf: torch's cast gives NaN for it, or from 2.12 on 448
     found = q.absolute_max(values)
     assert not math.isfinite(found)
 

@@ -1,0 +1,47 @@
+"""fp16 attention over large keys: scores that pass fp16's range, and what is done about each.
+
+Keys that share a large offset (Stable Video Diffusion has such) are smoothed, which changes no result; keys that are
+large in themselves are computed in fp32; all others are left alone.
+"""
+
+import torch
+from halfsafe.precision.attention import BoundedAttention
+from halfsafe.precision.quantize import relative_error
+from halfsafe.precision.ranges import Ranges
+
+HEADS, TOKENS, SIZE = 4, 64, 64
+
+
+def attention(q, k, v, heads, mask=None, **kwargs):
+    """Attention as kernels without a fused softmax compute it: the scores are rounded to the operands' dtype."""
+    scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    return scores.softmax(-1) @ v
+
+
+def keys(kind: str) -> torch.Tensor:
+    noise, offset = torch.randn(1, HEADS, TOKENS, SIZE), torch.randn(SIZE)
+    return {"ordinary keys": noise, "keys with an offset": noise + 2000 * offset, "large keys": 3000 * noise}[kind].half()
+
+
+def main() -> dict[str, tuple[float, float, str]]:
+    """Kind of keys -> (error of plain fp16, error of the bounded one, how it ran)."""
+    torch.manual_seed(0)
+    found = {}
+    for kind in ("ordinary keys", "keys with an offset", "large keys"):
+        q, k, v = (torch.randn(1, HEADS, TOKENS, SIZE).half() + 1, keys(kind), torch.randn(1, HEADS, TOKENS, SIZE).half())
+        bounded = BoundedAttention(Ranges())
+        exact = attention(q.double(), k.double(), v.double(), HEADS)
+
+        def call(bounded=bounded, q=q, k=k, v=v):
+            bounded.begin()
+            return bounded(attention, attention, q, k, v, HEADS, fused=False)
+
+        with torch.inference_mode():
+            plain, ours = attention(q, k, v, HEADS), bounded.ranges.run(call)
+        found[kind] = (relative_error(exact, plain), relative_error(exact, ours), bounded.slots[0].mode)
+        print(f"{kind}: plain fp16 error {found[kind][0]:.4%}, bounded {found[kind][1]:.4%} ({found[kind][2]})")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""JSON from a file that nobody vouches for."""
+
+import json
+
+
+def read_object(text: str | bytes) -> dict:
+    """The JSON object that ``text`` is, in UTF-8, its keys unique and all of its text writable as UTF-8 again.
+
+    Raises:
+        ValueError: it is none; the message says why, in ASCII.
+    """
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+        value = json.loads(text, object_pairs_hook=_unique)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # fails on half of a surrogate pair, which no file can hold
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no valid JSON ({ascii(str(error))[1:-1]})") from None
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        seen = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {twice!r} occurs twice")
+    return result

@@ -1,0 +1,113 @@
+"""Draw the thumbnails of the workflows and the pictures of the README with the shapes model, in a real ComfyUI.
+
+    COMFYUI_DIR=<folder> .venv/bin/python scripts/pictures.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from comfyui_server import Server, make_base_directory
+from workflow import ask_for, bypass, shrink, small_file, substitute_files, to_prompt
+
+ROOT = Path(__file__).absolute().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support import shapes, tiny_models  # noqa: E402
+
+IMAGES = ROOT / "docs" / "images"
+OVERFLOWING = "shapes_overflowing.safetensors"
+GUARDS = ("HalfsafeNaNGuard", "HalfsafeGuardVAE")
+SIZE = {"width": shapes.SIZE, "height": shapes.SIZE, "steps": 16}
+SHOWN = (
+    "a red circle", "a blue square", "a green triangle", "a yellow star on a black background",
+    "a purple heart on a pink background", "an orange cross on a grey background", "a yellow circle on a grey background",
+    "a green heart on a black background", "a blue star on a pink background", "a red square on a black background",
+)  # fmt: skip
+THUMBNAILS = {
+    "quick-fp8": ["a red heart"],
+    "old-gpu-without-bf16": ["a yellow star on a black background"],
+    "ampere-accumulation": ["a blue circle on a grey background"],
+    "analyse-and-save-fp8": ["a green triangle"],
+    "everything-automatic": [SHOWN[0], SHOWN[1], SHOWN[3], SHOWN[4]],
+    "fp8-against-the-original": ["a purple heart on a pink background"],
+}
+
+
+@dataclass(frozen=True)
+class Studio:
+    """A running server and what its nodes are."""
+
+    server: Server
+    info: dict
+
+    def draw(self, name: str, text: str, overflowing: bool = False, bypassed: tuple[str, ...] = (), **changes) -> list[bytes]:
+        """The pictures a workflow saves, then those it previews; `changes` are set on the loader of the model."""
+
+        def choose(field: str, wanted: str) -> str | None:
+            return OVERFLOWING if overflowing and field == "model_name" else small_file(field, wanted)
+
+        workflow = bypass(json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8")), bypassed)
+        prompt = ask_for(substitute_files(to_prompt(workflow, self.info), self.info, choose), text)
+        for node in prompt.values():
+            if "model_name" in node["inputs"]:
+                node["inputs"] |= changes
+        outputs = self.server.prompt(shrink(prompt, **SIZE))
+        images = [image for node_id in sorted(outputs, key=int) for image in outputs[node_id].get("images", [])]
+        return [self.server.view(image) for image in sorted(images, key=lambda image: image["type"] != "output")]
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        base = make_base_directory(Path(folder), ROOT)
+        models = base / "models"
+        (models / "diffusion_models" / shapes.MODEL.name).symlink_to(shapes.MODEL)
+        (models / "vae" / shapes.VAE.name).symlink_to(shapes.VAE)
+        shapes.write_overflowing(shapes.MODEL, models / "diffusion_models" / OVERFLOWING)
+        tiny_models.clip_l(models / "text_encoders" / "clip_l.safetensors")
+        with Server(Path(os.environ["COMFYUI_DIR"]), base) as server:
+            studio = Studio(server, server.object_info())
+            _thumbnails(studio)
+            _readme(studio)
+
+
+def _thumbnails(studio: Studio) -> None:
+    for name, texts in THUMBNAILS.items():
+        pictures = [picture for text in texts for picture in studio.draw(name, text)[: 2 if "against" in name else 1]]
+        _save(ROOT / "workflows" / f"{name}.jpg", pictures, 1 if len(pictures) == 1 else 2, 384 // min(len(pictures), 2))
+    story = [*studio.draw("black-image-rescue", SHOWN[0], True, GUARDS), studio.draw("black-image-rescue", SHOWN[0], True)[0]]
+    _save(ROOT / "workflows" / "black-image-rescue.jpg", story, 2, 256)
+
+
+def _readme(studio: Studio) -> None:
+    grid = [
+        studio.draw("quick-fp8", text, storage=storage, compute=compute)[0]
+        for storage, compute in (("as_file", "bf16"), ("fp8_e4m3fn", "bf16"))
+        for text in SHOWN
+    ]
+    _save(IMAGES / "shapes.jpg", grid, len(SHOWN), shapes.SIZE)
+    asked = "a red heart on a black background"
+    story = [
+        studio.draw("black-image-rescue", asked, True, GUARDS)[0],
+        studio.draw("black-image-rescue", asked, True)[0],
+        studio.draw("old-gpu-without-bf16", asked, True)[0],
+    ]
+    _save(IMAGES / "rescue.jpg", story, 3, 320)
+
+
+def _save(path: Path, pictures: list[bytes], columns: int, size: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sheet = shapes.side_by_side(pictures, columns)
+    factor = size / shapes.SIZE
+    enlarged = sheet.resize((round(sheet.width * factor), round(sheet.height * factor)), shapes.Image.Resampling.LANCZOS)
+    enlarged.save(path, quality=88)
+    print(f"{path.relative_to(ROOT)}: {enlarged.width} x {enlarged.height}, {path.stat().st_size} bytes", flush=True)
+
+
+if __name__ == "__main__":
+    main()

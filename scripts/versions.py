@@ -1,0 +1,188 @@
+"""Run the tests on several versions of torch and ComfyUI: `python scripts/versions.py --help`.
+
+Each Python and torch has a virtual environment of its own below the user's cache folder, kept for the next run unless
+`--remove` is given (one takes 1 to 6 GB). Tier 0 (tests/unit) runs on each of them, tier 1 (tests/host) on each of them
+with each ComfyUI folder given. What follows `--` goes to pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import environment
+from environment import ROOT, SetupError, clean_environ
+
+TORCH = ("2.8.0", "2.11.0", "newest")
+LIBRARIES = ("numpy", "safetensors", "Pillow", "comfy-kitchen", "packaging")
+QUICK = ("-m", "not slow", "-k", "loaders or saver or compute or object_info or bad_files")
+OF_THE_MAIN_ENVIRONMENT = "tests/unit/test_scripts.py::test_broken_interpreter_is_not_usable"
+RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
+PROBLEM_LINES = 5
+
+
+@dataclass
+class Outcome:
+    """What one tier came to on one set of versions; ``failures`` are test ids."""
+
+    tier: str
+    python: str
+    torch: str
+    comfyui: str = "-"
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    seconds: float = 0.0
+    failures: list[str] = field(default_factory=list)
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and not self.problem and self.passed > 0
+
+
+def main() -> int:
+    options, pytest_args = _parse(sys.argv[1:])
+    outcomes: list[Outcome] = []
+    for python in options.python or [sys.executable]:
+        for torch in options.torch:
+            outcomes += _on_one_torch(python, torch, options, pytest_args)
+            print(f"\n{as_table(outcomes)}", flush=True)
+    if options.save:
+        _save(outcomes)
+    return 0 if all(outcome.ok for outcome in outcomes) else 1
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torch", nargs="+", default=TORCH, metavar="VERSION", help=f"default: {' '.join(TORCH)}")
+    parser.add_argument("--python", nargs="+", metavar="EXECUTABLE", help="interpreters; this one without it")
+    parser.add_argument("--comfyui", nargs="+", type=Path, default=[], metavar="DIR", help="folders for tier 1")
+    parser.add_argument("--quick", action="store_true", help="a fast subset of tier 1")
+    parser.add_argument("--remove", action="store_true", help="delete each environment after its tests")
+    parser.add_argument("--save", action="store_true", help="add the outcomes to benchmarks/results/versions.json")
+    return parser.parse_args(arguments[:split]), arguments[split + 1 :]
+
+
+def _on_one_torch(python: str, torch: str, options: argparse.Namespace, pytest_args: list[str]) -> list[Outcome]:
+    version = _python_version(python)
+    folder = environment._cache_folder() / "versions" / f"python-{version}-torch-{torch}"
+    try:
+        ready = _environment(folder, python, torch, options.comfyui)
+        held = _torch_version(ready)
+        outcomes = [_run_tier(Outcome("unit", version, held), ready, None, pytest_args)]
+        for comfyui in options.comfyui:
+            outcome = Outcome("host", version, held, comfyui_version(comfyui))
+            outcomes.append(_run_tier(outcome, ready, comfyui, [*(QUICK if options.quick else ()), *pytest_args]))
+        return outcomes
+    except SetupError as error:
+        return [Outcome("unit", version, torch, problem=str(error))]
+    finally:
+        if options.remove:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _python_version(python: str) -> str:
+    code = "import platform; print(platform.python_version())"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _torch_version(python: Path) -> str:
+    code = "import torch; print(torch.__version__)"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, env=clean_environ(), check=False)
+    if done.returncode:
+        raise SetupError(f"torch cannot be imported: {done.stderr.splitlines()[-1]}")
+    return done.stdout.strip()
+
+
+def comfyui_version(comfyui: Path) -> str:
+    """The version a ComfyUI folder says it is."""
+    return (comfyui / "comfyui_version.py").read_text(encoding="utf-8").split('"')[1]
+
+
+def _environment(folder: Path, python: str, torch: str, comfyuis: list[Path]) -> Path:
+    """The interpreter of a virtual environment with this torch, made or completed if need be."""
+    inside = environment._python_in(folder)
+    requirements = [str(comfyui / "requirements.txt") for comfyui in comfyuis]
+    wanted = [torch, *requirements]
+    stamp = folder / "halfsafe.json"
+    if stamp.exists() and set(wanted) <= set(json.loads(stamp.read_text(encoding="utf-8"))):
+        return inside
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not stamp.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        environment._run(f"Creating {folder.name}", [python, "-m", "venv", str(folder)])
+    pip = [str(inside), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    files = [part for path in requirements for part in ("-r", path)]
+    environment._run(f"Installing torch {torch}", [*pip, *_torch_packages(torch, bool(comfyuis)), *LIBRARIES, *files])
+    environment._run("Installing the test tools", [*pip, *environment.TOOLS])
+    stamp.write_text(json.dumps(wanted), encoding="utf-8")
+    return inside
+
+
+def _torch_packages(version: str, for_comfyui: bool) -> list[str]:
+    """torch, and the packages built for that very version which ComfyUI imports."""
+    torch = "torch" if version == "newest" else f"torch=={version}"
+    return [torch, "torchvision", "torchaudio"] if for_comfyui else [torch]
+
+
+def _run_tier(outcome: Outcome, python: Path, comfyui: Path | None, pytest_args: list[str]) -> Outcome:
+    print(f"\n== {outcome.tier}: Python {outcome.python}, torch {outcome.torch}, ComfyUI {outcome.comfyui}", flush=True)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        junit = Path(folder) / "junit.xml"
+        command = [str(python), "-m", "pytest", f"tests/{outcome.tier}", f"--junitxml={junit}", "-q", "-p", "no:cacheprovider"]
+        command += ["--deselect", OF_THE_MAIN_ENVIRONMENT]
+        environ = clean_environ(HALFSAFE_STRICT="1", **({"COMFYUI_DIR": str(comfyui.resolve())} if comfyui else {}))
+        code = subprocess.run([*command, *pytest_args], cwd=ROOT, env=environ, check=False).returncode
+        outcome.seconds = round(time.monotonic() - started, 1)
+        return read_junit(junit, outcome, code)
+
+
+def read_junit(path: Path, outcome: Outcome, code: int) -> Outcome:
+    """``outcome`` with the counts and failures of a JUnit file; a problem where there is none, as after a crash."""
+    if not path.exists():
+        outcome.problem = f"pytest ended with {code} and no results"
+        return outcome
+    suite = next(ElementTree.parse(path).iter("testsuite"))
+    total, failures, errors, skipped = (int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped"))
+    outcome.failed, outcome.skipped = failures + errors, skipped
+    outcome.passed = total - failures - errors - skipped
+    bad = (case for case in suite.iter("testcase") if case.find("failure") is not None or case.find("error") is not None)
+    outcome.failures = [f"{case.get('classname')}::{case.get('name')}" for case in bad]
+    return outcome
+
+
+def as_table(outcomes: list[Outcome]) -> str:
+    """One line per outcome, failures below it."""
+    head = f"{'tier':5} {'python':8} {'torch':14} {'ComfyUI':8} {'passed':>6} {'failed':>6} {'skipped':>7} {'seconds':>8}"
+    lines = [head]
+    for o in outcomes:
+        lines.append(f"{o.tier:5} {o.python:8} {o.torch:14} {o.comfyui:8} {o.passed:6} {o.failed:6} {o.skipped:7} {o.seconds:8.1f}")
+        lines += [f"      {failure}" for failure in o.failures]
+        lines += [f"      {line}" for line in o.problem.splitlines()[-PROBLEM_LINES:]]
+    return "\n".join(lines)
+
+
+def _save(outcomes: list[Outcome]) -> None:
+    """Keep the newest outcome of each set of versions."""
+    earlier = json.loads(RESULTS.read_text(encoding="utf-8"))["outcomes"] if RESULTS.exists() else []
+    rows = [*earlier, *(asdict(outcome) for outcome in outcomes)]
+    newest = {(row["tier"], row["python"], row["torch"], row["comfyui"]): row for row in rows}
+    result = {"system": platform.system(), "cores": os.cpu_count(), "outcomes": list(newest.values())}
+    RESULTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""ComfyUI's page in a real Chromium: open it in one renderer and theme, drive it, and note what goes wrong in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from comfyui_server import Server
+
+if TYPE_CHECKING:
+    from playwright.sync_api import BrowserContext, ConsoleMessage, Page, Response
+
+PACK = "/extensions/Halfsafe-Pack/"
+READY = "() => window.app?.extensionManager && window.app.graph && !document.getElementById('splash-loader')"
+BASE_SETTINGS = {
+    "Comfy.TutorialCompleted": True,
+    "Comfy.Workflow.Persist": False,
+    "Comfy.Workflow.ShowMissingModelsWarning": False,
+    "Comfy.Graph.CanvasInfo": False,
+    "Comfy.Notification.ShowVersionUpdates": False,
+}
+SMALL_VALUES = {"width": 64, "height": 64, "length": 1, "batch_size": 1, "steps": 2}
+STAND_INS = {
+    "model_name": "wan.safetensors",
+    "unet_name": "wan.safetensors",
+    "clip_name": "clip_l.safetensors",
+    "clip_name1": "clip_l.safetensors",
+    "vae_name": "wan_vae.safetensors",
+    "type": "sd3",
+}
+
+
+class ComfyPage:
+    """One page of one ComfyUI. `problems` holds every complaint that concerns the pack's own files."""
+
+    def __init__(self, context: BrowserContext, server: Server, vue: bool, theme: str = "dark") -> None:
+        self.server, self.vue, self.theme = server, vue, theme
+        self.problems: list[str] = []
+        context.route(lambda url: not url.startswith(server.url), lambda route: route.abort())
+        self.page: Page = context.new_page()
+        self.page.on("console", self._note_message)
+        self.page.on("pageerror", lambda error: self._note(f"{error.name}: {error.message} {error.stack}"))
+        self.page.on("response", self._note_response)
+        self.page.on("requestfailed", lambda request: PACK in request.url and self._note(f"failed: {request.url}"))
+
+    def open(self, **settings: object) -> ComfyPage:
+        """Load the page and wait until it stands, in the renderer asked for."""
+        theme = {"Comfy.ColorPalette": self.theme, "Comfy.VueNodes.Enabled": self.vue}
+        defaults = {"halfsafe.toasts": True, "halfsafe.badges": True}
+        self.server.post("/settings", {**BASE_SETTINGS, **theme, **defaults, **settings})
+        self.page.goto(self.server.url)
+        self.wait_ready()
+        assert self.page.evaluate("() => window.LiteGraph.vueNodesMode ?? false") == self.vue, "the other renderer"
+        return self
+
+    def wait_ready(self) -> None:
+        """Wait until the page stands."""
+        self.page.wait_for_function(READY, timeout=60_000)
+
+    def set(self, name: str, value: object) -> None:
+        """Change one of the page's settings."""
+        self.evaluate("async ([name, value]) => { await app.extensionManager.setting.set(name, value); }", [name, value])
+
+    def evaluate(self, expression: str, argument: object = None) -> object:
+        """Run a JavaScript function in the page."""
+        return self.page.evaluate(expression, argument)
+
+    def load(self, workflow: dict) -> None:
+        """Open a workflow, as dropping its file would."""
+        self.evaluate("async (workflow) => { await app.loadGraphData(workflow); }", workflow)
+        if self.vue and workflow["nodes"]:
+            self.page.wait_for_selector(".lg-node")
+
+    def saved(self) -> dict:
+        """The workflow as the page would save it."""
+        return self.evaluate("() => JSON.parse(JSON.stringify(app.graph.serialize()))")
+
+    def add(self, *types: str) -> list[int]:
+        """Put nodes side by side on an empty canvas and return their ids."""
+        code = """async (types) => { app.graph.clear(); await new Promise(requestAnimationFrame); let x = 0; return types.map((type) => {
+            const node = LiteGraph.createNode(type); node.pos = [x, 100]; x += node.size[0] + 40;
+            app.graph.add(node); return node.id; }); }"""
+        return self.evaluate(code, list(types))
+
+    def make_small(self) -> None:
+        """Give the open workflow the small models and sizes a CPU does in seconds."""
+        code = """([values, files]) => { for (const node of app.graph.nodes) for (const widget of node.widgets ?? []) {
+            if (typeof widget.value === "number" && widget.name in values) widget.value = Math.min(widget.value, values[widget.name]);
+            const options = widget.options?.values;
+            const absent = Array.isArray(options) && !options.includes(widget.value);
+            if (widget.name in files && (absent || (widget.name === "type" && widget.value === "wan"))) widget.value = files[widget.name];
+        } }"""
+        self.evaluate(code, [SMALL_VALUES, STAND_INS])
+
+    def run(self) -> None:
+        """Queue the open workflow, as the Run button does, and wait for its end.
+
+        Raises:
+            AssertionError: it was refused or failed.
+        """
+        code = """async () => { const { api } = await import("/scripts/api.js");
+            const ends = ["execution_success", "execution_error", "execution_interrupted"];
+            window.runEnd = new Promise((done) => ends.forEach((end) => api.addEventListener(end, ({ detail }) => done([end, detail]), { once: true })));
+            return app.queuePrompt(0, 1); }"""
+        assert self.evaluate(code), "the prompt was refused"
+        end, detail = self.evaluate("() => Promise.race([window.runEnd, new Promise((done) => setTimeout(() => done(['timeout', null]), 120000))])")
+        assert end == "execution_success", detail
+
+    def badges(self) -> dict[str, str]:
+        """Node type -> what its last badge says."""
+        code = """() => Object.fromEntries(app.graph.nodes.filter((n) => n.type.startsWith("Halfsafe"))
+            .map((n) => [n.type, n.badges.map((b) => (typeof b === "function" ? b() : b).text).at(-1)]))"""
+        return self.evaluate(code)
+
+    def show_report(self, report: dict) -> None:
+        """Let the page receive a report as the output of its report node."""
+        code = """async (text) => { const { api } = await import("/scripts/api.js");
+            const node = String(app.graph.nodes.find((n) => n.type === "HalfsafeReport").id);
+            api.dispatchCustomEvent("executed", { node, display_node: node, prompt_id: "shown", output: { halfsafe_report: [text] } }); }"""
+        self.evaluate(code, json.dumps(report))
+
+    def record_toasts(self) -> Callable[[], list[dict]]:
+        """Keep the toasts that the pack shows from now on, instead of showing them."""
+        code = """() => { window.toasts = []; const { toast } = app.extensionManager; toast.add = (message) => window.toasts.push(message); }"""
+        self.evaluate(code)
+        return lambda: self.evaluate("() => window.toasts")
+
+    def send_guard(self, **message: object) -> None:
+        """Let the page receive a guard's message, as from the server."""
+        whole = {"node_id": None, "prompt_id": "p", "kind": "event", "verdict": "recovered", "message": "", "advice": "", "event": None}
+        code = """async (detail) => { const { api } = await import("/scripts/api.js"); api.dispatchCustomEvent("halfsafe.guard", detail); }"""
+        self.evaluate(code, whole | message)
+
+    def zoom_to(self, node_type: str, width: int | None = None, height: int | None = None) -> None:
+        """Size a node and bring it to the left top of the canvas at scale 1."""
+        code = """([type, width, height]) => { const node = app.graph.nodes.find((n) => n.type === type);
+            if (width) node.setSize([width, height]);
+            app.canvas.ds.scale = 1; app.canvas.ds.offset[0] = 120 - node.pos[0]; app.canvas.ds.offset[1] = 120 - node.pos[1];
+            app.canvas.setDirty(true, true); }"""
+        self.evaluate(code, [node_type, width, height])
+        self.page.wait_for_timeout(400)
+
+    def screenshot(self, folder: Path, name: str) -> None:
+        """Keep a picture of the page as it looks at rest."""
+        self.page.mouse.move(760, 900)
+        self.evaluate("() => { document.activeElement?.blur(); document.querySelectorAll('.hs-scroll').forEach((e) => e.scrollTo(0, 0)); }")
+        self.page.wait_for_timeout(200)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.page.screenshot(path=folder / f"{name}.png")
+
+    def _note(self, problem: str) -> None:
+        self.problems.append(problem)
+
+    def _note_message(self, message: ConsoleMessage) -> None:
+        where = f"{message.location.get('url', '')} {message.text}"
+        if message.type in ("error", "warning") and "halfsafe" in where.lower():
+            self._note(f"console {message.type}: {where}")
+
+    def _note_response(self, response: Response) -> None:
+        if response.status >= 400 and PACK in response.url:
+            self._note(f"{response.status}: {response.url}")
+
+
+def without_positions(workflow: dict) -> dict:
+    """A workflow's nodes and links, without what a page may set as it draws; no widget values are an empty list."""
+    drop = ("pos", "size", "order", "flags")
+    nodes = [{"widgets_values": [], **{k: v for k, v in node.items() if k not in drop}} for node in workflow["nodes"]]
+    return json.loads(json.dumps({"nodes": sorted(nodes, key=lambda n: n["id"]), "links": sorted(workflow["links"])}))

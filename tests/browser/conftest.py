@@ -1,0 +1,111 @@
+"""A real ComfyUI, its pinned page and the newest one, and Chromium.
+
+`scripts/test.py` provides all three through COMFYUI_DIR, HALFSAFE_FRONTEND and CHROMIUM. Without one the tests are skipped,
+or fail where HALFSAFE_STRICT is set.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from comfyui_server import MODEL_FOLDERS, Server, make_base_directory
+
+ROOT = Path(__file__).absolute().parents[2]
+NEEDED = ("COMFYUI_DIR", "HALFSAFE_FRONTEND", "CHROMIUM")
+MISSING = [name for name in NEEDED if not os.environ.get(name)]
+MODELS = {"wan": "diffusion_models", "wan_overflowing": "diffusion_models", "clip_l": "text_encoders", "wan_vae": "vae"}
+FRONTENDS = ("pinned", "newest")
+RENDERERS = ("canvas", "nodes2")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    ours = [item for item in items if item.path.parent == Path(__file__).parent]
+    if not MISSING or not ours:
+        return
+    if os.environ.get("HALFSAFE_STRICT"):
+        raise pytest.UsageError(f"The browser tests need {', '.join(MISSING)}: run scripts/test.py --tier browser.")
+    for item in ours:
+        item.add_marker(pytest.mark.skip(reason=f"set {', '.join(MISSING)}, or run scripts/test.py --tier browser"))
+
+
+@pytest.fixture(scope="session")
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `models/` folder with the small Wan, one that overflows fp16, CLIP-L and the Wan VAE."""
+    models = tmp_path_factory.mktemp("models")
+    for name in MODEL_FOLDERS:
+        (models / name).mkdir()
+    script = ROOT / "tests" / "support" / "tiny_models.py"
+    for name, folder in MODELS.items():
+        subprocess.run([sys.executable, str(script), str(models / folder), name], check=True, timeout=300)
+    return models
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator:
+    """One Chromium for all tests."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        options = ["--no-sandbox", "--disable-gpu", "--force-color-profile=srgb"]
+        running = playwright.chromium.launch(executable_path=os.environ["CHROMIUM"], args=options)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="session", params=FRONTENDS)
+def server(request: pytest.FixtureRequest, small_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A real ComfyUI that serves one of the two pages."""
+    base = make_base_directory(tmp_path_factory.mktemp("base"), ROOT)
+    extra = ["--models-directory", str(small_models)]
+    if request.param == "newest":
+        extra += ["--front-end-root", os.environ["HALFSAFE_FRONTEND"]]
+    with Server(os.environ["COMFYUI_DIR"], base, extra) as running:
+        yield running
+
+
+@pytest.fixture(scope="session", params=RENDERERS)
+def vue(request: pytest.FixtureRequest) -> bool:
+    """Whether the nodes are drawn as elements of the page (Nodes 2.0)."""
+    return request.param == "nodes2"
+
+
+@pytest.fixture(scope="session")
+def cell(request: pytest.FixtureRequest, server: Server, vue: bool) -> str:
+    """The name of this cell of the matrix, for pictures."""
+    return f"{'newest' if '--front-end-root' in server.extra_args else 'pinned'}-{RENDERERS[vue]}"
+
+
+@pytest.fixture(scope="module")
+def open_module_page(browser, server: Server, vue: bool) -> Iterator:
+    """ComfyUI's page, dark, for the tests of one file."""
+    from browser.comfy_page import ComfyPage
+
+    context = browser.new_context(viewport={"width": 1500, "height": 950})
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    yield ComfyPage(context, server, vue).open()
+    context.close()
+
+
+@pytest.fixture
+def comfy(open_module_page):
+    """That page; tests of one file share it."""
+    return open_module_page
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_wrong(open_module_page) -> Iterator[None]:
+    """No error, no warning and no failed request of the pack's files in the page, after each test."""
+    open_module_page.problems.clear()
+    yield
+    assert not open_module_page.problems
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where screenshots go: HALFSAFE_PICTURES, or a folder that is thrown away."""
+    return Path(os.environ.get("HALFSAFE_PICTURES") or tmp_path_factory.mktemp("pictures"))

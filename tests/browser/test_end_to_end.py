@@ -1,0 +1,32 @@
+"""What a user does: drop a workflow on the page, press Run, see the picture and the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from browser.comfy_page import ComfyPage
+
+WORKFLOWS = Path(__file__).absolute().parents[2] / "workflows"
+DROP = """(text) => { const files = new DataTransfer(); files.items.add(new File([text], "dropped.json", { type: "application/json" }));
+    const options = { dataTransfer: files, bubbles: true, cancelable: true, clientX: 700, clientY: 400 };
+    document.querySelector("#graph-canvas").dispatchEvent(new DragEvent("drop", options)); }"""
+
+
+def test_dropped_workflow_runs_to_a_picture_and_a_report(open_module_page: ComfyPage, pictures: Path, cell: str) -> None:
+    comfy = open_module_page
+    comfy.load(json.loads((WORKFLOWS / "quick-fp8.json").read_text(encoding="utf-8")))
+    comfy.make_small()
+    text = json.dumps(comfy.saved())
+    comfy.evaluate("() => app.graph.clear()")
+    comfy.evaluate(DROP, text)
+    comfy.page.wait_for_function("() => app.graph.nodes.some((n) => n.type === 'HalfsafeReport')")
+    comfy.page.wait_for_timeout(500)
+    comfy.page.get_by_test_id("queue-button").click()
+    comfy.page.wait_for_selector(".hs-table tbody tr", state="attached", timeout=120_000)
+    code = "() => { const node = app.graph.nodes.find((n) => n.type === 'SaveImage'); return app.nodeOutputs[node.id]?.images?.[0]; }"
+    comfy.page.wait_for_function(code, timeout=60_000)
+    comfy.page.wait_for_timeout(1000)
+    comfy.screenshot(pictures, f"end-to-end-{cell}")
+    width = "async (file) => { const image = new Image(); image.src = `/view?${new URLSearchParams(file)}`; await image.decode(); return image.naturalWidth; }"
+    assert comfy.evaluate(width, comfy.evaluate(code)) == 64

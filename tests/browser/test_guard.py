@@ -1,0 +1,125 @@
+"""What a guard says, in the page: toasts, lines on the report, the sidebar; told by the page's own event, then by a real run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from browser.comfy_page import ComfyPage
+
+EVENT = {
+    "call": 1, "step": 3, "sigma": 0.7031, "layer": "blocks.0.ffn.2", "op": "", "kind": "overflow", "batch_rows": [0],
+    "from": "fp16", "to": "fp16_wide", "recovered": True,
+}  # fmt: skip
+WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "quick-fp8.json"
+TOGGLE_TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
+PUT_GUARD_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type);
+    const loader = of("HalfsafeLoadDiffusionModel"), guard = LiteGraph.createNode("HalfsafeNaNGuard");
+    const values = { model_name: "wan_overflowing.safetensors", storage: "fp16", compute: "fp16" };
+    for (const widget of loader.widgets) widget.value = values[widget.name] ?? widget.value;
+    app.graph.add(guard);
+    loader.connect(0, guard, "model"); guard.connect(0, of("KSampler"), "model"); guard.connect(0, of("HalfsafeReport"), "model"); }"""
+
+
+@pytest.fixture
+def comfy(open_module_page) -> ComfyPage:
+    """A page with a report and a guard node on it, the guard before the report."""
+    open_module_page.add("HalfsafeLoadDiffusionModel", "HalfsafeNaNGuard", "HalfsafeReport")
+    open_module_page.evaluate("() => { const [load, guard, report] = app.graph.nodes; load.connect(0, guard, 'model'); guard.connect(0, report, 'model'); }")
+    return open_module_page
+
+
+def guard_id(comfy: ComfyPage) -> str:
+    return comfy.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'HalfsafeNaNGuard').id)")
+
+
+def tell(comfy: ComfyPage, prompt_id: str, count: int = 1, **message: object) -> None:
+    for number in range(count):
+        event = {**EVENT, "step": number, "layer": f"blocks.{number}.ffn.2"}
+        text = f"Step {number}: blocks.{number}.ffn.2 overflowed in fp16 and was repeated in fp16_wide."
+        comfy.send_guard(**{"node_id": guard_id(comfy), "prompt_id": prompt_id, "message": text, "event": event, **message})
+
+
+def test_an_event_shows_a_toast_and_a_line(comfy: ComfyPage, pictures: Path, cell: str) -> None:
+    comfy.zoom_to("HalfsafeReport", 460, 480)
+    tell(comfy, "one")
+    comfy.page.wait_for_selector("text=Halfsafe: overflow in blocks.0.ffn.2, step 0")
+    comfy.page.wait_for_selector(".hs-guard .hs-event")
+    comfy.page.wait_for_timeout(600)
+    comfy.screenshot(pictures, f"toast-{cell}")
+    assert "repeated in fp16_wide" in comfy.page.inner_text(".hs-guard")
+
+
+def test_toasts_are_few_and_lines_are_all_there(comfy: ComfyPage) -> None:
+    shown = comfy.record_toasts()
+    tell(comfy, "two", count=12)
+    assert comfy.page.locator(".hs-guard .hs-event").count() == 12
+    assert len(shown()) == 3
+    tell(comfy, "two", kind="verdict", event=None, message="12 events, all recovered.")
+    assert len(shown()) == 4 and "9 more guard events" in shown()[-1]["summary"]
+    tell(comfy, "two", count=50)
+    assert comfy.page.locator(".hs-guard .hs-event").count() == 50
+    assert "and 12 more" in comfy.page.inner_text(".hs-guard")
+
+
+def test_a_bad_verdict_is_told_as_an_error(comfy: ComfyPage) -> None:
+    shown = comfy.record_toasts()
+    tell(comfy, "three", kind="verdict", verdict="bad_weights", event=None, message="blocks.0.ffn.2.weight holds NaN.", advice="Get the file again.")
+    assert [toast["severity"] for toast in shown()] == ["error"]
+    assert "Get the file again." in shown()[0]["detail"]
+
+
+def test_toasts_can_be_turned_off(comfy: ComfyPage) -> None:
+    shown = comfy.record_toasts()
+    comfy.set("halfsafe.toasts", False)
+    tell(comfy, "four", count=2)
+    assert shown() == []
+    assert comfy.page.locator(".hs-guard .hs-event").count() == 2
+    comfy.set("halfsafe.toasts", True)
+
+
+def test_another_models_guard_is_not_shown_on_a_report(comfy: ComfyPage) -> None:
+    other = comfy.evaluate("() => { const node = LiteGraph.createNode('HalfsafeNaNGuard'); app.graph.add(node); return String(node.id); }")
+    tell(comfy, "five", node_id=other)
+    assert comfy.page.locator(".hs-guard .hs-event").count() == 0
+
+
+def test_the_sidebar_tells_the_last_run(comfy: ComfyPage, pictures: Path, cell: str) -> None:
+    tell(comfy, "six", count=2)
+    tell(comfy, "six", kind="verdict", event=None, message="2 events in 2 layers, all recovered.", advice="Nothing to do.")
+    comfy.evaluate(TOGGLE_TAB)
+    comfy.page.wait_for_selector(".hs-sidebar .hs-card")
+    comfy.page.wait_for_timeout(300)
+    comfy.screenshot(pictures, f"sidebar-guard-{cell}")
+    text = comfy.page.inner_text(".hs-sidebar")
+    assert "recovered" in text and "blocks.1.ffn.2 overflowed" in text and "Nothing to do." in text
+    comfy.page.click(".hs-sidebar .hs-link")
+    assert comfy.evaluate("() => [...app.canvas.selectedItems].map((n) => n.type)") == ["HalfsafeNaNGuard"]
+    comfy.evaluate(TOGGLE_TAB)
+    comfy.page.wait_for_selector(".hs-sidebar", state="detached")
+
+
+def test_a_real_overflow_is_told_while_it_runs_and_in_the_report(open_module_page: ComfyPage, pictures: Path, cell: str) -> None:
+    comfy = open_module_page
+    comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
+    comfy.make_small()
+    comfy.evaluate(PUT_GUARD_IN)
+    comfy.load(comfy.saved())
+    shown = comfy.record_toasts()
+    comfy.run()
+    assert shown() and all("blocks." in toast["summary"] + toast["detail"] for toast in shown())
+    comfy.page.wait_for_selector(".hs-guard .hs-event")
+    comfy.zoom_to("HalfsafeReport", 520, 640)
+    comfy.screenshot(pictures, f"guard-{cell}")
+    assert comfy.page.inner_text(".hs-title .hs-verdict") == "recovered"
+    text = comfy.page.inner_text(".hs-guard")
+    assert "blocks.0.ffn" in text and "recovered" in text and "repeated" in text
+    comfy.page.fill(".hs-filter", "blocks.0.ffn.2")
+    assert comfy.page.locator(".hs-table .hs-up").count() == 1
+    comfy.page.fill(".hs-filter", "")
+    comfy.evaluate(TOGGLE_TAB)
+    comfy.page.wait_for_selector(".hs-sidebar .hs-bar")
+    comfy.screenshot(pictures, f"sidebar-{cell}")
+    assert "WAN21" in comfy.page.inner_text(".hs-sidebar") and "finished" in comfy.page.inner_text(".hs-sidebar h3")
+    comfy.evaluate(TOGGLE_TAB)

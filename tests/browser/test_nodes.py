@@ -1,0 +1,79 @@
+"""Every node of the pack in the page: it mounts, is saved and loaded without loss, and links by type."""
+
+from __future__ import annotations
+
+import pytest
+from browser.comfy_page import ComfyPage, without_positions
+from comfyui_server import Server
+from workflow import _declared_inputs, _is_widget
+
+PANEL = "halfsafe_report"
+
+
+@pytest.fixture(scope="module")
+def definitions(server: Server) -> dict[str, dict]:
+    """The pack's node definitions, by id."""
+    found = {name: node for name, node in server.object_info().items() if name.startswith("Halfsafe")}
+    assert len(found) >= 11
+    return found
+
+
+def widget_names(definition: dict) -> list[str]:
+    return [name for name, kind, options in _declared_inputs(definition) if _is_widget(kind, options)]
+
+
+def test_every_node_mounts_with_its_widgets(comfy: ComfyPage, definitions: dict[str, dict]) -> None:
+    comfy.add(*definitions)
+    nodes = comfy.evaluate("() => app.graph.nodes.map((n) => [n.type, (n.widgets ?? []).map((w) => w.name), n.outputs.map((o) => o.type)])")
+    assert {name for name, _, _ in nodes} == set(definitions)
+    for name, widgets, outputs in nodes:
+        wanted = widget_names(definitions[name])
+        assert [w for w in widgets if w in wanted] == wanted, name
+        assert len(outputs) == len(definitions[name]["output"]), name
+    if comfy.vue:
+        comfy.page.wait_for_function(f"() => document.querySelectorAll('.lg-node').length >= {len(definitions)}")
+
+
+def test_a_graph_of_every_node_is_saved_and_loaded_without_loss(comfy: ComfyPage, definitions: dict[str, dict]) -> None:
+    ids = dict(zip(definitions, comfy.add(*definitions), strict=True))
+    comfy.evaluate("""() => { for (const node of app.graph.nodes) for (const widget of node.widgets ?? []) {
+        const options = widget.options?.values;
+        if (Array.isArray(options) && options.length) widget.value = options.at(-1);
+        else if (typeof widget.value === "string" && !widget.element?.classList.contains("halfsafe")) widget.value = "norm* storage=fp32";
+        else if (typeof widget.value === "number") widget.value = widget.value + (widget.options?.step2 || 1);
+    } }""")
+    comfy.evaluate("""([load, rules, report]) => { const node = (id) => app.graph.getNodeById(id);
+        node(rules).connect(0, node(load), "rules"); node(load).connect(0, node(report), "model"); }""",
+        [ids["HalfsafeLoadDiffusionModel"], ids["HalfsafeLayerRules"], ids["HalfsafeReport"]],
+    )  # fmt: skip
+    before = comfy.saved()
+    assert len(before["links"]) == 2
+    comfy.load(before)
+    after = without_positions(comfy.saved())
+    for old, new in zip(without_positions(before)["nodes"], after["nodes"], strict=True):
+        assert new == old
+    assert after == without_positions(before)
+
+
+def test_the_report_panel_is_not_saved(comfy: ComfyPage) -> None:
+    comfy.add("HalfsafeReport")
+    assert comfy.evaluate("() => app.graph.nodes[0].widgets.map((w) => w.name)") == [PANEL]
+    (node,) = comfy.saved()["nodes"]
+    assert not node.get("widgets_values")
+    assert "halfsafe" not in str({key: value for key, value in node.items() if key not in ("type", "properties")}).lower()
+    prompt = comfy.evaluate("async () => (await app.graphToPrompt()).output")
+    assert all(PANEL not in entry["inputs"] for entry in prompt.values())
+
+
+def test_links_follow_the_types(comfy: ComfyPage) -> None:
+    comfy.add("HalfsafeLayerRules", "HalfsafeLoadDiffusionModel", "HalfsafeComputeDtype", "HalfsafeReport")
+    made = comfy.evaluate("""() => { const of = (type) => app.graph.nodes.find((n) => n.type === type);
+        const link = (from, to, input) => { of(from).connect(0, of(to), input); return Boolean(of(to).inputs.find((i) => i.name === input).link); };
+        return {
+            rules: link("HalfsafeLayerRules", "HalfsafeLoadDiffusionModel", "rules"),
+            model: link("HalfsafeLoadDiffusionModel", "HalfsafeComputeDtype", "model"),
+            anything: link("HalfsafeLayerRules", "HalfsafeReport", "after"),
+            wrong: link("HalfsafeLayerRules", "HalfsafeReport", "model"),
+            wrong_rules: link("HalfsafeLoadDiffusionModel", "HalfsafeComputeDtype", "rules"),
+        }; }""")
+    assert made == {"rules": True, "model": True, "anything": True, "wrong": False, "wrong_rules": False}

@@ -1,0 +1,200 @@
+"""A real run in the page: the report on its node, badges, rules, themes and widths."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from browser.comfy_page import ComfyPage
+from comfyui_server import Server
+from halfsafe.precision.rules import parse
+
+WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "quick-fp8.json"
+ROWS = ".hs-table tbody tr:not(.hs-reason)"
+CELLS = """() => [...document.querySelectorAll(".hs-table tbody tr:not(.hs-reason)")].map((row) => ({
+    name: row.querySelector("bdi").textContent, times: Number(row.querySelector(".hs-times")?.textContent.slice(1) ?? 1),
+    storage: row.querySelector('[data-column="storage"]').textContent, mode: row.querySelector('[data-column="mode"]').textContent.replace("\u2191", "") }))"""
+
+
+@pytest.fixture(scope="module")
+def small_workflow(open_module_page) -> dict:
+    """The shared workflow with the small models, as the page saves it."""
+    comfy = open_module_page
+    comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
+    comfy.make_small()
+    return comfy.saved()
+
+
+@pytest.fixture(scope="module")
+def ran(open_module_page, small_workflow: dict) -> ComfyPage:
+    """The page after one run of that workflow."""
+    open_module_page.load(small_workflow)
+    open_module_page.run()
+    return open_module_page
+
+
+@pytest.fixture(scope="module")
+def report(ran: ComfyPage, server: Server) -> dict:
+    """The report the server sent, read from its history rather than from the page."""
+    history = json.loads(server.get("/history?max_items=1"))
+    outputs = next(iter(history.values()))["outputs"]
+    return json.loads(next(output["halfsafe_report"][0] for output in outputs.values() if "halfsafe_report" in output))
+
+
+def test_the_table_has_a_row_for_every_layer(ran: ComfyPage, report: dict, pictures: Path, cell: str) -> None:
+    ran.zoom_to("HalfsafeReport", 560, 640)
+    ran.screenshot(pictures, f"report-dark-{cell}")
+    rows = ran.evaluate(CELLS)
+    assert sum(row["times"] for row in rows) == len(report["layers"]) > 30
+    shown = {(row["storage"], row["mode"]) for row in rows}
+    assert shown == {(layer["storage"], layer["mode"]) for layer in report["layers"]}
+    assert any(storage == "fp8_e4m3fn" for storage, _ in shown)
+    assert "patch_embedding" in {row["name"] for row in rows}
+    assert report["model"]["class"] in ran.page.inner_text(".hs-title")
+
+
+def test_badges_say_what_the_loaders_made(ran: ComfyPage, report: dict) -> None:
+    badges = ran.badges()
+    assert badges["HalfsafeLoadDiffusionModel"] == f"fp8_e4m3fn \u00b7 {report['layers'][-1]['mode']}"
+    assert badges["HalfsafeLoadVAE"] in ("fp32", "bf16")
+    assert badges["HalfsafeLoadCLIP"] in ("fp16", "fp32")
+    if ran.vue:
+        text = badges["HalfsafeLoadDiffusionModel"]
+        ran.page.wait_for_function("(text) => [...document.querySelectorAll('.lg-node')].some((n) => n.innerText.includes(text))", arg=text)
+
+
+def test_badges_can_be_turned_off(ran: ComfyPage) -> None:
+    ran.set("halfsafe.badges", False)
+    assert not any(ran.badges().values())
+    if ran.vue:
+        ran.page.wait_for_function("() => ![...document.querySelectorAll('.lg-node')].some((n) => n.innerText.includes('fp8_e4m3fn \u00b7'))")
+    ran.set("halfsafe.badges", True)
+    assert ran.badges()["HalfsafeLoadDiffusionModel"]
+
+
+def test_columns_sort_and_text_filters(ran: ComfyPage) -> None:
+    ran.zoom_to("HalfsafeReport", 560, 640)
+    ran.page.click('.hs-table th[data-column="name"] button')
+    names = [row["name"] for row in ran.evaluate(CELLS)]
+    assert names == sorted(names, key=str.lower) and names[0].startswith("blocks.")
+    ran.page.click('.hs-table th[data-column="name"] button')
+    assert [row["name"] for row in ran.evaluate(CELLS)] == names[::-1]
+    assert ran.page.get_attribute('.hs-table th[data-column="name"]', "aria-sort") == "descending"
+    ran.page.click('.hs-table th[data-column="name"] button')
+    ran.page.fill(".hs-filter", "ffn fp8")
+    rows = ran.evaluate(CELLS)
+    assert rows and all("ffn" in row["name"] and row["storage"].startswith("fp8") for row in rows)
+    ran.page.fill(".hs-filter", "no such layer")
+    assert "No layer matches" in ran.page.inner_text(".hs-table")
+    ran.page.fill(".hs-filter", "")
+
+
+def test_rows_open_by_keyboard_and_say_why(ran: ComfyPage, report: dict) -> None:
+    ran.zoom_to("HalfsafeReport", 560, 640)
+    button = ran.page.locator("button.hs-name", has_text="ffn.0").first
+    button.focus()
+    ran.page.keyboard.press("Enter")
+    reason = next(layer["reason"] for layer in report["layers"] if layer["name"] == "blocks.0.ffn.0")
+    assert ran.page.inner_text(".hs-reason").strip() == (reason or "As the model's own dtype says.")
+    assert {"blocks.0.ffn.0", "blocks.1.ffn.0"} <= {row["name"] for row in ran.evaluate(CELLS)}
+    ran.page.keyboard.press("Enter")
+    assert ran.page.locator(".hs-reason").count() == 0
+
+
+def test_nothing_overflows_at_320_pixels(ran: ComfyPage, pictures: Path, cell: str) -> None:
+    ran.zoom_to("HalfsafeReport", 320, 640)
+    ran.screenshot(pictures, f"report-320-{cell}")
+    wide = ran.evaluate("""() => { const panel = document.querySelector(".hs-scroll"); const right = panel.getBoundingClientRect().right;
+        return [panel, ...panel.querySelectorAll("*")].filter((e) => e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflowX === "visible" && e.clientWidth
+            || e.getBoundingClientRect().right > right + 1).map((e) => e.outerHTML.slice(0, 80)); }""")
+    assert wide == []
+    assert ran.evaluate("() => { const p = document.querySelector('.hs-scroll'); return p.scrollWidth <= p.clientWidth; }")
+    assert ran.evaluate("() => document.querySelector('.hs-panel').getBoundingClientRect().width") <= 320
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_text_stands_out_in_each_theme(ran: ComfyPage, theme: str, pictures: Path, cell: str) -> None:
+    ran.set("Comfy.ColorPalette", theme)
+    ran.zoom_to("HalfsafeReport", 560, 640)
+    ran.screenshot(pictures, f"report-{theme}-{cell}")
+    worst = ran.evaluate(CONTRAST)
+    assert worst["ratio"] >= 4.5, worst
+
+
+def test_copied_rules_are_rules(ran: ComfyPage, report: dict) -> None:
+    changed = {**report, "layers": [dict(layer) for layer in report["layers"]], "guard": {**report["guard"], "verdict": "recovered"}}
+    for layer in changed["layers"]:
+        if layer["name"] in ("blocks.0.self_attn.q", "blocks.1.self_attn.q", "blocks.1.ffn.0"):
+            layer["mode"] = "fp16_wide"
+    changed["guard"]["escalations"] = {"blocks.0.ffn.2": "fp32", "residual stream": "fp32"}
+    changed["guard"]["rules"] = "* stream=fp32\nblocks.0.ffn.2 compute=fp32 stream=fp32"
+    ran.show_report(changed)
+    ran.zoom_to("HalfsafeReport", 560, 640)
+    ran.page.click(".hs-button")
+    ran.page.wait_for_function("() => document.querySelector('.hs-copied').textContent")
+    rules = {rule.pattern: dict(rule.settings) for rule in parse(ran.evaluate("() => navigator.clipboard.readText()"))}
+    assert rules == {
+        "blocks.*.self_attn.q": {"compute": "fp16_safe"},
+        "blocks.1.ffn.0": {"compute": "fp16_safe"},
+        "*": {"stream": "fp32"},
+        "blocks.0.ffn.2": {"compute": "fp32", "stream": "fp32"},
+    }
+    ran.show_report(report)
+    assert ran.page.locator(".hs-button").is_disabled(), "all layers run alike"
+
+
+def test_the_report_survives_a_cached_run_and_another_workflow(ran: ComfyPage, small_workflow: dict, report: dict) -> None:
+    rows = ran.evaluate(CELLS)
+    ran.page.reload()
+    ran.wait_ready()
+    ran.load(small_workflow)
+    assert ran.page.locator(ROWS).count() == 0
+    ran.run()
+    assert ran.evaluate(CELLS) == rows
+    assert ran.badges()["HalfsafeLoadDiffusionModel"], "a cached loader's badge is sent again"
+
+
+def test_the_report_comes_back_with_its_workflow(ran: ComfyPage) -> None:
+    rows = ran.evaluate(CELLS)
+    ran.evaluate("async () => { await app.extensionManager.command.execute('Comfy.NewBlankWorkflow'); }")
+    ran.page.wait_for_function("() => app.graph.nodes.every((n) => n.type !== 'HalfsafeReport')")
+    assert ran.page.locator(ROWS).count() == 0
+    ran.evaluate("async () => { await app.extensionManager.command.execute('Workspace.PreviousOpenedWorkflow'); }")
+    ran.page.wait_for_function("() => app.graph.nodes.some((n) => n.type === 'HalfsafeReport')")
+    ran.page.wait_for_selector(ROWS, state="attached")
+    assert ran.evaluate(CELLS) == rows
+    assert ran.badges()["HalfsafeLoadDiffusionModel"]
+
+
+def test_the_same_workflow_opened_anew_shows_its_own_run(ran: ComfyPage, small_workflow: dict) -> None:
+    ran.evaluate("async (w) => { await app.loadGraphData(w); await app.loadGraphData(w); }", small_workflow)
+    ran.run()
+    ran.page.wait_for_selector(ROWS, state="attached")
+
+
+def test_deleted_report_leaves_nothing_behind(ran: ComfyPage, small_workflow: dict) -> None:
+    ran.load(small_workflow)
+    ran.evaluate("() => app.graph.remove(app.graph.nodes.find((n) => n.type === 'HalfsafeReport'))")
+    ran.page.wait_for_function("() => !document.querySelector('.hs-panel')?.isConnected")
+    ran.send_guard(message="after the end")
+    assert ran.page.locator(".hs-panel").count() == 0
+
+
+CONTRAST = """() => {
+    const parse = (c) => { const m = c.match(/[\\d.]+/g).map(Number); const s = c.startsWith("color(") ? 255 : 1;
+        return { r: m[0] * s, g: m[1] * s, b: m[2] * s, a: m[3] ?? 1 }; };
+    const over = (top, below) => ({ r: top.r * top.a + below.r * (1 - top.a), g: top.g * top.a + below.g * (1 - top.a), b: top.b * top.a + below.b * (1 - top.a), a: 1 });
+    const light = ({ r, g, b }) => [r, g, b].map((v) => v / 255).map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+        .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+    const ground = (e) => { const layers = []; for (; e; e = e.parentElement) { const c = parse(getComputedStyle(e).backgroundColor); layers.push(c); if (c.a === 1) break; }
+        return layers.reverse().reduce((below, top) => over(top, below)); };
+    let worst = { ratio: 99 };
+    for (const e of document.querySelectorAll(".hs-panel *")) {
+        if (![...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim()) || e.closest(":disabled") || e.closest("[hidden]")) continue;
+        const below = ground(e), text = over(parse(getComputedStyle(e).color), below);
+        const [a, b] = [light(below), light(text)].sort((x, y) => y - x);
+        const ratio = (a + 0.05) / (b + 0.05);
+        if (ratio < worst.ratio) worst = { ratio, text: e.textContent.slice(0, 40), of: e.className, color: getComputedStyle(e).color };
+    }
+    return worst; }"""

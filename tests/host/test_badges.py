@@ -1,0 +1,70 @@
+"""What nodes send to the page beside their outputs: the dtypes in use, and the report."""
+
+import json
+
+import pytest
+from halfsafe.precision.dtypes import name_of
+from support import tiny_models
+
+SUMS = {"reduced_precision_reduction": "unchanged", "fp8_fast_accumulation": "unchanged", "attention": "unchanged"}
+
+
+@pytest.fixture(scope="module")
+def files(models_dir):
+    tiny_models.wan(models_dir / "diffusion_models" / "badge_wan.safetensors")
+    tiny_models.clip_l(models_dir / "text_encoders" / "badge_clip.safetensors")
+    tiny_models.wan_vae(models_dir / "vae" / "badge_vae.safetensors")
+    return models_dir
+
+
+def run(comfy, node_id, **inputs):
+    """The node's outputs and the words on its badge."""
+    output = comfy.nodes[node_id].execute(**inputs)
+    return output.args, (output.ui or {}).get("halfsafe_badge", [""])[0]
+
+
+def load(comfy, storage, compute):
+    return run(comfy, "HalfsafeLoadDiffusionModel", model_name="badge_wan.safetensors", storage=storage, compute=compute)
+
+
+@pytest.mark.parametrize("storage, compute", [("bf16", "fp32"), ("fp16", "fp16"), ("fp16", "fp16_safe")])
+def test_a_loaded_models_badge_says_what_is_held_and_used(comfy, files, storage, compute):
+    assert load(comfy, storage, compute)[1] == f"{storage} \u00b7 {compute}"
+
+
+def test_a_file_kept_as_it_is_has_its_real_dtype_on_the_badge(comfy, files):
+    assert load(comfy, "as_file", "fp32")[1] == "bf16 \u00b7 fp32"
+
+
+def test_text_encoder_and_vae_say_one_dtype(comfy, files):
+    _, clip = run(comfy, "HalfsafeLoadCLIP", clip_name1="badge_clip.safetensors", type="sd3", storage="fp8_e4m3fn", compute="auto")
+    _, vae = run(comfy, "HalfsafeLoadVAE", vae_name="badge_vae.safetensors", dtype="fp32")
+    assert (clip, vae) == ("fp8_e4m3fn", "fp32")
+
+
+def test_compute_nodes_say_what_they_chose_on_any_model(comfy, files):
+    model = comfy.core["UNETLoader"]().load_unet("badge_wan.safetensors", "default")[0]
+    held = name_of(model.model.diffusion_model.head.head.weight.dtype)
+    assert run(comfy, "HalfsafeComputeDtype", model=model, compute="fp16_safe")[1] == f"{held} \u00b7 fp16_safe"
+    (chosen, *_), words = run(comfy, "HalfsafeAutoPrecision", model=model, goal="quality")
+    assert words.startswith(f"{held} \u00b7 ") and chosen is not model
+
+
+def test_sums_that_cannot_act_here_are_not_on_the_badge(comfy, files):
+    (model,), _ = load(comfy, "fp16", "fp16")
+    assert run(comfy, "HalfsafeAccumulation", model=model, fp16_accumulation="on", tf32="on", **SUMS)[1] == "fp32 sums"
+    assert run(comfy, "HalfsafeAccumulation", model=model, fp16_accumulation="unchanged", tf32="unchanged", **SUMS)[1] == ""
+
+
+def test_a_cached_node_sends_its_badge_again(comfy):
+    ids = [node_id for node_id, node in comfy.nodes.items() if node_id.startswith("HalfsafeLoad")]
+    assert len(ids) == 4
+    assert all(comfy.nodes[node_id].GET_SCHEMA().has_intermediate_output for node_id in ids)
+
+
+def test_the_report_is_sent_as_text_so_that_it_counts_as_no_file(comfy, files):
+    (model,), _ = load(comfy, "fp8_e4m3fn", "auto")
+    output = comfy.nodes["HalfsafeReport"].execute(model=model)
+    assert output.ui["text"] == (output.args[0],)
+    (data,) = output.ui["halfsafe_report"]
+    assert data == output.args[1] and json.loads(data)["version"] == 1

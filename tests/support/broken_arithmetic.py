@@ -1,0 +1,28 @@
+"""Arithmetic as on devices that do it otherwise than a CPU: sums in fp16, products that are zero."""
+
+from __future__ import annotations
+
+import torch
+from halfsafe.precision import flags
+from halfsafe.precision.partial_sums import FLAG
+from torch.overrides import TorchFunctionMode
+
+
+class SumsInFp16(TorchFunctionMode):
+    """fp16 products whose running sum passes fp16's range become inf while torch's flag for fp16 sums is on."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear and args[0].dtype == torch.float16 and flags.is_on(FLAG):
+            positive = args[0].float().clamp(min=0) @ args[1].float().clamp(min=0).t()
+            result = result * torch.exp((positive > 65504).to(result.dtype) * 1e4)
+        return result
+
+
+class HalfProductsAreZero(TorchFunctionMode):
+    """As on devices whose fp16 GEMM returns zeros."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        products = (torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm)
+        return result * 0 if func in products and result.dtype == torch.float16 else result

@@ -1,0 +1,248 @@
+"""What a damaged file is given to, and how each answer is judged: done and right, or refused with a typed error."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+
+import torch
+from halfsafe.precision.chart import chart
+from halfsafe.precision.checkpoint import read_checkpoint
+from halfsafe.precision.convert import convert_file, decide, state_dict
+from halfsafe.precision.devices import detect
+from halfsafe.precision.dtypes import STORAGE_OPTIONS
+from halfsafe.precision.errors import CheckpointError, HalfsafeError, RuleError
+from halfsafe.precision.file_report import conversion_text, inspection_text, scan_text
+from halfsafe.precision.inspect import inspect_file, scan_file
+from halfsafe.precision.presets import PRESETS
+from halfsafe.precision.preview import preview
+from halfsafe.precision.profiles import PROFILE_NAMES
+from halfsafe.precision.quantize import relative_error
+from halfsafe.precision.report import GuardEvent, KeptHigh, LayerReport, Report, WithoutEffect
+from halfsafe.precision.rules import parse, rules_from
+from halfsafe.precision.safetensors_file import open_checkpoint
+
+from . import mutations
+
+WORST_ERROR = 0.13  # half a step of e5m2's two bits, and some
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f]")
+WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+PATHS_FIRST = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
+FORBIDDEN = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect", "socket.bind", "pickle.find_class")
+
+
+class Wrong(AssertionError):
+    """An answer that is neither right nor a typed error."""
+
+
+def check_read(path: Path, random: Random) -> None:
+    file = open_checkpoint(path)
+    if sum(tensor.nbytes for tensor in file.values()) != file.data_bytes:
+        raise Wrong("the tensors are not as large as the file says")
+    checkpoint = read_checkpoint(file, file.metadata, path)
+    for weight in checkpoint.weights.values():
+        if weight.granularity != "native":
+            weight.dequantize(torch.float32)
+
+
+def check_inspect(path: Path, random: Random) -> None:
+    inspection = inspect_file(path)
+    printable(inspection.to_json(), inspection_text(inspection))
+
+
+def check_scan(path: Path, random: Random) -> None:
+    seen: list[int] = []
+    scan = scan_file(path, seen.append)
+    printable(scan.to_json(), scan_text(scan))
+    if sum(seen) != open_checkpoint(path).data_bytes:
+        raise Wrong("scan did not count every byte")
+
+
+def check_convert(path: Path, random: Random) -> None:
+    """A conversion is whole, opens again, holds no new NaN or Inf and the same numbers; a refusal leaves no file."""
+    target, storage = path.with_name("out.safetensors"), random.choice(STORAGE_OPTIONS[1:])
+    rules = rules_from(random.choice(("", "*.ffn.2 storage=bf16")), random.choice(list(PRESETS)))
+    target.unlink(missing_ok=True)
+    try:
+        summary = convert_file(path, target, storage, rules)
+    except HalfsafeError:
+        if target.exists():
+            raise Wrong("a refused conversion left its target") from None
+        raise
+    printable(vars(summary), conversion_text(summary))
+    _same_numbers(path, target, storage)
+    _same_in_memory(path, target, storage, rules)
+
+
+def _same_numbers(path: Path, target: Path, storage: str) -> None:
+    bad = [finding for finding in scan_file(target).problems if finding.kind not in ("fp16_range", "saturated")]
+    if bad:
+        raise Wrong(f"the result holds what the source did not: {bad[0].text}")
+    before, after = (read_checkpoint(file, file.metadata, file.path) for file in map(open_checkpoint, (path, target)))
+    if set(before.weights) != set(after.weights):
+        raise Wrong(f"weights came or went: {set(before.weights) ^ set(after.weights)}")
+    for name, weight in before.weights.items():
+        if weight.granularity != "native" and weight.is_number:
+            _close(name, weight.dequantize(torch.float64), after.weights[name].dequantize(torch.float64), storage)
+
+
+def _close(name: str, reference: torch.Tensor, found: torch.Tensor, storage: str) -> None:
+    largest = reference.abs().max().item() if reference.numel() else 0.0
+    if largest > 1e-3 and (error := relative_error(reference, found)) > WORST_ERROR:
+        raise Wrong(f"{name!r} is off by {error:.1%} as {storage}")
+
+
+def _same_in_memory(path: Path, target: Path, storage: str, rules) -> None:
+    file, written = open_checkpoint(path), open_checkpoint(target)
+    checkpoint = read_checkpoint(file, file.metadata, path)
+    wanted = {name: decision.storage for name, decision in decide(checkpoint, storage, rules).items()}
+    tensors, _ = state_dict(checkpoint, wanted)
+    if set(tensors) != set(written):
+        raise Wrong(f"in memory and in the file: {set(tensors) ^ set(written)}")
+    for name, tensor in tensors.items():
+        if _bytes(tensor) != _bytes(written[name]):
+            raise Wrong(f"{name!r} is not the same in memory and in the file")
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def check_plan(path: Path, random: Random) -> None:
+    goal, memory = random.choice(("balanced", "quality", "speed", "memory")), random.choice((None, 0, 10**4, 10**10))
+    report = preview(path, detect(profile=random.choice(PROFILE_NAMES)), goal, memory)
+    printable(report.to_json(), report.to_text())
+    if random.random() < 0.05:
+        chart(report)
+
+
+def check_index(path: Path, random: Random) -> None:
+    """The file as a part of a set whose index names hostile files."""
+    index = path.with_name("set.safetensors.index.json")
+    shards = (path.name, path.name, path.name, "", ".", "..", "../x", "/etc/hostname", "a\0b", "C:x", "missing", 5, None, [], "\ud800", "x" * 5000)
+    names = ("blocks.0.ffn.0.weight", "a.weight", "\ud800", "")
+    table = {random.choice(names): random.choice(shards) for _ in range(random.randrange(4))}
+    content = random.choice(({"weight_map": table}, {"weight_map": table}, {"weight_map": [1]}, {}, [], table))
+    text = json.dumps(content).encode() if random.random() < 0.9 else random.choice(mutations.JSON_TEXTS)
+    index.write_bytes(text)
+    try:
+        file = open_checkpoint(index)
+        if not set(file.files) <= {path}:
+            raise Wrong(f"opened {file.files}")
+    finally:
+        index.unlink()
+
+
+def check_rules(path: Path, random: Random) -> None:
+    """Rules that are read are told again as text that reads as the same rules."""
+    text = mutations.rules_text(random)
+    rules = rules_from(text, random.choice((*PRESETS, "no such preset")))
+    for name, cls in (("blocks.0.ffn.0", "Linear"), ("", ""), ("x" * 300, "Conv2d"), ("\ud800", "İ")):
+        rules.setting("storage", name, cls)
+    rules.without_match([("blocks.0.ffn.0", "Linear")])
+    again = parse("\n".join(str(rule) for rule in rules.own))
+    if [(rule.pattern, rule.settings) for rule in again] != [(rule.pattern, rule.settings) for rule in rules.own]:
+        raise Wrong(f"rules changed on their way through text: {text!r}")
+
+
+def check_report(path: Path, random: Random) -> None:
+    """A report of whatever names and numbers a file or a run may put into one."""
+
+    def text() -> str:
+        name = random.choice(mutations.NAMES)
+        return name if name.isprintable() else "a b\nc"
+
+    def number() -> float:
+        return random.choice((*mutations.NUMBERS, torch.tensor(float("nan")), torch.tensor(3)))
+
+    report = Report(decisions={text(): text()}, notes=[text() for _ in range(random.randrange(3))])
+    names = [text() for _ in range(random.randrange(30))]
+    report.layers = [LayerReport(name, text(), "fp16", "fp32", "fp32", "same", text()) for name in names]
+    report.kept_high = [KeptHigh(name, text()) for name in names[::3]]
+    report.without_effect = [WithoutEffect(text(), text())]
+    report.model.bytes_by_storage = {text(): random.choice((0, 1, 10**18))}
+    report.guard.verdict = random.choice(("off", "recovered"))
+    report.guard.escalations = {text(): "fp32"}
+    report.guard.events = [GuardEvent(1, 0, number(), text(), text(), "nan", [0], "fp16", "fp32", True)]
+    printable(report.to_json(), report.to_text())
+    if random.random() < 0.05:
+        chart(report)
+
+
+def printable(data: dict, text: str) -> None:
+    """Both forms go to files, pipes and pages: JSON without NaN, text that encodes and cannot steer a terminal."""
+    json.dumps(data, allow_nan=False)
+    text.encode()
+    if CONTROL.search(text):
+        raise Wrong(f"the text holds control characters: {text[:200]!r}")
+
+
+TARGETS = {
+    "read": check_read, "inspect": check_inspect, "scan": check_scan, "convert": check_convert, "plan": check_plan,
+    "index": check_index, "rules": check_rules, "report": check_report,
+}  # fmt: skip
+ALLOWED = {"rules": (RuleError, HalfsafeError), "report": ()}
+
+
+def judge(target: str, path: Path, random: Random) -> str:
+    """The outcome of one target on one file.
+
+    Raises:
+        Wrong: the answer is wrong, or the error is of the wrong kind or does not name the file.
+        Exception: whatever else the target raised.
+    """
+    allowed = ALLOWED.get(target, (CheckpointError,))
+    try:
+        TARGETS[target](path, random)
+    except HalfsafeError as error:
+        str(error).encode(errors="strict" if target != "rules" else "surrogatepass")
+        named = not isinstance(error, CheckpointError) or path.parent.name in error.path
+        if not isinstance(error, allowed) or not named:
+            raise Wrong(f"{type(error).__name__}: {error}") from error
+        return type(error).__name__
+    return "ok"
+
+
+class Confinement:
+    """An audit hook that notes every write outside a folder, every read outside it that is no library's, every process."""
+
+    def __init__(self):
+        self.folder = ""
+        self.active = False
+        self.escapes: list[str] = []
+        roots = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]), "/proc/self", "/sys/", "/usr/")
+        self.readable = (*(os.path.realpath(root) for root in roots), "/proc/self")
+        sys.addaudithook(self._hook)
+
+    @contextmanager
+    def within(self, folder: Path) -> Iterator[None]:
+        self.folder, self.active = os.path.realpath(folder), True
+        try:
+            yield
+        finally:
+            self.active = False
+        if self.escapes:
+            escapes, self.escapes = self.escapes, []
+            raise Wrong(f"outside the folder: {escapes[:3]}")
+
+    def _hook(self, event: str, args: tuple) -> None:
+        if not self.active:
+            return
+        if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
+            self._note(event, args[0], bool(args[2] & WRITING))
+        elif event in PATHS_FIRST:
+            self._note(event, args[0], True)
+        elif event in FORBIDDEN:
+            self.escapes.append(event)
+
+    def _note(self, event: str, path, writes: bool) -> None:
+        named, where = os.fsdecode(path), os.path.realpath(path)
+        inside = where == self.folder or where.startswith(self.folder + os.sep)
+        if inside or (event == "os.link" and named.startswith("/proc/self/fd")):
+            return
+        if writes or not where.startswith(self.readable):
+            self.escapes.append(f"{event} {where[:200]}")

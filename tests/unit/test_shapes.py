@@ -1,0 +1,84 @@
+"""The reader of pictures that other tests rely on, the model files of the shapes, and what asks a workflow for one."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import shapes
+from workflow import ask_for, bypass, to_prompt
+
+EVERYTHING = shapes.all_shapes()
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_rendered_shapes_are_read_as_what_they_are(name: str, size: int) -> None:
+    chance = random.Random(f"{name} {size}")
+    for shape in (s for s in EVERYTHING if s.shape == name):
+        centre = (chance.uniform(-0.15, 0.15), chance.uniform(-0.15, 0.15))
+        picture = shapes.render(shape, centre, chance.uniform(0.5, 0.75), size)
+        assert shapes.read_picture(picture.permute(1, 2, 0).numpy()) == shape
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.5, float("nan")])
+def test_an_empty_picture_shows_nothing(value: float) -> None:
+    assert shapes.read_picture(np.full((128, 128, 3), value)) is None
+
+
+def test_noise_and_blots_show_nothing() -> None:
+    chance = np.random.default_rng(0)
+    assert shapes.read_picture(chance.random((128, 128, 3))) is None
+    blots = np.ones((128, 128, 3))
+    for x, y in chance.integers(10, 100, (6, 2)):
+        blots[x : x + 14, y : y + 14] = shapes.COLOURS["red"]
+    assert shapes.read_picture(blots) is None
+
+
+def test_prompts_name_a_shape_once() -> None:
+    assert shapes.Shape("red", "circle").prompt() == "a red circle"
+    assert shapes.Shape("red", "circle", "pink").prompt() == "a red circle on a pink background"
+    assert len({shape.prompt() for shape in EVERYTHING}) == len(EVERYTHING) == 144
+
+
+def test_trained_files_are_finite_fp16_and_small() -> None:
+    for path in (shapes.MODEL, shapes.VAE):
+        for name, tensor in load_file(path).items():
+            assert tensor.dtype == torch.float16, name
+            assert tensor.isfinite().all(), name
+    assert shapes.MODEL.stat().st_size + shapes.VAE.stat().st_size < 6_500_000
+
+
+def test_overflowing_twin_holds_the_same_numbers_scaled(tmp_path: Path) -> None:
+    plain, twin = load_file(shapes.MODEL), load_file(shapes.write_overflowing(shapes.MODEL, tmp_path / "twin.safetensors"))
+    assert plain.keys() == twin.keys()
+    factors = {name: (twin[name].double() / plain[name].double()).nanmedian().item() for name in plain}
+    assert {name for name, factor in factors.items() if factor != 1.0} == {
+        name for name in plain if any(part in name for part in shapes.RESIDUAL_WRITERS)
+    }
+    assert all(tensor.isfinite().all() for tensor in twin.values())
+
+
+def test_asking_changes_the_texts_of_the_sampler_and_no_other() -> None:
+    texts = {name: {"class_type": "CLIPTextEncode", "inputs": {"text": "old"}} for name in "123"}
+    sampler = {"class_type": "KSampler", "inputs": {"positive": ["1", 0], "negative": ["2", 0], "cfg": 6.0, "steps": 4}}
+    asked = ask_for({**texts, "4": sampler}, "a red circle")
+    assert [asked[name]["inputs"]["text"] for name in "123"] == ["a red circle", "", "old"]
+    assert asked["4"]["inputs"] == {**sampler["inputs"], "cfg": 3.0}
+
+
+def test_bypassed_nodes_pass_their_input_on() -> None:
+    info = {name: {"input": {"required": {"model": ["MODEL"]}}} for name in ("Load", "Guard", "Use")}
+    slot = {"name": "model", "type": "MODEL"}
+    nodes = [
+        {"id": 1, "type": "Load"},
+        {"id": 2, "type": "Guard", "inputs": [{**slot, "link": 10}]},
+        {"id": 3, "type": "Use", "inputs": [{**slot, "link": 11}]},
+    ]
+    workflow = {"nodes": nodes, "links": [[10, 1, 0, 2, 0, "MODEL"], [11, 2, 0, 3, 0, "MODEL"]]}
+    assert to_prompt(workflow, info)["3"]["inputs"] == {"model": ["2", 0]}
+    assert to_prompt(bypass(workflow, ("Guard",)), info)["3"]["inputs"] == {"model": ["1", 0]}

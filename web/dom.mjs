@@ -1,0 +1,63 @@
+// @ts-check
+const MOST_LINES = 50;
+
+/**
+ * @param {string} tag
+ * @param {Record<string, any>} [attributes] `text` sets the text; a function named `on...` becomes a listener; null,
+ *   undefined and false leave an attribute out
+ * @param {...(Node | string | null | undefined)} children
+ * @returns {any}
+ */
+export function el(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "text") element.textContent = String(value);
+    else if (typeof value === "function") element.addEventListener(name.slice(2), value);
+    else element.setAttribute(name, value === true ? "" : String(value));
+  }
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
+}
+
+/** @param {string} dtype */
+export function swatch(dtype) {
+  return el("span", { class: "hs-swatch", "data-dtype": dtype, "aria-hidden": "true" });
+}
+
+/** @param {string} verdict */
+export function verdictPill(verdict) {
+  const label = verdict === "off" ? "no guard" : verdict.replaceAll("_", " ");
+  return el("span", { class: "hs-verdict", "data-verdict": verdict, text: label });
+}
+
+/**
+ * A stacked bar of shares with its legend.
+ * @param {string} label
+ * @param {{name: string, share: number, detail: string}[]} shares
+ */
+export function shareBar(label, shares) {
+  const spoken = shares.map((part) => `${part.name} ${percent(part.share)}`).join(", ");
+  const bar = el("div", { class: "hs-bar", role: "img", "aria-label": `${label}: ${spoken}` });
+  const legend = el("div", { class: "hs-legend" });
+  for (const part of shares) {
+    const title = `${part.name}: ${percent(part.share)}, ${part.detail}`;
+    bar.append(el("span", { "data-dtype": part.name, style: `flex-grow: ${Math.max(part.share, 0.01)}`, title }));
+    legend.append(el("span", { class: "hs-key", title }, swatch(part.name), part.name, el("b", { text: percent(part.share) })));
+  }
+  return el("div", { class: "hs-share" }, el("span", { class: "hs-label", text: label }), bar, legend);
+}
+
+/** The first lines of a long list, and how many more there are. @param {HTMLElement[]} lines */
+export function firstOf(lines) {
+  if (lines.length <= MOST_LINES) return lines;
+  const more = el("div", { class: "hs-dim", text: `and ${lines.length - MOST_LINES} more; the report's text has all of them` });
+  return [...lines.slice(0, MOST_LINES), more];
+}
+
+/** @param {number} share */
+export function percent(share) {
+  if (share > 0 && share < 0.01) return "<1%";
+  if (share < 1 && share > 0.99) return ">99%";
+  return `${Math.round(share * 100)}%`;
+}

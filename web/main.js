@@ -1,0 +1,224 @@
+// @ts-check
+/** Halfsafe in ComfyUI's page: the report on its node, badges, toasts and a sidebar tab. */
+import { api } from "../../scripts/api.js";
+import { app } from "../../scripts/app.js";
+import { el } from "./dom.mjs";
+import { ReportPanel } from "./panel.mjs";
+import { reportIn } from "./report.mjs";
+import { RunLog, toastFor } from "./run.mjs";
+import { drawSidebar } from "./sidebar.mjs";
+
+const PREFIX = "Halfsafe";
+const REPORT_NODE = "HalfsafeReport";
+const TOASTS = "halfsafe.toasts";
+const BADGES = "halfsafe.badges";
+const BADGE_COLORS = { fgColor: "#ffffff", bgColor: "#1d5c52" };
+const PANEL_SIZE = [460, 480];
+const PANEL_MIN_HEIGHT = 240;
+
+const log = new RunLog();
+/** @type {WeakMap<any, {panel: ReportPanel, output: any, report: import("./report.mjs").Report | null, promptId: string, seen: number}>} */
+const panels = new WeakMap();
+/** @type {WeakMap<any, string>} */
+const badgeTexts = new WeakMap();
+/** @type {HTMLElement | null} */
+let sidebar = null;
+/** Our sidebar tab as the page keeps it: Nodes 2.0 draws a badge again when what the badge read from here changes. */
+let watched = { revision: 0 };
+
+function addStyles() {
+  document.head.append(el("link", { rel: "stylesheet", href: new URL("./halfsafe.css", import.meta.url).href }));
+}
+
+/** The key of a node in `app.nodeOutputs`. @param {any} node */
+function locatorOf(node) {
+  const graph = node.graph;
+  return !graph || graph.isRootGraph ? String(node.id) : `${graph.id}:${node.id}`;
+}
+
+/** Every Halfsafe node of the workflow, those in subgraphs too. */
+function ownNodes() {
+  const root = app.graph?.rootGraph ?? app.graph;
+  if (!root) return [];
+  const graphs = [root, ...(root.subgraphs?.values() ?? [])];
+  return graphs.flatMap((graph) => graph.nodes).filter((node) => node.comfyClass?.startsWith(PREFIX));
+}
+
+/** @param {any} node */
+function addPanel(node) {
+  const panel = new ReportPanel();
+  const options = { serialize: false, getMinHeight: () => PANEL_MIN_HEIGHT };
+  const widget = node.addDOMWidget("halfsafe_report", "halfsafe_report", panel.element, options);
+  widget.serialize = false;
+  node.setSize([Math.max(node.size[0], PANEL_SIZE[0]), Math.max(node.size[1], PANEL_SIZE[1])]);
+  panels.set(node, { panel, output: undefined, report: null, promptId: "", seen: 0 });
+}
+
+/** @param {any} node */
+function addBadge(node) {
+  const shown = new window.LGraphBadge({ text: "", ...BADGE_COLORS });
+  node.badges.push(() => {
+    void watched.revision;
+    shown.text = app.extensionManager.setting.get(BADGES) ? badgeTexts.get(node) ?? "" : "";
+    return shown;
+  });
+}
+
+/** Bring badges and panels to what `app.nodeOutputs` holds: after a run, a cached run or a change of the workflow. */
+function showOutputs() {
+  for (const node of ownNodes()) {
+    const output = app.nodeOutputs[locatorOf(node)];
+    const text = output?.halfsafe_badge?.[0] ?? "";
+    if (text !== (badgeTexts.get(node) ?? "")) {
+      badgeTexts.set(node, text);
+      watched.revision += 1;
+    }
+    const entry = panels.get(node);
+    const data = output?.halfsafe_report?.[0];
+    if (!entry || entry.output === data) continue;
+    entry.output = data;
+    entry.report = reportIn(output);
+    entry.panel.show(entry.report);
+  }
+  app.graph?.setDirtyCanvas(true, true);
+  drawRun();
+}
+
+/** @param {any} detail of an `executed` event */
+function noteExecuted(detail) {
+  const id = String(detail.display_node ?? detail.node);
+  const { run } = log;
+  for (const node of ownNodes()) {
+    const entry = panels.get(node);
+    if (!entry || String(node.id) !== id.split(":").at(-1)) continue;
+    entry.promptId = detail.prompt_id;
+    entry.seen = run && run.promptId === detail.prompt_id ? run.events.length : 0;
+  }
+  showOutputs();
+}
+
+/** The ids of the nodes a node's inputs come from, itself included. @param {any} node */
+function upstream(node) {
+  const found = new Set();
+  const open = [node];
+  while (open.length) {
+    const next = open.pop();
+    if (!next || found.has(String(next.id))) continue;
+    found.add(String(next.id));
+    for (const slot of (next.inputs ?? []).keys()) open.push(next.getInputNode(slot));
+  }
+  return found;
+}
+
+/** Live guard lines on the reports whose model comes from that guard: those the report does not have yet. */
+function drawRun() {
+  const { promptId = "", events = [] } = log.run ?? {};
+  for (const node of ownNodes()) {
+    const entry = panels.get(node);
+    if (!entry) continue;
+    const before = upstream(node);
+    const unseen = events.slice(entry.promptId === promptId ? entry.seen : 0);
+    const live = unseen.filter(({ node_id: id }) => id === null || String(id).includes(":") || before.has(String(id)));
+    entry.panel.showLive(live.length ? live : null);
+  }
+  drawTab();
+}
+
+/** @param {string} id */
+function nodeById(id) {
+  return ownNodes().find((node) => locatorOf(node) === id) ?? ownNodes().find((node) => String(node.id) === id.split(":").at(-1));
+}
+
+function drawTab() {
+  if (!sidebar) return;
+  const reports = ownNodes().flatMap((node) => {
+    const report = panels.get(node)?.report;
+    return report ? [{ id: locatorOf(node), title: node.title, report }] : [];
+  });
+  drawSidebar(sidebar, log.run, reports, {
+    titleOf: (id) => nodeById(id)?.title ?? "Guard",
+    goTo: (id) => {
+      const node = nodeById(id);
+      if (!node) return;
+      app.canvas.selectNode(node);
+      app.canvas.centerOnNode(node);
+    },
+  });
+}
+
+/** @param {any} message a `halfsafe.guard` event's detail */
+function onGuard(message) {
+  log.add(message);
+  const toast = toastFor(message, log.run?.events.length ?? 0);
+  if (toast && app.extensionManager.setting.get(TOASTS)) app.extensionManager.toast.add(toast);
+}
+
+/** @param {string} event @param {(detail: any) => void} act */
+function on(event, act) {
+  api.addEventListener(event, (/** @type {CustomEvent} */ { detail }) => act(detail));
+}
+
+function listen() {
+  on("halfsafe.guard", onGuard);
+  on("execution_start", (detail) => log.start(detail.prompt_id));
+  on("execution_success", (detail) => log.end(detail.prompt_id, "done"));
+  on("execution_error", (detail) => log.end(detail.prompt_id, "failed"));
+  on("execution_interrupted", (detail) => log.end(detail.prompt_id, "failed"));
+  on("executed", noteExecuted);
+  log.onChange(drawRun);
+}
+
+function addSidebarTab() {
+  app.extensionManager.registerSidebarTab({
+    id: "halfsafe",
+    revision: 0,
+    icon: "pi pi-shield",
+    title: "Halfsafe",
+    tooltip: "Halfsafe: guards and precision reports",
+    type: "custom",
+    render: (/** @type {HTMLElement} */ container) => {
+      sidebar = el("div", { class: "halfsafe hs-sidebar" });
+      container.replaceChildren(/** @type {HTMLElement} */ (sidebar));
+      drawTab();
+    },
+    destroy: () => {
+      sidebar = null;
+    },
+  });
+  watched = app.extensionManager.getSidebarTabs().find((/** @type {any} */ tab) => tab.id === "halfsafe");
+}
+
+app.registerExtension({
+  name: "halfsafe.page",
+  settings: [
+    {
+      id: TOASTS,
+      category: [PREFIX, "Page", "Toasts"],
+      name: "Show a message when a guard acts",
+      tooltip: "A few per run, then one that sums up.",
+      type: "boolean",
+      defaultValue: true,
+    },
+    {
+      id: BADGES,
+      category: [PREFIX, "Page", "Badges"],
+      name: "Show the dtypes in use on Halfsafe's nodes",
+      tooltip: "A badge on each loader and dtype node, after a run.",
+      type: "boolean",
+      defaultValue: true,
+      onChange: () => app.graph?.setDirtyCanvas(true, true),
+    },
+  ],
+  setup() {
+    addStyles();
+    listen();
+    addSidebarTab();
+  },
+  nodeCreated(/** @type {any} */ node) {
+    if (!node.comfyClass?.startsWith(PREFIX)) return;
+    if (node.comfyClass === REPORT_NODE) addPanel(node);
+    addBadge(node);
+  },
+  afterConfigureGraph: showOutputs,
+  onNodeOutputsUpdated: showOutputs,
+});

@@ -1,0 +1,256 @@
+// @ts-check
+/** The report on its node: head, shares, guard, remarks and the table of layers. */
+import { el, firstOf, shareBar, swatch, verdictPill } from "./dom.mjs";
+import {
+  amountText, deviceText, eventText, filterLayers, groupRows, modeShares, ruleLines, sizeText, sortRows, storageShares,
+} from "./report.mjs";
+
+/**
+ * @typedef {import("./report.mjs").Report} Report
+ * @typedef {import("./report.mjs").Row} Row
+ * @typedef {import("./report.mjs").Layer} Layer
+ * @typedef {import("./run.mjs").GuardMessage} GuardMessage
+ * @typedef {"name" | "class" | "storage" | "mode" | "accumulation" | "stream"} Column
+ */
+
+/** @type {[Column, string][]} */
+const COLUMNS = [
+  ["name", "layer"], ["class", "class"], ["storage", "storage"], ["mode", "mode"], ["accumulation", "sums"], ["stream", "stream"],
+];
+const COPIED_MS = 2500;
+
+export class ReportPanel {
+  /** @type {Report | null} */
+  #report = null;
+  /** @type {GuardMessage[] | null} */
+  #live = null;
+  #filter = "";
+  /** @type {{column: Column, descending: boolean} | null} */
+  #order = null;
+  /** @type {Set<string>} */
+  #open = new Set();
+
+  constructor() {
+    this.body = el("div", { class: "hs-scroll", tabindex: "0", role: "region", "aria-label": "Precision report" });
+    this.element = el("section", { class: "halfsafe hs-panel", "data-capture-wheel": "true" }, this.body);
+    this.head = el("div", { class: "hs-head" });
+    this.guard = el("div", { class: "hs-guard", role: "log", "aria-live": "polite" });
+    this.remarks = el("div");
+    this.copied = el("span", { class: "hs-copied", role: "status" });
+    this.tools = this.#makeTools();
+    this.table = el("table", { class: "hs-table", role: "table", "aria-label": "Layers" });
+    this.body.append(this.head, this.guard, this.remarks, this.tools, this.table);
+    this.#drawAll();
+  }
+
+  /** @param {Report | null} report */
+  show(report) {
+    this.#report = report;
+    this.#drawAll();
+  }
+
+  /** What the guard says while a run goes on; null once the report has it. @param {GuardMessage[] | null} messages */
+  showLive(messages) {
+    this.#live = messages;
+    this.#drawGuard();
+  }
+
+  #drawAll() {
+    const report = this.#report;
+    this.head.replaceChildren(...(report ? headOf(report) : [emptyHint()]));
+    this.remarks.replaceChildren(...(report ? remarksOf(report) : []));
+    this.tools.hidden = this.table.hidden = !report;
+    this.#drawGuard();
+    if (report) this.#drawTable(report);
+  }
+
+  #drawGuard() {
+    const lines = this.#live ? this.#live.map(liveLine) : this.#report ? guardLines(this.#report) : [];
+    this.guard.hidden = !this.#live && (this.#report?.guard.verdict ?? "off") === "off";
+    const calls = this.#live || !this.#report ? "this run" : callsText(this.#report);
+    this.guard.replaceChildren(el("h4", {}, "Guard", el("span", { class: "hs-dim", text: calls })), ...firstOf(lines));
+  }
+
+  #makeTools() {
+    const input = el("input", {
+      type: "search", class: "hs-filter", placeholder: "Filter layers", "aria-label": "Filter layers", spellcheck: "false",
+      oninput: () => {
+        this.#filter = input.value;
+        if (this.#report) this.#drawTable(this.#report);
+      },
+    });
+    this.count = el("span", { class: "hs-count", role: "status" });
+    this.copy = el("button", { type: "button", class: "hs-button", text: "Copy as rules", onclick: () => this.#copyRules() });
+    this.manual = el("textarea", { class: "hs-manual", readonly: true, hidden: true, "aria-label": "Rules", rows: "4" });
+    return el("div", { class: "hs-tools" }, input, this.count, this.copied, this.copy, this.manual);
+  }
+
+  async #copyRules() {
+    if (!this.#report) return;
+    const lines = ruleLines(this.#report);
+    const text = `# ${this.#report.model.class}\n${lines.join("\n")}\n`;
+    try {
+      await navigator.clipboard.writeText(text);
+    } catch {
+      this.manual.hidden = false;
+      this.manual.value = text;
+      this.manual.select();
+      return;
+    }
+    this.copied.textContent = `${lines.length} line${lines.length > 1 ? "s" : ""} copied`;
+    setTimeout(() => this.copied.replaceChildren(), COPIED_MS);
+  }
+
+  /** @param {Report} report */
+  #drawTable(report) {
+    const layers = filterLayers(report.layers, this.#filter);
+    const rows = sortRows(groupRows(layers, report.layers), this.#order);
+    const some = layers.length < report.layers.length;
+    this.count.textContent = some ? `${layers.length} of ${report.layers.length}` : `${report.layers.length} layers`;
+    this.copy.disabled = ruleLines(report).length === 0;
+    this.copy.title = this.copy.disabled
+      ? "All layers run as most do: there is no exception to copy"
+      : "Copies the layers that run otherwise than most, as lines for the Layer Rules node";
+    const escalated = report.guard.escalations;
+    const body = el("tbody", { role: "rowgroup" }, ...rows.flatMap((row) => this.#rowElements(row, escalated)));
+    if (!rows.length) body.append(emptyRow());
+    this.table.replaceChildren(this.#headRow(), body);
+  }
+
+  #headRow() {
+    const cells = COLUMNS.map(([column, label]) => {
+      const sorted = this.#order?.column === column;
+      const direction = sorted ? (this.#order?.descending ? "descending" : "ascending") : "none";
+      const button = el("button", { type: "button", class: "hs-sort", text: label, onclick: () => this.#sortBy(column) });
+      return el("th", { role: "columnheader", scope: "col", "data-column": column, "aria-sort": direction }, button);
+    });
+    return el("thead", { role: "rowgroup" }, el("tr", { role: "row" }, ...cells));
+  }
+
+  /** Ascending, descending, then the model's own order again. @param {Column} column */
+  #sortBy(column) {
+    const again = this.#order?.column === column;
+    if (!again) this.#order = { column, descending: false };
+    else this.#order = this.#order?.descending ? null : { column, descending: true };
+    if (this.#report) this.#drawTable(this.#report);
+    this.table.querySelector(`th[data-column="${column}"] button`)?.focus();
+  }
+
+  /** @param {Row} row @param {Record<string, string>} escalated */
+  #rowElements(row, escalated) {
+    const several = row.members.length > 1;
+    const expandable = several || Boolean(row.reason);
+    const key = `${row.name} ${row.storage} ${row.mode} ${row.reason}`;
+    const open = this.#open.has(key);
+    const toggle = () => {
+      if (!this.#open.delete(key)) this.#open.add(key);
+      if (this.#report) this.#drawTable(this.#report);
+      this.table.querySelector(`button[data-key="${CSS.escape(key)}"]`)?.focus();
+    };
+    const name = el("bdi", { text: row.name });
+    const count = several ? el("span", { class: "hs-times", text: `\u00d7${row.members.length}` }) : null;
+    const label = expandable
+      ? el("button", { type: "button", class: "hs-name", "aria-expanded": String(open), "data-key": key, onclick: toggle }, name, count)
+      : el("span", { class: "hs-name" }, name);
+    const main = layerRow(row, label, row.members.some((layer) => layer.name in escalated));
+    return open ? [main, ...detailRows(row, several)] : [main];
+  }
+}
+
+/** @param {Row} row @param {boolean} several */
+function detailRows(row, several) {
+  const reason = el("td", { role: "cell", colspan: COLUMNS.length, text: row.reason || "As the model's own dtype says." });
+  const members = several ? [...row.members] : [];
+  return [
+    el("tr", { role: "row", class: "hs-reason" }, reason),
+    ...members.map((layer) => {
+      const element = layerRow(layer, el("span", { class: "hs-name" }, el("bdi", { text: layer.name })), false);
+      element.classList.add("hs-member");
+      return element;
+    }),
+  ];
+}
+
+/** @param {Layer} layer @param {HTMLElement} label @param {boolean} escalated */
+function layerRow(layer, label, escalated) {
+  const note = [layer.name, layer.reason, escalated ? "escalated by the guard" : ""].filter(Boolean).join("\n");
+  const mode = el("td", { role: "cell", "data-column": "mode" }, swatch(layer.mode), layer.mode);
+  if (escalated) mode.append(el("span", { class: "hs-up", "aria-label": "escalated by the guard", text: "\u2191" }));
+  return el(
+    "tr", { role: "row", title: note },
+    el("td", { role: "rowheader", "data-column": "name" }, label),
+    el("td", { role: "cell", "data-column": "class", text: layer.class }),
+    el("td", { role: "cell", "data-column": "storage" }, swatch(layer.storage), layer.storage),
+    mode,
+    el("td", { role: "cell", "data-column": "accumulation", text: layer.accumulation }),
+    el("td", { role: "cell", "data-column": "stream", text: layer.stream }),
+  );
+}
+
+function emptyRow() {
+  return el("tr", { role: "row" }, el("td", { role: "cell", class: "hs-none", colspan: COLUMNS.length, text: "No layer matches the filter." }));
+}
+
+function emptyHint() {
+  return el("p", { class: "hs-hint", text: "Run the workflow to see what each layer is stored in and computed in, and why." });
+}
+
+/** @param {Report} report */
+export function headOf(report) {
+  const { model } = report;
+  const size = `${amountText(model.parameters)} parameters, ${sizeText(model.weight_bytes)}`;
+  return [
+    el("div", { class: "hs-title" }, el("strong", { text: model.class || "unknown model" }), verdictPill(report.guard.verdict)),
+    el("div", { class: "hs-sub", title: deviceText(report), text: deviceText(report) }),
+    el("div", { class: "hs-sub", text: size }),
+    shareBar("stored", storageShares(report)),
+    shareBar("computed", modeShares(report)),
+  ];
+}
+
+/** @param {Report} report */
+function guardLines(report) {
+  const { guard } = report;
+  const escalations = Object.entries(guard.escalations).map(([layer, mode]) =>
+    el("div", { class: "hs-event" }, swatch(mode), el("span", {}, el("bdi", { text: layer }), ` \u2192 ${mode}`)),
+  );
+  const events = guard.events.map((event) => {
+    const change = event.from && event.to ? ` ${event.from} \u2192 ${event.to},` : "";
+    return eventLine(event.recovered, `${eventText(event)},${change} ${event.recovered ? "recovered" : "not recovered"}`);
+  });
+  return [...escalations, ...events];
+}
+
+/** @param {Report} report */
+function callsText({ guard }) {
+  return `${guard.calls} calls, ${guard.extra_calls} repeated`;
+}
+
+/** @param {GuardMessage} message */
+export function liveLine(message) {
+  return adviceLine(message, "");
+}
+
+/** A line without the advice that was given already. @param {GuardMessage} message @param {string} given */
+export function adviceLine({ event, verdict, message, advice }, given) {
+  return eventLine(event ? event.recovered : verdict === "recovered", message, advice === given ? "" : advice);
+}
+
+/** @param {boolean} recovered @param {string} text @param {string} [advice] */
+function eventLine(recovered, text, advice = "") {
+  const mark = el("span", { class: "hs-mark", "data-recovered": String(recovered), "aria-hidden": "true" });
+  return el("div", { class: "hs-event" }, mark, el("span", {}, text, advice ? el("span", { class: "hs-dim", text: ` ${advice}` }) : null));
+}
+
+/** @param {Report} report */
+function remarksOf(report) {
+  const without = report.without_effect.map(({ setting, reason }) => el("li", {}, el("code", { text: setting }), ` ${reason}`));
+  const notes = (report.notes ?? []).map((note) => el("li", { text: note }));
+  return [remark("Without effect here", without), remark("Notes", notes)].filter((part) => part !== null);
+}
+
+/** @param {string} title @param {HTMLElement[]} items */
+function remark(title, items) {
+  if (!items.length) return null;
+  return el("details", { class: "hs-remark" }, el("summary", { text: `${title} (${items.length})` }), el("ul", {}, ...items));
+}

@@ -1,0 +1,77 @@
+// @ts-check
+import { whatIn } from "./report.mjs";
+
+/**
+ * What the guards said in the last run. One run is kept: the newest.
+ * @typedef {import("./report.mjs").GuardEvent} GuardEvent
+ * @typedef {{node_id: string | null, prompt_id: string, kind: "event" | "verdict", verdict: string, message: string, advice: string, event: GuardEvent | null}} GuardMessage
+ * @typedef {{verdict: string, message: string, advice: string, events: GuardMessage[]}} GuardState
+ * @typedef {{promptId: string, state: "running" | "done" | "failed", guards: Map<string, GuardState>, events: GuardMessage[]}} Run
+ */
+
+const TOASTS_PER_RUN = 3;
+const NOT_BAD = ["clean", "recovered"];
+
+export class RunLog {
+  /** @type {Run | null} */
+  run = null;
+  /** @type {Set<() => void>} */
+  #listeners = new Set();
+
+  /** Call back on every change; the answer ends it. @param {() => void} listener */
+  onChange(listener) {
+    this.#listeners.add(listener);
+    return () => this.#listeners.delete(listener);
+  }
+
+  /** @param {string} promptId */
+  start(promptId) {
+    this.run = { promptId, state: "running", guards: new Map(), events: [] };
+    this.#changed();
+  }
+
+  /** @param {string} promptId @param {"done" | "failed"} state */
+  end(promptId, state) {
+    if (this.run?.promptId !== promptId) return;
+    this.run.state = state;
+    this.#changed();
+  }
+
+  /** @param {GuardMessage} message */
+  add(message) {
+    if (this.run?.promptId !== message.prompt_id) this.start(message.prompt_id);
+    const run = /** @type {Run} */ (this.run);
+    const id = String(message.node_id ?? "");
+    const guard = run.guards.get(id) ?? { verdict: "", message: "", advice: "", events: [] };
+    run.guards.set(id, guard);
+    guard.verdict = message.verdict || guard.verdict;
+    if (message.kind === "event") {
+      guard.events.push(message);
+      run.events.push(message);
+    } else Object.assign(guard, { message: message.message, advice: message.advice });
+    this.#changed();
+  }
+
+  #changed() {
+    for (const listener of this.#listeners) listener();
+  }
+}
+
+/**
+ * The toast for a guard's message, or null: a few per run, then one that sums up.
+ * @param {GuardMessage} message @param {number} events how many events this run has had, this one included
+ */
+export function toastFor(message, events) {
+  const detail = [message.message, message.advice].filter(Boolean).join(" ");
+  if (message.kind === "event") {
+    const summary = message.event ? `${whatIn(message.event)}, step ${message.event.step}` : "Guard";
+    return events > TOASTS_PER_RUN ? null : { severity: "warn", summary: `Halfsafe: ${summary}`, detail, life: 8000 };
+  }
+  if (!NOT_BAD.includes(message.verdict)) {
+    return { severity: "error", summary: `Halfsafe: ${message.verdict.replaceAll("_", " ")}`, detail, life: 20000 };
+  }
+  const more = events - TOASTS_PER_RUN;
+  return more > 0
+    ? { severity: "info", summary: `Halfsafe: ${message.verdict}, ${more} more guard event${more > 1 ? "s" : ""}`, detail, life: 8000 }
+    : null;
+}

@@ -1,0 +1,57 @@
+// @ts-check
+/** The sidebar tab: what the guards of the last run said, and the reports of this workflow in short. */
+import { el, firstOf, verdictPill } from "./dom.mjs";
+import { adviceLine, headOf } from "./panel.mjs";
+
+/**
+ * @typedef {import("./report.mjs").Report} Report
+ * @typedef {import("./run.mjs").Run} Run
+ * @typedef {import("./run.mjs").GuardState} GuardState
+ * @typedef {{id: string, title: string, report: Report}} NamedReport
+ */
+const STATES = { running: "running", done: "finished", failed: "stopped" };
+
+/**
+ * @param {HTMLElement} root
+ * @param {Run | null} run
+ * @param {NamedReport[]} reports
+ * @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph
+ */
+export function drawSidebar(root, run, reports, graph) {
+  const guards = [...(run?.guards ?? [])];
+  const state = run ? el("span", { class: "hs-dim", text: STATES[run.state] }) : null;
+  root.replaceChildren(
+    el("h3", {}, "Last run ", state),
+    ...(guards.length ? guards.map(([id, guard]) => guardCard(id, guard, graph)) : [quiet(run)]),
+    el("h3", { text: "Reports" }),
+    ...(reports.length ? reports.map((entry) => reportCard(entry, graph)) : [hint("Add a Precision Report node and run the workflow.")]),
+  );
+}
+
+/** @param {Run | null} run */
+function quiet(run) {
+  return hint(run ? "No guard reported anything." : "Nothing was run since this page was opened.");
+}
+
+/** @param {string} id @param {GuardState} guard @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */
+function guardCard(id, guard, graph) {
+  const summary = guard.message ? el("p", {}, guard.message, guard.advice ? el("span", { class: "hs-dim", text: ` ${guard.advice}` }) : null) : null;
+  const events = el("div", { class: "hs-events" }, ...firstOf(guard.events.map((event) => adviceLine(event, guard.advice))));
+  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, verdictPill(guard.verdict || "running")), summary, events);
+}
+
+/** @param {NamedReport} entry @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */
+function reportCard({ id, title, report }, graph) {
+  return el("article", { class: "hs-card hs-head" }, cardTitle(id, title, graph, null), ...headOf(report));
+}
+
+/** @param {string} id @param {string} title @param {{goTo: (id: string) => void}} graph @param {HTMLElement | null} pill */
+function cardTitle(id, title, graph, pill) {
+  const button = el("button", { type: "button", class: "hs-link", title: "Show this node", onclick: () => graph.goTo(id), text: title });
+  return el("div", { class: "hs-title" }, button, pill);
+}
+
+/** @param {string} text */
+function hint(text) {
+  return el("p", { class: "hs-hint", text });
+}
