@@ -90,8 +90,9 @@ def _title(canvas: Canvas, report) -> None:
 def shortened(text: str, width: float, size: int) -> str:
     """The text, cut with "..." to fit a width in pixels."""
     font = font_of(size)
-    if font.getlength(text) <= width:
+    if len(text) <= width and font.getlength(text) <= width:
         return text
+    text = text[: int(width)]
     while text and font.getlength(text + "...") > width:
         text = text[:-1]
     return text + "..."

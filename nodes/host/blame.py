@@ -1,6 +1,7 @@
 """Causes of NaN that no precision cures: what the model was given, and the weights it was loaded with."""
 
 import math
+import operator
 
 import folder_paths
 import torch
@@ -72,7 +73,8 @@ def bad_weight(patcher, name: str | None, layer: str = "") -> str:
 
 
 def _advice_on(patcher, name: str) -> str:
-    weight = patcher.model.diffusion_model.get_parameter(name) if name else None
+    model = getattr(patcher.model, "diffusion_model", patcher.model)
+    weight = operator.attrgetter(name)(model)
     if getattr(weight, "_qdata", weight).dtype.itemsize == 1:
         return (
             "If the file is fine, the cast to fp8 made it so: ComfyUI's own loaders cast without a scale and take scaled e5m2 "

@@ -4,14 +4,12 @@ import contextlib
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 import torch
 from comfy.patcher_extension import WrappersMP
 
 from ...precision import probes
-from ...precision.dtypes import name_of
 from ...precision.guard import (
     ADVICE,
     COMPILED,
@@ -31,18 +29,17 @@ from ...precision.localize import Localizer, Origin, first_bad_weight, reach, te
 from ...precision.ranges import magnitude
 from ...precision.report import GuardReport, plain
 from .blame import bad_input, bad_weight, opaque_attention, sampler_inputs
-from .clamps import ClampWatch, clamps_in_fp16
-from .compute import compute_of, eager, own_forwards
-from .escalated import EscalatedLayers, Observed, matrix_layers, safe_escalation, top_level_parts
-from .layers import is_compiled, modes_of, stream_dtype
+from .clamps import ClampWatch
+from .compute import eager
+from .escalated import EscalatedLayers, Observed, top_level_parts
+from .guarded import WHOLE, Call, Guarded, bad_rows, known_as, state_of
+from .layers import is_compiled
 from .page import running_prompt_id, tell_page
-from .per_model import PerModel, fresh_control
-from .step_cache import StepCache
+from .per_model import PerModel
 from .wrappers import order_wrappers
 
 KEY = "halfsafe.guard"
 INNER_KEY = "halfsafe.guard.layers"
-WHOLE = Escalation(whole=True)
 logger = logging.getLogger("halfsafe")
 
 
@@ -67,62 +64,6 @@ def guard_of(patcher) -> "Guard | None":
     return patcher.attachments.get(KEY)
 
 
-@dataclass
-class _Call:
-    """One call of the denoiser, to be made as often as need be."""
-
-    executor: Callable
-    x: torch.Tensor
-    t: torch.Tensor
-    c_concat: torch.Tensor | None
-    c_crossattn: torch.Tensor | None
-    control: dict | None
-    options: dict
-    extra: dict
-
-    def __post_init__(self):
-        self.cache = StepCache(self.options)
-
-    def __call__(self) -> torch.Tensor:
-        arguments = (self.x, self.t, self.c_concat, self.c_crossattn, fresh_control(self.control), dict(self.options))
-        return self.executor(*arguments, **self.extra)
-
-    def where(self, number: int, result: torch.Tensor) -> Where:
-        sigma = float(self.options.get("sigmas", self.t).flatten()[0])
-        schedule = self.options.get("sample_sigmas")
-        step = int((schedule.float().cpu() - sigma).abs().nan_to_num(math.inf).argmin()) if schedule is not None else 0
-        images = max(1, result.shape[0] // max(1, len(self.options.get("cond_or_uncond") or [0])))
-        return Where(number, step, sigma, sorted({row % images for row in bad_rows(result)}), images)
-
-
-class Guarded:
-    """One model in one state of its weights: what runs wider, and what makes it so."""
-
-    def __init__(self, model, learned: Escalation):
-        patcher = model.current_patcher
-        self.model = weakref.ref(model)
-        self.modules = dict(model.diffusion_model.named_modules())
-        multiplying = {name for name, _ in matrix_layers(model)}
-        self.modes = {name: mode for name, mode in modes_of(patcher).items() if name in multiplying}
-        self.stream = name_of(stream_dtype(patcher))
-        self.half = self.stream == "fp16"
-        self.watches_clamps = self.half and not is_compiled(patcher) and clamps_in_fp16(model.diffusion_model)
-        self.escalation = Escalation()
-        self.layers: EscalatedLayers | None = None
-        self.grow(learned)
-
-    def grow(self, escalation: Escalation) -> None:
-        """Run with this escalation from now on."""
-        if escalation != self.escalation:
-            self.escalation, self.layers = escalation, EscalatedLayers(escalation, self.model(), self.modes)
-
-    def rungs(self) -> list[Escalation]:
-        """The arithmetic to repeat a failed call in, in this order; nothing for a model that is in fp32 already."""
-        lowered = any(mode != "fp32" for mode in self.modes.values()) or self.stream != "fp32"
-        safe = [safe_escalation(self.modes)] if self.half and not self.escalation.whole else []
-        return [*safe, WHOLE] if lowered and not self.escalation.whole else safe
-
-
 class Guard:
     """ComfyUI's wrappers for one guard node: around each call, inside of all others, and around each sampler run."""
 
@@ -132,7 +73,7 @@ class Guard:
         self.on_nan = on_nan
         self.max_retries = max_retries
         self.node_id = node_id
-        self.states: PerModel[Guarded] = PerModel(self._guarded, _state)
+        self.states: PerModel[Guarded] = PerModel(self._guarded, state_of)
         self._active: weakref.WeakKeyDictionary[torch.nn.Module, Callable] = weakref.WeakKeyDictionary()
         self._logs: weakref.WeakKeyDictionary[torch.nn.Module, GuardLog] = weakref.WeakKeyDictionary()
 
@@ -140,7 +81,7 @@ class Guard:
         model = executor.class_obj
         guarded, log = self.states.of(model), self._log(model)
         log.calls += 1
-        call = _Call(executor, x, t, c_concat, c_crossattn, control, transformer_options or {}, kwargs)
+        call = Call(executor, x, t, c_concat, c_crossattn, control, transformer_options or {}, kwargs)
         if log.calls == 1:
             self._check_device(call, guarded, log)
         with ClampWatch(guarded.watches_clamps) as watch:
@@ -191,11 +132,11 @@ class Guard:
     def _guarded(self, model) -> Guarded:
         """Only a guard that may change what runs begins with what others have learned."""
         known = self.learned.get(model, {}) if self.on_nan == "retry_higher" else {}
-        return Guarded(model, known.get(_known_as(model), Escalation()))
+        return Guarded(model, known.get(known_as(model), Escalation()))
 
     def _remember(self, model, guarded: Guarded, escalation: Escalation) -> None:
         guarded.grow(escalation)
-        self.learned.setdefault(model, {})[_known_as(model)] = escalation
+        self.learned.setdefault(model, {})[known_as(model)] = escalation
 
     def _log(self, model) -> GuardLog:
         return self._logs.setdefault(model, GuardLog())
@@ -219,7 +160,7 @@ class Guard:
         finally:
             del self._active[model]
 
-    def _check_device(self, call: _Call, guarded: Guarded, log: GuardLog) -> None:
+    def _check_device(self, call: Call, guarded: Guarded, log: GuardLog) -> None:
         """Once per device and process: a product in the model's dtype, where some devices give zeros."""
         if guarded.stream not in probes.GEMM_TOLERANCE or guarded.escalation.whole:
             return
@@ -236,7 +177,7 @@ class Guard:
         if self.on_nan == "stop":
             raise NonFinite(f"A test product on {call.x.device} is wrong.", "device_fault", advice)
 
-    def _failed(self, call: _Call, guarded: Guarded, log: GuardLog, result: torch.Tensor, hidden: bool) -> torch.Tensor:
+    def _failed(self, call: Call, guarded: Guarded, log: GuardLog, result: torch.Tensor, hidden: bool) -> torch.Tensor:
         where = call.where(log.calls, result)
         problem = None if hidden else bad_input(call, log.calls == 1)
         if problem:
@@ -287,7 +228,7 @@ class Guard:
                 return repeated
         return self._not_cured(call, guarded, log, result, where, origin, left)
 
-    def _located(self, call: _Call, guarded: Guarded, log: GuardLog) -> tuple[Origin | None, torch.Tensor]:
+    def _located(self, call: Call, guarded: Guarded, log: GuardLog) -> tuple[Origin | None, torch.Tensor]:
         """The call again as it was, every operation watched: what failed, and the result."""
         log.extra_calls += 1
         call.cache.put_back()
@@ -327,7 +268,7 @@ class Guard:
         verdict, advice = ("not_precision", "") if ok else ("device_fault", f"{detail}.")
         return self._hopeless(log, where, origin, verdict, result, advice, guarded=guarded)
 
-    def _weight_at_fault(self, call: _Call, origin: Origin | None, everywhere: bool = False) -> str:
+    def _weight_at_fault(self, call: Call, origin: Origin | None, everywhere: bool = False) -> str:
         """Which weight of which file or LoRA is not finite, as a sentence; empty where none is."""
         model = call.executor.class_obj
         if origin and origin.kind == "weights":
@@ -368,32 +309,6 @@ class Guard:
     def _tell(self, prompt: str | None, kind: str, verdict: str, message: str, advice: str, event: dict | None = None) -> None:
         data = {"node_id": self.node_id, "prompt_id": prompt, "kind": kind, "verdict": verdict, "message": message}
         tell_page(EVENT, {**data, "advice": advice, "event": event})
-
-
-def bad_rows(tensor: torch.Tensor) -> list[int]:
-    """The places along the first dimension that hold NaN or Inf."""
-    return (~torch.isfinite(tensor.flatten(1))).any(1).nonzero().flatten().tolist()
-
-
-def _state(model, modules: Iterable[torch.nn.Module] = ()) -> tuple:
-    """What a run depends on: patched weights, hooks, the compute plan, and forwards others have put on the modules."""
-    return model.current_weight_patches_uuid, *_settings(model.current_patcher), own_forwards(modules)
-
-
-def _known_as(model) -> tuple:
-    """What is learned of a model holds for: its patches, hooks, compute plan and dtype.
-
-    ComfyUI gives the patches of a model with hooks a new id in each run, so they are told by themselves.
-    """
-    patcher = model.current_patcher
-    patches = tuple((key, patch[0], id(patch[1])) for key, all_of_it in patcher.patches.items() for patch in all_of_it)
-    return hash(patches), *_settings(patcher)
-
-
-def _settings(patcher) -> tuple:
-    """Hooks hold the weights of a LoRA, and what is learned outlives them: they are named by a reference that keeps nothing."""
-    hooks = getattr(patcher, "current_hooks", None)
-    return hooks and weakref.ref(hooks), compute_of(patcher), name_of(stream_dtype(patcher))
 
 
 def _count(number: int, what: str) -> str:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 NAMES = {
     1: "Feed-forward product past 65504 just before a norm",
@@ -52,7 +52,7 @@ NOT_MADE = {
     23: ("finite, so not seen", "a LoRA on fp8 weights is added by ComfyUI; load 16-bit storage where it is too weak"),
     24: ("an error of other packs' code", "nothing of this pack; errors pass through the guard (see 26)"),
     25: ("an error of other packs' code", "rules keep embedders out of fp8; errors pass through the guard (see 26)"),
-    27: ("needs MPS or XPU", "the pack's loaders convert fp8 that a device lacks; the guard does nothing"),
+    27: ("needs MPS or XPU", "not tried; Device Info names what a device lacks"),
     28: ("needs an older GPU and Triton", "storage e5m2 or fp16; the guard does nothing, as compilation raises"),
     34: ("memory, not values", "the pack's loaders stream tensor by tensor"),
 }
@@ -69,9 +69,6 @@ class Measured:
     after: float | None
     extra_calls: int | None
     note: str = ""
-
-    def fields(self) -> dict:
-        return asdict(self)
 
 
 def table(rows: list[Measured]) -> str:

@@ -34,7 +34,7 @@ BACKGROUNDS = {
     "pink": (0.97, 0.72, 0.79),
 }
 SHAPES = ("circle", "square", "triangle", "star", "heart", "cross")
-RESIDUAL_WRITERS = ("patch_embedding.", ".self_attn.o.", ".cross_attn.o.", ".ffn.2.")
+RESIDUAL_WRITERS = ("img_in.proj.", "img_attn.proj.", "img_mlp.2.")
 MIN_OVERLAP = 0.7
 
 
@@ -95,9 +95,9 @@ def pixels_of(picture: bytes | np.ndarray) -> np.ndarray:
 
 
 def write_overflowing(source: Path, target: Path, factor: float = 2.0**13) -> Path:
-    """A copy of a Wan model that computes the same function and whose residual stream leaves fp16's range.
+    """A copy of the shapes model that computes the same function and whose residual stream leaves fp16's range.
 
-    Everything that writes to the stream is multiplied by a power of two. The stream is only ever read through layer
+    Everything that writes to the image's stream is multiplied by a power of two. The stream is only ever read through layer
     norms, which divide it out again.
     """
     with safe_open(source, framework="pt") as file:

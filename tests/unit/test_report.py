@@ -285,3 +285,19 @@ def test_all_four_settings_are_reported_and_nothing_is_changed():
         assert entry["requested"] == "unchanged" and entry["in_scope"] == entry["outside"]
     assert entries["fp8_fast_accumulation"]["in_scope"] is False
     assert probes.read_flags() == before
+
+
+def test_the_chart_shows_ranges_sums_and_what_the_guard_did():
+    plain, shown = wan(), wan()
+    shown.ranges = {layer.name: 2.0 ** (index % 20) for index, layer in enumerate(shown.layers)}
+    shown.layers[3].accumulation = "fp16"
+    shown.guard = contract_report().guard
+    picture = report.chart(shown)
+    assert picture.shape[0] > report.chart(plain).shape[0] + chart.RANGE_HEIGHT
+    for colour in (chart.BEYOND, chart.WITHIN, chart.SUM_COLOURS["fp16"]):
+        assert share_of(picture, colour).any()
+
+
+def test_a_name_of_any_length_is_cut_at_once():
+    text = chart.shortened("x" * 10_000_000, 100, 15)
+    assert text.endswith("...") and len(text) < 100
