@@ -1,6 +1,7 @@
 """An accumulation request on a ModelPatcher: flags, sums and attention hold for the length of each model call."""
 
 import contextlib
+import weakref
 from collections.abc import Iterable
 
 import comfy.ldm.modules.attention
@@ -206,6 +207,7 @@ def _state(model, modules: Iterable[torch.nn.Module]) -> tuple:
     forwards = own_forwards(modules)
     compiled = COMPILE_KWARGS in patcher.model_options
     hooks = getattr(patcher, "current_hooks", None)
+    hooks = hooks and weakref.ref(hooks)
     return model.current_weight_patches_uuid, hooks, compute_of(patcher), name_of(stream_dtype(patcher)), compiled, forwards
 
 

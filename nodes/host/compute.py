@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 
 import comfy.ops
@@ -18,6 +19,7 @@ from ...precision.patching import Patch, patched
 from ...precision.quantize import activation_scale
 from ...precision.ranges import Ranges, Slot
 from .per_model import PerModel, fresh_control
+from .step_cache import StepCache
 from .wrappers import order_wrappers
 
 KEY = "halfsafe.compute"
@@ -53,9 +55,12 @@ class Compute:
 
     def __call__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
         run = self.runs.of(executor.class_obj)
-        options = run.options(transformer_options or {})
+        options, cache, made = run.options(transformer_options or {}), StepCache(transformer_options or {}), []
 
         def call():
+            if made:
+                cache.put_back()
+            made.append(True)
             run.attention.begin()
             with eager(run.ranges.measuring):
                 return executor(x, t, c_concat, c_crossattn, fresh_control(control), options, **kwargs)
@@ -157,7 +162,8 @@ def in_one_dtype(attention, q, k, v, *args, **kwargs) -> torch.Tensor:
 
 def _state(model, modules: Iterable[torch.nn.Module]) -> tuple:
     """What a run depends on: the patched weights, active hooks, and forwards that others have put on the modules."""
-    return model.current_weight_patches_uuid, getattr(model.current_patcher, "current_hooks", None), own_forwards(modules)
+    hooks = getattr(model.current_patcher, "current_hooks", None)
+    return model.current_weight_patches_uuid, hooks and weakref.ref(hooks), own_forwards(modules)
 
 
 def own_forwards(modules: Iterable[torch.nn.Module]) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 import torch._dynamo
-from halfsafe.nodes.host.compute import compute_of
 from halfsafe.nodes.host.guard_encoders import ATTRIBUTE
 from halfsafe.precision.guard import NonFinite
 from halfsafe.precision.quantize import relative_error
@@ -44,7 +43,7 @@ def clean(models_dir):
 
 @pytest.fixture(scope="module")
 def lora(models_dir):
-    save_file(model_files.lora(LAYERS, size=0.1), str(models_dir / "loras" / "interplay.safetensors"))
+    save_file(model_files.lora(LAYERS, size=30.0), str(models_dir / "loras" / "interplay.safetensors"))
     return "interplay.safetensors"
 
 
@@ -158,17 +157,18 @@ def test_the_core_node_of_torch_compile(comfy, wan, stack, backend):
     torch._dynamo.reset()
 
 
-@stacks
-def test_a_merge_of_two_loaded_models(comfy, wan, clean, stack):
-    merge = core("comfy_extras.nodes_model_merging").ModelMergeSimple().merge
-    storage, compute = STACKS[stack]
-    expected = families.sample(merge(*(load(comfy, path, "fp32", "fp32") for path in (wan, clean)), 0.6)[0], "wan")
-    alone = [load(comfy, path, storage, compute) for path in (wan, clean)]
-    model = through_the_nodes(comfy, merge(*alone, 0.6)[0])
-    error = relative_error(expected, families.sample(model, "wan"))
-    assert error < (0.05 if storage == "fp8_e4m3fn" else BOUND), "at the floor of its storage"
+def merged(*models):
+    return core("comfy_extras.nodes_model_merging").ModelMergeSimple().merge(*models, 0.6)[0]
+
+
+@pytest.mark.parametrize("compute", ["fp16", "fp16_safe"])
+def test_a_merge_of_two_loaded_models(comfy, wan, clean, compute):
+    expected = families.sample(merged(*(load(comfy, path, "fp32", "fp32") for path in (wan, clean))), "wan")
+    alone = [load(comfy, path, "fp16", compute) for path in (wan, clean)]
+    assert relative_error(expected, families.sample(through_the_nodes(comfy, merged(*alone)), "wan")) < BOUND
     first = families.sample(load(comfy, wan, "fp32", "fp32"), "wan")
-    assert relative_error(first, families.sample(through_the_nodes(comfy, alone[0]), "wan")) < 0.05, "the merge left its models"
+    assert relative_error(first, expected) > 5 * BOUND
+    assert relative_error(first, families.sample(through_the_nodes(comfy, alone[0]), "wan")) < BOUND, "the first is as it was"
 
 
 def scheduled(comfy, lora, cond, start=0.5):
@@ -181,16 +181,48 @@ def scheduled(comfy, lora, cond, start=0.5):
     return nodes.ConditioningSetProperties().set_properties(cond, 1.0, "default", hooks=hooks)[0]
 
 
-@stacks
-def test_a_scheduled_lora_by_hook(comfy, wan, lora, stack):
+@pytest.mark.parametrize("compute", ["fp16", "fp16_safe"])
+def test_a_scheduled_lora_by_hook(comfy, wan, lora, compute):
     cond = families.conditioning("wan")
-    reference, model = pair(comfy, wan, stack)
+    reference = load(comfy, wan, "fp16", "fp32")
+    model = through_the_nodes(comfy, load(comfy, wan, "fp16", compute))
     expected = sample(reference, scheduled(comfy, lora, cond), cfg=1.0, steps=4)
     without = sample(reference, cond, cfg=1.0, steps=4)
     assert relative_error(without, expected) > 2 * BOUND, "the LoRA acts"
     for _ in range(2):
         assert relative_error(expected, sample(model, scheduled(comfy, lora, cond), cfg=1.0, steps=4)) < BOUND
     assert relative_error(without, sample(model, cond, cfg=1.0, steps=4)) < BOUND, "and is gone afterwards"
+
+
+@pytest.fixture(scope="module")
+def stored_in_fp8(comfy, clean, models_dir):
+    """The clean model as a file in ComfyUI's own fp8 format."""
+    from halfsafe.precision.convert import convert_file
+    from halfsafe.precision.rules import rules_from
+
+    path = models_dir / "diffusion_models" / "interplay_fp8.safetensors"
+    convert_file(clean, path, "fp8_e4m3fn", rules_from())
+    return path
+
+
+OTHERS = {
+    "merge": lambda comfy, model, lora: families.sample(merged(model, model), "wan", steps=1),
+    "hook": lambda comfy, model, lora: sample(model, scheduled(comfy, lora, families.conditioning("wan"), 0.0), cfg=1.0, steps=1),
+}
+
+
+@pytest.mark.parametrize("action", OTHERS)
+def test_what_comfyui_cannot_do_with_fp8_of_its_own_loader_either(comfy, clean, stored_in_fp8, lora, action):
+    """Both read every name of the state dict as an attribute, and a quantized layer's scale is none."""
+
+    def outcome(model):
+        try:
+            return is_finite(OTHERS[action](comfy, model, lora))
+        except AttributeError as error:
+            return str(error)
+
+    (stock,) = comfy.core["UNETLoader"]().load_unet(stored_in_fp8.name, "default")
+    assert outcome(load(comfy, clean, "fp8_e4m3fn", "fp32")) == outcome(stock)
 
 
 @stacks
@@ -231,7 +263,8 @@ def test_regions_by_area_and_by_mask(comfy, wan, stack):
     left, right, whole = (families.conditioning("wan", seed=seed) for seed in (1, 2, 3))
     mask = torch.zeros(1, 64, 64)
     mask[:, 32:] = 1.0
-    (left,) = comfy.core["ConditioningSetAreaPercentage"]().append(left, 0.5, 1.0, 0.0, 0.0, 1.0)
+    area = core("comfy_extras.nodes_video_model").ConditioningSetAreaPercentageVideo()
+    (left,) = area.append(left, 0.5, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0)
     (right,) = comfy.core["ConditioningSetMask"]().append(right, mask, "default", 1.0)
     conds = [*left, *right, *whole]
     reference, model = pair(comfy, wan, stack)
@@ -254,10 +287,10 @@ def vaes(models_dir):
     return {kind: path for kind, (path, _) in made.items()}
 
 
-LATENTS = {"image": (2, 4, 16, 16), "video": (1, 16, 3, 16, 16)}
+LATENTS = {"image": (2, 4, 8, 8), "video": (1, 16, 3, 8, 8)}
 DECODERS = {
     "VAEDecode": {},
-    "VAEDecodeTiled": {"tile_size": 64, "overlap": 16, "temporal_size": 8, "temporal_overlap": 4},
+    "VAEDecodeTiled": {"tile_size": 32, "overlap": 8, "temporal_size": 8, "temporal_overlap": 4},
 }
 
 
@@ -348,7 +381,7 @@ def test_cancel_in_a_step(comfy, wan, stack, at):
         families.sample(model, "wan", steps=6)
     hook.remove()
     assert (left_on(model), states(), model.model.manual_cast_dtype) == (modules, flags, cast)
-    assert compute_of(model) is None or not core("comfy.model_management").processing_interrupted()
+    assert not core("comfy.model_management").processing_interrupted()
     assert relative_error(families.sample(reference, "wan"), families.sample(model, "wan")) < BOUND
 
 
@@ -363,14 +396,16 @@ def test_cancel_in_a_decode(comfy, vaes, kind, at):
         expected = vae.decode(latent)
         module, flags = vae.first_stage_model.decoder, states()
         modules = {name: set(part.__dict__) for name, part in module.named_modules()}
+        hooks = dict(vae.patcher.object_patches)
         per_decode = 1 if kind == "image" else LATENTS[kind][2]
         hook = interrupting(module, 1 + (at - 1) * per_decode)
         with pytest.raises(core("comfy.model_management").InterruptProcessingException):
             vae.decode(latent)
         hook.remove()
-        assert {name: set(part.__dict__) for name, part in module.named_modules()} == modules
         assert states() == flags and vae.vae_dtype == half.vae_dtype == torch.float16
         assert torch.equal(vae.decode(latent), expected)
+        assert {name: set(part.__dict__) for name, part in module.named_modules()} == modules
+        assert vae.patcher.object_patches == hooks
 
 
 @pytest.mark.parametrize("storage", ["as_file", "fp8_e4m3fn"])

@@ -44,6 +44,7 @@ def read(path: Path) -> str:
 
 def test_the_archive_holds_the_pack_and_no_development_file() -> None:
     assert {Path("__init__.py"), Path("pyproject.toml"), Path("LICENSE"), Path("README.md")} <= set(SHIPPED)
+    assert Path("web/docs/HalfsafeNaNGuard.md") in SHIPPED
     assert {path.parts[0] for path in SHIPPED}.isdisjoint({"tests", "scripts", "benchmarks", "examples", ".github", ".ci"})
 
 
