@@ -150,7 +150,7 @@ def _show(stage: Stage) -> bool:
         _play(stage, QUICK)
         return True
     scenes = (QUICK, *STORY)
-    asked = stage.options.prompt or "a red heart on a black background"
+    asked = stage.options.prompt or "a blue star on a pink background"
     pictures = [_play(stage, scene, asked) for scene in scenes]
     sheet = stage.options.output / "side-by-side.png"
     _run_shapes(stage.environment, "sheet", sheet, *pictures[1:])

@@ -26,16 +26,16 @@ GUARDS = ("HalfsafeNaNGuard", "HalfsafeGuardVAE")
 SIZE = {"width": shapes.SIZE, "height": shapes.SIZE, "steps": 16}
 SHOWN = (
     "a red circle", "a blue square", "a green triangle", "a yellow star on a black background",
-    "a purple heart on a pink background", "an orange cross on a grey background", "a yellow circle on a grey background",
-    "a green heart on a black background", "a blue star on a pink background", "a red square on a black background",
+    "a blue star on a pink background", "an orange cross on a grey background", "a yellow circle on a grey background",
+    "a green square on a black background", "a purple heart on a pink background", "a red square on a black background",
 )  # fmt: skip
 THUMBNAILS = {
-    "quick-fp8": ["a red heart"],
+    "quick-fp8": ["a blue star on a pink background"],
     "old-gpu-without-bf16": ["a yellow star on a black background"],
     "ampere-accumulation": ["a blue circle on a grey background"],
     "analyse-and-save-fp8": ["a green triangle"],
     "everything-automatic": [SHOWN[0], SHOWN[1], SHOWN[3], SHOWN[4]],
-    "fp8-against-the-original": ["a purple heart on a pink background"],
+    "fp8-against-the-original": ["an orange cross on a grey background"],
 }
 
 
@@ -80,7 +80,7 @@ def _thumbnails(studio: Studio) -> None:
     for name, texts in THUMBNAILS.items():
         pictures = [picture for text in texts for picture in studio.draw(name, text)[: 2 if "against" in name else 1]]
         _save(ROOT / "workflows" / f"{name}.jpg", pictures, 1 if len(pictures) == 1 else 2, 384 // min(len(pictures), 2))
-    story = [*studio.draw("black-image-rescue", SHOWN[0], True, GUARDS), studio.draw("black-image-rescue", SHOWN[0], True)[0]]
+    story = [studio.draw("black-image-rescue", SHOWN[0], True, bypassed)[0] for bypassed in (GUARDS, ())]
     _save(ROOT / "workflows" / "black-image-rescue.jpg", story, 2, 256)
 
 
@@ -91,7 +91,7 @@ def _readme(studio: Studio) -> None:
         for text in SHOWN
     ]
     _save(IMAGES / "shapes.jpg", grid, len(SHOWN), shapes.SIZE)
-    asked = "a red heart on a black background"
+    asked = "a blue star on a pink background"
     story = [
         studio.draw("black-image-rescue", asked, True, GUARDS)[0],
         studio.draw("black-image-rescue", asked, True)[0],

@@ -12,7 +12,7 @@ from support import shapes
 from workflow import ask_for, bypass, shrink, small_file, substitute_files, to_prompt
 
 WORKFLOWS = sorted((Path(__file__).absolute().parents[2] / "workflows").glob("*.json"))
-ASKED = shapes.Shape("red", "heart")
+ASKED = shapes.Shape("blue", "star", "pink")
 GUARDS = ("HalfsafeNaNGuard", "HalfsafeGuardVAE")
 OVERFLOWING = "shapes_overflowing.safetensors"
 
