@@ -106,7 +106,7 @@ class Localizer(TorchDispatchMode):
         name = func.overloadpacket.__name__
         inputs = tensors_in((args, kwargs))
         states = [(tensor, reach(tensor)) for tensor in inputs]
-        result = func(*args, **kwargs)
+        result = _plain_alias(func, func(*args, **kwargs))
         if name in MADE_SO:
             for tensor in tensors_in(result):
                 self._made.pop(_key(tensor), None)
@@ -177,6 +177,14 @@ class Localizer(TorchDispatchMode):
         if name is None:
             return None
         return Origin(frame.name, f"{frame.name}.{name}", "weights", "", math.nan)
+
+
+def _plain_alias(func, result):
+    """What ``torch.Tensor(tensor)`` gives of another pack's tensor class.
+
+    Under a dispatch mode torch leaves it of that class and calls the class's constructor on it, without its arguments.
+    """
+    return result.as_subclass(torch.Tensor) if func is torch.ops.aten.alias.default else result
 
 
 def first_bad_weight(module: torch.nn.Module) -> str | None:

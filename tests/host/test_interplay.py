@@ -287,13 +287,14 @@ def vaes(models_dir):
     return {kind: path for kind, (path, _) in made.items()}
 
 
-LATENTS = {"image": (2, 4, 8, 8), "video": (1, 16, 3, 8, 8)}
+LATENTS = {"image": (2, 4, 8, 8), "video": (1, 16, 3, 4, 8)}
 DECODERS = {
     "VAEDecode": {},
     "VAEDecodeTiled": {"tile_size": 32, "overlap": 8, "temporal_size": 8, "temporal_overlap": 4},
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("kind", LATENTS)
 def test_the_core_nodes_decode_with_a_guarded_vae(comfy, vaes, kind, decoder):
@@ -385,11 +386,12 @@ def test_cancel_in_a_step(comfy, wan, stack, at):
     assert relative_error(families.sample(reference, "wan"), families.sample(model, "wan")) < BOUND
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LATENTS)
 @pytest.mark.parametrize("at", [1, 2])
 def test_cancel_in_a_decode(comfy, vaes, kind, at):
     """In the first decode and in the repeat."""
-    latent = torch.randn(LATENTS[kind], generator=torch.Generator().manual_seed(3))
+    latent = torch.randn(LATENTS[kind], generator=torch.Generator().manual_seed(3))[..., :4, :4]
     half = comfy.run("HalfsafeLoadVAE", vae_name=vaes[kind].name, dtype="fp16")[0]
     vae = comfy.run("HalfsafeGuardVAE", vae=half, on_nan="retry_higher")[0]
     with torch.inference_mode():
