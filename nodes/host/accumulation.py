@@ -13,13 +13,14 @@ from ...precision.accumulation import PARTS, AccumulationPlan, Request, Work, pl
 from ...precision.attention import BoundedAttention
 from ...precision.devices import detect
 from ...precision.dtypes import name_of
+from ...precision.eager import eager
 from ...precision.operations import kind_of
 from ...precision.partial_sums import FLAG, BoundedLinear, SumSlot
 from ...precision.patching import Patch, patched
 from ...precision.ranges import Ranges
 from ...precision.report import flag_report, flag_reports
 from . import fast_sums
-from .compute import OVERRIDE, UNFUSED, compute_of, core_weights, eager, only_multiplies, own_forwards, torch_weights
+from .compute import OVERRIDE, UNFUSED, compute_of, core_weights, only_multiplies, own_forwards, torch_weights
 from .layers import COMPILE_KWARGS, is_compiled, modes_of, stream_dtype
 from .per_model import PerModel, fresh_control
 from .wrappers import order_wrappers

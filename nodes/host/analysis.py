@@ -10,11 +10,12 @@ from ...precision.analysis import Analysis, Session, Subject, analyze
 from ...precision.analysis_candidates import Candidate, with_fp16_sums
 from ...precision.analysis_search import MAX_TRIALS
 from ...precision.dtypes import name_of
+from ...precision.eager import eager
 from ...precision.operations import kind_of
 from ...precision.patching import Patch
 from ...precision.rules import Rules, rules_from
 from .accumulation import accumulation_of, with_accumulation
-from .compute import compute_of, core_weights, eager, only_multiplies, set_compute
+from .compute import compute_of, core_weights, only_multiplies, set_compute
 from .layers import layers_of, stream_dtype
 
 KEY = "halfsafe.analysis"

@@ -13,6 +13,7 @@ from comfy.patcher_extension import WrappersMP
 from ...precision import flags
 from ...precision.compute_plan import ComputeDecision, ComputePlan
 from ...precision.dtypes import dtype_named, name_of
+from ...precision.eager import eager
 from ...precision.operations import SafeAttention, SafeOperation, kind_of, matrix_work
 from ...precision.partial_sums import FLAG
 from ...precision.patching import Patch, patched
@@ -286,9 +287,3 @@ def _switches(module: torch.nn.Module) -> list[Patch]:
     """What makes a core operation cast its weights to its input's dtype, and not multiply in fp8 on its own."""
     wanted = {"comfy_cast_weights": True, "_full_precision_mm": True}
     return [(module, name, value) for name, value in wanted.items() if hasattr(module, name)]
-
-
-def eager(measuring: bool):
-    """Measuring reads numbers back from the device, which a compiled graph cannot."""
-    stance = getattr(torch.compiler, "set_stance", None)
-    return stance("force_eager") if measuring and stance else contextlib.nullcontext()

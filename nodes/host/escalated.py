@@ -9,13 +9,14 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequenti
 
 from ...precision import flags
 from ...precision.compute_plan import ComputeDecision, ComputePlan
+from ...precision.eager import eager
 from ...precision.guard import Escalation, Seen, span_of
 from ...precision.operations import SafeAttention, kind_of
 from ...precision.partial_sums import FLAG
 from ...precision.patching import Patch, patched
 from ...precision.ranges import magnitude
 from ...precision.record import Choice
-from .compute import OVERRIDE, UNFUSED, PlannedLayers, eager, in_one_dtype, only_multiplies
+from .compute import OVERRIDE, UNFUSED, PlannedLayers, in_one_dtype, only_multiplies
 from .per_model import fresh_control
 
 SCALED = ("fp16_wide", "fp16_scaled")

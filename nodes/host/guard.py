@@ -10,6 +10,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ...precision import probes
+from ...precision.eager import eager
 from ...precision.guard import (
     ADVICE,
     COMPILED,
@@ -30,7 +31,6 @@ from ...precision.ranges import magnitude
 from ...precision.report import GuardReport, plain
 from .blame import bad_input, bad_weight, opaque_attention, sampler_inputs
 from .clamps import ClampWatch
-from .compute import eager
 from .escalated import EscalatedLayers, Observed, top_level_parts
 from .guarded import WHOLE, Call, Guarded, bad_rows, known_as, state_of
 from .layers import is_compiled
