@@ -17,7 +17,7 @@ def run_guard(args: argparse.Namespace) -> dict:
     comfy = load_comfy(args)
     from support import families, tiny_models
 
-    wide = tiny_models.wan(comfy.folder / "wide.safetensors", dim=512, blocks=6, ffn=2048)
+    wide = tiny_models.wan(comfy.folder / "wide.safetensors", dim=1024, blocks=8, ffn=4096)
     flux = families.write("flux", comfy.folder)
     clean = {
         "wan bf16": _overhead(comfy, families, wide, "wan", "bf16", args.runs),
