@@ -1,6 +1,5 @@
 """What the guard needs of one model and of one of its calls: how to make it again, and in what state it is known."""
 
-import math
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ class Call:
     def where(self, number: int, result: torch.Tensor) -> Where:
         sigma = float(self.options.get("sigmas", self.t).flatten()[0])
         schedule = self.options.get("sample_sigmas")
-        step = int((schedule.float().cpu() - sigma).abs().nan_to_num(math.inf).argmin()) if schedule is not None else 0
+        step = int((schedule.float().cpu() - sigma).abs().argmin()) if schedule is not None else 0
         images = max(1, result.shape[0] // max(1, len(self.options.get("cond_or_uncond") or [0])))
         return Where(number, step, sigma, sorted({row % images for row in bad_rows(result)}), images)
 
