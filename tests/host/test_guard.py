@@ -8,10 +8,10 @@ from halfsafe.precision.partial_sums import FLAG
 from halfsafe.precision.quantize import relative_error
 from halfsafe.precision.rules import rules_from
 from support import families, tiny_models
+from support.broken_arithmetic import SumsInFp16
 from support.families import load
 from support.guarding import Counted, guarded, inside, is_finite, modes_of, plain_fp16, report_of
 from support.summing import accumulation
-from torch.overrides import TorchFunctionMode
 
 # family, kind, the layer or part named first, what named there
 CASES = [
@@ -32,17 +32,7 @@ SAMPLERS = ["euler_ancestral", "dpmpp_2m_sde", "uni_pc", "res_multistep"]
 @pytest.fixture(scope="module")
 def files(models_dir):
     """(family, kind) -> the file of that model; kind None: the clean one."""
-    folder, made = models_dir / "diffusion_models", {}
-
-    def get(family, kind=None):
-        if (family, None) not in made:
-            made[family, None] = families.write(family, folder)
-        if (family, kind) not in made:
-            target = folder / f"guard_{family}_{kind}.safetensors"
-            made[family, kind] = families.write_scaled(made[family, None], target, families.OVERFLOWS[family][kind])
-        return made[family, kind]
-
-    return get
+    return families.files_in(models_dir / "diffusion_models", "guard")
 
 
 @pytest.mark.parametrize(("family", "kind", "layer", "named"), CASES)
@@ -187,17 +177,6 @@ def test_fp8_weights_that_overflow_fp16(comfy, files):
     model = guarded(comfy, load(comfy, path, "fp8_e4m3fn", "fp16"))
     assert relative_error(reference, families.sample(model, "wan")) < 0.01
     assert report_of(model).events[0].layer == "blocks.0.ffn.2"
-
-
-class SumsInFp16(TorchFunctionMode):
-    """fp16 products whose running sum passes fp16's range become inf while torch's flag for fp16 sums is on."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func is torch.nn.functional.linear and args[0].dtype == torch.float16 and flags.is_on(FLAG):
-            positive = args[0].float().clamp(min=0) @ args[1].float().clamp(min=0).t()
-            result = result * torch.exp((positive > 65504).to(result.dtype) * 1e4)
-        return result
 
 
 def test_fp16_sums_that_overflow_go_back_to_fp32_sums(comfy, files):

@@ -15,31 +15,16 @@ from support import dialects, families, model_files, tiny_models
 from support.broken_arithmetic import HalfProductsAreZero, SumsInFp16
 from support.failure_classes import Measured
 from support.families import load
-from support.guarding import guarded, inside, is_finite, modes_of, plain_fp16, report_of
+from support.guarding import core, guarded, inside, is_finite, modes_of, plain_fp16, report_of
 from support.summing import accumulation
 
 GOOD = 0.01
 
 
-def core(module: str):
-    """A module of ComfyUI, whose name the fixture ``comfy`` takes."""
-    return importlib.import_module(module)
-
-
 @pytest.fixture(scope="module")
 def files(models_dir):
     """(family, kind) -> the file of that model; kind None: the clean one."""
-    folder, made = models_dir / "diffusion_models", {}
-
-    def get(family, kind=None):
-        if (family, None) not in made:
-            made[family, None] = families.write(family, folder)
-        if (family, kind) not in made:
-            target = folder / f"class_{family}_{kind}.safetensors"
-            made[family, kind] = families.write_scaled(made[family, None], target, families.OVERFLOWS[family][kind])
-        return made[family, kind]
-
-    return get
+    return families.files_in(models_dir / "diffusion_models", "class")
 
 
 @pytest.fixture(scope="module")

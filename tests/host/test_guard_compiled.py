@@ -8,13 +8,8 @@ import torch._dynamo
 from halfsafe.precision.quantize import relative_error
 from support import families, tiny_models
 from support.families import load
-from support.guarding import guarded, inside, plain_fp16, report_of
+from support.guarding import core, guarded, inside, plain_fp16, report_of, sample
 from torch._dynamo.utils import counters
-
-
-def core(module: str):
-    """A module of ComfyUI, whose name the fixture ``comfy`` takes."""
-    return importlib.import_module(module)
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +25,6 @@ def overflowing(models_dir):
 @pytest.fixture(scope="module")
 def fp32(comfy, overflowing):
     return load(comfy, overflowing, "fp32", "fp32")
-
-
-def sample(model, positive, negative=None, cfg=3.0, steps=2, sampler="euler", **options):
-    """A latent from ComfyUI's sampler with both conditionings."""
-    start = families.noise(model)
-    negative = negative or families.conditioning("wan", seed=9)
-    run = core("comfy.sample").sample
-    return run(model, start, steps, cfg, sampler, "simple", positive, negative, torch.zeros_like(start), seed=1, **options)
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The guard among other nodes: in any order, with hooks, regions, masks, merges, threads and errors."""
 
 import gc
-import importlib
 import itertools
 import math
 import threading
@@ -16,13 +15,8 @@ from halfsafe.precision.quantize import relative_error
 from safetensors.torch import load_file, save_file
 from support import families, tiny_models
 from support.families import load
-from support.guarding import guarded, inside, is_finite, plain_fp16, report_of
+from support.guarding import core, guarded, inside, is_finite, plain_fp16, report_of, sample
 from support.summing import accumulation
-
-
-def core(module: str):
-    """A module of ComfyUI, whose name the fixture ``comfy`` takes."""
-    return importlib.import_module(module)
 
 
 @pytest.fixture(scope="module")
@@ -38,14 +32,6 @@ def overflowing(models_dir):
 @pytest.fixture(scope="module")
 def fp32(comfy, overflowing):
     return load(comfy, overflowing, "fp32", "fp32")
-
-
-def sample(model, positive, negative=None, cfg=3.0, steps=2, sampler="euler", **options):
-    """A latent from ComfyUI's sampler with both conditionings."""
-    start = families.noise(model)
-    negative = negative or families.conditioning("wan", seed=9)
-    run = core("comfy.sample").sample
-    return run(model, start, steps, cfg, sampler, "simple", positive, negative, torch.zeros_like(start), seed=1, **options)
 
 
 def test_prompts_of_different_lengths(comfy, overflowing, fp32):

@@ -10,9 +10,9 @@ from halfsafe.precision import probes
 from halfsafe.precision.guard import NonFinite
 from safetensors.torch import save_file
 from support import families, tiny_models
+from support.broken_arithmetic import HalfProductsAreZero
 from support.families import load
 from support.guarding import Counted, guarded, inside, is_finite, plain_fp16, report_of
-from torch.overrides import TorchFunctionMode
 
 MOST_CALLS = 4
 
@@ -177,15 +177,6 @@ def test_the_same_call_finite_the_second_time_is_the_device(comfy, clean):
     report = report_of(model)
     assert report.verdict == "device_fault" and report.extra_calls == 1 and report.events[0].recovered
     assert "driver" in report.advice
-
-
-class HalfProductsAreZero(TorchFunctionMode):
-    """As on devices whose fp16 GEMM returns zeros."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        products = (torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm)
-        return result * 0 if func in products and result.dtype == torch.float16 else result
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -156,6 +157,21 @@ def write(family: str, folder: Path) -> Path:
     """The family's clean model."""
     build = {**tiny_models.FAMILIES, **tiny_models.SLOW_FAMILIES}[family]
     return build(folder / f"{family}.safetensors")
+
+
+def files_in(folder: Path, prefix: str) -> Callable[..., Path]:
+    """(family, kind) -> the file of that model, written when it is first asked for; kind None: the clean one."""
+    made: dict[tuple, Path] = {}
+
+    def get(family: str, kind: str | None = None) -> Path:
+        if (family, None) not in made:
+            made[family, None] = write(family, folder)
+        if (family, kind) not in made:
+            target = folder / f"{prefix}_{family}_{kind}.safetensors"
+            made[family, kind] = write_scaled(made[family, None], target, OVERFLOWS[family][kind])
+        return made[family, kind]
+
+    return get
 
 
 def load(comfy, path: Path, storage: str = "as_file", compute: str = "fp32", rules=None):

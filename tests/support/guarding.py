@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 from halfsafe.nodes.host.guard import guard_of
+from support import families
 from support.families import load
 
 
@@ -59,3 +62,16 @@ def inside(model, change, key: str = "test.inside"):
 
 def is_finite(tensor: torch.Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
+
+
+def core(module: str):
+    """A module of ComfyUI, whose name the fixture ``comfy`` takes."""
+    return importlib.import_module(module)
+
+
+def sample(model, positive, negative=None, cfg=3.0, steps=2, sampler="euler", **options) -> torch.Tensor:
+    """A latent from ComfyUI's sampler with both conditionings."""
+    start = families.noise(model)
+    negative = negative or families.conditioning("wan", seed=9)
+    run = core("comfy.sample").sample
+    return run(model, start, steps, cfg, sampler, "simple", positive, negative, torch.zeros_like(start), seed=1, **options)
