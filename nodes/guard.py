@@ -1,7 +1,9 @@
 """Never a black image without being told why."""
 
+import torch
 from comfy_api.latest import io, ui
 
+from ..precision.errors import HalfsafeError
 from ..precision.finite import not_finite
 from ..precision.guard import ON_NAN, NonFinite
 from .badge import badge, model_words
@@ -122,6 +124,8 @@ class CheckFinite(io.ComfyNode):
 
     @classmethod
     def execute(cls, value, on_nan) -> io.NodeOutput:
+        if not isinstance(value, (torch.Tensor, dict, list)):
+            raise HalfsafeError(f"Check Finite was given a {type(value).__name__}.", "Connect a LATENT, IMAGE or CONDITIONING.")
         found = not_finite(value)
         text = "\n".join(map(str, found)) or "Finite: no NaN and no Inf."
         if found and on_nan == "stop":

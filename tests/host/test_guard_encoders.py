@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from halfsafe.nodes.host.guard_encoders import ATTRIBUTE
+from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.guard import NonFinite
 from halfsafe.precision.quantize import relative_error
 from safetensors.torch import load_file, save_file
@@ -262,6 +263,12 @@ def test_check_finite(comfy):
         check(comfy, image, "stop")
     with pytest.raises(NonFinite, match="pooled_output"):
         check(comfy, [[torch.zeros(1, 2, 8), {"pooled_output": torch.full((1, 8), math.inf)}]], "stop")
+
+
+def test_check_finite_refuses_what_it_cannot_look_into(comfy, files):
+    """The page refuses the link; a prompt over the API does not."""
+    with pytest.raises(HalfsafeError, match="VAE"):
+        check(comfy, load(comfy, files["image"]))
 
 
 def test_the_guarded_vae_is_still_a_vae(comfy, files):
