@@ -6,6 +6,7 @@ already on an fp8 grid survives being scaled again.
 """
 
 import math
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 from .dtypes import FP8_DTYPES, max_of
 
 CHUNK = 1 << 18
-PART = 1 << 23
+PART = 1 << 20
 MIN_SCALE_EXPONENT = -24
 
 
@@ -82,17 +83,29 @@ def power_of_two_scale(amax: float, dtype: torch.dtype) -> float:
 def quantize(tensor: torch.Tensor, dtype: torch.dtype, amax: float) -> Quantized:
     """Quantize a finite tensor whose :func:`absolute_max` is ``amax``.
 
-    Works in chunks: beyond the result it needs a few MB, whatever the size. The scale is exact and keeps every value in
+    Works in chunks: beyond the result it needs 4 MB, whatever the size. The scale is exact and keeps every value in
     range, so no clamp is needed and the result is the same on every torch version.
     """
     scale = power_of_two_scale(amax, dtype)
     data = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     source, target = tensor.contiguous().view(-1), data.view(-1)
     exact = _scales_exactly(tensor.dtype, 1.0 / scale)
-    scaled = torch.empty(min(PART, source.numel()), dtype=tensor.dtype if exact else torch.float32, device=tensor.device)
+    scaled = _scratch(tensor.dtype if exact else torch.float32, tensor.device)
     for part, out in zip(source.split(PART), target.split(PART), strict=True):
         out.copy_(torch.mul(part if exact else part.float(), 1.0 / scale, out=scaled[: part.numel()]))
     return Quantized(data, torch.tensor(scale, dtype=torch.float32))
+
+
+_scratches = threading.local()
+
+
+def _scratch(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``PART`` elements to compute in, the same each time in a thread: fresh memory's page faults would take as long as the
+    multiplication."""
+    held = getattr(_scratches, "held", None)
+    if held is None or (held.dtype, held.device) != (dtype, device):
+        _scratches.held = held = torch.empty(PART, dtype=dtype, device=device)
+    return held
 
 
 def _scales_exactly(dtype: torch.dtype, factor: float) -> bool:
