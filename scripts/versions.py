@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -79,18 +80,26 @@ def _on_one_torch(python: str, torch: str, options: argparse.Namespace, pytest_a
     version = _python_version(python)
     folder = environment._cache_folder() / "versions" / f"python-{version}-torch-{torch}"
     try:
-        ready = _environment(folder, python, torch, options.comfyui)
+        ready = _environment(folder, python, torch, bool(options.comfyui))
         held = _torch_version(ready)
-        outcomes = [_run_tier(Outcome("unit", version, held), ready, None, pytest_args)]
-        for comfyui in options.comfyui:
-            outcome = Outcome("host", version, held, comfyui_version(comfyui))
-            outcomes.append(_run_tier(outcome, ready, comfyui, [*(QUICK if options.quick else ()), *pytest_args]))
-        return outcomes
+        unit = _run_tier(Outcome("unit", version, held), ready, None, pytest_args)
+        extra = [*(QUICK if options.quick else ()), *pytest_args]
+        return [unit, *(_on_one_comfyui(ready, version, held, comfyui, extra) for comfyui in options.comfyui)]
     except SetupError as error:
         return [Outcome("unit", version, torch, problem=str(error))]
     finally:
         if options.remove:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _on_one_comfyui(python: Path, version: str, torch: str, comfyui: Path, pytest_args: list[str]) -> Outcome:
+    outcome = Outcome("host", version, torch, comfyui_version(comfyui))
+    try:
+        _install(python, f"what ComfyUI {outcome.comfyui} requires", ["-r", str(comfyui / "requirements.txt")])
+    except SetupError as error:
+        outcome.problem = str(error)
+        return outcome
+    return _run_tier(outcome, python, comfyui, pytest_args)
 
 
 def _python_version(python: str) -> str:
@@ -111,24 +120,25 @@ def comfyui_version(comfyui: Path) -> str:
     return (comfyui / "comfyui_version.py").read_text(encoding="utf-8").split('"')[1]
 
 
-def _environment(folder: Path, python: str, torch: str, comfyuis: list[Path]) -> Path:
+def _environment(folder: Path, python: str, torch: str, for_comfyui: bool) -> Path:
     """The interpreter of a virtual environment with this torch, made or completed if need be."""
     inside = environment._python_in(folder)
-    requirements = [str(comfyui / "requirements.txt") for comfyui in comfyuis]
-    wanted = [torch, *requirements]
     stamp = folder / "halfsafe.json"
-    if stamp.exists() and set(wanted) <= set(json.loads(stamp.read_text(encoding="utf-8"))):
+    if stamp.exists() and (not for_comfyui or json.loads(stamp.read_text(encoding="utf-8"))["for_comfyui"]):
         return inside
     folder.parent.mkdir(parents=True, exist_ok=True)
     if not stamp.exists():
         shutil.rmtree(folder, ignore_errors=True)
         environment._run(f"Creating {folder.name}", [python, "-m", "venv", str(folder)])
-    pip = [str(inside), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    files = [part for path in requirements for part in ("-r", path)]
-    environment._run(f"Installing torch {torch}", [*pip, *_torch_packages(torch, bool(comfyuis)), *LIBRARIES, *files])
-    environment._run("Installing the test tools", [*pip, *environment.TOOLS])
-    stamp.write_text(json.dumps(wanted), encoding="utf-8")
+    _install(inside, f"torch {torch}", [*_torch_packages(torch, for_comfyui), *LIBRARIES])
+    _install(inside, "the test tools", environment.TOOLS)
+    stamp.write_text(json.dumps({"for_comfyui": for_comfyui}), encoding="utf-8")
     return inside
+
+
+def _install(python: Path, title: str, packages: Sequence[str]) -> None:
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    environment._run(f"Installing {title}", [*pip, *packages])
 
 
 def _torch_packages(version: str, for_comfyui: bool) -> list[str]:
