@@ -5,6 +5,7 @@ Exit code 0: done; 1: ``scan`` found problems; 2: an error, told in one line on 
 
 import argparse
 import json
+import math
 import sys
 import time
 from dataclasses import asdict
@@ -77,9 +78,17 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("file", type=Path)
     plan.add_argument("--device", choices=PROFILE_NAMES, help="decide as on this device; this one without it")
     plan.add_argument("--goal", choices=GOALS, default="balanced")
-    plan.add_argument("--memory", type=float, metavar="GB", help="free memory of that device, to decide storage by")
+    plan.add_argument("--memory", type=gigabytes, metavar="GB", help="free memory of that device, to decide storage by")
     _command(commands, "doctor", _doctor, "what this device, torch and ComfyUI can do")
     return parser
+
+
+def gigabytes(text: str) -> int:
+    """An amount of memory as bytes; argparse names this function where it is none."""
+    count = float(text) * 1e9
+    if not 0 <= count < math.inf:
+        raise ValueError
+    return int(count)
 
 
 def _command(commands, name: str, run, text: str) -> argparse.ArgumentParser:
@@ -143,8 +152,7 @@ def _plan(options: argparse.Namespace) -> int:
     from .precision.devices import detect
     from .precision.preview import preview
 
-    memory = None if options.memory is None else int(options.memory * 1e9)
-    report = preview(options.file, detect(profile=options.device), options.goal, memory)
+    report = preview(options.file, detect(profile=options.device), options.goal, options.memory)
     _print(options, report.to_json(), report.to_text())
     return 0
 

@@ -144,7 +144,7 @@ def _size(path: Path) -> dict:
     return {"written_bytes": size}
 
 
-def _set_up(folder: Path) -> None:
+def set_up(folder: Path) -> None:
     """ComfyUI and the pack in this process, its model folders in `folder`."""
     sys.path[:] = [str(ROOT / "tests"), *(path for path in sys.path if Path(path) != ROOT)]
     importlib.import_module("conftest")
@@ -156,7 +156,7 @@ def main() -> None:
     """Run the measurement named on the command line."""
     name, path, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     with contextlib.redirect_stdout(io.StringIO()):
-        _set_up(folder)
+        set_up(folder)
         result = MEASUREMENTS[name](path)
     print(json.dumps(result))
 

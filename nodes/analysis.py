@@ -7,6 +7,7 @@ from ..precision.analysis_candidates import CANDIDATES
 from ..precision.analysis_chart import analysis_chart
 from ..precision.analysis_rules import analysis_text, rules_of
 from .host import analysis as host
+from .host.layers import compute_name
 from .types import CATEGORY, RulesType
 
 
@@ -75,7 +76,7 @@ class AnalyzeLayers(io.ComfyNode):
         pin = sensitive_layers == cls.KEEP
         found = host.analyze_model(model, positive, negative, latent_image, seed, candidate, target_snr_db, pin)
         name = type(model.model).__name__
-        text = analysis_text(found, name, host.compute_name(model))
+        text = analysis_text(found, name, compute_name(model))
         chart = torch.from_numpy(analysis_chart(found, name)).unsqueeze(0)
         return io.NodeOutput(rules_of(found), text, chart, ui=ui.PreviewText(text))
 

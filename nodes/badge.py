@@ -7,8 +7,9 @@ import torch
 
 from ..precision.dtypes import name_of
 from .host.accumulation import accumulation_of
-from .host.layers import stream_dtype
-from .host.state import compute_of, storage_of
+from .host.compute import compute_of
+from .host.layers import compute_name
+from .host.state import storage_of
 
 KEY = "halfsafe_badge"
 
@@ -22,10 +23,7 @@ def badge(*words: str | None) -> dict[str, list[str]] | None:
 def model_words(model) -> tuple[str, str]:
     """(storage of most weights, compute dtype) of a model as resolved on this device."""
     compute = compute_of(model)
-    if compute is None:
-        used = name_of(stream_dtype(model))
-    else:
-        used = "fp8" if compute.plan.fp8_matmul else compute.plan.choice.used
+    used = "fp8" if compute and compute.plan.fp8_matmul else compute_name(model)
     return _most(model.model.diffusion_model.parameters()), used
 
 

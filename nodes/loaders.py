@@ -9,7 +9,6 @@ from .host import encoders, files, models
 from .types import CATEGORY, RulesType
 
 NO_FILE = "none"
-VAE_DTYPES = ["auto", "fp16", "bf16", "fp32"]
 STORAGE_TOOLTIP = (
     "How weights are kept in memory. auto: as in the file, fp8_e4m3fn when 16 bit does not fit the GPU. "
     "fp8 halves the memory of 16 bit; norms, embeddings and other sensitive layers stay high (see rules)."
@@ -18,15 +17,22 @@ COMPUTE_TOOLTIP = (
     "The dtype of the maths. auto: bf16 or fp16 where this GPU is fast at it and the model is safe in it, else fp16_safe or "
     "fp32. fp16_safe: fp16 products with an fp32 stream, cannot overflow. fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); elsewhere it has no effect, and the report says so."
 )
+VAE_DTYPE_TOOLTIP = (
+    "The dtype the VAE works in. auto: ComfyUI's choice. fp32 usually cures black images from a VAE, at twice the memory."
+)
 RULES_TOOLTIP = "Exceptions per layer, from Halfsafe Layer Rules. Without it the preset 'keep sensitive layers' applies."
 
 
-def storage_input(name: str = "storage", tooltip: str = STORAGE_TOOLTIP) -> io.Combo.Input:
-    return io.Combo.Input(name, options=list(STORAGE_OPTIONS), default="auto", tooltip=tooltip)
+def storage_input(name: str = "storage", tooltip: str = STORAGE_TOOLTIP, default: str = "auto") -> io.Combo.Input:
+    return io.Combo.Input(name, options=list(STORAGE_OPTIONS), default=default, tooltip=tooltip)
 
 
 def compute_input() -> io.Combo.Input:
     return io.Combo.Input("compute", options=list(COMPUTE_OPTIONS), default="auto", tooltip=COMPUTE_TOOLTIP)
+
+
+def vae_dtype_input(name: str) -> io.Combo.Input:
+    return io.Combo.Input(name, options=["auto", "fp16", "bf16", "fp32"], default="auto", tooltip=VAE_DTYPE_TOOLTIP)
 
 
 def rules_input() -> io.Input:
@@ -80,12 +86,7 @@ class LoadCheckpoint(io.ComfyNode):
                 storage_input(),
                 compute_input(),
                 storage_input("clip_storage", "How the text encoder's weights are kept. auto: as ComfyUI does, fp8 if memory is short."),
-                io.Combo.Input(
-                    "vae_dtype",
-                    options=VAE_DTYPES,
-                    default="auto",
-                    tooltip="The dtype the VAE works in. auto: ComfyUI's choice. fp32 usually cures black images from a VAE, at twice the memory.",
-                ),
+                vae_dtype_input("vae_dtype"),
                 rules_input(),
             ],
             outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],
@@ -151,12 +152,7 @@ class LoadVAE(io.ComfyNode):
             has_intermediate_output=True,
             inputs=[
                 io.Combo.Input("vae_name", options=files.model_files("vae"), tooltip="A .safetensors file in models/vae."),
-                io.Combo.Input(
-                    "dtype",
-                    options=VAE_DTYPES,
-                    default="auto",
-                    tooltip="The dtype the VAE works in. auto: ComfyUI's choice. fp32 usually cures black images from a VAE, at twice the memory.",
-                ),
+                vae_dtype_input("dtype"),
             ],
             outputs=[io.Vae.Output()],
         )

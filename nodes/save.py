@@ -2,10 +2,9 @@
 
 from comfy_api.latest import io, ui
 
-from ..precision.dtypes import STORAGE_OPTIONS
 from ..precision.rules import rules_from
 from .host.save import save_model
-from .loaders import rules_input
+from .loaders import rules_input, storage_input
 from .types import CATEGORY
 
 STORAGE_TOOLTIP = "How the weights are stored. auto and as_file keep what the model is loaded in."
@@ -29,7 +28,7 @@ class SaveModel(io.ComfyNode):
                     default="diffusion_models/halfsafe",
                     tooltip="Below ComfyUI's output folder. Files under diffusion_models/ appear in the loaders at once.",
                 ),
-                io.Combo.Input("storage", options=list(STORAGE_OPTIONS), default="fp8_e4m3fn", tooltip=STORAGE_TOOLTIP),
+                storage_input(tooltip=STORAGE_TOOLTIP, default="fp8_e4m3fn"),
                 rules_input(),
             ],
             outputs=[io.String.Output(display_name="path")],

@@ -86,49 +86,50 @@ class AccumulationPlan:
 
 def plan_accumulation(request: Request, device: Device, work: Work) -> AccumulationPlan:
     """Resolve a request for a model on a device. Nothing is raised for a setting that cannot act: it is listed."""
-    flags_held, reasons = {}, {}
-    problems: list[tuple[str, str]] = []
-    for setting, parts in PARTS.items():
-        asked = getattr(request, setting)
-        reasons[setting], problem = _reason(setting, asked, device, work)
-        if problem:
-            problems.append((f"{setting}={asked}", problem))
-        if asked != UNCHANGED:
-            flags_held |= dict.fromkeys(parts, asked == "on")
-            problems += [(f"{setting}={asked}", missing) for missing in map(_missing, parts) if missing]
-    asked, useful = request.fp16_accumulation, not why_no_fp16_sums(device, work)
+    asked = {setting: getattr(request, setting) for setting in PARTS}
+    changed = {setting: value for setting, value in asked.items() if value != UNCHANGED}
+    problems = {setting: _problem(setting, device, work) for setting in changed}
     attention_problem = _attention_problem(request.attention, work)
-    if attention_problem:
-        problems.append((f"attention={request.attention}", attention_problem))
     return AccumulationPlan(
         request=request,
-        flags=flags_held,
-        proving=asked == "auto" and useful,
+        flags={part: value == "on" for setting, value in changed.items() for part in PARTS[setting]},
+        proving=request.fp16_accumulation == "auto" and not problems["fp16_accumulation"],
         whole=work.compiled or work.parallel,
-        naming=asked == "on" and not fp16_sums_inert(device, work),
-        fp8_fast=request.fp8_fast_accumulation == "on" and not _fp8_inert(device, work),
+        naming=request.fp16_accumulation == "on" and not fp16_sums_inert(device, work),
+        fp8_fast=request.fp8_fast_accumulation == "on" and not problems["fp8_fast_accumulation"],
         attention=UNCHANGED if attention_problem else request.attention,
-        reasons=reasons,
-        without_effect=tuple(dict.fromkeys(problems)),
+        reasons={setting: _reason(setting, value, problems.get(setting, "")) for setting, value in asked.items()},
+        without_effect=_without_effect(changed, problems, request.attention, attention_problem),
     )
 
 
-def _reason(setting: str, asked: str, device: Device, work: Work) -> tuple[str, str]:
-    """(reason, why it has no effect or "")."""
-    if asked == UNCHANGED:
-        return LEFT_ALONE, ""
+def _without_effect(
+    changed: dict[str, str], problems: dict[str, str], attention: str, attention_problem: str
+) -> tuple[tuple[str, str], ...]:
+    found = []
+    for setting, value in changed.items():
+        reasons = (problems[setting], *map(_missing, PARTS[setting]))
+        found += [(f"{setting}={value}", reason) for reason in dict.fromkeys(reasons) if reason]
+    return (*found, (f"attention={attention}", attention_problem)) if attention_problem else tuple(found)
+
+
+def _problem(setting: str, device: Device, work: Work) -> str:
+    """Why a setting has no effect here; "" where it has one."""
     check = {
         "fp16_accumulation": why_no_fp16_sums,
         "reduced_precision_reduction": _reduction_inert,
         "tf32": _tf32_inert,
         "fp8_fast_accumulation": _fp8_inert,
     }[setting]
-    problem = check(device, work)
+    return check(device, work)
+
+
+def _reason(setting: str, asked: str, problem: str) -> str:
+    if asked == UNCHANGED:
+        return LEFT_ALONE
     if problem:
-        return f"No effect here: {problem}.", problem
-    if asked == "auto":
-        return AUTO[setting], ""
-    return f"Held {asked} while this model runs.", ""
+        return f"No effect here: {problem}."
+    return AUTO[setting] if asked == "auto" else f"Held {asked} while this model runs."
 
 
 AUTO = {

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from .analysis import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
-from .analysis_rules import decibel_text
+from .analysis_rules import decibel_text, whole_decibel_text
 from .chart import BACKGROUND, INNER, MARGIN, MUTED, TEXT, WIDTH, Canvas, font_of, legend, shortened
 
 HEIGHT = 260
@@ -38,9 +38,9 @@ def analysis_chart(analysis: Analysis, model: str = "") -> np.ndarray:
 def _title(canvas: Canvas, analysis: Analysis, model: str) -> None:
     canvas.text(MARGIN, shortened(f"{model or 'model'} in {analysis.candidate.name}", INNER, 24), 24)
     canvas.y += 34
-    reached = f"{decibel_text(analysis.snr_db)} dB" if math.isfinite(analysis.snr_db) else decibel_text(analysis.snr_db)
-    plain = f"{analysis.all_count} layers of the plain preset: {decibel_text(analysis.all_db)} dB"
-    line = f"target {analysis.target_db:g} dB end to end, {len(analysis.chosen)} layers: {reached}; {plain}"
+    plain = f"{analysis.all_count} layers of the plain preset: {whole_decibel_text(analysis.all_db)}"
+    chosen = f"{len(analysis.chosen)} layers: {whole_decibel_text(analysis.snr_db)}"
+    line = f"target {analysis.target_db:g} dB end to end, {chosen}; {plain}"
     canvas.text(MARGIN, shortened(line, INNER, 15), 15, MUTED)
     canvas.y += 36
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from .analysis_candidates import Candidate, largest, multiply, parts
-from .operations import Weights
+from .operations import Weights, kind_of, matrix_work
 
 ROWS = 64
 CROP = (2, 8, 8)
@@ -44,7 +44,7 @@ class Probe:
         result = self.forward(x, *args, **kwargs)
         if x.numel() == 0:
             return result
-        self.measure.work += 2 * result.numel() * (self.module.weight.numel() // len(self.module.weight))
+        self.measure.work += matrix_work(result, self.module, kind_of(self.module))
         with self.weights(self.module, x, x.dtype) as (weight, bias):
             if self.measure.weight_db is None:
                 self.measure.weight_db = weight_error(weight, self.candidate)
@@ -93,7 +93,7 @@ def output_error(module: torch.nn.Module, x: torch.Tensor, weight, bias, candida
     whole = decibels(noise.sum().item(), signal.sum().item())
     if not math.isfinite(whole):
         return whole, whole
-    relative = (noise / torch.maximum(signal, torch.cat(random))).nan_to_num(0.0)
+    relative = torch.where(noise == 0, 0.0, noise / torch.maximum(signal, torch.cat(random)))  # a silent channel is 0 / 0
     return whole, decibels(relative.clamp_max(1.0).mean().item(), 1.0)
 
 

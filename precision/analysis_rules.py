@@ -1,5 +1,6 @@
 """An analysis as rules and as text: the text reads back as the rules, for everything else in it is a comment."""
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -98,7 +99,14 @@ def decibel_text(value: float | None) -> str:
     """ "31.5", "exact" for no error, "overflow" for a result that is not finite, "-" for what was not measured."""
     if value is None:
         return "-"
-    return f"{value:.1f}" if abs(value) != float("inf") else "exact" if value > 0 else "overflow"
+    return f"{value:.1f}" if math.isfinite(value) else "exact" if value > 0 else "overflow"
+
+
+def whole_decibel_text(value: float) -> str:
+    """The same of the model's output, with its unit: "31.5 dB", "no error at all", "NaN or Inf"."""
+    if math.isfinite(value):
+        return f"{value:.1f} dB"
+    return "no error at all" if value > 0 else "NaN or Inf"
 
 
 def _outcome(analysis: Analysis, model: str) -> list[str]:
@@ -110,20 +118,15 @@ def _outcome(analysis: Analysis, model: str) -> list[str]:
         saved = sum(layer.size for layer in chosen)
         share += f", {size_text(saved)} of {size_text(sum(layer.size for layer in free))} in fp8"
     if chosen:
-        lines += wrapped(f"Chosen: {share}; {_db(analysis.snr_db)} end to end, the worst of the calls.", "")
+        lines += wrapped(f"Chosen: {share}; {whole_decibel_text(analysis.snr_db)} end to end, the worst of the calls.", "")
     else:
         lines += wrapped(f"The target cannot be reached: no layer may be in {name}, so all are kept.", "")
     plain = f"all {analysis.all_count} layers that the preset '{DEFAULT_PRESET}' does not keep"
-    lines += wrapped(f"For comparison, {plain}: {_db(analysis.all_db)}.", "")
+    lines += wrapped(f"For comparison, {plain}: {whole_decibel_text(analysis.all_db)}.", "")
     lines += wrapped(f"Measured: {measured}.", "")
     if not analysis.complete:
         lines += wrapped(f"The search stopped at its bound of {analysis.trials} trials: more layers may be possible.", "")
     return lines
-
-
-def _db(value: float) -> str:
-    text = decibel_text(value)
-    return {"exact": "no error at all", "overflow": "NaN or Inf"}.get(text, f"{text} dB")
 
 
 def _table(analysis: Analysis) -> list[str]:

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from .partial_sums import MARGIN, largest_row_norm
+from .operations import head_norms, score_factor
+from .partial_sums import MARGIN
 from .ranges import FP16_MAX, Ranges, Slot, magnitude
 
 AS_IS, SMOOTH, FULL = "unchanged", "smooth-K", "fp32"
@@ -136,11 +137,9 @@ def smoothed(k: torch.Tensor) -> torch.Tensor:
 
 
 def score_bound(q: torch.Tensor, k: torch.Tensor, heads: int, kwargs: dict, fused: bool) -> torch.Tensor:
-    """The largest number an attention's scores can reach, 0-dim fp32; unfused ones are scaled only after the product."""
-    size = q.shape[-1] if q.dim() == 4 else q.shape[-1] // heads
-    scale = kwargs.get("scale") or size**-0.5
-    rows = [largest_row_norm(t.unflatten(-1, (-1, size))) for t in (q, k)]
-    return rows[0] * rows[1] * (scale if fused else max(scale, 1.0))
+    """The largest number an attention's scores can reach, 0-dim fp32: ``max ||q|| * max ||k||``, scaled."""
+    of_q, of_k = head_norms(q, k, heads)
+    return of_q * of_k * score_factor(q, heads, kwargs, fused)
 
 
 def in_fp32(attention: Callable, q, k, v, heads: int, args: tuple, kwargs: dict) -> torch.Tensor:

@@ -83,25 +83,22 @@ class _Reader:
         }
         metadata = {key: value for key, value in self.metadata.items() if key != METADATA_KEY}
         notes = [f"{count} tensor{'s' * (count > 1)}: {remark}" for remark, count in self.remarks.items()]
-        return Checkpoint(str(self.path), self._dialect(), metadata, weights, notes)
-
-    def _dialect(self) -> str:
-        return " + ".join(self.dialects) or "plain"
+        return Checkpoint(str(self.path), " + ".join(self.dialects) or "plain", metadata, weights, notes)
 
     def _settings(self) -> dict[str, dict]:
-        """Layer name -> ComfyUI's per-layer JSON, from ``comfy_quant`` tensors or the header."""
+        """Layer name -> ComfyUI's per-layer JSON, from the header and from ``comfy_quant`` tensors, which win."""
         settings = {}
         if METADATA_KEY in self.metadata:
             layers = self._json(self.metadata[METADATA_KEY], METADATA_KEY).get("layers")
             if not isinstance(layers, dict) or not all(isinstance(value, dict) for value in layers.values()):
                 raise CheckpointError(self.path, f"its {METADATA_KEY} holds no table of layers")
-            settings = {layer: value | {"": METADATA_KEY} for layer, value in layers.items() if self._known(layer)}
+            settings = {layer: value for layer, value in layers.items() if self._known(layer)}
         for name in self.tensors:
             if name.endswith(".comfy_quant"):
                 self.taken.add(name)
                 layer = name.removesuffix(".comfy_quant")
                 text = bytes(self.tensors[name].flatten().to(torch.uint8).tolist())
-                settings[layer] = self._json(text, name) | {"": "comfy_quant"}
+                settings[layer] = self._json(text, name)
                 if f"{layer}.weight" not in self.tensors:
                     raise CheckpointError(self.path, "describes a weight that is not in the file", name)
         return settings
@@ -143,7 +140,7 @@ class _Reader:
         layer = _layer(name)
         settings = self.settings.get(layer) if layer else None
         if settings is not None:
-            self.dialects[settings.pop("")] += 1
+            self.dialects["comfy_quant" if f"{layer}.comfy_quant" in self.tensors else METADATA_KEY] += 1
             if not self._is_fp8_linear(name, data, settings):
                 return self._native(name, data, settings)
         scale, granularity, dialect = self._weight_scale(name, data)
@@ -236,16 +233,12 @@ class _Reader:
         scale = tensor.float()
         self._check_finite(key, scale)
         if scale.min() <= 0:
-            raise NonFiniteWeight(
-                self.path, f"a scale of {scale.min().item():g}", key, "The file is damaged: get it again."
-            )
+            raise NonFiniteWeight(self.path, f"a scale of {scale.min().item():g}", key, "The file is damaged: get it again.")
         return scale
 
     def _check_finite(self, key: str, scale: torch.Tensor) -> None:
         if not torch.isfinite(scale).all():
-            raise NonFiniteWeight(
-                self.path, "a scale that is NaN or infinite", key, "The file is damaged: get it again."
-            )
+            raise NonFiniteWeight(self.path, "a scale that is NaN or infinite", key, "The file is damaged: get it again.")
 
     def _check_leftovers(self, quantized: dict[str, StoredWeight]) -> None:
         parents = _parents(name for name, weight in quantized.items() if weight.eight_bit)

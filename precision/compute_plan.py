@@ -111,9 +111,7 @@ def plan_compute(
     return ComputePlan(choice, decisions, fp8_matmul, without_effect, notes)
 
 
-def plan_for_goal(
-    facts: ModelFacts, device: Device, goal: str, storages: Mapping[str, str]
-) -> tuple[ComputePlan, str]:
+def plan_for_goal(facts: ModelFacts, device: Device, goal: str, storages: Mapping[str, str]) -> tuple[ComputePlan, str]:
     """The plan for a goal of Auto Precision (balanced, quality, speed, memory), and why.
 
     Weights stay as they are loaded: what they are stored in is the loader's choice.
@@ -163,11 +161,11 @@ def _multiplies_in_fp8(facts: ModelFacts, device: Device, compute: str) -> bool:
 def _decide(
     layer: Layer, choice: Choice, fp8_matmul: bool, device: Device, rules: Rules, storage: str
 ) -> tuple[ComputeDecision | None, tuple[str, str] | None]:
+    if not layer.multiplies:
+        return None, None
     compute, stream = (rules.setting(key, layer.name, layer.cls) for key in ("compute", "stream"))
     wanted = compute[0] if compute else "fp8" if fp8_matmul and storage in FP8_NAMES else choice.used
     reason = str((compute or stream)[1].reason or (compute or stream)[1]) if compute or stream else ""
-    if not layer.multiplies:
-        return None, None
     problem = None
     if wanted == "fp8":
         problem = _why_no_fp8(layer, device, storage)
@@ -185,7 +183,7 @@ def _sums(layer: Layer, mode: str, device: Device, rules: Rules) -> tuple[str, t
     asked = rules.setting("accumulation", layer.name, layer.cls) if layer.multiplies else None
     if asked is None:
         return "", None
-    problem = fp16_sums_inert(device, Work(frozenset({mode}), False, False))
+    problem = fp16_sums_inert(device, Work({mode}))
     return ("", (str(asked[1]), problem)) if problem else (asked[0], None)
 
 

@@ -112,9 +112,7 @@ def _verdict(profile: DeviceProfile, probes: tuple[Probe, ...], capability: str)
     return True, profile.reason(capability)
 
 
-def auto_compute(
-    device: Device | DeviceProfile, supported: Sequence[str], file_dtype: str
-) -> tuple[str, str]:
+def auto_compute(device: Device | DeviceProfile, supported: Sequence[str], file_dtype: str) -> tuple[str, str]:
     """The compute option ``auto`` stands for, and why.
 
     Args:

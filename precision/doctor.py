@@ -42,7 +42,7 @@ def diagnose(device: torch.device | None = None) -> dict:
         "devices": _devices(),
         **_description(found),
         "flags": flags,
-        "fp8_cast": fp8_overflow(),
+        "fp8_cast": probe("fp8_cast", fp8_cast, torch.device("cpu"), "fp8_e4m3fn").detail,
     }
 
 
@@ -88,11 +88,6 @@ def _devices() -> list[dict]:
     found += [torch.device("mps")] if torch.backends.mps.is_available() else []
     found.append(torch.device("cpu"))
     return [{"device": str(device), "name": hardware_name(device)} for device in found]
-
-
-def fp8_overflow() -> str:
-    """What this torch's own e4m3fn cast does past 448: NaN up to 2.11, saturates from 2.12 (PyTorch #178817)."""
-    return probe("fp8_cast", fp8_cast, torch.device("cpu"), "fp8_e4m3fn").detail
 
 
 def to_text(diagnosis: dict) -> str:

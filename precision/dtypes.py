@@ -1,4 +1,4 @@
-"""Names, limits and casts of the floating point formats weights are stored and computed in."""
+"""Names and limits of the floating point formats weights are stored and computed in."""
 
 import torch
 
@@ -38,19 +38,3 @@ def name_of(dtype: torch.dtype) -> str:
 def max_of(dtype: torch.dtype) -> float:
     """The largest finite value of a floating dtype (448 for e4m3fn, 240 for e4m3fnuz, 65504 for fp16)."""
     return torch.finfo(dtype).max
-
-
-def saturating_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast finite values, clamping to the largest finite value of ``dtype``. NaN stays NaN, inf saturates.
-
-    torch's own fp8 cast gives NaN past the range up to torch 2.11 and saturates from 2.12; this one does the same on
-    every version. Callers that must not hide an inf check finiteness first.
-    """
-    if tensor.dtype == dtype:
-        return tensor
-    limit = max_of(dtype)
-    if tensor.dtype in FP8_DTYPES or dtype == torch.float16:
-        tensor = tensor.float()
-    if max_of(tensor.dtype) <= limit:
-        return tensor.to(dtype)
-    return tensor.clamp(-limit, limit).to(dtype)

@@ -7,8 +7,7 @@ from contextlib import contextmanager
 import torch
 
 _lock = threading.Lock()
-_open: list = []
-_stance: list = []
+_inside: list = []  # the one stance, once for each that is inside
 
 
 @contextmanager
@@ -23,14 +22,13 @@ def eager(on: bool = True) -> Iterator[None]:
         yield
         return
     with _lock:
-        if not _open:
-            _stance.append(set_stance("force_eager"))
-            _stance[0].__enter__()
-        _open.append(None)
+        _inside.append(_inside[0] if _inside else set_stance("force_eager"))
+        if len(_inside) == 1:
+            _inside[0].__enter__()
     try:
         yield
     finally:
         with _lock:
-            _open.pop()
-            if not _open:
-                _stance.pop().__exit__(None, None, None)
+            stance = _inside.pop()
+            if not _inside:
+                stance.__exit__(None, None, None)

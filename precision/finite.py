@@ -25,18 +25,19 @@ class NotFinite:
         return f"{self.name}: {' and '.join(what)} of {self.total} values ({share:.1%}), batch rows {rows}"
 
 
-def not_finite(values, name: str = "") -> list[NotFinite]:
+def not_finite(values) -> list[NotFinite]:
     """What is not finite among the tensors of nested lists, tuples and dicts, named by their places in it."""
-    found = (_check(tensor, where) for where, tensor in _named_tensors(values, name))
+    found = (_check(tensor, where) for where, tensor in _named_tensors(values, ""))
     return [finding for finding in found if finding]
 
 
 def _check(tensor: torch.Tensor, name: str) -> NotFinite | None:
     rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
-    bad = ~torch.isfinite(rows.float())
+    rows = rows.float() if rows.dtype.itemsize == 1 else rows
+    bad = ~torch.isfinite(rows)
     if not bad.any():
         return None
-    nan = int(torch.isnan(rows.float()).sum())
+    nan = int(torch.isnan(rows).sum())
     return NotFinite(name, nan, int(bad.sum()) - nan, tensor.numel(), tuple(bad.any(1).nonzero().flatten().tolist()))
 
 
@@ -50,5 +51,5 @@ def _named_tensors(values, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(values, (list, tuple)):
         for index, value in enumerate(values):
             yield from _named_tensors(value, f"{name}[{index}]")
-    elif hasattr(values, "unbind"):
+    elif hasattr(values, "unbind"):  # ComfyUI's nested tensors
         yield from _named_tensors(list(values.unbind()), name)

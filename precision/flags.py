@@ -176,8 +176,8 @@ _scopes = _Scopes()
 def flags_set(wanted: Mapping[str, bool]) -> Iterator[None]:
     """Hold the flags of ``SETTINGS`` named in ``wanted`` at these values; those this torch does not have are left alone."""
     key = object()
-    _scopes.enter(key, wanted)
     try:
+        _scopes.enter(key, wanted)
         yield
     finally:
         _scopes.leave(key)

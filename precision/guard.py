@@ -111,11 +111,11 @@ class Seen:
 def escalate(present: Escalation, seen: Seen, origin: Origin | None, modes: Mapping[str, str]) -> Escalation:
     """The escalation after a failed call that came out finite with nothing in fp16 but the operands of products.
 
-    Args:
-        modes: layer -> mode so far, of those that multiply.
-
     A layer is made wide if a value it met passes half of fp16's range; if a value between the top-level parts does, the
     stream is. Where no magnitude explains the failure, the part it happened in is widened, then the stream, then all.
+
+    Args:
+        modes: layer -> mode so far, of those that multiply.
     """
     wide = {name: "fp16_wide" for name, size in seen.layers.items() if size > LIMIT}
     culprit = origin.layer if origin else ""

@@ -10,12 +10,12 @@ from .checkpoint import Checkpoint, StoredWeight, read_checkpoint
 from .dtypes import FP8_DTYPES, max_of, name_of
 from .errors import CheckpointError
 from .quantize import absolute_max
-from .safetensors_file import TORCH_DTYPES, TensorFile, open_checkpoint
+from .ranges import FP16_MAX
+from .safetensors_file import TensorFile, open_checkpoint
 from .stored_weight import NUMBERS
 
 SATURATION_LIMIT = 1e-3
 SATURATION_MINIMUM = 1000
-FP16_MAX = max_of(torch.float16)
 _CHUNK = 1 << 22
 
 
@@ -100,7 +100,7 @@ def inspect_file(path) -> Inspection:
 def _dtypes(file: TensorFile) -> dict[str, dict[str, int]]:
     result: dict[str, dict[str, int]] = {}
     for entry in file.entries.values():
-        row = result.setdefault(name_of(TORCH_DTYPES[entry.dtype]), {"tensors": 0, "bytes": 0})
+        row = result.setdefault(name_of(entry.torch_dtype), {"tensors": 0, "bytes": 0})
         row["tensors"] += 1
         row["bytes"] += entry.end - entry.start
     return dict(sorted(result.items(), key=lambda item: -item[1]["bytes"]))
@@ -162,7 +162,8 @@ def _scan_tensor(tensor: torch.Tensor, weight: StoredWeight, problems: list[Find
         remarks.append(Finding(weight.name, "zero", f"all {tensor.numel()} values are zero"))
     elif tensor.dtype in FP8_DTYPES and largest == max_of(tensor.dtype):
         _saturation(weight, problems, remarks)
-    if tensor.dtype != torch.float16 and _finite_past_fp16(weight, largest):
+    known = tensor.dtype != torch.float16 and weight.granularity != "native" and largest < float("inf")
+    if known and weight.passes(FP16_MAX, weight.bound(largest)):
         problems.append(Finding(weight.name, "fp16_range", "values past 65504: infinite once cast to fp16"))
 
 
@@ -188,12 +189,3 @@ def _saturation(weight: StoredWeight, problems: list[Finding], remarks: list[Fin
     if clipped or weight.scale is None:
         text = f"{share:.3%} of the values sit at the format's maximum of {max_of(weight.data.dtype):g}"
         (problems if clipped else remarks).append(Finding(weight.name, "saturated", text))
-
-
-def _finite_past_fp16(weight: StoredWeight, largest: float) -> bool:
-    if weight.granularity == "native" or not largest < float("inf"):
-        return False
-    bound = largest if weight.scale is None else largest * weight.scale.max().item()
-    if bound <= FP16_MAX or weight.granularity in ("none", "tensor"):
-        return bound > FP16_MAX
-    return any(part.abs().max() > FP16_MAX for _, part in weight.parts())

@@ -94,9 +94,9 @@ class Localizer(TorchDispatchMode):
     def opaque(self, op: str, call: Callable, *args, **kwargs):
         """Run something whose inside cannot be watched, such as another pack's attention kernel, as one operation."""
         with torch.utils._python_dispatch._disable_current_modes():
-            inputs = list(tensors_in((args, kwargs)))
+            inputs = _with_reach((args, kwargs))
             result = call(*args, **kwargs)
-            self._watch(op, inputs, tensors_in(result))
+            self._note(op, inputs, tensors_in(result))
         return result
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -104,18 +104,14 @@ class Localizer(TorchDispatchMode):
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        inputs = tensors_in((args, kwargs))
-        states = [(tensor, reach(tensor)) for tensor in inputs]
+        inputs = _with_reach((args, kwargs))
         result = _plain_alias(func, func(*args, **kwargs))
         if name in MADE_SO:
             for tensor in tensors_in(result):
                 self._made.pop(_key(tensor), None)
             return result
-        self._note("attention" if "attention" in name else PLAIN_NAMES.get(name, name), states, tensors_in(result))
+        self._note("attention" if "attention" in name else PLAIN_NAMES.get(name, name), inputs, tensors_in(result))
         return result
-
-    def _watch(self, op: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        self._note(op, [(tensor, reach(tensor)) for tensor in inputs], outputs)
 
     def _note(self, op: str, inputs: list[tuple[torch.Tensor, float]], outputs: list[torch.Tensor]) -> None:
         bad = [tensor for tensor, size in inputs if not math.isfinite(size)]
@@ -207,6 +203,10 @@ def reach(tensor: torch.Tensor) -> float:
 def tensors_in(values) -> list[torch.Tensor]:
     """The plain tensors among nested lists, tuples and dicts."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and type(leaf) in (torch.Tensor, torch.nn.Parameter)]
+
+
+def _with_reach(values) -> list[tuple[torch.Tensor, float]]:
+    return [(tensor, reach(tensor)) for tensor in tensors_in(values)]
 
 
 def _key(tensor: torch.Tensor) -> int:

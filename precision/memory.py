@@ -26,14 +26,13 @@ def available_memory() -> int | None:
     return None
 
 
-def require_memory(needed: int, what: str, available: int | None = None) -> None:
-    """Check that ``needed`` bytes can be had for ``what``; where nothing is known, nothing is refused.
+def require_memory(needed: int, what: str, available: int) -> None:
+    """Check that the ``needed`` bytes for ``what`` are among those ``available``.
 
     Raises:
-        MemoryShortage: they cannot.
+        MemoryShortage: they are not.
     """
-    available = available_memory() if available is None else available
-    if available is not None and needed > available:
+    if needed > available:
         raise MemoryShortage(
             f"{what} needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available.",
             "Choose fp8 storage, close other programs, or raise the container's or service's memory limit.",

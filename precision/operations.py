@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager
 import torch
 import torch.nn.functional as F
 
-from .ranges import FP16_MAX, Ranges, Slot, magnitude
+from .profiles import torch_version
+from .ranges import FP16_MAX, Ranges, Slot, largest_row_norm, magnitude
 
 Weights = Callable[[torch.nn.Module, torch.Tensor, torch.dtype], AbstractContextManager]
 SMALLEST_WEIGHT = 2.0**-12
@@ -37,11 +38,6 @@ def has_wide_output(device: torch.device, kind: str) -> bool:
     if device.type == "cpu":
         return True
     return device.type == "cuda" and kind == "linear" and torch.version.hip is None and torch_version() >= (2, 8)
-
-
-def torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
 
 
 class SafeOperation:
@@ -92,22 +88,21 @@ class SafeOperation:
     def _fp16(self, x, weight, bias, *args, **kwargs) -> torch.Tensor:
         exponent = self.slot.exponent
         x = (x * 2.0**-exponent if exponent else x).to(torch.float16)
-        product = self._wide(x, weight, *args, **kwargs) if self._is_wide(x.device) else self._narrow(x, weight, *args, **kwargs)
+        product = self._product(x, weight, *args, **kwargs)
         if exponent:
             product = product.mul_(2.0**exponent)
-        return product if bias is None else product.add_(self._broadcast(bias, product))
+        return product if bias is None else product.add_(self._broadcast(bias))
 
     def _is_wide(self, device: torch.device) -> bool:
         return has_wide_output(device, self.kind) if self.wide is None else self.wide
 
-    def _wide(self, x, weight, *args, **kwargs) -> torch.Tensor:
+    def _product(self, x, weight, *args, **kwargs) -> torch.Tensor:
+        if not self._is_wide(x.device):
+            return self._apply(x, weight, None, *args, **kwargs).float()
         if x.device.type == "cpu":
             return self._apply(x.float(), weight.float(), None, *args, **kwargs)
         product = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
         return product.reshape(*x.shape[:-1], weight.shape[0])
-
-    def _narrow(self, x, weight, *args, **kwargs) -> torch.Tensor:
-        return self._apply(x, weight, None, *args, **kwargs).float()
 
     def _apply(self, x, weight, bias, *args, **kwargs) -> torch.Tensor:
         module = self.module
@@ -123,7 +118,7 @@ class SafeOperation:
         convolve = TRANSPOSED[dimensions]
         return convolve(x, weight, bias, module.stride, module.padding, padding, module.groups, module.dilation)
 
-    def _broadcast(self, bias: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+    def _broadcast(self, bias: torch.Tensor) -> torch.Tensor:
         return bias if self.kind == "linear" else bias.reshape(-1, *[1] * len(self.module.kernel_size))
 
 
@@ -191,6 +186,18 @@ class SafeAttention:
         self.slot.work += work
 
 
+def head_norms(q: torch.Tensor, k: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest 2-norm of a head's rows of q and of k, each 0-dim fp32."""
+    size = _head_size(q, heads)
+    return tuple(largest_row_norm(tensor.unflatten(-1, (-1, size))) for tensor in (q, k))
+
+
+def score_factor(q: torch.Tensor, heads: int, kwargs: dict, fused: bool) -> float:
+    """What a product of a row of q and one of k is multiplied by at most; unfused scores are scaled after the product."""
+    scale = kwargs.get("scale") or _head_size(q, heads) ** -0.5
+    return scale if fused else max(scale, 1.0)
+
+
 def _head_size(q: torch.Tensor, heads: int) -> int:
     return q.shape[-1] if q.dim() == 4 else q.shape[-1] // heads
 
@@ -202,11 +209,9 @@ def largest_in_attention(q, k, v, heads: int, args: tuple, kwargs: dict, fused: 
     counts eightfold, so that no score outweighs a masked one. Values so small that fp16 would round them away count as
     too large. A result is a mean of rows of v.
     """
-    size = _head_size(q, heads)
-    rows = [torch.linalg.vector_norm(t.unflatten(-1, (-1, size)), dim=-1, dtype=torch.float32).amax() for t in (q, k)]
-    scale = kwargs.get("scale") or size**-0.5
+    rows = head_norms(q, k, heads)
     masked = any(torch.is_tensor(mask) and mask.is_floating_point() for mask in (*args, kwargs.get("mask")))
-    score = rows[0] * rows[1] * ((scale if fused else max(scale, 1.0)) * (8.0 if masked else 1.0))
+    score = rows[0] * rows[1] * (score_factor(q, heads, kwargs, fused) * (8.0 if masked else 1.0))
     largest = magnitude(v)
     return torch.stack([*rows, score, largest, SMALLEST_VALUE * FP16_MAX / largest]).amax()
 

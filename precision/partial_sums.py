@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from . import flags
 from .operations import Weights
-from .ranges import FLOOR_BITS, FP16_MAX, Ranges, Slot, magnitude
+from .ranges import FLOOR_BITS, FP16_MAX, Ranges, Slot, largest_row_norm, magnitude
 
 MARGIN = 2.0
 MAX_EXPONENT = 6
@@ -87,13 +87,6 @@ def needed_exponent(bound: float) -> float:
     if bound * MARGIN <= FP16_MAX:
         return 0
     return math.ceil(math.log2(bound * 2 * MARGIN / FP16_MAX)) if math.isfinite(bound) else math.inf
-
-
-def largest_row_norm(x: torch.Tensor) -> torch.Tensor:
-    """The largest 2-norm of the rows of ``x`` (..., K), 0-dim fp32, without a synchronisation."""
-    if x.numel() == 0:
-        return x.new_zeros((), dtype=torch.float32)
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax()
 
 
 def weight_norms(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -61,6 +61,7 @@ def read_flag(name: str) -> Flag:
     return Flag(name, bool(value), f"torch.backends.{FLAGS[name]}")
 
 
+@functools.cache
 def run_probes(device: torch.device, fp8_format: str = "fp8_e4m3fn") -> tuple[Probe, ...]:
     """All probes on a real device, executed once per device and process.
 
@@ -68,11 +69,6 @@ def run_probes(device: torch.device, fp8_format: str = "fp8_e4m3fn") -> tuple[Pr
         device: where to run, with an index if it has several.
         fp8_format: the storage name whose matmul is tried.
     """
-    return _run_probes(device, fp8_format)
-
-
-@functools.cache
-def _run_probes(device: torch.device, fp8_format: str) -> tuple[Probe, ...]:
     return (
         probe("fp8_cast", fp8_cast, device, "fp8_e4m3fn"),
         probe("fp8_cast_e5m2", fp8_cast, device, "fp8_e5m2"),
@@ -86,7 +82,7 @@ def _run_probes(device: torch.device, fp8_format: str) -> tuple[Probe, ...]:
 
 def forget() -> None:
     """Run the probes again at the next request."""
-    _run_probes.cache_clear()
+    run_probes.cache_clear()
     canary.cache_clear()
 
 

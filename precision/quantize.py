@@ -80,6 +80,7 @@ def power_of_two_scale(amax: float, dtype: torch.dtype) -> float:
     return math.ldexp(1.0, max(exponent - 1 if mantissa == 0.5 else exponent, MIN_SCALE_EXPONENT))
 
 
+@torch.no_grad()
 def quantize(tensor: torch.Tensor, dtype: torch.dtype, amax: float) -> Quantized:
     """Quantize a finite tensor whose :func:`absolute_max` is ``amax``.
 
@@ -101,10 +102,11 @@ _scratches = threading.local()
 
 def _scratch(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """``PART`` elements to compute in, the same each time in a thread: fresh memory's page faults would take as long as the
-    multiplication."""
+    multiplication. Made outside of inference mode, or it could not be written to there later."""
     held = getattr(_scratches, "held", None)
     if held is None or (held.dtype, held.device) != (dtype, device):
-        _scratches.held = held = torch.empty(PART, dtype=dtype, device=device)
+        with torch.inference_mode(False):
+            _scratches.held = held = torch.empty(PART, dtype=dtype, device=device)
     return held
 
 

@@ -143,3 +143,10 @@ def magnitude(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel() == 0:
         return tensor.new_zeros((), dtype=torch.float32)
     return torch.linalg.vector_norm(tensor, math.inf, dtype=torch.float32)
+
+
+def largest_row_norm(x: torch.Tensor) -> torch.Tensor:
+    """The largest 2-norm of the rows of ``x`` (..., K), 0-dim fp32, without a synchronisation."""
+    if x.numel() == 0:
+        return x.new_zeros((), dtype=torch.float32)
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax()

@@ -7,6 +7,7 @@ from pathlib import PurePath
 
 import torch
 
+from .accumulation import PARTS
 from .chart import chart
 from .devices import Device
 from .dtypes import name_of
@@ -25,13 +26,9 @@ VERDICTS = (
 )  # fmt: skip
 
 JSON_NAMES = {"cls": "class", "from_mode": "from", "to_mode": "to"}
-SETTING_FLAGS = {
-    "fp16_accumulation": {"matmul": "fp16_accumulation"},
-    "reduced_precision_reduction": {
-        "fp16": "fp16_reduced_precision_reduction", "bf16": "bf16_reduced_precision_reduction",
-    },
-    "tf32": {"matmul": "tf32_matmul", "convolution": "tf32_convolution"},
-    "fp8_fast_accumulation": {},
+PART_NAMES = {
+    "fp16_accumulation": "matmul", "fp16_reduced_precision_reduction": "fp16", "bf16_reduced_precision_reduction": "bf16",
+    "tf32_matmul": "matmul", "tf32_convolution": "convolution",
 }  # fmt: skip
 NO_NODE = "No accumulation node is attached."
 
@@ -185,7 +182,7 @@ def flag_report(setting: str, requested: str = "unchanged", reason: str = NO_NOD
         ``requested``, ``in_scope``, ``outside`` and ``reason``. The states are true when any part of the setting is on,
         null when torch has no such flag.
     """
-    flags = {part: read_flag(name) for part, name in SETTING_FLAGS[setting].items()}
+    flags = {PART_NAMES[name]: read_flag(name) for name in PARTS[setting]}
     known = [flag.value for flag in flags.values() if flag.value is not None]
     value = any(known) if known else None
     if setting == "fp8_fast_accumulation":
@@ -210,4 +207,4 @@ def _on_off(value: bool | None) -> str:
 
 def flag_reports() -> dict[str, dict]:
     """An entry for every setting when no accumulation node is attached."""
-    return {setting: flag_report(setting) for setting in SETTING_FLAGS}
+    return {setting: flag_report(setting) for setting in PARTS}

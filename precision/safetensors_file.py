@@ -1,19 +1,12 @@
-"""Safetensors files: lazily mapped reading of one file or a sharded set, and atomic streamed writing.
+"""Safetensors files: lazily mapped reading of one file or a sharded set, and atomic streamed writing."""
 
-Format: 8 bytes little-endian header length, a JSON header, then the tensors back to back
-(https://github.com/huggingface/safetensors#format). Nothing is allocated from a size that the file claims.
-"""
-
-import json
 import mmap
 import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,50 +14,10 @@ import torch
 
 from .atomic_write import naming, replacing, require_space
 from .errors import CheckpointError
-from .file_kinds import describe_other_format
-from .strict_json import read_object
+from .safetensors_header import MAX_HEADER, Entry, TensorSpec, header_bytes, layout, parse_json, read_header
 
-MAX_HEADER = 100_000_000
-MAX_NAME = 1000
-MAX_DIMENSIONS = 64
-MAX_ELEMENTS = 1 << 62
-PIECE = 1 << 24
-CODES = {
-    "BOOL": "bool",
-    "U8": "uint8",
-    "I8": "int8",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "I16": "int16",
-    "U16": "uint16",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I32": "int32",
-    "U32": "uint32",
-    "F32": "float32",
-    "I64": "int64",
-    "U64": "uint64",
-    "F64": "float64",
-    "C64": "complex64",
-}
-TORCH_DTYPES = {code: getattr(torch, name) for code, name in CODES.items() if hasattr(torch, name)}
-CODE_OF = {dtype: code for code, dtype in TORCH_DTYPES.items()}
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.(safetensors|sft))")
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where a tensor lies: absolute byte offsets in ``file``; ``dtype`` is the safetensors code (``BF16``)."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 class TensorFile(Mapping[str, torch.Tensor]):
@@ -81,7 +34,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self.entries[name]
-        dtype = TORCH_DTYPES[entry.dtype]
+        dtype = entry.torch_dtype
         if entry.start == entry.end:
             return torch.empty(entry.shape, dtype=dtype)
         count = (entry.end - entry.start) // dtype.itemsize
@@ -131,17 +84,11 @@ def open_checkpoint(path: str | os.PathLike) -> TensorFile:
 
 
 def _open_siblings(path: Path, shard: re.Match) -> TensorFile:
-    names = (
-        f"{shard['stem']}-{number:05d}-of-{shard['count']}{shard['suffix']}"
-        for number in range(1, int(shard["count"]) + 1)
-    )
-    files = []
-    for file in map(path.with_name, names):
-        if not file.is_file():
-            raise CheckpointError(
-                path, f"part of a set whose file {file.name} is missing", advice="Download all parts."
-            )
-        files.append(file)
+    numbers = range(1, int(shard["count"]) + 1)
+    files = [path.with_name(f"{shard['stem']}-{number:05d}-of-{shard['count']}{shard['suffix']}") for number in numbers]
+    missing = next((file.name for file in files if not file.is_file()), None)
+    if missing is not None:
+        raise CheckpointError(path, f"part of a set whose file {missing} is missing", advice="Download all parts.")
     return _open_files(path, files)
 
 
@@ -149,7 +96,7 @@ def _open_index(path: Path) -> TensorFile:
     with _open_regular(path) as file, _reading(path):
         if os.fstat(file.fileno()).st_size > MAX_HEADER:
             raise CheckpointError(path, "an index of more than 100 MB", advice="Download it again.")
-        index = _parse_json(path, file.read())
+        index = parse_json(path, file.read(), "text")
     shards = index.get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(path, "an index without a 'weight_map'", advice="Download it again.")
@@ -158,9 +105,7 @@ def _open_index(path: Path) -> TensorFile:
     whole = _open_files(path, [path.with_name(shard) for shard in dict.fromkeys(shards.values())])
     missing = next((name for name in shards if name not in whole.entries), None)
     if missing is not None:
-        raise CheckpointError(
-            path, f"not in {shards[missing]}, where the index places it", missing, "Download it again."
-        )
+        raise CheckpointError(path, f"not in {shards[missing]}, where the index places it", missing, "Download it again.")
     return whole
 
 
@@ -185,10 +130,7 @@ def _open_files(path: Path, files: list[Path]) -> TensorFile:
 
 def _map_file(path: Path, maps: dict[Path, mmap.mmap]) -> tuple[dict[str, str], dict[str, Entry]]:
     with _open_regular(path) as file, _reading(path):
-        size = os.fstat(file.fileno()).st_size
-        header, start = _read_header(path, file, size)
-        metadata = _metadata(path, header.pop("__metadata__", None))
-        entries = _entries(path, header, start, size)
+        metadata, entries = read_header(path, file, os.fstat(file.fileno()).st_size)
         try:
             maps[path] = _map(file)
         except OSError as error:
@@ -207,9 +149,7 @@ def _open_regular(path: Path) -> BinaryIO:
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
-            raise CheckpointError(
-                path, "a folder, not a file", advice="Give the .safetensors or .index.json file in it."
-            )
+            raise CheckpointError(path, "a folder, not a file", advice="Give the .safetensors or .index.json file in it.")
         if not stat.S_ISREG(mode):
             raise CheckpointError(path, "not a regular file")
         return open(path, "rb")
@@ -227,172 +167,45 @@ def _reading(path: Path) -> Iterator[None]:
         raise CheckpointError(path, f"cannot be read ({error.strerror or error})", advice=advice) from error
 
 
-def _read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict, int]:
-    head = file.read(512)
-    length = int.from_bytes(head[:8], "little")
-    if len(head) < 9 or head[8:9] != b"{" or length > MAX_HEADER:
-        problem, advice = describe_other_format(head)
-        raise CheckpointError(path, problem, advice=advice)
-    if length > size - 8:
-        raise CheckpointError(
-            path,
-            f"truncated in its header: {8 + length - size} more bytes of header are missing, and the tensors",
-            advice="Download it again.",
-        )
-    file.seek(8)
-    return _parse_json(path, file.read(length)), 8 + length
-
-
-def _parse_json(path: Path, text: bytes) -> dict:
-    try:
-        return read_object(text)
-    except ValueError as error:
-        raise CheckpointError(path, f"its header is {error}", advice="Download it again.") from None
-
-
-def _metadata(path: Path, value: object) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        raise CheckpointError(path, "its __metadata__ is not a table of texts", advice="Download it again.")
-    return value
-
-
-def _entries(path: Path, header: dict, start: int, size: int) -> dict[str, Entry]:
-    entries = [(name, _entry(path, name, value, start)) for name, value in header.items()]
-    entries.sort(key=lambda item: (item[1].start, item[1].end))
-    end = max((entry.end for _, entry in entries), default=start)
-    if end > size:
-        raise CheckpointError(
-            path, f"truncated: {end - size} of {end} bytes are missing", advice="The download is incomplete: repeat it."
-        )
-    position = start
-    for name, entry in entries:
-        if entry.start != position:
-            problem = "overlaps another tensor" if entry.start < position else "does not follow the tensor before it"
-            raise CheckpointError(path, f"{problem} (offset {entry.start - start})", name, "Download it again.")
-        position = entry.end
-    if position < size:
-        raise CheckpointError(path, f"{size - position} bytes follow the last tensor", advice="Download it again.")
-    return dict(entries)
-
-
-def _entry(path: Path, name: str, value: object, base: int) -> Entry:
-    if len(name) > MAX_NAME or not name.isprintable():
-        raise CheckpointError(path, "its name is too long or cannot be shown", ascii(name[:80])[1:-1], "Download it again.")
-    try:
-        code, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
-        valid = isinstance(code, str) and isinstance(shape, list) and all(_is_size(n) for n in (*shape, start, end))
-    except (TypeError, KeyError, ValueError):
-        valid = False
-    if not valid:
-        raise CheckpointError(path, "its entry in the header is malformed", name, "Download it again.")
-    _check_span(path, name, code, shape, start, end)
-    return Entry(path, code, tuple(shape), base + start, base + end)
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _check_span(path: Path, name: str, code: str, shape: list[int], start: int, end: int) -> None:
-    if code not in TORCH_DTYPES:
-        known = f"torch {torch.__version__} has no such dtype" if code in CODES else "an unknown dtype"
-        raise CheckpointError(path, f"stored as {code[:40]!r}, {known}", name, "Update ComfyUI, or use another file.")
-    if len(shape) > MAX_DIMENSIONS or prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
-        raise CheckpointError(path, "its shape is impossible", name, "Download it again.")
-    expected = prod(shape) * TORCH_DTYPES[code].itemsize
-    if end - start != expected:
-        shown = "x".join(map(str, shape[:8]))
-        raise CheckpointError(
-            path,
-            f"{code} of shape {shown} is {expected} bytes, the file holds {end - start}",
-            name,
-            "Download it again.",
-        )
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Name, dtype and shape of a tensor that will be written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
 def write_safetensors(
     path: str | os.PathLike,
     specs: Sequence[TensorSpec],
     tensors: Iterable[tuple[str, torch.Tensor]],
     metadata: dict[str, str],
-    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Write the tensors that ``specs`` announce, holding one at a time. ``tensors`` may come in any order.
 
-    Wide dtypes lie first, as safetensors' own writer lays them, so that every tensor is aligned. Until everything is
-    on the disk an existing file stays as it is, and no new one appears: not after an exception, and on Linux not after
-    a kill either. ``progress`` is called with the number of bytes just written.
+    Wide dtypes lie first, as safetensors' own writer lays them. Until everything is on the disk an existing file stays
+    as it is, and no new one appears: not after an exception, and on Linux not after a kill either.
 
     Raises:
         CheckpointError: the disk is too small or full, or the folder cannot be written to.
         ValueError: ``tensors`` are not those that ``specs`` announce.
     """
     path = Path(os.path.realpath(path))
-    spans = _layout(specs)
-    header = _header(spans, metadata)
+    spans = layout(specs)
+    header = header_bytes(spans, metadata)
     with naming(path):
         require_space(path, len(header) + sum(spec.bytes for spec in specs))
     with replacing(path) as file:
         with naming(path):
             file.write(header)
-        _write_all(path, file, len(header), spans, tensors, progress)
+        _write_all(path, file, len(header), spans, tensors)
 
 
-def _layout(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, int]]:
-    spans, position = {}, 0
-    for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
-        if spec.name in spans:
-            raise ValueError(f"{spec.name} is announced twice")
-        spans[spec.name] = (spec, position)
-        position += spec.bytes
-    return spans
-
-
-def _header(spans: dict[str, tuple[TensorSpec, int]], metadata: dict[str, str]) -> bytes:
-    table = {"__metadata__": metadata} if metadata else {}
-    for spec, start in spans.values():
-        offsets = [start, start + spec.bytes]
-        table[spec.name] = {"dtype": CODE_OF[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
-    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _write_all(
-    path: Path, file: BinaryIO, base: int, spans: dict, tensors: Iterable, progress: Callable | None
-) -> None:
+def _write_all(path: Path, file: BinaryIO, base: int, spans: dict, tensors: Iterable) -> None:
     waiting = dict(spans)
     for name, tensor in tensors:
-        spec, start = waiting.pop(name)
-        if (tensor.dtype, tuple(tensor.shape)) != (spec.dtype, tuple(spec.shape)):
+        spec, start = waiting.pop(name, (None, 0))
+        if spec != TensorSpec(name, tensor.dtype, tuple(tensor.shape)):
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced was {spec}")
         with naming(path):
-            _write_tensor(file, base + start, tensor, progress)
+            _write_tensor(file, base + start, tensor)
         del tensor  # before the next one is made
     if waiting:
         raise ValueError(f"{next(iter(waiting))} was announced and not written")
 
 
-def _write_tensor(file: BinaryIO, position: int, tensor: torch.Tensor, progress: Callable | None) -> None:
+def _write_tensor(file: BinaryIO, position: int, tensor: torch.Tensor) -> None:
     file.seek(position)
-    data = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-    for start in range(0, len(data), PIECE):
-        piece = data[start : start + PIECE]
-        file.write(piece)
-        if progress:
-            progress(len(piece))
+    file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))

@@ -68,6 +68,16 @@ class StoredWeight:
             part = slice(start, min(start + step, rows))
             yield part, self._times_scale(matrix[part].float(), part)
 
+    def bound(self, largest: float) -> float:
+        """What no value of the weight passes, for data up to ``largest`` in magnitude; reached unless there are many scales."""
+        return largest if self.scale is None else largest * self.scale.max().item()
+
+    def passes(self, limit: float, bound: float) -> bool:
+        """Whether a value passes ``limit``, for a :meth:`bound`; reads the weight only where that leaves it open."""
+        if bound <= limit or self.granularity in ("none", "tensor"):
+            return bound > limit
+        return any(part.abs().max() > limit for _, part in self.parts())
+
     def matrix(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the weight's shape as the 2-D view that :meth:`parts` slices."""
         if tensor.numel() == 0:

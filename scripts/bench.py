@@ -2,7 +2,10 @@
 
 load: a bf16 file with the shapes of Wan2.1 1.3B (2.84 GB) to scaled fp8 in memory, against ComfyUI's UNETLoader.
 convert: the same file disk to disk, against reading all, quantizing all and saving all.
-safe16, fp8mm, patch: what a compute plan costs and how close it comes; see bench_compute.py.
+safe16, fp8mm, patch, guard: what a compute plan and the guard cost and how close they come; see bench_compute.py.
+import: how long ComfyUI takes to import the pack; see bench_import.py.
+
+Prints medians, ratios and targets, with `--json` every run. Exits with 2 where a target is missed.
 
 Each measurement of load and convert is a process of its own; the alternatives take turns; the file is in the page cache.
 """
@@ -13,7 +16,6 @@ import argparse
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -21,7 +23,8 @@ import tempfile
 from pathlib import Path
 
 from comfyui_server import make_base_directory
-from environment import ROOT, Environment, SetupError, clean_environ, prepare
+from environment import ROOT, Environment, SetupError, clean_environ, prepare, write_models
+from reporting import conditions, exit_code, save, target
 
 BENCHES = {
     "load": {"halfsafe": "load_halfsafe", "other": "load_core", "other_name": "UNETLoader, fp8_e4m3fn"},
@@ -31,6 +34,7 @@ COMPUTE = ("safe16", "fp8mm", "patch", "guard")
 IMPORT = "import"
 TARGETS = {"load": {"seconds": 1.3, "memory_to_weights": 1.1}, "convert": {"memory_to_largest_tensor": 3.0}}
 MODEL = "wan_1_3b_shaped"
+ABOUT_MODEL = "Wan2.1 T2V 1.3B shapes, bf16, 1.42 billion parameters, 2.84 GB, in the page cache"
 LARGEST_TENSOR = 1536 * 8960 * 2
 
 
@@ -44,20 +48,18 @@ def main() -> int:
     if options.name == IMPORT:
         return _script("bench_import.py", [], environment, options)
     if options.name in COMPUTE:
-        return _compute(options.name, environment, options)
+        return _script("bench_compute.py", [options.name], environment, options)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="halfsafe-bench-") as folder:
         base = make_base_directory(Path(folder), ROOT)
-        model = _make_model(environment, base / "models" / "diffusion_models")
-        result = _conditions(environment) | _compare(options.name, environment, model, base, options.runs)
-    text = json.dumps(result, indent=2)
+        folder = base / "models" / "diffusion_models"
+        write_models(environment, folder, MODEL)
+        model = folder / f"{MODEL}.safetensors"
+        about = conditions(environment) | {"model": ABOUT_MODEL}
+        result = about | _compare(options.name, environment, model, base, options.runs)
     if options.save:
-        (ROOT / "benchmarks" / "results" / f"{options.name}.json").write_text(text + "\n", encoding="utf-8")
-    print(text if options.json else _as_text(result))
-    return 0 if all(target["met"] for target in result["targets"].values()) else 2
-
-
-def _compute(name: str, environment: Environment, options: argparse.Namespace) -> int:
-    return _script("bench_compute.py", [name], environment, options)
+        save(result)
+    print(json.dumps(result, indent=2) if options.json else _as_text(result))
+    return exit_code(result)
 
 
 def _script(name: str, arguments: list[str], environment: Environment, options: argparse.Namespace) -> int:
@@ -71,7 +73,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("name", choices=[*BENCHES, *COMPUTE, IMPORT])
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
-    parser.add_argument("--runs", type=int, default=5, help="measurements of each alternative (default: 5)")
+    parser.add_argument("--runs", type=int, default=5, help="load and convert: measurements of each alternative (default: 5)")
     parser.add_argument("--folder", help="where to put the model file for the time being (3 GB; convert: 5 GB)")
     parser.add_argument("--comfyui", type=Path, help="a ComfyUI folder to use instead of the pinned one")
     return parser.parse_args()
@@ -83,12 +85,6 @@ def _environment(comfyui: Path | None) -> Environment:
     if named and importlib.util.find_spec("torch"):
         return Environment(Path(sys.executable), Path(named).resolve())
     return prepare(comfyui)
-
-
-def _make_model(environment: Environment, folder: Path) -> Path:
-    script = ROOT / "tests" / "support" / "tiny_models.py"
-    subprocess.run([str(environment.python), str(script), str(folder), MODEL], check=True, env=clean_environ())
-    return folder / f"{MODEL}.safetensors"
 
 
 def _compare(name: str, environment: Environment, model: Path, base: Path, runs: int) -> dict:
@@ -145,46 +141,10 @@ def _targets(name: str, medians: dict[str, dict]) -> dict[str, dict]:
         "memory_to_largest_tensor": memory and memory / LARGEST_TENSOR,
     }
     return {
-        key: {"limit": limit, "measured": round(measured[key], 3), "met": measured[key] <= limit}
+        key: target(round(measured[key], 3), limit)
         for key, limit in TARGETS[name].items()
         if measured[key] is not None
     }
-
-
-def _conditions(environment: Environment) -> dict:
-    code = "import json, torch; print(json.dumps([torch.__version__, torch.get_num_threads()]))"
-    done = subprocess.run([str(environment.python), "-c", code], capture_output=True, text=True, check=True)
-    torch_version, threads = json.loads(done.stdout)
-    return {
-        "date": _today(),
-        "cpu": _cpu_name(),
-        "cores": os.cpu_count(),
-        "torch": torch_version,
-        "torch_threads": threads,
-        "python": platform.python_version(),
-        "system": platform.system(),
-        "comfyui": _comfyui_version(environment.comfyui),
-        "model": "Wan2.1 T2V 1.3B shapes, bf16, 1.42 billion parameters, 2.84 GB, in the page cache",
-    }
-
-
-def _today() -> str:
-    import datetime
-
-    return datetime.date.today().isoformat()
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _comfyui_version(comfyui: Path) -> str:
-    text = (comfyui / "comfyui_version.py").read_text(encoding="utf-8")
-    return text.split('"')[1]
 
 
 def _as_text(result: dict) -> str:
@@ -197,9 +157,8 @@ def _as_text(result: dict) -> str:
             f"  {key:16} {_number(key, value):>12} {_number(key, other):>12}   ratio {result['ratios'].get(key)}"
         )
     lines.append(f"  fastest run against fastest run: ratio {result['ratios']['best_seconds']}")
-    for key, target in result["targets"].items():
-        word = "met" if target["met"] else "MISSED"
-        lines.append(f"  target {key} <= {target['limit']}: {target['measured']} {word}")
+    for key, held in result["targets"].items():
+        lines.append(f"  target {key} <= {held['limit']}: {held['measured']} {'met' if held['met'] else 'MISSED'}")
     return "\n".join(lines)
 
 

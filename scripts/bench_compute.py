@@ -2,16 +2,16 @@
 
 `python scripts/bench_compute.py safe16 --comfyui DIR [--json] [--save]`, or `run_safe16(args)` and its siblings, in a
 process that has not imported ComfyUI yet. `args.comfyui`: a ComfyUI folder; `args.slow`: the large families too.
+
+Prints a table of errors (safe16, guard) or the targets, with `--json` everything; exits with 2 where a target is missed.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import logging
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -19,9 +19,10 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import reporting
 from bench_guard import run_guard
+from environment import ROOT, Environment
 
-ROOT = Path(__file__).absolute().parent.parent
 SAFE16_LIMIT, FP8_LIMIT, PATCH_LIMIT = 0.6, 0.03, 1.01
 
 
@@ -35,8 +36,8 @@ def run_safe16(args: argparse.Namespace) -> dict:
     worst = max(row["fp16_safe"] / row["bf16"] for row in rows)
     share = min(row["fp16_work"] for row in rows)
     targets = {
-        "error_to_bf16": {"limit": SAFE16_LIMIT, "measured": round(worst, 3), "met": worst <= SAFE16_LIMIT},
-        "fp16_work": {"limit": 0.8, "measured": share, "met": share >= 0.8},
+        "error_to_bf16": reporting.target(round(worst, 3), SAFE16_LIMIT),
+        "fp16_work": reporting.target(share, 0.8, at_least=True),
     }
     return {"benchmark": "safe16", "rows": rows, "targets": targets, "markdown": markdown(rows)}
 
@@ -93,8 +94,8 @@ def run_fp8mm(args: argparse.Namespace) -> dict:
         ours = relative_error(reference, Fp8Linear(module)(x))
         module._full_precision_mm = module.comfy_force_cast_weights = False
         core = relative_error(reference, type(module).forward(module, x.clone()))
-    target = {"limit": FP8_LIMIT, "measured": round(ours, 4), "met": ours <= FP8_LIMIT}
-    return {"benchmark": "fp8mm", "errors": {"halfsafe": ours, "core": core}, "targets": {"error": target}}
+    targets = {"error": reporting.target(round(ours, 4), FP8_LIMIT)}
+    return {"benchmark": "fp8mm", "errors": {"halfsafe": ours, "core": core}, "targets": targets}
 
 
 def run_patch(args: argparse.Namespace) -> dict:
@@ -114,9 +115,9 @@ def run_patch(args: argparse.Namespace) -> dict:
             families.replay(model, call)
             taken[name].append(time.perf_counter() - start)
     ratio = statistics.median(taken["planned"]) / statistics.median(taken["stock"])
-    target = {"limit": PATCH_LIMIT, "measured": round(ratio, 4), "met": ratio <= PATCH_LIMIT}
+    targets = {"time": reporting.target(round(ratio, 4), PATCH_LIMIT)}
     wrappers = len(planned.get_wrappers("apply_model", "halfsafe.compute"))
-    return {"benchmark": "patch", "seconds": taken, "wrappers": wrappers, "targets": {"time": target}}
+    return {"benchmark": "patch", "seconds": taken, "wrappers": wrappers, "targets": targets}
 
 
 def load_comfy(args: argparse.Namespace, on_cpu: bool = True) -> SimpleNamespace:
@@ -128,49 +129,32 @@ def load_comfy(args: argparse.Namespace, on_cpu: bool = True) -> SimpleNamespace
 
     keep = tempfile.TemporaryDirectory(prefix="halfsafe-bench-")
     base = make_base_directory(Path(keep.name), ROOT)
-    inprocess.setup_comfyui(Path(args.comfyui).resolve(), base, *(["--cpu"] if on_cpu else []))
+    inprocess.setup_comfyui(args.comfyui.resolve(), base, *(["--cpu"] if on_cpu else []))
     logging.disable(logging.WARNING)
-    nodes = inprocess.node_classes(inprocess.load_pack())
-
-    def run(name: str, **inputs) -> tuple:
-        return tuple(nodes[name].execute(**inputs).args)
-
+    run = inprocess.runner(inprocess.node_classes(inprocess.load_pack()))
     return SimpleNamespace(run=run, folder=base / "models" / "diffusion_models", keep=keep)
+
+
+def conditions(args: argparse.Namespace) -> dict:
+    """What this process measures with."""
+    return reporting.conditions(Environment(Path(sys.executable), args.comfyui.resolve()))
 
 
 RUNS = {"safe16": run_safe16, "fp8mm": run_fp8mm, "patch": run_patch, "guard": run_guard}
 
 
-def conditions() -> dict:
-    """What the figures were taken with. Errors depend on torch; times also on the machine."""
-    import torch
-
-    return {
-        "date": datetime.date.today().isoformat(),
-        "torch": torch.__version__,
-        "torch_threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}, CPU only",
-    }
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = reporting.parser(__doc__)
     parser.add_argument("name", choices=RUNS)
-    parser.add_argument("--comfyui", default=os.environ.get("COMFYUI_DIR"), help="a ComfyUI folder (default: COMFYUI_DIR)")
     parser.add_argument("--slow", action="store_true", help="safe16 and guard: the families with 0.4 and 1.1 billion parameters too")
     parser.add_argument("--runs", type=int, default=10, help="patch and guard: pairs of measurements")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
     args = parser.parse_args()
-    if not args.comfyui:
-        parser.error("name a ComfyUI folder with --comfyui or COMFYUI_DIR")
-    result = conditions() | RUNS[args.name](args)
-    text = json.dumps(result, indent=2)
+    result = conditions(args) | RUNS[args.name](args)
     if args.save:
-        (ROOT / "benchmarks" / "results" / f"{args.name}.json").write_text(text + "\n", encoding="utf-8")
-    print(text if args.json else result.get("markdown", json.dumps(result["targets"], indent=2)))
-    return 0 if all(target["met"] for target in result["targets"].values()) else 2
+        reporting.save(result)
+    print(json.dumps(result, indent=2) if args.json else result.get("markdown", json.dumps(result["targets"], indent=2)))
+    return reporting.exit_code(result)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
 """Everything a GPU is needed for, in one go: `python scripts/bench_gpu.py --comfyui DIR [--save]`.
 
 A Wan2.1-1.3B-shaped model in every arithmetic: time and error of a denoiser call against fp32, the peak of device memory,
-what the guard and fp16 sums cost or gain. `--dry-run` does the same on a CPU with a small model, to see that it works.
+what the guard and fp16 sums cost or gain; printed as JSON, exit code 2 where a target is missed. `--dry-run` does the same on a CPU with a small model, to see that it works.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from bench_compute import ROOT, conditions, load_comfy
+import reporting
+from bench_compute import conditions, load_comfy
 
 COMPUTES = ("fp32", "fp16", "bf16", "fp16_safe", "fp8")
 TARGETS = {"fp16_safe_to_fp16": 1.25, "fp32_to_fp16_safe": 3.0, "guard": 1.02}
@@ -35,26 +35,20 @@ def main() -> int:
         row["error"] = _error(reference, row.pop("result", reference))
     rows += _with_nodes(comfy, path, args)
     device = "CPU, dry run" if args.dry_run else torch.cuda.get_device_name()
-    result = conditions() | {"benchmark": "gpu", "device": device, "driver": _driver(), "cuda": torch.version.cuda, "rows": rows}
+    result = conditions(args) | {"benchmark": "gpu", "device": device, "driver": _driver(), "cuda": torch.version.cuda, "rows": rows}
     result["targets"] = _targets({row["name"]: row["seconds"] for row in rows})
-    text = json.dumps(result, indent=2)
     if args.save and not args.dry_run:
-        (ROOT / "benchmarks" / "results" / "gpu.json").write_text(text + "\n", encoding="utf-8")
-    print(text)
-    return 0 if args.dry_run or all(target["met"] for target in result["targets"].values()) else 2
+        reporting.save(result)
+    print(json.dumps(result, indent=2))
+    return 0 if args.dry_run else reporting.exit_code(result)
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--comfyui", default=os.environ.get("COMFYUI_DIR"), help="a ComfyUI folder (default: COMFYUI_DIR)")
+    parser = reporting.parser(__doc__)
     parser.add_argument("--runs", type=int, default=10, help="measured calls for each row")
     parser.add_argument("--size", type=int, default=64, help="latent height and width; 64 gives 1024 tokens a frame")
     parser.add_argument("--dry-run", action="store_true", help="a small model on the CPU")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/gpu.json")
-    args = parser.parse_args()
-    if not args.comfyui:
-        parser.error("name a ComfyUI folder with --comfyui or COMFYUI_DIR")
-    return args
+    return parser.parse_args()
 
 
 def _row(comfy, path: Path, compute: str, args: argparse.Namespace) -> dict:
@@ -67,12 +61,12 @@ def _row(comfy, path: Path, compute: str, args: argparse.Namespace) -> dict:
 def _with_nodes(comfy, path: Path, args: argparse.Namespace) -> list[dict]:
     """fp16 with the guard, and with fp16 sums where they are proven."""
     from support import families
+    from support.guarding import guarded
+    from support.summing import accumulation
 
     plain = families.load(comfy, path, "as_file", "fp16")
-    guarded = comfy.run("HalfsafeNaNGuard", model=plain, on_nan="retry_higher", max_retries=8)[0]
-    settings = dict.fromkeys(("reduced_precision_reduction", "tf32", "fp8_fast_accumulation", "attention"), "unchanged")
-    summed = comfy.run("HalfsafeAccumulation", model=plain, fp16_accumulation="auto", **settings)[0]
-    rows = [_measured("fp16, guarded", guarded, args), _measured("fp16, fp16 sums", summed, args)]
+    summed = accumulation(comfy, plain, fp16_accumulation="auto")
+    rows = [_measured("fp16, guarded", guarded(comfy, plain), args), _measured("fp16, fp16 sums", summed, args)]
     for row in rows:
         del row["result"]
     return rows
@@ -121,10 +115,7 @@ def _targets(seconds: dict[str, float]) -> dict[str, dict]:
         "guard": seconds["fp16, guarded"] / seconds["fp16"],
     }
     at_least = {"fp32_to_fp16_safe"}
-    return {
-        name: {"limit": limit, "measured": round(measured[name], 3), "met": (measured[name] >= limit) == (name in at_least)}
-        for name, limit in TARGETS.items()
-    }
+    return {name: reporting.target(round(measured[name], 3), limit, name in at_least) for name, limit in TARGETS.items()}
 
 
 def _driver() -> str | None:

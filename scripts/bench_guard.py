@@ -7,6 +7,8 @@ import statistics
 import sys
 import time
 
+import reporting
+
 LIMIT, ERROR_LIMIT, STEPS = 1.02, 0.02, 20
 
 
@@ -27,16 +29,18 @@ def run_guard(args: argparse.Namespace) -> dict:
     rows = [row for name in names for row in _rescues(comfy, families, name)]
     worst, error = clean["wan bf16"]["guard"], max(row["guard"] for row in rows)
     targets = {
-        "clean_run": {"limit": LIMIT, "measured": worst, "met": worst <= LIMIT},
-        "error": {"limit": ERROR_LIMIT, "measured": error, "met": error <= ERROR_LIMIT},
+        "clean_run": reporting.target(worst, LIMIT),
+        "error": reporting.target(error, ERROR_LIMIT),
     }
     return {"benchmark": "guard", "clean_runs": clean, "rows": rows, "targets": targets, "markdown": _markdown(clean, rows)}
 
 
 def _overhead(comfy, families, path, family: str, compute: str, runs: int) -> dict[str, float]:
     """Time of a run relative to one without a guard, by median of interleaved runs."""
+    from support.guarding import guarded
+
     plain = families.load(comfy, path, "as_file", compute)
-    sides = {"none": plain, "guard": _guarded(comfy, plain), "check_per_layer": plain}
+    sides = {"none": plain, "guard": guarded(comfy, plain), "check_per_layer": plain}
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for index in range(runs):
         for name in sorted(sides, reverse=bool(index % 2)):
@@ -60,10 +64,6 @@ def _hooks(model) -> list:
     return [module.register_forward_hook(check) for module in model.model.diffusion_model.modules() if not list(module.children())]
 
 
-def _guarded(comfy, model):
-    return comfy.run("HalfsafeNaNGuard", model=model, on_nan="retry_higher", max_retries=8)[0]
-
-
 def _rescues(comfy, families, family: str) -> list[dict]:
     clean = families.write(family, comfy.folder)
     rows = []
@@ -77,24 +77,23 @@ def _rescues(comfy, families, family: str) -> list[dict]:
 
 def _rescue(comfy, families, path, family: str) -> dict:
     """Errors of a 4-step picture against fp32, and what the guard did."""
-    from halfsafe.nodes.host.guard import guard_of
     from halfsafe.precision.quantize import relative_error
+    from support.guarding import guarded, modes_of, report_of
 
     def error(model) -> float | None:
         value = relative_error(reference, families.sample(model, family))
         return float(f"{value:.2e}") if value == value else None
 
     reference = families.sample(families.load(comfy, path, "fp32"), family)
-    model = _guarded(comfy, families.load(comfy, path, "fp16", "fp16"))
+    model = guarded(comfy, families.load(comfy, path, "fp16", "fp16"))
     found = {"fp16": error(families.load(comfy, path, "fp16", "fp16")), "bf16": error(families.load(comfy, path, "as_file", "bf16"))}
     found["guard"] = error(model)
-    guard = guard_of(model)
-    report, modes = guard.report(model), {**guard.states.last(model.model).modes, **guard.modes(model)}
+    report, modes = report_of(model), modes_of(model)
     event = report.events[0]
     found |= {"verdict": report.verdict, "named": event.layer, "op": event.op, "kind_seen": event.kind, "extra_calls": report.extra_calls}
     found["still_fp16"] = round(list(modes.values()).count("fp16") / len(modes), 3)
     found["second_run"] = error(model)
-    return found | {"second_run_extra_calls": guard.report(model).extra_calls}
+    return found | {"second_run_extra_calls": report_of(model).extra_calls}
 
 
 def _markdown(clean: dict, rows: list[dict]) -> str:

@@ -7,20 +7,18 @@ The target is held against the processor's time, which is what an idle machine t
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import reporting
 from comfyui_server import make_base_directory
 from environment import ROOT, clean_environ
 
 LIMIT = 0.2
-RESULTS = ROOT / "benchmarks" / "results" / "import.json"
 IN_COMFYUI = """
 import asyncio, json, sys, time
 sys.path.insert(0, {comfyui!r})
@@ -54,7 +52,7 @@ def figures(python: Path, comfyui: Path, runs: int = 5) -> dict:
         "medians": medians,
         "modules": taken[-1]["modules"],
         "other_modules": taken[-1]["others"],
-        "targets": {"cpu_seconds": {"limit": LIMIT, "measured": medians["cpu_seconds"], "met": medians["cpu_seconds"] <= LIMIT}},
+        "targets": {"cpu_seconds": reporting.target(medians["cpu_seconds"], LIMIT)},
     }
 
 
@@ -70,19 +68,15 @@ def _import_once(python: Path, comfyui: Path, base: Path, pack: Path) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--comfyui", type=Path, default=os.environ.get("COMFYUI_DIR"), help="a ComfyUI folder")
-    parser.add_argument("--runs", type=int, default=5)
+    parser = reporting.parser(__doc__)
+    parser.add_argument("--runs", type=int, default=5, help="measured imports (default: 5)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
     options = parser.parse_args()
-    if options.comfyui is None:
-        parser.error("name a ComfyUI folder with --comfyui or COMFYUI_DIR")
-    result = figures(Path(sys.executable), Path(options.comfyui), options.runs)
+    result = figures(Path(sys.executable), options.comfyui, options.runs)
     if options.save:
-        RESULTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        reporting.save(result)
     print(json.dumps(result, indent=2) if options.json else _as_text(result))
-    return 0 if result["targets"]["cpu_seconds"]["met"] else 2
+    return reporting.exit_code(result)
 
 
 def _as_text(result: dict) -> str:

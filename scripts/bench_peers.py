@@ -1,179 +1,186 @@
-"""Other packs' loaders on the same file: `python scripts/bench_peers.py --comfyui DIR --peers CHECKOUT... [--save]`.
+"""Halfsafe, ComfyUI and other packs on the same work: `bench_peers.py --comfyui DIR --kjnodes DIR --gguf DIR --wrapper DIR`.
 
-A bf16 file with the shapes of Wan2.1 1.3B is loaded to fp8 by ComfyUI's UNETLoader, by Halfsafe and by each peer, each in
-a process of its own, in turns. Peers are checkouts of their packs, with what they require installed; one that is not
-there, does not load, or has no loader that is known here is left out and named.
+The folders are checkouts of kijai/ComfyUI-KJNodes, city96/ComfyUI-GGUF and kijai/ComfyUI-WanVideoWrapper; `--deps` names
+folders with what they import. A pack that is not given is left out and named; what a pack cannot do here stands in the
+result with its error.
 
-Seconds and peak anonymous memory are of the load. The error is that of one denoiser call in fp32 against the file's bf16
-weights, also in fp32: what is left is what the storage costs.
+load: a bf16 file with the shapes of Wan2.1 1.3B to fp8 (GGUF: a Q8_0 file of it), then one call in fp32; the pack's import.
+options: every weight dtype and compute dtype of a loader. accumulation: torch's flags before, in and after a run.
+nan: models that overflow in fp16. fp8_product: fp8 operands with outliers. overhead: a run of 20 steps with nodes that set flags.
+
+Each load is a process of its own, the sides take turns, the numbers are medians; files are in the page cache, bytecode is in
+place. Errors and flags are not timed and are taken once, in one process for each pack. About eight minutes on two idle cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
-import importlib
-import io
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import peers_table
+import reporting
 from comfyui_server import make_base_directory
 from environment import ROOT, Environment, clean_environ
 
-RESULTS = ROOT / "benchmarks" / "results" / "peers.json"
-PEER_LOADERS = {
-    "DiffusionModelLoaderKJ": (
-        "patch_and_load",
-        {"compute_dtype": "default", "patch_cublaslinear": False, "sage_attention": "disabled", "enable_fp16_accumulation": False},
-    ),
+MODEL = "Wan2.1 T2V 1.3B shapes, bf16, 1.42 billion parameters, 2.84 GB, in the page cache"
+PROFILE = "cpu; accumulation, fp8_product and overhead as on sm_89, whose flags and kernels a CPU does not have"
+CHECKOUTS = {"KJNodes": "kjnodes", "GGUF": "gguf", "WanVideoWrapper": "wrapper"}
+SECTIONS = ("options", "accumulation", "nan", "fp8_product", "overhead", "load")
+BF16_FILE, Q8_FILE = {"file": "wan_1_3b_shaped.safetensors"}, {"file": "wan_1_3b_shaped.gguf"}
+REFERENCE = "as stored"
+LOADS = {
+    REFERENCE: {"side": "ComfyUI", "storage": "default", **BF16_FILE},
+    "ComfyUI UNETLoader fp8_e4m3fn": {"side": "ComfyUI", "storage": "fp8_e4m3fn", **BF16_FILE},
+    "Halfsafe fp8_e4m3fn": {"side": "Halfsafe", "storage": "fp8_e4m3fn", **BF16_FILE},
+    "KJNodes DiffusionModelLoaderKJ fp8_e4m3fn": {"side": "KJNodes", "storage": "fp8_e4m3fn", **BF16_FILE},
+    "GGUF UnetLoaderGGUF Q8_0": {"side": "GGUF", "storage": "Q8_0", **Q8_FILE},
+    "WanVideoWrapper fp8_e4m3fn": {"side": "WanVideoWrapper", "storage": "fp8_e4m3fn", **BF16_FILE},
+    "WanVideoWrapper fp8_e4m3fn_scaled": {"side": "WanVideoWrapper", "storage": "fp8_e4m3fn_scaled", **BF16_FILE},
 }
-OWN = ("reference", "UNETLoader", "Halfsafe")
-STORAGE = "fp8_e4m3fn"
+OPTIONS = {side: {"side": side} for side in ("ComfyUI", "KJNodes", "Halfsafe")}
+SUMS = {
+    "Halfsafe Accumulation": {"side": "HalfsafeAccumulation", "pack": "Halfsafe"},
+    "KJNodes ModelPatchTorchSettings": {"side": "ModelPatchTorchSettings", "pack": "KJNodes"},
+    "KJNodes DiffusionModelLoaderKJ": {"side": "DiffusionModelLoaderKJ", "pack": "KJNodes"},
+    "WanVideoWrapper WanVideoModelLoader": {"side": "WanVideoModelLoader", "pack": "WanVideoWrapper"},
+}
+NAN = {
+    "ComfyUI fp16": {"side": "ComfyUI", "storage": "default", "compute": "fp16"},
+    "ComfyUI bf16": {"side": "ComfyUI", "storage": "default", "compute": "bf16"},
+    "KJNodes fp16": {"side": "KJNodes", "storage": "fp16", "compute": "fp16"},
+    "WanVideoWrapper fp16": {"side": "WanVideoWrapper", "storage": "default", "compute": "fp16"},
+    "Halfsafe fp16_safe": {"side": "Halfsafe", "storage": "default", "compute": "fp16_safe"},
+    "Halfsafe fp16 + NaN Guard": {"side": "Halfsafe", "storage": "default", "compute": "fp16", "guard": True},
+}
+PRODUCTS = {side: {"side": side} for side in ("ComfyUI", "KJNodes", "WanVideoWrapper", "Halfsafe")}
+EXACT = {"options": OPTIONS, "accumulation": SUMS, "nan": NAN, "fp8_product": PRODUCTS}
 
 
-class NoPeer(Exception):
-    """A peer cannot take part."""
+class Bench:
+    """The jobs of a run: ComfyUI, a base directory, the peers' folders by name."""
+
+    def __init__(self, environment: Environment, base: Path, packs: dict[str, Path], deps: list[Path]):
+        self.environment, self.base = environment, base
+        self.packs, self.deps = packs, [str(folder) for folder in deps]
+
+    def measure(self, name: str, **job: object) -> dict:
+        """The figures of one job of benchmarks/peers_measure.py, in a process of its own."""
+        packs = {pack: str(folder) for pack, folder in self.packs.items()}
+        job = {"measure": name, "base": str(self.base), "packs": packs, "deps": self.deps, **job}
+        command = [str(self.environment.python), str(ROOT / "benchmarks" / "peers_measure.py"), json.dumps(job)]
+        cache = str(self.base / "bytecode")
+        environ = clean_environ(COMFYUI_DIR=str(self.environment.comfyui), PYTHONPYCACHEPREFIX=cache)
+        done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+        print(name, job.get("side", ""), done.stdout.strip()[:160], file=sys.stderr, flush=True)
+        if done.returncode:
+            raise SystemExit(f"{name} failed:\n{done.stderr}")
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def there(self, jobs: dict[str, dict]) -> dict[str, dict]:
+        """The jobs whose pack is given."""
+        return {name: job for name, job in jobs.items() if pack_of(job) not in CHECKOUTS or pack_of(job) in self.packs}
+
+    def exact(self, sections: list[str]) -> dict[str, list[dict]]:
+        """The rows of each section in the order of its jobs, taken in one process for each pack."""
+        parts = [
+            {"measure": section, "name": name, **job} for section in sections for name, job in self.there(EXACT[section]).items()
+        ]
+        rows = {}
+        for pack in dict.fromkeys(map(pack_of, parts)):
+            theirs = [part for part in parts if pack_of(part) == pack]
+            found = self.measure("several", side=pack, parts=theirs)["rows"]
+            rows |= {(part["measure"], part["name"]): row for part, row in zip(theirs, found, strict=True)}
+        return {section: [rows[section, name] for name in self.there(EXACT[section])] for section in sections}
+
+    def in_turns(self, measure: str, jobs: dict[str, dict], runs: int) -> list[dict]:
+        """Medians of ``runs`` for each job, the jobs taking turns; one that fails is not repeated."""
+        taken: dict[str, list[dict]] = {name: [] for name in self.there(jobs)}
+        for index in range(runs):
+            for name in list(taken)[:: -1 if index % 2 else 1]:
+                if not any("fails" in run for run in taken[name]) and (name != REFERENCE or not index):
+                    taken[name].append(self.measure(measure, **jobs[name]))
+        return [{"name": name, **medians(found)} for name, found in taken.items()]
 
 
-def load_reference(path: Path):
-    import nodes
-
-    return nodes.UNETLoader().load_unet(path.name, "default")[0]
-
-
-def load_core(path: Path):
-    import nodes
-
-    return nodes.UNETLoader().load_unet(path.name, STORAGE)[0]
+def pack_of(job: dict) -> str:
+    """The pack that does a job."""
+    return job.get("pack", job["side"])
 
 
-def load_halfsafe(path: Path):
-    from support import inprocess
-
-    node = inprocess.node_classes(inprocess.load_pack())["HalfsafeLoadDiffusionModel"]
-    return node.execute(path.name, STORAGE, "auto").args[0]
+def medians(found: list[dict]) -> dict:
+    """The median of each number of several runs; of words and of nothing, the first."""
+    return {key: _median([run.get(key) for run in found]) for key in found[0]}
 
 
-def peer_loader(folder: Path):
-    """A function that loads a file with a peer's loader.
-
-    Raises:
-        NoPeer: the checkout is missing, does not load here, or its loader is not known.
-    """
-    import nodes
-
-    if not (folder / "__init__.py").is_file():
-        raise NoPeer(f"{folder.name}: there is no pack in this folder")
-    if not asyncio.run(nodes.load_custom_node(str(folder), module_parent="custom_nodes")):
-        raise NoPeer(f"{folder.name}: ComfyUI cannot import it here")
-    known = [name for name in PEER_LOADERS if name in nodes.NODE_CLASS_MAPPINGS]
-    if not known:
-        raise NoPeer(f"{folder.name}: has none of the loaders {', '.join(PEER_LOADERS)}")
-    method, settings = PEER_LOADERS[known[0]]
-    node = nodes.NODE_CLASS_MAPPINGS[known[0]]()
-    return lambda path: getattr(node, method)(model_name=path.name, weight_dtype=STORAGE, **settings)[0]
+def _median(values: list) -> object:
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return statistics.median(numbers) if numbers else values[0]
 
 
-def measure(side: str, path: Path, base: Path, result: Path) -> dict:
-    """Load and call once, in a process that has not imported ComfyUI yet; `result` gets or holds the reference's output."""
-    sys.path[:] = [str(ROOT / "tests"), str(ROOT / "benchmarks"), *(folder for folder in sys.path if Path(folder) != ROOT)]
-    importlib.import_module("conftest")
-    from support import inprocess
-
-    inprocess.setup_comfyui(Path(os.environ["COMFYUI_DIR"]), base, "--cpu")
-    importlib.import_module("nodes")
-    import torch
-    from measure import _timed, _weight_bytes
-    from support.denoise import denoise
-
-    try:
-        load = {"reference": load_reference, "UNETLoader": load_core, "Halfsafe": load_halfsafe}.get(side) or peer_loader(Path(side))
-    except NoPeer as error:
-        return {"left_out": str(error)}
-    model = []
-    figures = _timed(lambda: model.append(load(path)))
-    figures["weight_bytes"] = _weight_bytes(model[0])
-    model[0].set_model_compute_dtype(torch.float32)
-    output = denoise(model[0])
-    if side == "reference":
-        torch.save(output, result)
-    reference = torch.load(result)
-    error = ((output - reference).norm() / reference.norm()).item()
-    return figures | {"error": error if error == error else None}
+def run(bench: Bench, sections: list[str], runs: int) -> dict:
+    """The figures of each section. The Q8_0 file is written by the `gguf` package that the peer itself reads it with."""
+    bench.measure("files")
+    if "load" in sections and "GGUF" in bench.packs:
+        bench.measure("gguf_file")
+    found = bench.exact([name for name in sections if name in EXACT])
+    if "overhead" in sections:
+        found["overhead"] = bench.measure("overhead", pairs=5 * runs)
+    if "load" in sections:
+        found["load"] = bench.in_turns("load", LOADS, runs)
+    return {name: found[name] for name in sections}
 
 
-def compare(environment: Environment, base: Path, peers: list[Path], runs: int) -> tuple[list[dict], list[str]]:
-    """One row for each side with medians, and why any peer was left out."""
-    path = base / "models" / "diffusion_models" / "wan_1_3b_shaped.safetensors"
-    script = ROOT / "tests" / "support" / "tiny_models.py"
-    subprocess.run([str(environment.python), str(script), str(path.parent), path.stem], check=True, env=clean_environ())
-    taken, left_out = {side: [] for side in (*OWN, *map(str, peers))}, []
-    for index in range(runs):
-        for side in [side for side in taken if side != OWN[0] or index == 0]:
-            figures = _child(environment, side, path, base)
-            print(f"{Path(side).name}: {figures}", file=sys.stderr, flush=True)
-            taken[side].append(figures)
-            if "left_out" in figures:
-                left_out.append(figures["left_out"])
-        for side in [side for side, found in taken.items() if "left_out" in found[0]]:
-            del taken[side]
-    return [{"loader": Path(side).name, **_medians(found)} for side, found in taken.items()], left_out
+def commit_of(folder: Path) -> str:
+    """A checkout's commit and its day."""
+    command = ["git", "-C", str(folder), "log", "-1", "--format=%h of %cs"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
-def _medians(found: list[dict]) -> dict:
-    rows = {key: [run[key] for run in found if run[key] is not None] for key in found[0]}
-    return {key: statistics.median(values) if values else None for key, values in rows.items()}
+def conditions(environment: Environment, packs: dict[str, Path]) -> dict:
+    """What the figures were taken with, and which packs were left out."""
+    left_out = [f"{name}: not given (--{flag} DIR)" for name, flag in CHECKOUTS.items() if name not in packs]
+    peers = {name: commit_of(folder) for name, folder in packs.items()}
+    found = {"model": MODEL, "halfsafe_device_profile": PROFILE, "peers": peers, "left_out": left_out}
+    return {"benchmark": "peers", **reporting.conditions(environment), **found}
 
 
-def _child(environment: Environment, side: str, path: Path, base: Path) -> dict:
-    environ = clean_environ(COMFYUI_DIR=str(environment.comfyui), PYTHONDONTWRITEBYTECODE="1")
-    command = [str(environment.python), __file__, "--child", side, str(path), str(base), str(base / "reference.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
-    if done.returncode:
-        raise SystemExit(f"{side} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def as_table(rows: list[dict]) -> str:
-    lines = ["| loader | seconds | peak memory | weights | error of one call |", "|---|---|---|---|---|"]
-    for row in rows:
-        memory = "unknown" if row["anonymous_bytes"] is None else f"{row['anonymous_bytes'] / 1e9:.2f} GB"
-        error = "NaN" if row["error"] is None else f"{row['error']:.4f}"
-        lines.append(f"| {row['loader']} | {row['seconds']:.2f} | {memory} | {row['weight_bytes'] / 1e9:.2f} GB | {error} |")
-    return "\n".join(lines)
+def _parse() -> argparse.Namespace:
+    parser = reporting.parser(__doc__)
+    for name, flag in CHECKOUTS.items():
+        parser.add_argument(f"--{flag}", type=Path, metavar="DIR", help=f"a checkout of {name}")
+    parser.add_argument("--deps", type=Path, nargs="*", default=[], metavar="DIR", help="folders with what the peers import")
+    parser.add_argument("--only", nargs="*", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--folder", help="where to put the model files for the time being (5 GB)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    options = parser.parse_args()
+    if options.save and set(options.only) != set(SECTIONS):
+        parser.error("--save writes a whole result: leave --only out")
+    for flag in CHECKOUTS.values():
+        folder = getattr(options, flag)
+        if folder is not None and not (folder / "__init__.py").is_file():
+            parser.error(f"--{flag}: there is no pack in {folder}")
+    return options
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--child"]:
-        with contextlib.redirect_stdout(io.StringIO()):
-            result = measure(sys.argv[2], *map(Path, sys.argv[3:]))
-        print(json.dumps(result))
-        return 0
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--comfyui", type=Path, default=os.environ.get("COMFYUI_DIR"), help="a ComfyUI folder")
-    parser.add_argument("--peers", type=Path, nargs="*", default=[], metavar="CHECKOUT", help="folders of other packs")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--folder", help="where to put the model file for the time being (3 GB)")
-    parser.add_argument("--save", action="store_true", help="write the result to benchmarks/results/")
-    options = parser.parse_args()
-    if options.comfyui is None:
-        parser.error("name a ComfyUI folder with --comfyui or COMFYUI_DIR")
-    from bench import _conditions
-
+    options = _parse()
     environment = Environment(Path(sys.executable), Path(options.comfyui).resolve())
+    given = {name: getattr(options, flag) for name, flag in CHECKOUTS.items()}
+    packs = {name: folder.resolve() for name, folder in given.items() if folder}
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="halfsafe-peers-") as folder:
-        base = make_base_directory(Path(folder), ROOT)
-        rows, left_out = compare(environment, base, [peer.resolve() for peer in options.peers], options.runs)
-    result = _conditions(environment) | {"benchmark": "peers", "runs": options.runs, "rows": rows, "left_out": left_out}
+        bench = Bench(environment, make_base_directory(Path(folder), ROOT), packs, [path.resolve() for path in options.deps])
+        sections = run(bench, [name for name in SECTIONS if name in options.only], options.runs)
+    result = conditions(environment, packs) | {"runs": options.runs, "sections": sections}
     if options.save:
-        RESULTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(as_table(rows), *left_out, sep="\n")
+        reporting.save(result)
+    print(json.dumps(result, indent=2) if options.json else peers_table.as_text(result))
     return 0
 
 

@@ -4,18 +4,16 @@ Files with the shapes of Wan2.1 and more blocks, streamed in bf16. For each, in 
 converting to fp8, planning, attaching a plan with the bookkeeping of the first call, and attaching a guard with the
 bookkeeping of a clean call; all without the model's arithmetic. Peak memory is anonymous and above what it was before.
 
+Prints a table and the power of the parameters that each step's time grows with; exits with 2 where one passes 1.15.
 `--large` adds 5 billion parameters: a file of 10 GB and another of 5 GB, and 6 GB of memory.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
-import importlib
 import io
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -24,10 +22,10 @@ import tempfile
 import time
 from pathlib import Path
 
+import reporting
 from comfyui_server import make_base_directory
 from environment import ROOT, Environment, clean_environ
 
-RESULTS = ROOT / "benchmarks" / "results" / "scaling.json"
 SIZES = {"0.1": (1024, 4, 4096), "0.4": (1536, 7, 8960), "1.4": (1536, 30, 8960)}
 LARGE = {"5": (3072, 30, 14336)}
 STEPS = ("load", "convert", "plan", "patch", "guard")
@@ -37,12 +35,12 @@ EXPONENT_LIMIT, FREE_GIGABYTES = 1.15, 14
 
 def measure(step: str, path: Path, base: Path) -> dict:
     """Seconds and peak bytes of one step, in a process that has not imported ComfyUI yet."""
-    sys.path[:] = [str(ROOT / "tests"), str(ROOT / "benchmarks"), *(folder for folder in sys.path if Path(folder) != ROOT)]
-    importlib.import_module("conftest")
+    sys.path.append(str(ROOT / "benchmarks"))
+    from measure import set_up
+
+    set_up(base)
     from support import inprocess
 
-    inprocess.setup_comfyui(Path(os.environ["COMFYUI_DIR"]), base, "--cpu")
-    importlib.import_module("nodes")
     nodes = inprocess.node_classes(inprocess.load_pack())
     return globals()[f"_{step}"](nodes, path)
 
@@ -184,30 +182,24 @@ def as_table(rows: list[dict]) -> str:
 def main() -> int:
     if sys.argv[1:2] == ["--child"]:
         return _in_child(*sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--comfyui", type=Path, default=os.environ.get("COMFYUI_DIR"), help="a ComfyUI folder")
+    parser = reporting.parser(__doc__)
     parser.add_argument("--folder", help="where to put the model files for the time being")
     parser.add_argument("--large", action="store_true", help="5 billion parameters too")
-    parser.add_argument("--save", action="store_true", help="write the result to benchmarks/results/")
     options = parser.parse_args()
-    if options.comfyui is None:
-        parser.error("name a ComfyUI folder with --comfyui or COMFYUI_DIR")
-    from bench import _conditions
-
-    environment = Environment(Path(sys.executable), Path(options.comfyui).resolve())
+    environment = Environment(Path(sys.executable), options.comfyui.resolve())
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="halfsafe-scaling-") as folder:
         free = shutil.disk_usage(folder).free / 1e9
         if options.large and free < FREE_GIGABYTES + 5:
             parser.error(f"{free:.0f} GB are free in {folder}; --large needs {FREE_GIGABYTES + 5}")
         rows = run(environment, Path(folder), SIZES | (LARGE if options.large else {}))
     found = exponents(rows)
-    conditions = _conditions(environment) | {"model": "Wan2.1 shapes, bf16, in the page cache"}
-    targets = {step: {"limit": EXPONENT_LIMIT, "measured": value, "met": value <= EXPONENT_LIMIT} for step, value in found.items()}
-    result = conditions | {"benchmark": "scaling", "rows": rows, "exponents": found, "targets": targets}
+    targets = {step: reporting.target(value, EXPONENT_LIMIT) for step, value in found.items()}
+    about = {"benchmark": "scaling", "model": "Wan2.1 shapes, bf16, in the page cache"}
+    result = reporting.conditions(environment) | about | {"rows": rows, "exponents": found, "targets": targets}
     if options.save:
-        RESULTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        reporting.save(result)
     print(as_table(rows), json.dumps({"exponents": found}, indent=2), sep="\n")
-    return 0 if all(target["met"] for target in targets.values()) else 2
+    return reporting.exit_code(result)
 
 
 def _in_child(action: str, path: str, *rest: str) -> int:

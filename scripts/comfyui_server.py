@@ -181,14 +181,6 @@ class Server:
         query = {key: file[key] for key in ("filename", "subfolder", "type")}
         return self.get("/view?" + urllib.parse.urlencode(query))
 
-    def upload_image(self, path: Path) -> str:
-        """Upload a picture into the input folder and return its name."""
-        boundary = uuid.uuid4().hex
-        head = f'Content-Disposition: form-data; name="image"; filename="{path.name}"'
-        body = f"--{boundary}\r\n{head}\r\n\r\n".encode() + path.read_bytes() + f"\r\n--{boundary}--\r\n".encode()
-        headers = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
-        return json.loads(self._send(urllib.request.Request(self.url + "/upload/image", body, headers)))["name"]
-
     def _send(self, request: urllib.request.Request) -> bytes:
         with self._client.open(request, timeout=60) as answer:
             return answer.read()

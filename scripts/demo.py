@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from comfyui_server import Server, ServerError, make_base_directory
-from environment import ROOT, Environment, SetupError, accelerator, clean_environ, prepare
+from environment import ROOT, Environment, SetupError, accelerator, clean_environ, prepare, write_models
 from workflow import WorkflowError, ask_for, bypass, shrink, small_file, substitute_files, to_prompt
 
 MODELS = {"model_name": "diffusion_models", "clip_name1": "text_encoders", "vae_name": "vae"}
@@ -96,7 +96,7 @@ def _provide_model(environment: Environment, base: Path, name: str, real: Path |
         _link_model(real or trained, folder / file)
     else:
         print(f"Making a small {file} ...", flush=True)
-        _make_model(environment, folder, Path(file).stem)
+        write_models(environment, folder, Path(file).stem)
     if real is None and name == "model_name":
         _run_shapes(environment, "overflowing", trained, folder / OVERFLOWING)
     return file
@@ -115,14 +115,6 @@ def _run_shapes(environment: Environment, *arguments: object) -> str:
     if done.returncode:
         raise SetupError(f"{SHAPES.name} failed:\n{done.stderr}")
     return done.stdout
-
-
-def _make_model(environment: Environment, folder: Path, name: str) -> None:
-    command = [str(environment.python), str(ROOT / "tests" / "support" / "tiny_models.py"), str(folder), name]
-    environ = clean_environ(COMFYUI_DIR=str(environment.comfyui))
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SetupError(f"Making {name} failed:\n{done.stderr}")
 
 
 def link_file(source: Path, target: Path) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).absolute().parent.parent
 VENV = ROOT / ".venv"
+TINY_MODELS = ROOT / "tests" / "support" / "tiny_models.py"
 TORCH = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
 TOOLS = ("pytest>=8.4,<10", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7", "ruff>=0.14,<1", "setuptools>=77,<82", "wheel>=0.43,<1", "playwright>=1.49,<2")
 KEY_MODULES = ("torch", "torchvision", "safetensors", "aiohttp", "comfy_kitchen", "pytest", "hypothesis")
@@ -127,6 +128,19 @@ def newest_frontend(python: Path) -> Path:
                 archive.extractall(work / "wheel")
             (work / "wheel" / "comfyui_frontend_package" / "static").rename(target)
     return target
+
+
+def write_models(environment: Environment, folder: Path, *names: str) -> None:
+    """Write the small models of `tests/support/tiny_models.py` with these names into a folder.
+
+    Raises:
+        SetupError: one could not be made.
+    """
+    command = [str(environment.python), str(TINY_MODELS), str(folder), *names]
+    environ = clean_environ(COMFYUI_DIR=str(environment.comfyui))
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SetupError(f"Making {', '.join(names)} failed:\n{done.stderr}")
 
 
 def accelerator(python: Path) -> str:

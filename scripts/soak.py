@@ -10,21 +10,19 @@ prompts; what ComfyUI itself keeps of each prompt, its history, is part of it. W
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-from bench import _conditions, _today
+import reporting
 from comfyui_server import Server, ServerError, error_text, make_base_directory
-from environment import ROOT, Environment, clean_environ
+from environment import ROOT, Environment, write_models
+from workflow import node
 
-RESULTS = ROOT / "benchmarks" / "results" / "soak.json"
 MODELS = {"diffusion_models": ("wan", "wan_overflowing"), "text_encoders": ("clip_l",), "vae": ("wan_vae",)}
 SLOPE_LIMIT = 256 * 1024
 WARM = 4
@@ -67,10 +65,6 @@ def stock(graph: dict) -> dict:
 def accumulation(value: str) -> dict[str, str]:
     names = ("reduced_precision_reduction", "tf32", "fp8_fast_accumulation", "attention")
     return {**dict.fromkeys(names, "unchanged"), "fp16_accumulation": value}
-
-
-def node(class_type: str, **inputs: object) -> dict:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 def soak(server: Server, prompts: int, without: bool = False) -> list[dict]:
@@ -124,10 +118,10 @@ def figures(samples: list[dict]) -> dict:
         "range": {name: [min(values), max(values)] for name, values in columns.items()},
         "outside": flags[0] if flags else {},
         "targets": {
-            "slope_bytes_per_prompt": _target(round(slopes["anonymous_bytes"]), SLOPE_LIMIT),
-            "threads_grown": _target(round(growth["threads"], 2), 2),
-            "files_grown": _target(round(growth["files"], 2), 2),
-            "flags_changed": _target(len(changed), 0),
+            "slope_bytes_per_prompt": reporting.target(round(slopes["anonymous_bytes"]), SLOPE_LIMIT),
+            "threads_grown": reporting.target(round(growth["threads"], 2), 2),
+            "files_grown": reporting.target(round(growth["files"], 2), 2),
+            "flags_changed": reporting.target(len(changed), 0),
         },
     }
 
@@ -137,52 +131,35 @@ def _statuses(samples: list[dict], kind: str) -> dict[str, int]:
     return {status: found.count(status) for status in sorted(set(found))}
 
 
-def _target(measured: float, limit: float) -> dict:
-    return {"limit": limit, "measured": measured, "met": measured <= limit}
-
-
-def _write_models(environment: Environment, base: Path) -> None:
-    script = ROOT / "tests" / "support" / "tiny_models.py"
-    environ = clean_environ(COMFYUI_DIR=str(environment.comfyui))
-    for folder, names in MODELS.items():
-        command = [str(environment.python), str(script), str(base / "models" / folder), *names]
-        subprocess.run(command, check=True, env=environ, stdout=subprocess.DEVNULL)
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--comfyui", type=Path, default=os.environ.get("COMFYUI_DIR"), help="a ComfyUI folder")
-    parser.add_argument("--prompts", type=int, default=200)
+    parser = reporting.parser(__doc__)
+    parser.add_argument("--prompts", type=int, default=200, help="prompts to run (default: 200)")
     parser.add_argument("--without", action="store_true", help="run ComfyUI's own nodes only, for comparison")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parser.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
     options = parser.parse_args()
-    if options.comfyui is None:
-        parser.error("name a ComfyUI folder with --comfyui or COMFYUI_DIR")
     if not Path("/proc/self/status").exists():
         parser.error("memory, threads and files are read from /proc, which this system does not have")
     if options.prompts < 2 * WARM:
         parser.error(f"at least {2 * WARM} prompts are needed to tell a slope")
-    environment = Environment(Path(sys.executable), Path(options.comfyui).resolve())
+    environment = Environment(Path(sys.executable), options.comfyui.resolve())
     with tempfile.TemporaryDirectory(prefix="halfsafe-soak-") as folder:
         base = make_base_directory(Path(folder), ROOT)
-        _write_models(environment, base)
+        for kind, names in MODELS.items():
+            write_models(environment, base / "models" / kind, *names)
         began = time.perf_counter()
         with Server(environment.comfyui, base, python=environment.python) as server:
             samples = soak(server, options.prompts, options.without)
     result = _result(environment, samples, options.without) | {"seconds": round(time.perf_counter() - began, 1)}
-    text = json.dumps(result, indent=2)
     if options.save:
-        RESULTS.write_text(text + "\n", encoding="utf-8")
-    print(text if options.json else json.dumps({key: result[key] for key in ("kinds", "range", "targets")}, indent=2))
-    return 0 if all(target["met"] for target in result["targets"].values()) else 2
+        reporting.save(result)
+    print(json.dumps(result if options.json else {key: result[key] for key in ("kinds", "range", "targets")}, indent=2))
+    return reporting.exit_code(result)
 
 
 def _result(environment: Environment, samples: list[dict], without: bool) -> dict:
     curve = [round(sample["anonymous_bytes"] / 1e6, 1) for sample in samples]
-    conditions = {key: value for key, value in _conditions(environment).items() if key != "model"}
-    about = {"benchmark": "soak", "date": _today(), "prompts": len(samples), "nodes": "ComfyUI" if without else "Halfsafe"}
-    return conditions | about | figures(samples) | {"anonymous_megabytes": curve}
+    about = {"benchmark": "soak", "prompts": len(samples), "nodes": "ComfyUI" if without else "Halfsafe"}
+    return reporting.conditions(environment) | about | figures(samples) | {"anonymous_megabytes": curve}
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ HunyuanVideo, because its text tokens sit at position zero: the model learns fro
 draws after a few hundred steps. Its text encoder is the seeded random CLIP-L of `tests/support/tiny_models.py`: the
 features of a prompt are random but always the same, which is all that a model of 144 shapes needs. The VAE is a Wan VAE.
 
-Everything is seeded; two idle cores take about a quarter of an hour. The first stage of the committed VAE saw pictures
-twice as large. A new run gives a model like the committed one, not the same bits.
+Everything is seeded; it takes about ten minutes of one core. Each stage is kept in `--work` and not made again, whatever the
+options; the files are written at the end. A new run gives a model like the committed one, not the same bits: the first
+stage of that one's VAE saw pictures twice as large. `tests/host/test_workflows.py` tells whether it draws.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support import inprocess, shapes, tiny_models  # noqa: E402
 
 DIM, BLOCKS, TEXT_WIDTH, BATCH = 128, 2, 768, 24
-VAE_DIM, LATENT_NOISE = 8, 0.15
+VAE_DIM, VAE_BATCH, CROP, LATENT_NOISE = 8, 8, 64, 0.15
 UNUSED = r"time_conv$|middle\.[12]$|encoder\.(middle\.0|downsamples\.(1|4|7|10))$|decoder\.upsamples\.(1|2|5|6|9|10|13|14)$"
 NEGATIVE = ("", "blurry, low quality, watermark")
 UNCONDITIONAL = 0.12
@@ -43,10 +44,10 @@ TRAINED_ON = f"{len(shapes.all_shapes())} coloured shapes"
 def main() -> None:
     options = _parse()
     torch.set_num_threads(options.threads)
-    inprocess.setup_comfyui(Path(os.environ["COMFYUI_DIR"]), Path(tempfile.mkdtemp()), "--cpu", "--use-pytorch-cross-attention")
+    options.work.mkdir(parents=True, exist_ok=True)
+    inprocess.setup_comfyui(Path(os.environ["COMFYUI_DIR"]), options.work, "--cpu", "--use-pytorch-cross-attention")
     import comfy.model_management
 
-    options.work.mkdir(parents=True, exist_ok=True)
     prompts = _cached(options.work / "prompts.pt", lambda: encode_prompts(options.work))
     comfy.model_management.in_training = True
     vae = _cached(options.work / "vae.pt", lambda: train_vae(options.vae_steps))
@@ -60,11 +61,11 @@ def main() -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "halfsafe-shapes", help="stages are kept here")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "halfsafe-shapes", help="where stages are kept; delete it to train anew")
     parser.add_argument("--output", type=Path, default=shapes.ASSETS, help="where to write the two files")
     parser.add_argument("--steps", type=int, default=800, help="training steps of the diffusion model")
-    parser.add_argument("--vae-steps", type=int, default=1500)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--vae-steps", type=int, default=1500, help="training steps of the VAE, and again of its decoder")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch (default: 2)")
     return parser.parse_args()
 
 
@@ -89,44 +90,37 @@ def wordings(shape: shapes.Shape) -> tuple[str, ...]:
     return (shape.prompt(),)
 
 
-def train_vae(steps: int, batch: int = 8, crop: int = 64) -> dict[str, torch.Tensor]:
+def train_vae(steps: int) -> dict[str, torch.Tensor]:
     """A Wan VAE for single frames, whose latents have mean 0 and variance 1 in the units the diffusion model sees."""
     model = build_vae()
     normal = torch.nn.BatchNorm3d(16, affine=False, momentum=0.02)
-    optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3, weight_decay=0.0)
-    pictures = crops(batch, crop)
-    for step in _progress("VAE", steps):
-        _set_rate(optimiser, 2e-3, step, steps)
-        picture = next(pictures)
-        latent = normal(model.encode(picture))
-        noise = LATENT_NOISE * torch.rand(batch, 1, 1, 1, 1)
-        drawn = model.decode(latent + noise * torch.randn_like(latent))
-        loss = (drawn - picture).abs().mean() + 2.0 * (drawn - picture).square().mean()
-        _update(optimiser, model, loss)
-        _log(step, steps, loss)
+    _train_on_pictures("VAE", model, lambda picture: normal(model.encode(picture)), steps, seed=1)
     return folded(model, normal)
 
 
-def refine_decoder(tensors: dict[str, torch.Tensor], steps: int, batch: int = 8, crop: int = 64) -> dict[str, torch.Tensor]:
+def refine_decoder(tensors: dict[str, torch.Tensor], steps: int) -> dict[str, torch.Tensor]:
     """The VAE with its decoder trained further and its latents left as they are."""
     model = build_vae()
     model.load_state_dict(tensors)
     model.encoder.requires_grad_(False)
     model.conv1.requires_grad_(False)
-    unit = latent_unit()
+    _train_on_pictures("VAE's decoder", model, model.encode, steps, seed=4, unit=latent_unit())
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def _train_on_pictures(name: str, model: torch.nn.Module, encode: Callable, steps: int, seed: int, unit: float = 1.0) -> None:
+    """Make a VAE draw again what it was shown, from latents with noise on them; ``unit``: what 1 is in those latents."""
     optimiser = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3, weight_decay=0.0)
-    pictures = crops(batch, crop, seed=4)
-    for step in _progress("VAE's decoder", steps):
+    pictures = crops(VAE_BATCH, CROP, seed)
+    for step in _progress(name, steps):
         _set_rate(optimiser, 2e-3, step, steps)
         picture = next(pictures)
-        with torch.no_grad():
-            latent = model.encode(picture)
-            latent += LATENT_NOISE * torch.rand(batch, 1, 1, 1, 1) * unit * torch.randn_like(latent)
-        drawn = model.decode(latent)
-        loss = (drawn - picture).abs().mean() + 2.0 * (drawn - picture).square().mean()
+        latent = encode(picture)
+        noise = LATENT_NOISE * unit * torch.rand(VAE_BATCH, 1, 1, 1, 1)
+        difference = model.decode(latent + noise * torch.randn_like(latent)) - picture
+        loss = difference.abs().mean() + 2.0 * difference.square().mean()
         _update(optimiser, model, loss)
         _log(step, steps, loss)
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 def latent_unit() -> float:
@@ -178,7 +172,7 @@ def folded(model: torch.nn.Module, normal: torch.nn.Module) -> dict[str, torch.T
     return tensors
 
 
-def crops(batch: int, crop: int, seed: int = 1) -> Iterator[torch.Tensor]:
+def crops(batch: int, crop: int, seed: int) -> Iterator[torch.Tensor]:
     """Random pieces of random shapes, as the VAE takes them: (batch, 3, 1, crop, crop) in -1..1."""
     chance = random.Random(seed)
     everything = shapes.all_shapes()

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import environment
 from environment import ROOT, SetupError, clean_environ
+from reporting import comfyui_version
 
 TORCH = ("2.8.0", "2.11.0", "newest")
 LIBRARIES = ("numpy", "safetensors", "Pillow", "comfy-kitchen", "packaging")
@@ -113,11 +114,6 @@ def _torch_version(python: Path) -> str:
     if done.returncode:
         raise SetupError(f"torch cannot be imported: {done.stderr.splitlines()[-1]}")
     return done.stdout.strip()
-
-
-def comfyui_version(comfyui: Path) -> str:
-    """The version a ComfyUI folder says it is."""
-    return (comfyui / "comfyui_version.py").read_text(encoding="utf-8").split('"')[1]
 
 
 def _environment(folder: Path, python: str, torch: str, for_comfyui: bool) -> Path:

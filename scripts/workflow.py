@@ -39,6 +39,11 @@ def to_prompt(workflow: dict, object_info: dict) -> dict:
     return prompt
 
 
+def node(class_type: str, **inputs: object) -> dict:
+    """One node of an API prompt."""
+    return {"class_type": class_type, "inputs": inputs}
+
+
 def bypass(workflow: dict, types: tuple[str, ...]) -> dict:
     """The workflow with the nodes of these types bypassed, as Ctrl+B does on the page."""
     nodes = [{**node, "mode": BYPASSED} if node["type"] in types else node for node in workflow["nodes"]]

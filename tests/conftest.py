@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,17 @@ def make_alias_package() -> None:
     spec = importlib.machinery.ModuleSpec("halfsafe", loader=None, origin=str(ROOT / "__init__.py"), is_package=True)
     spec.submodule_search_locations = [str(ROOT)]
     sys.modules["halfsafe"] = importlib.util.module_from_spec(spec)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For work on tensors so small that a second thread costs more than it does."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 if "halfsafe" not in sys.modules:

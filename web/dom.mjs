@@ -56,7 +56,7 @@ export function firstOf(lines) {
 }
 
 /** @param {number} share */
-export function percent(share) {
+function percent(share) {
   if (share > 0 && share < 0.01) return "<1%";
   if (share < 1 && share > 0.99) return ">99%";
   return `${Math.round(share * 100)}%`;

@@ -16,7 +16,7 @@ const BADGE_COLORS = { fgColor: "#ffffff", bgColor: "#1d5c52" };
 const PANEL_SIZE = [460, 480];
 const PANEL_MIN_HEIGHT = 240;
 
-const log = new RunLog();
+const log = new RunLog(drawRun);
 /** @type {WeakMap<any, {panel: ReportPanel, output: any, report: import("./report.mjs").Report | null, promptId: string, seen: number}>} */
 const panels = new WeakMap();
 /** @type {WeakMap<any, string>} */
@@ -165,7 +165,6 @@ function listen() {
   on("execution_error", (detail) => log.end(detail.prompt_id, "failed"));
   on("execution_interrupted", (detail) => log.end(detail.prompt_id, "failed"));
   on("executed", noteExecuted);
-  log.onChange(drawRun);
 }
 
 function addSidebarTab() {

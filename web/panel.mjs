@@ -65,7 +65,7 @@ export class ReportPanel {
   }
 
   #drawGuard() {
-    const lines = this.#live ? this.#live.map(liveLine) : this.#report ? guardLines(this.#report) : [];
+    const lines = this.#live ? this.#live.map((message) => adviceLine(message, "")) : this.#report ? guardLines(this.#report) : [];
     this.guard.hidden = !this.#live && (this.#report?.guard.verdict ?? "off") === "off";
     const calls = this.#live || !this.#report ? "this run" : callsText(this.#report);
     this.guard.replaceChildren(el("h4", {}, "Guard", el("span", { class: "hs-dim", text: calls })), ...firstOf(lines));
@@ -160,10 +160,9 @@ export class ReportPanel {
 /** @param {Row} row @param {boolean} several */
 function detailRows(row, several) {
   const reason = el("td", { role: "cell", colspan: COLUMNS.length, text: row.reason || "As the model's own dtype says." });
-  const members = several ? [...row.members] : [];
   return [
     el("tr", { role: "row", class: "hs-reason" }, reason),
-    ...members.map((layer) => {
+    ...(several ? row.members : []).map((layer) => {
       const element = layerRow(layer, el("span", { class: "hs-name" }, el("bdi", { text: layer.name })), false);
       element.classList.add("hs-member");
       return element;
@@ -224,11 +223,6 @@ function guardLines(report) {
 /** @param {Report} report */
 function callsText({ guard }) {
   return `${guard.calls} calls, ${guard.extra_calls} repeated`;
-}
-
-/** @param {GuardMessage} message */
-export function liveLine(message) {
-  return adviceLine(message, "");
 }
 
 /** A line without the advice that was given already. @param {GuardMessage} message @param {string} given */

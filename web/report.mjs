@@ -20,13 +20,13 @@ const COMPUTE_OF = {
 };
 
 /**
- * The report in a node's output, whether it came as text or as an object; null where there is none.
+ * The report in a node's output; null where there is none.
  * @param {any} output
  * @returns {Report | null}
  */
 export function reportIn(output) {
-  const value = output?.halfsafe_report?.[0];
-  const report = typeof value === "string" ? JSON.parse(value) : value;
+  const text = output?.halfsafe_report?.[0];
+  const report = text ? JSON.parse(text) : null;
   return report?.version === 1 ? report : null;
 }
 
@@ -44,7 +44,7 @@ export function patternOf(/** @type {string} */ name) {
 }
 
 /** [0, 1, 2, 39] -> "0-2,39" */
-export function ranges(/** @type {number[]} */ numbers) {
+function ranges(/** @type {number[]} */ numbers) {
   /** @type {[number, number][]} */
   const runs = [];
   for (const number of [...numbers].sort((a, b) => a - b)) {

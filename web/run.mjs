@@ -15,26 +15,24 @@ const NOT_BAD = ["clean", "recovered"];
 export class RunLog {
   /** @type {Run | null} */
   run = null;
-  /** @type {Set<() => void>} */
-  #listeners = new Set();
+  #onChange;
 
-  /** Call back on every change; the answer ends it. @param {() => void} listener */
-  onChange(listener) {
-    this.#listeners.add(listener);
-    return () => this.#listeners.delete(listener);
+  /** @param {() => void} onChange called on every change */
+  constructor(onChange) {
+    this.#onChange = onChange;
   }
 
   /** @param {string} promptId */
   start(promptId) {
     this.run = { promptId, state: "running", guards: new Map(), events: [] };
-    this.#changed();
+    this.#onChange();
   }
 
   /** @param {string} promptId @param {"done" | "failed"} state */
   end(promptId, state) {
     if (this.run?.promptId !== promptId) return;
     this.run.state = state;
-    this.#changed();
+    this.#onChange();
   }
 
   /** @param {GuardMessage} message */
@@ -44,16 +42,12 @@ export class RunLog {
     const id = String(message.node_id ?? "");
     const guard = run.guards.get(id) ?? { verdict: "", message: "", advice: "", events: [] };
     run.guards.set(id, guard);
-    guard.verdict = message.verdict || guard.verdict;
+    guard.verdict = message.verdict;
     if (message.kind === "event") {
       guard.events.push(message);
       run.events.push(message);
     } else Object.assign(guard, { message: message.message, advice: message.advice });
-    this.#changed();
-  }
-
-  #changed() {
-    for (const listener of this.#listeners) listener();
+    this.#onChange();
   }
 }
 

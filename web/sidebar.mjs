@@ -37,7 +37,7 @@ function quiet(run) {
 function guardCard(id, guard, graph) {
   const summary = guard.message ? el("p", {}, guard.message, guard.advice ? el("span", { class: "hs-dim", text: ` ${guard.advice}` }) : null) : null;
   const events = el("div", { class: "hs-events" }, ...firstOf(guard.events.map((event) => adviceLine(event, guard.advice))));
-  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, verdictPill(guard.verdict || "running")), summary, events);
+  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, verdictPill(guard.verdict)), summary, events);
 }
 
 /** @param {NamedReport} entry @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */

@@ -1,18 +1,14 @@
 """An accumulation request on a ModelPatcher: flags, sums and attention hold for the length of each model call."""
 
 import contextlib
-import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 
-import comfy.ldm.modules.attention
 import torch
-from comfy.patcher_extension import WrappersMP
 
 from ...precision import flags
 from ...precision.accumulation import PARTS, AccumulationPlan, Request, Work, plan_accumulation
 from ...precision.attention import BoundedAttention
 from ...precision.devices import detect
-from ...precision.dtypes import name_of
 from ...precision.eager import eager
 from ...precision.operations import kind_of
 from ...precision.partial_sums import FLAG, BoundedLinear, SumSlot
@@ -20,12 +16,14 @@ from ...precision.patching import Patch, patched
 from ...precision.ranges import Ranges
 from ...precision.report import flag_report, flag_reports
 from . import fast_sums
-from .compute import OVERRIDE, UNFUSED, compute_of, core_weights, only_multiplies, own_forwards, torch_weights
-from .layers import COMPILE_KWARGS, is_compiled, modes_of, stream_dtype
-from .per_model import PerModel, fresh_control
-from .wrappers import order_wrappers
+from .attention import full_precision_attention, is_fused, overridden
+from .call import Call
+from .compute import compute_of
+from .layers import COMPILE_KWARGS, is_compiled, modes_of, settings_of
+from .modules import exchanged, modules_of, only_multiplies, weights_of
+from .per_model import PerModel
+from .wrappers import ACCUMULATION, set_wrapper
 
-KEY = "halfsafe.accumulation"
 NAMED = 8
 
 
@@ -36,16 +34,14 @@ def with_accumulation(patcher, request: Request):
         return clone
     earlier = accumulation_of(patcher)
     accumulation = Accumulation(request.over(earlier.request) if earlier else request)
-    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
-    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, accumulation)
-    order_wrappers(clone)
-    clone.set_attachments(KEY, accumulation)
+    set_wrapper(clone, ACCUMULATION, accumulation)
+    clone.set_attachments(ACCUMULATION, accumulation)
     return clone
 
 
 def accumulation_of(patcher) -> "Accumulation | None":
     """The request's executor on a patcher, if it has one."""
-    return patcher.attachments.get(KEY)
+    return patcher.attachments.get(ACCUMULATION)
 
 
 class Accumulation:
@@ -53,18 +49,18 @@ class Accumulation:
 
     def __init__(self, request: Request):
         self.request = request
-        self.runs: PerModel[_Run] = PerModel(lambda model: _Run(request, model), _state)
+        self.runs: PerModel[_Run] = PerModel(lambda model: _Run(request, model), _settings)
 
-    def __call__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
-        run = self.runs.of(executor.class_obj)
-        options = run.options(transformer_options or {})
+    def __call__(self, executor, *args, **kwargs):
+        run, call = self.runs.of(executor.class_obj), Call(executor, *args, **kwargs)
+        call.options = run.options(call.options)
 
-        def call():
+        def once():
             with run.scope():
-                return executor(x, t, c_concat, c_crossattn, fresh_control(control), options, **kwargs)
+                return call()
 
         with patched(run.patches):
-            return run.ranges.run(call) if run.watches else call()
+            return run.ranges.run(once) if run.watches else once()
 
     def plan_for(self, patcher) -> AccumulationPlan:
         """The plan its calls followed, else the one the next call will."""
@@ -86,16 +82,14 @@ class _Run:
         auto = plan.attention == "auto"
         self.attention = BoundedAttention(self.ranges, not auto) if plan.attention in ("auto", "fp32") else None
         self.watches = bool(self.operations) or auto
-        self._patches: list[Patch] = [(op.module, "forward", op) for op in self.operations.values()]
+        self._patches: list[Patch] = [patch for op in self.operations.values() for patch in exchanged(op.module, op)]
 
-    def _operations(self, patcher):
+    def _operations(self, patcher) -> Iterator[tuple[str, BoundedLinear]]:
         modes, ruled = modes_of(patcher), _ruled(patcher)
-        for name, module in patcher.model.diffusion_model.named_modules():
-            name = name.replace("_orig_mod.", "")
+        for name, module in modules_of(patcher.model).items():
             if modes.get(name) == "fp16" and kind_of(module) == "linear" and name not in ruled:
                 slot = self.ranges.slots[name] = SumSlot(name)
-                weights = core_weights if hasattr(module, "comfy_cast_weights") else torch_weights
-                weights = weights if only_multiplies(module) else None
+                weights = weights_of(module) if only_multiplies(module) else None
                 yield name, BoundedLinear(module, slot, self.ranges, weights, not self.plan.whole)
 
     @property
@@ -108,13 +102,9 @@ class _Run:
         if self.attention:
             self.attention.begin()
         held = {**self.plan.flags, FLAG: self.sums_in_fp16} if self.plan.proving else self.plan.flags
-        fast = fast_sums.fast_sums() if self.fp8_fast else contextlib.nullcontext()
+        fast = fast_sums.fast_sums() if _sums_fp8_fast(self.plan) else contextlib.nullcontext()
         with flags.flags_set(held), fast, eager(self.plan.whole and self.watches and self.ranges.measuring):
             yield
-
-    @property
-    def fp8_fast(self) -> bool:
-        return self.plan.fp8_fast and not fast_sums.why_unavailable()
 
     @property
     def sums_in_fp16(self) -> bool:
@@ -133,20 +123,11 @@ class _Run:
 
     def options(self, options: dict) -> dict:
         """``transformer_options`` with bounded attention around whatever override is there already."""
-        if not self.attention:
-            return options
-        previous = options.get(OVERRIDE)
+        return overridden(options, self._attend) if self.attention else options
 
-        def override(function, *args, **kwargs):
-            def attention(*inner_args, **inner):
-                if previous is not None:
-                    return previous(function, *inner_args, **inner)
-                return function(*inner_args, **inner)
-
-            how = {"fused": function.__name__ not in UNFUSED, "foreign": previous is not None}
-            return self.attention(attention, _full(function), *args, **how, **kwargs)
-
-        return {**options, OVERRIDE: override}
+    def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
+        how = {"fused": is_fused(function), "foreign": attention is not function}
+        return self.attention(attention, full_precision_attention(function), *args, **how, **kwargs)
 
     def sums(self) -> dict[str, tuple[str, str]]:
         """Layer name -> (accumulation, reason)."""
@@ -182,17 +163,13 @@ def _reason(reason: str, on: bool, whole: bool) -> str:
     return reason if whole else reason.replace("fp16 sums: ", "fp32 sums, as not all layers are proven: ")
 
 
-def _full(function):
-    """What runs an attention in fp32: itself, or ComfyUI's default where its kernel takes 16 bit only."""
-    if function.__name__ in (*UNFUSED, "attention_pytorch"):
-        return function
-    return comfy.ldm.modules.attention.attention_pytorch
+def _sums_fp8_fast(plan: AccumulationPlan) -> bool:
+    return plan.fp8_fast and not fast_sums.why_unavailable()
 
 
 def _work(patcher) -> Work:
     modes = modes_of(patcher)
-    modules = dict(patcher.model.diffusion_model.named_modules())
-    multiplying = {modes.get(name.replace("_orig_mod.", "")) for name, module in modules.items() if kind_of(module)}
+    multiplying = {modes.get(name) for name, module in modules_of(patcher.model).items() if kind_of(module)}
     return Work(frozenset(multiplying - {None}), is_compiled(patcher), _on_several_devices(patcher))
 
 
@@ -202,14 +179,8 @@ def _on_several_devices(patcher) -> bool:
     return bool(getattr(patcher, "additional_models", {}).get("multigpu"))
 
 
-def _state(model, modules: Iterable[torch.nn.Module]) -> tuple:
-    """What a run depends on: patched weights, hooks, the compute plan, and forwards others have put on the modules."""
-    patcher = model.current_patcher
-    forwards = own_forwards(modules)
-    compiled = COMPILE_KWARGS in patcher.model_options
-    hooks = getattr(patcher, "current_hooks", None)
-    hooks = hooks and weakref.ref(hooks)
-    return model.current_weight_patches_uuid, hooks, compute_of(patcher), name_of(stream_dtype(patcher)), compiled, forwards
+def _settings(patcher) -> tuple:
+    return *settings_of(patcher), COMPILE_KWARGS in patcher.model_options
 
 
 def _ruled(patcher) -> dict[str, tuple[str, str]]:
@@ -232,10 +203,10 @@ def _planned_sums(patcher) -> dict[str, tuple[str, str]]:
     plan = accumulation.plan_for(patcher) if accumulation else AccumulationPlan(Request())
     sums = {}
     if plan.naming or (FLAG not in plan.flags and torch.cuda.is_available() and flags.is_on(FLAG) and not torch.version.hip):
-        modules = dict(patcher.model.diffusion_model.named_modules())
-        half = (name for name, mode in modes.items() if mode == "fp16" and kind_of(modules.get(name)) == "linear")
+        modules = modules_of(patcher.model)
+        half = (name for name, mode in modes.items() if mode == "fp16" and kind_of(modules[name]) == "linear")
         sums = dict.fromkeys(half, ("fp16", ""))
-    if plan.fp8_fast and not fast_sums.why_unavailable():
+    if _sums_fp8_fast(plan):
         sums |= dict.fromkeys((name for name, mode in modes.items() if mode == "fp8"), ("fp8_fast", ""))
     return sums
 
@@ -253,7 +224,7 @@ def flags_of(patcher) -> dict[str, dict]:
         inside[FLAG] = any(accumulates == "fp16" for accumulates, _ in sums)
         reasons[FLAG] = (run.state_of_sums() if run else "") or plan.reasons[FLAG]
     if "fp8_fast_accumulation" in inside:
-        inside["fp8_fast_accumulation"] = plan.fp8_fast and not fast_sums.why_unavailable()
+        inside["fp8_fast_accumulation"] = _sums_fp8_fast(plan)
     return {name: flag_report(name, getattr(plan.request, name), reasons[name], inside.get(name)) for name in PARTS}
 
 

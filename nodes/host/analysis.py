@@ -1,6 +1,7 @@
 """An analysis of a model in ComfyUI: a short run of its own sampler, made again for each trial."""
 
-import comfy.model_management
+import functools
+
 import comfy.sample
 import comfy.utils
 import torch
@@ -9,17 +10,18 @@ from comfy.patcher_extension import WrappersMP
 from ...precision.analysis import Analysis, Session, Subject, analyze
 from ...precision.analysis_candidates import Candidate, with_fp16_sums
 from ...precision.analysis_search import MAX_TRIALS
-from ...precision.dtypes import name_of
 from ...precision.eager import eager
 from ...precision.operations import kind_of
 from ...precision.patching import Patch
 from ...precision.rules import Rules, rules_from
 from .accumulation import accumulation_of, with_accumulation
-from .compute import compute_of, core_weights, only_multiplies, set_compute
-from .layers import layers_of, stream_dtype
+from .compute import compute_of, set_compute
+from .layers import stream_dtype
+from .modules import core_weights, exchanged, matrix_layers, only_multiplies
+from .progress import advancing
+from .wrappers import GUARD
 
 KEY = "halfsafe.analysis"
-GUARD = "halfsafe.guard"
 STEPS = 4
 CFG = 4.0
 IMAGE_DENOISE = 0.75
@@ -34,11 +36,11 @@ def analyze_model(
         HalfsafeError: the model's own output is not finite.
     """
     bar = comfy.utils.ProgressBar((max_trials + 1) * STEPS)
-    session = Session(subjects_of(patcher, Candidate(candidate)), Candidate(candidate), core_weights, change, _advance(bar))
+    session = Session(subjects_of(patcher, Candidate(candidate)), Candidate(candidate), core_weights, change, advancing(bar))
     clone = _prepared(patcher, session)
 
     def run():
-        with eager(True), torch.no_grad():
+        with eager(), torch.no_grad():
             _sample(clone, positive, negative, latent, seed)
 
     session.reference(run)
@@ -47,19 +49,12 @@ def analyze_model(
     return analysis
 
 
-def compute_name(patcher) -> str:
-    """The compute option a model runs with."""
-    compute = compute_of(patcher)
-    return compute.plan.choice.used if compute else name_of(stream_dtype(patcher))
-
-
 def subjects_of(patcher, candidate: Candidate) -> list[Subject]:
     """Every layer that multiplies, in model order."""
     preset = rules_from()
     return [
         Subject(name, type(module).__name__, module, _role(preset, name, module), _why_barred(module, candidate))
-        for name, module in layers_of(patcher)
-        if kind_of(module) and module.weight.dim() > 1
+        for name, module in matrix_layers(patcher.model)
     ]
 
 
@@ -82,13 +77,12 @@ def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
     """Patches that make one of ComfyUI's layers compute as the candidate, its LoRAs and offloading included."""
     if candidate.stores:
         return [(module, "weight_function", [*module.weight_function, candidate.weight])]
-    switches = {"comfy_cast_weights": True, "_full_precision_mm": True}
     forward = _sums_in_fp16 if candidate.sums_in_fp16 and kind_of(module) == "linear" else _cast
 
     def call(x, *args, **kwargs):
         return forward(module, candidate.dtype, x, *args, **kwargs).to(x.dtype)
 
-    return [(module, "forward", call), *((module, name, value) for name, value in switches.items() if hasattr(module, name))]
+    return [*exchanged(module, call), (module, "comfy_cast_weights", True)]
 
 
 def _cast(module: torch.nn.Module, dtype: torch.dtype, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
@@ -112,26 +106,30 @@ def _prepared(patcher, session: Session):
         set_compute(clone, compute.plan)
     for kind, key in [(kind, key) for kind, found in clone.wrappers.items() for key in found if str(key).startswith(GUARD)]:
         clone.remove_wrappers_with_key(kind, key)
-
-    def apply_model(executor, x, *args, **kwargs):
-        with session.inside():
-            result = executor(x, *args, **kwargs)
-        session.weigh(x.device, stream_dtype(patcher))
-        return result
-
-    def calc_cond_batch(executor, model, conds, x, *args):
-        found = []
-
-        def call():
-            found.extend(executor(model, conds, x, *args))
-            return [output for output, cond in zip(found, conds, strict=True) if cond is not None]
-
-        outputs = iter(session.step(x, call))
-        return [torch.zeros_like(x) if cond is None else next(outputs) for cond in conds]
-
-    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, apply_model)
-    clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, calc_cond_batch)
+    stream = stream_dtype(patcher)
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, functools.partial(_watched, session, stream))
+    clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, functools.partial(_step, session))
     return clone
+
+
+def _watched(session: Session, stream: torch.dtype, executor, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+    """One call of the model."""
+    with session.inside():
+        result = executor(x, *args, **kwargs)
+    session.weigh(x.device, stream)
+    return result
+
+
+def _step(session: Session, executor, model, conds: list, x: torch.Tensor, *args) -> list[torch.Tensor]:
+    """One step of the sampler, with all of its conditionings."""
+    found = []
+
+    def call():
+        found.extend(executor(model, conds, x, *args))
+        return [output for output, cond in zip(found, conds, strict=True) if cond is not None]
+
+    outputs = iter(session.step(x, call))
+    return [torch.zeros_like(x) if cond is None else next(outputs) for cond in conds]
 
 
 def _sample(patcher, positive, negative, latent: dict, seed: int) -> None:
@@ -144,11 +142,3 @@ def _sample(patcher, positive, negative, latent: dict, seed: int) -> None:
         patcher, noise, STEPS, cfg, "euler", "simple", *conds, start,
         denoise=denoise, noise_mask=latent.get("noise_mask"), disable_pbar=True, seed=seed,
     )  # fmt: skip
-
-
-def _advance(bar):
-    def advance() -> None:
-        comfy.model_management.throw_exception_if_processing_interrupted()
-        bar.update(1)
-
-    return advance

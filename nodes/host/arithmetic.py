@@ -8,10 +8,12 @@ from ...precision.dtypes import dtype_named
 from ...precision.plan import rules_without_effect
 from ...precision.rules import Rules
 from .accumulation import with_accumulation
-from .compute import only_multiplies, set_compute
+from .compute import set_compute
 from .devices import current_device
 from .guard_encoders import vae_in
-from .state import model_facts, storages, stream_dtype
+from .layers import stream_dtype
+from .modules import modules_of, only_multiplies
+from .state import model_facts, storages
 
 SUMS = {
     "quality": Request(fp16_accumulation="off", reduced_precision_reduction="off", tf32="off"),
@@ -65,7 +67,7 @@ def _planned(patcher, plan: ComputePlan):
 
 def _leave_to_their_loader(patcher, plan: ComputePlan) -> None:
     """Plan fp32 for layers that another loader's classes multiply in their own way, and say so."""
-    modules = dict(patcher.model.diffusion_model.named_modules())
+    modules = modules_of(patcher.model)
     safe = (name for name, decision in plan.decisions.items() if decision.mode == MODE_OF[SAFE])
     foreign = [name for name in safe if not only_multiplies(modules[name])]
     for name in foreign:

@@ -8,7 +8,7 @@ import torch
 
 from ...precision.localize import Localizer, Origin, reach, tensors_in
 from ...precision.safetensors_file import open_checkpoint
-from .compute import OVERRIDE
+from .attention import OVERRIDE, overridden
 from .models import ATTACHMENT
 from .page import running_prompt
 
@@ -121,12 +121,10 @@ def _file_of(patcher) -> str:
 def opaque_attention(localizer: Localizer, options: dict) -> dict:
     """``transformer_options`` whose attention is watched as one operation, named after the kernel that runs it."""
     previous = options.get(OVERRIDE)
+    others = previous is not None and not getattr(previous, "__module__", "").startswith(OURS)
 
-    def override(function, *args, **kwargs):
-        if previous is None:
-            return localizer.opaque(f"attention by {function.__name__}", function, *args, **kwargs)
-        ours = getattr(previous, "__module__", "").startswith(OURS)
-        name = function.__name__ if ours else getattr(previous, "__qualname__", type(previous).__name__)
-        return localizer.opaque(f"attention by {name}", previous, function, *args, **kwargs)
+    def attend(function, attention, *args, **kwargs):
+        name = getattr(previous, "__qualname__", type(previous).__name__) if others else function.__name__
+        return localizer.opaque(f"attention by {name}", attention, *args, **kwargs)
 
-    return {**options, OVERRIDE: override}
+    return overridden(options, attend)

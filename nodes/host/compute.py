@@ -1,9 +1,6 @@
 """A compute plan on a ModelPatcher: module forwards and attention are exchanged for the length of each model call."""
 
-import contextlib
-import logging
-import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import comfy.ops
 import comfy.quant_ops
@@ -19,14 +16,11 @@ from ...precision.partial_sums import FLAG
 from ...precision.patching import Patch, patched
 from ...precision.quantize import activation_scale
 from ...precision.ranges import Ranges, Slot
-from .per_model import PerModel, fresh_control
-from .step_cache import StepCache
-from .wrappers import order_wrappers
-
-KEY = "halfsafe.compute"
-OVERRIDE = "optimized_attention_override"
-UNFUSED = ("attention_basic", "attention_split", "attention_sub_quad")
-logger = logging.getLogger("halfsafe")
+from .attention import in_one_dtype, is_fused, overridden
+from .call import Call
+from .modules import exchanged, has_own_forward, modules_of, only_multiplies, weights_of
+from .per_model import PerModel
+from .wrappers import COMPUTE, set_wrapper
 
 
 def set_compute(patcher, plan: ComputePlan) -> None:
@@ -34,17 +28,16 @@ def set_compute(patcher, plan: ComputePlan) -> None:
 
     A plan that exchanges nothing adds no wrapper.
     """
-    patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPUTE)
     compute = Compute(plan)
-    patcher.set_attachments(KEY, compute)
+    patcher.set_attachments(COMPUTE, compute)
     if plan.decisions or plan.safe:
-        patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, compute)
-        order_wrappers(patcher)
+        set_wrapper(patcher, COMPUTE, compute)
 
 
 def compute_of(patcher) -> "Compute | None":
     """The plan's executor on a patcher, if it has one."""
-    return patcher.attachments.get(KEY)
+    return patcher.attachments.get(COMPUTE)
 
 
 class Compute:
@@ -52,22 +45,13 @@ class Compute:
 
     def __init__(self, plan: ComputePlan):
         self.plan = plan
-        self.runs: PerModel[PlannedLayers] = PerModel(lambda model: PlannedLayers(plan, model), _state)
+        self.runs: PerModel[PlannedLayers] = PerModel(lambda model: PlannedLayers(plan, model))
 
-    def __call__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
-        run = self.runs.of(executor.class_obj)
-        options, cache, made = run.options(transformer_options or {}), StepCache(transformer_options or {}), []
-
-        def call():
-            if made:
-                cache.put_back()
-            made.append(True)
-            run.attention.begin()
-            with eager(run.ranges.measuring):
-                return executor(x, t, c_concat, c_crossattn, fresh_control(control), options, **kwargs)
-
+    def __call__(self, executor, *args, **kwargs):
+        run, call = self.runs.of(executor.class_obj), Call(executor, *args, **kwargs)
+        call.options = run.options(call.options)
         with patched(run.patches):
-            return run.ranges.run(call)
+            return run.call(call)
 
     def modes(self, model) -> dict[str, str]:
         """Layer name -> mode, as found in the calls made so far."""
@@ -96,7 +80,7 @@ class PlannedLayers:
     """
 
     def __init__(self, plan: ComputePlan, model, inside: Callable[[str], bool] = lambda name: True):
-        named = {name.replace("_orig_mod.", ""): module for name, module in model.diffusion_model.named_modules()}
+        named = modules_of(model)
         self.modules = {name: module for name, module in named.items() if name in plan.decisions}
         self.safe = plan.safe
         self.widens = plan.widens
@@ -107,7 +91,7 @@ class PlannedLayers:
         self.patches: list[Patch] = []
         for name, module in self.modules.items():
             forward = _summed(plan.decisions[name].sums, self._forward(name, module, plan.decisions[name]))
-            self.patches += [(module, "forward", forward), *_switches(module)]
+            self.patches += [*exchanged(module, forward), *_casting(module)]
         if plan.widens:
             others = (module for name, module in named.items() if hasattr(module, "comfy_cast_weights") and inside(name))
             self.patches += [(module, "comfy_cast_weights", True) for module in others]
@@ -117,31 +101,31 @@ class PlannedLayers:
         if decision.mode == "fp8" and not has_own_forward(module):
             return _out_as(decision, Fp8Linear(module))
         if decision.mode == "fp16_wide" and only_multiplies(module):
-            weights = core_weights if hasattr(module, "comfy_cast_weights") else torch_weights
-            operation = self.operations[name] = SafeOperation(module, slot, self.ranges, weights)
+            operation = self.operations[name] = SafeOperation(module, slot, self.ranges, weights_of(module))
             return operation if self.safe else _out_as(decision, operation)
         operation = CastOperation(module, _own_dtype(module, decision.mode), slot, self.ranges)
         if name_of(operation.dtype) != decision.mode:
             self.in_own_way[name] = operation
         return _out_as(decision, operation)
 
+    def call(self, call: Call) -> torch.Tensor:
+        """One call of the model, its patches set; repeated, measuring, when a magnitude left its range."""
+
+        def once():
+            self.attention.begin()
+            with eager(self.ranges.measuring):
+                return call()
+
+        return self.ranges.run(once)
+
     def options(self, options: dict) -> dict:
         """``transformer_options`` with this plan's attention in front of whatever override is there already."""
-        if not (self.safe or self.widens):
-            return options
-        previous = options.get(OVERRIDE)
+        return overridden(options, self._attend) if self.safe or self.widens else options
 
-        def override(function, *args, **kwargs):
-            def attention(*inner_args, **inner):
-                if previous is not None:
-                    return previous(function, *inner_args, **inner)
-                return function(*inner_args, **inner)
-
-            if self.safe:
-                return self.attention(attention, *args, fused=function.__name__ not in UNFUSED, **kwargs)
-            return in_one_dtype(attention, *args, **kwargs)
-
-        return {**options, OVERRIDE: override}
+    def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
+        if self.safe:
+            return self.attention(attention, *args, fused=is_fused(function), **kwargs)
+        return in_one_dtype(attention, *args, **kwargs)
 
     def modes(self) -> dict[str, str]:
         own = {name: name_of(operation.dtype) for name, operation in self.in_own_way.items()}
@@ -155,41 +139,10 @@ class PlannedLayers:
         return fp16 / total if total else None
 
 
-def in_one_dtype(attention, q, k, v, *args, **kwargs) -> torch.Tensor:
-    """Attention in the widest dtype of its operands, where only some come from a widened stream."""
-    widest = max((q.dtype, k.dtype, v.dtype), key=lambda dtype: dtype.itemsize)
-    return attention(q.to(widest), k.to(widest), v.to(widest), *args, **kwargs)
-
-
-def _state(model, modules: Iterable[torch.nn.Module]) -> tuple:
-    """What a run depends on: the patched weights, active hooks, and forwards that others have put on the modules."""
-    hooks = getattr(model.current_patcher, "current_hooks", None)
-    return model.current_weight_patches_uuid, hooks and weakref.ref(hooks), own_forwards(modules)
-
-
-def own_forwards(modules: Iterable[torch.nn.Module]) -> tuple[int, ...]:
-    """The forwards that others have put on the modules, by identity."""
-    return tuple(id(module.__dict__["forward"]) for module in modules if has_own_forward(module))
-
-
 def _mode(slot: Slot) -> str:
     if slot.full:
         return "fp32"
     return "fp16_scaled" if slot.exponent else "fp16_wide"
-
-
-def has_own_forward(module: torch.nn.Module) -> bool:
-    """Whether something other than its class gave this module its forward, such as a LoRA in bypass mode."""
-    forward = module.__dict__.get("forward")
-    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
-
-
-def only_multiplies(module: torch.nn.Module) -> bool:
-    """Whether the module does no more than cast its weights and multiply: ComfyUI's and torch's own classes."""
-    if has_own_forward(module) or hasattr(module, "pre_quant_scale") or kind_of(module) is None:
-        return False
-    methods = (getattr(type(module), name, None) for name in ("forward", "forward_comfy_cast_weights", "_forward"))
-    return all(method.__module__.startswith((comfy.ops.__name__, "torch.nn.")) for method in methods if method)
 
 
 def _own_dtype(module: torch.nn.Module, mode: str) -> torch.dtype:
@@ -197,26 +150,6 @@ def _own_dtype(module: torch.nn.Module, mode: str) -> torch.dtype:
     if type(module).forward.__module__.startswith("torch.nn."):
         return module.weight.dtype
     return torch.float32 if mode == "fp16_wide" else dtype_named(mode)
-
-
-@contextlib.contextmanager
-def core_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple]:
-    """The module's weight in ``dtype`` and bias in fp32 through ComfyUI's cast: offload, LoRA and quantization included."""
-    comfy.ops.run_every_op()
-    weight, bias, stream = comfy.ops.cast_bias_weight(
-        module, dtype=dtype, device=x.device, bias_dtype=torch.float32, offloadable=True
-    )
-    try:
-        yield weight, bias
-    finally:
-        comfy.ops.uncast_bias_weight(module, weight, bias, stream)
-
-
-@contextlib.contextmanager
-def torch_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple]:
-    """The same for a module of torch's own classes, which custom model code may hold."""
-    bias = None if module.bias is None else module.bias.to(x.device, torch.float32)
-    yield module.weight.to(x.device, dtype), bias
 
 
 class CastOperation:
@@ -283,7 +216,6 @@ def _summed(sums: str, forward):
     return run
 
 
-def _switches(module: torch.nn.Module) -> list[Patch]:
-    """What makes a core operation cast its weights to its input's dtype, and not multiply in fp8 on its own."""
-    wanted = {"comfy_cast_weights": True, "_full_precision_mm": True}
-    return [(module, name, value) for name, value in wanted.items() if hasattr(module, name)]
+def _casting(module: torch.nn.Module) -> list[Patch]:
+    """What makes a core operation cast its weights to its input's dtype."""
+    return [(module, "comfy_cast_weights", True)] if hasattr(module, "comfy_cast_weights") else []

@@ -1,5 +1,6 @@
 """Text encoders and VAEs through ComfyUI's own loaders."""
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -153,15 +154,12 @@ def load_checkpoint_vae(path: str, dtype: str):
     """The VAE of a full checkpoint, or None where it holds none."""
     detected = detect_model(open_model(path), only_diffusion_model=False)
     prefixes = dict.fromkeys(detected.config.vae_key_prefix, "")
-    part = _renamed(detected.checkpoint, lambda tensors: _inside(tensors, prefixes))
+    inside = functools.partial(comfy.utils.state_dict_prefix_replace, replace_prefix=prefixes, filter_keys=True)
+    part = _renamed(detected.checkpoint, inside)
     if not part.weights:
         return None
     tensors = detected.config.process_vae_state_dict(plain_tensors(part))
     return _vae(tensors, part, dtype, (_checkpoint_vae_patcher, (path, dtype)))
-
-
-def _inside(tensors: dict[str, torch.Tensor], prefixes: dict[str, str]) -> dict[str, torch.Tensor]:
-    return comfy.utils.state_dict_prefix_replace(tensors, prefixes, filter_keys=True)
 
 
 def _vae_patcher(*args, disable_dynamic: bool = False):

@@ -3,21 +3,20 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-import comfy.ldm.modules.attention
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
 
 from ...precision import flags
 from ...precision.compute_plan import ComputeDecision, ComputePlan
-from ...precision.eager import eager
 from ...precision.guard import Escalation, Seen, span_of
-from ...precision.operations import SafeAttention, kind_of
 from ...precision.partial_sums import FLAG
 from ...precision.patching import Patch, patched
 from ...precision.ranges import magnitude
 from ...precision.record import Choice
-from .compute import OVERRIDE, UNFUSED, PlannedLayers, in_one_dtype, only_multiplies
-from .per_model import fresh_control
+from .attention import full_precision_attention, in_one_dtype, is_fused, overridden
+from .call import Call
+from .compute import PlannedLayers
+from .modules import modules_of, only_multiplies, plain_name
 
 SCALED = ("fp16_wide", "fp16_scaled")
 CAST = (torch.float16, torch.bfloat16, torch.float32)
@@ -30,25 +29,21 @@ def top_level_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """
     parts: dict[str, torch.nn.Module] = {}
     for name, child in model.named_children():
-        if isinstance(child, torch.nn.ModuleList) or _is_called_by_item(child):
+        if isinstance(child, (torch.nn.ModuleList, TimestepEmbedSequential)):
             parts |= {f"{name}.{inner}": module for inner, module in _items(child)}
         elif any(isinstance(module, torch.nn.ModuleList) for module in child.children()):
             parts |= {f"{name}.{inner}": module for inner, module in top_level_parts(child).items()}
         else:
             parts[name] = child
-    return {name.replace("_orig_mod.", "").removesuffix("._orig_mod"): module for name, module in parts.items()}
+    return {plain_name(name): module for name, module in parts.items()}
 
 
 def _items(container: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, item in container.named_children():
-        if _is_called_by_item(item):
+        if isinstance(item, TimestepEmbedSequential):
             yield from ((f"{name}.{inner}", module) for inner, module in item.named_children())
         else:
             yield name, item
-
-
-def _is_called_by_item(module: torch.nn.Module) -> bool:
-    return isinstance(module, TimestepEmbedSequential)
 
 
 class EscalatedLayers:
@@ -67,7 +62,6 @@ class EscalatedLayers:
         plan = _plan(model, escalation, {name: mode for name, mode in modes.items() if self._widens(name)})
         self.decided = {name: decision.mode for name, decision in plan.decisions.items()}
         self.planned = PlannedLayers(plan, model, self._widens)
-        self.attention = SafeAttention(self.planned.ranges)
         self.whole = escalation.whole
         self._inside = 0
         self._model = model if self.everywhere else None
@@ -76,17 +70,13 @@ class EscalatedLayers:
     def _widens(self, name: str) -> bool:
         return self.everywhere or bool(span_of(name, self.spans))
 
-    def call(self, executor, x, t, c_concat, c_crossattn, control, options: dict, **kwargs):
+    def call(self, executor, *args, **kwargs):
         """One call of the model inside of whatever wrappers others have."""
-        ranges, options = self.planned.ranges, self._options(options)
-
-        def run():
-            self.attention.begin()
-            with eager(ranges.measuring):
-                return executor(x, t, c_concat, c_crossattn, fresh_control(control), options, **kwargs)
-
-        with patched(self._patches()), self._sums_in_fp32(self.everywhere):
-            return ranges.run(run)
+        call = Call(executor, *args, **kwargs)
+        if self.everywhere or self.spans:
+            call.options = overridden(call.options, self._attend)
+        with patched(self._patches()), _sums_in_fp32(self.everywhere):
+            return self.planned.call(call)
 
     def modes(self) -> dict[str, str]:
         """Layer -> the mode it runs in now."""
@@ -118,7 +108,7 @@ class EscalatedLayers:
             args, kwargs = _cast(args, torch.float32), {key: _cast(value, torch.float32) for key, value in kwargs.items()}
             self._inside += 1
             try:
-                with self._sums_in_fp32(True):
+                with _sums_in_fp32(True):
                     result = forward(*args, **kwargs)
             finally:
                 self._inside -= 1
@@ -126,23 +116,13 @@ class EscalatedLayers:
 
         return run
 
-    @contextlib.contextmanager
-    def _sums_in_fp32(self, here: bool) -> Iterator[None]:
-        with flags.flags_set({FLAG: False}) if here and flags.is_on(FLAG) else contextlib.nullcontext():
-            yield
-
-    def _options(self, options: dict) -> dict:
-        previous = options.get(OVERRIDE)
-
-        def override(function, *args, **kwargs):
-            if self.everywhere or self._inside:
-                plain = full_precision_attention(function)
-                if self.whole:
-                    return in_one_dtype(plain, *args, **kwargs)
-                return self.attention(plain, *args, fused=plain.__name__ not in UNFUSED, **kwargs)
-            return previous(function, *args, **kwargs) if previous else function(*args, **kwargs)
-
-        return {**options, OVERRIDE: override} if self.everywhere or self.spans else options
+    def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
+        if not (self.everywhere or self._inside):
+            return attention(*args, **kwargs)
+        plain = full_precision_attention(function)
+        if self.whole:
+            return in_one_dtype(plain, *args, **kwargs)
+        return self.planned.attention(plain, *args, fused=is_fused(plain), **kwargs)
 
 
 class Observed:
@@ -152,7 +132,7 @@ class Observed:
     def __init__(self, layers: EscalatedLayers):
         self._layers: dict[str, torch.Tensor] = {}
         self._spans: dict[str, torch.Tensor] = {}
-        self._attention = layers.attention
+        self._attention = layers.planned.attention
         self._with_full_attention: set[str] = set()
         forwards = {id(module): value for module, name, value in layers.planned.patches if name == "forward"}
         modules = layers.planned.modules.items()
@@ -189,11 +169,8 @@ class Observed:
         return Seen(_numbers(self._layers), _numbers(self._spans), frozenset(self._with_full_attention))
 
 
-def full_precision_attention(function: Callable) -> Callable:
-    """An attention that keeps its operands' precision: itself, or ComfyUI's default for a quantizing kernel."""
-    if function.__name__ in (*UNFUSED, "attention_pytorch", "attention_xformers"):
-        return function
-    return comfy.ldm.modules.attention.attention_pytorch
+def _sums_in_fp32(here: bool) -> contextlib.AbstractContextManager:
+    return flags.flags_set({FLAG: False}) if here and flags.is_on(FLAG) else contextlib.nullcontext()
 
 
 def safe_escalation(modes: dict[str, str]) -> Escalation:
@@ -204,7 +181,7 @@ def safe_escalation(modes: dict[str, str]) -> Escalation:
 def _plan(model, escalation: Escalation, modes: dict[str, str]) -> ComputePlan:
     if escalation.whole:
         modes = dict.fromkeys(modes, "fp32")
-    modules = {name.replace("_orig_mod.", ""): module for name, module in model.diffusion_model.named_modules()}
+    modules = modules_of(model)
     decisions = {name: _decision({**modes, **escalation.layers}[name], modules[name]) for name in modes}
     return ComputePlan(Choice("fp16", "fp16"), decisions)
 
@@ -213,14 +190,7 @@ def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
     """What others multiply in their own way runs in fp32 where it would have to be wide; fp8 operands become fp16."""
     if mode in SCALED:
         mode = "fp16_wide" if only_multiplies(module) else "fp32"
-    return ComputeDecision({"fp8": "fp16_wide", "fp16_acc16": "fp16"}.get(mode, mode), "fp32", "escalated by the guard")
-
-
-def matrix_layers(model) -> Iterator[tuple[str, torch.nn.Module]]:
-    """(name, module) of the layers that multiply."""
-    for name, module in model.diffusion_model.named_modules():
-        if kind_of(module) and isinstance(getattr(module, "weight", None), torch.Tensor) and module.weight.dim() > 1:
-            yield name.replace("_orig_mod.", ""), module
+    return ComputeDecision("fp16_wide" if mode == "fp8" else mode, "fp32", "escalated by the guard")
 
 
 def _tensors(values) -> list[torch.Tensor]:

@@ -116,7 +116,8 @@ def _from_diffusers_unet(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def _facts(checkpoint: Checkpoint, modules: dict, names: dict[str, str], prefix: str, config) -> ModelFacts:
-    layers = [_layer(layer, modules[layer], checkpoint.weights[name]) for name, layer in names.items() if layer in modules]
+    held = [(layer, modules[layer], checkpoint.weights[name].data) for name, layer in names.items() if layer in modules]
+    layers = [Layer(name, type(module).__name__, tuple(tensor.shape)) for name, module, tensor in held]
     inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
     supported = tuple(name_of(dtype) for dtype in config.supported_inference_dtypes)
     return ModelFacts(
@@ -126,10 +127,6 @@ def _facts(checkpoint: Checkpoint, modules: dict, names: dict[str, str], prefix:
         supported=supported,
         calibrated=is_calibrated(checkpoint, prefix),
     )
-
-
-def _layer(name: str, module: torch.nn.Module, weight: StoredWeight) -> Layer:
-    return Layer(name, type(module).__name__, tuple(weight.data.shape))
 
 
 def _renamed_tensors(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:

@@ -8,9 +8,9 @@ import math
 import torch
 
 from ...precision.dtypes import name_of
-from ...precision.guard import ADVICE, EVENT, NonFinite, Where, event_of, random_state_kept
+from ...precision.guard import ADVICE, NonFinite, Where, event_of, random_state_kept
 from ...precision.localize import Localizer, Origin, reach, tensors_in
-from ...precision.report import GuardEvent, plain
+from ...precision.report import GuardEvent
 from .blame import bad_weight
 from .devices import current_device
 from .page import running_prompt_id, tell_page
@@ -39,8 +39,7 @@ class EncoderGuard:
         self.events.append(event)
         self.verdict = verdict
         logger.warning("Halfsafe guard: %s %s", message, advice)
-        data = {"node_id": self.node_id, "prompt_id": running_prompt_id(), "verdict": verdict, "message": message}
-        tell_page(EVENT, {**data, "kind": "event", "advice": advice, "event": plain(event)})
+        tell_page(self.node_id, running_prompt_id(), "event", verdict, message, advice, event)
 
     def run(self, action: str, attempt, model: torch.nn.Module, patcher, dtype: torch.dtype, given):
         """``attempt(None)``, or in a higher dtype if its result is not finite.
@@ -64,20 +63,22 @@ class EncoderGuard:
                     again, largest = attempt(higher)
                 if math.isfinite(largest):
                     return self._recovered(action, dtype, higher or dtype, again)
-        origin = _located(model, attempt)
-        if origin and origin.kind == "weights":
-            return self._hopeless(origin, "bad_weights", bad_weight(patcher, origin.op), name_of(dtype), result)
-        verdict = "not_precision" if self.on_nan == "retry_higher" else "stopped"
-        place = origin or Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan)
-        return self._hopeless(place, verdict, self._advice(verdict), name_of(dtype), result)
+        return self._not_cured(_located(model, attempt) or self._overflow(action, dtype), patcher, name_of(dtype), result)
 
-    def _advice(self, verdict: str) -> str:
-        if verdict == "stopped":
-            return f"Set on_nan to retry_higher, or load the {self.kind} with dtype bf16 or fp32."
-        return f"No dtype cures this {self.kind}: try another file, another tile size, or its decode on the CPU."
+    def _overflow(self, action: str, dtype: torch.dtype) -> Origin:
+        return Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan)
+
+    def _not_cured(self, origin: Origin, patcher, mode: str, result):
+        if origin.kind == "weights":
+            return self._hopeless(origin, "bad_weights", bad_weight(patcher, origin.op), mode, result)
+        if self.on_nan == "retry_higher":
+            advice = f"No dtype cures this {self.kind}: try another file, another tile size, or its decode on the CPU."
+            return self._hopeless(origin, "not_precision", advice, mode, result)
+        advice = f"Set on_nan to retry_higher, or load the {self.kind} with dtype bf16 or fp32."
+        return self._hopeless(origin, "stopped", advice, mode, result)
 
     def _recovered(self, action: str, dtype: torch.dtype, higher: torch.dtype, result):
-        origin = Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan)
+        origin = self._overflow(action, dtype)
         event = event_of(Where(self.calls, 0, math.nan, []), origin, name_of(dtype), name_of(higher), True)
         message = f"{self.kind} {action}: the result was NaN or Inf in {name_of(dtype)}. Repeated in {name_of(higher)}: finite."
         verdict = "recovered" if higher != dtype else "device_fault"
@@ -113,8 +114,7 @@ def guard_clip(clip, on_nan: str, node_id: str | None = None):
 
 def vae_in(vae, dtype: torch.dtype):
     """A copy of the VAE, not guarded, that computes in ``dtype``. Its weights stay as they are and are cast at use."""
-    clone = copy.copy(vae)
-    clone.__class__ = _plain_class(type(vae))
+    clone = _unguarded(vae)
     clone.patcher = vae.patcher.clone()
     clone.patcher.set_model_compute_dtype(dtype)
     clone.vae_dtype = dtype
@@ -132,34 +132,6 @@ class _Guarded:
     """Comes before ComfyUI's class in a guarded object's class."""
 
 
-class _GuardedVAE(_Guarded):
-    def decode(self, *args, **kwargs):
-        return _run_vae(self, "decode", args, kwargs)
-
-    def decode_tiled(self, *args, **kwargs):
-        return _run_vae(self, "decode_tiled", args, kwargs)
-
-    def encode(self, *args, **kwargs):
-        return _run_vae(self, "encode", args, kwargs)
-
-    def encode_tiled(self, *args, **kwargs):
-        return _run_vae(self, "encode_tiled", args, kwargs)
-
-
-class _GuardedCLIP(_Guarded):
-    def clone(self, *args, **kwargs):
-        clone = super().clone(*args, **kwargs)
-        clone.__class__ = type(self)
-        setattr(clone, ATTRIBUTE, getattr(self, ATTRIBUTE))
-        return clone
-
-    def encode_from_tokens(self, tokens, *args, **kwargs):
-        return _run_clip(self, "encode_from_tokens", tokens, args, kwargs)
-
-    def encode_from_tokens_scheduled(self, tokens, *args, **kwargs):
-        return _run_clip(self, "encode_from_tokens_scheduled", tokens, args, kwargs)
-
-
 @functools.cache
 def _guarded_class(base: type, mixin: type) -> type:
     return type(base.__name__, (mixin, base), {})
@@ -169,7 +141,7 @@ def _plain_class(kind: type) -> type:
     return kind.__bases__[1] if issubclass(kind, _Guarded) else kind
 
 
-def _run_vae(vae, name: str, args: tuple, kwargs: dict):
+def _run_vae(vae, name: str, *args, **kwargs):
     def attempt(dtype: torch.dtype | None):
         one = vae_in(vae, dtype) if dtype else _unguarded(vae)
         sizes = _watched_output(one)
@@ -181,7 +153,7 @@ def _run_vae(vae, name: str, args: tuple, kwargs: dict):
     return guard.run(action, attempt, vae.first_stage_model, vae.patcher, vae.vae_dtype, [args, kwargs])
 
 
-def _run_clip(clip, name: str, tokens, args: tuple, kwargs: dict):
+def _run_clip(clip, name: str, tokens, *args, **kwargs):
     def attempt(dtype: torch.dtype | None):
         one = _clip_in(clip, dtype) if dtype else _unguarded(clip)
         result = getattr(one, name)(tokens, *args, **kwargs)
@@ -190,6 +162,24 @@ def _run_clip(clip, name: str, tokens, args: tuple, kwargs: dict):
     guard: EncoderGuard = getattr(clip, ATTRIBUTE)
     dtype = clip.patcher.object_patches.get("manual_cast_dtype") or torch.float32
     return guard.run("encode", attempt, clip.cond_stage_model, clip.patcher, dtype, tokens)
+
+
+class _GuardedVAE(_Guarded):
+    decode = functools.partialmethod(_run_vae, "decode")
+    decode_tiled = functools.partialmethod(_run_vae, "decode_tiled")
+    encode = functools.partialmethod(_run_vae, "encode")
+    encode_tiled = functools.partialmethod(_run_vae, "encode_tiled")
+
+
+class _GuardedCLIP(_Guarded):
+    encode_from_tokens = functools.partialmethod(_run_clip, "encode_from_tokens")
+    encode_from_tokens_scheduled = functools.partialmethod(_run_clip, "encode_from_tokens_scheduled")
+
+    def clone(self, *args, **kwargs):
+        clone = super().clone(*args, **kwargs)
+        clone.__class__ = type(self)
+        setattr(clone, ATTRIBUTE, getattr(self, ATTRIBUTE))
+        return clone
 
 
 def _unguarded(guarded):

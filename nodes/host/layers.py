@@ -6,6 +6,7 @@ import torch
 
 from ...precision.dtypes import name_of
 from .compute import compute_of
+from .modules import modules_of
 
 COMPILE_KWARGS = "torch_compile_kwargs"
 _FP8_FORMATS = ("float8_e4m3fn", "float8_e5m2")
@@ -16,11 +17,22 @@ def stream_dtype(patcher) -> torch.dtype:
     return patcher.get_model_object("manual_cast_dtype") or patcher.model.get_dtype()
 
 
+def compute_name(patcher) -> str:
+    """The compute option a model runs with."""
+    compute = compute_of(patcher)
+    return compute.plan.choice.used if compute else name_of(stream_dtype(patcher))
+
+
+def settings_of(patcher) -> tuple:
+    """What a call's arithmetic depends on beside the weights: the compute plan and the stream's dtype."""
+    return compute_of(patcher), name_of(stream_dtype(patcher))
+
+
 def layers_of(patcher) -> Iterator[tuple[str, torch.nn.Module]]:
     """(name, module) of every module with a weight."""
-    for name, module in patcher.model.diffusion_model.named_modules():
+    for name, module in modules_of(patcher.model).items():
         if isinstance(getattr(module, "weight", None), torch.Tensor):
-            yield name.replace("_orig_mod.", ""), module
+            yield name, module
 
 
 def is_compiled(patcher) -> bool:

@@ -80,15 +80,11 @@ def _storages(detected: Detected, plan: LoadPlan) -> dict[str, str]:
     def storage(name: str, weight: StoredWeight) -> str:
         layer = detected.layer_names.get(name)
         wanted = plan.decisions[layer].storage if layer in plan.decisions else "as_file"
-        if _is_fp8(weight):
+        if weight.granularity != "native" and weight.data.dtype in FP8_DTYPES:
             return wanted if layer in linear or not name.startswith(detected.prefix) else plan.compute.weight_dtype
         return convert.storage_to_make(weight, wanted)
 
     return {weight.layer: storage(name, weight) for name, weight in detected.checkpoint.weights.items()}
-
-
-def _is_fp8(weight: StoredWeight) -> bool:
-    return weight.granularity != "native" and weight.data.dtype in FP8_DTYPES
 
 
 def _quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:

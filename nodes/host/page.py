@@ -3,6 +3,9 @@
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
+from ...precision.guard import EVENT
+from ...precision.report import GuardEvent, plain
+
 
 def running_prompt_id() -> str | None:
     """The id of the prompt that is running in this thread; None outside of one."""
@@ -19,8 +22,11 @@ def running_prompt() -> dict:
     return next((item[2] for item in running if item[1] == prompt_id), {})
 
 
-def tell_page(event: str, data: dict) -> None:
-    """Send an event to the page that queued the prompt, if there is one."""
+def tell_page(
+    node_id: str | None, prompt: str | None, kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None
+) -> None:
+    """Send what a guard has to say, an event or a run's verdict, to the page that queued the prompt, if there is one."""
     server = getattr(PromptServer, "instance", None)
     if server is not None:
-        server.send_sync(event, data, server.client_id)
+        data = {"node_id": node_id, "prompt_id": prompt, "kind": kind, "verdict": verdict, "message": message, "advice": advice}
+        server.send_sync(EVENT, {**data, "event": plain(event) if event else None}, server.client_id)

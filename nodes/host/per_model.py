@@ -1,10 +1,12 @@
 """What a wrapper learns of each model it runs: kept for as long as the model lives, apart for each state of its weights."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import torch
+
+from .modules import has_own_forward
 
 KEPT = 4
 Run = TypeVar("Run")
@@ -14,24 +16,25 @@ class PerModel(Generic[Run]):
     """The runs of one wrapper.
 
     Args:
-        make: gives the run of a model as it is now. A run has ``modules``, the modules it is about.
-        state: of a model and such modules, what a run depends on; compared for equality.
+        make: gives the run of a model as it is now. A run has ``modules``, name -> module of those it is about.
+        settings: of a ModelPatcher, what a run depends on beside patched weights, active hooks and the forwards that
+            others have put on its modules; compared for equality.
     """
 
-    def __init__(self, make: Callable[[torch.nn.Module], Run], state: Callable[[torch.nn.Module, Iterable], object]):
+    def __init__(self, make: Callable[[torch.nn.Module], Run], settings: Callable[[object], tuple] = lambda patcher: ()):
         self._make = make
-        self._state = state
-        self._runs: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[object, Run]]] = weakref.WeakKeyDictionary()
+        self._settings = settings
+        self._runs: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[tuple, Run]]] = weakref.WeakKeyDictionary()
 
     def of(self, model: torch.nn.Module) -> Run:
         """The run for the model as it is now; the last few states are remembered."""
         runs = self._runs.setdefault(model, [])
         for index, (state, run) in enumerate(runs):
-            if state == self._state(model, run.modules.values()):
+            if state == self._state(model, run):
                 runs.insert(0, runs.pop(index))
                 return run
         run = self._make(model)
-        runs.insert(0, (self._state(model, run.modules.values()), run))
+        runs.insert(0, (self._state(model, run), run))
         del runs[KEPT:]
         return run
 
@@ -40,9 +43,13 @@ class PerModel(Generic[Run]):
         runs = self._runs.get(model)
         return runs[0][1] if runs else None
 
+    def _state(self, model: torch.nn.Module, run: Run) -> tuple:
+        patcher = model.current_patcher
+        forwards = [id(module.__dict__["forward"]) for module in run.modules.values() if has_own_forward(module)]
+        return model.current_weight_patches_uuid, hooks_of(patcher), *self._settings(patcher), forwards
 
-def fresh_control(control: dict | None) -> dict | None:
-    """A ControlNet's outputs for one more call: a UNet takes them out of their lists one by one."""
-    if control is None:
-        return None
-    return {name: list(values) if isinstance(values, list) else values for name, values in control.items()}
+
+def hooks_of(patcher) -> weakref.ref | None:
+    """The active hooks. They hold the weights of a LoRA, and what is learned outlives them, so by a reference that keeps nothing."""
+    hooks = getattr(patcher, "current_hooks", None)
+    return hooks and weakref.ref(hooks)

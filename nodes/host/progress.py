@@ -1,4 +1,4 @@
-"""ComfyUI's progress bar, in bytes, and its interrupt."""
+"""ComfyUI's progress bar and its interrupt."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,10 +9,14 @@ from ...precision.checkpoint import StoredWeight
 
 
 def byte_progress(weights: Iterable[StoredWeight]) -> Callable[[int], None]:
-    """A function to call with the bytes of these weights just dealt with; raises ComfyUI's interrupt when the user stops."""
-    bar = comfy.utils.ProgressBar(max(1, sum(weight.data.nbytes for weight in weights)))
+    """A function to call with the bytes of these weights just dealt with."""
+    return advancing(comfy.utils.ProgressBar(max(1, sum(weight.data.nbytes for weight in weights))))
 
-    def advance(done: int) -> None:
+
+def advancing(bar: comfy.utils.ProgressBar) -> Callable:
+    """A function that moves the bar on, by one or the number it is given; raises ComfyUI's interrupt when the user stops."""
+
+    def advance(done: int = 1) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()
         bar.update(done)
 

@@ -18,6 +18,7 @@ from ...precision.errors import HalfsafeError
 from ...precision.plan import plan_storage
 from ...precision.rules import Rules
 from .files import output_path
+from .modules import modules_of, plain_name
 from .progress import byte_progress
 
 PREFIX = "diffusion_model."
@@ -50,10 +51,11 @@ class LiveWeights(Mapping[str, StoredWeight]):
 def _unpatched(patcher) -> dict[str, torch.Tensor]:
     """The diffusion model's tensors before any LoRA, wherever the model is loaded."""
     with patcher.use_ejected():
-        state = {name: tensor.detach() for name, tensor in patcher.model.diffusion_model.state_dict().items()}
+        held = patcher.model.diffusion_model.state_dict()
+    state = {plain_name(name): tensor.detach() for name, tensor in held.items()}
     for key, backup in patcher.backup.items():
         if key.startswith(PREFIX):
-            name, weight = key.removeprefix(PREFIX), backup.weight
+            name, weight = plain_name(key.removeprefix(PREFIX)), backup.weight
             quantized = isinstance(weight, comfy.quant_ops.QuantizedTensor)
             state.update(weight.state_dict(name) if quantized else {name: weight})
     return state
@@ -78,8 +80,7 @@ def save_model(patcher, filename_prefix: str, storage: str, rules: Rules, prompt
 
 
 def _layers(patcher, weights: LiveWeights) -> list[Layer]:
-    modules = patcher.model.diffusion_model.named_modules()
-    classes = {name: type(module).__name__ for name, module in modules}
+    classes = {name: type(module).__name__ for name, module in modules_of(patcher.model).items()}
     stored = ((name.removesuffix(".weight"), weight) for name, weight in weights.stored.items() if name.endswith(".weight"))
     return [Layer(name, classes[name], tuple(weight.data.shape)) for name, weight in stored if name in classes]
 

@@ -11,21 +11,16 @@ from ...precision.dtypes import name_of
 from ...precision.record import LoadRecord
 from ...precision.report import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
 from .accumulation import flags_of, remarks_of, sums_of
-from .compute import compute_of
+from .compute import Compute, compute_of
 from .devices import current_device
 from .guard import guard_of
 from .layers import layers_of, modes_of, stream_dtype
 from .models import ATTACHMENT
 
 
-def load_record(patcher) -> LoadRecord | None:
-    """What Halfsafe decided when it loaded this model; None where another loader did."""
-    return patcher.attachments.get(ATTACHMENT)
-
-
 def report_of(patcher) -> Report:
     """The report of a model, read from its modules and from what its plan found in the calls made so far."""
-    record, compute = load_record(patcher), compute_of(patcher)
+    record, compute = patcher.attachments.get(ATTACHMENT), compute_of(patcher)
     modes, sums = modes_of(patcher), sums_of(patcher)
     layers = [_layer_report(patcher, name, module, record, compute, modes, sums) for name, module in layers_of(patcher)]
     report = Report(device_section(current_device()), _model_report(patcher), layers, flags_of(patcher))
@@ -38,13 +33,10 @@ def report_of(patcher) -> Report:
         report.without_effect = [WithoutEffect(*entry) for entry in (*record.without_effect, *_unmet(record, layers))]
         report.decisions = {"file": f"{Path(record.file).name}, {record.dialect}", "storage": str(record.storage)}
         report.notes = list(record.notes)
-    report.decisions["compute"] = f"{name_of(stream_dtype(patcher))}: as its loader chose"
     if compute:
-        report.without_effect += [WithoutEffect(*entry) for entry in compute.plan.without_effect]
-        report.decisions["compute"] = str(compute.plan.choice)
-        report.decisions |= {"work": work} if (work := compute.work(patcher.model)) else {}
-        report.notes += compute.plan.notes
-        report.ranges |= compute.ranges(patcher.model)
+        _add_plan(report, compute, patcher.model)
+    else:
+        report.decisions["compute"] = f"{name_of(stream_dtype(patcher))}: as its loader chose"
     without_effect, decisions, notes = remarks_of(patcher)
     report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
     report.decisions |= decisions
@@ -52,6 +44,15 @@ def report_of(patcher) -> Report:
     names = {layer.name for layer in layers}
     report.ranges = {name: largest for name, largest in report.ranges.items() if name in names}
     return report
+
+
+def _add_plan(report: Report, compute: Compute, model) -> None:
+    report.without_effect += [WithoutEffect(*entry) for entry in compute.plan.without_effect]
+    report.decisions["compute"] = str(compute.plan.choice)
+    if work := compute.work(model):
+        report.decisions["work"] = work
+    report.notes += compute.plan.notes
+    report.ranges |= compute.ranges(model)
 
 
 def _escalate(layers: list[LayerReport], modes: dict[str, str]) -> None:

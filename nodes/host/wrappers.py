@@ -1,20 +1,25 @@
-"""The order of our wrappers around a model's call, in whatever order their nodes stand in the workflow."""
+"""Our wrappers on a ModelPatcher, and their order around a model's call, however their nodes stand in the workflow."""
+
+from collections.abc import Callable
 
 from comfy.patcher_extension import WrappersMP
 
-OUTERMOST = "halfsafe.guard"
-INNERMOST = ("halfsafe.accumulation", "halfsafe.compute", "halfsafe.guard.layers")
+GUARD = "halfsafe.guard"
+ACCUMULATION = "halfsafe.accumulation"
+COMPUTE = "halfsafe.compute"
+GUARDED_LAYERS = "halfsafe.guard.layers"
+PLACES = {GUARD: -1, ACCUMULATION: 1, COMPUTE: 2, GUARDED_LAYERS: 3}
+"""From the outermost to the innermost; those of others are at 0.
+
+The guard's check is around everything; a layer that compute casts meets its sums' bound in the dtype it multiplies in; what
+the guard widens is widened last.
+"""
 
 
-def order_wrappers(patcher) -> None:
-    """The guard's check is around everything; a layer that compute casts meets its sums' bound in the dtype it
-    multiplies in; what the guard widens is widened last."""
-    wrappers = patcher.wrappers.get(WrappersMP.APPLY_MODEL, {})
-    for key in INNERMOST:
-        if key in wrappers:
-            wrappers[key] = wrappers.pop(key)
-    if OUTERMOST in wrappers:
-        others = {key: value for key, value in wrappers.items() if key != OUTERMOST}
-        guard = wrappers[OUTERMOST]
-        wrappers.clear()
-        wrappers |= {OUTERMOST: guard, **others}
+def set_wrapper(patcher, key: str, wrapper: Callable, kind: str = WrappersMP.APPLY_MODEL) -> None:
+    """Put a wrapper of ours on a patcher, in the place of an earlier one with that key."""
+    patcher.remove_wrappers_with_key(kind, key)
+    patcher.add_wrapper_with_key(kind, key, wrapper)
+    around = patcher.wrappers.get(WrappersMP.APPLY_MODEL, {})
+    for name in sorted(around, key=lambda name: PLACES.get(name, 0)):
+        around[name] = around.pop(name)

@@ -7,13 +7,13 @@ or fail where HALFSAFE_STRICT is set.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from comfyui_server import MODEL_FOLDERS, Server, make_base_directory
+from environment import Environment, write_models
 
 ROOT = Path(__file__).absolute().parents[2]
 NEEDED = ("COMFYUI_DIR", "HALFSAFE_FRONTEND", "CHROMIUM")
@@ -39,9 +39,9 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = tmp_path_factory.mktemp("models")
     for name in MODEL_FOLDERS:
         (models / name).mkdir()
-    script = ROOT / "tests" / "support" / "tiny_models.py"
+    environment = Environment(Path(sys.executable), Path(os.environ["COMFYUI_DIR"]))
     for name, folder in MODELS.items():
-        subprocess.run([sys.executable, str(script), str(models / folder), name], check=True, timeout=300)
+        write_models(environment, models / folder, name)
     return models
 
 

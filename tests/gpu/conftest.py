@@ -58,8 +58,4 @@ def comfy(device: torch.device) -> SimpleNamespace:
     import nodes as core
 
     ours = inprocess.node_classes(inprocess.load_pack())
-
-    def run(node_id: str, **inputs: object) -> tuple:
-        return tuple(ours[node_id].execute(**inputs).args)
-
-    return SimpleNamespace(nodes=ours, core=core.NODE_CLASS_MAPPINGS, run=run)
+    return SimpleNamespace(nodes=ours, core=core.NODE_CLASS_MAPPINGS, run=inprocess.runner(ours))

@@ -1,6 +1,5 @@
 """The kernels the pack counts on, on a real device: results, ranges and what the flags do."""
 
-import contextlib
 import math
 
 import pytest
@@ -11,15 +10,12 @@ from halfsafe.precision.operations import SafeOperation, has_wide_output
 from halfsafe.precision.partial_sums import FLAG
 from halfsafe.precision.quantize import relative_error
 from halfsafe.precision.ranges import Ranges
-
-
-def weights(module, x, dtype):
-    return contextlib.nullcontext((module.weight.to(dtype), None if module.bias is None else module.bias.float()))
+from support.plain_weights import plain_weights
 
 
 def safe(module, x, calls=3):
     ranges = Ranges()
-    operation = SafeOperation(module, ranges.slot("layer"), ranges, weights)
+    operation = SafeOperation(module, ranges.slot("layer"), ranges, plain_weights)
     for _ in range(calls):
         result = ranges.run(lambda: operation(x))
     return result, ranges

@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from comfyui_server import MODEL_FOLDERS, Server, make_base_directory
-from support import inprocess, tiny_models
+from support import families, inprocess, tiny_models
 
 ROOT = Path(__file__).absolute().parents[2]
 COMFYUI = Path(os.environ["COMFYUI_DIR"]).resolve() if os.environ.get("COMFYUI_DIR") else None
@@ -68,7 +68,7 @@ def comfy(pack: ModuleType) -> SimpleNamespace:
     import nodes as core
 
     ours = inprocess.node_classes(pack)
-    return SimpleNamespace(pack=pack, nodes=ours, core=core.NODE_CLASS_MAPPINGS, run=_runner(ours))
+    return SimpleNamespace(pack=pack, nodes=ours, core=core.NODE_CLASS_MAPPINGS, run=inprocess.runner(ours))
 
 
 @pytest.fixture(scope="session")
@@ -94,9 +94,68 @@ def server(comfyui_dir: Path, small_models: Path, tmp_path_factory: pytest.TempP
         yield running
 
 
-def _runner(nodes: dict[str, type]):
-    def run(node_id: str, **inputs: object) -> tuple:
-        """Execute a pack node and return its outputs as a tuple."""
-        return tuple(nodes[node_id].execute(**inputs).args)
+@pytest.fixture(scope="session")
+def wan(models_dir: Path) -> Path:
+    """A small Wan model that is finite in fp16. Tests write changed copies of it, never to it."""
+    return tiny_models.wan(models_dir / "diffusion_models" / "wan_clean.safetensors")
 
-    return run
+
+@pytest.fixture(scope="session")
+def overflowing(models_dir: Path) -> Path:
+    """The same with a feed-forward scaled, so that it is NaN in fp16 and finite in bf16 and fp32."""
+    return tiny_models.wan_overflowing(models_dir / "diffusion_models" / "wan_overflowing.safetensors")
+
+
+@pytest.fixture(scope="session")
+def call(comfy: SimpleNamespace, wan: Path) -> families.Call:
+    """The first call that ComfyUI's sampler makes of a Wan model, whatever its weights."""
+    return families.capture(families.load(comfy, wan), "wan")
+
+
+@pytest.fixture(scope="session")
+def call_of_two(comfy: SimpleNamespace, wan: Path) -> families.Call:
+    """The same with a batch of two."""
+    return families.capture(families.load(comfy, wan), "wan", batch=2)
+
+
+@pytest.fixture(scope="module")
+def base(comfy: SimpleNamespace, wan: Path):
+    """The finite model, loaded in plain fp16."""
+    return families.load(comfy, wan, "fp16", "fp16")
+
+
+@pytest.fixture(scope="module")
+def fp32(comfy: SimpleNamespace, overflowing: Path):
+    """The overflowing model in fp32: what its results are held against."""
+    return families.load(comfy, overflowing, "fp32", "fp32")
+
+
+@pytest.fixture
+def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans as on an Ampere card, which has every switch of the Accumulation node but fp8's."""
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
+
+
+@pytest.fixture
+def flags_as_before() -> Iterator[None]:
+    """torch's precision flags are after the test exactly as they were."""
+    from support.summing import states
+
+    before = states()
+    yield
+    assert states() == before
+
+
+@pytest.fixture
+def one_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a GPU. The CPU's default attention asks the system for free memory, which breaks the graph without us too."""
+    import torch._dynamo
+    from comfy.ldm.modules import attention
+    from comfy.ldm.wan import model
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setattr(model, "optimized_attention", attention.attention_pytorch)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()

@@ -1,4 +1,7 @@
-"""How a model's products are summed, in a real ComfyUI: set inside its calls, exactly as before outside of them."""
+"""How a model's products are summed, in a real ComfyUI: set inside its calls, exactly as before outside of them.
+
+`HALFSAFE_WRITE_RESULTS=1` writes what each setting did in each situation to `benchmarks/results/flags.json`.
+"""
 
 import json
 import os
@@ -7,48 +10,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from halfsafe.nodes.host.accumulation import KEY, accumulation_of
+from halfsafe.nodes.host.accumulation import accumulation_of
+from halfsafe.nodes.host.wrappers import ACCUMULATION
 from halfsafe.precision import flags
 from halfsafe.precision.accumulation import PARTS
 from support import families, tiny_models
-from support.denoise import transformer_options
 from support.families import load, report
 from support.summing import FLAG, SETTINGS, accumulation, raising, spied, started_with, states
 
+pytestmark = pytest.mark.usefixtures("flags_as_before")
 RESULTS = Path(__file__).absolute().parents[2] / "benchmarks" / "results" / "flags.json"
 WRITE = "HALFSAFE_WRITE_RESULTS"
 
 
 @pytest.fixture(scope="module")
-def wan(models_dir):
-    return tiny_models.wan(models_dir / "diffusion_models" / "summed.safetensors")
-
-
-@pytest.fixture(scope="module")
-def call(comfy, wan):
-    return families.capture(load(comfy, wan), "wan")
-
-
-@pytest.fixture(scope="module")
-def base(comfy, wan):
-    return load(comfy, wan, "fp16", "fp16")
-
-
-@pytest.fixture(scope="module")
 def another(comfy, wan):
     return load(comfy, wan, "fp16", "fp16")
-
-
-@pytest.fixture(autouse=True)
-def as_before():
-    before = states()
-    yield
-    assert states() == before
-
-
-@pytest.fixture
-def ampere(monkeypatch):
-    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
 
 
 def succeed(comfy, model, another, call, look):
@@ -106,12 +83,12 @@ def run_on_threads(comfy, model, another, call, look):
         gate.wait()
 
     twin = another.clone()
-    twin.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, accumulation_of(model))
+    twin.add_wrapper_with_key(WrappersMP.APPLY_MODEL, ACCUMULATION, accumulation_of(model))
     both = [spied(patcher, inside) for patcher in (model, twin)]
     comfy.model_management.load_models_gpu(both)
     for patcher in both:
         patcher.pre_run()
-    threads = [threading.Thread(target=lambda p=patcher: results.append(apply(p, call))) for patcher in both]
+    threads = [threading.Thread(target=lambda p=patcher: results.append(families.apply(p, call, call.args[0]))) for patcher in both]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -119,14 +96,6 @@ def run_on_threads(comfy, model, another, call, look):
     for patcher in both:
         patcher.cleanup()
     assert len(results) == 2
-
-
-def apply(patcher, call):
-    names = ("t", "c_concat", "c_crossattn", "control")
-    arguments = {**dict(zip(names, call.args[1:], strict=False)), **call.kwargs}
-    arguments["transformer_options"] = {**families.call_options(call), **transformer_options(patcher)}
-    with torch.inference_mode():
-        return patcher.model.apply_model(call.args[0], **arguments)
 
 
 def alternate_with_another_model(comfy, model, another, call, look):
@@ -257,4 +226,4 @@ def test_unchanged_adds_nothing(comfy, wan):
     assert ours is not model and ours.wrappers == model.wrappers and ours.attachments.keys() == model.attachments.keys()
     assert report(comfy, ours)["flags"] == report(comfy, model)["flags"]
     accumulation(comfy, model, tf32="on")
-    assert KEY not in model.attachments and not any(KEY in wrappers for wrappers in model.wrappers.values())
+    assert ACCUMULATION not in model.attachments and not any(ACCUMULATION in wrappers for wrappers in model.wrappers.values())

@@ -6,19 +6,9 @@ import pytest
 import torch
 from halfsafe.nodes.host import fast_sums
 from halfsafe.precision.quantize import relative_error
-from support import families, tiny_models
+from support import families
 from support.families import load, report
 from support.summing import accumulation, spied
-
-
-@pytest.fixture(scope="module")
-def wan(models_dir):
-    return tiny_models.wan(models_dir / "diffusion_models" / "fast.safetensors")
-
-
-@pytest.fixture(scope="module")
-def call(comfy, wan):
-    return families.capture(load(comfy, wan), "wan")
 
 
 def quantized(*shape):

@@ -8,38 +8,11 @@ from halfsafe.nodes.host.accumulation import accumulation_of
 from halfsafe.precision import flags
 from halfsafe.precision.quantize import relative_error
 from halfsafe.precision.rules import rules_from
-from support import families, model_files, tiny_models
+from support import families, model_files
 from support.families import Call, load, report, with_compute
-from support.summing import FLAG, accumulation, products, spied, states
+from support.summing import FLAG, accumulation, products, spied
 
-
-@pytest.fixture(scope="module")
-def wan(models_dir):
-    return tiny_models.wan(models_dir / "diffusion_models" / "layers.safetensors")
-
-
-@pytest.fixture(scope="module")
-def call(comfy, wan):
-    return families.capture(load(comfy, wan), "wan")
-
-
-@pytest.fixture(scope="module")
-def base(comfy, wan):
-    return load(comfy, wan, "fp16", "fp16")
-
-
-@pytest.fixture(autouse=True)
-def as_before():
-    before = states()
-    yield
-    assert states() == before
-
-
-@pytest.fixture
-def ampere(monkeypatch):
-    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
-
-
+pytestmark = pytest.mark.usefixtures("flags_as_before")
 UNPROVEN, SCALED = "text_embedding.0", "blocks.1.self_attn.v"
 
 

@@ -16,15 +16,7 @@ from support.model_files import changed, lora
 NODE = "HalfsafeAnalyzeLayers"
 OUTLIERS = ("blocks.1.ffn.2", "blocks.2.ffn.2", "blocks.2.ffn.0")
 OUTLIER = 2.0**16
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The layers are so small that a second thread costs more than it does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def plant_outliers(tensors: dict) -> None:
@@ -116,7 +108,6 @@ def test_a_unet_holds_its_target(comfy, models_dir):
     assert len([layer for layer in found.layers if layer.cls == "Conv2d" and layer.status == BARRED]) > 20
     loaded = families.load(comfy, path, "fp8_e4m3fn", "fp32", rules_of(found))
     assert worst_snr(model, loaded, "sdxl") == pytest.approx(found.snr_db, abs=0.05)
-    print(f"{len(found.chosen)} of {found.all_count} layers, {found.snr_db:.1f} dB; all {found.all_db:.1f} dB; {found.calls} calls")
 
 
 def test_more_layers_with_less_error_than_the_preset_where_outliers_are_planted(comfy, planted):
@@ -135,7 +126,6 @@ def test_more_layers_with_less_error_than_the_preset_where_outliers_are_planted(
     assert worst_snr(model, loaded, "wan") == pytest.approx(free.snr_db, abs=0.05)
     assert len(stored_in_fp8(comfy, loaded)) == len(free.chosen) > len(preset_layers)
     assert free.snr_db > preset_db
-    print(f"preset {len(preset_layers)} layers {preset_db:.1f} dB; pinned {len(pinned.chosen)} {pinned.snr_db:.1f} dB in {pinned.calls} calls; measured {len(free.chosen)} {free.snr_db:.1f} dB in {free.calls} calls")
 
 
 @pytest.mark.parametrize("candidate", ["fp16", "bf16"])
@@ -149,8 +139,7 @@ def test_compute_dtype_with_the_rules_gives_what_was_measured(comfy, wan, candid
 
 
 def test_layers_that_overflow_fp16_are_not_chosen(comfy, wan):
-    factors = {r"blocks\.0\.ffn\.0\.weight": 128, r"blocks\.0\.ffn\.2\.weight": 2048}
-    path = families.write_scaled(wan, wan.with_name("overflowing.safetensors"), factors)
+    path = families.write_scaled(wan, wan.with_name("overflowing.safetensors"), families.OVERFLOWS["wan"]["ffn"])
     model = families.load(comfy, path, "as_file", "fp32")
     for candidate in ("fp16", "fp16_acc16"):
         found, _, text, _ = analyzed(comfy, model, target=30.0, candidate=candidate)
@@ -256,8 +245,7 @@ def test_an_fp8_model_costs_nothing_more_in_fp8(comfy, wan):
 
 
 def test_a_model_that_gives_nan_is_refused_in_words(comfy, wan):
-    factors = {r"blocks\.0\.ffn\.0\.weight": 128, r"blocks\.0\.ffn\.2\.weight": 2048}
-    path = families.write_scaled(wan, wan.with_name("nan.safetensors"), factors)
+    path = families.write_scaled(wan, wan.with_name("nan.safetensors"), families.OVERFLOWS["wan"]["ffn"])
     with pytest.raises(HalfsafeError, match="before anything is changed"):
         analyzed(comfy, families.load(comfy, path, "as_file", "fp16"))
 
@@ -285,7 +273,6 @@ def test_memory_stays_bounded(comfy, models_dir):
             held += event.nbytes()
             peak = max(peak, held)
     assert found.chosen
-    print(f"weights {weights / 1e6:.0f} MB, largest layer {largest / 1e6:.0f} MB, peak of the analysis {peak / 1e6:.1f} MB")
     assert peak < 6 * largest < weights
 
 
@@ -308,8 +295,7 @@ def test_a_lora_that_is_added_at_each_call_is_in_the_weight_that_is_rounded(comf
 
 
 def test_a_guard_hides_no_overflow_and_learns_nothing(comfy, wan):
-    factors = {r"blocks\.0\.ffn\.0\.weight": 128, r"blocks\.0\.ffn\.2\.weight": 2048}
-    path = families.write_scaled(wan, wan.with_name("guarded.safetensors"), factors)
+    path = families.write_scaled(wan, wan.with_name("guarded.safetensors"), families.OVERFLOWS["wan"]["ffn"])
     model = comfy.run("HalfsafeNaNGuard", model=families.load(comfy, path, "as_file", "fp32"), on_nan="retry_higher", max_retries=8)[0]
     found, *_ = analyzed(comfy, model, target=30.0, candidate="fp16")
     assert {layer.name: layer.status for layer in found.layers}["blocks.0.ffn.2"] == KEPT

@@ -14,11 +14,6 @@ SECONDS = 1.0
 
 
 @pytest.fixture(scope="module")
-def wan(models_dir):
-    return tiny_models.wan(models_dir / "diffusion_models" / "wan.safetensors")
-
-
-@pytest.fixture(scope="module")
 def checkpoint(wan, models_dir):
     """The same model as a full checkpoint holds it."""
 
@@ -217,7 +212,7 @@ def test_too_little_memory_is_refused_before_a_weight_is_read(comfy, models_dir,
 
     monkeypatch.setattr(models, "free_host_memory", lambda: 1_000_000)
     monkeypatch.setattr(convert, "state_dict", must_not_run)
-    with pytest.raises(MemoryShortage, match=r"wan\.safetensors.*needs .* of memory"):
+    with pytest.raises(MemoryShortage, match=r"wan_clean\.safetensors.*needs .* of memory"):
         load(comfy, "HalfsafeLoadDiffusionModel", wan.name)
 
 

@@ -15,7 +15,7 @@ def test_text_picture_and_what_the_node_shows(comfy):
     a = image(2)
     output = comfy.nodes[NODE].execute(reference=a, candidate=(a + 0.01).clamp(0, 1))
     text, picture = output.args
-    assert output.ui.as_dict()["text"] == (text,) or output.ui.as_dict()["text"] == [text]
+    assert list(output.ui.as_dict()["text"]) == [text]
     assert len(text.splitlines()) == 4 and "PSNR 40" in text
     assert picture.shape == a.shape and 0 <= picture.min() <= picture.max() <= 1
 
@@ -28,13 +28,10 @@ def test_identical_images_and_different_sizes(comfy):
 
 
 def test_an_image_saved_and_loaded_by_comfyui_differs_by_its_rounding(comfy):
-    import folder_paths
-
     a = image()
     result = comfy.core["SaveImage"]().save_images(a, "compare")
     file = result["ui"]["images"][0]
-    folder = folder_paths.get_output_directory()
     loaded = comfy.core["LoadImage"]().load_image(f"{file['filename']} [output]")[0]
-    assert folder and loaded.shape == a.shape
+    assert loaded.shape == a.shape
     text, _ = comfy.run(NODE, reference=a, candidate=loaded)
     assert 50 < float(text.split("PSNR ")[1].split(" dB")[0]) < 60

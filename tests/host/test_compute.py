@@ -5,22 +5,18 @@ import tracemalloc
 
 import pytest
 import torch
-from halfsafe.nodes.host.compute import KEY, compute_of
+from halfsafe.nodes.host.compute import compute_of
+from halfsafe.nodes.host.wrappers import COMPUTE
 from halfsafe.precision.quantize import relative_error
-from support import families, tiny_models
+from support import families
 from support.denoise import denoise
 from support.families import load
 from torch.overrides import TorchFunctionMode
 
 
 @pytest.fixture(scope="module")
-def overflowing(models_dir):
-    return tiny_models.wan_overflowing(models_dir / "diffusion_models" / "overflowing.safetensors")
-
-
-@pytest.fixture(scope="module")
-def reference(comfy, overflowing):
-    return denoise(load(comfy, overflowing, "fp32", "fp32"))
+def reference(fp32):
+    return denoise(fp32)
 
 
 def test_plain_fp16_overflows(comfy, overflowing):
@@ -36,56 +32,39 @@ def test_fp16_safe_is_finite_and_closer_than_bf16(comfy, overflowing, reference,
         assert relative_error(fp32, denoise(model)) < 0.6 * bf16
 
 
-@pytest.fixture(scope="module")
-def clean(models_dir):
-    return tiny_models.wan(models_dir / "diffusion_models" / "clean.safetensors")
-
-
-@pytest.fixture(scope="module")
-def call(comfy, clean):
-    return families.capture(load(comfy, clean, "fp32"), "wan", batch=2)
-
-
-def larger(call, factor, rows=slice(None)):
-    """The call's text, some batch rows of it multiplied."""
-    text = call.kwargs.get("c_crossattn", call.args[3] if len(call.args) > 3 else None).clone()
-    text[rows] *= factor
-    return text
-
-
 def repeats(model):
     return compute_of(model).runs.of(model.model).ranges.repeats
 
 
-def test_an_overflow_of_a_later_call_in_one_row_repeats_that_call_once(comfy, clean, call):
-    model, fp32 = load(comfy, clean, "as_file", "fp16_safe"), load(comfy, clean, "fp32")
-    families.replay(model, call)
-    text = larger(call, 1e7, slice(1, 2))
-    reference = families.replay(fp32, call, c_crossattn=text)
-    assert not torch.isfinite(families.replay(load(comfy, clean, "as_file", "fp16"), call, c_crossattn=text)[1]).all()
+def test_an_overflow_of_a_later_call_in_one_row_repeats_that_call_once(comfy, wan, call_of_two):
+    model, fp32 = load(comfy, wan, "as_file", "fp16_safe"), load(comfy, wan, "fp32")
+    families.replay(model, call_of_two)
+    text = families.louder(call_of_two, 1e7, slice(1, 2))
+    reference = families.replay(fp32, call_of_two, c_crossattn=text)
+    assert not torch.isfinite(families.replay(load(comfy, wan, "as_file", "fp16"), call_of_two, c_crossattn=text)[1]).all()
     for _ in range(3):
-        assert relative_error(reference, families.replay(model, call, c_crossattn=text)) < 2e-3
+        assert relative_error(reference, families.replay(model, call_of_two, c_crossattn=text)) < 2e-3
         assert repeats(model) == 1
-    assert relative_error(families.replay(fp32, call), families.replay(model, call)) < 2e-3
+    assert relative_error(families.replay(fp32, call_of_two), families.replay(model, call_of_two)) < 2e-3
     assert repeats(model) == 1, "what the large call taught was forgotten"
     assert "; 1 calls were repeated" in families.report(comfy, model)["decisions"]["work"]
 
 
-def test_text_too_small_for_fp16_is_not_rounded_to_nothing(comfy, clean, call):
-    model, fp32 = load(comfy, clean, "as_file", "fp16_safe"), load(comfy, clean, "fp32")
+def test_text_too_small_for_fp16_is_not_rounded_to_nothing(comfy, wan, call_of_two):
+    model, fp32 = load(comfy, wan, "as_file", "fp16_safe"), load(comfy, wan, "fp32")
     for factor in (1e6, 1e-9, 1e6, 1e-9, 1.0):
-        text = larger(call, factor)
-        reference = families.replay(fp32, call, c_crossattn=text)
-        assert relative_error(reference, families.replay(model, call, c_crossattn=text)) < 2e-3, factor
+        text = families.louder(call_of_two, factor)
+        reference = families.replay(fp32, call_of_two, c_crossattn=text)
+        assert relative_error(reference, families.replay(model, call_of_two, c_crossattn=text)) < 2e-3, factor
     assert repeats(model) <= 4
 
 
-def test_nan_input_comes_out_as_nan_after_one_repeat(comfy, clean, call):
-    model = load(comfy, clean, "as_file", "fp16_safe")
-    families.replay(model, call)
-    assert families.replay(model, call, c_crossattn=larger(call, float("nan"))).isnan().all()
+def test_nan_input_comes_out_as_nan_after_one_repeat(comfy, wan, call_of_two):
+    model = load(comfy, wan, "as_file", "fp16_safe")
+    families.replay(model, call_of_two)
+    assert families.replay(model, call_of_two, c_crossattn=families.louder(call_of_two, float("nan"))).isnan().all()
     assert repeats(model) == 1
-    assert torch.isfinite(families.replay(model, call)).all()
+    assert torch.isfinite(families.replay(model, call_of_two)).all()
 
 
 def test_through_the_sampler_twice_in_one_prompt(comfy, overflowing):
@@ -111,11 +90,11 @@ def test_the_ksampler_node_gives_the_same_latent(comfy, overflowing):
     assert relative_error(*results) < 0.02
 
 
-def test_a_plan_that_changes_nothing_adds_nothing(comfy, clean):
+def test_a_plan_that_changes_nothing_adds_nothing(comfy, wan):
     from comfy.patcher_extension import WrappersMP
 
-    for model in (load(comfy, clean, "as_file", "bf16"), load(comfy, clean, "as_file", "fp16")):
-        assert not model.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
+    for model in (load(comfy, wan, "as_file", "bf16"), load(comfy, wan, "as_file", "fp16")):
+        assert not model.get_wrappers(WrappersMP.APPLY_MODEL, COMPUTE)
         assert compute_of(model).runs.of(model.model).patches == []
 
 
@@ -133,25 +112,25 @@ class Readbacks(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def readbacks(model, call):
+def readbacks(model, call_of_two):
     with Readbacks() as counted:
-        families.replay(model, call)
+        families.replay(model, call_of_two)
     return counted.count
 
 
-def test_a_clean_call_waits_for_the_device_once(comfy, clean, call):
-    model = load(comfy, clean, "as_file", "fp16_safe")
-    stock = readbacks(load(comfy, clean, "fp32"), call)
-    assert readbacks(model, call) > stock + 20, "measuring reads every operation"
-    assert readbacks(model, call) == stock + 1
+def test_a_clean_call_waits_for_the_device_once(comfy, wan, call_of_two):
+    model = load(comfy, wan, "as_file", "fp16_safe")
+    stock = readbacks(load(comfy, wan, "fp32"), call_of_two)
+    assert readbacks(model, call_of_two) > stock + 20, "measuring reads every operation"
+    assert readbacks(model, call_of_two) == stock + 1
 
 
-def test_the_ranges_of_a_call_are_read_in_one_transfer(comfy, clean, call, monkeypatch):
-    model, reads = load(comfy, clean, "as_file", "fp16_safe"), []
-    families.replay(model, call)
+def test_the_ranges_of_a_call_are_read_in_one_transfer(comfy, wan, call_of_two, monkeypatch):
+    model, reads = load(comfy, wan, "as_file", "fp16_safe"), []
+    families.replay(model, call_of_two)
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor))
-    families.replay(model, call)
+    families.replay(model, call_of_two)
     slots = compute_of(model).runs.of(model.model).ranges.slots
     assert reads == [(len(slots),)]
 
@@ -162,14 +141,14 @@ def held_by_the_pack():
     return sum(trace.size for trace in tracemalloc.take_snapshot().filter_traces(own).traces)
 
 
-def test_calls_leave_no_memory_behind(comfy, clean, call):
-    model = load(comfy, clean, "as_file", "fp16_safe")
+def test_calls_leave_no_memory_behind(comfy, wan, call_of_two):
+    model = load(comfy, wan, "as_file", "fp16_safe")
     tracemalloc.start()
     try:
         taken = []
         for _ in range(4):
             for _ in range(10):
-                families.replay(model, call)
+                families.replay(model, call_of_two)
             gc.collect()
             taken.append(held_by_the_pack())
         assert taken[3] - taken[2] < 4_000

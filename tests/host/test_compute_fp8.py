@@ -18,16 +18,6 @@ def with_fp8_units(monkeypatch):
     monkeypatch.setattr(logging.getLogger("comfy_kitchen.tensor.fp8"), "disabled", True)
 
 
-@pytest.fixture(scope="module")
-def wan(models_dir):
-    return tiny_models.wan(models_dir / "diffusion_models" / "fp8.safetensors")
-
-
-@pytest.fixture(scope="module")
-def call(comfy, wan):
-    return families.capture(load(comfy, wan, "fp32"), "wan")
-
-
 def fp8_layer(comfy, wan):
     model = load(comfy, wan, "fp8_e4m3fn", "fp8")
     return model, model.model.diffusion_model.blocks[0].ffn[0]

@@ -6,18 +6,8 @@ from comfy.ops import manual_cast
 from halfsafe.nodes.host.compute import compute_of
 from halfsafe.precision.quantize import relative_error
 from safetensors.torch import save_file
-from support import families, tiny_models
+from support import families
 from support.families import load, with_compute
-
-
-@pytest.fixture(scope="module")
-def wan(models_dir):
-    return tiny_models.wan_overflowing(models_dir / "diffusion_models" / "weights.safetensors")
-
-
-@pytest.fixture(scope="module")
-def call(comfy, wan):
-    return families.capture(load(comfy, wan, "fp32"), "wan")
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +28,8 @@ def with_lora(comfy, model, lora, strength):
 
 
 @pytest.mark.parametrize(("storage", "bound"), [("as_file", 4e-3), ("fp32", 2e-3), ("fp8_e4m3fn", 0.04)])
-def test_a_lora_acts_and_its_strength_can_change(comfy, wan, lora, call, storage, bound):
-    model, fp32 = load(comfy, wan, storage, "fp16_safe"), load(comfy, wan, storage, "fp32")
+def test_a_lora_acts_and_its_strength_can_change(comfy, overflowing, lora, call, storage, bound):
+    model, fp32 = load(comfy, overflowing, storage, "fp16_safe"), load(comfy, overflowing, storage, "fp32")
     plain = families.replay(fp32, call)
     for strength in (1.0, 1e5, 0.0):
         reference = families.replay(with_lora(comfy, fp32, lora, strength), call)
@@ -49,16 +39,16 @@ def test_a_lora_acts_and_its_strength_can_change(comfy, wan, lora, call, storage
         assert compute_of(model).runs.of(model.model).ranges.repeats == 0, "other weights are measured, not found out"
 
 
-def test_a_lora_in_bypass_mode_is_not_lost(comfy, wan, lora, call):
+def test_a_lora_in_bypass_mode_is_not_lost(comfy, overflowing, lora, call):
     from comfy.sd import load_bypass_lora_for_models
     from comfy.utils import load_torch_file
 
     def bypassed(model):
         return load_bypass_lora_for_models(model, None, load_torch_file(str(lora)), 1.0, 0.0)[0]
 
-    model = load(comfy, wan, "as_file", "fp16_safe")
+    model = load(comfy, overflowing, "as_file", "fp16_safe")
     plain = families.replay(model, call)
-    reference = families.replay(bypassed(load(comfy, wan, "fp32")), call)
+    reference = families.replay(bypassed(load(comfy, overflowing, "fp32")), call)
     assert relative_error(plain, reference) > 0.01
     planned = bypassed(model)
     assert relative_error(reference, families.replay(planned, call)) < 4e-3
@@ -81,10 +71,10 @@ class Int8Ops(manual_cast):
             super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def test_a_loader_with_its_own_classes_runs_them_in_fp32_and_says_so(comfy, wan, call):
+def test_a_loader_with_its_own_classes_runs_them_in_fp32_and_says_so(comfy, overflowing, call):
     from comfy.sd import load_diffusion_model
 
-    model = load_diffusion_model(str(wan), model_options={"custom_operations": Int8Ops, "dtype": torch.float16})
+    model = load_diffusion_model(str(overflowing), model_options={"custom_operations": Int8Ops, "dtype": torch.float16})
     reference = families.replay(with_compute(comfy, model, "fp32"), call)
     assert torch.isfinite(reference).all()
     assert not torch.isfinite(families.replay(with_compute(comfy, model, "fp16"), call)).all()
@@ -98,8 +88,8 @@ def test_a_loader_with_its_own_classes_runs_them_in_fp32_and_says_so(comfy, wan,
     assert float(report["decisions"]["work"].split("%")[0]) < 20
 
 
-def test_layers_of_torch_s_own_classes_multiply_in_fp16_too(comfy, wan, call):
-    model = load(comfy, wan, "as_file", "fp32")
+def test_layers_of_torch_s_own_classes_multiply_in_fp16_too(comfy, overflowing, call):
+    model = load(comfy, overflowing, "as_file", "fp32")
     reference = families.replay(model, call)
     block = model.model.diffusion_model.blocks[0].ffn
     plain = torch.nn.Linear(256, 1024)

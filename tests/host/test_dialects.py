@@ -8,6 +8,7 @@ from halfsafe.precision.quantize import relative_error
 from safetensors.torch import load_file, save_file
 from support import dialects, model_files, tiny_models
 from support.denoise import denoise
+from support.families import stock
 
 E4M3, E5M2 = dialects.E4M3, dialects.E5M2
 FNUZ = torch.float8_e4m3fnuz
@@ -39,11 +40,6 @@ def folder(models_dir):
 
 
 @pytest.fixture(scope="module")
-def wan(folder):
-    return tiny_models.wan(folder / "wan.safetensors")
-
-
-@pytest.fixture(scope="module")
 def reference(wan):
     return denoise(stock(wan, torch.float32))
 
@@ -63,15 +59,6 @@ def dequantized(wan, dtype, tmp_path_factory):
             tensors[f"{layer}.weight"] = data.float() * scale
 
     return model_files.changed(wan, tmp_path_factory.mktemp("floor") / "dequantized.safetensors", change)
-
-
-def stock(path, dtype=None):
-    """The file through ComfyUI's own loader, computing in fp32."""
-    import comfy.sd
-
-    model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": dtype} if dtype else {})
-    model.set_model_compute_dtype(torch.float32)
-    return model
 
 
 def load(comfy, path, storage="as_file", compute="fp32"):

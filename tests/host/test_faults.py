@@ -7,7 +7,7 @@ import pytest
 import torch
 from halfsafe.precision import atomic_write
 from halfsafe.precision.quantize import relative_error
-from support import families, faults, tiny_models
+from support import families, faults
 from support.families import load, with_compute
 from support.summing import accumulation, states
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,26 +43,6 @@ def state_of(model) -> dict:
         if key in module.__dict__
     }
     return {"modules": modules, "flags": states(), "dtype": torch.get_default_dtype(), "grad": torch.is_grad_enabled()}
-
-
-@pytest.fixture(scope="module")
-def wan(models_dir):
-    return tiny_models.wan(models_dir / "diffusion_models" / "faulty.safetensors")
-
-
-@pytest.fixture(scope="module")
-def overflowing(models_dir, wan):
-    return families.write_scaled(wan, models_dir / "diffusion_models" / "faulty-ffn.safetensors", families.OVERFLOWS["wan"]["ffn"])
-
-
-@pytest.fixture(scope="module")
-def call(comfy, wan):
-    return families.capture(load(comfy, wan), "wan")
-
-
-@pytest.fixture
-def ampere(monkeypatch):
-    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
 
 
 def fp16_safe(comfy, wan, overflowing):

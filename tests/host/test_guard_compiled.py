@@ -1,57 +1,27 @@
 """The guard with what keeps state of its own between calls: compiled graphs and step caches."""
 
-import importlib
+import contextlib
 
 import pytest
 import torch
 import torch._dynamo
+from halfsafe.nodes.host.accumulation import accumulation_of
+from halfsafe.nodes.host.guard import guard_of
 from halfsafe.precision.quantize import relative_error
-from support import families, tiny_models
+from support import families
+from support.compiling import compiled
 from support.families import load
-from support.guarding import core, guarded, inside, plain_fp16, report_of, sample
+from support.guarding import core, guarded, inside, plain_fp16, report_of, sample, step_of
+from support.summing import accumulation
 from torch._dynamo.utils import counters
-
-
-@pytest.fixture(scope="module")
-def clean(models_dir):
-    return tiny_models.wan(models_dir / "diffusion_models" / "state_clean.safetensors")
-
-
-@pytest.fixture(scope="module")
-def overflowing(models_dir):
-    return tiny_models.wan_overflowing(models_dir / "diffusion_models" / "state_overflowing.safetensors")
-
-
-@pytest.fixture(scope="module")
-def fp32(comfy, overflowing):
-    return load(comfy, overflowing, "fp32", "fp32")
-
-
-@pytest.fixture
-def one_graph(monkeypatch):
-    """As on a GPU. The CPU's default asks the system for free memory, which breaks the graph without us too."""
-    attention = core("comfy.ldm.modules.attention").attention_pytorch
-    monkeypatch.setattr(core("comfy.ldm.wan.model"), "optimized_attention", attention)
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
-
-
-def compiled(model, keys=("diffusion_model",)):
-    """What ComfyUI's TorchCompileModel does, with a backend that needs no compiler."""
-    clone = model.clone(disable_dynamic=True)
-    core("comfy_api.torch_helpers").set_torch_compile_wrapper(model=clone, backend="aot_eager", keys=list(keys))
-    return clone
-
 
 KEYS = {"whole": ["diffusion_model"], "blocks": ["diffusion_model.blocks.0", "diffusion_model.blocks.1"]}
 
 
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("order", ["guard first", "compile first"])
-def test_a_compiled_clean_model_is_compiled_as_without_the_guard(comfy, clean, one_graph, order, keys):
-    plain = plain_fp16(comfy, clean)
+def test_a_compiled_clean_model_is_compiled_as_without_the_guard(comfy, wan, one_graph, order, keys):
+    plain = plain_fp16(comfy, wan)
     unguarded = compiled(plain, KEYS[keys])
     expected = families.sample(unguarded, "wan")
     graphs = counters["stats"]["unique_graphs"]
@@ -85,26 +55,39 @@ def from_step(number, change):
     """Inside of a model: ``change(args)`` before its calls from the given step on."""
 
     def run(executor, args, kwargs):
-        options = args[5]
-        sigmas = options["sample_sigmas"].tolist()
-        step = min(range(len(sigmas)), key=lambda i: abs(sigmas[i] - float(options["sigmas"][0])))
-        return executor(*(change(args) if step >= number else args), **kwargs)
+        return executor(*(change(args) if step_of(args) >= number else args), **kwargs)
 
     return run
 
 
+@contextlib.contextmanager
+def scaled_from(number, model, module, factor):
+    """A clone in which the results of one module are multiplied from the given step on."""
+    forward, now = type(module).forward, [1.0]
+    module.forward = lambda x: forward(module, x) * now[0]
+
+    def change(args):
+        now[0] = factor
+        return args
+
+    try:
+        yield inside(model, from_step(number, change))
+    finally:
+        del module.forward
+
+
 def cached(model):
-    easy = importlib.import_module("comfy_extras.nodes_easycache").EasyCacheNode
+    easy = core("comfy_extras.nodes_easycache").EasyCacheNode
     return easy.execute(model, 0.2, 0.1, 0.95, False).args[0]
 
 
 @pytest.mark.parametrize("order", ["cache first", "guard first"])
-def test_a_step_cache_keeps_no_bad_result(comfy, clean, order):
+def test_a_step_cache_keeps_no_bad_result(comfy, wan, order):
     """EasyCache keeps the results of calls to use them again; after a change of dtype it would skip all later steps."""
     loud = from_step(3, lambda args: [*args[:3], args[3] * 3e4, *args[4:]])
     cond = families.conditioning("wan")
-    expected = sample(cached(inside(load(comfy, clean, "fp32", "fp32"), loud)), cond, steps=8)
-    plain = inside(plain_fp16(comfy, clean), loud)
+    expected = sample(cached(inside(load(comfy, wan, "fp32", "fp32"), loud)), cond, steps=8)
+    plain = inside(plain_fp16(comfy, wan), loud)
     model = guarded(comfy, cached(plain)) if order == "cache first" else cached(guarded(comfy, plain))
     assert relative_error(expected, sample(model, cond, steps=8)) < 0.02
     assert report_of(model).verdict == "recovered" and report_of(model).extra_calls == 2
@@ -115,18 +98,8 @@ def test_a_step_cache_gives_no_clamped_result_for_a_repeat(comfy, models_dir):
 
     def run(model):
         """The text's feed-forward of the first block is loud from the fourth step on."""
-        module, factor = model.model.diffusion_model.double_blocks[0].txt_mlp[2], [1.0]
-        forward = type(module).forward
-        module.forward = lambda x: forward(module, x) * factor[0]
-
-        def louder(args):
-            factor[0] = 3e5
-            return args
-
-        try:
-            return families.sample(cached(inside(model, from_step(3, louder))), "flux", steps=8)
-        finally:
-            del module.forward
+        with scaled_from(3, model, model.model.diffusion_model.double_blocks[0].txt_mlp[2], 3e5) as loud:
+            return families.sample(cached(loud), "flux", steps=8)
 
     reference = run(load(comfy, path, "fp32", "fp32"))
     plain = plain_fp16(comfy, path)
@@ -134,3 +107,20 @@ def test_a_step_cache_gives_no_clamped_result_for_a_repeat(comfy, models_dir):
     model = guarded(comfy, plain)
     assert relative_error(reference, run(model)) < 2e-3
     assert report_of(model).verdict == "recovered" and report_of(model).events[0].kind == "saturation"
+
+
+def test_a_step_cache_does_not_stand_in_for_a_repeat_that_measures_attention(comfy, base, ampere):
+    model = accumulation(comfy, base, attention="auto")
+    with scaled_from(3, model, model.model.diffusion_model.blocks[0].self_attn.norm_q, 1000.0) as loud:
+        families.sample(cached(loud), "wan", steps=8)
+    run = accumulation_of(model).runs.last(model.model)
+    assert run.attention.slots[0].mode == "fp32" and run.ranges.repeats == 1
+
+
+def test_a_step_cache_does_not_stand_in_for_a_repeat_that_measures_escalated_layers(comfy, overflowing):
+    model = guarded(comfy, plain_fp16(comfy, overflowing))
+    families.sample(model, "wan")
+    with scaled_from(3, model, model.model.diffusion_model.blocks[0].ffn[1], 1e-7) as quiet:
+        families.sample(cached(quiet), "wan", steps=8)
+    assert report_of(model).verdict == "clean"
+    assert guard_of(model).states.last(model.model).layers.planned.ranges.repeats == 1

@@ -13,25 +13,21 @@ from halfsafe.nodes.host.guard import guard_of
 from halfsafe.precision.guard import Escalation, NonFinite
 from halfsafe.precision.quantize import relative_error
 from safetensors.torch import load_file, save_file
-from support import families, tiny_models
+from support import families
 from support.families import load
-from support.guarding import core, guarded, inside, is_finite, plain_fp16, report_of, sample
+from support.guarding import (
+    core,
+    guarded,
+    inside,
+    is_finite,
+    left_on,
+    nan_at,
+    plain_fp16,
+    raising_at,
+    report_of,
+    sample,
+)
 from support.summing import accumulation
-
-
-@pytest.fixture(scope="module")
-def clean(models_dir):
-    return tiny_models.wan(models_dir / "diffusion_models" / "hunt_clean.safetensors")
-
-
-@pytest.fixture(scope="module")
-def overflowing(models_dir):
-    return tiny_models.wan_overflowing(models_dir / "diffusion_models" / "hunt_overflowing.safetensors")
-
-
-@pytest.fixture(scope="module")
-def fp32(comfy, overflowing):
-    return load(comfy, overflowing, "fp32", "fp32")
 
 
 def test_prompts_of_different_lengths(comfy, overflowing, fp32):
@@ -106,10 +102,10 @@ def hooked(model, size):
     return hooks.set_conds_props([families.conditioning("wan")], 1.0, "default", hooks=group)[0]
 
 
-def test_a_scheduled_lora_that_overflows_is_wide_only_while_it_is_on(comfy, clean):
-    reference = load(comfy, clean, "fp32", "fp32")
+def test_a_scheduled_lora_that_overflows_is_wide_only_while_it_is_on(comfy, wan):
+    reference = load(comfy, wan, "fp32", "fp32")
     expected = sample(reference, hooked(reference, 6e3), cfg=1.0, steps=6)
-    plain = plain_fp16(comfy, clean)
+    plain = plain_fp16(comfy, wan)
     assert not is_finite(sample(plain, hooked(plain, 6e3), cfg=1.0, steps=6))
     model = guarded(comfy, plain)
     assert relative_error(expected, sample(model, hooked(model, 6e3), cfg=1.0, steps=6)) < 0.02
@@ -150,10 +146,10 @@ def test_samplers_with_several_calls_a_step(comfy, overflowing, fp32, sampler):
     assert report_of(model).extra_calls == 2
 
 
-def test_a_merge_of_guarded_models(comfy, overflowing, clean, fp32):
+def test_a_merge_of_guarded_models(comfy, overflowing, wan, fp32):
     merge = core("comfy_extras.nodes_model_merging").ModelMergeSimple().merge
-    reference = families.sample(merge(fp32, load(comfy, clean, "fp32", "fp32"), 0.7)[0], "wan")
-    ours, other = guarded(comfy, plain_fp16(comfy, overflowing)), guarded(comfy, plain_fp16(comfy, clean))
+    reference = families.sample(merge(fp32, load(comfy, wan, "fp32", "fp32"), 0.7)[0], "wan")
+    ours, other = guarded(comfy, plain_fp16(comfy, overflowing)), guarded(comfy, plain_fp16(comfy, wan))
     model = merge(ours, other, 0.7)[0]
     assert relative_error(reference, families.sample(model, "wan")) < 0.02
     assert report_of(model).verdict == "recovered"
@@ -166,30 +162,18 @@ def test_a_guard_on_a_guarded_model_is_one_guard(comfy, overflowing, fp32):
     assert report_of(model).extra_calls == 2 and report_of(model).calls == 4
 
 
-def raising_at(error, number):
-    calls = []
-
-    def change(executor, args, kwargs):
-        calls.append(1)
-        if len(calls) == number:
-            raise error
-        return executor(*args, **kwargs)
-
-    return change
-
-
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("error", [ValueError("of another pack"), torch.OutOfMemoryError("Allocation on device")])
 def test_an_error_in_a_call_or_a_repeat_leaves_nothing_behind(comfy, overflowing, error, number):
     plain = plain_fp16(comfy, overflowing)
     families.sample(plain, "wan", steps=1)
-    before = {name: set(module.__dict__) for name, module in plain.model.named_modules()}
+    before = left_on(plain.model)
     cast = plain.model.manual_cast_dtype
     model = inside(guarded(comfy, plain), raising_at(error, number))
     with pytest.raises(type(error)) as raised:
         families.sample(model, "wan")
     assert raised.value is error
-    assert {name: set(module.__dict__) for name, module in plain.model.named_modules()} == before
+    assert left_on(plain.model) == before
     assert plain.model.manual_cast_dtype == cast
     assert is_finite(families.sample(model, "wan"))
 
@@ -265,9 +249,9 @@ def test_clamped_values_are_told_and_change_nothing(comfy, clamping, on_nan):
     assert (report.events[0].kind, report.events[0].recovered) == ("saturation", False)
 
 
-def test_a_bf16_model_with_nan_in_fp8_is_told_to_have_a_bad_weight(comfy, clean, models_dir):
+def test_a_bf16_model_with_nan_in_fp8_is_told_to_have_a_bad_weight(comfy, wan, models_dir):
     """The stock loader casts without a scale: what passes 464 becomes NaN."""
-    tensors = load_file(str(clean))
+    tensors = load_file(str(wan))
     tensors["blocks.0.ffn.0.weight"][3, 4] = 1000.0
     save_file(tensors, str(models_dir / "diffusion_models" / "hunt_loud.safetensors"))
     (stock,) = comfy.core["UNETLoader"]().load_unet("hunt_loud.safetensors", "fp8_e4m3fn")
@@ -312,7 +296,7 @@ def test_many_runs_need_no_more_memory_than_few(comfy, overflowing):
     assert tensors() <= before
 
 
-def test_a_batch_a_sampler_spoils_in_part_goes_on(comfy, clean):
+def test_a_batch_a_sampler_spoils_in_part_goes_on(comfy, wan):
     samplers = core("comfy.samplers")
 
     def broken(model, x, sigmas, extra_args=None, callback=None, disable=None):
@@ -320,7 +304,7 @@ def test_a_batch_a_sampler_spoils_in_part_goes_on(comfy, clean):
         result[1] = math.nan
         return result
 
-    model = guarded(comfy, plain_fp16(comfy, clean))
+    model = guarded(comfy, plain_fp16(comfy, wan))
     noise, cond = families.noise(model, batch=2), families.conditioning("wan", batch=2)
     run = core("comfy.sample").sample_custom
     sigmas = torch.tensor([1.0, 0.0])
@@ -343,8 +327,8 @@ def test_what_one_guard_learned_is_not_forced_on_a_guard_that_may_change_nothing
     assert report_of(model).verdict == "stopped" and not report_of(model).escalations
 
 
-def test_a_scheduled_lora_is_remembered_and_let_go(comfy, clean):
-    plain = plain_fp16(comfy, clean)
+def test_a_scheduled_lora_is_remembered_and_let_go(comfy, wan):
+    plain = plain_fp16(comfy, wan)
     model = guarded(comfy, plain)
     cond = hooked(model, 6e3)
     group = weakref.ref(cond[0][1]["hooks"])
@@ -365,22 +349,16 @@ def test_a_lack_of_memory_for_a_repeat_is_told(comfy, overflowing, caplog):
     assert "not enough memory to repeat" in caplog.text
 
 
-def test_the_advice_is_that_of_the_verdict_it_comes_with(comfy, clean):
+def test_the_advice_is_that_of_the_verdict_it_comes_with(comfy, wan):
     """A device fault at the second call, then a sampler that makes NaN."""
     samplers = core("comfy.samplers")
-    calls = []
-
-    def flaky(executor, args, kwargs):
-        calls.append(1)
-        result = executor(*args, **kwargs)
-        return result * math.nan if len(calls) == 2 else result
 
     def broken(model, x, sigmas, extra_args=None, callback=None, disable=None):
         for sigma in sigmas[:-1]:
             x = x - model(x, sigma * x.new_ones([x.shape[0]]), **extra_args)
         return x * math.nan
 
-    model = inside(guarded(comfy, plain_fp16(comfy, clean)), flaky)
+    model = inside(guarded(comfy, plain_fp16(comfy, wan)), nan_at(2))
     noise, cond = families.noise(model), families.conditioning("wan")
     run = core("comfy.sample").sample_custom
     sigmas = torch.tensor([1.0, 0.7, 0.4, 0.0])

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 from comfyui_server import Server, error_text
 from support import tiny_models
+from workflow import node
 
 MODEL = "guarded_overflowing.safetensors"
 
@@ -38,10 +39,6 @@ def graph(on_nan: str, model: str = MODEL, seed: int = 1) -> dict:
         "8": node("SaveImage", images=["7", 0], filename_prefix="guarded"),
         "10": node("HalfsafeReport", model=["9", 0], after=["6", 0]),
     }
-
-
-def node(class_type: str, **inputs: object) -> dict:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 def told(server: Server, prompt: dict) -> tuple[list[dict], dict]:

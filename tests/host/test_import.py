@@ -53,7 +53,8 @@ def test_import_from_a_read_only_folder_writes_and_starts_nothing(comfyui_dir, t
         _set_writable(pack, True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["loaded"] and len(result["nodes"]) >= 13
+    golden = json.loads((ROOT / "tests" / "golden" / "object_info.json").read_text(encoding="utf-8"))
+    assert result["loaded"] and result["nodes"] == sorted(golden)
     assert result["seen"] == [["open", str(base / "probe")]], "what is not the probe came from the import"
     assert result["threads"] == []
     assert _files(pack) == before

@@ -1,6 +1,5 @@
 """The pack's usual chains of nodes among ComfyUI's own nodes: every result against fp32 of the same setup."""
 
-import importlib
 import math
 
 import pytest
@@ -12,32 +11,17 @@ from halfsafe.precision.quantize import relative_error
 from safetensors.torch import load_file, save_file
 from support import families, model_files, tiny_models
 from support.families import load
-from support.guarding import guarded, is_finite, report_of
+from support.guarding import core, guarded, is_finite, left_on, report_of, sample
 from support.summing import accumulation, states
 
 LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024), "blocks.1.self_attn.v": (256, 256)}
 BOUND = 0.01
-
-
-def core(module: str):
-    """A module of ComfyUI, whose name the fixture ``comfy`` takes."""
-    return importlib.import_module(module)
-
-
-@pytest.fixture(autouse=True)
-def ampere(monkeypatch):
-    """A device with every switch of the Accumulation node."""
-    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
-
-
-@pytest.fixture(scope="module")
-def wan(models_dir):
-    """A model that overflows in plain fp16."""
-    return tiny_models.wan_overflowing(models_dir / "diffusion_models" / "interplay.safetensors")
+pytestmark = pytest.mark.usefixtures("ampere")
 
 
 @pytest.fixture(scope="module")
 def clean(models_dir):
+    """Another model, with other weights."""
     return tiny_models.wan(models_dir / "diffusion_models" / "interplay_clean.safetensors", seed=3)
 
 
@@ -62,27 +46,16 @@ def pair(comfy, path, stack):
     return load(comfy, path, storage, "fp32"), through_the_nodes(comfy, load(comfy, path, storage, compute))
 
 
-def sample(model, positive, negative=None, cfg=3.0, steps=2, family="wan", **options):
-    start = families.noise(model, **options)
-    negative = negative or families.conditioning(family, seed=9)
-    run = core("comfy.sample").sample
-    return run(model, start, steps, cfg, "euler", "simple", positive, negative, torch.zeros_like(start), seed=1)
-
-
-def left_on(model) -> dict[str, set[str]]:
-    return {name: set(module.__dict__) for name, module in model.model.named_modules()}
-
-
 @stacks
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_a_lora_of_the_core_node(comfy, wan, lora, stack, order):
+def test_a_lora_of_the_core_node(comfy, overflowing, lora, stack, order):
     def with_lora(model):
         return comfy.core["LoraLoaderModelOnly"]().load_lora_model_only(model, lora, 1.0)[0]
 
     storage, compute = STACKS[stack]
-    plain = load(comfy, wan, storage, "fp32")
+    plain = load(comfy, overflowing, storage, "fp32")
     expected = families.sample(with_lora(plain), "wan")
-    loaded = load(comfy, wan, storage, compute)
+    loaded = load(comfy, overflowing, storage, compute)
     model = with_lora(through_the_nodes(comfy, loaded)) if order == "after" else through_the_nodes(comfy, with_lora(loaded))
     result = families.sample(model, "wan")
     assert relative_error(families.sample(plain, "wan"), expected) > 5 * BOUND, "the LoRA acts"
@@ -147,9 +120,9 @@ def test_a_controlnet(comfy, checkpoint, control, stack, strength):
 
 @stacks
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_the_core_node_of_torch_compile(comfy, wan, stack, backend):
+def test_the_core_node_of_torch_compile(comfy, overflowing, stack, backend):
     torch._dynamo.reset()
-    reference, model = pair(comfy, wan, stack)
+    reference, model = pair(comfy, overflowing, stack)
     compiled = core("comfy_extras.nodes_torch_compile").TorchCompileModel.execute(model, backend).args[0]
     expected = families.sample(reference, "wan")
     for _ in range(2):
@@ -162,11 +135,11 @@ def merged(*models):
 
 
 @pytest.mark.parametrize("compute", ["fp16", "fp16_safe"])
-def test_a_merge_of_two_loaded_models(comfy, wan, clean, compute):
-    expected = families.sample(merged(*(load(comfy, path, "fp32", "fp32") for path in (wan, clean))), "wan")
-    alone = [load(comfy, path, "fp16", compute) for path in (wan, clean)]
+def test_a_merge_of_two_loaded_models(comfy, overflowing, clean, compute):
+    expected = families.sample(merged(*(load(comfy, path, "fp32", "fp32") for path in (overflowing, clean))), "wan")
+    alone = [load(comfy, path, "fp16", compute) for path in (overflowing, clean)]
     assert relative_error(expected, families.sample(through_the_nodes(comfy, merged(*alone)), "wan")) < BOUND
-    first = families.sample(load(comfy, wan, "fp32", "fp32"), "wan")
+    first = families.sample(load(comfy, overflowing, "fp32", "fp32"), "wan")
     assert relative_error(first, expected) > 5 * BOUND
     assert relative_error(first, families.sample(through_the_nodes(comfy, alone[0]), "wan")) < BOUND, "the first is as it was"
 
@@ -182,10 +155,10 @@ def scheduled(comfy, lora, cond, start=0.5):
 
 
 @pytest.mark.parametrize("compute", ["fp16", "fp16_safe"])
-def test_a_scheduled_lora_by_hook(comfy, wan, lora, compute):
+def test_a_scheduled_lora_by_hook(comfy, overflowing, lora, compute):
     cond = families.conditioning("wan")
-    reference = load(comfy, wan, "fp16", "fp32")
-    model = through_the_nodes(comfy, load(comfy, wan, "fp16", compute))
+    reference = load(comfy, overflowing, "fp16", "fp32")
+    model = through_the_nodes(comfy, load(comfy, overflowing, "fp16", compute))
     expected = sample(reference, scheduled(comfy, lora, cond), cfg=1.0, steps=4)
     without = sample(reference, cond, cfg=1.0, steps=4)
     assert relative_error(without, expected) > 2 * BOUND, "the LoRA acts"
@@ -226,7 +199,7 @@ def test_what_comfyui_cannot_do_with_fp8_of_its_own_loader_either(comfy, clean, 
 
 
 @stacks
-def test_two_samplers_in_a_row(comfy, wan, stack):
+def test_two_samplers_in_a_row(comfy, overflowing, stack):
     """The first two of four steps in one KSampler (Advanced), the others in a second one."""
     positive, negative = families.conditioning("wan"), families.conditioning("wan", seed=9)
 
@@ -237,7 +210,7 @@ def test_two_samplers_in_a_row(comfy, wan, stack):
         (latent,) = run(model, "enable", *settings, latent, 0, 2, "enable")
         return run(model, "disable", *settings, latent, 2, 4, "disable")[0]["samples"]
 
-    reference, model = pair(comfy, wan, stack)
+    reference, model = pair(comfy, overflowing, stack)
     expected = in_two(reference)
     first = in_two(model)
     assert relative_error(expected, first) < BOUND
@@ -247,10 +220,10 @@ def test_two_samplers_in_a_row(comfy, wan, stack):
 
 
 @stacks
-def test_a_batch_with_different_prompts(comfy, wan, stack):
+def test_a_batch_with_different_prompts(comfy, overflowing, stack):
     """Three pictures, three prompts, two of them in the negative prompt too: each row as alone."""
     positive, negative = families.conditioning("wan", batch=3), families.conditioning("wan", batch=3, seed=9)
-    reference, model = pair(comfy, wan, stack)
+    reference, model = pair(comfy, overflowing, stack)
     expected = sample(reference, positive, negative, batch=3)
     result = sample(model, positive, negative, batch=3)
     for row in range(3):
@@ -259,7 +232,7 @@ def test_a_batch_with_different_prompts(comfy, wan, stack):
 
 
 @stacks
-def test_regions_by_area_and_by_mask(comfy, wan, stack):
+def test_regions_by_area_and_by_mask(comfy, overflowing, stack):
     left, right, whole = (families.conditioning("wan", seed=seed) for seed in (1, 2, 3))
     mask = torch.zeros(1, 64, 64)
     mask[:, 32:] = 1.0
@@ -267,7 +240,7 @@ def test_regions_by_area_and_by_mask(comfy, wan, stack):
     (left,) = area.append(left, 0.5, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0)
     (right,) = comfy.core["ConditioningSetMask"]().append(right, mask, "default", 1.0)
     conds = [*left, *right, *whole]
-    reference, model = pair(comfy, wan, stack)
+    reference, model = pair(comfy, overflowing, stack)
     expected = sample(reference, conds)
     assert relative_error(sample(reference, whole), expected) > 5 * BOUND, "the regions act"
     assert relative_error(expected, sample(model, conds)) < BOUND
@@ -315,9 +288,9 @@ def test_the_core_nodes_decode_with_a_guarded_vae(comfy, vaes, kind, decoder):
 
 
 @stacks
-def test_a_static_clone_of_a_dynamic_stack(comfy, wan, stack, monkeypatch):
+def test_a_static_clone_of_a_dynamic_stack(comfy, overflowing, stack, monkeypatch):
     """What TorchCompileModel and others ask of a model under dynamic VRAM: the clone is loaded anew, and guarded."""
-    reference, model = pair(comfy, wan, stack)
+    reference, model = pair(comfy, overflowing, stack)
     expected = families.sample(reference, "wan")
     assert relative_error(expected, families.sample(model, "wan")) < BOUND
     monkeypatch.setattr(model, "is_dynamic", lambda: True)
@@ -341,11 +314,11 @@ def little_memory(monkeypatch):
 
 
 @stacks
-def test_low_memory_with_a_lora(comfy, wan, lora, stack, little_memory):
+def test_low_memory_with_a_lora(comfy, overflowing, lora, stack, little_memory):
     def with_lora(model):
         return comfy.core["LoraLoaderModelOnly"]().load_lora_model_only(model, lora, 1.0)[0]
 
-    reference, model = map(with_lora, pair(comfy, wan, stack))
+    reference, model = map(with_lora, pair(comfy, overflowing, stack))
     expected = families.sample(reference, "wan")
     for _ in range(2):
         assert relative_error(expected, families.sample(model, "wan")) < BOUND
@@ -368,20 +341,20 @@ def interrupting(module, at: int = 1):
 
 @stacks
 @pytest.mark.parametrize("at", [1, 2, 3, 5])
-def test_cancel_in_a_step(comfy, wan, stack, at):
+def test_cancel_in_a_step(comfy, overflowing, stack, at):
     """In the first call, in each repeat of the guard, in a later call."""
-    reference, model = pair(comfy, wan, stack)
+    reference, model = pair(comfy, overflowing, stack)
     families.sample(reference, "wan", steps=1)
-    families.sample(through_the_nodes(comfy, load(comfy, wan, *STACKS[stack])), "wan", steps=1)
+    families.sample(through_the_nodes(comfy, load(comfy, overflowing, *STACKS[stack])), "wan", steps=1)
     families.sample(model, "wan", steps=1)
-    _, model = pair(comfy, wan, stack)
+    _, model = pair(comfy, overflowing, stack)
     core("comfy.model_management").load_models_gpu([model])
-    modules, flags, cast = left_on(model), states(), model.model.manual_cast_dtype
+    modules, flags, cast = left_on(model.model), states(), model.model.manual_cast_dtype
     hook = interrupting(model.model.diffusion_model.blocks[1].ffn[0], at)
     with pytest.raises(core("comfy.model_management").InterruptProcessingException):
         families.sample(model, "wan", steps=6)
     hook.remove()
-    assert (left_on(model), states(), model.model.manual_cast_dtype) == (modules, flags, cast)
+    assert (left_on(model.model), states(), model.model.manual_cast_dtype) == (modules, flags, cast)
     assert not core("comfy.model_management").processing_interrupted()
     assert relative_error(families.sample(reference, "wan"), families.sample(model, "wan")) < BOUND
 
@@ -397,7 +370,7 @@ def test_cancel_in_a_decode(comfy, vaes, kind, at):
     with torch.inference_mode():
         expected = vae.decode(latent)
         module, flags = vae.first_stage_model.decoder, states()
-        modules = {name: set(part.__dict__) for name, part in module.named_modules()}
+        modules = left_on(module)
         hooks = dict(vae.patcher.object_patches)
         per_decode = 1 if kind == "image" else LATENTS[kind][2]
         hook = interrupting(module, 1 + (at - 1) * per_decode)
@@ -406,15 +379,15 @@ def test_cancel_in_a_decode(comfy, vaes, kind, at):
         hook.remove()
         assert states() == flags and vae.vae_dtype == half.vae_dtype == torch.float16
         assert torch.equal(vae.decode(latent), expected)
-        assert {name: set(part.__dict__) for name, part in module.named_modules()} == modules
+        assert left_on(module) == modules
         assert vae.patcher.object_patches == hooks
 
 
 @pytest.mark.parametrize("storage", ["as_file", "fp8_e4m3fn"])
-def test_cancel_while_loading(comfy, wan, storage, monkeypatch):
+def test_cancel_while_loading(comfy, overflowing, storage, monkeypatch):
     """Pressed at the first weight and half way; nothing is left behind and the next load is whole."""
     management = core("comfy.model_management")
-    expected, flags = families.sample(load(comfy, wan, storage, "fp32"), "wan", steps=1), states()
+    expected, flags = families.sample(load(comfy, overflowing, storage, "fp32"), "wan", steps=1), states()
     for at in (1, 20):
         seen = []
 
@@ -427,7 +400,7 @@ def test_cancel_while_loading(comfy, wan, storage, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(management, "throw_exception_if_processing_interrupted", check)
             with pytest.raises(management.InterruptProcessingException):
-                load(comfy, wan, storage, "fp32")
+                load(comfy, overflowing, storage, "fp32")
         assert not management.processing_interrupted()
         assert states() == flags
-    assert torch.equal(families.sample(load(comfy, wan, storage, "fp32"), "wan", steps=1), expected)
+    assert torch.equal(families.sample(load(comfy, overflowing, storage, "fp32"), "wan", steps=1), expected)

@@ -1,6 +1,5 @@
 """Models of other packs' loaders, by stand-ins that do what those do, under the pack's nodes."""
 
-import importlib
 import math
 
 import pytest
@@ -10,23 +9,13 @@ from comfy.patcher_extension import CallbacksMP
 from halfsafe.precision import flags
 from halfsafe.precision.quantize import relative_error
 from safetensors.torch import save_file
-from support import families, model_files, tiny_models
-from support.guarding import guarded, is_finite, report_of
+from support import families, model_files
+from support.guarding import core, guarded, is_finite, report_of
 from support.summing import FLAG, accumulation, states
 
 LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024)}
 BLOCK = 32
 BOUND = 0.01
-
-
-@pytest.fixture(scope="module")
-def wan(models_dir):
-    return tiny_models.wan_overflowing(models_dir / "diffusion_models" / "packs.safetensors")
-
-
-@pytest.fixture(scope="module")
-def clean(models_dir):
-    return tiny_models.wan(models_dir / "diffusion_models" / "packs_clean.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +70,15 @@ class BlockOps(manual_cast):
         def forward_comfy_cast_weights(self, x):
             wide = (self.weight.as_subclass(torch.Tensor).reshape(-1, BLOCK) * self.weight.scale).reshape(self.weight.shape)
             for patches, key in self.weight.patches:
-                wide = importlib.import_module("comfy.lora").calculate_weight(patches, wide, key)
+                wide = core("comfy.lora").calculate_weight(patches, wide, key)
             return torch.nn.functional.linear(x, wide.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
-class BlockPatcher(importlib.import_module("comfy.model_patcher").ModelPatcher):
+class BlockPatcher(core("comfy.model_patcher").ModelPatcher):
     """LoRAs are hung on the packed weight instead of added to it."""
 
     def patch_weight_to_device(self, key, device_to=None, inplace_update=False, **kwargs):
-        weight = importlib.import_module("comfy.utils").get_attr(self.model, key)
+        weight = core("comfy.utils").get_attr(self.model, key)
         if not isinstance(weight, BlockTensor):
             return super().patch_weight_to_device(key, device_to, inplace_update, **kwargs)
         weight.patches = [(self.patches[key], key)] if key in self.patches else []
@@ -103,7 +92,7 @@ class BlockPatcher(importlib.import_module("comfy.model_patcher").ModelPatcher):
 
 def unpacking(path):
     """A loader with packed weights, in fp16, as it comes from another pack."""
-    load = importlib.import_module("comfy.sd").load_diffusion_model
+    load = core("comfy.sd").load_diffusion_model
     patcher = load(str(path), model_options={"custom_operations": BlockOps, "dtype": torch.float16})
     patcher.__class__ = BlockPatcher
     patcher.set_model_compute_dtype(torch.float16)
@@ -121,8 +110,8 @@ def with_lora(comfy, model, lora):
 
 
 @pytest.mark.parametrize("compute", ["fp16", "fp16_safe"])
-def test_a_loader_that_unpacks_in_its_forward(comfy, wan, compute):
-    model = unpacking(wan)
+def test_a_loader_that_unpacks_in_its_forward(comfy, overflowing, compute):
+    model = unpacking(overflowing)
     expected = families.sample(in_fp32(model), "wan")
     assert not is_finite(families.sample(model, "wan"))
     ours = guarded(comfy, accumulation(comfy, families.with_compute(comfy, model, compute), fp16_accumulation="auto"))
@@ -134,8 +123,8 @@ def test_a_loader_that_unpacks_in_its_forward(comfy, wan, compute):
 
 
 @pytest.mark.parametrize("order", ["lora first", "guard first"])
-def test_a_lora_hung_on_packed_weights(comfy, wan, lora, order):
-    model = unpacking(wan)
+def test_a_lora_hung_on_packed_weights(comfy, overflowing, lora, order):
+    model = unpacking(overflowing)
     expected = families.sample(in_fp32(with_lora(comfy, model, lora)), "wan")
     without = families.sample(in_fp32(model), "wan")
     assert relative_error(without, expected) > 5 * BOUND, "the LoRA acts"
@@ -148,8 +137,8 @@ def test_a_lora_hung_on_packed_weights(comfy, wan, lora, order):
     assert relative_error(without, families.sample(guarded(comfy, model), "wan")) < BOUND, "and is gone afterwards"
 
 
-def test_packed_weights_are_left_as_they_are(comfy, clean):
-    model = unpacking(clean)
+def test_packed_weights_are_left_as_they_are(comfy, wan):
+    model = unpacking(wan)
     before = families.sample(model, "wan")
     weight = model.model.diffusion_model.blocks[0].ffn[0].weight
     data = weight.as_subclass(torch.Tensor).clone()
@@ -176,9 +165,9 @@ class DescribedOps(manual_cast):
             return torch.nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
 
 
-def test_a_tensor_class_that_needs_arguments(comfy, wan):
-    load = importlib.import_module("comfy.sd").load_diffusion_model
-    model = load(str(wan), model_options={"custom_operations": DescribedOps, "dtype": torch.float16})
+def test_a_tensor_class_that_needs_arguments(comfy, overflowing):
+    load = core("comfy.sd").load_diffusion_model
+    model = load(str(overflowing), model_options={"custom_operations": DescribedOps, "dtype": torch.float16})
     model.set_model_compute_dtype(torch.float16)
     expected = families.sample(in_fp32(model), "wan")
     assert relative_error(expected, families.sample(guarded(comfy, model), "wan")) < BOUND
@@ -200,11 +189,11 @@ def replaced_attention(model, factor: float = 1.0):
 
 @pytest.mark.parametrize("order", ["patch first", "guard first"])
 @pytest.mark.parametrize("compute", ["fp16", "fp16_safe"])
-def test_object_patches_on_attention(comfy, wan, compute, order):
-    reference, _ = replaced_attention(families.load(comfy, wan, "fp16", "fp32"), 0.5)
+def test_object_patches_on_attention(comfy, overflowing, compute, order):
+    reference, _ = replaced_attention(families.load(comfy, overflowing, "fp16", "fp32"), 0.5)
     expected = families.sample(reference, "wan")
-    assert relative_error(families.sample(families.load(comfy, wan, "fp16", "fp32"), "wan"), expected) > 2e-4
-    model = families.load(comfy, wan, "fp16", compute)
+    assert relative_error(families.sample(families.load(comfy, overflowing, "fp16", "fp32"), "wan"), expected) > 2e-4
+    model = families.load(comfy, overflowing, "fp16", compute)
     if order == "patch first":
         patched, ran = replaced_attention(model, 0.5)
         ours = guarded(comfy, patched)
@@ -224,21 +213,21 @@ def quantized_scores(function, q, k, v, heads, *args, **kwargs):
     return function(*half, heads, *args, **kwargs).to(q.dtype)
 
 
-def test_an_attention_override_for_all_layers(comfy, wan):
+def test_an_attention_override_for_all_layers(comfy, overflowing):
     def overridden(model):
         clone = model.clone()
         clone.model_options["transformer_options"]["optimized_attention_override"] = quantized_scores
         return clone
 
-    expected = families.sample(overridden(families.load(comfy, wan, "fp16", "fp32")), "wan")
+    expected = families.sample(overridden(families.load(comfy, overflowing, "fp16", "fp32")), "wan")
     for build in (lambda m: guarded(comfy, overridden(m)), lambda m: overridden(guarded(comfy, m))):
-        ours = build(families.load(comfy, wan, "fp16", "fp16"))
+        ours = build(families.load(comfy, overflowing, "fp16", "fp16"))
         assert relative_error(expected, families.sample(ours, "wan")) < BOUND
 
 
 @pytest.mark.parametrize("order", ["theirs first", "ours first"])
 @pytest.mark.parametrize("wanted", ["on", "off"])
-def test_callbacks_that_write_the_flag_for_all(comfy, clean, monkeypatch, wanted, order):
+def test_callbacks_that_write_the_flag_for_all(comfy, wan, monkeypatch, wanted, order):
     """A pack that switches fp16 sums on when a run begins, and off when it ends, whatever it was before."""
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
 
@@ -252,7 +241,7 @@ def test_callbacks_that_write_the_flag_for_all(comfy, clean, monkeypatch, wanted
         return accumulation(comfy, model, fp16_accumulation=wanted)
 
     before, seen = states(), []
-    model = families.load(comfy, clean, "fp16", "fp16")
+    model = families.load(comfy, wan, "fp16", "fp16")
     model = ours(switching(model)) if order == "theirs first" else switching(ours(model))
     hook = model.model.diffusion_model.head.register_forward_pre_hook(lambda *_: seen.append(flags.is_on(FLAG)))
     try:

@@ -27,11 +27,6 @@ def saved_folder(comfy):
 
 
 @pytest.fixture(scope="module")
-def wan(models_dir):
-    return tiny_models.wan(models_dir / "diffusion_models" / "wan.safetensors")
-
-
-@pytest.fixture(scope="module")
 def lora_file(models_dir):
     path = models_dir / "loras" / "wan-lora.safetensors"
     save_file(model_files.lora({LAYER: (1024, 256), KEPT: (256, 4096)}, size=0.1), path)
@@ -224,3 +219,16 @@ def test_nan_in_a_lora_is_named(comfy, wan, saved_folder, models_dir):
     with pytest.raises(HalfsafeError, match=f"{LAYER}.weight.*NaN"):
         save(comfy, with_lora(comfy, load(comfy, wan.name), path), saved_folder)
     assert set(saved_folder.iterdir()) == before
+
+
+def test_a_compiled_block_is_saved_under_the_names_of_its_layers(comfy, wan, lora_file, saved_folder):
+    """Other packs put the compiled block in the place of the block, where it stays while the model is loaded."""
+    model = with_lora(comfy, load(comfy, wan.name, "as_file", "bf16"), lora_file)
+    expected = load_file(save(comfy, model, saved_folder))
+    other = model.clone()
+    other.add_object_patch("diffusion_model.blocks.0", torch.compile(model.model.diffusion_model.blocks[0], backend="eager"))
+    denoise(other)
+    assert any("_orig_mod" in name for name in model.model.diffusion_model.state_dict())
+    found = load_file(save(comfy, model, saved_folder))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

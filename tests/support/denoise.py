@@ -3,18 +3,18 @@
 import torch
 
 
-def denoise(model, seed: int = 3, context_width: int = 4096, channels: int = 16, size: float = 1.0) -> torch.Tensor:
-    """The fp32 output of one denoiser call of a Wan-shaped ``model`` (a ModelPatcher): ``(1, channels, 1, 8, 8)``.
+def denoise(model) -> torch.Tensor:
+    """The fp32 output of one denoiser call of a Wan-shaped ``model`` (a ModelPatcher): ``(1, 16, 1, 8, 8)``.
 
-    As in ComfyUI's sampler: the model is loaded and its wrappers are in the transformer options. ``size`` scales the text.
+    As in ComfyUI's sampler: the model is loaded and its wrappers are in the transformer options.
     """
     import comfy.model_management
 
     comfy.model_management.load_models_gpu([model])
     model.pre_run()
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(1, channels, 1, 8, 8, generator=generator)
-    context = torch.randn(1, 12, context_width, generator=generator) * size
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(1, 16, 1, 8, 8, generator=generator)
+    context = torch.randn(1, 12, 4096, generator=generator)
     options = transformer_options(model)
     try:
         with torch.inference_mode():

@@ -16,7 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import tiny_models
 from support.denoise import transformer_options
-from support.sampling import CONTEXT_WIDTH, NEEDS_MASK, POOLED_WIDTH
+
+CONTEXT_WIDTH = {"sdxl": 2048, "qwen_image": 3584, "z_image": 2560}
+POOLED_WIDTH = {"flux": 768, "hunyuan_video": 768, "sd3": 2048, "sdxl": 1280}
+NEEDS_MASK = ("ltxv", "z_image")
 
 # family -> kind -> {pattern of tensor names: factor}
 OVERFLOWS = {
@@ -135,19 +138,30 @@ def replay(model, call: Call, x: torch.Tensor | None = None, **changes) -> torch
 
     comfy.model_management.load_models_gpu([model])
     model.pre_run()
-    first, *rest = call.args
-    x = first if x is None else x
-    names = ("t", "c_concat", "c_crossattn", "control")
-    arguments = {**dict(zip(names, rest, strict=False)), **call.kwargs, **changes}
-    arguments["transformer_options"] = {**call_options(call), **transformer_options(model)}
+    x = call.args[0] if x is None else x
     try:
-        with torch.inference_mode():
-            return x - model.model.apply_model(x, **arguments).float()
+        return x - apply(model, call, x, **changes).float()
     finally:
         model.cleanup()
 
 
-def call_options(call: Call) -> dict:
+def apply(model, call: Call, x: torch.Tensor, **changes) -> torch.Tensor:
+    """The clean latent that a model, loaded and prepared for a run, makes of ``x`` in a captured call."""
+    names = ("t", "c_concat", "c_crossattn", "control")
+    arguments = {**dict(zip(names, call.args[1:], strict=False)), **call.kwargs, **changes}
+    arguments["transformer_options"] = {**_call_options(call), **transformer_options(model)}
+    with torch.inference_mode():
+        return model.model.apply_model(x, **arguments)
+
+
+def louder(call: Call, factor: float, rows: slice | int = slice(None)) -> torch.Tensor:
+    """The text of a captured call, some of its batch rows multiplied."""
+    text = call.kwargs.get("c_crossattn", call.args[3] if len(call.args) > 3 else None).clone()
+    text[rows] *= factor
+    return text
+
+
+def _call_options(call: Call) -> dict:
     """What the sampler tells a model of the call, without the wrappers of the patcher it was captured from."""
     given = call.kwargs.get("transformer_options") or (call.args[5] if len(call.args) > 5 else {})
     return {key: given[key] for key in ("cond_or_uncond", "uuids", "sigmas", "sample_sigmas") if key in given}
@@ -178,6 +192,15 @@ def load(comfy, path: Path, storage: str = "as_file", compute: str = "fp32", rul
     """The model of a file through the pack's loader node."""
     inputs = {"model_name": path.name, "storage": storage, "compute": compute, "rules": rules}
     return comfy.run("HalfsafeLoadDiffusionModel", **inputs)[0]
+
+
+def stock(path: Path, dtype: torch.dtype | None = None):
+    """The model of a file through ComfyUI's own loader, computing in fp32."""
+    import comfy.sd
+
+    model = comfy.sd.load_diffusion_model(str(path), model_options={"dtype": dtype} if dtype else {})
+    model.set_model_compute_dtype(torch.float32)
+    return model
 
 
 def with_compute(comfy, model, compute: str, rules=None):

@@ -52,12 +52,48 @@ class Counted:
 
 
 def inside(model, change, key: str = "test.inside"):
-    """A clone whose calls go through ``change(call, result-maker)``: ``change(executor, args, kwargs)`` inside of the guard."""
+    """A clone whose calls go through ``change(executor, args, kwargs)``, inside of the guard."""
     from comfy.patcher_extension import WrappersMP
 
     clone = model.clone()
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, key, lambda executor, *args, **kwargs: change(executor, args, kwargs))
     return clone
+
+
+def step_of(args: tuple) -> int:
+    """Which step of the sampler's run the call with these arguments belongs to."""
+    options = args[5]
+    return int((options["sample_sigmas"] - options["sigmas"][0]).abs().argmin())
+
+
+def nan_at(number: int):
+    """For ``inside``: the result of the given call is NaN, as of a device that fails once."""
+    calls = []
+
+    def change(executor, args, kwargs):
+        calls.append(1)
+        result = executor(*args, **kwargs)
+        return result * torch.nan if len(calls) == number else result
+
+    return change
+
+
+def raising_at(error: BaseException, number: int):
+    """For ``inside``: the given call raises."""
+    calls = []
+
+    def change(executor, args, kwargs):
+        calls.append(1)
+        if len(calls) == number:
+            raise error
+        return executor(*args, **kwargs)
+
+    return change
+
+
+def left_on(model: torch.nn.Module) -> dict[str, set[str]]:
+    """What every module of a model has of its own."""
+    return {name: set(module.__dict__) for name, module in model.named_modules()}
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -69,9 +105,9 @@ def core(module: str):
     return importlib.import_module(module)
 
 
-def sample(model, positive, negative=None, cfg=3.0, steps=2, sampler="euler", **options) -> torch.Tensor:
+def sample(model, positive, negative=None, cfg=3.0, steps=2, sampler="euler", batch=1, **options) -> torch.Tensor:
     """A latent from ComfyUI's sampler with both conditionings."""
-    start = families.noise(model)
+    start = families.noise(model, batch)
     negative = negative or families.conditioning("wan", seed=9)
     run = core("comfy.sample").sample
     return run(model, start, steps, cfg, sampler, "simple", positive, negative, torch.zeros_like(start), seed=1, **options)

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -48,6 +49,15 @@ def node_classes(pack: ModuleType) -> dict[str, type]:
         return await extension.get_node_list()
 
     return {node.GET_SCHEMA().node_id: node for node in asyncio.run(collect())}
+
+
+def runner(nodes: dict[str, type]) -> Callable[..., tuple]:
+    """``run(node id, **inputs)``: execute one of the nodes and return its outputs as a tuple."""
+
+    def run(node_id: str, **inputs: object) -> tuple:
+        return tuple(nodes[node_id].execute(**inputs).args)
+
+    return run
 
 
 def _use_base_directory(base: Path) -> None:

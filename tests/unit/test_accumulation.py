@@ -1,6 +1,5 @@
 """Sums in fp16 only where they are proven: the bound against emulated tensor cores, the plan per device, threads."""
 
-import contextlib
 import threading
 
 import pytest
@@ -13,16 +12,12 @@ from halfsafe.precision.quantize import relative_error
 from halfsafe.precision.ranges import Ranges
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.plain_weights import plain_weights
 
 GAINING = ("sm_75", "sm_86", "sm_89", "sm_120")
 CUBLAS = ("sm_70", *GAINING, "sm_80", "sm_90", "sm_100")
 TF32 = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 FAST_FP8 = ("sm_89", "sm_90")
-
-
-@contextlib.contextmanager
-def plain_weights(module, x, dtype):
-    yield module.weight.to(dtype), None if module.bias is None else module.bias.float()
 
 
 def bounded(module, by_layer=True):

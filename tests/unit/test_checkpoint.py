@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from halfsafe.precision.checkpoint import read_checkpoint
-from halfsafe.precision.convert import state_dict, stored_tensors
+from halfsafe.precision.comfy_weight import outcome_of, tensors_of
+from halfsafe.precision.convert import state_dict
 from halfsafe.precision.errors import CheckpointError, HalfsafeError, NonFiniteWeight, UnconsumedScale
 from halfsafe.precision.quantize import relative_error
 from halfsafe.precision.safetensors_file import open_checkpoint
@@ -26,6 +27,12 @@ def read(path):
 
 def read_dict(tensors, metadata=None):
     return read_checkpoint(tensors, metadata or {}, "model.safetensors")
+
+
+def stored(weight, storage):
+    """What a weight is stored in when asked to be stored in ``storage``, and its tensors."""
+    outcome = outcome_of(weight, storage, "model.safetensors")
+    return outcome, tensors_of(weight, outcome, "model.safetensors")
 
 
 def as_comfyui_reads(tensors, layer):
@@ -236,7 +243,7 @@ def test_sixteen_bit_weight_with_a_legacy_scale():
     assert list(one) == list(half) == [WEIGHT]
     assert torch.equal(one[WEIGHT].dequantize(torch.float32), weight.float())
     assert torch.equal(half[WEIGHT].dequantize(torch.float32), weight.float() / 2)
-    assert torch.equal(stored_tensors(half[WEIGHT], "as_file", "f").tensors[WEIGHT], weight / 2)
+    assert torch.equal(stored(half[WEIGHT], "as_file")[1][WEIGHT], weight / 2)
 
 
 def test_native_formats_pass_untouched(tmp_path):
@@ -326,7 +333,7 @@ def test_nan_or_inf_in_a_converted_weight_is_an_error(storage, value):
     data = torch.zeros(8, 8)
     data[3, 3] = value
     with pytest.raises(NonFiniteWeight, match=WEIGHT):
-        stored_tensors(StoredWeight(WEIGHT, data), storage, "model.safetensors")
+        stored(StoredWeight(WEIGHT, data), storage)
 
 
 def test_nan_in_a_row_scaled_weight_is_an_error():
@@ -334,7 +341,7 @@ def test_nan_in_a_row_scaled_weight_is_an_error():
     weight = StoredWeight(WEIGHT, data, torch.ones(8, 1), "row")
     for storage in ("as_file", "bf16"):
         with pytest.raises(NonFiniteWeight):
-            stored_tensors(weight, storage, "f")
+            stored(weight, storage)
 
 
 @pytest.mark.parametrize("storage", ["as_file", "fp8_e4m3fn", "fp8_e5m2"])
@@ -342,33 +349,33 @@ def test_rows_too_far_apart_for_one_scale_stay_in_bf16_with_a_note(storage):
     spread = {"fp8_e5m2": 2.0**-36}.get(storage, 2.0**-18)
     weight = torch.randn(64, 128) * torch.tensor([1.0, spread]).repeat(32)[:, None]
     data, scale = dialects.per_row(weight)
-    result = stored_tensors(StoredWeight(WEIGHT, data, scale, "row"), storage, "f")
-    assert result.storage == "bf16" and "64" in result.note
-    rows = zip(weight, result.tensors[WEIGHT], strict=True)
-    assert max(relative_error(row, stored) for row, stored in rows) < 0.04
+    outcome, tensors = stored(StoredWeight(WEIGHT, data, scale, "row"), storage)
+    assert outcome.storage == "bf16" and "64" in outcome.note
+    rows = zip(weight, tensors[WEIGHT], strict=True)
+    assert max(relative_error(row, found) for row, found in rows) < 0.04
 
 
 def test_rows_a_thousand_times_apart_share_one_scale():
     weight = torch.randn(64, 128) * torch.tensor([1.0, 2.0**-10]).repeat(32)[:, None]
     data, scale = dialects.per_row(weight)
-    result = stored_tensors(StoredWeight(WEIGHT, data, scale, "row"), "as_file", "f")
-    assert result.storage == "fp8_e4m3fn" and result.note is None
+    outcome, _ = stored(StoredWeight(WEIGHT, data, scale, "row"), "as_file")
+    assert outcome.storage == "fp8_e4m3fn" and outcome.note is None
 
 
 def test_fp16_keeps_what_passes_its_range_in_bf16():
     data = torch.ones(8, 8, dtype=torch.bfloat16)
     data[0, 0] = 70000
-    result = stored_tensors(StoredWeight(WEIGHT, data), "fp16", "f")
-    assert result.storage == "bf16" and "65504" in result.note
-    assert torch.equal(result.tensors[WEIGHT], data)
+    outcome, tensors = stored(StoredWeight(WEIGHT, data), "fp16")
+    assert outcome.storage == "bf16" and "65504" in outcome.note
+    assert torch.equal(tensors[WEIGHT], data)
 
 
 @pytest.mark.parametrize("name, shape", [("conv.weight", (4, 4, 3, 3)), ("norm.weight", (16,)), ("table", (4, 4))])
 def test_fp8_that_comfyui_cannot_hold_becomes_bf16_exactly(name, shape):
     data = torch.randn(shape).to(E4M3)
-    result = stored_tensors(StoredWeight(name, data), "as_file", "f")
-    assert list(result.tensors) == [name] and result.note
-    assert torch.equal(result.tensors[name].float(), data.float())
+    outcome, tensors = stored(StoredWeight(name, data), "as_file")
+    assert list(tensors) == [name] and outcome.note
+    assert torch.equal(tensors[name].float(), data.float())
 
 
 @pytest.mark.parametrize(

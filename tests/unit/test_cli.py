@@ -79,8 +79,12 @@ def test_errors_are_one_line_and_exit_two(capsys, tmp_path, command):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["inspect"], ["convert", "a", "b"], ["convert", "a", "b", "--storage", "fp4"]]
-)
+    "arguments",
+    [
+        [], ["inspect"], ["convert", "a", "b"], ["convert", "a", "b", "--storage", "fp4"],
+        *(["plan", "a", f"--memory={size}"] for size in ("nan", "inf", "1e400", "-1", "much")),
+    ],
+)  # fmt: skip
 def test_wrong_usage_exits_two(arguments):
     with pytest.raises(SystemExit) as exit:
         cli.main(arguments)

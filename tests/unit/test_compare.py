@@ -9,14 +9,7 @@ from halfsafe.precision.errors import HalfsafeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The images are so small that a second thread costs more than it does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def image(*shape, seed=0):

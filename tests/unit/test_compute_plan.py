@@ -14,7 +14,7 @@ LAYERS = [
     Layer("table", "Embedding", (10, 32)),
 ]
 WAN = SDXL = ("fp16", "bf16", "fp32")
-QWEN_IMAGE = Z_IMAGE = ("bf16", "fp32")
+QWEN_IMAGE = ("bf16", "fp32")
 FLUX = ("bf16", "fp16", "fp32")
 
 # profile: (Wan and SDXL, Qwen-Image and Z-Image, Flux), bf16 files

@@ -198,7 +198,6 @@ def test_memory_stays_below_three_times_the_largest_tensor(tmp_path, writer, sto
     files = (open_checkpoint(source), open_checkpoint(tmp_path / "out.safetensors"))
     largest = max(tensor.nbytes for file in files for tensor in file.values())
     assert 1 << 20 < int(done.stdout) <= 3 * largest
-    print(f"{int(done.stdout) / largest:.2f} times the largest tensor")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="files without a name are Linux's")

@@ -23,14 +23,6 @@ NO_RULES = rules_from("", "none")
 forks = pytest.mark.skipif(sys.platform != "linux", reason="forks, and kills as Linux does")
 
 
-@pytest.fixture(params=["unnamed", "named"])
-def how(request, monkeypatch):
-    """Both ways to write: a Linux file without a name, and a temporary file."""
-    if request.param == "named":
-        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    return request.param
-
-
 @pytest.fixture
 def source(tmp_path):
     (tmp_path / "from").mkdir()
@@ -130,7 +122,7 @@ def unreadable(monkeypatch, after: int):
 @pytest.mark.parametrize("after", [0, 1])
 @pytest.mark.parametrize("use", [open_checkpoint, inspect_file, scan_file])
 def test_a_disk_that_cannot_be_read_is_told(source, monkeypatch, after, use):
-    with unreadable(monkeypatch, after), pytest.raises(CheckpointError, match=r"in\.safetensors.*Input/output error|cannot be read"):
+    with unreadable(monkeypatch, after), pytest.raises(CheckpointError, match=r"in\.safetensors.*(Input/output error|cannot be read)"):
         use(source)
 
 

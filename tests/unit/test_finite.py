@@ -12,6 +12,10 @@ def test_a_finite_latent_has_nothing_to_tell():
     assert not_finite({"samples": torch.zeros(2, 4, 8, 8), "noise_mask": torch.ones(1, 1)}) == []
 
 
+def test_what_only_fp64_can_hold_is_finite():
+    assert not_finite(torch.tensor([1e300], dtype=torch.float64)) == []
+
+
 def test_counts_and_rows_are_told():
     samples = torch.zeros(3, 4, 2)
     samples[1, 0, 0] = math.nan

@@ -1,5 +1,6 @@
 import itertools
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -100,6 +101,22 @@ def test_all_at_once_and_back_after_an_error(start):
         with pytest.raises(KeyboardInterrupt), flags.flags_set(wanted):
             assert {name: flags.is_on(name) for name in wanted} == wanted
             raise KeyboardInterrupt
+        assert everything() == before
+
+
+def test_a_flag_that_cannot_be_written_leaves_no_scope_open(monkeypatch):
+    before = everything()
+
+    def refuse(value):
+        raise RuntimeError("refused")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(flags.SETTINGS, "tf32_matmul", replace(flags.SETTINGS["tf32_matmul"], write=refuse))
+        wanted = {"fp16_accumulation": not flags.is_on("fp16_accumulation"), "tf32_matmul": not flags.is_on("tf32_matmul")}
+        with pytest.raises(RuntimeError, match="refused"), flags.flags_set(wanted):
+            pass
+    assert everything() == before
+    with flags.flags_set({}):
         assert everything() == before
 
 

@@ -17,6 +17,7 @@ from halfsafe.precision.guard import (
     span_of,
 )  # fmt: skip
 from halfsafe.precision.localize import Origin
+from halfsafe.precision.ranges import FP16_MAX
 from halfsafe.precision.report import VERDICTS
 from halfsafe.precision.rules import rules_from
 
@@ -57,6 +58,13 @@ def test_an_attention_widens_every_part_that_has_one_like_it():
     origin = Origin("blocks.0.attn", "attention by sage", "overflow", "fp16", 500.0)
     grown = escalate(Escalation(), seen(attention=["blocks.0", "blocks.1"]), origin, MODES)
     assert grown.spans == {"blocks.0", "blocks.1"} and not grown.layers
+
+
+@pytest.mark.parametrize(("size", "widened"), [(FP16_MAX / 2 - 1, False), (FP16_MAX / 2 + 1, True)])
+def test_every_layer_past_half_of_fp16s_range_is_widened_too(size, widened):
+    grown = escalate(Escalation(), seen({"blocks.1.up": size}), product("blocks.0.down"), MODES)
+    assert ("blocks.1.up" in grown.layers) is widened and "blocks.0.down" in grown.layers
+    assert escalate(Escalation(), seen({}, {"blocks.1": size}), product("blocks.0.down"), MODES).stream is widened
 
 
 def test_what_was_learned_stays():

@@ -1,5 +1,3 @@
-import contextlib
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,11 +6,7 @@ from halfsafe.precision.quantize import relative_error
 from halfsafe.precision.ranges import Ranges
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-
-@contextlib.contextmanager
-def plain_weights(module, x, dtype):
-    yield module.weight.to(dtype), None if module.bias is None else module.bias.float()
+from support.plain_weights import plain_weights
 
 
 def safe(module, wide=None):

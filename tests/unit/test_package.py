@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.shipped import ROOT, tracked_files
 
-tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 ACCELERATORS = {
     "Environment :: GPU :: NVIDIA CUDA",

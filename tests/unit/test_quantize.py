@@ -1,9 +1,10 @@
 import math
+import threading
 
 import pytest
 import torch
 from halfsafe.precision import quantize as q
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -44,6 +45,8 @@ def test_never_nan_and_never_beyond_the_largest_value(values, dtype, source):
 
 
 @given(st.floats(1e-20, 1e35), st.sampled_from([E4M3, E5M2]))
+@example(448.0, E4M3)
+@example(2.0 * 57344.0, E5M2)
 def test_scale_is_the_smallest_power_of_two_that_fits(amax, dtype):
     scale = q.power_of_two_scale(amax, dtype)
     largest = torch.finfo(dtype).max
@@ -98,6 +101,7 @@ def test_absolute_max_reads_every_chunk(monkeypatch):
 
 def test_quantize_writes_every_chunk(monkeypatch):
     monkeypatch.setattr(q, "PART", 16)
+    monkeypatch.setattr(q, "_scratches", threading.local())
     weight = torch.arange(1.0, 51.0)
     assert q.relative_error(weight, round_trip(weight, E4M3)) < 0.03
 
@@ -112,3 +116,13 @@ def test_error_measures():
     assert q.relative_error(reference, torch.tensor([3.0, 4.5])) == pytest.approx(0.1)
     assert q.sqnr_db(reference, torch.tensor([3.0, 4.5])) == pytest.approx(20.0)
     assert q.sqnr_db(reference, reference) == math.inf
+
+
+def test_quantizes_in_any_grad_mode_one_after_the_other(monkeypatch):
+    monkeypatch.setattr(q, "_scratches", threading.local())
+    weight = torch.randn(8, 8)
+    with torch.inference_mode():
+        expected = q.quantize(weight, torch.float8_e4m3fn, q.absolute_max(weight))
+    weight.requires_grad_()
+    found = q.quantize(weight, torch.float8_e4m3fn, q.absolute_max(weight))
+    assert torch.equal(found.data.float(), expected.data.float()) and not found.data.requires_grad

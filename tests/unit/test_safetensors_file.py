@@ -14,7 +14,8 @@ import pytest
 import torch
 from halfsafe.precision import atomic_write, safetensors_file
 from halfsafe.precision.errors import CheckpointError
-from halfsafe.precision.safetensors_file import CODES, TORCH_DTYPES, TensorSpec, open_checkpoint, write_safetensors
+from halfsafe.precision.safetensors_file import open_checkpoint, write_safetensors
+from halfsafe.precision.safetensors_header import CODE_OF, CODES, TORCH_DTYPES, TensorSpec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -27,8 +28,8 @@ def specs_of(tensors):
     return [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
 
 
-def write(path, tensors, metadata=None, progress=None):
-    write_safetensors(path, specs_of(tensors), tensors.items(), metadata or {}, progress)
+def write(path, tensors, metadata=None):
+    write_safetensors(path, specs_of(tensors), tensors.items(), metadata or {})
 
 
 def header_file(path, header, data=b""):
@@ -58,7 +59,7 @@ def every_dtype():
 
 def test_reads_what_the_safetensors_library_writes(tmp_path, every_dtype):
     names = {code for code in CODES if code not in ("F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "C64")}
-    written = {name: tensor for name, tensor in every_dtype.items() if safetensors_file.CODE_OF[tensor.dtype] in names}
+    written = {name: tensor for name, tensor in every_dtype.items() if CODE_OF[tensor.dtype] in names}
     save_file(written, tmp_path / "a.safetensors", {"format": "pt"})
     file = open_checkpoint(tmp_path / "a.safetensors")
     assert file.metadata == {"format": "pt"} and set(file) == set(written) and len(file) == len(written)
@@ -161,7 +162,7 @@ def test_an_index_cannot_leave_its_folder(tmp_path, shard):
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 10000])
 def test_a_broken_index_is_an_error(tmp_path, text):
     (tmp_path / "m.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"m\.index\.json"):
+    with pytest.raises(CheckpointError, match=r"m\.index\.json: (its text is|an index without)"):
         open_checkpoint(tmp_path / "m.index.json")
 
 
@@ -319,28 +320,18 @@ def test_invented_headers_open_or_are_refused(tmp_path, header, data):
 # writing
 
 
-def test_progress_counts_every_byte_and_tensors_may_come_in_any_order(tmp_path):
+def test_tensors_may_come_in_any_order(tmp_path):
     tensors = {"a": torch.ones(1000), "b": torch.zeros(5).half(), "c": torch.ones(7, dtype=torch.uint8)}
-    seen = []
     backwards = list(tensors.items())[::-1]
-    write_safetensors(tmp_path / "a.safetensors", specs_of(tensors), backwards, {}, seen.append)
-    assert sum(seen) == 4000 + 10 + 7
+    write_safetensors(tmp_path / "a.safetensors", specs_of(tensors), backwards, {})
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(tmp_path / "a.safetensors").items())
 
 
-@pytest.mark.parametrize("given", [{}, {"a": torch.ones(3)}, {"a": torch.ones(2).half()}])
+@pytest.mark.parametrize("given", [{}, {"a": torch.ones(3)}, {"a": torch.ones(2).half()}, {"b": torch.ones(2)}])
 def test_other_tensors_than_announced_leave_no_file(tmp_path, given):
     with pytest.raises(ValueError, match="announced"):
         write_safetensors(tmp_path / "a.safetensors", [TensorSpec("a", torch.float32, (2,))], given.items(), {})
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture(params=["unnamed", "named"])
-def how(request, monkeypatch):
-    """Both ways to write: a Linux file without a name, and a temporary file."""
-    if request.param == "named":
-        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    return request.param
 
 
 def test_replaces_the_old_file_whole(tmp_path, how):
@@ -368,10 +359,10 @@ def test_a_failure_half_way_keeps_the_old_file_and_leaves_nothing(tmp_path, how,
     before = path.read_bytes()
     original = safetensors_file._write_tensor
 
-    def failing(file, position, tensor, progress):
+    def failing(file, position, tensor):
         if tensor.sum() == 0:
             raise failure
-        original(file, position, tensor, progress)
+        original(file, position, tensor)
 
     monkeypatch.setattr(safetensors_file, "_write_tensor", failing)
     expected = CheckpointError if isinstance(failure, OSError) else type(failure)
@@ -401,7 +392,8 @@ def run_writer(folder, half_way, before=""):
         import os, resource, signal, sys
         sys.path.insert(0, {str(ROOT / "tests")!r})
         import conftest, torch
-        from halfsafe.precision.safetensors_file import TensorSpec, write_safetensors
+        from halfsafe.precision.safetensors_file import write_safetensors
+        from halfsafe.precision.safetensors_header import TensorSpec
         {before}
         def tensors():
             for number in range(8):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
+import bench_peers
 import environment
+import peers_table
 import pytest
 from comfyui_server import Server, ServerError, error_text, link_pack, make_base_directory
 from workflow import WorkflowError, shrink, small_file, substitute_files, to_prompt
@@ -171,3 +174,118 @@ def test_shrinking_lowers_sizes_and_nothing_else() -> None:
     prompt = {"1": {"class_type": "Latent", "inputs": {"width": 832, "steps": 1, "cfg": 6.0, "length": True}}}
     inputs = shrink(prompt, width=256)["1"]["inputs"]
     assert inputs == {"width": 256, "steps": 1, "cfg": 6.0, "length": True}
+
+
+@pytest.fixture
+def packs_module(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("peers_packs")
+
+
+@pytest.fixture
+def peers_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A comparison with one peer whose measurements are taken from a list, in order; what was asked is in `asked`."""
+    bench = bench_peers.Bench(environment.Environment(Path(sys.executable), tmp_path), tmp_path, {"KJNodes": tmp_path}, [])
+    bench.answers, bench.asked = {}, []
+
+    def measure(name: str, **job: object) -> dict:
+        bench.asked.append(job["side"])
+        return bench.answers[job["side"]].pop(0)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    return bench
+
+
+def test_a_peer_that_is_not_given_is_left_out_and_named(peers_bench, tmp_path: Path) -> None:
+    assert set(peers_bench.there(bench_peers.SUMS)) == {
+        "Halfsafe Accumulation",
+        "KJNodes ModelPatchTorchSettings",
+        "KJNodes DiffusionModelLoaderKJ",
+    }
+    found = bench_peers.conditions(environment.Environment(Path(sys.executable), make_versioned(tmp_path)), peers_bench.packs)
+    assert found["left_out"] == ["GGUF: not given (--gguf DIR)", "WanVideoWrapper: not given (--wrapper DIR)"]
+
+
+def make_versioned(folder: Path) -> Path:
+    (folder / "comfyui_version.py").write_text('__version__ = "0.0.0"', encoding="utf-8")
+    return folder
+
+
+def test_sides_take_turns_and_the_one_that_fails_is_not_repeated(peers_bench) -> None:
+    peers_bench.answers = {
+        "Halfsafe": [{"seconds": 1.0, "error": None}, {"seconds": 5.0, "error": None}, {"seconds": 2.0, "error": None}],
+        "KJNodes": [{"fails": "ValueError: no"}],
+    }
+    rows = peers_bench.in_turns("load", {"ours": {"side": "Halfsafe"}, "theirs": {"side": "KJNodes"}}, runs=3)
+    assert rows == [{"name": "ours", "seconds": 2.0, "error": None}, {"name": "theirs", "fails": "ValueError: no"}]
+    assert peers_bench.asked == ["Halfsafe", "KJNodes", "Halfsafe", "Halfsafe"]
+
+
+def test_exact_figures_take_one_process_for_each_pack(peers_bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench_peers.EXACT, "nan", {"A": {"side": "KJNodes"}, "B": {"side": "Halfsafe"}, "C": {"side": "KJNodes"}})
+    asked = []
+
+    def measure(name: str, side: str, parts: list[dict]) -> dict:
+        asked.append((name, side))
+        return {"rows": [{"name": part["name"], "measure": part["measure"]} for part in parts]}
+
+    monkeypatch.setattr(peers_bench, "measure", measure)
+    rows = peers_bench.exact(["fp8_product", "nan"])
+    assert [row["name"] for row in rows["nan"]] == ["A", "B", "C"]
+    assert {row["measure"] for row in rows["fp8_product"]} == {"fp8_product"}
+    assert sorted(asked) == [("several", "ComfyUI"), ("several", "Halfsafe"), ("several", "KJNodes")]
+
+
+def test_what_a_peer_cannot_do_stands_under_the_table_in_full() -> None:
+    done = {"seconds": 1.0, "cpu_seconds": 0.5, "anonymous_bytes": None, "weight_bytes": 2e9, "error": None, "import_cpu_seconds": 0.25}
+    text = peers_table.loads(
+        [
+            {"name": "works", **done},
+            {"name": "loads", **done, "error": 0.0389, "call_fails": "AssertionError: assert e"},
+            {"name": "does not", "fails": "ValueError: not a scaled fp8 model"},
+        ]
+    )
+    assert "| works | 1.00 | 0.50 | - | 2.00 GB | - | - | NaN | 0.25 |" in text
+    assert "loads, its own call: AssertionError: assert e; the error is of its stored weights" in text
+    assert "does not: ValueError: not a scaled fp8 model" in text
+
+
+def test_the_same_error_of_several_options_is_written_once() -> None:
+    cells = [("fp16", "fp32", {"error": 0.25}), ("fp16", "fp16", {"fails": "E: x"}), ("bf16", "fp16", {"fails": "E: x"})]
+    rows = [{"storage": storage, "compute": compute, **found} for storage, compute, found in cells]
+    text = peers_table.options([{"name": "Peer", "rows": rows}])
+    assert "| fp16 | fp32 | 0.25 |" in text
+    assert "| bf16 | fp16 | a |" in text
+    assert text.count("E: x") == 1
+
+
+def test_a_flag_left_behind_counts_against_its_node() -> None:
+    kept = {"asked": True, "inside": True, "restored": True}
+    lost = kept | {"restored": False}
+    rows = [{"end": "finishes", **kept}, {"end": "finishes", **lost}, {"end": "raises", **lost}]
+    text = peers_table.accumulation([{"name": "Node", "rows": rows, "two_models": {"right": False}}])
+    assert "| Node | 3 of 3 | 1 of 2 | 0 of 1 | not run | wrong |" in text
+
+
+def test_errors_of_peers_name_no_folder_of_the_machine(packs_module, tmp_path: Path) -> None:
+    def fail() -> dict:
+        raise FileNotFoundError(f"no {tmp_path / 'models' / 'a.gguf'}")
+
+    found = packs_module.Host(tmp_path, {}).attempt(fail)["fails"]
+    assert found.startswith("FileNotFoundError: no .../models/a.gguf (test_scripts.py:")
+    assert str(tmp_path) not in found
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "kind"),
+    [
+        ("blocks.0.ffn.0.weight", (8960, 1536), "Q8_0"),
+        ("blocks.0.ffn.0.bias", (8960,), "F32"),
+        ("blocks.0.modulation", (1, 6, 1536), "F32"),
+        ("patch_embedding.weight", (1536, 16, 1, 2, 2), "F32"),
+        ("text_embedding.0.weight", (1536, 4096), "BF16"),
+        ("head.head.weight", (64, 1536), "BF16"),
+    ],
+)
+def test_q8_file_keeps_what_the_converter_keeps(packs_module, name: str, shape: tuple, kind: str) -> None:
+    assert packs_module.gguf_type(name, shape) == kind
