@@ -78,7 +78,7 @@ def convert_halfsafe(path: Path) -> dict:
     from halfsafe.precision.rules import rules_from
 
     target = path.with_name("halfsafe-converted.safetensors")
-    return _timed(lambda: convert_file(path, target, "fp8_e4m3fn", rules_from())) | _size(target)
+    return timed(lambda: convert_file(path, target, "fp8_e4m3fn", rules_from())) | _size(target)
 
 
 def convert_read_all(path: Path) -> dict:
@@ -86,7 +86,7 @@ def convert_read_all(path: Path) -> dict:
     from safetensors.torch import save_file
 
     target = path.with_name("read-all-converted.safetensors")
-    return _timed(lambda: save_file(_quantized_at_once(path), target)) | _size(target)
+    return timed(lambda: save_file(_quantized_at_once(path), target)) | _size(target)
 
 
 def _quantized_at_once(path: Path) -> dict:
@@ -121,16 +121,16 @@ MEASUREMENTS: dict[str, Callable[[Path], dict]] = {
 
 def _load(load: Callable) -> dict:
     model = []
-    result = _timed(lambda: model.append(load()))
-    return result | {"weight_bytes": _weight_bytes(model[0])}
+    result = timed(lambda: model.append(load()))
+    return result | {"weight_bytes": weight_bytes(model[0])}
 
 
-def _weight_bytes(patcher) -> int:
+def weight_bytes(patcher) -> int:
     tensors = patcher.model.diffusion_model.parameters()
     return sum(getattr(tensor, "_qdata", tensor).nbytes for tensor in tensors)
 
 
-def _timed(work: Callable) -> dict:
+def timed(work: Callable) -> dict:
     with AnonymousMemory() as memory:
         began = time.perf_counter()
         work()

@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).absolute().parent))
 
 import peers_packs as packs
-from measure import _timed, _weight_bytes
+from measure import timed, weight_bytes
 
 LARGE, TINY = "wan_1_3b_shaped", "wan"
 STORAGES = ("default", "fp8_e4m3fn", "fp8_e5m2", "fp16", "bf16", "fp32")
@@ -41,7 +41,7 @@ def load(host: packs.Host, job: dict) -> dict:
     imported = _measured(lambda: host.import_side(job["side"]))
     model = []
     figures = {f"import_{name}": value for name, value in imported.items()} | _measured(lambda: model.append(packs.load(host, job["side"], job["file"], job["storage"])))
-    figures["weight_bytes"] = _weight_bytes(model[0])
+    figures["weight_bytes"] = weight_bytes(model[0])
     if job["side"] == "WanVideoWrapper":
         return figures | _wrapper_error(host, model[0])
     return figures | _call(host, model[0], job["side"] == "ComfyUI" and job["storage"] == "default")
@@ -56,7 +56,7 @@ def _measured(work: Callable) -> dict:
         work()
         busy.append(time.process_time() - began)
 
-    return _timed(counted) | {"cpu_seconds": busy[0]}
+    return timed(counted) | {"cpu_seconds": busy[0]}
 
 
 def _call(host: packs.Host, model, is_reference: bool) -> dict:

@@ -36,22 +36,27 @@ def run_guard(args: argparse.Namespace) -> dict:
 
 
 def _overhead(comfy, families, path, family: str, compute: str, runs: int) -> dict[str, float]:
-    """Time of a run relative to one without a guard, by median of interleaved runs."""
+    """Time of a run relative to the one without a guard beside it, by median of pairs that take turns.
+
+    Each is preceded by a call that is not timed: ComfyUI exchanges one clone of a model for another at the first.
+    """
     from support.guarding import guarded
 
     plain = families.load(comfy, path, "as_file", compute)
     sides = {"none": plain, "guard": guarded(comfy, plain), "check_per_layer": plain}
     taken: dict[str, list[float]] = {name: [] for name in sides}
-    for index in range(runs):
+    for index in range(runs + 1):
         for name in sorted(sides, reverse=bool(index % 2)):
             hooks = _hooks(plain) if name == "check_per_layer" else []
+            families.sample(sides[name], family, steps=1, size=32)
             start = time.perf_counter()
             families.sample(sides[name], family, steps=STEPS, size=32)
             taken[name].append(time.perf_counter() - start)
             for hook in hooks:
                 hook.remove()
-    base = statistics.median(taken["none"])
-    return {name: round(statistics.median(times) / base, 4) for name, times in taken.items()} | {"seconds": round(base, 3)}
+    pairs = {name: [one / base for one, base in zip(times[1:], taken["none"][1:], strict=True)] for name, times in taken.items()}
+    base = round(statistics.median(taken["none"]), 3)
+    return {name: round(statistics.median(ratios), 4) for name, ratios in pairs.items()} | {"seconds": base, "pairs": runs}
 
 
 def _hooks(model) -> list:
