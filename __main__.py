@@ -38,7 +38,8 @@ class Progress:
 
     def _show(self) -> None:
         rate = self.done / max(time.monotonic() - self.began, 1e-9)
-        text = f"{self.verb} {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s"
+        size, unit = (1e9, "GB") if self.total >= 1e9 else (1e6, "MB")
+        text = f"{self.verb} {self.done / size:.2f} of {self.total / size:.2f} {unit}, {rate / 1e6:.0f} MB/s"
         if sys.stderr.isatty():
             filled = 30 * self.done // self.total
             end = "\n" if self.done >= self.total else ""
@@ -145,7 +146,7 @@ def _rules_text(path: Path | None) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise HalfsafeError(f"{path}: the rules cannot be read ({error}).") from None
+        raise HalfsafeError(f"{path}: the rules cannot be read ({error}). Give a text file with one rule per line.") from None
 
 
 def _plan(options: argparse.Namespace) -> int:

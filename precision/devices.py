@@ -170,7 +170,7 @@ def auto_storage(
     if file_dtype not in PLAIN_DTYPES:
         return _quantized_storage(device, file_dtype)
     if free_device_bytes is None:
-        return "as_file", "Kept as in the file: there is no separate GPU memory to fit it into."
+        return "as_file", f"Kept as in the file: {_unknown_memory(device)}"
     as_file_bytes = weight_bytes_16bit * {"fp32": 2, "fp64": 4}.get(file_dtype, 1)
     room = free_device_bytes - ACTIVATION_ROOM
     if as_file_bytes <= room:
@@ -199,6 +199,12 @@ def _shortage(what: str, weight_bytes: int, free_bytes: int) -> str:
         f"{what} weights take {_gib(weight_bytes)}; {_gib(free_bytes)} are free, "
         f"of which {_gib(ACTIVATION_ROOM)} are left for activations."
     )
+
+
+def _unknown_memory(device: Device | DeviceProfile) -> str:
+    if getattr(device, "simulated", False):
+        return "the memory of a simulated device is not known."
+    return "there is no separate GPU memory to fit it into."
 
 
 def _half(device: Device | DeviceProfile) -> str:

@@ -9,7 +9,7 @@ import torch
 from .dtypes import FP8_DTYPES
 from .errors import HalfsafeError
 
-CHUNK = 1 << 21
+CHUNK = 1 << 20
 EIGHT_BIT = FP8_DTYPES | {torch.int8}
 NUMBERS = FP8_DTYPES | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 USUAL_BLOCK = 128
@@ -51,7 +51,7 @@ class StoredWeight:
         return self.data.dtype in NUMBERS
 
     def parts(self, sample: int | None = None) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The weight in fp32, some rows at a time: slices of :meth:`matrix` and their values. 8 MB each.
+        """The weight in fp32, some rows at a time: slices of :meth:`matrix` and their values. 4 MB each.
 
         ``sample``: give at most twice so many parts, spread evenly over the weight.
 

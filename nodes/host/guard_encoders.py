@@ -16,7 +16,7 @@ from .devices import current_device
 from .page import running_prompt_id, tell_page
 
 INPUTS = {
-    "VAE decode": ("latent", "It was so before the VAE: put NaN Guard on the model, or Check Finite behind the node that made it."),
+    "VAE decode": ("latent", "It was so before the VAE: see what NaN Guard on the model says, or put one there; or Check Finite behind the node that made it."),
     "VAE encode": ("image", "It was so before the VAE: put Check Finite behind the node that made it."),
     "Text encoder encode": ("tokens", "A textual inversion embedding in the prompt holds NaN or Inf: leave it out, or get it again."),
 }

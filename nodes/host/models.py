@@ -118,7 +118,8 @@ def _finish(patcher, detected: Detected, plan: LoadPlan, tensors: dict[str, torc
     set_compute(patcher, plan.compute)
     notes = [*_missing(detected), *notes]
     patcher.set_attachments(ATTACHMENT, _record(detected, plan, notes))
-    logger.info("Halfsafe: %s: storage %s; compute %s", detected.checkpoint.path, plan.storage, plan.compute.choice)
+    storage = str(plan.storage).removesuffix(".")
+    logger.info("Halfsafe: %s: storage %s; compute %s", detected.checkpoint.path, storage, plan.compute.choice)
 
 
 def _missing(detected: Detected) -> list[str]:

@@ -410,3 +410,9 @@ def test_torch_versions_are_read_from_any_build_name(monkeypatch):
     for version, expected in (("2.3.1+cu121", (2, 3)), ("2.15.0a0+git1234", (2, 15)), ("2.10.0.dev20251001", (2, 10))):
         monkeypatch.setattr(torch, "__version__", version)
         assert profiles.torch_version() == expected
+
+
+def test_the_memory_of_a_simulated_device_is_not_called_absent(monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
+    storage, reason = devices.auto_storage(devices.detect(torch.device("cpu")), 26 * GIB, "bf16", None)
+    assert storage == "as_file" and "simulated device is not known" in reason

@@ -7,25 +7,25 @@ import time
 import pytest
 from support.shipped import ROOT
 
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted(path.name for path in (ROOT / "docs" / "examples").glob("*.py"))
 
 
 def run(name: str):
     """What the example's ``main`` returns."""
-    return runpy.run_path(str(ROOT / "examples" / name))["main"]()
+    return runpy.run_path(str(ROOT / "docs" / "examples" / name))["main"]()
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_prints_its_measurements_in_a_few_seconds(name, capsys):
     started = time.process_time()
-    runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+    runpy.run_path(str(ROOT / "docs" / "examples" / name), run_name="__main__")
     assert time.process_time() - started < 10
     assert capsys.readouterr().out.count("error") >= 3
 
 
 def test_the_readme_lists_every_example():
-    text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    assert [name for name in EXAMPLES if f"examples/{name}" not in text] == []
+    text = (ROOT / "docs" / "examples" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in EXAMPLES if f"docs/examples/{name}" not in text] == []
 
 
 def test_scaled_fp8_beats_the_plain_cast_and_is_near_bf16():

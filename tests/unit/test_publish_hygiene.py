@@ -45,7 +45,7 @@ def read(path: Path) -> str:
 def test_the_archive_holds_the_pack_and_no_development_file() -> None:
     assert {Path("__init__.py"), Path("pyproject.toml"), Path("LICENSE"), Path("README.md")} <= set(SHIPPED)
     assert Path("web/docs/HalfsafeNaNGuard.md") in SHIPPED
-    assert {path.parts[0] for path in SHIPPED}.isdisjoint({"tests", "scripts", "benchmarks", "examples", ".github", ".ci"})
+    assert {path.parts[0] for path in SHIPPED}.isdisjoint({"tests", "scripts", "benchmarks", "docs", ".github", ".ci"})
 
 
 @pytest.mark.parametrize("path", [p for p in SHIPPED if p.suffix in TEXT], ids=str)
@@ -75,7 +75,7 @@ def test_json_files_parse(path: Path) -> None:
     assert json.loads(read(path))
 
 
-@pytest.mark.parametrize("path", [Path("CONTRIBUTING.md"), Path("examples/README.md")], ids=str)
+@pytest.mark.parametrize("path", [Path("CONTRIBUTING.md"), Path("docs/examples/README.md")], ids=str)
 def test_documents_name_files_and_folders_that_exist(path: Path) -> None:
     named = re.findall(r"`([\w./-]+/[\w./-]*)`|python ([\w./-]+\.py)", read(path))
     assert named and [name for pair in named if (name := "".join(pair)) and not name.startswith("/") and not (ROOT / name).exists()] == []
