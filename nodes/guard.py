@@ -1,4 +1,4 @@
-"""Never a black image without being told why."""
+"""The NaN guard on models, VAEs and text encoders, and a check anywhere in the graph."""
 
 import torch
 from comfy_api.latest import io, ui
