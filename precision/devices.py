@@ -202,7 +202,7 @@ def _shortage(what: str, weight_bytes: int, free_bytes: int) -> str:
 
 
 def _unknown_memory(device: Device | DeviceProfile) -> str:
-    if getattr(device, "simulated", False):
+    if isinstance(device, Device) and device.simulated:
         return "the memory of a simulated device is not known."
     return "there is no separate GPU memory to fit it into."
 
