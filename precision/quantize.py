@@ -84,7 +84,7 @@ def power_of_two_scale(amax: float, dtype: torch.dtype) -> float:
 def quantize(tensor: torch.Tensor, dtype: torch.dtype, amax: float) -> Quantized:
     """Quantize a finite tensor whose :func:`absolute_max` is ``amax``.
 
-    Works in chunks: beyond the result it needs 4 MB, whatever the size. The scale is exact and keeps every value in
+    Works in chunks: beyond the result it needs 8 MB at most, whatever the size. The scale is exact and keeps every value in
     range, so no clamp is needed and the result is the same on every torch version.
     """
     scale = power_of_two_scale(amax, dtype)
