@@ -11,11 +11,11 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from .precision.compute_plan import GOALS
+from .precision.devices.profiles import PROFILE_NAMES
 from .precision.dtypes import STORAGE_OPTIONS
 from .precision.errors import HalfsafeError
-from .precision.presets import DEFAULT_PRESET, PRESETS
-from .precision.profiles import PROFILE_NAMES
+from .precision.plan.compute import GOALS
+from .precision.plan.presets import DEFAULT_PRESET, PRESETS
 
 
 class Progress:
@@ -104,8 +104,8 @@ def _print(options: argparse.Namespace, data: dict, text: str) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    from .precision.file_report import inspection_text
-    from .precision.inspect import inspect_file
+    from .precision.commands.inspect import inspect_file
+    from .precision.commands.text import inspection_text
 
     inspection = inspect_file(options.file)
     _print(options, inspection.to_json(), inspection_text(inspection))
@@ -113,9 +113,9 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _scan(options: argparse.Namespace) -> int:
-    from .precision.file_report import scan_text
-    from .precision.inspect import scan_file
-    from .precision.safetensors_file import open_checkpoint
+    from .precision.commands.inspect import scan_file
+    from .precision.commands.text import scan_text
+    from .precision.formats.safetensors_file import open_checkpoint
 
     progress = Progress(open_checkpoint(options.file).data_bytes, "read")
     scan = scan_file(options.file, progress)
@@ -124,10 +124,10 @@ def _scan(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from .precision.convert import convert_file
-    from .precision.file_report import conversion_text
-    from .precision.rules import rules_from
-    from .precision.safetensors_file import open_checkpoint
+    from .precision.commands.convert import convert_file
+    from .precision.commands.text import conversion_text
+    from .precision.formats.safetensors_file import open_checkpoint
+    from .precision.plan.rules import rules_from
 
     if options.target.suffix not in (".safetensors", ".sft") or options.target.is_dir():
         raise HalfsafeError(f"{options.target} is not the name of a .safetensors file.", "Give the target that ending.")
@@ -150,8 +150,8 @@ def _rules_text(path: Path | None) -> str:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from .precision.devices import detect
-    from .precision.preview import preview
+    from .precision.commands.plan import preview
+    from .precision.devices.detect import detect
 
     report = preview(options.file, detect(profile=options.device), options.goal, options.memory)
     _print(options, report.to_json(), report.to_text())
@@ -159,7 +159,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from .precision import doctor
+    from .precision.commands import doctor
 
     diagnosis = doctor.diagnose()
     _print(options, diagnosis, doctor.to_text(diagnosis))

@@ -74,8 +74,8 @@ def load_core(path: Path) -> dict:
 
 def convert_halfsafe(path: Path) -> dict:
     """convert_file, one weight at a time."""
-    from halfsafe.precision.convert import convert_file
-    from halfsafe.precision.rules import rules_from
+    from halfsafe.precision.commands.convert import convert_file
+    from halfsafe.precision.plan.rules import rules_from
 
     target = path.with_name("halfsafe-converted.safetensors")
     return timed(lambda: convert_file(path, target, "fp8_e4m3fn", rules_from())) | _size(target)
@@ -91,9 +91,9 @@ def convert_read_all(path: Path) -> dict:
 
 def _quantized_at_once(path: Path) -> dict:
     import torch
-    from halfsafe.precision.checkpoint import comfy_quant_tensor, read_checkpoint
-    from halfsafe.precision.convert import decide
-    from halfsafe.precision.rules import rules_from
+    from halfsafe.precision.commands.convert import decide
+    from halfsafe.precision.formats.checkpoint import comfy_quant_tensor, read_checkpoint
+    from halfsafe.precision.plan.rules import rules_from
     from safetensors.torch import load_file
 
     tensors = load_file(path)

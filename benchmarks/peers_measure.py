@@ -279,7 +279,7 @@ def _fp8_layer(host: packs.Host, side: str):
 
 
 def _own_product(module, x):
-    from halfsafe.nodes.host.compute import Fp8Linear
+    from halfsafe.nodes.host.run.compute import Fp8Linear
 
     return Fp8Linear(module)(x)
 

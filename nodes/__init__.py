@@ -2,9 +2,9 @@
 
 from comfy_api.latest import ComfyExtension, io
 
-from . import accumulation, analysis, compare, compute, guard, loaders, rules, save, see
+from . import accumulation, analysis, compare, compute, guard, loaders, report, rules, save
 
-NODES: list[type[io.ComfyNode]] = [*loaders.NODES, *save.NODES, *rules.NODES, *compute.NODES, *accumulation.NODES, *guard.NODES, *see.NODES, *analysis.NODES, *compare.NODES]
+NODES: list[type[io.ComfyNode]] = [*loaders.NODES, *save.NODES, *rules.NODES, *compute.NODES, *accumulation.NODES, *guard.NODES, *report.NODES, *analysis.NODES, *compare.NODES]
 
 
 class HalfsafeExtension(ComfyExtension):

@@ -2,9 +2,9 @@
 
 from comfy_api.latest import io
 
-from ..precision.accumulation import ATTENTION_OPTIONS, FP16_OPTIONS, SWITCH_OPTIONS, UNCHANGED, Request
-from .badge import badge, sums_words
-from .host.accumulation import with_accumulation
+from ..precision.plan.accumulation import ATTENTION_OPTIONS, FP16_OPTIONS, SWITCH_OPTIONS, UNCHANGED, Request
+from .host.badge import badge, sums_words
+from .host.run.accumulation import with_accumulation
 from .types import CATEGORY
 
 

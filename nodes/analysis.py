@@ -3,11 +3,11 @@
 import torch
 from comfy_api.latest import io, ui
 
-from ..precision.analysis_candidates import CANDIDATES
-from ..precision.analysis_chart import analysis_chart
-from ..precision.analysis_rules import analysis_text, rules_of
+from ..precision.analysis.candidates import CANDIDATES
+from ..precision.analysis.chart import analysis_chart
+from ..precision.analysis.rules import analysis_text, rules_of
 from .host import analysis as host
-from .host.layers import compute_name
+from .host.run.layers import compute_name
 from .types import CATEGORY, RulesType
 
 

@@ -2,10 +2,10 @@
 
 from comfy_api.latest import io
 
-from ..precision.compute_plan import GOALS
-from ..precision.rules import Rules
-from .badge import badge, model_words
+from ..precision.plan.compute import GOALS
+from ..precision.plan.rules import Rules
 from .host import arithmetic
+from .host.badge import badge, model_words
 from .loaders import compute_input
 from .types import CATEGORY, RulesType
 

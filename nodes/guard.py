@@ -4,11 +4,11 @@ import torch
 from comfy_api.latest import io, ui
 
 from ..precision.errors import HalfsafeError
-from ..precision.finite import not_finite
-from ..precision.guard import ON_NAN, NonFinite
-from .badge import badge, model_words
-from .host.guard import with_guard
-from .host.guard_encoders import guard_clip, guard_vae
+from ..precision.guard.finite import not_finite
+from ..precision.guard.policy import ON_NAN, NonFinite
+from .host.badge import badge, model_words
+from .host.guard.encoders import guard_clip, guard_vae
+from .host.guard.model import with_guard
 from .types import CATEGORY
 
 CHECK_ADVICE = "The node before this one made it, or was given it: put Check Finite before that node too, or NaN Guard on the model."

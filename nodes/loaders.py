@@ -3,9 +3,9 @@
 from comfy_api.latest import io
 
 from ..precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
-from ..precision.rules import rules_from
-from .badge import badge, clip_word, model_words, vae_word
-from .host import encoders, files, models
+from ..precision.plan.rules import rules_from
+from .host.badge import badge, clip_word, model_words, vae_word
+from .host.load import encoders, files, models
 from .types import CATEGORY, RulesType
 
 NO_FILE = "none"

@@ -3,8 +3,8 @@
 from comfy_api.latest import io
 
 from ..precision.errors import HalfsafeError
-from ..precision.presets import DEFAULT_PRESET, PRESETS
-from ..precision.rules import rules_from
+from ..precision.plan.presets import DEFAULT_PRESET, PRESETS
+from ..precision.plan.rules import rules_from
 from .types import CATEGORY, RulesType
 
 

@@ -2,8 +2,8 @@
 
 from comfy_api.latest import io, ui
 
-from ..precision.rules import rules_from
-from .host.save import save_model
+from ..precision.plan.rules import rules_from
+from .host.load.save import save_model
 from .loaders import rules_input, storage_input
 from .types import CATEGORY
 

@@ -18,6 +18,7 @@ DTYPES = {
     "fp64": torch.float64,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+FP16_MAX = 65504.0
 FP8_NAMES = ("fp8_e4m3fn", "fp8_e5m2")
 FP8_DTYPES = frozenset(DTYPES[name] for name in DTYPES if name.startswith("fp8"))
 

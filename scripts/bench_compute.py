@@ -55,7 +55,7 @@ def _family_rows(comfy, families, family: str) -> list[dict]:
 
 
 def _errors(comfy, families, path: Path, call) -> dict:
-    from halfsafe.precision.quantize import relative_error
+    from halfsafe.precision.formats.quantize import relative_error
 
     reference, found = families.replay(families.load(comfy, path, "fp32"), call), {}
     for compute in ("fp16", "bf16", "fp16_safe"):
@@ -80,8 +80,8 @@ def run_fp8mm(args: argparse.Namespace) -> dict:
     os.environ["HALFSAFE_DEVICE_PROFILE"] = "sm_89"
     comfy = load_comfy(args)
     import torch
-    from halfsafe.nodes.host.compute import Fp8Linear
-    from halfsafe.precision.quantize import relative_error
+    from halfsafe.nodes.host.run.compute import Fp8Linear
+    from halfsafe.precision.formats.quantize import relative_error
     from support import families, tiny_models
 
     model = families.load(comfy, tiny_models.wan(comfy.folder / "wan.safetensors"), "fp8_e4m3fn", "fp8")

@@ -102,7 +102,7 @@ def _reset_peak(torch) -> None:
 
 
 def _error(reference, result) -> float | None:
-    from halfsafe.precision.quantize import relative_error
+    from halfsafe.precision.formats.quantize import relative_error
 
     error = relative_error(reference, result)
     return float(f"{error:.2e}") if error == error else None

@@ -67,8 +67,8 @@ def _load(nodes, path: Path) -> dict:
 
 
 def _convert(nodes, path: Path) -> dict:
-    from halfsafe.precision.convert import convert_file
-    from halfsafe.precision.rules import rules_from
+    from halfsafe.precision.commands.convert import convert_file
+    from halfsafe.precision.plan.rules import rules_from
 
     target = path.with_name("converted.safetensors")
     try:
@@ -85,7 +85,7 @@ def _plan(nodes, path: Path) -> dict:
 
 def _patch(nodes, path: Path) -> dict:
     """A plan attached, its first call prepared, its patches put on and taken off again."""
-    from halfsafe.nodes.host.compute import compute_of
+    from halfsafe.nodes.host.run.compute import compute_of
 
     model = _loaded(nodes, path)
 
@@ -98,7 +98,7 @@ def _patch(nodes, path: Path) -> dict:
 
 def _guard(nodes, path: Path) -> dict:
     """A guard attached and its first, clean call around nothing."""
-    from halfsafe.nodes.host.guard import guard_of
+    from halfsafe.nodes.host.guard.model import guard_of
 
     model = _loaded(nodes, path)
 

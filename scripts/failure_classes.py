@@ -22,7 +22,7 @@ HEAD = """# Failures that users report, and what the guard does about them
 Each class is made to happen in a real ComfyUI with small models of random weights, on a CPU. Errors are relative to the same
 model in fp32 ("no result": the run ended with an error, as it should). "extra calls": how often the model ran again. Classes that
 no test makes say why. Measured with torch {torch} on {machine} by `scripts/failure_classes.py`; the tests are in
-`tests/host/test_guard_classes.py`, which fail when a verdict or an error bound no longer holds.
+`tests/host/guard/test_classes.py`, which fail when a verdict or an error bound no longer holds.
 
 "simulated": what a device or another pack would do is imitated, so the row shows what the guard does, not that the device does so.
 "clean" with a large error: the guard cannot see it, since nothing is NaN or Inf.
@@ -38,7 +38,7 @@ def measure(comfyui: Path) -> list[Measured]:
     """
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
-        test = "tests/host/test_guard_classes.py"
+        test = "tests/host/guard/test_classes.py"
         command = [sys.executable, "-m", "pytest", "-q", test, f"--junitxml={results}"]
         environ = {**os.environ, "COMFYUI_DIR": str(comfyui), "HALFSAFE_STRICT": "1"}
         done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=False)

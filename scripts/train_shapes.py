@@ -8,7 +8,7 @@ features of a prompt are random but always the same, which is all that a model o
 
 Everything is seeded; it takes about ten minutes of one core. Each stage is kept in `--work` and not made again, whatever the
 options; the files are written at the end. A new run gives a model like the committed one, not the same bits: the first
-stage of that one's VAE saw pictures twice as large. `tests/host/test_workflows.py` tells whether it draws.
+stage of that one's VAE saw pictures twice as large. `tests/host/graph/test_workflows.py` tells whether it draws.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from reporting import comfyui_version
 TORCH = ("2.8.0", "2.11.0", "newest")
 LIBRARIES = ("numpy", "safetensors", "Pillow", "comfy-kitchen", "packaging")
 QUICK = ("-m", "not slow", "-k", "loaders or saver or compute or object_info or bad_files")
-OF_THE_MAIN_ENVIRONMENT = "tests/unit/test_scripts.py::test_broken_interpreter_is_not_usable"
+OF_THE_MAIN_ENVIRONMENT = "tests/unit/project/test_scripts.py::test_broken_interpreter_is_not_usable"
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 PROBLEM_LINES = 5
 

@@ -8,11 +8,11 @@ import copy
 
 import torch
 import torch.nn.functional as F
-from halfsafe.precision.compute_plan import Layer
-from halfsafe.precision.patching import patched
-from halfsafe.precision.plan import plan_storage
-from halfsafe.precision.quantize import absolute_max, dequantize, quantize, relative_error
-from halfsafe.precision.rules import rules_from
+from halfsafe.precision.arithmetic.patching import patched
+from halfsafe.precision.formats.quantize import absolute_max, dequantize, quantize, relative_error
+from halfsafe.precision.plan.compute import Layer
+from halfsafe.precision.plan.rules import rules_from
+from halfsafe.precision.plan.storage import plan_storage
 from torch import nn
 
 FP8 = torch.float8_e4m3fn

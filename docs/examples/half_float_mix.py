@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from halfsafe.precision.operations import SafeOperation
-from halfsafe.precision.patching import patched
-from halfsafe.precision.quantize import relative_error
-from halfsafe.precision.ranges import Ranges
+from halfsafe.precision.arithmetic.linear import SafeOperation
+from halfsafe.precision.arithmetic.patching import patched
+from halfsafe.precision.arithmetic.ranges import Ranges
+from halfsafe.precision.formats.quantize import relative_error
 from torch import nn
 
 

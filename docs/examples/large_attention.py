@@ -5,9 +5,9 @@ large in themselves are computed in fp32; all others are left alone.
 """
 
 import torch
-from halfsafe.precision.attention import BoundedAttention
-from halfsafe.precision.quantize import relative_error
-from halfsafe.precision.ranges import Ranges
+from halfsafe.precision.arithmetic.attention import BoundedAttention
+from halfsafe.precision.arithmetic.ranges import Ranges
+from halfsafe.precision.formats.quantize import relative_error
 
 HEADS, TOKENS, SIZE = 4, 64, 64
 

@@ -7,19 +7,19 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ...precision.analysis import Analysis, Session, Subject, analyze
-from ...precision.analysis_candidates import Candidate, with_fp16_sums
-from ...precision.analysis_search import MAX_TRIALS
-from ...precision.eager import eager
-from ...precision.operations import kind_of
-from ...precision.patching import Patch
-from ...precision.rules import Rules, rules_from
-from .accumulation import accumulation_of, with_accumulation
-from .compute import compute_of, set_compute
-from .layers import stream_dtype
-from .modules import core_weights, exchanged, matrix_layers, only_multiplies
-from .progress import advancing
-from .wrappers import GUARD
+from ...precision.analysis.candidates import Candidate, with_fp16_sums
+from ...precision.analysis.search import MAX_TRIALS
+from ...precision.analysis.session import Analysis, Session, Subject, analyze
+from ...precision.arithmetic.compiling import eager
+from ...precision.arithmetic.linear import kind_of
+from ...precision.arithmetic.patching import Patch
+from ...precision.plan.rules import Rules, rules_from
+from .load.progress import advancing
+from .run.accumulation import accumulation_of, with_accumulation
+from .run.compute import compute_of, set_compute
+from .run.layers import stream_dtype
+from .run.modules import core_weights, exchanged, matrix_layers, only_multiplies
+from .run.wrappers import GUARD
 
 KEY = "halfsafe.analysis"
 STEPS = 4

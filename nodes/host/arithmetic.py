@@ -2,18 +2,18 @@
 
 import torch
 
-from ...precision.accumulation import Request
-from ...precision.compute_plan import MODE_OF, SAFE, ComputeDecision, ComputePlan, plan_compute, plan_for_goal
 from ...precision.dtypes import dtype_named
-from ...precision.plan import rules_without_effect
-from ...precision.rules import Rules
-from .accumulation import with_accumulation
-from .compute import set_compute
-from .devices import current_device
-from .guard_encoders import vae_in
-from .layers import stream_dtype
-from .modules import modules_of, only_multiplies
-from .state import model_facts, storages
+from ...precision.plan.accumulation import Request
+from ...precision.plan.compute import MODE_OF, SAFE, ComputeDecision, ComputePlan, plan_compute, plan_for_goal
+from ...precision.plan.rules import Rules
+from ...precision.plan.storage import rules_without_effect
+from .guard.encoders import vae_in
+from .load.devices import current_device
+from .report import model_facts, storages
+from .run.accumulation import with_accumulation
+from .run.compute import set_compute
+from .run.layers import stream_dtype
+from .run.modules import modules_of, only_multiplies
 
 SUMS = {
     "quality": Request(fp16_accumulation="off", reduced_precision_reduction="off", tf32="off"),

@@ -3,8 +3,8 @@
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
-from ...precision.guard import EVENT
-from ...precision.report import GuardEvent, plain
+from ...precision.guard.policy import EVENT
+from ...precision.report.schema import GuardEvent, plain
 
 
 def running_prompt_id() -> str | None:

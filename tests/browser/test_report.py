@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from browser.comfy_page import ComfyPage
 from comfyui_server import Server
-from halfsafe.precision.rules import parse
+from halfsafe.precision.plan.rules import parse
 
 WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "quick-fp8.json"
 ROWS = ".hs-table tbody tr:not(.hs-reason)"

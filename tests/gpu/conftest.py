@@ -42,7 +42,7 @@ def device() -> torch.device:
 @pytest.fixture(scope="session")
 def capabilities(device: torch.device) -> dict[str, bool]:
     """What this device can do, by the pack's own probes."""
-    from halfsafe.precision.devices import detect
+    from halfsafe.precision.devices.detect import detect
 
     return detect(device).capabilities
 

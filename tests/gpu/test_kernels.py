@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
-from halfsafe.precision import flags, probes
-from halfsafe.precision.devices import detect
-from halfsafe.precision.operations import SafeOperation, has_wide_output
-from halfsafe.precision.partial_sums import FLAG
-from halfsafe.precision.quantize import relative_error
-from halfsafe.precision.ranges import Ranges
+from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.arithmetic.fp16_sums import FLAG
+from halfsafe.precision.arithmetic.linear import SafeOperation, has_wide_output
+from halfsafe.precision.arithmetic.ranges import Ranges
+from halfsafe.precision.devices import probes
+from halfsafe.precision.devices.detect import detect
+from halfsafe.precision.formats.quantize import relative_error
 from support.plain_weights import plain_weights
 
 
@@ -93,7 +94,7 @@ def test_the_flag_for_fp16_sums_acts_where_the_probe_says_so(device):
 def test_an_fp8_product_with_a_dynamic_scale(device, capabilities):
     if not capabilities["fp8_matmul"]:
         pytest.skip("no fp8 products here")
-    from halfsafe.precision.quantize import activation_scale
+    from halfsafe.precision.formats.quantize import activation_scale
 
     torch.manual_seed(0)
     x = torch.randn(256, 256, device=device).bfloat16()

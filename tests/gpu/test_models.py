@@ -5,8 +5,8 @@ import importlib
 
 import pytest
 import torch
-from halfsafe.nodes.host.compute import compute_of
-from halfsafe.precision.quantize import relative_error
+from halfsafe.nodes.host.run.compute import compute_of
+from halfsafe.precision.formats.quantize import relative_error
 from support import families, tiny_models
 from support.families import load
 from support.guarding import guarded, is_finite, plain_fp16, report_of

@@ -35,7 +35,7 @@ class Unavailable(pytest.Module):
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    if COMFYUI is None and module_path.parent == Path(__file__).parent:
+    if COMFYUI is None and Path(__file__).parent in module_path.parents:
         return Unavailable.from_parent(parent, path=module_path)
     return None
 

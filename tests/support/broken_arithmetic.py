@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from halfsafe.precision import flags
-from halfsafe.precision.partial_sums import FLAG
+from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.arithmetic.fp16_sums import FLAG
 from torch.overrides import TorchFunctionMode
 
 

@@ -10,21 +10,22 @@ from pathlib import Path
 from random import Random
 
 import torch
-from halfsafe.precision.chart import chart
-from halfsafe.precision.checkpoint import read_checkpoint
-from halfsafe.precision.convert import convert_file, decide, state_dict
-from halfsafe.precision.devices import detect
+from halfsafe.precision.commands.convert import convert_file, decide
+from halfsafe.precision.commands.inspect import inspect_file, scan_file
+from halfsafe.precision.commands.plan import preview
+from halfsafe.precision.commands.text import conversion_text, inspection_text, scan_text
+from halfsafe.precision.devices.detect import detect
+from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from halfsafe.precision.dtypes import STORAGE_OPTIONS
 from halfsafe.precision.errors import CheckpointError, HalfsafeError, RuleError
-from halfsafe.precision.file_report import conversion_text, inspection_text, scan_text
-from halfsafe.precision.inspect import inspect_file, scan_file
-from halfsafe.precision.presets import PRESETS
-from halfsafe.precision.preview import preview
-from halfsafe.precision.profiles import PROFILE_NAMES
-from halfsafe.precision.quantize import relative_error
-from halfsafe.precision.report import GuardEvent, KeptHigh, LayerReport, Report, WithoutEffect
-from halfsafe.precision.rules import parse, rules_from
-from halfsafe.precision.safetensors_file import open_checkpoint
+from halfsafe.precision.formats.checkpoint import read_checkpoint
+from halfsafe.precision.formats.comfy_state import state_dict
+from halfsafe.precision.formats.quantize import relative_error
+from halfsafe.precision.formats.safetensors_file import open_checkpoint
+from halfsafe.precision.plan.presets import PRESETS
+from halfsafe.precision.plan.rules import parse, rules_from
+from halfsafe.precision.report.chart import chart
+from halfsafe.precision.report.schema import GuardEvent, KeptHigh, LayerReport, Report, WithoutEffect
 
 from . import mutations
 

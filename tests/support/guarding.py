@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 import torch
-from halfsafe.nodes.host.guard import guard_of
+from halfsafe.nodes.host.guard.model import guard_of
 from support import families
 from support.families import load
 

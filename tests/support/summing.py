@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from halfsafe.precision import flags
+from halfsafe.precision.arithmetic import flags
 from support import families
 
 FLAG = "fp16_accumulation"

@@ -1,0 +1,56 @@
+"""What a node shows on its badge in the page: the dtypes its output really has."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from ...precision.dtypes import name_of
+from .report import storage_of
+from .run.accumulation import accumulation_of
+from .run.compute import compute_of
+from .run.layers import compute_name
+
+KEY = "halfsafe_badge"
+
+
+def badge(*words: str | None) -> dict[str, list[str]] | None:
+    """A node's ui output that puts the words on its badge; None where there is none to show."""
+    shown = list(filter(None, words))
+    return {KEY: [" \u00b7 ".join(shown)]} if shown else None
+
+
+def model_words(model) -> tuple[str, str]:
+    """(storage of most weights, compute dtype) of a model as resolved on this device."""
+    compute = compute_of(model)
+    used = "fp8" if compute and compute.plan.fp8_matmul else compute_name(model)
+    return _most(model.model.diffusion_model.parameters()), used
+
+
+def clip_word(clip) -> str:
+    """The storage of most weights of a text encoder."""
+    return _most(clip.cond_stage_model.parameters())
+
+
+def vae_word(vae) -> str:
+    """The dtype a VAE works in."""
+    return name_of(vae.vae_dtype)
+
+
+def sums_words(model) -> list[str]:
+    """How products are planned to be summed, as far as an accumulation node decides it and it acts here."""
+    accumulation = accumulation_of(model)
+    if accumulation is None:
+        return []
+    plan = accumulation.plan_for(model)
+    idle = {setting.partition("=")[0] for setting, _ in plan.without_effect}
+    fp16 = (plan.proving or plan.flags.get("fp16_accumulation")) and "fp16_accumulation" not in idle
+    tf32 = plan.flags.get("tf32_matmul") and "tf32" not in idle
+    return ["fp16 sums" if fp16 else "fp32 sums", "fast fp8 sums" if plan.fp8_fast else "", "tf32" if tf32 else ""]
+
+
+def _most(parameters: Iterable[torch.Tensor]) -> str:
+    sizes = Counter()
+    for parameter in parameters:
+        sizes[storage_of(parameter)] += parameter.numel()
+    return sizes.most_common(1)[0][0]

@@ -1,0 +1,211 @@
+"""A model of which some parts run wider than by themselves: what the guard puts on it for the length of a call."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
+
+from ....precision.arithmetic import flags
+from ....precision.arithmetic.fp16_sums import FLAG
+from ....precision.arithmetic.patching import Patch, patched
+from ....precision.arithmetic.ranges import magnitude
+from ....precision.guard.policy import Escalation, Seen, span_of
+from ....precision.plan.choice import Choice
+from ....precision.plan.compute import ComputeDecision, ComputePlan
+from ..run.attention import full_precision_attention, in_one_dtype, is_fused, overridden
+from ..run.call import Call
+from ..run.compute import PlannedLayers
+from ..run.modules import modules_of, only_multiplies, plain_name
+
+SCALED = ("fp16_wide", "fp16_scaled")
+CAST = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def top_level_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Name -> module of the parts a diffusion model is made of: its blocks, and what stands beside their lists.
+
+    A UNet's blocks are lists themselves, whose items ComfyUI calls one by one.
+    """
+    parts: dict[str, torch.nn.Module] = {}
+    for name, child in model.named_children():
+        if isinstance(child, (torch.nn.ModuleList, TimestepEmbedSequential)):
+            parts |= {f"{name}.{inner}": module for inner, module in _items(child)}
+        elif any(isinstance(module, torch.nn.ModuleList) for module in child.children()):
+            parts |= {f"{name}.{inner}": module for inner, module in top_level_parts(child).items()}
+        else:
+            parts[name] = child
+    return {plain_name(name): module for name, module in parts.items()}
+
+
+def _items(container: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, item in container.named_children():
+        if isinstance(item, TimestepEmbedSequential):
+            yield from ((f"{name}.{inner}", module) for inner, module in item.named_children())
+        else:
+            yield name, item
+
+
+class EscalatedLayers:
+    """One model under an escalation: how its calls run until the escalation grows.
+
+    Args:
+        escalation: what runs wider.
+        model: ComfyUI's BaseModel, with nothing of ours on it at the moment.
+        modes: layer -> mode without the escalation, for the layers that multiply.
+    """
+
+    def __init__(self, escalation: Escalation, model, modes: dict[str, str]):
+        self.parts = top_level_parts(model.diffusion_model)
+        self.everywhere = escalation.stream or escalation.whole
+        self.spans = {name: part for name, part in self.parts.items() if name in escalation.spans and not self.everywhere}
+        plan = _plan(model, escalation, {name: mode for name, mode in modes.items() if self._widens(name)})
+        self.decided = {name: decision.mode for name, decision in plan.decisions.items()}
+        self.planned = PlannedLayers(plan, model, self._widens)
+        self.whole = escalation.whole
+        self._inside = 0
+        self._model = model if self.everywhere else None
+        self.extra: list[Patch] = []
+
+    def _widens(self, name: str) -> bool:
+        return self.everywhere or bool(span_of(name, self.spans))
+
+    def call(self, executor, *args, **kwargs):
+        """One call of the model inside of whatever wrappers others have."""
+        call = Call(executor, *args, **kwargs)
+        if self.everywhere or self.spans:
+            call.options = overridden(call.options, self._attend)
+        with patched(self._patches()), _sums_in_fp32(self.everywhere):
+            return self.planned.call(call)
+
+    def modes(self) -> dict[str, str]:
+        """Layer -> the mode it runs in now."""
+        return self.decided | self.planned.modes()
+
+    def _patches(self) -> list[Patch]:
+        own = {id(module): value for module, name, value in self.planned.patches if name == "forward"}
+        spans = [(part, "forward", self._span(own.get(id(part), part.forward))) for part in self.spans.values()]
+        return [*self._on_model(), *self.planned.patches, *spans, *self.extra]
+
+    def _on_model(self) -> list[Patch]:
+        """The cast to the stream's dtype at the model's entry is also what gives a step cache, which adds to what it
+        is given in place, something else than the sampler's own latent."""
+        if self._model is None:
+            return []
+        sampling = self._model.model_sampling
+        entry = sampling.calculate_input
+        return [
+            (self._model, "manual_cast_dtype", torch.float32),
+            (sampling, "calculate_input", lambda sigma, noise: entry(sigma, noise).clone()),
+        ]
+
+    def _span(self, forward: Callable) -> Callable:
+        """A part's forward with fp32 between its layers; its result has the dtype it was given."""
+
+        def run(*args, **kwargs):
+            floats = _tensors([*args, *kwargs.values()])
+            given = next((value.dtype for value in floats if value.dtype != torch.float32), None)
+            args, kwargs = _cast(args, torch.float32), {key: _cast(value, torch.float32) for key, value in kwargs.items()}
+            self._inside += 1
+            try:
+                with _sums_in_fp32(True):
+                    result = forward(*args, **kwargs)
+            finally:
+                self._inside -= 1
+            return result if given is None else _cast(result, given)
+
+        return run
+
+    def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
+        if not (self.everywhere or self._inside):
+            return attention(*args, **kwargs)
+        plain = full_precision_attention(function)
+        if self.whole:
+            return in_one_dtype(plain, *args, **kwargs)
+        return self.planned.attention(plain, *args, fused=is_fused(plain), **kwargs)
+
+
+class Observed:
+    """The largest magnitudes of a call: of each layer that multiplies and of each top-level part, and which parts have
+    an attention that fp16 could not hold."""
+
+    def __init__(self, layers: EscalatedLayers):
+        self._layers: dict[str, torch.Tensor] = {}
+        self._spans: dict[str, torch.Tensor] = {}
+        self._attention = layers.planned.attention
+        self._with_full_attention: set[str] = set()
+        forwards = {id(module): value for module, name, value in layers.planned.patches if name == "forward"}
+        modules = layers.planned.modules.items()
+        own = {id(module): self._observed(name, forwards[id(module)]) for name, module in modules}
+        parts = [(part, self._measured(name, own.get(id(part), part.forward))) for name, part in layers.parts.items()]
+        layers.extra = [(module, "forward", own[id(module)]) for _, module in modules]
+        layers.extra += [(part, "forward", forward) for part, forward in parts]
+
+    def _observed(self, name: str, forward: Callable) -> Callable:
+        def run(x, *args, **kwargs):
+            result = forward(x, *args, **kwargs)
+            self._note(self._layers, name, (x, result))
+            return result
+
+        return run
+
+    def _measured(self, name: str, forward: Callable) -> Callable:
+        def run(*args, **kwargs):
+            first = self._attention.index
+            result = forward(*args, **kwargs)
+            self._note(self._spans, name, result)
+            if any(self._attention.in_full[first : self._attention.index]):
+                self._with_full_attention.add(name)
+            return result
+
+        return run
+
+    def _note(self, kept: dict[str, torch.Tensor], name: str, values) -> None:
+        for value in _tensors(values):
+            size = magnitude(value)
+            kept[name] = torch.maximum(kept[name], size) if name in kept else size
+
+    def seen(self) -> Seen:
+        return Seen(_numbers(self._layers), _numbers(self._spans), frozenset(self._with_full_attention))
+
+
+def _sums_in_fp32(here: bool) -> contextlib.AbstractContextManager:
+    return flags.flags_set({FLAG: False}) if here and flags.is_on(FLAG) else contextlib.nullcontext()
+
+
+def safe_escalation(modes: dict[str, str]) -> Escalation:
+    """Everything that cannot overflow: fp32 between layers, products with fp16 operands scaled to fit."""
+    return Escalation(dict.fromkeys(modes, "fp16_wide"), stream=True)
+
+
+def _plan(model, escalation: Escalation, modes: dict[str, str]) -> ComputePlan:
+    if escalation.whole:
+        modes = dict.fromkeys(modes, "fp32")
+    modules = modules_of(model)
+    decisions = {name: _decision({**modes, **escalation.layers}[name], modules[name]) for name in modes}
+    return ComputePlan(Choice("fp16", "fp16"), decisions)
+
+
+def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
+    """What others multiply in their own way runs in fp32 where it would have to be wide; fp8 operands become fp16."""
+    if mode in SCALED:
+        mode = "fp16_wide" if only_multiplies(module) else "fp32"
+    return ComputeDecision("fp16_wide" if mode == "fp8" else mode, "fp32", "escalated by the guard")
+
+
+def _tensors(values) -> list[torch.Tensor]:
+    """The floating tensors among arguments, in nested tuples and lists too."""
+    if isinstance(values, torch.Tensor):
+        return [values] if values.is_floating_point() else []
+    return [tensor for value in values for tensor in _tensors(value)] if isinstance(values, (tuple, list)) else []
+
+
+def _cast(values, dtype: torch.dtype):
+    """Arguments with their 16-bit and fp32 tensors in ``dtype``."""
+    if isinstance(values, torch.Tensor):
+        return values.to(dtype) if values.dtype in CAST else values
+    return type(values)(_cast(value, dtype) for value in values) if type(values) in (tuple, list) else values
+
+
+def _numbers(kept: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {name: value.item() for name, value in kept.items()}

@@ -1,0 +1,86 @@
+"""What the guard knows of one model in one state of its weights: what runs wider in it, and what earlier runs taught."""
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from ....precision.dtypes import name_of
+from ....precision.guard.localize import Origin
+from ....precision.guard.policy import Escalation
+from ..run.call import Call
+from ..run.layers import is_compiled, modes_of, settings_of, stream_dtype
+from ..run.modules import matrix_layers
+from ..run.per_model import hooks_of
+from .clamps import clamps_in_fp16
+from .escalation import EscalatedLayers, safe_escalation
+
+WHOLE = Escalation(whole=True)
+_learned: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple, Escalation]] = weakref.WeakKeyDictionary()
+
+
+class Guarded:
+    """One model in one state of its weights.
+
+    Args:
+        model: ComfyUI's BaseModel.
+        recall: begin with what any guard has learned of the model; for a guard that may change what runs.
+    """
+
+    def __init__(self, model, recall: bool):
+        patcher = model.current_patcher
+        self.model = weakref.ref(model)
+        self.modules = dict(model.diffusion_model.named_modules())
+        multiplying = {name for name, _ in matrix_layers(model)}
+        self.modes = {name: mode for name, mode in modes_of(patcher).items() if name in multiplying}
+        self.stream = name_of(stream_dtype(patcher))
+        self.half = self.stream == "fp16"
+        self.watches_clamps = self.half and not is_compiled(patcher) and clamps_in_fp16(model.diffusion_model)
+        self.escalation = Escalation()
+        self.layers: EscalatedLayers | None = None
+        self.active: Callable | None = None
+        if recall:
+            self.grow(_learned.get(model, {}).get(_known_as(model), self.escalation))
+
+    def grow(self, escalation: Escalation) -> None:
+        """Run with this escalation from now on."""
+        if escalation != self.escalation:
+            self.escalation, self.layers = escalation, EscalatedLayers(escalation, self.model(), self.modes)
+
+    def remember(self, escalation: Escalation) -> None:
+        """Run with this escalation from now on, in later runs of the model too."""
+        self.grow(escalation)
+        model = self.model()
+        _learned.setdefault(model, {})[_known_as(model)] = escalation
+
+    def run(self, call: Call, active: Callable | None) -> torch.Tensor:
+        """A call of the model with ``active`` as the innermost wrapper."""
+        self.active = active
+        try:
+            return call()
+        finally:
+            self.active = None
+
+    def rungs(self) -> list[Escalation]:
+        """The arithmetic to repeat a failed call in, in this order; nothing for a model that is in fp32 already."""
+        lowered = any(mode != "fp32" for mode in self.modes.values()) or self.stream != "fp32"
+        safe = [safe_escalation(self.modes)] if self.half and not self.escalation.whole else []
+        return [*safe, WHOLE] if lowered and not self.escalation.whole else safe
+
+    def modes_at(self, origin: Origin | None) -> tuple[str, str]:
+        """(mode by itself, mode now) of the layer that failed, or of the values between layers."""
+        layer = origin.layer if origin else ""
+        own = self.modes.get(layer, self.stream)
+        if layer not in self.modes:
+            return own, "fp32" if self.escalation else own
+        return own, self.layers.modes().get(layer, own) if self.layers else own
+
+
+def _known_as(model) -> tuple:
+    """What is learned of a model holds for: its patches, hooks, compute plan and dtype.
+
+    ComfyUI gives the patches of a model with hooks a new id in each run, so they are told by themselves.
+    """
+    patcher = model.current_patcher
+    patches = tuple((key, patch[0], id(patch[1])) for key, all_of_it in patcher.patches.items() for patch in all_of_it)
+    return hash(patches), hooks_of(patcher), *settings_of(patcher)

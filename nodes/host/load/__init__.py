@@ -1,0 +1,1 @@
+"""Loading and saving through ComfyUI's own loaders."""

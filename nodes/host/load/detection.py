@@ -1,0 +1,175 @@
+"""Which model a state dict is, by ComfyUI's own detection, and the module class of each of its layers."""
+
+import contextlib
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+import comfy.model_detection
+import comfy.ops
+import comfy.utils
+import torch
+
+from ....precision.arithmetic.linear import kind_of
+from ....precision.dtypes import name_of
+from ....precision.errors import CheckpointError
+from ....precision.formats.checkpoint import Checkpoint, StoredWeight
+from ....precision.formats.comfy_state import model_prefix
+from ....precision.plan.compute import Layer, ModelFacts
+from ....precision.plan.storage import file_dtype, is_calibrated
+
+
+@dataclass(frozen=True)
+class Detected:
+    """A checkpoint that ComfyUI knows, with ComfyUI's ``config`` of its architecture.
+
+    ``layer_names``: the layer inside the model that each ``.weight`` tensor of the file belongs to; ``missing``: matrix
+    layers of the model for which the file has no weight.
+    """
+
+    checkpoint: Checkpoint
+    prefix: str
+    config: Any
+    facts: ModelFacts
+    layer_names: dict[str, str]
+    missing: list[str]
+
+
+def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected:
+    """Recognise the diffusion model in a checkpoint.
+
+    ``only_diffusion_model`` drops what is not part of it, and converts diffusers' names to ComfyUI's.
+
+    Raises:
+        CheckpointError: ComfyUI does not know this architecture.
+    """
+    prefix = comfy.model_detection.unet_prefix_from_state_dict(checkpoint.weights)
+    if only_diffusion_model:
+        checkpoint, prefix = _stripped(checkpoint, prefix), ""
+    original, config = checkpoint, _config(checkpoint, prefix)
+    if config is None and only_diffusion_model:
+        checkpoint = _from_diffusers(checkpoint)
+        config = _config(checkpoint, "")
+    if config is None:
+        advice = _hint(original, only_diffusion_model)
+        raise CheckpointError(checkpoint.path, "ComfyUI does not know this architecture", advice=advice)
+    modules = _modules(config, checkpoint, prefix)
+    renamed = _renamed_tensors(config, checkpoint, prefix)
+    names = _layer_names(renamed, checkpoint, prefix)
+    missing = [name for name, module in modules.items() if kind_of(module) and f"{name}.weight" not in renamed]
+    return Detected(checkpoint, prefix, config, _facts(checkpoint, modules, names, prefix, config), names, missing)
+
+
+def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
+    """What lies below ``prefix``, which ComfyUI told, or else below one that every name has."""
+    for start in (prefix, model_prefix(checkpoint)):
+        inside = {name[len(start) :]: weight for name, weight in checkpoint.weights.items() if name.startswith(start)}
+        if inside:
+            weights = {name: _renamed(weight, name, start) for name, weight in inside.items()}
+            return replace(checkpoint, weights=weights)
+    return checkpoint
+
+
+def _renamed(weight: StoredWeight, name: str, prefix: str) -> StoredWeight:
+    companions = {key.removeprefix(prefix): tensor for key, tensor in weight.companions.items()}
+    return replace(weight, name=name, companions=companions)
+
+
+def _config(checkpoint: Checkpoint, prefix: str):
+    return comfy.model_detection.model_config_from_unet(tensors_of(checkpoint), prefix, metadata=checkpoint.metadata)
+
+
+def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Every tensor by name, as the file holds it, with what ComfyUI's own formats need beside it."""
+    tensors = {name: weight.data for name, weight in checkpoint.weights.items()}
+    for weight in checkpoint.weights.values():
+        tensors.update(weight.companions)
+    return tensors
+
+
+def _from_diffusers(checkpoint: Checkpoint) -> Checkpoint:
+    """The same model under ComfyUI's names. Fused layers mix the weights of several, so quantized ones become bf16."""
+    plain = plain_tensors(checkpoint)
+    converted = comfy.model_detection.convert_diffusers_mmdit(dict(plain), "") or _from_diffusers_unet(plain)
+    weights = {name: StoredWeight(name, tensor) for name, tensor in converted.items()}
+    note = "The file has diffusers' names: it was converted to ComfyUI's."
+    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
+
+
+def plain_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Every tensor by name, those quantized with a scale in bf16."""
+    return {
+        name: weight.dequantize(torch.bfloat16) if weight.scale is not None else weight.data
+        for name, weight in checkpoint.weights.items()
+    }
+
+
+def _from_diffusers_unet(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    try:
+        config = comfy.model_detection.model_config_from_diffusers_unet(tensors)
+    except KeyError:
+        config = None
+    if config is None:
+        return {}
+    names = comfy.utils.unet_to_diffusers(config.unet_config)
+    return {name: tensors[source] for source, name in names.items() if source in tensors}
+
+
+def _facts(checkpoint: Checkpoint, modules: dict, names: dict[str, str], prefix: str, config) -> ModelFacts:
+    held = [(layer, modules[layer], checkpoint.weights[name].data) for name, layer in names.items() if layer in modules]
+    layers = [Layer(name, type(module).__name__, tuple(tensor.shape)) for name, module, tensor in held]
+    inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
+    supported = tuple(name_of(dtype) for dtype in config.supported_inference_dtypes)
+    return ModelFacts(
+        layers=layers,
+        parameters=sum(weight.data.numel() for weight in inside),
+        file_dtype=file_dtype(checkpoint, prefix),
+        supported=supported,
+        calibrated=is_calibrated(checkpoint, prefix),
+    )
+
+
+def _renamed_tensors(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:
+    """The diffusion model's tensors under the names that ComfyUI gives those of this family as it loads them."""
+    inside = (name for name in checkpoint.weights if name.startswith(prefix))
+    return config.process_unet_state_dict({name[len(prefix) :]: checkpoint.weights[name].data for name in inside})
+
+
+def _layer_names(renamed: dict[str, torch.Tensor], checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
+    by_tensor = {id(tensor): name for name, tensor in renamed.items()}
+    inside = ((name, weight.data) for name, weight in checkpoint.weights.items() if name.startswith(prefix))
+    targets = ((name, by_tensor.get(id(tensor), "")) for name, tensor in inside)
+    return {name: target.removesuffix(".weight") for name, target in targets if target.endswith(".weight")}
+
+
+def _modules(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.nn.Module]:
+    """The model's modules by name, without their weights."""
+    config.set_inference_dtype(torch.bfloat16, None)
+    config.custom_operations = comfy.ops.disable_weight_init
+    with _quiet():
+        model = config.get_model(tensors_of(checkpoint), prefix, device=torch.device("meta"))
+    return dict(model.diffusion_model.named_modules())
+
+
+@contextlib.contextmanager
+def _quiet():
+    """ComfyUI logs each model it builds; this one only lends its module classes."""
+    logger = logging.getLogger()
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _hint(checkpoint: Checkpoint, only_diffusion_model: bool) -> str:
+    if any("lora" in name for name in checkpoint.weights):
+        return "It looks like a LoRA: load it with a LoRA loader."
+    if any(name.startswith(("text_model.", "encoder.block.", "model.layers.", "shared.")) for name in checkpoint.weights):
+        return "It looks like a text encoder: load it with Load CLIP."
+    if any(name.startswith(("decoder.conv", "decoder.mid", "decoder.middle")) for name in checkpoint.weights):
+        return "It looks like a VAE: load it with Load VAE."
+    if not only_diffusion_model:
+        return "If it holds a diffusion model alone, put it in models/diffusion_models and load it from there."
+    return "Check that it is a diffusion model, and whether a newer ComfyUI supports it."

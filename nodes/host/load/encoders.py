@@ -1,0 +1,179 @@
+"""Text encoders and VAEs through ComfyUI's own loaders."""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import nodes
+import torch
+
+from ....precision.devices.memory import require_memory
+from ....precision.dtypes import dtype_named, name_of
+from ....precision.errors import CheckpointError
+from ....precision.formats import comfy_state
+from ....precision.formats.checkpoint import Checkpoint, StoredWeight
+from ....precision.plan.choice import Choice, LoadRecord
+from ....precision.plan.storage import file_dtype, layers_of, plan_text_encoder
+from .detection import detect_model, plain_tensors, tensors_of
+from .devices import free_host_memory
+from .files import embedding_folders, open_model
+from .models import ATTACHMENT
+from .progress import byte_progress
+
+FP32_ACTIVATIONS = "ComfyUI runs text encoders with fp32 activations"
+CLIP_NORM = "text_model.final_layer_norm.weight"
+logger = logging.getLogger("halfsafe")
+
+
+def text_encoder_types() -> list[str]:
+    """ComfyUI's own list of text encoder types: those of its single loader, then those only its dual loader has."""
+    single = nodes.CLIPLoader.INPUT_TYPES()["required"]["type"][0]
+    dual = nodes.DualCLIPLoader.INPUT_TYPES()["required"]["type"][0]
+    return [*single, *(name for name in dual if name not in single)]
+
+
+def load_text_encoder(paths: Sequence[str], kind: str, storage: str, compute: str, disable_dynamic: bool = False):
+    """A CLIP made of one to four text encoder files. ``kind``: one of :func:`text_encoder_types`."""
+    files = [_open_clip_split(open_model(path)) for path in paths]
+    if not any(comfy.sd.detect_te_model(tensors_of(file)) for file in files):
+        raise CheckpointError(paths[0], "ComfyUI knows no text encoder like this", advice="Check that it is a text encoder.")
+    converted = [_converted(file, storage) for file in files]
+    clip = comfy.sd.load_text_encoder_state_dicts(
+        [tensors for tensors, _ in converted],
+        embedding_directory=embedding_folders(),
+        clip_type=comfy.sd.CLIPType[kind.upper()],
+        model_options=_options([tensors for tensors, _ in converted], converted[0][1].used),
+        disable_dynamic=disable_dynamic,
+    )
+    return _finished(clip, paths[0], compute, converted[0][1], (_text_encoder_patcher, (paths, kind, storage, compute)))
+
+
+def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool = False):
+    """The CLIP of a full checkpoint, or None where it holds none."""
+    detected = detect_model(open_model(path), only_diffusion_model=False)
+    target = detected.config.clip_target(state_dict=tensors_of(detected.checkpoint))
+    encoder = _renamed(detected.checkpoint, detected.config.process_clip_state_dict)
+    if target is None or not encoder.weights:
+        return None
+    tensors, choice = _converted(encoder, storage)
+    clip = comfy.sd.CLIP(
+        target,
+        embedding_directory=embedding_folders(),
+        tokenizer_data=tensors,
+        parameters=comfy.utils.calculate_parameters(tensors),
+        state_dict=tensors,
+        model_options=_options([tensors], choice.used),
+        disable_dynamic=disable_dynamic,
+    )
+    return _finished(clip, path, "auto", choice, (_checkpoint_text_encoder_patcher, (path, storage)))
+
+
+def _text_encoder_patcher(*args, disable_dynamic: bool = False):
+    return load_text_encoder(*args, disable_dynamic=disable_dynamic).patcher
+
+
+def _checkpoint_text_encoder_patcher(*args, disable_dynamic: bool = False):
+    return load_checkpoint_text_encoder(*args, disable_dynamic=disable_dynamic).patcher
+
+
+def _renamed(checkpoint: Checkpoint, process: Callable[[dict], dict]) -> Checkpoint:
+    """The checkpoint under the names that ComfyUI's ``process`` gives its tensors; those it computes anew are plain."""
+    known = {id(weight.data): weight for weight in checkpoint.weights.values()}
+    processed = process({name: weight.data for name, weight in checkpoint.weights.items()})
+    weights = {
+        name: replace(known[id(tensor)], name=name) if id(tensor) in known else StoredWeight(name, tensor)
+        for name, tensor in processed.items()
+    }
+    return replace(checkpoint, weights=weights)
+
+
+def _open_clip_split(checkpoint: Checkpoint) -> Checkpoint:
+    if "transformer.resblocks.0.ln_1.weight" not in checkpoint.weights:
+        return checkpoint
+    return _renamed(checkpoint, lambda tensors: comfy.utils.clip_text_transformers_convert(tensors, "", ""))
+
+
+def _converted(checkpoint: Checkpoint, storage: str) -> tuple[dict[str, torch.Tensor], Choice]:
+    default = name_of(comfy.model_management.text_encoder_dtype(comfy.model_management.text_encoder_device()))
+    in_16_bit = sum(2 * weight.data.numel() for weight in checkpoint.weights.values())
+    choice, decisions = plan_text_encoder(
+        layers_of(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free_host_memory()
+    )
+    weights = (weight for weight in checkpoint.weights.values() if weight.layer in decisions)
+    storages = {weight.layer: comfy_state.storage_to_make(weight, decisions[weight.layer].storage) for weight in weights}
+    needed = in_16_bit // 2 if choice.used.startswith("fp8") else in_16_bit
+    require_memory(needed, f"Loading {checkpoint.path}", free_host_memory())
+    tensors, _ = comfy_state.state_dict(checkpoint, storages, byte_progress(checkpoint.weights.values()))
+    return {**tensors, **_missing_projections(tensors)}, choice
+
+
+def _missing_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Identities for the text projections that CLIP-L files lack: ComfyUI's quantized layers crash without a weight."""
+    if not _is_quantized(tensors):
+        return {}
+    norms = {name.removesuffix(CLIP_NORM): tensor for name, tensor in tensors.items() if name.endswith(CLIP_NORM)}
+    return {
+        f"{prefix}text_projection.weight": torch.eye(len(norm), dtype=norm.dtype)
+        for prefix, norm in norms.items()
+        if f"{prefix}text_projection.weight" not in tensors and f"{prefix}text_projection" not in tensors
+    }
+
+
+def _is_quantized(tensors: dict[str, torch.Tensor]) -> bool:
+    return any(name.endswith(".comfy_quant") for name in tensors)
+
+
+def _options(encoders: Sequence[dict[str, torch.Tensor]], storage: str) -> dict:
+    quantized = any(map(_is_quantized, encoders))
+    options = {} if storage.startswith("fp8") or storage == "as_file" else {"dtype": dtype_named(storage)}
+    return {**options, "quantization_metadata": {"mixed_ops": True}} if quantized else options
+
+
+def _finished(clip, path: str, compute: str, storage: Choice, factory: tuple):
+    without_effect = () if compute in ("auto", "fp32") else ((f"compute={compute}", FP32_ACTIVATIONS),)
+    record = LoadRecord(path, "", storage, without_effect=without_effect)
+    clip.patcher.set_attachments(ATTACHMENT, record)
+    clip.patcher.cached_patcher_init = factory
+    logger.info("Halfsafe: %s: storage %s", path, storage)
+    for setting, reason in without_effect:
+        logger.warning("Halfsafe: %s: %s has no effect: %s", path, setting, reason)
+    return clip
+
+
+def load_vae(path: str, dtype: str):
+    """The VAE in a file, computed in ``dtype`` (``auto``: ComfyUI's choice for the device)."""
+    checkpoint = open_model(path)
+    return _vae(plain_tensors(checkpoint), checkpoint, dtype, (_vae_patcher, (path, dtype)))
+
+
+def load_checkpoint_vae(path: str, dtype: str):
+    """The VAE of a full checkpoint, or None where it holds none."""
+    detected = detect_model(open_model(path), only_diffusion_model=False)
+    prefixes = dict.fromkeys(detected.config.vae_key_prefix, "")
+    inside = functools.partial(comfy.utils.state_dict_prefix_replace, replace_prefix=prefixes, filter_keys=True)
+    part = _renamed(detected.checkpoint, inside)
+    if not part.weights:
+        return None
+    tensors = detected.config.process_vae_state_dict(plain_tensors(part))
+    return _vae(tensors, part, dtype, (_checkpoint_vae_patcher, (path, dtype)))
+
+
+def _vae_patcher(*args, disable_dynamic: bool = False):
+    return load_vae(*args).patcher
+
+
+def _checkpoint_vae_patcher(*args, disable_dynamic: bool = False):
+    return load_checkpoint_vae(*args).patcher
+
+
+def _vae(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, dtype: str, factory: tuple):
+    comfy_state.check_finite(tensors, checkpoint.path)
+    vae = comfy.sd.VAE(sd=tensors, metadata=checkpoint.metadata, dtype=None if dtype == "auto" else dtype_named(dtype))
+    if vae.first_stage_model is None:
+        raise CheckpointError(checkpoint.path, "ComfyUI knows no VAE like this", advice="Check that the file is a VAE.")
+    vae.patcher.cached_patcher_init = factory
+    return vae

@@ -1,0 +1,52 @@
+"""Model files: ComfyUI's folders, and the tensors in a file."""
+
+import comfy.memory_management
+import comfy.utils
+import folder_paths
+
+from ....precision.errors import CheckpointError
+from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
+from ....precision.formats.safetensors_file import TensorFile, open_checkpoint
+
+
+def model_files(folder: str) -> list[str]:
+    """The names ComfyUI lists for a model folder such as ``diffusion_models``."""
+    return folder_paths.get_filename_list(folder)
+
+
+def model_path(folder: str, name: str) -> str:
+    """The full path of a listed model file.
+
+    Raises:
+        CheckpointError: there is no such file inside ComfyUI's model folders.
+    """
+    path = folder_paths.get_full_path(folder, name)
+    if path is None:
+        raise CheckpointError(name, f"there is no such file in ComfyUI's {folder} folders", advice="Choose one from the list.")
+    return path
+
+
+def open_model(path: str) -> Checkpoint:
+    """Read a model file's header, check it, and map its tensors; nothing is loaded yet."""
+    file = open_checkpoint(path)
+    return read_checkpoint(_tensors(file), file.metadata, path)
+
+
+def _tensors(file: TensorFile):
+    # Dynamic VRAM streams from disk the tensors that ComfyUI mapped itself.
+    mapped_by_core = getattr(comfy.memory_management, "aimdo_enabled", False)
+    codes = {entry.dtype for entry in file.entries.values()}
+    if mapped_by_core and len({entry.file for entry in file.entries.values()}) == 1 and codes <= comfy.utils._TYPES.keys():
+        return comfy.utils.load_torch_file(str(file.path))
+    return file
+
+
+def output_path(filename_prefix: str) -> tuple[str, str]:
+    """(path of a new file, name below the output folder) for a prefix such as ``diffusion_models/halfsafe``."""
+    folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(filename_prefix, folder_paths.get_output_directory())
+    file = f"{name}_{counter:05}_.safetensors"
+    return f"{folder}/{file}", f"{subfolder}/{file}" if subfolder else file
+
+
+def embedding_folders() -> list[str]:
+    return folder_paths.get_folder_paths("embeddings")

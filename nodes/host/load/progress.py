@@ -1,0 +1,23 @@
+"""ComfyUI's progress bar and its interrupt."""
+
+from collections.abc import Callable, Iterable
+
+import comfy.model_management
+import comfy.utils
+
+from ....precision.formats.checkpoint import StoredWeight
+
+
+def byte_progress(weights: Iterable[StoredWeight]) -> Callable[[int], None]:
+    """A function to call with the bytes of these weights just dealt with."""
+    return advancing(comfy.utils.ProgressBar(max(1, sum(weight.data.nbytes for weight in weights))))
+
+
+def advancing(bar: comfy.utils.ProgressBar) -> Callable:
+    """A function that moves the bar on, by one or the number it is given; raises ComfyUI's interrupt when the user stops."""
+
+    def advance(done: int = 1) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        bar.update(done)
+
+    return advance

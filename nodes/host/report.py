@@ -1,0 +1,122 @@
+"""What a loaded model really is: the dtype of each weight it holds and how each layer will run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import comfy.quant_ops
+import torch
+
+from ...precision.dtypes import name_of
+from ...precision.plan.choice import LoadRecord
+from ...precision.plan.compute import Layer, ModelFacts
+from ...precision.report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
+from .guard.model import guard_of
+from .load.devices import current_device
+from .load.models import ATTACHMENT
+from .run.accumulation import flags_of, remarks_of, sums_of
+from .run.compute import Compute, compute_of
+from .run.layers import layers_of, modes_of, stream_dtype
+
+
+def report_of(patcher) -> Report:
+    """The report of a model, read from its modules and from what its plan found in the calls made so far."""
+    record, compute = patcher.attachments.get(ATTACHMENT), compute_of(patcher)
+    modes, sums = modes_of(patcher), sums_of(patcher)
+    layers = [_layer_report(patcher, name, module, record, compute, modes, sums) for name, module in layers_of(patcher)]
+    report = Report(device_section(current_device()), _model_report(patcher), layers, flags_of(patcher))
+    if guard := guard_of(patcher):
+        report.guard = guard.report(patcher)
+        report.ranges = guard.ranges(patcher)
+        _escalate(layers, guard.modes(patcher))
+    if record:
+        report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
+        report.without_effect = [WithoutEffect(*entry) for entry in (*record.without_effect, *_unmet(record, layers))]
+        report.decisions = {"file": f"{Path(record.file).name}, {record.dialect}", "storage": str(record.storage)}
+        report.notes = list(record.notes)
+    if compute:
+        _add_plan(report, compute, patcher.model)
+    else:
+        report.decisions["compute"] = f"{name_of(stream_dtype(patcher))}: as its loader chose"
+    without_effect, decisions, notes = remarks_of(patcher)
+    report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
+    report.decisions |= decisions
+    report.notes += notes
+    names = {layer.name for layer in layers}
+    report.ranges = {name: largest for name, largest in report.ranges.items() if name in names}
+    return report
+
+
+def _add_plan(report: Report, compute: Compute, model) -> None:
+    report.without_effect += [WithoutEffect(*entry) for entry in compute.plan.without_effect]
+    report.decisions["compute"] = str(compute.plan.choice)
+    if work := compute.work(model):
+        report.decisions["work"] = work
+    report.notes += compute.plan.notes
+    report.ranges |= compute.ranges(model)
+
+
+def _escalate(layers: list[LayerReport], modes: dict[str, str]) -> None:
+    """The layers as the guard runs them now."""
+    for layer in layers:
+        if layer.name in modes:
+            layer.mode, layer.accumulation, layer.stream = modes[layer.name], "fp32", "fp32"
+            layer.reason = "; ".join(filter(None, [layer.reason, "widened by the guard"]))
+
+
+def model_facts(patcher) -> ModelFacts:
+    """What a compute plan needs to know of a model in memory."""
+    layers = [Layer(name, type(module).__name__, tuple(module.weight.shape)) for name, module in layers_of(patcher)]
+    sizes = _model_report(patcher)
+    largest = max(sizes.bytes_by_storage, key=sizes.bytes_by_storage.__getitem__)
+    supported = tuple(name_of(dtype) for dtype in patcher.model.model_config.supported_inference_dtypes)
+    return ModelFacts(layers, sizes.parameters, largest, supported)
+
+
+def storages(patcher) -> dict[str, str]:
+    """Layer name -> what its weight is stored in."""
+    return {name: storage_of(module.weight) for name, module in layers_of(patcher)}
+
+
+def _layer_report(patcher, name: str, module, record, compute, modes: dict[str, str], sums: dict) -> LayerReport:
+    stream, mode = name_of(stream_dtype(patcher)), modes[name]
+    decision = compute.plan.decisions.get(name) if compute else None
+    accumulation, why = sums.get(name, ("fp32", ""))
+    reasons = [record.reasons.get(name, "") if record else "", decision.reason if decision else "", why]
+    if decision and decision.stream == "fp32":
+        stream = "fp32"
+    reason = "; ".join(dict.fromkeys(filter(None, reasons)))
+    mode = "fp16_acc16" if accumulation == "fp16" else mode
+    return LayerReport(name, type(module).__name__, storage_of(module.weight), mode, accumulation, stream, reason)
+
+
+def storage_of(tensor: torch.Tensor) -> str:
+    """The storage name of a weight, quantized or not; the format's own name where it is no fp8."""
+    if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
+        return name_of(tensor.dtype)
+    formats = comfy.quant_ops.QUANT_ALGOS.items()
+    held = next((name for name, algorithm in formats if algorithm["comfy_tensor_layout"] == tensor._layout_cls), "quantized")
+    return held.replace("float8_", "fp8_")
+
+
+def _model_report(patcher) -> ModelReport:
+    report = ModelReport(cls=type(patcher.model).__name__)
+    for parameter in patcher.model.diffusion_model.parameters():
+        quantized = isinstance(parameter, comfy.quant_ops.QuantizedTensor)
+        size = (parameter._qdata if quantized else parameter).nbytes
+        storage = storage_of(parameter)
+        report.parameters += parameter.numel()
+        report.weight_bytes += size
+        report.bytes_by_storage[storage] = report.bytes_by_storage.get(storage, 0) + size
+    return report
+
+
+def _unmet(record: LoadRecord, layers: list[LayerReport]) -> Iterator[tuple[str, str]]:
+    """The storages that rules asked for and ComfyUI does not hold."""
+    unmet: dict[tuple[str, str], list[str]] = {}
+    for layer in layers:
+        asked = record.asked.get(layer.name, layer.storage)
+        if asked != layer.storage:
+            unmet.setdefault((asked, layer.storage), []).append(layer.name)
+    for (asked, held), names in unmet.items():
+        why = f"{len(names)} layers ({names[0]} ...) are in {held}: ComfyUI holds what is not quantized in one dtype"
+        yield f"storage={asked}", why

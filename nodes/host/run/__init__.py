@@ -1,0 +1,1 @@
+"""Compute plans and accumulation around each call of a model."""

@@ -1,0 +1,221 @@
+"""A compute plan on a ModelPatcher: module forwards and attention are exchanged for the length of each model call."""
+
+from collections.abc import Callable
+
+import comfy.ops
+import comfy.quant_ops
+import torch
+from comfy.patcher_extension import WrappersMP
+
+from ....precision.arithmetic import flags
+from ....precision.arithmetic.compiling import eager
+from ....precision.arithmetic.fp16_sums import FLAG
+from ....precision.arithmetic.linear import SafeAttention, SafeOperation, kind_of, matrix_work
+from ....precision.arithmetic.patching import Patch, patched
+from ....precision.arithmetic.ranges import Ranges, Slot
+from ....precision.dtypes import dtype_named, name_of
+from ....precision.formats.quantize import activation_scale
+from ....precision.plan.compute import ComputeDecision, ComputePlan
+from .attention import in_one_dtype, is_fused, overridden
+from .call import Call
+from .modules import exchanged, has_own_forward, modules_of, only_multiplies, weights_of
+from .per_model import PerModel
+from .wrappers import COMPUTE, set_wrapper
+
+
+def set_compute(patcher, plan: ComputePlan) -> None:
+    """Make ``patcher``, a clone or a model just loaded, run as planned. An earlier plan is replaced.
+
+    A plan that exchanges nothing adds no wrapper.
+    """
+    patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPUTE)
+    compute = Compute(plan)
+    patcher.set_attachments(COMPUTE, compute)
+    if plan.decisions or plan.safe:
+        set_wrapper(patcher, COMPUTE, compute)
+
+
+def compute_of(patcher) -> "Compute | None":
+    """The plan's executor on a patcher, if it has one."""
+    return patcher.attachments.get(COMPUTE)
+
+
+class Compute:
+    """ComfyUI's APPLY_MODEL wrapper for one plan. It keeps what it learns of each model it runs, not the model."""
+
+    def __init__(self, plan: ComputePlan):
+        self.plan = plan
+        self.runs: PerModel[PlannedLayers] = PerModel(lambda model: PlannedLayers(plan, model))
+
+    def __call__(self, executor, *args, **kwargs):
+        run, call = self.runs.of(executor.class_obj), Call(executor, *args, **kwargs)
+        call.options = run.options(call.options)
+        with patched(run.patches):
+            return run.call(call)
+
+    def modes(self, model) -> dict[str, str]:
+        """Layer name -> mode, as found in the calls made so far."""
+        run = self.runs.last(model)
+        modes = {name: decision.mode for name, decision in self.plan.decisions.items()}
+        return modes if run is None else {**modes, **run.modes()}
+
+    def ranges(self, model) -> dict[str, float]:
+        """Layer name -> the largest magnitude it was given, of the layers that are watched."""
+        run = self.runs.last(model)
+        return run.ranges.largest() if run else {}
+
+    def work(self, model) -> str:
+        """One line on the matrix work done with fp16 operands; empty where none was planned or measured."""
+        run = self.runs.last(model)
+        share = run.fp16_share() if run else None
+        if share is None:
+            return ""
+        return f"{share:.1%} of the matrix work has fp16 operands; {run.ranges.repeats} calls were repeated"
+
+
+class PlannedLayers:
+    """One model under a plan: its patches and what its calls have shown.
+
+    ``inside``: which of the other modules, by name, may meet a stream that the plan widens.
+    """
+
+    def __init__(self, plan: ComputePlan, model, inside: Callable[[str], bool] = lambda name: True):
+        named = modules_of(model)
+        self.modules = {name: module for name, module in named.items() if name in plan.decisions}
+        self.safe = plan.safe
+        self.widens = plan.widens
+        self.ranges = Ranges()
+        self.attention = SafeAttention(self.ranges)
+        self.operations: dict[str, SafeOperation] = {}
+        self.in_own_way: dict[str, CastOperation] = {}
+        self.patches: list[Patch] = []
+        for name, module in self.modules.items():
+            forward = _summed(plan.decisions[name].sums, self._forward(name, module, plan.decisions[name]))
+            self.patches += [*exchanged(module, forward), *_casting(module)]
+        if plan.widens:
+            others = (module for name, module in named.items() if hasattr(module, "comfy_cast_weights") and inside(name))
+            self.patches += [(module, "comfy_cast_weights", True) for module in others]
+
+    def _forward(self, name: str, module: torch.nn.Module, decision: ComputeDecision):
+        slot = self.ranges.slot(name)
+        if decision.mode == "fp8" and not has_own_forward(module):
+            return _out_as(decision, Fp8Linear(module))
+        if decision.mode == "fp16_wide" and only_multiplies(module):
+            operation = self.operations[name] = SafeOperation(module, slot, self.ranges, weights_of(module))
+            return operation if self.safe else _out_as(decision, operation)
+        operation = CastOperation(module, _own_dtype(module, decision.mode), slot, self.ranges)
+        if name_of(operation.dtype) != decision.mode:
+            self.in_own_way[name] = operation
+        return _out_as(decision, operation)
+
+    def call(self, call: Call) -> torch.Tensor:
+        """One call of the model, its patches set; repeated, measuring, when a magnitude left its range."""
+
+        def once():
+            self.attention.begin()
+            with eager(self.ranges.measuring):
+                return call()
+
+        return self.ranges.run(once)
+
+    def options(self, options: dict) -> dict:
+        """``transformer_options`` with this plan's attention in front of whatever override is there already."""
+        return overridden(options, self._attend) if self.safe or self.widens else options
+
+    def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
+        if self.safe:
+            return self.attention(attention, *args, fused=is_fused(function), **kwargs)
+        return in_one_dtype(attention, *args, **kwargs)
+
+    def modes(self) -> dict[str, str]:
+        own = {name: name_of(operation.dtype) for name, operation in self.in_own_way.items()}
+        return own | {name: _mode(operation.slot) for name, operation in self.operations.items()}
+
+    def fp16_share(self) -> float | None:
+        slots = self.ranges.slots.values()
+        total = sum(slot.work for slot in slots)
+        fp16 = sum(operation.slot.work for operation in self.operations.values() if not operation.slot.full)
+        fp16 += self.attention.slot.work - self.attention.full_work
+        return fp16 / total if total else None
+
+
+def _mode(slot: Slot) -> str:
+    if slot.full:
+        return "fp32"
+    return "fp16_scaled" if slot.exponent else "fp16_wide"
+
+
+def _own_dtype(module: torch.nn.Module, mode: str) -> torch.dtype:
+    """The dtype a module that cannot be given fp16 operands runs in; torch's own cannot cast their weights."""
+    if type(module).forward.__module__.startswith("torch.nn."):
+        return module.weight.dtype
+    return torch.float32 if mode == "fp16_wide" else dtype_named(mode)
+
+
+class CastOperation:
+    """A module's own forward on an input cast to another dtype; ComfyUI's classes cast their weights to it."""
+
+    def __init__(self, module: torch.nn.Module, dtype: torch.dtype, slot: Slot, ranges: Ranges):
+        self.module = module
+        self.forward = module.forward
+        self.dtype = dtype
+        self.slot = slot
+        self.ranges = ranges
+
+    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        result = self.forward(x.to(self.dtype), *args, **kwargs)
+        if self.ranges.measuring:
+            self.slot.work += matrix_work(result, self.module, kind_of(self.module))
+        return result
+
+
+class Fp8Linear:
+    """ComfyUI's fp8 Linear with the activation scale taken from the activation, instead of 1.0 or the file's."""
+
+    def __init__(self, module: torch.nn.Module):
+        self.module = module
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """``x``: the module's input; fp32 is multiplied into bf16, as fp8 products have no fp32 result with a bias."""
+        module = self.module
+        dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
+        if self._has_changed_weight():
+            return type(module).forward(module, x.to(dtype))
+        comfy.ops.run_every_op()
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        scale = activation_scale(rows, module.weight._qdata.dtype)
+        quantized = comfy.quant_ops.QuantizedTensor.from_float(rows, module.layout_type, scale=scale)
+        result = module.forward_comfy_cast_weights(quantized, dtype, want_requant=True)
+        return result.reshape(*x.shape[:-1], -1)
+
+    def _has_changed_weight(self) -> bool:
+        """Whether a LoRA is added at each call, or has left the weight in 16 bit."""
+        module = self.module
+        quantized = isinstance(module.weight, comfy.quant_ops.QuantizedTensor)
+        return not quantized or bool(module.weight_function or module.bias_function)
+
+
+def _out_as(decision: ComputeDecision, forward):
+    def run(x, *args, **kwargs):
+        return forward(x, *args, **kwargs).to(torch.float32 if decision.stream == "fp32" else x.dtype)
+
+    return run
+
+
+def _summed(sums: str, forward):
+    """A forward whose products sum as a rule asks; torch.compile cannot switch a layer's sums and leaves them alone."""
+    if not sums:
+        return forward
+
+    def run(*args, **kwargs):
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        with flags.flags_set({FLAG: sums == "fp16"}):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def _casting(module: torch.nn.Module) -> list[Patch]:
+    """What makes a core operation cast its weights to its input's dtype."""
+    return [(module, "comfy_cast_weights", True)] if hasattr(module, "comfy_cast_weights") else []

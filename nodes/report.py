@@ -1,0 +1,80 @@
+"""See what really runs."""
+
+import json
+
+import torch
+from comfy_api.latest import io, ui
+
+from ..precision.commands import doctor
+from ..precision.devices.detect import PROFILE_NAMES
+from ..precision.report.schema import chart
+from .host import report as host
+from .host.load.devices import compute_device
+from .types import CATEGORY
+
+REPORT_KEY = "halfsafe_report"
+
+
+class Report(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeReport",
+            display_name="Precision Report (Halfsafe)",
+            category=CATEGORY,
+            description="What each layer is stored in and computed in, on which device, and why.",
+            search_aliases=["dtype", "precision", "fp8 report", "is fp8 used", "manual cast", "weight dtype", "debug"],
+            is_output_node=True,
+            inputs=[
+                io.Model.Input("model", tooltip="The model to report on, as the sampler gets it."),
+                io.AnyType.Input(
+                    "after", optional=True, tooltip="Anything, for example the sampled latent: the report then runs after it."
+                ),
+            ],
+            outputs=[
+                io.String.Output(display_name="text"),
+                io.String.Output(display_name="json"),
+                io.Image.Output(display_name="chart"),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, model, after=None) -> io.NodeOutput:
+        report = host.report_of(model)
+        text = report.to_text()
+        image = torch.from_numpy(chart(report)).unsqueeze(0)
+        data = json.dumps(report.to_json(), allow_nan=False)
+        return io.NodeOutput(text, data, image, ui={"text": (text,), REPORT_KEY: (data,)})
+
+
+class DeviceInfo(io.ComfyNode):
+    THIS_DEVICE = "this device"
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeDeviceInfo",
+            display_name="Device Info (Halfsafe)",
+            category=CATEGORY,
+            description="What this device, or another profile, can do, is fast at, and what auto would choose there.",
+            search_aliases=["gpu info", "does my gpu support fp8", "bf16 support", "capabilities", "doctor"],
+            is_output_node=True,
+            inputs=[
+                io.Combo.Input(
+                    "profile",
+                    options=[cls.THIS_DEVICE, *PROFILE_NAMES],
+                    default=cls.THIS_DEVICE,
+                    tooltip="This device, probed; or what is expected of another one.",
+                )
+            ],
+            outputs=[io.String.Output(display_name="text"), io.String.Output(display_name="json")],
+        )
+
+    @classmethod
+    def execute(cls, profile) -> io.NodeOutput:
+        found = doctor.diagnose(compute_device()) if profile == cls.THIS_DEVICE else doctor.describe(profile)
+        text = doctor.to_text(found)
+        return io.NodeOutput(text, json.dumps(found, allow_nan=False), ui=ui.PreviewText(text))
+
+
+NODES = [Report, DeviceInfo]

@@ -1,0 +1,1 @@
+"""Numeric core of Halfsafe: torch, numpy and safetensors, on any ``nn.Module``, without ComfyUI."""

@@ -1,0 +1,127 @@
+"""The error one layer makes in a lower precision: of its weight, and of its output on samples of inputs it really met."""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ..arithmetic.linear import Weights, kind_of, matrix_work
+from .candidates import Candidate, largest, multiply, parts
+
+ROWS = 64
+CROP = (2, 8, 8)
+
+
+class Measure:
+    """What was found of one layer; the worst of its calls. ``work``: multiplications and additions of its products."""
+
+    def __init__(self):
+        self.weight_db: float | None = None
+        self.output_db: float | None = None
+        self.channel_db: float | None = None
+        self.work = 0
+
+    def add(self, output_db: float, channel_db: float) -> None:
+        """Keep the worse of what one more call gave and of what was known."""
+        self.output_db = output_db if self.output_db is None else min(self.output_db, output_db)
+        self.channel_db = channel_db if self.channel_db is None else min(self.channel_db, channel_db)
+
+
+class Probe:
+    """A module's forward that also measures its error, on at most ``ROWS`` rows or one small crop of each input.
+
+    Beside the layer's weight it needs memory for pieces of it of ``PART`` elements, and keeps nothing of the input.
+    """
+
+    def __init__(self, module: torch.nn.Module, measure: Measure, candidate: Candidate, weights: Weights):
+        self.module = module
+        self.forward: Callable = module.forward
+        self.measure = measure
+        self.candidate = candidate
+        self.weights = weights
+
+    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        result = self.forward(x, *args, **kwargs)
+        if x.numel() == 0:
+            return result
+        self.measure.work += matrix_work(result, self.module, kind_of(self.module))
+        with self.weights(self.module, x, x.dtype) as (weight, bias):
+            if self.measure.weight_db is None:
+                self.measure.weight_db = weight_error(weight, self.candidate)
+            self.measure.add(*output_error(self.module, sample(self.module, x), weight, bias, self.candidate))
+        return result
+
+
+def sample(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Rows spread evenly over the input of a Linear, or the middle of a convolution's first item; fp32."""
+    if module.weight.dim() == 2:
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows) > ROWS:
+            rows = rows[torch.linspace(0, len(rows) - 1, ROWS, device=x.device).long()]
+        return rows.float()
+    sizes = x.shape[2:]
+    for dimension, limit in enumerate(CROP[-len(sizes) :], 2):
+        length = min(limit, x.shape[dimension])
+        x = x.narrow(dimension, (x.shape[dimension] - length) // 2, length)
+    return x[:1].float()
+
+
+def weight_error(weight: torch.Tensor, candidate: Candidate) -> float:
+    """The SNR in dB of a weight as the candidate holds it: inf when it is exact, -inf when that is not finite."""
+    amax, noise, signal = largest(weight), 0.0, 0.0
+    for part in parts(weight):
+        exact = part.float()
+        noise += _power(candidate.rounded(part, amax).float() - exact)
+        signal += _power(exact)
+    return decibels(noise, signal)
+
+
+def output_error(module: torch.nn.Module, x: torch.Tensor, weight, bias, candidate: Candidate) -> tuple[float, float]:
+    """SNRs in dB of a layer's output for a sample of its input: as a whole, and as the mean over output channels.
+
+    A channel counts for no more than an error as large as itself. It is compared with the power its products would have
+    with random signs, where that is more: that a few of its outputs are near zero says nothing of its weights.
+    """
+    amax, signals, noises, random = largest(weight), [], [], []
+    for part, part_bias in _pieces(module, weight, bias):
+        exact = multiply(module, x, part.float(), part_bias)
+        error = candidate.error(module, x, part.float(), part_bias, amax, exact)
+        signals.append(_by_channel(module, exact))
+        noises.append(_by_channel(module, error))
+        random.append(_random_power(module, x, part.float()))
+    signal, noise = torch.cat(signals), torch.cat(noises)
+    whole = decibels(noise.sum().item(), signal.sum().item())
+    if not math.isfinite(whole):
+        return whole, whole
+    relative = torch.where(noise == 0, 0.0, noise / torch.maximum(signal, torch.cat(random)))  # a silent channel is 0 / 0
+    return whole, decibels(relative.clamp_max(1.0).mean().item(), 1.0)
+
+
+def _pieces(module: torch.nn.Module, weight: torch.Tensor, bias) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Parts of the weight and of the bias; a grouped convolution is one piece."""
+    pieces = (weight,) if getattr(module, "groups", 1) > 1 else parts(weight)
+    biases = [None] * len(pieces) if bias is None else bias.float().split([len(piece) for piece in pieces])
+    yield from zip(pieces, biases, strict=True)
+
+
+def _by_channel(module: torch.nn.Module, output: torch.Tensor) -> torch.Tensor:
+    channel = -1 if module.weight.dim() == 2 else 1
+    return output.square().transpose(0, channel).flatten(1).sum(1)
+
+
+def _random_power(module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    squares = x.square().sum(0, keepdim=True) if weight.dim() == 2 else x.square()
+    return _by_channel(module, multiply(module, squares, weight.square(), None).sqrt())
+
+
+def _power(tensor: torch.Tensor) -> float:
+    return tensor.square().sum().item()
+
+
+def decibels(noise: float, signal: float) -> float:
+    """``10 log10(signal / noise)``: inf without noise, -inf where the noise is not finite or there is no signal."""
+    if noise == 0:
+        return math.inf
+    if not math.isfinite(noise) or signal == 0:
+        return -math.inf
+    return 10 * math.log10(signal / noise)

@@ -1,0 +1,163 @@
+"""An analysis as rules and as text: the text reads back as the rules, for everything else in it is a comment."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+
+from ..plan.presets import DEFAULT_PRESET
+from ..plan.rules import Rules, compile_pattern, rules_from
+from ..report.text import pattern_of, size_text, wrapped
+from .session import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
+
+WORST = 16
+NUMBERED = 3
+SETTINGS = {"fp16_acc16": "compute=fp16 accumulation=fp16"}
+
+
+def rules_of(analysis: Analysis) -> Rules:
+    """The choice as rules on top of the default preset.
+
+    Stored: for a loader or saver whose storage is the candidate, the layers to keep. Computed: the layers that compute in
+    the candidate, for a model that otherwise computes as the one analysed.
+    """
+    return rules_from("\n".join(rule_lines(analysis)))
+
+
+def rule_lines(analysis: Analysis) -> list[str]:
+    """The lines of :func:`rules_of`; a pattern stands for several layers only where it matches no other one it would change."""
+    if analysis.candidate.stores:
+        kept = [layer for layer in analysis.layers if _would_be_stored(layer)]
+        raised = [layer for layer in analysis.chosen if layer.sensitive]
+        high = [layer.name for layer in analysis.layers if layer.status != CHOSEN]
+        lines = _lines(kept, "storage=as_file", [layer.name for layer in analysis.chosen])
+        return lines + _lines(raised, f"storage={analysis.candidate.name}", high)
+    setting = SETTINGS.get(analysis.candidate.name, f"compute={analysis.candidate.name}")
+    return _lines(analysis.chosen, setting, [layer.name for layer in analysis.layers if layer.status != CHOSEN])
+
+
+def _would_be_stored(layer: LayerResult) -> bool:
+    """Whether a loader would store it as the candidate though it was not chosen: the default preset does not keep it."""
+    return layer.status != CHOSEN and not layer.sensitive and "Linear" in layer.cls
+
+
+def _lines(layers: list[LayerResult], setting: str, others: Iterable[str]) -> list[str]:
+    by_name = {layer.name: layer for layer in layers}
+    return [f"{pattern} {setting}  # {_reason([by_name[name] for name in names])}" for pattern, names in patterns(by_name, others)]
+
+
+def _reason(layers: list[LayerResult]) -> str:
+    if all(layer.worst_db is None for layer in layers):
+        return layers[0].reason
+    count = f"{len(layers)} layers, " if len(layers) > 1 else ""
+    return f"{count}output {min(layer.worst_db for layer in layers if layer.worst_db is not None):.1f} dB"
+
+
+def patterns(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, list[str]]]:
+    """(pattern, the names it stands for): few patterns that match all ``names`` and none of ``others``."""
+    left, others, found = dict.fromkeys(names), list(others), []
+    tried = sorted(_candidates(left).items(), key=lambda item: -len(item[1]))
+    for pattern, members in tried:
+        members = [name for name in members if name in left]
+        if len(members) > 1 and not any(map(_matcher(pattern), others)):
+            found.append((pattern, members))
+            for name in members:
+                del left[name]
+    return found + [(name, [name]) for name in left]
+
+
+def _candidates(names: Iterable[str]) -> dict[str, list[str]]:
+    """Patterns that may stand for several of the names: a block, numbers as ``*``, a list of numbers."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    numbered: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        words = name.split(".")
+        for end in range(1, len(words)):
+            groups[".".join([*words[:end], "*"])].append(name)
+        numbered[pattern_of(name)].append(name)
+    groups |= {pattern: members for pattern, members in numbered.items() if "*" in pattern}
+    for pattern, members in numbered.items():
+        if pattern.count("*") == 1 and len(members) >= NUMBERED:
+            head, _, tail = pattern.partition("*")
+            numbers = "|".join(name[len(head) : len(name) - len(tail)] for name in members)
+            groups[f"re:^{re.escape(head)}({numbers}){re.escape(tail)}$"] = members
+    return groups
+
+
+def _matcher(pattern: str):
+    match = compile_pattern(pattern)
+    return lambda name: match(name, "")
+
+
+def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") -> str:
+    """The analysis as text in the form of Layer Rules: comments, then the rules."""
+    lines = [*_outcome(analysis, model), "", *_table(analysis), "", *_left_out(analysis), *_use(analysis, computed_in)]
+    return "\n".join([f"# {line}".rstrip() for line in lines] + rule_lines(analysis)) + "\n"
+
+
+def decibel_text(value: float | None) -> str:
+    """ "31.5", "exact" for no error, "overflow" for a result that is not finite, "-" for what was not measured."""
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if math.isfinite(value) else "exact" if value > 0 else "overflow"
+
+
+def whole_decibel_text(value: float) -> str:
+    """The same of the model's output, with its unit: "31.5 dB", "no error at all", "NaN or Inf"."""
+    if math.isfinite(value):
+        return f"{value:.1f} dB"
+    return "no error at all" if value > 0 else "NaN or Inf"
+
+
+def _outcome(analysis: Analysis, model: str) -> list[str]:
+    name, chosen, free = analysis.candidate.name, analysis.chosen, [*analysis.chosen, *analysis.named(KEPT)]
+    lines = ["Halfsafe layer analysis", f"{model + ', ' if model else ''}{name}, target {analysis.target_db:g} dB end to end"]
+    measured = f"{len(analysis.layers)} layers, {analysis.reference_calls} model calls for them, {analysis.calls} in all, {analysis.trials} trials"
+    share = f"{len(chosen)} of {len(free)} layers"
+    if analysis.candidate.stores:
+        saved = sum(layer.size for layer in chosen)
+        share += f", {size_text(saved)} of {size_text(sum(layer.size for layer in free))} in fp8"
+    if chosen:
+        lines += wrapped(f"Chosen: {share}; {whole_decibel_text(analysis.snr_db)} end to end, the worst of the calls.", "")
+    else:
+        lines += wrapped(f"The target cannot be reached: no layer may be in {name}, so all are kept.", "")
+    plain = f"all {analysis.all_count} layers that the preset '{DEFAULT_PRESET}' does not keep"
+    lines += wrapped(f"For comparison, {plain}: {whole_decibel_text(analysis.all_db)}.", "")
+    lines += wrapped(f"Measured: {measured}.", "")
+    if not analysis.complete:
+        lines += wrapped(f"The search stopped at its bound of {analysis.trials} trials: more layers may be possible.", "")
+    return lines
+
+
+def _table(analysis: Analysis) -> list[str]:
+    measured = sorted((layer for layer in analysis.layers if layer.worst_db is not None), key=lambda layer: layer.worst_db)
+    lines = [f"{'Weakest layers, dB':<48}{'weight':>9}{'output':>9}{'channel':>9}  outcome"]
+    for layer in measured[:WORST]:
+        figures = "".join(f"{decibel_text(value):>9}" for value in (layer.weight_db, layer.output_db, layer.channel_db))
+        head = [layer.name, " " * 48 + figures] if len(layer.name) > 47 else [f"{layer.name:<48}{figures}"]
+        lines += [*head[:-1], f"{head[-1]}  {layer.status}"]
+    if len(measured) > WORST:
+        rest = measured[WORST].worst_db, measured[-1].worst_db
+        lines.append(f"{len(measured) - WORST} more, {decibel_text(rest[0])} to {decibel_text(rest[1])}")
+    return lines
+
+
+def _left_out(analysis: Analysis) -> list[str]:
+    lines = []
+    for status in (PINNED, UNUSED, BARRED):
+        layers = analysis.named(status)
+        reasons: dict[str, int] = defaultdict(int)
+        for layer in layers:
+            reasons[layer.reason] += 1
+        told = ", ".join(f"{count} {reason}" if status != UNUSED else f"{count}" for reason, count in reasons.items())
+        lines += wrapped(f"Layers {status}: {told}.", "") if layers else []
+    return lines
+
+
+def _use(analysis: Analysis, computed_in: str) -> list[str]:
+    name = analysis.candidate.name
+    if analysis.candidate.stores:
+        how = f"Give these rules to a Halfsafe loader or Save Model with storage = {name}."
+    else:
+        how = f"Give these rules to Compute Dtype with compute = {computed_in or 'what the model computes in'}."
+    return wrapped(f"{how} Or paste this text into Layer Rules.", "")

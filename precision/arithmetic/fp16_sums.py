@@ -1,0 +1,146 @@
+"""Which linear layers may keep their sums in fp16: those whose partial sums are proven to stay in its range.
+
+Every partial sum of ``x . w`` is at most ``amax(x) * max_row ||w||_1`` and at most ``max ||x_row|| * max ||w_row||_2``
+(Cauchy-Schwarz), in whatever order the products are added. Rounding is covered by the margin of 2: adding ``p`` to a sum
+moves the rounded sum by at most ``2 |p|``, for if ``|p|`` is below half a unit in the last place the sum stays.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from ..dtypes import FP16_MAX
+from . import flags
+from .linear import Weights
+from .ranges import FLOOR_BITS, Ranges, Slot, largest_row_norm, magnitude
+
+MARGIN = 2.0
+MAX_EXPONENT = 6
+FLAG = "fp16_accumulation"
+NOT_MEASURED = "fp32 sums until a call has proven more"
+LABELS = {"amax": ("amax", "||w||1"), "norm": ("||x||", "||w||2")}
+
+
+class SumSlot(Slot):
+    """One layer's proof. ``terms``: products per sum (K); ``by``: which of the two bounds is the smaller one."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.gain = 0.0
+        self.terms = 0
+        self.by = "amax"
+        self.proven = False
+        self.reason = NOT_MEASURED
+        self._largest = {"amax": 0.0, "norm": 0.0}
+
+    @property
+    def limit(self) -> float:
+        """The largest magnitude the proof holds for."""
+        return FP16_MAX * 2.0**self.exponent / (MARGIN * self.gain) if self.gain else math.inf
+
+    def holds(self, magnitude: float) -> bool:
+        """Whether a later call's magnitude is inside the proof; one that was never measured holds nothing."""
+        return self.proven and magnitude <= self.limit
+
+    def prove(self, amax: float, norm: float, row_sum: float, row_norm: float, terms: int, can_scale: bool) -> None:
+        """Decide from the largest input met so far and the weight; a NaN or inf input teaches nothing.
+
+        Args:
+            amax, norm: largest magnitude of the input and largest norm of its rows.
+            row_sum, row_norm: largest 1-norm and 2-norm of the weight's rows.
+            terms: products per sum.
+            can_scale: the input may be scaled by a power of two.
+        """
+        if not math.isfinite(amax) or not math.isfinite(norm):
+            return
+        self.terms = terms
+        self._largest = {"amax": max(amax, self._largest["amax"]), "norm": max(norm, self._largest["norm"])}
+        gains = {"amax": row_sum, "norm": row_norm}
+        self.by = min(gains, key=lambda by: self._largest[by] * gains[by])
+        self.gain = gains[self.by]
+        self.exponent = needed_exponent(self._largest[self.by] * self.gain)
+        scalable = can_scale and self._largest["amax"] >= 2.0 ** (self.exponent - FLOOR_BITS)
+        self.proven = self.exponent == 0 or (self.exponent <= MAX_EXPONENT and scalable)
+        self.reason = self._reason(can_scale)
+
+    @property
+    def bound(self) -> float:
+        """The largest partial sum there can be, before scaling."""
+        return self._largest[self.by] * self.gain
+
+    def magnitude_of(self, x: torch.Tensor) -> torch.Tensor:
+        """What the proof depends on: the largest element or row norm of an input, 0-dim fp32."""
+        return magnitude(x) if self.by == "amax" else largest_row_norm(x)
+
+    def _reason(self, can_scale: bool) -> str:
+        of_input, of_weight = LABELS[self.by]
+        numbers = f"{of_input} {self._largest[self.by]:.3g}, {of_weight} {self.gain:.3g}, K {self.terms}"
+        bound = f"bound {self.bound:.4g} of {FP16_MAX:.0f} ({numbers})"
+        if not self.proven:
+            return f"fp32 sums: {bound}" + ("" if can_scale else ", input not ours to scale")
+        return f"fp16 sums: {bound}" + (f", input scaled by 2^-{self.exponent}" if self.exponent else "")
+
+
+def needed_exponent(bound: float) -> float:
+    """0 where the bound fits with its margin, else the power of two that makes it fit twice over, so that it may grow."""
+    if bound * MARGIN <= FP16_MAX:
+        return 0
+    return math.ceil(math.log2(bound * 2 * MARGIN / FP16_MAX)) if math.isfinite(bound) else math.inf
+
+
+def weight_norms(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest 1-norm and 2-norm of the rows of a weight (outputs, K), each 0-dim fp32."""
+    return tuple(torch.linalg.vector_norm(weight, order, dim=-1, dtype=torch.float32).amax() for order in (1, 2))
+
+
+class BoundedLinear:
+    """A Linear's forward that sums in fp16 where its slot has a proof, inside a scope in which the flag is off.
+
+    Args:
+        module: the Linear; its forward at this moment is the one that is called.
+        slot: its proof.
+        ranges: the model's measuring state.
+        weights: as for ``SafeOperation``; None where the module's weight cannot be had, and so no proof.
+        by_layer: switch the flag around this layer; else it is as the scope has it.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, slot: SumSlot, ranges: Ranges, weights: Weights | None, by_layer: bool = True
+    ):
+        self.module = module
+        self.forward = module.forward
+        self.slot = slot
+        self.ranges = ranges
+        self.weights = weights
+        self.by_layer = by_layer
+        if weights is None:
+            slot.reason = f"fp32 sums: {type(module).__name__} multiplies in its own way"
+
+    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        if x.dtype != torch.float16 or self.weights is None:
+            return self.forward(x, *args, **kwargs)
+        if self.ranges.measuring:
+            self._measure(x)
+            return self.forward(x, *args, **kwargs)
+        if not self.slot.proven:
+            if not self.by_layer and not self.slot.terms:
+                self.slot.record(x.new_full((), math.inf, dtype=torch.float32))
+            return self.forward(x, *args, **kwargs)
+        self.slot.record(self.slot.magnitude_of(x))
+        call = self._scaled(x) if self.slot.exponent else lambda: self.forward(x, *args, **kwargs)
+        return flags.switched(FLAG, True, call) if self.by_layer else call()
+
+    def _measure(self, x: torch.Tensor) -> None:
+        with self.weights(self.module, x, torch.float16) as (weight, _):
+            numbers = torch.stack([magnitude(x), largest_row_norm(x), *weight_norms(weight)]).tolist()
+            self.slot.prove(*numbers, terms=weight.shape[-1], can_scale=True)
+
+    def _scaled(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        def call():
+            with self.weights(self.module, x, torch.float16) as (weight, bias):
+                product = F.linear(x * 2.0**-self.slot.exponent, weight).mul_(2.0**self.slot.exponent)
+                return product if bias is None else product.add_(bias)
+
+        return call

@@ -1,0 +1,224 @@
+"""Matrix products, convolutions and attention with fp16 operands, fp32 sums and fp32 results that cannot overflow.
+
+``fp16_wide``: the operand fits fp16 and the result is fp32. ``fp16_scaled``: the operand is first scaled by an exact power
+of two. Where the device can only return fp16, the scale also keeps the result in range: a sum of products is at most
+``amax(x) * max_row ||w||_1``, so scaling by that bound is a proof.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+import torch.nn.functional as F
+
+from ..devices.profiles import torch_version
+from ..dtypes import FP16_MAX
+from .ranges import Ranges, Slot, largest_row_norm, magnitude
+
+Weights = Callable[[torch.nn.Module, torch.Tensor, torch.dtype], AbstractContextManager]
+SMALLEST_WEIGHT = 2.0**-12
+SMALLEST_VALUE = 2.0**-10
+TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
+
+def kind_of(module: torch.nn.Module) -> str | None:
+    """``linear``, ``conv``, ``transposed``, or None for a module that multiplies no matrices."""
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return "linear"
+    if isinstance(module, torch.nn.modules.conv._ConvTransposeNd):
+        return "transposed"
+    return "conv" if isinstance(module, torch.nn.modules.conv._ConvNd) else None
+
+
+def has_wide_output(device: torch.device, kind: str) -> bool:
+    """Whether fp16 operands can give an fp32 result: on CUDA for matrix products from torch 2.8 on (PyTorch #150812).
+
+    A CPU has no fp16 units to gain from; it multiplies the rounded operands in fp32, which is the same arithmetic.
+    """
+    if device.type == "cpu":
+        return True
+    return device.type == "cuda" and kind == "linear" and torch.version.hip is None and torch_version() >= (2, 8)
+
+
+class SafeOperation:
+    """One module's forward with fp16 operands: finite wherever fp32 is.
+
+    Args:
+        module: a Linear, Conv or ConvTranspose.
+        slot: where its magnitudes are kept; ``slot.full`` once the layer was found to need fp32.
+        ranges: the model's measuring state.
+        weights: gives ``(weight, bias)`` of the module on the input's device, the weight in the dtype asked for and the
+            bias in fp32, as a context.
+        wide: whether the device returns fp32 from fp16 operands; None to ask it.
+    """
+
+    def __init__(self, module: torch.nn.Module, slot: Slot, ranges: Ranges, weights: Weights, wide: bool | None = None):
+        self.module = module
+        self.kind = kind_of(module)
+        self.slot = slot
+        self.ranges = ranges
+        self.weights = weights
+        self.wide = wide
+
+    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """``x``: the module's input, any float dtype. Returns fp32."""
+        if self.ranges.measuring:
+            result = self._measure(x, *args, **kwargs)
+            self.slot.work += matrix_work(result, self.module, self.kind)
+            return result
+        if self.slot.full:
+            return self._fp32(x, *args, **kwargs)
+        self.slot.record(magnitude(x))
+        with self.weights(self.module, x, torch.float16) as (weight, bias):
+            return self._fp16(x, weight, bias, *args, **kwargs)
+
+    def _measure(self, x, *args, **kwargs) -> torch.Tensor:
+        with self.weights(self.module, x, torch.float16) as (weight, bias):
+            self.slot.full = self.slot.full or not fits_fp16(weight)
+            if not self.slot.full:
+                self.slot.fit(magnitude(x).item(), 1.0 if self._is_wide(x.device) else largest_row_sum(weight, self.kind))
+            if not self.slot.full:
+                return self._fp16(x, weight, bias, *args, **kwargs)
+        return self._fp32(x, *args, **kwargs)
+
+    def _fp32(self, x, *args, **kwargs) -> torch.Tensor:
+        with self.weights(self.module, x, torch.float32) as (weight, bias):
+            return self._apply(x.float(), weight, bias, *args, **kwargs)
+
+    def _fp16(self, x, weight, bias, *args, **kwargs) -> torch.Tensor:
+        exponent = self.slot.exponent
+        x = (x * 2.0**-exponent if exponent else x).to(torch.float16)
+        product = self._product(x, weight, *args, **kwargs)
+        if exponent:
+            product = product.mul_(2.0**exponent)
+        return product if bias is None else product.add_(self._broadcast(bias))
+
+    def _is_wide(self, device: torch.device) -> bool:
+        return has_wide_output(device, self.kind) if self.wide is None else self.wide
+
+    def _product(self, x, weight, *args, **kwargs) -> torch.Tensor:
+        if not self._is_wide(x.device):
+            return self._apply(x, weight, None, *args, **kwargs).float()
+        if x.device.type == "cpu":
+            return self._apply(x.float(), weight.float(), None, *args, **kwargs)
+        product = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
+        return product.reshape(*x.shape[:-1], weight.shape[0])
+
+    def _apply(self, x, weight, bias, *args, **kwargs) -> torch.Tensor:
+        module = self.module
+        if self.kind == "linear":
+            return F.linear(x, weight, bias)
+        if self.kind == "conv":
+            return module._conv_forward(x, weight, bias, *args, **kwargs)
+        dimensions = weight.dim() - 2
+        output_size = args[0] if args else kwargs.get("output_size")
+        padding = module._output_padding(
+            x, output_size, module.stride, module.padding, module.kernel_size, dimensions, module.dilation
+        )
+        convolve = TRANSPOSED[dimensions]
+        return convolve(x, weight, bias, module.stride, module.padding, padding, module.groups, module.dilation)
+
+    def _broadcast(self, bias: torch.Tensor) -> torch.Tensor:
+        return bias if self.kind == "linear" else bias.reshape(-1, *[1] * len(self.module.kernel_size))
+
+
+def largest_row_sum(weight: torch.Tensor, kind: str) -> float:
+    """``max ||w||_1`` over the output channels: the largest factor by which a layer can raise ``amax`` of its input."""
+    outputs = weight.transpose(0, 1) if kind == "transposed" else weight
+    rows = outputs.reshape(outputs.shape[0], -1)
+    return max(1.0, torch.linalg.vector_norm(rows, 1, dim=1, dtype=torch.float32).max().item())
+
+
+def fits_fp16(weight: torch.Tensor) -> bool:
+    """Whether a weight cast to fp16 is finite and has not lost its precision to fp16's smallest numbers."""
+    return SMALLEST_WEIGHT <= magnitude(weight).item() < math.inf
+
+
+def matrix_work(result: torch.Tensor, module: torch.nn.Module, kind: str) -> int:
+    """Multiplications and additions behind ``result`` of a matrix product or convolution."""
+    weight = module.weight
+    if kind == "transposed":
+        return 2 * result.numel() * weight.numel() // (module.out_channels * math.prod(module.stride))
+    return 2 * result.numel() * (weight.numel() // weight.shape[0])
+
+
+class SafeAttention:
+    """Attention with fp16 operands wherever neither an operand nor a score can pass fp16's range, in fp32 elsewhere.
+
+    Attentions are told apart by their order in a model call; one that was never measured runs in fp32.
+    """
+
+    def __init__(self, ranges: Ranges):
+        self.ranges = ranges
+        self.slot = ranges.slot("attention")
+        self.in_full: list[bool] = []
+        self.full_work = 0
+        self.index = 0
+
+    def begin(self) -> None:
+        """Call before each model call."""
+        self.index = 0
+        if self.ranges.measuring:
+            self.full_work = 0
+            self.slot.gain = 1.0
+
+    def __call__(self, attention: Callable, q, k, v, heads: int, *args, fused: bool = True, **kwargs) -> torch.Tensor:
+        """``attention`` with ComfyUI's arguments; ``fused``: it keeps its scores in fp32. Returns the dtype of ``q``."""
+        index, self.index = self.index, self.index + 1
+        if self.ranges.measuring:
+            self._measure(index, largest_in_attention(q, k, v, heads, args, kwargs, fused).item(), 4 * q.numel() * k.shape[-2])
+        if index >= len(self.in_full) or self.in_full[index]:
+            return attention(q, k, v, heads, *args, **kwargs)
+        if not self.ranges.measuring:
+            self.slot.record(largest_in_attention(q, k, v, heads, args, kwargs, fused))
+        half = (tensor.to(torch.float16) for tensor in (q, k, v))
+        masks = (_half_mask(mask) for mask in args)
+        kwargs = {**kwargs, "mask": _half_mask(kwargs.get("mask"))} if "mask" in kwargs else kwargs
+        return attention(*half, heads, *masks, **kwargs).to(q.dtype)
+
+    def _measure(self, index: int, largest: float, work: int) -> None:
+        full = not self.slot.holds(largest * 2.0)
+        if index < len(self.in_full):
+            full = self.in_full[index] = self.in_full[index] or full
+        else:
+            self.in_full.append(full)
+        self.full_work += work if full else 0
+        self.slot.work += work
+
+
+def head_norms(q: torch.Tensor, k: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest 2-norm of a head's rows of q and of k, each 0-dim fp32."""
+    size = _head_size(q, heads)
+    return tuple(largest_row_norm(tensor.unflatten(-1, (-1, size))) for tensor in (q, k))
+
+
+def score_factor(q: torch.Tensor, heads: int, kwargs: dict, fused: bool) -> float:
+    """What a product of a row of q and one of k is multiplied by at most; unfused scores are scaled after the product."""
+    scale = kwargs.get("scale") or _head_size(q, heads) ** -0.5
+    return scale if fused else max(scale, 1.0)
+
+
+def _head_size(q: torch.Tensor, heads: int) -> int:
+    return q.shape[-1] if q.dim() == 4 else q.shape[-1] // heads
+
+
+def largest_in_attention(q, k, v, heads: int, args: tuple, kwargs: dict, fused: bool) -> torch.Tensor:
+    """The largest number an attention can hold, 0-dim fp32: a norm of a row of q or k, a score, an element of v.
+
+    A score is at most ``max ||q|| * max ||k||`` (Cauchy-Schwarz), times the softmax scale where ``fused``; with a mask it
+    counts eightfold, so that no score outweighs a masked one. Values so small that fp16 would round them away count as
+    too large. A result is a mean of rows of v.
+    """
+    rows = head_norms(q, k, heads)
+    masked = any(torch.is_tensor(mask) and mask.is_floating_point() for mask in (*args, kwargs.get("mask")))
+    score = rows[0] * rows[1] * (score_factor(q, heads, kwargs, fused) * (8.0 if masked else 1.0))
+    largest = magnitude(v)
+    return torch.stack([*rows, score, largest, SMALLEST_VALUE * FP16_MAX / largest]).amax()
+
+
+def _half_mask(mask):
+    """A floating mask in fp16. Half of the largest negative number hides a token as well as -inf and can be added to."""
+    if not torch.is_tensor(mask) or not mask.is_floating_point():
+        return mask
+    return mask.clamp(-FP16_MAX / 2, FP16_MAX / 2).to(torch.float16)

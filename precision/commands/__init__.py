@@ -1,0 +1,1 @@
+"""What ``python -m halfsafe`` runs: inspect, scan, convert, plan, doctor."""

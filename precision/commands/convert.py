@@ -1,0 +1,88 @@
+"""Convert a file from disk to disk into ComfyUI's own quantization format."""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..formats.checkpoint import Checkpoint, read_checkpoint
+from ..formats.comfy_format import Outcome, storage_name
+from ..formats.comfy_state import model_prefix, refuse_lora, write_weights
+from ..formats.safetensors_file import TensorFile, open_checkpoint
+from ..plan.rules import Rules
+from ..plan.storage import StorageDecision, layers_of, plan_storage, rules_without_effect
+
+
+@dataclass(frozen=True)
+class ConvertSummary:
+    """What :func:`convert_file` did. ``weights`` counts weights per storage; ``kept`` holds (layer, reason)."""
+
+    source: str
+    target: str
+    dialect: str
+    source_bytes: int
+    target_bytes: int
+    seconds: float
+    weights: dict[str, int]
+    kept: list[tuple[str, str]]
+    notes: list[str]
+
+
+def convert_file(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    storage: str,
+    rules: Rules,
+    progress: Callable[[int], None] | None = None,
+) -> ConvertSummary:
+    """Convert a file, or a sharded set into one file, holding one weight at a time. Every weight is checked for NaN/Inf.
+
+    Args:
+        progress: called with the bytes of the source just dealt with, :attr:`TensorFile.data_bytes` in all.
+
+    Raises:
+        CheckpointError: source unreadable, damaged or a LoRA; target not writable or the same file; NaN or Inf.
+    """
+    began = time.perf_counter()
+    file = open_checkpoint(source)
+    _refuse_same_file(file, Path(target))
+    checkpoint = read_checkpoint(file, file.metadata, source)
+    refuse_lora(checkpoint)
+    decisions = decide(checkpoint, storage, rules)
+    wanted = {name: decision.storage for name, decision in decisions.items()}
+    metadata = {"format": "pt"} | checkpoint.metadata
+    outcomes = write_weights(target, checkpoint.weights, wanted, metadata, progress, source, file.release)
+    if progress:
+        progress(file.data_bytes - sum(weight.data.nbytes for weight in checkpoint.weights.values()))
+    return ConvertSummary(
+        source=str(source),
+        target=str(target),
+        dialect=checkpoint.dialect,
+        source_bytes=file.data_bytes,
+        target_bytes=os.path.getsize(target),
+        seconds=time.perf_counter() - began,
+        weights=dict(Counter(storage_name(checkpoint.weights[name], outcome) for name, outcome in outcomes.items())),
+        kept=[(name, decision.reason) for name, decision in decisions.items() if decision.kept],
+        notes=_notes(checkpoint, rules, outcomes),
+    )
+
+
+def _notes(checkpoint: Checkpoint, rules: Rules, outcomes: dict[str, Outcome]) -> list[str]:
+    idle = rules_without_effect(layers_of(checkpoint, model_prefix(checkpoint)), rules)
+    otherwise = [f"{name}: {outcome.note}" for name, outcome in outcomes.items() if outcome.note]
+    return [*checkpoint.notes, *(f"{rule}: {why}" for rule, why in idle), *otherwise]
+
+
+def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, StorageDecision]:
+    """A storage decision per layer of the diffusion model, by full layer name; a bundled VAE or CLIP has none."""
+    prefix = model_prefix(checkpoint)
+    decisions = plan_storage(layers_of(checkpoint, prefix), storage, rules)
+    return {prefix + name: decision for name, decision in decisions.items()}
+
+
+def _refuse_same_file(file: TensorFile, target: Path) -> None:
+    if target.exists() and any(target.samefile(source) for source in file.files):
+        raise CheckpointError(target, "source and target are the same file", advice="Give the result another name.")

@@ -1,0 +1,167 @@
+"""What this machine is and what ``auto`` would do on it, for ``python -m halfsafe doctor`` and the device node."""
+
+import os
+import platform
+
+import torch
+
+from ..devices.detect import PROFILE_VARIABLE, Device, auto_compute, detect
+from ..devices.hardware import hardware_name
+from ..devices.probes import fp8_cast, probe, read_flags
+from ..devices.profiles import CAPABILITIES
+from ..report.schema import device_section
+from ..report.text import switch, wrapped
+
+# Compute dtypes in the order of ComfyUI's supported_inference_dtypes, and the dtype their files usually have.
+TYPICAL_MODELS = {
+    "Wan 2.1, 2.2": (("fp16", "bf16", "fp32"), "bf16"),
+    "SDXL": (("fp16", "bf16", "fp32"), "fp16"),
+    "Z-Image, Qwen-Image": (("bf16", "fp32"), "bf16"),
+    "Flux": (("bf16", "fp16", "fp32"), "bf16"),
+}
+NOT_PROBED = "Simulated profile: the table decides, nothing was probed."
+
+
+def diagnose(device: torch.device | None = None) -> dict:
+    """Everything about this machine that decides precision. JSON-safe; changes nothing.
+
+    Args:
+        device: the device to look at; the default accelerator, else the CPU, when None.
+
+    Raises:
+        UnknownProfile: ``HALFSAFE_DEVICE_PROFILE`` names no profile.
+    """
+    found = detect(device)
+    flags = {flag.name: {"value": flag.value, "detail": flag.detail} for flag in read_flags().values()}
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "runtime": {"cuda": torch.version.cuda, "hip": torch.version.hip},
+        "environment": {PROFILE_VARIABLE: os.environ.get(PROFILE_VARIABLE, "")},
+        "devices": _devices(),
+        **_description(found),
+        "flags": flags,
+        "fp8_cast": probe("fp8_cast", fp8_cast, torch.device("cpu"), "fp8_e4m3fn").detail,
+    }
+
+
+def describe(profile: str | None = None) -> dict:
+    """One profile, or this device when None: its capabilities with reasons, and what ``auto`` chooses. JSON-safe.
+
+    Raises:
+        UnknownProfile: no such profile.
+    """
+    return _description(detect(profile=profile))
+
+
+def _description(device: Device) -> dict:
+    row = device.profile
+    return {
+        "device": {**device_section(device), "label": row.label, "vendor": row.vendor, "type": row.type},
+        "capabilities": {name: _capability(device, name) for name in CAPABILITIES},
+        "fp8": {"formats": list(row.fp8_formats), "scaling": list(row.scaling)},
+        "remarks": row.remarks,
+        "probes": [{"name": probe.name, "ok": probe.ok, "detail": probe.detail} for probe in device.probes],
+        "auto": [_auto(device, model) for model in TYPICAL_MODELS],
+    }
+
+
+def _capability(device: Device, name: str) -> dict:
+    return {"value": device.capabilities[name], "table": device.profile.table(name), "reason": device.reason(name)}
+
+
+def _auto(device: Device, model: str) -> dict:
+    supported, file_dtype = TYPICAL_MODELS[model]
+    compute, reason = auto_compute(device, supported, file_dtype)
+    return {"model": model, "file": file_dtype, "compute": compute, "reason": reason}
+
+
+def _devices() -> list[dict]:
+    kinds = {"cuda": torch.cuda, "xpu": getattr(torch, "xpu", None)}
+    found = [
+        torch.device(kind, index)
+        for kind, module in kinds.items()
+        if module and module.is_available()
+        for index in range(module.device_count())
+    ]
+    found += [torch.device("mps")] if torch.backends.mps.is_available() else []
+    found.append(torch.device("cpu"))
+    return [{"device": str(device), "name": hardware_name(device)} for device in found]
+
+
+def to_text(diagnosis: dict) -> str:
+    """The result of ``diagnose`` or ``describe`` as plain text, 100 columns."""
+    sections = (
+        _machine(diagnosis), _device(diagnosis), _capabilities(diagnosis), _probes(diagnosis), _autos(diagnosis),
+        _flags(diagnosis),
+    )  # fmt: skip
+    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+
+
+def _machine(diagnosis: dict) -> list[str]:
+    if "torch" not in diagnosis:
+        return []
+    runtime = ", ".join(f"{name} {version}" for name, version in diagnosis["runtime"].items() if version) or "CPU only"
+    lines = [f"torch {diagnosis['torch']} ({runtime}), python {diagnosis['python']}, {diagnosis['system']}"]
+    lines.append(f"torch's own fp8 cast: {diagnosis['fp8_cast']}")
+    lines += [f"{name}={value}" for name, value in diagnosis["environment"].items() if value]
+    return lines + [f"{entry['device']}: {entry['name']}" for entry in diagnosis["devices"]]
+
+
+def _device(diagnosis: dict) -> list[str]:
+    device = diagnosis["device"]
+    simulated = f", simulated on {device['name']}" if device["simulated"] else f" on {device['name']}"
+    lines = [f"Profile {device['profile']}: {device['label']}{simulated}"]
+    if diagnosis["fp8"]["formats"]:
+        fp8 = diagnosis["fp8"]
+        lines.append(f"  fp8 matmul: {', '.join(fp8['formats'])}; scales per {', '.join(fp8['scaling'])}")
+    return lines + [line for remark in diagnosis["remarks"] for line in wrapped(remark, "  ")]
+
+
+def _capabilities(diagnosis: dict) -> list[str]:
+    lines = [f"{'Capability':<26}{'here':<8}{'table':<8}"]
+    for name, entry in diagnosis["capabilities"].items():
+        states = f"{_yes(entry['value']):<8}{_yes(entry['table']):<8}"
+        lines += _hanging(f"  {name:<24}{states}", entry["reason"])
+    return [line.rstrip() for line in lines]
+
+
+def _probes(diagnosis: dict) -> list[str]:
+    if not diagnosis["probes"]:
+        return [NOT_PROBED]
+    lines = ["Probes, run on the device"]
+    for entry in diagnosis["probes"]:
+        lines += _hanging(f"  {entry['name']:<24}{_passed(entry['ok']):<16}", entry["detail"])
+    return lines
+
+
+def _autos(diagnosis: dict) -> list[str]:
+    lines = ["Compute dtype auto chooses"]
+    for entry in diagnosis["auto"]:
+        lines += _hanging(f"  {entry['model']:<24}{entry['compute']:<16}", entry["reason"])
+    return lines
+
+
+def _flags(diagnosis: dict) -> list[str]:
+    flags = diagnosis.get("flags", {})
+    return (["Backend flags"] if flags else []) + [_flag(name, entry) for name, entry in flags.items()]
+
+
+def _flag(name: str, entry: dict) -> str:
+    if entry["value"] is None:
+        return f"  {name}: {entry['detail']}"
+    return f"  {entry['detail']:<78}{switch(entry['value'])}"
+
+
+def _hanging(head: str, text: str) -> list[str]:
+    lines = wrapped(text, " " * len(head)) or [""]
+    return [head + lines[0].lstrip(), *lines[1:]]
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _passed(ok: bool | None) -> str:
+    return "no answer" if ok is None else "passed" if ok else "failed"

@@ -1,0 +1,190 @@
+"""What a model file is (inspect) and whether its numbers are sound (scan)."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from ..dtypes import FP8_DTYPES, FP16_MAX, max_of, name_of
+from ..errors import CheckpointError
+from ..formats.checkpoint import Checkpoint, StoredWeight, read_checkpoint
+from ..formats.quantize import absolute_max
+from ..formats.safetensors_file import TensorFile, open_checkpoint
+from ..formats.stored_weight import NUMBERS
+
+SATURATION_LIMIT = 1e-3
+SATURATION_MINIMUM = 1000
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a file holds.
+
+    Attributes:
+        dtypes: dtype name -> {"tensors": n, "bytes": n}.
+        scales: granularity -> number of weights; also ``input`` and ``full_precision``.
+        problems: why it cannot be used; empty if it can.
+        in_comfyui: what stock ComfyUI would do wrong with it.
+        notes: what was assumed or repaired while reading it.
+    """
+
+    file: str
+    dialect: str | None
+    bytes: int
+    parameters: int
+    tensors: int
+    layers: int
+    dtypes: dict[str, dict[str, int]]
+    scales: dict[str, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    in_comfyui: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing :func:`scan_file` found. ``kind``: nan, inf, scale, fp16_range, saturated, zero or unreadable."""
+
+    tensor: str
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Scan:
+    """``problems`` make a file unsafe to run; ``remarks`` are worth knowing."""
+
+    file: str
+    tensors: int
+    problems: list[Finding]
+    remarks: list[Finding]
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+def inspect_file(path) -> Inspection:
+    """Read headers and scales only, whatever the size of the file.
+
+    Raises:
+        CheckpointError: it is no readable safetensors file.
+    """
+    file = open_checkpoint(path)
+    problems, checkpoint = [], None
+    try:
+        checkpoint = read_checkpoint(file, file.metadata, path)
+    except CheckpointError as error:
+        problems.append(str(error))
+    weights = list(checkpoint.weights.values()) if checkpoint else []
+    return Inspection(
+        file=str(path),
+        dialect=checkpoint.dialect if checkpoint else None,
+        bytes=file.data_bytes,
+        parameters=sum(weight.data.numel() for weight in weights),
+        tensors=len(file),
+        layers=sum(weight.name.endswith(".weight") for weight in weights),
+        dtypes=_dtypes(file),
+        scales=_scales(weights),
+        problems=problems,
+        in_comfyui=_in_comfyui(checkpoint) if checkpoint else [],
+        notes=checkpoint.notes if checkpoint else [],
+    )
+
+
+def _dtypes(file: TensorFile) -> dict[str, dict[str, int]]:
+    result: dict[str, dict[str, int]] = {}
+    for entry in file.entries.values():
+        row = result.setdefault(name_of(entry.torch_dtype), {"tensors": 0, "bytes": 0})
+        row["tensors"] += 1
+        row["bytes"] += entry.end - entry.start
+    return dict(sorted(result.items(), key=lambda item: -item[1]["bytes"]))
+
+
+def _scales(weights: list[StoredWeight]) -> dict[str, int]:
+    counts = Counter(weight.granularity for weight in weights if weight.granularity != "none")
+    counts["input"] = sum(weight.input_scale is not None for weight in weights)
+    counts["full_precision"] = sum(weight.full_precision for weight in weights)
+    return {key: count for key, count in counts.items() if count}
+
+
+def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
+    """ComfyUI 0.29 to 0.38: ``utils.convert_old_quants``, ``ops._load_quantized_module``, ``model_base`` (unexpected keys)."""
+    quantized = [
+        weight for weight in checkpoint.weights.values() if weight.eight_bit and weight.granularity != "native"
+    ]
+    known = any(name in checkpoint.dialect for name in ("comfy_quant", "_quantization_metadata", "scaled_fp8"))
+    scaled = [weight for weight in quantized if weight.scale is not None]
+    clipped = [w for w in scaled if known and w.input_scale is None and not w.full_precision]
+    e5m2 = [w for w in scaled if "scaled_fp8" in checkpoint.dialect and w.data.dtype == torch.float8_e5m2]
+    statements = (
+        ([] if known else scaled, "the scale is dropped: the weight is wrong by that factor and the image is noise"),
+        (e5m2, "read as e4m3fn: values past 448 become NaN and the image is black"),
+        ([w for w in scaled if known and w.granularity != "tensor"], "a scale per row or block is not understood"),
+        ([w for w in quantized if "fnuz" in name_of(w.data.dtype)], "fnuz weights are not understood"),
+        (clipped, "no input scale: where the GPU multiplies in fp8, activations are clipped at 448"),
+    )
+    return [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
+
+
+def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
+    """Read every tensor once. ``progress`` is called with the bytes just read.
+
+    Raises:
+        CheckpointError: it is no readable safetensors file.
+    """
+    file = open_checkpoint(path)
+    problems, remarks = [], []
+    try:
+        weights = read_checkpoint(file, file.metadata, path).weights
+    except CheckpointError as error:
+        weights = {}
+        problems.append(Finding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
+    for name, tensor in file.items():
+        if tensor.dtype in NUMBERS:
+            _scan_tensor(tensor, weights.get(name, StoredWeight(name, tensor)), problems, remarks)
+        file.release(name)
+        if progress:
+            progress(tensor.nbytes)
+    return Scan(str(path), len(file), problems, remarks)
+
+
+def _scan_tensor(tensor: torch.Tensor, weight: StoredWeight, problems: list[Finding], remarks: list[Finding]) -> None:
+    largest = absolute_max(tensor)
+    if not largest < float("inf"):
+        problems += _non_finite(weight.name, tensor)
+    elif largest == 0 and tensor.dim() > 1:
+        remarks.append(Finding(weight.name, "zero", f"all {tensor.numel()} values are zero"))
+    elif tensor.dtype in FP8_DTYPES and largest == max_of(tensor.dtype):
+        _saturation(weight, problems, remarks)
+    known = tensor.dtype != torch.float16 and weight.granularity != "native" and largest < float("inf")
+    if known and weight.passes(FP16_MAX, weight.bound(largest)):
+        problems.append(Finding(weight.name, "fp16_range", "values past 65504: infinite once cast to fp16"))
+
+
+def _non_finite(name: str, tensor: torch.Tensor) -> list[Finding]:
+    counts = Counter()
+    for part in tensor.reshape(-1).split(_CHUNK):
+        values = part.float() if tensor.dtype in FP8_DTYPES else part
+        counts["nan"] += int(values.isnan().sum())
+        counts["inf"] += int(values.isinf().sum())
+    return [
+        Finding(name, kind, f"{count} of {tensor.numel()} values are {'NaN' if kind == 'nan' else 'infinite'}")
+        for kind, count in counts.items()
+        if count
+    ]
+
+
+def _saturation(weight: StoredWeight, problems: list[Finding], remarks: list[Finding]) -> None:
+    limit = torch.tensor(max_of(weight.data.dtype)).to(weight.data.dtype).view(torch.uint8)
+    flat = weight.data.reshape(-1).view(torch.uint8)
+    count = sum(int(((part & 0x7F) == limit).sum()) for part in flat.split(_CHUNK))
+    share = count / flat.numel()
+    clipped = share > SATURATION_LIMIT and flat.numel() >= SATURATION_MINIMUM
+    if clipped or weight.scale is None:
+        text = f"{share:.3%} of the values sit at the format's maximum of {max_of(weight.data.dtype):g}"
+        (problems if clipped else remarks).append(Finding(weight.name, "saturated", text))

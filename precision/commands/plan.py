@@ -1,0 +1,86 @@
+"""What loading a file would come to on a device, without loading it: the command ``plan``."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from ..devices.detect import Device
+from ..dtypes import name_of
+from ..formats.checkpoint import Checkpoint, read_checkpoint
+from ..formats.comfy_state import model_prefix, refuse_lora
+from ..formats.safetensors_file import open_checkpoint
+from ..plan.compute import ModelFacts, plan_for_goal
+from ..plan.families import Family, family_of
+from ..plan.rules import rules_from
+from ..plan.storage import LoadPlan, file_dtype, is_calibrated, layers_of, plan_load, weight_bytes
+from ..report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
+
+
+def preview(path: str | os.PathLike, device: Device, goal: str = "balanced", device_memory: int | None = None) -> Report:
+    """The report a model would give on a device, each layer with its reason.
+
+    Args:
+        goal: as in Auto Precision; ``memory`` and ``speed`` also choose the storage that serves them.
+        device_memory: bytes free on the device; None leaves it out of the decision.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    file = open_checkpoint(path)
+    checkpoint = read_checkpoint(file, file.metadata, path)
+    refuse_lora(checkpoint)
+    prefix = model_prefix(checkpoint)
+    family = family_of(name.removeprefix(prefix) for name in checkpoint.weights)
+    facts = _facts(checkpoint, prefix, family)
+    storage = "fp8_e4m3fn" if _wants_fp8(goal, device) else "auto"
+    plan = plan_load(facts, device, storage, "auto", rules_from(), device_memory)
+    storages = {name: _held(checkpoint, prefix, name, plan) for name in plan.decisions}
+    arithmetic, reason = plan_for_goal(facts, device, goal, storages)
+    plan = replace(plan, compute=arithmetic)
+    return _report(checkpoint, prefix, family, facts, device, plan, storages, reason)
+
+
+def _facts(checkpoint: Checkpoint, prefix: str, family: Family) -> ModelFacts:
+    weights = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
+    return ModelFacts(
+        layers=layers_of(checkpoint, prefix),
+        parameters=sum(weight.data.numel() for weight in weights),
+        file_dtype=file_dtype(checkpoint, prefix),
+        supported=family.supported,
+        calibrated=is_calibrated(checkpoint, prefix),
+    )
+
+
+def _wants_fp8(goal: str, device: Device) -> bool:
+    can = device.capabilities
+    return can["fp8_storage"] and (goal == "memory" or (goal == "speed" and can["fp8_matmul_gains"]))
+
+
+def _held(checkpoint: Checkpoint, prefix: str, layer: str, plan: LoadPlan) -> str:
+    storage = plan.decisions[layer].storage
+    weight = checkpoint.weights[f"{prefix}{layer}.weight"]
+    return name_of(weight.data.dtype) if storage == "as_file" else storage
+
+
+def _report(checkpoint, prefix, family, facts, device, plan: LoadPlan, storages, reason: str) -> Report:
+    size = weight_bytes(checkpoint, plan, prefix)
+    report = Report(device_section(device), ModelReport(family.name, facts.parameters, size))
+    report.layers = [_layer(layer.name, layer.cls, storages[layer.name], plan) for layer in facts.layers]
+    report.kept_high = [KeptHigh(name, decision.reason) for name, decision in plan.decisions.items() if decision.kept]
+    problems = [*plan.without_effect, *plan.compute.without_effect]
+    report.without_effect = [WithoutEffect(setting, why) for setting, why in problems]
+    report.decisions = {
+        "file": f"{Path(checkpoint.path).name}, {checkpoint.dialect}",
+        "storage": str(plan.storage),
+        "compute": f"{plan.compute.choice.used}: {reason}",
+    }
+    report.notes = [*checkpoint.notes, *plan.compute.notes]
+    return report
+
+
+def _layer(name: str, cls: str, storage: str, plan: LoadPlan) -> LayerReport:
+    decision = plan.compute.decisions.get(name)
+    stream = plan.compute.stream_dtype
+    reasons = [plan.decisions[name].reason, decision.reason if decision else ""]
+    reason = "; ".join(dict.fromkeys(filter(None, reasons)))
+    return LayerReport(name, cls, storage, decision.mode if decision else stream, "fp32", stream, reason)

@@ -1,0 +1,1 @@
+"""Device profiles, detection, executed probes and memory."""

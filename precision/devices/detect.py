@@ -1,0 +1,215 @@
+"""Which device this is, what it can do, and the compute and storage dtypes that follow from it."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import UnknownProfile
+from .hardware import default_device, hardware_name, indexed, profile_of
+from .probes import Probe, run_probes
+from .profiles import CAPABILITIES, OCP_FP8, PROFILE_NAMES, DeviceProfile, profile_named
+
+__all__ = [
+    "CAPABILITIES", "PROFILE_NAMES", "PROFILE_VARIABLE", "Device", "DeviceProfile",
+    "auto_compute", "auto_storage", "detect", "profile_named", "profile_of",
+]  # fmt: skip
+
+PROFILE_VARIABLE = "HALFSAFE_DEVICE_PROFILE"
+GIB = 1024**3
+ACTIVATION_ROOM = 2 * GIB
+PLAIN_DTYPES = ("fp16", "bf16", "fp32", "fp64")
+FP8_FILES = ("nvfp4", "mxfp8")
+
+CONFIRMED_BY = {
+    "fp16": ("fp16_gemm",),
+    "bf16": ("bf16_native", "bf16_gemm"),
+    "fp8_storage": ("fp8_cast",),
+    "fp8_matmul": ("fp8_cast", "fp8_matmul"),
+    "fp8_matmul_gains": ("fp8_cast", "fp8_matmul"),
+    "fp16_accumulation": ("fp16_gemm", "fp16_accumulation"),
+    "fp8_fast_accumulation": ("fp8_cast", "fp8_matmul"),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """A real device and the profile every decision follows.
+
+    Args:
+        torch_device: where tensors live.
+        name: the hardware's own name, also when another profile is simulated.
+        profile: the row decisions follow.
+        simulated: the profile was asked for; nothing was probed.
+        probes: what was executed on it.
+        capabilities: capability -> table and probes together.
+        reasons: capability -> one sentence.
+    """
+
+    torch_device: torch.device
+    name: str
+    profile: DeviceProfile
+    simulated: bool = False
+    probes: tuple[Probe, ...] = ()
+    capabilities: Mapping[str, bool] = field(default_factory=dict, compare=False)
+    reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def label(self) -> str:
+        """What a person calls this kind of device."""
+        return self.profile.label
+
+    def reason(self, capability: str) -> str:
+        """Why a capability is on or off."""
+        return self.reasons[capability]
+
+
+def detect(device: torch.device | None = None, profile: str | None = None) -> Device:
+    """The device, its profile and its probed capabilities.
+
+    Args:
+        device: the device to describe; the default accelerator, else the CPU, when None.
+        profile: decide as on this profile; when None, ``HALFSAFE_DEVICE_PROFILE`` if it is set.
+
+    Raises:
+        UnknownProfile: no such profile; names the environment variable when it came from there.
+    """
+    device = indexed(device or default_device())
+    requested = profile_named(profile) if profile else requested_profile()
+    if requested:
+        return _assemble(device, requested, (), simulated=True)
+    row = profile_of(device)
+    return _assemble(device, row, run_probes(device, row.fp8_formats[0] if row.fp8_formats else OCP_FP8[0]))
+
+
+def requested_profile() -> DeviceProfile | None:
+    """The profile ``HALFSAFE_DEVICE_PROFILE`` asks for, or None when it is not set."""
+    name = os.environ.get(PROFILE_VARIABLE, "").strip()
+    if not name:
+        return None
+    try:
+        return profile_named(name)
+    except UnknownProfile as error:
+        raise UnknownProfile(f"{PROFILE_VARIABLE}={name}: {error.problem}", error.advice) from None
+
+
+def _assemble(
+    device: torch.device, profile: DeviceProfile, probes: tuple[Probe, ...], simulated: bool = False
+) -> Device:
+    verdicts = {capability: _verdict(profile, probes, capability) for capability in CAPABILITIES}
+    capabilities = {capability: on for capability, (on, _) in verdicts.items()}
+    reasons = {capability: reason for capability, (_, reason) in verdicts.items()}
+    return Device(device, hardware_name(device), profile, simulated, probes, capabilities, reasons)
+
+
+def _verdict(profile: DeviceProfile, probes: tuple[Probe, ...], capability: str) -> tuple[bool, str]:
+    if not profile.capabilities[capability]:
+        return False, profile.reason(capability)
+    failed = [probe for probe in probes if probe.ok is False and probe.name in CONFIRMED_BY[capability]]
+    if failed:
+        return False, f"Expected here, but the probe {failed[0].name} failed: {failed[0].detail}."
+    return True, profile.reason(capability)
+
+
+def auto_compute(device: Device | DeviceProfile, supported: Sequence[str], file_dtype: str) -> tuple[str, str]:
+    """The compute option ``auto`` stands for, and why.
+
+    Args:
+        device: where the model will run.
+        supported: the model's own safe compute dtypes in its order of preference, e.g. ("bf16", "fp32").
+        file_dtype: storage name of most of the file's weights.
+
+    Returns:
+        One of fp16, fp16_safe, bf16, fp32, and a sentence.
+    """
+    usable = [option for option in supported if option == "fp32" or device.capabilities.get(option)]
+    if file_dtype == "fp16" and "fp16" in usable:
+        return "fp16", f"The file is fp16, ComfyUI lists fp16 for this model, and it is fast on {device.label}."
+    if usable and usable[0] != "fp32":
+        return usable[0], _low_precision_reason(device, usable[0])
+    why = _why_not(device, supported)
+    if _needs_fp16_safe(device, supported):
+        return "fp16_safe", f"{why} fp16 matmuls with an fp32 stream are fast here and cannot overflow."
+    return "fp32", f"{why} fp32 is what remains."
+
+
+def _needs_fp16_safe(device: Device | DeviceProfile, supported: Sequence[str]) -> bool:
+    half_model = "bf16" in supported and "fp16" not in supported
+    return half_model and device.capabilities["fp16"] and not device.capabilities["bf16"]
+
+
+def _low_precision_reason(device: Device | DeviceProfile, option: str) -> str:
+    if option == "fp16":
+        return f"ComfyUI lists fp16 for this model and it is fast on {device.label}."
+    return f"ComfyUI lists bf16 for this model and it is native on {device.label}."
+
+
+def _why_not(device: Device | DeviceProfile, supported: Sequence[str]) -> str:
+    reasons = [device.reason(option) for option in ("bf16", "fp16") if option in supported]
+    unsafe = [option for option in ("bf16", "fp16") if option not in supported]
+    if unsafe:
+        reasons.append(f"The model is not safe in plain {' or '.join(unsafe)}.")
+    return " ".join(reasons)
+
+
+def auto_storage(
+    device: Device | DeviceProfile, weight_bytes_16bit: int, file_dtype: str, free_device_bytes: int | None
+) -> tuple[str, str]:
+    """The storage option ``auto`` stands for, and why.
+
+    Args:
+        device: where the weights will be.
+        weight_bytes_16bit: size of the weights at 16 bit per value.
+        file_dtype: storage name of most of the file's weights; anything but fp16, bf16, fp32, fp64 counts as quantized.
+        free_device_bytes: free memory of the device, or None when unknown.
+
+    Returns:
+        One of as_file, fp8_e4m3fn, fp16, bf16, and a sentence.
+    """
+    if file_dtype not in PLAIN_DTYPES:
+        return _quantized_storage(device, file_dtype)
+    if free_device_bytes is None:
+        return "as_file", f"Kept as in the file: {_unknown_memory(device)}"
+    as_file_bytes = weight_bytes_16bit * {"fp32": 2, "fp64": 4}.get(file_dtype, 1)
+    room = free_device_bytes - ACTIVATION_ROOM
+    if as_file_bytes <= room:
+        return "as_file", f"The file's {_gib(as_file_bytes)} fit in {_gib(free_device_bytes)} free."
+    if weight_bytes_16bit <= room:
+        return _half(device), f"{_shortage(file_dtype, as_file_bytes, free_device_bytes)} 16 bit does."
+    return _smallest_storage(device, weight_bytes_16bit, free_device_bytes)
+
+
+def _quantized_storage(device: Device | DeviceProfile, file_dtype: str) -> tuple[str, str]:
+    needs_fp8 = file_dtype.startswith("fp8") or file_dtype in FP8_FILES
+    if needs_fp8 and not device.capabilities["fp8_storage"]:
+        return _half(device), f"The file is {file_dtype}. {device.reason('fp8_storage')}"
+    return "as_file", f"The file is already {file_dtype}."
+
+
+def _smallest_storage(device: Device | DeviceProfile, weight_bytes: int, free_bytes: int) -> tuple[str, str]:
+    shortage = _shortage("16 bit", weight_bytes, free_bytes)
+    if device.capabilities["fp8_storage"]:
+        return "fp8_e4m3fn", f"{shortage} fp8 halves the weights to {_gib(weight_bytes // 2)}."
+    return "as_file", f"{shortage} {device.reason('fp8_storage')} The weights will be moved in and out."
+
+
+def _shortage(what: str, weight_bytes: int, free_bytes: int) -> str:
+    return (
+        f"{what} weights take {_gib(weight_bytes)}; {_gib(free_bytes)} are free, "
+        f"of which {_gib(ACTIVATION_ROOM)} are left for activations."
+    )
+
+
+def _unknown_memory(device: Device | DeviceProfile) -> str:
+    if isinstance(device, Device) and device.simulated:
+        return "the memory of a simulated device is not known."
+    return "there is no separate GPU memory to fit it into."
+
+
+def _half(device: Device | DeviceProfile) -> str:
+    return "bf16" if device.capabilities["bf16"] else "fp16"
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"

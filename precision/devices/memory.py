@@ -1,0 +1,106 @@
+"""How much memory is left for this process, and a refusal before the system kills it."""
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..errors import MemoryShortage
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def available_memory() -> int | None:
+    """Bytes this process can still take without swapping or being killed; None where the system does not tell.
+
+    Linux: the least of ``MemAvailable`` and what each cgroup above the process has left, file cache counted as free.
+    Windows: ``GlobalMemoryStatusEx``, physical memory and what may still be committed.
+    """
+    if sys.platform == "linux":
+        return min((room for room in (_meminfo(), *_cgroup_rooms()) if room is not None), default=None)
+    if sys.platform == "win32":
+        return _windows_available()
+    return None
+
+
+def require_memory(needed: int, what: str, available: int) -> None:
+    """Check that the ``needed`` bytes for ``what`` are among those ``available``.
+
+    Raises:
+        MemoryShortage: they are not.
+    """
+    if needed > available:
+        raise MemoryShortage(
+            f"{what} needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available.",
+            "Choose fp8 storage, close other programs, or raise the container's or service's memory limit.",
+        )
+
+
+def _meminfo() -> int | None:
+    for line in _read(PROC / "meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cgroup_rooms() -> Iterator[int]:
+    for line in _read(PROC / "self" / "cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:
+            yield from _rooms_above(CGROUPS, path, _V2)
+            yield from _rooms_above(CGROUPS / "unified", path, _V2)
+        elif "memory" in controllers.split(","):
+            yield from _rooms_above(CGROUPS / "memory", path, _V1)
+
+
+def _rooms_above(root: Path, path: str, files: tuple[str, str, str]) -> Iterator[int]:
+    """What each limited cgroup has left, from the process's own up to ``root``, which a container sees as its own."""
+    folder = root / path.lstrip("/")
+    for group in (folder, *folder.parents):
+        if group == root or root in group.parents:
+            room = _room(group, *files)
+            if room is not None:
+                yield room
+
+
+def _room(group: Path, limit_file: str, usage_file: str, cache_field: str) -> int | None:
+    limit, usage = _read(group / limit_file).strip(), _read(group / usage_file).strip()
+    if not limit.isdigit() or not usage.isdigit():
+        return None
+    cache = next(
+        (line.split()[1] for line in _read(group / "memory.stat").splitlines() if line.startswith(f"{cache_field} ")), 0
+    )
+    return max(0, int(limit) - int(usage) + int(cache))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+class _MemoryStatus(ctypes.Structure):
+    """``MEMORYSTATUSEX`` of the Windows API."""
+
+    _fields_ = [
+        ("length", ctypes.c_uint32),
+        ("load", ctypes.c_uint32),
+        ("total_physical", ctypes.c_uint64),
+        ("available_physical", ctypes.c_uint64),
+        ("total_page_file", ctypes.c_uint64),
+        ("available_page_file", ctypes.c_uint64),
+        ("total_virtual", ctypes.c_uint64),
+        ("available_virtual", ctypes.c_uint64),
+        ("available_extended_virtual", ctypes.c_uint64),
+    ]
+
+
+def _windows_available() -> int | None:
+    status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
+    if not ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
+        return None
+    return min(status.available_physical, status.available_page_file)

@@ -1,0 +1,229 @@
+"""Tiny executed probes: what this device and this torch really do. They never raise and leave no flag changed."""
+
+import functools
+import operator
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..dtypes import dtype_named
+
+PROBE_ERRORS = (RuntimeError, TypeError, AttributeError, ValueError, AssertionError)
+GEMM_TOLERANCE = {"fp16": 1e-2, "bf16": 2e-2, "fp32": 5e-3}
+X86 = ("x86_64", "amd64")
+
+FLAGS = {
+    "fp16_accumulation": "cuda.matmul.allow_fp16_accumulation",
+    "fp16_reduced_precision_reduction": "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "fp16_reduced_precision_reduction_split_k": "cuda.matmul.allow_fp16_reduced_precision_reduction_split_k",
+    "bf16_reduced_precision_reduction": "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "bf16_reduced_precision_reduction_split_k": "cuda.matmul.allow_bf16_reduced_precision_reduction_split_k",
+    "tf32_matmul": "cuda.matmul.allow_tf32",
+    "tf32_convolution": "cudnn.allow_tf32",
+    "math_sdp_reduction": "cuda.fp16_bf16_reduction_math_sdp_allowed",
+}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One probe's result: ``ok`` is None when it says nothing about this device."""
+
+    name: str
+    ok: bool | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A backend flag's present value; ``value`` is None when this torch does not have it or will not tell."""
+
+    name: str
+    value: bool | None
+    detail: str
+
+
+def read_flags() -> dict[str, Flag]:
+    """The backend flags that decide how sums are kept, read without changing any."""
+    return {name: read_flag(name) for name in FLAGS}
+
+
+def read_flag(name: str) -> Flag:
+    """One flag of ``FLAGS``. Reading a legacy TF32 flag raises once the new API was used (PyTorch #166387)."""
+    try:
+        value = operator.attrgetter(FLAGS[name])(torch.backends)
+        value = value() if callable(value) else value
+    except AttributeError:
+        return Flag(name, None, f"torch {torch.__version__} has no such flag")
+    except RuntimeError:
+        return Flag(name, None, "set through torch's new fp32_precision API")
+    return Flag(name, bool(value), f"torch.backends.{FLAGS[name]}")
+
+
+@functools.cache
+def run_probes(device: torch.device, fp8_format: str = "fp8_e4m3fn") -> tuple[Probe, ...]:
+    """All probes on a real device, executed once per device and process.
+
+    Args:
+        device: where to run, with an index if it has several.
+        fp8_format: the storage name whose matmul is tried.
+    """
+    return (
+        probe("fp8_cast", fp8_cast, device, "fp8_e4m3fn"),
+        probe("fp8_cast_e5m2", fp8_cast, device, "fp8_e5m2"),
+        probe("fp8_matmul", fp8_matmul, device, fp8_format),
+        probe("fp16_gemm", gemm, device, "fp16"),
+        probe("bf16_gemm", gemm, device, "bf16"),
+        probe("bf16_native", bf16_native, device),
+        probe("fp16_accumulation", fp16_accumulation, device),
+    )
+
+
+def forget() -> None:
+    """Run the probes again at the next request."""
+    run_probes.cache_clear()
+    canary.cache_clear()
+
+
+@functools.cache
+def canary(device: torch.device, name: str) -> tuple[bool, str]:
+    """Whether a small product in ``fp16``, ``bf16`` or ``fp32`` is right on a device, and what it gave. Once per process."""
+    result = probe(f"{name}_gemm", gemm, device, name)
+    return result.ok is not False, result.detail
+
+
+def probe(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Probe:
+    """Run one check; an error is a failed probe, a lack of memory says nothing."""
+    try:
+        ok, detail = check(*args)
+    except torch.cuda.OutOfMemoryError:
+        return Probe(name, None, "not enough free memory to try")
+    except PROBE_ERRORS as error:
+        return Probe(name, False, f"{type(error).__name__}: {first_line(error)}")
+    return Probe(name, ok, detail)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a torch error, cut to 160 characters."""
+    lines = str(error).splitlines() or [""]
+    return lines[0][:160]
+
+
+def fp8_cast(device: torch.device, fmt: str) -> tuple[bool, str]:
+    """Cast every finite value of a format there and back (16x16), then one value past its range, and NaN."""
+    dtype = dtype_named(fmt)
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).float()
+    values = values[torch.isfinite(values)]
+    if not torch.equal(_round_trip(values, device, dtype), values):
+        return False, f"a cast to {fmt} and back changed values that {fmt} can hold"
+    past, nan = _round_trip(torch.tensor([1e6, float("nan")]), device, dtype).tolist()
+    if nan == nan:
+        return False, f"a cast to {fmt} turned NaN into {nan:g}"
+    return True, f"exact up to {torch.finfo(dtype).max:g}; past it {'NaN' if past != past else f'{past:g}'}"
+
+
+def _round_trip(values: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return values.to(device).to(dtype).float().cpu()
+
+
+def fp8_matmul(device: torch.device, fmt: str) -> tuple[bool, str]:
+    """A 32x32 scaled fp8 matmul of small integers, where the right answer is exact."""
+    left = (torch.arange(32 * 32).reshape(32, 32) % 5 - 2).float()
+    right = (torch.arange(32 * 32).reshape(32, 32) % 7 - 3).float()
+    result = scaled_mm(left.to(device).to(dtype_named(fmt)), right.t().contiguous().to(device).to(dtype_named(fmt)).t())
+    if not torch.equal(result.float().cpu(), left @ right):
+        return False, f"{fmt} matmul ran and gave wrong values"
+    return True, f"{fmt} matmul {'runs, emulated' if device.type == 'cpu' else 'runs, values right'}"
+
+
+def scaled_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``left @ right`` in bf16 for fp8 operands with scale 1: left (M, K) row-major, right (K, N) column-major."""
+    one = torch.ones((), dtype=torch.float32, device=left.device)
+    if left.device.type == "mps":
+        tensorwise = torch.nn.functional.ScalingType.TensorWise
+        return torch.nn.functional.scaled_mm(left, right, one, tensorwise, one, tensorwise)
+    result = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    return result[0] if isinstance(result, tuple) else result
+
+
+def gemm(device: torch.device, name: str) -> tuple[bool, str]:
+    """A 32x256x32 matmul against fp64: catches devices whose half precision GEMM gives zeros or garbage."""
+    dtype = dtype_named(name)
+    left = torch.arange(32 * 256, dtype=torch.float64).sin().reshape(32, 256).to(dtype)
+    right = torch.arange(256 * 32, dtype=torch.float64).cos().reshape(256, 32).to(dtype)
+    exact = left.double() @ right.double()
+    result = (left.to(device) @ right.to(device)).cpu().double()
+    error = ((result - exact).norm() / exact.norm()).item()
+    if not error < GEMM_TOLERANCE[name]:
+        return False, f"{name} matmul is wrong here: relative error {error:.2g}"
+    return True, f"relative error {error:.1e}"
+
+
+def bf16_native(device: torch.device) -> tuple[bool | None, str]:
+    """Whether the driver and torch say bf16 runs in hardware."""
+    if device.type == "cuda":
+        return _cuda_bf16(device)
+    if device.type == "xpu":
+        return _said_by("torch.xpu.is_bf16_supported()", torch.xpu.is_bf16_supported())
+    if device.type == "cpu":
+        return _said_by("CPU instructions", cpu_bf16())
+    return None, f"torch cannot tell on {device.type}"
+
+
+def _cuda_bf16(device: torch.device) -> tuple[bool, str]:
+    with torch.cuda.device(device):
+        try:
+            native = torch.cuda.is_bf16_supported(including_emulation=False)
+        except TypeError:
+            native = torch.cuda.is_bf16_supported()
+    return _said_by("torch.cuda.is_bf16_supported(including_emulation=False)", native)
+
+
+def _said_by(source: str, answer: bool) -> tuple[bool, str]:
+    return bool(answer), f"{source}: {'yes' if answer else 'no'}"
+
+
+def cpu_bf16() -> bool:
+    """bf16 instructions in the CPU. oneDNN alone says yes from plain AVX512, where bf16 is emulated."""
+    try:
+        supported = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):
+        return False
+    instructions = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    if supported and instructions and platform.machine().lower() in X86:
+        return bool(instructions())
+    return supported
+
+
+def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
+    """Whether ``allow_fp16_accumulation`` acts: K=4096 products, +256 in the first half and -256 in the second.
+
+    The true result is 0. An fp16 sum passes 65504 on the way and becomes inf or NaN; an fp32 sum does not.
+    """
+    if device.type != "cuda" or torch.version.hip:
+        return None, "the flag acts on NVIDIA's cuBLAS only"
+    before = read_flag("fp16_accumulation")
+    if before.value is None:
+        return False, before.detail
+    return _overflows_in_fp16(*accumulation_operands(device), before.value)
+
+
+def accumulation_operands(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp16 operands (64, 4096) and (4096, 64) whose product is 0 and whose partial sums reach 524288."""
+    left = torch.full((64, 4096), 16.0, dtype=torch.float16, device=device)
+    right = torch.full((4096, 64), 16.0, dtype=torch.float16, device=device)
+    right[2048:] = -16.0
+    return left, right
+
+
+def _overflows_in_fp16(left: torch.Tensor, right: torch.Tensor, before: bool) -> tuple[bool, str]:
+    matmul = torch.backends.cuda.matmul
+    try:
+        matmul.allow_fp16_accumulation = True
+        result = left @ right
+    finally:
+        matmul.allow_fp16_accumulation = before
+    if torch.isfinite(result).all():
+        return False, "the flag is accepted and does not act: sums stay in fp32"
+    return True, "the flag acts: sums are kept in fp16"

@@ -1,0 +1,233 @@
+"""What each device is expected to do: one row per device profile, with a reason for every entry that needs one.
+
+The rows are expectations from documentation, driver tables and other people's measurements. ``devices.detect`` confirms
+them with executed probes.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import UnknownProfile
+
+CAPABILITY_FIELDS = {
+    "fp16": "fp16_fast",
+    "bf16": "bf16_native",
+    "fp8_storage": "fp8_storage",
+    "fp8_matmul": "fp8_matmul",
+    "fp8_matmul_gains": "fp8_matmul_gains",
+    "fp16_accumulation": "fp16_accumulation_gains",
+    "fp8_fast_accumulation": "fp8_fast_accumulation",
+}
+CAPABILITIES = tuple(CAPABILITY_FIELDS)
+
+REASONS = {
+    ("fp16", True): "fp16 matmuls are fast.",
+    ("fp16", False): "fp16 math is slow.",
+    ("bf16", True): "bf16 is native.",
+    ("bf16", False): "There is no native bf16; torch emulates it, slower than fp32.",
+    ("fp8_storage", True): "Weights can be kept in fp8 and widened when used.",
+    ("fp8_storage", False): "fp8 tensors do not work here.",
+    ("fp8_matmul", True): "fp8 matmul units.",
+    ("fp8_matmul", False): "No fp8 matmul units; fp8 weights are widened to 16 bit before the matmul.",
+    ("fp8_matmul_gains", True): "fp8 matmuls are expected to be faster than 16-bit ones.",
+    ("fp8_matmul_gains", False): "fp8 matmuls bring no speed here.",
+    ("fp16_accumulation", True): "fp16 accumulation doubles the fp16 matmul rate.",
+    ("fp16_accumulation", False): "fp16 accumulation brings no speed here, only the risk of overflow.",
+    ("fp8_fast_accumulation", True): "The fp8 fast accumulation switch can act.",
+    ("fp8_fast_accumulation", False): "The fp8 fast accumulation switch has no effect here.",
+}
+
+FP16_ACCUMULATION_TORCH = {"fp16_accumulation": (2, 7)}
+OCP_FP8 = ("fp8_e4m3fn", "fp8_e5m2")
+FNUZ_FP8 = ("fp8_e4m3fnuz", "fp8_e5m2fnuz")
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """The expectation for one kind of device.
+
+    Args:
+        name: the profile name of the node contract, e.g. ``sm_86``.
+        label: what a person calls it.
+        vendor: nvidia, amd, apple, intel or any.
+        type: torch device type: cuda (also AMD), mps, xpu or cpu.
+        fp16_fast: fp16 matmuls are right and faster than fp32.
+        bf16_native: bf16 runs in hardware, not emulated.
+        fp8_storage: fp8 tensors can be stored and widened.
+        fp8_matmul: e4m3fn operands, the format of model files, can be multiplied.
+        fp8_formats: storage names ``torch._scaled_mm`` takes here; MI300 has fnuz only.
+        fp8_matmul_gains: fp8 matmul is faster than 16 bit.
+        fp16_accumulation_gains: fp16 accumulation is faster than fp32 accumulation.
+        fp8_fast_accumulation: ``use_fast_accum`` of an fp8 matmul can matter.
+        scaling: scale granularities an fp8 matmul takes: tensor, row, block (1x128, 128x128), mx (1x32).
+        needs_torch: capability -> first (major, minor) of torch that has it on this device.
+        notes: capability -> one sentence; other keys are remarks about the device.
+    """
+
+    name: str
+    label: str
+    vendor: str
+    type: str = "cuda"
+    fp16_fast: bool = True
+    bf16_native: bool = True
+    fp8_storage: bool = True
+    fp8_matmul: bool = False
+    fp8_formats: tuple[str, ...] = ()
+    fp8_matmul_gains: bool = False
+    fp16_accumulation_gains: bool = False
+    fp8_fast_accumulation: bool = False
+    scaling: tuple[str, ...] = ()
+    needs_torch: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
+    notes: Mapping[str, str] = field(default_factory=dict, compare=False)
+
+    @property
+    def capabilities(self) -> dict[str, bool]:
+        """Capability name -> expectation, for the torch that is running."""
+        return {name: self.table(name) and not self.missing_torch(name) for name in CAPABILITIES}
+
+    def table(self, capability: str) -> bool:
+        """The row's own entry, whatever torch is running."""
+        return getattr(self, CAPABILITY_FIELDS[capability])
+
+    def missing_torch(self, capability: str) -> str:
+        """A sentence naming the torch the capability needs, or "" when the running one is new enough."""
+        needed = self.needs_torch.get(capability)
+        if not needed or torch_version() >= needed:
+            return ""
+        return f"Needs torch {needed[0]}.{needed[1]}; this is {torch.__version__}."
+
+    def reason(self, capability: str) -> str:
+        """Why the capability is expected to be on or off, as a sentence."""
+        on = self.table(capability)
+        missing = self.missing_torch(capability) if on else ""
+        return missing or self.notes.get(capability) or REASONS[capability, on]
+
+    @property
+    def remarks(self) -> list[str]:
+        """Notes about the device that belong to no capability."""
+        return [note for key, note in self.notes.items() if key not in CAPABILITY_FIELDS]
+
+
+def torch_version() -> tuple[int, int]:
+    """(major, minor) of the running torch."""
+    major, minor = re.findall(r"\d+", str(torch.__version__))[:2]
+    return int(major), int(minor)
+
+
+NO_GAIN = "fp16 accumulation runs at the rate of fp32 accumulation here: risk without gain."
+GEFORCE_GAIN = "GeForce cards run fp16 accumulation at twice the rate; used where the overflow bound proves it safe."
+NO_CUBLAS = "The fp16 accumulation flag acts on NVIDIA's cuBLAS only."
+APPLE_NOTES = {
+    "fp8_storage": "torch has e4m3fn on MPS from 2.15 (PyTorch #194074), and no e5m2.",
+    "fp8_matmul": "torch has tensor and row scaled fp8 matmul on MPS from 2.15 (PyTorch #194074).",
+    "fp8_matmul_gains": "No fp8 units: fp8 saves memory, not time.",
+    "fp16_accumulation": NO_CUBLAS,
+}
+APPLE = {
+    "vendor": "apple", "type": "mps", "fp8_matmul": True, "fp8_formats": ("fp8_e4m3fn",), "scaling": ("tensor", "row"),
+    "needs_torch": {"fp8_storage": (2, 15), "fp8_matmul": (2, 15)},
+}  # fmt: skip
+FP8_NVIDIA = {"vendor": "nvidia", "fp8_matmul": True, "fp8_formats": OCP_FP8, "fp8_matmul_gains": True}
+
+ROWS = (
+    DeviceProfile(
+        "sm_61", "GTX 10xx, P40 (Pascal)", "nvidia", fp16_fast=False, bf16_native=False,
+        notes={"fp16": "fp16 math runs at 1/64 of the fp32 rate.",
+               "bf16": "bf16 is emulated, about 1.9x slower than fp32.",
+               "fp16_accumulation": "fp16 math is slow here, with or without fp16 accumulation."},
+    ),
+    DeviceProfile(
+        "sm_70", "V100, Titan V (Volta)", "nvidia", bf16_native=False,
+        notes={"bf16": "bf16 is emulated, without cuDNN convolution or Triton kernels.",
+               "fp16_accumulation": NO_GAIN},
+    ),
+    DeviceProfile(
+        "sm_75", "RTX 20xx, T4 (Turing)", "nvidia", bf16_native=False, fp16_accumulation_gains=True,
+        needs_torch=FP16_ACCUMULATION_TORCH,
+        notes={"fp16_accumulation": GEFORCE_GAIN},
+    ),
+    DeviceProfile(
+        "sm_80", "A100, A30 (Ampere)", "nvidia",
+        notes={"fp16_accumulation": NO_GAIN},
+    ),
+    DeviceProfile(
+        "sm_86", "RTX 30xx (Ampere)", "nvidia", fp16_accumulation_gains=True, needs_torch=FP16_ACCUMULATION_TORCH,
+        notes={"fp16_accumulation": GEFORCE_GAIN,
+               "compile": "torch.compile cannot convert e4m3fn here (PyTorch #167082): use fp8_e5m2 with it."},
+    ),
+    DeviceProfile(
+        "sm_89", "RTX 40xx, L4, L40 (Ada)", fp16_accumulation_gains=True, fp8_fast_accumulation=True,
+        scaling=("tensor", "row"), needs_torch={"fp8_matmul": (2, 3), **FP16_ACCUMULATION_TORCH}, **FP8_NVIDIA,
+        notes={"fp16_accumulation": GEFORCE_GAIN,
+               "fp8_matmul": "fp8 matmul units, which add in about 22 bits.",
+               "fp8_fast_accumulation": "torch takes the switch; its documented effect is on Hopper."},
+    ),
+    DeviceProfile(
+        "sm_90", "H100, H200 (Hopper)", fp8_fast_accumulation=True, scaling=("tensor", "row", "block"), **FP8_NVIDIA,
+        notes={"fp16_accumulation": NO_GAIN,
+               "fp8_fast_accumulation": "On keeps about 14 bits of the sums; off promotes them to fp32."},
+    ),
+    DeviceProfile(
+        "sm_100", "B200 (Blackwell)", scaling=("tensor", "row", "mx"), **FP8_NVIDIA,
+        notes={"fp16_accumulation": "fp16 accumulation is not expected to be faster here."},
+    ),
+    DeviceProfile(
+        "sm_120", "RTX 50xx (Blackwell)", fp16_accumulation_gains=True, scaling=("tensor", "row"),
+        needs_torch=FP16_ACCUMULATION_TORCH, **FP8_NVIDIA,
+        notes={"fp16_accumulation": GEFORCE_GAIN},
+    ),
+    DeviceProfile(
+        "gfx90a", "MI200 (CDNA2)", "amd",
+        notes={"fp16_accumulation": NO_CUBLAS,
+               "denormals": "fp16 and bf16 matmuls flush denormals to zero here (PyTorch numerical accuracy notes)."},
+    ),
+    DeviceProfile(
+        "gfx942", "MI300 (CDNA3)", "amd", fp8_formats=FNUZ_FP8, scaling=("tensor", "row"),
+        notes={"fp16_accumulation": NO_CUBLAS,
+               "fp8_matmul": "Multiplies the fnuz formats only: e4m3fn weights are widened to 16 bit."},
+    ),
+    DeviceProfile(
+        "gfx1100", "RX 7000 (RDNA3)", "amd",
+        notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "No fp8 units: fp8 weights are widened to bf16."},
+    ),
+    DeviceProfile(
+        "gfx1201", "RX 9000 (RDNA4)", "amd", fp8_matmul=True, fp8_formats=OCP_FP8, fp8_matmul_gains=True,
+        scaling=("tensor",), needs_torch={"fp8_matmul": (2, 7)},
+        notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "fp8 matmul units; needs ROCm 6.4 or later."},
+    ),
+    DeviceProfile(
+        "mps_m1", "Apple M1, M2", bf16_native=False, **APPLE,
+        notes={**APPLE_NOTES, "bf16": "bf16 is emulated (macOS 14 or later), about 50 % slower."},
+    ),
+    DeviceProfile("mps_m3", "Apple M3 or later", **APPLE, notes=APPLE_NOTES),
+    DeviceProfile(
+        "xpu", "Intel Arc", "intel", "xpu", fp8_matmul=True, fp8_formats=OCP_FP8, scaling=("tensor", "row", "block"),
+        needs_torch={"fp8_matmul": (2, 10)},
+        notes={"fp16_accumulation": NO_CUBLAS,
+               "fp8_matmul_gains": "fp8 matmul is slower than bf16 here: 87 against 101 TFLOPS on an Arc B580."},
+    ),
+    DeviceProfile(
+        "cpu", "CPU", "any", "cpu", fp16_fast=False, bf16_native=False,
+        notes={"bf16": "No bf16 instructions (AVX512-BF16, AMX): bf16 is emulated.",
+               "fp16": "fp16 math is emulated or slow on a CPU.",
+               "fp16_accumulation": NO_CUBLAS,
+               "fp8_matmul": "torch._scaled_mm runs on a CPU, emulated: good for tests, not for speed."},
+    ),
+)  # fmt: skip
+
+PROFILES = {row.name: row for row in ROWS}
+PROFILE_NAMES = tuple(PROFILES)
+
+
+def profile_named(name: str) -> DeviceProfile:
+    """The row of a profile name such as ``sm_86``.
+
+    Raises:
+        UnknownProfile: no row has that name; the message lists those that exist.
+    """
+    if name not in PROFILES:
+        raise UnknownProfile(f"There is no device profile '{name}'.", f"Use one of: {', '.join(PROFILE_NAMES)}.")
+    return PROFILES[name]

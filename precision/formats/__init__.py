@@ -1,0 +1,1 @@
+"""File formats and weight storage: read, quantize and write weights."""

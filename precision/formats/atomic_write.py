@@ -1,0 +1,129 @@
+"""Writing a file so that it exists whole or not at all."""
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # Windows, where an open file cannot be deleted and needs no lock
+    fcntl = None
+
+_PART = (".halfsafe-", ".part")
+_NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
+
+
+def require_space(path: Path, needed: int) -> None:
+    """Raise CheckpointError unless the disk that ``path`` is on has ``needed`` bytes free."""
+    free = shutil.disk_usage(path.parent).free
+    if free < needed:
+        problem = f"the disk has {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB are needed"
+        raise CheckpointError(path, problem, advice="Free some space, or write to another disk.")
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn an OSError inside into a CheckpointError that names ``path``."""
+    try:
+        yield
+    except OSError as error:
+        advice = "Free some space." if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "Check the folder."
+        raise CheckpointError(path, f"cannot be written ({error.strerror or error})", advice=advice) from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to that becomes ``path`` when the block ends, flushed to the disk; after an exception it is gone.
+
+    On Linux it has no name until then, so that nothing is left of it after a kill either.
+
+    Raises:
+        CheckpointError: the folder or the disk refuses it.
+    """
+    with naming(path):
+        sweep(path.parent)
+        descriptor, part = _open_part(path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            with naming(path):
+                file.flush()
+                os.fsync(descriptor)
+                part = part or _link(descriptor, path)
+        with naming(path):
+            if part != path:
+                os.replace(part, path)
+            part = None
+            _sync_folder(path.parent)
+    finally:
+        if part is not None:
+            with suppress(FileNotFoundError):
+                part.unlink()
+
+
+def _open_part(folder: Path) -> tuple[int, Path | None]:
+    """A new file without a name where the system has such files, else a temporary one and its path. Both locked."""
+    descriptor = _open_unnamed(folder)
+    part = None
+    if descriptor is None:
+        part = _part_name(folder)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    if fcntl:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor, part
+
+
+def _open_unnamed(folder: Path) -> int | None:
+    if not hasattr(os, "O_TMPFILE") or not os.path.isdir("/proc/self/fd"):
+        return None
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666)
+    except OSError as error:
+        if error.errno in _NO_UNNAMED_FILES and folder.is_dir():
+            return None
+        raise
+
+
+def _link(descriptor: int, path: Path) -> Path:
+    """Give an unnamed file a name: ``path`` itself where that is free, else one that is then moved over it."""
+    source = f"/proc/self/fd/{descriptor}"
+    try:
+        os.link(source, path, src_dir_fd=descriptor, follow_symlinks=True)
+        return path
+    except FileExistsError:
+        part = _part_name(path.parent)
+        os.link(source, part, src_dir_fd=descriptor, follow_symlinks=True)
+        return part
+
+
+def _part_name(folder: Path) -> Path:
+    return folder / secrets.token_hex(8).join(_PART)
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def sweep(folder: Path) -> None:
+    """Delete temporary files in ``folder`` that no running process writes to."""
+    for part in folder.glob("*".join(_PART)):
+        with suppress(OSError):
+            if fcntl:
+                with open(part, "rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    part.unlink()
+            else:
+                part.unlink()

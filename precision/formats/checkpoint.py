@@ -1,0 +1,300 @@
+"""Every way a model file stores quantized weights, read into one shape.
+
+Sources: ComfyUI ``comfy/ops.py`` (``comfy_quant``), ``comfy/utils.py`` (``scaled_fp8``, ``_quantization_metadata``);
+NVIDIA ModelOpt and vLLM (``weight_scale``, ``input_scale``, ``k_scale``); DeepSeek-V3 ``inference/kernel.py``
+(``weight_scale_inv``, which despite its name multiplies) and ``inference/convert.py`` (the same as ``scale``).
+"""
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ..dtypes import FP8_DTYPES, name_of
+from ..errors import CheckpointError, NonFiniteWeight, UnconsumedScale
+from .foreign import reject_foreign
+from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, granularity_of
+from .strict_json import read_object
+
+__all__ = ["Checkpoint", "StoredWeight", "comfy_quant_tensor", "looks_like_scale", "read_checkpoint"]
+
+METADATA_KEY = "_quantization_metadata"
+_SCALE_LEAF = re.compile(r"(^|_)scales?(_|$)")
+_WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "weight_scale_2", "scale_input")
+_INPUT_SCALES = ("input_scale", "scale_input")
+_CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale", "prob_output_scale", "output_scale")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model file understood: its weights in file order, scales and markers consumed.
+
+    ``notes``: what was repaired or assumed while reading, one sentence each.
+    """
+
+    path: str
+    dialect: str
+    metadata: dict[str, str]
+    weights: dict[str, StoredWeight]
+    notes: list[str]
+
+
+def read_checkpoint(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None, path) -> Checkpoint:
+    """Tell the dialects of a file apart and give every weight its scale. Touches scales and markers only.
+
+    Raises:
+        UnconsumedScale: a tensor looks like a quantization scale and belongs to no weight.
+        NonFiniteWeight: a scale is NaN, infinite, zero or negative.
+        CheckpointError: another tool's format, or a contradiction inside the file.
+    """
+    reject_foreign(tensors, path)
+    return _Reader(tensors, metadata or {}, path).read()
+
+
+def comfy_quant_tensor(settings: dict) -> torch.Tensor:
+    """ComfyUI's ``<layer>.comfy_quant``: JSON as uint8."""
+    return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
+
+
+class _Reader:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str], path):
+        self.tensors = tensors
+        self.metadata = metadata
+        self.path = path
+        self.taken: set[str] = set()
+        self.dialects: Counter[str] = Counter()
+        self.remarks: Counter[str] = Counter()
+
+    def read(self) -> Checkpoint:
+        self.settings = self._settings()
+        self.full_precision = self._legacy_markers()
+        quantized = {
+            name: self._weight(name, tensor) for name, tensor in self.tensors.items() if self._is_owner(name, tensor)
+        }
+        self._check_leftovers(quantized)
+        weights = {
+            name: quantized.get(name) or StoredWeight(name, tensor)
+            for name, tensor in self.tensors.items()
+            if name not in self.taken
+        }
+        metadata = {key: value for key, value in self.metadata.items() if key != METADATA_KEY}
+        notes = [f"{count} tensor{'s' * (count > 1)}: {remark}" for remark, count in self.remarks.items()]
+        return Checkpoint(str(self.path), " + ".join(self.dialects) or "plain", metadata, weights, notes)
+
+    def _settings(self) -> dict[str, dict]:
+        """Layer name -> ComfyUI's per-layer JSON, from the header and from ``comfy_quant`` tensors, which win."""
+        settings = {}
+        if METADATA_KEY in self.metadata:
+            layers = self._json(self.metadata[METADATA_KEY], METADATA_KEY).get("layers")
+            if not isinstance(layers, dict) or not all(isinstance(value, dict) for value in layers.values()):
+                raise CheckpointError(self.path, f"its {METADATA_KEY} holds no table of layers")
+            settings = {layer: value for layer, value in layers.items() if self._known(layer)}
+        for name in self.tensors:
+            if name.endswith(".comfy_quant"):
+                self.taken.add(name)
+                layer = name.removesuffix(".comfy_quant")
+                text = bytes(self.tensors[name].flatten().to(torch.uint8).tolist())
+                settings[layer] = self._json(text, name)
+                if f"{layer}.weight" not in self.tensors:
+                    raise CheckpointError(self.path, "describes a weight that is not in the file", name)
+        return settings
+
+    def _known(self, layer: str) -> bool:
+        if f"{layer}.weight" in self.tensors:
+            return True
+        self.remarks[f"named in {METADATA_KEY}, but not in the file"] += 1
+        return False
+
+    def _json(self, text: str | bytes, where: str) -> dict:
+        try:
+            return read_object(text)
+        except ValueError as error:
+            raise CheckpointError(self.path, str(error), where) from None
+
+    def _legacy_markers(self) -> dict[str, bool]:
+        """Prefix of each ``scaled_fp8`` marker -> whether it asks for full precision (two elements)."""
+        markers = {}
+        for name, tensor in self.tensors.items():
+            if name == "scaled_fp8" or name.endswith(".scaled_fp8"):
+                self.taken.add(name)
+                self.dialects["scaled_fp8"] += 1
+                markers[name.removesuffix("scaled_fp8")] = tensor.numel() == 2
+        return markers
+
+    def _is_owner(self, name: str, tensor: torch.Tensor) -> bool:
+        if name in self.taken:
+            return False
+        layer = _layer(name)
+        if layer is not None and (layer in self.settings or f"{layer}.scale_weight" in self.tensors):
+            return True
+        return (tensor.dtype in FP8_DTYPES and not looks_like_scale(name)) or self._has_int8_scale(name, tensor)
+
+    def _has_int8_scale(self, name: str, tensor: torch.Tensor) -> bool:
+        return tensor.dtype == torch.int8 and any(key in self.tensors for key, _ in _weight_scale_names(name))
+
+    def _weight(self, name: str, data: torch.Tensor) -> StoredWeight:
+        layer = _layer(name)
+        settings = self.settings.get(layer) if layer else None
+        if settings is not None:
+            self.dialects["comfy_quant" if f"{layer}.comfy_quant" in self.tensors else METADATA_KEY] += 1
+            if not self._is_fp8_linear(name, data, settings):
+                return self._native(name, data, settings)
+        scale, granularity, dialect = self._weight_scale(name, data)
+        if settings is None and data.dtype in EIGHT_BIT:
+            self.dialects[dialect] += 1
+        full = bool(settings and settings.get("full_precision_matrix_mult")) or (
+            dialect == "scaled_fp8" and self._asks_full_precision(name)
+        )
+        return StoredWeight(name, data, scale, granularity, self._input_scale(layer), full)
+
+    def _asks_full_precision(self, name: str) -> bool:
+        prefix = max((prefix for prefix in self.full_precision if name.startswith(prefix)), key=len, default=None)
+        return prefix is not None and self.full_precision[prefix]
+
+    def _is_fp8_linear(self, name: str, data: torch.Tensor, settings: dict) -> bool:
+        declared = settings.get("format")
+        if not isinstance(declared, str):
+            raise CheckpointError(self.path, "its comfy_quant names no format", name)
+        if not declared.startswith("float8_") or "num_experts" in settings:
+            return False
+        if data.dtype not in FP8_DTYPES:
+            raise CheckpointError(self.path, f"declared as {declared}, but stored in {name_of(data.dtype)}", name)
+        if not declared.startswith(str(data.dtype).removeprefix("torch.")):
+            self.remarks[f"declared as {declared}, stored and read as {name_of(data.dtype)}"] += 1
+        return True
+
+    def _native(self, name: str, data: torch.Tensor, settings: dict) -> StoredWeight:
+        layer = _layer(name)
+        not_companions = (name, f"{layer}.bias", f"{layer}.comfy_quant")
+        companions = {key: self.tensors[key] for key in self._children[layer] if key not in not_companions}
+        self.taken.update(companions)
+        for key, tensor in companions.items():
+            if tensor.dtype not in (torch.uint8, torch.int8):
+                self._check_finite(key, tensor.float())
+        companions[f"{layer}.comfy_quant"] = comfy_quant_tensor(settings)
+        return StoredWeight(name, data, granularity="native", companions=companions)
+
+    @cached_property
+    def _children(self) -> dict[str, list[str]]:
+        children = defaultdict(list)
+        for name in self.tensors:
+            children[name.rpartition(".")[0]].append(name)
+        return children
+
+    def _weight_scale(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor | None, str, str]:
+        found = next(((key, dialect) for key, dialect in _weight_scale_names(name) if key in self.tensors), None)
+        if found is None:
+            return None, "none", "unscaled fp8"
+        key, dialect = found
+        scale = self._scale(key)
+        if data.dtype not in EIGHT_BIT:
+            return self._sixteen_bit_scale(key, scale, dialect, data.dtype)
+        granularity = granularity_of(scale, data.shape)
+        if granularity is None:
+            shapes = f"{tuple(scale.shape)} fits no layout of a weight of shape {tuple(data.shape)}"
+            raise UnconsumedScale(self.path, f"a scale of shape {shapes}", key, "Report the tool that wrote this file.")
+        if dialect == "scaled_fp8" and data.dtype == torch.float8_e5m2:
+            self.remarks["e5m2 under a scaled_fp8 marker, which ComfyUI reads as e4m3fn; read as e5m2"] += 1
+        return _shaped(scale, granularity), granularity, dialect
+
+    def _sixteen_bit_scale(
+        self, key: str, scale: torch.Tensor, dialect: str, dtype: torch.dtype
+    ) -> tuple[torch.Tensor | None, str, str]:
+        if scale.numel() > 1 or dtype not in NUMBERS:
+            values = "of many values " if scale.numel() > 1 else ""
+            raise UnconsumedScale(self.path, f"a scale {values}next to a weight in {name_of(dtype)}", key)
+        if scale.item() == 1:
+            return None, "none", dialect
+        self.remarks["16-bit weights with a scale_weight, which was applied"] += 1
+        return scale.reshape(()), "tensor", dialect
+
+    def _input_scale(self, layer: str | None) -> torch.Tensor | None:
+        key = next((f"{layer}.{leaf}" for leaf in _INPUT_SCALES if f"{layer}.{leaf}" in self.tensors), None)
+        if key is None:
+            return None
+        scale = self._scale(key)
+        if scale.numel() > 1:
+            self.remarks["input scales of many values, which ComfyUI cannot hold, were left out"] += 1
+            return None
+        is_default = key.endswith(".scale_input") and scale.item() == 1
+        return None if is_default else scale.reshape(())
+
+    def _scale(self, key: str) -> torch.Tensor:
+        tensor = self.tensors[key]
+        self.taken.add(key)
+        if tensor.dtype == torch.uint8 and hasattr(torch, "float8_e8m0fnu"):
+            tensor = tensor.view(torch.float8_e8m0fnu)
+        if tensor.numel() == 0:
+            raise CheckpointError(self.path, "an empty scale", key)
+        scale = tensor.float()
+        self._check_finite(key, scale)
+        if scale.min() <= 0:
+            raise NonFiniteWeight(self.path, f"a scale of {scale.min().item():g}", key, "The file is damaged: get it again.")
+        return scale
+
+    def _check_finite(self, key: str, scale: torch.Tensor) -> None:
+        if not torch.isfinite(scale).all():
+            raise NonFiniteWeight(self.path, "a scale that is NaN or infinite", key, "The file is damaged: get it again.")
+
+    def _check_leftovers(self, quantized: dict[str, StoredWeight]) -> None:
+        parents = _parents(name for name, weight in quantized.items() if weight.eight_bit)
+        for name in self.tensors:
+            if name not in self.taken and name not in quantized and looks_like_scale(name):
+                self._check_leftover(name, parents, quantized)
+
+    def _check_leftover(self, name: str, parents: set[str], quantized: dict[str, StoredWeight]) -> None:
+        layer, _, leaf = name.rpartition(".")
+        weight = self.tensors.get(f"{layer}.weight")
+        near = layer in parents or layer.rpartition(".")[0] in parents
+        if leaf in _CACHE_SCALES and self.tensors[name].numel() == 1 and near:
+            self.taken.add(name)
+            self.remarks["attention cache or output scales, which ComfyUI has no use for, were left out"] += 1
+        elif leaf in _INPUT_SCALES and weight is not None and weight.dtype not in EIGHT_BIT:
+            self.taken.add(name)
+            self.remarks["input scales of layers that are not quantized were left out"] += 1
+        elif _is_eight_bit(weight) or (leaf in _WEIGHT_SCALES and (weight is None or f"{layer}.weight" in quantized)):
+            raise UnconsumedScale(
+                self.path,
+                "looks like a quantization scale and belongs to no weight that can be read",
+                name,
+                "Applying the file without it would give noise. ComfyUI can load this model from a comfy_quant file.",
+            )
+        elif leaf in _WEIGHT_SCALES:
+            self.remarks["named like weight scales, next to weights that are not quantized; kept as they are"] += 1
+
+
+def _layer(name: str) -> str | None:
+    return name.removesuffix(".weight") if name.endswith(".weight") else None
+
+
+def _weight_scale_names(name: str) -> list[tuple[str, str]]:
+    """Where the scale of a weight may be, and the dialect that puts it there."""
+    names = [(f"{name}_scale", "weight_scale"), (f"{name}_scale_inv", "weight_scale_inv")]
+    layer = _layer(name)
+    return names if layer is None else [*names, (f"{layer}.scale_weight", "scaled_fp8"), (f"{layer}.scale", "scale")]
+
+
+def looks_like_scale(name: str) -> bool:
+    """Whether a tensor is named as quantization scales are: a last part with the word scale or scales in it."""
+    return _SCALE_LEAF.search(name.rpartition(".")[2]) is not None
+
+
+def _is_eight_bit(weight: torch.Tensor | None) -> bool:
+    return weight is not None and (weight.dtype in EIGHT_BIT or weight.dtype == torch.uint8)
+
+
+def _shaped(scale: torch.Tensor, granularity: str) -> torch.Tensor:
+    return scale.reshape({"tensor": (), "row": (-1, 1), "block": scale.shape}[granularity])
+
+
+def _parents(names) -> set[str]:
+    """Every module that holds one of the tensors, itself or further down, the whole model excepted."""
+    parents = set()
+    for name in names:
+        while name := name.rpartition(".")[0]:
+            parents.add(name)
+    return parents

@@ -1,0 +1,116 @@
+"""Models in ComfyUI's own quantization format: made weight by weight, into memory or into a file."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from ..dtypes import FP8_NAMES
+from ..errors import CheckpointError
+from .checkpoint import Checkpoint, StoredWeight, looks_like_scale
+from .comfy_format import UNCHANGED, Outcome, finite_bound, outcome_of, passes_fp16, specs_of, tensors_of
+from .safetensors_file import write_safetensors
+
+MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
+WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")
+
+
+def state_dict(
+    checkpoint: Checkpoint, decisions: dict[str, str], progress: Callable[[int], None] | None = None
+) -> tuple[dict[str, torch.Tensor], list[tuple[str, str]]]:
+    """The checkpoint in ComfyUI's format, made weight by weight; and (tensor, note) where it is not stored as asked.
+
+    Weights that do not change stay views of the file; every weight is checked for NaN and Inf.
+
+    Args:
+        decisions: full layer name (without ``.weight``) -> storage; other tensors stay as in the file.
+        progress: called with the bytes of the file just dealt with.
+    """
+    result, notes = {}, []
+    for weight, outcome in _outcomes(checkpoint.weights, decisions, checkpoint.path):
+        result.update(tensors_of(weight, outcome, checkpoint.path))
+        if outcome.note:
+            notes.append((weight.name, outcome.note))
+        if progress:
+            progress(weight.data.nbytes)
+    return result, notes
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor], path) -> None:
+    """Raise :class:`NonFiniteWeight` for the first floating tensor that holds NaN or Inf."""
+    for name, tensor in tensors.items():
+        finite_bound(StoredWeight(name, tensor), path)
+
+
+def storage_to_make(weight: StoredWeight, wanted: str) -> str:
+    """``wanted``, or ``as_file`` from one 16- or 32-bit dtype to another: ComfyUI casts as it loads, with no second copy."""
+    return wanted if wanted in FP8_NAMES or weight.scale is not None or weight.eight_bit else UNCHANGED
+
+
+def beyond_fp16(checkpoint: Checkpoint, prefix: str = "") -> str | None:
+    """The first tensor below ``prefix`` with a value that fp16 cannot hold, or None."""
+    inside = (weight for name, weight in checkpoint.weights.items() if name.startswith(prefix))
+    return next((weight.name for weight in inside if passes_fp16(weight, checkpoint.path)), None)
+
+
+def write_weights(
+    target: str | os.PathLike,
+    weights: Mapping[str, StoredWeight],
+    storages: Mapping[str, str],
+    metadata: dict[str, str],
+    progress: Callable[[int], None] | None,
+    origin: str | os.PathLike,
+    release: Callable[[str], None] = lambda name: None,
+) -> dict[str, Outcome]:
+    """Write weights to a file in ComfyUI's format, one at a time; each is asked for twice, first for its size.
+
+    Args:
+        storages: full layer name -> storage; other tensors stay as they are.
+        origin: what errors name as the place of a bad weight.
+        release: called with the name of a weight that is written.
+
+    Returns:
+        What each weight was stored in.
+
+    Raises:
+        NonFiniteWeight: a weight holds NaN or Inf.
+        CheckpointError: the target cannot be written.
+    """
+    outcomes, specs = {}, []
+    for weight, outcome in _outcomes(weights, storages, origin):
+        outcomes[weight.name] = outcome
+        specs += specs_of(weight, outcome)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in weights.items():
+            yield from tensors_of(weight, outcomes[name], origin).items()
+            release(name)
+            if progress:
+                progress(weight.data.nbytes)
+
+    write_safetensors(target, specs, tensors(), metadata)
+    return outcomes
+
+
+def model_prefix(checkpoint: Checkpoint) -> str:
+    """What precedes the diffusion model's own names in the file; as in ComfyUI's ``unet_prefix_from_state_dict``."""
+    names = list(checkpoint.weights)
+    inside = next((prefix for prefix in MODEL_PREFIXES if any(name.startswith(prefix) for name in names)), None)
+    return inside or next((prefix for prefix in WHOLE_PREFIXES if all(name.startswith(prefix) for name in names)), "")
+
+
+def refuse_lora(checkpoint: Checkpoint) -> None:
+    """Raise :class:`CheckpointError` for a LoRA, which is no model."""
+    name = next((name for name in checkpoint.weights if "lora_" in name), None)
+    if name is not None:
+        raise CheckpointError(checkpoint.path, "a LoRA, which is applied in 16 bit", name, "Convert the model instead.")
+
+
+def _outcomes(weights: Mapping[str, StoredWeight], storages: Mapping[str, str], path) -> Iterator[tuple[StoredWeight, Outcome]]:
+    """Every weight and what it will be stored in; 16 bit where a tensor beside it would be taken for its fp8 scale."""
+    beside_scales = {name.rpartition(".")[0] for name in weights if looks_like_scale(name)}
+    for weight in weights.values():
+        outcome = outcome_of(weight, storages.get(weight.layer, UNCHANGED), path)
+        if outcome.storage in FP8_NAMES and not weight.eight_bit and weight.layer in beside_scales:
+            outcome = Outcome("bf16" if weight.scale is not None else UNCHANGED, "a tensor beside it is named like a scale")
+        yield weight, outcome

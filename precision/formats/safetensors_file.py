@@ -1,0 +1,211 @@
+"""Safetensors files: lazily mapped reading of one file or a sharded set, and atomic streamed writing."""
+
+import mmap
+import os
+import re
+import stat
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from ..errors import CheckpointError
+from .atomic_write import naming, replacing, require_space
+from .safetensors_header import MAX_HEADER, Entry, TensorSpec, header_bytes, layout, parse_json, read_header
+
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.(safetensors|sft))")
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+class TensorFile(Mapping[str, torch.Tensor]):
+    """The tensors of a file or of a sharded set, in file order, as views of mapped pages.
+
+    A tensor costs no memory of its own until it is written to; the pages are private, so that never reaches the file.
+    """
+
+    def __init__(self, path: Path, metadata: dict[str, str], entries: dict[str, Entry], maps: dict[Path, mmap.mmap]):
+        self.path = path
+        self.metadata = metadata
+        self.entries = entries
+        self._maps = maps
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        entry = self.entries[name]
+        dtype = entry.torch_dtype
+        if entry.start == entry.end:
+            return torch.empty(entry.shape, dtype=dtype)
+        count = (entry.end - entry.start) // dtype.itemsize
+        return torch.frombuffer(self._maps[entry.file], dtype=dtype, count=count, offset=entry.start).view(entry.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def files(self) -> list[Path]:
+        """Every file of the set."""
+        return list(self._maps)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(entry.end - entry.start for entry in self.entries.values())
+
+    def release(self, name: str) -> None:
+        """Let the system drop the pages of a tensor that is no longer needed; reading it again reads the file again."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        entry = self.entries[name]
+        start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = entry.end // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start:
+            self._maps[entry.file].madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+def open_checkpoint(path: str | os.PathLike) -> TensorFile:
+    """Open a safetensors file, the index of a sharded set, or the whole set that a shard belongs to.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, truncated, of another kind, or one of its shards is.
+    """
+    path = Path(path)
+    if path.name.endswith(".index.json"):
+        return _open_index(path)
+    shard = _SHARD.fullmatch(path.name)
+    if shard is None or int(shard["count"]) <= 1:
+        return _open_files(path, [path])
+    index = path.with_name(f"{shard['stem']}{shard['suffix']}.index.json")
+    return _open_index(index) if index.is_file() else _open_siblings(path, shard)
+
+
+def _open_siblings(path: Path, shard: re.Match) -> TensorFile:
+    numbers = range(1, int(shard["count"]) + 1)
+    files = [path.with_name(f"{shard['stem']}-{number:05d}-of-{shard['count']}{shard['suffix']}") for number in numbers]
+    missing = next((file.name for file in files if not file.is_file()), None)
+    if missing is not None:
+        raise CheckpointError(path, f"part of a set whose file {missing} is missing", advice="Download all parts.")
+    return _open_files(path, files)
+
+
+def _open_index(path: Path) -> TensorFile:
+    with _open_regular(path) as file, _reading(path):
+        if os.fstat(file.fileno()).st_size > MAX_HEADER:
+            raise CheckpointError(path, "an index of more than 100 MB", advice="Download it again.")
+        index = parse_json(path, file.read(), "text")
+    shards = index.get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise CheckpointError(path, "an index without a 'weight_map'", advice="Download it again.")
+    for name, shard in shards.items():
+        _check_shard(path, name, shard)
+    whole = _open_files(path, [path.with_name(shard) for shard in dict.fromkeys(shards.values())])
+    missing = next((name for name in shards if name not in whole.entries), None)
+    if missing is not None:
+        raise CheckpointError(path, f"not in {shards[missing]}, where the index places it", missing, "Download it again.")
+    return whole
+
+
+def _check_shard(path: Path, name: str, shard: object) -> None:
+    if not isinstance(shard, str) or not shard or shard in (".", "..") or re.search(r"[\\/:\0]", shard):
+        raise CheckpointError(path, f"its file {shard!r} is not a plain file name", name, "Do not use this index.")
+    if not os.path.isfile(path.with_name(shard)):
+        raise CheckpointError(path, f"its file {shard[:200]} is missing from the folder", name, "Download all parts.")
+
+
+def _open_files(path: Path, files: list[Path]) -> TensorFile:
+    metadata, entries, maps = {}, {}, {}
+    for file in files:
+        own, part = _map_file(file, maps)
+        metadata = own | metadata
+        twice = next((name for name in part if name in entries), None)
+        if twice is not None:
+            raise CheckpointError(file, f"also in {entries[twice].file.name}", twice, "Download the set again.")
+        entries |= part
+    return TensorFile(path, metadata, entries, maps)
+
+
+def _map_file(path: Path, maps: dict[Path, mmap.mmap]) -> tuple[dict[str, str], dict[str, Entry]]:
+    with _open_regular(path) as file, _reading(path):
+        metadata, entries = read_header(path, file, os.fstat(file.fileno()).st_size)
+        try:
+            maps[path] = _map(file)
+        except OSError as error:
+            raise CheckpointError(path, f"cannot be mapped into memory ({error.strerror})") from error
+    return metadata, entries
+
+
+def _map(file: BinaryIO) -> mmap.mmap:
+    if sys.platform == "linux":
+        # Private and writable counts against the commit limit unless it reserves nothing.
+        return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise CheckpointError(path, "a folder, not a file", advice="Give the .safetensors or .index.json file in it.")
+        if not stat.S_ISREG(mode):
+            raise CheckpointError(path, "not a regular file")
+        return open(path, "rb")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(path, f"cannot be opened ({reason})", advice="Check the path.") from None
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        advice = "Check the disk, or the connection to it."
+        raise CheckpointError(path, f"cannot be read ({error.strerror or error})", advice=advice) from error
+
+
+def write_safetensors(
+    path: str | os.PathLike,
+    specs: Sequence[TensorSpec],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    metadata: dict[str, str],
+) -> None:
+    """Write the tensors that ``specs`` announce, holding one at a time. ``tensors`` may come in any order.
+
+    Wide dtypes lie first, as safetensors' own writer lays them. Until everything is on the disk an existing file stays
+    as it is, and no new one appears: not after an exception, and on Linux not after a kill either.
+
+    Raises:
+        CheckpointError: the disk is too small or full, or the folder cannot be written to.
+        ValueError: ``tensors`` are not those that ``specs`` announce.
+    """
+    path = Path(os.path.realpath(path))
+    spans = layout(specs)
+    header = header_bytes(spans, metadata)
+    with naming(path):
+        require_space(path, len(header) + sum(spec.bytes for spec in specs))
+    with replacing(path) as file:
+        with naming(path):
+            file.write(header)
+        _write_all(path, file, len(header), spans, tensors)
+
+
+def _write_all(path: Path, file: BinaryIO, base: int, spans: dict, tensors: Iterable) -> None:
+    waiting = dict(spans)
+    for name, tensor in tensors:
+        spec, start = waiting.pop(name, (None, 0))
+        if spec != TensorSpec(name, tensor.dtype, tuple(tensor.shape)):
+            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced was {spec}")
+        with naming(path):
+            _write_tensor(file, base + start, tensor)
+        del tensor  # before the next one is made
+    if waiting:
+        raise ValueError(f"{next(iter(waiting))} was announced and not written")
+
+
+def _write_tensor(file: BinaryIO, position: int, tensor: torch.Tensor) -> None:
+    file.seek(position)
+    file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))

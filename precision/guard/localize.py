@@ -1,0 +1,219 @@
+"""Where a model's call first became non-finite: the operation, the module it ran in, and what it was given.
+
+One call is run with every operation watched. Each non-finite result is traced back to the operation that made it out of
+finite values, so a mask of -inf that does no harm is not blamed for a sum that overflowed elsewhere.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..arithmetic.linear import kind_of
+from ..arithmetic.patching import patched
+from ..dtypes import name_of
+
+MADE_SO = (
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
+    "full", "full_like", "new_full", "fill_", "scalar_tensor",
+)  # fmt: skip
+CLAMP = "nan_to_num"
+PLAIN_NAMES = {
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear"), "matmul"),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "convolution"),
+    **dict.fromkeys(("_to_copy", "to"), "cast"),
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The operation that made a non-finite value.
+
+    Args:
+        layer: the innermost module it ran in; empty outside of the model.
+        op: its name: matmul, add, mul, attention ... or the weight it read, for ``kind`` "weights".
+        kind: "overflow" (inf or NaN out of finite values), "nan" (NaN out of finite values), "weights", or "unknown" where
+            no watched operation made it.
+        dtype: what it worked in.
+        largest: the largest finite magnitude it was given; NaN where that is not known.
+        multiplies: the module is a matrix product or convolution, and this its own product.
+        hidden: a clamp in the model's own code replaced the value afterwards.
+    """
+
+    layer: str
+    op: str
+    kind: str
+    dtype: str
+    largest: float
+    multiplies: bool = False
+    hidden: bool = False
+
+
+@dataclass
+class _Frame:
+    """A module whose forward runs."""
+
+    name: str
+    module: torch.nn.Module
+    inputs: list[torch.Tensor]
+
+
+class Localizer(TorchDispatchMode):
+    """Watches one call of ``model``; use :meth:`watching`, then :meth:`origin`.
+
+    Every watched operation waits for the device, so this is for a call that has failed already.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self._named = {name.replace("_orig_mod.", ""): module for name, module in model.named_modules()}
+        self._weights = _storages(model)
+        self._stack: list[_Frame] = []
+        self._made: dict[int, Origin] = {}
+        self._first_bad: Origin | None = None
+        self.hidden: list[Origin] = []
+
+    @contextmanager
+    def watching(self) -> Iterator["Localizer"]:
+        """The model's forwards report to this object while the context lasts; they are restored after it."""
+        modules = {id(module): (name, module) for name, module in self._named.items()}
+        forwards = [(module, "forward", self._framed(name, module)) for name, module in modules.values()]
+        with patched(forwards), self:
+            yield self
+
+    def origin(self, result: torch.Tensor) -> Origin | None:
+        """What made ``result`` non-finite; what a clamp hid where ``result`` is finite; None where neither is so."""
+        if math.isfinite(reach(result)):
+            return self.hidden[0] if self.hidden else None
+        return self._made.get(_key(result)) or self._first_bad or Origin("", "", "unknown", name_of(result.dtype), math.nan)
+
+    def opaque(self, op: str, call: Callable, *args, **kwargs):
+        """Run something whose inside cannot be watched, such as another pack's attention kernel, as one operation."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            inputs = _with_reach((args, kwargs))
+            result = call(*args, **kwargs)
+            self._note(op, inputs, tensors_in(result))
+        return result
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        inputs = _with_reach((args, kwargs))
+        result = _plain_alias(func, func(*args, **kwargs))
+        if name in MADE_SO:
+            for tensor in tensors_in(result):
+                self._made.pop(_key(tensor), None)
+            return result
+        self._note("attention" if "attention" in name else PLAIN_NAMES.get(name, name), inputs, tensors_in(result))
+        return result
+
+    def _note(self, op: str, inputs: list[tuple[torch.Tensor, float]], outputs: list[torch.Tensor]) -> None:
+        bad = [tensor for tensor, size in inputs if not math.isfinite(size)]
+        if op == CLAMP and bad:
+            self.hidden.append(replace(self._source_of(bad, op, inputs), hidden=True))
+        for tensor in outputs:
+            size = reach(tensor)
+            if math.isfinite(size):
+                self._made.pop(_key(tensor), None)
+            else:
+                self._made[_key(tensor)] = self._source_of(bad, op, inputs) if bad else self._made_by(op, inputs, size)
+
+    def _source_of(self, bad: list[torch.Tensor], op: str, inputs: list[tuple[torch.Tensor, float]]) -> Origin:
+        known = [self._made[_key(tensor)] for tensor in bad if _key(tensor) in self._made]
+        if known:
+            return known[0]
+        weights = [self._weights[_key(tensor)] for tensor in bad if _key(tensor) in self._weights]
+        if weights:
+            return Origin(weights[0].rpartition(".")[0], weights[0], "weights", name_of(bad[0].dtype), math.nan)
+        return self._first_bad or replace(self._made_by(op, inputs, math.nan), kind="unknown")
+
+    def _made_by(self, op: str, inputs: list[tuple[torch.Tensor, float]], size: float) -> Origin:
+        frame = self._stack[-1] if self._stack else None
+        finite = [magnitude for _, magnitude in inputs if math.isfinite(magnitude)]
+        floats = [tensor.dtype for tensor, _ in inputs if tensor.is_floating_point()]
+        own = bool(frame) and kind_of(frame.module) is not None
+        dtype = name_of(min(floats, key=lambda kind: kind.itemsize)) if floats else ""
+        kind = "nan" if math.isnan(size) and max(finite, default=0.0) < 1.0 else "overflow"
+        return Origin(frame.name if frame else "", op, kind, dtype, max(finite, default=math.nan), own)
+
+    def _framed(self, name: str, module: torch.nn.Module) -> Callable:
+        forward = module.forward
+
+        def run(*args, **kwargs):
+            self._stack.append(_Frame(name, module, tensors_in((args, kwargs))))
+            try:
+                result = forward(*args, **kwargs)
+                self._leave(self._stack[-1], tensors_in(result))
+                return result
+            finally:
+                self._stack.pop()
+
+        return run
+
+    def _leave(self, frame: _Frame, outputs: list[torch.Tensor]) -> None:
+        """Blame a module that was given finite values and returned others, where no operation in it was seen to."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            bad = [tensor for tensor in outputs if not math.isfinite(reach(tensor))]
+            if self._first_bad or not bad:
+                return
+            sizes = [reach(tensor) for tensor in frame.inputs]
+            if all(map(math.isfinite, sizes)):
+                made = [self._made[_key(tensor)] for tensor in bad if _key(tensor) in self._made]
+                unknown = Origin(frame.name, "", "unknown", name_of(bad[0].dtype), max(sizes, default=math.nan))
+                self._first_bad = made[0] if made else self._bad_weight(frame) or unknown
+
+    def _bad_weight(self, frame: _Frame) -> Origin | None:
+        name = first_bad_weight(frame.module)
+        if name is None:
+            return None
+        return Origin(frame.name, f"{frame.name}.{name}", "weights", "", math.nan)
+
+
+def _plain_alias(func, result):
+    """What ``torch.Tensor(tensor)`` gives of another pack's tensor class.
+
+    Under a dispatch mode torch leaves it of that class and calls the class's constructor on it, without its arguments.
+    """
+    return result.as_subclass(torch.Tensor) if func is torch.ops.aten.alias.default else result
+
+
+def first_bad_weight(module: torch.nn.Module) -> str | None:
+    """The name of a parameter or buffer of ``module`` that holds NaN or Inf."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return next((name for name, tensor in named if not math.isfinite(reach(getattr(tensor, "_qdata", tensor)))), None)
+
+
+def reach(tensor: torch.Tensor) -> float:
+    """The largest magnitude of a floating tensor: inf or NaN where it holds such, 0 where it holds no floats."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0 or tensor.device.type == "meta":
+        return 0.0
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.dtype.itemsize == 1:
+        tensor = tensor.float()
+    return torch.linalg.vector_norm(tensor, math.inf).item()
+
+
+def tensors_in(values) -> list[torch.Tensor]:
+    """The plain tensors among nested lists, tuples and dicts."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and type(leaf) in (torch.Tensor, torch.nn.Parameter)]
+
+
+def _with_reach(values) -> list[tuple[torch.Tensor, float]]:
+    return [(tensor, reach(tensor)) for tensor in tensors_in(values)]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _storages(model: torch.nn.Module) -> dict[int, str]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    plain = ((name.replace("_orig_mod.", ""), getattr(tensor, "_qdata", tensor)) for name, tensor in named)
+    return {_key(tensor): name for name, tensor in plain if tensor.numel()}

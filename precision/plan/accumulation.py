@@ -1,0 +1,203 @@
+"""What the accumulation settings mean for one model on one device: which flags to hold, and what cannot act and why."""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+
+from ..arithmetic import flags
+from ..devices.detect import Device
+
+UNCHANGED = "unchanged"
+FP16_OPTIONS = ("auto", "on", "off", UNCHANGED)
+SWITCH_OPTIONS = ("on", "off", UNCHANGED)
+ATTENTION_OPTIONS = ("auto", "fp32", UNCHANGED)
+FIRST_CUBLAS_FP16 = 70
+FIRST_TF32 = 80
+PARTS = {
+    "fp16_accumulation": ("fp16_accumulation",),
+    "reduced_precision_reduction": ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction"),
+    "tf32": ("tf32_matmul", "tf32_convolution"),
+    "fp8_fast_accumulation": (),
+}
+LEFT_ALONE = "Left as it is."
+SIXTEEN_BIT = ("fp16", "bf16", "fp16_wide", "fp16_scaled")
+CUBLAS_ONLY = "it acts on NVIDIA's libraries only, this is {}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """The node's settings, as asked for."""
+
+    fp16_accumulation: str = UNCHANGED
+    reduced_precision_reduction: str = UNCHANGED
+    tf32: str = UNCHANGED
+    fp8_fast_accumulation: str = UNCHANGED
+    attention: str = UNCHANGED
+
+    @property
+    def changes_nothing(self) -> bool:
+        return all(getattr(self, item.name) == UNCHANGED for item in fields(self))
+
+    def over(self, earlier: "Request") -> "Request":
+        """This request, with what it leaves unchanged as an earlier node asked."""
+        return replace(earlier, **{k: v for k, v in vars(self).items() if v != UNCHANGED})
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a model multiplies in.
+
+    ``modes``: the report's modes of its layers that multiply; ``compiled``: torch.compile wraps it; ``parallel``: several
+    devices run it side by side.
+    """
+
+    modes: Collection[str]
+    compiled: bool = False
+    parallel: bool = False
+
+
+@dataclass(frozen=True)
+class AccumulationPlan:
+    """A request resolved.
+
+    Args:
+        flags: settings of ``flags.SETTINGS`` to hold while the model runs.
+        proving: fp16 sums wherever a layer's bound proves them.
+        whole: they cannot be switched layer by layer: all or none.
+        naming: measure once, to name the layers that fp16 sums are not proven for.
+        fp8_fast: fp8 products with fast accumulation.
+        attention: ``auto``, ``fp32`` or ``unchanged``.
+        reasons: setting -> why it is as it is.
+        without_effect: (setting=value, reason).
+    """
+
+    request: Request
+    flags: dict[str, bool] = field(default_factory=dict)
+    proving: bool = False
+    whole: bool = False
+    naming: bool = False
+    fp8_fast: bool = False
+    attention: str = UNCHANGED
+    reasons: dict[str, str] = field(default_factory=dict)
+    without_effect: tuple[tuple[str, str], ...] = ()
+
+
+def plan_accumulation(request: Request, device: Device, work: Work) -> AccumulationPlan:
+    """Resolve a request for a model on a device. Nothing is raised for a setting that cannot act: it is listed."""
+    asked = {setting: getattr(request, setting) for setting in PARTS}
+    changed = {setting: value for setting, value in asked.items() if value != UNCHANGED}
+    problems = {setting: _problem(setting, device, work) for setting in changed}
+    attention_problem = _attention_problem(request.attention, work)
+    return AccumulationPlan(
+        request=request,
+        flags={part: value == "on" for setting, value in changed.items() for part in PARTS[setting]},
+        proving=request.fp16_accumulation == "auto" and not problems["fp16_accumulation"],
+        whole=work.compiled or work.parallel,
+        naming=request.fp16_accumulation == "on" and not fp16_sums_inert(device, work),
+        fp8_fast=request.fp8_fast_accumulation == "on" and not problems["fp8_fast_accumulation"],
+        attention=UNCHANGED if attention_problem else request.attention,
+        reasons={setting: _reason(setting, value, problems.get(setting, "")) for setting, value in asked.items()},
+        without_effect=_without_effect(changed, problems, request.attention, attention_problem),
+    )
+
+
+def _without_effect(
+    changed: dict[str, str], problems: dict[str, str], attention: str, attention_problem: str
+) -> tuple[tuple[str, str], ...]:
+    found = []
+    for setting, value in changed.items():
+        reasons = (problems[setting], *map(_missing, PARTS[setting]))
+        found += [(f"{setting}={value}", reason) for reason in dict.fromkeys(reasons) if reason]
+    return (*found, (f"attention={attention}", attention_problem)) if attention_problem else tuple(found)
+
+
+def _problem(setting: str, device: Device, work: Work) -> str:
+    """Why a setting has no effect here; "" where it has one."""
+    check = {
+        "fp16_accumulation": why_no_fp16_sums,
+        "reduced_precision_reduction": _reduction_inert,
+        "tf32": _tf32_inert,
+        "fp8_fast_accumulation": _fp8_inert,
+    }[setting]
+    return check(device, work)
+
+
+def _reason(setting: str, asked: str, problem: str) -> str:
+    if asked == UNCHANGED:
+        return LEFT_ALONE
+    if problem:
+        return f"No effect here: {problem}."
+    return AUTO[setting] if asked == "auto" else f"Held {asked} while this model runs."
+
+
+AUTO = {
+    "fp16_accumulation": "fp16 sums in the layers whose bound proves them, fp32 sums in the others.",
+    "fp8_fast_accumulation": "Off: fp8 products keep their full sums; on is for speed.",
+}
+
+
+def why_no_fp16_sums(device: Device, work: Work) -> str:
+    """Why fp16 accumulation cannot act on this model here, or brings nothing; "" where it helps."""
+    problem = fp16_sums_inert(device, work)
+    if problem or device.capabilities["fp16_accumulation"]:
+        return problem
+    return device.reason("fp16_accumulation").rstrip(".")
+
+
+def fp16_sums_inert(device: Device, work: Work) -> str:
+    """Why fp16 accumulation cannot act on this model here; "" where it can."""
+    if missing := _missing("fp16_accumulation"):
+        return missing
+    if problem := _needs_nvidia(device, FIRST_CUBLAS_FP16):
+        return problem
+    if {"fp16", "fp16_acc16"} & set(work.modes):
+        return ""
+    if {"fp16_wide", "fp16_scaled"} & set(work.modes):
+        return "fp16_safe takes fp32 results from its products, which fp16 sums cannot give"
+    return f"it acts on fp16 products only, and these layers multiply in {_listed(work.modes)}"
+
+
+def _reduction_inert(device: Device, work: Work) -> str:
+    if problem := _needs_nvidia(device, 0):
+        return problem
+    if not set(SIXTEEN_BIT) & set(work.modes):
+        return f"it acts on 16-bit products only, and these layers multiply in {_listed(work.modes)}"
+    return ""
+
+
+def _tf32_inert(device: Device, work: Work) -> str:
+    if problem := _needs_nvidia(device, FIRST_TF32):
+        return problem
+    return "" if "fp32" in work.modes else f"no layer multiplies in fp32, but in {_listed(work.modes)}"
+
+
+def _fp8_inert(device: Device, work: Work) -> str:
+    if not device.capabilities["fp8_fast_accumulation"]:
+        return device.reason("fp8_fast_accumulation").rstrip(".")
+    return "" if "fp8" in work.modes else f"no layer multiplies in fp8, but in {_listed(work.modes)}"
+
+
+def _attention_problem(asked: str, work: Work) -> str:
+    if asked == UNCHANGED or set(work.modes) & {"fp16", "fp16_wide", "fp16_scaled", "fp16_acc16"}:
+        return ""
+    return f"attention runs in fp16 nowhere: layers compute in {_listed(work.modes)}, where scores cannot overflow"
+
+
+def _needs_nvidia(device: Device, first: int) -> str:
+    if device.profile.vendor != "nvidia":
+        return CUBLAS_ONLY.format(device.label)
+    number = re.fullmatch(r"sm_(\d+)", device.profile.name)
+    return f"{device.label} does not have it" if number and int(number[1]) < first else ""
+
+
+def _missing(name: str) -> str:
+    if flags.state_of(name) is not None:
+        return ""
+    since = " (it came with 2.7)" if name == "fp16_accumulation" else ""
+    return f"torch {torch.__version__} has no {name.replace('_', ' ')} flag{since}"
+
+
+def _listed(modes: Collection[str]) -> str:
+    return ", ".join(sorted(modes)) or "nothing"

@@ -1,0 +1,1 @@
+"""The report: its schema, text and pictures."""

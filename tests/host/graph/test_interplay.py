@@ -1,0 +1,406 @@
+"""The pack's usual chains of nodes among ComfyUI's own nodes: every result against fp32 of the same setup."""
+
+import math
+
+import pytest
+import torch
+import torch._dynamo
+from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
+from halfsafe.precision.formats.quantize import relative_error
+from halfsafe.precision.guard.policy import NonFinite
+from safetensors.torch import load_file, save_file
+from support import families, model_files, tiny_models
+from support.families import load
+from support.guarding import core, guarded, is_finite, left_on, report_of, sample
+from support.summing import accumulation, states
+
+LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024), "blocks.1.self_attn.v": (256, 256)}
+BOUND = 0.01
+pytestmark = pytest.mark.usefixtures("ampere")
+
+
+@pytest.fixture(scope="module")
+def clean(models_dir):
+    """Another model, with other weights."""
+    return tiny_models.wan(models_dir / "diffusion_models" / "interplay_clean.safetensors", seed=3)
+
+
+@pytest.fixture(scope="module")
+def lora(models_dir):
+    save_file(model_files.lora(LAYERS, size=30.0), str(models_dir / "loras" / "interplay.safetensors"))
+    return "interplay.safetensors"
+
+
+STACKS = {"fp8 stored, fp16_safe": ("fp8_e4m3fn", "fp16_safe"), "fp16, guarded": ("fp16", "fp16")}
+stacks = pytest.mark.parametrize("stack", STACKS)
+
+
+def through_the_nodes(comfy, model):
+    """Accumulation and NaN Guard on a loaded model."""
+    return guarded(comfy, accumulation(comfy, model, fp16_accumulation="auto", attention="auto"))
+
+
+def pair(comfy, path, stack):
+    """The same stored weights computed in fp32, and through the pack's usual nodes."""
+    storage, compute = STACKS[stack]
+    return load(comfy, path, storage, "fp32"), through_the_nodes(comfy, load(comfy, path, storage, compute))
+
+
+@stacks
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_lora_of_the_core_node(comfy, overflowing, lora, stack, order):
+    def with_lora(model):
+        return comfy.core["LoraLoaderModelOnly"]().load_lora_model_only(model, lora, 1.0)[0]
+
+    storage, compute = STACKS[stack]
+    plain = load(comfy, overflowing, storage, "fp32")
+    expected = families.sample(with_lora(plain), "wan")
+    loaded = load(comfy, overflowing, storage, compute)
+    model = with_lora(through_the_nodes(comfy, loaded)) if order == "after" else through_the_nodes(comfy, with_lora(loaded))
+    result = families.sample(model, "wan")
+    assert relative_error(families.sample(plain, "wan"), expected) > 5 * BOUND, "the LoRA acts"
+    assert relative_error(expected, result) < BOUND
+    assert torch.equal(families.sample(model, "wan"), result) or stack == "fp16, guarded"
+
+
+@stacks
+def test_a_lora_with_nan_is_named(comfy, clean, models_dir, stack):
+    tensors = model_files.lora(LAYERS, size=0.1)
+    tensors["diffusion_model.blocks.1.ffn.2.lora_B.weight"][3] = math.nan
+    save_file(tensors, str(models_dir / "loras" / "interplay_nan.safetensors"))
+    _, model = pair(comfy, clean, stack)
+    broken = comfy.core["LoraLoaderModelOnly"]().load_lora_model_only(model, "interplay_nan.safetensors", 1.0)[0]
+    with pytest.raises(NonFinite) as raised:
+        families.sample(broken, "wan")
+    assert raised.value.verdict == "bad_weights"
+    assert "blocks.1.ffn.2" in str(raised.value)
+    assert is_finite(families.sample(model, "wan")), "the model without it is as it was"
+
+
+@pytest.fixture(scope="module")
+def control(models_dir):
+    """ComfyUI's ControlNet for Stable Diffusion 1.5, with the one level of the small UNet."""
+    module = tiny_models._on_meta(
+        core("comfy.cldm.cldm").ControlNet,
+        **{key: value for key, value in tiny_models.sd15_unet_config().items() if key not in ("out_channels",)},
+        hint_channels=3,
+    )
+    path = tiny_models._save(models_dir / "controlnet" / "control.safetensors", tiny_models._shapes_of(module), torch.float16, 1)
+    return path.name
+
+
+@pytest.fixture(scope="module")
+def checkpoint(models_dir):
+    return tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "interplay.safetensors")
+
+
+def loaded_checkpoint(comfy, path, storage, compute):
+    settings = {"storage": storage, "compute": compute, "clip_storage": "auto", "vae_dtype": "auto"}
+    return comfy.run("HalfsafeLoadCheckpoint", ckpt_name=path.name, **settings)[0]
+
+
+@pytest.mark.slow
+@stacks
+@pytest.mark.parametrize("strength", [1.0, 1e5])
+def test_a_controlnet(comfy, checkpoint, control, stack, strength):
+    """ComfyUI's own ControlNet on the UNet; at the higher strength its outputs pass fp16's range."""
+    storage, compute = STACKS[stack]
+    net = comfy.core["ControlNetLoader"]().load_controlnet(control)[0]
+    picture = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(1))
+    text = torch.randn(2, 1, 77, 768, generator=torch.Generator().manual_seed(2))
+    conds = [[[row, {}]] for row in text]
+    controlled = comfy.core["ControlNetApplyAdvanced"]().apply_controlnet(*conds, net, picture, strength, 0.0, 1.0)
+    reference = loaded_checkpoint(comfy, checkpoint, storage, "fp32")
+    expected = sample(reference, *controlled)
+    assert relative_error(sample(reference, *conds), expected) > 5 * BOUND, "the ControlNet acts"
+    model = through_the_nodes(comfy, loaded_checkpoint(comfy, checkpoint, storage, compute))
+    for _ in range(2):
+        assert relative_error(expected, sample(model, *controlled)) < BOUND
+
+
+@stacks
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_the_core_node_of_torch_compile(comfy, overflowing, stack, backend):
+    torch._dynamo.reset()
+    reference, model = pair(comfy, overflowing, stack)
+    compiled = core("comfy_extras.nodes_torch_compile").TorchCompileModel.execute(model, backend).args[0]
+    expected = families.sample(reference, "wan")
+    for _ in range(2):
+        assert relative_error(expected, families.sample(compiled, "wan")) < BOUND
+    torch._dynamo.reset()
+
+
+def merged(*models):
+    return core("comfy_extras.nodes_model_merging").ModelMergeSimple().merge(*models, 0.6)[0]
+
+
+@pytest.mark.parametrize("compute", ["fp16", "fp16_safe"])
+def test_a_merge_of_two_loaded_models(comfy, overflowing, clean, compute):
+    expected = families.sample(merged(*(load(comfy, path, "fp32", "fp32") for path in (overflowing, clean))), "wan")
+    alone = [load(comfy, path, "fp16", compute) for path in (overflowing, clean)]
+    assert relative_error(expected, families.sample(through_the_nodes(comfy, merged(*alone)), "wan")) < BOUND
+    first = families.sample(load(comfy, overflowing, "fp32", "fp32"), "wan")
+    assert relative_error(first, expected) > 5 * BOUND
+    assert relative_error(first, families.sample(through_the_nodes(comfy, alone[0]), "wan")) < BOUND, "the first is as it was"
+
+
+def scheduled(comfy, lora, cond, start=0.5):
+    """The conditioning with a LoRA by hook, on from a part of the steps, as ComfyUI's nodes make it."""
+    nodes = core("comfy_extras.nodes_hooks")
+    (hooks,) = nodes.CreateHookLoraModelOnly().create_hook_model_only(lora, 1.0)
+    (off,) = nodes.CreateHookKeyframe().create_hook_keyframe(0.0, 0.0)
+    (on,) = nodes.CreateHookKeyframe().create_hook_keyframe(1.0, start, off)
+    (hooks,) = nodes.SetHookKeyframes().set_hook_keyframes(hooks, on)
+    return nodes.ConditioningSetProperties().set_properties(cond, 1.0, "default", hooks=hooks)[0]
+
+
+@pytest.mark.parametrize("compute", ["fp16", "fp16_safe"])
+def test_a_scheduled_lora_by_hook(comfy, overflowing, lora, compute):
+    cond = families.conditioning("wan")
+    reference = load(comfy, overflowing, "fp16", "fp32")
+    model = through_the_nodes(comfy, load(comfy, overflowing, "fp16", compute))
+    expected = sample(reference, scheduled(comfy, lora, cond), cfg=1.0, steps=4)
+    without = sample(reference, cond, cfg=1.0, steps=4)
+    assert relative_error(without, expected) > 2 * BOUND, "the LoRA acts"
+    for _ in range(2):
+        assert relative_error(expected, sample(model, scheduled(comfy, lora, cond), cfg=1.0, steps=4)) < BOUND
+    assert relative_error(without, sample(model, cond, cfg=1.0, steps=4)) < BOUND, "and is gone afterwards"
+
+
+@pytest.fixture(scope="module")
+def stored_in_fp8(comfy, clean, models_dir):
+    """The clean model as a file in ComfyUI's own fp8 format."""
+    from halfsafe.precision.commands.convert import convert_file
+    from halfsafe.precision.plan.rules import rules_from
+
+    path = models_dir / "diffusion_models" / "interplay_fp8.safetensors"
+    convert_file(clean, path, "fp8_e4m3fn", rules_from())
+    return path
+
+
+OTHERS = {
+    "merge": lambda comfy, model, lora: families.sample(merged(model, model), "wan", steps=1),
+    "hook": lambda comfy, model, lora: sample(model, scheduled(comfy, lora, families.conditioning("wan"), 0.0), cfg=1.0, steps=1),
+}
+
+
+@pytest.mark.parametrize("action", OTHERS)
+def test_what_comfyui_cannot_do_with_fp8_of_its_own_loader_either(comfy, clean, stored_in_fp8, lora, action):
+    """Both read every name of the state dict as an attribute, and a quantized layer's scale is none."""
+
+    def outcome(model):
+        try:
+            return is_finite(OTHERS[action](comfy, model, lora))
+        except AttributeError as error:
+            return str(error)
+
+    (stock,) = comfy.core["UNETLoader"]().load_unet(stored_in_fp8.name, "default")
+    assert outcome(load(comfy, clean, "fp8_e4m3fn", "fp32")) == outcome(stock)
+
+
+@stacks
+def test_two_samplers_in_a_row(comfy, overflowing, stack):
+    """The first two of four steps in one KSampler (Advanced), the others in a second one."""
+    positive, negative = families.conditioning("wan"), families.conditioning("wan", seed=9)
+
+    def in_two(model):
+        run = comfy.core["KSamplerAdvanced"]().sample
+        latent = {"samples": torch.zeros(1, 16, 1, 8, 8)}
+        settings = (1, 4, 3.0, "euler", "simple", positive, negative)
+        (latent,) = run(model, "enable", *settings, latent, 0, 2, "enable")
+        return run(model, "disable", *settings, latent, 2, 4, "disable")[0]["samples"]
+
+    reference, model = pair(comfy, overflowing, stack)
+    expected = in_two(reference)
+    first = in_two(model)
+    assert relative_error(expected, first) < BOUND
+    again = in_two(model)
+    assert relative_error(expected, again) < BOUND
+    assert torch.equal(again, in_two(model))
+
+
+@stacks
+def test_a_batch_with_different_prompts(comfy, overflowing, stack):
+    """Three pictures, three prompts, two of them in the negative prompt too: each row as alone."""
+    positive, negative = families.conditioning("wan", batch=3), families.conditioning("wan", batch=3, seed=9)
+    reference, model = pair(comfy, overflowing, stack)
+    expected = sample(reference, positive, negative, batch=3)
+    result = sample(model, positive, negative, batch=3)
+    for row in range(3):
+        assert relative_error(expected[row], result[row]) < BOUND
+    assert relative_error(expected[0], expected[1]) > 10 * BOUND
+
+
+@stacks
+def test_regions_by_area_and_by_mask(comfy, overflowing, stack):
+    left, right, whole = (families.conditioning("wan", seed=seed) for seed in (1, 2, 3))
+    mask = torch.zeros(1, 64, 64)
+    mask[:, 32:] = 1.0
+    area = core("comfy_extras.nodes_video_model").ConditioningSetAreaPercentageVideo()
+    (left,) = area.append(left, 0.5, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+    (right,) = comfy.core["ConditioningSetMask"]().append(right, mask, "default", 1.0)
+    conds = [*left, *right, *whole]
+    reference, model = pair(comfy, overflowing, stack)
+    expected = sample(reference, conds)
+    assert relative_error(sample(reference, whole), expected) > 5 * BOUND, "the regions act"
+    assert relative_error(expected, sample(model, conds)) < BOUND
+
+
+@pytest.fixture(scope="module")
+def vaes(models_dir):
+    """A picture VAE and a video VAE whose decoders overflow in fp16."""
+    made = {
+        "image": (tiny_models.sd_vae(models_dir / "vae" / "interplay_image.safetensors"), "decoder.mid.block_1.conv2.weight"),
+        "video": (tiny_models.wan_vae(models_dir / "vae" / "interplay_video.safetensors"), "decoder.middle.0.residual.6.weight"),
+    }
+    for path, name in made.values():
+        tensors = load_file(str(path))
+        tensors[name] = tensors[name].float() * 2e5
+        save_file({key: tensor.to(torch.bfloat16) for key, tensor in tensors.items()}, str(path))
+    return {kind: path for kind, (path, _) in made.items()}
+
+
+LATENTS = {"image": (2, 4, 8, 8), "video": (1, 16, 3, 4, 8)}
+DECODERS = {
+    "VAEDecode": {},
+    "VAEDecodeTiled": {"tile_size": 32, "overlap": 8, "temporal_size": 8, "temporal_overlap": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("kind", LATENTS)
+def test_the_core_nodes_decode_with_a_guarded_vae(comfy, vaes, kind, decoder):
+    """Two pictures; nine frames, in tiles of space and of time."""
+    latent = {"samples": torch.randn(LATENTS[kind], generator=torch.Generator().manual_seed(3))}
+
+    def decode(vae):
+        with torch.inference_mode():
+            return comfy.core[decoder]().decode(vae, latent, **DECODERS[decoder])[0]
+
+    wide, half = (comfy.run("HalfsafeLoadVAE", vae_name=vaes[kind].name, dtype=dtype)[0] for dtype in ("fp32", "fp16"))
+    expected = decode(wide)
+    assert len(expected) == {"image": 2, "video": 9}[kind]
+    assert not is_finite(decode(half))
+    vae = comfy.run("HalfsafeGuardVAE", vae=half, on_nan="retry_higher")[0]
+    assert relative_error(expected, decode(vae)) < 0.03
+    assert [event.recovered for event in getattr(vae, ATTRIBUTE).events] == [True]
+
+
+@stacks
+def test_a_static_clone_of_a_dynamic_stack(comfy, overflowing, stack, monkeypatch):
+    """What TorchCompileModel and others ask of a model under dynamic VRAM: the clone is loaded anew, and guarded."""
+    reference, model = pair(comfy, overflowing, stack)
+    expected = families.sample(reference, "wan")
+    assert relative_error(expected, families.sample(model, "wan")) < BOUND
+    monkeypatch.setattr(model, "is_dynamic", lambda: True)
+    static = model.clone(disable_dynamic=True)
+    assert static.model is not model.model
+    assert relative_error(expected, families.sample(static, "wan")) < BOUND
+    assert report_of(static).calls > 0
+
+
+@pytest.fixture
+def little_memory(monkeypatch):
+    """ComfyUI may hold a tenth of a model on its device: the other layers are cast where they are used."""
+    patcher = core("comfy.model_patcher").ModelPatcher
+    whole = patcher.partially_load
+
+    def part(self, device_to, extra_memory=0, force_patch_weights=False):
+        self.model.model_lowvram = True
+        return whole(self, device_to, self.model_size() // 10 - self.model.model_loaded_weight_memory, force_patch_weights)
+
+    monkeypatch.setattr(patcher, "partially_load", part)
+
+
+@stacks
+def test_low_memory_with_a_lora(comfy, overflowing, lora, stack, little_memory):
+    def with_lora(model):
+        return comfy.core["LoraLoaderModelOnly"]().load_lora_model_only(model, lora, 1.0)[0]
+
+    reference, model = map(with_lora, pair(comfy, overflowing, stack))
+    expected = families.sample(reference, "wan")
+    for _ in range(2):
+        assert relative_error(expected, families.sample(model, "wan")) < BOUND
+    offloaded = [module for module in model.model.diffusion_model.modules() if getattr(module, "weight_function", None)]
+    assert len(offloaded) == len(LAYERS), "the LoRA is added at each use"
+    assert model.model.model_loaded_weight_memory < model.model_size() / 5
+
+
+def interrupting(module, at: int = 1):
+    """Press ComfyUI's Cancel when the module runs for the given time."""
+    ran = []
+
+    def press(*_):
+        ran.append(1)
+        if len(ran) == at:
+            core("comfy.model_management").interrupt_current_processing()
+
+    return module.register_forward_pre_hook(press)
+
+
+@stacks
+@pytest.mark.parametrize("at", [1, 2, 3, 5])
+def test_cancel_in_a_step(comfy, overflowing, stack, at):
+    """In the first call, in each repeat of the guard, in a later call."""
+    reference, model = pair(comfy, overflowing, stack)
+    families.sample(reference, "wan", steps=1)
+    families.sample(through_the_nodes(comfy, load(comfy, overflowing, *STACKS[stack])), "wan", steps=1)
+    families.sample(model, "wan", steps=1)
+    _, model = pair(comfy, overflowing, stack)
+    core("comfy.model_management").load_models_gpu([model])
+    modules, flags, cast = left_on(model.model), states(), model.model.manual_cast_dtype
+    hook = interrupting(model.model.diffusion_model.blocks[1].ffn[0], at)
+    with pytest.raises(core("comfy.model_management").InterruptProcessingException):
+        families.sample(model, "wan", steps=6)
+    hook.remove()
+    assert (left_on(model.model), states(), model.model.manual_cast_dtype) == (modules, flags, cast)
+    assert not core("comfy.model_management").processing_interrupted()
+    assert relative_error(families.sample(reference, "wan"), families.sample(model, "wan")) < BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LATENTS)
+@pytest.mark.parametrize("at", [1, 2])
+def test_cancel_in_a_decode(comfy, vaes, kind, at):
+    """In the first decode and in the repeat."""
+    latent = torch.randn(LATENTS[kind], generator=torch.Generator().manual_seed(3))[..., :4, :4]
+    half = comfy.run("HalfsafeLoadVAE", vae_name=vaes[kind].name, dtype="fp16")[0]
+    vae = comfy.run("HalfsafeGuardVAE", vae=half, on_nan="retry_higher")[0]
+    with torch.inference_mode():
+        expected = vae.decode(latent)
+        module, flags = vae.first_stage_model.decoder, states()
+        modules = left_on(module)
+        hooks = dict(vae.patcher.object_patches)
+        per_decode = 1 if kind == "image" else LATENTS[kind][2]
+        hook = interrupting(module, 1 + (at - 1) * per_decode)
+        with pytest.raises(core("comfy.model_management").InterruptProcessingException):
+            vae.decode(latent)
+        hook.remove()
+        assert states() == flags and vae.vae_dtype == half.vae_dtype == torch.float16
+        assert torch.equal(vae.decode(latent), expected)
+        assert left_on(module) == modules
+        assert vae.patcher.object_patches == hooks
+
+
+@pytest.mark.parametrize("storage", ["as_file", "fp8_e4m3fn"])
+def test_cancel_while_loading(comfy, overflowing, storage, monkeypatch):
+    """Pressed at the first weight and half way; nothing is left behind and the next load is whole."""
+    management = core("comfy.model_management")
+    expected, flags = families.sample(load(comfy, overflowing, storage, "fp32"), "wan", steps=1), states()
+    for at in (1, 20):
+        seen = []
+
+        def check(seen=seen, at=at, check=management.throw_exception_if_processing_interrupted):
+            seen.append(1)
+            if len(seen) == at:
+                management.interrupt_current_processing()
+            check()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(management, "throw_exception_if_processing_interrupted", check)
+            with pytest.raises(management.InterruptProcessingException):
+                load(comfy, overflowing, storage, "fp32")
+        assert not management.processing_interrupted()
+        assert states() == flags
+    assert torch.equal(families.sample(load(comfy, overflowing, storage, "fp32"), "wan", steps=1), expected)

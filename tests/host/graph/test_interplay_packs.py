@@ -1,0 +1,254 @@
+"""Models of other packs' loaders, by stand-ins that do what those do, under the pack's nodes."""
+
+import math
+
+import pytest
+import torch
+from comfy.ops import manual_cast
+from comfy.patcher_extension import CallbacksMP
+from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.formats.quantize import relative_error
+from safetensors.torch import save_file
+from support import families, model_files
+from support.guarding import core, guarded, is_finite, report_of
+from support.summing import FLAG, accumulation, states
+
+LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024)}
+BLOCK = 32
+BOUND = 0.01
+
+
+@pytest.fixture(scope="module")
+def lora(models_dir):
+    save_file(model_files.lora(LAYERS, size=30.0), str(models_dir / "loras" / "packs.safetensors"))
+    return "packs.safetensors"
+
+
+class BlockTensor(torch.Tensor):
+    """Bytes in blocks of 32 with a scale each, whose shape is that of the weight they stand for."""
+
+    @property
+    def shape(self):
+        return self.__dict__.get("wide_shape", self.size())
+
+    def to(self, *args, **kwargs):
+        return self._with(super().to(*args, **kwargs))
+
+    def detach(self):
+        return self
+
+    def clone(self, *args, **kwargs):
+        return self
+
+    def _with(self, new):
+        new.__dict__.update(self.__dict__)
+        return new
+
+
+def packed(weight: torch.Tensor) -> BlockTensor:
+    blocks = weight.float().reshape(-1, BLOCK)
+    scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+    tensor = (blocks / scale).round().to(torch.int8).flatten().as_subclass(BlockTensor)
+    tensor.wide_shape, tensor.scale, tensor.patches = weight.shape, scale, []
+    return tensor
+
+
+class BlockOps(manual_cast):
+    """Layers that unpack their weight in their own cast, LoRA and all, as GGUF's do."""
+
+    class Linear(manual_cast.Linear):
+        def __init__(self, in_features, out_features, bias=True, device=None, dtype=None):
+            torch.nn.Module.__init__(self)
+            self.in_features, self.out_features, self.weight, self.bias = in_features, out_features, None, None
+
+        def _load_from_state_dict(self, state_dict, prefix, *args):
+            weight = state_dict[prefix + "weight"]
+            self.weight = torch.nn.Parameter(packed(weight), requires_grad=False)
+            bias = state_dict.get(prefix + "bias")
+            self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
+
+        def forward_comfy_cast_weights(self, x):
+            wide = (self.weight.as_subclass(torch.Tensor).reshape(-1, BLOCK) * self.weight.scale).reshape(self.weight.shape)
+            for patches, key in self.weight.patches:
+                wide = core("comfy.lora").calculate_weight(patches, wide, key)
+            return torch.nn.functional.linear(x, wide.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+
+
+class BlockPatcher(core("comfy.model_patcher").ModelPatcher):
+    """LoRAs are hung on the packed weight instead of added to it."""
+
+    def patch_weight_to_device(self, key, device_to=None, inplace_update=False, **kwargs):
+        weight = core("comfy.utils").get_attr(self.model, key)
+        if not isinstance(weight, BlockTensor):
+            return super().patch_weight_to_device(key, device_to, inplace_update, **kwargs)
+        weight.patches = [(self.patches[key], key)] if key in self.patches else []
+
+    def unpatch_model(self, device_to=None, unpatch_weights=True):
+        for parameter in self.model.parameters() if unpatch_weights else ():
+            if isinstance(parameter, BlockTensor):
+                parameter.patches = []
+        return super().unpatch_model(device_to, unpatch_weights)
+
+
+def unpacking(path):
+    """A loader with packed weights, in fp16, as it comes from another pack."""
+    load = core("comfy.sd").load_diffusion_model
+    patcher = load(str(path), model_options={"custom_operations": BlockOps, "dtype": torch.float16})
+    patcher.__class__ = BlockPatcher
+    patcher.set_model_compute_dtype(torch.float16)
+    return patcher
+
+
+def in_fp32(model):
+    clone = model.clone()
+    clone.set_model_compute_dtype(torch.float32)
+    return clone
+
+
+def with_lora(comfy, model, lora):
+    return comfy.core["LoraLoaderModelOnly"]().load_lora_model_only(model, lora, 1.0)[0]
+
+
+@pytest.mark.parametrize("compute", ["fp16", "fp16_safe"])
+def test_a_loader_that_unpacks_in_its_forward(comfy, overflowing, compute):
+    model = unpacking(overflowing)
+    expected = families.sample(in_fp32(model), "wan")
+    assert not is_finite(families.sample(model, "wan"))
+    ours = guarded(comfy, accumulation(comfy, families.with_compute(comfy, model, compute), fp16_accumulation="auto"))
+    for _ in range(2):
+        assert relative_error(expected, families.sample(ours, "wan")) < BOUND
+    assert report_of(ours).verdict == "clean"
+    layers = {layer["name"]: layer for layer in families.report(comfy, ours)["layers"]}
+    assert layers["blocks.0.ffn.2"]["mode"] == "fp32" if compute == "fp16_safe" else report_of(ours).escalations
+
+
+@pytest.mark.parametrize("order", ["lora first", "guard first"])
+def test_a_lora_hung_on_packed_weights(comfy, overflowing, lora, order):
+    model = unpacking(overflowing)
+    expected = families.sample(in_fp32(with_lora(comfy, model, lora)), "wan")
+    without = families.sample(in_fp32(model), "wan")
+    assert relative_error(without, expected) > 5 * BOUND, "the LoRA acts"
+    if order == "lora first":
+        ours = guarded(comfy, with_lora(comfy, model, lora))
+    else:
+        ours = with_lora(comfy, guarded(comfy, model), lora)
+    assert relative_error(expected, families.sample(ours, "wan")) < BOUND
+    assert report_of(ours).verdict == "recovered"
+    assert relative_error(without, families.sample(guarded(comfy, model), "wan")) < BOUND, "and is gone afterwards"
+
+
+def test_packed_weights_are_left_as_they_are(comfy, wan):
+    model = unpacking(wan)
+    before = families.sample(model, "wan")
+    weight = model.model.diffusion_model.blocks[0].ffn[0].weight
+    data = weight.as_subclass(torch.Tensor).clone()
+    families.sample(guarded(comfy, families.with_compute(comfy, model, "fp16_safe")), "wan")
+    assert torch.equal(weight.as_subclass(torch.Tensor), data)
+    assert torch.equal(families.sample(model, "wan"), before)
+
+
+class Described(torch.Tensor):
+    """A class that is not made without its description, as GGUF's tensors are not without their type."""
+
+    def __new__(cls, *args, description, **kwargs):
+        return super().__new__(cls, *args, **kwargs)
+
+    def __init__(self, *args, description, **kwargs):
+        super().__init__()
+        self.description = description
+
+
+class DescribedOps(manual_cast):
+    class Linear(manual_cast.Linear):
+        def forward_comfy_cast_weights(self, x):
+            weight = torch.Tensor(self.weight.detach().to(x.dtype).as_subclass(Described))
+            return torch.nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
+
+
+def test_a_tensor_class_that_needs_arguments(comfy, overflowing):
+    load = core("comfy.sd").load_diffusion_model
+    model = load(str(overflowing), model_options={"custom_operations": DescribedOps, "dtype": torch.float16})
+    model.set_model_compute_dtype(torch.float16)
+    expected = families.sample(in_fp32(model), "wan")
+    assert relative_error(expected, families.sample(guarded(comfy, model), "wan")) < BOUND
+
+
+def replaced_attention(model, factor: float = 1.0):
+    """Each self-attention's forward exchanged by an object patch that counts and hands on, as attention packs do."""
+    clone, ran = model.clone(), []
+    for index, block in enumerate(clone.model.diffusion_model.blocks):
+        own = type(block.self_attn).forward
+
+        def forward(*args, own=own, module=block.self_attn, **kwargs):
+            ran.append(1)
+            return own(module, *args, **kwargs) * factor
+
+        clone.add_object_patch(f"diffusion_model.blocks.{index}.self_attn.forward", forward)
+    return clone, ran
+
+
+@pytest.mark.parametrize("order", ["patch first", "guard first"])
+@pytest.mark.parametrize("compute", ["fp16", "fp16_safe"])
+def test_object_patches_on_attention(comfy, overflowing, compute, order):
+    reference, _ = replaced_attention(families.load(comfy, overflowing, "fp16", "fp32"), 0.5)
+    expected = families.sample(reference, "wan")
+    assert relative_error(families.sample(families.load(comfy, overflowing, "fp16", "fp32"), "wan"), expected) > 2e-4
+    model = families.load(comfy, overflowing, "fp16", compute)
+    if order == "patch first":
+        patched, ran = replaced_attention(model, 0.5)
+        ours = guarded(comfy, patched)
+    else:
+        ours, ran = replaced_attention(guarded(comfy, model), 0.5)
+    for _ in range(2):
+        assert relative_error(expected, families.sample(ours, "wan")) < BOUND
+    assert len(ran) >= 2 * 4 * 2
+    families.sample(model, "wan", steps=1)
+    for block in model.model.diffusion_model.blocks:
+        assert block.self_attn.forward.__func__ is type(block.self_attn).forward
+
+
+def quantized_scores(function, q, k, v, heads, *args, **kwargs):
+    """A kernel of 16 bit and nothing else, as Sage attention: fp32 goes through fp16, and its range."""
+    half = [tensor.half() for tensor in (q, k, v)]
+    return function(*half, heads, *args, **kwargs).to(q.dtype)
+
+
+def test_an_attention_override_for_all_layers(comfy, overflowing):
+    def overridden(model):
+        clone = model.clone()
+        clone.model_options["transformer_options"]["optimized_attention_override"] = quantized_scores
+        return clone
+
+    expected = families.sample(overridden(families.load(comfy, overflowing, "fp16", "fp32")), "wan")
+    for build in (lambda m: guarded(comfy, overridden(m)), lambda m: overridden(guarded(comfy, m))):
+        ours = build(families.load(comfy, overflowing, "fp16", "fp16"))
+        assert relative_error(expected, families.sample(ours, "wan")) < BOUND
+
+
+@pytest.mark.parametrize("order", ["theirs first", "ours first"])
+@pytest.mark.parametrize("wanted", ["on", "off"])
+def test_callbacks_that_write_the_flag_for_all(comfy, wan, monkeypatch, wanted, order):
+    """A pack that switches fp16 sums on when a run begins, and off when it ends, whatever it was before."""
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
+
+    def switching(model):
+        clone = model.clone()
+        clone.add_callback(CallbacksMP.ON_PRE_RUN, lambda _: flags.SETTINGS[FLAG].write(True))
+        clone.add_callback(CallbacksMP.ON_CLEANUP, lambda _: flags.SETTINGS[FLAG].write(False))
+        return clone
+
+    def ours(model):
+        return accumulation(comfy, model, fp16_accumulation=wanted)
+
+    before, seen = states(), []
+    model = families.load(comfy, wan, "fp16", "fp16")
+    model = ours(switching(model)) if order == "theirs first" else switching(ours(model))
+    hook = model.model.diffusion_model.head.register_forward_pre_hook(lambda *_: seen.append(flags.is_on(FLAG)))
+    try:
+        result = families.sample(model, "wan", steps=2)
+    finally:
+        hook.remove()
+        flags.SETTINGS[FLAG].write(before[FLAG])
+    assert seen == [wanted == "on"] * 2, "inside of the calls it is as the node says"
+    assert states() == before
+    assert math.isfinite(result.norm())

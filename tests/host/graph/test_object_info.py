@@ -1,0 +1,146 @@
+"""The nodes' public contract: ids, inputs, options, defaults and outputs as workflows know them.
+
+`HALFSAFE_WRITE_GOLDEN=1` adds what is new to the golden file; what is in it stays: a change there breaks workflows.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+
+import pytest
+from comfyui_server import Server
+
+GOLDEN = Path(__file__).absolute().parents[2] / "golden" / "object_info.json"
+FILE_LISTS = ("model_name", "ckpt_name", "vae_name", "clip_name1", "clip_name2", "clip_name3", "clip_name4")
+CORE_LISTS = {("HalfsafeLoadCLIP", "type")}
+KEPT = ("default", "min", "max", "step", "multiline", "options")
+
+
+@pytest.fixture(scope="module")
+def nodes(server: Server) -> dict:
+    return {name: contract(name, info) for name, info in server.object_info().items() if name.startswith("Halfsafe")}
+
+
+@pytest.fixture(scope="module")
+def golden(nodes: dict) -> dict:
+    known = json.loads(GOLDEN.read_text(encoding="utf-8")) if GOLDEN.exists() else {}
+    if os.environ.get("HALFSAFE_WRITE_GOLDEN"):
+        assert not broken(known, nodes)
+        GOLDEN.write_text(json.dumps(dict(sorted(nodes.items())), indent=1) + "\n", encoding="utf-8")
+        return nodes
+    return known
+
+
+def contract(name: str, info: dict) -> dict:
+    """What of a node's description a workflow depends on."""
+    inputs = {
+        kind: {key: socket(name, key, *spec) for key, spec in info["input"].get(kind, {}).items()}
+        for kind in ("required", "optional")
+    }
+    outputs = [list(output) for output in zip(info["output"], info["output_name"], strict=True)]
+    return {"inputs": inputs, "outputs": outputs, "category": info["category"], "output_node": info["output_node"]}
+
+
+def socket(node: str, name: str, kind: object, options: dict | None = None) -> dict:
+    found = {key: value for key, value in (options or {}).items() if key in KEPT}
+    if name in FILE_LISTS or (node, name) in CORE_LISTS:
+        found.pop("options", None)
+        found.pop("default", None)
+        return {"type": "COMBO", **found}
+    return {"type": kind, **found}
+
+
+def broken(old: dict, new: dict) -> list[str]:
+    """What a workflow made with ``old`` would trip over in ``new``."""
+    problems = [f"{node} is gone" for node in old if node not in new]
+    for node in old.keys() & new.keys():
+        problems += [f"{node}: {problem}" for problem in _broken_node(old[node], new[node])]
+    return problems
+
+
+def _broken_node(old: dict, new: dict) -> list[str]:
+    problems = []
+    for kind in ("required", "optional"):
+        before, after = old["inputs"][kind], new["inputs"][kind]
+        if list(after)[: len(before)] != list(before):
+            problems.append(f"{kind} inputs were {list(before)}, are {list(after)}")
+        problems += [p for name in before.keys() & after.keys() for p in _broken_socket(name, before[name], after[name])]
+    added = list(new["inputs"]["required"])[len(old["inputs"]["required"]) :]
+    problems += [f"a new required input {name}" for name in added]
+    if new["outputs"][: len(old["outputs"])] != old["outputs"]:
+        problems.append(f"outputs were {old['outputs']}, are {new['outputs']}")
+    return problems + [f"{key} changed" for key in ("category", "output_node") if old[key] != new[key]]
+
+
+def _broken_socket(name: str, old: dict, new: dict) -> list[str]:
+    options = old.get("options", [])
+    if new.get("options", [])[: len(options)] != options:
+        return [f"{name}: options were {options}, are {new.get('options')}"]
+    same = {key: value for key, value in new.items() if key != "options"}
+    if {key: value for key, value in old.items() if key != "options"} != same:
+        return [f"{name}: was {old}, is {new}"]
+    return []
+
+
+def test_the_contract_holds(nodes: dict, golden: dict) -> None:
+    assert broken(golden, nodes) == []
+
+
+def test_every_node_is_in_the_golden_file(nodes: dict, golden: dict) -> None:
+    assert nodes.keys() == golden.keys(), "run this test with HALFSAFE_WRITE_GOLDEN=1"
+    assert nodes == golden, "something was added: run this test with HALFSAFE_WRITE_GOLDEN=1"
+
+
+def remove_node(nodes):
+    del nodes["HalfsafeReport"]
+
+
+def remove_input(nodes):
+    del nodes["HalfsafeLoadDiffusionModel"]["inputs"]["required"]["compute"]
+
+
+def swap_inputs(nodes):
+    inputs = nodes["HalfsafeLoadDiffusionModel"]["inputs"]
+    inputs["required"] = dict(reversed(inputs["required"].items()))
+
+
+def change_type(nodes):
+    nodes["HalfsafeSaveModel"]["inputs"]["required"]["model"]["type"] = "CLIP"
+
+
+def change_default(nodes):
+    nodes["HalfsafeSaveModel"]["inputs"]["required"]["storage"]["default"] = "bf16"
+
+
+def require_more(nodes):
+    nodes["HalfsafeReport"]["inputs"]["required"]["more"] = {"type": "INT"}
+
+
+def rename_option(nodes):
+    nodes["HalfsafeLoadVAE"]["inputs"]["required"]["dtype"]["options"][1] = "half"
+
+
+def swap_outputs(nodes):
+    nodes["HalfsafeLayerRules"]["outputs"].reverse()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [remove_node, remove_input, swap_inputs, change_type, change_default, require_more, rename_option, swap_outputs],
+)
+def test_a_break_is_noticed(golden: dict, change) -> None:
+    nodes = copy.deepcopy(golden)
+    change(nodes)
+    assert len(broken(golden, nodes)) == 1
+
+
+def test_additions_are_no_break(golden: dict) -> None:
+    nodes = copy.deepcopy(golden)
+    nodes["HalfsafeLoadVAE"]["inputs"]["optional"]["more"] = {"type": "INT"}
+    nodes["HalfsafeLoadVAE"]["inputs"]["required"]["dtype"]["options"].append("fp64")
+    nodes["HalfsafeLoadVAE"]["outputs"].append(["STRING", "text"])
+    nodes["HalfsafeNew"] = nodes["HalfsafeLoadVAE"]
+    assert broken(golden, nodes) == []

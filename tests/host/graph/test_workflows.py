@@ -1,0 +1,112 @@
+"""Every shared workflow is queued in a real ComfyUI and draws what it is asked for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from comfyui_server import Server
+from support import shapes
+from workflow import ask_for, bypass, shrink, small_file, substitute_files, to_prompt
+
+WORKFLOWS = sorted((Path(__file__).absolute().parents[3] / "workflows").glob("*.json"))
+ASKED = shapes.Shape("blue", "star", "pink")
+GUARDS = ("HalfsafeNaNGuard", "HalfsafeGuardVAE")
+OVERFLOWING = "shapes_overflowing.safetensors"
+
+
+def load(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def named(stem: str) -> dict:
+    return load(WORKFLOWS[0].with_name(f"{stem}.json"))
+
+
+@pytest.fixture(scope="module")
+def studio(server: Server, small_models: Path) -> Server:
+    """The server with the tiny trained model, and its twin that overflows in fp16."""
+    shutil.copy(shapes.MODEL, small_models / "diffusion_models")
+    shutil.copy(shapes.VAE, small_models / "vae")
+    shapes.write_overflowing(shapes.MODEL, small_models / "diffusion_models" / OVERFLOWING)
+    return server
+
+
+def draw(server: Server, workflow: dict, overflowing: bool = False) -> list[bytes]:
+    """The pictures a workflow saves when asked for the shape."""
+    info = server.object_info()
+
+    def choose(name: str, wanted: str) -> str | None:
+        return OVERFLOWING if overflowing and name == "model_name" else small_file(name, wanted)
+
+    prompt = ask_for(substitute_files(to_prompt(workflow, info), info, choose), ASKED.prompt())
+    outputs = server.prompt(shrink(prompt, width=shapes.SIZE, height=shapes.SIZE, steps=12), timeout=300)
+    saved = [image for result in outputs.values() for image in result.get("images", []) if image["type"] == "output"]
+    return [server.view(image) for image in saved]
+
+
+def test_there_are_workflows() -> None:
+    assert len(WORKFLOWS) >= 6
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflow_draws_what_it_is_asked_for(path: Path, studio: Server) -> None:
+    pictures = draw(studio, load(path))
+    assert pictures, f"{path.name} saved no picture"
+    assert [shapes.read_picture(picture) for picture in pictures] == [ASKED] * len(pictures)
+
+
+def test_overflowing_model_is_black_in_fp16_without_guards(studio: Server) -> None:
+    (picture,) = draw(studio, bypass(named("black-image-rescue"), GUARDS), overflowing=True)
+    assert shapes.read_picture(picture) is None
+    assert not shapes.pixels_of(picture).any()
+
+
+@pytest.mark.parametrize("stem", ["black-image-rescue", "old-gpu-without-bf16", "everything-automatic"])
+def test_overflowing_model_is_rescued(stem: str, studio: Server) -> None:
+    (picture,) = draw(studio, named(stem), overflowing=True)
+    assert shapes.read_picture(picture) == ASKED
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflow_keeps_its_links_consistent(path: Path) -> None:
+    workflow = load(path)
+    nodes = {node["id"]: node for node in workflow["nodes"]}
+    for link_id, origin, origin_slot, target, target_slot, kind in workflow["links"]:
+        assert link_id in nodes[origin]["outputs"][origin_slot]["links"]
+        assert nodes[target]["inputs"][target_slot]["link"] == link_id
+        assert kind in (nodes[origin]["outputs"][origin_slot]["type"], "*")
+    assert workflow["last_node_id"] == max(nodes)
+    assert workflow["last_link_id"] == max(link[0] for link in workflow["links"])
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflow_has_the_slots_of_this_comfyui(path: Path, server: Server) -> None:
+    info = server.object_info()
+    for node in load(path)["nodes"]:
+        if node["type"] == "MarkdownNote":
+            continue
+        definition = info[node["type"]]
+        declared = definition["input"].get("required", {}) | definition["input"].get("optional", {})
+        for slot in node["inputs"]:
+            assert slot["name"] in declared, f"{node['type']} has no input {slot['name']}"
+        slots = [(slot["type"], slot["name"]) for slot in node["outputs"]]
+        assert slots == list(zip(definition["output"], definition["output_name"], strict=True))[: len(slots)], node["type"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflow_nodes_do_not_overlap(path: Path) -> None:
+    boxes = [(*node["pos"], *node["size"], node["type"]) for node in load(path)["nodes"]]
+    for index, (ax, ay, aw, ah, a) in enumerate(boxes):
+        for bx, by, bw, bh, b in boxes[index + 1 :]:
+            apart = ax + aw <= bx or bx + bw <= ax or ay + ah <= by - 30 or by + bh <= ay - 30
+            assert apart, f"{a} and {b} overlap"
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflow_has_a_small_thumbnail(path: Path) -> None:
+    thumbnail = path.with_suffix(".jpg").read_bytes()
+    assert thumbnail.startswith(b"\xff\xd8")
+    assert len(thumbnail) <= 60_000

@@ -1,0 +1,310 @@
+"""The NaN guard in a real ComfyUI: models that overflow in fp16 come out right, and stay fast afterwards."""
+
+import pytest
+import torch
+from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.arithmetic.fp16_sums import FLAG
+from halfsafe.precision.formats.quantize import relative_error
+from halfsafe.precision.plan.rules import rules_from
+from support import families, tiny_models
+from support.broken_arithmetic import SumsInFp16
+from support.families import load
+from support.guarding import Counted, guarded, inside, is_finite, left_on, modes_of, plain_fp16, report_of, step_of
+from support.summing import accumulation
+
+# family, kind, the layer or part named first, what named there
+CASES = [
+    ("wan", "ffn", "blocks.0.ffn.2", "overflow"),
+    ("wan", "residual", "blocks.0.self_attn.o", "overflow"),
+    ("wan", "attention", "blocks.0.self_attn", "overflow"),
+    ("wan", "embedding", "text_embedding.2", "overflow"),
+    ("flux", "ffn", "double_blocks.0.txt_mlp.2", "saturation"),
+    ("flux", "attention", "double_blocks.0", "saturation"),
+    ("sd3", "residual", "joint_blocks.0.", "overflow"),
+    ("hunyuan_video", "ffn", "double_blocks.0.", "saturation"),
+    ("ltxv", "residual", "transformer_blocks.0.", "overflow"),
+    ("sdxl", "convolution", "input_blocks.", "overflow"),
+]
+SAMPLERS = ["euler_ancestral", "dpmpp_2m_sde", "uni_pc", "res_multistep"]
+
+
+@pytest.fixture(scope="module")
+def files(models_dir):
+    """(family, kind) -> the file of that model; kind None: the clean one."""
+    return families.files_in(models_dir / "diffusion_models", "guard")
+
+
+@pytest.mark.parametrize(("family", "kind", "layer", "named"), CASES)
+def test_an_overflowing_model_comes_out_right(comfy, files, family, kind, layer, named):
+    path = files(family, kind)
+    reference = families.sample(load(comfy, path, "fp32", "fp32"), family)
+    bf16 = relative_error(reference, families.sample(load(comfy, path, "as_file", "bf16"), family))
+    fp16 = relative_error(reference, families.sample(plain_fp16(comfy, path), family))
+    assert not fp16 < 0.1, "the model overflows"
+
+    model = guarded(comfy, plain_fp16(comfy, path))
+    with Counted(model) as calls:
+        result = families.sample(model, family)
+    seen = report_of(model)
+    assert relative_error(reference, result) < min(0.02, 0.6 * bf16)
+    assert seen.verdict == "recovered" and seen.extra_calls == 2
+    assert seen.events[0].layer.startswith(layer) and seen.events[0].kind == named and seen.events[0].recovered
+    first_run = calls.count
+
+    with Counted(model) as calls:
+        again = families.sample(model, family)
+    assert report_of(model).verdict == "clean" and report_of(model).extra_calls == 0
+    assert calls.count < first_run
+    assert relative_error(reference, again) < min(0.02, 0.6 * bf16)
+    modes = list(modes_of(model).values())
+    assert modes.count("fp16") > len(modes) / 2
+
+
+@pytest.mark.parametrize("kind", ["ffn", "residual", "attention", "embedding"])
+def test_escalations_are_rules_that_need_no_guard(comfy, files, kind):
+    path = files("wan", kind)
+    model = guarded(comfy, plain_fp16(comfy, path))
+    result = families.sample(model, "wan")
+    rules = rules_from(report_of(model).rules, "none")
+    ruled = comfy.run("HalfsafeComputeDtype", model=plain_fp16(comfy, path), compute="fp16", rules=rules)[0]
+    assert relative_error(result, families.sample(ruled, "wan")) < 0.005
+
+
+def test_a_clean_model_is_left_alone(comfy, files):
+    plain = plain_fp16(comfy, files("wan"))
+    expected = families.sample(plain, "wan")
+    model = guarded(comfy, plain)
+    with Counted(model) as calls:
+        assert torch.equal(families.sample(model, "wan"), expected)
+    assert calls.count == 4
+    assert (report_of(model).verdict, report_of(model).calls, report_of(model).events) == ("clean", 4, [])
+
+
+def test_an_overflow_of_one_row_of_a_later_call(comfy, files, call_of_two):
+    text = families.louder(call_of_two, 3e4, rows=1)
+    reference = families.replay(load(comfy, files("wan"), "fp32", "fp32"), call_of_two, c_crossattn=text)
+    model = guarded(comfy, plain_fp16(comfy, files("wan")))
+    assert is_finite(families.replay(model, call_of_two))
+    assert report_of(model).extra_calls == 0
+    for repeats in (2, 2):
+        assert relative_error(reference, families.replay(model, call_of_two, c_crossattn=text)) < 0.02
+        assert report_of(model).extra_calls == repeats, "the second such call is not repeated"
+    assert report_of(model).events[0].batch_rows == [1]
+
+
+def test_an_overflow_at_one_sigma_only(comfy, files):
+    """The text is far louder at the third of four steps."""
+
+    sigmas = []
+
+    def change(executor, args, kwargs):
+        x, t, c_concat, text, *rest = args
+        if step_of(args) == 2:
+            sigmas.append(float(args[5]["sigmas"][0]))
+            text = text * 3e4
+        return executor(x, t, c_concat, text, *rest, **kwargs)
+
+    reference = families.sample(inside(load(comfy, files("wan"), "fp32", "fp32"), change), "wan")
+    model = inside(guarded(comfy, plain_fp16(comfy, files("wan"))), change)
+    assert relative_error(reference, families.sample(model, "wan")) < 0.02
+    (event,) = report_of(model).events
+    assert event.step == 2 and {event.sigma} == set(sigmas)
+    assert report_of(model).extra_calls == 2
+    families.sample(model, "wan")
+    assert report_of(model).extra_calls == 0
+
+
+def test_an_overflow_at_one_resolution_only(comfy, files):
+    """What is added to a feed-forward grows with the number of tokens."""
+
+    def loud(model):
+        module = model.model.diffusion_model.blocks[0].ffn[0]
+        forward = type(module).forward
+        module.forward = lambda x: forward(module, x) * (1.0 if x.shape[1] < 20 else 3e4)
+        return module
+
+    path = files("wan")
+    reference_model, model = load(comfy, path, "fp32", "fp32"), guarded(comfy, plain_fp16(comfy, path))
+    modules = [loud(reference_model), loud(model)]
+    try:
+        assert is_finite(families.sample(model, "wan")) and report_of(model).extra_calls == 0
+        result = families.sample(model, "wan", size=16)
+        assert relative_error(families.sample(reference_model, "wan", size=16), result) < 0.02
+        assert report_of(model).extra_calls == 2
+    finally:
+        for module in modules:
+            del module.forward
+
+
+def test_only_the_model_with_one_lora_is_escalated(comfy, files):
+    def with_lora(model):
+        clone = model.clone()
+        key = "diffusion_model.blocks.1.ffn.2.weight"
+        delta = torch.randn(256, 1024, generator=torch.Generator().manual_seed(5)) * 6e3
+        clone.add_patches({key: ("diff", (delta,))}, 1.0)
+        return clone
+
+    path = files("wan")
+    reference = families.sample(with_lora(load(comfy, path, "fp32", "fp32")), "wan")
+    plain = plain_fp16(comfy, path)
+    model, without = guarded(comfy, with_lora(plain)), guarded(comfy, plain)
+    assert relative_error(reference, families.sample(model, "wan")) < 0.02
+    assert report_of(model).verdict == "recovered" and "blocks.1.ffn.2" in report_of(model).escalations
+    families.sample(without, "wan")
+    assert report_of(without).verdict == "clean" and not report_of(without).escalations
+    families.sample(model, "wan")
+    assert report_of(model).extra_calls == 0, "the way back to the LoRA is remembered"
+
+
+def test_fp8_weights_that_overflow_fp16(comfy, files):
+    path = files("wan", "ffn")
+    reference = families.sample(load(comfy, path, "fp8_e4m3fn", "fp32"), "wan")
+    model = guarded(comfy, load(comfy, path, "fp8_e4m3fn", "fp16"))
+    assert relative_error(reference, families.sample(model, "wan")) < 0.01
+    assert report_of(model).events[0].layer == "blocks.0.ffn.2"
+
+
+def test_fp16_sums_that_overflow_go_back_to_fp32_sums(comfy, files):
+    """Half of the terms of a row cancel the other half."""
+    path = files("wan")
+    plain = plain_fp16(comfy, path)
+    weight = plain.model.diffusion_model.blocks[1].ffn[2].weight
+    with torch.no_grad():
+        weight[:, 512:] = -weight[:, :512]
+        weight *= 5e4
+    weight0 = plain.model.diffusion_model.blocks[1].ffn[0]
+    with torch.no_grad():
+        weight0.weight[512:] = weight0.weight[:512]
+        weight0.bias[512:] = weight0.bias[:512]
+    expected = families.sample(plain, "wan")
+    assert is_finite(expected)
+    model = guarded(comfy, accumulation(comfy, plain, fp16_accumulation="on"))
+    with SumsInFp16():
+        result = families.sample(model, "wan")
+    assert relative_error(expected, result) < 0.02
+    assert report_of(model).events[0].layer == "blocks.1.ffn.2"
+    assert not flags.is_on(FLAG)
+
+
+class BrokenKernel:
+    """An attention override that gives NaN in the self-attention of block 0, and notes the blocks it ran in."""
+
+    def __init__(self):
+        self.ran = []
+
+    def __call__(self, function, q, k, v, heads, *args, **kwargs):
+        block = kwargs["transformer_options"]["block_index"]
+        self.ran.append(block)
+        result = function(q, k, v, heads, *args, **kwargs)
+        return result * torch.nan if block == 0 and q.shape[-2] == k.shape[-2] else result
+
+
+def test_a_broken_attention_is_left_out_in_its_block_only(comfy, files, call):
+    plain, kernel = plain_fp16(comfy, files("wan")), BrokenKernel()
+    expected = families.replay(plain, call)
+    model = guarded(comfy, plain)
+    model.model_options["transformer_options"]["optimized_attention_override"] = kernel
+    assert relative_error(expected, families.replay(model, call)) < 0.01
+    report = report_of(model)
+    assert "BrokenKernel" in report.events[0].op and report.events[0].layer == "blocks.0.self_attn"
+    assert set(report.escalations) == {"blocks.0"}
+    kernel.ran.clear()
+    assert relative_error(expected, families.replay(model, call)) < 0.01
+    assert kernel.ran == [1, 1], "both attentions of block 1 run in it, none of block 0"
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_samplers_give_the_picture_they_would_have_given(comfy, files, sampler):
+    path = files("wan", "ffn")
+    states, results = [], []
+    for model in (load(comfy, path, "fp32", "fp32"), guarded(comfy, plain_fp16(comfy, path))):
+        torch.manual_seed(7)
+        results.append(families.sample(model, "wan", steps=6, sampler=sampler))
+        states.append(torch.get_rng_state())
+    assert relative_error(*results) < 0.02
+    assert torch.equal(*states)
+    assert report_of(model).extra_calls == 2
+
+
+def test_a_repeat_takes_no_random_numbers(comfy, files):
+    def drawing(executor, args, kwargs):
+        torch.rand(1)
+        return executor(*args, **kwargs)
+
+    plain, states = plain_fp16(comfy, files("wan", "ffn")), []
+    for model in (inside(plain, drawing), inside(guarded(comfy, plain), drawing)):
+        torch.manual_seed(7)
+        families.sample(model, "wan")
+        states.append(torch.get_rng_state())
+    assert report_of(model).extra_calls == 2 and torch.equal(*states)
+
+
+def test_a_controlnet_is_whole_in_every_repeat(comfy, files):
+    """A UNet takes a ControlNet's outputs out of their lists as it uses them."""
+    taken = []
+
+    def like_a_unet(executor, args, kwargs):
+        taken.append(args[4]["middle"].pop())
+        return executor(*args[:4], None, *args[5:], **kwargs)
+
+    call = families.capture(load(comfy, files("wan"), "fp32"), "wan")
+    model = inside(guarded(comfy, plain_fp16(comfy, files("wan", "ffn"))), like_a_unet)
+    control = {"middle": [torch.ones(1)], "output": []}
+    assert is_finite(families.replay(model, call, control=control))
+    assert len(taken) == 3 and len(control["middle"]) == 1
+
+
+def test_max_retries_of_one_goes_straight_to_the_safe_call(comfy, files):
+    path = files("wan", "ffn")
+    model = guarded(comfy, plain_fp16(comfy, path), max_retries=1)
+    assert is_finite(families.sample(model, "wan"))
+    assert report_of(model).extra_calls == 1
+
+
+def test_the_guard_works_whatever_the_order_of_the_nodes(comfy, files):
+    path = files("wan", "ffn")
+    reference = families.sample(load(comfy, path, "fp32", "fp32"), "wan")
+    first = guarded(comfy, load(comfy, path, "fp16", "fp32"))
+    model = families.with_compute(comfy, first, "fp16")
+    assert relative_error(reference, families.sample(model, "wan")) < 0.02
+    assert guard_of(model).report(model).verdict == "recovered"
+
+
+def test_nothing_is_left_on_the_model(comfy, files):
+    path = files("wan", "attention")
+    plain = plain_fp16(comfy, path)
+    families.sample(plain, "wan", steps=1)
+    before = left_on(plain.model)
+    model = guarded(comfy, plain)
+    families.sample(model, "wan", steps=2)
+    assert left_on(plain.model) == before
+    assert plain.model.manual_cast_dtype == guarded(comfy, plain).model.manual_cast_dtype
+    assert not is_finite(families.sample(plain, "wan", steps=1)), "the model without the guard is as it was"
+
+
+def test_the_report_shows_what_the_guard_did(comfy, files):
+    path = files("wan", "ffn")
+    model = guarded(comfy, plain_fp16(comfy, path))
+    families.sample(model, "wan")
+    report = families.report(comfy, model)
+    assert report["guard"]["verdict"] == "recovered"
+    assert report["guard"]["escalations"]["blocks.0.ffn.2"] == "fp16_wide"
+    layer = next(layer for layer in report["layers"] if layer["name"] == "blocks.0.ffn.2")
+    assert (layer["mode"], layer["stream"]) == ("fp16_wide", "fp32")
+    text = comfy.run("HalfsafeReport", model=model)[0]
+    assert "Guard: recovered" in text and "blocks.0.ffn.2" in text
+
+
+def test_a_model_of_another_loader(comfy, models_dir):
+    from safetensors.torch import load_file, save_file
+
+    path = tiny_models.wan_overflowing(models_dir / "diffusion_models" / "stock_bf16.safetensors")
+    half = {name: tensor.half() for name, tensor in load_file(str(path)).items()}
+    save_file(half, str(models_dir / "diffusion_models" / "stock_fp16.safetensors"))
+    (stock,) = comfy.core["UNETLoader"]().load_unet("stock_fp16.safetensors", "default")
+    stock.set_model_compute_dtype(torch.float16)
+    reference = families.sample(load(comfy, path, "fp32", "fp32"), "wan")
+    model = guarded(comfy, stock)
+    assert relative_error(reference, families.sample(model, "wan")) < 0.02
+    assert report_of(model).verdict == "recovered"

@@ -1,0 +1,368 @@
+"""The guard among other nodes: in any order, with hooks, regions, masks, merges, threads and errors."""
+
+import gc
+import itertools
+import math
+import threading
+import weakref
+
+import pytest
+import torch
+from comfy_execution.utils import CurrentNodeContext
+from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.precision.formats.quantize import relative_error
+from halfsafe.precision.guard.policy import Escalation, NonFinite
+from safetensors.torch import load_file, save_file
+from support import families
+from support.families import load
+from support.guarding import (
+    core,
+    guarded,
+    inside,
+    is_finite,
+    left_on,
+    nan_at,
+    plain_fp16,
+    raising_at,
+    report_of,
+    sample,
+)
+from support.summing import accumulation
+
+
+def test_prompts_of_different_lengths(comfy, overflowing, fp32):
+    positive, negative = families.conditioning("wan", length=23), families.conditioning("wan", length=7, seed=4)
+    reference = sample(fp32, positive, negative)
+    model = guarded(comfy, plain_fp16(comfy, overflowing))
+    assert relative_error(reference, sample(model, positive, negative)) < 0.02
+    report = report_of(model)
+    assert report.extra_calls == 2 and report.calls % 2 == 0
+
+
+def test_two_samplers_in_one_prompt_share_what_was_learned(comfy, overflowing, fp32):
+    reference = families.sample(fp32, "wan")
+    model = guarded(comfy, plain_fp16(comfy, overflowing))
+    other = core("comfy_extras.nodes_model_advanced").ModelSamplingSD3().patch(model, 3.0)[0]
+    with CurrentNodeContext("prompt", "1"):
+        families.sample(model, "wan")
+        assert is_finite(families.sample(other, "wan"))
+        assert relative_error(reference, families.sample(model, "wan")) < 0.02
+    report = report_of(model)
+    assert (report.verdict, report.calls, report.extra_calls, len(report.events)) == ("recovered", 12, 2, 1)
+
+
+def test_two_guards_of_one_model_file_in_one_prompt(comfy, overflowing, fp32):
+    """Two guard nodes on the same loaded model: what one learned spares the other its repeats."""
+    reference = families.sample(fp32, "wan")
+    plain = plain_fp16(comfy, overflowing)
+    first, second = guarded(comfy, plain), guarded(comfy, plain)
+    with CurrentNodeContext("prompt", "1"):
+        families.sample(first, "wan")
+        assert relative_error(reference, families.sample(second, "wan")) < 0.02
+    assert report_of(first).extra_calls == 2 and report_of(second).extra_calls == 0
+
+
+def with_lora(model, size=1e3):
+    clone = model.clone()
+    delta = torch.randn(256, 1024, generator=torch.Generator().manual_seed(5)) * size
+    clone.add_patches({"diffusion_model.blocks.1.ffn.2.weight": ("diff", (delta,))}, 1.0)
+    return clone
+
+
+NODES = {
+    "guard": lambda comfy, model: guarded(comfy, model),
+    "accumulation": lambda comfy, model: accumulation(comfy, model, fp16_accumulation="on"),
+    "compute": lambda comfy, model: families.with_compute(comfy, model, "fp16"),
+    "lora": lambda comfy, model: with_lora(model),
+}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(NODES)), ids="-".join)
+def test_the_nodes_in_every_order(comfy, overflowing, order, fp32):
+    call = families.capture(fp32, "wan")
+    reference = families.replay(with_lora(fp32), call)
+    model = load(comfy, overflowing, "fp16", "fp16")
+    for name in order:
+        model = NODES[name](comfy, model)
+    assert relative_error(reference, families.replay(model, call)) < 0.02
+    assert report_of(model).verdict == "recovered" and report_of(model).extra_calls == 2
+    families.replay(model, call)
+    assert report_of(model).extra_calls == 2
+
+
+def hooked(model, size):
+    """A conditioning whose LoRA is on in the last half of the steps only."""
+    hooks = core("comfy.hooks")
+    delta = torch.randn(256, 1024, generator=torch.Generator().manual_seed(5)) * size
+    group = hooks.create_hook_lora({"diffusion_model.blocks.1.ffn.2.diff": delta}, 1.0, 0.0)
+    keyframes = hooks.HookKeyframeGroup()
+    keyframes.add(hooks.HookKeyframe(strength=0.0, start_percent=0.0))
+    keyframes.add(hooks.HookKeyframe(strength=1.0, start_percent=0.5))
+    group.set_keyframes_on_hooks(keyframes)
+    return hooks.set_conds_props([families.conditioning("wan")], 1.0, "default", hooks=group)[0]
+
+
+def test_a_scheduled_lora_that_overflows_is_wide_only_while_it_is_on(comfy, wan):
+    reference = load(comfy, wan, "fp32", "fp32")
+    expected = sample(reference, hooked(reference, 6e3), cfg=1.0, steps=6)
+    plain = plain_fp16(comfy, wan)
+    assert not is_finite(sample(plain, hooked(plain, 6e3), cfg=1.0, steps=6))
+    model = guarded(comfy, plain)
+    assert relative_error(expected, sample(model, hooked(model, 6e3), cfg=1.0, steps=6)) < 0.02
+    report = report_of(model)
+    assert report.verdict == "recovered" and report.extra_calls == 2
+    assert report.events[0].step > 0
+    assert "blocks.1.ffn.2" in report.escalations
+
+
+def test_regional_conditionings(comfy, overflowing, fp32):
+    """Two areas and the whole: three calls or more each step."""
+    regions = []
+    for seed, area in ((1, (4, 8, 0, 0)), (2, (4, 8, 4, 0))):
+        ((text, extra),) = families.conditioning("wan", seed=seed)
+        regions.append([text, {**extra, "area": (1, *area[:2], 0, *area[2:]), "strength": 1.0}])
+    conds = [*regions, *families.conditioning("wan", seed=3)]
+    reference = sample(fp32, conds)
+    model = guarded(comfy, plain_fp16(comfy, overflowing))
+    assert relative_error(reference, sample(model, conds)) < 0.02
+    assert report_of(model).extra_calls <= 4 and report_of(model).verdict == "recovered"
+
+
+def test_inpainting(comfy, overflowing, fp32):
+    mask = torch.zeros(1, 1, 8, 8)
+    mask[..., 4:] = 1.0
+    cond = families.conditioning("wan")
+    reference = sample(fp32, cond, cond, noise_mask=mask)
+    model = guarded(comfy, plain_fp16(comfy, overflowing))
+    assert relative_error(reference, sample(model, cond, cond, noise_mask=mask)) < 0.02
+    assert report_of(model).extra_calls == 2
+
+
+@pytest.mark.parametrize("sampler", ["heun", "uni_pc_bh2", "dpm_2", "lcm"])
+def test_samplers_with_several_calls_a_step(comfy, overflowing, fp32, sampler):
+    reference = families.sample(fp32, "wan", sampler=sampler)
+    model = guarded(comfy, plain_fp16(comfy, overflowing))
+    assert relative_error(reference, families.sample(model, "wan", sampler=sampler)) < 0.02
+    assert report_of(model).extra_calls == 2
+
+
+def test_a_merge_of_guarded_models(comfy, overflowing, wan, fp32):
+    merge = core("comfy_extras.nodes_model_merging").ModelMergeSimple().merge
+    reference = families.sample(merge(fp32, load(comfy, wan, "fp32", "fp32"), 0.7)[0], "wan")
+    ours, other = guarded(comfy, plain_fp16(comfy, overflowing)), guarded(comfy, plain_fp16(comfy, wan))
+    model = merge(ours, other, 0.7)[0]
+    assert relative_error(reference, families.sample(model, "wan")) < 0.02
+    assert report_of(model).verdict == "recovered"
+
+
+def test_a_guard_on_a_guarded_model_is_one_guard(comfy, overflowing, fp32):
+    reference = families.sample(fp32, "wan")
+    model = guarded(comfy, guarded(comfy, plain_fp16(comfy, overflowing), "stop"))
+    assert relative_error(reference, families.sample(model, "wan")) < 0.02
+    assert report_of(model).extra_calls == 2 and report_of(model).calls == 4
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("error", [ValueError("of another pack"), torch.OutOfMemoryError("Allocation on device")])
+def test_an_error_in_a_call_or_a_repeat_leaves_nothing_behind(comfy, overflowing, error, number):
+    plain = plain_fp16(comfy, overflowing)
+    families.sample(plain, "wan", steps=1)
+    before = left_on(plain.model)
+    cast = plain.model.manual_cast_dtype
+    model = inside(guarded(comfy, plain), raising_at(error, number))
+    with pytest.raises(type(error)) as raised:
+        families.sample(model, "wan")
+    assert raised.value is error
+    assert left_on(plain.model) == before
+    assert plain.model.manual_cast_dtype == cast
+    assert is_finite(families.sample(model, "wan"))
+
+
+def test_two_models_in_two_threads(comfy, overflowing, fp32, models_dir):
+    reference = families.sample(fp32, "wan")
+    models = [guarded(comfy, plain_fp16(comfy, overflowing)) for _ in range(2)]
+    call = families.capture(fp32, "wan")
+    results = {}
+
+    def run(index):
+        results[index] = families.replay(models[index], call)
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = families.replay(fp32, call)
+    assert [relative_error(expected, results[index]) < 0.02 for index in range(2)] == [True, True]
+    for model in models:
+        assert report_of(model).extra_calls == 2
+        assert relative_error(reference, families.sample(model, "wan")) < 0.02
+
+
+@pytest.mark.parametrize("node", ["ModelSamplingSD3", "ModelSamplingFlux"])
+def test_model_sampling_after_the_guard(comfy, overflowing, fp32, node):
+    module = core("comfy_extras.nodes_model_advanced")
+
+    def patch(model):
+        options = (3.0,) if node == "ModelSamplingSD3" else (1.15, 0.5, 64, 64)
+        return getattr(module, node)().patch(model, *options)[0]
+
+    reference = families.sample(patch(fp32), "wan")
+    model = patch(guarded(comfy, plain_fp16(comfy, overflowing)))
+    assert relative_error(reference, families.sample(model, "wan")) < 0.02
+    assert guard_of(model).report(model).extra_calls == 2
+
+
+def test_layers_of_torchs_own_classes(comfy, overflowing, fp32):
+    """As in custom model code: a plain nn.Linear cannot cast its weight."""
+    reference = families.sample(fp32, "wan")
+    plain = plain_fp16(comfy, overflowing)
+    for block in plain.model.diffusion_model.blocks:
+        for index in ("0", "2"):
+            old = block.ffn[int(index)]
+            new = torch.nn.Linear(old.in_features, old.out_features, dtype=old.weight.dtype)
+            new.requires_grad_(False)
+            new.weight.copy_(old.weight)
+            new.bias.copy_(old.bias)
+            block.ffn[int(index)] = new
+    model = guarded(comfy, plain)
+    assert relative_error(reference, families.sample(model, "wan")) < 0.02
+    assert report_of(model).events[0].layer == "blocks.0.ffn.2"
+
+
+@pytest.fixture(scope="module")
+def clamping(models_dir):
+    folder = models_dir / "diffusion_models"
+    source = families.write("flux", folder)
+    return families.write_scaled(source, folder / "hunt_flux.safetensors", families.OVERFLOWS["flux"]["ffn"])
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "report"])
+def test_clamped_values_are_told_and_change_nothing(comfy, clamping, on_nan):
+    """They are no NaN: ``stop`` does not end a run for them."""
+    plain = plain_fp16(comfy, clamping)
+    expected = families.sample(plain, "flux")
+    model = guarded(comfy, plain, on_nan)
+    assert torch.equal(families.sample(model, "flux"), expected)
+    report = report_of(model)
+    assert report.verdict == "stopped" and len(report.events) == 1 and report.extra_calls == 1
+    assert (report.events[0].kind, report.events[0].recovered) == ("saturation", False)
+
+
+def test_a_bf16_model_with_nan_in_fp8_is_told_to_have_a_bad_weight(comfy, wan, models_dir):
+    """The stock loader casts without a scale: what passes 464 becomes NaN."""
+    tensors = load_file(str(wan))
+    tensors["blocks.0.ffn.0.weight"][3, 4] = 1000.0
+    save_file(tensors, str(models_dir / "diffusion_models" / "hunt_loud.safetensors"))
+    (stock,) = comfy.core["UNETLoader"]().load_unet("hunt_loud.safetensors", "fp8_e4m3fn")
+    with pytest.raises(NonFinite) as error:
+        families.sample(guarded(comfy, stock), "wan")
+    assert error.value.verdict == "bad_weights"
+    for part in ("blocks.0.ffn.0.weight", "hunt_loud.safetensors", "fp8"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("compute", ["fp16", "fp16_safe"])
+def test_the_model_is_freed_although_the_guard_ran(comfy, models_dir, compute):
+    """Also where a plan is part of what is learned, and where the escalation is of the model as a whole."""
+    path = families.write("wan", models_dir / "diffusion_models")
+    target = models_dir / "diffusion_models" / "hunt_residual.safetensors"
+    families.write_scaled(path, target, families.OVERFLOWS["wan"]["residual"])
+    model = guarded(comfy, accumulation(comfy, load(comfy, target, "fp16", compute), fp16_accumulation="on"))
+    assert is_finite(families.sample(model, "wan", steps=1))
+    guard_of(model).states.last(model.model).grow(Escalation(stream=True))
+    assert is_finite(families.sample(model, "wan", steps=1))
+    core_model = weakref.ref(model.model)
+    del model
+    core("comfy.model_management").unload_all_models()
+    gc.collect()
+    assert core_model() is None
+
+
+def test_many_runs_need_no_more_memory_than_few(comfy, overflowing):
+    model = guarded(comfy, plain_fp16(comfy, overflowing))
+    call = families.capture(model, "wan")
+
+    def tensors():
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    loud = call.args[3] * 3e4
+    for _ in range(3):
+        families.replay(model, call, c_crossattn=loud)
+    before = tensors()
+    for _ in range(50):
+        families.replay(model, call, c_crossattn=loud)
+    assert tensors() <= before
+
+
+def test_a_batch_a_sampler_spoils_in_part_goes_on(comfy, wan):
+    samplers = core("comfy.samplers")
+
+    def broken(model, x, sigmas, extra_args=None, callback=None, disable=None):
+        result = model(x, sigmas[0] * x.new_ones([x.shape[0]]), **extra_args).clone()
+        result[1] = math.nan
+        return result
+
+    model = guarded(comfy, plain_fp16(comfy, wan))
+    noise, cond = families.noise(model, batch=2), families.conditioning("wan", batch=2)
+    run = core("comfy.sample").sample_custom
+    sigmas = torch.tensor([1.0, 0.0])
+    result = run(model, noise, 1.0, samplers.KSAMPLER(broken), sigmas, cond, cond, torch.zeros_like(noise), seed=1)
+    assert is_finite(result[0])
+    report = report_of(model)
+    assert report.verdict == "not_precision" and report.events[0].batch_rows == [1]
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "report"])
+def test_what_one_guard_learned_is_not_forced_on_a_guard_that_may_change_nothing(comfy, overflowing, on_nan):
+    plain = plain_fp16(comfy, overflowing)
+    families.sample(guarded(comfy, plain), "wan", steps=1)
+    model = guarded(comfy, plain, on_nan)
+    if on_nan == "stop":
+        with pytest.raises(NonFinite):
+            families.sample(model, "wan", steps=1)
+    else:
+        assert not is_finite(families.sample(model, "wan", steps=1))
+    assert report_of(model).verdict == "stopped" and not report_of(model).escalations
+
+
+def test_a_scheduled_lora_is_remembered_and_let_go(comfy, wan):
+    plain = plain_fp16(comfy, wan)
+    model = guarded(comfy, plain)
+    cond = hooked(model, 6e3)
+    group = weakref.ref(cond[0][1]["hooks"])
+    for repeats in (2, 0):
+        sample(model, cond, cfg=1.0, steps=6)
+        assert report_of(model).extra_calls == repeats
+    del cond, model
+    families.sample(guarded(comfy, plain), "wan", steps=1)
+    gc.collect()
+    assert group() is None, "what was learned keeps no LoRA"
+
+
+def test_a_lack_of_memory_for_a_repeat_is_told(comfy, overflowing, caplog):
+    model = inside(guarded(comfy, plain_fp16(comfy, overflowing)), raising_at(torch.OutOfMemoryError("Allocation on device"), 3))
+    with pytest.raises(torch.OutOfMemoryError):
+        families.sample(model, "wan")
+    assert report_of(model).verdict == "stopped" and "memory" in report_of(model).advice
+    assert "not enough memory to repeat" in caplog.text
+
+
+def test_the_advice_is_that_of_the_verdict_it_comes_with(comfy, wan):
+    """A device fault at the second call, then a sampler that makes NaN."""
+    samplers = core("comfy.samplers")
+
+    def broken(model, x, sigmas, extra_args=None, callback=None, disable=None):
+        for sigma in sigmas[:-1]:
+            x = x - model(x, sigma * x.new_ones([x.shape[0]]), **extra_args)
+        return x * math.nan
+
+    model = inside(guarded(comfy, plain_fp16(comfy, wan)), nan_at(2))
+    noise, cond = families.noise(model), families.conditioning("wan")
+    run = core("comfy.sample").sample_custom
+    sigmas = torch.tensor([1.0, 0.7, 0.4, 0.0])
+    with pytest.raises(NonFinite, match="another sampler") as error:
+        run(model, noise, 1.0, samplers.KSAMPLER(broken), sigmas, cond, cond, torch.zeros_like(noise), seed=1)
+    assert error.value.verdict == "not_precision" and "driver" not in str(error.value)
+    assert report_of(model).verdict == "device_fault" and len(report_of(model).events) == 2

@@ -1,0 +1,260 @@
+"""Files that are damaged, not a model, or out of bounds: an error that names them, at once, and nothing half-loaded."""
+
+import time
+
+import pytest
+import torch
+from comfyui_server import ServerError
+from halfsafe.precision.errors import CheckpointError, MemoryShortage
+from safetensors.torch import save_file
+from support import model_files, tiny_models
+
+WEIGHT = "blocks.0.ffn.0.weight"
+SECONDS = 1.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(wan, models_dir):
+    """The same model as a full checkpoint holds it."""
+
+    def add_prefix(tensors):
+        for name in list(tensors):
+            tensors[f"model.diffusion_model.{name}"] = tensors.pop(name)
+
+    return model_files.changed(wan, models_dir / "checkpoints" / "wan-checkpoint.safetensors", add_prefix)
+
+
+def truncated(wan, path):
+    path.write_bytes(wan.read_bytes()[:-1000])
+
+
+def truncated_header(wan, path):
+    path.write_bytes(wan.read_bytes()[:500])
+
+
+def empty(wan, path):
+    path.write_bytes(b"")
+
+
+def web_page(wan, path):
+    path.write_bytes(b"<!DOCTYPE html><html><body>Sign in to continue</body></html>")
+
+
+def endless_header(wan, path):
+    model_files.raw(path, {}, length=1 << 60)
+
+
+def offsets_past_the_end(wan, path):
+    entry = {"dtype": "BF16", "shape": [4, 4], "data_offsets": [0, 32]}
+    model_files.raw(path, {WEIGHT: entry | {"data_offsets": [1 << 40, (1 << 40) + 32]}}, bytes(32))
+
+
+def wrong_size(wan, path):
+    model_files.raw(path, {WEIGHT: {"dtype": "BF16", "shape": [4, 5], "data_offsets": [0, 32]}}, bytes(32))
+
+
+def poisoned(value):
+    def write(wan, path):
+        model_files.changed(wan, path, lambda tensors: tensors[weight_in(tensors)].view(-1)[35:36].fill_(value))
+
+    return write
+
+
+def with_scale(leaf, scale):
+    def write(wan, path):
+        def change(tensors):
+            name = weight_in(tensors)
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+            tensors[name.removesuffix("weight") + leaf] = torch.as_tensor(scale)
+
+        model_files.changed(wan, path, change)
+
+    return write
+
+
+def weight_in(tensors):
+    return next(name for name in tensors if name.endswith(WEIGHT))
+
+
+def unknown_architecture(wan, path):
+    save_file({"encoder.layer_7.kernel": torch.ones(8, 8), "encoder.layer_7.weight": torch.ones(8, 8)}, path)
+
+
+def no_tensors(wan, path):
+    save_file({}, path)
+
+
+def lora(wan, path):
+    save_file(model_files.lora({"blocks.0.ffn.0": (1024, 256)}), path)
+
+
+BAD = {
+    "truncated": (truncated, "1000 of .* bytes are missing"),
+    "truncated_header": (truncated_header, "truncated in its header"),
+    "empty": (empty, "0 bytes"),
+    "web_page": (web_page, "web page"),
+    "endless_header": (endless_header, "impossible"),
+    "offsets_past_the_end": (offsets_past_the_end, "bytes are missing"),
+    "wrong_size": (wrong_size, f"{WEIGHT}.*4x5 is 40 bytes, the file holds 32"),
+    "nan": (poisoned(float("nan")), f"{WEIGHT}.*NaN or Inf"),
+    "inf": (poisoned(float("-inf")), f"{WEIGHT}.*NaN or Inf"),
+    "nan_scale": (with_scale("weight_scale", float("nan")), r"blocks\.0\.ffn\.0\.weight_scale.*NaN"),
+    "zero_scale": (with_scale("weight_scale", 0.0), r"blocks\.0\.ffn\.0\.weight_scale.*a scale of 0"),
+    "lonely_scale": (with_scale("weight_scale", torch.ones(7, 3)), r"blocks\.0\.ffn\.0\.weight_scale.*fits no layout"),
+    "strange_scale": (with_scale("blockwise_scale", torch.ones(2)), r"blocks\.0\.ffn\.0\.blockwise_scale"),
+    "unknown_architecture": (unknown_architecture, "does not know this architecture"),
+    "no_tensors": (no_tensors, "does not know this architecture"),
+    "lora": (lora, "LoRA"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize(
+    ("node", "folder"),
+    [("HalfsafeLoadDiffusionModel", "diffusion_models"), ("HalfsafeLoadCheckpoint", "checkpoints")],
+)
+def test_bad_file_is_named_at_once(comfy, wan, checkpoint, models_dir, name, node, folder):
+    write, message = BAD[name]
+    path = models_dir / folder / f"bad-{name}.safetensors"
+    write(wan if folder == "diffusion_models" else checkpoint, path)
+    began = time.perf_counter()
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load(comfy, node, path.name)
+    assert time.perf_counter() - began < SECONDS
+    assert path.name in str(caught.value)
+
+
+def load(comfy, node, name, storage="fp8_e4m3fn"):
+    if node == "HalfsafeLoadDiffusionModel":
+        return comfy.run(node, model_name=name, storage=storage, compute="bf16")
+    return comfy.run(node, ckpt_name=name, storage=storage, compute="bf16", clip_storage="auto", vae_dtype="auto")
+
+
+@pytest.mark.parametrize("name", ["truncated", "web_page", "nan"])
+@pytest.mark.parametrize("node", ["HalfsafeLoadCLIP", "HalfsafeLoadVAE"])
+def test_bad_encoder_and_vae_are_named(comfy, models_dir, tmp_path, name, node):
+    folder = "text_encoders" if node == "HalfsafeLoadCLIP" else "vae"
+    good = tmp_path / "good.safetensors"
+    save_file({WEIGHT: torch.ones(512, 512), "text_model.encoder.layers.0.mlp.fc1.weight": torch.ones(2, 2)}, good)
+    path = models_dir / folder / f"bad-{name}.safetensors"
+    BAD[name][0](good, path)
+    with pytest.raises(CheckpointError, match=f"{path.name}.*{BAD[name][1]}"):
+        run_encoder(comfy, node, path.name)
+
+
+def run_encoder(comfy, node, name):
+    if node == "HalfsafeLoadVAE":
+        return comfy.run(node, vae_name=name, dtype="auto")
+    return comfy.run(node, clip_name1=name, type="sd3", storage="auto", compute="auto")
+
+
+@pytest.mark.parametrize("node", ["HalfsafeLoadCLIP", "HalfsafeLoadVAE"])
+def test_a_diffusion_model_is_no_encoder_and_no_vae(comfy, models_dir, wan, node):
+    folder = "text_encoders" if node == "HalfsafeLoadCLIP" else "vae"
+    path = models_dir / folder / "a-diffusion-model.safetensors"
+    path.write_bytes(wan.read_bytes())
+    with pytest.raises(CheckpointError, match=path.name):
+        run_encoder(comfy, node, path.name)
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "../../models/secret.safetensors", "{}", "", ".", "absent.safetensors"]
+)
+def test_paths_outside_the_model_folders_are_refused(comfy, models_dir, wan, name):
+    secret = models_dir / "secret.safetensors"
+    secret.write_bytes(wan.read_bytes())
+    with pytest.raises(CheckpointError, match="no such file"):
+        load(comfy, "HalfsafeLoadDiffusionModel", name.format(secret))
+
+
+def test_nothing_stays_loaded_after_an_error(comfy, models_dir, wan):
+    path = models_dir / "diffusion_models" / "bad-nothing.safetensors"
+    poisoned(float("nan"))(wan, path)
+    before = list(comfy_models())
+    with pytest.raises(CheckpointError):
+        load(comfy, "HalfsafeLoadDiffusionModel", path.name)
+    assert list(comfy_models()) == before
+    assert live_bytes_growth(lambda: failing(comfy, path.name)) < 1_000_000
+
+
+def comfy_models():
+    import comfy.model_management
+
+    return comfy.model_management.current_loaded_models
+
+
+def failing(comfy, name):
+    with pytest.raises(CheckpointError):
+        load(comfy, "HalfsafeLoadDiffusionModel", name)
+
+
+def live_bytes_growth(work) -> int:
+    """Bytes of tensors alive after ``work`` that were not before."""
+    before = live_bytes()
+    work()
+    return live_bytes() - before
+
+
+def live_bytes() -> int:
+    import gc
+
+    gc.collect()
+    tensors = (item for item in gc.get_objects() if isinstance(item, torch.Tensor) and item.device.type == "cpu")
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def test_too_little_memory_is_refused_before_a_weight_is_read(comfy, models_dir, wan, monkeypatch):
+    from halfsafe.nodes.host.load import models
+    from halfsafe.precision.formats import comfy_state
+
+    def must_not_run(*_):
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(models, "free_host_memory", lambda: 1_000_000)
+    monkeypatch.setattr(comfy_state, "state_dict", must_not_run)
+    with pytest.raises(MemoryShortage, match=r"wan_clean\.safetensors.*needs .* of memory"):
+        load(comfy, "HalfsafeLoadDiffusionModel", wan.name)
+
+
+@pytest.mark.parametrize("node", ["HalfsafeLoadDiffusionModel", "HalfsafeLoadCheckpoint"])
+def test_interrupt_leaves_nothing_and_the_next_load_works(comfy, models_dir, wan, node):
+    import comfy.model_management as management
+
+    folder = "diffusion_models" if node == "HalfsafeLoadDiffusionModel" else "checkpoints"
+    path = models_dir / folder / "interrupted.safetensors"
+    path.write_bytes(wan.read_bytes()) if folder == "diffusion_models" else tiny_models.sd15_checkpoint(path)
+    before = list(comfy_models())
+    management.interrupt_current_processing(True)
+    try:
+        with pytest.raises(management.InterruptProcessingException):
+            load(comfy, node, path.name)
+    finally:
+        management.interrupt_current_processing(False)
+    assert list(comfy_models()) == before
+    assert load(comfy, node, path.name)[0].model is not None
+
+
+def test_server_shows_the_error_and_keeps_working(server, small_models, wan):
+    folder = small_models / "diffusion_models"
+    for name in ("truncated", "nan", "lora"):
+        BAD[name][0](wan, folder / f"bad-{name}.safetensors")
+        with pytest.raises(ServerError, match=f"bad-{name}.safetensors.*{BAD[name][1]}"):
+            server.prompt(graph(f"bad-{name}.safetensors"))
+    outputs = server.prompt(graph("wan.safetensors"))
+    assert "fp8_e4m3fn" in outputs["2"]["text"][0]
+
+
+@pytest.mark.parametrize("name", ["../secret.safetensors", "{}"])
+def test_server_refuses_paths_outside_the_model_folders(server, small_models, wan, name):
+    secret = small_models / "secret.safetensors"
+    secret.write_bytes(wan.read_bytes())
+    with pytest.raises(ServerError, match="model_name"):
+        server.prompt(graph(name.format(secret)))
+
+
+def graph(name):
+    settings = {"model_name": name, "storage": "fp8_e4m3fn", "compute": "auto"}
+    return {
+        "1": {"class_type": "HalfsafeLoadDiffusionModel", "inputs": settings},
+        "2": {"class_type": "HalfsafeReport", "inputs": {"model": ["1", 0]}},
+    }

@@ -1,0 +1,156 @@
+"""Every way fp8 weights are stored, on a real Wan file: loaded to what the file means, also where core gets it wrong."""
+
+import json
+
+import pytest
+import torch
+from halfsafe.precision.formats.quantize import relative_error
+from safetensors.torch import load_file, save_file
+from support import dialects, model_files, tiny_models
+from support.denoise import denoise
+from support.families import stock
+
+E4M3, E5M2 = dialects.E4M3, dialects.E5M2
+FNUZ = torch.float8_e4m3fnuz
+ONE_SCALE, MANY_SCALES = 1.02, 1.7
+
+# name: (writer, its options, the floor it is held to, how far above the floor it may be, the dialect reported)
+DIALECTS = {
+    "comfy_quant": (dialects.comfy_quant, {}, E4M3, ONE_SCALE, "comfy_quant"),
+    "comfy_quant e5m2": (dialects.comfy_quant, {"dtype": E5M2}, E5M2, ONE_SCALE, "comfy_quant"),
+    "header metadata": (dialects.quantization_metadata, {}, E4M3, ONE_SCALE, "_quantization_metadata"),
+    "scaled_fp8": (dialects.scaled_fp8, {}, E4M3, ONE_SCALE, "scaled_fp8"),
+    "scaled_fp8 e5m2": (dialects.scaled_fp8, {"dtype": E5M2}, E5M2, ONE_SCALE, "scaled_fp8"),
+    "scaled_fp8, full precision": (dialects.scaled_fp8, {"marker": torch.zeros(2).to(E4M3)}, E4M3, ONE_SCALE, "scaled_fp8"),
+    "weight_scale, no marker": (dialects.modelopt, {}, E4M3, ONE_SCALE, "weight_scale"),
+    "weight_scale e5m2": (dialects.modelopt, {"dtype": E5M2}, E5M2, ONE_SCALE, "weight_scale"),
+    "weight_scale bf16": (dialects.modelopt, {"scale_dtype": torch.bfloat16}, E4M3, 1.05, "weight_scale"),
+    "weight_scale fnuz": (dialects.modelopt, {"dtype": FNUZ}, E4M3, 1.05, "weight_scale"),
+    "row scales bf16": (dialects.row_wise, {}, E4M3, MANY_SCALES, "weight_scale"),
+    "row scales flat": (dialects.row_wise, {"flat": True, "scale_dtype": torch.float32}, E4M3, MANY_SCALES, "weight_scale"),
+    "block scales weight_scale_inv": (dialects.block_wise, {}, E4M3, MANY_SCALES, "weight_scale_inv"),
+    "block scales, DeepSeek's .scale": (dialects.block_wise, {"scale_name": "scale"}, E4M3, MANY_SCALES, "scale"),
+    "groups of 1 x 64": (dialects.block_wise, {"rows": 1, "columns": 64}, E4M3, MANY_SCALES, "weight_scale_inv"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(models_dir):
+    return models_dir / "diffusion_models"
+
+
+@pytest.fixture(scope="module")
+def reference(wan):
+    return denoise(stock(wan, torch.float32))
+
+
+@pytest.fixture(scope="module")
+def floors(wan, reference, tmp_path_factory):
+    """The error of each fp8 format with one scale per tensor, dequantized here, through stock ComfyUI."""
+    return {dtype: relative_error(reference, denoise(stock(dequantized(wan, dtype, tmp_path_factory)))) for dtype in (E4M3, E5M2)}
+
+
+def dequantized(wan, dtype, tmp_path_factory):
+    def change(tensors):
+        for name in tensors:
+            tensors[name] = tensors[name].float()
+        for layer in model_files.WAN_LINEARS:
+            data, scale = dialects.per_tensor(tensors[f"{layer}.weight"], dtype)
+            tensors[f"{layer}.weight"] = data.float() * scale
+
+    return model_files.changed(wan, tmp_path_factory.mktemp("floor") / "dequantized.safetensors", change)
+
+
+def load(comfy, path, storage="as_file", compute="fp32"):
+    return comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage=storage, compute=compute)[0]
+
+
+def report(comfy, model):
+    return json.loads(comfy.run("HalfsafeReport", model=model)[1])
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_dialect_is_read_as_it_is_meant(comfy, folder, wan, reference, floors, name):
+    write, options, floor, factor, dialect = DIALECTS[name]
+    path = model_files.in_dialect(wan, folder / "dialect.safetensors", write, **options)
+    model = load(comfy, path)
+    assert relative_error(reference, denoise(model)) < floors[floor] * factor
+    assert model.attachments["halfsafe"].dialect == dialect
+
+
+def test_the_floor_is_that_of_fp8(floors):
+    assert 0.01 < floors[E4M3] < 0.05
+    assert 0.02 < floors[E5M2] < 0.1
+    assert floors[E5M2] > 1.5 * floors[E4M3]
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_unscaled_fp8_keeps_its_bits(comfy, folder, wan, reference, dtype):
+    path = model_files.in_dialect(wan, folder / "unscaled.safetensors", dialects.plain, dtype=dtype)
+    ours, theirs = load(comfy, path), stock(path)
+    weights = load_file(path)
+    held = ours.model.diffusion_model.blocks[0].ffn[0].weight
+    assert torch.equal(held._qdata.view(torch.uint8), weights["blocks.0.ffn.0.weight"].view(torch.uint8))
+    assert relative_error(denoise(theirs), denoise(ours)) < 1e-3
+
+
+@pytest.mark.parametrize("prefix", ["model.diffusion_model.", "diffusion_model.", "transformer."])
+@pytest.mark.parametrize("name", ["comfy_quant", "scaled_fp8", "weight_scale, no marker", "block scales weight_scale_inv"])
+def test_prefixed_names(comfy, folder, wan, reference, floors, name, prefix):
+    write, options, floor, factor, _ = DIALECTS[name]
+    path = model_files.in_dialect(wan, folder / "prefixed.safetensors", write, prefix, **options)
+    assert relative_error(reference, denoise(load(comfy, path))) < floors[floor] * factor
+
+
+@pytest.mark.parametrize("name", ["comfy_quant", "row scales bf16"])
+def test_a_sharded_set_is_one_model(comfy, folder, wan, reference, floors, name):
+    write, options, floor, factor, _ = DIALECTS[name]
+    path = model_files.in_dialect(wan, folder / "whole.safetensors", write, **options)
+    tensors = load_file(path)
+    shards = [f"sharded-{number:05}-of-00002.safetensors" for number in (1, 2)]
+    halves = [{k: v for i, (k, v) in enumerate(tensors.items()) if i % 2 == half} for half in (0, 1)]
+    for shard, half in zip(shards, halves, strict=True):
+        save_file(half, folder / shard)
+    index = {key: shard for shard, half in zip(shards, halves, strict=True) for key in half}
+    (folder / "sharded.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert relative_error(reference, denoise(load(comfy, folder / shards[0]))) < floors[floor] * factor
+
+
+def test_native_formats_are_handed_to_core(comfy, folder, wan):
+    path = model_files.in_dialect(wan, folder / "native.safetensors", dialects.native)
+    model = load(comfy, path)
+    held = {layer["storage"] for layer in report(comfy, model)["layers"]}
+    assert {"nvfp4", "mxfp8", "int8_tensorwise", "convrot_w4a4"} <= held
+
+
+def test_converting_while_loading(comfy, folder, wan, reference, floors):
+    path = model_files.in_dialect(wan, folder / "e5m2.safetensors", dialects.scaled_fp8, dtype=E5M2)
+    held = load(comfy, path, storage="bf16")
+    assert {layer["storage"] for layer in report(comfy, held)["layers"] if layer["class"] == "Linear"} == {"bf16"}
+    assert relative_error(reference, denoise(held)) < floors[E5M2] * 1.05
+
+
+def diffusers_flux(source, target):
+    """The Flux file under diffusers' names, by ComfyUI's own table read backwards."""
+    import comfy.utils
+
+    tensors = load_file(source)
+    depths = {"depth": 1, "depth_single_blocks": 1, "hidden_size": 256}
+    renamed = {}
+    for name, place in comfy.utils.flux_to_diffusers(depths).items():
+        key, cut, change = place if len(place) == 3 and not isinstance(place, str) else (place, None, None)
+        key, cut = (key[0], key[1]) if isinstance(key, tuple) else (key, cut)
+        if key in tensors:
+            part = tensors[key] if cut is None else tensors[key].narrow(*cut)
+            renamed[name] = (comfy.utils.swap_scale_shift(part) if change else part).clone()
+    save_file(renamed, target)
+    return target
+
+
+def test_diffusers_names(comfy, folder):
+    source = tiny_models.flux(folder / "flux.safetensors")
+    path = diffusers_flux(source, folder / "flux-diffusers.safetensors")
+    ours = load(comfy, path, "bf16").model.diffusion_model.state_dict()
+    original = stock(source).model.diffusion_model.state_dict()
+    assert ours.keys() == original.keys()
+    assert all(torch.equal(ours[name].float(), tensor.float()) for name, tensor in original.items())

@@ -1,0 +1,225 @@
+"""The loader and saver nodes in a real ComfyUI: what they load, what it computes, what stock nodes make of it."""
+
+import json
+import re
+
+import pytest
+import torch
+from halfsafe.precision.devices import detect as devices
+from halfsafe.precision.formats.quantize import relative_error
+from halfsafe.precision.plan.rules import rules_from
+from halfsafe.precision.plan.storage import plan_load
+from safetensors.torch import load_file, save_file
+from support import dialects, families, model_files, tiny_models
+from support.denoise import denoise
+
+
+@pytest.fixture(scope="module")
+def reference(comfy, wan):
+    (model,) = comfy.run("HalfsafeLoadDiffusionModel", model_name=wan.name, storage="fp32", compute="fp32")
+    return denoise(model)
+
+
+@pytest.mark.parametrize(
+    ("storage", "compute", "bound"),
+    [
+        ("fp32", "fp32", 1e-6),
+        ("auto", "auto", 0.02),
+        ("as_file", "bf16", 0.02),
+        ("fp16", "fp16", 0.005),
+        ("fp8_e4m3fn", "fp32", 0.06),
+        ("fp8_e4m3fn", "bf16", 0.06),
+        ("fp8_e5m2", "bf16", 0.12),
+    ],
+)
+def test_every_storage_gives_the_picture(comfy, wan, reference, storage, compute, bound):
+    (model,) = comfy.run("HalfsafeLoadDiffusionModel", model_name=wan.name, storage=storage, compute=compute)
+    assert relative_error(reference, denoise(model)) < bound
+
+
+@pytest.fixture(scope="module")
+def checkpoint(models_dir):
+    return tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "sd15.safetensors")
+
+
+def picture(model, clip, vae):
+    """A picture made by stock nodes, and the latent it was decoded from."""
+    import nodes
+
+    (positive,) = nodes.CLIPTextEncode().encode(clip, "a lighthouse in a storm")
+    (empty,) = nodes.EmptyLatentImage().generate(64, 64, 1)
+    settings = {"seed": 1, "steps": 2, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+    (latent,) = nodes.KSampler().sample(model, positive=positive, negative=positive, latent_image=empty, **settings)
+    return nodes.VAEDecode().decode(vae, latent)[0], latent["samples"]
+
+
+@pytest.fixture(scope="module")
+def stock_picture(comfy, checkpoint):
+    model, clip, vae = comfy.core["CheckpointLoaderSimple"]().load_checkpoint(checkpoint.name)[:3]
+    model.set_model_compute_dtype(torch.float32)
+    return picture(model, clip, vae)
+
+
+@pytest.mark.parametrize(
+    ("storage", "clip_storage", "vae_dtype", "bound"),
+    [
+        ("as_file", "as_file", "fp32", 1e-3),
+        ("fp8_e4m3fn", "auto", "fp32", 0.05),
+        ("fp8_e4m3fn", "fp8_e4m3fn", "bf16", 0.05),
+    ],
+)
+def test_full_checkpoint_makes_the_picture(comfy, checkpoint, stock_picture, storage, clip_storage, vae_dtype, bound):
+    settings = {"storage": storage, "compute": "fp32", "clip_storage": clip_storage, "vae_dtype": vae_dtype}
+    model, clip, vae = comfy.run("HalfsafeLoadCheckpoint", ckpt_name=checkpoint.name, **settings)
+    image, latent = picture(model, clip, vae)
+    assert relative_error(stock_picture[1], latent) < bound
+    assert relative_error(stock_picture[0], image) < bound
+    assert {"fp8_e4m3fn": "fp8_e4m3fn", "as_file": "fp16", "auto": "fp16"}[clip_storage] in storages(clip.patcher.model)
+    assert vae.vae_dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[vae_dtype]
+
+
+def storages(model):
+    from halfsafe.nodes.host.report import storage_of
+
+    return {storage_of(parameter) for parameter in model.parameters()}
+
+
+def test_checkpoint_without_encoder_and_vae_gives_none(comfy, checkpoint, models_dir):
+    def only_the_unet(tensors):
+        for name in [name for name in tensors if not name.startswith("model.diffusion_model.")]:
+            del tensors[name]
+
+    path = model_files.changed(checkpoint, models_dir / "checkpoints" / "unet-only.safetensors", only_the_unet)
+    settings = {"storage": "auto", "compute": "auto", "clip_storage": "auto", "vae_dtype": "auto"}
+    model, clip, vae = comfy.run("HalfsafeLoadCheckpoint", ckpt_name=path.name, **settings)
+    assert model is not None
+    assert clip is None and vae is None
+
+
+@pytest.fixture(scope="module")
+def clip_file(models_dir):
+    return tiny_models.clip_l(models_dir / "text_encoders" / "clip_l.safetensors")
+
+
+def conditioning(clip):
+    return clip.encode_from_tokens(clip.tokenize("a lighthouse in a storm"), return_pooled=True)
+
+
+@pytest.fixture(scope="module")
+def stock_conditioning(comfy, clip_file):
+    return conditioning(comfy.core["CLIPLoader"]().load_clip(clip_file.name, "stable_diffusion")[0])
+
+
+def load_clip(comfy, path, storage):
+    settings = {"type": "stable_diffusion", "storage": storage, "compute": "auto"}
+    return comfy.run("HalfsafeLoadCLIP", clip_name1=path.name, **settings)[0]
+
+
+@pytest.mark.parametrize(("storage", "held"), [("auto", "fp16"), ("as_file", "fp16"), ("fp32", "fp32")])
+def test_text_encoder_gives_the_conditioning(comfy, clip_file, stock_conditioning, storage, held):
+    clip = load_clip(comfy, clip_file, storage)
+    for wanted, got in zip(stock_conditioning, conditioning(clip), strict=True):
+        assert relative_error(wanted, got) < 1e-6
+    assert held in storages(clip.patcher.model)
+
+
+def test_text_encoder_in_fp8_is_at_the_format_s_floor(comfy, clip_file, stock_conditioning):
+    def quantize(tensors):
+        for name in [name for name in tensors if "layers." in name and tensors[name].dim() == 2]:
+            data, scale = dialects.per_tensor(tensors[name])
+            tensors[name] = (data.float() * scale).half()
+
+    rounded = model_files.changed(clip_file, clip_file.with_name("rounded.safetensors"), quantize)
+    floor = conditioning(comfy.core["CLIPLoader"]().load_clip(rounded.name, "stable_diffusion")[0])
+    clip = load_clip(comfy, clip_file, "fp8_e4m3fn")
+    for wanted, lowest, got in zip(stock_conditioning, floor, conditioning(clip), strict=True):
+        assert relative_error(wanted, got) < 1.1 * relative_error(wanted, lowest)
+    assert "fp8_e4m3fn" in storages(clip.patcher.model)
+    assert "fp8_e4m3fn" not in storages(clip.patcher.model.clip_l.transformer.text_model.embeddings)
+
+
+@pytest.mark.parametrize(("name", "shape"), [("sd_vae", (1, 4, 4, 4)), ("wan_vae", (1, 16, 1, 4, 4))])
+@pytest.mark.parametrize(("dtype", "bound"), [("auto", 1e-6), ("fp32", 1e-6), ("bf16", 0.05)])
+def test_vae_decodes_the_picture(comfy, models_dir, name, shape, dtype, bound):
+    path = getattr(tiny_models, name)(models_dir / "vae" / f"{name}.safetensors")
+    latent = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    wanted = comfy.core["VAELoader"]().load_vae(path.name)[0].decode(latent)
+    (vae,) = comfy.run("HalfsafeLoadVAE", vae_name=path.name, dtype=dtype)
+    error = relative_error(wanted, vae.decode(latent))
+    assert error < bound
+    assert dtype != "bf16" or error > 1e-4, "bf16 changed nothing"
+
+
+def family_files():
+    slow = [pytest.param(name, marks=pytest.mark.slow) for name in tiny_models.SLOW_FAMILIES]
+    return [*tiny_models.FAMILIES, *slow]
+
+
+@pytest.mark.parametrize("family", family_files())
+def test_every_family_in_fp8(comfy, models_dir, family):
+    make = (tiny_models.FAMILIES | tiny_models.SLOW_FAMILIES)[family]
+    path = make(models_dir / "diffusion_models" / f"{family}.safetensors")
+    (model,) = comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage="fp8_e4m3fn", compute="bf16")
+    path.unlink()
+    report = json.loads(comfy.run("HalfsafeReport", model=model)[1])
+    held = {layer["name"]: layer["storage"] for layer in report["layers"]}
+    kept = {layer["name"]: layer["reason"] for layer in report["kept_high"]}
+    linear = [layer["name"] for layer in report["layers"] if layer["class"] == "Linear"]
+    assert sum(held[name] == "fp8_e4m3fn" for name in linear) > len(linear) / 4
+    assert kept and all(kept.values())
+    assert "fp8_e4m3fn" not in {held[name] for name in kept}
+    assert {name for name in linear if held[name] != "fp8_e4m3fn"} <= kept.keys()
+    assert any(re.search(SENSITIVE[family], name) for name in kept)
+    latent = families.sample(model, family, steps=2)
+    assert latent.isfinite().all()
+    assert latent.std() > 0.1
+
+
+SENSITIVE = {
+    "wan": r"^time_embedding\.",
+    "flux": r"^final_layer\.",
+    "sd3": r"^context_embedder",
+    "hunyuan_video": r"^txt_in\.",
+    "ltxv": r"^adaln_single\.",
+    "sdxl": r"^label_emb\.",
+    "qwen_image": r"^time_text_embed\.",
+    "z_image": r"^t_embedder\.",
+}
+
+
+def test_rules_that_keep_every_layer_leave_no_unscaled_fp8(comfy, models_dir, reference):
+    rules = rules_from("* storage=as_file")
+    path = tiny_models.wan(models_dir / "diffusion_models" / "kept.safetensors")
+    (model,) = comfy.run(
+        "HalfsafeLoadDiffusionModel", model_name=path.name, storage="fp8_e4m3fn", compute="fp32", rules=rules
+    )
+    assert relative_error(reference, denoise(model)) < 1e-6
+
+
+@pytest.mark.parametrize(("storage", "compute"), [("fp16", "fp32"), ("auto", "fp16_safe")])
+def test_a_weight_beyond_fp16_is_not_held_in_fp16(comfy, models_dir, storage, compute):
+    path = tiny_models.wan(models_dir / "diffusion_models" / "large.safetensors", scale={"blocks.0.ffn.2.weight": 3e6})
+    reference = denoise(comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage="as_file", compute="fp32")[0])
+    (model,) = comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage=storage, compute=compute)
+    assert relative_error(reference, denoise(model)) < 0.005
+
+
+def test_a_cast_between_16_bit_dtypes_is_left_to_comfyui_and_costs_no_second_copy(comfy, tmp_path):
+    from halfsafe.nodes.host.load import detection as families
+    from halfsafe.nodes.host.load import files, models
+
+    path = tiny_models.wan(tmp_path / "wan.safetensors")
+    detected = families.detect_model(files.open_model(str(path)), only_diffusion_model=True)
+    plan = plan_load(detected.facts, devices.detect(profile="cpu"), "fp16", "fp16", rules_from(), None)
+    assert set(models._storages(detected, plan).values()) == {"as_file"}
+
+
+def test_a_weight_the_file_lacks_is_named_in_the_report(comfy, models_dir):
+    path = models_dir / "diffusion_models" / "incomplete.safetensors"
+    tensors = load_file(tiny_models.wan(models_dir / "diffusion_models" / "complete.safetensors"))
+    del tensors["blocks.1.ffn.0.weight"]
+    save_file(tensors, path)
+    (model,) = comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage="as_file", compute="fp32")
+    assert "blocks.1.ffn.0" in json.loads(comfy.run("HalfsafeReport", model=model)[1])["notes"][0]
+    (model,) = comfy.run("HalfsafeLoadDiffusionModel", model_name="complete.safetensors", storage="as_file", compute="fp32")
+    assert json.loads(comfy.run("HalfsafeReport", model=model)[1])["notes"] == []

@@ -1,0 +1,73 @@
+"""torch.compile before and after a plan: the right result, one graph, and no new compilation at later steps."""
+
+import pytest
+import torch
+from halfsafe.nodes.host.run.compute import compute_of
+from halfsafe.precision.formats.quantize import relative_error
+from support import families
+from support.compiling import compiled
+from support.families import load, with_compute
+from torch._dynamo.utils import counters
+
+pytestmark = pytest.mark.usefixtures("one_graph")
+
+
+@pytest.fixture(scope="module")
+def reference(fp32):
+    return families.sample(fp32, "wan")
+
+
+def planned_and_compiled(comfy, overflowing, order, **options):
+    if order == "plan first":
+        return compiled(load(comfy, overflowing, "as_file", "fp16_safe"), **options)
+    return with_compute(comfy, compiled(load(comfy, overflowing, "as_file", "bf16"), **options), "fp16_safe")
+
+
+@pytest.mark.parametrize("order", ["plan first", "compile first"])
+def test_one_graph_no_break_and_no_recompilation(comfy, overflowing, reference, order):
+    model = planned_and_compiled(comfy, overflowing, order)
+    for _ in range(2):
+        assert relative_error(reference, families.sample(model, "wan", steps=4)) < 2e-3
+        assert counters["stats"]["unique_graphs"] == 1
+        assert sum(counters["graph_break"].values()) == 0
+
+
+def test_blocks_compiled_on_their_own(comfy, overflowing, reference):
+    keys = [f"diffusion_model.blocks.{index}" for index in range(2)]
+    model = planned_and_compiled(comfy, overflowing, "compile first", keys=keys)
+    for _ in range(2):
+        assert relative_error(reference, families.sample(model, "wan", steps=4)) < 2e-3
+        assert counters["stats"]["unique_graphs"] <= len(keys)
+        assert sum(counters["graph_break"].values()) == 0
+    compute = compute_of(model)
+    assert len(compute.runs.of(model.model).operations) == len(compute.plan.decisions)
+
+
+def test_a_later_overflow_is_right_and_compiles_once_more(comfy, overflowing, fp32, call):
+    model = planned_and_compiled(comfy, overflowing, "plan first")
+    families.replay(model, call)
+    families.replay(model, call)
+    text = families.louder(call, 1e7)
+    reference = families.replay(fp32, call, c_crossattn=text)
+    for _ in range(3):
+        assert relative_error(reference, families.replay(model, call, c_crossattn=text)) < 2e-3
+    assert compute_of(model).runs.of(model.model).ranges.repeats == 1
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_the_compiled_model_is_left_without_patches(comfy, overflowing):
+    model = planned_and_compiled(comfy, overflowing, "plan first")
+    families.sample(model, "wan", steps=2)
+    assert not any("forward" in module.__dict__ for module in model.model.diffusion_model.modules())
+
+
+def test_a_plan_for_a_model_in_which_a_block_is_compiled(comfy, overflowing, reference):
+    """Other packs put the compiled block in the place of the block, where it stays while the model is loaded."""
+    model = load(comfy, overflowing, "as_file", "bf16")
+    other, block = model.clone(), model.model.diffusion_model.blocks[0]
+    other.add_object_patch("diffusion_model.blocks.0", torch.compile(block, backend="eager"))
+    families.sample(other, "wan", steps=1)
+    assert model.model.diffusion_model.blocks[0] is not block
+    for start in (other, model):
+        planned = with_compute(comfy, start, "fp16_safe")
+        assert relative_error(reference, families.sample(planned, "wan", steps=4)) < 2e-3

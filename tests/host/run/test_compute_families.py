@@ -1,0 +1,85 @@
+"""`fp16_safe` on every family and every way a network overflows fp16: finite, and closer to fp32 than bf16 is."""
+
+import pytest
+import torch
+from halfsafe.nodes.host.run.compute import compute_of
+from halfsafe.precision.formats.quantize import relative_error
+from support import families, tiny_models
+from torch.utils.flop_counter import FlopCounterMode
+
+SLOW = {("sdxl", "clean"), ("sdxl", "ffn"), ("sdxl", "residual"), ("sdxl", "embedding"), ("sdxl", "attention")}
+CASES = [
+    pytest.param(family, kind, marks=pytest.mark.slow)
+    if family in tiny_models.SLOW_FAMILIES or (family, kind) in SLOW
+    else (family, kind)
+    for family, kinds in families.OVERFLOWS.items()
+    for kind in ("clean", *kinds)
+]
+CORE_CLAMPS = ("flux", "hunyuan_video", "z_image")
+FUNCTIONS = ("attention_pytorch", "attention_split", "attention_sub_quad", "attention_basic")
+MODULES = {"wan": "comfy.ldm.wan.model", "flux": "comfy.ldm.flux.math", "sdxl": "comfy.ldm.modules.attention"}
+
+
+@pytest.fixture(scope="module")
+def model_of(comfy, models_dir):
+    """``(path, call, reference)`` of a family's clean model or of one that overflows; files of the last family only."""
+    state = {}
+
+    def build(family, kind):
+        if state.get("family") != family:
+            state.clear()
+            path = families.write(family, models_dir / "diffusion_models")
+            state.update(family=family, clean=path, call=families.capture(families.load(comfy, path, "fp32"), family))
+        path = state["clean"]
+        if kind != "clean":
+            path = families.write_scaled(path, path.with_name("scaled.safetensors"), families.OVERFLOWS[family][kind])
+        return path, state["call"], families.replay(families.load(comfy, path, "fp32"), state["call"])
+
+    return build
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_finite_and_at_most_six_tenths_of_the_error_of_bf16(comfy, model_of, family, kind):
+    path, call, reference = model_of(family, kind)
+    assert torch.isfinite(reference).all()
+    errors = {}
+    for compute in ("fp16", "bf16", "fp16_safe"):
+        model = families.load(comfy, path, "as_file", compute)
+        errors[compute] = relative_error(reference, families.replay(model, call))
+    assert errors["fp16_safe"] <= 0.6 * errors["bf16"]
+    if kind == "clean":
+        assert errors["fp16"] < 0.01
+    elif family not in CORE_CLAMPS:
+        assert errors["fp16"] != errors["fp16"], "plain fp16 was to overflow"
+    else:
+        assert not errors["fp16"] < 0.1, "plain fp16 was to be wrong"
+    assert relative_error(reference, families.replay(model, call)) <= 0.6 * errors["bf16"], "the second call"
+    share = float(families.report(comfy, model)["decisions"]["work"].split("%")[0])
+    assert share >= 80
+
+
+@pytest.mark.parametrize("family", ["wan", "flux", "sd3", "hunyuan_video", "ltxv"])
+def test_the_work_it_counts_is_all_the_matrix_work_there_is(comfy, model_of, family):
+    path, call, _ = model_of(family, "clean")
+    with FlopCounterMode(display=False) as counter:
+        families.replay(families.load(comfy, path, "fp32"), call)
+    model = families.load(comfy, path, "as_file", "fp16_safe")
+    families.replay(model, call)
+    run = compute_of(model).runs.of(model.model)
+    assert sum(slot.work for slot in run.ranges.slots.values()) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("family", ["wan", "flux"])
+def test_every_attention_function_of_core_stays_finite(comfy, model_of, monkeypatch, family, function):
+    import importlib
+
+    import comfy.ldm.modules.attention as attention
+
+    path, call, reference = model_of(family, "attention")
+    monkeypatch.setattr(importlib.import_module(MODULES[family]), "optimized_attention", getattr(attention, function))
+    bf16 = relative_error(reference, families.replay(families.load(comfy, path, "as_file", "bf16"), call))
+    model = families.load(comfy, path, "as_file", "fp16_safe")
+    for _ in range(2):
+        assert relative_error(reference, families.replay(model, call)) <= 0.6 * bf16
+    assert compute_of(model).runs.of(model.model).attention.full_work > 0

@@ -1,0 +1,140 @@
+"""fp16 attention: left alone, with smoothed keys, or in fp32. The keys are those of OneDiff #454."""
+
+import pytest
+import torch
+from halfsafe.precision.arithmetic.attention import AS_IS, FULL, SMOOTH, BoundedAttention, smoothed
+from halfsafe.precision.arithmetic.ranges import Ranges
+from halfsafe.precision.formats.quantize import relative_error
+
+
+def fp16_math(q, k, v, heads, mask=None, **kwargs):
+    """Attention as an unfused fp16 path computes it: scores rounded to fp16, then scaled."""
+    scores = ((q.double() @ k.double().mT).to(q.dtype) * q.shape[-1] ** -0.5).float()
+    return (scores.softmax(-1).to(v.dtype).double() @ v.double()).to(q.dtype)
+
+
+def exact_attention(q, k, v):
+    return ((q.double() @ k.double().mT) * q.shape[-1] ** -0.5).softmax(-1) @ v.double()
+
+
+def onediff_454(offset, size=1.0):
+    """SVD's keys: noise on a constant per channel so large that q.k passes fp16's range."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 48, 64) for _ in range(3))
+    return (q * size + 1).half(), (k * size + torch.randn(64) * offset).half(), v.half()
+
+
+def attend(tensors, attention=fp16_math, calls=2, **how):
+    ranges = Ranges()
+    bound = BoundedAttention(ranges)
+
+    def call():
+        bound.begin()
+        return bound(attention, fp16_math, *tensors, 4, fused=False, **how)
+
+    with torch.inference_mode():
+        results = [ranges.run(call) for _ in range(calls)]
+    return results, bound, ranges
+
+
+@pytest.mark.parametrize("offset", [100.0, 300.0, 3000.0])
+def test_keys_with_a_large_offset_are_smoothed(offset):
+    tensors = onediff_454(offset)
+    exact = exact_attention(*tensors)
+    plain = relative_error(exact, fp16_math(*tensors, 4))
+    results, bound, ranges = attend(tensors)
+    assert not plain < 1e-2
+    assert bound.slots[0].mode == SMOOTH and ranges.repeats == 0
+    assert max(relative_error(exact, result) for result in results) < 2e-3
+
+
+def test_scores_that_are_truly_large_are_computed_in_fp32():
+    tensors = onediff_454(0.0, size=100.0)
+    results, bound, _ = attend(tensors)
+    assert bound.slots[0].mode == FULL
+    assert max(relative_error(exact_attention(*tensors), result) for result in results) < 2e-3
+    assert "1 in fp16: 0 unchanged, 0 smooth-K, 1 fp32; attention 0: fp32, score bound" in bound.summary()
+
+
+def test_scores_that_fit_are_left_alone():
+    tensors = onediff_454(0.0)
+    results, bound, _ = attend(tensors)
+    assert bound.slots[0].mode == AS_IS
+    assert all(torch.equal(result, fp16_math(*tensors, 4)) for result in results)
+
+
+def test_smoothing_changes_no_softmax():
+    q, k, v = (tensor.double() for tensor in onediff_454(300.0))
+    assert relative_error(exact_attention(q, k, v), exact_attention(q, smoothed(k), v)) < 1e-6
+
+
+def test_scores_that_grow_later_are_seen_and_the_call_repeated():
+    state = {"tensors": onediff_454(0.0)}
+    ranges = Ranges()
+    bound = BoundedAttention(ranges)
+
+    def call():
+        bound.begin()
+        return bound(fp16_math, fp16_math, *state["tensors"], 4, fused=False)
+
+    ranges.run(call)
+    state["tensors"] = onediff_454(3000.0)
+    assert relative_error(exact_attention(*state["tensors"]), ranges.run(call)) < 2e-3
+    assert ranges.repeats == 1
+
+
+@pytest.mark.parametrize("mask", [torch.float16, torch.bool])
+def test_masks_hide_the_same_tokens_in_every_mode(mask):
+    def masked(q, k, v, heads, mask=None, **kwargs):
+        assert mask.dtype in (torch.bool, q.dtype)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    hidden = torch.zeros(48, 48, dtype=torch.bool).index_fill(1, torch.arange(8), True)
+    given_mask = ~hidden if mask is torch.bool else torch.zeros(48, 48, dtype=mask).masked_fill(hidden, -6e4)
+    for tensors in (onediff_454(0.0), onediff_454(3000.0), onediff_454(0.0, 100.0)):
+        q, k, v = (tensor.float() for tensor in tensors)
+        exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
+        ranges = Ranges()
+        bound = BoundedAttention(ranges)
+        result = ranges.run(lambda b=bound, t=tensors: b(masked, masked, *t, 4, mask=given_mask))
+        assert relative_error(exact, result) < 2e-3
+
+
+def test_an_override_whose_result_is_not_finite_is_off_for_that_attention_only():
+    def quantized(q, k, v, heads, **kwargs):
+        result = fp16_math(q, k, v, heads)
+        return result * float("inf") if v.abs().max() > 10 else result
+
+    ranges = Ranges()
+    bound = BoundedAttention(ranges)
+    quiet, loud = onediff_454(0.0), (*onediff_454(0.0)[:2], onediff_454(0.0)[2] * 100)
+
+    def call(second):
+        bound.begin()
+        return [bound(quantized, fp16_math, *tensors, 4, foreign=True) for tensors in (quiet, second)]
+
+    first = ranges.run(lambda: call(loud))
+    assert [slot.mode for slot in bound.slots] == [AS_IS, FULL]
+    assert all(torch.isfinite(result).all() for result in first)
+    ranges = bound.ranges = Ranges()
+    bound.slots.clear()
+    ranges.run(lambda: call(quiet))
+    assert all(torch.isfinite(result).all() for result in ranges.run(lambda: call(loud))), "an overflow at a later step"
+    assert ranges.repeats == 1
+
+
+def test_fp32_means_always_and_wider_attention_is_left_alone():
+    dtypes = []
+
+    def attention(q, k, v, heads):
+        dtypes.append(q.dtype)
+        return q
+
+    tensors = onediff_454(0.0)
+    always = BoundedAttention(Ranges(), always_full=True)
+    assert always(attention, attention, *tensors, 4).dtype == torch.float16
+    for dtype in (torch.bfloat16, torch.float32):
+        watching = BoundedAttention(Ranges())
+        watching(attention, attention, *(tensor.to(dtype) for tensor in tensors), 4)
+        assert not watching.slots and "nothing to do" in watching.summary()
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float32]

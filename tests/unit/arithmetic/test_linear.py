@@ -1,0 +1,287 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from halfsafe.precision.arithmetic.linear import SafeAttention, SafeOperation, largest_row_sum
+from halfsafe.precision.arithmetic.ranges import Ranges
+from halfsafe.precision.formats.quantize import relative_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.plain_weights import plain_weights
+
+
+def safe(module, wide=None):
+    ranges = Ranges()
+    return SafeOperation(module, ranges.slot("layer"), ranges, plain_weights, wide), ranges
+
+
+MODULES = {
+    "linear": (lambda: torch.nn.Linear(64, 48), (2, 5, 64)),
+    "linear without bias": (lambda: torch.nn.Linear(64, 48, bias=False), (3, 64)),
+    "conv1d": (lambda: torch.nn.Conv1d(8, 12, 3, padding=1), (2, 8, 16)),
+    "conv2d": (lambda: torch.nn.Conv2d(8, 12, 3, stride=2, padding=1, groups=4), (2, 8, 9, 9)),
+    "conv3d": (lambda: torch.nn.Conv3d(4, 6, 3), (1, 4, 5, 6, 7)),
+    "transposed 1d": (lambda: torch.nn.ConvTranspose1d(8, 6, 4, stride=2, padding=1), (2, 8, 9)),
+    "transposed 2d": (lambda: torch.nn.ConvTranspose2d(8, 6, 4, stride=2, padding=1), (2, 8, 5, 5)),
+    "transposed 3d": (lambda: torch.nn.ConvTranspose3d(4, 6, 2, stride=2), (1, 4, 3, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 3e4, 1e6, 1e12])
+@pytest.mark.parametrize("name", MODULES)
+def test_finite_and_close_to_fp32_at_every_magnitude(name, size, wide):
+    torch.manual_seed(0)
+    build, shape = MODULES[name]
+    module = build()
+    operation, ranges = safe(module, wide)
+    x = torch.randn(shape) * size
+    with torch.inference_mode():
+        reference = module(x)
+        for _ in range(2):
+            result = ranges.run(lambda: operation(x))
+            assert result.dtype == torch.float32
+            assert relative_error(reference, result) < 1e-3
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_an_overflow_after_the_first_call_is_seen_and_the_call_repeated(wide):
+    module = torch.nn.Linear(64, 64)
+    operation, ranges = safe(module, wide)
+    with torch.inference_mode():
+        ranges.run(lambda: operation(torch.ones(4, 64)))
+        large = torch.randn(4, 64) * 1e6
+        assert relative_error(module(large), ranges.run(lambda: operation(large))) < 1e-3
+        assert ranges.repeats == 1
+        ranges.run(lambda: operation(large))
+        ranges.run(lambda: operation(torch.ones(4, 64)))
+    assert ranges.repeats == 1, "what was learnt was forgotten"
+
+
+def test_a_clean_call_is_made_once():
+    calls = []
+    module = torch.nn.Linear(8, 8)
+    operation, ranges = safe(module)
+
+    def call():
+        calls.append(1)
+        return operation(torch.ones(2, 8))
+
+    for _ in range(5):
+        ranges.run(call)
+    assert len(calls) == 5
+
+
+def test_nan_input_is_not_repaired_and_repeats_once_per_call():
+    operation, ranges = safe(torch.nn.Linear(8, 8))
+    bad = torch.full((2, 8), float("nan"))
+    ranges.run(lambda: operation(torch.ones(2, 8)))
+    assert ranges.run(lambda: operation(bad)).isnan().all()
+    assert ranges.repeats == 1
+
+
+def test_a_weight_beyond_fp16_runs_in_fp32():
+    module = torch.nn.Linear(8, 8)
+    module.weight.data[0, 0] = 1e6
+    operation, ranges = safe(module)
+    x = torch.randn(3, 8)
+    with torch.inference_mode():
+        for _ in range(2):
+            assert relative_error(module(x), ranges.run(lambda: operation(x))) < 1e-6
+    assert operation.slot.full
+
+
+def test_the_input_is_never_written_to():
+    operation, ranges = safe(torch.nn.Linear(8, 8), wide=False)
+    x = torch.randn(3, 8) * 1e6
+    before = x.clone()
+    with torch.inference_mode():
+        ranges.run(lambda: operation(x))
+    assert torch.equal(x, before)
+
+
+@given(st.integers(1, 40), st.integers(1, 20), st.floats(1e-3, 1e4), st.integers(0, 2**31))
+@settings(max_examples=100, deadline=None)
+def test_no_partial_sum_of_a_scaled_product_passes_fp16(inputs, outputs, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    module = torch.nn.Linear(inputs, outputs, bias=False)
+    module.weight.data = torch.randn(outputs, inputs, generator=generator) * size
+    x = torch.randn(3, inputs, generator=generator) * size
+    x[0] = x.abs().max() * module.weight[0].sign()
+    operation, ranges = safe(module, wide=False)
+    with torch.inference_mode():
+        ranges.run(lambda: operation(x))
+    if operation.slot.full:
+        return
+    scaled = x.double() * 2.0**-operation.slot.exponent
+    partial = (scaled.unsqueeze(1) * module.weight.double().unsqueeze(0)).cumsum(-1)
+    assert partial.abs().max() <= 65504 and scaled.abs().max() <= 65504
+
+
+@given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 3), st.floats(1e-3, 1e4), st.integers(0, 2**31))
+@settings(max_examples=60, deadline=None)
+def test_no_partial_sum_of_a_scaled_convolution_passes_fp16(inputs, outputs, kernel, size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    module = torch.nn.Conv2d(inputs, outputs, kernel, padding=1, bias=False)
+    module.weight.data = torch.randn(module.weight.shape, generator=generator) * size
+    x = torch.randn(2, inputs, 5, 4, generator=generator) * size
+    x[0, :, :kernel, :kernel] = x.abs().max() * module.weight[0].sign()
+    operation, ranges = safe(module, wide=False)
+    with torch.inference_mode():
+        ranges.run(lambda: operation(x))
+    if operation.slot.full:
+        return
+    scaled = x.double() * 2.0**-operation.slot.exponent
+    columns = F.unfold(scaled, kernel, padding=1)
+    partial = (module.weight.double().reshape(outputs, -1, 1) * columns.unsqueeze(1)).cumsum(2)
+    assert partial.abs().max() <= 65504 and scaled.abs().max() <= 65504
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("sizes", [(1e-7, 1e-7), (1e12, 1e-6, 1e12, 1e-6, 1.0), (1.0, 0.0, 1.0)])
+def test_small_inputs_are_not_rounded_to_nothing(wide, sizes):
+    torch.manual_seed(0)
+    module = torch.nn.Linear(64, 48, bias=False)
+    operation, ranges = safe(module, wide)
+    for size in sizes:
+        x = torch.randn(3, 64) * size
+        with torch.inference_mode():
+            assert relative_error(module(x), ranges.run(lambda x=x: operation(x))) < 1e-3
+
+
+def test_a_weight_below_fp16_runs_in_fp32():
+    module = torch.nn.Linear(8, 8, bias=False)
+    module.weight.data *= 1e-7
+    operation, ranges = safe(module)
+    x = torch.randn(3, 8)
+    with torch.inference_mode():
+        assert relative_error(module(x), ranges.run(lambda: operation(x))) < 1e-6
+
+
+def test_a_compiled_operation_is_compiled_again_after_a_measurement_only():
+    from torch._dynamo.testing import CompileCounter
+
+    operation, ranges = safe(torch.nn.Linear(8, 8))
+    x, counter = torch.ones(2, 8), CompileCounter()
+    ranges.run(lambda: operation(x))
+    compiled = torch.compile(operation.__call__, backend=counter)
+    for _ in range(3):
+        ranges.run(lambda: compiled(x))
+    assert counter.frame_count == 1
+    ranges._measured(lambda: operation(x))
+    ranges.run(lambda: compiled(x))
+    assert counter.frame_count == 2
+    torch._dynamo.reset()
+
+
+def test_largest_row_sum_bounds_every_output():
+    for name, (build, shape) in MODULES.items():
+        module = build()
+        module.bias = None
+        x = torch.randn(shape)
+        kind = "transposed" if "transposed" in name else "conv"
+        with torch.inference_mode():
+            assert module(x).abs().max() <= x.abs().max() * largest_row_sum(module.weight, kind) * 1.0001, name
+
+
+def test_work_counts_two_operations_per_weight_and_position():
+    operation, ranges = safe(torch.nn.Linear(64, 48))
+    ranges.run(lambda: operation(torch.ones(2, 5, 64)))
+    assert operation.slot.work == 2 * 10 * 64 * 48
+    operation, ranges = safe(torch.nn.Conv2d(8, 12, 3, padding=1))
+    ranges.run(lambda: operation(torch.ones(2, 8, 9, 9)))
+    assert operation.slot.work == 2 * (2 * 9 * 9 * 12) * (8 * 3 * 3)
+
+
+def sdpa(q, k, v, heads, mask=None, **kwargs):
+    sdpa.dtypes.append(q.dtype)
+    b, length, width = q.shape
+    q, k, v = (t.view(b, -1, heads, width // heads).transpose(1, 2) for t in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return out.transpose(1, 2).reshape(b, length, width)
+
+
+def attend(size_qk, size_v=1.0, mask=None):
+    torch.manual_seed(0)
+    sdpa.dtypes = []
+    ranges = Ranges()
+    attention = SafeAttention(ranges)
+    q, k, v = torch.randn(2, 7, 32) * size_qk, torch.randn(2, 7, 32) * size_qk, torch.randn(2, 7, 32) * size_v
+
+    def call():
+        attention.begin()
+        return attention(sdpa, q, k, v, 4, mask=mask)
+
+    results = [ranges.run(call) for _ in range(2)]
+    reference = sdpa(q, k, v, 4, mask=mask)
+    return max(relative_error(reference, result) for result in results), sdpa.dtypes[0], results[0].dtype
+
+
+@pytest.mark.parametrize(
+    ("size_qk", "size_v", "dtype"),
+    [(1.0, 1.0, torch.float16), (500.0, 1.0, torch.float32), (1e5, 1.0, torch.float32), (1.0, 1e5, torch.float32)],
+)
+def test_attention_uses_fp16_where_it_is_safe_and_fp32_where_not(size_qk, size_v, dtype):
+    error, used, returned = attend(size_qk, size_v)
+    assert used == dtype and returned == torch.float32
+    assert error < 2e-3
+
+
+@pytest.mark.parametrize(("fused", "dtype"), [(True, torch.float16), (False, torch.float32)])
+def test_unfused_attention_is_judged_by_its_scores_before_they_are_scaled(fused, dtype):
+    ranges = Ranges()
+    attention = SafeAttention(ranges)
+    sdpa.dtypes = []
+    q = k = torch.full((1, 3, 64), 25.0)
+
+    def call():
+        attention.begin()
+        return attention(sdpa, q, k, torch.ones(1, 3, 64), 1, fused=fused)
+
+    ranges.run(call)
+    assert sdpa.dtypes == [dtype]
+
+
+@pytest.mark.parametrize("size_v", [1e-6, 0.0])
+def test_attention_of_tiny_values_is_not_rounded_to_nothing(size_v):
+    error, used, _ = attend(1.0, size_v)
+    assert error < 2e-3 and used == torch.float32
+
+
+def test_a_mask_outweighs_every_score():
+    ranges = Ranges()
+    attention = SafeAttention(ranges)
+    sdpa.dtypes = []
+    q = torch.full((1, 1, 16), 80.0)
+    k = torch.stack([-q[:, 0], q[:, 0]], dim=1)
+    v = torch.tensor([1.0, 9.0]).reshape(1, 2, 1).expand(1, 2, 16)
+    mask = torch.tensor([[0.0, torch.finfo(torch.float32).min]])
+
+    def call():
+        attention.begin()
+        return attention(sdpa, q, k, v, 1, mask=mask)
+
+    assert torch.equal(ranges.run(call), torch.ones(1, 1, 16)), "the hidden token was seen"
+
+
+def test_attention_mask_of_another_dtype_hides_the_same_tokens():
+    mask = torch.zeros(7, 7)
+    mask[:, 3:] = torch.finfo(torch.float32).min
+    error, used, _ = attend(1.0, mask=mask)
+    assert used == torch.float16 and error < 2e-3
+
+
+def test_attention_that_outgrows_fp16_later_is_repeated_in_fp32():
+    ranges, size = Ranges(), 1.0
+    attention = SafeAttention(ranges)
+    sdpa.dtypes = []
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 5, 16) for _ in range(3))
+
+    def call():
+        attention.begin()
+        return attention(sdpa, q * size, k * size, v, 2)
+
+    ranges.run(call)
+    size = 1e3
+    assert torch.isfinite(ranges.run(call)).all()
+    assert sdpa.dtypes == [torch.float16, torch.float16, torch.float32]

@@ -1,0 +1,125 @@
+"""`python -m halfsafe`: exit codes, one-line errors, JSON, progress; and that the module really starts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from halfsafe import __main__ as cli
+from halfsafe.precision.formats.safetensors_file import open_checkpoint
+from safetensors.torch import save_file
+from support import dialects
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def source(tmp_path):
+    return dialects.scaled_fp8(tmp_path / "in.safetensors", *dialects.reference())
+
+
+def run(capsys, *arguments):
+    code = cli.main([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+def test_inspect(capsys, source):
+    code, out, err = run(capsys, "inspect", source)
+    assert code == 0 and err == "" and "scaled_fp8" in out and "clipped at 448" in out
+    code, out, _ = run(capsys, "inspect", source, "--json")
+    assert code == 0 and json.loads(out)["scales"] == {"tensor": 2}
+
+
+def test_scan_exits_one_on_a_problem(capsys, source, tmp_path):
+    code, out, _ = run(capsys, "scan", source)
+    assert code == 0 and "no problem found" in out
+    save_file({"a.weight": torch.tensor([[float("nan")]])}, tmp_path / "bad.safetensors")
+    code, out, _ = run(capsys, "scan", tmp_path / "bad.safetensors")
+    assert code == 1 and "a.weight: 1 of 1 values are NaN" in out
+    code, out, _ = run(capsys, "scan", tmp_path / "bad.safetensors", "--json")
+    assert code == 1 and json.loads(out)["problems"][0]["kind"] == "nan"
+
+
+def test_convert_writes_refuses_and_overwrites(capsys, source, tmp_path):
+    target = tmp_path / "out.safetensors"
+    code, out, err = run(capsys, "convert", source, target, "--storage", "fp8_e4m3fn")
+    assert code == 0 and "2 fp8_e4m3fn" in out and "100 % converted" in err
+    before = target.read_bytes()
+    code, out, err = run(capsys, "convert", source, target, "--storage", "bf16")
+    assert code == 2 and out == "" and "--force" in err and target.read_bytes() == before
+    code, out, _ = run(capsys, "convert", source, target, "--storage", "bf16", "--force", "--json")
+    assert code == 0 and json.loads(out)["weights"] == {"bf16": 4}
+    assert open_checkpoint(target)["blocks.0.ffn.0.weight"].dtype == torch.bfloat16
+    code, _, err = run(capsys, "convert", source, source, "--storage", "bf16", "--force")
+    assert code == 2 and "same file" in err
+
+
+def test_convert_takes_rules_and_a_preset(capsys, source, tmp_path):
+    rules = tmp_path / "rules.txt"
+    rules.write_text("*.ffn.2 storage=bf16\n", encoding="utf-8")
+    target = tmp_path / "out.safetensors"
+    run(capsys, "convert", source, target, "--storage", "fp8_e4m3fn", "--rules", rules, "--preset", "none")
+    assert open_checkpoint(target)["blocks.0.ffn.2.weight"].dtype == torch.bfloat16
+    rules.write_text("*.ffn.2 colour=red\n")
+    code, _, err = run(capsys, "convert", source, target, "--storage", "bf16", "--rules", rules, "--force")
+    assert code == 2 and "line 1" in err
+    code, _, err = run(capsys, "convert", source, target, "--storage", "bf16", "--rules", tmp_path / "no", "--force")
+    assert code == 2 and str(tmp_path / "no") in err
+
+
+@pytest.mark.parametrize("command", ["inspect", "scan"])
+def test_errors_are_one_line_and_exit_two(capsys, tmp_path, command):
+    (tmp_path / "page.safetensors").write_text("<!DOCTYPE html>")
+    for file in (tmp_path / "missing.safetensors", tmp_path / "page.safetensors", tmp_path):
+        code, out, err = run(capsys, command, file)
+        assert code == 2 and out == "" and err.startswith("halfsafe: ") and err.count("\n") == 1 and str(file) in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [], ["inspect"], ["convert", "a", "b"], ["convert", "a", "b", "--storage", "fp4"],
+        *(["plan", "a", f"--memory={size}"] for size in ("nan", "inf", "1e400", "-1", "much")),
+    ],
+)  # fmt: skip
+def test_wrong_usage_exits_two(arguments):
+    with pytest.raises(SystemExit) as exit:
+        cli.main(arguments)
+    assert exit.value.code == 2
+
+
+def test_doctor(capsys):
+    code, out, _ = run(capsys, "doctor")
+    assert code == 0 and torch.__version__.split("+")[0] in out
+    code, out, _ = run(capsys, "doctor", "--json")
+    assert code == 0 and isinstance(json.loads(out), dict)
+
+
+def test_progress_is_a_bar_on_a_terminal_and_ten_lines_elsewhere(capsys, monkeypatch):
+    progress = cli.Progress(1000, "read")
+    for _ in range(1000):
+        progress(1)
+    assert [line[:5] for line in capsys.readouterr().err.splitlines()] == [f"{n:3d} %" for n in range(0, 101, 10)]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = cli.Progress(1000, "read")
+    for _ in range(1000):
+        progress(1)
+    bar = capsys.readouterr().err
+    assert bar.count("\r") == 201 and bar.endswith("MB/s\n") and "#" * 30 in bar
+
+
+def test_starts_as_a_module_with_the_folder_installed_as_halfsafe(tmp_path, source):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "halfsafe").symlink_to(ROOT, target_is_directory=True)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    command = [sys.executable, "-m", "halfsafe", "inspect", str(source), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["dialect"] == "scaled_fp8" and done.stderr == ""
+    done = subprocess.run(
+        [*command[:3], "inspect", "no"], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 2 and done.stderr.startswith("halfsafe: no: cannot be opened")

@@ -1,0 +1,128 @@
+"""What the doctor says about this machine and about every profile."""
+
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+from halfsafe.precision.commands import doctor
+from halfsafe.precision.devices import detect as devices
+from halfsafe.precision.devices import probes
+from halfsafe.precision.errors import UnknownProfile
+
+MODELS = ("Wan 2.1, 2.2", "SDXL", "Z-Image, Qwen-Image", "Flux")
+
+
+@pytest.fixture(autouse=True)
+def no_profile_asked_for(monkeypatch):
+    monkeypatch.delenv("HALFSAFE_DEVICE_PROFILE", raising=False)
+
+
+def chosen(diagnosis):
+    return [entry["compute"] for entry in diagnosis["auto"]]
+
+
+def test_a_diagnosis_is_json_and_complete():
+    diagnosis = doctor.diagnose(torch.device("cpu"))
+    assert json.loads(json.dumps(diagnosis, allow_nan=False)) == diagnosis
+    assert set(diagnosis) == {
+        "torch", "python", "system", "runtime", "environment", "devices", "device", "capabilities", "fp8", "remarks",
+        "probes", "auto", "flags", "fp8_cast",
+    }  # fmt: skip
+    assert diagnosis["torch"] == str(torch.__version__)
+    assert diagnosis["device"]["profile"] == "cpu" and diagnosis["device"]["simulated"] is False
+    assert [entry["name"] for entry in diagnosis["probes"]][:2] == ["fp8_cast", "fp8_cast_e5m2"]
+    assert diagnosis["devices"][-1]["device"] == "cpu"
+
+
+def test_the_diagnosis_tells_table_from_probe(monkeypatch):
+    failed = probes.Probe("fp8_cast", False, "RuntimeError: no kernel")
+    monkeypatch.setattr(devices, "run_probes", lambda *_: (failed,))
+    diagnosis = doctor.diagnose(torch.device("cpu"))
+    entry = diagnosis["capabilities"]["fp8_storage"]
+    assert (entry["table"], entry["value"]) == (True, False)
+    assert "no kernel" in entry["reason"]
+    assert "failed" in doctor.to_text(diagnosis)
+
+
+def test_a_simulated_profile_is_said_to_be_one(monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
+    diagnosis = doctor.diagnose(torch.device("cpu"))
+    text = doctor.to_text(diagnosis)
+    assert diagnosis["environment"] == {"HALFSAFE_DEVICE_PROFILE": "sm_75"} and diagnosis["probes"] == []
+    assert "HALFSAFE_DEVICE_PROFILE=sm_75" in text
+    assert "Simulated profile: the table decides, nothing was probed." in text
+
+
+def test_a_wrong_variable_stops_the_diagnosis_by_name(monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "4090")
+    with pytest.raises(UnknownProfile, match="HALFSAFE_DEVICE_PROFILE=4090"):
+        doctor.diagnose()
+
+
+def test_the_text_says_how_this_torch_casts_to_fp8():
+    major, minor = (int(part) for part in str(torch.__version__).split(".")[:2])
+    past = "448" if (major, minor) >= (2, 12) else "NaN"
+    text = doctor.to_text(doctor.diagnose(torch.device("cpu")))
+    assert f"torch's own fp8 cast: exact up to 448; past it {past}" in text
+
+
+@pytest.mark.parametrize("name", devices.PROFILE_NAMES)
+def test_every_profile_is_described_in_a_hundred_columns(name):
+    description = doctor.describe(name)
+    text = doctor.to_text(description)
+    assert description["device"]["profile"] == name and description["device"]["simulated"]
+    assert f"Profile {name}: " in text and "Backend flags" not in text
+    assert [entry["model"] for entry in description["auto"]] == list(MODELS)
+    assert max(len(line) for line in text.splitlines()) <= 100
+    json.dumps(description, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "computes"),
+    [
+        ("sm_61", ["fp32", "fp32", "fp32", "fp32"]),
+        ("sm_75", ["fp16", "fp16", "fp16_safe", "fp16"]),
+        ("sm_89", ["fp16", "fp16", "bf16", "bf16"]),
+        ("gfx1100", ["fp16", "fp16", "bf16", "bf16"]),
+        ("mps_m1", ["fp16", "fp16", "fp16_safe", "fp16"]),
+    ],
+)
+def test_what_auto_chooses_for_typical_models(name, computes):
+    assert chosen(doctor.describe(name)) == computes
+
+
+def test_remarks_reach_the_text():
+    assert "fp8_e5m2 with it" in doctor.to_text(doctor.describe("sm_86"))
+    assert "flush denormals" in doctor.to_text(doctor.describe("gfx90a"))
+
+
+def test_an_unknown_profile_is_refused():
+    with pytest.raises(UnknownProfile, match="sm_61"):
+        doctor.describe("sm_1")
+
+
+def test_this_device_is_described_with_its_probes():
+    description = doctor.describe()
+    assert not description["device"]["simulated"] and description["probes"]
+
+
+def test_the_doctor_changes_no_flag_and_starts_no_process(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("started a process")
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+    monkeypatch.setattr(os, "popen", refuse)
+    probes.forget()
+    before = probes.read_flags()
+    doctor.to_text(doctor.diagnose())
+    assert probes.read_flags() == before
+
+
+def test_every_flag_is_in_the_text():
+    text = doctor.to_text(doctor.diagnose(torch.device("cpu")))
+    assert "Backend flags" in text
+    for name, path in probes.FLAGS.items():
+        assert path in text or (probes.read_flag(name).value is None and f"  {name}: " in text)
+    assert max(len(line) for line in text.splitlines()) <= 100

@@ -1,0 +1,63 @@
+import pytest
+import torch
+from halfsafe.precision.commands.plan import preview
+from halfsafe.precision.devices import detect as devices
+from halfsafe.precision.plan.families import FAMILIES, UNKNOWN, family_of
+from safetensors.torch import save_file
+
+
+@pytest.fixture
+def wan(tmp_path):
+    tensors = {
+        "blocks.0.ffn.0.weight": torch.randn(64, 32),
+        "blocks.0.ffn.2.weight": torch.randn(30, 64),
+        "head.modulation": torch.randn(1, 2, 32),
+        "head.head.weight": torch.randn(16, 32),
+    }
+    prefixed = {f"model.diffusion_model.{name}": tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(prefixed, tmp_path / "wan.safetensors")
+    return tmp_path / "wan.safetensors"
+
+
+def layers(report):
+    return {layer.name: (layer.storage, layer.mode) for layer in report.layers}
+
+
+def test_speed_on_a_device_that_gains_from_fp8(wan):
+    report = preview(wan, devices.detect(profile="sm_89"), "speed")
+    assert report.model.cls == "Wan"
+    assert layers(report) == {
+        "blocks.0.ffn.0": ("fp8_e4m3fn", "fp8"),
+        "blocks.0.ffn.2": ("fp8_e4m3fn", "fp16"),
+        "head.head": ("bf16", "fp16"),
+    }
+    assert [entry.name for entry in report.kept_high] == ["head.head"]
+    assert "blocks.0.ffn.2" in report.without_effect[0].reason and "30 x 64" in report.without_effect[0].reason
+
+
+def test_balanced_keeps_the_file_when_it_fits(wan):
+    report = preview(wan, devices.detect(profile="sm_86"), device_memory=24 * 2**30)
+    assert {storage for storage, _ in layers(report).values()} == {"bf16"}
+    assert report.model.weight_bytes == 2 * report.model.parameters
+
+
+def test_quality_multiplies_in_fp16_with_an_fp32_stream(wan):
+    report = preview(wan, devices.detect(profile="sm_75"), "quality")
+    assert {mode for _, mode in layers(report).values()} == {"fp16_wide"}
+    assert {layer.stream for layer in report.layers} == {"fp32"}
+
+
+def test_memory_stores_in_fp8_and_reads_as_text_and_json(wan):
+    report = preview(wan, devices.detect(profile="sm_70"), "memory")
+    assert layers(report)["blocks.0.ffn.0"][0] == "fp8_e4m3fn"
+    assert "fp8_e4m3fn" in report.to_text() and report.to_json()["version"] == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_each_family_is_told_by_its_names(family):
+    assert family_of([*family.names, "something.else"]) == family
+    assert family_of(family.names[:-1]) != family
+
+
+def test_a_family_that_is_not_known_is_not_taken_to_be_safe_in_fp16():
+    assert family_of(["a.weight"]) is UNKNOWN and "fp16" not in UNKNOWN.supported

@@ -1,0 +1,419 @@
+"""Every profile row, how hardware is matched to one, and what auto decides. Expectations are copied from documents."""
+
+import dataclasses
+import types
+
+import pytest
+import torch
+from halfsafe.precision.devices import detect as devices
+from halfsafe.precision.devices import hardware, probes, profiles
+from halfsafe.precision.errors import UnknownProfile
+
+CONTRACT = (
+    "sm_61", "sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120",
+    "gfx90a", "gfx942", "gfx1100", "gfx1201", "mps_m1", "mps_m3", "xpu", "cpu",
+)  # fmt: skip
+
+# fp16 fast, bf16 native, fp8 storage, e4m3fn matmul, fp8 matmul gains, fp16 accumulation gains, fast accumulation
+TABLE = {
+    "sm_61": (0, 0, 1, 0, 0, 0, 0),
+    "sm_70": (1, 0, 1, 0, 0, 0, 0),
+    "sm_75": (1, 0, 1, 0, 0, 1, 0),
+    "sm_80": (1, 1, 1, 0, 0, 0, 0),
+    "sm_86": (1, 1, 1, 0, 0, 1, 0),
+    "sm_89": (1, 1, 1, 1, 1, 1, 1),
+    "sm_90": (1, 1, 1, 1, 1, 0, 1),
+    "sm_100": (1, 1, 1, 1, 1, 0, 0),
+    "sm_120": (1, 1, 1, 1, 1, 1, 0),
+    "gfx90a": (1, 1, 1, 0, 0, 0, 0),
+    "gfx942": (1, 1, 1, 0, 0, 0, 0),
+    "gfx1100": (1, 1, 1, 0, 0, 0, 0),
+    "gfx1201": (1, 1, 1, 1, 1, 0, 0),
+    "mps_m1": (1, 0, 1, 1, 0, 0, 0),
+    "mps_m3": (1, 1, 1, 1, 0, 0, 0),
+    "xpu": (1, 1, 1, 1, 0, 0, 0),
+    "cpu": (0, 0, 1, 0, 0, 0, 0),
+}
+COLUMNS = (
+    "fp16", "bf16", "fp8_storage", "fp8_matmul", "fp8_matmul_gains", "fp16_accumulation", "fp8_fast_accumulation",
+)  # fmt: skip
+
+WAN = ("fp16", "bf16", "fp32")
+QWEN = ("bf16", "fp32")
+FLUX = ("bf16", "fp16", "fp32")
+GIB = 1024**3
+
+
+@pytest.fixture(autouse=True)
+def no_profile_asked_for(monkeypatch):
+    monkeypatch.delenv("HALFSAFE_DEVICE_PROFILE", raising=False)
+
+
+@pytest.fixture
+def newest_torch(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.15.0")
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """Pretend to have a card: call with a compute capability and a name, or a gcnArchName."""
+
+    def pretend(capability=(8, 6), name="NVIDIA GeForce RTX 3090", arch=None, results=()):
+        monkeypatch.setattr(torch.version, "hip", "6.4" if arch else None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        properties = types.SimpleNamespace(gcnArchName=arch, name=name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(devices, "run_probes", lambda device, fp8_format: results)
+        return torch.device("cuda", 0)
+
+    return pretend
+
+
+def test_the_profile_names_are_the_contracts_in_its_order():
+    assert devices.PROFILE_NAMES == CONTRACT
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_every_row_matches_the_device_table(name, newest_torch):
+    capabilities = devices.profile_named(name).capabilities
+    assert tuple(capabilities) == COLUMNS
+    assert tuple(int(on) for on in capabilities.values()) == TABLE[name]
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_every_capability_of_every_row_has_a_sentence(name):
+    row = devices.profile_named(name)
+    for capability in COLUMNS:
+        reason = row.reason(capability)
+        assert reason.endswith(".") and len(reason) < 120
+    assert set(row.notes) <= {*COLUMNS, "compile", "denormals"}
+
+
+@pytest.mark.parametrize(
+    ("name", "formats", "scaling"),
+    [
+        ("sm_86", (), ()),
+        ("sm_89", ("fp8_e4m3fn", "fp8_e5m2"), ("tensor", "row")),
+        ("sm_90", ("fp8_e4m3fn", "fp8_e5m2"), ("tensor", "row", "block")),
+        ("sm_100", ("fp8_e4m3fn", "fp8_e5m2"), ("tensor", "row", "mx")),
+        ("sm_120", ("fp8_e4m3fn", "fp8_e5m2"), ("tensor", "row")),
+        ("gfx942", ("fp8_e4m3fnuz", "fp8_e5m2fnuz"), ("tensor", "row")),
+        ("mps_m3", ("fp8_e4m3fn",), ("tensor", "row")),
+    ],
+)
+def test_fp8_formats_and_scale_granularity(name, formats, scaling):
+    row = devices.profile_named(name)
+    assert (row.fp8_formats, row.scaling) == (formats, scaling)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "capability", "on"),
+    [
+        ("mps_m3", "2.14.1", "fp8_storage", False),
+        ("mps_m3", "2.15.0.dev20260912", "fp8_storage", True),
+        ("mps_m1", "2.14.1", "fp8_matmul", False),
+        ("sm_86", "2.6.0+cu124", "fp16_accumulation", False),
+        ("sm_86", "2.7.0+cu128", "fp16_accumulation", True),
+        ("xpu", "2.9.0", "fp8_matmul", False),
+        ("xpu", "2.10.0", "fp8_matmul", True),
+    ],
+)
+def test_a_capability_waits_for_the_torch_that_has_it(name, version, capability, on, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", version)
+    row = devices.profile_named(name)
+    assert row.capabilities[capability] is on
+    assert ("Needs torch" in row.reason(capability)) is not on
+
+
+def test_an_unknown_profile_lists_those_that_exist():
+    with pytest.raises(UnknownProfile, match=r"'sm_99'.*sm_61, sm_70.*gfx1201.*cpu"):
+        devices.profile_named("sm_99")
+
+
+@pytest.mark.parametrize(
+    ("capability", "row"),
+    [
+        ((5, 2), "sm_61"), ((6, 0), "sm_61"), ((6, 1), "sm_61"), ((7, 0), "sm_70"), ((7, 2), "sm_70"),
+        ((7, 5), "sm_75"), ((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 7), "sm_86"), ((8, 9), "sm_89"),
+        ((9, 0), "sm_90"),
+        ((10, 0), "sm_100"), ((10, 3), "sm_100"), ((11, 0), "sm_100"), ((12, 0), "sm_120"), ((12, 1), "sm_120"),
+        ((13, 0), "sm_120"),
+    ],
+)  # fmt: skip
+def test_compute_capabilities_go_to_the_nearest_row(capability, row):
+    assert hardware.nvidia_row(capability).name == row
+
+
+@pytest.mark.parametrize(("capability", "word"), [((5, 2), "older"), ((13, 0), "newer")])
+def test_a_capability_outside_the_table_is_noted(capability, word):
+    assert word in hardware.nvidia_row(capability).remarks[0]
+
+
+def test_a_capability_inside_the_table_is_not_noted():
+    assert hardware.nvidia_row((12, 1)).remarks == []
+
+
+@pytest.mark.parametrize(
+    ("arch", "row", "bf16", "fp8_matmul"),
+    [
+        ("gfx90a:sramecc+:xnack-", "gfx90a", True, False),
+        ("gfx908", "gfx90a", True, False),
+        ("gfx942", "gfx942", True, False),
+        ("gfx940", "gfx942", True, False),
+        ("gfx950", "gfx942", True, True),
+        ("gfx1100", "gfx1100", True, False),
+        ("gfx1151", "gfx1100", True, False),
+        ("gfx1200", "gfx1201", True, True),
+        ("gfx1201", "gfx1201", True, True),
+        ("gfx1030", "gfx1100", False, False),
+        ("gfx906", "gfx1100", False, False),
+        ("gfx1300", "gfx1100", True, False),
+    ],
+)
+def test_amd_architectures(arch, row, bf16, fp8_matmul, cuda, newest_torch):
+    device = devices.detect(cuda(arch=arch, name="AMD Radeon"))
+    assert device.profile.name == row
+    assert (device.capabilities["bf16"], device.capabilities["fp8_matmul"]) == (bf16, fp8_matmul)
+    assert device.capabilities["fp16"] and not device.capabilities["fp16_accumulation"]
+
+
+def test_gfx950_multiplies_ocp_formats_and_says_how_it_was_matched(cuda):
+    row = devices.profile_of(cuda(arch="gfx950"))
+    assert row.fp8_formats == ("fp8_e4m3fn", "fp8_e5m2")
+    assert "gfx950 has no row" in row.remarks[0]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GeForce GTX 1660 SUPER", "NVIDIA GeForce GTX 1650", "NVIDIA T1000 8GB"])
+def test_gtx_16_cards_compute_nothing_in_fp16(name, cuda):
+    device = devices.detect(cuda((7, 5), name))
+    assert not device.capabilities["fp16"] and not device.capabilities["fp16_accumulation"]
+    assert "wrong or NaN" in device.reason("fp16")
+    assert devices.auto_compute(device, WAN, "fp16")[0] == "fp32"
+
+
+def test_other_turing_cards_keep_fp16(cuda):
+    device = devices.detect(cuda((7, 5), "NVIDIA GeForce RTX 2060"))
+    assert device.capabilities["fp16"] and device.capabilities["fp16_accumulation"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "gains"),
+    [
+        ((7, 5), "Tesla T4", False), ((8, 6), "NVIDIA RTX A6000", False), ((8, 6), "NVIDIA A10", False),
+        ((8, 9), "NVIDIA L40S", False), ((8, 9), "NVIDIA RTX 6000 Ada Generation", False),
+        ((8, 6), "NVIDIA GeForce RTX 3090", True), ((8, 9), "NVIDIA GeForce RTX 4090", True),
+        ((12, 0), "NVIDIA GeForce RTX 5090 Laptop GPU", True), ((8, 6), "NVIDIA GeForce RTX 3060 Ti", True),
+    ],
+)  # fmt: skip
+def test_only_geforce_gains_from_fp16_accumulation(capability, name, gains, cuda):
+    assert devices.detect(cuda(capability, name)).capabilities["fp16_accumulation"] is gains
+
+
+@pytest.mark.parametrize(
+    ("metal", "row"),
+    [
+        ("Apple M1", "mps_m1"), ("Apple M2 Ultra", "mps_m1"), ("Apple M3 Pro", "mps_m3"), ("Apple M4", "mps_m3"),
+        ("Apple M12", "mps_m3"), ("AMD Radeon Pro 5500M", "mps_m1"), ("", "mps_m1"),
+    ],
+)  # fmt: skip
+def test_apple_chips(metal, row, monkeypatch):
+    monkeypatch.setattr(hardware, "metal_name", lambda: metal)
+    found = devices.profile_of(torch.device("mps"))
+    assert found.name == row
+    assert bool(found.remarks) is ("Apple" not in metal)
+
+
+def test_an_old_torch_cannot_name_the_apple_chip(monkeypatch):
+    monkeypatch.delattr(torch.backends.mps, "get_name", raising=False)
+    assert hardware.hardware_name(torch.device("mps")) == "Apple GPU"
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_the_cpu_row_follows_its_instructions(native, monkeypatch):
+    monkeypatch.setattr(hardware, "cpu_bf16", lambda: native)
+    row = devices.profile_of(torch.device("cpu"))
+    assert (row.name, row.bf16_native) == ("cpu", native)
+
+
+def test_a_device_type_without_a_row_gets_the_safest_and_a_note():
+    row = devices.profile_of(torch.device("meta"))
+    assert row.name == "cpu" and "'meta'" in row.remarks[0]
+
+
+def test_the_environment_variable_simulates_a_profile_on_the_real_hardware(monkeypatch):
+    monkeypatch.setattr(devices, "run_probes", lambda *_: pytest.fail("a simulated profile is not probed"))
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
+    device = devices.detect(torch.device("cpu"))
+    assert (device.profile.name, device.simulated, device.probes) == ("sm_75", True, ())
+    assert device.torch_device == torch.device("cpu")
+    assert device.name == hardware.hardware_name(torch.device("cpu"))
+    assert device.capabilities["fp16"] and not device.capabilities["bf16"]
+
+
+def test_a_wrong_environment_variable_is_named(monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "rtx4090")
+    with pytest.raises(UnknownProfile, match=r"HALFSAFE_DEVICE_PROFILE=rtx4090.*sm_89"):
+        devices.detect()
+
+
+def test_an_empty_environment_variable_simulates_nothing(monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "")
+    assert not devices.detect(torch.device("cpu")).simulated
+
+
+def test_a_profile_asked_for_beats_the_environment(monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
+    assert devices.detect(profile="sm_120").profile.name == "sm_120"
+
+
+@pytest.mark.parametrize(
+    ("failing", "off"),
+    [
+        ("fp8_cast", {"fp8_storage", "fp8_matmul", "fp8_matmul_gains", "fp8_fast_accumulation"}),
+        ("fp8_matmul", {"fp8_matmul", "fp8_matmul_gains", "fp8_fast_accumulation"}),
+        ("fp16_gemm", {"fp16", "fp16_accumulation"}),
+        ("bf16_gemm", {"bf16"}),
+        ("bf16_native", {"bf16"}),
+        ("fp16_accumulation", {"fp16_accumulation"}),
+        ("fp8_cast_e5m2", set()),
+    ],
+)
+def test_a_failing_probe_turns_its_capabilities_off_and_says_so(failing, off, cuda):
+    result = probes.Probe(failing, False, "gave zeros")
+    device = devices.detect(cuda((8, 9), "NVIDIA GeForce RTX 4090", results=(result,)))
+    assert {name for name, on in device.capabilities.items() if not on} == off
+    for capability in off:
+        assert failing in device.reason(capability) and "gave zeros" in device.reason(capability)
+
+
+@pytest.mark.parametrize("ok", [True, None])
+def test_a_probe_that_passes_or_cannot_tell_leaves_the_table(ok, cuda):
+    results = tuple(probes.Probe(name, ok, "") for name in ("fp8_cast", "fp8_matmul", "fp16_gemm", "bf16_gemm"))
+    device = devices.detect(cuda((8, 6), results=results))
+    assert device.capabilities == devices.profile_named("sm_86").capabilities
+
+
+def test_mi300_is_probed_with_its_own_format(cuda, monkeypatch):
+    asked = []
+    device = cuda(arch="gfx942")
+    monkeypatch.setattr(devices, "run_probes", lambda device, fp8_format: asked.append(fp8_format) or ())
+    devices.detect(device)
+    assert asked == ["fp8_e4m3fnuz"]
+
+
+def test_a_device_cannot_be_changed():
+    device = devices.detect(torch.device("cpu"))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        device.simulated = True
+    assert hash(device) == hash(devices.detect(torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("name", "wan", "qwen", "flux"),
+    [
+        ("sm_61", "fp32", "fp32", "fp32"),
+        ("sm_70", "fp16", "fp16_safe", "fp16"),
+        ("sm_75", "fp16", "fp16_safe", "fp16"),
+        ("sm_80", "fp16", "bf16", "bf16"),
+        ("sm_86", "fp16", "bf16", "bf16"),
+        ("sm_89", "fp16", "bf16", "bf16"),
+        ("sm_90", "fp16", "bf16", "bf16"),
+        ("sm_100", "fp16", "bf16", "bf16"),
+        ("sm_120", "fp16", "bf16", "bf16"),
+        ("gfx90a", "fp16", "bf16", "bf16"),
+        ("gfx942", "fp16", "bf16", "bf16"),
+        ("gfx1100", "fp16", "bf16", "bf16"),
+        ("gfx1201", "fp16", "bf16", "bf16"),
+        ("mps_m1", "fp16", "fp16_safe", "fp16"),
+        ("mps_m3", "fp16", "bf16", "bf16"),
+        ("xpu", "fp16", "bf16", "bf16"),
+        ("cpu", "fp32", "fp32", "fp32"),
+    ],
+)
+def test_auto_compute_on_every_profile(name, wan, qwen, flux):
+    row = devices.profile_named(name)
+    chosen = [devices.auto_compute(row, supported, "bf16") for supported in (WAN, QWEN, FLUX)]
+    assert [option for option, _ in chosen] == [wan, qwen, flux]
+    assert all(reason.endswith(".") for _, reason in chosen)
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_fp16_safe_is_only_for_models_without_fp16_on_devices_without_bf16(name):
+    row = devices.profile_named(name)
+    expected = name in ("sm_70", "sm_75", "mps_m1")
+    chosen, reason = devices.auto_compute(row, QWEN, "bf16")
+    assert (chosen == "fp16_safe") is expected
+    assert ("cannot overflow" in reason) is expected
+    assert devices.auto_compute(row, WAN, "bf16")[0] != "fp16_safe"
+    assert devices.auto_compute(row, ("fp32",), "fp32")[0] == "fp32"
+
+
+def test_a_model_that_prefers_fp32_keeps_it_where_bf16_is_native():
+    row = devices.profile_named("sm_86")
+    assert devices.auto_compute(row, ("fp32", "bf16"), "fp32")[0] == "fp32"
+
+
+def test_an_fp16_file_is_computed_in_fp16_where_the_model_allows_it():
+    row = devices.profile_named("sm_86")
+    assert devices.auto_compute(row, FLUX, "fp16")[0] == "fp16"
+    assert devices.auto_compute(row, QWEN, "fp16")[0] == "bf16"
+    assert devices.auto_compute(devices.profile_named("sm_61"), FLUX, "fp16")[0] == "fp32"
+
+
+def test_auto_compute_follows_the_probe_not_the_table(cuda):
+    zeros = probes.Probe("fp16_gemm", False, "fp16 matmul gives zeros")
+    device = devices.detect(cuda((8, 6), results=(zeros,)))
+    assert devices.auto_compute(device, WAN, "bf16")[0] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("profile", "gib", "file_dtype", "free", "storage"),
+    [
+        ("sm_86", 5, "fp16", 8, "as_file"),
+        ("sm_86", 26, "bf16", 24, "fp8_e4m3fn"),
+        ("sm_86", 22, "bf16", 24, "as_file"),
+        ("sm_86", 23, "bf16", 24, "fp8_e4m3fn"),
+        ("sm_61", 26, "fp16", 24, "fp8_e4m3fn"),
+        ("sm_86", 26, "fp8_e4m3fn", 8, "as_file"),
+        ("sm_86", 26, "nvfp4", 8, "as_file"),
+        ("sm_86", 26, "quantized", 8, "as_file"),
+        ("sm_86", 26, "bf16", None, "as_file"),
+        ("sm_86", 10, "fp32", 24, "as_file"),
+        ("sm_86", 15, "fp32", 24, "bf16"),
+        ("sm_75", 15, "fp32", 24, "fp16"),
+        ("sm_86", 30, "fp32", 24, "fp8_e4m3fn"),
+    ],
+)
+def test_auto_storage(profile, gib, file_dtype, free, storage):
+    free_bytes = None if free is None else free * GIB
+    chosen, reason = devices.auto_storage(devices.profile_named(profile), gib * GIB, file_dtype, free_bytes)
+    assert chosen == storage
+    assert reason.endswith(".")
+
+
+def test_auto_storage_gives_its_numbers():
+    _, reason = devices.auto_storage(devices.profile_named("sm_86"), 26 * GIB, "bf16", 24 * GIB)
+    assert all(number in reason for number in ("26.0 GiB", "24.0 GiB", "2.0 GiB", "13.0 GiB"))
+
+
+@pytest.mark.parametrize(("profile", "storage"), [("mps_m1", "fp16"), ("mps_m3", "bf16")])
+def test_an_fp8_file_is_widened_where_fp8_tensors_do_not_work(profile, storage, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    row = devices.profile_named(profile)
+    chosen, reason = devices.auto_storage(row, 26 * GIB, "fp8_e4m3fn", 64 * GIB)
+    assert chosen == storage and "Needs torch 2.15" in reason
+    assert devices.auto_storage(row, 26 * GIB, "bf16", 24 * GIB)[0] == "as_file"
+    assert devices.auto_storage(row, 26 * GIB, "int8", 24 * GIB)[0] == "as_file"
+
+
+def test_torch_versions_are_read_from_any_build_name(monkeypatch):
+    for version, expected in (("2.3.1+cu121", (2, 3)), ("2.15.0a0+git1234", (2, 15)), ("2.10.0.dev20251001", (2, 10))):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert profiles.torch_version() == expected
+
+
+def test_the_memory_of_a_simulated_device_is_not_called_absent(monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
+    storage, reason = devices.auto_storage(devices.detect(torch.device("cpu")), 26 * GIB, "bf16", None)
+    assert storage == "as_file" and "simulated device is not known" in reason

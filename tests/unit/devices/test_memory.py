@@ -1,0 +1,91 @@
+"""Memory left for the process: system, cgroups of both versions, and the refusal."""
+
+import sys
+
+import pytest
+from halfsafe.precision.devices import memory
+from halfsafe.precision.errors import MemoryShortage
+
+GB = 10**9
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A made-up /proc and /sys/fs/cgroup: a function that writes files into them."""
+    monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(sys, "platform", "linux")
+
+    def write(**files):
+        for name, text in files.items():
+            path = tmp_path / name.replace("__", "/").replace("_D_", ".")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+    write(proc__meminfo="MemTotal: 64000000 kB\nMemAvailable: 32000000 kB\n", proc__self__cgroup="")
+    return tmp_path
+
+
+def group(folder, limit, usage, cache=0, version=2):
+    names = memory._V2 if version == 2 else memory._V1
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{usage}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\nactive_file 7\n")
+
+
+def belongs_to(machine, *lines):
+    (machine / "proc/self/cgroup").write_text("".join(f"{line}\n" for line in lines))
+
+
+def test_without_a_cgroup_limit_it_is_what_the_system_has(machine):
+    assert memory.available_memory() == 32000000 * 1024
+    belongs_to(machine, "0::/user")
+    group(machine / "cgroup/user", "max", 3 * GB)
+    assert memory.available_memory() == 32000000 * 1024
+
+
+@pytest.mark.parametrize("version, line, root", [(2, "0::/a/b", "cgroup"), (1, "4:cpu,memory:/a/b", "cgroup/memory")])
+def test_the_tightest_cgroup_above_the_process_counts_and_file_cache_is_free(machine, version, line, root):
+    belongs_to(machine, line)
+    group(machine / root / "a/b", 10 * GB, 9 * GB, 4 * GB, version)
+    assert memory.available_memory() == 5 * GB
+    group(machine / root / "a", 8 * GB, 7 * GB, 2 * GB, version)
+    assert memory.available_memory() == 3 * GB
+    group(machine / root, 4 * GB, 3 * GB, 0, version)
+    assert memory.available_memory() == 1 * GB
+
+
+def test_a_container_that_does_not_see_its_own_path_uses_its_root(machine):
+    belongs_to(machine, "0::/system.slice/docker-abc.scope")
+    group(machine / "cgroup", 2 * GB, GB)
+    assert memory.available_memory() == GB
+
+
+def test_a_limit_of_version_one_that_means_none_does_not_count(machine):
+    belongs_to(machine, "4:memory:/a")
+    group(machine / "cgroup/memory/a", 9223372036854771712, GB, 0, version=1)
+    assert memory.available_memory() == 32000000 * 1024
+
+
+def test_an_overdrawn_cgroup_has_nothing_left(machine):
+    belongs_to(machine, "0::/a")
+    group(machine / "cgroup/a", GB, 2 * GB)
+    assert memory.available_memory() == 0
+
+
+def test_nothing_is_known_without_proc(machine):
+    (machine / "proc/meminfo").unlink()
+    (machine / "proc/self/cgroup").unlink()
+    assert memory.available_memory() is None
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS does not tell without a subprocess")
+def test_this_machine_has_some_memory():
+    assert 1 << 20 < memory.available_memory() < 1 << 50
+
+
+def test_a_shortage_names_need_have_and_what_to_do():
+    memory.require_memory(GB, "Loading a.safetensors", GB)
+    with pytest.raises(MemoryShortage, match=r"Loading a\.safetensors needs 30\.0 GB.*12\.5 GB are available.*fp8"):
+        memory.require_memory(30 * GB, "Loading a.safetensors", int(12.5 * GB))

@@ -1,0 +1,257 @@
+"""The probes tell right from wrong: each is run, and run again with torch broken on purpose."""
+
+import contextlib
+import platform
+import types
+
+import pytest
+import torch
+from halfsafe.precision.devices import probes
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh_probes():
+    probes.forget()
+    yield
+    probes.forget()
+
+
+def named(results, name):
+    return next(result for result in results if result.name == name)
+
+
+def raising(error):
+    def function(*_, **__):
+        raise error
+
+    return function
+
+
+def test_all_probes_run_on_a_cpu():
+    results = probes.run_probes(CPU)
+    assert [result.name for result in results] == [
+        "fp8_cast", "fp8_cast_e5m2", "fp8_matmul", "fp16_gemm", "bf16_gemm", "bf16_native", "fp16_accumulation",
+    ]  # fmt: skip
+    assert named(results, "fp8_cast").ok and named(results, "fp16_gemm").ok and named(results, "bf16_gemm").ok
+    assert named(results, "fp16_accumulation").ok is None
+
+
+def test_fp8_matmul_on_a_cpu_is_called_emulated():
+    assert probes.fp8_matmul(CPU, "fp8_e4m3fn") == (True, "fp8_e4m3fn matmul runs, emulated")
+
+
+def test_probes_run_once_per_device(monkeypatch):
+    first = probes.run_probes(CPU)
+    monkeypatch.setattr(probes, "gemm", raising(AssertionError("ran twice")))
+    assert probes.run_probes(CPU) is first
+
+
+def test_probes_leave_random_state_and_flags_alone():
+    state, flags = torch.get_rng_state(), probes.read_flags()
+    probes.run_probes(CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert probes.read_flags() == flags
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no kernel\nmore"), NotImplementedError("x"), TypeError("x"), AttributeError("x"), ValueError("x")],
+)
+def test_a_raising_op_is_a_failed_probe_with_the_first_line(error, monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_mm", raising(error))
+    result = named(probes.run_probes(CPU), "fp8_matmul")
+    assert result.ok is False
+    assert result.detail == f"{type(error).__name__}: {str(error).splitlines()[0]}"
+
+
+def test_a_torch_without_scaled_mm_fails_the_probe(monkeypatch):
+    monkeypatch.delattr(torch, "_scaled_mm")
+    assert named(probes.run_probes(CPU), "fp8_matmul").ok is False
+
+
+def test_a_lack_of_memory_says_nothing(monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_mm", raising(torch.cuda.OutOfMemoryError("out of memory")))
+    result = named(probes.run_probes(CPU), "fp8_matmul")
+    assert (result.ok, result.detail) == (None, "not enough free memory to try")
+
+
+def test_fp8_matmul_zeros_are_caught(monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **_: torch.zeros(32, 32, dtype=torch.bfloat16))
+    ok, detail = probes.fp8_matmul(CPU, "fp8_e4m3fn")
+    assert ok is False and "wrong values" in detail
+
+
+def test_fp8_matmul_result_of_old_torch_is_a_pair(monkeypatch):
+    real = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: (real(*a, **k), torch.zeros(1)))
+    assert probes.fp8_matmul(CPU, "fp8_e4m3fn")[0] is True
+
+
+def test_fp8_operands_are_laid_out_as_cuda_demands(monkeypatch):
+    seen = {}
+
+    def record(left, right, scale_a, scale_b, out_dtype):
+        seen.update(left=left.stride(), right=right.stride(), scales={scale_a.dtype, scale_b.dtype}, out=out_dtype)
+        return torch.zeros(32, 32)
+
+    monkeypatch.setattr(torch, "_scaled_mm", record)
+    probes.fp8_matmul(CPU, "fp8_e4m3fn")
+    assert seen == {"left": (32, 1), "right": (1, 32), "scales": {torch.float32}, "out": torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+@pytest.mark.parametrize("wrong", [lambda x: x * 0, lambda x: x * 1.05, lambda x: x * float("nan")])
+def test_a_gemm_that_gives_zeros_or_garbage_is_caught(name, wrong, monkeypatch):
+    real, half = torch.Tensor.__matmul__, getattr(torch, {"fp16": "float16", "bf16": "bfloat16"}[name])
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: wrong(real(a, b)) if a.dtype == half else real(a, b))
+    ok, detail = probes.gemm(CPU, name)
+    assert ok is False and "relative error" in detail
+
+
+def test_a_cast_that_loses_values_is_caught(monkeypatch):
+    monkeypatch.setattr(probes, "_round_trip", lambda values, *_: values * 0)
+    assert "changed values" in probes.fp8_cast(CPU, "fp8_e4m3fn")[1]
+
+
+def test_a_cast_that_hides_nan_is_caught(monkeypatch):
+    real = probes._round_trip
+    monkeypatch.setattr(probes, "_round_trip", lambda *arguments: real(*arguments).nan_to_num(0.0))
+    ok, detail = probes.fp8_cast(CPU, "fp8_e4m3fn")
+    assert ok is False and "turned NaN into 0" in detail
+
+
+@pytest.mark.parametrize(("past", "said"), [(float("nan"), "past it NaN"), (448.0, "past it 448")])
+def test_the_cast_of_both_torch_generations_is_told_apart(past, said, monkeypatch):
+    real = probes._round_trip
+
+    def other_torch(values, *rest):
+        return torch.tensor([past, float("nan")]) if values[0] == 1e6 else real(values, *rest)
+
+    monkeypatch.setattr(probes, "_round_trip", other_torch)
+    ok, detail = probes.fp8_cast(CPU, "fp8_e4m3fn")
+    assert ok and detail == f"exact up to 448; {said}"
+
+
+@pytest.mark.parametrize(("fmt", "limit"), [("fp8_e4m3fn", "448"), ("fp8_e5m2", "57344"), ("fp8_e4m3fnuz", "240")])
+def test_the_cast_probe_knows_each_formats_limit(fmt, limit):
+    ok, detail = probes.fp8_cast(CPU, fmt)
+    assert ok and f"up to {limit};" in detail
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_cuda_bf16_is_asked_without_emulation(answer, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: asked.append(options) or answer)
+    assert probes.bf16_native(torch.device("cuda", 0))[0] is answer
+    assert asked == [{"including_emulation": False}]
+
+
+def test_cuda_bf16_of_torch_2_3_takes_no_argument(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    assert probes.bf16_native(torch.device("cuda", 0))[0] is True
+
+
+@pytest.mark.parametrize(
+    ("onednn", "avx512_bf16", "machine", "expected"),
+    [
+        (True, True, "x86_64", True), (True, False, "x86_64", False), (False, True, "x86_64", False),
+        (True, None, "x86_64", True), (True, False, "aarch64", True),
+    ],
+)  # fmt: skip
+def test_cpu_bf16_needs_the_instructions(onednn, avx512_bf16, machine, expected, monkeypatch):
+    operations = types.SimpleNamespace(mkldnn=types.SimpleNamespace(_is_mkldnn_bf16_supported=lambda: onednn))
+    monkeypatch.setattr(torch, "ops", operations)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    if avx512_bf16 is None:
+        monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported", raising=False)
+    else:
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16, raising=False)
+    assert probes.cpu_bf16() is expected
+
+
+def test_cpu_bf16_without_onednn_is_no(monkeypatch):
+    monkeypatch.setattr(torch, "ops", types.SimpleNamespace())
+    assert probes.cpu_bf16() is False
+
+
+def test_accumulation_operands_overflow_an_fp16_sum_and_no_fp32_sum():
+    left, right = probes.accumulation_operands(CPU)
+    products = (left[0] * right[:, 0]).tolist()
+    total = torch.zeros((), dtype=torch.float16)
+    for product in products:
+        total = total + product
+    assert not torch.isfinite(total)
+    assert sum(products) == 0.0
+
+
+def as_if_the_flag_acted(left, right):
+    value = float("nan") if torch.backends.cuda.matmul.allow_fp16_accumulation else 0.0
+    return torch.full((64, 64), value)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_the_accumulation_flag_is_seen_to_act_and_put_back(before, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_fp16_accumulation=before))
+    monkeypatch.setattr(torch.Tensor, "__matmul__", as_if_the_flag_acted)
+    operands = probes.accumulation_operands(CPU)
+    assert probes._overflows_in_fp16(*operands, before)[0] is True
+    assert torch.backends.cuda.matmul.allow_fp16_accumulation is before
+
+
+def test_an_accumulation_flag_that_does_not_act_is_said_to(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_fp16_accumulation=False))
+    ok, detail = probes._overflows_in_fp16(*probes.accumulation_operands(CPU), False)
+    assert ok is False and "does not act" in detail
+
+
+def test_the_accumulation_flag_is_put_back_after_an_error(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_fp16_accumulation=False))
+    monkeypatch.setattr(torch.Tensor, "__matmul__", raising(RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")))
+    operands = probes.accumulation_operands(CPU)
+    result = probes.probe("fp16_accumulation", probes._overflows_in_fp16, *operands, False)
+    assert result.ok is False
+    assert torch.backends.cuda.matmul.allow_fp16_accumulation is False
+
+
+def test_a_torch_without_the_accumulation_flag_fails_the_probe(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace())
+    ok, detail = probes.fp16_accumulation(torch.device("cuda", 0))
+    assert ok is False and "no such flag" in detail
+
+
+def test_the_accumulation_flag_means_nothing_on_amd(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert probes.fp16_accumulation(torch.device("cuda", 0))[0] is None
+
+
+class NewApiWasUsed:
+    """What torch.backends.cuda.matmul does once fp32_precision was written."""
+
+    @property
+    def allow_tf32(self):
+        raise RuntimeError("you have used mix of the legacy and new APIs")
+
+
+def test_a_flag_set_through_the_new_api_is_not_read(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", NewApiWasUsed())
+    flag = probes.read_flag("tf32_matmul")
+    assert flag.value is None and "new fp32_precision API" in flag.detail
+
+
+def test_a_flag_this_torch_does_not_have_is_said_to_be_missing(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace())
+    flag = probes.read_flag("fp16_accumulation")
+    assert flag.value is None and "no such flag" in flag.detail
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_flags_are_read_as_they_are(value, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_tf32=value))
+    monkeypatch.setattr(torch.backends.cuda, "fp16_bf16_reduction_math_sdp_allowed", lambda: value)
+    assert probes.read_flag("tf32_matmul").value is value
+    assert probes.read_flag("math_sdp_reduction").value is value

@@ -1,0 +1,246 @@
+"""Damaged files, rules and reports: right or refused. `scripts/fuzz.py` runs the same in bulk; here what it once found."""
+
+import json
+import sys
+from pathlib import Path
+from random import Random
+
+import fuzz
+import pytest
+import torch
+from halfsafe.precision.commands.convert import convert_file, decide
+from halfsafe.precision.commands.inspect import inspect_file
+from halfsafe.precision.commands.plan import preview
+from halfsafe.precision.devices import detect as devices
+from halfsafe.precision.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
+from halfsafe.precision.formats.checkpoint import comfy_quant_tensor, read_checkpoint
+from halfsafe.precision.formats.comfy_state import state_dict
+from halfsafe.precision.formats.safetensors_file import open_checkpoint
+from halfsafe.precision.formats.stored_weight import granularity_of
+from halfsafe.precision.plan.rules import rules_from
+from halfsafe.precision.report.schema import LayerReport, Report
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from support import bad_worker, fuzz_targets, mutations
+from support.dialects import E4M3
+
+NO_RULES = rules_from("", "none")
+LAYER = "blocks.0.ffn.0"
+bounded = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SETTINGS = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=6) | st.integers(),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["format", "layers", "a", LAYER, "num_experts", ""]), inner, max_size=3),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.mark.parametrize("target", fuzz_targets.TARGETS)
+def test_mutated_files_are_read_right_or_refused(folder, target):
+    path = folder / "in.safetensors"
+    for case in range(150):
+        path.write_bytes(mutations.mutated(Random(f"test:{case}")))
+        fuzz_targets.judge(target, path, Random(case))
+        assert {file.name for file in folder.iterdir()} <= {"in.safetensors", "out.safetensors"}
+
+
+def test_genuine_files_convert_to_every_storage(folder):
+    for name, content in mutations.genuine().items():
+        path = folder / "in.safetensors"
+        path.write_bytes(content)
+        outcomes = {fuzz_targets.judge("convert", path, Random(seed)) for seed in range(12)}
+        assert outcomes == {"ok"}, name
+
+
+@bounded
+@given(
+    weight=st.sampled_from([(32, 48), (16, 16), (1, 8), (8, 1), (4, 4, 3, 3), (7,), (0, 4)]),
+    scale=st.lists(st.integers(0, 48), max_size=4),
+    values=st.sampled_from([0.5, 2.0**-20, 3e38, 0.0, -1.0, float("nan"), float("inf")]),
+    leaf=st.sampled_from(["weight_scale", "weight_scale_inv", "scale_weight", "scale"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_a_scale_of_any_shape_is_applied_exactly_or_refused(weight, scale, values, leaf, dtype):
+    data = torch.arange(torch.Size(weight).numel()).remainder(7).float().view(weight).to(E4M3)
+    tensor = torch.full(scale, values).to(dtype)
+    try:
+        found = read_checkpoint({"a.weight": data, f"a.{leaf}": tensor}, {}, "m.safetensors").weights["a.weight"]
+    except CheckpointError as error:
+        assert f"a.{leaf}" in str(error)
+        usable = tensor.numel() and 0 < tensor.float().max() < float("inf") and granularity_of(tensor, weight)
+        assert not usable
+    else:
+        assert torch.equal(found.dequantize(torch.float32), data.float() * tensor.float().flatten()[0])
+
+
+@bounded
+@given(SETTINGS)
+def test_any_json_as_settings_is_used_or_refused(value):
+    text = json.dumps(value)
+    tensors = {f"{LAYER}.weight": torch.ones(4, 4).to(E4M3), f"{LAYER}.weight_scale": torch.tensor(0.5)}
+    marker = {f"{LAYER}.comfy_quant": torch.tensor(list(text.encode()), dtype=torch.uint8)}
+    for named, metadata in ((tensors | marker, {}), (tensors, {"_quantization_metadata": text})):
+        try:
+            weight = read_checkpoint(named, metadata, "m.safetensors").weights[f"{LAYER}.weight"]
+        except CheckpointError as error:
+            str(error).encode()
+        else:
+            assert weight.granularity in ("tensor", "native")
+
+
+# what was found, one test each
+
+
+def file_of(folder: Path, tensors: dict, metadata: dict | None = None) -> Path:
+    save_file(tensors, folder / "in.safetensors", metadata)
+    return folder / "in.safetensors"
+
+
+@pytest.mark.parametrize("shape", [(-1, 1), (1, -1)])
+def test_settings_in_two_dimensions_are_read_as_comfyui_reads_them(shape):
+    marker = comfy_quant_tensor({"format": "float8_e4m3fn"}).reshape(shape)
+    tensors = {"a.weight": torch.ones(4, 4).to(E4M3), "a.weight_scale": torch.tensor(0.5), "a.comfy_quant": marker}
+    assert read_checkpoint(tensors, {}, "m").weights["a.weight"].granularity == "tensor"
+
+
+def test_half_a_surrogate_pair_is_refused_wherever_it_stands(tmp_path):
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    for header in ({"__metadata__": {"author": "\ud800"}, "a": entry}, {"__metadata__": {"\ud800": "x"}, "a": entry}):
+        path = tmp_path / "in.safetensors"
+        path.write_bytes(mutations.with_length(json.dumps(header).encode()) + bytes(4))
+        with pytest.raises(CheckpointError, match="surrogates"):
+            open_checkpoint(path)
+    tensors = {"a.weight": torch.ones(4, 4).to(E4M3), "a.comfy_quant": comfy_quant_tensor({"format": "\ud800"})}
+    with pytest.raises(CheckpointError, match=r"a\.comfy_quant.*surrogates"):
+        read_checkpoint(tensors, {}, "m")
+
+
+@pytest.mark.parametrize("shard", ["\ud800", "x" * 5000])
+def test_an_index_that_names_an_impossible_file_is_refused(tmp_path, shard):
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.raises(CheckpointError) as error:
+        open_checkpoint(index)
+    assert len(str(error.value).encode()) < 1000
+
+
+def test_an_index_with_a_byte_order_mark_opens(tmp_path):
+    save_file({"a": torch.ones(1)}, tmp_path / "part.safetensors")
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}), encoding="utf-8-sig")
+    assert list(open_checkpoint(index)) == ["a"]
+
+
+@pytest.mark.parametrize("storage", ["as_file", "bf16", "fp32", "fp8_e5m2"])
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"a.weight": torch.full((4, 4), 448.0).to(E4M3), "a.weight_scale": torch.tensor(1e37)},
+        {"a.weight": torch.full((4, 4), 1e300, dtype=torch.float64)},
+    ],
+    ids=["scale", "fp64"],
+)
+def test_a_weight_that_would_be_infinite_in_fp32_is_refused(tmp_path, tensors, storage):
+    with pytest.raises(NonFiniteWeight, match=r"a\.weight.*passes the range of fp32"):
+        convert_file(file_of(tmp_path, tensors), tmp_path / "out.safetensors", storage, NO_RULES)
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize(("dtype", "storage"), [(torch.bfloat16, "fp8_e5m2"), (torch.float32, "bf16"), (torch.float32, "fp8_e4m3fn")])
+def test_values_that_rounding_would_make_infinite_are_kept_or_refused(tmp_path, dtype, storage):
+    path = file_of(tmp_path, {"a.weight": torch.full((4, 4), torch.finfo(dtype).max, dtype=dtype)})
+    convert_file(path, tmp_path / "out.safetensors", "as_file", NO_RULES)
+    with pytest.raises(NonFiniteWeight, match=r"a\.weight.*round to infinity"):
+        convert_file(path, tmp_path / "out.safetensors", storage, NO_RULES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.int64, torch.uint8, torch.complex64])
+def test_a_scale_beside_a_weight_that_has_no_scale_is_refused(dtype):
+    with pytest.raises(UnconsumedScale, match=r"a\.scale_weight"):
+        read_checkpoint({"a.weight": torch.ones(4, 4).to(dtype), "a.scale_weight": torch.tensor(0.5)}, {}, "m")
+
+
+def test_two_scales_of_one_weight_are_a_contradiction():
+    scales = {f"a.{leaf}": torch.tensor(0.5) for leaf in ("weight_scale", "scale_weight")}
+    with pytest.raises(UnconsumedScale, match=r"a\.scale_weight"):
+        read_checkpoint({"a.weight": torch.ones(4, 4).half(), **scales}, {}, "m")
+
+
+@pytest.mark.parametrize("leaf", ["weight_scale", "weight_scale_2", "layer_scale", "scale"])
+def test_a_weight_beside_a_tensor_named_like_a_scale_stays_in_16_bit(tmp_path, leaf):
+    path = file_of(tmp_path, {"a.weight": torch.randn(16, 16).half(), f"a.{leaf}": torch.rand(3), "b.weight": torch.randn(16, 16)})
+    summary = convert_file(path, tmp_path / "out.safetensors", "fp8_e4m3fn", NO_RULES)
+    out = open_checkpoint(tmp_path / "out.safetensors")
+    assert (out["a.weight"].dtype, out["b.weight"].dtype) == (torch.float16, E4M3)
+    assert torch.equal(out[f"a.{leaf}"], open_checkpoint(path)[f"a.{leaf}"]) and any("a.weight" in note for note in summary.notes)
+    assert inspect_file(out.path).problems == []
+    checkpoint = read_checkpoint(open_checkpoint(path), {}, path)
+    wanted = {name: decision.storage for name, decision in decide(checkpoint, "fp8_e4m3fn", NO_RULES).items()}
+    assert set(state_dict(checkpoint, wanted)[0]) == set(out)
+
+
+def test_bare_exponents_are_no_weight_to_quantize(tmp_path):
+    if not hasattr(torch, "float8_e8m0fnu"):
+        pytest.skip("this torch has no e8m0")
+    exponents = torch.arange(1, 255, dtype=torch.uint8).view(127, 2)
+    path = file_of(tmp_path, {"a.weight": exponents.view(torch.float8_e8m0fnu)})
+    convert_file(path, tmp_path / "out.safetensors", "fp8_e4m3fn", NO_RULES)
+    assert torch.equal(open_checkpoint(tmp_path / "out.safetensors")["a.weight"].view(torch.uint8), exponents)
+
+
+def test_a_tensor_named_as_its_own_prefix_has_a_plan(tmp_path):
+    path = file_of(tmp_path, {"net.weight": torch.ones(4, 4), "net.a.weight": torch.ones(4, 4)})
+    layers = preview(path, devices.detect(profile="cpu")).layers
+    assert [layer.name for layer in layers] == ["a"]
+
+
+@pytest.mark.parametrize("number", ["²", "٣", "9" * 900, "9" * 5000])
+def test_numbers_that_are_no_block_numbers_are_told_in_a_report(number):
+    names = [f"blocks.{number}.a", "blocks.1.a", "blocks.1.b", "blocks.2.b", f"blocks.{number}.b"]
+    report = Report(layers=[LayerReport(name, "Linear", "fp16", name, "fp32", "same") for name in names[:2] * 2 + names[2:]])
+    assert number in report.to_text()
+
+
+# the fuzzer itself
+
+
+def test_the_same_case_is_the_same_file():
+    first, again, other = (mutations.mutated(Random(seed)) for seed in ("7:1", "7:1", "7:2"))
+    assert first == again != other
+
+
+def test_wrong_answers_and_unknown_errors_are_failures(tmp_path, monkeypatch):
+    def wrong(path, random):
+        raise KeyError("untyped")
+
+    def leaves_a_file(path, random):
+        (path.parent / "left").touch()
+
+    confinement, tally = fuzz_targets.Confinement(), fuzz.Tally()
+    monkeypatch.setattr(fuzz_targets, "TARGETS", {"wrong": wrong, "leaves": leaves_a_file, "escapes": escapes, "read": fuzz_targets.check_read})
+    fuzz.run_case(0, 0, tmp_path, tally, confinement)
+    assert {key.split(":")[0] for key in tally.failures} == {"wrong", "leaves", "escapes"}
+    assert list(tmp_path.iterdir()) == [] and not (tmp_path.parent / "escaped").exists()
+
+
+def escapes(path, random):
+    outside = path.parent.parent / "escaped"
+    outside.write_bytes(b"")
+    outside.unlink()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ends processes as Linux does")
+def test_hangs_and_crashes_are_counted_and_the_other_cases_run(tmp_path, monkeypatch):
+    options = type("Options", (), {"seed": 0, "targets": None, "limit": 1.0})()
+    monkeypatch.setattr(fuzz, "_serve", bad_worker.serve)
+    tally = fuzz.Tally()
+    with fuzz._Worker(tmp_path, options) as worker:
+        assert worker.run(0, 10, tally) == [(0, 3), (4, 10)]
+        assert worker.run(4, 10, tally) == [(4, 7), (8, 10)]
+        assert worker.run(8, 10, tally) == []
+    assert {entry["problem"] for entry in tally.failures.values()} == {"crash -9", "hang"}

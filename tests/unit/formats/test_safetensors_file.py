@@ -1,0 +1,445 @@
+"""Safetensors files: mapped reading, sharded sets, damaged files, and writing that is whole or not at all."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from halfsafe.precision.errors import CheckpointError
+from halfsafe.precision.formats import atomic_write, safetensors_file
+from halfsafe.precision.formats.safetensors_file import open_checkpoint, write_safetensors
+from halfsafe.precision.formats.safetensors_header import CODE_OF, CODES, TORCH_DTYPES, TensorSpec
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+ROOT = Path(__file__).resolve().parents[3]
+linux = pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux files without a name")
+
+
+def specs_of(tensors):
+    return [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+
+
+def write(path, tensors, metadata=None):
+    write_safetensors(path, specs_of(tensors), tensors.items(), metadata or {})
+
+
+def header_file(path, header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(dtype="F32", shape=(2,), start=0, end=8):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+
+
+def same_bits(left, right):
+    return torch.equal(
+        left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8)
+    )
+
+
+@pytest.fixture
+def every_dtype():
+    tensors = {}
+    for dtype in TORCH_DTYPES.values():
+        raw = torch.arange(3 * dtype.itemsize, dtype=torch.uint8) % 2
+        tensors[f"t.{dtype}"] = raw.view(dtype)
+    return tensors | {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3), "matrix": torch.randn(5, 7)}
+
+
+def test_reads_what_the_safetensors_library_writes(tmp_path, every_dtype):
+    names = {code for code in CODES if code not in ("F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0", "C64")}
+    written = {name: tensor for name, tensor in every_dtype.items() if CODE_OF[tensor.dtype] in names}
+    save_file(written, tmp_path / "a.safetensors", {"format": "pt"})
+    file = open_checkpoint(tmp_path / "a.safetensors")
+    assert file.metadata == {"format": "pt"} and set(file) == set(written) and len(file) == len(written)
+    for name, tensor in written.items():
+        assert file[name].dtype == tensor.dtype and file[name].shape == tensor.shape
+        assert same_bits(file[name], tensor)
+
+
+def test_the_safetensors_library_reads_what_we_write(tmp_path, every_dtype):
+    write(tmp_path / "a.safetensors", every_dtype, {"format": "pt", "name": "é"})
+    readable = {name: t for name, t in every_dtype.items() if t.dtype not in (torch.complex64, torch.float8_e8m0fnu)}
+    write(tmp_path / "b.safetensors", readable)
+    loaded = load_file(tmp_path / "b.safetensors")
+    assert all(same_bits(loaded[name], tensor) for name, tensor in readable.items())
+    file = open_checkpoint(tmp_path / "a.safetensors")
+    assert file.metadata["name"] == "é"
+    assert all(
+        same_bits(file[name], tensor) and file[name].shape == tensor.shape for name, tensor in every_dtype.items()
+    )
+
+
+def test_every_tensor_is_aligned(tmp_path):
+    write(
+        tmp_path / "a.safetensors",
+        {"odd": torch.ones(27, dtype=torch.uint8), "wide": torch.ones(4), "half": torch.ones(3).half()},
+    )
+    file = open_checkpoint(tmp_path / "a.safetensors")
+    assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in file.values())
+
+
+def test_views_share_the_mapping_and_writes_never_reach_the_file(tmp_path):
+    write(tmp_path / "a.safetensors", {"a": torch.zeros(4096)})
+    file = open_checkpoint(tmp_path / "a.safetensors")
+    assert file["a"].data_ptr() == file["a"].data_ptr()
+    file["a"].fill_(7)
+    assert open_checkpoint(tmp_path / "a.safetensors")["a"].sum() == 0
+
+
+def test_a_view_outlives_its_file_object(tmp_path):
+    write(tmp_path / "a.safetensors", {"a": torch.arange(1000.0)})
+    tensor = open_checkpoint(tmp_path / "a.safetensors")["a"]
+    assert tensor.sum() == 499500
+
+
+def test_released_pages_read_the_same_again(tmp_path):
+    write(tmp_path / "a.safetensors", {"a": torch.arange(100000.0), "b": torch.ones(3)})
+    file = open_checkpoint(tmp_path / "a.safetensors")
+    before = file["a"].clone()
+    file.release("a")
+    file.release("b")
+    assert torch.equal(file["a"], before)
+
+
+# sharded sets
+
+
+def shards(folder, count=3, index=True):
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    for number, name in enumerate(names):
+        save_file({f"layer.{number}.weight": torch.full((2, 2), float(number))}, folder / name, {"format": "pt"})
+    if index:
+        table = {f"layer.{number}.weight": name for number, name in enumerate(names)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+    return names
+
+
+@pytest.mark.parametrize("index", [True, False])
+@pytest.mark.parametrize("number", [0, 2])
+def test_any_shard_opens_the_whole_set(tmp_path, index, number):
+    names = shards(tmp_path, index=index)
+    file = open_checkpoint(tmp_path / names[number])
+    assert [tensor[0, 0].item() for tensor in file.values()] == [0, 1, 2]
+    assert len(file.files) == 3 and file.metadata == {"format": "pt"}
+
+
+def test_the_index_opens_the_whole_set(tmp_path):
+    shards(tmp_path)
+    assert len(open_checkpoint(tmp_path / "model.safetensors.index.json")) == 3
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_a_missing_shard_is_named(tmp_path, index):
+    names = shards(tmp_path, index=index)
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(CheckpointError, match=names[1]):
+        open_checkpoint(tmp_path / names[0])
+
+
+@pytest.mark.parametrize(
+    "shard", ["../a.safetensors", "/etc/passwd", "sub/a.safetensors", "..", "a\\b", "C:x", "", 5, None]
+)
+def test_an_index_cannot_leave_its_folder(tmp_path, shard):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": shard}}))
+    save_file({"a": torch.ones(1)}, tmp_path.parent / "a.safetensors")
+    with pytest.raises(CheckpointError, match="plain file name"):
+        open_checkpoint(index)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 10000])
+def test_a_broken_index_is_an_error(tmp_path, text):
+    (tmp_path / "m.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"m\.index\.json: (its text is|an index without)"):
+        open_checkpoint(tmp_path / "m.index.json")
+
+
+def test_index_and_shards_must_agree(tmp_path):
+    shards(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    table["weight_map"]["layer.9.weight"] = "model-00001-of-00003.safetensors"
+    index.write_text(json.dumps(table))
+    with pytest.raises(CheckpointError, match=r"layer\.9\.weight"):
+        open_checkpoint(index)
+    save_file({"layer.0.weight": torch.ones(1)}, tmp_path / "model-00002-of-00003.safetensors")
+    with pytest.raises(CheckpointError, match=r"layer\.0\.weight.*also in"):
+        open_checkpoint(index)
+
+
+# damaged files
+
+DAMAGED = {
+    "empty": (b"", "empty"),
+    "tiny": (b"\1\2\3", "only 3 bytes"),
+    "html": (b"<!DOCTYPE html><html>...", "web page"),
+    "html after blanks": (b"\n  <html lang='en'><head>", "web page"),
+    "zip": (b"PK\x03\x04\0\0\0\0\0\0" + b"\0" * 40, r"\.ckpt, \.pt"),
+    "pickle": (b"\x80\x02}q\0X\x0e\0\0\0state_dict", "pickle"),
+    "gguf": (b"GGUF\x03\0\0\0" + b"\0" * 40, "GGUF"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1\n", "git-LFS"),
+    "text": (b"Access to model black-forest-labs/FLUX is restricted", "Access to model"),
+    "huge header": ((1 << 60).to_bytes(8, "little") + b"{" + b"\0" * 20, "header of 1152921504606846976"),
+    "header past the end": ((1000).to_bytes(8, "little") + b"{}", "998 more bytes"),
+    "no header": (b"\0" * 8, "only 8 bytes"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_files_of_other_kinds_are_named(tmp_path, kind):
+    content, expected = DAMAGED[kind]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    began = time.perf_counter()
+    with pytest.raises(CheckpointError, match=expected) as error:
+        open_checkpoint(path)
+    assert time.perf_counter() - began < 1 and str(path) in str(error.value)
+
+
+def test_a_header_whose_length_looks_like_a_pickle_is_still_read(tmp_path):
+    text = json.dumps({"a": entry()}).encode().ljust(0x280)
+    assert header_file(tmp_path / "a.safetensors", text, b"\0" * 8).read_bytes()[:2] == b"\x80\x02"
+    assert open_checkpoint(tmp_path / "a.safetensors")["a"].shape == (2,)
+
+
+HEADERS = {
+    "not json": (b"{not json}", b"", "JSON"),
+    "duplicate": (b'{"a": {}, "a": {}}', b"", "'a' occurs twice"),
+    "deep": (b'{"a":' + b"[" * 50000, b"", "JSON"),
+    "huge number": (b'{"a": {"dtype": "F32", "shape": [' + b"9" * 6000 + b'], "data_offsets": [0, 4]}}', b"", "JSON"),
+    "metadata": ({"__metadata__": {"a": 1}}, b"", "__metadata__"),
+    "no entry": ({"a": 5}, b"", "malformed"),
+    "missing key": ({"a": {"dtype": "F32", "shape": [1]}}, b"", "malformed"),
+    "negative": ({"a": entry(shape=[-2])}, b"\0" * 8, "malformed"),
+    "bool": ({"a": entry(shape=[True, 2])}, b"\0" * 8, "malformed"),
+    "float": ({"a": entry(shape=[2.0])}, b"\0" * 8, "malformed"),
+    "surrogate": (b'{"\\ud800": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', b"\0" * 8, "surrogates not allowed"),
+    "utf-16": (json.dumps({"a": entry()}).encode("utf-16-le"), b"\0" * 8, "no valid JSON"),
+    "escape": ({"a\x1b[31m": entry()}, b"\0" * 8, "cannot be shown"),
+    "two lines": ({"a\nb": entry()}, b"\0" * 8, "cannot be shown"),
+    "right to left": ({"a\u202eb": entry()}, b"\0" * 8, "cannot be shown"),
+    "long name": ({"a" * 70_000: entry()}, b"\0" * 8, "too long"),
+    "dtype": ({"a": entry("Q4_K")}, b"\0" * 8, "Q4_K"),
+    "span": ({"a": entry(shape=[3])}, b"\0" * 8, "12 bytes, the file holds 8"),
+    "backwards": ({"a": entry(start=8, end=0)}, b"\0" * 8, "the file holds -8"),
+    "huge shape": ({"a": entry(shape=[0, 1 << 62, 1 << 62], end=0)}, b"", "impossible"),
+    "dimensions": ({"a": entry(shape=[1] * 65, end=4)}, b"\0" * 4, "impossible"),
+    "truncated": ({"a": entry(shape=[1000], end=4000)}, b"\0" * 1000, "3000 of"),
+    "overlap": ({"a": entry(), "b": entry(start=4, end=12)}, b"\0" * 12, "overlaps"),
+    "hole": ({"a": entry(), "b": entry(start=12, end=20)}, b"\0" * 20, "does not follow"),
+    "late start": ({"a": entry(start=4, end=12)}, b"\0" * 12, "does not follow"),
+    "trailing": ({"a": entry()}, b"\0" * 9, "1 bytes follow"),
+}
+
+
+@pytest.mark.parametrize("kind", HEADERS)
+def test_damaged_headers_are_errors_that_name_the_file(tmp_path, kind):
+    header, data, expected = HEADERS[kind]
+    path = header_file(tmp_path / "model.safetensors", header, data)
+    began = time.perf_counter()
+    with pytest.raises(CheckpointError, match=expected) as error:
+        open_checkpoint(path)
+    assert time.perf_counter() - began < 1 and str(path) in str(error.value)
+    str(error.value).encode()
+
+
+def test_header_order_may_differ_from_file_order(tmp_path):
+    data = torch.tensor([1.0, 2.0, 3.0, 4.0]).numpy().tobytes()
+    path = header_file(tmp_path / "a.safetensors", {"b": entry(start=8, end=16), "a": entry()}, data)
+    assert [tensor.tolist() for tensor in open_checkpoint(path).values()] == [[1, 2], [3, 4]]
+
+
+def test_folders_missing_files_and_impossible_names(tmp_path):
+    for path, expected in ((tmp_path, "folder"), (tmp_path / "no", "opened"), (f"{tmp_path}/a\0b", "opened")):
+        with pytest.raises(CheckpointError, match=expected):
+            open_checkpoint(path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(CheckpointError, match="regular"):
+        open_checkpoint(tmp_path / "pipe.safetensors")
+
+
+VALID = json.dumps({"__metadata__": {"format": "pt"}, "a": entry(), "b": entry("BF16", (2, 3), 8, 20)}).encode()
+junk = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=3)
+)
+fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.one_of(st.sampled_from([*CODES, "F4", "X"]), junk),
+        "shape": st.one_of(st.lists(st.integers(-1, 1 << 65), max_size=4), junk),
+        "data_offsets": st.one_of(st.lists(st.integers(-1, 40), max_size=3), st.lists(st.integers(), max_size=2), junk),
+    },
+)
+names = st.one_of(st.sampled_from(["a", "b", "__metadata__"]), st.text(max_size=4))
+headers = st.dictionaries(names, st.one_of(fields, junk), max_size=4).map(lambda value: json.dumps(value).encode())
+mutations = st.lists(st.tuples(st.integers(0, len(VALID) + 27), st.integers(0, 255)), max_size=6)
+
+
+def opens_or_refuses(path):
+    try:
+        file = open_checkpoint(path)
+    except CheckpointError as error:
+        str(error).encode()
+    else:
+        assert sum(tensor.nbytes for tensor in file.values()) == file.data_bytes <= path.stat().st_size
+
+
+@settings(max_examples=2000, deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(mutations, st.integers(0, len(VALID) + 28))
+def test_mutated_bytes_open_or_are_refused(tmp_path, changes, length):
+    content = bytearray(len(VALID).to_bytes(8, "little") + VALID + b"\0" * 20)
+    for position, value in changes:
+        content[position] = value
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(content[: length + 1] if length % 2 else content)
+    opens_or_refuses(path)
+
+
+@settings(max_examples=2000, deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.one_of(headers, st.binary(max_size=60)), st.binary(max_size=40))
+def test_invented_headers_open_or_are_refused(tmp_path, header, data):
+    opens_or_refuses(header_file(tmp_path / "a.safetensors", header, data))
+
+
+# writing
+
+
+def test_tensors_may_come_in_any_order(tmp_path):
+    tensors = {"a": torch.ones(1000), "b": torch.zeros(5).half(), "c": torch.ones(7, dtype=torch.uint8)}
+    backwards = list(tensors.items())[::-1]
+    write_safetensors(tmp_path / "a.safetensors", specs_of(tensors), backwards, {})
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(tmp_path / "a.safetensors").items())
+
+
+@pytest.mark.parametrize("given", [{}, {"a": torch.ones(3)}, {"a": torch.ones(2).half()}, {"b": torch.ones(2)}])
+def test_other_tensors_than_announced_leave_no_file(tmp_path, given):
+    with pytest.raises(ValueError, match="announced"):
+        write_safetensors(tmp_path / "a.safetensors", [TensorSpec("a", torch.float32, (2,))], given.items(), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_replaces_the_old_file_whole(tmp_path, how):
+    path = tmp_path / "a.safetensors"
+    for value in (1.0, 2.0):
+        write(path, {"a": torch.full((3,), value)})
+        assert load_file(path)["a"].tolist() == [value] * 3
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_writes_through_a_symlink(tmp_path, how):
+    real, link = tmp_path / "real.safetensors", tmp_path / "link.safetensors"
+    write(real, {"a": torch.ones(1)})
+    link.symlink_to(real)
+    write(link, {"a": torch.zeros(1)})
+    assert link.is_symlink() and load_file(real)["a"].item() == 0
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), RuntimeError()]
+)
+def test_a_failure_half_way_keeps_the_old_file_and_leaves_nothing(tmp_path, how, monkeypatch, failure):
+    path = tmp_path / "a.safetensors"
+    write(path, {"a": torch.ones(4)})
+    before = path.read_bytes()
+    original = safetensors_file._write_tensor
+
+    def failing(file, position, tensor):
+        if tensor.sum() == 0:
+            raise failure
+        original(file, position, tensor)
+
+    monkeypatch.setattr(safetensors_file, "_write_tensor", failing)
+    expected = CheckpointError if isinstance(failure, OSError) else type(failure)
+    with pytest.raises(expected) as error:
+        write(path, {"a": torch.ones(4), "b": torch.zeros(4)})
+    if expected is CheckpointError:
+        assert str(path) in str(error.value) and "No space left" in str(error.value)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_too_small_a_disk_is_told_before_the_first_byte(tmp_path, monkeypatch):
+    usage = atomic_write.shutil.disk_usage(tmp_path)._replace(free=1_000_000)
+    monkeypatch.setattr(atomic_write.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(safetensors_file, "replacing", None)
+    with pytest.raises(CheckpointError, match=r"0\.00 GB free, 0\.04 GB are needed"):
+        write(tmp_path / "a.safetensors", {"a": torch.ones(10_000_000)})
+
+
+def test_an_impossible_folder_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="no folder|cannot be written"):
+        write(tmp_path / "missing" / "a.safetensors", {"a": torch.ones(1)})
+
+
+def run_writer(folder, half_way, before=""):
+    """A process that writes 8 tensors of 1 MB to `a.safetensors` and runs `half_way` after the fourth."""
+    script = f"""
+        import os, resource, signal, sys
+        sys.path.insert(0, {str(ROOT / "tests")!r})
+        import conftest, torch
+        from halfsafe.precision.formats.safetensors_file import write_safetensors
+        from halfsafe.precision.formats.safetensors_header import TensorSpec
+        {before}
+        def tensors():
+            for number in range(8):
+                if number == 4:
+                    {half_way}
+                yield str(number), torch.full((1 << 18,), float(number))
+        specs = [TensorSpec(str(number), torch.float32, (1 << 18,)) for number in range(8)]
+        write_safetensors({str(folder / "a.safetensors")!r}, specs, tensors(), {{}})
+    """
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120)
+
+
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@linux
+@pytest.mark.parametrize("existing", [True, False])
+def test_a_killed_process_leaves_nothing_behind(tmp_path, existing):
+    path = tmp_path / "a.safetensors"
+    if existing:
+        write(path, {"a": torch.ones(4)})
+    before = path.read_bytes() if existing else None
+    done = run_writer(tmp_path, KILL)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [file.name for file in tmp_path.iterdir()] == (["a.safetensors"] if existing else [])
+    assert not existing or path.read_bytes() == before
+
+
+@linux
+def test_the_temporary_file_of_a_dead_process_is_swept_and_that_of_a_living_one_is_not(tmp_path, monkeypatch):
+    done = run_writer(tmp_path, KILL, before="del os.O_TMPFILE")
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert [file.suffix for file in tmp_path.iterdir()] == [".part"]
+    monkeypatch.delattr(os, "O_TMPFILE")
+    with atomic_write.replacing(tmp_path / "living") as file:
+        file.write(b"x")
+        write(tmp_path / "a.safetensors", {"a": torch.ones(1)})
+        assert [file.suffix for file in tmp_path.glob(".*")] == [".part"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.safetensors", "living"]
+
+
+@linux
+def test_a_disk_that_fills_up_half_way(tmp_path):
+    path = tmp_path / "a.safetensors"
+    write(path, {"a": torch.ones(4)})
+    before = path.read_bytes()
+    done = run_writer(tmp_path, "resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, 5 << 20))")
+    assert done.returncode == 1 and "CheckpointError" in done.stderr and str(path) in done.stderr
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

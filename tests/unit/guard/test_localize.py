@@ -1,0 +1,218 @@
+"""Naming the operation that made a value non-finite."""
+
+import math
+
+import pytest
+import torch
+from halfsafe.precision.guard.localize import Localizer, first_bad_weight, reach
+from torch.nn.functional import layer_norm, linear
+
+
+class Block(torch.nn.Module):
+    """A masked attention by hand, then a gated feed-forward; every step of it can be made to overflow."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(16)
+        self.up = torch.nn.Linear(16, 32)
+        self.gate = torch.nn.Linear(16, 32)
+        self.down = torch.nn.Linear(32, 16)
+        self.scale = 1.0
+
+    def forward(self, x):
+        mask = torch.full((4, 4), -math.inf).triu(1).to(x.dtype)
+        scores = x @ x.transpose(-1, -2) * 0.05 + mask
+        y = self.norm(x + scores.softmax(-1) @ x)
+        return x + self.down(self.up(y) * self.gate(y)) * self.scale
+
+
+class Toy(torch.nn.Module):
+    def __init__(self, clamp=False):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(), Block()])
+        self.out = torch.nn.Linear(16, 8)
+        self.clamp = clamp
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        if self.clamp:
+            x = torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504)
+        return self.out(layer_norm(x, (16,)))
+
+
+@pytest.fixture
+def toy():
+    torch.manual_seed(0)
+    return Toy().half().eval()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(1)).half()
+
+
+def located(model, x):
+    localizer = Localizer(model)
+    with torch.inference_mode(), localizer.watching():
+        result = model(x)
+    return localizer.origin(result)
+
+
+def test_a_clean_call_has_no_origin_though_its_masks_are_infinite(toy, x):
+    assert located(toy, x) is None
+
+
+def test_a_layer_whose_product_overflows(toy, x):
+    with torch.no_grad():
+        toy.blocks[1].down.weight *= 3e4
+        toy.blocks[1].up.weight *= 30
+    origin = located(toy, x)
+    assert (origin.layer, origin.op, origin.kind, origin.dtype) == ("blocks.1.down", "matmul", "overflow", "fp16")
+    assert origin.multiplies and 1 < origin.largest < 65504
+
+
+def test_the_product_of_a_gate_between_layers(toy, x):
+    with torch.no_grad():
+        toy.blocks[0].up.weight *= 1e3
+        toy.blocks[0].gate.weight *= 1e3
+    origin = located(toy, x)
+    assert (origin.layer, origin.op, origin.multiplies) == ("blocks.0", "mul", False)
+
+
+def test_a_residual_add(toy, x):
+    toy.blocks[1].scale = 1.0
+    with torch.no_grad():
+        toy.blocks[1].down.bias += 4e4
+    x = x + 3e4
+    toy.blocks[0].forward = lambda x: x
+    toy.blocks[1].norm.forward = lambda y: y * 0
+    origin = located(Residual(toy.blocks[1]), x)
+    assert (origin.layer, origin.op) == ("inner", "add")
+    assert origin.largest >= 3e4
+
+
+class Residual(torch.nn.Module):
+    """A block without its attention, so that the sum at its end is the first to overflow."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.inner = _Sum(block.down)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class _Sum(torch.nn.Module):
+    def __init__(self, down):
+        super().__init__()
+        self.down = down
+
+    def forward(self, x):
+        return x + self.down(torch.zeros(*x.shape[:-1], 32, dtype=x.dtype))
+
+
+def test_scores_that_overflow_before_the_softmax(toy, x):
+    origin = located(toy, x * 300)
+    assert (origin.layer, origin.op) == ("blocks.0", "matmul")
+
+
+def test_a_weight_that_is_nan_is_named(toy, x):
+    with torch.no_grad():
+        toy.blocks[0].gate.weight[3, 3] = math.nan
+    origin = located(toy, x)
+    assert (origin.layer, origin.op, origin.kind) == ("blocks.0.gate", "blocks.0.gate.weight", "weights")
+    assert first_bad_weight(toy) == "blocks.0.gate.weight"
+
+
+def test_a_weight_that_overflows_when_it_is_cast_is_the_cast_of_its_layer(x):
+    class Cast(torch.nn.Linear):
+        def forward(self, x):
+            return linear(x, self.weight.to(x.dtype), self.bias.to(x.dtype))
+
+    model = torch.nn.Sequential(Cast(16, 16))
+    with torch.no_grad():
+        model[0].weight *= 1e9
+    origin = located(model, x)
+    assert (origin.layer, origin.op) == ("0", "cast")
+
+
+def test_fp8_weights_with_nan_bytes_are_named(x):
+    class Fp8(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            data = torch.ones(16, 16).to(torch.float8_e4m3fn)
+            data.view(torch.uint8)[2, 2] = 0x7F
+            self.weight = torch.nn.Parameter(data, requires_grad=False)
+
+        def forward(self, x):
+            return linear(x, self.weight.to(x.dtype))
+
+    origin = located(torch.nn.Sequential(Fp8()), x)
+    assert (origin.kind, origin.op) == ("weights", "0.weight")
+
+
+def test_what_a_clamp_hides_is_found_though_the_result_is_finite(x):
+    torch.manual_seed(0)
+    model = Toy(clamp=True).half()
+    with torch.no_grad():
+        model.blocks[0].down.weight *= 3e4
+        model.blocks[0].up.weight *= 30
+    origin = located(model, x)
+    assert origin.hidden and origin.layer == "blocks.0.down"
+
+
+def test_a_kernel_that_cannot_be_watched_is_named_as_one_operation(toy, x):
+    def kernel(value):
+        return value * math.nan
+
+    localizer = Localizer(toy)
+    with localizer.watching():
+        result = toy.out(localizer.opaque("attention by sage", kernel, x))
+    origin = localizer.origin(result)
+    assert (origin.op, origin.layer) == ("attention by sage", "")
+
+
+def test_a_module_is_blamed_when_nothing_in_it_was_seen(toy, x):
+    class Hidden(torch.nn.Module):
+        def forward(self, x):
+            with torch.utils._python_dispatch._disable_current_modes():
+                return x * math.nan
+
+    toy.blocks[1] = Hidden()
+    assert located(toy, x).layer == "blocks.1"
+
+
+def test_forwards_are_restored_also_after_an_error(toy, x):
+    before = [dict(module.__dict__) for module in toy.modules()]
+    toy.blocks[1].scale = None
+    with pytest.raises(TypeError):
+        located(toy, x)
+    toy.blocks[1].scale = 1.0
+    assert [dict(module.__dict__) for module in toy.modules()] == before
+
+
+def test_the_result_is_the_one_the_model_gives_unwatched(toy, x):
+    with torch.inference_mode(), Localizer(toy).watching():
+        watched = toy(x)
+    with torch.inference_mode():
+        assert torch.equal(watched, toy(x))
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (torch.tensor([1.0, -3.0]), 3.0),
+        (torch.tensor([1.0, math.inf]), math.inf),
+        (torch.tensor([1, 2]), 0.0),
+        (torch.empty(0), 0.0),
+        (torch.tensor([3 + 4j]), 4.0),
+        (torch.tensor([1.0, -2.0]).to(torch.float8_e5m2), 2.0),
+    ],
+)
+def test_reach(values, expected):
+    assert reach(values) == expected
+
+
+def test_reach_of_nan_is_nan():
+    assert math.isnan(reach(torch.tensor([1.0, math.nan])))

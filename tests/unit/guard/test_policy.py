@@ -1,0 +1,145 @@
+"""What the guard decides from what a call has shown."""
+
+import math
+
+import pytest
+from halfsafe.precision.dtypes import FP16_MAX
+from halfsafe.precision.guard.localize import Origin
+from halfsafe.precision.guard.policy import (  # fmt: skip
+    ADVICE,
+    Escalation,
+    GuardLog,
+    NonFinite,
+    Seen,
+    Where,
+    escalate,
+    escalate_to_fp32,
+    event_of,
+    sentence,
+    span_of,
+)
+from halfsafe.precision.plan.rules import rules_from
+from halfsafe.precision.report.schema import VERDICTS
+
+MODES = {"embed": "fp16", "blocks.0.up": "fp16", "blocks.0.down": "fp16", "blocks.1.up": "fp16", "blocks.1.down": "fp16"}
+SMALL = Seen(dict.fromkeys(MODES, 10.0), {"embed": 10.0, "blocks.0": 10.0, "blocks.1": 10.0})
+
+
+def seen(layers=None, spans=None, attention=()):
+    return Seen({**SMALL.layers, **(layers or {})}, {**SMALL.spans, **(spans or {})}, frozenset(attention))
+
+
+def product(layer, mode="fp16"):
+    return Origin(layer, "matmul", "overflow", mode, 100.0, multiplies=True)
+
+
+def test_one_layer_whose_result_is_harmless_after_its_block():
+    grown = escalate(Escalation(), seen({"blocks.0.down": 1e6}), product("blocks.0.down"), MODES)
+    assert grown == Escalation({"blocks.0.down": "fp16_wide"}, frozenset({"blocks.0"}))
+
+
+def test_a_value_that_leaves_its_block_widens_the_stream():
+    grown = escalate(Escalation(), seen({"blocks.0.down": 1e6}, {"blocks.0": 1e6}), product("blocks.0.down"), MODES)
+    assert grown.stream and grown.layers == {"blocks.0.down": "fp16_wide"}
+
+
+def test_a_residual_add_widens_the_stream_and_no_layer():
+    grown = escalate(Escalation(), seen({}, {"blocks.1": 9e4}), Origin("blocks.1", "add", "overflow", "fp16", 6e4), MODES)
+    assert grown.stream and not grown.layers
+    assert grown.named() == {"residual stream": "fp32"}
+
+
+def test_sums_in_fp16_of_a_layer_whose_values_fit_go_back_to_fp32_sums():
+    grown = escalate(Escalation(), SMALL, product("blocks.1.up"), {**MODES, "blocks.1.up": "fp16_acc16"})
+    assert grown.layers == {"blocks.1.up": "fp16"}
+
+
+def test_an_attention_widens_every_part_that_has_one_like_it():
+    origin = Origin("blocks.0.attn", "attention by sage", "overflow", "fp16", 500.0)
+    grown = escalate(Escalation(), seen(attention=["blocks.0", "blocks.1"]), origin, MODES)
+    assert grown.spans == {"blocks.0", "blocks.1"} and not grown.layers
+
+
+@pytest.mark.parametrize(("size", "widened"), [(FP16_MAX / 2 - 1, False), (FP16_MAX / 2 + 1, True)])
+def test_every_layer_past_half_of_fp16s_range_is_widened_too(size, widened):
+    grown = escalate(Escalation(), seen({"blocks.1.up": size}), product("blocks.0.down"), MODES)
+    assert ("blocks.1.up" in grown.layers) is widened and "blocks.0.down" in grown.layers
+    assert escalate(Escalation(), seen({}, {"blocks.1": size}), product("blocks.0.down"), MODES).stream is widened
+
+
+def test_what_was_learned_stays():
+    first = escalate(Escalation(), seen({"blocks.0.down": 1e6}), product("blocks.0.down"), MODES)
+    second = escalate(first, seen({"blocks.1.up": 1e6}), product("blocks.1.up"), MODES)
+    assert second.layers.keys() == {"blocks.0.down", "blocks.1.up"}
+
+
+def test_it_always_goes_up_and_ends():
+    present, steps = Escalation(), 0
+    while not present.whole:
+        grown = escalate(present, SMALL, product("blocks.0.down"), MODES)
+        assert grown != present
+        present, steps = grown, steps + 1
+    assert steps <= 4
+
+
+def test_only_fp32_helped():
+    grown = escalate_to_fp32(Escalation(), product("blocks.1.up", "fp8"), MODES, SMALL.spans)
+    assert grown == Escalation({"blocks.1.up": "fp32", "blocks.1.down": "fp32"}, frozenset({"blocks.1"}))
+    assert escalate_to_fp32(grown, product("blocks.1.up"), MODES, SMALL.spans).whole
+    assert escalate_to_fp32(Escalation(), None, MODES, SMALL.spans).whole
+
+
+@pytest.mark.parametrize(
+    "escalation",
+    [
+        Escalation({"blocks.0.down": "fp16_wide"}, frozenset({"blocks.0"})),
+        Escalation({}, frozenset({"blocks.1"})),
+        Escalation({"blocks.0.down": "fp16_scaled"}, frozenset({"blocks.0"}), stream=True),
+        Escalation({"a": "fp32"}, frozenset({"a"})),
+        Escalation(whole=True),
+    ],
+)
+def test_escalations_are_rules(escalation):
+    rules = rules_from(escalation.rules(), "none")
+    for layer, mode in escalation.layers.items():
+        assert rules.setting("compute", layer, "Linear")[0] == {"fp32": "fp32"}.get(mode, "fp16_safe")
+    for span in escalation.spans - escalation.layers.keys():
+        assert rules.setting("stream", f"{span}.anything", "Linear")[0] == "fp32"
+
+
+@pytest.mark.parametrize(("layer", "span"), [("blocks.1.up", "blocks.1"), ("blocks.10.up", ""), ("embed", "embed"), ("", "")])
+def test_span_of(layer, span):
+    assert span_of(layer, SMALL.spans) == span
+
+
+def test_the_worst_verdict_of_a_run_stays():
+    log, event = GuardLog(), event_of(Where(1, 0, 1.0, [0]), None, "fp16", "fp32", True)
+    log.add(event, "recovered")
+    log.add(event, "bad_weights", "Leave it out.")
+    log.add(event, "recovered")
+    assert (log.verdict, log.advice) == ("bad_weights", "Leave it out.")
+    report = log.report(Escalation({"blocks.0.down": "fp16_wide"}, frozenset({"blocks.0"})))
+    assert report.escalations == {"blocks.0.down": "fp16_wide"} and len(report.events) == 3
+
+
+def test_every_verdict_has_advice():
+    assert set(ADVICE) == set(VERDICTS) - {"clean", "off"}
+
+
+def test_an_error_names_verdict_and_advice():
+    error = NonFinite("Step 3: NaN.", "not_precision")
+    assert "Verdict: not_precision." in str(error) and ADVICE["not_precision"] in str(error)
+
+
+def test_a_sentence_names_step_sigma_layer_dtype_and_range():
+    origin = Origin("blocks.0.down", "matmul", "overflow", "fp16", 489.2)
+    event = event_of(Where(7, 3, 0.83, [1]), origin, "fp16", "fp16_wide", True)
+    line = sentence(event, origin)
+    for part in ("Step 3", "sigma 0.83", "blocks.0.down (matmul)", "fp16", "489.2", "rows 1", "fp16_wide: finite"):
+        assert part in line
+
+
+def test_a_clamp_is_told_as_such():
+    origin = Origin("blocks.0", "add", "overflow", "fp16", math.nan, hidden=True)
+    event = event_of(Where(1, 0, 1.0, []), origin, "fp16", "fp32", True)
+    assert event.kind == "saturation" and "clamped" in sentence(event, origin)

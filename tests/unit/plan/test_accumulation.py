@@ -1,0 +1,351 @@
+"""Sums in fp16 only where they are proven: the bound against emulated tensor cores, the plan per device, threads."""
+
+import threading
+
+import pytest
+import torch
+from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.arithmetic.fp16_sums import FLAG, BoundedLinear, SumSlot
+from halfsafe.precision.arithmetic.ranges import Ranges
+from halfsafe.precision.devices.detect import PROFILE_NAMES, detect
+from halfsafe.precision.formats.quantize import relative_error
+from halfsafe.precision.plan.accumulation import PARTS, Request, Work, plan_accumulation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.plain_weights import plain_weights
+
+GAINING = ("sm_75", "sm_86", "sm_89", "sm_120")
+CUBLAS = ("sm_70", *GAINING, "sm_80", "sm_90", "sm_100")
+TF32 = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+FAST_FP8 = ("sm_89", "sm_90")
+
+
+def bounded(module, by_layer=True):
+    ranges = Ranges()
+    slot = ranges.slots["layer"] = SumSlot("layer")
+    return BoundedLinear(module, slot, ranges, plain_weights, by_layer), slot, ranges
+
+
+def half_linear(weight, bias=None):
+    module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    module.weight = torch.nn.Parameter(weight.half(), requires_grad=False)
+    if bias is not None:
+        module.bias = torch.nn.Parameter(bias.half(), requires_grad=False)
+    return module
+
+
+def fp16_sums(products, group):
+    """Partial sums along the last axis as an fp16 accumulator keeps them, ``group`` exact products at a time."""
+    pad = -products.shape[-1] % group
+    groups = torch.nn.functional.pad(products, (0, pad)).unflatten(-1, (-1, group)).sum(-1)
+    total, largest = torch.zeros_like(groups[..., 0]).half(), 0.0
+    for part in groups.unbind(-1):
+        total = (total.double() + part).half()
+        largest = max(largest, total.abs().max().item())
+    return total, largest
+
+
+ORDERS = {
+    "as stored": lambda p: p,
+    "reversed": lambda p: p.flip(-1),
+    "positives first": lambda p: p.sort(-1, descending=True).values,
+    "negatives first": lambda p: p.sort(-1).values,
+    "small first": lambda p: p.gather(-1, p.abs().argsort(-1)),
+    "large first": lambda p: p.gather(-1, p.abs().argsort(-1, descending=True)),
+}
+SHAPES = {
+    "normal": torch.randn,
+    "constant": lambda *size, generator: torch.ones(size),
+    "signs": lambda *size, generator: torch.randn(*size, generator=generator).sign(),
+    "one large": lambda *size, generator: torch.randn(*size, generator=generator) * 0.01 + torch.eye(*size) * 10,
+}
+
+
+@given(
+    st.integers(1, 300), st.sampled_from(sorted(SHAPES)), st.sampled_from(sorted(SHAPES)), st.floats(2.0, 24.0),
+    st.floats(-6.0, 3.0), st.booleans(), st.integers(0, 2**31),
+)  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_no_order_of_adding_overflows_a_layer_called_safe(terms, of_x, of_w, bound_bits, weight_bits, lora, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = SHAPES[of_w](4, terms, generator=generator) * 2.0**weight_bits
+    if lora:
+        up, down = (torch.randn(4, 2, generator=generator), torch.randn(2, terms, generator=generator))
+        weight = weight + up @ down * 2.0**weight_bits
+    x = SHAPES[of_x](3, terms, generator=generator)
+    x = x * (2.0**bound_bits / (x.abs().max() * weight.half().float().abs().sum(1).max() + 1e-6))
+    x = x.clamp(-65504, 65504).half()
+    operation, slot, ranges = bounded(half_linear(weight))
+    with torch.inference_mode():
+        ranges.run(lambda: operation(x))
+    if not slot.proven:
+        return
+    scaled = (x * 2.0**-slot.exponent).double()
+    products = scaled.unsqueeze(1) * weight.half().double().unsqueeze(0)
+    for order in ORDERS.values():
+        for group in (1, 16):
+            sums, largest = fp16_sums(order(products), group)
+            assert torch.isfinite(sums).all() and largest <= 65504
+
+
+def test_what_is_not_called_safe_does_overflow_in_a_bad_order():
+    x, weight = torch.full((2, 4096), 16.0).half(), torch.full((3, 4096), 16.0)
+    weight[:, 2048:] = -16.0
+    operation, slot, ranges = bounded(half_linear(weight))
+    ranges.run(lambda: operation(x))
+    products = x.double().unsqueeze(1) * weight.double().unsqueeze(0)
+    assert not torch.isfinite(fp16_sums(products, 16)[0]).all()
+    assert slot.exponent > 0 or not slot.proven
+
+
+BOUNDS = {  # bound -> (proven, exponent)
+    100: (True, 0), 32752: (True, 0), 32768: (True, 2), 65504: (True, 2), 1e6: (True, 6), 1.04e6: (True, 6),
+    1.05e6: (False, 7), 1e12: (False, 26), float("inf"): (False, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("bound", "expected"), BOUNDS.items())
+def test_margin_two_then_scaling_up_to_two_to_the_six_then_fp32(bound, expected):
+    slot = SumSlot("layer")
+    slot.prove(amax=10.0, norm=1e9, row_sum=bound / 10, row_norm=1e9, terms=5, can_scale=True)
+    assert slot.proven is expected[0]
+    assert expected[1] is None or slot.exponent == expected[1]
+    assert slot.reason.startswith("fp16 sums" if expected[0] else "fp32 sums")
+
+
+def test_the_smaller_bound_counts_and_is_told():
+    slot = SumSlot("layer")
+    slot.prove(amax=12.3, norm=1e6, row_sum=416.26, row_norm=50.0, terms=1536, can_scale=True)
+    assert slot.reason == "fp16 sums: bound 5120 of 65504 (amax 12.3, ||w||1 416, K 1536)"
+    slot = SumSlot("layer")
+    slot.prove(amax=12.3, norm=100.0, row_sum=1e6, row_norm=50.0, terms=1536, can_scale=True)
+    assert slot.reason == "fp16 sums: bound 5000 of 65504 (||x|| 100, ||w||2 50, K 1536)"
+
+
+def test_an_input_too_small_to_scale_exactly_is_not_scaled():
+    slot = SumSlot("layer")
+    slot.prove(amax=2.0**-10, norm=1e9, row_sum=1e6 * 2.0**10, row_norm=1e9, terms=5, can_scale=True)
+    assert not slot.proven
+
+
+@pytest.mark.parametrize("bias", [None, torch.randn(24)])
+@pytest.mark.parametrize("size", [1.0, 40.0])
+def test_the_result_is_the_layers_own_scaled_or_not(size, bias):
+    torch.manual_seed(0)
+    module = half_linear(torch.randn(24, 64) * 16, bias)
+    x = (torch.randn(2, 5, 64) * size).half()
+    operation, slot, ranges = bounded(module)
+    with torch.inference_mode():
+        exact = torch.nn.functional.linear(x.double(), module.weight.double(), None if bias is None else module.bias.double())
+        for _ in range(2):
+            assert relative_error(exact, ranges.run(lambda: operation(x))) < 1e-3
+    assert slot.proven and (slot.exponent > 0) is (size > 1)
+
+
+def watched(module, seen):
+    forward = module.forward
+
+    def run(x):
+        seen.append(flags.is_on(FLAG))
+        return forward(x)
+
+    module.forward = run
+    return module
+
+
+def test_the_flag_is_on_for_a_proven_layer_and_for_no_other():
+    seen, wild = [], []
+    safe_op, _, ranges = bounded(watched(half_linear(torch.ones(4, 8)), seen))
+    wild_op = BoundedLinear(watched(half_linear(torch.full((4, 8), 6e4)), wild), SumSlot("wild"), ranges, plain_weights)
+    x = torch.full((2, 8), 6e3).half()
+
+    def call():
+        with flags.flags_set({FLAG: False}):
+            safe_op(x / 100)
+            wild_op(x)
+
+    for _ in range(3):
+        ranges.run(call)
+    assert seen == [False, True, True] and wild == [False] * 3
+    assert flags.is_on(FLAG) is False
+
+
+def test_an_error_inside_a_layer_leaves_the_flag_off():
+    module = half_linear(torch.ones(4, 8))
+    operation, _, ranges = bounded(module)
+    ranges.run(lambda: operation(torch.ones(2, 8).half()))
+
+    def fail(x):
+        assert flags.is_on(FLAG) is True
+        raise KeyboardInterrupt
+
+    operation.forward = fail
+    with flags.flags_set({FLAG: False}):
+        with pytest.raises(KeyboardInterrupt):
+            operation(torch.ones(2, 8).half())
+        assert flags.is_on(FLAG) is False
+
+
+def test_a_call_that_outgrows_its_proof_is_repeated_and_proven_anew():
+    operation, slot, ranges = bounded(half_linear(torch.ones(4, 64)))
+    with torch.inference_mode():
+        ranges.run(lambda: operation(torch.ones(2, 64).half()))
+        assert slot.proven and slot.exponent == 0
+        for size, repeats in ((400.0, 0), (600.0, 1), (1000.0, 1), (1.0, 1), (6e4, 2)):
+            result = ranges.run(lambda size=size: operation(torch.full((2, 64), size).half()))
+            assert ranges.repeats == repeats, size
+    assert not slot.proven and result.isinf().all(), "the result itself is past fp16"
+
+
+def test_a_nan_input_teaches_nothing():
+    operation, slot, ranges = bounded(half_linear(torch.ones(4, 8)))
+    ranges.run(lambda: operation(torch.ones(2, 8).half()))
+    assert ranges.run(lambda: operation(torch.full((2, 8), float("nan")).half())).isnan().all()
+    assert ranges.repeats == 1 and slot.proven
+    ranges.run(lambda: operation(torch.ones(2, 8).half()))
+    assert ranges.repeats == 1
+
+
+def test_inputs_that_are_not_fp16_are_left_alone():
+    operation, slot, ranges = bounded(torch.nn.Linear(8, 4))
+    for _ in range(2):
+        ranges.run(lambda: operation(torch.ones(2, 8)))
+    assert not slot.proven and slot.terms == 0
+
+
+def test_a_layer_first_met_later_is_measured_where_all_depend_on_it():
+    operation, slot, ranges = bounded(half_linear(torch.ones(4, 8)), by_layer=False)
+    ranges.run(lambda: None)
+    ranges.run(lambda: operation(torch.ones(2, 8).half()))
+    assert slot.proven and ranges.repeats == 1
+
+
+def emulated_error(terms, promote=0):
+    torch.manual_seed(terms)
+    x, weight = torch.randn(16, terms).half(), (torch.randn(32, terms) * terms**-0.5).half()
+    exact = x.double() @ weight.double().t()
+    products = x.double().unsqueeze(1) * weight.double().unsqueeze(0)
+    if promote:
+        products = torch.nn.functional.pad(products, (0, -terms % promote)).unflatten(-1, (-1, promote))
+        return relative_error(exact, fp16_sums(products, 16)[0].double().sum(-1).half())
+    return relative_error(exact, fp16_sums(products, 16)[0])
+
+
+@pytest.mark.parametrize(("terms", "error"), [(1024, 1.2e-3), (4096, 2.3e-3), (13824, 4.4e-3)])
+def test_rounding_grows_with_the_number_of_terms_unless_sums_are_promoted(terms, error):
+    assert emulated_error(terms) == pytest.approx(error, rel=0.15)
+    assert emulated_error(terms, promote=128) == pytest.approx(4.8e-4, rel=0.15)
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def plan(profile="sm_86", modes=("fp16",), **request):
+    work = {name: request.pop(name) for name in ("compiled", "parallel") if name in request}
+    return plan_accumulation(Request(**request), detect(torch.device("cpu"), profile), Work(frozenset(modes), **work))
+
+
+@pytest.mark.parametrize("modes", [("fp16",), ("fp16", "fp32"), ("bf16",), ("fp32",), ("fp16_wide",), ("fp8", "bf16")])
+@pytest.mark.parametrize("profile", PROFILE_NAMES)
+def test_fp16_sums_by_device_and_compute(profile, modes):
+    auto, on = (plan(profile, modes, fp16_accumulation=value) for value in ("auto", "on"))
+    helps = profile in GAINING and "fp16" in modes
+    assert auto.proving is helps and auto.flags == {FLAG: False}
+    assert on.flags == {FLAG: True} and on.naming is (profile in CUBLAS and "fp16" in modes)
+    assert bool(on.without_effect) is bool(auto.without_effect) is not helps
+    assert auto.reasons[FLAG].startswith("fp16 sums in the layers") is helps
+
+
+@pytest.mark.parametrize("profile", PROFILE_NAMES)
+def test_tf32_reduction_and_fp8_by_device(profile):
+    nvidia = profile.startswith("sm_")
+    for modes, setting, flags_held, acts in (
+        (("fp32",), "tf32", PARTS["tf32"], profile in TF32),
+        (("fp16",), "tf32", PARTS["tf32"], False),
+        (("bf16",), "reduced_precision_reduction", PARTS["reduced_precision_reduction"], nvidia),
+        (("fp32",), "reduced_precision_reduction", PARTS["reduced_precision_reduction"], False),
+        (("fp8", "bf16"), "fp8_fast_accumulation", (), profile in FAST_FP8),
+        (("bf16",), "fp8_fast_accumulation", (), False),
+    ):
+        for value in ("on", "off"):
+            found = plan(profile, modes, **{setting: value})
+            assert found.flags == dict.fromkeys(flags_held, value == "on")
+            assert [name for name, _ in found.without_effect] == ([] if acts else [f"{setting}={value}"])
+            assert found.fp8_fast is (acts and setting == "fp8_fast_accumulation" and value == "on")
+
+
+def test_auto_keeps_fp8_sums_full_and_unchanged_holds_nothing():
+    assert not plan("sm_89", ("fp8",), fp8_fast_accumulation="auto").fp8_fast
+    found = plan("sm_86", ("fp16",))
+    assert (found.flags, found.proving, found.naming, found.without_effect) == ({}, False, False, ())
+
+
+@pytest.mark.parametrize(("modes", "acts"), [(("fp16",), True), (("fp16_wide",), True), (("bf16",), False), (("fp32",), False)])
+@pytest.mark.parametrize("value", ["auto", "fp32"])
+def test_attention_is_watched_only_where_it_runs_in_fp16(modes, acts, value):
+    found = plan("sm_86", modes, attention=value)
+    assert found.attention == (value if acts else "unchanged")
+    assert bool(found.without_effect) is not acts
+
+
+@pytest.mark.parametrize("name", flags.SETTINGS)
+def test_a_flag_this_torch_lacks_is_said_not_raised(monkeypatch, name):
+    def absent():
+        raise AttributeError(name)
+
+    monkeypatch.setitem(flags.SETTINGS, name, flags.FlagSetting(name, absent, lambda v: pytest.fail("written"), bool))
+    setting = next(setting for setting, parts in PARTS.items() if name in parts)
+    found = plan("sm_86", ("fp16", "fp32"), **{setting: "on"})
+    assert any(asked == f"{setting}=on" and "has no" in why for asked, why in found.without_effect)
+    assert not found.proving and not found.naming
+    with flags.flags_set(found.flags):
+        pass
+
+
+def test_a_later_request_keeps_what_it_leaves_unchanged():
+    merged = Request(tf32="on").over(Request(fp16_accumulation="off", tf32="off"))
+    assert merged == Request(fp16_accumulation="off", tf32="on")
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def in_thread(action):
+    errors = []
+
+    def run():
+        try:
+            action()
+        except AssertionError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not errors, errors
+
+
+def test_threads_that_disagree_get_the_more_precise_value():
+    def other():
+        with flags.flags_set({FLAG: False}):
+            assert flags.is_on(FLAG) is False
+        with flags.flags_set({FLAG: True}):
+            assert flags.is_on(FLAG) is True
+
+    with flags.flags_set({FLAG: True}):
+        in_thread(other)
+        assert flags.is_on(FLAG) is True
+    assert flags.is_on(FLAG) is False
+
+
+def test_no_layer_switches_while_another_thread_is_inside():
+    with flags.flags_set({FLAG: False}):
+        assert flags.switched(FLAG, True, lambda: flags.is_on(FLAG)) is True
+
+        def other():
+            with flags.flags_set({FLAG: False}):
+                assert flags.switched(FLAG, True, lambda: flags.is_on(FLAG)) is False
+
+        in_thread(other)
+        assert flags.is_on(FLAG) is False
+    assert flags.switched(FLAG, True, lambda: flags.is_on(FLAG)) is False, "outside of any scope nothing is switched"

@@ -1,0 +1,151 @@
+"""What compute plans decide: per device by hand-written expectation, per layer by rule."""
+
+import pytest
+from halfsafe.precision.devices.detect import PROFILE_NAMES, detect
+from halfsafe.precision.plan.compute import Layer, ModelFacts, plan_compute, plan_for_goal
+from halfsafe.precision.plan.rules import rules_from
+
+LAYERS = [
+    Layer("blocks.0.ffn", "Linear", (64, 32)),
+    Layer("blocks.0.odd", "Linear", (60, 32)),
+    Layer("blocks.0.norm", "RMSNorm", (32,)),
+    Layer("patch", "Conv2d", (32, 4, 2, 2)),
+    Layer("causal", "CausalConv3d", (32, 4, 2, 2, 2)),
+    Layer("table", "Embedding", (10, 32)),
+]
+WAN = SDXL = ("fp16", "bf16", "fp32")
+QWEN_IMAGE = ("bf16", "fp32")
+FLUX = ("bf16", "fp16", "fp32")
+
+# profile: (Wan and SDXL, Qwen-Image and Z-Image, Flux), bf16 files
+AUTO = {
+    "sm_61": ("fp32", "fp32", "fp32"),
+    "sm_70": ("fp16", "fp16_safe", "fp16"),
+    "sm_75": ("fp16", "fp16_safe", "fp16"),
+    "sm_80": ("fp16", "bf16", "bf16"),
+    "sm_86": ("fp16", "bf16", "bf16"),
+    "sm_89": ("fp16", "bf16", "bf16"),
+    "sm_90": ("fp16", "bf16", "bf16"),
+    "sm_100": ("fp16", "bf16", "bf16"),
+    "sm_120": ("fp16", "bf16", "bf16"),
+    "gfx90a": ("fp16", "bf16", "bf16"),
+    "gfx942": ("fp16", "bf16", "bf16"),
+    "gfx1100": ("fp16", "bf16", "bf16"),
+    "gfx1201": ("fp16", "bf16", "bf16"),
+    "mps_m1": ("fp16", "fp16_safe", "fp16"),
+    "mps_m3": ("fp16", "bf16", "bf16"),
+    "xpu": ("fp16", "bf16", "bf16"),
+    "cpu": ("fp32", "fp32", "fp32"),
+}
+
+
+def plan(profile="sm_86", compute="auto", supported=WAN, text="", file_dtype="bf16", storages=None):
+    facts = ModelFacts(LAYERS, 10**9, file_dtype, supported)
+    return plan_compute(facts, detect(profile=profile), compute, rules_from(text), storages)
+
+
+def test_every_profile_has_an_expectation():
+    assert set(AUTO) == set(PROFILE_NAMES)
+
+
+@pytest.mark.parametrize("profile", AUTO)
+def test_auto_on_every_device(profile):
+    for models, expected in zip((WAN, QWEN_IMAGE, FLUX), AUTO[profile], strict=True):
+        choice = plan(profile, supported=models).choice
+        assert choice.used == expected
+        assert choice.reason.endswith(".") and len(choice.reason) > 20
+
+
+@pytest.mark.parametrize(
+    ("profile", "models", "words"),
+    [
+        ("sm_61", WAN, "1/64"),
+        ("sm_75", QWEN_IMAGE, "cannot overflow"),
+        ("sm_75", WAN, "lists fp16"),
+        ("sm_86", FLUX, "it is native"),
+        ("mps_m1", QWEN_IMAGE, "emulated"),
+        ("cpu", FLUX, "fp32 is what remains"),
+    ],
+)
+def test_the_reason_names_the_cause(profile, models, words):
+    assert words in plan(profile, supported=models).choice.reason
+
+
+GOALS = {
+    ("sm_75", "balanced"): "fp16_safe", ("sm_75", "quality"): "fp16_safe", ("sm_75", "speed"): "fp16_safe", ("sm_75", "memory"): "fp16_safe",
+    ("sm_86", "balanced"): "bf16", ("sm_86", "quality"): "fp16_safe", ("sm_86", "speed"): "bf16", ("sm_86", "memory"): "bf16",
+    ("sm_89", "balanced"): "bf16", ("sm_89", "quality"): "fp16_safe", ("sm_89", "speed"): "bf16", ("sm_89", "memory"): "bf16",
+    ("cpu", "balanced"): "fp32", ("cpu", "quality"): "fp32", ("cpu", "speed"): "fp32", ("cpu", "memory"): "fp32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("profile", "goal"), GOALS)
+def test_goals(profile, goal):
+    facts = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE)
+    stored = {"blocks.0.ffn": "fp8_e4m3fn"}
+    found, reason = plan_for_goal(facts, detect(profile=profile), goal, stored)
+    assert found.choice.used == GOALS[profile, goal] and reason
+    modes = {name: decision.mode for name, decision in found.decisions.items()}
+    assert ("fp8" in modes.values()) == ((profile, goal) == ("sm_89", "speed"))
+
+
+def test_speed_without_fp8_weights_says_how_to_get_them():
+    facts = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE)
+    found, reason = plan_for_goal(facts, detect(profile="sm_89"), "speed", {})
+    assert not found.fp8_matmul and "storage fp8_e4m3fn" in reason
+
+
+def test_fp16_safe_decides_every_matrix_layer_and_nothing_else():
+    found = plan(compute="fp16_safe")
+    assert {name: decision.mode for name, decision in found.decisions.items()} == {
+        "blocks.0.ffn": "fp16_wide", "blocks.0.odd": "fp16_wide", "patch": "fp16_wide", "causal": "fp16_wide",
+    }  # fmt: skip
+    assert (found.stream_dtype, found.weight_dtype) == ("fp32", "fp16")
+
+
+def test_a_plain_plan_decides_nothing():
+    assert plan(compute="bf16").decisions == {}
+
+
+def test_a_wider_stream_makes_the_other_layers_keep_their_dtype():
+    found = plan(compute="bf16", text="blocks.0.ffn stream=fp32")
+    assert found.widens
+    assert {name: (d.mode, d.stream) for name, d in found.decisions.items()} == {
+        "blocks.0.ffn": ("bf16", "fp32"), "blocks.0.odd": ("bf16", "same"), "patch": ("bf16", "same"), "causal": ("bf16", "same"),
+    }  # fmt: skip
+
+
+def test_a_rule_on_layers_that_multiply_nothing_has_no_effect():
+    found = plan(text="class:RMSNorm compute=fp32\ntable stream=fp32\nblocks.* compute=fp32", compute="bf16")
+    assert [setting for setting, _ in found.without_effect] == ["class:RMSNorm compute=fp32", "table stream=fp32"]
+    assert set(found.decisions) == {"blocks.0.ffn", "blocks.0.odd"}
+
+
+def test_fp8_products_need_fp8_weights_of_sizes_that_are_multiples_of_16():
+    stored = {"blocks.0.ffn": "fp8_e4m3fn", "blocks.0.odd": "fp8_e4m3fn"}
+    found = plan("sm_89", "fp8", supported=QWEN_IMAGE, storages=stored)
+    assert {name: decision.mode for name, decision in found.decisions.items()} == {"blocks.0.ffn": "fp8", "blocks.0.odd": "bf16"}
+    assert "60 x 32" in found.without_effect[0][1]
+
+
+def test_a_rule_for_fp8_on_a_device_without_it_says_so():
+    found = plan("sm_86", "bf16", text="blocks.0.ffn compute=fp8", storages={"blocks.0.ffn": "fp8_e4m3fn"})
+    assert "no fp8 matmul" in found.without_effect[0][1]
+
+
+@pytest.mark.parametrize("sums", ["fp16", "fp32"])
+def test_a_rule_decides_a_layers_sums_where_they_can_be_switched(sums):
+    text = f"blocks.0.* accumulation={sums}"
+    found = plan("sm_86", compute="fp16", text=text)
+    asked = {name for name, decision in found.decisions.items() if decision.sums == sums}
+    assert asked and all(name.startswith("blocks.0.") for name in asked)
+    assert all(found.decisions[name].mode == "fp16" for name in asked)
+    assert not any(text in setting for setting, _ in found.without_effect)
+
+
+@pytest.mark.parametrize(("profile", "compute"), [("sm_86", "bf16"), ("sm_86", "fp16_safe"), ("gfx1100", "fp16"), ("cpu", "fp32")])
+def test_a_rule_on_sums_that_cannot_act_is_reported(profile, compute):
+    text = "blocks.0.* accumulation=fp16"
+    found = plan(profile, compute=compute, text=text)
+    assert not any(decision.sums for decision in found.decisions.values())
+    assert [reason for setting, reason in found.without_effect if setting == text]

@@ -1,0 +1,155 @@
+import pytest
+import torch
+from halfsafe.precision.devices import detect as devices
+from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
+from halfsafe.precision.plan import storage as plan
+from halfsafe.precision.plan.rules import rules_from
+
+LAYERS = [
+    plan.Layer("blocks.0.ffn.0", "Linear", (64, 32)),
+    plan.Layer("blocks.0.norm3", "LayerNorm", (32,)),
+    plan.Layer("time_embedding.0", "Linear", (32, 32)),
+    plan.Layer("patch_embedding", "Conv3d", (32, 16, 1, 2, 2)),
+    plan.Layer("img_emb.table", "Embedding", (10, 32)),
+]
+
+
+def facts(parameters=10**9, file_dtype="bf16", supported=("bf16", "fp32"), calibrated=False):
+    return plan.ModelFacts(LAYERS, parameters, file_dtype, supported, calibrated)
+
+
+def planned(profile, storage="auto", compute="auto", text="", free=None, **model):
+    return plan.plan_load(facts(**model), devices.detect(profile=profile), storage, compute, rules_from(text), free)
+
+
+def test_fp8_goes_to_linear_layers_that_no_rule_keeps():
+    decisions = plan.plan_storage(LAYERS, "fp8_e4m3fn", rules_from())
+    assert {name: d.storage for name, d in decisions.items()} == {
+        "blocks.0.ffn.0": "fp8_e4m3fn",
+        "blocks.0.norm3": "as_file",
+        "time_embedding.0": "as_file",
+        "patch_embedding": "as_file",
+        "img_emb.table": "as_file",
+    }
+    assert {name for name, d in decisions.items() if d.kept} == {"time_embedding.0", "patch_embedding", "img_emb.table"}
+    assert all(decisions[name].reason for name in decisions if decisions[name].kept)
+
+
+def test_own_rules_move_layers_both_ways():
+    rules = rules_from("time_embedding.* storage=fp8_e5m2\nblocks.0.* storage=fp16  # outliers")
+    decisions = plan.plan_storage(LAYERS, "fp8_e4m3fn", rules)
+    assert decisions["time_embedding.0"].storage == "fp8_e5m2"
+    assert (decisions["blocks.0.ffn.0"].storage, decisions["blocks.0.ffn.0"].reason) == ("fp16", "outliers")
+
+
+def test_a_rule_cannot_put_a_convolution_into_fp8():
+    decision = plan.plan_storage(LAYERS, "bf16", rules_from("patch_embedding storage=fp8_e4m3fn", "none"))["patch_embedding"]
+    assert decision.storage == "as_file" and "only Linear" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("profile", "supported", "expected"),
+    [
+        ("sm_61", ("fp16", "bf16", "fp32"), "fp32"),
+        ("sm_75", ("fp16", "bf16", "fp32"), "fp16"),
+        ("sm_75", ("bf16", "fp32"), "fp16_safe"),
+        ("sm_86", ("bf16", "fp32"), "bf16"),
+        ("cpu", ("fp32",), "fp32"),
+    ],
+)
+def test_compute_auto_follows_the_device_and_the_model(profile, supported, expected):
+    result = planned(profile, supported=supported)
+    assert result.compute.choice.used == expected and result.compute.choice.reason
+
+
+def test_compute_as_asked_is_obeyed_and_a_risk_is_noted():
+    result = planned("sm_86", compute="fp16")
+    assert result.compute.choice.used == "fp16"
+    assert any("overflow" in note for note in result.compute.notes)
+
+
+def test_fp8_compute_without_units_says_so_and_computes_in_16_bit():
+    result = planned("sm_86", compute="fp8")
+    assert (result.compute.choice.used, result.compute.fp8_matmul) == ("bf16", False)
+    assert result.compute.without_effect[0][0] == "compute=fp8"
+
+
+def test_fp8_compute_with_units():
+    result = planned("sm_89", storage="fp8_e4m3fn", compute="fp8")
+    assert (result.compute.choice.used, result.compute.fp8_matmul, result.without_effect) == ("bf16", True, [])
+    assert {name: d.mode for name, d in result.compute.decisions.items()} == {"blocks.0.ffn.0": "fp8"}
+
+
+@pytest.mark.parametrize(("profile", "calibrated", "expected"), [("sm_89", True, True), ("sm_89", False, False), ("sm_86", True, False)])
+def test_auto_multiplies_in_fp8_only_with_the_files_own_activation_scales(profile, calibrated, expected):
+    assert planned(profile, calibrated=calibrated, file_dtype="fp8_e4m3fn").compute.fp8_matmul is expected
+
+
+def test_storage_auto_keeps_the_file_where_it_fits_and_takes_fp8_where_not():
+    assert planned("sm_86", free=24 * 2**30).storage.used == "as_file"
+    tight = planned("sm_86", free=24 * 2**30, parameters=14 * 10**9)
+    assert tight.storage.used == "fp8_e4m3fn" and "26.1 GiB" in tight.storage.reason
+
+
+def test_storage_auto_does_not_keep_fp32_weights_for_16_bit_maths():
+    assert planned("sm_86", file_dtype="fp32").storage.used == "bf16"
+    assert planned("sm_61", file_dtype="fp32").storage.used == "as_file"
+
+
+def test_rules_that_cannot_act_are_reported():
+    settings = dict(planned("sm_86", text="nowhere.* storage=fp16").without_effect)
+    assert "matches no layer" in settings["nowhere.* storage=fp16"]
+
+
+def checkpoint(**tensors):
+    weights = {name: StoredWeight(name, tensor) for name, tensor in tensors.items()}
+    return Checkpoint("file", "plain", {}, weights, [])
+
+
+def test_classes_are_inferred_without_a_model():
+    tensors = {
+        "net.a.weight": torch.zeros(4, 4),
+        "net.a.bias": torch.zeros(4),
+        "net.conv.weight": torch.zeros(4, 4, 1, 3, 3),
+        "net.norm.weight": torch.zeros(4),
+        "net.token_embedding.weight": torch.zeros(9, 4),
+        "other.b.weight": torch.zeros(4, 4),
+    }
+    layers = plan.layers_of(checkpoint(**tensors), "net.")
+    assert [(layer.name, layer.cls) for layer in layers] == [
+        ("a", "Linear"), ("conv", "Conv3d"), ("norm", "Norm"), ("token_embedding", "Embedding"),
+    ]  # fmt: skip
+
+
+def test_file_dtype_is_that_of_most_weights():
+    tensors = {"a.weight": torch.zeros(4, 4, dtype=torch.bfloat16), "b": torch.zeros(3)}
+    assert plan.file_dtype(checkpoint(**tensors)) == "bf16"
+
+
+def test_weight_bytes_count_each_layer_as_planned():
+    tensors = {f"{layer.name}.weight": torch.zeros(layer.shape, dtype=torch.bfloat16) for layer in LAYERS}
+    stored = checkpoint(**tensors, loose=torch.zeros(5, dtype=torch.bfloat16))
+    result = planned("sm_86", storage="fp8_e4m3fn")
+    sizes = {layer.name: torch.Size(layer.shape).numel() for layer in LAYERS}
+    expected = sizes["blocks.0.ffn.0"] + 2 * (sum(sizes.values()) - sizes["blocks.0.ffn.0"]) + 10
+    assert plan.weight_bytes(stored, result) == expected
+
+
+@pytest.mark.parametrize(
+    ("storage", "file_storage", "free", "expected"),
+    [
+        ("auto", "fp16", 20e9, "fp16"),
+        ("auto", "fp8_e4m3fn", 20e9, "as_file"),
+        ("auto", "bf16", 5e9, "fp8_e4m3fn"),
+        ("bf16", "fp16", 5e9, "bf16"),
+    ],
+)
+def test_text_encoder_storage(storage, file_storage, free, expected):
+    choice, _ = plan.plan_text_encoder(LAYERS, storage, file_storage, "fp16", 10_000_000_000, int(free))
+    assert choice.used == expected
+
+
+def test_text_encoder_keeps_embeddings():
+    layers = [plan.Layer("shared", "Embedding", (9, 4)), plan.Layer("encoder.block.0.wo", "Linear", (4, 4))]
+    _, decisions = plan.plan_text_encoder(layers, "fp8_e4m3fn", "fp16", "fp16", 1, 10)
+    assert [decisions[layer.name].storage for layer in layers] == ["as_file", "fp8_e4m3fn"]

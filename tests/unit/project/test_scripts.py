@@ -1,0 +1,291 @@
+"""The scripts that set up, start and drive ComfyUI, without one."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import bench_peers
+import environment
+import peers_table
+import pytest
+from comfyui_server import Server, ServerError, error_text, link_pack, make_base_directory
+from workflow import WorkflowError, shrink, small_file, substitute_files, to_prompt
+
+ROOT = Path(__file__).absolute().parents[3]
+
+
+def make_comfyui(folder: Path) -> Path:
+    (folder / "comfy").mkdir(parents=True)
+    (folder / "main.py").touch()
+    return folder
+
+
+def test_explicit_comfyui_wins_over_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMFYUI_DIR", str(make_comfyui(tmp_path / "from variable")))
+    assert environment.find_comfyui(make_comfyui(tmp_path / "explicit")) == tmp_path / "explicit"
+    assert environment.find_comfyui() == tmp_path / "from variable"
+
+
+def test_folder_without_comfyui_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(environment.SetupError, match=r"not a ComfyUI folder"):
+        environment.find_comfyui(tmp_path)
+
+
+def test_comfyui_around_the_pack_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COMFYUI_DIR", raising=False)
+    host = make_comfyui(tmp_path / "ComfyUI")
+    monkeypatch.setattr(environment, "ROOT", host / "custom_nodes" / "halfsafe")
+    assert environment.find_comfyui() == host
+    monkeypatch.setattr(environment, "ROOT", tmp_path / "halfsafe")
+    assert environment.find_comfyui() is None
+
+
+def test_only_the_vendored_comfyui_is_unpacked(tmp_path: Path) -> None:
+    archive = tmp_path / "archive.tar.gz"
+    names = ("pkg-1/vendor/ComfyUI/main.py", "pkg-1/setup.py", "pkg-1/vendor/ComfyUI/../../../escaped.py")
+    with tarfile.open(archive, "w:gz") as tar:
+        for name in names:
+            tar.addfile(tarfile.TarInfo(name), io.BytesIO())
+    unpacked = environment._unpack(archive, tmp_path / "out")
+    files = [path for path in tmp_path.rglob("*.py") if path.is_file()]
+    assert files == [unpacked / "main.py"]
+
+
+def test_failed_stage_shows_what_the_command_said() -> None:
+    with pytest.raises(environment.SetupError, match=r"(?s)Breaking failed:.*no such package"):
+        environment._run("Breaking", [sys.executable, "-c", "print('no such package'); raise SystemExit(1)"])
+
+
+def test_interrupted_or_foreign_stamp_is_not_a_finished_one(tmp_path: Path) -> None:
+    assert environment._stamp(tmp_path) == {}
+    (tmp_path / "halfsafe.json").write_text("{", encoding="utf-8")
+    assert environment._stamp(tmp_path) == {}
+
+
+def test_broken_interpreter_is_not_usable(tmp_path: Path) -> None:
+    assert environment._is_usable(Path(sys.executable), imports=True)
+    assert not environment._is_usable(tmp_path / "absent", imports=False)
+
+
+def test_lock_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
+        f"import pathlib, environment\nwith environment._locked(pathlib.Path({str(lock)!r})): print('in')"
+    )
+    with environment._locked(lock):
+        waiting = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        with pytest.raises(subprocess.TimeoutExpired):
+            waiting.wait(timeout=1.5)
+    assert waiting.communicate(timeout=30)[0].strip() == b"in"
+
+
+def test_pack_is_linked_into_an_otherwise_empty_base(tmp_path: Path) -> None:
+    base = make_base_directory(tmp_path / "base", ROOT)
+    assert [path.name for path in (base / "custom_nodes").iterdir()] == ["Halfsafe-Pack"]
+    assert (base / "custom_nodes" / "Halfsafe-Pack" / "pyproject.toml").samefile(ROOT / "pyproject.toml")
+
+
+def test_pack_is_copied_where_links_are_not_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = tmp_path / "pack"
+    (pack / ".venv").mkdir(parents=True)
+    (pack / "__init__.py").touch()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no privilege")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    link_pack(pack, tmp_path / "target")
+    assert [path.name for path in (tmp_path / "target").iterdir()] == ["__init__.py"]
+
+
+def test_server_listens_on_loopback_only(tmp_path: Path) -> None:
+    command = Server(tmp_path, tmp_path).command(port=1)
+    assert command[command.index("--listen") + 1] == "127.0.0.1"
+
+
+def test_server_that_ends_at_once_reports_its_log(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text("raise SystemExit('no torch here')", encoding="utf-8")
+    with pytest.raises(ServerError, match="no torch here"):
+        Server(tmp_path, tmp_path).start()
+
+
+def test_failed_prompt_names_its_node() -> None:
+    detail = {"node_type": "KSampler", "exception_message": "out of memory", "traceback": ["line 1"]}
+    entry = {"status": {"status_str": "error", "messages": [["execution_error", detail]]}}
+    assert error_text(entry).startswith("KSampler: out of memory")
+
+
+def test_seed_control_value_is_not_taken_for_an_input() -> None:
+    info = {
+        "Sampler": {
+            "input": {
+                "required": {
+                    "seed": ["INT", {"default": 0, "control_after_generate": True}],
+                    "steps": ["INT", {"default": 20}],
+                    "name": [["euler", "heun"]],
+                    "model": ["MODEL"],
+                },
+                "optional": {"late": ["FLOAT", {"default": 0.5}]},
+            }
+        }
+    }
+    node = {"id": 4, "type": "Sampler", "widgets_values": [7, "randomize", 12, "heun"], "inputs": []}
+    prompt = to_prompt({"nodes": [node], "links": []}, info)
+    assert prompt["4"]["inputs"] == {"seed": 7, "steps": 12, "name": "heun", "late": 0.5}
+
+
+def test_links_pass_through_reroutes_and_bypassed_nodes() -> None:
+    info = {name: {"input": {"required": {"model": ["MODEL"]}}} for name in ("Load", "Patch", "Use")}
+    info["Load"]["input"]["required"] = {}
+    slot = {"name": "model", "type": "MODEL"}
+    nodes = [
+        {"id": 1, "type": "Load"},
+        {"id": 2, "type": "Patch", "mode": 4, "inputs": [{**slot, "link": 10}]},
+        {"id": 3, "type": "Reroute", "inputs": [{"name": "", "type": "*", "link": 11}]},
+        {"id": 4, "type": "Use", "inputs": [{**slot, "link": 12}]},
+    ]
+    links = [[10, 1, 0, 2, 0, "MODEL"], [11, 2, 0, 3, 0, "MODEL"], [12, 3, 0, 4, 0, "MODEL"]]
+    assert to_prompt({"nodes": nodes, "links": links}, info)["4"]["inputs"] == {"model": ["1", 0]}
+
+
+def test_unknown_node_and_file_are_named() -> None:
+    with pytest.raises(WorkflowError, match="Absent"):
+        to_prompt({"nodes": [{"id": 1, "type": "Absent"}], "links": []}, {})
+    info = {"Load": {"input": {"required": {"odd_name": [["a.safetensors"]]}}}}
+    prompt = {"1": {"class_type": "Load", "inputs": {"odd_name": "b.safetensors"}}}
+    with pytest.raises(WorkflowError, match=r"b\.safetensors"):
+        substitute_files(prompt, info, small_file)
+
+
+def test_clip_l_stand_in_is_loaded_as_sd3() -> None:
+    info = {"Load": {"input": {"required": {"clip_name1": [["clip_l.safetensors"]], "type": [["wan", "sd3"]]}}}}
+    prompt = {"1": {"class_type": "Load", "inputs": {"clip_name1": "umt5.safetensors", "type": "wan"}}}
+    inputs = substitute_files(prompt, info, small_file)["1"]["inputs"]
+    assert inputs == {"clip_name1": "clip_l.safetensors", "type": "sd3"}
+
+
+def test_shrinking_lowers_sizes_and_nothing_else() -> None:
+    prompt = {"1": {"class_type": "Latent", "inputs": {"width": 832, "steps": 1, "cfg": 6.0, "length": True}}}
+    inputs = shrink(prompt, width=256)["1"]["inputs"]
+    assert inputs == {"width": 256, "steps": 1, "cfg": 6.0, "length": True}
+
+
+@pytest.fixture
+def packs_module(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("peers_packs")
+
+
+@pytest.fixture
+def peers_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A comparison with one peer whose measurements are taken from a list, in order; what was asked is in `asked`."""
+    bench = bench_peers.Bench(environment.Environment(Path(sys.executable), tmp_path), tmp_path, {"KJNodes": tmp_path}, [])
+    bench.answers, bench.asked = {}, []
+
+    def measure(name: str, **job: object) -> dict:
+        bench.asked.append(job["side"])
+        return bench.answers[job["side"]].pop(0)
+
+    monkeypatch.setattr(bench, "measure", measure)
+    return bench
+
+
+def test_a_peer_that_is_not_given_is_left_out_and_named(peers_bench, tmp_path: Path) -> None:
+    assert set(peers_bench.there(bench_peers.SUMS)) == {
+        "Halfsafe Accumulation",
+        "KJNodes ModelPatchTorchSettings",
+        "KJNodes DiffusionModelLoaderKJ",
+    }
+    found = bench_peers.conditions(environment.Environment(Path(sys.executable), make_versioned(tmp_path)), peers_bench.packs)
+    assert found["left_out"] == ["GGUF: not given (--gguf DIR)", "WanVideoWrapper: not given (--wrapper DIR)"]
+
+
+def make_versioned(folder: Path) -> Path:
+    (folder / "comfyui_version.py").write_text('__version__ = "0.0.0"', encoding="utf-8")
+    return folder
+
+
+def test_sides_take_turns_and_the_one_that_fails_is_not_repeated(peers_bench) -> None:
+    peers_bench.answers = {
+        "Halfsafe": [{"seconds": 1.0, "error": None}, {"seconds": 5.0, "error": None}, {"seconds": 2.0, "error": None}],
+        "KJNodes": [{"fails": "ValueError: no"}],
+    }
+    rows = peers_bench.in_turns("load", {"ours": {"side": "Halfsafe"}, "theirs": {"side": "KJNodes"}}, runs=3)
+    assert rows == [{"name": "ours", "seconds": 2.0, "error": None}, {"name": "theirs", "fails": "ValueError: no"}]
+    assert peers_bench.asked == ["Halfsafe", "KJNodes", "Halfsafe", "Halfsafe"]
+
+
+def test_exact_figures_take_one_process_for_each_pack(peers_bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(bench_peers.EXACT, "nan", {"A": {"side": "KJNodes"}, "B": {"side": "Halfsafe"}, "C": {"side": "KJNodes"}})
+    asked = []
+
+    def measure(name: str, side: str, parts: list[dict]) -> dict:
+        asked.append((name, side))
+        return {"rows": [{"name": part["name"], "measure": part["measure"]} for part in parts]}
+
+    monkeypatch.setattr(peers_bench, "measure", measure)
+    rows = peers_bench.exact(["fp8_product", "nan"])
+    assert [row["name"] for row in rows["nan"]] == ["A", "B", "C"]
+    assert {row["measure"] for row in rows["fp8_product"]} == {"fp8_product"}
+    assert sorted(asked) == [("several", "ComfyUI"), ("several", "Halfsafe"), ("several", "KJNodes")]
+
+
+def test_what_a_peer_cannot_do_stands_under_the_table_in_full() -> None:
+    done = {"seconds": 1.0, "cpu_seconds": 0.5, "anonymous_bytes": None, "weight_bytes": 2e9, "error": None, "import_cpu_seconds": 0.25}
+    text = peers_table.loads(
+        [
+            {"name": "works", **done},
+            {"name": "loads", **done, "error": 0.0389, "call_fails": "AssertionError: assert e"},
+            {"name": "does not", "fails": "ValueError: not a scaled fp8 model"},
+        ]
+    )
+    assert "| works | 1.00 | 0.50 | - | 2.00 GB | - | - | NaN | 0.25 |" in text
+    assert "loads, its own call: AssertionError: assert e; the error is of its stored weights" in text
+    assert "does not: ValueError: not a scaled fp8 model" in text
+
+
+def test_the_same_error_of_several_options_is_written_once() -> None:
+    cells = [("fp16", "fp32", {"error": 0.25}), ("fp16", "fp16", {"fails": "E: x"}), ("bf16", "fp16", {"fails": "E: x"})]
+    rows = [{"storage": storage, "compute": compute, **found} for storage, compute, found in cells]
+    text = peers_table.options([{"name": "Peer", "rows": rows}])
+    assert "| fp16 | fp32 | 0.25 |" in text
+    assert "| bf16 | fp16 | a |" in text
+    assert text.count("E: x") == 1
+
+
+def test_a_flag_left_behind_counts_against_its_node() -> None:
+    kept = {"asked": True, "inside": True, "restored": True}
+    lost = kept | {"restored": False}
+    rows = [{"end": "finishes", **kept}, {"end": "finishes", **lost}, {"end": "raises", **lost}]
+    text = peers_table.accumulation([{"name": "Node", "rows": rows, "two_models": {"right": False}}])
+    assert "| Node | 3 of 3 | 1 of 2 | 0 of 1 | not run | wrong |" in text
+
+
+def test_errors_of_peers_name_no_folder_of_the_machine(packs_module, tmp_path: Path) -> None:
+    def fail() -> dict:
+        raise FileNotFoundError(f"no {tmp_path / 'models' / 'a.gguf'}")
+
+    found = packs_module.Host(tmp_path, {}).attempt(fail)["fails"]
+    assert found.startswith("FileNotFoundError: no .../models/a.gguf (test_scripts.py:")
+    assert str(tmp_path) not in found
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "kind"),
+    [
+        ("blocks.0.ffn.0.weight", (8960, 1536), "Q8_0"),
+        ("blocks.0.ffn.0.bias", (8960,), "F32"),
+        ("blocks.0.modulation", (1, 6, 1536), "F32"),
+        ("patch_embedding.weight", (1536, 16, 1, 2, 2), "F32"),
+        ("text_embedding.0.weight", (1536, 4096), "BF16"),
+        ("head.head.weight", (64, 1536), "BF16"),
+    ],
+)
+def test_q8_file_keeps_what_the_converter_keeps(packs_module, name: str, shape: tuple, kind: str) -> None:
+    assert packs_module.gguf_type(name, shape) == kind

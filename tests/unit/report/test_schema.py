@@ -1,0 +1,307 @@
+"""The report's JSON is a public contract; its text and picture are what people read and paste."""
+
+import json
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from halfsafe.precision.devices import detect as devices
+from halfsafe.precision.devices import probes
+from halfsafe.precision.report import chart
+from halfsafe.precision.report import schema as report
+from halfsafe.precision.report import text as report_text
+
+CONTRACT = """
+{"version": 1,
+ "device": {"name": "NVIDIA GeForce RTX 3090", "profile": "sm_86", "simulated": false,
+            "capabilities": {"bf16": true, "fp8_matmul": false}},
+ "model": {"class": "WAN21", "parameters": 1420000000, "weight_bytes": 1500000000,
+           "bytes_by_storage": {"fp8_e4m3fn": 1400000000, "fp16": 100000000}},
+ "layers": [{"name": "blocks.0.ffn.0", "class": "Linear", "storage": "fp8_e4m3fn", "mode": "fp16_wide",
+             "accumulation": "fp32", "stream": "fp32", "reason": "may overflow"}],
+ "flags": {"fp16_accumulation": {"requested": "auto", "in_scope": false, "outside": false, "reason": "no gain"}},
+ "without_effect": [{"setting": "tf32", "reason": "bf16 model"}],
+ "kept_high": [{"name": "head.head", "reason": "last projection"}],
+ "guard": {"verdict": "recovered", "calls": 20, "extra_calls": 2, "escalations": {"blocks.0.ffn.2": "fp16_wide"},
+           "events": [{"call": 4, "step": 2, "sigma": 0.75, "layer": "blocks.0.ffn.2", "op": "add", "kind": "overflow",
+                       "batch_rows": [0], "from": "fp16", "to": "fp16_wide", "recovered": true}]}}
+"""
+
+
+RULE = "blocks.0.ffn.2 compute=fp16_safe stream=fp32"
+
+
+def contract_report():
+    event = report.GuardEvent(4, 2, 0.75, "blocks.0.ffn.2", "add", "overflow", [0], "fp16", "fp16_wide", True)
+    layer = report.LayerReport("blocks.0.ffn.0", "Linear", "fp8_e4m3fn", "fp16_wide", "fp32", "fp32", "may overflow")
+    sizes = {"fp8_e4m3fn": 1_400_000_000, "fp16": 100_000_000}
+    return report.Report(
+        device=json.loads(CONTRACT)["device"],
+        model=report.ModelReport("WAN21", 1_420_000_000, 1_500_000_000, sizes),
+        layers=[layer],
+        flags={"fp16_accumulation": {"requested": "auto", "in_scope": False, "outside": False, "reason": "no gain"}},
+        without_effect=[report.WithoutEffect("tf32", "bf16 model")],
+        kept_high=[report.KeptHigh("head.head", "last projection")],
+        guard=report.GuardReport("recovered", 20, 2, {"blocks.0.ffn.2": "fp16_wide"}, [event], RULE, "Nothing to do."),
+    )
+
+
+def wan(blocks=30, kept=(0, 1, 29)):
+    """Layers like Wan's: blocks that are alike but for those in ``kept``."""
+    layers = [report.LayerReport("patch_embedding", "Conv3d", "fp16", "fp32", "fp32", "fp32", "embedder")]
+    for block in range(blocks):
+        storage, reason = ("fp16", "first and last blocks") if block in kept else ("fp8_e4m3fn", "")
+        for part in ("self_attn.q", "ffn.0", "ffn.2"):
+            name = f"blocks.{block}.{part}"
+            layers.append(report.LayerReport(name, "Linear", storage, "fp16", "fp32", "same", reason))
+    high = [report.KeptHigh(layer.name, layer.reason) for layer in layers if layer.reason]
+    sizes = {"fp8_e4m3fn": 3 * 1024**3, "fp16": 1024**3}
+    model = report.ModelReport("WAN21", 3_000_000_000, 4 * 1024**3, sizes)
+    return report.Report(model=model, layers=layers, kept_high=high, flags=report.flag_reports())
+
+
+def test_json_is_the_contracts_key_for_key_in_its_order():
+    found, contract = contract_report().to_json(), json.loads(CONTRACT)
+    assert list(found) == [*contract, "decisions", "notes", "ranges"]
+    assert list(found["guard"]) == [*contract["guard"], "rules", "advice"]
+    found["guard"] = {key: found["guard"][key] for key in contract["guard"]}
+    assert json.dumps({key: found[key] for key in contract}) == json.dumps(contract)
+
+
+def test_an_empty_report_has_every_section_and_no_guard():
+    assert report.Report().to_json() == {
+        "version": 1,
+        "device": {},
+        "model": {"class": "", "parameters": 0, "weight_bytes": 0, "bytes_by_storage": {}},
+        "layers": [],
+        "flags": {},
+        "without_effect": [],
+        "kept_high": [],
+        "guard": {"verdict": "off", "calls": 0, "extra_calls": 0, "escalations": {}, "events": [], "rules": "", "advice": ""},
+        "decisions": {},
+        "notes": [],
+        "ranges": {},
+    }
+
+
+def test_reports_do_not_share_their_lists():
+    report.Report().layers.append("x")
+    assert report.Report().layers == []
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (float("nan"), None),
+        (float("inf"), None),
+        (torch.tensor(0.5), 0.5),
+        (torch.tensor([1, 2]), [1, 2]),
+        (torch.tensor(float("inf")), None),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3),
+        (torch.float8_e4m3fn, "fp8_e4m3fn"),
+        (torch.device("cpu"), "cpu"),
+        (Path("a") / "b.safetensors", str(Path("a") / "b.safetensors")),
+        ((1, (2.0, None)), [1, [2.0, None]]),
+        ({torch.float16: True}, {"torch.float16": True}),
+    ],
+)
+def test_every_value_becomes_json(value, expected):
+    assert report.plain(value) == expected
+    json.dumps(report.plain(value), allow_nan=False)
+
+
+def test_mode_and_verdict_words_are_the_contracts():
+    assert report.MODES == ("fp8", "fp16_acc16", "fp16", "fp16_wide", "fp16_scaled", "bf16", "fp32")
+    assert set(report.VERDICTS) == {
+        "clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault", "off",
+    }  # fmt: skip
+
+
+def test_the_device_section_is_what_the_device_can_do():
+    section = report.device_section(devices.detect(torch.device("cpu"), profile="sm_75"))
+    assert (section["profile"], section["simulated"]) == ("sm_75", True)
+    assert section["capabilities"]["bf16"] is False and section["capabilities"]["fp8_storage"] is True
+    json.dumps(section)
+
+
+def test_repeated_blocks_are_told_once():
+    text = wan(kept=()).to_text()
+    assert "  blocks.*.ffn.0 x30 " in text
+    assert "blocks.0." not in text
+    assert text.count("ffn.2") == 1
+
+
+def test_blocks_that_differ_are_told_apart_by_number():
+    lines = wan().to_text().splitlines()
+    assert any("blocks.[0-1,29].ffn.0 x3" in line and " fp16 " in line for line in lines)
+    assert any("blocks.[2-28].ffn.0 x27" in line and "fp8_e4m3fn" in line for line in lines)
+
+
+def test_kept_layers_are_named_with_their_reason():
+    text = wan().to_text().split("Kept in high precision (10)")[1]
+    assert "patch_embedding" in text and "embedder" in text
+    assert "blocks.[0-1,29].self_attn.q x3" in text and "first and last blocks" in text
+
+
+def test_the_storage_table_has_layers_bytes_and_shares():
+    text = wan().to_text()
+    row = next(line for line in text.splitlines() if line.startswith("fp8_e4m3fn")).split()
+    assert row == ["fp8_e4m3fn", "81", "3.00", "GiB", "75.0%"]
+
+
+def test_the_text_tells_guard_flags_and_settings_without_effect():
+    text = contract_report().to_text()
+    assert "Guard: recovered (20 calls, 2 repeated)" in text
+    assert "step 2, sigma 0.75, call 4: overflow in blocks.0.ffn.2 (add), batch rows 0, fp16 -> fp16_wide" in text
+    assert RULE in text and "Nothing to do." in text
+    assert "tf32: bf16 model" in text
+    assert "NVIDIA GeForce RTX 3090, profile sm_86" in text and "can: bf16; cannot: fp8_matmul" in text
+    flag = next(line for line in text.splitlines() if line.startswith("  fp16_accumulation"))
+    assert flag.split() == ["fp16_accumulation", "auto", "off", "off"]
+
+
+def test_a_sigma_that_is_nan_is_readable():
+    broken = contract_report()
+    broken.guard.events[0].sigma = float("nan")
+    assert "sigma unknown" in broken.to_text()
+
+
+def test_text_fits_a_hundred_columns_whatever_the_names():
+    full = contract_report()
+    name = "diffusion_model.input_blocks.4.1.transformer_blocks.0.attn1.to_out.0.projection.with.a.long.name"
+    setup = ("CausalConv3dWithLongName", "fp8_e4m3fn", "fp16_acc16", "fp16", "fp32")
+    full.layers += [report.LayerReport(name, *setup, "why " * 60)]
+    full.kept_high += [report.KeptHigh(f"{name[:60]}.{index}", "reason " * 40) for index in range(9)]
+    full.flags = report.flag_reports()
+    full.without_effect += [report.WithoutEffect("setting", "word " * 60)]
+    text = full.to_text()
+    assert name in text
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert not any(line.endswith(" ") for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("blocks.12.ffn.0", "blocks.*.ffn.0"),
+        ("double_blocks.3.img_mod.lin", "double_blocks.*.img_mod.lin"),
+        ("input_blocks.4.1.transformer_blocks.0.attn1.to_q", "input_blocks.*.1.transformer_blocks.*.attn1.to_q"),
+        ("layers.7.mlp.0", "layers.*.mlp.0"),
+        ("img_in", "img_in"),
+    ],
+)
+def test_patterns_replace_block_numbers_only(name, pattern):
+    assert report_text.pattern_of(name) == pattern
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [([0, 1, 2, 39], "0-2,39"), ([5], "5"), ([3, 1, 2], "1-3"), ([1, 3, 5, 6], "1,3,5-6")]
+)
+def test_ranges(numbers, text):
+    assert report_text.ranges(numbers) == text
+
+
+def test_a_part_of_nested_blocks_is_counted():
+    names = [f"input_blocks.{a}.1.transformer_blocks.{b}.q" for a in range(3) for b in range(2)]
+    grouped = report_text.grouped(names[:2], report_text.count_patterns(names))
+    assert grouped == ["input_blocks.*.1.transformer_blocks.*.q x2 of 6"]
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(512, "512 B"), (2048, "2.00 KiB"), (5 * 1024**2, "5.00 MiB"), (3 * 1024**3, "3.00 GiB")]
+)
+def test_sizes(count, text):
+    assert report_text.size_text(count) == text
+
+
+def share_of(picture, colour):
+    wanted = np.array(colour, dtype=np.float32) / 255
+    return np.isclose(picture, wanted, atol=1e-3).all(axis=-1).mean(axis=1)
+
+
+def test_the_chart_is_an_image_of_the_right_kind():
+    picture = report.chart(wan())
+    assert picture.dtype == np.float32 and picture.shape[1:] == (1024, 3)
+    assert 300 < picture.shape[0] < 700
+    assert 0.0 <= picture.min() < picture.max() <= 1.0
+
+
+def test_the_charts_bars_are_as_wide_as_their_shares():
+    picture = report.chart(wan())
+    rows = share_of(picture, chart.STORAGE_COLOURS["fp8_e4m3fn"]) * 1024 / chart.INNER
+    assert np.isclose(rows, 0.75, atol=0.002).sum() >= chart.BAR_HEIGHT
+    rest = share_of(picture, chart.STORAGE_COLOURS["fp16"]) * 1024 / chart.INNER
+    assert np.isclose(rest, 0.25, atol=0.002).sum() >= chart.BAR_HEIGHT
+    assert np.isclose(rows, 81 / 91, atol=0.1).sum() >= chart.STRIP_HEIGHT
+
+
+def test_a_strip_shows_layers_in_order():
+    strip = np.asarray(chart.strip_image(["fp16"] * 1 + ["fp8_e4m3fn"] * 3, chart.STORAGE_COLOURS))
+    assert tuple(strip[0, 0]) == chart.STORAGE_COLOURS["fp16"]
+    assert tuple(strip[0, chart.INNER // 4 - 1]) == chart.STORAGE_COLOURS["fp16"]
+    assert tuple(strip[0, chart.INNER // 4]) == chart.STORAGE_COLOURS["fp8_e4m3fn"]
+    assert tuple(strip[-1, -1]) == chart.STORAGE_COLOURS["fp8_e4m3fn"]
+
+
+def test_every_mode_and_storage_option_has_its_own_colour():
+    assert set(report.MODES) <= set(chart.MODE_COLOURS)
+    for colours in (chart.MODE_COLOURS, chart.STORAGE_COLOURS):
+        assert len(set(colours.values())) == len(colours)
+
+
+@pytest.mark.parametrize("layers", [0, 1, 5000])
+def test_charts_of_any_size_are_drawn(layers):
+    rows = [report.LayerReport(f"l{index}", "Linear", "unheard_of", "fp32", "fp32", "same") for index in range(layers)]
+    picture = report.chart(report.Report(layers=rows, model=report.ModelReport("A" * 200, 1, 2, {"unheard_of": 2})))
+    assert picture.shape[1:] == (1024, 3)
+
+
+def test_a_flag_report_shows_the_present_flags(monkeypatch):
+    matmul = types.SimpleNamespace(
+        allow_fp16_accumulation=True, allow_tf32=False,
+        allow_fp16_reduced_precision_reduction=False, allow_bf16_reduced_precision_reduction=False,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
+    assert report.flag_report("fp16_accumulation") == {
+        "requested": "unchanged", "in_scope": True, "outside": True, "reason": "No accumulation node is attached.",
+    }  # fmt: skip
+    assert report.flag_report("reduced_precision_reduction")["in_scope"] is False
+    tf32 = report.flag_report("tf32", "off", "Asked for.")
+    assert (tf32["requested"], tf32["in_scope"]) == ("off", torch.backends.cudnn.allow_tf32)
+    assert tf32["reason"].startswith("Asked for. Outside: matmul off, convolution")
+
+
+def test_a_flag_torch_does_not_have_is_null_and_explained(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace())
+    entry = report.flag_report("fp16_accumulation")
+    assert entry["in_scope"] is None and entry["outside"] is None
+    assert "has no such flag" in entry["reason"]
+
+
+def test_all_four_settings_are_reported_and_nothing_is_changed():
+    before = probes.read_flags()
+    entries = report.flag_reports()
+    assert list(entries) == ["fp16_accumulation", "reduced_precision_reduction", "tf32", "fp8_fast_accumulation"]
+    for entry in entries.values():
+        assert entry["requested"] == "unchanged" and entry["in_scope"] == entry["outside"]
+    assert entries["fp8_fast_accumulation"]["in_scope"] is False
+    assert probes.read_flags() == before
+
+
+def test_the_chart_shows_ranges_sums_and_what_the_guard_did():
+    plain, shown = wan(), wan()
+    shown.ranges = {layer.name: 2.0 ** (index % 20) for index, layer in enumerate(shown.layers)}
+    shown.layers[3].accumulation = "fp16"
+    shown.guard = contract_report().guard
+    picture = report.chart(shown)
+    assert picture.shape[0] > report.chart(plain).shape[0] + chart.RANGE_HEIGHT
+    for colour in (chart.BEYOND, chart.WITHIN, chart.SUM_COLOURS["fp16"]):
+        assert share_of(picture, colour).any()
+
+
+def test_a_name_of_any_length_is_cut_at_once():
+    text = chart.shortened("x" * 10_000_000, 100, 15)
+    assert text.endswith("...") and len(text) < 100
