@@ -1,14 +1,15 @@
 """torch's process-wide precision flags as a scope: set for one model's calls, and back to what they were.
 
 Restoring is exact, whatever the flags were set with. Three things make that less simple than it sounds (torch 2.11):
-a plain bool for a reduced-precision reduction leaves its split-k half on; writing ``allow_tf32`` also moves
+a reduced-precision reduction has a split-k half, which a plain bool turns on; writing ``allow_tf32`` also moves
 ``fp32_precision`` from "none" to "ieee"; and once the new TF32 names were written the old ones may refuse to be read
 (PyTorch #164766, #166387).
 """
 
+import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -43,8 +44,10 @@ def _read_pair(name: str) -> tuple[bool, bool] | bool:
 
 
 def _write_pair(name: str, value: tuple[bool, bool] | bool) -> None:
+    """A bool leaves split-k allowed, which reduces in fp32 while the flag is off. Without it cuBLAS refuses every half
+    product that has no cublasLt epilogue (ATen CUDABlas.cpp, DisallowReducedPrecisionDisallowSplitK)."""
     if isinstance(value, bool) and _has_split_k():
-        value = (value, value)
+        value = (value, True)
     setattr(_matmul(), f"allow_{name}", value)
 
 
@@ -120,11 +123,53 @@ def is_on(name: str) -> bool | None:
     return None if state is None else SETTINGS[name].is_on(state)
 
 
+PATHS = {
+    "fp16_accumulation": "cuda.matmul.allow_fp16_accumulation",
+    "fp16_reduced_precision_reduction": "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "fp16_reduced_precision_reduction_split_k": "cuda.matmul.allow_fp16_reduced_precision_reduction_split_k",
+    "bf16_reduced_precision_reduction": "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "bf16_reduced_precision_reduction_split_k": "cuda.matmul.allow_bf16_reduced_precision_reduction_split_k",
+    "tf32_matmul": "cuda.matmul.allow_tf32",
+    "tf32_convolution": "cudnn.allow_tf32",
+    "math_sdp_reduction": "cuda.fp16_bf16_reduction_math_sdp_allowed",
+}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag's present value, and its name in torch; ``value`` is None when this torch does not have it."""
+
+    name: str
+    value: bool | None
+    detail: str
+
+
+def read_flags() -> dict[str, Flag]:
+    """The flags that decide how sums are kept, read without changing any."""
+    return {name: read_flag(name) for name in PATHS}
+
+
+def read_flag(name: str) -> Flag:
+    """One flag of ``PATHS``, by torch's older or newer names."""
+    value = is_on(name) if name in SETTINGS else _get_path(PATHS[name])
+    detail = f"torch {torch.__version__} has no such flag" if value is None else f"torch.backends.{PATHS[name]}"
+    return Flag(name, value, detail)
+
+
+def _get_path(path: str) -> bool | None:
+    try:
+        value = operator.attrgetter(path)(torch.backends)
+    except UNREADABLE:
+        return None
+    return bool(value() if callable(value) else value)
+
+
 class _Scopes:
     """Every scope that is open, in order of opening; the flags are those of the newest.
 
     Threads may open scopes side by side (several GPUs run one model): the flags go back when the last one closes, and
-    where the newest scopes of two threads differ a flag is off, which is always the more precise.
+    where the newest scopes of two threads differ a flag is off, which is always the more precise. So a flag that a
+    thread's newest scope holds off is off until that scope closes, whatever the other threads open.
     """
 
     def __init__(self):
@@ -138,19 +183,33 @@ class _Scopes:
                 if name not in self._before and (state := state_of(name)) is not None:
                     self._before[name] = state
             self._open.append((key, threading.get_ident(), wanted))
-            self._apply()
+            self._apply(wanted)
 
     def leave(self, key: object) -> None:
         with self._lock:
+            closed = [wanted for entry, _, wanted in self._open if entry is key]
             self._open = [entry for entry in self._open if entry[0] is not key]
-            self._apply()
+            self._apply(name for wanted in closed for name in wanted)
             if not self._open:
                 self._before.clear()
 
-    def _apply(self) -> None:
-        for name, before in self._before.items():
-            newest = {thread: scope[name] for _, thread, scope in self._open if name in scope}
-            wanted = all(newest.values()) if newest else before
+    def holds(self, name: str, value: bool) -> bool:
+        """Whether the newest scope of this thread that names the setting holds it at this value."""
+        mine = threading.get_ident()
+        with self._lock:
+            for _, thread, wanted in reversed(self._open):
+                if thread == mine and name in wanted:
+                    return wanted[name] is value
+        return False
+
+    def _newest(self, name: str) -> dict[int, bool]:
+        """Thread -> what its newest scope that names the setting holds it at."""
+        return {thread: wanted[name] for _, thread, wanted in self._open if name in wanted}
+
+    def _apply(self, names: Iterable[str]) -> None:
+        for name in filter(self._before.__contains__, names):
+            newest = self._newest(name)
+            wanted = all(newest.values()) if newest else self._before[name]
             if state_of(name) != wanted:
                 SETTINGS[name].write(wanted)
 
@@ -158,11 +217,8 @@ class _Scopes:
         with self._lock:
             if name not in self._before or any(thread != threading.get_ident() for _, thread, _ in self._open):
                 return call()
-            try:
-                SETTINGS[name].write(value)
+            with flags_set({name: value}):
                 return call()
-            finally:
-                self._apply()
 
     def outside(self, name: str) -> object | None:
         with self._lock:
@@ -183,6 +239,14 @@ def flags_set(wanted: Mapping[str, bool]) -> Iterator[None]:
         _scopes.leave(key)
 
 
+def fp32_sums() -> AbstractContextManager[None]:
+    """Keep fp16 accumulation off, for fp16 products with fp32 results, which cuBLAS refuses while it is on (ATen CUDABlas.cpp,
+    allowFP16AccumulationCuBLAS). A graph of torch.compile cannot switch flags: inside of one nothing changes."""
+    if torch.compiler.is_compiling() or _scopes.holds("fp16_accumulation", False):
+        return nullcontext()
+    return flags_set({"fp16_accumulation": False})
+
+
 def switched(name: str, value: bool, call: Callable[[], Result]) -> Result:
     """``call()`` with one flag of this thread's open scope at ``value``; at the scope's value while other threads have one.
 
@@ -192,6 +256,6 @@ def switched(name: str, value: bool, call: Callable[[], Result]) -> Result:
 
 
 def outside(name: str) -> bool | None:
-    """What a setting is outside every open scope; None where this torch does not have it."""
+    """What a setting is outside of every open scope; None where this torch does not have it."""
     state = _scopes.outside(name)
     return None if state is None else SETTINGS[name].is_on(state)

@@ -1,8 +1,11 @@
 """Matrix products, convolutions and attention with fp16 operands, fp32 sums and fp32 results that cannot overflow.
 
 ``fp16_wide``: the operand fits fp16 and the result is fp32. ``fp16_scaled``: the operand is first scaled by an exact power
-of two. Where the device can only return fp16, the scale also keeps the result in range: a sum of products is at most
-``amax(x) * max_row ||w||_1``, so scaling by that bound is a proof.
+of two. Where the device can only return fp16, as for every convolution, the scale also keeps the result in range: a sum of
+products is at most ``amax(x) * max_row ||w||_1``. That proves the result of every algorithm that adds up these products:
+direct, as a matrix product, implicit or not. It proves nothing of a convolution by Winograd's algorithm that keeps transformed
+inputs in fp16: 4 times larger for F(2x2, 3x3), which the two bits left at the measurement hold until the input grows, and
+100 times for F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). What overflows there gives Inf or NaN, not a wrong number.
 """
 
 import math
@@ -14,6 +17,7 @@ import torch.nn.functional as F
 
 from ..devices.profiles import torch_version
 from ..dtypes import FP16_MAX
+from .flags import fp32_sums
 from .ranges import Ranges, Slot, largest_row_norm, magnitude
 
 Weights = Callable[[torch.nn.Module, torch.Tensor, torch.dtype], AbstractContextManager]
@@ -89,7 +93,8 @@ class SafeOperation:
     def _fp16(self, x, weight, bias, *args, **kwargs) -> torch.Tensor:
         exponent = self.slot.exponent
         x = (x * 2.0**-exponent if exponent else x).to(torch.float16)
-        product = self._product(x, weight, *args, **kwargs)
+        with fp32_sums():
+            product = self._product(x, weight, *args, **kwargs)
         if exponent:
             product = product.mul_(2.0**exponent)
         return product if bias is None else product.add_(self._broadcast(bias))

@@ -5,9 +5,10 @@ import platform
 
 import torch
 
+from ..arithmetic.flags import read_flags
 from ..devices.detect import PROFILE_VARIABLE, Device, auto_compute, detect
 from ..devices.hardware import hardware_name
-from ..devices.probes import fp8_cast, probe, read_flags
+from ..devices.probes import fp8_cast, probe
 from ..devices.profiles import CAPABILITIES
 from ..report.schema import device_section
 from ..report.text import switch, wrapped

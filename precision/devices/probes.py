@@ -1,29 +1,18 @@
 """Tiny executed probes: what this device and this torch really do. They never raise and leave no flag changed."""
 
 import functools
-import operator
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from ..arithmetic.flags import flags_set, is_on, read_flag
 from ..dtypes import dtype_named
 
 PROBE_ERRORS = (RuntimeError, TypeError, AttributeError, ValueError, AssertionError)
 GEMM_TOLERANCE = {"fp16": 1e-2, "bf16": 2e-2, "fp32": 5e-3}
 X86 = ("x86_64", "amd64")
-
-FLAGS = {
-    "fp16_accumulation": "cuda.matmul.allow_fp16_accumulation",
-    "fp16_reduced_precision_reduction": "cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "fp16_reduced_precision_reduction_split_k": "cuda.matmul.allow_fp16_reduced_precision_reduction_split_k",
-    "bf16_reduced_precision_reduction": "cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "bf16_reduced_precision_reduction_split_k": "cuda.matmul.allow_bf16_reduced_precision_reduction_split_k",
-    "tf32_matmul": "cuda.matmul.allow_tf32",
-    "tf32_convolution": "cudnn.allow_tf32",
-    "math_sdp_reduction": "cuda.fp16_bf16_reduction_math_sdp_allowed",
-}
 
 
 @dataclass(frozen=True)
@@ -33,32 +22,6 @@ class Probe:
     name: str
     ok: bool | None
     detail: str
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A backend flag's present value; ``value`` is None when this torch does not have it or will not tell."""
-
-    name: str
-    value: bool | None
-    detail: str
-
-
-def read_flags() -> dict[str, Flag]:
-    """The backend flags that decide how sums are kept, read without changing any."""
-    return {name: read_flag(name) for name in FLAGS}
-
-
-def read_flag(name: str) -> Flag:
-    """One flag of ``FLAGS``. Reading a legacy TF32 flag raises once the new API was used (PyTorch #166387)."""
-    try:
-        value = operator.attrgetter(FLAGS[name])(torch.backends)
-        value = value() if callable(value) else value
-    except AttributeError:
-        return Flag(name, None, f"torch {torch.__version__} has no such flag")
-    except RuntimeError:
-        return Flag(name, None, "set through torch's new fp32_precision API")
-    return Flag(name, bool(value), f"torch.backends.{FLAGS[name]}")
 
 
 @functools.cache
@@ -203,10 +166,8 @@ def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
     """
     if device.type != "cuda" or torch.version.hip:
         return None, "the flag acts on NVIDIA's cuBLAS only"
-    before = read_flag("fp16_accumulation")
-    if before.value is None:
-        return False, before.detail
-    return _overflows_in_fp16(*accumulation_operands(device), before.value)
+    flag = read_flag("fp16_accumulation")
+    return (False, flag.detail) if flag.value is None else _overflows_in_fp16(*accumulation_operands(device))
 
 
 def accumulation_operands(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,13 +178,11 @@ def accumulation_operands(device: torch.device) -> tuple[torch.Tensor, torch.Ten
     return left, right
 
 
-def _overflows_in_fp16(left: torch.Tensor, right: torch.Tensor, before: bool) -> tuple[bool, str]:
-    matmul = torch.backends.cuda.matmul
-    try:
-        matmul.allow_fp16_accumulation = True
+def _overflows_in_fp16(left: torch.Tensor, right: torch.Tensor) -> tuple[bool | None, str]:
+    with flags_set({"fp16_accumulation": True}):
+        if not is_on("fp16_accumulation"):
+            return None, "a model that runs at the moment holds the flag off"
         result = left @ right
-    finally:
-        matmul.allow_fp16_accumulation = before
     if torch.isfinite(result).all():
         return False, "the flag is accepted and does not act: sums stay in fp32"
     return True, "the flag acts: sums are kept in fp16"

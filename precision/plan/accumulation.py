@@ -23,6 +23,8 @@ PARTS = {
 }
 LEFT_ALONE = "Left as it is."
 SIXTEEN_BIT = ("fp16", "bf16", "fp16_wide", "fp16_scaled")
+FP32_RESULTS = "fp16_safe takes fp32 results from its products, which fp16 sums cannot give"
+NO_SWITCH = "torch.compile or several devices leave no way to switch it from layer to layer"
 CUBLAS_ONLY = "it acts on NVIDIA's libraries only, this is {}"
 
 
@@ -57,6 +59,11 @@ class Work:
     compiled: bool = False
     parallel: bool = False
 
+    @property
+    def whole(self) -> bool:
+        """Whether flags are the same for all of its layers: a graph cannot switch them, nor can threads side by side."""
+        return self.compiled or self.parallel
+
 
 @dataclass(frozen=True)
 class AccumulationPlan:
@@ -85,20 +92,25 @@ class AccumulationPlan:
 
 
 def plan_accumulation(request: Request, device: Device, work: Work) -> AccumulationPlan:
-    """Resolve a request for a model on a device. Nothing is raised for a setting that cannot act: it is listed."""
+    """Resolve a request for a model on a device. Nothing is raised for a setting that cannot act: it is listed, and no flag
+    is turned on for it. Off holds even so: a layer may run in another dtype in a later call than it does now."""
     asked = {setting: getattr(request, setting) for setting in PARTS}
     changed = {setting: value for setting, value in asked.items() if value != UNCHANGED}
-    problems = {setting: _problem(setting, device, work) for setting in changed}
+    problems = {setting: _problem(setting, value, device, work) for setting, value in changed.items()}
     attention_problem = _attention_problem(request.attention, work)
     return AccumulationPlan(
         request=request,
-        flags={part: value == "on" for setting, value in changed.items() for part in PARTS[setting]},
+        flags={
+            part: value == "on"
+            for setting, value in changed.items() if value != "on" or not problems[setting]
+            for part in PARTS[setting]
+        },
         proving=request.fp16_accumulation == "auto" and not problems["fp16_accumulation"],
-        whole=work.compiled or work.parallel,
-        naming=request.fp16_accumulation == "on" and not fp16_sums_inert(device, work),
+        whole=work.whole,
+        naming=request.fp16_accumulation == "on" and not problems["fp16_accumulation"],
         fp8_fast=request.fp8_fast_accumulation == "on" and not problems["fp8_fast_accumulation"],
         attention=UNCHANGED if attention_problem else request.attention,
-        reasons={setting: _reason(setting, value, problems.get(setting, "")) for setting, value in asked.items()},
+        reasons={setting: _reason(setting, value, problems.get(setting, ""), device) for setting, value in asked.items()},
         without_effect=_without_effect(changed, problems, request.attention, attention_problem),
     )
 
@@ -113,10 +125,10 @@ def _without_effect(
     return (*found, (f"attention={attention}", attention_problem)) if attention_problem else tuple(found)
 
 
-def _problem(setting: str, device: Device, work: Work) -> str:
-    """Why a setting has no effect here; "" where it has one."""
+def _problem(setting: str, value: str, device: Device, work: Work) -> str:
+    """Why a setting has no effect here; "" where it has one. On and off are obeyed where they only bring no speed."""
     check = {
-        "fp16_accumulation": why_no_fp16_sums,
+        "fp16_accumulation": why_no_fp16_sums if value == "auto" else fp16_sums_inert,
         "reduced_precision_reduction": _reduction_inert,
         "tf32": _tf32_inert,
         "fp8_fast_accumulation": _fp8_inert,
@@ -124,17 +136,24 @@ def _problem(setting: str, device: Device, work: Work) -> str:
     return check(device, work)
 
 
-def _reason(setting: str, asked: str, problem: str) -> str:
+def _reason(setting: str, asked: str, problem: str, device: Device) -> str:
     if asked == UNCHANGED:
         return LEFT_ALONE
     if problem:
         return f"No effect here: {problem}."
-    return AUTO[setting] if asked == "auto" else f"Held {asked} while this model runs."
+    if asked == "auto":
+        return AUTO[setting]
+    no_gain = setting == "fp16_accumulation" and asked == "on" and not device.capabilities[setting]
+    more = device.reason(setting) if no_gain else HELD.get((setting, asked), "")
+    return f"Held {asked} while this model runs. {more}".strip()
 
 
 AUTO = {
     "fp16_accumulation": "fp16 sums in the layers whose bound proves them, fp32 sums in the others.",
     "fp8_fast_accumulation": "Off: fp8 products keep their full sums; on is for speed.",
+}
+HELD = {
+    ("reduced_precision_reduction", "off"): "Sums may still be split over K: their parts are added in fp32.",
 }
 
 
@@ -152,10 +171,11 @@ def fp16_sums_inert(device: Device, work: Work) -> str:
         return missing
     if problem := _needs_nvidia(device, FIRST_CUBLAS_FP16):
         return problem
+    wide = {"fp16_wide", "fp16_scaled"} & set(work.modes)
     if {"fp16", "fp16_acc16"} & set(work.modes):
-        return ""
-    if {"fp16_wide", "fp16_scaled"} & set(work.modes):
-        return "fp16_safe takes fp32 results from its products, which fp16 sums cannot give"
+        return f"{FP32_RESULTS}, and {NO_SWITCH}" if wide and work.whole else ""
+    if wide:
+        return FP32_RESULTS
     return f"it acts on fp16 products only, and these layers multiply in {_listed(work.modes)}"
 
 

@@ -7,8 +7,8 @@ from pathlib import PurePath
 
 import torch
 
+from ..arithmetic import flags
 from ..devices.detect import Device
-from ..devices.probes import read_flag
 from ..dtypes import name_of
 from ..plan.accumulation import PARTS
 from .chart import chart
@@ -182,23 +182,23 @@ def flag_report(setting: str, requested: str = "unchanged", reason: str = NO_NOD
         ``requested``, ``in_scope``, ``outside`` and ``reason``. The states are true when any part of the setting is on,
         null when torch has no such flag.
     """
-    flags = {PART_NAMES[name]: read_flag(name) for name in PARTS[setting]}
-    known = [flag.value for flag in flags.values() if flag.value is not None]
+    parts = {PART_NAMES[name]: flags.outside(name) for name in PARTS[setting]}
+    known = [on for on in parts.values() if on is not None]
     value = any(known) if known else None
     if setting == "fp8_fast_accumulation":
         value = False
     inside = value if in_scope is None or value is None else in_scope
-    return {"requested": requested, "in_scope": inside, "outside": value, "reason": _with_parts(reason, setting, flags)}
+    return {"requested": requested, "in_scope": inside, "outside": value, "reason": _with_parts(reason, setting, parts)}
 
 
-def _with_parts(reason: str, setting: str, flags: dict) -> str:
+def _with_parts(reason: str, setting: str, parts: dict[str, bool | None]) -> str:
     if setting == "fp8_fast_accumulation":
         return f"{reason} It is no torch flag but an argument of each fp8 matmul, off unless asked for."
-    missing = {flag.detail for flag in flags.values() if flag.value is None}
-    if len(flags) == 1 and not missing:
+    missing = f"; torch {torch.__version__} has no such flag" if None in parts.values() else ""
+    if len(parts) == 1 and not missing:
         return reason
-    states = [f"{part} {_on_off(flag.value)}" for part, flag in flags.items()]
-    return f"{reason} Outside: {', '.join(states)}{''.join(f'; {detail}' for detail in sorted(missing))}.".strip()
+    states = [f"{part} {_on_off(on)}" for part, on in parts.items()]
+    return f"{reason} Outside: {', '.join(states)}{missing}.".strip()
 
 
 def _on_off(value: bool | None) -> str:

@@ -11,6 +11,7 @@ from halfsafe.precision.arithmetic.ranges import Ranges
 from halfsafe.precision.devices import probes
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.formats.quantize import relative_error
+from halfsafe.precision.plan.accumulation import PARTS
 from support.plain_weights import plain_weights
 
 
@@ -58,12 +59,33 @@ def test_wide_output_is_what_torch_gives(device):
     assert result.dtype == torch.float32 and (result == 16.0 * 16.0 * 1024).all(), "262144 does not fit fp16"
 
 
-def test_wide_output_does_not_sum_in_fp16_though_the_flag_is_on(device):
+def linear_of(weight):
+    module = torch.nn.Linear(*weight.t().shape, bias=False, device=weight.device)
+    module.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return module
+
+
+def test_cublas_refuses_wide_output_while_sums_are_in_fp16_and_a_safe_product_is_exact(device):
     if not has_wide_output(device, "linear") or device.type != "cuda":
         pytest.skip("this torch has no mm(out_dtype=...) here")
     left, right = probes.accumulation_operands(device)
-    with flags.flags_set({FLAG: True}):
-        result = torch.mm(left, right, out_dtype=torch.float32)
+    with flags.flags_set({FLAG: True}), torch.inference_mode():
+        with pytest.raises(RuntimeError, match="allowFP16AccumulationCuBLAS"):
+            torch.mm(left, right, out_dtype=torch.float32)
+        result, _ = safe(linear_of(right.t().contiguous()), left)
+        assert flags.is_on(FLAG) is True
+    assert (result == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_products_run_with_reduced_precision_reduction_off(device, dtype):
+    left, right = (operand.to(dtype) for operand in probes.accumulation_operands(device))
+    wanted = dict.fromkeys(PARTS["reduced_precision_reduction"], False)
+    with flags.flags_set(wanted), torch.inference_mode():
+        assert (left @ right == 0).all(), "without cublasLt's epilogue"
+        assert (torch.bmm(left[None], right[None]) == 0).all()
+        assert (torch.nn.functional.linear(left, right.t(), torch.zeros(64, device=device, dtype=dtype)) == 0).all()
+        result, _ = safe(linear_of(right.t().contiguous()), left)
     assert (result == 0).all()
 
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
 
-from ....precision.arithmetic import flags
-from ....precision.arithmetic.fp16_sums import FLAG
+from ....precision.arithmetic.flags import fp32_sums
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.ranges import magnitude
 from ....precision.guard.policy import Escalation, Seen, span_of
@@ -170,7 +169,7 @@ class Observed:
 
 
 def _sums_in_fp32(here: bool) -> contextlib.AbstractContextManager:
-    return flags.flags_set({FLAG: False}) if here and flags.is_on(FLAG) else contextlib.nullcontext()
+    return fp32_sums() if here else contextlib.nullcontext()
 
 
 def safe_escalation(modes: dict[str, str]) -> Escalation:

@@ -19,8 +19,8 @@ from ....precision.guard.policy import (
     event_of,
     sentence,
 )
+from ..execution import is_compiled
 from ..run.call import Call
-from ..run.layers import is_compiled
 from .causes import bad_input, bad_weight, opaque_attention
 from .escalation import EscalatedLayers, Observed, top_level_parts
 from .log import SpokenLog

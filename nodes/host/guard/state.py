@@ -8,8 +8,9 @@ import torch
 from ....precision.dtypes import name_of
 from ....precision.guard.localize import Origin
 from ....precision.guard.policy import Escalation
+from ..execution import is_compiled
 from ..run.call import Call
-from ..run.layers import is_compiled, modes_of, settings_of, stream_dtype
+from ..run.layers import modes_of, settings_of, stream_dtype
 from ..run.modules import matrix_layers
 from ..run.per_model import hooks_of
 from .clamps import clamps_in_fp16

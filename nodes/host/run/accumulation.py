@@ -15,16 +15,18 @@ from ....precision.arithmetic.ranges import Ranges
 from ....precision.devices.detect import detect
 from ....precision.plan.accumulation import PARTS, AccumulationPlan, Request, Work, plan_accumulation
 from ....precision.report.schema import flag_report, flag_reports
+from ..execution import COMPILE_KWARGS, is_compiled, is_on_several_devices
 from . import fast_accumulation
 from .attention import full_precision_attention, is_fused, overridden
 from .call import Call
-from .compute import compute_of
-from .layers import COMPILE_KWARGS, is_compiled, modes_of, settings_of
+from .compute import compute_of, needs_fp32_sums
+from .layers import modes_of, settings_of
 from .modules import exchanged, modules_of, only_multiplies, weights_of
 from .per_model import PerModel
 from .wrappers import ACCUMULATION, set_wrapper
 
 NAMED = 8
+HELD_OFF = "Held off while this model runs: its fp16 products have fp32 results, which fp16 sums cannot give."
 
 
 def with_accumulation(patcher, request: Request):
@@ -170,13 +172,7 @@ def _sums_fp8_fast(plan: AccumulationPlan) -> bool:
 def _work(patcher) -> Work:
     modes = modes_of(patcher)
     multiplying = {modes.get(name) for name, module in modules_of(patcher.model).items() if kind_of(module)}
-    return Work(frozenset(multiplying - {None}), is_compiled(patcher), _on_several_devices(patcher))
-
-
-def _on_several_devices(patcher) -> bool:
-    if "multigpu_clones" in patcher.model_options or getattr(patcher, "is_multigpu_base_clone", False):
-        return True
-    return bool(getattr(patcher, "additional_models", {}).get("multigpu"))
+    return Work(frozenset(multiplying - {None}), is_compiled(patcher), is_on_several_devices(patcher))
 
 
 def _settings(patcher) -> tuple:
@@ -202,7 +198,7 @@ def _planned_sums(patcher) -> dict[str, tuple[str, str]]:
         return run.sums()
     plan = accumulation.plan_for(patcher) if accumulation else AccumulationPlan(Request())
     sums = {}
-    if plan.naming or (FLAG not in plan.flags and torch.cuda.is_available() and flags.is_on(FLAG) and not torch.version.hip):
+    if plan.naming or _sums_in_fp16_by_itself(patcher, plan):
         modules = modules_of(patcher.model)
         half = (name for name, mode in modes.items() if mode == "fp16" and kind_of(modules[name]) == "linear")
         sums = dict.fromkeys(half, ("fp16", ""))
@@ -211,20 +207,33 @@ def _planned_sums(patcher) -> dict[str, tuple[str, str]]:
     return sums
 
 
+def _sums_in_fp16_by_itself(patcher, plan: AccumulationPlan) -> bool:
+    """Whether ComfyUI was started with fp16 accumulation and nothing of ours holds it off."""
+    if FLAG in plan.flags or torch.version.hip or _held_off(patcher):
+        return False
+    return torch.cuda.is_available() and bool(flags.outside(FLAG))
+
+
+def _held_off(patcher) -> bool:
+    compute = compute_of(patcher)
+    return compute is not None and needs_fp32_sums(compute.plan, patcher)
+
+
 def flags_of(patcher) -> dict[str, dict]:
     """The report's ``flags``: each setting as requested, inside and outside of the model's calls."""
     accumulation = accumulation_of(patcher)
     if accumulation is None:
-        return flag_reports()
+        return flag_reports() | ({FLAG: flag_report(FLAG, reason=HELD_OFF, in_scope=False)} if _held_off(patcher) else {})
     plan, run = accumulation.plan_for(patcher), accumulation.runs.last(patcher.model)
-    inside = {name: getattr(plan.request, name) == "on" for name in PARTS if getattr(plan.request, name) != "unchanged"}
+    inside = {name: plan.flags[parts[0]] for name, parts in PARTS.items() if plan.flags.keys() & set(parts)}
     reasons = dict(plan.reasons)
     if plan.proving:
         sums = run.sums().values() if run else ()
         inside[FLAG] = any(accumulates == "fp16" for accumulates, _ in sums)
         reasons[FLAG] = (run.state_of_sums() if run else "") or plan.reasons[FLAG]
-    if "fp8_fast_accumulation" in inside:
-        inside["fp8_fast_accumulation"] = _sums_fp8_fast(plan)
+    if _held_off(patcher):
+        inside[FLAG] = False
+    inside["fp8_fast_accumulation"] = _sums_fp8_fast(plan)
     return {name: flag_report(name, getattr(plan.request, name), reasons[name], inside.get(name)) for name in PARTS}
 
 

@@ -1,14 +1,17 @@
 """A compute plan on a ModelPatcher: module forwards and attention are exchanged for the length of each model call."""
 
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import comfy.ops
 import comfy.quant_ops
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.arithmetic import flags
 from ....precision.arithmetic.compiling import eager
+from ....precision.arithmetic.flags import flags_set, fp32_sums
 from ....precision.arithmetic.fp16_sums import FLAG
 from ....precision.arithmetic.linear import SafeAttention, SafeOperation, kind_of, matrix_work
 from ....precision.arithmetic.patching import Patch, patched
@@ -16,11 +19,15 @@ from ....precision.arithmetic.ranges import Ranges, Slot
 from ....precision.dtypes import dtype_named, name_of
 from ....precision.formats.quantize import activation_scale
 from ....precision.plan.compute import ComputeDecision, ComputePlan
+from ..execution import switches_by_layer
 from .attention import in_one_dtype, is_fused, overridden
 from .call import Call
 from .modules import exchanged, has_own_forward, modules_of, only_multiplies, weights_of
 from .per_model import PerModel
 from .wrappers import COMPUTE, set_wrapper
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
 
 
 def set_compute(patcher, plan: ComputePlan) -> None:
@@ -82,6 +89,8 @@ class PlannedLayers:
     def __init__(self, plan: ComputePlan, model, inside: Callable[[str], bool] = lambda name: True):
         named = modules_of(model)
         self.modules = {name: module for name, module in named.items() if name in plan.decisions}
+        self._plan = plan
+        self._model = weakref.ref(model)
         self.safe = plan.safe
         self.widens = plan.widens
         self.ranges = Ranges()
@@ -111,9 +120,11 @@ class PlannedLayers:
     def call(self, call: Call) -> torch.Tensor:
         """One call of the model, its patches set; repeated, measuring, when a magnitude left its range."""
 
+        off = needs_fp32_sums(self._plan, self._model().current_patcher)
+
         def once():
             self.attention.begin()
-            with eager(self.ranges.measuring):
+            with fp32_sums() if off else nullcontext(), eager(self.ranges.measuring):
                 return call()
 
         return self.ranges.run(once)
@@ -137,6 +148,15 @@ class PlannedLayers:
         fp16 = sum(operation.slot.work for operation in self.operations.values() if not operation.slot.full)
         fp16 += self.attention.slot.work - self.attention.full_work
         return fp16 / total if total else None
+
+
+def needs_fp32_sums(plan: ComputePlan, patcher: "ModelPatcher") -> bool:
+    """Whether fp16 accumulation is off for the whole of a call: some layer has fp32 results, and there is none that could
+    sum in fp16 or no way to switch from layer to layer. Else each ``SafeOperation`` has it off for itself."""
+    modes = {decision.mode for decision in plan.decisions.values()}
+    if "fp16_wide" not in modes:
+        return False
+    return (plan.safe and "fp16" not in modes) or not switches_by_layer(patcher)
 
 
 def _mode(slot: Slot) -> str:
@@ -210,7 +230,7 @@ def _summed(sums: str, forward):
     def run(*args, **kwargs):
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        with flags.flags_set({FLAG: sums == "fp16"}):
+        with flags_set({FLAG: sums == "fp16"}):
             return forward(*args, **kwargs)
 
     return run

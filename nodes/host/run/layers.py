@@ -8,7 +8,6 @@ from ....precision.dtypes import name_of
 from .compute import compute_of
 from .modules import modules_of
 
-COMPILE_KWARGS = "torch_compile_kwargs"
 _FP8_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
 
@@ -33,13 +32,6 @@ def layers_of(patcher) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, module in modules_of(patcher.model).items():
         if isinstance(getattr(module, "weight", None), torch.Tensor):
             yield name, module
-
-
-def is_compiled(patcher) -> bool:
-    """Whether torch.compile runs the model or a part of it."""
-    return COMPILE_KWARGS in patcher.model_options or any(
-        "_orig_mod" in name for name, _ in patcher.model.diffusion_model.named_modules()
-    )
 
 
 def modes_of(patcher) -> dict[str, str]:

@@ -24,8 +24,9 @@ WRITE = "HALFSAFE_WRITE_RESULTS"
 
 
 @pytest.fixture(scope="module")
-def another(comfy, wan):
-    return load(comfy, wan, "fp16", "fp16")
+def of_dtype(comfy, wan):
+    """Dtype -> two models whose products the switches act on: TF32 on fp32, the others on fp16."""
+    return {dtype: [load(comfy, wan, dtype, dtype) for _ in range(2)] for dtype in ("fp16", "fp32")}
 
 
 def succeed(comfy, model, another, call, look):
@@ -133,7 +134,8 @@ def table():
 @pytest.mark.parametrize("value", ["on", "off"])
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("setting", SETTINGS[:3])
-def test_set_inside_and_exactly_as_before_outside(comfy, base, another, call, ampere, setting, situation, value, start):
+def test_set_inside_and_exactly_as_before_outside(comfy, of_dtype, call, ampere, setting, situation, value, start):
+    base, another = of_dtype["fp32" if setting == "tf32" else "fp16"]
     with started_with(PARTS[setting], start) as before:
         inside = []
         model = accumulation(comfy, base, **{setting: value})
@@ -145,10 +147,10 @@ def test_set_inside_and_exactly_as_before_outside(comfy, base, another, call, am
     ROWS.setdefault(setting, {}).setdefault(situation, {})[f"{value}, {'on' if start else 'off'} outside"] = row
     assert row == {"set": True, "restored": True}
     pairs = [state[part] for state in inside for part in PARTS[setting] if isinstance(state[part], tuple)]
-    assert all(pair == (value == "on",) * 2 for pair in pairs), "the split-k half was left out"
+    assert all(pair == (value == "on", True) for pair in pairs), "cuBLAS refuses half products without split-k"
 
 
-def test_the_sampler_the_text_encoder_and_the_vae_see_the_outside(comfy, wan, models_dir, monkeypatch):
+def test_the_sampler_the_text_encoder_and_the_vae_see_the_outside(comfy, wan, models_dir, monkeypatch, ampere):
     from comfy.patcher_extension import WrappersMP
     from comfy.sd import VAE, CLIPType, load_clip
     from comfy.utils import load_torch_file

@@ -1,10 +1,12 @@
 import itertools
 import threading
+import types
 from dataclasses import replace
 
 import pytest
 import torch
 from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.report import schema as report
 
 MATMUL = torch.backends.cuda.matmul
 
@@ -120,11 +122,86 @@ def test_a_flag_that_cannot_be_written_leaves_no_scope_open(monkeypatch):
         assert everything() == before
 
 
-def test_off_includes_the_split_k_half():
+@pytest.mark.parametrize("start", ["as torch starts", "reductions off"])
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_split_k_is_allowed_whatever_a_scope_asks_for(name, value, start):
+    """cuBLAS refuses half products where it is not (ATen CUDABlas.cpp, DisallowReducedPrecisionDisallowSplitK)."""
     if everything()["fp16 split"] == "absent":
         pytest.skip("this torch has no split-k half")
-    with flags.flags_set({"fp16_reduced_precision_reduction": False}):
-        assert everything()["fp16 split"] is False
+    begin(start)
+    before = everything()
+    with flags.flags_set({f"{name}_reduced_precision_reduction": value}):
+        assert (everything()[name], everything()[f"{name} split"]) == (value, True)
+    assert everything() == before
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_a_torch_without_the_split_k_half_takes_a_bool(monkeypatch, name):
+    names = [f"allow_{half}_reduced_precision_reduction" for half in ("fp16", "bf16")]
+    matmul = types.SimpleNamespace(**dict.fromkeys(names, True))
+    monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
+    with flags.flags_set({f"{name}_reduced_precision_reduction": False}):
+        assert getattr(matmul, f"allow_{name}_reduced_precision_reduction") is False
+    assert vars(matmul) == dict.fromkeys(names, True)
+
+
+def in_thread(action):
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(action()))
+    thread.start()
+    thread.join()
+    return seen[0]
+
+
+def flag_under_fp32_sums():
+    with flags.fp32_sums():
+        return flags.is_on("fp16_accumulation")
+
+
+def test_fp32_sums_keep_the_flag_off_whatever_is_around_them():
+    MATMUL.allow_fp16_accumulation = True
+    assert flag_under_fp32_sums() is False and MATMUL.allow_fp16_accumulation
+    for around in (True, False):
+        with flags.flags_set({"fp16_accumulation": around}):
+            assert flag_under_fp32_sums() is False
+            assert flags.switched("fp16_accumulation", True, flag_under_fp32_sums) is False
+            assert flags.is_on("fp16_accumulation") is around
+    assert MATMUL.allow_fp16_accumulation
+
+
+def test_no_other_thread_turns_the_flag_on_during_fp32_sums():
+    def turn_on():
+        with flags.flags_set({"fp16_accumulation": True}):
+            switched = flags.switched("fp16_accumulation", True, lambda: flags.is_on("fp16_accumulation"))
+            return flags.is_on("fp16_accumulation"), switched
+
+    with flags.fp32_sums():
+        assert in_thread(turn_on) == (False, False)
+        assert flags.is_on("fp16_accumulation") is False
+    assert in_thread(turn_on) == (True, True)
+
+
+def test_a_product_waits_until_another_threads_layer_has_switched_back():
+    """``switched`` turns the flag on for one layer: a wide product must not begin on another thread meanwhile."""
+    begun, seen = threading.Event(), []
+
+    def wide_product():
+        begun.set()
+        seen.append(flag_under_fp32_sums())
+
+    thread = threading.Thread(target=wide_product)
+
+    def layer():
+        thread.start()
+        begun.wait(30)
+        thread.join(0.05)
+        return flags.is_on("fp16_accumulation"), list(seen)
+
+    with flags.flags_set({"fp16_accumulation": False}):
+        assert flags.switched("fp16_accumulation", True, layer) == (True, [])
+    thread.join()
+    assert seen == [False]
 
 
 def test_nested_scopes_each_put_back_what_was_around_them():
@@ -165,3 +242,49 @@ def test_a_flag_that_torch_does_not_have_is_left_alone(monkeypatch):
     with flags.flags_set({"fp16_accumulation": True}):
         assert flags.is_on("fp16_accumulation") is None
     assert flags.outside("fp16_accumulation") is None
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_flag_this_torch_does_not_have_is_said_to_be_missing(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace())
+    flag = flags.read_flag("fp16_accumulation")
+    assert flag.value is None and "no such flag" in flag.detail
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_flags_are_read_as_they_are(value, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_tf32=value))
+    monkeypatch.setattr(torch.backends.cuda, "fp16_bf16_reduction_math_sdp_allowed", lambda: value)
+    assert flags.read_flag("tf32_matmul").value is value
+    assert flags.read_flag("math_sdp_reduction").value is value
+
+
+@pytest.mark.parametrize("value", ["tf32", "ieee"])
+def test_tf32_is_read_by_its_new_name_where_the_old_one_refuses(value, monkeypatch):
+    class NewNamesWereUsed:
+        fp32_precision = value
+
+        @property
+        def allow_tf32(self):
+            raise RuntimeError("you have used mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch.backends.cuda, "matmul", NewNamesWereUsed())
+    assert flags.read_flag("tf32_matmul").value is (value == "tf32")
+
+
+@pytest.mark.parametrize(
+    ("start", "told", "on"),
+    [
+        ("tf32 on, new name", "matmul on", True),
+        ("ieee, new name", "matmul off", True),
+        ("tf32 on, old name", "matmul on", True),
+        ("convolution ieee, new name", "convolution off", False),
+    ],
+)
+def test_tf32_is_reported_by_whatever_name_it_was_set(start, told, on):
+    begin(start)
+    entry = report.flag_report("tf32", "unchanged", "Why.")
+    assert told in entry["reason"] and "not known" not in entry["reason"]
+    assert entry["outside"] is entry["in_scope"] is on

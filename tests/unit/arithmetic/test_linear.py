@@ -1,12 +1,15 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from halfsafe.precision.arithmetic.linear import SafeAttention, SafeOperation, largest_row_sum
+from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.arithmetic.linear import SafeAttention, SafeOperation, has_wide_output, largest_row_sum
 from halfsafe.precision.arithmetic.ranges import Ranges
 from halfsafe.precision.formats.quantize import relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.plain_weights import plain_weights
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def safe(module, wide=None):
@@ -171,6 +174,49 @@ def test_a_compiled_operation_is_compiled_again_after_a_measurement_only():
     ranges.run(lambda: compiled(x))
     assert counter.frame_count == 2
     torch._dynamo.reset()
+
+
+class FlagAtProducts(TorchDispatchMode):
+    """Each product: its operands' dtype, whether it is asked for an fp32 result, and whether fp16 accumulation is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if operation.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.conv2d, torch.ops.aten.convolution):
+            is_wide = torch.float32 in (*args[2:], *kwargs.values())
+            self.seen.append((args[0].dtype, is_wide, flags.is_on("fp16_accumulation")))
+        return operation(*args, **kwargs)
+
+
+def on_simulated_cuda(build, shape):
+    """What CUDA is asked for by a calibrated layer, by FakeTensor: nothing is multiplied."""
+    with FakeTensorMode(allow_non_fake_inputs=True), FlagAtProducts() as products, torch.inference_mode():
+        with torch.device("cuda"):
+            operation, ranges = safe(build())
+        ranges.phase, operation.slot.gain = "measured 1", 1.0
+        assert operation(torch.empty(shape, device="cuda")).dtype == torch.float32
+    return products.seen
+
+
+@pytest.fixture
+def sums_in_fp16():
+    """As in a ComfyUI that was started with --fast fp16_accumulation."""
+    before = flags.state_of("fp16_accumulation")
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    yield
+    assert flags.state_of("fp16_accumulation") is True
+    torch.backends.cuda.matmul.allow_fp16_accumulation = before
+
+
+@pytest.mark.skipif(not has_wide_output(torch.device("cuda"), "linear"), reason="this torch gives no fp32 results on CUDA")
+@pytest.mark.parametrize(("name", "wide"), [("linear", True), ("linear without bias", True), ("conv2d", False)])
+def test_no_fp32_result_is_asked_for_while_sums_are_in_fp16(sums_in_fp16, name, wide):
+    assert on_simulated_cuda(*MODULES[name]) == [(torch.float16, wide, False)]
+    with flags.flags_set({"fp16_accumulation": True}):
+        assert on_simulated_cuda(*MODULES[name]) == [(torch.float16, wide, False)]
 
 
 def test_largest_row_sum_bounds_every_output():

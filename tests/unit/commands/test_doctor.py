@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 import torch
+from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.commands import doctor
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.devices import probes
@@ -115,14 +116,14 @@ def test_the_doctor_changes_no_flag_and_starts_no_process(monkeypatch):
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
     monkeypatch.setattr(os, "popen", refuse)
     probes.forget()
-    before = probes.read_flags()
+    before = flags.read_flags()
     doctor.to_text(doctor.diagnose())
-    assert probes.read_flags() == before
+    assert flags.read_flags() == before
 
 
 def test_every_flag_is_in_the_text():
     text = doctor.to_text(doctor.diagnose(torch.device("cpu")))
     assert "Backend flags" in text
-    for name, path in probes.FLAGS.items():
-        assert path in text or (probes.read_flag(name).value is None and f"  {name}: " in text)
+    for name, path in flags.PATHS.items():
+        assert path in text or (flags.read_flag(name).value is None and f"  {name}: " in text)
     assert max(len(line) for line in text.splitlines()) <= 100

@@ -2,10 +2,12 @@
 
 import contextlib
 import platform
+import threading
 import types
 
 import pytest
 import torch
+from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.devices import probes
 
 CPU = torch.device("cpu")
@@ -49,10 +51,10 @@ def test_probes_run_once_per_device(monkeypatch):
 
 
 def test_probes_leave_random_state_and_flags_alone():
-    state, flags = torch.get_rng_state(), probes.read_flags()
+    state, before = torch.get_rng_state(), flags.read_flags()
     probes.run_probes(CPU)
     assert torch.equal(torch.get_rng_state(), state)
-    assert probes.read_flags() == flags
+    assert flags.read_flags() == before
 
 
 @pytest.mark.parametrize(
@@ -198,13 +200,34 @@ def test_the_accumulation_flag_is_seen_to_act_and_put_back(before, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_fp16_accumulation=before))
     monkeypatch.setattr(torch.Tensor, "__matmul__", as_if_the_flag_acted)
     operands = probes.accumulation_operands(CPU)
-    assert probes._overflows_in_fp16(*operands, before)[0] is True
+    assert probes._overflows_in_fp16(*operands)[0] is True
     assert torch.backends.cuda.matmul.allow_fp16_accumulation is before
+
+
+def test_the_accumulation_probe_turns_nothing_on_while_another_model_holds_it_off(monkeypatch):
+    held, release = threading.Event(), threading.Event()
+
+    def other_model():
+        with flags.fp32_sums():
+            held.set()
+            release.wait(30)
+
+    thread = threading.Thread(target=other_model)
+    thread.start()
+    held.wait(30)
+    seen = []
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda *_: seen.append(flags.is_on("fp16_accumulation")) or torch.zeros(1))
+    try:
+        ok, detail = probes._overflows_in_fp16(*probes.accumulation_operands(CPU))
+    finally:
+        release.set()
+        thread.join()
+    assert True not in seen and ok is None and "holds the flag off" in detail
 
 
 def test_an_accumulation_flag_that_does_not_act_is_said_to(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_fp16_accumulation=False))
-    ok, detail = probes._overflows_in_fp16(*probes.accumulation_operands(CPU), False)
+    ok, detail = probes._overflows_in_fp16(*probes.accumulation_operands(CPU))
     assert ok is False and "does not act" in detail
 
 
@@ -212,7 +235,7 @@ def test_the_accumulation_flag_is_put_back_after_an_error(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_fp16_accumulation=False))
     monkeypatch.setattr(torch.Tensor, "__matmul__", raising(RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")))
     operands = probes.accumulation_operands(CPU)
-    result = probes.probe("fp16_accumulation", probes._overflows_in_fp16, *operands, False)
+    result = probes.probe("fp16_accumulation", probes._overflows_in_fp16, *operands)
     assert result.ok is False
     assert torch.backends.cuda.matmul.allow_fp16_accumulation is False
 
@@ -227,31 +250,3 @@ def test_a_torch_without_the_accumulation_flag_fails_the_probe(monkeypatch):
 def test_the_accumulation_flag_means_nothing_on_amd(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert probes.fp16_accumulation(torch.device("cuda", 0))[0] is None
-
-
-class NewApiWasUsed:
-    """What torch.backends.cuda.matmul does once fp32_precision was written."""
-
-    @property
-    def allow_tf32(self):
-        raise RuntimeError("you have used mix of the legacy and new APIs")
-
-
-def test_a_flag_set_through_the_new_api_is_not_read(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda, "matmul", NewApiWasUsed())
-    flag = probes.read_flag("tf32_matmul")
-    assert flag.value is None and "new fp32_precision API" in flag.detail
-
-
-def test_a_flag_this_torch_does_not_have_is_said_to_be_missing(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace())
-    flag = probes.read_flag("fp16_accumulation")
-    assert flag.value is None and "no such flag" in flag.detail
-
-
-@pytest.mark.parametrize("value", [True, False])
-def test_flags_are_read_as_they_are(value, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace(allow_tf32=value))
-    monkeypatch.setattr(torch.backends.cuda, "fp16_bf16_reduction_math_sdp_allowed", lambda: value)
-    assert probes.read_flag("tf32_matmul").value is value
-    assert probes.read_flag("math_sdp_reduction").value is value

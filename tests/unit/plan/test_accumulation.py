@@ -248,12 +248,15 @@ def plan(profile="sm_86", modes=("fp16",), **request):
 @pytest.mark.parametrize("modes", [("fp16",), ("fp16", "fp32"), ("bf16",), ("fp32",), ("fp16_wide",), ("fp8", "bf16")])
 @pytest.mark.parametrize("profile", PROFILE_NAMES)
 def test_fp16_sums_by_device_and_compute(profile, modes):
-    auto, on = (plan(profile, modes, fp16_accumulation=value) for value in ("auto", "on"))
-    helps = profile in GAINING and "fp16" in modes
-    assert auto.proving is helps and auto.flags == {FLAG: False}
-    assert on.flags == {FLAG: True} and on.naming is (profile in CUBLAS and "fp16" in modes)
-    assert bool(on.without_effect) is bool(auto.without_effect) is not helps
+    auto, on, off = (plan(profile, modes, fp16_accumulation=value) for value in ("auto", "on", "off"))
+    helps, acts = profile in GAINING and "fp16" in modes, profile in CUBLAS and "fp16" in modes
+    assert auto.proving is helps and auto.flags == off.flags == {FLAG: False}
+    assert on.flags == ({FLAG: True} if acts else {}) and on.naming is acts
+    assert bool(on.without_effect) is bool(off.without_effect) is not acts
+    assert bool(auto.without_effect) is not helps
     assert auto.reasons[FLAG].startswith("fp16 sums in the layers") is helps
+    if acts and not helps:
+        assert on.reasons[FLAG] == f"Held on while this model runs. {detect(torch.device('cpu'), profile).reason(FLAG)}"
 
 
 @pytest.mark.parametrize("profile", PROFILE_NAMES)
@@ -269,9 +272,23 @@ def test_tf32_reduction_and_fp8_by_device(profile):
     ):
         for value in ("on", "off"):
             found = plan(profile, modes, **{setting: value})
-            assert found.flags == dict.fromkeys(flags_held, value == "on")
+            assert found.flags == (dict.fromkeys(flags_held, value == "on") if acts or value == "off" else {})
             assert [name for name, _ in found.without_effect] == ([] if acts else [f"{setting}={value}"])
             assert found.fp8_fast is (acts and setting == "fp8_fast_accumulation" and value == "on")
+
+
+@pytest.mark.parametrize("execution", [{"compiled": True}, {"parallel": True}, {}])
+@pytest.mark.parametrize("value", ["auto", "on"])
+def test_fp32_results_rule_out_fp16_sums_where_they_cannot_be_switched_by_layer(value, execution):
+    found = plan("sm_86", ("fp16", "fp16_wide"), fp16_accumulation=value, **execution)
+    assert (found.proving or found.naming) is not bool(execution)
+    assert (True in found.flags.values()) is (value == "on" and not execution)
+    assert any("leave no way to switch" in why for _, why in found.without_effect) is bool(execution)
+
+
+def test_reduction_off_says_that_split_k_stays():
+    found = plan("sm_86", ("bf16",), reduced_precision_reduction="off")
+    assert "added in fp32" in found.reasons["reduced_precision_reduction"]
 
 
 def test_auto_keeps_fp8_sums_full_and_unchanged_holds_nothing():

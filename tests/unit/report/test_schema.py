@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.devices import detect as devices
-from halfsafe.precision.devices import probes
 from halfsafe.precision.report import chart
 from halfsafe.precision.report import schema as report
 from halfsafe.precision.report import text as report_text
@@ -274,6 +274,12 @@ def test_a_flag_report_shows_the_present_flags(monkeypatch):
     assert tf32["reason"].startswith("Asked for. Outside: matmul off, convolution")
 
 
+def test_a_report_from_inside_of_a_models_call_tells_what_is_outside():
+    before = report.flag_report("tf32")
+    with flags.flags_set({"tf32_matmul": True, "tf32_convolution": False}):
+        assert report.flag_report("tf32") == before
+
+
 def test_a_flag_torch_does_not_have_is_null_and_explained(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace())
     entry = report.flag_report("fp16_accumulation")
@@ -282,13 +288,13 @@ def test_a_flag_torch_does_not_have_is_null_and_explained(monkeypatch):
 
 
 def test_all_four_settings_are_reported_and_nothing_is_changed():
-    before = probes.read_flags()
+    before = flags.read_flags()
     entries = report.flag_reports()
     assert list(entries) == ["fp16_accumulation", "reduced_precision_reduction", "tf32", "fp8_fast_accumulation"]
     for entry in entries.values():
         assert entry["requested"] == "unchanged" and entry["in_scope"] == entry["outside"]
     assert entries["fp8_fast_accumulation"]["in_scope"] is False
-    assert probes.read_flags() == before
+    assert flags.read_flags() == before
 
 
 def test_the_chart_shows_ranges_sums_and_what_the_guard_did():
