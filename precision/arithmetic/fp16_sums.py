@@ -122,8 +122,7 @@ class BoundedLinear:
         if x.dtype != torch.float16 or self.weights is None:
             return self.forward(x, *args, **kwargs)
         if self.ranges.measuring:
-            self._measure(x)
-            return self.forward(x, *args, **kwargs)
+            return self._measure(x)
         if not self.slot.proven:
             if not self.by_layer and not self.slot.terms:
                 self.slot.record(x.new_full((), math.inf, dtype=torch.float32))
@@ -132,10 +131,12 @@ class BoundedLinear:
         call = self._scaled(x) if self.slot.exponent else lambda: self.forward(x, *args, **kwargs)
         return flags.switched(FLAG, True, call) if self.by_layer else call()
 
-    def _measure(self, x: torch.Tensor) -> None:
-        with self.weights(self.module, x, torch.float16) as (weight, _):
+    def _measure(self, x: torch.Tensor) -> torch.Tensor:
+        """Measure and multiply with the weight asked for once, as ``SafeOperation._measure`` does and for its reason."""
+        with self.weights(self.module, x, torch.float16) as (weight, bias):
             numbers = torch.stack([magnitude(x), largest_row_norm(x), *weight_norms(weight)]).tolist()
             self.slot.prove(*numbers, terms=weight.shape[-1], can_scale=True)
+            return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     def _scaled(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         def call():

@@ -78,13 +78,19 @@ class SafeOperation:
             return self._fp16(x, weight, bias, *args, **kwargs)
 
     def _measure(self, x, *args, **kwargs) -> torch.Tensor:
-        with self.weights(self.module, x, torch.float16) as (weight, bias):
-            self.slot.full = self.slot.full or not fits_fp16(weight)
+        """Measure and multiply with one and the same weight, which is asked for once.
+
+        ComfyUI adds a LoRA to a weight that it prefetched in place (``resolve_cast_module_with_vbar`` in ``comfy/ops.py``):
+        asked for twice, the weight has the LoRA twice.
+        """
+        with self.weights(self.module, x, torch.float32) as (weight, bias):
+            half = weight.to(torch.float16)
+            self.slot.full = self.slot.full or not fits_fp16(half)
             if not self.slot.full:
-                self.slot.fit(magnitude(x).item(), 1.0 if self._is_wide(x.device) else largest_row_sum(weight, self.kind))
-            if not self.slot.full:
-                return self._fp16(x, weight, bias, *args, **kwargs)
-        return self._fp32(x, *args, **kwargs)
+                self.slot.fit(magnitude(x).item(), 1.0 if self._is_wide(x.device) else largest_row_sum(half, self.kind))
+            if self.slot.full:
+                return self._apply(x.float(), weight, bias, *args, **kwargs)
+            return self._fp16(x, half, bias, *args, **kwargs)
 
     def _fp32(self, x, *args, **kwargs) -> torch.Tensor:
         with self.weights(self.module, x, torch.float32) as (weight, bias):
@@ -105,7 +111,7 @@ class SafeOperation:
     def _product(self, x, weight, *args, **kwargs) -> torch.Tensor:
         if not self._is_wide(x.device):
             return self._apply(x, weight, None, *args, **kwargs).float()
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" or _needs_gradient(x, weight):
             return self._apply(x.float(), weight.float(), None, *args, **kwargs)
         product = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
         return product.reshape(*x.shape[:-1], weight.shape[0])
@@ -126,6 +132,11 @@ class SafeOperation:
 
     def _broadcast(self, bias: torch.Tensor) -> torch.Tensor:
         return bias if self.kind == "linear" else bias.reshape(-1, *[1] * len(self.module.kernel_size))
+
+
+def _needs_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether autograd records this product: ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to 2.11)."""
+    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
 
 
 def largest_row_sum(weight: torch.Tensor, kind: str) -> float:
@@ -168,13 +179,19 @@ class SafeAttention:
             self.full_work = 0
             self.slot.gain = 1.0
 
-    def __call__(self, attention: Callable, q, k, v, heads: int, *args, fused: bool = True, **kwargs) -> torch.Tensor:
-        """``attention`` with ComfyUI's arguments; ``fused``: it keeps its scores in fp32. Returns the dtype of ``q``."""
+    def __call__(self, attention: Callable, full: Callable, q, k, v, heads: int, *args, fused: bool = True, **kwargs):
+        """One attention with ComfyUI's arguments. Returns the dtype of ``q``.
+
+        Args:
+            attention: what runs on fp16 operands.
+            full: what runs in its place in fp32, which kernels of 16 bit or less cannot take.
+            fused: ``attention`` keeps its scores in fp32.
+        """
         index, self.index = self.index, self.index + 1
         if self.ranges.measuring:
             self._measure(index, largest_in_attention(q, k, v, heads, args, kwargs, fused).item(), 4 * q.numel() * k.shape[-2])
         if index >= len(self.in_full) or self.in_full[index]:
-            return attention(q, k, v, heads, *args, **kwargs)
+            return full(q, k, v, heads, *args, **kwargs)
         if not self.ranges.measuring:
             self.slot.record(largest_in_attention(q, k, v, heads, args, kwargs, fused))
         half = (tensor.to(torch.float16) for tensor in (q, k, v))

@@ -20,6 +20,7 @@ from ..dtypes import FP8_DTYPES, max_of
 CHUNK = 1 << 18
 PART = 1 << 20
 MIN_SCALE_EXPONENT = -24
+SMALLEST_ACTIVATION_SCALE = {torch.float16: 2.0**-15}
 
 
 @dataclass(frozen=True)
@@ -118,11 +119,16 @@ def _scales_exactly(dtype: torch.dtype, factor: float) -> bool:
 def activation_scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The 0-dim fp32 scale that brings a tensor into the range of an fp8 dtype, computed on its device.
 
-    1.0 for a tensor of zeros. NaN or inf where the tensor holds one, so that the product shows it: an fp8 cast would
-    turn inf into the largest number.
+    Never so small that ``1 / scale`` passes the range of the tensor's own dtype, in which comfy-kitchen's eager kernel
+    multiplies by it (``quantize_per_tensor_fp8``): inf times 0 is NaN. The smallest scale is 2^-15 for fp16, because 2^15
+    is the largest power of two that fp16 holds (2^16 passes 65504), and 2^-126, the smallest normal number, for bf16 and
+    fp32. A scale is raised to it only where amax is below 448 * 2^-15 = 0.0137; the largest value is a normal number of
+    e4m3fn, whose smallest is 2^-6, for every amax from 2^-21 on.
+
+    NaN or inf where the tensor holds one, so that the product shows it: an fp8 cast would turn inf into the largest number.
     """
     scale = torch.linalg.vector_norm(tensor, math.inf, dtype=torch.float32) / max_of(dtype)
-    return torch.where(scale == 0, torch.ones_like(scale), scale)
+    return scale.clamp(min=SMALLEST_ACTIVATION_SCALE.get(tensor.dtype, 2.0**-126))
 
 
 def dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -12,6 +12,10 @@ from .rules import Rules
 MATRIX_CLASSES = ("Linear", "Conv")
 SAFE = "fp16_safe"
 GOALS = ("balanced", "quality", "speed", "memory")
+INT8 = "int8"
+MULTIPLY_IN_INT8 = ("int8_tensorwise",)
+QUANTIZED_PRODUCTS = (*MULTIPLY_IN_INT8, "convrot_w4a4", "nvfp4", "mxfp8")
+"""ComfyUI's formats, beside fp8, whose layers multiply quantized operands by themselves."""
 MODE_OF = {"fp8": "fp8", "fp16": "fp16", SAFE: "fp16_wide", "bf16": "bf16", "fp32": "fp32"}
 FP8_MULTIPLE = 16
 
@@ -35,7 +39,8 @@ class ModelFacts:
     """What a plan needs to know of a model.
 
     ``file_dtype``: the storage name most weights have; ``supported``: compute dtypes it is known to work in, best first;
-    ``calibrated``: its fp8 layers bring the activation scales an fp8 matmul needs.
+    ``calibrated``: its fp8 layers bring the activation scales an fp8 matmul needs; ``formats``: layer -> ComfyUI's name of
+    the format that its weight stays in, whatever storage is asked for.
     """
 
     layers: Sequence[Layer]
@@ -43,6 +48,7 @@ class ModelFacts:
     file_dtype: str
     supported: tuple[str, ...]
     calibrated: bool = False
+    formats: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,14 +97,15 @@ def plan_compute(
 ) -> ComputePlan:
     """Resolve ``compute`` for a model on a device, layer by layer.
 
-    ``storages``: layer name -> storage name, for those known to be stored in fp8; only they can multiply in fp8.
+    ``storages``: layer name -> storage name, for those known to be stored in fp8 or in a format of ComfyUI's: only fp8
+    weights can multiply in fp8, and quantized weights multiply quantized until a dtype is asked for.
     """
     choice, without_effect, notes = _choose(facts, device, compute)
     fp8_matmul = _multiplies_in_fp8(facts, device, compute)
     decisions: dict[str, ComputeDecision] = {}
     without_effect += rules_on_other_layers(facts.layers, rules)
     for layer in facts.layers:
-        decision, problem = _decide(layer, choice, fp8_matmul, device, rules, (storages or {}).get(layer.name, ""))
+        decision, problem = _decide(layer, choice, compute, fp8_matmul, device, rules, (storages or {}).get(layer.name, ""))
         sums, inert = _sums(layer, decision.mode if decision else MODE_OF[choice.used], device, rules)
         if sums:
             decision = replace(decision or ComputeDecision(MODE_OF[choice.used], "same", ""), sums=sums)
@@ -159,7 +166,7 @@ def _multiplies_in_fp8(facts: ModelFacts, device: Device, compute: str) -> bool:
 
 
 def _decide(
-    layer: Layer, choice: Choice, fp8_matmul: bool, device: Device, rules: Rules, storage: str
+    layer: Layer, choice: Choice, asked: str, fp8_matmul: bool, device: Device, rules: Rules, storage: str
 ) -> tuple[ComputeDecision | None, tuple[str, str] | None]:
     if not layer.multiplies:
         return None, None
@@ -173,9 +180,19 @@ def _decide(
             wanted, reason = choice.used, problem
             problem = (str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {problem}")
     stream_value = stream[0] if stream else "same"
+    if storage in QUANTIZED_PRODUCTS and not compute and asked in ("auto", "fp8"):
+        return _in_its_own_way(storage, stream_value, reason), None
+    if storage in QUANTIZED_PRODUCTS:
+        reason = reason or f"its {storage} weight is dequantized, as {asked} was asked for"
+        return ComputeDecision(MODE_OF[wanted], stream_value, reason), problem
     if wanted == choice.used and stream_value == "same" and choice.used != SAFE:
         return (ComputeDecision(MODE_OF[wanted], "same", reason), problem) if problem else (None, None)
     return ComputeDecision(MODE_OF[wanted], stream_value, reason), problem
+
+
+def _in_its_own_way(storage: str, stream: str, reason: str) -> ComputeDecision | None:
+    """ComfyUI's own product of a quantized weight, which nothing asked to change."""
+    return ComputeDecision(INT8, stream, reason) if storage in MULTIPLY_IN_INT8 else None
 
 
 def _sums(layer: Layer, mode: str, device: Device, rules: Rules) -> tuple[str, tuple[str, str] | None]:

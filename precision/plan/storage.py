@@ -77,6 +77,7 @@ def plan_load(
     choice = _choose_storage(facts, device, storage, base, free_device_bytes)
     decisions = plan_storage(facts.layers, choice.used, rules)
     storages = {name: facts.file_dtype if d.storage == "as_file" else d.storage for name, d in decisions.items()}
+    storages |= facts.formats
     arithmetic = plan_compute(facts, device, compute, rules, storages)
     return LoadPlan(choice, arithmetic, decisions, rules_without_effect(facts.layers, rules))
 

@@ -20,7 +20,7 @@ __all__ = [
 ]  # fmt: skip
 
 VERSION = 1
-MODES = ("fp8", "fp16_acc16", "fp16", "fp16_wide", "fp16_scaled", "bf16", "fp32")
+MODES = ("fp8", "int8", "fp16_acc16", "fp16", "fp16_wide", "fp16_scaled", "bf16", "fp32")
 VERDICTS = (
     "clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault", "off",
 )  # fmt: skip

@@ -161,13 +161,18 @@ def _int8(rows: int, columns: int) -> Weights:
     return {
         "weight": torch.randint(-127, 128, (rows, columns), dtype=torch.int8),
         "weight_scale": torch.full((rows, 1), 0.01),
-        "comfy_quant": comfy_quant_bytes({"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 256}),
+        "comfy_quant": comfy_quant_bytes({"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group(columns)}),
     }
 
 
 def _convrot(rows: int, columns: int) -> Weights:
     return {
         "weight": torch.randint(-127, 128, (rows, columns // 2), dtype=torch.int8),
-        "weight_scale": torch.full((rows, columns // 64), 0.01),
-        "comfy_quant": comfy_quant_bytes({"format": "convrot_w4a4", "convrot_groupsize": 256}),
+        "weight_scale": torch.full((rows,), 0.01),
+        "comfy_quant": comfy_quant_bytes({"format": "convrot_w4a4", "convrot_groupsize": group(columns)}),
     }
+
+
+def group(columns: int) -> int:
+    """How many columns are rotated together: a power of four that divides them."""
+    return next(size for size in (256, 64, 16) if columns % size == 0)

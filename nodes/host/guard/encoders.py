@@ -13,6 +13,7 @@ from ....precision.guard.policy import ADVICE, NonFinite, Where, event_of, rando
 from ....precision.report.schema import GuardEvent
 from ..load.devices import current_device
 from ..page import running_prompt_id, tell_page
+from ..run.modules import ask_for_plain_products
 from .causes import bad_weight
 
 INPUTS = {
@@ -125,6 +126,7 @@ def _clip_in(clip, dtype: torch.dtype):
     clone = clip.clone()
     clone.__class__ = _plain_class(type(clip))
     clone.patcher.set_model_compute_dtype(dtype)
+    ask_for_plain_products(clone.patcher)
     return clone
 
 

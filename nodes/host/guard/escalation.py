@@ -11,7 +11,7 @@ from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.ranges import magnitude
 from ....precision.guard.policy import Escalation, Seen, span_of
 from ....precision.plan.choice import Choice
-from ....precision.plan.compute import ComputeDecision, ComputePlan
+from ....precision.plan.compute import INT8, ComputeDecision, ComputePlan
 from ..run.attention import full_precision_attention, in_one_dtype, is_fused, overridden
 from ..run.call import Call
 from ..run.compute import PlannedLayers
@@ -121,7 +121,7 @@ class EscalatedLayers:
         plain = full_precision_attention(function)
         if self.whole:
             return in_one_dtype(plain, *args, **kwargs)
-        return self.planned.attention(plain, *args, fused=is_fused(plain), **kwargs)
+        return self.planned.attention(plain, plain, *args, fused=is_fused(plain), **kwargs)
 
 
 class Observed:
@@ -186,10 +186,10 @@ def _plan(model, escalation: Escalation, modes: dict[str, str]) -> ComputePlan:
 
 
 def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
-    """What others multiply in their own way runs in fp32 where it would have to be wide; fp8 operands become fp16."""
+    """What others multiply in their own way runs in fp32 where it would have to be wide; quantized operands become fp16."""
     if mode in SCALED:
         mode = "fp16_wide" if only_multiplies(module) else "fp32"
-    return ComputeDecision("fp16_wide" if mode == "fp8" else mode, "fp32", "escalated by the guard")
+    return ComputeDecision("fp16_wide" if mode in ("fp8", INT8) else mode, "fp32", "escalated by the guard")
 
 
 def _tensors(values) -> list[torch.Tensor]:

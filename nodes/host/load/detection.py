@@ -1,6 +1,7 @@
 """Which model a state dict is, by ComfyUI's own detection, and the module class of each of its layers."""
 
 import contextlib
+import json
 import logging
 from dataclasses import dataclass, replace
 from typing import Any
@@ -116,8 +117,8 @@ def _from_diffusers_unet(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 
 def _facts(checkpoint: Checkpoint, modules: dict, names: dict[str, str], prefix: str, config) -> ModelFacts:
-    held = [(layer, modules[layer], checkpoint.weights[name].data) for name, layer in names.items() if layer in modules]
-    layers = [Layer(name, type(module).__name__, tuple(tensor.shape)) for name, module, tensor in held]
+    weights = {layer: checkpoint.weights[name] for name, layer in names.items() if layer in modules}
+    layers = [Layer(name, type(modules[name]).__name__, tuple(weight.data.shape)) for name, weight in weights.items()]
     inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
     supported = tuple(name_of(dtype) for dtype in config.supported_inference_dtypes)
     return ModelFacts(
@@ -126,7 +127,13 @@ def _facts(checkpoint: Checkpoint, modules: dict, names: dict[str, str], prefix:
         file_dtype=file_dtype(checkpoint, prefix),
         supported=supported,
         calibrated=is_calibrated(checkpoint, prefix),
+        formats={layer: format_of(weight) for layer, weight in weights.items() if weight.granularity == "native"},
     )
+
+
+def format_of(weight: StoredWeight) -> str:
+    """ComfyUI's name of the format that a weight only ComfyUI unpacks is in."""
+    return json.loads(weight.companions[f"{weight.layer}.comfy_quant"].numpy().tobytes())["format"]
 
 
 def _renamed_tensors(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ from ....precision.formats import comfy_state
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.plan.choice import Choice, LoadRecord
 from ....precision.plan.storage import file_dtype, layers_of, plan_text_encoder
+from ..run.modules import ask_for_plain_products
 from .detection import detect_model, plain_tensors, tensors_of
 from .devices import free_host_memory
 from .files import embedding_folders, open_model
@@ -138,6 +139,8 @@ def _finished(clip, path: str, compute: str, storage: Choice, factory: tuple):
     record = LoadRecord(path, "", storage, without_effect=without_effect)
     clip.patcher.set_attachments(ATTACHMENT, record)
     clip.patcher.cached_patcher_init = factory
+    if compute == "fp32":
+        ask_for_plain_products(clip.patcher)
     logger.info("Halfsafe: %s: storage %s", path, storage)
     for setting, reason in without_effect:
         logger.warning("Halfsafe: %s: %s has no effect: %s", path, setting, reason)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-import comfy.ops
 import comfy.quant_ops
 import torch
+import torch.nn.functional as F
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.compiling import eager
@@ -18,16 +18,26 @@ from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.ranges import Ranges, Slot
 from ....precision.dtypes import dtype_named, name_of
 from ....precision.formats.quantize import activation_scale
-from ....precision.plan.compute import ComputeDecision, ComputePlan
+from ....precision.plan.compute import INT8, ComputeDecision, ComputePlan
 from ..execution import switches_by_layer
-from .attention import in_one_dtype, is_fused, overridden
+from .attention import full_precision_attention, in_one_dtype, is_fused, overridden
 from .call import Call
-from .modules import exchanged, has_own_forward, modules_of, only_multiplies, weights_of
+from .modules import (
+    calling_layers,
+    exchanged,
+    has_own_forward,
+    is_quantized,
+    modules_of,
+    only_multiplies,
+    quantized_weights,
+    weights_of,
+)
 from .per_model import PerModel
 from .wrappers import COMPUTE, set_wrapper
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
+ACTIVATION_LAYOUT = "TensorCoreFP8E4M3Layout"
 
 
 def set_compute(patcher, plan: ComputePlan) -> None:
@@ -99,8 +109,13 @@ class PlannedLayers:
         self.in_own_way: dict[str, CastOperation] = {}
         self.patches: list[Patch] = []
         for name, module in self.modules.items():
-            forward = _summed(plan.decisions[name].sums, self._forward(name, module, plan.decisions[name]))
+            decision = plan.decisions[name]
+            if decision.mode == INT8:
+                self.patches += _in_int8(module, decision)
+                continue
+            forward = _summed(decision.sums, self._forward(name, module, decision))
             self.patches += [*exchanged(module, forward), *_casting(module)]
+        self.patches += calling_layers(self.modules.values())
         if plan.widens:
             others = (module for name, module in named.items() if hasattr(module, "comfy_cast_weights") and inside(name))
             self.patches += [(module, "comfy_cast_weights", True) for module in others]
@@ -135,7 +150,7 @@ class PlannedLayers:
 
     def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
         if self.safe:
-            return self.attention(attention, *args, fused=is_fused(function), **kwargs)
+            return self.attention(attention, full_precision_attention(function), *args, fused=is_fused(function), **kwargs)
         return in_one_dtype(attention, *args, **kwargs)
 
     def modes(self) -> dict[str, str]:
@@ -190,7 +205,11 @@ class CastOperation:
 
 
 class Fp8Linear:
-    """ComfyUI's fp8 Linear with the activation scale taken from the activation, instead of 1.0 or the file's."""
+    """ComfyUI's fp8 Linear with the activation scale taken from the activation, instead of 1.0 or the file's.
+
+    Activations are in e4m3fn beside weights in either format: CUDA multiplies no e5m2 by e5m2 ("Multiplication of two
+    Float8_e5m2 matrices is not supported", ``aten/src/ATen/native/cuda/ScaledBlas.cpp``).
+    """
 
     def __init__(self, module: torch.nn.Module):
         self.module = module
@@ -201,18 +220,16 @@ class Fp8Linear:
         dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
         if self._has_changed_weight():
             return type(module).forward(module, x.to(dtype))
-        comfy.ops.run_every_op()
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        scale = activation_scale(rows, module.weight._qdata.dtype)
-        quantized = comfy.quant_ops.QuantizedTensor.from_float(rows, module.layout_type, scale=scale)
-        result = module.forward_comfy_cast_weights(quantized, dtype, want_requant=True)
-        return result.reshape(*x.shape[:-1], -1)
+        scale = activation_scale(rows, torch.float8_e4m3fn)
+        quantized = comfy.quant_ops.QuantizedTensor.from_float(rows, ACTIVATION_LAYOUT, scale=scale)
+        with quantized_weights(module, rows) as (weight, bias):
+            return F.linear(quantized, weight, bias).reshape(*x.shape[:-1], -1)
 
     def _has_changed_weight(self) -> bool:
         """Whether a LoRA is added at each call, or has left the weight in 16 bit."""
         module = self.module
-        quantized = isinstance(module.weight, comfy.quant_ops.QuantizedTensor)
-        return not quantized or bool(module.weight_function or module.bias_function)
+        return not is_quantized(module) or bool(module.weight_function or module.bias_function)
 
 
 def _out_as(decision: ComputeDecision, forward):
@@ -220,6 +237,12 @@ def _out_as(decision: ComputeDecision, forward):
         return forward(x, *args, **kwargs).to(torch.float32 if decision.stream == "fp32" else x.dtype)
 
     return run
+
+
+def _in_int8(module: torch.nn.Module, decision: ComputeDecision) -> list[Patch]:
+    """What makes ComfyUI's int8 layer multiply in int8 though the model's compute dtype was changed, which would else
+    dequantize it (``comfy_force_cast_weights``)."""
+    return [(module, "forward", _out_as(decision, module.forward)), (module, "comfy_force_cast_weights", False)]
 
 
 def _summed(sums: str, forward):

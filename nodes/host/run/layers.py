@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import torch
 
 from ....precision.dtypes import name_of
+from ....precision.plan.compute import INT8, MULTIPLY_IN_INT8
 from .compute import compute_of
-from .modules import modules_of
+from .modules import is_quantized, modules_of
 
 _FP8_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
@@ -38,13 +39,23 @@ def modes_of(patcher) -> dict[str, str]:
     """Layer name -> the report's mode, from the model's plan and what its calls have shown."""
     compute, stream = compute_of(patcher), name_of(stream_dtype(patcher))
     planned = compute.modes(patcher.model) if compute else {}
+    exchanged = {name: mode for name, mode in planned.items() if mode != INT8}
     return {
-        name: planned.get(name) or ("fp8" if _multiplies_in_fp8(patcher, name, module) else stream)
+        name: exchanged.get(name) or _own_mode(patcher, name, module, stream, kept=name in planned)
         for name, module in layers_of(patcher)
     }
 
 
-def _multiplies_in_fp8(patcher, name: str, module: torch.nn.Module) -> bool:
-    if getattr(module, "quant_format", None) not in _FP8_FORMATS or getattr(module, "comfy_force_cast_weights", False):
-        return False
-    return not patcher.get_model_object(f"diffusion_model.{name}._full_precision_mm")
+def _own_mode(patcher, name: str, module: torch.nn.Module, stream: str, kept: bool) -> str:
+    """How a layer multiplies by itself. ``kept``: in int8 whatever the model's compute dtype.
+
+    Up to ComfyUI 0.33 an int8 weight whose dtype is the stream's is not dequantized where fp8 ones are.
+    """
+    held = getattr(module, "quant_format", None)
+    if held not in (*_FP8_FORMATS, *MULTIPLY_IN_INT8) or not is_quantized(module) or module.weight_function:
+        return stream
+    quantized = kept or not getattr(module, "comfy_force_cast_weights", False)
+    quantized = quantized and not patcher.get_model_object(f"diffusion_model.{name}._full_precision_mm")
+    if held in MULTIPLY_IN_INT8:
+        return INT8 if quantized or name_of(module.weight.dtype) == stream else stream
+    return "fp8" if quantized else stream

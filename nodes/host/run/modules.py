@@ -1,13 +1,24 @@
 """The modules of a model in memory: by name, whose forward they run, and how the weights of one are had."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import comfy.ops
 import torch
+import torch.nn.functional as F
+from comfy.quant_ops import QuantizedTensor
 
 from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+CAST_PARAMETERS = inspect.signature(comfy.ops.cast_bias_weight).parameters
+PATCHES_IN_FP32 = {"compute_dtype": torch.float32} if "compute_dtype" in CAST_PARAMETERS else {}
+"""LoRAs of dynamic VRAM are added in fp32, as ComfyUI adds them in an fp32 model; its own default is the weight's dtype."""
 
 
 def plain_name(name: str) -> str:
@@ -36,7 +47,47 @@ def has_own_forward(module: torch.nn.Module) -> bool:
 def exchanged(module: torch.nn.Module, forward: Callable) -> list[Patch]:
     """Patches that make a layer multiply by ``forward`` alone: not in fp8 on its own, and not past its forward, as
     ComfyUI from 0.38 does in fp16 while products sum in fp16."""
-    return [(module, "forward", forward), (module, "_full_precision_mm", True)]
+    patches = [(module, "forward", forward), (module, "_full_precision_mm", True)]
+    return [*patches, (module, "_forward", _dequantized_linear)] if is_quantized(module) else patches
+
+
+def calling_layers(modules: Iterable[torch.nn.Module]) -> list[Patch]:
+    """Patches that make ComfyUI call those of ``modules`` that have a forward of ours: ``linear_input_act`` in
+    ``comfy/ops.py``, for MiniMax, multiplies by the int8 weight of a layer itself."""
+    original = getattr(comfy.ops, "linear_input_act", None)
+    if original is None or not any(map(is_quantized, modules)):
+        return []
+
+    def run(linear, x, input_act):
+        if has_own_forward(linear):
+            return linear(comfy.ops.INPUT_ACT_EAGER[input_act](x))
+        return original(linear, x, input_act)
+
+    return [(comfy.ops, "linear_input_act", run)]
+
+
+def ask_for_plain_products(patcher: "ModelPatcher") -> None:
+    """Make the quantized layers of a patcher's model dequantize their weights for as long as it is loaded."""
+    for name, module in patcher.model.named_modules():
+        if is_quantized(module) and hasattr(module, "_forward"):
+            patcher.add_object_patch(f"{name}._full_precision_mm", True)
+            patcher.add_object_patch(f"{name}._forward", _dequantized_linear)
+
+
+def is_quantized(module: torch.nn.Module) -> bool:
+    """Whether a module's weight is in one of ComfyUI's quantized formats."""
+    return isinstance(getattr(module, "weight", None), QuantizedTensor)
+
+
+def _dequantized_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The product inside of ComfyUI's quantized Linear. An int8 weight left quantized multiplies in int8 whatever
+    ``_full_precision_mm`` says, up to ComfyUI 0.33 (``forward_comfy_cast_weights`` in ``comfy/ops.py``)."""
+    return F.linear(x, dequantized(weight), bias)
+
+
+def dequantized(weight: torch.Tensor) -> torch.Tensor:
+    """A weight as plain numbers, in the dtype it has."""
+    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
 
 
 def only_multiplies(module: torch.nn.Module) -> bool:
@@ -54,13 +105,32 @@ def weights_of(module: torch.nn.Module) -> Callable:
 
 @contextlib.contextmanager
 def core_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple]:
-    """The module's weight in ``dtype`` and bias in fp32 through ComfyUI's cast: offload, LoRA and quantization included."""
+    """The module's weight in ``dtype`` and bias in fp32 through ComfyUI's cast: offload, LoRA and quantization included.
+
+    What is added to the weight at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is asked for.
+    """
     comfy.ops.run_every_op()
+    asked = torch.float32 if module.weight_function else dtype
     weight, bias, stream = comfy.ops.cast_bias_weight(
-        module, dtype=dtype, device=x.device, bias_dtype=torch.float32, offloadable=True
+        module, dtype=asked, device=x.device, bias_dtype=torch.float32, offloadable=True, **PATCHES_IN_FP32
     )
     try:
-        yield weight, bias
+        yield dequantized(weight).to(dtype), bias
+    finally:
+        comfy.ops.uncast_bias_weight(module, weight, bias, stream)
+
+
+@contextlib.contextmanager
+def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> Iterator[tuple]:
+    """The weight of one of ComfyUI's quantized layers as it is stored, a LoRA merged into it, and its bias, both for an
+    input in the dtype of ``x``. ``cast_bias_weight`` dequantizes a weight that is asked for in a dtype not its own."""
+    comfy.ops.run_every_op()
+    weight, bias, stream = comfy.ops.cast_bias_weight(
+        module, dtype=module.weight.dtype, device=x.device, bias_dtype=x.dtype, offloadable=True, want_requant=True,
+        **PATCHES_IN_FP32,
+    )  # fmt: skip
+    try:
+        yield weight.to(x.dtype), bias
     finally:
         comfy.ops.uncast_bias_weight(module, weight, bias, stream)
 

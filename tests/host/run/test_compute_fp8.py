@@ -5,11 +5,16 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from comfy.quant_ops import QuantizedTensor
 from halfsafe.nodes.host.run.compute import Fp8Linear, compute_of
+from halfsafe.nodes.host.run.modules import core_weights
+from halfsafe.precision.arithmetic.linear import kind_of
 from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.plan.rules import rules_from
 from support import families, tiny_models
 from support.families import load, with_compute
+from support.products import Products
+from support.summing import accumulation
 
 
 @pytest.fixture
@@ -113,3 +118,61 @@ def test_compute_dtype_turns_fp8_products_on_and_off(comfy, wan, call, with_fp8_
     assert any(decision.mode == "fp8" for decision in compute_of(model).plan.decisions.values())
     assert torch.equal(families.replay(stored, call), weight_only)
     assert torch.equal(families.replay(with_compute(comfy, model, "bf16"), call), weight_only)
+
+
+def linears(model):
+    return {name: module for name, module in model.model.diffusion_model.named_modules() if kind_of(module) == "linear"}
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "fp8_e5m2"])
+@torch.inference_mode()
+def test_activations_are_e4m3_beside_weights_of_either_format(comfy, wan, call, with_fp8_units, storage, fast):
+    """CUDA multiplies no e5m2 by e5m2; a CPU does."""
+    model = load(comfy, wan, storage, "fp8")
+    if fast:
+        model = accumulation(comfy, model, fp8_fast_accumulation="on")
+    with Products(linears(model)) as products:
+        result = families.replay(model, call)
+    weight = {"fp8_e4m3fn": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[storage]
+    assert set(products.scaled) == {(torch.float8_e4m3fn, weight)}
+    fp8 = {entry["name"] for entry in families.report(comfy, model)["layers"] if entry["mode"] == "fp8"}
+    assert fp8 == {name for name, made in products.made.items() if "fp8" in made} and len(products.scaled) == len(fp8)
+    assert relative_error(families.replay(load(comfy, wan, storage, "fp32"), call), result) < 0.08
+
+
+@pytest.mark.parametrize("base", ["fp16_safe", "bf16", "fp16"])
+@pytest.mark.parametrize("node", ["loader", "compute"])
+@torch.inference_mode()
+def test_a_rule_multiplies_in_fp8_whatever_dtype_the_weight_stands_for(comfy, wan, call, with_fp8_units, base, node):
+    rules = rules_from("*.ffn.0 compute=fp8")
+    if node == "loader":
+        model = load(comfy, wan, "fp8_e4m3fn", base, rules)
+    else:
+        model = with_compute(comfy, load(comfy, wan, "fp8_e4m3fn", "fp32"), base, rules)
+    with Products(linears(model)) as products:
+        families.replay(model, call)
+    fp8 = {name for name, made in products.made.items() if "fp8" in made}
+    assert fp8 == {"blocks.0.ffn.0", "blocks.1.ffn.0"}
+    assert fp8 == {entry["name"] for entry in families.report(comfy, model)["layers"] if entry["mode"] == "fp8"}
+
+
+@pytest.mark.parametrize("amax", [1.0, 5e-3, 1e-3, 0.0])
+@torch.inference_mode()
+def test_quiet_fp16_activations_are_no_nan(comfy, wan, with_fp8_units, amax):
+    """comfy-kitchen's eager kernel multiplies by 1 / scale in fp16, which passes its range below amax 0.0068."""
+    _, module = fp8_layer(comfy, wan)
+    x = (torch.rand(64, 256, generator=torch.Generator().manual_seed(0)) * 2 - 1).half() * amax
+    reference = F.linear(x.float(), module.weight.dequantize().float())
+    result = Fp8Linear(module)(x).float() - module.bias.float()
+    assert (result - reference).norm() <= 0.04 * reference.norm() + 1e-3 * module.bias.float().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@torch.inference_mode()
+def test_weights_are_handed_out_as_plain_numbers(comfy, wan, dtype):
+    """A quantized one would be transposed a byte at a time, in every product."""
+    module = load(comfy, wan, "fp8_e4m3fn", "fp16_safe").model.diffusion_model.blocks[0].ffn[0]
+    with core_weights(module, torch.zeros(1), dtype) as (weight, bias):
+        assert not isinstance(weight, QuantizedTensor) and weight.dtype == dtype and bias.dtype == torch.float32
+        assert torch.equal(weight, module.weight.dequantize().to(dtype))

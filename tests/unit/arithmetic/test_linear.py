@@ -1,7 +1,10 @@
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
 from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.arithmetic.fp16_sums import BoundedLinear, SumSlot
 from halfsafe.precision.arithmetic.linear import SafeAttention, SafeOperation, has_wide_output, largest_row_sum
 from halfsafe.precision.arithmetic.ranges import Ranges
 from halfsafe.precision.formats.quantize import relative_error
@@ -255,7 +258,7 @@ def attend(size_qk, size_v=1.0, mask=None):
 
     def call():
         attention.begin()
-        return attention(sdpa, q, k, v, 4, mask=mask)
+        return attention(sdpa, sdpa, q, k, v, 4, mask=mask)
 
     results = [ranges.run(call) for _ in range(2)]
     reference = sdpa(q, k, v, 4, mask=mask)
@@ -281,7 +284,7 @@ def test_unfused_attention_is_judged_by_its_scores_before_they_are_scaled(fused,
 
     def call():
         attention.begin()
-        return attention(sdpa, q, k, torch.ones(1, 3, 64), 1, fused=fused)
+        return attention(sdpa, sdpa, q, k, torch.ones(1, 3, 64), 1, fused=fused)
 
     ranges.run(call)
     assert sdpa.dtypes == [dtype]
@@ -304,7 +307,7 @@ def test_a_mask_outweighs_every_score():
 
     def call():
         attention.begin()
-        return attention(sdpa, q, k, v, 1, mask=mask)
+        return attention(sdpa, sdpa, q, k, v, 1, mask=mask)
 
     assert torch.equal(ranges.run(call), torch.ones(1, 1, 16)), "the hidden token was seen"
 
@@ -325,9 +328,83 @@ def test_attention_that_outgrows_fp16_later_is_repeated_in_fp32():
 
     def call():
         attention.begin()
-        return attention(sdpa, q * size, k * size, v, 2)
+        return attention(sdpa, sdpa, q * size, k * size, v, 2)
 
     ranges.run(call)
     size = 1e3
     assert torch.isfinite(ranges.run(call)).all()
     assert sdpa.dtypes == [torch.float16, torch.float16, torch.float32]
+
+
+def test_a_kernel_of_16_bit_is_given_no_attention_that_runs_in_fp32():
+    ranges = Ranges()
+    attention, kernel_saw = SafeAttention(ranges), []
+
+    def kernel(q, k, v, heads, **kwargs):
+        kernel_saw.append(q.dtype)
+        return sdpa(q, k, v, heads)
+
+    def call():
+        attention.begin()
+        return [attention(kernel, sdpa, q, q, q, 4) for q in (torch.ones(1, 3, 32), torch.ones(1, 3, 32) * 1e5)]
+
+    sdpa.dtypes = []
+    for _ in range(2):
+        ranges.run(call)
+    assert kernel_saw == [torch.float16] * 2 and sdpa.dtypes == [torch.float16, torch.float32] * 2
+
+
+class PatchedInPlace:
+    """A layer's weights as ComfyUI gives those it prefetched: each time they are asked for, the LoRA is added once more."""
+
+    def __init__(self, weight: torch.Tensor, lora: torch.Tensor):
+        self.buffer, self.lora, self.asked = weight.clone(), lora, []
+
+    @contextlib.contextmanager
+    def __call__(self, module, x, dtype):
+        self.asked.append(dtype)
+        self.buffer += self.lora
+        yield self.buffer.to(dtype), None
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6])
+def test_a_measuring_call_asks_for_its_weight_once(size):
+    """1e6: the layer turns out to need fp32."""
+    weights = PatchedInPlace(torch.eye(16), torch.full((16, 16), size))
+    ranges, x = Ranges(), torch.randn(4, 16)
+    operation = SafeOperation(torch.nn.Linear(16, 16, bias=False), ranges.slot("layer"), ranges, weights)
+    with torch.inference_mode():
+        result = ranges.run(lambda: operation(x))
+        assert relative_error(x @ (torch.eye(16) + size), result) < 1e-3
+    assert ranges.slots["layer"].full == (size > 65504)
+    assert len(weights.asked) == 1
+
+
+def test_a_call_that_measures_sums_asks_for_its_weight_once():
+    weights, ranges, x = PatchedInPlace(torch.eye(16), torch.ones(16, 16)), Ranges(), torch.ones(4, 16).half()
+    module = torch.nn.Linear(16, 16, bias=False)
+
+    def forward(x):
+        with weights(module, x, x.dtype) as (weight, bias):
+            return F.linear(x, weight, bias)
+
+    module.forward = forward
+    slot = ranges.slots["layer"] = SumSlot("layer")
+    operation = BoundedLinear(module, slot, ranges, weights)
+    with torch.inference_mode():
+        assert torch.equal(ranges.run(lambda: operation(x)), F.linear(x, (torch.eye(16) + 1).half()))
+    assert len(weights.asked) == 1 and slot.terms == 16
+
+
+@pytest.mark.parametrize("trained", ["input", "weight"])
+def test_a_gradient_goes_through_where_torch_has_none_for_fp32_results(trained):
+    """On the meta device ``mm(out_dtype=)`` refuses as it does on CUDA: derivative for aten::mm is not implemented."""
+    module = torch.nn.Linear(64, 48, device="meta").requires_grad_(trained == "weight")
+    ranges = Ranges()
+    slot = ranges.slot("layer")
+    ranges.phase, slot.gain = "measured 1", 1.0
+    x = torch.zeros(3, 64, device="meta", requires_grad=trained == "input")
+    result = SafeOperation(module, slot, ranges, plain_weights, wide=True)(x)
+    result.sum().backward()
+    assert (x if trained == "input" else module.weight).grad.shape
+    assert result.dtype == torch.float32

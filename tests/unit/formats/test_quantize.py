@@ -126,3 +126,14 @@ def test_quantizes_in_any_grad_mode_one_after_the_other(monkeypatch):
     weight.requires_grad_()
     found = q.quantize(weight, torch.float8_e4m3fn, q.absolute_max(weight))
     assert torch.equal(found.data.float(), expected.data.float()) and not found.data.requires_grad
+
+
+@pytest.mark.parametrize(("dtype", "amaxes"), [(torch.float16, (0.0, 6e-8, 1e-3, 5e-3, 1.0, 6e4)), (torch.bfloat16, (0.0, 1e-38, 1e-3, 1e38))])
+def test_an_activation_scale_has_a_finite_reciprocal_in_the_activations_dtype(dtype, amaxes):
+    for amax in amaxes:
+        x = torch.tensor([amax, 0.0, -amax / 2]).to(dtype)
+        scale = q.activation_scale(x, E4M3)
+        assert torch.isfinite((1.0 / scale).to(dtype)), amax
+        assert (x.float() / scale).abs().max() <= 448.0 * 1.001
+    assert q.activation_scale(torch.tensor([448.0 * 2**-15], dtype=dtype), E4M3) == 2.0**-15
+    assert q.activation_scale(torch.tensor([float("nan"), 1.0], dtype=dtype), E4M3).isnan()

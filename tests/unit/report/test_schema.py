@@ -114,7 +114,7 @@ def test_every_value_becomes_json(value, expected):
 
 
 def test_mode_and_verdict_words_are_the_contracts():
-    assert report.MODES == ("fp8", "fp16_acc16", "fp16", "fp16_wide", "fp16_scaled", "bf16", "fp32")
+    assert report.MODES == ("fp8", "int8", "fp16_acc16", "fp16", "fp16_wide", "fp16_scaled", "bf16", "fp32")
     assert set(report.VERDICTS) == {
         "clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault", "off",
     }  # fmt: skip

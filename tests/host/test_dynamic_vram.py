@@ -1,0 +1,120 @@
+"""Every way of computing under dynamic VRAM, NVIDIA's default: the results are those of weights that are simply there."""
+
+import logging
+
+import pytest
+import torch
+from comfy.lora import calculate_weight
+from comfy.model_patcher import LowVramPatch
+from comfy.sd import load_lora_for_models
+from halfsafe.nodes.host.run.modules import core_weights
+from halfsafe.precision.formats.quantize import relative_error
+from halfsafe.precision.plan.rules import rules_from
+from support import families, model_files
+from support.dynamic_vram import WAYS, dynamic_vram
+from support.families import load
+from support.guarding import guarded, plain_fp16
+from support.int8_models import int8
+from support.summing import accumulation
+
+LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024), "blocks.1.self_attn.v": (256, 256)}
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
+    monkeypatch.setattr(logging.getLogger("comfy_kitchen.tensor.fp8"), "disabled", True)
+
+
+@pytest.fixture(scope="module")
+def int8_file(wan, models_dir):
+    return model_files.in_dialect(wan, models_dir / "diffusion_models" / "int8_dynamic.safetensors", int8)
+
+
+MODELS = {
+    "fp32": lambda comfy, wan: load(comfy, wan, "as_file", "fp32"),
+    "bf16": lambda comfy, wan: load(comfy, wan, "as_file", "bf16"),
+    "fp16": lambda comfy, wan: load(comfy, wan, "fp16", "fp16"),
+    "fp16_safe": lambda comfy, wan: load(comfy, wan, "as_file", "fp16_safe"),
+    "fp32 stored": lambda comfy, wan: load(comfy, wan, "fp32", "fp16_safe"),
+    "fp8 stored": lambda comfy, wan: load(comfy, wan, "fp8_e4m3fn", "fp16_safe"),
+    "fp8": lambda comfy, wan: load(comfy, wan, "fp8_e5m2", "fp8"),
+    "rules": lambda comfy, wan: load(comfy, wan, "as_file", "bf16", rules_from("*.ffn.* compute=fp16_safe stream=fp32")),
+    "sums": lambda comfy, wan: accumulation(comfy, load(comfy, wan, "fp16", "fp16"), fp16_accumulation="auto", attention="auto"),
+    "guard": lambda comfy, wan: guarded(comfy, load(comfy, wan, "as_file", "fp16")),
+}
+
+
+def twice(model, call):
+    """Two calls: the first one measures."""
+    return [families.replay(model, call) for _ in range(2)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_a_model_gives_the_same(comfy, wan, call, name, way):
+    expected, model = twice(MODELS[name](comfy, wan), call), MODELS[name](comfy, wan)
+    with dynamic_vram(model, way) as lender:
+        results = twice(model, call)
+        assert lender.lent > 40 and not lender.out
+    for result, reference in zip(results, expected, strict=True):
+        assert relative_error(reference, result) < 1e-6
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("compute", ["auto", "fp32", "fp16_safe"])
+@torch.inference_mode()
+def test_an_int8_model_gives_the_same(comfy, int8_file, call, compute, way):
+    expected, model = twice(load(comfy, int8_file, "as_file", compute), call), load(comfy, int8_file, "as_file", compute)
+    with dynamic_vram(model, way):
+        results = twice(model, call)
+    assert all(relative_error(*pair) < 1e-6 for pair in zip(expected, results, strict=True))
+
+
+@torch.inference_mode()
+def test_a_guard_that_repeats_gives_its_weights_back(comfy, overflowing, fp32, call):
+    reference = families.replay(fp32, call)
+    for way in WAYS:
+        model = guarded(comfy, plain_fp16(comfy, overflowing))
+        with dynamic_vram(model, way) as lender:
+            assert all(relative_error(reference, result) < 0.02 for result in twice(model, call)) and not lender.out
+
+
+def lora(model):
+    return load_lora_for_models(model, None, model_files.lora(LAYERS, size=1.0), 1.0, 0.0)[0]
+
+
+BOUNDS = {"fp32": 5e-3, "fp16": 5e-3, "fp16_safe": 2e-3, "fp32 stored": 2e-3, "rules": 2e-2, "sums": 5e-3, "fp8 stored": 0.06, "fp8": 0.12}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", BOUNDS)
+@torch.inference_mode()
+def test_a_lora_is_added_once_in_every_call(comfy, wan, call, name, way):
+    plain = load(comfy, wan, "fp32", "fp32")
+    reference, without = families.replay(lora(plain), call), families.replay(plain, call)
+    assert relative_error(without, reference) > 0.2
+    model = MODELS[name](comfy, wan)
+    with dynamic_vram(model, way, lora(model).patches):
+        assert all(relative_error(reference, result) < BOUNDS[name] for result in twice(model, call))
+
+
+@pytest.mark.parametrize("way", ["offloaded", *WAYS])
+@pytest.mark.parametrize("size", [3e-4, 3e4], ids=["rounds", "overflows"])
+@torch.inference_mode()
+def test_a_lora_is_added_in_fp32(comfy, wan, way, size):
+    """Of two LoRAs that take each other back but for a little, fp16 sums leave nothing, or inf."""
+    model, key = load(comfy, wan, "fp16", "fp16_safe"), "diffusion_model.blocks.0.ffn.0.weight"
+    module, x = model.model.diffusion_model.blocks[0].ffn[0], torch.zeros(1)
+    change = torch.full((1024, 256), size * 1.5)
+    patches = {key: [(strength, ("diff", (change * part,)), 1.0, None, None) for strength, part in ((1, 2), (-1, 1.9999))]}
+    expected = calculate_weight(patches[key], module.weight.float(), key).half()
+    assert torch.isfinite(expected).all()
+    if way == "offloaded":
+        module.weight_function = [LowVramPatch(key, patches)]
+        with core_weights(module, x, torch.float16) as (weight, _):
+            assert torch.equal(weight, expected)
+        return
+    with dynamic_vram(model, way, patches), core_weights(module, x, torch.float16) as (weight, _):
+        assert weight.dtype == torch.float16 and torch.equal(weight, expected)

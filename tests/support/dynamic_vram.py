@@ -1,0 +1,140 @@
+"""ComfyUI's dynamic VRAM on a CPU: how weights are lent to layers, without comfy-aimdo's memory.
+
+The protocol is that of ``comfy/ops.py`` (``cast_bias_weight``, ``cast_modules_with_vbar``, ``uncast_bias_weight``) and
+``comfy/model_prefetch.py``; a weight is made of what was transferred by ComfyUI's own ``resolve_cast_module_with_vbar``,
+which adds LoRAs in place. What was given back is overwritten with NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import comfy.ops
+import pytest
+import torch
+from comfy.memory_management import interpret_gathered_like, tensors_to_geometries, vram_aligned_size
+from comfy.model_patcher import LowVramPatch
+from comfy.quant_ops import QuantizedTensor
+
+POISON = 255  # NaN in fp32, bf16, fp16 and fp8
+WAYS = ("transferred", "prefetched", "resident")
+SIGNATURE = (1,)
+
+
+@contextlib.contextmanager
+def dynamic_vram(model, way: str, patches: dict | None = None) -> Iterator[DynamicVram]:
+    """The layers of a ModelPatcher's model, which is loaded and has no patches, take their weights as under dynamic VRAM.
+
+    Args:
+        way: ``transferred``: there is no VRAM to spare, and each layer's weights are copied to one buffer; ``prefetched``:
+            the same, for a whole block before it runs; ``resident``: what was copied stays in VRAM.
+        patches: of a ModelPatcher with a LoRA.
+    """
+    lender = DynamicVram(model, way, patches or {})
+    hooks = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comfy.ops, "cast_bias_weight", lender.cast)
+        patch.setattr(comfy.ops, "uncast_bias_weight", lender.uncast)
+        if way == "prefetched":
+            for block in model.model.diffusion_model.blocks:
+                hooks.append(block.register_forward_pre_hook(lambda block, _: lender.prefetch(block)))
+                hooks.append(block.register_forward_hook(lambda block, *_: lender.end_prefetch(block)))
+        try:
+            yield lender
+        finally:
+            lender.end()
+            for hook in hooks:
+                hook.remove()
+
+
+class DynamicVram:
+    """Lends the weights. ``lent``: how often; ``out``: the modules whose weights were not given back yet."""
+
+    def __init__(self, model, way: str, patches: dict):
+        self.resident = way == "resident"
+        self.lent = 0
+        self.out: list[torch.nn.Module] = []
+        self._core = comfy.ops.cast_bias_weight, comfy.ops.uncast_bias_weight
+        self._modules = {
+            name: module
+            for name, module in model.model.diffusion_model.named_modules()
+            if isinstance(module, comfy.ops.CastWeightBiasOp) and getattr(module, "weight", None) is not None
+        }
+        largest = max(_size(module) for module in self._modules.values())
+        self._buffer = torch.full((largest,), POISON, dtype=torch.uint8)
+        for name, module in self._modules.items():
+            self._set_up(f"diffusion_model.{name}", module, patches)
+
+    def _set_up(self, key: str, module, patches: dict) -> None:
+        """As ``ModelPatcherDynamic.load`` does."""
+        module.__dict__.update(_v="vbar", _v_signature=None, seed_key=key, was_cast=module.comfy_cast_weights)
+        module.comfy_cast_weights = True
+        for name in ("weight", "bias"):
+            found = LowVramPatch(f"{key}.{name}", patches) if f"{key}.{name}" in patches else None
+            setattr(module, f"{name}_lowvram_function", found)
+
+    def end(self) -> None:
+        for module in self._modules.values():
+            module.comfy_cast_weights = module.was_cast
+            for name in ("_v", "_v_signature", "_v_weight", "_v_bias", "_prefetch", "was_cast"):
+                module.__dict__.pop(name, None)
+            module.weight_lowvram_function = module.bias_lowvram_function = None
+
+    def cast(self, module, input=None, dtype=None, device=None, bias_dtype=None, offloadable=False, **options):
+        if not hasattr(module, "_v"):
+            return self._core[0](module, input, dtype, device, bias_dtype, offloadable, **options)
+        assert offloadable, "what is not given back cannot be offloaded"
+        if dtype is None:
+            dtype = input.params.orig_dtype if isinstance(input, QuantizedTensor) else input.dtype
+        prefetched = hasattr(module, "_prefetch")
+        if not prefetched:
+            assert not self.out, "the buffer still holds another layer's weight"
+            self._transfer(module, self._buffer)
+        compute_dtype, requant = options.get("compute_dtype"), options.get("want_requant", False)
+        bias_dtype = dtype if bias_dtype is None else bias_dtype
+        resolve = comfy.ops.resolve_cast_module_with_vbar
+        weight, bias = resolve(module, dtype, device or input.device, bias_dtype, compute_dtype, requant)
+        if not prefetched:
+            del module._prefetch
+        self.lent += 1
+        self.out.append(module)
+        return weight, bias, (self, prefetched)
+
+    def uncast(self, module, weight, bias, token) -> None:
+        if not (isinstance(token, tuple) and token and token[0] is self):
+            return self._core[1](module, weight, bias, token)
+        self.out.remove(module)
+        if not token[1] and not self.resident:
+            self._buffer.fill_(POISON)
+        return None
+
+    def _transfer(self, module, buffer: torch.Tensor) -> None:
+        signature = SIGNATURE if self.resident else None
+        if module._v_signature is not None:
+            module._prefetch = {"signature": signature, "resident": True}
+            return
+        source = [module.weight, module.bias]
+        buffer = torch.empty(_size(module), dtype=torch.uint8) if self.resident else buffer
+        for tensor, place in zip(source, interpret_gathered_like(source, buffer), strict=True):
+            if tensor is not None:
+                place.copy_(tensor)
+        module._prefetch = {
+            **{"signature": signature, "resident": False, "xfer_dest": buffer, "cast_dest": None, "needs_cast": False},
+            "cast_geometry": tensors_to_geometries(source),
+        }
+
+    def prefetch(self, block: torch.nn.Module) -> None:
+        for module in block.modules():
+            if hasattr(module, "_v"):
+                self._transfer(module, torch.empty(_size(module), dtype=torch.uint8))
+
+    def end_prefetch(self, block: torch.nn.Module) -> None:
+        for module in block.modules():
+            if hasattr(module, "_prefetch"):
+                module._prefetch["xfer_dest"].fill_(POISON)
+                del module._prefetch
+
+
+def _size(module) -> int:
+    return vram_aligned_size([module.weight, module.bias])

@@ -1,0 +1,42 @@
+"""A Wan model in ComfyUI's int8 format, quantized by comfy-kitchen itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from comfy.quant_ops import QuantizedTensor
+from support import dialects
+
+LAYOUT = "TensorWiseINT8Layout"
+
+
+def int8(path: Path, weights: dialects.Weights, biases: dialects.Weights, convrot: bool = True) -> Path:
+    """``int8_tensorwise``, rotated or not, with a scale per row."""
+    tensors = {}
+    for layer, weight in weights.items():
+        group = dialects.group(weight.shape[1])
+        held = QuantizedTensor.from_float(weight, LAYOUT, per_channel=True, convrot=convrot, convrot_groupsize=group)
+        rotation = {"convrot": True, "convrot_groupsize": group} if convrot else {}
+        marker = dialects.comfy_quant_bytes({"format": "int8_tensorwise", **rotation})
+        tensors |= {**held.state_dict(f"{layer}.weight"), f"{layer}.comfy_quant": marker}
+    return dialects.save(path, tensors, biases, {"format": "pt"})
+
+
+def dequantized(path: Path, weights: dialects.Weights, biases: dialects.Weights) -> Path:
+    """The same weights as plain fp32 numbers."""
+    plain = {}
+    for layer, weight in weights.items():
+        group = dialects.group(weight.shape[1])
+        held = QuantizedTensor.from_float(weight, LAYOUT, per_channel=True, convrot=True, convrot_groupsize=group)
+        plain[f"{layer}.weight"] = held.to(torch.float32).dequantize()
+    return dialects.save(path, plain, biases, {"format": "pt"})
+
+
+def layers_of(model) -> dict[str, torch.nn.Module]:
+    """Name -> module of the layers whose weight is in int8."""
+    return {
+        name: module
+        for name, module in model.model.diffusion_model.named_modules()
+        if isinstance(getattr(module, "weight", None), QuantizedTensor)
+    }

@@ -1,0 +1,65 @@
+"""Which product each layer of a model really makes: the operation, and the dtypes of its two matrices."""
+
+from __future__ import annotations
+
+import torch
+from comfy.quant_ops import QuantizedTensor
+from halfsafe.precision.dtypes import name_of
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MATRICES = {"linear": (0, 1), "mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "convolution": (0, 1)}
+SCALED = ("_scaled_mm", "_scaled_mm_v2")
+
+
+class Products(TorchDispatchMode):
+    """Records, as the report names modes, the products made inside of each of ``layers`` (name -> module).
+
+    fp16_wide: both matrices are fp32 but hold only numbers that fp16 holds, which on a CPU is what ``fp16_safe`` multiplies.
+    """
+
+    def __init__(self, layers: dict[str, torch.nn.Module]):
+        super().__init__()
+        self.made: dict[str, list[str]] = {name: [] for name in layers}
+        self.scaled: list[tuple[torch.dtype, torch.dtype]] = []
+        self._layers = layers
+        self._inside: list[str] = []
+        self._hooks: list = []
+
+    def __enter__(self):
+        for name, module in self._layers.items():
+            self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)))
+            self._hooks.append(module.register_forward_hook(lambda *_: self._inside.pop() and None))
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        for hook in self._hooks:
+            hook.remove()
+        return super().__exit__(*exception)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(kind, QuantizedTensor) for kind in types):
+            return NotImplemented  # its own handler runs next, and what that multiplies comes back here
+        name = function.name().partition("::")[2].partition(".")[0]
+        if name in SCALED:
+            self.scaled.append((args[0].dtype, args[1].dtype))
+        if self._inside and (mode := _mode(name, args)):
+            self.made[self._inside[-1]].append(mode)
+        return function(*args, **(kwargs or {}))
+
+    def modes(self) -> dict[str, str]:
+        """Layer -> what it multiplied in; every call of a layer must have been alike."""
+        assert all(len(set(made)) == 1 for made in self.made.values()), self.made
+        return {name: made[0] for name, made in self.made.items()}
+
+
+def _mode(name: str, args: tuple) -> str:
+    if name == "int8_linear":
+        return "int8"
+    if name in SCALED:
+        return "fp8"
+    if name not in MATRICES:
+        return ""
+    left, right = (args[place] for place in MATRICES[name])
+    assert left.dtype == right.dtype
+    wide = left.dtype == torch.float32 and all(torch.equal(each, each.half().float()) for each in (left, right))
+    return "fp16_wide" if wide else name_of(left.dtype)
