@@ -1,8 +1,19 @@
 """Names and limits of the floating point formats weights are stored and computed in."""
 
+import re
+
 import torch
 
 from .errors import HalfsafeError
+
+
+def torch_version() -> tuple[int, int]:
+    """(major, minor) of the running torch."""
+    major, minor = re.findall(r"\d+", str(torch.__version__))[:2]
+    return int(major), int(minor)
+
+
+TORCH_VERSION = torch_version()  # for what torch.compile traces: reading the text would break its graph
 
 STORAGE_OPTIONS = ("auto", "as_file", "fp8_e4m3fn", "fp8_e5m2", "fp16", "bf16", "fp32")
 COMPUTE_OPTIONS = ("auto", "fp8", "fp16", "fp16_safe", "bf16", "fp32")

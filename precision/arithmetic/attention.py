@@ -7,6 +7,7 @@ the softmax as it was (smooth-K, SageAttention, arXiv:2411.10958). What is still
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -22,13 +23,17 @@ COARSE_SCORE = 512.0
 WORTH_SMOOTHING = 0.25
 
 
-class ScoreSlot(Slot):
-    """One attention of a model call: its mode, and the largest score its proof allows."""
+@dataclass
+class Scores:
+    """One attention of a model call: its mode, and the largest score it can reach."""
 
-    def __init__(self, name: str):
-        super().__init__(name)
-        self.mode = AS_IS
-        self.bound = 0.0
+    name: str
+    mode: str = AS_IS
+    bound: float = 0.0
+
+
+class ScoreSlot(Slot):
+    """The scores of all attentions: one limit holds for them."""
 
     @property
     def limit(self) -> float:
@@ -42,14 +47,16 @@ class BoundedAttention:
     """Every fp16 attention of a model, told apart by their order in a call.
 
     Args:
-        ranges: the model's measuring state; each attention has a slot there.
+        ranges: the model's measuring state; all attentions record in one slot there.
         always_full: compute every fp16 attention in fp32, measuring nothing.
     """
 
     def __init__(self, ranges: Ranges, always_full: bool = False):
         self.ranges = ranges
         self.always_full = always_full
-        self.slots: list[ScoreSlot] = []
+        self.scores = ranges.slots["attention"] = ScoreSlot("attention")
+        self.slots: list[Scores] = []
+        self.changed = False
         self.met: set[torch.dtype] = set()
         self.unfused = False
         self._index = 0
@@ -74,29 +81,32 @@ class BoundedAttention:
             return attention(q, k, v, heads, *args, **kwargs)
         if self.always_full:
             return in_fp32(full, q, k, v, heads, args, kwargs)
-        slot = self._next()
+        index, self._index = self._index, self._index + 1
         if self.ranges.measuring:
-            return self._measure(slot, attention, full, q, k, v, heads, args, kwargs, fused)
-        if slot.mode == FULL:
+            return self._measure(self._met(index), attention, full, q, k, v, heads, args, kwargs, fused)
+        mode = self.slots[index % len(self.slots)].mode if self.changed else AS_IS
+        if mode == FULL:
             return in_fp32(full, q, k, v, heads, args, kwargs)
-        if slot.mode == SMOOTH:
+        if mode == SMOOTH:
             k = smoothed(k)
         result = attention(q, k, v, heads, *args, **kwargs)
         bound = score_bound(q, k, heads, kwargs, fused)
-        slot.record(bound + 0 * magnitude(result) if foreign else bound)
+        self.scores.record(bound + 0 * magnitude(result) if foreign else bound)
         return result
 
-    def _next(self) -> ScoreSlot:
-        index, self._index = self._index, self._index + 1
-        if index < len(self.slots):
-            return self.slots[index]
-        if self.slots and not self.ranges.measuring:
-            return self.slots[index % len(self.slots)]
-        slot = self.ranges.slots[f"attention {index}"] = ScoreSlot(f"attention {index}")
-        self.slots.append(slot)
-        return slot
+    def _met(self, index: int) -> Scores:
+        if index == len(self.slots):
+            self.slots.append(Scores(f"attention {index}"))
+        return self.slots[index]
 
-    def _measure(self, slot: ScoreSlot, attention, full, q, k, v, heads, args, kwargs, fused) -> torch.Tensor:
+    def _measure(self, slot: Scores, attention, full, q, k, v, heads, args, kwargs, fused) -> torch.Tensor:
+        self.scores.device = q.device
+        try:
+            return self._in_first_mode_that_fits(slot, attention, full, q, k, v, heads, args, kwargs, fused)
+        finally:
+            self.changed = self.changed or slot.mode != AS_IS
+
+    def _in_first_mode_that_fits(self, slot, attention, full, q, k, v, heads, args, kwargs, fused) -> torch.Tensor:
         for mode in MODES[MODES.index(slot.mode) : -1]:
             keys = smoothed(k) if mode == SMOOTH else k
             bound = score_bound(q, keys, heads, kwargs, fused).item()

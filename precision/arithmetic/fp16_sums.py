@@ -24,12 +24,14 @@ LABELS = {"amax": ("amax", "||w||1"), "norm": ("||x||", "||w||2")}
 
 
 class SumSlot(Slot):
-    """One layer's proof. ``terms``: products per sum (K); ``by``: which of the two bounds is the smaller one."""
+    """One layer's proof. ``terms``: products per sum (K); ``scales``: its exponent is not 0; ``by``: which of the two bounds
+    is the smaller one."""
 
     def __init__(self, name: str):
         super().__init__(name)
         self.gain = 0.0
         self.terms = 0
+        self.scales = False
         self.by = "amax"
         self.proven = False
         self.reason = NOT_MEASURED
@@ -62,6 +64,7 @@ class SumSlot(Slot):
         self.gain = gains[self.by]
         self.exponent = needed_exponent(self._largest[self.by] * self.gain)
         scalable = can_scale and self._largest["amax"] >= 2.0 ** (self.exponent - FLOOR_BITS)
+        self.scales = self.exponent != 0
         self.proven = self.exponent == 0 or (self.exponent <= MAX_EXPONENT and scalable)
         self.reason = self._reason(can_scale)
 
@@ -122,13 +125,14 @@ class BoundedLinear:
         if x.dtype != torch.float16 or self.weights is None:
             return self.forward(x, *args, **kwargs)
         if self.ranges.measuring:
+            self.slot.device = x.device
             return self._measure(x)
         if not self.slot.proven:
             if not self.by_layer and not self.slot.terms:
                 self.slot.record(x.new_full((), math.inf, dtype=torch.float32))
             return self.forward(x, *args, **kwargs)
         self.slot.record(self.slot.magnitude_of(x))
-        call = self._scaled(x) if self.slot.exponent else lambda: self.forward(x, *args, **kwargs)
+        call = self._scaled(x) if self.slot.scales else lambda: self.forward(x, *args, **kwargs)
         return flags.switched(FLAG, True, call) if self.by_layer else call()
 
     def _measure(self, x: torch.Tensor) -> torch.Tensor:
@@ -141,7 +145,7 @@ class BoundedLinear:
     def _scaled(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
         def call():
             with self.weights(self.module, x, torch.float16) as (weight, bias):
-                product = F.linear(x * 2.0**-self.slot.exponent, weight).mul_(2.0**self.slot.exponent)
+                product = self.slot.unscaled(F.linear(self.slot.scaled(x), weight))
                 return product if bias is None else product.add_(bias)
 
         return call

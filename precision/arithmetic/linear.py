@@ -15,8 +15,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.nn.functional as F
 
-from ..devices.profiles import torch_version
-from ..dtypes import FP16_MAX
+from ..dtypes import FP16_MAX, TORCH_VERSION
 from .flags import fp32_sums
 from .ranges import Ranges, Slot, largest_row_norm, magnitude
 
@@ -38,11 +37,13 @@ def kind_of(module: torch.nn.Module) -> str | None:
 def has_wide_output(device: torch.device, kind: str) -> bool:
     """Whether fp16 operands can give an fp32 result: on CUDA for matrix products from torch 2.8 on (PyTorch #150812).
 
-    A CPU has no fp16 units to gain from; it multiplies the rounded operands in fp32, which is the same arithmetic.
+    A CPU has no fp16 units to gain from; it multiplies the rounded operands in fp32, which is the same arithmetic. ROCm and
+    XPU have taken ``mm(out_dtype=...)`` lately, in versions that nobody has tried it with here, and scale instead. Never
+    ``addmm`` or ``baddbmm``: with ``out_dtype`` they cannot be traced (PyTorch #163880).
     """
     if device.type == "cpu":
         return True
-    return device.type == "cuda" and kind == "linear" and torch.version.hip is None and torch_version() >= (2, 8)
+    return device.type == "cuda" and kind == "linear" and torch.version.hip is None and TORCH_VERSION >= (2, 8)
 
 
 class SafeOperation:
@@ -83,6 +84,7 @@ class SafeOperation:
         ComfyUI adds a LoRA to a weight that it prefetched in place (``resolve_cast_module_with_vbar`` in ``comfy/ops.py``):
         asked for twice, the weight has the LoRA twice.
         """
+        self.slot.device = x.device
         with self.weights(self.module, x, torch.float32) as (weight, bias):
             half = weight.to(torch.float16)
             self.slot.full = self.slot.full or not fits_fp16(half)
@@ -97,12 +99,10 @@ class SafeOperation:
             return self._apply(x.float(), weight, bias, *args, **kwargs)
 
     def _fp16(self, x, weight, bias, *args, **kwargs) -> torch.Tensor:
-        exponent = self.slot.exponent
-        x = (x * 2.0**-exponent if exponent else x).to(torch.float16)
+        x = self.slot.scaled(x).to(torch.float16)
         with fp32_sums():
             product = self._product(x, weight, *args, **kwargs)
-        if exponent:
-            product = product.mul_(2.0**exponent)
+        product = self.slot.unscaled(product)
         return product if bias is None else product.add_(self._broadcast(bias))
 
     def _is_wide(self, device: torch.device) -> bool:
@@ -169,6 +169,7 @@ class SafeAttention:
         self.ranges = ranges
         self.slot = ranges.slot("attention")
         self.in_full: list[bool] = []
+        self.any_full = False
         self.full_work = 0
         self.index = 0
 
@@ -189,8 +190,9 @@ class SafeAttention:
         """
         index, self.index = self.index, self.index + 1
         if self.ranges.measuring:
+            self.slot.device = q.device
             self._measure(index, largest_in_attention(q, k, v, heads, args, kwargs, fused).item(), 4 * q.numel() * k.shape[-2])
-        if index >= len(self.in_full) or self.in_full[index]:
+        if index >= len(self.in_full) or (self.any_full and self.in_full[index]):
             return full(q, k, v, heads, *args, **kwargs)
         if not self.ranges.measuring:
             self.slot.record(largest_in_attention(q, k, v, heads, args, kwargs, fused))
@@ -205,6 +207,7 @@ class SafeAttention:
             full = self.in_full[index] = self.in_full[index] or full
         else:
             self.in_full.append(full)
+        self.any_full = self.any_full or full
         self.full_work += work if full else 0
         self.slot.work += work
 

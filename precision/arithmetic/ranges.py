@@ -12,12 +12,12 @@ from typing import TypeVar
 import torch
 
 from ..dtypes import FP16_MAX
+from .cells import NOTHING, Cell, Cells
 
 HEADROOM_BITS = 2
 FLOOR_BITS = 12
 MAX_GAIN = 2.0**16
 MAX_FALLS = 2
-MEASURING = "measuring"
 
 Result = TypeVar("Result")
 
@@ -26,8 +26,8 @@ class Slot:
     """One operation: its operand is scaled by ``2**-exponent``, which holds magnitudes from ``floor`` to ``limit``.
 
     ``gain``: by how much the operation can raise a magnitude in fp16; None until it was measured. ``full``: it runs in
-    fp32. ``work``: multiplications and additions of one model call. ``value``: what the present call has recorded.
-    ``largest``: the largest magnitude of all calls so far.
+    fp32. ``work``: multiplications and additions of one model call. ``largest``: the largest magnitude of all calls so far.
+    ``device``: where it ran when it was measured; ``cell``: its numbers there; ``missed``: it ran in this call without one.
     """
 
     def __init__(self, name: str):
@@ -36,8 +36,10 @@ class Slot:
         self.gain: float | None = None
         self.full = False
         self.work = 0
-        self.value: torch.Tensor | None = None
         self.largest = 0.0
+        self.device: torch.device | None = None
+        self.cell: Cell | None = None
+        self.missed = False
         self._falls = 0
 
     @property
@@ -51,8 +53,23 @@ class Slot:
         return 2.0 ** (self.exponent - FLOOR_BITS)
 
     def record(self, magnitude: torch.Tensor) -> None:
-        """Keep the larger of ``magnitude`` (0-dim) and what this call has recorded already; NaN stays."""
-        self.value = magnitude if self.value is None else torch.maximum(self.value, magnitude)
+        """Keep the larger of ``magnitude`` (0-dim fp32) and what this call has recorded already; NaN stays."""
+        if self.cell is None or self.cell.device != magnitude.device:
+            self.missed = True
+        else:
+            self.cell.record(magnitude)
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` times ``2**-exponent``, exact. A compiled graph multiplies by a tensor, whatever the exponent is."""
+        if torch.compiler.is_compiling() and self.cell is not None:
+            return x * self.cell.scale()[0]
+        return x * 2.0**-self.exponent if self.exponent else x
+
+    def unscaled(self, product: torch.Tensor) -> torch.Tensor:
+        """``product`` times ``2**exponent``, in place."""
+        if torch.compiler.is_compiling() and self.cell is not None:
+            return product.mul_(self.cell.scale()[1])
+        return product.mul_(2.0**self.exponent) if self.exponent else product
 
     def holds(self, magnitude: float) -> bool:
         """Whether an operand of this magnitude neither overflows nor underflows; no NaN or inf is held."""
@@ -77,21 +94,17 @@ class Slot:
 
 
 class Ranges:
-    """The slots of one model on one device.
+    """The slots of one model.
 
-    ``phase`` is a text that every measurement changes: a compiled graph that read it is compiled again after one.
+    ``measuring``: this call may read numbers back from the device, to fix how operands are scaled; nothing compiled runs in
+    it. A compiled graph depends on what a slot decides, such as ``full``, and not on the number of measurements.
     """
 
     def __init__(self):
         self.slots: dict[str, Slot] = {}
-        self.phase = MEASURING
-        self.measurements = 0
+        self.measuring = True
         self.repeats = 0
-
-    @property
-    def measuring(self) -> bool:
-        """Whether this call may read numbers back from the device, to fix how operands are scaled."""
-        return self.phase == MEASURING
+        self._cells: dict[torch.device, tuple[Cells, list[Slot]]] = {}
 
     def largest(self) -> dict[str, float]:
         """Operation -> the largest magnitude it was given, of those that met any."""
@@ -116,27 +129,43 @@ class Ranges:
 
     def _recorded(self, call: Callable[[], Result]) -> Result:
         for slot in self.slots.values():
-            slot.value = None
+            slot.missed = False
+        for cells, _ in self._cells.values():
+            cells.clear()
         return call()
 
     def _measured(self, call: Callable[[], Result]) -> Result:
-        self.phase = MEASURING
+        self.measuring = True
         for slot in self.slots.values():
             slot.work = 0
         result = call()
-        self.measurements += 1
-        self.phase = f"measured {self.measurements}"
+        self._place()
+        self.measuring = False
         return result
 
+    def _place(self) -> None:
+        """Give every measured slot a cell on its device, and the graphs the exponents."""
+        devices: dict[torch.device, list[Slot]] = {}
+        for slot in self.slots.values():
+            if slot.device is not None:
+                devices.setdefault(slot.device, []).append(slot)
+        for device, slots in devices.items():
+            if device not in self._cells or self._cells[device][1] != slots:
+                self._cells[device] = cells, _ = Cells(len(slots), device), slots
+                for slot, cell in zip(slots, cells.cells, strict=True):
+                    slot.cell = cell
+            self._cells[device][0].set_exponents([slot.exponent for slot in slots])
+
     def _held(self) -> bool:
-        used = [slot for slot in self.slots.values() if slot.value is not None]
-        if not used:
-            return True
-        device = used[0].value.device
-        values = torch.stack([slot.value.to(device) for slot in used]).tolist()
-        for slot, value in zip(used, values, strict=True):
+        used = [
+            (slot, value)
+            for cells, slots in self._cells.values()
+            for slot, value in zip(slots, cells.read(), strict=True)
+            if value != NOTHING
+        ]
+        for slot, value in used:
             slot.largest = max(slot.largest, value)
-        return all(slot.holds(value) for slot, value in zip(used, values, strict=True))
+        return all(slot.holds(value) for slot, value in used) and not any(slot.missed for slot in self.slots.values())
 
 
 def magnitude(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,12 +4,12 @@ The rows are expectations from documentation, driver tables and other people's m
 them with executed probes.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from ..dtypes import torch_version
 from ..errors import UnknownProfile
 
 CAPABILITY_FIELDS = {
@@ -109,12 +109,6 @@ class DeviceProfile:
     def remarks(self) -> list[str]:
         """Notes about the device that belong to no capability."""
         return [note for key, note in self.notes.items() if key not in CAPABILITY_FIELDS]
-
-
-def torch_version() -> tuple[int, int]:
-    """(major, minor) of the running torch."""
-    major, minor = re.findall(r"\d+", str(torch.__version__))[:2]
-    return int(major), int(minor)
 
 
 NO_GAIN = "fp16 accumulation runs at the rate of fp32 accumulation here: risk without gain."

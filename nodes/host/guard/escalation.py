@@ -1,10 +1,9 @@
 """A model of which some parts run wider than by themselves: what the guard puts on it for the length of a call."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
-from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
 
 from ....precision.arithmetic.flags import fp32_sums
 from ....precision.arithmetic.patching import Patch, patched
@@ -12,37 +11,13 @@ from ....precision.arithmetic.ranges import magnitude
 from ....precision.guard.policy import Escalation, Seen, span_of
 from ....precision.plan.choice import Choice
 from ....precision.plan.compute import INT8, ComputeDecision, ComputePlan
-from ..run.attention import full_precision_attention, in_one_dtype, is_fused, overridden
+from ..run.attention import attending, full_precision_attention, in_one_dtype, is_fused
 from ..run.call import Call
 from ..run.compute import PlannedLayers
-from ..run.modules import modules_of, only_multiplies, plain_name
+from ..run.modules import modules_of, only_multiplies, top_level_parts
 
 SCALED = ("fp16_wide", "fp16_scaled")
 CAST = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def top_level_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Name -> module of the parts a diffusion model is made of: its blocks, and what stands beside their lists.
-
-    A UNet's blocks are lists themselves, whose items ComfyUI calls one by one.
-    """
-    parts: dict[str, torch.nn.Module] = {}
-    for name, child in model.named_children():
-        if isinstance(child, (torch.nn.ModuleList, TimestepEmbedSequential)):
-            parts |= {f"{name}.{inner}": module for inner, module in _items(child)}
-        elif any(isinstance(module, torch.nn.ModuleList) for module in child.children()):
-            parts |= {f"{name}.{inner}": module for inner, module in top_level_parts(child).items()}
-        else:
-            parts[name] = child
-    return {plain_name(name): module for name, module in parts.items()}
-
-
-def _items(container: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, item in container.named_children():
-        if isinstance(item, TimestepEmbedSequential):
-            yield from ((f"{name}.{inner}", module) for inner, module in item.named_children())
-        else:
-            yield name, item
 
 
 class EscalatedLayers:
@@ -72,9 +47,8 @@ class EscalatedLayers:
     def call(self, executor, *args, **kwargs):
         """One call of the model inside of whatever wrappers others have."""
         call = Call(executor, *args, **kwargs)
-        if self.everywhere or self.spans:
-            call.options = overridden(call.options, self._attend)
-        with patched(self._patches()), _sums_in_fp32(self.everywhere):
+        attend = self._attend if self.everywhere or self.spans else None
+        with patched(self._patches()), attending(executor.class_obj, call, attend), _sums_in_fp32(self.everywhere):
             return self.planned.call(call)
 
     def modes(self) -> dict[str, str]:

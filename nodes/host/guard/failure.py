@@ -21,8 +21,9 @@ from ....precision.guard.policy import (
 )
 from ..execution import is_compiled
 from ..run.call import Call
+from ..run.modules import top_level_parts
 from .causes import bad_input, bad_weight, opaque_attention
-from .escalation import EscalatedLayers, Observed, top_level_parts
+from .escalation import EscalatedLayers, Observed
 from .log import SpokenLog
 from .state import WHOLE, Guarded
 

@@ -17,7 +17,7 @@ from ....precision.plan.accumulation import PARTS, AccumulationPlan, Request, Wo
 from ....precision.report.schema import flag_report, flag_reports
 from ..execution import COMPILE_KWARGS, is_compiled, is_on_several_devices
 from . import fast_accumulation
-from .attention import full_precision_attention, is_fused, overridden
+from .attention import attending, full_precision_attention, is_fused
 from .call import Call
 from .compute import compute_of, needs_fp32_sums
 from .layers import modes_of, settings_of
@@ -55,13 +55,12 @@ class Accumulation:
 
     def __call__(self, executor, *args, **kwargs):
         run, call = self.runs.of(executor.class_obj), Call(executor, *args, **kwargs)
-        call.options = run.options(call.options)
 
         def once():
             with run.scope():
                 return call()
 
-        with patched(run.patches):
+        with patched(run.patches), attending(executor.class_obj, call, run.attend):
             return run.ranges.run(once) if run.watches else once()
 
     def plan_for(self, patcher) -> AccumulationPlan:
@@ -84,7 +83,7 @@ class _Run:
         auto = plan.attention == "auto"
         self.attention = BoundedAttention(self.ranges, not auto) if plan.attention in ("auto", "fp32") else None
         self.watches = bool(self.operations) or auto
-        self._patches: list[Patch] = [patch for op in self.operations.values() for patch in exchanged(op.module, op)]
+        self._patches: list[Patch] = [patch for op in self.operations.values() for patch in exchanged(op.module, op.__call__)]
 
     def _operations(self, patcher) -> Iterator[tuple[str, BoundedLinear]]:
         modes, ruled = modes_of(patcher), _ruled(patcher)
@@ -123,9 +122,10 @@ class _Run:
         """The layers that met fp16 inputs, and those whose weight is out of reach."""
         return [op for op in self.operations.values() if op.slot.terms or not op.weights]
 
-    def options(self, options: dict) -> dict:
-        """``transformer_options`` with bounded attention around whatever override is there already."""
-        return overridden(options, self._attend) if self.attention else options
+    @property
+    def attend(self) -> Callable | None:
+        """Bounded attention, to stand around whatever override is there already; None where none was asked for."""
+        return self._attend if self.attention else None
 
     def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
         how = {"fused": is_fused(function), "foreign": attention is not function}

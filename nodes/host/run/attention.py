@@ -1,10 +1,16 @@
 """ComfyUI's attention override: what stands in front of a model's attention function, and of an earlier override."""
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import comfy.ldm.modules.attention
 import torch
+
+from ....precision.arithmetic.linear import kind_of
+from ....precision.arithmetic.patching import Patch, patched
+from .call import Call
+from .modules import top_level_parts
 
 OVERRIDE = "optimized_attention_override"
 UNFUSED = ("attention_basic", "attention_split", "attention_sub_quad")
@@ -22,6 +28,41 @@ def overridden(options: dict, run: Callable) -> dict:
         return run(function, attention, *args, **kwargs)
 
     return {**options, OVERRIDE: override}
+
+
+@contextlib.contextmanager
+def attending(model: torch.nn.Module, call: Call, run: Callable | None) -> Iterator[None]:
+    """Give a model's call ``run`` as its attention, as ``overridden`` does; None changes nothing.
+
+    ComfyUI's TorchCompileModel drops every guard on ``transformer_options`` (comfy_extras/nodes_torch_compile.py): a graph
+    compiled without an override would run with one, and one compiled with it would never see what it depends on change. So
+    the parts that may be compiled have a forward of our own for the length of the call, which holds the override itself.
+    """
+    if run is None:
+        yield
+        return
+    call.options = overridden(call.options, run)
+    with patched(_entries(model.diffusion_model, call.options[OVERRIDE])):
+        yield
+
+
+def _entries(model: torch.nn.Module, override: Callable) -> Iterator[Patch]:
+    for part in (model, *top_level_parts(model).values()):
+        part = getattr(part, "_orig_mod", part)
+        if kind_of(part) is None and any(part.children()):
+            yield part, "forward", _entry(getattr(part.forward, "behind", part.forward), override)
+
+
+def _entry(forward: Callable, override: Callable) -> Callable:
+    """A part's forward with this override in its options; the newest override holds the earlier ones."""
+
+    def run(*args, transformer_options=None, **kwargs):
+        if transformer_options is not None:
+            kwargs["transformer_options"] = {**transformer_options, OVERRIDE: override}
+        return forward(*args, **kwargs)
+
+    run.behind = forward
+    return run
 
 
 def is_fused(function: Callable) -> bool:

@@ -20,7 +20,7 @@ from ....precision.dtypes import dtype_named, name_of
 from ....precision.formats.quantize import activation_scale
 from ....precision.plan.compute import INT8, ComputeDecision, ComputePlan
 from ..execution import switches_by_layer
-from .attention import full_precision_attention, in_one_dtype, is_fused, overridden
+from .attention import attending, full_precision_attention, in_one_dtype, is_fused
 from .call import Call
 from .modules import (
     calling_layers,
@@ -66,8 +66,7 @@ class Compute:
 
     def __call__(self, executor, *args, **kwargs):
         run, call = self.runs.of(executor.class_obj), Call(executor, *args, **kwargs)
-        call.options = run.options(call.options)
-        with patched(run.patches):
+        with patched(run.patches), attending(executor.class_obj, call, run.attend):
             return run.call(call)
 
     def modes(self, model) -> dict[str, str]:
@@ -126,7 +125,8 @@ class PlannedLayers:
             return _out_as(decision, Fp8Linear(module))
         if decision.mode == "fp16_wide" and only_multiplies(module):
             operation = self.operations[name] = SafeOperation(module, slot, self.ranges, weights_of(module))
-            return operation if self.safe else _out_as(decision, operation)
+            # A method and not the object, for which torch.compile would make a graph of its own.
+            return operation.__call__ if self.safe else _out_as(decision, operation.__call__)
         operation = CastOperation(module, _own_dtype(module, decision.mode), slot, self.ranges)
         if name_of(operation.dtype) != decision.mode:
             self.in_own_way[name] = operation
@@ -144,9 +144,10 @@ class PlannedLayers:
 
         return self.ranges.run(once)
 
-    def options(self, options: dict) -> dict:
-        """``transformer_options`` with this plan's attention in front of whatever override is there already."""
-        return overridden(options, self._attend) if self.safe or self.widens else options
+    @property
+    def attend(self) -> Callable | None:
+        """This plan's attention, to stand in front of whatever override is there already; None for a plan without one."""
+        return self._attend if self.safe or self.widens else None
 
     def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
         if self.safe:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import comfy.ops
 import torch
 import torch.nn.functional as F
+from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
 from comfy.quant_ops import QuantizedTensor
 
 from ....precision.arithmetic.linear import kind_of
@@ -36,6 +37,30 @@ def matrix_layers(model) -> Iterator[tuple[str, torch.nn.Module]]:
     for name, module in modules_of(model).items():
         if kind_of(module) and isinstance(getattr(module, "weight", None), torch.Tensor) and module.weight.dim() > 1:
             yield name, module
+
+
+def top_level_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Name -> module of the parts a diffusion model is made of: its blocks, and what stands beside their lists.
+
+    A UNet's blocks are lists themselves, whose items ComfyUI calls one by one.
+    """
+    parts: dict[str, torch.nn.Module] = {}
+    for name, child in model.named_children():
+        if isinstance(child, (torch.nn.ModuleList, TimestepEmbedSequential)):
+            parts |= {f"{name}.{inner}": module for inner, module in _items(child)}
+        elif any(isinstance(module, torch.nn.ModuleList) for module in child.children()):
+            parts |= {f"{name}.{inner}": module for inner, module in top_level_parts(child).items()}
+        else:
+            parts[name] = child
+    return {plain_name(name): module for name, module in parts.items()}
+
+
+def _items(container: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    for name, item in container.named_children():
+        if isinstance(item, TimestepEmbedSequential):
+            yield from ((f"{name}.{inner}", module) for inner, module in item.named_children())
+        else:
+            yield name, item
 
 
 def has_own_forward(module: torch.nn.Module) -> bool:

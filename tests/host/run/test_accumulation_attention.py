@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from halfsafe.nodes.host.run.accumulation import accumulation_of
+from halfsafe.nodes.host.run.attention import overridden
 from halfsafe.precision.formats.quantize import relative_error
 from support import families
 from support.families import load, report
@@ -56,7 +57,7 @@ def test_every_attention_function_of_core_is_right_where_plain_fp16_is_not(comfy
         exact = core.attention_basic(*(tensor.double() for tensor in tensors), 4)
         plain = relative_error(exact, function(*tensors, 4))
         run = attention_run(comfy, base)
-        options = run.options({})
+        options = overridden({}, run.attend)
 
         def call():
             run.attention.begin()

@@ -116,8 +116,8 @@ def test_an_override_whose_result_is_not_finite_is_off_for_that_attention_only()
     first = ranges.run(lambda: call(loud))
     assert [slot.mode for slot in bound.slots] == [AS_IS, FULL]
     assert all(torch.isfinite(result).all() for result in first)
-    ranges = bound.ranges = Ranges()
-    bound.slots.clear()
+    ranges = Ranges()
+    bound = BoundedAttention(ranges)
     ranges.run(lambda: call(quiet))
     assert all(torch.isfinite(result).all() for result in ranges.run(lambda: call(loud))), "an overflow at a later step"
     assert ranges.repeats == 1

@@ -1,9 +1,11 @@
 import contextlib
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.arithmetic.compiling import eager
 from halfsafe.precision.arithmetic.fp16_sums import BoundedLinear, SumSlot
 from halfsafe.precision.arithmetic.linear import SafeAttention, SafeOperation, has_wide_output, largest_row_sum
 from halfsafe.precision.arithmetic.ranges import Ranges
@@ -163,19 +165,28 @@ def test_a_weight_below_fp16_runs_in_fp32():
         assert relative_error(module(x), ranges.run(lambda: operation(x))) < 1e-6
 
 
-def test_a_compiled_operation_is_compiled_again_after_a_measurement_only():
+@pytest.mark.parametrize("wide", [True, False])
+def test_twelve_measurements_need_one_graph_and_give_the_same_as_without_it(wide):
     from torch._dynamo.testing import CompileCounter
 
-    operation, ranges = safe(torch.nn.Linear(8, 8))
-    x, counter = torch.ones(2, 8), CompileCounter()
-    ranges.run(lambda: operation(x))
-    compiled = torch.compile(operation.__call__, backend=counter)
-    for _ in range(3):
-        ranges.run(lambda: compiled(x))
+    torch.manual_seed(0)
+    module, counter = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), CompileCounter()
+    ranges = Ranges()
+    operations = [SafeOperation(layer, ranges.slot(name), ranges, plain_weights, wide) for name, layer in module.named_children()]
+    run = torch.compile(lambda x: operations[1](operations[0](x)), backend=counter)
+    x, exponents = torch.randn(4, 64), set()
+
+    def call(size):
+        with eager(ranges.measuring):
+            return run(x * 10.0**size)
+
+    with torch.inference_mode():
+        for size in range(0, 36, 3):
+            result, repeated = (ranges.run(functools.partial(call, size)) for _ in range(2))
+            assert torch.equal(result, repeated) and relative_error(module(x * 10.0**size), result) < 1e-3
+            exponents.add(tuple(operation.slot.exponent for operation in operations))
+    assert ranges.repeats >= 9 and len(exponents) >= 10, "each size was to be measured"
     assert counter.frame_count == 1
-    ranges._measured(lambda: operation(x))
-    ranges.run(lambda: compiled(x))
-    assert counter.frame_count == 2
     torch._dynamo.reset()
 
 

@@ -64,26 +64,70 @@ def test_an_error_while_measuring_measures_again():
     assert ranges.run(lambda: not ranges.measuring)
 
 
-def test_every_measurement_changes_the_phase():
-    ranges, phases = Ranges(), []
-    for size in (1.0, 1e9):
-        ranges.run(lambda size=size: ranges.slot("a").fit(size))
-        phases.append(ranges.phase)
-        ranges.slot("a").record(torch.tensor(1e9))
-        assert ranges._held() is (size == 1e9)
-        ranges.run(lambda: ranges.slot("a").record(torch.tensor(1e9)) if not ranges.measuring else ranges.slot("a").fit(1e9))
-        phases.append(ranges.phase)
-    assert phases[0] != phases[1] and phases[1] == phases[2] == phases[3]
+@pytest.fixture(params=[True, False], ids=["made in inference mode", "made outside"])
+def placed(request):
+    """The ranges of two operations after their first call, and a slot of each."""
+    ranges = Ranges()
+    slots = [ranges.slot("a"), ranges.slot("b")]
+
+    def measured():
+        for slot in slots:
+            slot.device = torch.device("cpu")
+            slot.fit(1.0)
+
+    with torch.inference_mode(request.param):
+        ranges.run(measured)
+    return ranges, slots
 
 
-def test_records_keep_the_largest_and_nan():
-    slot = Slot("layer")
-    for value in (1.0, 3.0, 2.0):
+def recorded(slot, *values):
+    for value in values:
         slot.record(torch.tensor(value))
-    assert slot.value == 3
-    slot.record(torch.tensor(math.nan))
-    slot.record(torch.tensor(5.0))
-    assert slot.value.isnan()
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_records_keep_the_largest_and_nan(placed, inference):
+    ranges, (a, b) = placed
+    with torch.inference_mode(inference):
+        ranges.run(lambda: recorded(a, 1.0, 3.0, 2.0))
+        assert a.largest == 3 and b.largest == 1 and ranges.repeats == 0
+        for values in ((5.0, math.nan, 7.0), (math.inf, 1.0), (math.nan, math.inf)):
+            ranges._recorded(lambda values=values: recorded(b, *values))
+            assert not ranges._held()
+        assert b.cell.view.isnan()
+
+
+def test_only_what_ran_is_checked(placed):
+    ranges, (a, b) = placed
+    b.gain = None
+    ranges.run(lambda: recorded(a, 0.0))
+    assert ranges.repeats == 0
+    ranges._recorded(lambda: recorded(b, 0.0))
+    assert not ranges._held()
+
+
+def test_a_record_that_needs_no_gradient_is_kept_of_one_that_does(placed):
+    ranges, (a, _) = placed
+    ranges.run(lambda: a.record(magnitude(torch.ones(3, requires_grad=True) * 2)))
+    assert a.largest == 2
+
+
+def test_an_operation_that_has_moved_is_measured_there(placed):
+    ranges, (a, _) = placed
+    ranges._recorded(lambda: a.record(torch.ones((), device="meta")))
+    assert not ranges._held()
+
+
+def test_slots_keep_their_addresses_until_there_is_a_new_one(placed):
+    ranges, (a, b) = placed
+    before = a.cell.cells.records.data_ptr()
+    ranges._measured(lambda: a.fit(1e9))
+    assert a.cell.cells.records.data_ptr() == before and a.cell.scale()[1] == 2.0**a.exponent
+    new = ranges.slot("c")
+    new.device = torch.device("cpu")
+    ranges._measured(lambda: new.fit(1.0))
+    ranges.run(lambda: [recorded(slot, float(size)) for size, slot in enumerate((a, b, new), 5)])
+    assert [slot.largest for slot in (a, b, new)] == [1e9, 6, 7]
 
 
 def test_magnitude_of_nothing_is_zero():

@@ -1,0 +1,142 @@
+"""Attention in a model that ComfyUI's own TorchCompileModel has compiled, which guards nothing in ``transformer_options``."""
+
+import pytest
+import torch
+from halfsafe.nodes.host.run.accumulation import accumulation_of
+from halfsafe.nodes.host.run.compute import compute_of
+from halfsafe.precision.arithmetic import attention
+from halfsafe.precision.formats.quantize import relative_error
+from support import families, tiny_models
+from support.compiling import compiled
+from support.families import load
+from support.summing import accumulation
+from torch._dynamo.utils import counters
+
+pytestmark = pytest.mark.usefixtures("one_graph", "ampere")
+KEYS = {"whole": ["diffusion_model"], "block": ["diffusion_model.blocks.0"]}
+OVERRIDE = "optimized_attention_override"
+
+
+@pytest.fixture(params=KEYS)
+def plain(comfy, base, request):
+    """The plain fp16 model, compiled."""
+    return compiled(base, KEYS[request.param], backend="eager")
+
+
+@pytest.fixture
+def operands(monkeypatch):
+    """The dtypes of the operands of every attention that runs, compiled or not; traced into the graphs."""
+    from comfy.ldm.modules import attention as core
+
+    met, product = [], core.comfy.ops.scaled_dot_product_attention
+
+    @torch.library.custom_op("halfsafe_test::met", mutates_args=())
+    def note(q: torch.Tensor) -> torch.Tensor:
+        met.append(q.dtype)
+        return q.clone()
+
+    note.register_fake(lambda q: torch.empty_like(q))
+    monkeypatch.setattr(core.comfy.ops, "scaled_dot_product_attention", lambda q, *args, **kwargs: product(note(q), *args, **kwargs))
+    return met
+
+
+def run_of(model):
+    return accumulation_of(model).runs.last(model.model)
+
+
+def test_fp32_attention_after_a_plain_run(comfy, plain, call, operands):
+    families.replay(plain, call)
+    operands.clear()
+    families.replay(plain, call)
+    assert operands == [torch.float16] * 4
+    wide = accumulation(comfy, plain, attention="fp32")
+    for _ in range(2):
+        operands.clear()
+        families.replay(wide, call)
+        assert operands == [torch.float32] * 4
+    assert run_of(wide).attention.met == {torch.float16}
+
+
+def test_a_plain_run_after_bounded_attention(comfy, plain, call):
+    expected = families.replay(plain, call)
+    torch._dynamo.reset()
+    bounded = accumulation(comfy, plain, attention="auto")
+    for _ in range(2):
+        families.replay(bounded, call)
+    assert torch.equal(families.replay(plain, call), expected)
+    assert torch.equal(families.replay(bounded, call), expected)
+
+
+def test_every_compiled_attention_is_watched(comfy, plain, call):
+    families.replay(plain, call)
+    bounded = accumulation(comfy, plain, attention="auto")
+    families.replay(bounded, call)
+    run = run_of(bounded)
+    run.attention.scores.largest = 0.0
+    families.replay(bounded, call)
+    assert run.ranges.repeats == 0
+    assert run.attention.scores.largest == pytest.approx(max(slot.bound for slot in run.attention.slots), rel=1e-2)
+
+
+def test_a_bound_that_is_passed_is_compiled_once_and_repeated_once(comfy, plain, call, operands, monkeypatch):
+    bounded = accumulation(comfy, plain, attention="auto")
+    for _ in range(2):
+        families.replay(bounded, call)
+    run, graphs = run_of(bounded), counters["stats"]["unique_graphs"]
+    monkeypatch.setattr(attention, "LARGEST_SCORE", 1e-6)
+    for _ in range(4):
+        operands.clear()
+        families.replay(bounded, call)
+    assert run.ranges.repeats == 1
+    assert {slot.mode for slot in run.attention.slots} == {"fp32"} and set(operands) == {torch.float32}
+    assert counters["stats"]["unique_graphs"] == graphs + 1
+
+
+def test_another_override_is_followed_when_it_changes(comfy, base, call):
+    """What runs in front of somebody's override is that override, not the one the graph was compiled with."""
+    results = {}
+    for factor in (2.0, 3.0):
+        model = base.clone()
+        model.model_options["transformer_options"][OVERRIDE] = lambda f, q, *args, factor=factor, **kwargs: f(q * factor, *args, **kwargs)
+        results[factor] = families.replay(accumulation(comfy, model, attention="auto"), call)
+        ours = accumulation(comfy, compiled(model, backend="eager"), attention="auto")
+        for _ in range(2):
+            assert relative_error(results[factor], families.replay(ours, call)) < 1e-3
+    assert relative_error(results[2.0], results[3.0]) > 1e-3
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_compute_and_accumulation_share_the_attention_of_a_compiled_model(comfy, overflowing, call, fp32, keys):
+    """Both put their attention in front of the other's; neither is lost where a graph is entered."""
+    reference = families.replay(fp32, call)
+    model = accumulation(comfy, compiled(load(comfy, overflowing, "as_file", "fp16_safe"), KEYS[keys]), attention="auto")
+    for _ in range(3):
+        assert relative_error(reference, families.replay(model, call)) < 2e-3
+    assert run_of(model).attention.slots and compute_of(model).runs.last(model.model).attention.slot.largest > 0
+    assert not any("forward" in module.__dict__ for module in model.model.diffusion_model.modules())
+
+
+@pytest.mark.parametrize("setting", ["fp16_safe", "attention"])
+def test_ten_blocks_compiled_one_by_one_share_their_graphs(comfy, models_dir, setting):
+    """torch compiles a function eight times and then no longer runs it compiled, without a word to the user."""
+    path = tiny_models.wan(models_dir / "diffusion_models" / "ten_blocks.safetensors", blocks=10, ffn=256)
+    start = load(comfy, path, "as_file", "fp16_safe") if setting == "fp16_safe" else load(comfy, path, "fp16", "fp16")
+    model = compiled(start, [f"diffusion_model.blocks.{index}" for index in range(10)], backend="eager")
+    model = model if setting == "fp16_safe" else accumulation(comfy, model, attention="auto")
+    expected = families.sample(start if setting == "fp16_safe" else accumulation(comfy, start, attention="auto"), "wan", steps=2)
+    for _ in range(2):
+        assert torch.equal(families.sample(model, "wan", steps=2), expected)
+    assert counters["stats"]["unique_graphs"] <= 3 and not counters["recompile_limit"]
+
+
+def test_twelve_measurements_give_few_graphs_and_right_results(comfy, overflowing, call, fp32):
+    """Each text is so much louder that the layers it enters are measured again."""
+    model = compiled(load(comfy, overflowing, "as_file", "fp16_safe"), backend="eager")
+    for step in range(12):
+        text = families.louder(call, 30.0**step)
+        reference = families.replay(fp32, call, c_crossattn=text)
+        for _ in range(2):
+            assert relative_error(reference, families.replay(model, call, c_crossattn=text)) < 2e-3
+    ranges = compute_of(model).runs.last(model.model).ranges
+    assert ranges.repeats >= 8, "the texts were to be measured"
+    assert counters["stats"]["unique_graphs"] <= 3 and not counters["recompile_limit"]

@@ -1,0 +1,210 @@
+"""torch.compile of the core: on fake CUDA tensors, which need no GPU, and under the rules of CUDA graphs."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from halfsafe.precision.arithmetic import linear as operations
+from halfsafe.precision.arithmetic.attention import BoundedAttention
+from halfsafe.precision.arithmetic.fp16_sums import BoundedLinear, SumSlot
+from halfsafe.precision.arithmetic.linear import SafeAttention, SafeOperation
+from halfsafe.precision.arithmetic.ranges import Ranges
+from support.plain_weights import plain_weights
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounter
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Nothing compiled, and no pattern either: torch traces through ``re`` only where the pattern is in its cache."""
+    torch._dynamo.reset()
+    re.purge()
+    yield
+    torch._dynamo.reset()
+
+
+def attention(q, k, v, heads, **kwargs):
+    q, k, v = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+
+def measured(ranges, device, exponent=0):
+    """What a first call would find, without numbers to find it from."""
+    for slot in ranges.slots.values():
+        slot.device, slot.gain, slot.exponent, slot.proven, slot.scales = device, 1.0, exponent, True, exponent != 0
+    ranges._place()
+    ranges.measuring = False
+
+
+def safe(module, ranges, wide=None):
+    """The module, its forward exchanged as in a model."""
+    for name, layer in module.named_modules():
+        if operations.kind_of(layer):
+            layer.forward = SafeOperation(layer, ranges.slot(name), ranges, plain_weights, wide).__call__
+    return module
+
+
+class Block(torch.nn.Module):
+    """A transformer block with two attentions."""
+
+    def __init__(self, ranges, width=32):
+        super().__init__()
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width, bias=False)
+        self.ffn = torch.nn.Sequential(torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width))
+        self.attention = SafeAttention(ranges)
+        self.attention.in_full = [False, False]
+
+    def forward(self, x):
+        self.attention.begin()
+        for _ in range(2):
+            q, k, v = self.qkv(F.layer_norm(x, x.shape[-1:])).chunk(3, -1)
+            x = x + self.out(self.attention(attention, q, k, v, 4))
+        return x + self.ffn(x)
+
+
+CONVOLUTION = (lambda ranges: torch.nn.Conv2d(4, 8, 3, padding=1), (2, 4, 9, 9))
+TRANSPOSED = (lambda ranges: torch.nn.ConvTranspose2d(4, 8, 3, stride=2), (2, 4, 9, 9))
+LINEARS = (lambda ranges: torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=bias) for bias in (True, False, True))), (2, 5, 16))
+BLOCK = (Block, (1, 12, 32))
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "wide"), [(*LINEARS, None), (*LINEARS, False), (*CONVOLUTION, None), (*TRANSPOSED, None), (*BLOCK, None)]
+)
+def test_on_cuda_there_is_one_graph_and_no_break(build, shape, wide):
+    """``fullgraph`` raises at the first break."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ranges = Ranges()
+        with CUDA:
+            module = safe(build(ranges), ranges, wide)
+            x = torch.empty(shape)
+        measured(ranges, x.device)
+        counter = CompileCounter()
+        result = torch.compile(module, backend=counter, fullgraph=True)(x)
+        assert counter.frame_count == 1
+        assert result.dtype == torch.float32 and result.device.type == "cuda"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_on_cuda_the_products_of_a_linear_are_of_fp16_operands_with_an_fp32_result(device):
+    """The graph itself says which product runs."""
+    graphs = []
+
+    def kept(graph, _):
+        graphs.append(graph)
+        return graph
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ranges = Ranges()
+        with torch.device(device):
+            module, x = safe(torch.nn.Linear(16, 16), ranges), torch.empty(2, 16)
+        measured(ranges, x.device)
+        torch.compile(module, backend=kept, fullgraph=True)(x)
+    wide = [node for node in graphs[0].graph.nodes if node.target is torch.mm and node.kwargs == {"out_dtype": torch.float32}]
+    assert len(wide) == (device == "cuda")
+    assert all(argument.meta["example_value"].dtype == torch.float16 for node in wide for argument in node.args)
+
+
+@pytest.mark.parametrize("exponent", [0, 2])
+def test_bounded_sums_and_attention_on_cuda(exponent):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ranges = Ranges()
+        with CUDA:
+            module, x = torch.nn.Linear(32, 32, dtype=torch.float16), torch.empty(1, 8, 32, dtype=torch.float16)
+        slot = ranges.slots["sums"] = SumSlot("sums")
+        module.forward = BoundedLinear(module, slot, ranges, plain_weights, by_layer=False).__call__
+        bounded = BoundedAttention(ranges)
+        measured(ranges, x.device, exponent)
+
+        def run(x):
+            bounded.begin()
+            q = module(x)
+            return bounded(attention, attention, q, q, q, 4)
+
+        assert torch.compile(run, backend="eager", fullgraph=True)(x).dtype == torch.float16
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_what_a_graph_writes_to_is_at_a_static_address(bounded):
+    """Inductor makes no CUDA graph of one that writes to an input at any other address ("skipping cudagraphs due to mutated
+    inputs")."""
+    found = []
+
+    def compiler(graph, _):
+        about = TracingContext.get().fw_metadata
+        found.append((set(about.mutated_inp_runtime_indices), set(about.static_input_indices)))
+        return graph
+
+    ranges, x = Ranges(), torch.randn(1, 8, 32)
+    module = torch.nn.Linear(32, 32) if bounded else safe(torch.nn.Linear(32, 32), ranges)
+    of_all = BoundedAttention(ranges) if bounded else SafeAttention(ranges)
+
+    def run(x):
+        of_all.begin()
+        q = module(x)
+        return of_all(attention, attention, q.half(), q.half(), q.half(), 4) if bounded else of_all(attention, q, q, q, 4)
+
+    with torch.inference_mode():
+        ranges.run(lambda: run(x))
+        ranges.run(lambda: torch.compile(run, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(x))
+    [(written, static)] = found
+    assert written and written <= static
+    assert ranges.repeats == 0
+
+
+class CudaGraphs:
+    """A backend of torch.compile with the rules of CUDA graphs: a result lives until any compiled code runs again, what is
+    not at a static address is copied in, and a static tensor is written where it is."""
+
+    def __init__(self):
+        self.living = []
+        self.runs = 0
+
+    def __call__(self, graph, _):
+        def run(*inputs):
+            self.runs += 1
+            static = [not torch.is_tensor(value) or hasattr(value, "_dynamo_static_input_type") for value in inputs]
+            results = graph(*(value if kept else value.clone() for value, kept in zip(inputs, static, strict=True)))
+            mine = {value.untyped_storage().data_ptr() for value in results if torch.is_tensor(value)}
+            for value in self.living:
+                if value.untyped_storage().data_ptr() not in mine:
+                    value.fill_(math.nan)
+            self.living = [value for value in results if torch.is_tensor(value) and value.is_floating_point()]
+            return results
+
+        return run
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_parts_that_are_cuda_graphs_are_watched(inference):
+    """What each of two compiled parts has recorded is right after both have run, NaN and inf too."""
+    torch.manual_seed(0)
+    ranges, backend = Ranges(), CudaGraphs()
+    parts = [safe(torch.nn.Sequential(torch.nn.Linear(16, 16)), ranges), safe(torch.nn.Sequential(torch.nn.Linear(16, 16)), ranges)]
+    slots = [ranges.slot("0"), ranges.slot("second")]
+    parts[1][0].forward = SafeOperation(parts[1][0], slots[1], ranges, plain_weights).__call__
+    compiled = [torch.compile(part, backend=backend) for part in parts]
+    x = torch.randn(4, 16)
+
+    def call(parts, x):
+        return parts[1](parts[0](x))
+
+    with torch.inference_mode(inference), torch.set_grad_enabled(False):
+        expected = ranges.run(lambda: call(parts, x))
+        for slot in slots:
+            slot.largest = 0.0
+        for _ in range(3):
+            assert torch.equal(ranges.run(lambda: call(compiled, x)), expected)
+        sizes = [x.abs().max().item(), parts[0](x).abs().max().item()]
+        assert ranges.repeats == 0 and backend.runs == 6
+        assert [slot.largest for slot in slots] == pytest.approx(sizes)
+        for bad in (math.nan, math.inf):
+            ranges._recorded(lambda bad=bad: call(compiled, torch.full((4, 16), bad)))
+            assert not ranges._held()
+            assert all(not math.isfinite(slot.cell.view.item()) for slot in slots)
