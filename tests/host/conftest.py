@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 from comfyui_server import MODEL_FOLDERS, Server, make_base_directory
 from support import families, inprocess, tiny_models
+from support.cuda_rules import CudaRules, HostReads
 
 ROOT = Path(__file__).absolute().parents[2]
 COMFYUI = Path(os.environ["COMFYUI_DIR"]).resolve() if os.environ.get("COMFYUI_DIR") else None
@@ -23,6 +24,17 @@ _base = tempfile.TemporaryDirectory(prefix="halfsafe-host-")
 if COMFYUI:
     make_base_directory(Path(_base.name), ROOT)
     inprocess.setup_comfyui(COMFYUI, Path(_base.name), "--cpu")
+
+
+ONCE_PER_CALL = {"ranges._held", "guard.__call__"}
+MEASURING = {
+    "operations.__call__", "operations._measure", "operations.fits_fp16", "operations.largest_row_sum",
+    "partial_sums._measure", "attention._measure", "attention._rather_smoothed",
+}  # fmt: skip
+AFTER_A_FAILURE = {"localize", "guard_failure", "blame", "escalated._numbers", "finite"}
+ONCE_PER_DEVICE = {"probes"}
+ANALYSIS = {"analysis", "analysis_measure", "analysis_candidates", "quantize"}
+ALLOWED_READS = frozenset(ONCE_PER_CALL | MEASURING | AFTER_A_FAILURE | ONCE_PER_DEVICE | ANALYSIS)
 
 
 class Unavailable(pytest.Module):
@@ -42,6 +54,32 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 def pytest_sessionfinish() -> None:
     _base.cleanup()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "not_as_on_cuda(reason): outside of CUDA's rules and of inference mode")
+
+
+@pytest.fixture(autouse=True)
+def as_on_cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each test in inference mode, as ComfyUI executes nodes, and each model call of this process under CUDA's rules."""
+    import comfy.model_base
+    import torch
+
+    if request.node.get_closest_marker("not_as_on_cuda"):
+        yield
+        return
+    monkeypatch.setattr(comfy.model_base.BaseModel, "apply_model", _ruled(comfy.model_base.BaseModel.apply_model))
+    with torch.inference_mode():
+        yield
+
+
+def _ruled(apply_model: Callable) -> Callable:
+    def call(*args, **kwargs):
+        with CudaRules(), HostReads(ALLOWED_READS):
+            return apply_model(*args, **kwargs)
+
+    return call
 
 
 @pytest.fixture(scope="session")

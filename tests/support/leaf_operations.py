@@ -1,0 +1,45 @@
+"""The operations that reach a kernel, as one dispatch mode that others are made from.
+
+Sees: every operation of this thread, inside of tensor subclasses (comfy-kitchen's quantized tensors) and of compiled code
+as its backend runs it. torch hands a composite operation such as ``linear`` to a mode whole in inference mode and in parts
+outside of it; here it always comes in parts.
+Does not see: what a custom operator's own kernel calls, other threads, and reads of a CPU tensor's memory (``tolist``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
+COMPOSITE = {
+    aten.linear.default, aten.matmul.default, aten.einsum.default, aten.scaled_dot_product_attention.default,
+    aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding, aten.conv3d.default, aten.conv3d.padding,
+    aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input,
+}  # fmt: skip
+
+
+class LeafOperations(TorchDispatchMode):
+    """Calls ``leaf`` for each operation; a subclass says what it does."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile work, which any other mode turns off, and watch what it has made."""
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind not in PLAIN for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func in COMPOSITE:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return self.leaf(func, args, kwargs)
+
+    def leaf(self, func, args: tuple, kwargs: dict):
+        """One operation on plain tensors. Returns its result."""
+        return func(*args, **kwargs)

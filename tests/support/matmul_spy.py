@@ -1,0 +1,129 @@
+"""Which products a model really makes, by the layer that makes them.
+
+Sees: every product that reaches a kernel of this thread (``mm``, ``addmm``, ``bmm``, convolutions, fused attentions, ``_scaled_mm``,
+``_int_mm``), with its operands' dtypes, its result's, and whether fp16 sums are on at that moment; on real CPU tensors also
+whether fp32 operands hold fp16's numbers alone, which is how a CPU stands in for products with fp16 operands and fp32 results.
+Does not see: products inside of custom operators or compiled kernels, and how the library sums. A product is its layer's where
+the layer's module is called; one that model code makes with a layer's weight by itself is the calling module's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from support.leaf_operations import FakeTensor, LeafOperations, aten
+from torch.nn.modules import module as hooks
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "int8", **dict.fromkeys(FP8, "fp8")}
+OPERANDS = {
+    aten.mm.default: (0, 1), aten.mm.dtype: (0, 1), aten.addmm.default: (1, 2), aten.bmm.default: (0, 1),
+    aten.bmm.dtype: (0, 1), aten.baddbmm.default: (1, 2), aten._scaled_mm.default: (0, 1), aten._scaled_mm_v2.default: (0, 1),
+    aten._int_mm.default: (0, 1), aten.convolution.default: (0, 1),
+    aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 1), aten._scaled_dot_product_flash_attention.default: (0, 1),
+    aten._scaled_dot_product_efficient_attention.default: (0, 1),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product. ``rounded``: its fp32 operands hold only numbers that fp16 has; False where they are fake."""
+
+    layer: str
+    op: str
+    operands: tuple[str, str]
+    result: str
+    fp16_sums: bool
+    fast_sums: bool
+    rounded: bool
+
+    @property
+    def modes(self) -> set[str]:
+        """The report's modes that this product can be; a CPU's with rounded operands can be several."""
+        if self.operands == ("fp16", "fp16") and self.fp16_sums and self.result == "fp16":
+            return {"fp16_acc16"}
+        if self.operands == ("fp16", "fp16"):
+            return {"fp16_wide", "fp16_scaled"} if self.result == "fp32" else {"fp16"}
+        if self.operands == ("fp32", "fp32") and self.rounded:
+            return {"fp32", "fp16_wide", "fp16_scaled"}
+        return {self.operands[0]} if self.operands[0] == self.operands[1] else {"mixed"}
+
+
+class MatmulSpy(LeafOperations):
+    """Lists the products of a model's calls as ``seen``; ``names``: module -> its name in the report."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.names = {module: name for name, module in model.named_modules()}
+        self.seen: list[Product] = []
+        self._inside: list[str] = []
+
+    def __enter__(self) -> MatmulSpy:
+        before = hooks.register_module_forward_pre_hook(self._enter_module)
+        after = hooks.register_module_forward_hook(self._leave_module, always_call=True)
+        self._hooks = (before, after)
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        super().__exit__(*error)
+        for hook in self._hooks:
+            hook.remove()
+
+    def _enter_module(self, module, inputs) -> None:
+        if module in self.names:
+            self._inside.append(self.names[module])
+
+    def _leave_module(self, module, inputs, output) -> None:
+        if module in self.names:
+            self._inside.pop()
+
+    def leaf(self, func, args, kwargs):
+        result = func(*args, **kwargs)
+        if func in OPERANDS:
+            self.seen.append(self._product(func, args, kwargs, result))
+        return result
+
+    def _product(self, func, args, kwargs, result) -> Product:
+        a, b = (args[index] for index in OPERANDS[func])
+        first = result[0] if isinstance(result, tuple) else result
+        return Product(
+            self._inside[-1] if self._inside else "",
+            func.name().removeprefix("aten::"),
+            (SHORT.get(a.dtype, str(a.dtype)), SHORT.get(b.dtype, str(b.dtype))),
+            SHORT.get(first.dtype, str(first.dtype)),
+            torch.backends.cuda.matmul.allow_fp16_accumulation,
+            any(value is True for value in (kwargs.get("use_fast_accum"), *args[7:])),
+            _rounded(a) and _rounded(b),
+        )
+
+    def by_layer(self) -> dict[str, list[Product]]:
+        """Layer -> its products, in order."""
+        layers: dict[str, list[Product]] = {}
+        for product in self.seen:
+            layers.setdefault(product.layer, []).append(product)
+        return layers
+
+
+def _rounded(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and tensor.dtype == torch.float32 and torch.equal(tensor, tensor.half().float())
+
+
+def differences(layers: list[dict], spy: MatmulSpy) -> list[str]:
+    """Where a report's layers and the products that were made differ, a line each; none where they agree."""
+    products, found = spy.by_layer(), []
+    for layer in layers:
+        for product in products.get(layer["name"], ()):
+            if layer["mode"] not in product.modes:
+                found.append(f"{layer['name']}: the report says {layer['mode']}, it was {product}")
+            if layer["accumulation"] != sums_of(product):
+                found.append(f"{layer['name']}: the report says {layer['accumulation']} sums, it was {product}")
+    return found
+
+
+def sums_of(product: Product) -> str:
+    """What the flags make of a product's sums, in the report's words; PyTorch's flag acts on matrix products alone."""
+    if product.operands == ("fp8", "fp8"):
+        return "fp8_fast" if product.fast_sums else "fp32"
+    is_half = product.operands == ("fp16", "fp16") and product.op != "convolution"
+    return "fp16" if is_half and product.fp16_sums and product.result == "fp16" else "fp32"

@@ -1,0 +1,178 @@
+"""The rule book itself: each rule raises CUDA's exception, and what CUDA takes passes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from halfsafe.precision.arithmetic import ranges
+from support.cuda_rules import CudaRules, HostReads
+from support.summing import started_with
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ONE = torch.ones(())
+MATMUL = torch.backends.cuda.matmul
+
+
+@pytest.fixture(params=[False, True], ids=["no_grad", "inference_mode"], autouse=True)
+def mode(request):
+    """torch hands composite operations to a mode whole in inference mode only."""
+    with torch.inference_mode() if request.param else torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def no_split_k():
+    before = MATMUL.allow_fp16_reduced_precision_reduction, MATMUL.allow_fp16_reduced_precision_reduction_split_k
+    MATMUL.allow_fp16_reduced_precision_reduction = (False, False)
+    yield
+    MATMUL.allow_fp16_reduced_precision_reduction = before
+
+
+def half(*shape):
+    return torch.ones(shape, dtype=torch.float16)
+
+
+def fp8(*shape, dtype=E4M3):
+    return torch.ones(shape).to(dtype)
+
+
+def scaled(a, b, bias=None, out=torch.bfloat16):
+    return torch._scaled_mm(a, b.t(), ONE, ONE, bias=bias, out_dtype=out)
+
+
+def scaled_v2(a, b, bias=None, out=torch.bfloat16):
+    recipe = F.ScalingType.TensorWise
+    return F.scaled_mm(a, b.t(), ONE, recipe, ONE, recipe, bias=bias, output_dtype=out)
+
+
+FP8_PRODUCTS = {
+    "mm": lambda: torch.mm(fp8(4, 16), fp8(16, 4)),
+    "linear": lambda: F.linear(fp8(2, 4, 16), fp8(8, 16)),
+    "matmul": lambda: fp8(2, 3, 16) @ fp8(16, 4),
+    "bmm": lambda: torch.bmm(fp8(2, 4, 16), fp8(2, 16, 4)),
+    "addmm": lambda: torch.addmm(fp8(4), fp8(4, 16), fp8(16, 4)),
+}
+
+
+@pytest.mark.parametrize("product", FP8_PRODUCTS)
+def test_a_plain_product_of_fp8_raises(product):
+    with CudaRules(), pytest.raises(NotImplementedError, match="not implemented for 'Float8_e4m3fn'"):
+        FP8_PRODUCTS[product]()
+
+
+def test_two_dtypes_raise():
+    with CudaRules(), pytest.raises(RuntimeError, match="same dtype"):
+        torch.mm(half(4, 16), torch.ones(16, 4))
+
+
+@pytest.mark.parametrize("multiply", [scaled, scaled_v2])
+def test_e5m2_times_e5m2_raises_and_each_with_e4m3_does_not(multiply):
+    with CudaRules():
+        with pytest.raises(ValueError, match="Multiplication of two Float8_e5m2 matrices is not supported"):
+            multiply(fp8(16, 32, dtype=E5M2), fp8(16, 32, dtype=E5M2))
+        for left, right in ((E4M3, E5M2), (E5M2, E4M3), (E4M3, E4M3)):
+            assert (multiply(fp8(16, 32, dtype=left), fp8(16, 32, dtype=right)) == 32).all()
+
+
+@pytest.mark.parametrize("shapes", [((16, 24), (16, 24)), ((16, 32), (24, 32))])
+@pytest.mark.parametrize("multiply", [scaled, scaled_v2])
+def test_fp8_sizes_that_are_no_multiple_of_16_raise(multiply, shapes):
+    with CudaRules(), pytest.raises(ValueError, match="divisible by 16"):
+        multiply(*(fp8(*shape) for shape in shapes))
+
+
+def test_fp8_layouts_other_than_row_by_column_raise():
+    with CudaRules():
+        with pytest.raises(RuntimeError, match="mat2 must be col_major"):
+            torch._scaled_mm(fp8(16, 32), fp8(32, 16), ONE, ONE, out_dtype=torch.bfloat16)
+        with pytest.raises(RuntimeError, match="self must be row_major"):
+            torch._scaled_mm(fp8(32, 16).t(), fp8(16, 32).t(), ONE, ONE, out_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("bias", "out"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16)])
+def test_a_bias_that_fp8_products_cannot_add_raises(bias, out):
+    with CudaRules(), pytest.raises(ValueError, match="Bias"):
+        scaled(fp8(16, 32), fp8(16, 32), torch.ones(16, dtype=bias), out)
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), [(16, 16, 16), (32, 12, 16), (32, 16, 12)])
+def test_sizes_that_int8_products_refuse_raise(rows, inner, columns):
+    def multiply(m, k, n):
+        return torch._int_mm(torch.ones(m, k, dtype=torch.int8), torch.ones(k, n, dtype=torch.int8))
+
+    with CudaRules():
+        assert (multiply(17, 16, 8) == 16).all()
+        with pytest.raises(RuntimeError, match="self.size|mat2.size"):
+            multiply(rows, inner, columns)
+
+
+HALF_PRODUCTS = {
+    "mm": lambda: torch.mm(half(4, 16), half(16, 4)),
+    "wide": lambda: torch.mm(half(4, 16), half(16, 4), out_dtype=torch.float32),
+    "linear": lambda: F.linear(half(2, 4, 16), half(8, 16)),
+    "bmm": lambda: torch.bmm(half(2, 4, 16), half(2, 16, 4)),
+}
+
+
+@pytest.mark.parametrize("product", HALF_PRODUCTS)
+def test_half_products_without_split_k_raise(no_split_k, product):
+    with CudaRules(), pytest.raises(RuntimeError, match="requires the cuBLASLt backend"):
+        HALF_PRODUCTS[product]()
+
+
+@pytest.mark.parametrize("product", HALF_PRODUCTS)
+def test_half_products_pass_with_split_k(product):
+    with CudaRules():
+        assert (HALF_PRODUCTS[product]() == 16).all()
+
+
+def test_a_bias_takes_a_half_product_to_cublaslt(no_split_k):
+    with CudaRules():
+        assert (F.linear(half(2, 4, 16), half(8, 16), half(8)) == 17).all()
+        assert (F.linear(torch.ones(4, 16), torch.ones(8, 16)) == 16).all(), "fp32 has no such rule"
+        assert (F.linear(half(4, 16).bfloat16(), half(8, 16).bfloat16()) == 16).all(), "bf16 has a flag of its own"
+
+
+def test_a_wide_product_while_sums_are_in_fp16_raises():
+    with started_with(["fp16_accumulation"], True), CudaRules():
+        assert HALF_PRODUCTS["mm"]().dtype == torch.float16
+        with pytest.raises(RuntimeError, match="not supported with allowFP16AccumulationCuBLAS"):
+            HALF_PRODUCTS["wide"]()
+
+
+def test_a_wide_product_on_a_cpu_is_fp32():
+    with CudaRules():
+        assert HALF_PRODUCTS["wide"]().dtype == torch.float32
+        with pytest.raises(RuntimeError, match="out_dtype must be"):
+            torch.mm(torch.ones(2, 2), torch.ones(2, 2), out_dtype=torch.float64)
+
+
+def test_the_rules_hold_for_fake_cuda_tensors_and_two_devices_raise():
+    with FakeTensorMode(), CudaRules():
+        left = torch.empty(4, 16, device="cuda", dtype=torch.float16)
+        assert torch.mm(left, left.t(), out_dtype=torch.float32).dtype == torch.float32
+        with pytest.raises(NotImplementedError):
+            torch.mm(left.to(E4M3), left.t().to(E4M3))
+        with pytest.raises(RuntimeError, match="two different devices"):
+            torch.mm(left, torch.empty(16, 4, dtype=torch.float16))
+
+
+@pytest.fixture
+def slot():
+    held = ranges.Ranges()
+    held.slot("a").record(torch.tensor(2.0))
+    return held
+
+
+def test_a_read_by_the_pack_raises_outside_of_the_allowed_places(slot):
+    with HostReads(frozenset()), pytest.raises(RuntimeError, match="synchronizing CUDA operation: tolist in ranges._held"):
+        slot._held()
+    with HostReads(frozenset({"ranges._held"})) as reads:
+        assert not slot._held()
+    assert reads.places == ["ranges._held"]
+
+
+def test_reads_of_others_are_not_the_packs():
+    with HostReads(frozenset()) as reads:
+        assert torch.tensor(1.0).item() == 1.0 and bool(torch.tensor(True))
+    assert reads.places == []
