@@ -1,42 +1,54 @@
 """Everything a GPU is needed for, in one go: `python scripts/bench_gpu.py --comfyui DIR [--save]`.
 
-A Wan2.1-1.3B-shaped model in every arithmetic: time and error of a denoiser call against fp32, the peak of device memory,
-what the guard and fp16 sums cost or gain; printed as JSON, exit code 2 where a target is missed. `--dry-run` does the same on a CPU with a small model, to see that it works.
+A Wan2.1-1.3B-shaped model in every arithmetic, each in turns with plain fp16: time and error of a denoiser call against
+fp32, kernels, the peak of device memory, what the guard and fp16 sums cost or gain; then single layers of larger models.
+Prints JSON, exit code 2 where a target is missed. `--dry-run` does the same on a CPU with small shapes, to see that it works.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import statistics
-import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import reporting
-from bench_compute import conditions, load_comfy
+from bench_compute import load_comfy
+from environment import Environment
 
-COMPUTES = ("fp32", "fp16", "bf16", "fp16_safe", "fp8")
+PLAIN = "fp16"
+STORAGE = {"fp32": "fp32", "fp16": "fp16", "fp16_safe": "fp16", "bf16": "as_file", "fp8": "fp8_e4m3fn"}
+COMPARED = ("fp16_safe", "fp16, guarded", "fp16, fp16 sums", "bf16", "fp8")
+SLOWEST = "fp32"
+WITH_FP16_SUMS = "sm_86"
+CALLS = 3
 TARGETS = {"fp16_safe_to_fp16": 1.25, "fp32_to_fp16_safe": 3.0, "guard": 1.02}
 
 
 def main() -> int:
     args = _parse()
+    start = time.monotonic()
     comfy = load_comfy(args, on_cpu=args.dry_run)
-    import torch
     from support import tiny_models
 
+    result = reporting.gpu_conditions(Environment(Path(sys.executable), args.comfyui.resolve()))
+    result |= {"benchmark": "gpu", "dry_run": args.dry_run, "latent": [args.frames, args.size, args.size], "pairs": args.runs}
+    result |= {"rows": [], "layers": [], "left_out": [], "targets": {}}
     path = comfy.folder / "model.safetensors"
     tiny_models.wan(path) if args.dry_run else tiny_models.wan_1_3b_shaped(path)
-    rows = [_row(comfy, path, compute, args) for compute in COMPUTES]
-    reference = rows[0].pop("result")
-    for row in rows:
-        row["error"] = _error(reference, row.pop("result", reference))
-    rows += _with_nodes(comfy, path, args)
-    device = "CPU, dry run" if args.dry_run else torch.cuda.get_device_name()
-    result = conditions(args) | {"benchmark": "gpu", "device": device, "driver": _driver(), "cuda": torch.version.cuda, "rows": rows}
-    result["targets"] = _targets({row["name"]: row["seconds"] for row in rows})
+    for row in _parts(comfy, path, args):
+        result["layers" if "shape" in row else "rows"].append(row)
+        result["targets"] = _targets({row["name"]: row for row in result["rows"]})
+        _write(result, args)
+        if time.monotonic() - start > args.seconds:
+            result["left_out"] = f"what comes after '{row['name']}': {args.seconds} s were up"
+            break
+    _write(result, args)
     if args.save and not args.dry_run:
         reporting.save(result)
     print(json.dumps(result, indent=2))
@@ -45,85 +57,176 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = reporting.parser(__doc__)
-    parser.add_argument("--runs", type=int, default=10, help="measured calls for each row")
+    parser.add_argument("--runs", type=int, default=3, help=f"pairs of measurements for each row, of {CALLS} calls each")
     parser.add_argument("--size", type=int, default=64, help="latent height and width; 64 gives 1024 tokens a frame")
+    parser.add_argument("--frames", type=int, default=21, help="frames of the latent; 21 give 21504 tokens at size 64")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time")
+    parser.add_argument("--out", type=Path, help="write the result here after every row")
     parser.add_argument("--dry-run", action="store_true", help="a small model on the CPU")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.dry_run:
+        args.size, args.frames, args.runs = 8, 2, 2
+    return args
 
 
-def _row(comfy, path: Path, compute: str, args: argparse.Namespace) -> dict:
+def _write(result: dict, args: argparse.Namespace) -> None:
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _parts(comfy, path: Path, args: argparse.Namespace) -> Iterator[dict]:
+    """The rows, each when it is asked for; the one that takes longest comes last."""
+    from bench_gpu_layers import layer_rows
     from support import families
 
-    storage = "fp8_e4m3fn" if compute == "fp8" else "as_file"
-    return _measured(compute, families.load(comfy, path, storage, compute), args)
+    plain = families.load(comfy, path, STORAGE[PLAIN], PLAIN)
+    call = families.capture(plain, "wan", size=args.size, frames=args.frames)
+    with exact_fp32():
+        reference = _exact(comfy, path, call)
+    yield _alone(plain, call) | {"name": PLAIN, "error": _error(reference, families.replay(plain, call))}
+
+    def compared(name: str) -> dict:
+        with _profile(name, args), exact_fp32() if name == SLOWEST else contextlib.nullcontext():
+            other = _model(comfy, path, plain, name)
+            row = {"name": name, "error": _error(reference, families.replay(other, call))}
+            return row | _in_turns(plain, other, call, args.runs) | _alone(other, call)
+
+    yield from map(compared, COMPARED)
+    yield from layer_rows(args.dry_run)
+    yield compared(SLOWEST)
 
 
-def _with_nodes(comfy, path: Path, args: argparse.Namespace) -> list[dict]:
-    """fp16 with the guard, and with fp16 sums where they are proven."""
+def _exact(comfy, path: Path, call):
+    from support import families
+
+    return families.replay(families.load(comfy, path, STORAGE["fp32"], "fp32"), call).float().cpu()
+
+
+def _model(comfy, path: Path, plain, name: str):
+    """The model of a row; that with fp16 sums or the guard is a clone of the plain one."""
     from support import families
     from support.guarding import guarded
     from support.summing import accumulation
 
-    plain = families.load(comfy, path, "as_file", "fp16")
-    summed = accumulation(comfy, plain, fp16_accumulation="auto")
-    rows = [_measured("fp16, guarded", guarded(comfy, plain), args), _measured("fp16, fp16 sums", summed, args)]
-    for row in rows:
-        del row["result"]
-    return rows
+    if name == "fp16, guarded":
+        return guarded(comfy, plain)
+    if name == "fp16, fp16 sums":
+        return accumulation(comfy, plain, fp16_accumulation="auto")
+    return families.load(comfy, path, STORAGE[name], name)
 
 
-def _measured(name: str, model, args: argparse.Namespace) -> dict:
-    """Median seconds of a call after two to warm up, and the most device memory held."""
+@contextlib.contextmanager
+def _profile(name: str, args: argparse.Namespace) -> Iterator[None]:
+    """For fp16 sums: as on a device that gains by them, where this one does not."""
+    from halfsafe.precision.devices.detect import PROFILE_VARIABLE, detect
+
+    wanted = "sums" in name and (args.dry_run or not detect().capabilities["fp16_accumulation"])
+    if wanted:
+        os.environ[PROFILE_VARIABLE] = WITH_FP16_SUMS
+    try:
+        yield
+    finally:
+        if wanted:
+            del os.environ[PROFILE_VARIABLE]
+
+
+@contextlib.contextmanager
+def exact_fp32() -> Iterator[None]:
+    """Without TF32, which torch uses in cuDNN's convolutions unless it is told not to."""
+    from halfsafe.precision.arithmetic import flags
+
+    with flags.flags_set({"tf32_matmul": False, "tf32_convolution": False}):
+        yield
+
+
+def _in_turns(plain, other, call, pairs: int) -> dict:
+    """Seconds of a call of each and how they compare, by medians of pairs that take turns."""
+    from support import families
+
+    sides: dict[str, Callable] = {"plain": lambda: families.replay(plain, call), "other": lambda: families.replay(other, call)}
+    taken: dict[str, list[dict]] = {name: [] for name in sides}
+    for index in range(pairs):
+        for name in sorted(sides, reverse=bool(index % 2)):
+            taken[name].append(timed(sides[name]))
+    clocks = [clock for clock in ("seconds", "device_seconds") if taken["plain"][0][clock] is not None]
+    row = {clock: statistics.median(one[clock] for one in taken["other"]) for clock in clocks}
+    ratios = {clock: [b[clock] / a[clock] for a, b in zip(taken["plain"], taken["other"], strict=True)] for clock in clocks}
+    return row | {f"{clock}_to_fp16": round(statistics.median(ratios[clock]), 4) for clock in clocks}
+
+
+def timed(call: Callable) -> dict:
+    """Seconds a call takes by the clock on the wall and by CUDA's events, over several after one that is not timed:
+    ComfyUI exchanges one clone of a model for another at the first."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    call()
+    wait()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
+    start = time.perf_counter()
+    for event in events[:1]:
+        event.record()
+    for _ in range(CALLS):
+        call()
+    for event in events[1:]:
+        event.record()
+    wait()
+    seconds = (time.perf_counter() - start) / CALLS
+    return {"seconds": seconds, "device_seconds": events[0].elapsed_time(events[1]) / 1000 / CALLS if on_gpu else None}
+
+
+def _alone(model, call) -> dict:
+    """The kernels of a call, and the most device memory held."""
     import torch
     from support import families
 
-    call = families.capture(model, "wan", size=8 if args.dry_run else args.size)
-    result = families.replay(model, call).float().cpu()
-    _reset_peak(torch)
-    taken = []
-    for _ in range(args.runs):
-        _wait(torch)
-        start = time.perf_counter()
-        families.replay(model, call)
-        _wait(torch)
-        taken.append(time.perf_counter() - start)
-    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    return {"name": name, "seconds": statistics.median(taken), "fastest": min(taken), "peak_bytes": peak, "result": result}
-
-
-def _wait(torch) -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _reset_peak(torch) -> None:
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+    row = {"kernels": kernels(lambda: families.replay(model, call))}
+    return row | {"peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None}
+
+
+def kernels(call: Callable) -> int:
+    """How many kernels a call starts on the device, by torch's profiler; 0 on a CPU."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile, supported_activities
+
+    with profile(activities=list(supported_activities() & {ProfilerActivity.CUDA, ProfilerActivity.CPU})) as profiled:
+        call()
+        wait()
+    on_device = (event.name for event in profiled.events() if event.device_type == DeviceType.CUDA)
+    return sum(not name.startswith(("Memcpy", "Memset")) for name in on_device)
+
+
+def wait() -> None:
+    """Wait for the device."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 def _error(reference, result) -> float | None:
     from halfsafe.precision.formats.quantize import relative_error
 
-    error = relative_error(reference, result)
+    error = relative_error(reference, result.float().cpu())
     return float(f"{error:.2e}") if error == error else None
 
 
-def _targets(seconds: dict[str, float]) -> dict[str, dict]:
-    measured = {
-        "fp16_safe_to_fp16": seconds["fp16_safe"] / seconds["fp16"],
-        "fp32_to_fp16_safe": seconds["fp32"] / seconds["fp16_safe"],
-        "guard": seconds["fp16, guarded"] / seconds["fp16"],
-    }
-    at_least = {"fp32_to_fp16_safe"}
-    return {name: reporting.target(round(measured[name], 3), limit, name in at_least) for name, limit in TARGETS.items()}
+def _targets(rows: dict[str, dict]) -> dict[str, dict]:
+    """The targets whose rows are there: events where there are any, as a guarded call may start late and end late alike."""
 
+    def to_fp16(name: str) -> float:
+        return rows[name].get("device_seconds_to_fp16", rows[name]["seconds_to_fp16"])
 
-def _driver() -> str | None:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    measured = {}
+    if "fp16_safe" in rows:
+        measured["fp16_safe_to_fp16"] = to_fp16("fp16_safe")
+    if "fp32" in rows:
+        measured["fp32_to_fp16_safe"] = to_fp16("fp32") / to_fp16("fp16_safe")
+    if "fp16, guarded" in rows:
+        measured["guard"] = rows["fp16, guarded"]["seconds_to_fp16"]
+    return {name: reporting.target(round(value, 3), TARGETS[name], name == "fp32_to_fp16_safe") for name, value in measured.items()}
 
 
 if __name__ == "__main__":

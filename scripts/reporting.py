@@ -56,6 +56,23 @@ def conditions(environment: Environment) -> dict:
     }
 
 
+def gpu_conditions(environment: Environment) -> dict:
+    """What the figures of a GPU were taken with; "cpu" as the device where there is none."""
+    code = "import json, torch; there = torch.cuda.is_available(); print(json.dumps([torch.cuda.get_device_name() if there else 'cpu', torch.version.cuda]))"
+    done = subprocess.run([str(environment.python), "-c", code], capture_output=True, text=True, check=True)
+    device, cuda = json.loads(done.stdout)
+    return conditions(environment) | {"device": device, "driver": driver(), "cuda": cuda}
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver; None without one."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def comfyui_version(comfyui: Path) -> str:
     """The version a ComfyUI folder says it is."""
     return (comfyui / "comfyui_version.py").read_text(encoding="utf-8").split('"')[1]

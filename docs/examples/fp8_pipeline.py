@@ -8,8 +8,9 @@ import copy
 
 import torch
 import torch.nn.functional as F
+from halfsafe.precision.amax import host_amax
 from halfsafe.precision.arithmetic.patching import patched
-from halfsafe.precision.formats.quantize import absolute_max, dequantize, quantize, relative_error
+from halfsafe.precision.formats.quantize import dequantize, quantize, relative_error
 from halfsafe.precision.plan.compute import Layer
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.plan.storage import plan_storage
@@ -78,7 +79,7 @@ def store(pipe: Pipeline, scaled: bool) -> list:
 
 
 def _to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    quantized = quantize(weight, FP8, absolute_max(weight))
+    quantized = quantize(weight, FP8, host_amax(weight))
     return quantized.data, quantized.scale
 
 

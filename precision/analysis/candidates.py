@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ..amax import amax_value
 from ..dtypes import FP8_NAMES, dtype_named
 from ..formats.quantize import dequantize, quantize
 
@@ -37,7 +38,7 @@ class Candidate:
         return self.name == "fp16_acc16"
 
     def rounded(self, weight: torch.Tensor, amax: float) -> torch.Tensor:
-        """A weight, or a part of one whose :func:`largest` is ``amax``, as this candidate holds it, in its own dtype."""
+        """A weight, or a part of one whose :func:`amax_value` is ``amax``, as this candidate holds it, in its own dtype."""
         if not self.stores:
             return weight.to(self.dtype).to(weight.dtype)
         held = quantize(weight, self.dtype, amax)
@@ -46,7 +47,7 @@ class Candidate:
     @torch.no_grad()
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
         """A new tensor with the weight as this candidate holds it; beyond the result it needs a few dozen MB."""
-        amax, result = largest(weight), torch.empty_like(weight)
+        amax, result = amax_value(weight), torch.empty_like(weight)
         for part, out in zip(parts(weight), parts(result), strict=True):
             out.copy_(self.rounded(part, amax))
         return result
@@ -60,11 +61,6 @@ class Candidate:
         if self.sums_in_fp16 and weight.dim() == 2:
             return with_fp16_sums(x, held, bias).float() - exact
         return multiply(module, x.float(), held, bias).to(self.dtype).float() - exact
-
-
-def largest(weight: torch.Tensor) -> float:
-    """The largest magnitude of a weight on any device; NaN if it holds one."""
-    return torch.stack(torch.aminmax(weight)).abs().amax().item()
 
 
 def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

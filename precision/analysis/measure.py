@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from ..amax import amax_value
 from ..arithmetic.linear import Weights, kind_of, matrix_work
-from .candidates import Candidate, largest, multiply, parts
+from .candidates import Candidate, multiply, parts
 
 ROWS = 64
 CROP = (2, 8, 8)
@@ -68,7 +69,7 @@ def sample(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def weight_error(weight: torch.Tensor, candidate: Candidate) -> float:
     """The SNR in dB of a weight as the candidate holds it: inf when it is exact, -inf when that is not finite."""
-    amax, noise, signal = largest(weight), 0.0, 0.0
+    amax, noise, signal = amax_value(weight), 0.0, 0.0
     for part in parts(weight):
         exact = part.float()
         noise += _power(candidate.rounded(part, amax).float() - exact)
@@ -82,7 +83,7 @@ def output_error(module: torch.nn.Module, x: torch.Tensor, weight, bias, candida
     A channel counts for no more than an error as large as itself. It is compared with the power its products would have
     with random signs, where that is more: that a few of its outputs are near zero says nothing of its weights.
     """
-    amax, signals, noises, random = largest(weight), [], [], []
+    amax, signals, noises, random = amax_value(weight), [], [], []
     for part, part_bias in _pieces(module, weight, bias):
         exact = multiply(module, x, part.float(), part_bias)
         error = candidate.error(module, x, part.float(), part_bias, amax, exact)

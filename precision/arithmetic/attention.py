@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..amax import amax
 from ..dtypes import FP16_MAX
 from .fp16_sums import MARGIN
 from .linear import head_norms, score_factor
-from .ranges import Ranges, Slot, magnitude
+from .ranges import Ranges, Slot
 
 AS_IS, SMOOTH, FULL = "unchanged", "smooth-K", "fp32"
 MODES = (AS_IS, SMOOTH, FULL)
@@ -91,7 +92,7 @@ class BoundedAttention:
             k = smoothed(k)
         result = attention(q, k, v, heads, *args, **kwargs)
         bound = score_bound(q, k, heads, kwargs, fused)
-        self.scores.record(bound + 0 * magnitude(result) if foreign else bound)
+        self.scores.record(bound + 0 * amax(result) if foreign else bound)
         return result
 
     def _met(self, index: int) -> Scores:
@@ -117,7 +118,7 @@ class BoundedAttention:
             if mode == AS_IS and not fused and self._rather_smoothed(bound, q, k, heads, kwargs):
                 continue
             result = attention(q, keys, v, heads, *args, **kwargs)
-            if not math.isfinite(bound) or torch.isfinite(magnitude(result)):
+            if not math.isfinite(bound) or torch.isfinite(amax(result)):
                 slot.mode = mode
                 return result
         slot.mode = FULL

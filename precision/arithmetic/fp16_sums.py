@@ -11,10 +11,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from ..amax import amax
 from ..dtypes import FP16_MAX
 from . import flags
 from .linear import Weights
-from .ranges import FLOOR_BITS, Ranges, Slot, largest_row_norm, magnitude
+from .ranges import FLOOR_BITS, Ranges, Slot, largest_row_norm
 
 MARGIN = 2.0
 MAX_EXPONENT = 6
@@ -75,7 +76,7 @@ class SumSlot(Slot):
 
     def magnitude_of(self, x: torch.Tensor) -> torch.Tensor:
         """What the proof depends on: the largest element or row norm of an input, 0-dim fp32."""
-        return magnitude(x) if self.by == "amax" else largest_row_norm(x)
+        return amax(x) if self.by == "amax" else largest_row_norm(x)
 
     def _reason(self, can_scale: bool) -> str:
         of_input, of_weight = LABELS[self.by]
@@ -138,7 +139,7 @@ class BoundedLinear:
     def _measure(self, x: torch.Tensor) -> torch.Tensor:
         """Measure and multiply with the weight asked for once, as ``SafeOperation._measure`` does and for its reason."""
         with self.weights(self.module, x, torch.float16) as (weight, bias):
-            numbers = torch.stack([magnitude(x), largest_row_norm(x), *weight_norms(weight)]).tolist()
+            numbers = torch.stack([amax(x), largest_row_norm(x), *weight_norms(weight)]).tolist()
             self.slot.prove(*numbers, terms=weight.shape[-1], can_scale=True)
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 

@@ -15,9 +15,10 @@ from contextlib import AbstractContextManager
 import torch
 import torch.nn.functional as F
 
+from ..amax import amax
 from ..dtypes import FP16_MAX, TORCH_VERSION
 from .flags import fp32_sums
-from .ranges import Ranges, Slot, largest_row_norm, magnitude
+from .ranges import Ranges, Slot, largest_row_norm
 
 Weights = Callable[[torch.nn.Module, torch.Tensor, torch.dtype], AbstractContextManager]
 SMALLEST_WEIGHT = 2.0**-12
@@ -74,7 +75,7 @@ class SafeOperation:
             return result
         if self.slot.full:
             return self._fp32(x, *args, **kwargs)
-        self.slot.record(magnitude(x))
+        self.slot.record(amax(x))
         with self.weights(self.module, x, torch.float16) as (weight, bias):
             return self._fp16(x, weight, bias, *args, **kwargs)
 
@@ -89,7 +90,7 @@ class SafeOperation:
             half = weight.to(torch.float16)
             self.slot.full = self.slot.full or not fits_fp16(half)
             if not self.slot.full:
-                self.slot.fit(magnitude(x).item(), 1.0 if self._is_wide(x.device) else largest_row_sum(half, self.kind))
+                self.slot.fit(amax(x).item(), 1.0 if self._is_wide(x.device) else largest_row_sum(half, self.kind))
             if self.slot.full:
                 return self._apply(x.float(), weight, bias, *args, **kwargs)
             return self._fp16(x, half, bias, *args, **kwargs)
@@ -148,7 +149,7 @@ def largest_row_sum(weight: torch.Tensor, kind: str) -> float:
 
 def fits_fp16(weight: torch.Tensor) -> bool:
     """Whether a weight cast to fp16 is finite and has not lost its precision to fp16's smallest numbers."""
-    return SMALLEST_WEIGHT <= magnitude(weight).item() < math.inf
+    return SMALLEST_WEIGHT <= amax(weight).item() < math.inf
 
 
 def matrix_work(result: torch.Tensor, module: torch.nn.Module, kind: str) -> int:
@@ -238,7 +239,7 @@ def largest_in_attention(q, k, v, heads: int, args: tuple, kwargs: dict, fused: 
     rows = head_norms(q, k, heads)
     masked = any(torch.is_tensor(mask) and mask.is_floating_point() for mask in (*args, kwargs.get("mask")))
     score = rows[0] * rows[1] * (score_factor(q, heads, kwargs, fused) * (8.0 if masked else 1.0))
-    largest = magnitude(v)
+    largest = amax(v)
     return torch.stack([*rows, score, largest, SMALLEST_VALUE * FP16_MAX / largest]).amax()
 
 

@@ -168,13 +168,6 @@ class Ranges:
         return all(slot.holds(value) for slot, value in used) and not any(slot.missed for slot in self.slots.values())
 
 
-def magnitude(tensor: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of a tensor, 0-dim fp32, in one pass and without a synchronisation; 0 for an empty one."""
-    if tensor.numel() == 0:
-        return tensor.new_zeros((), dtype=torch.float32)
-    return torch.linalg.vector_norm(tensor, math.inf, dtype=torch.float32)
-
-
 def largest_row_norm(x: torch.Tensor) -> torch.Tensor:
     """The largest 2-norm of the rows of ``x`` (..., K), 0-dim fp32, without a synchronisation."""
     if x.numel() == 0:

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from ..amax import host_amax
 from ..dtypes import FP8_DTYPES, FP16_MAX, max_of, name_of
 from ..errors import CheckpointError
 from ..formats.checkpoint import Checkpoint, StoredWeight, read_checkpoint
-from ..formats.quantize import absolute_max
 from ..formats.safetensors_file import TensorFile, open_checkpoint
 from ..formats.stored_weight import NUMBERS
 
@@ -154,7 +154,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
 
 
 def _scan_tensor(tensor: torch.Tensor, weight: StoredWeight, problems: list[Finding], remarks: list[Finding]) -> None:
-    largest = absolute_max(tensor)
+    largest = host_amax(tensor)
     if not largest < float("inf"):
         problems += _non_finite(weight.name, tensor)
     elif largest == 0 and tensor.dim() > 1:

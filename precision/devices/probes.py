@@ -1,6 +1,5 @@
 """Tiny executed probes: what this device and this torch really do. They never raise and leave no flag changed."""
 
-import functools
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,10 +8,12 @@ import torch
 
 from ..arithmetic.flags import flags_set, is_on, read_flag
 from ..dtypes import dtype_named
+from .memory import is_oom
 
 PROBE_ERRORS = (RuntimeError, TypeError, AttributeError, ValueError, AssertionError)
 GEMM_TOLERANCE = {"fp16": 1e-2, "bf16": 2e-2, "fp32": 5e-3}
 X86 = ("x86_64", "amd64")
+NO_MEMORY = "not enough free memory to try"
 
 
 @dataclass(frozen=True)
@@ -24,35 +25,43 @@ class Probe:
     detail: str
 
 
-@functools.cache
 def run_probes(device: torch.device, fp8_format: str = "fp8_e4m3fn") -> tuple[Probe, ...]:
-    """All probes on a real device, executed once per device and process.
+    """All probes on a real device, each executed once per device and process, again where memory was lacking.
 
     Args:
         device: where to run, with an index if it has several.
         fp8_format: the storage name whose matmul is tried.
     """
     return (
-        probe("fp8_cast", fp8_cast, device, "fp8_e4m3fn"),
-        probe("fp8_cast_e5m2", fp8_cast, device, "fp8_e5m2"),
-        probe("fp8_matmul", fp8_matmul, device, fp8_format),
-        probe("fp16_gemm", gemm, device, "fp16"),
-        probe("bf16_gemm", gemm, device, "bf16"),
-        probe("bf16_native", bf16_native, device),
-        probe("fp16_accumulation", fp16_accumulation, device),
+        _once("fp8_cast", fp8_cast, device, "fp8_e4m3fn"),
+        _once("fp8_cast_e5m2", fp8_cast, device, "fp8_e5m2"),
+        _once("fp8_matmul", fp8_matmul, device, fp8_format),
+        _once("fp16_gemm", gemm, device, "fp16"),
+        _once("bf16_gemm", gemm, device, "bf16"),
+        _once("bf16_native", bf16_native, device),
+        _once("fp16_accumulation", fp16_accumulation, device),
     )
+
+
+_kept: dict[tuple, Probe] = {}
+
+
+def _once(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Probe:
+    """:func:`probe`, whose result is kept for the process unless memory was lacking."""
+    key = (name, args)
+    if key not in _kept or _kept[key].detail == NO_MEMORY:
+        _kept[key] = probe(name, check, *args)
+    return _kept[key]
 
 
 def forget() -> None:
     """Run the probes again at the next request."""
-    run_probes.cache_clear()
-    canary.cache_clear()
+    _kept.clear()
 
 
-@functools.cache
 def canary(device: torch.device, name: str) -> tuple[bool, str]:
     """Whether a small product in ``fp16``, ``bf16`` or ``fp32`` is right on a device, and what it gave. Once per process."""
-    result = probe(f"{name}_gemm", gemm, device, name)
+    result = _once(f"{name}_gemm", gemm, device, name)
     return result.ok is not False, result.detail
 
 
@@ -60,9 +69,9 @@ def probe(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Pr
     """Run one check; an error is a failed probe, a lack of memory says nothing."""
     try:
         ok, detail = check(*args)
-    except torch.cuda.OutOfMemoryError:
-        return Probe(name, None, "not enough free memory to try")
     except PROBE_ERRORS as error:
+        if is_oom(error):
+            return Probe(name, None, NO_MEMORY)
         return Probe(name, False, f"{type(error).__name__}: {first_line(error)}")
     return Probe(name, ok, detail)
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..amax import host_amax
 from ..dtypes import FP8_NAMES, FP16_MAX, dtype_named, max_of, name_of
 from ..errors import NonFiniteWeight
 from .checkpoint import comfy_quant_tensor
-from .quantize import absolute_max, quantize
+from .quantize import quantize
 from .safetensors_header import TensorSpec
 from .stored_weight import StoredWeight
 
@@ -89,7 +90,7 @@ def finite_bound(weight: StoredWeight, path) -> float:
         NonFiniteWeight: it holds NaN or Inf, or passes fp32's range.
     """
     if weight.is_number:
-        largest = absolute_max(weight.data)
+        largest = host_amax(weight.data)
     else:
         largest = 0.0 if weight.scale is None else float(torch.iinfo(weight.data.dtype).max + 1)
     if not math.isfinite(largest):

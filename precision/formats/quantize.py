@@ -7,17 +7,13 @@ already on an fp8 grid survives being scaled again.
 
 import math
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 
-import numpy as np
 import torch
 
-from ..dtypes import FP8_DTYPES, max_of
+from ..amax import amax
+from ..dtypes import max_of
 
-CHUNK = 1 << 18
 PART = 1 << 20
 MIN_SCALE_EXPONENT = -24
 SMALLEST_ACTIVATION_SCALE = {torch.float16: 2.0**-15}
@@ -29,45 +25,6 @@ class Quantized:
 
     data: torch.Tensor
     scale: torch.Tensor
-
-
-def absolute_max(tensor: torch.Tensor) -> float:
-    """The largest magnitude in a floating tensor in host memory; NaN if it holds a NaN, inf if an inf. Empty: 0.
-
-    Reads the bits as integers: magnitudes order like their bit patterns, NaN above inf. As signed integers the largest
-    is that of the positive numbers, as unsigned ones that of the negative. No copy, and no start of torch's threads,
-    which on a busy CPU costs more than a million elements do.
-    """
-    if tensor.numel() == 0:
-        return 0.0
-    signed, unsigned = (_bits(tensor, sign) for sign in "iu")
-    sign_bit = 1 << (tensor.element_size() * 8 - 1)
-    if tensor.dtype in FP8_DTYPES and "fnuz" in str(tensor.dtype) and (unsigned == sign_bit).any():
-        return math.nan
-
-    def largest_in(share: slice) -> int:
-        parts = (slice(start, min(start + CHUNK, share.stop)) for start in range(share.start, share.stop, CHUNK))
-        return max(max(int(signed[part].max()), int(unsigned[part].max()) - sign_bit) for part in parts)
-
-    largest = max(_in_parallel(largest_in, tensor.numel()))
-    return torch.from_numpy(np.array([max(largest, 0)], signed.dtype)).view(tensor.dtype).double().item()
-
-
-def _bits(tensor: torch.Tensor, kind: str) -> np.ndarray:
-    """The bits of a tensor as flat integers, signed (``i``) or not (``u``); not copied."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().view(f"{kind}{tensor.element_size()}")
-
-
-def _in_parallel(work: Callable[[slice], object], count: int) -> list:
-    """``work`` on one slice of ``count`` elements for each thread that torch would use; on few elements, here."""
-    share = max(CHUNK, -(-count // torch.get_num_threads()))
-    parts = [slice(start, min(start + share, count)) for start in range(0, count, share)]
-    return [work(parts[0])] if len(parts) == 1 else list(_threads().map(work, parts))
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(torch.get_num_threads(), "halfsafe")
 
 
 def power_of_two_scale(amax: float, dtype: torch.dtype) -> float:
@@ -83,7 +40,7 @@ def power_of_two_scale(amax: float, dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def quantize(tensor: torch.Tensor, dtype: torch.dtype, amax: float) -> Quantized:
-    """Quantize a finite tensor whose :func:`absolute_max` is ``amax``.
+    """Quantize a finite tensor whose :func:`~halfsafe.precision.amax.host_amax` is ``amax``.
 
     Works in chunks: beyond the result it needs 8 MB at most, whatever the size. The scale is exact and keeps every value in
     range, so no clamp is needed and the result is the same on every torch version.
@@ -127,7 +84,7 @@ def activation_scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     NaN or inf where the tensor holds one, so that the product shows it: an fp8 cast would turn inf into the largest number.
     """
-    scale = torch.linalg.vector_norm(tensor, math.inf, dtype=torch.float32) / max_of(dtype)
+    scale = amax(tensor) / max_of(dtype)
     return scale.clamp(min=SMALLEST_ACTIVATION_SCALE.get(tensor.dtype, 2.0**-126))
 
 

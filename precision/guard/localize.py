@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..amax import amax_value
 from ..arithmetic.linear import kind_of
 from ..arithmetic.patching import patched
 from ..dtypes import name_of
@@ -87,7 +88,7 @@ class Localizer(TorchDispatchMode):
 
     def origin(self, result: torch.Tensor) -> Origin | None:
         """What made ``result`` non-finite; what a clamp hid where ``result`` is finite; None where neither is so."""
-        if math.isfinite(reach(result)):
+        if math.isfinite(amax_value(result)):
             return self.hidden[0] if self.hidden else None
         return self._made.get(_key(result)) or self._first_bad or Origin("", "", "unknown", name_of(result.dtype), math.nan)
 
@@ -118,7 +119,7 @@ class Localizer(TorchDispatchMode):
         if op == CLAMP and bad:
             self.hidden.append(replace(self._source_of(bad, op, inputs), hidden=True))
         for tensor in outputs:
-            size = reach(tensor)
+            size = amax_value(tensor)
             if math.isfinite(size):
                 self._made.pop(_key(tensor), None)
             else:
@@ -159,10 +160,10 @@ class Localizer(TorchDispatchMode):
     def _leave(self, frame: _Frame, outputs: list[torch.Tensor]) -> None:
         """Blame a module that was given finite values and returned others, where no operation in it was seen to."""
         with torch.utils._python_dispatch._disable_current_modes():
-            bad = [tensor for tensor in outputs if not math.isfinite(reach(tensor))]
+            bad = [tensor for tensor in outputs if not math.isfinite(amax_value(tensor))]
             if self._first_bad or not bad:
                 return
-            sizes = [reach(tensor) for tensor in frame.inputs]
+            sizes = [amax_value(tensor) for tensor in frame.inputs]
             if all(map(math.isfinite, sizes)):
                 made = [self._made[_key(tensor)] for tensor in bad if _key(tensor) in self._made]
                 unknown = Origin(frame.name, "", "unknown", name_of(bad[0].dtype), max(sizes, default=math.nan))
@@ -186,18 +187,7 @@ def _plain_alias(func, result):
 def first_bad_weight(module: torch.nn.Module) -> str | None:
     """The name of a parameter or buffer of ``module`` that holds NaN or Inf."""
     named = [*module.named_parameters(), *module.named_buffers()]
-    return next((name for name, tensor in named if not math.isfinite(reach(getattr(tensor, "_qdata", tensor)))), None)
-
-
-def reach(tensor: torch.Tensor) -> float:
-    """The largest magnitude of a floating tensor: inf or NaN where it holds such, 0 where it holds no floats."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0 or tensor.device.type == "meta":
-        return 0.0
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if tensor.dtype.itemsize == 1:
-        tensor = tensor.float()
-    return torch.linalg.vector_norm(tensor, math.inf).item()
+    return next((name for name, tensor in named if not math.isfinite(amax_value(getattr(tensor, "_qdata", tensor)))), None)
 
 
 def tensors_in(values) -> list[torch.Tensor]:
@@ -206,7 +196,7 @@ def tensors_in(values) -> list[torch.Tensor]:
 
 
 def _with_reach(values) -> list[tuple[torch.Tensor, float]]:
-    return [(tensor, reach(tensor)) for tensor in tensors_in(values)]
+    return [(tensor, amax_value(tensor)) for tensor in tensors_in(values)]
 
 
 def _key(tensor: torch.Tensor) -> int:

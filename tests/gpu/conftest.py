@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from support import inprocess
 
 ROOT = Path(__file__).absolute().parents[2]
 DRY = bool(os.environ.get("HALFSAFE_DRY_RUN"))
+GAINING = "sm_86"
 READY = bool(os.environ.get("COMFYUI_DIR")) and (DRY or torch.cuda.is_available())
 _base = tempfile.TemporaryDirectory(prefix="halfsafe-gpu-")
 
@@ -45,6 +47,28 @@ def capabilities(device: torch.device) -> dict[str, bool]:
     from halfsafe.precision.devices.detect import detect
 
     return detect(device).capabilities
+
+
+@pytest.fixture
+def gaining(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that gains by fp16 sums, where this one does not; then the pack plans none."""
+    from halfsafe.precision.devices.detect import PROFILE_VARIABLE, detect
+
+    if not detect(device).capabilities["fp16_accumulation"]:
+        monkeypatch.setenv(PROFILE_VARIABLE, GAINING)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def exact_fp32(device: torch.device) -> Iterator[None]:
+    """References in fp32 without TF32, which torch uses in cuDNN's convolutions unless it is told not to."""
+    from halfsafe.precision.arithmetic.flags import SETTINGS, state_of
+
+    before = {name: state_of(name) for name in ("tf32_matmul", "tf32_convolution")}
+    for name in before:
+        SETTINGS[name].write(False)
+    yield
+    for name, state in before.items():
+        SETTINGS[name].write(state)
 
 
 @pytest.fixture(scope="session")

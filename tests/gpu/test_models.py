@@ -50,7 +50,7 @@ def test_families_under_the_guard(comfy, models_dir, family):
     assert relative_error(expected, families.sample(model, family).cpu()) < 0.02
 
 
-def test_fp16_sums_are_scoped_and_right(comfy, overflowing):
+def test_fp16_sums_are_scoped_and_right(comfy, overflowing, gaining):
     before = states()
     clean = tiny_models.wan(overflowing.with_name("gpu_clean.safetensors"))
     plain = plain_fp16(comfy, clean)

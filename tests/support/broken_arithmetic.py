@@ -1,11 +1,14 @@
-"""Arithmetic as on devices that do it otherwise than a CPU: sums in fp16, products that are zero."""
+"""Arithmetic as on devices that do it otherwise than a CPU: sums in fp16, products that are zero, norms without NaN."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.fp16_sums import FLAG
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class SumsInFp16(TorchFunctionMode):
@@ -26,3 +29,12 @@ class HalfProductsAreZero(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         products = (torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm)
         return result * 0 if func in products and result.dtype == torch.float16 else result
+
+
+class NormsLoseNaN(TorchDispatchMode):
+    """Infinity norms as of torch's Metal kernel, whose ``max`` gives the operand that is a number."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.linalg_vector_norm.default and args[1:2] == (math.inf,):
+            args = (torch.where(args[0].isnan(), 0, args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))

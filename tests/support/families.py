@@ -102,10 +102,10 @@ def conditioning(family: str, batch: int = 1, length: int = 16, seed: int = 1) -
     return [[context, {"pooled_output": pooled, **extra}]]
 
 
-def noise(model, batch: int = 1, size: int = 8, seed: int = 2) -> torch.Tensor:
-    """A seeded latent of the model's shape."""
+def noise(model, batch: int = 1, size: int = 8, seed: int = 2, frames: int = 1) -> torch.Tensor:
+    """A seeded latent of the model's shape; ``frames`` of it where it is a video's."""
     latent = model.model.latent_format
-    shape = (batch, latent.latent_channels, *([1] if latent.latent_dimensions == 3 else []), size, size)
+    shape = (batch, latent.latent_channels, *([frames] if latent.latent_dimensions == 3 else []), size, size)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -6,8 +6,9 @@ import operator
 import folder_paths
 import torch
 
+from ....precision.amax import amax_value
 from ....precision.formats.safetensors_file import open_checkpoint
-from ....precision.guard.localize import Localizer, Origin, reach, tensors_in
+from ....precision.guard.localize import Localizer, Origin, tensors_in
 from ..load.models import ATTACHMENT
 from ..page import running_prompt
 from ..run.attention import OVERRIDE, overridden
@@ -53,7 +54,7 @@ def _origin(layer: str) -> Origin:
 
 
 def _finite(tensor: torch.Tensor | None) -> bool:
-    return tensor is None or math.isfinite(reach(tensor))
+    return tensor is None or math.isfinite(amax_value(tensor))
 
 
 def bad_weight(patcher, name: str | None, layer: str = "") -> str:

@@ -1,9 +1,9 @@
 """Values past fp16's range that ComfyUI's own model code replaces by 65504, or NaN by 0, without a word."""
 
-import math
-
 import torch
 from torch.overrides import TorchFunctionMode
+
+from ....precision.amax import amax
 
 CLAMPING_MODULES = ("comfy.ldm.flux.", "comfy.ldm.lumina.", "comfy.ldm.chroma", "comfy.ldm.hunyuan_video.")
 
@@ -29,7 +29,7 @@ class ClampWatch(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.nan_to_num and args[0].dtype == torch.float16:
-            size = torch.linalg.vector_norm(args[0], math.inf, dtype=torch.float32)
+            size = amax(args[0])
             self._largest = size if self._largest is None else torch.maximum(self._largest, size)
         return func(*args, **(kwargs or {}))
 

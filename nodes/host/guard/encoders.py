@@ -7,8 +7,9 @@ import math
 
 import torch
 
+from ....precision.amax import amax_value
 from ....precision.dtypes import name_of
-from ....precision.guard.localize import Localizer, Origin, reach, tensors_in
+from ....precision.guard.localize import Localizer, Origin, tensors_in
 from ....precision.guard.policy import ADVICE, NonFinite, Where, event_of, random_state_kept
 from ....precision.report.schema import GuardEvent
 from ..load.devices import current_device
@@ -55,7 +56,7 @@ class EncoderGuard:
         result, largest = attempt(None)
         if math.isfinite(largest):
             return result
-        if not all(math.isfinite(reach(tensor)) for tensor in tensors_in(given)):
+        if not all(math.isfinite(amax_value(tensor)) for tensor in tensors_in(given)):
             name, advice = INPUTS[f"{self.kind} {action}"]
             return self._hopeless(Origin(name, "", "input", "", math.nan), "bad_input", advice, name_of(dtype), result)
         if self.on_nan == "retry_higher":
@@ -148,7 +149,7 @@ def _run_vae(vae, name: str, *args, **kwargs):
         one = vae_in(vae, dtype) if dtype else _unguarded(vae)
         sizes = _watched_output(one)
         result = getattr(one, name)(*args, **kwargs)
-        return result, _worst([*sizes, *map(reach, tensors_in(result))])
+        return result, _worst([*sizes, *map(amax_value, tensors_in(result))])
 
     guard: EncoderGuard = getattr(vae, ATTRIBUTE)
     action = name.removesuffix("_tiled")
@@ -159,7 +160,7 @@ def _run_clip(clip, name: str, tokens, *args, **kwargs):
     def attempt(dtype: torch.dtype | None):
         one = _clip_in(clip, dtype) if dtype else _unguarded(clip)
         result = getattr(one, name)(tokens, *args, **kwargs)
-        return result, _worst(map(reach, tensors_in(result)))
+        return result, _worst(map(amax_value, tensors_in(result)))
 
     guard: EncoderGuard = getattr(clip, ATTRIBUTE)
     dtype = clip.patcher.object_patches.get("manual_cast_dtype") or torch.float32
@@ -195,7 +196,7 @@ def _watched_output(vae) -> list[float]:
     sizes, process = [], vae.process_output
 
     def watch(image):
-        sizes.append(reach(image))
+        sizes.append(amax_value(image))
         return process(image)
 
     vae.process_output = watch

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import torch
 
+from ....precision.amax import amax
 from ....precision.arithmetic.flags import fp32_sums
 from ....precision.arithmetic.patching import Patch, patched
-from ....precision.arithmetic.ranges import magnitude
 from ....precision.guard.policy import Escalation, Seen, span_of
 from ....precision.plan.choice import Choice
 from ....precision.plan.compute import INT8, ComputeDecision, ComputePlan
@@ -135,7 +135,7 @@ class Observed:
 
     def _note(self, kept: dict[str, torch.Tensor], name: str, values) -> None:
         for value in _tensors(values):
-            size = magnitude(value)
+            size = amax(value)
             kept[name] = torch.maximum(kept[name], size) if name in kept else size
 
     def seen(self) -> Seen:

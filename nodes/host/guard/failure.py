@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ....precision.amax import amax_value
 from ....precision.arithmetic.compiling import eager
 from ....precision.devices import probes
-from ....precision.guard.localize import Localizer, Origin, first_bad_weight, reach
+from ....precision.guard.localize import Localizer, Origin, first_bad_weight
 from ....precision.guard.policy import (
     COMPILED,
     NO_MEMORY,
@@ -20,6 +21,7 @@ from ....precision.guard.policy import (
     sentence,
 )
 from ..execution import is_compiled
+from ..load.devices import is_oom
 from ..run.call import Call
 from ..run.modules import top_level_parts
 from .causes import bad_input, bad_weight, opaque_attention
@@ -77,8 +79,9 @@ class FailedCall:
         """A repeat needs more memory than the call did: ComfyUI's own message would not tell that there was one."""
         try:
             return self._in_higher_precision()
-        except torch.cuda.OutOfMemoryError:
-            self._note_unchanged(False, "stopped", NO_MEMORY)
+        except RuntimeError as error:
+            if is_oom(error):
+                self._note_unchanged(False, "stopped", NO_MEMORY)
             raise
 
     def _in_higher_precision(self) -> torch.Tensor:
@@ -87,7 +90,7 @@ class FailedCall:
         if left > 1:
             left -= 1
             again = self._locate()
-            if not self.hidden and math.isfinite(reach(again)):
+            if not self.hidden and math.isfinite(amax_value(again)):
                 self._note_unchanged(True, "device_fault", COMPILED if is_compiled(self.model.current_patcher) else "")
                 return again
             if weight := self._weight_at_fault():
@@ -96,7 +99,7 @@ class FailedCall:
             layers = EscalatedLayers(rung, self.model, self.guarded.modes)
             observed = Observed(layers)
             repeated = self._again(layers.call)
-            if math.isfinite(reach(repeated)):
+            if math.isfinite(amax_value(repeated)):
                 self._recovered(rung, observed)
                 return repeated
         return self._not_cured(left)

@@ -6,9 +6,9 @@ import weakref
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.arithmetic.ranges import magnitude
+from ....precision.amax import amax, amax_value
 from ....precision.devices import probes
-from ....precision.guard.localize import Origin, reach, tensors_in
+from ....precision.guard.localize import Origin, tensors_in
 from ....precision.guard.policy import ADVICE, Escalation, NonFinite, Where, event_of, random_state_kept
 from ....precision.report.schema import GuardReport
 from ..page import running_prompt_id
@@ -57,7 +57,7 @@ class Guard:
             self._check_device(call, guarded, log)
         with ClampWatch(guarded.watches_clamps) as watch:
             result = guarded.run(call, guarded.layers and guarded.layers.call)
-        sizes = torch.stack([magnitude(result), *watch.sizes(result.device)]).tolist()
+        sizes = torch.stack([amax(result), *watch.sizes(result.device)]).tolist()
         if all(map(math.isfinite, sizes)) or log.given_up:
             return result
         with random_state_kept():
@@ -76,7 +76,7 @@ class Guard:
             for origin, verdict in sampler_inputs(noise, latent_image, sigmas):
                 log.give_up(Where(0, 0, math.nan, [0]), origin, verdict)
             result = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
-            bad = [] if log.given_up else [tensor for tensor in tensors_in(result) if not math.isfinite(reach(tensor))]
+            bad = [] if log.given_up else [tensor for tensor in tensors_in(result) if not math.isfinite(amax_value(tensor))]
             if bad:
                 where = Where(log.calls, len(sigmas) - 1, float(sigmas[-1]), bad_rows(bad[0]), len(bad[0]))
                 log.give_up(where, Origin("sampler", "", "nan", "fp32", math.nan), "not_precision", mode="fp32")

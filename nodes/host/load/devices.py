@@ -3,8 +3,8 @@
 import comfy.model_management
 import torch
 
+from ....precision.devices import memory
 from ....precision.devices.detect import Device, detect
-from ....precision.devices.memory import available_memory
 
 
 def compute_device() -> torch.device:
@@ -27,5 +27,14 @@ def free_device_memory() -> int | None:
 def free_host_memory() -> int:
     """Bytes of host memory left to this process, its cgroup's limit included."""
     free = int(comfy.model_management.get_free_memory(torch.device("cpu")))
-    limit = available_memory()
+    limit = memory.available_memory()
     return free if limit is None else min(free, limit)
+
+
+def is_oom(error: BaseException) -> bool:
+    """Whether an error means that a device has no memory left.
+
+    ComfyUI's own test comes first, as it also clears the error CUDA has pending. On torch 2.8 and later it takes the plain
+    RuntimeError of MPS for another.
+    """
+    return comfy.model_management.is_oom(error) or memory.is_oom(error)

@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from halfsafe.precision.amax import host_amax
 from halfsafe.precision.analysis import session as a
 from halfsafe.precision.analysis.candidates import CANDIDATES, PART, Candidate, parts, with_fp16_sums
 from halfsafe.precision.analysis.chart import COLOURS, analysis_chart
@@ -11,7 +12,7 @@ from halfsafe.precision.analysis.measure import output_error, sample, weight_err
 from halfsafe.precision.analysis.rules import analysis_text, patterns, rule_lines, rules_of
 from halfsafe.precision.analysis.search import Search, group_of
 from halfsafe.precision.errors import HalfsafeError
-from halfsafe.precision.formats.quantize import absolute_max, dequantize, quantize, relative_error
+from halfsafe.precision.formats.quantize import dequantize, quantize, relative_error
 from halfsafe.precision.plan.rules import compile_pattern, parse, rules_from
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,7 +114,7 @@ def test_the_weight_is_that_of_the_packs_own_quantizer():
     for dtype in (torch.float32, torch.bfloat16):
         for name in ("fp8_e4m3fn", "fp8_e5m2"):
             weight, candidate = (normal(64, 48) * 0.02).to(dtype), Candidate(name)
-            held = quantize(weight, candidate.dtype, absolute_max(weight))
+            held = quantize(weight, candidate.dtype, host_amax(weight))
             expected = dequantize(held.data, held.scale, dtype)
             assert torch.equal(candidate.weight(weight), expected)
             assert weight_error(weight, candidate) == pytest.approx(-20 * math.log10(relative_error(weight, expected)), abs=1e-3)
@@ -123,7 +124,7 @@ def test_parts_of_a_weight_are_small_and_give_the_same_as_the_whole():
     assert all(part.numel() <= PART for part in parts(torch.empty(3000, 2048)))
     assert len(parts(torch.empty(2, PART))) == 2
     weight = normal(3000, 2048)
-    held = quantize(weight, FP8.dtype, absolute_max(weight))
+    held = quantize(weight, FP8.dtype, host_amax(weight))
     assert torch.equal(FP8.weight(weight), dequantize(held.data, held.scale, torch.float32))
 
 

@@ -2,7 +2,8 @@ import math
 
 import pytest
 import torch
-from halfsafe.precision.arithmetic.ranges import Ranges, Slot, magnitude
+from halfsafe.precision.amax import amax
+from halfsafe.precision.arithmetic.ranges import Ranges, Slot
 from halfsafe.precision.dtypes import FP16_MAX
 from hypothesis import given
 from hypothesis import strategies as st
@@ -108,7 +109,7 @@ def test_only_what_ran_is_checked(placed):
 
 def test_a_record_that_needs_no_gradient_is_kept_of_one_that_does(placed):
     ranges, (a, _) = placed
-    ranges.run(lambda: a.record(magnitude(torch.ones(3, requires_grad=True) * 2)))
+    ranges.run(lambda: a.record(amax(torch.ones(3, requires_grad=True) * 2)))
     assert a.largest == 2
 
 
@@ -131,5 +132,5 @@ def test_slots_keep_their_addresses_until_there_is_a_new_one(placed):
 
 
 def test_magnitude_of_nothing_is_zero():
-    assert magnitude(torch.zeros(0, 3)) == 0
-    assert magnitude(torch.tensor([1.0, -7.0], dtype=torch.bfloat16)) == 7
+    assert amax(torch.zeros(0, 3)) == 0
+    assert amax(torch.tensor([1.0, -7.0], dtype=torch.bfloat16)) == 7

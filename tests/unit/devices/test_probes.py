@@ -11,6 +11,11 @@ from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.devices import probes
 
 CPU = torch.device("cpu")
+LACKS_OF_MEMORY = [
+    torch.OutOfMemoryError("Allocation on device"),
+    RuntimeError("MPS backend out of memory (MPS allocated: 19.13 GiB)"),
+    RuntimeError("CUDA error: out of memory"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +52,7 @@ def test_fp8_matmul_on_a_cpu_is_called_emulated():
 def test_probes_run_once_per_device(monkeypatch):
     first = probes.run_probes(CPU)
     monkeypatch.setattr(probes, "gemm", raising(AssertionError("ran twice")))
-    assert probes.run_probes(CPU) is first
+    assert probes.run_probes(CPU) == first
 
 
 def test_probes_leave_random_state_and_flags_alone():
@@ -73,10 +78,22 @@ def test_a_torch_without_scaled_mm_fails_the_probe(monkeypatch):
     assert named(probes.run_probes(CPU), "fp8_matmul").ok is False
 
 
-def test_a_lack_of_memory_says_nothing(monkeypatch):
-    monkeypatch.setattr(torch, "_scaled_mm", raising(torch.cuda.OutOfMemoryError("out of memory")))
-    result = named(probes.run_probes(CPU), "fp8_matmul")
+@pytest.mark.parametrize("error", LACKS_OF_MEMORY)
+def test_a_lack_of_memory_says_nothing_and_is_not_remembered(monkeypatch, error):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_scaled_mm", raising(error))
+        result = named(probes.run_probes(CPU), "fp8_matmul")
     assert (result.ok, result.detail) == (None, "not enough free memory to try")
+    assert named(probes.run_probes(CPU), "fp8_matmul").ok is True
+
+
+@pytest.mark.parametrize("error", LACKS_OF_MEMORY)
+def test_a_canary_that_lacked_memory_is_tried_again(monkeypatch, error):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__matmul__", raising(error))
+        assert probes.canary(CPU, "fp16") == (True, "not enough free memory to try")
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda left, right: torch.zeros(32, 32))
+    assert probes.canary(CPU, "fp16")[0] is False
 
 
 def test_fp8_matmul_zeros_are_caught(monkeypatch):

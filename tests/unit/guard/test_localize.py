@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from halfsafe.precision.guard.localize import Localizer, first_bad_weight, reach
+from halfsafe.precision.guard.localize import Localizer, first_bad_weight
 from torch.nn.functional import layer_norm, linear
 
 
@@ -197,22 +197,3 @@ def test_the_result_is_the_one_the_model_gives_unwatched(toy, x):
         watched = toy(x)
     with torch.inference_mode():
         assert torch.equal(watched, toy(x))
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        (torch.tensor([1.0, -3.0]), 3.0),
-        (torch.tensor([1.0, math.inf]), math.inf),
-        (torch.tensor([1, 2]), 0.0),
-        (torch.empty(0), 0.0),
-        (torch.tensor([3 + 4j]), 4.0),
-        (torch.tensor([1.0, -2.0]).to(torch.float8_e5m2), 2.0),
-    ],
-)
-def test_reach(values, expected):
-    assert reach(values) == expected
-
-
-def test_reach_of_nan_is_nan():
-    assert math.isnan(reach(torch.tensor([1.0, math.nan])))

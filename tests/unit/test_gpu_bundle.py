@@ -1,0 +1,149 @@
+"""The folder for a GPU machine without a network: its parts, without a network."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import bench_gpu
+import gpu_bundle
+import pytest
+from environment import SetupError
+
+
+def make_comfyui(folder: Path) -> Path:
+    needed = ("main.py", "comfy/sd.py", "comfy/text_encoders/flux.py", "comfy/text_encoders/spiece_tokenizer.py", "utils/install_util.py")
+    left_out = (
+        "comfy/sd1_tokenizer/vocab.json", "comfy/text_encoders/t5_tokenizer/tokenizer.json", "tests/test_a.py", "README.md",
+        "comfy_api_nodes/nodes_a.py", "models/unet/put_models_here", ".git/HEAD", "comfy/__pycache__/sd.pyc", "input/example.png",
+    )  # fmt: skip
+    for name in (*needed, *left_out):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("", encoding="utf-8")
+    (folder / "comfyui_version.py").write_text('__version__ = "0.30.0"\n', encoding="utf-8")
+    (folder / "requirements.txt").write_text("torch\ncomfy-kitchen==0.2.26\ncomfy-aimdo==0.4.11\ntorchsde\n", encoding="utf-8")
+    return folder
+
+
+def make_wheel(folder: Path, name: str, *files: str) -> Path:
+    wheel, info = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file in files:
+            archive.writestr(file, "found = True\n")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "".join(f"{file},,\n" for file in (*files, f"{info}/METADATA", f"{info}/WHEEL", f"{info}/RECORD")))
+    return wheel
+
+
+@pytest.fixture
+def comfyui(tmp_path: Path) -> Path:
+    return make_comfyui(tmp_path / "ComfyUI")
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bundle whose one wheel came from no index."""
+    monkeypatch.setattr(gpu_bundle, "download", lambda folder, requirements, python: make_wheel(folder, "carried", "carried/__init__.py"))
+    gpu_bundle.build(tmp_path / "bundle", comfyui, "3.12")
+    return tmp_path / "bundle"
+
+
+def test_comfyui_travels_without_tokenizers_tests_and_api_nodes(tmp_path: Path, comfyui: Path) -> None:
+    gpu_bundle.pack(comfyui, tmp_path / "comfyui.tar.xz")
+    with tarfile.open(tmp_path / "comfyui.tar.xz") as tar:
+        files = {member.name for member in tar if member.isfile()}
+    assert files == {
+        "main.py", "comfy/sd.py", "comfy/text_encoders/flux.py", "comfy/text_encoders/spiece_tokenizer.py", "utils/install_util.py",
+        "comfyui_version.py", "requirements.txt",
+    }  # fmt: skip
+
+
+def test_a_wheel_loses_files_and_can_still_be_installed(tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, "two", "two/__init__.py", "two/heavy/_C.so")
+    gpu_bundle.slim(wheel, ("two/heavy/_C",))
+    with zipfile.ZipFile(wheel) as archive:
+        assert "two/heavy/_C.so" not in archive.namelist() and "two/__init__.py" in archive.namelist()
+        assert b"heavy" not in archive.read("two-1.0.dist-info/RECORD")
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)]
+    assert subprocess.run(pip, capture_output=True, check=False).returncode == 0
+    assert (tmp_path / "site" / "two" / "__init__.py").exists()
+
+
+def test_versions_are_those_comfyui_asks_for(comfyui: Path) -> None:
+    found = gpu_bundle.pinned(("comfy-kitchen", "torchsde", "trampoline"), comfyui / "requirements.txt")
+    assert found == ["comfy-kitchen==0.2.26", "torchsde", "trampoline"]
+
+
+def test_a_bundle_replaces_its_predecessor_and_nothing_else(tmp_path: Path, bundle: Path, comfyui: Path) -> None:
+    (bundle / "left over").touch()
+    gpu_bundle.build(bundle, comfyui, "3.12")
+    assert sorted(path.name for path in bundle.iterdir()) == ["bundle.json", "comfyui.tar.xz", "stubs", "wheels"]
+    assert json.loads((bundle / "bundle.json").read_text())["wheels"] == ["carried-1.0-py3-none-any.whl"]
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(SetupError, match="no bundle"):
+        gpu_bundle.build(tmp_path / "mine", comfyui, "3.12")
+
+
+def test_a_bundle_that_is_too_large_is_refused(bundle: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_bundle, "LIMIT", 100)
+    with pytest.raises(SetupError, match="more than"):
+        gpu_bundle.build(bundle, comfyui, "3.12")
+
+
+def test_a_folder_that_is_no_bundle_is_not_run(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="is no bundle"):
+        gpu_bundle.run(tmp_path, tmp_path / "out", True)
+
+
+def imported(name: str, environ: dict[str, str]) -> bool:
+    return subprocess.run([sys.executable, "-c", f"import {name}"], env=environ, capture_output=True, check=False).returncode == 0
+
+
+def test_a_dry_run_has_what_travels_and_lacks_what_the_machine_lacks(tmp_path: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_bundle, "lacking", lambda: {"hypothesis", "carried", "av"})
+    dry = gpu_bundle.prepared(bundle, tmp_path / "dry", True)
+    assert imported("carried", dry) and imported("av.video.reformatter", dry) and imported("torch", dry)
+    assert not imported("hypothesis", dry)
+    assert (dry["HALFSAFE_DRY_RUN"], Path(dry["COMFYUI_DIR"]).joinpath("main.py").exists()) == ("1", True)
+    real = gpu_bundle.prepared(bundle, tmp_path / "real", False)
+    assert imported("hypothesis", real) and "HALFSAFE_DRY_RUN" not in real
+
+
+def test_the_machine_has_what_its_packages_need_and_nothing_else() -> None:
+    needed = gpu_bundle.needed_by(["safetensors", "torch", "Not_Installed"])
+    assert {"safetensors", "torch", "sympy", "not-installed"} <= needed and "pytest" not in needed
+    lacking = gpu_bundle.lacking(["torch", "numpy", "pytest"])
+    assert "hypothesis" in lacking and not lacking & {"torch", "sympy", "numpy", "pytest", "_pytest"}
+
+
+def test_the_outcome_names_what_failed(tmp_path: Path) -> None:
+    report = tmp_path / "tests.xml"
+    report.write_text(
+        '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1"><testcase classname="a" name="good"/>'
+        '<testcase classname="a" name="bad"><failure/></testcase><testcase classname="a" name="left"><skipped/></testcase>'
+        "</testsuite></testsuites>",
+        encoding="utf-8",
+    )
+    assert gpu_bundle.outcome(report) == {"tests": 3, "failures": 1, "errors": 0, "skipped": 1, "failed": ["a::bad"]}
+    assert gpu_bundle.outcome(tmp_path / "absent.xml") == {}
+
+
+def test_a_command_out_of_time_leaves_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "slow.log"
+    command = [sys.executable, "-uc", "import time; print('begun'); time.sleep(60)"]
+    assert gpu_bundle.logged(command, {}, log, 2) is None
+    assert log.read_text(encoding="utf-8").strip() == "begun"
+
+
+def test_targets_are_told_for_the_rows_that_are_there() -> None:
+    rows = {"fp16": {"seconds": 1.0}, "fp16_safe": {"seconds_to_fp16": 2.0, "device_seconds_to_fp16": 1.2}}
+    assert bench_gpu._targets(rows)["fp16_safe_to_fp16"] == {"limit": 1.25, "measured": 1.2, "met": True}
+    rows |= {"fp16, guarded": {"seconds_to_fp16": 1.05}, "fp32": {"seconds_to_fp16": 4.8}}
+    targets = bench_gpu._targets(rows)
+    assert targets["guard"] == {"limit": 1.02, "measured": 1.05, "met": False}
+    assert targets["fp32_to_fp16_safe"] == {"limit": 3.0, "measured": 4.0, "met": True}
