@@ -26,14 +26,14 @@ if COMFYUI:
     inprocess.setup_comfyui(COMFYUI, Path(_base.name), "--cpu")
 
 
-ONCE_PER_CALL = {"ranges._held", "guard.__call__"}
+ONCE_PER_CALL = {"arithmetic/cells.read", "guard/model.__call__"}
 MEASURING = {
-    "operations.__call__", "operations._measure", "operations.fits_fp16", "operations.largest_row_sum",
-    "partial_sums._measure", "attention._measure", "attention._rather_smoothed",
+    "arithmetic/linear.__call__", "arithmetic/linear._measure", "arithmetic/linear.fits_fp16", "arithmetic/linear.largest_row_sum",
+    "arithmetic/fp16_sums._measure", "arithmetic/attention._in_first_mode_that_fits", "arithmetic/attention._rather_smoothed",
 }  # fmt: skip
-AFTER_A_FAILURE = {"localize", "guard_failure", "blame", "escalated._numbers", "finite"}
-ONCE_PER_DEVICE = {"probes"}
-ANALYSIS = {"analysis", "analysis_measure", "analysis_candidates", "quantize"}
+AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/causes", "guard/escalation._numbers", "guard/finite"}
+ONCE_PER_DEVICE = {"devices/probes"}
+ANALYSIS = {"analysis/session", "analysis/measure", "analysis/candidates", "formats/quantize"}
 ALLOWED_READS = frozenset(ONCE_PER_CALL | MEASURING | AFTER_A_FAILURE | ONCE_PER_DEVICE | ANALYSIS)
 
 

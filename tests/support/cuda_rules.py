@@ -24,6 +24,7 @@ ROOT = Path(__file__).absolute().parents[2]
 SUPPORT = str(Path(__file__).absolute().parent)
 COMPILER = f"{torch.__path__[0]}/_dynamo/"
 OURS = tuple(str(ROOT / folder) for folder in ("precision", "nodes"))
+AMAX = str(ROOT / "precision" / "amax.py")
 HALF = (torch.float16, torch.bfloat16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 SPLIT_K = "torch.backends.cuda.matmul.allow_{}_reduced_precision_reduction(..., allow_splitk=False) requires the cuBLASLt backend"
@@ -179,7 +180,7 @@ WAITING.append((FakeTensor, "tolist"))
 class HostReads:
     """Lists where the pack makes the host wait for the device, and refuses it outside of ``allowed`` places.
 
-    A place is ``module.function`` of the pack's line that reads, and ``allowed`` may name a module whole. ComfyUI's own reads
+    A place is ``room/module.function`` of the pack's line that reads, and ``allowed`` may name a module whole. ComfyUI's own reads
     are not the pack's, nor are those of torch's compiler.
 
     Raises:
@@ -216,7 +217,7 @@ class HostReads:
 
 
 def reader() -> str:
-    """``module.function`` of the pack that asked for what torch is about to do; "" where it is somebody else."""
+    """``room/module.function`` of the pack that asked for what torch is about to do; "" where it is somebody else."""
     frame = sys._getframe(1)
     while frame and _passes_on(frame.f_code):
         if frame.f_code.co_filename.startswith(COMPILER):
@@ -224,9 +225,10 @@ def reader() -> str:
         frame = frame.f_back
     if frame is None or not frame.f_code.co_filename.startswith(OURS):
         return ""
-    return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
+    path = Path(frame.f_code.co_filename)
+    return f"{path.parent.name}/{path.stem}.{frame.f_code.co_name}"
 
 
 def _passes_on(code: CodeType) -> bool:
-    """Whether a frame is torch's, a mode's or of these modules, or a comprehension, which is a frame up to Python 3.11."""
-    return code.co_filename.startswith((torch.__path__[0], SUPPORT)) or code.co_name.startswith(("<", "__torch_"))
+    """Whether a frame is torch's, a mode's or of these modules, or of amax.py, whose caller reads, or a comprehension, which is a frame up to Python 3.11."""
+    return code.co_filename.startswith((torch.__path__[0], SUPPORT, AMAX)) or code.co_name.startswith(("<", "__torch_"))

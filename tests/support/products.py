@@ -53,7 +53,7 @@ class Products(TorchDispatchMode):
 
 
 def _mode(name: str, args: tuple) -> str:
-    if name == "int8_linear":
+    if name in ("int8_linear", "_int_mm"):
         return "int8"
     if name in SCALED:
         return "fp8"

@@ -243,7 +243,8 @@ def _out_as(decision: ComputeDecision, forward):
 def _in_int8(module: torch.nn.Module, decision: ComputeDecision) -> list[Patch]:
     """What makes ComfyUI's int8 layer multiply in int8 though the model's compute dtype was changed, which would else
     dequantize it (``comfy_force_cast_weights``)."""
-    return [(module, "forward", _out_as(decision, module.forward)), (module, "comfy_force_cast_weights", False)]
+    kept = [(module, "comfy_force_cast_weights", False)]
+    return [*kept, (module, "forward", _out_as(decision, module.forward))] if decision.stream == "fp32" else kept
 
 
 def _summed(sums: str, forward):

@@ -210,7 +210,7 @@ def on_simulated_cuda(build, shape):
     with FakeTensorMode(allow_non_fake_inputs=True), FlagAtProducts() as products, torch.inference_mode():
         with torch.device("cuda"):
             operation, ranges = safe(build())
-        ranges.phase, operation.slot.gain = "measured 1", 1.0
+        ranges.measuring, operation.slot.gain = False, 1.0
         assert operation(torch.empty(shape, device="cuda")).dtype == torch.float32
     return products.seen
 
@@ -413,7 +413,7 @@ def test_a_gradient_goes_through_where_torch_has_none_for_fp32_results(trained):
     module = torch.nn.Linear(64, 48, device="meta").requires_grad_(trained == "weight")
     ranges = Ranges()
     slot = ranges.slot("layer")
-    ranges.phase, slot.gain = "measured 1", 1.0
+    ranges.measuring, slot.gain = False, 1.0
     x = torch.zeros(3, 64, device="meta", requires_grad=trained == "input")
     result = SafeOperation(module, slot, ranges, plain_weights, wide=True)(x)
     result.sum().backward()

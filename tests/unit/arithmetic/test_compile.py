@@ -64,7 +64,7 @@ class Block(torch.nn.Module):
         self.attention.begin()
         for _ in range(2):
             q, k, v = self.qkv(F.layer_norm(x, x.shape[-1:])).chunk(3, -1)
-            x = x + self.out(self.attention(attention, q, k, v, 4))
+            x = x + self.out(self.attention(attention, attention, q, k, v, 4))
         return x + self.ffn(x)
 
 
@@ -79,7 +79,7 @@ BLOCK = (Block, (1, 12, 32))
 )
 def test_on_cuda_there_is_one_graph_and_no_break(build, shape, wide):
     """``fullgraph`` raises at the first break."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         ranges = Ranges()
         with CUDA:
             module = safe(build(ranges), ranges, wide)
@@ -100,7 +100,7 @@ def test_on_cuda_the_products_of_a_linear_are_of_fp16_operands_with_an_fp32_resu
         graphs.append(graph)
         return graph
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         ranges = Ranges()
         with torch.device(device):
             module, x = safe(torch.nn.Linear(16, 16), ranges), torch.empty(2, 16)
@@ -148,7 +148,7 @@ def test_what_a_graph_writes_to_is_at_a_static_address(bounded):
     def run(x):
         of_all.begin()
         q = module(x)
-        return of_all(attention, attention, q.half(), q.half(), q.half(), 4) if bounded else of_all(attention, q, q, q, 4)
+        return of_all(attention, attention, q.half(), q.half(), q.half(), 4) if bounded else of_all(attention, attention, q, q, q, 4)
 
     with torch.inference_mode():
         ranges.run(lambda: run(x))
