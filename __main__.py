@@ -14,7 +14,7 @@ from pathlib import Path
 from .precision.devices.profiles import PROFILE_NAMES
 from .precision.dtypes import STORAGE_OPTIONS
 from .precision.errors import HalfsafeError
-from .precision.plan.compute import GOALS
+from .precision.plan.goal import GOALS
 from .precision.plan.presets import DEFAULT_PRESET, PRESETS
 
 
@@ -150,10 +150,10 @@ def _rules_text(path: Path | None) -> str:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from .precision.commands.plan import preview
+    from .precision.commands.plan import plan_file
     from .precision.devices.detect import detect
 
-    report = preview(options.file, detect(profile=options.device), options.goal, options.memory)
+    report = plan_file(options.file, detect(profile=options.device), options.goal, options.memory)
     _print(options, report.to_json(), report.to_text())
     return 0
 

@@ -1,11 +1,18 @@
 """Choose how products are summed while one model runs."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from comfy_api.latest import io
 
 from ..precision.plan.accumulation import ATTENTION_OPTIONS, FP16_OPTIONS, SWITCH_OPTIONS, UNCHANGED, Request
 from .host.badge import badge, sums_words
 from .host.run.accumulation import with_accumulation
-from .types import CATEGORY
+from .inputs import CATEGORY
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
 
 
 def _choice(name: str, options: tuple[str, ...], default: str, tooltip: str) -> io.Combo.Input:
@@ -49,7 +56,13 @@ class Accumulation(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model, fp16_accumulation, reduced_precision_reduction, tf32, fp8_fast_accumulation, attention
+        cls,
+        model: ModelPatcher,
+        fp16_accumulation: str,
+        reduced_precision_reduction: str,
+        tf32: str,
+        fp8_fast_accumulation: str,
+        attention: str,
     ) -> io.NodeOutput:
         request = Request(fp16_accumulation, reduced_precision_reduction, tf32, fp8_fast_accumulation, attention)
         model = with_accumulation(model, request)

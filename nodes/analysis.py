@@ -8,7 +8,7 @@ from ..precision.analysis.chart import analysis_chart
 from ..precision.analysis.rules import analysis_text, rules_of
 from .host import analysis as host
 from .host.run.layers import compute_name
-from .types import CATEGORY, RulesType
+from .inputs import CATEGORY, RulesType
 
 
 class AnalyzeLayers(io.ComfyNode):
@@ -75,7 +75,7 @@ class AnalyzeLayers(io.ComfyNode):
     ) -> io.NodeOutput:
         pin = sensitive_layers == cls.KEEP
         found = host.analyze_model(model, positive, negative, latent_image, seed, candidate, target_snr_db, pin)
-        name = type(model.model).__name__
+        name = host.class_name(model)
         text = analysis_text(found, name, compute_name(model))
         chart = torch.from_numpy(analysis_chart(found, name)).unsqueeze(0)
         return io.NodeOutput(rules_of(found), text, chart, ui=ui.PreviewText(text))

@@ -3,7 +3,7 @@
 from comfy_api.latest import io, ui
 
 from ..precision.report.images import compare, compare_text, difference_image
-from .types import CATEGORY
+from .inputs import CATEGORY
 
 
 class CompareImages(io.ComfyNode):

@@ -1,13 +1,20 @@
 """Choose the arithmetic of a model that is loaded already."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from comfy_api.latest import io
 
-from ..precision.plan.compute import GOALS
+from ..precision.plan.goal import GOALS
 from ..precision.plan.rules import Rules
 from .host import arithmetic
 from .host.badge import badge, model_words
-from .loaders import compute_input
-from .types import CATEGORY, RulesType
+from .inputs import CATEGORY, RulesType, compute_input
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+    from comfy.sd import CLIP, VAE
 
 
 class ComputeDtype(io.ComfyNode):
@@ -29,7 +36,7 @@ class ComputeDtype(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model, compute, rules=None) -> io.NodeOutput:
+    def execute(cls, model: ModelPatcher, compute: str, rules: Rules | None = None) -> io.NodeOutput:
         model = arithmetic.with_compute(model, compute, rules or Rules())
         return io.NodeOutput(model, ui=badge(*model_words(model)))
 
@@ -69,7 +76,7 @@ class AutoPrecision(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model, goal, clip=None, vae=None) -> io.NodeOutput:
+    def execute(cls, model: ModelPatcher, goal: str, clip: CLIP | None = None, vae: VAE | None = None) -> io.NodeOutput:
         model, vae, why = arithmetic.with_goal(model, goal, clip, vae)
         return io.NodeOutput(model, clip, vae, why, ui=badge(*model_words(model)))
 

@@ -9,7 +9,7 @@ from ..precision.guard.policy import ON_NAN, NonFinite
 from .host.badge import badge, model_words
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import with_guard
-from .types import CATEGORY
+from .inputs import CATEGORY
 
 CHECK_ADVICE = "The node before this one made it, or was given it: put Check Finite before that node too, or NaN Guard on the model."
 

@@ -10,7 +10,7 @@ from ..precision.devices.detect import PROFILE_NAMES
 from ..precision.report.schema import chart
 from .host import report as host
 from .host.load.devices import compute_device
-from .types import CATEGORY
+from .inputs import CATEGORY
 
 REPORT_KEY = "halfsafe_report"
 

@@ -5,7 +5,7 @@ from comfy_api.latest import io
 from ..precision.errors import HalfsafeError
 from ..precision.plan.presets import DEFAULT_PRESET, PRESETS
 from ..precision.plan.rules import rules_from
-from .types import CATEGORY, RulesType
+from .inputs import CATEGORY, RulesType
 
 
 class LayerRules(io.ComfyNode):

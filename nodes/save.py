@@ -1,11 +1,19 @@
 """Save a model with chosen precision, in ComfyUI's own format."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from comfy_api.latest import io, ui
 
 from ..precision.plan.rules import rules_from
 from .host.load.save import save_model
-from .loaders import rules_input, storage_input
-from .types import CATEGORY
+from .inputs import CATEGORY, rules_input, storage_input
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+    from ..precision.plan.rules import Rules
 
 STORAGE_TOOLTIP = "How the weights are stored. auto and as_file keep what the model is loaded in."
 
@@ -35,7 +43,9 @@ class SaveModel(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model, filename_prefix, storage, rules=None) -> io.NodeOutput:
+    def execute(
+        cls, model: ModelPatcher, filename_prefix: str, storage: str, rules: Rules | None = None
+    ) -> io.NodeOutput:
         hidden = cls.hidden
         name = save_model(model, filename_prefix, storage, rules or rules_from(), hidden.prompt, hidden.extra_pnginfo)
         return io.NodeOutput(name, ui=ui.PreviewText(f"Saved {name}"))

@@ -1,1 +1,50 @@
-"""Numeric core of Halfsafe: torch, numpy and safetensors, on any ``nn.Module``, without ComfyUI."""
+"""Numeric core of Halfsafe: torch, numpy and safetensors, on any ``nn.Module``, without ComfyUI.
+
+The names below are what most users need; each is imported when it is first asked for, so that importing this package
+costs nothing. Everything else is in the sub-packages: ``formats`` (model files), ``devices``, ``plan`` (rules and
+decisions), ``arithmetic`` (operations and their overflow bounds), ``guard``, ``analysis``, ``report``, ``commands``.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .commands.convert import convert_file
+    from .commands.inspect import inspect_file, scan_file
+    from .commands.plan import plan_file
+    from .devices.detect import detect
+    from .errors import HalfsafeError
+    from .library.applied import Applied, apply, restore
+    from .plan.rules import rules_from
+
+__all__ = [
+    "Applied",
+    "HalfsafeError",
+    "apply",
+    "convert_file",
+    "detect",
+    "inspect_file",
+    "plan_file",
+    "restore",
+    "rules_from",
+    "scan_file",
+]
+
+_HOMES = {
+    "Applied": "library.applied",
+    "HalfsafeError": "errors",
+    "apply": "library.applied",
+    "convert_file": "commands.convert",
+    "detect": "devices.detect",
+    "inspect_file": "commands.inspect",
+    "plan_file": "commands.plan",
+    "restore": "library.applied",
+    "rules_from": "plan.rules",
+    "scan_file": "commands.inspect",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

@@ -42,7 +42,7 @@ def main() -> int:
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1
-    results = [_check_style(environment)] if options.tier is None else []
+    results = _check_style(environment) if options.tier is None else []
     for tier in _tiers(options.tier, environment):
         results.append(_run_tier(tier, environment, pytest_args))
     return _report(results)
@@ -63,11 +63,16 @@ def _tiers(wanted: str | None, environment: Environment) -> list[str]:
     return ["unit", "host", "browser"] + (["gpu"] if has_gpu_tests and accelerator(environment.python) == "cuda" else [])
 
 
-def _check_style(environment: Environment) -> Result:
-    print("\n== ruff", flush=True)
+def _check_style(environment: Environment) -> list[Result]:
+    commands = {"ruff": ["-m", "ruff", "check", "."], "types": ["scripts/typecheck.py"]}
+    return [_check(name, [str(environment.python), *command]) for name, command in commands.items()]
+
+
+def _check(name: str, command: list[str]) -> Result:
+    print(f"\n== {name}", flush=True)
     started = time.monotonic()
-    code = subprocess.run([str(environment.python), "-m", "ruff", "check", "."], cwd=ROOT, check=False).returncode
-    return Result("ruff", code == 0, "clean" if code == 0 else "failed", time.monotonic() - started)
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    return Result(name, code == 0, "clean" if code == 0 else "failed", time.monotonic() - started)
 
 
 def _run_tier(tier: str, environment: Environment, pytest_args: list[str]) -> Result:

@@ -5,13 +5,10 @@ the fast way; a CPU computes the same numbers. The plain `model.half()` overflow
 """
 
 import copy
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from halfsafe.precision.arithmetic.linear import SafeOperation
-from halfsafe.precision.arithmetic.patching import patched
-from halfsafe.precision.arithmetic.ranges import Ranges
+from halfsafe.precision import apply
 from halfsafe.precision.formats.quantize import relative_error
 from torch import nn
 
@@ -35,34 +32,13 @@ def model() -> nn.Module:
     return blocks
 
 
-@contextmanager
-def weights_of(module: nn.Linear, x: torch.Tensor, dtype: torch.dtype):
-    """What SafeOperation asks for: the weight in ``dtype``, the bias in fp32, both on the input's device."""
-    yield module.weight.to(x.device, dtype), module.bias.to(x.device, torch.float32)
-
-
-class SafeModel:
-    """A model with fp16 weights in its Linear layers, the rest in fp32, called as the model is."""
-
-    def __init__(self, module: nn.Module):
-        self.module, self.ranges = module, Ranges()
-        linears = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
-        for layer in linears.values():
-            layer.half()
-        self.operations = {n: SafeOperation(layer, self.ranges.slot(n), self.ranges, weights_of) for n, layer in linears.items()}
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        with patched((operation.module, "forward", operation) for operation in self.operations.values()):
-            return self.ranges.run(lambda: self.module(x))
-
-
 def main() -> dict[str, float]:
     exact_model, errors = model(), {}
     with torch.inference_mode():
-        safe, x = SafeModel(copy.deepcopy(exact_model)), torch.randn(2, 16, 96)
+        safe, x = copy.deepcopy(exact_model), torch.randn(2, 16, 96)
+        applied = apply(safe, storage="fp16", compute="fp16_safe")
         for name, start in (("first call", x), ("later call, 100 times larger", x * 100)):
-            exact = exact_model(start)
-            errors[name] = relative_error(exact, safe(start))
+            errors[name] = relative_error(exact_model(start), safe(start))
             print(f"fp16 operands, fp32 results, {name}: error {errors[name]:.4%}")
         exact = exact_model(x)
         for name, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
@@ -70,9 +46,8 @@ def main() -> dict[str, float]:
             errors[name] = relative_error(exact, plain)
             lost = (~plain.isfinite()).float().mean().item()
             print(f"plain {name}: error {errors[name]:.4%}, {lost:.0%} of the results are NaN or Inf")
-    for name, operation in safe.operations.items():
-        if operation.slot.exponent:
-            print(f"{name}: input scaled by 2^-{operation.slot.exponent}")
+    scaled = [name for name, mode in applied.modes().items() if mode == "fp16_scaled"]
+    print(f"inputs scaled by a power of two: {', '.join(scaled)}")
     return errors
 
 

@@ -13,6 +13,7 @@ from ...precision.analysis.session import Analysis, Session, Subject, analyze
 from ...precision.arithmetic.compiling import eager
 from ...precision.arithmetic.linear import kind_of
 from ...precision.arithmetic.patching import Patch
+from ...precision.formats.comfy_format import can_be_quantized
 from ...precision.plan.rules import Rules, rules_from
 from .load.progress import advancing
 from .run.accumulation import accumulation_of, with_accumulation
@@ -49,6 +50,11 @@ def analyze_model(
     return analysis
 
 
+def class_name(patcher) -> str:
+    """Name ComfyUI's class of a model, such as ``WAN21``."""
+    return type(patcher.model).__name__
+
+
 def subjects_of(patcher, candidate: Candidate) -> list[Subject]:
     """Every layer that multiplies, in model order."""
     preset = rules_from()
@@ -64,7 +70,7 @@ def _role(preset: Rules, name: str, module: torch.nn.Module) -> str:
 
 
 def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
-    if candidate.stores and type(module).__name__ != "Linear":
+    if candidate.stores and not can_be_quantized(type(module).__name__, module.weight.dim()):
         return "of other classes than Linear, which ComfyUI does not hold in fp8"
     if kind_of(module) == "transposed":
         return "transposed convolutions, which are not analysed"

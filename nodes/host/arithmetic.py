@@ -1,46 +1,42 @@
 """Put a compute plan on a clone of a model, whoever loaded it."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
 
 from ...precision.dtypes import dtype_named
-from ...precision.plan.accumulation import Request
-from ...precision.plan.compute import MODE_OF, SAFE, ComputeDecision, ComputePlan, plan_compute, plan_for_goal
+from ...precision.plan.compute import ComputePlan
+from ...precision.plan.goal import plan_for_goal
+from ...precision.plan.loaded import plan_loaded, with_foreign_layers
 from ...precision.plan.rules import Rules
-from ...precision.plan.storage import rules_without_effect
 from .guard.encoders import vae_in
 from .load.devices import current_device
 from .report import model_facts, storages
 from .run.accumulation import with_accumulation
 from .run.compute import set_compute
-from .run.layers import stream_dtype
-from .run.modules import modules_of, only_multiplies
+from .run.layers import layers_of, stream_dtype
+from .run.modules import only_multiplies
 
-SUMS = {
-    "quality": Request(fp16_accumulation="off", reduced_precision_reduction="off", tf32="off"),
-    "speed": Request(fp16_accumulation="auto", tf32="on"),
-}
-SUMS_WHY = {
-    "quality": "fp32 throughout, no TF32",
-    "speed": "fp16 where it is proven not to overflow, TF32 for fp32 products",
-}
-STORAGE_RULE = "the model is loaded already: give rules on storage to a loader or to Save Model"
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+    from comfy.sd import CLIP, VAE
 
 
-def with_compute(patcher, compute: str, rules: Rules):
-    """A clone of the model that computes as asked."""
-    facts = model_facts(patcher)
-    plan = plan_compute(facts, current_device(), compute, rules, storages(patcher))
-    plan.without_effect.extend(rules_without_effect(facts.layers, rules))
-    plan.without_effect.extend((str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
+def with_compute(patcher: ModelPatcher, compute: str, rules: Rules) -> ModelPatcher:
+    """Return a clone of the model that computes as asked."""
+    plan = plan_loaded(model_facts(patcher), current_device(), compute, rules, storages(patcher), _foreign(patcher))
     return _planned(patcher, plan)
 
 
-def with_goal(patcher, goal: str, clip, vae):
-    """(model, VAE, why) for a goal of Auto Precision."""
+def with_goal(patcher: ModelPatcher, goal: str, clip: CLIP | None, vae: VAE | None) -> tuple[ModelPatcher, VAE | None, str]:
+    """Return (model, VAE, why) for a goal of Auto Precision."""
     device = current_device()
-    plan, reason = plan_for_goal(model_facts(patcher), device, goal, storages(patcher))
-    lines = [f"{device.label}, goal {goal}", f"model: {plan.choice.used}. {reason}"]
-    lines += [f"without effect: {setting}: {why}" for setting, why in plan.without_effect]
+    found = plan_for_goal(model_facts(patcher), device, goal, storages(patcher))
+    plan = with_foreign_layers(found.compute, _foreign(patcher))
+    lines = [f"{device.label}, goal {goal}", f"model: {plan.choice.used}. {found.reason}"]
+    lines += [f"without effect: {setting}: {why}" for setting, why in found.compute.without_effect]
     if clip is not None:
         lines.append("text encoder: unchanged; ComfyUI runs it with fp32 activations, once per prompt")
     if vae is not None and goal == "quality":
@@ -49,30 +45,21 @@ def with_goal(patcher, goal: str, clip, vae):
     elif vae is not None:
         lines.append(f"VAE: unchanged, {str(vae.vae_dtype).removeprefix('torch.')}")
     model = _planned(patcher, plan)
-    if goal in SUMS:
-        model = with_accumulation(model, SUMS[goal])
-        lines.append(f"sums: {SUMS_WHY[goal]}; the report tells which could act")
+    if found.sums:
+        model = with_accumulation(model, found.sums)
+        lines.append(f"sums: {found.sums_reason}; the report tells which could act")
     return model, vae, "\n".join(lines)
 
 
-def _planned(patcher, plan: ComputePlan):
+def _planned(patcher: ModelPatcher, plan: ComputePlan) -> ModelPatcher:
     clone = patcher.clone()
-    _leave_to_their_loader(clone, plan)
-    stream = dtype_named(plan.stream_dtype)
-    if stream_dtype(patcher) != stream:
-        clone.set_model_compute_dtype(stream)
+    activations = dtype_named(plan.activation_dtype)
+    if stream_dtype(patcher) != activations:
+        clone.set_model_compute_dtype(activations)
     set_compute(clone, plan)
     return clone
 
 
-def _leave_to_their_loader(patcher, plan: ComputePlan) -> None:
-    """Plan fp32 for layers that another loader's classes multiply in their own way, and say so."""
-    modules = modules_of(patcher.model)
-    safe = (name for name, decision in plan.decisions.items() if decision.mode == MODE_OF[SAFE])
-    foreign = [name for name in safe if not only_multiplies(modules[name])]
-    for name in foreign:
-        reason = f"{type(modules[name]).__module__} multiplies in its own way: run in fp32"
-        plan.decisions[name] = ComputeDecision("fp32", plan.decisions[name].stream, reason)
-    if foreign:
-        why = f"{len(foreign)} layers ({foreign[0]} ...) belong to another loader, which multiplies in its own way: run in fp32"
-        plan.without_effect.append((f"compute={SAFE}", why))
+def _foreign(patcher: ModelPatcher) -> dict[str, str]:
+    """Map the layers that do more than cast and multiply, as another loader's do, to the Python module of their class."""
+    return {name: type(module).__module__ for name, module in layers_of(patcher) if not only_multiplies(module)}

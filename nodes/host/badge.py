@@ -15,7 +15,7 @@ KEY = "halfsafe_badge"
 
 
 def badge(*words: str | None) -> dict[str, list[str]] | None:
-    """A node's ui output that puts the words on its badge; None where there is none to show."""
+    """Make a node's ui output that puts the words on its badge; None where there is none to show."""
     shown = list(filter(None, words))
     return {KEY: [" \u00b7 ".join(shown)]} if shown else None
 

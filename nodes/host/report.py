@@ -8,7 +8,7 @@ import torch
 
 from ...precision.dtypes import name_of
 from ...precision.plan.choice import LoadRecord
-from ...precision.plan.compute import Layer, ModelFacts
+from ...precision.plan.facts import LayerSpec, ModelFacts, most
 from ...precision.report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
 from .guard.model import guard_of
 from .load.devices import current_device
@@ -65,11 +65,10 @@ def _escalate(layers: list[LayerReport], modes: dict[str, str]) -> None:
 
 def model_facts(patcher) -> ModelFacts:
     """What a compute plan needs to know of a model in memory."""
-    layers = [Layer(name, type(module).__name__, tuple(module.weight.shape)) for name, module in layers_of(patcher)]
+    layers = tuple(LayerSpec(name, type(module).__name__, tuple(module.weight.shape)) for name, module in layers_of(patcher))
     sizes = _model_report(patcher)
-    largest = max(sizes.bytes_by_storage, key=sizes.bytes_by_storage.__getitem__)
     supported = tuple(name_of(dtype) for dtype in patcher.model.model_config.supported_inference_dtypes)
-    return ModelFacts(layers, sizes.parameters, largest, supported)
+    return ModelFacts(layers, sizes.parameters, most(sizes.bytes_by_storage), supported)
 
 
 def storages(patcher) -> dict[str, str]:

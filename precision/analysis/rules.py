@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 
+from ..formats.comfy_format import can_be_quantized
 from ..plan.presets import DEFAULT_PRESET
 from ..plan.rules import Rules, compile_pattern, rules_from
 from ..report.text import pattern_of, size_text, wrapped
@@ -38,7 +39,7 @@ def rule_lines(analysis: Analysis) -> list[str]:
 
 def _would_be_stored(layer: LayerResult) -> bool:
     """Whether a loader would store it as the candidate though it was not chosen: the default preset does not keep it."""
-    return layer.status != CHOSEN and not layer.sensitive and "Linear" in layer.cls
+    return layer.status != CHOSEN and not layer.sensitive and can_be_quantized(layer.cls)
 
 
 def _lines(layers: list[LayerResult], setting: str, others: Iterable[str]) -> list[str]:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,9 +24,9 @@ class FlagSetting:
     """One setting: ``read`` gives its exact state, ``write`` takes that or a bool, ``is_on`` reads a state as a bool."""
 
     name: str
-    read: Callable[[], object]
-    write: Callable[[object], None]
-    is_on: Callable[[object], bool]
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    is_on: Callable[[Any], bool]
 
 
 def _matmul():
@@ -72,7 +72,7 @@ class _Tf32State:
     new: str | None
 
 
-def _tf32(name: str, old_owner: Callable[[], object], new_owner: Callable[[], object]) -> FlagSetting:
+def _tf32(name: str, old_owner: Callable[[], Any], new_owner: Callable[[], Any]) -> FlagSetting:
     def read() -> _Tf32State:
         state = _Tf32State(_get(old_owner, "allow_tf32"), _get(new_owner, "fp32_precision"))
         if state == _Tf32State(None, None):

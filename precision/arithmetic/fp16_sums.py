@@ -63,7 +63,7 @@ class SumSlot(Slot):
         gains = {"amax": row_sum, "norm": row_norm}
         self.by = min(gains, key=lambda by: self._largest[by] * gains[by])
         self.gain = gains[self.by]
-        self.exponent = needed_exponent(self._largest[self.by] * self.gain)
+        self.exponent = needed_exponent(self._largest[self.by] * self.gain)  # type: ignore[assignment]  # inf: none fits
         scalable = can_scale and self._largest["amax"] >= 2.0 ** (self.exponent - FLOOR_BITS)
         self.scales = self.exponent != 0
         self.proven = self.exponent == 0 or (self.exponent <= MAX_EXPONENT and scalable)

@@ -67,6 +67,13 @@ class SafeOperation:
         self.weights = weights
         self.wide = wide
 
+    @property
+    def mode(self) -> str:
+        """The report's mode the layer runs in, as its last calibration left it."""
+        if self.slot.full:
+            return "fp32"
+        return "fp16_scaled" if self.slot.exponent else "fp16_wide"
+
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """``x``: the module's input, any float dtype. Returns fp32."""
         if self.ranges.measuring:

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 _ABSENT = object()
-Patch = tuple[torch.nn.Module, str, object]
+Patch = tuple[torch.nn.Module, str, Any]
 
 
 @contextmanager

@@ -12,8 +12,10 @@ from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_format import Outcome, storage_name
 from ..formats.comfy_state import model_prefix, refuse_lora, write_weights
 from ..formats.safetensors_file import TensorFile, open_checkpoint
+from ..plan.compute import rules_without_effect
+from ..plan.facts import layer_specs
 from ..plan.rules import Rules
-from ..plan.storage import StorageDecision, layers_of, plan_storage, rules_without_effect
+from ..plan.storage import StorageDecision, plan_storage
 
 
 @dataclass(frozen=True)
@@ -71,15 +73,15 @@ def convert_file(
 
 
 def _notes(checkpoint: Checkpoint, rules: Rules, outcomes: dict[str, Outcome]) -> list[str]:
-    idle = rules_without_effect(layers_of(checkpoint, model_prefix(checkpoint)), rules)
+    idle = rules_without_effect(layer_specs(checkpoint, model_prefix(checkpoint)), rules)
     otherwise = [f"{name}: {outcome.note}" for name, outcome in outcomes.items() if outcome.note]
     return [*checkpoint.notes, *(f"{rule}: {why}" for rule, why in idle), *otherwise]
 
 
 def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, StorageDecision]:
-    """A storage decision per layer of the diffusion model, by full layer name; a bundled VAE or CLIP has none."""
+    """Decide the storage of each layer of the diffusion model, by full layer name; a bundled VAE or CLIP has none."""
     prefix = model_prefix(checkpoint)
-    decisions = plan_storage(layers_of(checkpoint, prefix), storage, rules)
+    decisions = plan_storage(layer_specs(checkpoint, prefix), storage, rules)
     return {prefix + name: decision for name, decision in decisions.items()}
 
 

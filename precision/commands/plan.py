@@ -9,15 +9,16 @@ from ..dtypes import name_of
 from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_state import model_prefix, refuse_lora
 from ..formats.safetensors_file import open_checkpoint
-from ..plan.compute import ModelFacts, plan_for_goal
+from ..plan.facts import ModelFacts, facts_of, layer_specs
 from ..plan.families import Family, family_of
+from ..plan.goal import plan_for_goal
 from ..plan.rules import rules_from
-from ..plan.storage import LoadPlan, file_dtype, is_calibrated, layers_of, plan_load, weight_bytes
+from ..plan.storage import LoadPlan, plan_load, weight_bytes
 from ..report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
 
 
-def preview(path: str | os.PathLike, device: Device, goal: str = "balanced", device_memory: int | None = None) -> Report:
-    """The report a model would give on a device, each layer with its reason.
+def plan_file(path: str | os.PathLike, device: Device, goal: str = "balanced", device_memory: int | None = None) -> Report:
+    """Plan a file for a device, and return the report the loaded model would give, each layer with its reason.
 
     Args:
         goal: as in Auto Precision; ``memory`` and ``speed`` also choose the storage that serves them.
@@ -31,24 +32,13 @@ def preview(path: str | os.PathLike, device: Device, goal: str = "balanced", dev
     refuse_lora(checkpoint)
     prefix = model_prefix(checkpoint)
     family = family_of(name.removeprefix(prefix) for name in checkpoint.weights)
-    facts = _facts(checkpoint, prefix, family)
+    facts = facts_of(checkpoint, prefix, layer_specs(checkpoint, prefix), family.supported)
     storage = "fp8_e4m3fn" if _wants_fp8(goal, device) else "auto"
     plan = plan_load(facts, device, storage, "auto", rules_from(), device_memory)
-    storages = {name: _held(checkpoint, prefix, name, plan) for name in plan.decisions}
-    arithmetic, reason = plan_for_goal(facts, device, goal, storages)
-    plan = replace(plan, compute=arithmetic)
-    return _report(checkpoint, prefix, family, facts, device, plan, storages, reason)
-
-
-def _facts(checkpoint: Checkpoint, prefix: str, family: Family) -> ModelFacts:
-    weights = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
-    return ModelFacts(
-        layers=layers_of(checkpoint, prefix),
-        parameters=sum(weight.data.numel() for weight in weights),
-        file_dtype=file_dtype(checkpoint, prefix),
-        supported=family.supported,
-        calibrated=is_calibrated(checkpoint, prefix),
-    )
+    storages = {name: _storage_in(plan, checkpoint, prefix, name) for name in plan.decisions}
+    found = plan_for_goal(facts, device, goal, storages)
+    plan = replace(plan, compute=found.compute)
+    return _report(checkpoint, prefix, family, facts, device, plan, storages, found.reason)
 
 
 def _wants_fp8(goal: str, device: Device) -> bool:
@@ -56,13 +46,22 @@ def _wants_fp8(goal: str, device: Device) -> bool:
     return can["fp8_storage"] and (goal == "memory" or (goal == "speed" and can["fp8_matmul_gains"]))
 
 
-def _held(checkpoint: Checkpoint, prefix: str, layer: str, plan: LoadPlan) -> str:
+def _storage_in(plan: LoadPlan, checkpoint: Checkpoint, prefix: str, layer: str) -> str:
     storage = plan.decisions[layer].storage
     weight = checkpoint.weights[f"{prefix}{layer}.weight"]
     return name_of(weight.data.dtype) if storage == "as_file" else storage
 
 
-def _report(checkpoint, prefix, family, facts, device, plan: LoadPlan, storages, reason: str) -> Report:
+def _report(
+    checkpoint: Checkpoint,
+    prefix: str,
+    family: Family,
+    facts: ModelFacts,
+    device: Device,
+    plan: LoadPlan,
+    storages: dict[str, str],
+    reason: str,
+) -> Report:
     size = weight_bytes(checkpoint, plan, prefix)
     report = Report(device_section(device), ModelReport(family.name, facts.parameters, size))
     report.layers = [_layer(layer.name, layer.cls, storages[layer.name], plan) for layer in facts.layers]
@@ -80,7 +79,7 @@ def _report(checkpoint, prefix, family, facts, device, plan: LoadPlan, storages,
 
 def _layer(name: str, cls: str, storage: str, plan: LoadPlan) -> LayerReport:
     decision = plan.compute.decisions.get(name)
-    stream = plan.compute.stream_dtype
+    stream = plan.compute.activation_dtype
     reasons = [plan.decisions[name].reason, decision.reason if decision else ""]
     reason = "; ".join(dict.fromkeys(filter(None, reasons)))
     return LayerReport(name, cls, storage, decision.mode if decision else stream, "fp32", stream, reason)

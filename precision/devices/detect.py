@@ -19,7 +19,7 @@ __all__ = [
 PROFILE_VARIABLE = "HALFSAFE_DEVICE_PROFILE"
 GIB = 1024**3
 ACTIVATION_ROOM = 2 * GIB
-PLAIN_DTYPES = ("fp16", "bf16", "fp32", "fp64")
+UNQUANTIZED = ("fp16", "bf16", "fp32", "fp64")
 FP8_FILES = ("nvfp4", "mxfp8")
 
 CONFIRMED_BY = {
@@ -66,7 +66,7 @@ class Device:
 
 
 def detect(device: torch.device | None = None, profile: str | None = None) -> Device:
-    """The device, its profile and its probed capabilities.
+    """Detect a device, its profile and its probed capabilities.
 
     Args:
         device: the device to describe; the default accelerator, else the CPU, when None.
@@ -84,7 +84,7 @@ def detect(device: torch.device | None = None, profile: str | None = None) -> De
 
 
 def requested_profile() -> DeviceProfile | None:
-    """The profile ``HALFSAFE_DEVICE_PROFILE`` asks for, or None when it is not set."""
+    """Read the profile that ``HALFSAFE_DEVICE_PROFILE`` asks for; None when it is not set."""
     name = os.environ.get(PROFILE_VARIABLE, "").strip()
     if not name:
         return None
@@ -112,8 +112,8 @@ def _verdict(profile: DeviceProfile, probes: tuple[Probe, ...], capability: str)
     return True, profile.reason(capability)
 
 
-def auto_compute(device: Device | DeviceProfile, supported: Sequence[str], file_dtype: str) -> tuple[str, str]:
-    """The compute option ``auto`` stands for, and why.
+def auto_compute(device: Device, supported: Sequence[str], file_dtype: str) -> tuple[str, str]:
+    """Choose the compute option that ``auto`` stands for, and say why.
 
     Args:
         device: where the model will run.
@@ -134,18 +134,18 @@ def auto_compute(device: Device | DeviceProfile, supported: Sequence[str], file_
     return "fp32", f"{why} fp32 is what remains."
 
 
-def _needs_fp16_safe(device: Device | DeviceProfile, supported: Sequence[str]) -> bool:
+def _needs_fp16_safe(device: Device, supported: Sequence[str]) -> bool:
     half_model = "bf16" in supported and "fp16" not in supported
     return half_model and device.capabilities["fp16"] and not device.capabilities["bf16"]
 
 
-def _low_precision_reason(device: Device | DeviceProfile, option: str) -> str:
+def _low_precision_reason(device: Device, option: str) -> str:
     if option == "fp16":
         return f"ComfyUI lists fp16 for this model and it is fast on {device.label}."
     return f"ComfyUI lists bf16 for this model and it is native on {device.label}."
 
 
-def _why_not(device: Device | DeviceProfile, supported: Sequence[str]) -> str:
+def _why_not(device: Device, supported: Sequence[str]) -> str:
     reasons = [device.reason(option) for option in ("bf16", "fp16") if option in supported]
     unsafe = [option for option in ("bf16", "fp16") if option not in supported]
     if unsafe:
@@ -154,9 +154,9 @@ def _why_not(device: Device | DeviceProfile, supported: Sequence[str]) -> str:
 
 
 def auto_storage(
-    device: Device | DeviceProfile, weight_bytes_16bit: int, file_dtype: str, free_device_bytes: int | None
+    device: Device, weight_bytes_16bit: int, file_dtype: str, free_device_bytes: int | None
 ) -> tuple[str, str]:
-    """The storage option ``auto`` stands for, and why.
+    """Choose the storage option that ``auto`` stands for, and say why.
 
     Args:
         device: where the weights will be.
@@ -167,7 +167,7 @@ def auto_storage(
     Returns:
         One of as_file, fp8_e4m3fn, fp16, bf16, and a sentence.
     """
-    if file_dtype not in PLAIN_DTYPES:
+    if file_dtype not in UNQUANTIZED:
         return _quantized_storage(device, file_dtype)
     if free_device_bytes is None:
         return "as_file", f"Kept as in the file: {_unknown_memory(device)}"
@@ -180,14 +180,14 @@ def auto_storage(
     return _smallest_storage(device, weight_bytes_16bit, free_device_bytes)
 
 
-def _quantized_storage(device: Device | DeviceProfile, file_dtype: str) -> tuple[str, str]:
+def _quantized_storage(device: Device, file_dtype: str) -> tuple[str, str]:
     needs_fp8 = file_dtype.startswith("fp8") or file_dtype in FP8_FILES
     if needs_fp8 and not device.capabilities["fp8_storage"]:
         return _half(device), f"The file is {file_dtype}. {device.reason('fp8_storage')}"
     return "as_file", f"The file is already {file_dtype}."
 
 
-def _smallest_storage(device: Device | DeviceProfile, weight_bytes: int, free_bytes: int) -> tuple[str, str]:
+def _smallest_storage(device: Device, weight_bytes: int, free_bytes: int) -> tuple[str, str]:
     shortage = _shortage("16 bit", weight_bytes, free_bytes)
     if device.capabilities["fp8_storage"]:
         return "fp8_e4m3fn", f"{shortage} fp8 halves the weights to {_gib(weight_bytes // 2)}."
@@ -201,13 +201,13 @@ def _shortage(what: str, weight_bytes: int, free_bytes: int) -> str:
     )
 
 
-def _unknown_memory(device: Device | DeviceProfile) -> str:
-    if isinstance(device, Device) and device.simulated:
+def _unknown_memory(device: Device) -> str:
+    if device.simulated:
         return "the memory of a simulated device is not known."
     return "there is no separate GPU memory to fit it into."
 
 
-def _half(device: Device | DeviceProfile) -> str:
+def _half(device: Device) -> str:
     return "bf16" if device.capabilities["bf16"] else "fp16"
 
 

@@ -17,7 +17,7 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def available_memory() -> int | None:
-    """Bytes this process can still take without swapping or being killed; None where the system does not tell.
+    """Count the bytes this process can still take without swapping or being killed; None where the system does not tell.
 
     Linux: the least of ``MemAvailable`` and what each cgroup above the process has left, file cache counted as free.
     Windows: ``GlobalMemoryStatusEx``, physical memory and what may still be committed.
@@ -116,6 +116,6 @@ class _MemoryStatus(ctypes.Structure):
 
 def _windows_available() -> int | None:
     status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
-    if not ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
+    if not ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):  # type: ignore[attr-defined]  # Windows only
         return None
     return min(status.available_physical, status.available_page_file)

@@ -54,11 +54,6 @@ def _once(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Pr
     return _kept[key]
 
 
-def forget() -> None:
-    """Run the probes again at the next request."""
-    _kept.clear()
-
-
 def canary(device: torch.device, name: str) -> tuple[bool, str]:
     """Whether a small product in ``fp16``, ``bf16`` or ``fp32`` is right on a device, and what it gave. Once per process."""
     result = _once(f"{name}_gemm", gemm, device, name)

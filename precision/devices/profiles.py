@@ -6,6 +6,7 @@ them with executed probes.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -92,17 +93,17 @@ class DeviceProfile:
         """The row's own entry, whatever torch is running."""
         return getattr(self, CAPABILITY_FIELDS[capability])
 
-    def missing_torch(self, capability: str) -> str:
-        """A sentence naming the torch the capability needs, or "" when the running one is new enough."""
+    def missing_torch(self, capability: str) -> str | None:
+        """Name in a sentence the torch that a capability needs; None where the running one is new enough."""
         needed = self.needs_torch.get(capability)
         if not needed or torch_version() >= needed:
-            return ""
+            return None
         return f"Needs torch {needed[0]}.{needed[1]}; this is {torch.__version__}."
 
     def reason(self, capability: str) -> str:
         """Why the capability is expected to be on or off, as a sentence."""
         on = self.table(capability)
-        missing = self.missing_torch(capability) if on else ""
+        missing = self.missing_torch(capability) if on else None
         return missing or self.notes.get(capability) or REASONS[capability, on]
 
     @property
@@ -120,11 +121,11 @@ APPLE_NOTES = {
     "fp8_matmul_gains": "No fp8 units: fp8 saves memory, not time.",
     "fp16_accumulation": NO_CUBLAS,
 }
-APPLE = {
+APPLE: dict[str, Any] = {
     "vendor": "apple", "type": "mps", "fp8_matmul": True, "fp8_formats": ("fp8_e4m3fn",), "scaling": ("tensor", "row"),
     "needs_torch": {"fp8_storage": (2, 15), "fp8_matmul": (2, 15)},
 }  # fmt: skip
-FP8_NVIDIA = {"vendor": "nvidia", "fp8_matmul": True, "fp8_formats": OCP_FP8, "fp8_matmul_gains": True}
+FP8_NVIDIA: dict[str, Any] = {"vendor": "nvidia", "fp8_matmul": True, "fp8_formats": OCP_FP8, "fp8_matmul_gains": True}
 
 ROWS = (
     DeviceProfile(

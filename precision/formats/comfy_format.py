@@ -32,6 +32,18 @@ class Outcome:
     note: str | None = None
 
 
+def can_be_quantized(cls: str = "Linear", dimensions: int = 2) -> bool:
+    """Tell whether ComfyUI can hold a layer's weight in fp8: 2-D weights of ``Linear`` modules only.
+
+    Of the other operations of ``mixed_precision_ops`` (``comfy/ops.py``) none but a bank of experts reads a scale.
+
+    Args:
+        cls: name of the module's class; a file does not tell it, so that there the dimensions have to do.
+        dimensions: of the weight.
+    """
+    return cls == "Linear" and dimensions == 2
+
+
 def outcome_of(weight: StoredWeight, storage: str, path) -> Outcome:
     """What a weight will be stored in. Looks into the data only where the answer depends on it.
 
@@ -62,7 +74,7 @@ def _resolved(weight: StoredWeight, storage: str) -> str:
 
 
 def _fp8_outcome(weight: StoredWeight, storage: str, path) -> Outcome:
-    if weight.data.dim() != 2 or not weight.name.endswith(".weight"):
+    if not weight.name.endswith(".weight") or not can_be_quantized(dimensions=weight.data.dim()):
         held = "bf16" if weight.eight_bit else UNCHANGED
         return Outcome(held, "ComfyUI holds only the weights of Linear layers in fp8")
     if weight.granularity in ("row", "block") or weight.data.dtype == torch.int8:
@@ -142,7 +154,7 @@ def storage_name(weight: StoredWeight, outcome: Outcome) -> str:
 
 
 def _fp8_companions(weight: StoredWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    settings = {"format": str(dtype).removeprefix("torch.")}
+    settings: dict[str, object] = {"format": str(dtype).removeprefix("torch.")}
     if weight.full_precision:
         settings["full_precision_matrix_mult"] = True
     companions = {f"{weight.layer}.comfy_quant": comfy_quant_tensor(settings)}

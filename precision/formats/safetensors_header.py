@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -128,7 +128,7 @@ def _entries(path: Path, header: dict, start: int, size: int) -> dict[str, Entry
     return dict(entries)
 
 
-def _entry(path: Path, name: str, value: object, base: int) -> Entry:
+def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
     if len(name) > MAX_NAME or not name.isprintable():
         raise CheckpointError(path, "its name is too long or cannot be shown", ascii(name[:80])[1:-1], "Download it again.")
     try:
@@ -176,7 +176,7 @@ def layout(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, int]]:
 
 def header_bytes(spans: dict[str, tuple[TensorSpec, int]], metadata: dict[str, str]) -> bytes:
     """The file up to its first tensor, whose place is a multiple of 8, for a :func:`layout`."""
-    table = {"__metadata__": metadata} if metadata else {}
+    table: dict[str, dict] = {"__metadata__": metadata} if metadata else {}
     for spec, start in spans.values():
         offsets = [start, start + spec.bytes]
         table[spec.name] = {"dtype": CODE_OF[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}

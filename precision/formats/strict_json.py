@@ -1,6 +1,7 @@
 """JSON from a file that nobody vouches for."""
 
 import json
+from collections import Counter
 
 
 def read_object(text: str | bytes) -> dict:
@@ -25,7 +26,6 @@ def read_object(text: str | bytes) -> dict:
 def _unique(pairs: list[tuple[str, object]]) -> dict:
     result = dict(pairs)
     if len(result) < len(pairs):
-        seen = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {twice!r} occurs twice")
     return result

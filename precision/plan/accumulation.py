@@ -1,13 +1,14 @@
 """What the accumulation settings mean for one model on one device: which flags to hold, and what cannot act and why."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 
 import torch
 
 from ..arithmetic import flags
 from ..devices.detect import Device
+from .choice import frozen
 
 UNCHANGED = "unchanged"
 FP16_OPTIONS = ("auto", "on", "off", UNCHANGED)
@@ -49,7 +50,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Work:
-    """What a model multiplies in.
+    """The arithmetic a model multiplies in.
 
     ``modes``: the report's modes of its layers that multiply; ``compiled``: torch.compile wraps it; ``parallel``: several
     devices run it side by side.
@@ -81,13 +82,13 @@ class AccumulationPlan:
     """
 
     request: Request
-    flags: dict[str, bool] = field(default_factory=dict)
+    flags: Mapping[str, bool] = field(default_factory=dict)
     proving: bool = False
     whole: bool = False
     naming: bool = False
     fp8_fast: bool = False
     attention: str = UNCHANGED
-    reasons: dict[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
     without_effect: tuple[tuple[str, str], ...] = ()
 
 
@@ -100,23 +101,23 @@ def plan_accumulation(request: Request, device: Device, work: Work) -> Accumulat
     attention_problem = _attention_problem(request.attention, work)
     return AccumulationPlan(
         request=request,
-        flags={
+        flags=frozen({
             part: value == "on"
             for setting, value in changed.items() if value != "on" or not problems[setting]
             for part in PARTS[setting]
-        },
+        }),
         proving=request.fp16_accumulation == "auto" and not problems["fp16_accumulation"],
         whole=work.whole,
         naming=request.fp16_accumulation == "on" and not problems["fp16_accumulation"],
         fp8_fast=request.fp8_fast_accumulation == "on" and not problems["fp8_fast_accumulation"],
         attention=UNCHANGED if attention_problem else request.attention,
-        reasons={setting: _reason(setting, value, problems.get(setting, ""), device) for setting, value in asked.items()},
+        reasons=frozen({setting: _reason(setting, value, problems.get(setting), device) for setting, value in asked.items()}),
         without_effect=_without_effect(changed, problems, request.attention, attention_problem),
     )
 
 
 def _without_effect(
-    changed: dict[str, str], problems: dict[str, str], attention: str, attention_problem: str
+    changed: Mapping[str, str], problems: Mapping[str, str | None], attention: str, attention_problem: str | None
 ) -> tuple[tuple[str, str], ...]:
     found = []
     for setting, value in changed.items():
@@ -125,8 +126,8 @@ def _without_effect(
     return (*found, (f"attention={attention}", attention_problem)) if attention_problem else tuple(found)
 
 
-def _problem(setting: str, value: str, device: Device, work: Work) -> str:
-    """Why a setting has no effect here; "" where it has one. On and off are obeyed where they only bring no speed."""
+def _problem(setting: str, value: str, device: Device, work: Work) -> str | None:
+    """Say why a setting has no effect here; None where it has one. On and off are obeyed where they only bring no speed."""
     check = {
         "fp16_accumulation": why_no_fp16_sums if value == "auto" else fp16_sums_inert,
         "reduced_precision_reduction": _reduction_inert,
@@ -136,7 +137,7 @@ def _problem(setting: str, value: str, device: Device, work: Work) -> str:
     return check(device, work)
 
 
-def _reason(setting: str, asked: str, problem: str, device: Device) -> str:
+def _reason(setting: str, asked: str, problem: str | None, device: Device) -> str:
     if asked == UNCHANGED:
         return LEFT_ALONE
     if problem:
@@ -157,64 +158,64 @@ HELD = {
 }
 
 
-def why_no_fp16_sums(device: Device, work: Work) -> str:
-    """Why fp16 accumulation cannot act on this model here, or brings nothing; "" where it helps."""
+def why_no_fp16_sums(device: Device, work: Work) -> str | None:
+    """Say why fp16 accumulation cannot act on this model here, or brings nothing; None where it helps."""
     problem = fp16_sums_inert(device, work)
     if problem or device.capabilities["fp16_accumulation"]:
         return problem
     return device.reason("fp16_accumulation").rstrip(".")
 
 
-def fp16_sums_inert(device: Device, work: Work) -> str:
-    """Why fp16 accumulation cannot act on this model here; "" where it can."""
+def fp16_sums_inert(device: Device, work: Work) -> str | None:
+    """Say why fp16 accumulation cannot act on this model here; None where it can."""
     if missing := _missing("fp16_accumulation"):
         return missing
     if problem := _needs_nvidia(device, FIRST_CUBLAS_FP16):
         return problem
     wide = {"fp16_wide", "fp16_scaled"} & set(work.modes)
     if {"fp16", "fp16_acc16"} & set(work.modes):
-        return f"{FP32_RESULTS}, and {NO_SWITCH}" if wide and work.whole else ""
+        return f"{FP32_RESULTS}, and {NO_SWITCH}" if wide and work.whole else None
     if wide:
         return FP32_RESULTS
     return f"it acts on fp16 products only, and these layers multiply in {_listed(work.modes)}"
 
 
-def _reduction_inert(device: Device, work: Work) -> str:
+def _reduction_inert(device: Device, work: Work) -> str | None:
     if problem := _needs_nvidia(device, 0):
         return problem
     if not set(SIXTEEN_BIT) & set(work.modes):
         return f"it acts on 16-bit products only, and these layers multiply in {_listed(work.modes)}"
-    return ""
+    return None
 
 
-def _tf32_inert(device: Device, work: Work) -> str:
+def _tf32_inert(device: Device, work: Work) -> str | None:
     if problem := _needs_nvidia(device, FIRST_TF32):
         return problem
-    return "" if "fp32" in work.modes else f"no layer multiplies in fp32, but in {_listed(work.modes)}"
+    return None if "fp32" in work.modes else f"no layer multiplies in fp32, but in {_listed(work.modes)}"
 
 
-def _fp8_inert(device: Device, work: Work) -> str:
+def _fp8_inert(device: Device, work: Work) -> str | None:
     if not device.capabilities["fp8_fast_accumulation"]:
         return device.reason("fp8_fast_accumulation").rstrip(".")
-    return "" if "fp8" in work.modes else f"no layer multiplies in fp8, but in {_listed(work.modes)}"
+    return None if "fp8" in work.modes else f"no layer multiplies in fp8, but in {_listed(work.modes)}"
 
 
-def _attention_problem(asked: str, work: Work) -> str:
+def _attention_problem(asked: str, work: Work) -> str | None:
     if asked == UNCHANGED or set(work.modes) & {"fp16", "fp16_wide", "fp16_scaled", "fp16_acc16"}:
-        return ""
+        return None
     return f"attention runs in fp16 nowhere: layers compute in {_listed(work.modes)}, where scores cannot overflow"
 
 
-def _needs_nvidia(device: Device, first: int) -> str:
+def _needs_nvidia(device: Device, first: int) -> str | None:
     if device.profile.vendor != "nvidia":
         return CUBLAS_ONLY.format(device.label)
     number = re.fullmatch(r"sm_(\d+)", device.profile.name)
-    return f"{device.label} does not have it" if number and int(number[1]) < first else ""
+    return f"{device.label} does not have it" if number and int(number[1]) < first else None
 
 
-def _missing(name: str) -> str:
+def _missing(name: str) -> str | None:
     if flags.state_of(name) is not None:
-        return ""
+        return None
     since = " (it came with 2.7)" if name == "fp16_accumulation" else ""
     return f"torch {torch.__version__} has no {name.replace('_', ' ')} flag{since}"
 

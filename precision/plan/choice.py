@@ -1,6 +1,16 @@
-"""What was decided when a model was loaded: kept with the model, read by the report."""
+"""Settings as asked for and as resolved, and what one load came to: kept with the model, read by the report."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+
+def frozen(values: Mapping[str, Value]) -> Mapping[str, Value]:
+    """Return a copy of a mapping that cannot be changed."""
+    return MappingProxyType(dict(values))
 
 
 @dataclass(frozen=True)
@@ -18,16 +28,21 @@ class Choice:
 
 @dataclass(frozen=True)
 class LoadRecord:
-    """One load. ``reasons``, ``kept`` and ``asked`` (the storage a rule names) are keyed by layer name.
+    """One load.
 
-    ``without_effect`` holds (setting, reason).
+    Attributes:
+        dialect: the quantization formats of the file.
+        reasons: layer name -> why it is stored as it is.
+        kept: layer name -> why it is not in fp8 though fp8 was asked for.
+        asked: layer name -> the storage that was decided, for the layers that are not left as in the file.
+        without_effect: (setting, reason).
     """
 
     file: str
     dialect: str
     storage: Choice
-    reasons: dict[str, str] = field(default_factory=dict)
-    kept: dict[str, str] = field(default_factory=dict)
-    asked: dict[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
+    asked: Mapping[str, str] = field(default_factory=dict)
     without_effect: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()

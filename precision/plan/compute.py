@@ -1,17 +1,16 @@
 """From rules, device and model to the arithmetic of each layer, and why."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from ..devices.detect import Device, auto_compute
 from ..dtypes import FP8_NAMES
 from .accumulation import Work, fp16_sums_inert
-from .choice import Choice
+from .choice import Choice, frozen
+from .facts import LayerSpec, ModelFacts
 from .rules import Rules
 
-MATRIX_CLASSES = ("Linear", "Conv")
 SAFE = "fp16_safe"
-GOALS = ("balanced", "quality", "speed", "memory")
 INT8 = "int8"
 MULTIPLY_IN_INT8 = ("int8_tensorwise",)
 QUANTIZED_PRODUCTS = (*MULTIPLY_IN_INT8, "convrot_w4a4", "nvfp4", "mxfp8")
@@ -21,40 +20,15 @@ FP8_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
-class Layer:
-    """A module with a weight: its name inside the model, its class and its weight's shape."""
-
-    name: str
-    cls: str
-    shape: tuple[int, ...]
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether it is a matrix product or a convolution."""
-        return any(word in self.cls for word in MATRIX_CLASSES) and len(self.shape) > 1
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What a plan needs to know of a model.
-
-    ``file_dtype``: the storage name most weights have; ``supported``: compute dtypes it is known to work in, best first;
-    ``calibrated``: its fp8 layers bring the activation scales an fp8 matmul needs; ``formats``: layer -> ComfyUI's name of
-    the format that its weight stays in, whatever storage is asked for.
-    """
-
-    layers: Sequence[Layer]
-    parameters: int
-    file_dtype: str
-    supported: tuple[str, ...]
-    calibrated: bool = False
-    formats: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class ComputeDecision:
-    """How one layer runs: ``mode`` as in the report; ``stream``: ``fp32``, or ``same`` as its input; ``sums``: ``fp32`` or
-    ``fp16`` where a rule asks for it, whatever else is asked for."""
+    """How one layer runs.
+
+    Attributes:
+        mode: as in the report.
+        stream: the dtype of its result: ``fp32``, or ``same`` as its input.
+        sums: the accumulation dtype that a rule sets, ``fp32`` or ``fp16``; it overrides the Accumulation node. Empty
+            where no rule does.
+    """
 
     mode: str
     stream: str
@@ -64,32 +38,38 @@ class ComputeDecision:
 
 @dataclass(frozen=True)
 class ComputePlan:
-    """The arithmetic of a model. ``decisions`` holds the layers that do not simply follow ``stream_dtype``."""
+    """The arithmetic of a model.
+
+    Attributes:
+        decisions: layer name -> decision, for the layers that do not simply follow ``activation_dtype``.
+        without_effect: (setting, reason).
+    """
 
     choice: Choice
-    decisions: dict[str, ComputeDecision]
+    decisions: Mapping[str, ComputeDecision]
     fp8_matmul: bool = False
-    without_effect: list[tuple[str, str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    without_effect: tuple[tuple[str, str], ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
-    def safe(self) -> bool:
+    def is_safe(self) -> bool:
+        """Whether the whole model computes as ``fp16_safe``."""
         return self.choice.used == SAFE
 
     @property
-    def widens(self) -> bool:
-        """Whether a layer widens the stream, so that layers after it meet fp32 where they expect 16 bit."""
-        return not self.safe and any(decision.stream == "fp32" for decision in self.decisions.values())
+    def mixes_fp32_in(self) -> bool:
+        """Whether single layers give fp32 activations, so that those after them get fp32 where they expect 16 bit."""
+        return not self.is_safe and any(decision.stream == "fp32" for decision in self.decisions.values())
 
     @property
-    def stream_dtype(self) -> str:
+    def activation_dtype(self) -> str:
         """The dtype of activations between layers."""
-        return "fp32" if self.safe else self.choice.used
+        return "fp32" if self.is_safe else self.choice.used
 
     @property
     def weight_dtype(self) -> str:
         """The dtype that weights which are not quantized are best kept in."""
-        return "fp16" if self.safe else self.choice.used
+        return "fp16" if self.is_safe else self.choice.used
 
 
 def plan_compute(
@@ -115,32 +95,7 @@ def plan_compute(
     if any(decision.stream == "fp32" for decision in decisions.values()):
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
         decisions |= {name: ComputeDecision(MODE_OF[choice.used], "same", "") for name in followers}
-    return ComputePlan(choice, decisions, fp8_matmul, without_effect, notes)
-
-
-def plan_for_goal(facts: ModelFacts, device: Device, goal: str, storages: Mapping[str, str]) -> tuple[ComputePlan, str]:
-    """The plan for a goal of Auto Precision (balanced, quality, speed, memory), and why.
-
-    Weights stay as they are loaded: what they are stored in is the loader's choice.
-    """
-    compute, reason = _for_goal(device, goal, any(storage in FP8_NAMES for storage in storages.values()))
-    plan = plan_compute(facts, device, compute, Rules(), storages)
-    return plan, f"{reason} {plan.choice.reason}".strip()
-
-
-def _for_goal(device: Device, goal: str, has_fp8: bool) -> tuple[str, str]:
-    if goal == "quality":
-        if device.capabilities["fp16"]:
-            return SAFE, "fp16 products with fp32 sums and fp32 between layers are closer to fp32 than bf16 is."
-        return "fp32", "fp16 is not fast on this device, so fp32 is used."
-    if goal == "speed" and device.capabilities["fp8_matmul_gains"]:
-        if has_fp8:
-            return "fp8", "fp8 products are the fastest here."
-        return "auto", "No weight is stored in fp8; load with storage fp8_e4m3fn to multiply in fp8, the fastest here."
-    if goal == "memory":
-        halve = not has_fp8 and device.capabilities["fp8_storage"]
-        return "auto", "Load the model with storage fp8_e4m3fn to halve its weights." if halve else ""
-    return "auto", ""
+    return ComputePlan(choice, frozen(decisions), fp8_matmul, tuple(without_effect), tuple(notes))
 
 
 def _choose(facts: ModelFacts, device: Device, compute: str) -> tuple[Choice, list[tuple[str, str]], list[str]]:
@@ -161,24 +116,23 @@ def _choose(facts: ModelFacts, device: Device, compute: str) -> tuple[Choice, li
 def _multiplies_in_fp8(facts: ModelFacts, device: Device, compute: str) -> bool:
     possible = device.capabilities["fp8_matmul"]
     if compute == "auto":
-        return possible and device.capabilities["fp8_matmul_gains"] and facts.calibrated
+        return possible and device.capabilities["fp8_matmul_gains"] and facts.has_input_scales
     return possible and compute == "fp8"
 
 
 def _decide(
-    layer: Layer, choice: Choice, asked: str, fp8_matmul: bool, device: Device, rules: Rules, storage: str
+    layer: LayerSpec, choice: Choice, asked: str, fp8_matmul: bool, device: Device, rules: Rules, storage: str
 ) -> tuple[ComputeDecision | None, tuple[str, str] | None]:
     if not layer.multiplies:
         return None, None
     compute, stream = (rules.setting(key, layer.name, layer.cls) for key in ("compute", "stream"))
     wanted = compute[0] if compute else "fp8" if fp8_matmul and storage in FP8_NAMES else choice.used
-    reason = str((compute or stream)[1].reason or (compute or stream)[1]) if compute or stream else ""
+    found = compute or stream
+    reason = found[1].reason or str(found[1]) if found else ""
     problem = None
-    if wanted == "fp8":
-        problem = _why_no_fp8(layer, device, storage)
-        if problem:
-            wanted, reason = choice.used, problem
-            problem = (str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {problem}")
+    if wanted == "fp8" and (why := _why_no_fp8(layer, device, storage)):
+        wanted, reason = choice.used, why
+        problem = (str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}")
     stream_value = stream[0] if stream else "same"
     if storage in QUANTIZED_PRODUCTS and not compute and asked in ("auto", "fp8"):
         return _in_its_own_way(storage, stream_value, reason), None
@@ -195,7 +149,7 @@ def _in_its_own_way(storage: str, stream: str, reason: str) -> ComputeDecision |
     return ComputeDecision(INT8, stream, reason) if storage in MULTIPLY_IN_INT8 else None
 
 
-def _sums(layer: Layer, mode: str, device: Device, rules: Rules) -> tuple[str, tuple[str, str] | None]:
+def _sums(layer: LayerSpec, mode: str, device: Device, rules: Rules) -> tuple[str, tuple[str, str] | None]:
     """(sums that a rule asks for, why the rule has no effect)."""
     asked = rules.setting("accumulation", layer.name, layer.cls) if layer.multiplies else None
     if asked is None:
@@ -204,8 +158,8 @@ def _sums(layer: Layer, mode: str, device: Device, rules: Rules) -> tuple[str, t
     return ("", (str(asked[1]), problem)) if problem else (asked[0], None)
 
 
-def rules_on_other_layers(layers: Sequence[Layer], rules: Rules) -> list[tuple[str, str]]:
-    """(rule, reason) of the user's own compute and stream rules that match only layers that multiply no matrices."""
+def rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[tuple[str, str]]:
+    """List (rule, reason) for the user's own compute and stream rules that match only layers without a matmul."""
     found = []
     for rule in (rule for rule in rules.own if {"compute", "stream"} & dict(rule.settings).keys()):
         matched = [layer for layer in layers if rule.matches(layer.name, layer.cls)]
@@ -215,11 +169,18 @@ def rules_on_other_layers(layers: Sequence[Layer], rules: Rules) -> list[tuple[s
     return found
 
 
-def _why_no_fp8(layer: Layer, device: Device, storage: str) -> str:
+def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[tuple[str, str]]:
+    """List (rule, reason) for the user's own rules that match none of these layers."""
+    pairs = [(layer.name, layer.cls) for layer in layers]
+    return [(str(rule), "the pattern matches no layer of this model") for rule in rules.without_match(pairs)]
+
+
+def _why_no_fp8(layer: LayerSpec, device: Device, storage: str) -> str | None:
+    """Say why a layer cannot multiply in fp8 here; None where it can."""
     if storage not in FP8_NAMES:
         return f"its weight is stored in {storage or '16 bit'}, not in fp8"
     if not device.capabilities["fp8_matmul"]:
         return f"{device.profile.name} has no fp8 matmul"
     if any(size % FP8_MULTIPLE for size in layer.shape):
         return f"fp8 matmul needs sizes that are multiples of {FP8_MULTIPLE}, this is {' x '.join(map(str, layer.shape))}"
-    return ""
+    return None

@@ -35,6 +35,6 @@ UNKNOWN = Family("unknown family", NO_FP16, ())
 
 
 def family_of(names: Iterable[str]) -> Family:
-    """The family of a diffusion model from its tensor names without prefix; :data:`UNKNOWN` when none fits."""
+    """Find the family of a diffusion model by its tensor names without prefix; :data:`UNKNOWN` when none fits."""
     names = frozenset(names)
     return next((family for family in FAMILIES if names.issuperset(family.names)), UNKNOWN)

@@ -32,7 +32,7 @@ class Rule:
         return compile_pattern(self.pattern)
 
     def matches(self, name: str, cls: str) -> bool:
-        """Whether the layer ``name`` (inside the diffusion model) of module class ``cls`` is meant."""
+        """Tell whether the pattern matches the layer ``name`` (inside the diffusion model) of module class ``cls``."""
         return bool(self._matcher(name, cls))
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Rules:
         return self.presets + self.own
 
     def setting(self, key: str, name: str, cls: str) -> tuple[str, Rule] | None:
-        """The value of ``key`` for a layer and the rule that set it, or None where no rule does."""
+        """Look up the value of ``key`` for a layer and the rule that sets it; None where no rule does."""
         for rule in reversed(self.all):
             value = dict(rule.settings).get(key)
             if value is not None and rule.matches(name, cls):
@@ -61,17 +61,17 @@ class Rules:
         return None
 
     def without_match(self, layers: Iterable[tuple[str, str]]) -> list[Rule]:
-        """The user's own rules that match none of the ``(name, class)`` pairs."""
+        """List the user's own rules that match none of the ``(name, class)`` pairs."""
         layers = list(layers)
         return [rule for rule in self.own if not any(rule.matches(*layer) for layer in layers)]
 
     def to_text(self) -> str:
-        """Text that :func:`parse` reads back as the same rules."""
+        """Write the rules as text that :func:`parse` reads back as the same rules."""
         return "\n".join(str(rule) for rule in self.all)
 
 
 def rules_from(text: str = "", preset: str = DEFAULT_PRESET, previous: Rules | None = None) -> Rules:
-    """Rules from text, on top of a preset and of ``previous`` rules.
+    """Read rules from text, on top of a preset and of ``previous`` rules.
 
     Raises:
         RuleError: a line cannot be read; it carries the line's number.
@@ -83,7 +83,7 @@ def rules_from(text: str = "", preset: str = DEFAULT_PRESET, previous: Rules | N
 
 
 def preset_rules(preset: str) -> list[Rule]:
-    """The rules of a preset: the lowest storage is refused, so each keeps what the file holds."""
+    """Return the rules of a preset; each keeps a layer in the dtype of the file."""
     if preset not in PRESETS:
         raise HalfsafeError(f"'{preset}' is not a rules preset.", f"Use one of: {', '.join(PRESETS)}.")
     return _keep_rules(PRESETS[preset], preset)
@@ -130,7 +130,7 @@ def _parse_setting(number: int, setting: str) -> tuple[str, str]:
 
 
 def compile_pattern(pattern: str) -> Callable[[str, str], object]:
-    """A test on (layer name, module class) for a glob, ``re:<regex>`` (searched) or ``class:<glob over classes>``."""
+    """Compile a test on (layer name, module class) from a glob, ``re:<regex>`` (searched) or ``class:<glob over classes>``."""
     if pattern.startswith("re:"):
         search = re.compile(pattern[3:]).search
         return lambda name, cls: search(name)

@@ -125,7 +125,7 @@ def _separators(canvas: Canvas, count: int) -> None:
 
 def legend(canvas: Canvas, entries: list[tuple[str, str, dict]]) -> None:
     """Rows of (name, detail, colours by name), each with its coloured box."""
-    x = MARGIN
+    x: float = MARGIN
     for name, detail, colours in entries:
         if x + 44 + font_of(15).getlength(f"{name} {detail}") > WIDTH - MARGIN and x > MARGIN:
             x, canvas.y = MARGIN, canvas.y + 26

@@ -26,7 +26,7 @@ class Difference:
     psnr: float
     largest: float
     ssim: float
-    bad: tuple[int, int] = (0, 0)
+    bad: tuple[int, ...] = (0, 0)
 
     @property
     def identical(self) -> bool:

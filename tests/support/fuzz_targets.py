@@ -12,7 +12,7 @@ from random import Random
 import torch
 from halfsafe.precision.commands.convert import convert_file, decide
 from halfsafe.precision.commands.inspect import inspect_file, scan_file
-from halfsafe.precision.commands.plan import preview
+from halfsafe.precision.commands.plan import plan_file
 from halfsafe.precision.commands.text import conversion_text, inspection_text, scan_text
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
@@ -115,7 +115,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 def check_plan(path: Path, random: Random) -> None:
     goal, memory = random.choice(("balanced", "quality", "speed", "memory")), random.choice((None, 0, 10**4, 10**10))
-    report = preview(path, detect(profile=random.choice(PROFILE_NAMES)), goal, memory)
+    report = plan_file(path, detect(profile=random.choice(PROFILE_NAMES)), goal, memory)
     printable(report.to_json(), report.to_text())
     if random.random() < 0.05:
         chart(report)

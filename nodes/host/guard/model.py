@@ -56,7 +56,7 @@ class Guard:
         if log.calls == 1:
             self._check_device(call, guarded, log)
         with ClampWatch(guarded.watches_clamps) as watch:
-            result = guarded.run(call, guarded.layers and guarded.layers.call)
+            result = guarded.run(call, guarded.layers.call if guarded.layers else None)
         sizes = torch.stack([amax(result), *watch.sizes(result.device)]).tolist()
         if all(map(math.isfinite, sizes)) or log.given_up:
             return result

@@ -16,8 +16,7 @@ from ....precision.dtypes import name_of
 from ....precision.errors import CheckpointError
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_state import model_prefix
-from ....precision.plan.compute import Layer, ModelFacts
-from ....precision.plan.storage import file_dtype, is_calibrated
+from ....precision.plan.facts import LayerSpec, ModelFacts, facts_of
 
 
 @dataclass(frozen=True)
@@ -62,26 +61,26 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
 
 
 def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
-    """What lies below ``prefix``, which ComfyUI told, or else below one that every name has."""
+    """Keep what lies below ``prefix``, as ComfyUI detected it, or else below a prefix that every name has."""
     for start in (prefix, model_prefix(checkpoint)):
         inside = {name[len(start) :]: weight for name, weight in checkpoint.weights.items() if name.startswith(start)}
         if inside:
-            weights = {name: _renamed(weight, name, start) for name, weight in inside.items()}
+            weights = {name: _renamed_weight(weight, name, start) for name, weight in inside.items()}
             return replace(checkpoint, weights=weights)
     return checkpoint
 
 
-def _renamed(weight: StoredWeight, name: str, prefix: str) -> StoredWeight:
+def _renamed_weight(weight: StoredWeight, name: str, prefix: str) -> StoredWeight:
     companions = {key.removeprefix(prefix): tensor for key, tensor in weight.companions.items()}
     return replace(weight, name=name, companions=companions)
 
 
 def _config(checkpoint: Checkpoint, prefix: str):
-    return comfy.model_detection.model_config_from_unet(tensors_of(checkpoint), prefix, metadata=checkpoint.metadata)
+    return comfy.model_detection.model_config_from_unet(stored_tensors(checkpoint), prefix, metadata=checkpoint.metadata)
 
 
-def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Every tensor by name, as the file holds it, with what ComfyUI's own formats need beside it."""
+def stored_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return every tensor by name, as the file holds it, with what ComfyUI's own formats need beside it."""
     tensors = {name: weight.data for name, weight in checkpoint.weights.items()}
     for weight in checkpoint.weights.values():
         tensors.update(weight.companions)
@@ -89,16 +88,16 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _from_diffusers(checkpoint: Checkpoint) -> Checkpoint:
-    """The same model under ComfyUI's names. Fused layers mix the weights of several, so quantized ones become bf16."""
-    plain = plain_tensors(checkpoint)
-    converted = comfy.model_detection.convert_diffusers_mmdit(dict(plain), "") or _from_diffusers_unet(plain)
+    """Rename a model to ComfyUI's names. Fused layers mix the weights of several, so quantized ones become bf16."""
+    tensors = dequantized_tensors(checkpoint)
+    converted = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or _from_diffusers_unet(tensors)
     weights = {name: StoredWeight(name, tensor) for name, tensor in converted.items()}
     note = "The file has diffusers' names: it was converted to ComfyUI's."
     return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
 
 
-def plain_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Every tensor by name, those quantized with a scale in bf16."""
+def dequantized_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Return every tensor by name, those quantized with a scale in bf16."""
     return {
         name: weight.dequantize(torch.bfloat16) if weight.scale is not None else weight.data
         for name, weight in checkpoint.weights.items()
@@ -118,17 +117,10 @@ def _from_diffusers_unet(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 def _facts(checkpoint: Checkpoint, modules: dict, names: dict[str, str], prefix: str, config) -> ModelFacts:
     weights = {layer: checkpoint.weights[name] for name, layer in names.items() if layer in modules}
-    layers = [Layer(name, type(modules[name]).__name__, tuple(weight.data.shape)) for name, weight in weights.items()]
-    inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
-    supported = tuple(name_of(dtype) for dtype in config.supported_inference_dtypes)
-    return ModelFacts(
-        layers=layers,
-        parameters=sum(weight.data.numel() for weight in inside),
-        file_dtype=file_dtype(checkpoint, prefix),
-        supported=supported,
-        calibrated=is_calibrated(checkpoint, prefix),
-        formats={layer: format_of(weight) for layer, weight in weights.items() if weight.granularity == "native"},
-    )
+    layers = [LayerSpec(name, type(modules[name]).__name__, tuple(weight.data.shape)) for name, weight in weights.items()]
+    formats = {layer: format_of(weight) for layer, weight in weights.items() if weight.granularity == "native"}
+    supported = [name_of(dtype) for dtype in config.supported_inference_dtypes]
+    return facts_of(checkpoint, prefix, layers, supported, formats)
 
 
 def format_of(weight: StoredWeight) -> str:
@@ -137,7 +129,7 @@ def format_of(weight: StoredWeight) -> str:
 
 
 def _renamed_tensors(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:
-    """The diffusion model's tensors under the names that ComfyUI gives those of this family as it loads them."""
+    """Rename the diffusion model's tensors as ComfyUI does for this family while loading."""
     inside = (name for name in checkpoint.weights if name.startswith(prefix))
     return config.process_unet_state_dict({name[len(prefix) :]: checkpoint.weights[name].data for name in inside})
 
@@ -150,17 +142,17 @@ def _layer_names(renamed: dict[str, torch.Tensor], checkpoint: Checkpoint, prefi
 
 
 def _modules(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.nn.Module]:
-    """The model's modules by name, without their weights."""
+    """Build the model without weights, and return its modules by name."""
     config.set_inference_dtype(torch.bfloat16, None)
     config.custom_operations = comfy.ops.disable_weight_init
     with _quiet():
-        model = config.get_model(tensors_of(checkpoint), prefix, device=torch.device("meta"))
+        model = config.get_model(stored_tensors(checkpoint), prefix, device=torch.device("meta"))
     return dict(model.diffusion_model.named_modules())
 
 
 @contextlib.contextmanager
 def _quiet():
-    """ComfyUI logs each model it builds; this one only lends its module classes."""
+    """Silence ComfyUI's log of each model it builds, for one that only lends its module classes."""
     logger = logging.getLogger()
     level = logger.level
     logger.setLevel(logging.WARNING)

@@ -8,16 +8,17 @@ from ....precision.devices.detect import Device, detect
 
 
 def compute_device() -> torch.device:
+    """Return the device ComfyUI computes on."""
     return comfy.model_management.get_torch_device()
 
 
 def current_device() -> Device:
-    """ComfyUI's compute device, or the profile that ``HALFSAFE_DEVICE_PROFILE`` asks for."""
+    """Describe ComfyUI's compute device, or the profile that ``HALFSAFE_DEVICE_PROFILE`` asks for."""
     return detect(compute_device())
 
 
 def free_device_memory() -> int | None:
-    """Bytes free on the compute device; None where it shares the host's memory."""
+    """Count the bytes free on the compute device; None where it shares the host's memory."""
     device = compute_device()
     if device.type in ("cpu", "mps"):
         return None
@@ -25,7 +26,7 @@ def free_device_memory() -> int | None:
 
 
 def free_host_memory() -> int:
-    """Bytes of host memory left to this process, its cgroup's limit included."""
+    """Count the bytes of host memory left to this process, its cgroup's limit included."""
     free = int(comfy.model_management.get_free_memory(torch.device("cpu")))
     limit = memory.available_memory()
     return free if limit is None else min(free, limit)

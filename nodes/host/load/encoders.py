@@ -1,9 +1,12 @@
 """Text encoders and VAEs through ComfyUI's own loaders."""
 
+from __future__ import annotations
+
 import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import comfy.model_management
 import comfy.sd
@@ -17,13 +20,18 @@ from ....precision.errors import CheckpointError
 from ....precision.formats import comfy_state
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.plan.choice import Choice, LoadRecord
-from ....precision.plan.storage import file_dtype, layers_of, plan_text_encoder
+from ....precision.plan.facts import file_dtype, layer_specs
+from ....precision.plan.storage import plan_text_encoder
 from ..run.modules import ask_for_plain_products
-from .detection import detect_model, plain_tensors, tensors_of
+from .detection import dequantized_tensors, detect_model, stored_tensors
 from .devices import free_host_memory
 from .files import embedding_folders, open_model
 from .models import ATTACHMENT
 from .progress import byte_progress
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+    from comfy.sd import CLIP, VAE
 
 FP32_ACTIVATIONS = "ComfyUI runs text encoders with fp32 activations"
 CLIP_NORM = "text_model.final_layer_norm.weight"
@@ -37,10 +45,10 @@ def text_encoder_types() -> list[str]:
     return [*single, *(name for name in dual if name not in single)]
 
 
-def load_text_encoder(paths: Sequence[str], kind: str, storage: str, compute: str, disable_dynamic: bool = False):
-    """A CLIP made of one to four text encoder files. ``kind``: one of :func:`text_encoder_types`."""
+def load_text_encoder(paths: Sequence[str], kind: str, storage: str, compute: str, disable_dynamic: bool = False) -> CLIP:
+    """Make a CLIP of one to four text encoder files. ``kind``: one of :func:`text_encoder_types`."""
     files = [_open_clip_split(open_model(path)) for path in paths]
-    if not any(comfy.sd.detect_te_model(tensors_of(file)) for file in files):
+    if not any(comfy.sd.detect_te_model(stored_tensors(file)) for file in files):
         raise CheckpointError(paths[0], "ComfyUI knows no text encoder like this", advice="Check that it is a text encoder.")
     converted = [_converted(file, storage) for file in files]
     clip = comfy.sd.load_text_encoder_state_dicts(
@@ -53,11 +61,11 @@ def load_text_encoder(paths: Sequence[str], kind: str, storage: str, compute: st
     return _finished(clip, paths[0], compute, converted[0][1], (_text_encoder_patcher, (paths, kind, storage, compute)))
 
 
-def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool = False):
-    """The CLIP of a full checkpoint, or None where it holds none."""
+def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool = False) -> CLIP | None:
+    """Load the CLIP of a full checkpoint; None where it holds none."""
     detected = detect_model(open_model(path), only_diffusion_model=False)
-    target = detected.config.clip_target(state_dict=tensors_of(detected.checkpoint))
-    encoder = _renamed(detected.checkpoint, detected.config.process_clip_state_dict)
+    target = detected.config.clip_target(state_dict=stored_tensors(detected.checkpoint))
+    encoder = _renamed_by(detected.checkpoint, detected.config.process_clip_state_dict)
     if target is None or not encoder.weights:
         return None
     tensors, choice = _converted(encoder, storage)
@@ -73,15 +81,15 @@ def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool 
     return _finished(clip, path, "auto", choice, (_checkpoint_text_encoder_patcher, (path, storage)))
 
 
-def _text_encoder_patcher(*args, disable_dynamic: bool = False):
-    return load_text_encoder(*args, disable_dynamic=disable_dynamic).patcher
+def _text_encoder_patcher(paths: Sequence[str], kind: str, storage: str, compute: str, disable_dynamic: bool = False) -> ModelPatcher:
+    return load_text_encoder(paths, kind, storage, compute, disable_dynamic).patcher
 
 
-def _checkpoint_text_encoder_patcher(*args, disable_dynamic: bool = False):
-    return load_checkpoint_text_encoder(*args, disable_dynamic=disable_dynamic).patcher
+def _checkpoint_text_encoder_patcher(path: str, storage: str, disable_dynamic: bool = False) -> ModelPatcher:
+    return load_checkpoint_text_encoder(path, storage, disable_dynamic).patcher  # type: ignore[union-attr]  # it had one before
 
 
-def _renamed(checkpoint: Checkpoint, process: Callable[[dict], dict]) -> Checkpoint:
+def _renamed_by(checkpoint: Checkpoint, process: Callable[[dict], dict]) -> Checkpoint:
     """The checkpoint under the names that ComfyUI's ``process`` gives its tensors; those it computes anew are plain."""
     known = {id(weight.data): weight for weight in checkpoint.weights.values()}
     processed = process({name: weight.data for name, weight in checkpoint.weights.items()})
@@ -95,14 +103,14 @@ def _renamed(checkpoint: Checkpoint, process: Callable[[dict], dict]) -> Checkpo
 def _open_clip_split(checkpoint: Checkpoint) -> Checkpoint:
     if "transformer.resblocks.0.ln_1.weight" not in checkpoint.weights:
         return checkpoint
-    return _renamed(checkpoint, lambda tensors: comfy.utils.clip_text_transformers_convert(tensors, "", ""))
+    return _renamed_by(checkpoint, lambda tensors: comfy.utils.clip_text_transformers_convert(tensors, "", ""))
 
 
 def _converted(checkpoint: Checkpoint, storage: str) -> tuple[dict[str, torch.Tensor], Choice]:
     default = name_of(comfy.model_management.text_encoder_dtype(comfy.model_management.text_encoder_device()))
     in_16_bit = sum(2 * weight.data.numel() for weight in checkpoint.weights.values())
     choice, decisions = plan_text_encoder(
-        layers_of(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free_host_memory()
+        layer_specs(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free_host_memory()
     )
     weights = (weight for weight in checkpoint.weights.values() if weight.layer in decisions)
     storages = {weight.layer: comfy_state.storage_to_make(weight, decisions[weight.layer].storage) for weight in weights}
@@ -134,7 +142,7 @@ def _options(encoders: Sequence[dict[str, torch.Tensor]], storage: str) -> dict:
     return {**options, "quantization_metadata": {"mixed_ops": True}} if quantized else options
 
 
-def _finished(clip, path: str, compute: str, storage: Choice, factory: tuple):
+def _finished(clip: CLIP, path: str, compute: str, storage: Choice, factory: tuple) -> CLIP:
     without_effect = () if compute in ("auto", "fp32") else ((f"compute={compute}", FP32_ACTIVATIONS),)
     record = LoadRecord(path, "", storage, without_effect=without_effect)
     clip.patcher.set_attachments(ATTACHMENT, record)
@@ -147,33 +155,33 @@ def _finished(clip, path: str, compute: str, storage: Choice, factory: tuple):
     return clip
 
 
-def load_vae(path: str, dtype: str):
-    """The VAE in a file, computed in ``dtype`` (``auto``: ComfyUI's choice for the device)."""
+def load_vae(path: str, dtype: str) -> VAE:
+    """Load the VAE in a file, computed in ``dtype`` (``auto``: ComfyUI's choice for the device)."""
     checkpoint = open_model(path)
-    return _vae(plain_tensors(checkpoint), checkpoint, dtype, (_vae_patcher, (path, dtype)))
+    return _vae(dequantized_tensors(checkpoint), checkpoint, dtype, (_vae_patcher, (path, dtype)))
 
 
-def load_checkpoint_vae(path: str, dtype: str):
-    """The VAE of a full checkpoint, or None where it holds none."""
+def load_checkpoint_vae(path: str, dtype: str) -> VAE | None:
+    """Load the VAE of a full checkpoint; None where it holds none."""
     detected = detect_model(open_model(path), only_diffusion_model=False)
     prefixes = dict.fromkeys(detected.config.vae_key_prefix, "")
     inside = functools.partial(comfy.utils.state_dict_prefix_replace, replace_prefix=prefixes, filter_keys=True)
-    part = _renamed(detected.checkpoint, inside)
+    part = _renamed_by(detected.checkpoint, inside)
     if not part.weights:
         return None
-    tensors = detected.config.process_vae_state_dict(plain_tensors(part))
+    tensors = detected.config.process_vae_state_dict(dequantized_tensors(part))
     return _vae(tensors, part, dtype, (_checkpoint_vae_patcher, (path, dtype)))
 
 
-def _vae_patcher(*args, disable_dynamic: bool = False):
-    return load_vae(*args).patcher
+def _vae_patcher(path: str, dtype: str, disable_dynamic: bool = False) -> ModelPatcher:
+    return load_vae(path, dtype).patcher
 
 
-def _checkpoint_vae_patcher(*args, disable_dynamic: bool = False):
-    return load_checkpoint_vae(*args).patcher
+def _checkpoint_vae_patcher(path: str, dtype: str, disable_dynamic: bool = False) -> ModelPatcher:
+    return load_checkpoint_vae(path, dtype).patcher  # type: ignore[union-attr]  # it had one before
 
 
-def _vae(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, dtype: str, factory: tuple):
+def _vae(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, dtype: str, factory: tuple) -> VAE:
     comfy_state.check_finite(tensors, checkpoint.path)
     vae = comfy.sd.VAE(sd=tensors, metadata=checkpoint.metadata, dtype=None if dtype == "auto" else dtype_named(dtype))
     if vae.first_stage_model is None:

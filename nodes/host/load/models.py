@@ -1,7 +1,10 @@
 """Diffusion models through ComfyUI's own loaders, in the storage and compute dtype that a plan chose."""
 
+from __future__ import annotations
+
 import logging
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import comfy.ops
 import comfy.quant_ops
@@ -13,7 +16,8 @@ from ....precision.dtypes import FP8_DTYPES, dtype_named
 from ....precision.errors import CheckpointError
 from ....precision.formats import comfy_state
 from ....precision.formats.checkpoint import StoredWeight
-from ....precision.plan.choice import LoadRecord
+from ....precision.formats.comfy_format import can_be_quantized
+from ....precision.plan.choice import LoadRecord, frozen
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load, weight_bytes
 from ..run.compute import set_compute
@@ -22,12 +26,15 @@ from .devices import compute_device, current_device, free_device_memory, free_ho
 from .files import open_model
 from .progress import byte_progress
 
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
 ATTACHMENT = "halfsafe"
 logger = logging.getLogger("halfsafe")
 
 
-def load_diffusion_model(path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False):
-    """A ModelPatcher of the diffusion model in ``path``; also the factory ComfyUI calls to load it again.
+def load_diffusion_model(path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False) -> ModelPatcher:
+    """Load the diffusion model in ``path``; also the factory ComfyUI calls to load it again.
 
     Raises:
         HalfsafeError: the file cannot be read, is not a known model, or does not fit in memory.
@@ -45,8 +52,8 @@ def load_diffusion_model(path: str, storage: str, compute: str, rules: Rules, di
     return patcher
 
 
-def load_checkpoint_model(path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False):
-    """A ModelPatcher of the diffusion model in a full checkpoint; see :func:`load_diffusion_model`."""
+def load_checkpoint_model(path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False) -> ModelPatcher:
+    """Load the diffusion model of a full checkpoint; see :func:`load_diffusion_model`."""
     detected = detect_model(open_model(path), only_diffusion_model=False)
     plan, tensors, notes = _prepare(detected, storage, compute, rules)
     patcher, *_ = comfy.sd.load_state_dict_guess_config(
@@ -74,14 +81,14 @@ def _prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> tu
 
 
 def _storages(detected: Detected, plan: LoadPlan) -> dict[str, str]:
-    """What to make of each weight in the file. What ComfyUI cannot hold in fp8 leaves it for the compute dtype."""
-    linear = {layer.name for layer in detected.facts.layers if layer.cls == "Linear"}
+    """Choose the storage of each weight in the file; fp8 weights that ComfyUI cannot hold go to the compute dtype."""
+    quantizable = {layer.name for layer in detected.facts.layers if can_be_quantized(layer.cls, len(layer.shape))}
 
     def storage(name: str, weight: StoredWeight) -> str:
-        layer = detected.layer_names.get(name)
+        layer = detected.layer_names.get(name, "")
         wanted = plan.decisions[layer].storage if layer in plan.decisions else "as_file"
         if weight.granularity != "native" and weight.data.dtype in FP8_DTYPES:
-            return wanted if layer in linear or not name.startswith(detected.prefix) else plan.compute.weight_dtype
+            return wanted if layer in quantizable or not name.startswith(detected.prefix) else plan.compute.weight_dtype
         return comfy_state.storage_to_make(weight, wanted)
 
     return {weight.layer: storage(name, weight) for name, weight in detected.checkpoint.weights.items()}
@@ -94,35 +101,37 @@ def _quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str
 
 def _model_options(detected: Detected, plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> dict:
     quantized = bool(_quantized_layers(tensors, detected.prefix))
-    dtype = dtype_named(plan.compute.weight_dtype) if quantized else _plain_dtype(detected, plan)
-    computed = dtype if quantized else dtype_named(plan.compute.stream_dtype)
+    dtype = dtype_named(plan.compute.weight_dtype) if quantized else _unquantized_dtype(detected, plan)
+    computed = dtype if quantized else dtype_named(plan.compute.activation_dtype)
     config = SimpleNamespace(quant_config={"mixed_ops": True} if quantized else None)
     operations = comfy.ops.pick_operations(dtype, computed, load_device=compute_device(), model_config=config)
     return {"dtype": dtype, "custom_operations": operations}
 
 
-def _plain_dtype(detected: Detected, plan: LoadPlan) -> torch.dtype:
-    """The dtype of a model in which no layer is quantized: never fp8 without a scale, nor fp16 that cannot hold it."""
+def _unquantized_dtype(detected: Detected, plan: LoadPlan) -> torch.dtype:
+    """Choose the dtype of a model without quantized layers: never fp8 without a scale, nor fp16 where a value exceeds it."""
     used = detected.facts.file_dtype if plan.storage.used == "as_file" else plan.storage.used
     if used == "fp16" and comfy_state.beyond_fp16(detected.checkpoint, detected.prefix):
         return torch.bfloat16
     return dtype_named(plan.compute.weight_dtype if used.startswith("fp8") else used)
 
 
-def _finish(patcher, detected: Detected, plan: LoadPlan, tensors: dict[str, torch.Tensor], notes: list[str]) -> None:
+def _finish(
+    patcher: ModelPatcher, detected: Detected, plan: LoadPlan, tensors: dict[str, torch.Tensor], notes: list[str]
+) -> None:
     model = patcher.model
-    model.manual_cast_dtype = dtype_named(plan.compute.stream_dtype)
+    model.manual_cast_dtype = dtype_named(plan.compute.activation_dtype)
     modules = dict(model.diffusion_model.named_modules())
     _check_quantized(detected, modules, _quantized_layers(tensors, detected.prefix))
     _compute_in_full_precision(modules)
     set_compute(patcher, plan.compute)
-    notes = [*_missing(detected), *notes]
+    notes = [*_weightless_note(detected), *notes]
     patcher.set_attachments(ATTACHMENT, _record(detected, plan, notes))
     storage = str(plan.storage).removesuffix(".")
     logger.info("Halfsafe: %s: storage %s; compute %s", detected.checkpoint.path, storage, plan.compute.choice)
 
 
-def _missing(detected: Detected) -> list[str]:
+def _weightless_note(detected: Detected) -> list[str]:
     if not detected.missing:
         return []
     names = ", ".join(detected.missing)
@@ -140,7 +149,7 @@ def _check_quantized(detected: Detected, modules: dict, layers: list[str]) -> No
 
 
 def _compute_in_full_precision(modules: dict) -> None:
-    """ComfyUI's own fp8 matmul clips activations at 448 where a file has no scale for them; ours is part of the plan."""
+    """Turn ComfyUI's own fp8 matmul off: it clips activations at 448 where a file has no scale for them. Ours is planned."""
     for module in modules.values():
         if str(getattr(module, "quant_format", None)).startswith("float8"):
             module._full_precision_mm = True
@@ -152,9 +161,9 @@ def _record(detected: Detected, plan: LoadPlan, notes: list[str]) -> LoadRecord:
         file=detected.checkpoint.path,
         dialect=detected.checkpoint.dialect,
         storage=plan.storage,
-        reasons={name: decision.reason for name, decision in decisions if decision.reason},
-        kept={name: decision.reason for name, decision in decisions if decision.kept},
-        asked={name: decision.storage for name, decision in decisions if decision.storage != "as_file"},
-        without_effect=tuple(plan.without_effect),
+        reasons=frozen({name: decision.reason for name, decision in decisions if decision.reason}),
+        kept=frozen({name: decision.reason for name, decision in decisions if decision.kept}),
+        asked=frozen({name: decision.storage for name, decision in decisions if decision.storage != "as_file"}),
+        without_effect=plan.without_effect,
         notes=(*detected.checkpoint.notes, *notes),
     )

@@ -1,8 +1,11 @@
 """Write a loaded model to a file, its LoRAs merged."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import comfy.lora
 import comfy.model_base
@@ -14,12 +17,15 @@ from comfy.cli_args import args
 from ....precision.errors import HalfsafeError
 from ....precision.formats import comfy_state
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
-from ....precision.plan.compute import Layer
+from ....precision.plan.facts import LayerSpec
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import plan_storage
 from ..run.modules import modules_of, plain_name
 from .files import output_path
 from .progress import byte_progress
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
 
 PREFIX = "diffusion_model."
 BYPASS = "bypass_lora"
@@ -28,7 +34,7 @@ BYPASS = "bypass_lora"
 class LiveWeights(Mapping[str, StoredWeight]):
     """The weights of a model as they are in memory; a patched one is computed, in fp32, whenever it is asked for."""
 
-    def __init__(self, patcher):
+    def __init__(self, patcher: ModelPatcher):
         self._patcher = patcher
         self.stored = read_checkpoint(_unpatched(patcher), {}, type(patcher.model).__name__).weights
         self.stored.update(_sampling_marks(patcher))
@@ -48,11 +54,11 @@ class LiveWeights(Mapping[str, StoredWeight]):
         return len(self.stored)
 
 
-def _unpatched(patcher) -> dict[str, torch.Tensor]:
+def _unpatched(patcher: ModelPatcher) -> dict[str, torch.Tensor]:
     """The diffusion model's tensors before any LoRA, wherever the model is loaded."""
     with patcher.use_ejected():
-        held = patcher.model.diffusion_model.state_dict()
-    state = {plain_name(name): tensor.detach() for name, tensor in held.items()}
+        tensors = patcher.model.diffusion_model.state_dict()
+    state = {plain_name(name): tensor.detach() for name, tensor in tensors.items()}
     for key, backup in patcher.backup.items():
         if key.startswith(PREFIX):
             name, weight = plain_name(key.removeprefix(PREFIX)), backup.weight
@@ -61,7 +67,9 @@ def _unpatched(patcher) -> dict[str, torch.Tensor]:
     return state
 
 
-def save_model(patcher, filename_prefix: str, storage: str, rules: Rules, prompt: dict | None, extra: dict | None) -> str:
+def save_model(
+    patcher: ModelPatcher, filename_prefix: str, storage: str, rules: Rules, prompt: dict | None, extra: dict | None
+) -> str:
     """Save the diffusion model below ComfyUI's output folder and return the file's name there.
 
     Raises:
@@ -79,13 +87,13 @@ def save_model(patcher, filename_prefix: str, storage: str, rules: Rules, prompt
     return name
 
 
-def _layers(patcher, weights: LiveWeights) -> list[Layer]:
+def _layers(patcher: ModelPatcher, weights: LiveWeights) -> list[LayerSpec]:
     classes = {name: type(module).__name__ for name, module in modules_of(patcher.model).items()}
     stored = ((name.removesuffix(".weight"), weight) for name, weight in weights.stored.items() if name.endswith(".weight"))
-    return [Layer(name, classes[name], tuple(weight.data.shape)) for name, weight in stored if name in classes]
+    return [LayerSpec(name, classes[name], tuple(weight.data.shape)) for name, weight in stored if name in classes]
 
 
-def _sampling_marks(patcher) -> dict[str, StoredWeight]:
+def _sampling_marks(patcher: ModelPatcher) -> dict[str, StoredWeight]:
     """The keys by which ComfyUI's loaders tell how a model of the SD family predicts; see its ``ModelSave``."""
     sampling, marks = patcher.get_model_object("model_sampling"), {}
     if isinstance(sampling, comfy.model_sampling.V_PREDICTION):

@@ -48,7 +48,7 @@ def set_compute(patcher, plan: ComputePlan) -> None:
     patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPUTE)
     compute = Compute(plan)
     patcher.set_attachments(COMPUTE, compute)
-    if plan.decisions or plan.safe:
+    if plan.decisions or plan.is_safe:
         set_wrapper(patcher, COMPUTE, compute)
 
 
@@ -100,8 +100,8 @@ class PlannedLayers:
         self.modules = {name: module for name, module in named.items() if name in plan.decisions}
         self._plan = plan
         self._model = weakref.ref(model)
-        self.safe = plan.safe
-        self.widens = plan.widens
+        self.is_safe = plan.is_safe
+        self.mixes_fp32_in = plan.mixes_fp32_in
         self.ranges = Ranges()
         self.attention = SafeAttention(self.ranges)
         self.operations: dict[str, SafeOperation] = {}
@@ -115,7 +115,7 @@ class PlannedLayers:
             forward = _summed(decision.sums, self._forward(name, module, decision))
             self.patches += [*exchanged(module, forward), *_casting(module)]
         self.patches += calling_layers(self.modules.values())
-        if plan.widens:
+        if plan.mixes_fp32_in:
             others = (module for name, module in named.items() if hasattr(module, "comfy_cast_weights") and inside(name))
             self.patches += [(module, "comfy_cast_weights", True) for module in others]
 
@@ -126,11 +126,11 @@ class PlannedLayers:
         if decision.mode == "fp16_wide" and only_multiplies(module):
             operation = self.operations[name] = SafeOperation(module, slot, self.ranges, weights_of(module))
             # A method and not the object, for which torch.compile would make a graph of its own.
-            return operation.__call__ if self.safe else _out_as(decision, operation.__call__)
-        operation = CastOperation(module, _own_dtype(module, decision.mode), slot, self.ranges)
-        if name_of(operation.dtype) != decision.mode:
-            self.in_own_way[name] = operation
-        return _out_as(decision, operation)
+            return operation.__call__ if self.is_safe else _out_as(decision, operation.__call__)
+        cast = CastOperation(module, _own_dtype(module, decision.mode), slot, self.ranges)
+        if name_of(cast.dtype) != decision.mode:
+            self.in_own_way[name] = cast
+        return _out_as(decision, cast)
 
     def call(self, call: Call) -> torch.Tensor:
         """One call of the model, its patches set; repeated, measuring, when a magnitude left its range."""
@@ -147,16 +147,16 @@ class PlannedLayers:
     @property
     def attend(self) -> Callable | None:
         """This plan's attention, to stand in front of whatever override is there already; None for a plan without one."""
-        return self._attend if self.safe or self.widens else None
+        return self._attend if self.is_safe or self.mixes_fp32_in else None
 
     def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
-        if self.safe:
+        if self.is_safe:
             return self.attention(attention, full_precision_attention(function), *args, fused=is_fused(function), **kwargs)
         return in_one_dtype(attention, *args, **kwargs)
 
     def modes(self) -> dict[str, str]:
         own = {name: name_of(operation.dtype) for name, operation in self.in_own_way.items()}
-        return own | {name: _mode(operation.slot) for name, operation in self.operations.items()}
+        return own | {name: operation.mode for name, operation in self.operations.items()}
 
     def fp16_share(self) -> float | None:
         slots = self.ranges.slots.values()
@@ -172,13 +172,7 @@ def needs_fp32_sums(plan: ComputePlan, patcher: "ModelPatcher") -> bool:
     modes = {decision.mode for decision in plan.decisions.values()}
     if "fp16_wide" not in modes:
         return False
-    return (plan.safe and "fp16" not in modes) or not switches_by_layer(patcher)
-
-
-def _mode(slot: Slot) -> str:
-    if slot.full:
-        return "fp32"
-    return "fp16_scaled" if slot.exponent else "fp16_wide"
+    return (plan.is_safe and "fp16" not in modes) or not switches_by_layer(patcher)
 
 
 def _own_dtype(module: torch.nn.Module, mode: str) -> torch.dtype:

@@ -1,6 +1,5 @@
 """The classes of failures that users report, each made to happen in a real ComfyUI, with the guard's verdict and its error."""
 
-import importlib
 import json
 import math
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from support.broken_arithmetic import HalfProductsAreZero, SumsInFp16
 from support.failure_classes import Measured
 from support.families import load, stock
 from support.guarding import core, guarded, inside, is_finite, modes_of, nan_at, plain_fp16, report_of
+from support.probing import forget_probes
 from support.summing import accumulation
 
 GOOD = 0.01
@@ -388,8 +388,7 @@ def test_29_a_compiled_graph(comfy, files, fp32, record):
 
 
 def test_30_wrong_products(comfy, files, fp32, record):
-    probes = importlib.import_module("halfsafe.precision.devices.probes")
-    probes.forget()
+    forget_probes()
     reference_model, call = fp32
     reference = families.replay(reference_model, call)
     plain = plain_fp16(comfy, files("wan"))
@@ -398,7 +397,7 @@ def test_30_wrong_products(comfy, files, fp32, record):
         with HalfProductsAreZero():
             before, after = families.replay(plain, call), families.replay(model, call)
     finally:
-        probes.forget()
+        forget_probes()
     how = "simulated: fp16 products are zero"
     row = seen(record, 30, how, reference, before, model, after, "found by a test product before the first call; all in fp32")
     assert row.verdict == "device_fault" and row.after < GOOD and row.extra_calls == 0

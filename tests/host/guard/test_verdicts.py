@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from halfsafe.nodes.host.guard import causes
-from halfsafe.precision.devices import probes
 from halfsafe.precision.guard.policy import NonFinite
 from safetensors.torch import save_file
 from support import families, tiny_models
@@ -23,6 +22,7 @@ from support.guarding import (
     raising_at,
     report_of,
 )
+from support.probing import forget_probes
 
 MOST_CALLS = 4
 
@@ -169,9 +169,9 @@ def test_the_same_call_finite_the_second_time_is_the_device(comfy, wan):
 
 @pytest.fixture
 def fresh_probes():
-    probes.forget()
+    forget_probes()
     yield
-    probes.forget()
+    forget_probes()
 
 
 def test_a_device_whose_fp16_products_are_zero_is_found_and_left(comfy, wan, fresh_probes):

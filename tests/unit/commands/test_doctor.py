@@ -11,6 +11,7 @@ from halfsafe.precision.commands import doctor
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.devices import probes
 from halfsafe.precision.errors import UnknownProfile
+from support.probing import forget_probes
 
 MODELS = ("Wan 2.1, 2.2", "SDXL", "Z-Image, Qwen-Image", "Flux")
 
@@ -115,7 +116,7 @@ def test_the_doctor_changes_no_flag_and_starts_no_process(monkeypatch):
 
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
     monkeypatch.setattr(os, "popen", refuse)
-    probes.forget()
+    forget_probes()
     before = flags.read_flags()
     doctor.to_text(doctor.diagnose())
     assert flags.read_flags() == before

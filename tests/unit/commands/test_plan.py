@@ -1,6 +1,6 @@
 import pytest
 import torch
-from halfsafe.precision.commands.plan import preview
+from halfsafe.precision.commands.plan import plan_file
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.plan.families import FAMILIES, UNKNOWN, family_of
 from safetensors.torch import save_file
@@ -24,7 +24,7 @@ def layers(report):
 
 
 def test_speed_on_a_device_that_gains_from_fp8(wan):
-    report = preview(wan, devices.detect(profile="sm_89"), "speed")
+    report = plan_file(wan, devices.detect(profile="sm_89"), "speed")
     assert report.model.cls == "Wan"
     assert layers(report) == {
         "blocks.0.ffn.0": ("fp8_e4m3fn", "fp8"),
@@ -36,19 +36,19 @@ def test_speed_on_a_device_that_gains_from_fp8(wan):
 
 
 def test_balanced_keeps_the_file_when_it_fits(wan):
-    report = preview(wan, devices.detect(profile="sm_86"), device_memory=24 * 2**30)
+    report = plan_file(wan, devices.detect(profile="sm_86"), device_memory=24 * 2**30)
     assert {storage for storage, _ in layers(report).values()} == {"bf16"}
     assert report.model.weight_bytes == 2 * report.model.parameters
 
 
 def test_quality_multiplies_in_fp16_with_an_fp32_stream(wan):
-    report = preview(wan, devices.detect(profile="sm_75"), "quality")
+    report = plan_file(wan, devices.detect(profile="sm_75"), "quality")
     assert {mode for _, mode in layers(report).values()} == {"fp16_wide"}
     assert {layer.stream for layer in report.layers} == {"fp32"}
 
 
 def test_memory_stores_in_fp8_and_reads_as_text_and_json(wan):
-    report = preview(wan, devices.detect(profile="sm_70"), "memory")
+    report = plan_file(wan, devices.detect(profile="sm_70"), "memory")
     assert layers(report)["blocks.0.ffn.0"][0] == "fp8_e4m3fn"
     assert "fp8_e4m3fn" in report.to_text() and report.to_json()["version"] == 1
 

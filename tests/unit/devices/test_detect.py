@@ -332,7 +332,7 @@ def test_a_device_cannot_be_changed():
     ],
 )
 def test_auto_compute_on_every_profile(name, wan, qwen, flux):
-    row = devices.profile_named(name)
+    row = devices.detect(profile=name)
     chosen = [devices.auto_compute(row, supported, "bf16") for supported in (WAN, QWEN, FLUX)]
     assert [option for option, _ in chosen] == [wan, qwen, flux]
     assert all(reason.endswith(".") for _, reason in chosen)
@@ -340,7 +340,7 @@ def test_auto_compute_on_every_profile(name, wan, qwen, flux):
 
 @pytest.mark.parametrize("name", CONTRACT)
 def test_fp16_safe_is_only_for_models_without_fp16_on_devices_without_bf16(name):
-    row = devices.profile_named(name)
+    row = devices.detect(profile=name)
     expected = name in ("sm_70", "sm_75", "mps_m1")
     chosen, reason = devices.auto_compute(row, QWEN, "bf16")
     assert (chosen == "fp16_safe") is expected
@@ -350,15 +350,15 @@ def test_fp16_safe_is_only_for_models_without_fp16_on_devices_without_bf16(name)
 
 
 def test_a_model_that_prefers_fp32_keeps_it_where_bf16_is_native():
-    row = devices.profile_named("sm_86")
+    row = devices.detect(profile="sm_86")
     assert devices.auto_compute(row, ("fp32", "bf16"), "fp32")[0] == "fp32"
 
 
 def test_an_fp16_file_is_computed_in_fp16_where_the_model_allows_it():
-    row = devices.profile_named("sm_86")
+    row = devices.detect(profile="sm_86")
     assert devices.auto_compute(row, FLUX, "fp16")[0] == "fp16"
     assert devices.auto_compute(row, QWEN, "fp16")[0] == "bf16"
-    assert devices.auto_compute(devices.profile_named("sm_61"), FLUX, "fp16")[0] == "fp32"
+    assert devices.auto_compute(devices.detect(profile="sm_61"), FLUX, "fp16")[0] == "fp32"
 
 
 def test_auto_compute_follows_the_probe_not_the_table(cuda):
@@ -387,20 +387,20 @@ def test_auto_compute_follows_the_probe_not_the_table(cuda):
 )
 def test_auto_storage(profile, gib, file_dtype, free, storage):
     free_bytes = None if free is None else free * GIB
-    chosen, reason = devices.auto_storage(devices.profile_named(profile), gib * GIB, file_dtype, free_bytes)
+    chosen, reason = devices.auto_storage(devices.detect(profile=profile), gib * GIB, file_dtype, free_bytes)
     assert chosen == storage
     assert reason.endswith(".")
 
 
 def test_auto_storage_gives_its_numbers():
-    _, reason = devices.auto_storage(devices.profile_named("sm_86"), 26 * GIB, "bf16", 24 * GIB)
+    _, reason = devices.auto_storage(devices.detect(profile="sm_86"), 26 * GIB, "bf16", 24 * GIB)
     assert all(number in reason for number in ("26.0 GiB", "24.0 GiB", "2.0 GiB", "13.0 GiB"))
 
 
 @pytest.mark.parametrize(("profile", "storage"), [("mps_m1", "fp16"), ("mps_m3", "bf16")])
 def test_an_fp8_file_is_widened_where_fp8_tensors_do_not_work(profile, storage, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.11.0")
-    row = devices.profile_named(profile)
+    row = devices.detect(profile=profile)
     chosen, reason = devices.auto_storage(row, 26 * GIB, "fp8_e4m3fn", 64 * GIB)
     assert chosen == storage and "Needs torch 2.15" in reason
     assert devices.auto_storage(row, 26 * GIB, "bf16", 24 * GIB)[0] == "as_file"

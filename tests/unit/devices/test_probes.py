@@ -9,6 +9,7 @@ import pytest
 import torch
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.devices import probes
+from support.probing import forget_probes
 
 CPU = torch.device("cpu")
 LACKS_OF_MEMORY = [
@@ -20,9 +21,9 @@ LACKS_OF_MEMORY = [
 
 @pytest.fixture(autouse=True)
 def fresh_probes():
-    probes.forget()
+    forget_probes()
     yield
-    probes.forget()
+    forget_probes()
 
 
 def named(results, name):

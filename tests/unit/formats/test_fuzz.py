@@ -10,7 +10,7 @@ import pytest
 import torch
 from halfsafe.precision.commands.convert import convert_file, decide
 from halfsafe.precision.commands.inspect import inspect_file
-from halfsafe.precision.commands.plan import preview
+from halfsafe.precision.commands.plan import plan_file
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from halfsafe.precision.formats.checkpoint import comfy_quant_tensor, read_checkpoint
@@ -195,7 +195,7 @@ def test_bare_exponents_are_no_weight_to_quantize(tmp_path):
 
 def test_a_tensor_named_as_its_own_prefix_has_a_plan(tmp_path):
     path = file_of(tmp_path, {"net.weight": torch.ones(4, 4), "net.a.weight": torch.ones(4, 4)})
-    layers = preview(path, devices.detect(profile="cpu")).layers
+    layers = plan_file(path, devices.detect(profile="cpu")).layers
     assert [layer.name for layer in layers] == ["a"]
 
 

@@ -2,16 +2,18 @@
 
 import pytest
 from halfsafe.precision.devices.detect import PROFILE_NAMES, detect
-from halfsafe.precision.plan.compute import Layer, ModelFacts, plan_compute, plan_for_goal
+from halfsafe.precision.plan.compute import plan_compute
+from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
+from halfsafe.precision.plan.goal import plan_for_goal
 from halfsafe.precision.plan.rules import rules_from
 
 LAYERS = [
-    Layer("blocks.0.ffn", "Linear", (64, 32)),
-    Layer("blocks.0.odd", "Linear", (60, 32)),
-    Layer("blocks.0.norm", "RMSNorm", (32,)),
-    Layer("patch", "Conv2d", (32, 4, 2, 2)),
-    Layer("causal", "CausalConv3d", (32, 4, 2, 2, 2)),
-    Layer("table", "Embedding", (10, 32)),
+    LayerSpec("blocks.0.ffn", "Linear", (64, 32)),
+    LayerSpec("blocks.0.odd", "Linear", (60, 32)),
+    LayerSpec("blocks.0.norm", "RMSNorm", (32,)),
+    LayerSpec("patch", "Conv2d", (32, 4, 2, 2)),
+    LayerSpec("causal", "CausalConv3d", (32, 4, 2, 2, 2)),
+    LayerSpec("table", "Embedding", (10, 32)),
 ]
 WAN = SDXL = ("fp16", "bf16", "fp32")
 QWEN_IMAGE = ("bf16", "fp32")
@@ -83,16 +85,16 @@ GOALS = {
 def test_goals(profile, goal):
     facts = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE)
     stored = {"blocks.0.ffn": "fp8_e4m3fn"}
-    found, reason = plan_for_goal(facts, detect(profile=profile), goal, stored)
-    assert found.choice.used == GOALS[profile, goal] and reason
-    modes = {name: decision.mode for name, decision in found.decisions.items()}
+    found = plan_for_goal(facts, detect(profile=profile), goal, stored)
+    assert found.compute.choice.used == GOALS[profile, goal] and found.reason
+    modes = {name: decision.mode for name, decision in found.compute.decisions.items()}
     assert ("fp8" in modes.values()) == ((profile, goal) == ("sm_89", "speed"))
 
 
 def test_speed_without_fp8_weights_says_how_to_get_them():
     facts = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE)
-    found, reason = plan_for_goal(facts, detect(profile="sm_89"), "speed", {})
-    assert not found.fp8_matmul and "storage fp8_e4m3fn" in reason
+    found = plan_for_goal(facts, detect(profile="sm_89"), "speed", {})
+    assert not found.compute.fp8_matmul and "storage fp8_e4m3fn" in found.reason
 
 
 def test_fp16_safe_decides_every_matrix_layer_and_nothing_else():
@@ -100,7 +102,7 @@ def test_fp16_safe_decides_every_matrix_layer_and_nothing_else():
     assert {name: decision.mode for name, decision in found.decisions.items()} == {
         "blocks.0.ffn": "fp16_wide", "blocks.0.odd": "fp16_wide", "patch": "fp16_wide", "causal": "fp16_wide",
     }  # fmt: skip
-    assert (found.stream_dtype, found.weight_dtype) == ("fp32", "fp16")
+    assert (found.activation_dtype, found.weight_dtype) == ("fp32", "fp16")
 
 
 def test_a_plain_plan_decides_nothing():
@@ -109,7 +111,7 @@ def test_a_plain_plan_decides_nothing():
 
 def test_a_wider_stream_makes_the_other_layers_keep_their_dtype():
     found = plan(compute="bf16", text="blocks.0.ffn stream=fp32")
-    assert found.widens
+    assert found.mixes_fp32_in
     assert {name: (d.mode, d.stream) for name, d in found.decisions.items()} == {
         "blocks.0.ffn": ("bf16", "fp32"), "blocks.0.odd": ("bf16", "same"), "patch": ("bf16", "same"), "causal": ("bf16", "same"),
     }  # fmt: skip

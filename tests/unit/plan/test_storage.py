@@ -3,19 +3,20 @@ import torch
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.plan import storage as plan
+from halfsafe.precision.plan.facts import LayerSpec, ModelFacts, file_dtype, layer_specs
 from halfsafe.precision.plan.rules import rules_from
 
 LAYERS = [
-    plan.Layer("blocks.0.ffn.0", "Linear", (64, 32)),
-    plan.Layer("blocks.0.norm3", "LayerNorm", (32,)),
-    plan.Layer("time_embedding.0", "Linear", (32, 32)),
-    plan.Layer("patch_embedding", "Conv3d", (32, 16, 1, 2, 2)),
-    plan.Layer("img_emb.table", "Embedding", (10, 32)),
+    LayerSpec("blocks.0.ffn.0", "Linear", (64, 32)),
+    LayerSpec("blocks.0.norm3", "LayerNorm", (32,)),
+    LayerSpec("time_embedding.0", "Linear", (32, 32)),
+    LayerSpec("patch_embedding", "Conv3d", (32, 16, 1, 2, 2)),
+    LayerSpec("img_emb.table", "Embedding", (10, 32)),
 ]
 
 
-def facts(parameters=10**9, file_dtype="bf16", supported=("bf16", "fp32"), calibrated=False):
-    return plan.ModelFacts(LAYERS, parameters, file_dtype, supported, calibrated)
+def facts(parameters=10**9, file_dtype="bf16", supported=("bf16", "fp32"), has_input_scales=False):
+    return ModelFacts(LAYERS, parameters, file_dtype, supported, has_input_scales)
 
 
 def planned(profile, storage="auto", compute="auto", text="", free=None, **model):
@@ -76,13 +77,13 @@ def test_fp8_compute_without_units_says_so_and_computes_in_16_bit():
 
 def test_fp8_compute_with_units():
     result = planned("sm_89", storage="fp8_e4m3fn", compute="fp8")
-    assert (result.compute.choice.used, result.compute.fp8_matmul, result.without_effect) == ("bf16", True, [])
+    assert (result.compute.choice.used, result.compute.fp8_matmul, result.without_effect) == ("bf16", True, ())
     assert {name: d.mode for name, d in result.compute.decisions.items()} == {"blocks.0.ffn.0": "fp8"}
 
 
 @pytest.mark.parametrize(("profile", "calibrated", "expected"), [("sm_89", True, True), ("sm_89", False, False), ("sm_86", True, False)])
 def test_auto_multiplies_in_fp8_only_with_the_files_own_activation_scales(profile, calibrated, expected):
-    assert planned(profile, calibrated=calibrated, file_dtype="fp8_e4m3fn").compute.fp8_matmul is expected
+    assert planned(profile, has_input_scales=calibrated, file_dtype="fp8_e4m3fn").compute.fp8_matmul is expected
 
 
 def test_storage_auto_keeps_the_file_where_it_fits_and_takes_fp8_where_not():
@@ -115,7 +116,7 @@ def test_classes_are_inferred_without_a_model():
         "net.token_embedding.weight": torch.zeros(9, 4),
         "other.b.weight": torch.zeros(4, 4),
     }
-    layers = plan.layers_of(checkpoint(**tensors), "net.")
+    layers = layer_specs(checkpoint(**tensors), "net.")
     assert [(layer.name, layer.cls) for layer in layers] == [
         ("a", "Linear"), ("conv", "Conv3d"), ("norm", "Norm"), ("token_embedding", "Embedding"),
     ]  # fmt: skip
@@ -123,7 +124,7 @@ def test_classes_are_inferred_without_a_model():
 
 def test_file_dtype_is_that_of_most_weights():
     tensors = {"a.weight": torch.zeros(4, 4, dtype=torch.bfloat16), "b": torch.zeros(3)}
-    assert plan.file_dtype(checkpoint(**tensors)) == "bf16"
+    assert file_dtype(checkpoint(**tensors)) == "bf16"
 
 
 def test_weight_bytes_count_each_layer_as_planned():
@@ -150,6 +151,6 @@ def test_text_encoder_storage(storage, file_storage, free, expected):
 
 
 def test_text_encoder_keeps_embeddings():
-    layers = [plan.Layer("shared", "Embedding", (9, 4)), plan.Layer("encoder.block.0.wo", "Linear", (4, 4))]
+    layers = [LayerSpec("shared", "Embedding", (9, 4)), LayerSpec("encoder.block.0.wo", "Linear", (4, 4))]
     _, decisions = plan.plan_text_encoder(layers, "fp8_e4m3fn", "fp16", "fp16", 1, 10)
     assert [decisions[layer.name].storage for layer in layers] == ["as_file", "fp8_e4m3fn"]

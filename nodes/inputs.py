@@ -1,0 +1,29 @@
+"""Inputs that several nodes have, their category, and the socket type of rules."""
+
+from comfy_api.latest import io
+
+from ..precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
+
+CATEGORY = "precision"
+RulesType = io.Custom("HALFSAFE_RULES")
+STORAGE_TOOLTIP = (
+    "How weights are kept in memory. auto: as in the file, fp8_e4m3fn when 16 bit does not fit the GPU. "
+    "fp8 halves the memory of 16 bit; norms, embeddings and other sensitive layers stay high (see rules)."
+)
+COMPUTE_TOOLTIP = (
+    "The dtype of the maths. auto: bf16 or fp16 where this GPU is fast at it and the model is safe in it, else fp16_safe or "
+    "fp32. fp16_safe: fp16 products with an fp32 stream, cannot overflow. fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); elsewhere it has no effect, and the report says so."
+)
+RULES_TOOLTIP = "Exceptions per layer, from Halfsafe Layer Rules. Without it the preset 'keep sensitive layers' applies."
+
+
+def storage_input(name: str = "storage", tooltip: str = STORAGE_TOOLTIP, default: str = "auto") -> io.Combo.Input:
+    return io.Combo.Input(name, options=list(STORAGE_OPTIONS), default=default, tooltip=tooltip)
+
+
+def compute_input() -> io.Combo.Input:
+    return io.Combo.Input("compute", options=list(COMPUTE_OPTIONS), default="auto", tooltip=COMPUTE_TOOLTIP)
+
+
+def rules_input() -> io.Input:
+    return RulesType.Input("rules", optional=True, tooltip=RULES_TOOLTIP)

@@ -1,0 +1,105 @@
+"""What a plan needs to know of a model: its layers, its size and the dtypes it is safe in."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..dtypes import FP8_DTYPES, name_of
+from ..formats.checkpoint import Checkpoint, StoredWeight
+
+MATRIX_CLASSES = ("Linear", "Conv")
+_EMBEDDING_WORDS = ("embed_tokens", "token_embedding", "position_embedding", "relative_attention_bias", "shared", "wte")
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A module with a weight: its name inside the model, its class and its weight's shape."""
+
+    name: str
+    cls: str
+    shape: tuple[int, ...]
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the layer is a matmul or a convolution."""
+        return any(word in self.cls for word in MATRIX_CLASSES) and len(self.shape) > 1
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a plan needs to know of a model.
+
+    ``file_dtype``: the storage name most weights have; ``supported``: compute dtypes it is known to work in, best first;
+    ``has_input_scales``: its fp8 layers bring the activation scales an fp8 matmul needs; ``formats``: layer -> the
+    quantization format that its weight stays in, whatever storage is asked for.
+    """
+
+    layers: Sequence[LayerSpec]
+    parameters: int
+    file_dtype: str
+    supported: tuple[str, ...]
+    has_input_scales: bool = False
+    formats: Mapping[str, str] = field(default_factory=dict)
+
+
+def facts_of(
+    checkpoint: Checkpoint,
+    prefix: str,
+    layers: Sequence[LayerSpec],
+    supported: Sequence[str],
+    formats: Mapping[str, str] | None = None,
+) -> ModelFacts:
+    """Collect the facts of the model below ``prefix`` of a file.
+
+    Args:
+        layers: its layers, with the module classes that are known or :func:`layer_specs` infers.
+        supported: compute dtypes it is known to work in, best first.
+        formats: layer -> quantization format, of the weights that stay in theirs.
+    """
+    return ModelFacts(
+        layers=tuple(layers),
+        parameters=sum(weight.data.numel() for name, weight in checkpoint.weights.items() if name.startswith(prefix)),
+        file_dtype=file_dtype(checkpoint, prefix),
+        supported=tuple(supported),
+        has_input_scales=has_input_scales(checkpoint, prefix),
+        formats=dict(formats or {}),
+    )
+
+
+def layer_specs(checkpoint: Checkpoint, prefix: str = "") -> list[LayerSpec]:
+    """Infer the layers below ``prefix`` of a file: their classes follow from name and shape."""
+    inside = (name[len(prefix) :] for name in checkpoint.weights if name.startswith(prefix))
+    layers = ((name.removesuffix(".weight"), checkpoint.weights[prefix + name]) for name in inside if name.endswith(".weight"))
+    return [_inferred_spec(layer, weight) for layer, weight in layers]
+
+
+def _inferred_spec(name: str, weight: StoredWeight) -> LayerSpec:
+    shape = tuple(weight.data.shape)
+    if len(shape) == 2:
+        return LayerSpec(name, "Embedding" if _is_embedding(name) else "Linear", shape)
+    return LayerSpec(name, f"Conv{len(shape) - 2}d" if 3 <= len(shape) <= 5 else "Norm", shape)
+
+
+def _is_embedding(name: str) -> bool:
+    return any(word in name.rsplit(".", 1)[-1] for word in _EMBEDDING_WORDS)
+
+
+def file_dtype(checkpoint: Checkpoint, prefix: str = "") -> str:
+    """Name the storage that most of the weights below ``prefix`` have, by number of values; ``none`` without weights."""
+    sizes: dict[str, int] = {}
+    for name, weight in checkpoint.weights.items():
+        if name.startswith(prefix):
+            key = "quantized" if weight.granularity == "native" else name_of(weight.data.dtype)
+            sizes[key] = sizes.get(key, 0) + weight.data.numel()
+    return most(sizes)
+
+
+def most(sizes: Mapping[str, int]) -> str:
+    """Return the key of the largest size, the first of several; ``none`` for an empty mapping."""
+    return max(sizes, key=sizes.__getitem__, default="none")
+
+
+def has_input_scales(checkpoint: Checkpoint, prefix: str = "") -> bool:
+    """Tell whether there are 2-D fp8 weights below ``prefix`` and all of them have an activation scale."""
+    inside = (weight for name, weight in checkpoint.weights.items() if name.startswith(prefix))
+    fp8 = [weight for weight in inside if weight.data.dtype in FP8_DTYPES and weight.data.dim() == 2]
+    return bool(fp8) and all(weight.input_scale is not None for weight in fp8)

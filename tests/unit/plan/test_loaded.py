@@ -1,0 +1,68 @@
+"""Plans of models in memory: immutable, with what cannot act on them, and the accumulation a goal implies."""
+
+import dataclasses
+
+import pytest
+import torch
+from halfsafe.precision.devices.detect import detect
+from halfsafe.precision.plan.accumulation import Request, Work, plan_accumulation
+from halfsafe.precision.plan.compute import plan_compute
+from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
+from halfsafe.precision.plan.goal import GOALS, plan_for_goal
+from halfsafe.precision.plan.loaded import plan_loaded
+from halfsafe.precision.plan.rules import Rules, rules_from
+from halfsafe.precision.plan.storage import plan_load
+
+LAYERS = (LayerSpec("a", "Linear", (32, 32)), LayerSpec("b", "Linear", (32, 32)), LayerSpec("norm", "LayerNorm", (32,)))
+FACTS = ModelFacts(LAYERS, 2048, "bf16", ("bf16", "fp32"))
+
+
+def loaded(compute="fp16_safe", text="", foreign=()):
+    return plan_loaded(FACTS, detect(profile="sm_86"), compute, rules_from(text, "none"), {}, dict.fromkeys(foreign, "other.pack"))
+
+
+def plans():
+    device = detect(profile="sm_86")
+    yield plan_compute(FACTS, device, "fp16_safe", Rules()), "decisions"
+    yield plan_load(FACTS, device, "fp8_e4m3fn", "auto", Rules(), None), "decisions"
+    request = Request(fp16_accumulation="on", tf32="on")
+    accumulation = plan_accumulation(request, detect(torch.device("cpu"), "sm_86"), Work(frozenset({"fp16"})))
+    yield accumulation, "flags"
+    yield accumulation, "reasons"
+
+
+@pytest.mark.parametrize(("plan", "mapping"), list(plans()), ids=lambda value: value if isinstance(value, str) else type(value).__name__)
+def test_a_plan_cannot_be_changed(plan, mapping):
+    values = getattr(plan, mapping)
+    with pytest.raises(TypeError):
+        values["a"] = values[next(iter(values))]
+    for item in dataclasses.fields(plan):
+        assert not isinstance(getattr(plan, item.name), (list, dict, set)), item.name
+
+
+def test_layers_of_another_loader_run_in_fp32_and_are_named_once():
+    found = loaded(foreign=("a", "norm"))
+    assert {name: (d.mode, d.stream) for name, d in found.decisions.items()} == {"a": ("fp32", "same"), "b": ("fp16_wide", "same")}
+    assert found.decisions["a"].reason == "other.pack multiplies in its own way: run in fp32"
+    assert [setting for setting, _ in found.without_effect] == ["compute=fp16_safe"]
+
+
+def test_foreign_layers_keep_any_other_arithmetic():
+    assert loaded("bf16", foreign=("a", "b")).decisions == {}
+
+
+def test_rules_that_cannot_act_on_a_loaded_model_are_listed():
+    found = loaded("bf16", "nowhere compute=fp32\na storage=fp8_e4m3fn")
+    assert [setting for setting, _ in found.without_effect] == ["nowhere compute=fp32", "a storage=fp8_e4m3fn"]
+    assert "Save Model" in found.without_effect[1][1]
+
+
+@pytest.mark.parametrize("goal", GOALS)
+def test_a_goal_implies_its_accumulation(goal):
+    found = plan_for_goal(FACTS, detect(profile="sm_86"), goal, {})
+    expected = {
+        "quality": Request(fp16_accumulation="off", reduced_precision_reduction="off", tf32="off"),
+        "speed": Request(fp16_accumulation="auto", tf32="on"),
+    }
+    assert found.sums == expected.get(goal)
+    assert (found.sums_reason is None) is (found.sums is None)
