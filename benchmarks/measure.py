@@ -92,7 +92,8 @@ def convert_read_all(path: Path) -> dict:
 def _quantized_at_once(path: Path) -> dict:
     import torch
     from halfsafe.precision.commands.convert import decide
-    from halfsafe.precision.formats.checkpoint import comfy_quant_tensor, read_checkpoint
+    from halfsafe.precision.formats.checkpoint import read_checkpoint
+    from halfsafe.precision.formats.stored_weight import comfy_quant_tensor
     from halfsafe.precision.plan.rules import rules_from
     from safetensors.torch import load_file
 

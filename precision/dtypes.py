@@ -1,4 +1,4 @@
-"""Names and limits of the floating point formats weights are stored and computed in."""
+"""Names and limits of the formats weights are stored and computed in."""
 
 import re
 
@@ -15,7 +15,7 @@ def torch_version() -> tuple[int, int]:
 
 TORCH_VERSION = torch_version()  # for what torch.compile traces: reading the text would break its graph
 
-STORAGE_OPTIONS = ("auto", "as_file", "fp8_e4m3fn", "fp8_e5m2", "fp16", "bf16", "fp32")
+STORAGE_OPTIONS = ("auto", "as_file", "fp8_e4m3fn", "fp8_e5m2", "fp16", "bf16", "fp32", "int8")
 COMPUTE_OPTIONS = ("auto", "fp8", "fp16", "fp16_safe", "bf16", "fp32")
 
 DTYPES = {
@@ -27,10 +27,12 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "fp64": torch.float64,
+    "int8": torch.int8,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FP16_MAX = 65504.0
 FP8_NAMES = ("fp8_e4m3fn", "fp8_e5m2")
+QUANTIZED_NAMES = (*FP8_NAMES, "int8")
 FP8_DTYPES = frozenset(DTYPES[name] for name in DTYPES if name.startswith("fp8"))
 
 
@@ -43,7 +45,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name used in nodes, rules and reports; torch's own name for dtypes that are no float storage."""
+    """The name used in nodes, rules and reports; torch's own name for dtypes that store no weights."""
     return NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 

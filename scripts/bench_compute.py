@@ -55,7 +55,7 @@ def _family_rows(comfy, families, family: str) -> list[dict]:
 
 
 def _errors(comfy, families, path: Path, call) -> dict:
-    from halfsafe.precision.formats.quantize import relative_error
+    from support.measures import relative_error
 
     reference, found = families.replay(families.load(comfy, path, "fp32"), call), {}
     for compute in ("fp16", "bf16", "fp16_safe"):
@@ -81,8 +81,8 @@ def run_fp8mm(args: argparse.Namespace) -> dict:
     comfy = load_comfy(args)
     import torch
     from halfsafe.nodes.host.run.compute import Fp8Linear
-    from halfsafe.precision.formats.quantize import relative_error
     from support import families, tiny_models
+    from support.measures import relative_error
 
     model = families.load(comfy, tiny_models.wan(comfy.folder / "wan.safetensors"), "fp8_e4m3fn", "fp8")
     module = model.model.diffusion_model.blocks[0].ffn[0]

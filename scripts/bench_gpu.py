@@ -207,7 +207,7 @@ def wait() -> None:
 
 
 def _error(reference, result) -> float | None:
-    from halfsafe.precision.formats.quantize import relative_error
+    from support.measures import relative_error
 
     error = relative_error(reference, result.float().cpu())
     return float(f"{error:.2e}") if error == error else None

@@ -82,8 +82,8 @@ def _rescues(comfy, families, family: str) -> list[dict]:
 
 def _rescue(comfy, families, path, family: str) -> dict:
     """Errors of a 4-step picture against fp32, and what the guard did."""
-    from halfsafe.precision.formats.quantize import relative_error
     from support.guarding import guarded, modes_of, report_of
+    from support.measures import relative_error
 
     def error(model) -> float | None:
         value = relative_error(reference, families.sample(model, family))

@@ -7,6 +7,7 @@ import comfy.quant_ops
 import torch
 
 from ...precision.dtypes import name_of
+from ...precision.formats.encoding import STORAGE_OF
 from ...precision.plan.choice import LoadRecord
 from ...precision.plan.facts import LayerSpec, ModelFacts, most
 from ...precision.report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
@@ -89,12 +90,12 @@ def _layer_report(patcher, name: str, module, record, compute, modes: dict[str, 
 
 
 def storage_of(tensor: torch.Tensor) -> str:
-    """The storage name of a weight, quantized or not; the format's own name where it is no fp8."""
+    """The storage name of a weight, quantized or not."""
     if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
         return name_of(tensor.dtype)
     formats = comfy.quant_ops.QUANT_ALGOS.items()
     held = next((name for name, algorithm in formats if algorithm["comfy_tensor_layout"] == tensor._layout_cls), "quantized")
-    return held.replace("float8_", "fp8_")
+    return STORAGE_OF.get(held, held)
 
 
 def _model_report(patcher) -> ModelReport:

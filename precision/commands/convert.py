@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..formats.checkpoint import Checkpoint, read_checkpoint
-from ..formats.comfy_format import Outcome, storage_name
+from ..formats.comfy_format import StoragePlan, storage_name
 from ..formats.comfy_state import model_prefix, refuse_lora, write_weights
 from ..formats.safetensors_file import TensorFile, open_checkpoint
 from ..plan.compute import rules_without_effect
@@ -56,7 +56,7 @@ def convert_file(
     decisions = decide(checkpoint, storage, rules)
     wanted = {name: decision.storage for name, decision in decisions.items()}
     metadata = {"format": "pt"} | checkpoint.metadata
-    outcomes = write_weights(target, checkpoint.weights, wanted, metadata, progress, source, file.release)
+    plans = write_weights(target, checkpoint.weights, wanted, metadata, progress, source, file.release)
     if progress:
         progress(file.data_bytes - sum(weight.data.nbytes for weight in checkpoint.weights.values()))
     return ConvertSummary(
@@ -66,15 +66,15 @@ def convert_file(
         source_bytes=file.data_bytes,
         target_bytes=os.path.getsize(target),
         seconds=time.perf_counter() - began,
-        weights=dict(Counter(storage_name(checkpoint.weights[name], outcome) for name, outcome in outcomes.items())),
+        weights=dict(Counter(storage_name(checkpoint.weights[name], plan) for name, plan in plans.items())),
         kept=[(name, decision.reason) for name, decision in decisions.items() if decision.kept],
-        notes=_notes(checkpoint, rules, outcomes),
+        notes=_notes(checkpoint, rules, plans),
     )
 
 
-def _notes(checkpoint: Checkpoint, rules: Rules, outcomes: dict[str, Outcome]) -> list[str]:
+def _notes(checkpoint: Checkpoint, rules: Rules, plans: dict[str, StoragePlan]) -> list[str]:
     idle = rules_without_effect(layer_specs(checkpoint, model_prefix(checkpoint)), rules)
-    otherwise = [f"{name}: {outcome.note}" for name, outcome in outcomes.items() if outcome.note]
+    otherwise = [f"{name}: {plan.note}" for name, plan in plans.items() if plan.note]
     return [*checkpoint.notes, *(f"{rule}: {why}" for rule, why in idle), *otherwise]
 
 

@@ -3,15 +3,17 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from math import prod
 
 import torch
 
 from ..amax import host_amax
 from ..dtypes import FP8_DTYPES, FP16_MAX, max_of, name_of
 from ..errors import CheckpointError
-from ..formats.checkpoint import Checkpoint, StoredWeight, read_checkpoint
+from ..formats.checkpoint import Checkpoint, read_checkpoint
+from ..formats.encodings import SINCE
 from ..formats.safetensors_file import TensorFile, open_checkpoint
-from ..formats.stored_weight import NUMBERS
+from ..formats.stored_weight import NUMBERS, StoredWeight
 
 SATURATION_LIMIT = 1e-3
 SATURATION_MINIMUM = 1000
@@ -24,7 +26,8 @@ class Inspection:
 
     Attributes:
         dtypes: dtype name -> {"tensors": n, "bytes": n}.
-        scales: granularity -> number of weights; also ``input`` and ``full_precision``.
+        scales: granularity, or the storage with scales of its own (``int8``, ``nvfp4``) -> number of weights; also
+            ``input`` and ``full_precision``.
         problems: why it cannot be used; empty if it can.
         in_comfyui: what stock ComfyUI would do wrong with it.
         notes: what was assumed or repaired while reading it.
@@ -85,7 +88,7 @@ def inspect_file(path) -> Inspection:
         file=str(path),
         dialect=checkpoint.dialect if checkpoint else None,
         bytes=file.data_bytes,
-        parameters=sum(weight.data.numel() for weight in weights),
+        parameters=sum(prod(weight.shape) for weight in weights),
         tensors=len(file),
         layers=sum(weight.name.endswith(".weight") for weight in weights),
         dtypes=_dtypes(file),
@@ -106,7 +109,8 @@ def _dtypes(file: TensorFile) -> dict[str, dict[str, int]]:
 
 
 def _scales(weights: list[StoredWeight]) -> dict[str, int]:
-    counts = Counter(weight.granularity for weight in weights if weight.granularity != "none")
+    kinds = (weight.granularity if weight.encoding is None else weight.storage for weight in weights)
+    counts = Counter(kind for kind in kinds if kind != "none")
     counts["input"] = sum(weight.input_scale is not None for weight in weights)
     counts["full_precision"] = sum(weight.full_precision for weight in weights)
     return {key: count for key, count in counts.items() if count}
@@ -114,9 +118,7 @@ def _scales(weights: list[StoredWeight]) -> dict[str, int]:
 
 def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     """ComfyUI 0.29 to 0.38: ``utils.convert_old_quants``, ``ops._load_quantized_module``, ``model_base`` (unexpected keys)."""
-    quantized = [
-        weight for weight in checkpoint.weights.values() if weight.eight_bit and weight.granularity != "native"
-    ]
+    quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.encoding is None]
     known = any(name in checkpoint.dialect for name in ("comfy_quant", "_quantization_metadata", "scaled_fp8"))
     scaled = [weight for weight in quantized if weight.scale is not None]
     clipped = [w for w in scaled if known and w.input_scale is None and not w.full_precision]
@@ -128,7 +130,9 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
         ([w for w in quantized if "fnuz" in name_of(w.data.dtype)], "fnuz weights are not understood"),
         (clipped, "no input scale: where the GPU multiplies in fp8, activations are clipped at 448"),
     )
-    return [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
+    found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
+    formats = Counter(w.encoding.settings["format"] for w in checkpoint.weights.values() if w.encoding is not None)
+    return [*found, *(f"{count} layers: {name} needs ComfyUI {SINCE[name]} or later." for name, count in formats.items())]
 
 
 def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
@@ -145,8 +149,11 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
         weights = {}
         problems.append(Finding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
     for name, tensor in file.items():
-        if tensor.dtype in NUMBERS:
-            _scan_tensor(tensor, weights.get(name, StoredWeight(name, tensor)), problems, remarks)
+        weight = weights.get(name, StoredWeight(name, tensor))
+        if weight.encoding is not None:
+            _scan_encoded(weight, problems)
+        elif tensor.dtype in NUMBERS:
+            _scan_tensor(tensor, weight, problems, remarks)
         file.release(name)
         if progress:
             progress(tensor.nbytes)
@@ -161,8 +168,20 @@ def _scan_tensor(tensor: torch.Tensor, weight: StoredWeight, problems: list[Find
         remarks.append(Finding(weight.name, "zero", f"all {tensor.numel()} values are zero"))
     elif tensor.dtype in FP8_DTYPES and largest == max_of(tensor.dtype):
         _saturation(weight, problems, remarks)
-    known = tensor.dtype != torch.float16 and weight.granularity != "native" and largest < float("inf")
-    if known and weight.passes(FP16_MAX, weight.bound(largest)):
+    if tensor.dtype != torch.float16 and largest < float("inf"):
+        _fp16_range(weight, weight.bound(largest), problems)
+
+
+def _scan_encoded(weight: StoredWeight, problems: list[Finding]) -> None:
+    bound = weight.encoding.bound()
+    if bound < float("inf"):
+        _fp16_range(weight, bound, problems)
+    else:
+        problems += _non_finite(weight.name, weight.data)
+
+
+def _fp16_range(weight: StoredWeight, bound: float, problems: list[Finding]) -> None:
+    if weight.exceeds(FP16_MAX, bound):
         problems.append(Finding(weight.name, "fp16_range", "values past 65504: infinite once cast to fp16"))
 
 

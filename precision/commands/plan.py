@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..devices.detect import Device
-from ..dtypes import name_of
 from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_state import model_prefix, refuse_lora
 from ..formats.safetensors_file import open_checkpoint
@@ -49,7 +48,7 @@ def _wants_fp8(goal: str, device: Device) -> bool:
 def _storage_in(plan: LoadPlan, checkpoint: Checkpoint, prefix: str, layer: str) -> str:
     storage = plan.decisions[layer].storage
     weight = checkpoint.weights[f"{prefix}{layer}.weight"]
-    return name_of(weight.data.dtype) if storage == "as_file" else storage
+    return weight.storage if storage == "as_file" else storage
 
 
 def _report(

@@ -17,6 +17,7 @@ except ImportError:  # Windows, where an open file cannot be deleted and needs n
     fcntl = None
 
 _PART = (".halfsafe-", ".part")
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_UNNAMED_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 
 
@@ -29,13 +30,13 @@ def require_space(path: Path, needed: int) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Turn an OSError inside into a CheckpointError that names ``path``."""
+def os_errors_as(path: Path, verb: str) -> Iterator[None]:
+    """Raise an OSError of the block as a CheckpointError: ``path`` cannot be ``verb`` (``read``, ``written``)."""
     try:
         yield
     except OSError as error:
-        advice = "Free some space." if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "Check the folder."
-        raise CheckpointError(path, f"cannot be written ({error.strerror or error})", advice=advice) from error
+        advice = "Free some space." if error.errno in _DISK_FULL else "Check the disk and the folder, or the connection to them."
+        raise CheckpointError(path, f"cannot be {verb} ({error.strerror or error})", advice=advice) from error
 
 
 @contextmanager
@@ -47,17 +48,17 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     Raises:
         CheckpointError: the folder or the disk refuses it.
     """
-    with naming(path):
+    with os_errors_as(path, "written"):
         sweep(path.parent)
         descriptor, part = _open_part(path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
-            with naming(path):
+            with os_errors_as(path, "written"):
                 file.flush()
                 os.fsync(descriptor)
                 part = part or _link(descriptor, path)
-        with naming(path):
+        with os_errors_as(path, "written"):
             if part != path:
                 os.replace(part, path)
             part = None

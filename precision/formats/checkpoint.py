@@ -5,23 +5,22 @@ NVIDIA ModelOpt and vLLM (``weight_scale``, ``input_scale``, ``k_scale``); DeepS
 (``weight_scale_inv``, which despite its name multiplies) and ``inference/convert.py`` (the same as ``scale``).
 """
 
-import json
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
 from ..dtypes import FP8_DTYPES, name_of
 from ..errors import CheckpointError, NonFiniteWeight, UnconsumedScale
+from .encoding import STORAGE_OF, NonFiniteScale
+from .encodings import encoding_of, leaves_of
 from .foreign import reject_foreign
 from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, granularity_of
 from .strict_json import read_object
 
-__all__ = ["Checkpoint", "StoredWeight", "comfy_quant_tensor", "looks_like_scale", "read_checkpoint"]
-
+READS_UP_TO = "0.38"
 METADATA_KEY = "_quantization_metadata"
 _SCALE_LEAF = re.compile(r"(^|_)scales?(_|$)")
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "weight_scale_2", "scale_input")
@@ -44,7 +43,7 @@ class Checkpoint:
 
 
 def read_checkpoint(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None, path) -> Checkpoint:
-    """Tell the dialects of a file apart and give every weight its scale. Touches scales and markers only.
+    """Recognise a file's quantization formats and give every weight its scale. Reads scales and markers only.
 
     Raises:
         UnconsumedScale: a tensor looks like a quantization scale and belongs to no weight.
@@ -53,11 +52,6 @@ def read_checkpoint(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str
     """
     reject_foreign(tensors, path)
     return _Reader(tensors, metadata or {}, path).read()
-
-
-def comfy_quant_tensor(settings: dict) -> torch.Tensor:
-    """ComfyUI's ``<layer>.comfy_quant``: JSON as uint8."""
-    return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
 
 
 class _Reader:
@@ -141,8 +135,9 @@ class _Reader:
         settings = self.settings.get(layer) if layer else None
         if settings is not None:
             self.dialects["comfy_quant" if f"{layer}.comfy_quant" in self.tensors else METADATA_KEY] += 1
-            if not self._is_fp8_linear(name, data, settings):
-                return self._native(name, data, settings)
+            declared = self._format(name, data, settings)
+            if not self._is_fp8_linear(name, data, settings, declared):
+                return self._encoded(name, data, settings | {"format": declared})
         scale, granularity, dialect = self._weight_scale(name, data)
         if settings is None and data.dtype in EIGHT_BIT:
             self.dialects[dialect] += 1
@@ -155,10 +150,20 @@ class _Reader:
         prefix = max((prefix for prefix in self.full_precision if name.startswith(prefix)), key=len, default=None)
         return prefix is not None and self.full_precision[prefix]
 
-    def _is_fp8_linear(self, name: str, data: torch.Tensor, settings: dict) -> bool:
+    def _format(self, name: str, data: torch.Tensor, settings: dict) -> str:
+        """The format that ``comfy_quant`` declares. Early INT8 files name none (ComfyUI issue 14722): told by their data."""
         declared = settings.get("format")
+        if declared is None and data.dtype == torch.int8 and f"{_layer(name)}.weight_scale" in self.tensors:
+            self.remarks["comfy_quant without a format, read as int8_tensorwise; ComfyUI refuses it"] += 1
+            return "int8_tensorwise"
         if not isinstance(declared, str):
             raise CheckpointError(self.path, "its comfy_quant names no format", name)
+        if declared not in STORAGE_OF and ("num_experts" in settings or not declared.startswith("float8_")):
+            problem = f"in the format {declared[:80]!r}, which no ComfyUI up to {READS_UP_TO} reads and Halfsafe does not know"
+            raise CheckpointError(self.path, problem, name, "Update ComfyUI and Halfsafe, or use another version of the model.")
+        return declared
+
+    def _is_fp8_linear(self, name: str, data: torch.Tensor, settings: dict, declared: str) -> bool:
         if not declared.startswith("float8_") or "num_experts" in settings:
             return False
         if data.dtype not in FP8_DTYPES:
@@ -167,23 +172,18 @@ class _Reader:
             self.remarks[f"declared as {declared}, stored and read as {name_of(data.dtype)}"] += 1
         return True
 
-    def _native(self, name: str, data: torch.Tensor, settings: dict) -> StoredWeight:
-        layer = _layer(name)
-        not_companions = (name, f"{layer}.bias", f"{layer}.comfy_quant")
-        companions = {key: self.tensors[key] for key in self._children[layer] if key not in not_companions}
-        self.taken.update(companions)
-        for key, tensor in companions.items():
-            if tensor.dtype not in (torch.uint8, torch.int8):
-                self._check_finite(key, tensor.float())
-        companions[f"{layer}.comfy_quant"] = comfy_quant_tensor(settings)
-        return StoredWeight(name, data, granularity="native", companions=companions)
-
-    @cached_property
-    def _children(self) -> dict[str, list[str]]:
-        children = defaultdict(list)
-        for name in self.tensors:
-            children[name.rpartition(".")[0]].append(name)
-        return children
+    def _encoded(self, name: str, data: torch.Tensor, settings: dict) -> StoredWeight:
+        layer, declared = _layer(name), settings["format"]
+        found = {leaf: f"{layer}.{leaf}" for leaf in leaves_of(declared) if f"{layer}.{leaf}" in self.tensors}
+        tensors = {leaf: self.tensors[key] for leaf, key in found.items()}
+        self.taken.update(found.values())
+        try:
+            encoding = encoding_of(data, tensors, settings)
+        except NonFiniteScale as error:
+            raise NonFiniteWeight(self.path, str(error), f"{layer}.{error.leaf}", "The file is damaged: get it again.") from None
+        except ValueError as error:
+            raise CheckpointError(self.path, f"{declared}, but {error}", name, "The file is damaged: get it again.") from None
+        return StoredWeight(name, encoding.data, encoding=encoding)
 
     def _weight_scale(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor | None, str, str]:
         found = next(((key, dialect) for key, dialect in _weight_scale_names(name) if key in self.tensors), None)
@@ -241,7 +241,7 @@ class _Reader:
             raise NonFiniteWeight(self.path, "a scale that is NaN or infinite", key, "The file is damaged: get it again.")
 
     def _check_leftovers(self, quantized: dict[str, StoredWeight]) -> None:
-        parents = _parents(name for name, weight in quantized.items() if weight.eight_bit)
+        parents = _parents(name for name, weight in quantized.items() if weight.quantized)
         for name in self.tensors:
             if name not in self.taken and name not in quantized and looks_like_scale(name):
                 self._check_leftover(name, parents, quantized)

@@ -1,7 +1,8 @@
 """One weight in ComfyUI's own quantization format: what it is stored in there, and its tensors.
 
-A quantized layer is ``<layer>.weight`` (fp8), ``<layer>.weight_scale`` (fp32, 0-dim), ``<layer>.comfy_quant`` (JSON as
-uint8) and, if known, ``<layer>.input_scale`` (ComfyUI ``comfy/ops.py``, ``_load_quantized_module``).
+A quantized layer is ``<layer>.weight`` (fp8 or int8), ``<layer>.weight_scale`` (fp32, 0-dim; int8: (rows, 1)),
+``<layer>.comfy_quant`` (JSON as uint8) and, if known, ``<layer>.input_scale`` (ComfyUI ``comfy/ops.py``,
+``_load_quantized_module``).
 """
 
 import math
@@ -10,22 +11,22 @@ from dataclasses import dataclass
 import torch
 
 from ..amax import host_amax
-from ..dtypes import FP8_NAMES, FP16_MAX, dtype_named, max_of, name_of
+from ..dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
 from ..errors import NonFiniteWeight
-from .checkpoint import comfy_quant_tensor
+from .int8 import quantize_rows, rotation_group
 from .quantize import quantize
 from .safetensors_header import TensorSpec
-from .stored_weight import StoredWeight
+from .stored_weight import StoredWeight, comfy_quant_tensor
 
 REQUANTIZATION_LIMIT = {"fp8_e4m3fn": 0.04, "fp8_e5m2": 0.08}
 LARGEST_ROUNDED = max_of(torch.float32) / 2
 ERROR_SAMPLE = 8
-UNCHANGED = "as_file"
+AS_FILE = "as_file"
 _OF_FNUZ = {"fp8_e4m3fnuz": "fp8_e4m3fn", "fp8_e5m2fnuz": "fp8_e5m2"}
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StoragePlan:
     """What a weight is stored in (``as_file``: unchanged), and why not as asked."""
 
     storage: str
@@ -44,7 +45,7 @@ def can_be_quantized(cls: str = "Linear", dimensions: int = 2) -> bool:
     return cls == "Linear" and dimensions == 2
 
 
-def outcome_of(weight: StoredWeight, storage: str, path) -> Outcome:
+def plan_weight(weight: StoredWeight, storage: str, path) -> StoragePlan:
     """What a weight will be stored in. Looks into the data only where the answer depends on it.
 
     Args:
@@ -53,38 +54,61 @@ def outcome_of(weight: StoredWeight, storage: str, path) -> Outcome:
     Raises:
         NonFiniteWeight: the weight holds NaN or Inf.
     """
-    if weight.granularity == "native":
-        asked_otherwise = storage not in ("auto", UNCHANGED)
-        return Outcome(UNCHANGED, "stays in its own format, which only ComfyUI unpacks" if asked_otherwise else None)
-    if weight.data.numel() == 0 or (weight.scale is None and not weight.is_number):
-        return Outcome(UNCHANGED)
+    if weight.data.numel() == 0 or (weight.scale is None and not weight.is_number and weight.encoding is None):
+        return StoragePlan(AS_FILE)
     storage = _resolved(weight, storage)
+    if storage == AS_FILE or (weight.encoding is not None and storage == weight.storage):
+        return StoragePlan(AS_FILE)
     if storage in FP8_NAMES:
-        return _fp8_outcome(weight, storage, path)
-    if storage == "fp16" and passes_fp16(weight, path):
-        return Outcome("bf16", f"kept in bf16: values pass fp16's {FP16_MAX:.0f}")
-    return Outcome(UNCHANGED if storage == name_of(weight.data.dtype) and weight.scale is None else storage)
+        return _plan_fp8(weight, storage, path)
+    if storage == "int8":
+        return _plan_int8(weight)
+    if storage == "fp16" and exceeds_fp16(weight, path):
+        return StoragePlan("bf16", f"kept in bf16: values exceed fp16's {FP16_MAX:.0f}")
+    return StoragePlan(AS_FILE if storage == weight.storage and weight.scale is None else storage)
 
 
 def _resolved(weight: StoredWeight, storage: str) -> str:
-    if storage not in ("auto", UNCHANGED):
+    if storage not in ("auto", AS_FILE):
         return storage
+    if weight.encoding is not None:
+        return AS_FILE
     own = name_of(weight.data.dtype)
     return _OF_FNUZ.get(own, "bf16" if own == "int8" else own)
 
 
-def _fp8_outcome(weight: StoredWeight, storage: str, path) -> Outcome:
-    if not weight.name.endswith(".weight") or not can_be_quantized(dimensions=weight.data.dim()):
-        held = "bf16" if weight.eight_bit else UNCHANGED
-        return Outcome(held, "ComfyUI holds only the weights of Linear layers in fp8")
-    if weight.granularity in ("row", "block") or weight.data.dtype == torch.int8:
-        error = _requantization_error(weight, dtype_named(storage), finite_bound(weight, path))
+def _not_linear(weight: StoredWeight, storage: str) -> StoragePlan | None:
+    """What a weight stays in because ComfyUI cannot hold it quantized; None for the weight of a Linear layer."""
+    if can_be_quantized(dimensions=len(weight.shape)) and weight.name.endswith(".weight"):
+        return None
+    return StoragePlan(_unquantized(weight), f"ComfyUI holds only the weights of Linear layers in {storage}")
+
+
+def _unquantized(weight: StoredWeight) -> str:
+    return "bf16" if weight.quantized else AS_FILE
+
+
+def _plan_int8(weight: StoredWeight) -> StoragePlan:
+    if (kept := _not_linear(weight, "int8")) is not None:
+        return kept
+    if rotation_group(weight.shape[1]) is None:
+        why = f"no rotation of 256, 64 or 16 divides its {weight.shape[1]} inputs, and int8 without one fails on outliers"
+        return StoragePlan(_unquantized(weight), why)
+    return StoragePlan("int8")
+
+
+def _plan_fp8(weight: StoredWeight, storage: str, path) -> StoragePlan:
+    if (kept := _not_linear(weight, "fp8")) is not None:
+        return kept
+    if weight.encoding is not None or weight.granularity in ("row", "block") or weight.data.dtype == torch.int8:
+        error = _requantization_error(weight, dtype_named(storage), _fp8_amax(weight, finite_bound(weight, path)))
         if error > REQUANTIZATION_LIMIT[storage]:
-            return Outcome("bf16", f"kept in bf16: one scale instead of {weight.scale.numel()} costs {error:.1%}")
-    return Outcome(storage)
+            many = weight.storage if weight.encoding is not None else f"{weight.scale.numel()}"
+            return StoragePlan("bf16", f"kept in bf16: one scale instead of {many} costs {error:.1%}")
+    return StoragePlan(storage)
 
 
-def passes_fp16(weight: StoredWeight, path) -> bool:
+def exceeds_fp16(weight: StoredWeight, path) -> bool:
     """Whether fp16 cannot hold a value of a weight.
 
     Raises:
@@ -92,16 +116,18 @@ def passes_fp16(weight: StoredWeight, path) -> bool:
     """
     if weight.scale is None and weight.data.dtype == torch.float16:
         return False
-    return weight.passes(FP16_MAX, finite_bound(weight, path))
+    return weight.exceeds(FP16_MAX, finite_bound(weight, path))
 
 
 def finite_bound(weight: StoredWeight, path) -> float:
-    """The largest magnitude of the dequantized weight; with several scales what the largest of them can give.
+    """Upper bound on the magnitude of the dequantized weight; its amax where there is one scale.
 
     Raises:
-        NonFiniteWeight: it holds NaN or Inf, or passes fp32's range.
+        NonFiniteWeight: it holds NaN or Inf, or exceeds fp32's range.
     """
-    if weight.is_number:
+    if weight.encoding is not None:
+        largest = weight.encoding.bound()
+    elif weight.is_number:
         largest = host_amax(weight.data)
     else:
         largest = 0.0 if weight.scale is None else float(torch.iinfo(weight.data.dtype).max + 1)
@@ -109,7 +135,7 @@ def finite_bound(weight: StoredWeight, path) -> float:
         raise NonFiniteWeight(path, "holds NaN or Inf", weight.name, "The file is damaged: download it again.")
     bound = weight.bound(largest)
     if bound > max_of(torch.float32):
-        raise NonFiniteWeight(path, "passes the range of fp32", weight.name, "The file is damaged: download it again.")
+        raise NonFiniteWeight(path, "exceeds the range of fp32", weight.name, "The file is damaged: download it again.")
     return bound
 
 
@@ -127,49 +153,66 @@ def _requantization_error(weight: StoredWeight, dtype: torch.dtype, bound: float
     return math.sqrt(squares / rows)
 
 
-def tensors_of(weight: StoredWeight, outcome: Outcome, path) -> dict[str, torch.Tensor]:
+def tensors_of(weight: StoredWeight, plan: StoragePlan, path) -> dict[str, torch.Tensor]:
     """A weight's tensors in ComfyUI's format, by full name. fp8 with one scale stays as it is; other scales become one.
 
     Raises:
         NonFiniteWeight: the weight holds NaN or Inf.
     """
     largest = finite_bound(weight, path)
-    if outcome.storage == UNCHANGED:
-        return {weight.name: weight.data, **weight.companions}
+    if plan.storage == AS_FILE:
+        return {weight.name: weight.data, **weight.auxiliary}
     if largest > LARGEST_ROUNDED:
-        problem = f"holds values up to {largest:.3g}, which round to infinity in {outcome.storage}"
+        problem = f"holds values up to {largest:.3g}, which round to infinity in {plan.storage}"
         raise NonFiniteWeight(path, problem, weight.name, "The file is damaged: download it again.")
-    dtype = dtype_named(outcome.storage)
-    if outcome.storage not in FP8_NAMES:
+    dtype = dtype_named(plan.storage)
+    if plan.storage not in QUANTIZED_NAMES:
         return {weight.name: weight.dequantize(dtype)}
-    data, scale = _fp8(weight, dtype, largest)
-    return {weight.name: data, f"{weight.layer}.weight_scale": scale, **_fp8_companions(weight, dtype)}
+    data, scale = _int8(weight, path) if plan.storage == "int8" else _fp8(weight, dtype, largest)
+    return {weight.name: data, f"{weight.layer}.weight_scale": scale, **_beside_quantized(weight, dtype)}
 
 
-def storage_name(weight: StoredWeight, outcome: Outcome) -> str:
-    """The storage name of an outcome, also of an unchanged weight: ``native`` for a format that only ComfyUI unpacks."""
-    if outcome.storage != UNCHANGED:
-        return outcome.storage
-    return "native" if weight.granularity == "native" else name_of(weight.data.dtype)
+def storage_name(weight: StoredWeight, plan: StoragePlan) -> str:
+    """The storage name of a plan, also of an unchanged weight."""
+    return weight.storage if plan.storage == AS_FILE else plan.storage
 
 
-def _fp8_companions(weight: StoredWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    settings: dict[str, object] = {"format": str(dtype).removeprefix("torch.")}
+def _beside_quantized(weight: StoredWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What stands beside data and scale: how ComfyUI is to read them, and the scale of the layer's input if that is known."""
+    if dtype == torch.int8:
+        settings = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": rotation_group(weight.shape[1])}
+        return {f"{weight.layer}.comfy_quant": comfy_quant_tensor(settings)}
+    settings = {"format": str(dtype).removeprefix("torch.")}
     if weight.full_precision:
         settings["full_precision_matrix_mult"] = True
-    companions = {f"{weight.layer}.comfy_quant": comfy_quant_tensor(settings)}
+    tensors = {f"{weight.layer}.comfy_quant": comfy_quant_tensor(settings)}
     if weight.input_scale is not None:
-        companions[f"{weight.layer}.input_scale"] = weight.input_scale
-    return companions
+        tensors[f"{weight.layer}.input_scale"] = weight.input_scale
+    return tensors
+
+
+def _int8(weight: StoredWeight, path) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = weight.shape
+    data, scale = torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, 1)
+    for part, values in weight.parts():
+        data[part], scale[part] = quantize_rows(values, rotation_group(columns))
+    if not torch.isfinite(scale).all():
+        raise NonFiniteWeight(path, "exceeds the range of fp32 once rotated", weight.name, "The file is damaged: download it again.")
+    return data, scale
+
+
+def _fp8_amax(weight: StoredWeight, bound: float) -> float:
+    """The amax that one fp8 scale is made for. An encoding's bound is loose: its values are looked at."""
+    return bound if weight.encoding is None else max(part.abs().max().item() for _, part in weight.parts())
 
 
 def _fp8(weight: StoredWeight, dtype: torch.dtype, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
     if (unchanged := _as_it_is(weight, dtype)) is not None:
         return unchanged
-    if weight.granularity == "none":
+    if weight.granularity == "none" and weight.encoding is None:
         quantized = quantize(weight.data, dtype, largest)
         return quantized.data, quantized.scale
-    data = torch.empty(weight.data.shape, dtype=dtype)
+    data, largest = torch.empty(weight.shape, dtype=dtype), _fp8_amax(weight, largest)
     target = weight.matrix(data)
     for rows, part in weight.parts():
         quantized = quantize(part, dtype, largest)
@@ -179,7 +222,7 @@ def _fp8(weight: StoredWeight, dtype: torch.dtype, largest: float) -> tuple[torc
 
 def _as_it_is(weight: StoredWeight, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Data and scale of a weight that is in fp8 ``dtype`` with one scale, or in its fnuz sibling; None for others."""
-    if weight.granularity not in ("none", "tensor"):
+    if weight.encoding is not None or weight.granularity not in ("none", "tensor"):
         return None
     scale = torch.tensor(1.0) if weight.scale is None else weight.scale
     if weight.data.dtype == dtype:
@@ -190,12 +233,13 @@ def _as_it_is(weight: StoredWeight, dtype: torch.dtype) -> tuple[torch.Tensor, t
     return None
 
 
-def specs_of(weight: StoredWeight, outcome: Outcome) -> list[TensorSpec]:
+def specs_of(weight: StoredWeight, plan: StoragePlan) -> list[TensorSpec]:
     """The tensors that :func:`tensors_of` will give, without making them."""
-    tensors = {weight.name: weight.data, **weight.companions}
-    if outcome.storage != UNCHANGED:
-        dtype = dtype_named(outcome.storage)
-        tensors = {weight.name: torch.empty(weight.data.shape, dtype=dtype, device="meta")}
-        if outcome.storage in FP8_NAMES:
-            tensors |= {f"{weight.layer}.weight_scale": torch.tensor(1.0), **_fp8_companions(weight, dtype)}
+    tensors = {weight.name: weight.data, **weight.auxiliary}
+    if plan.storage != AS_FILE:
+        dtype = dtype_named(plan.storage)
+        tensors = {weight.name: torch.empty(weight.shape, dtype=dtype, device="meta")}
+        if plan.storage in QUANTIZED_NAMES:
+            scale = torch.empty((weight.shape[0], 1) if plan.storage == "int8" else (), device="meta")
+            tensors |= {f"{weight.layer}.weight_scale": scale, **_beside_quantized(weight, dtype)}
     return [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from ..dtypes import FP8_NAMES
+from ..dtypes import QUANTIZED_NAMES
 from ..errors import CheckpointError
 from .checkpoint import Checkpoint, StoredWeight, looks_like_scale
-from .comfy_format import UNCHANGED, Outcome, finite_bound, outcome_of, passes_fp16, specs_of, tensors_of
+from .comfy_format import AS_FILE, StoragePlan, exceeds_fp16, finite_bound, plan_weight, specs_of, tensors_of
 from .safetensors_file import write_safetensors
 
 MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
@@ -27,10 +27,10 @@ def state_dict(
         progress: called with the bytes of the file just dealt with.
     """
     result, notes = {}, []
-    for weight, outcome in _outcomes(checkpoint.weights, decisions, checkpoint.path):
-        result.update(tensors_of(weight, outcome, checkpoint.path))
-        if outcome.note:
-            notes.append((weight.name, outcome.note))
+    for weight, plan in _plan_weights(checkpoint.weights, decisions, checkpoint.path):
+        result.update(tensors_of(weight, plan, checkpoint.path))
+        if plan.note:
+            notes.append((weight.name, plan.note))
         if progress:
             progress(weight.data.nbytes)
     return result, notes
@@ -44,13 +44,13 @@ def check_finite(tensors: Mapping[str, torch.Tensor], path) -> None:
 
 def storage_to_make(weight: StoredWeight, wanted: str) -> str:
     """``wanted``, or ``as_file`` from one 16- or 32-bit dtype to another: ComfyUI casts as it loads, with no second copy."""
-    return wanted if wanted in FP8_NAMES or weight.scale is not None or weight.eight_bit else UNCHANGED
+    return wanted if wanted in QUANTIZED_NAMES or weight.scale is not None or weight.quantized else AS_FILE
 
 
-def beyond_fp16(checkpoint: Checkpoint, prefix: str = "") -> str | None:
+def first_exceeding_fp16(checkpoint: Checkpoint, prefix: str = "") -> str | None:
     """The first tensor below ``prefix`` with a value that fp16 cannot hold, or None."""
     inside = (weight for name, weight in checkpoint.weights.items() if name.startswith(prefix))
-    return next((weight.name for weight in inside if passes_fp16(weight, checkpoint.path)), None)
+    return next((weight.name for weight in inside if exceeds_fp16(weight, checkpoint.path)), None)
 
 
 def write_weights(
@@ -61,7 +61,7 @@ def write_weights(
     progress: Callable[[int], None] | None,
     origin: str | os.PathLike,
     release: Callable[[str], None] = lambda name: None,
-) -> dict[str, Outcome]:
+) -> dict[str, StoragePlan]:
     """Write weights to a file in ComfyUI's format, one at a time; each is asked for twice, first for its size.
 
     Args:
@@ -76,20 +76,20 @@ def write_weights(
         NonFiniteWeight: a weight holds NaN or Inf.
         CheckpointError: the target cannot be written.
     """
-    outcomes, specs = {}, []
-    for weight, outcome in _outcomes(weights, storages, origin):
-        outcomes[weight.name] = outcome
-        specs += specs_of(weight, outcome)
+    plans, specs = {}, []
+    for weight, plan in _plan_weights(weights, storages, origin):
+        plans[weight.name] = plan
+        specs += specs_of(weight, plan)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in weights.items():
-            yield from tensors_of(weight, outcomes[name], origin).items()
+            yield from tensors_of(weight, plans[name], origin).items()
             release(name)
             if progress:
                 progress(weight.data.nbytes)
 
     write_safetensors(target, specs, tensors(), metadata)
-    return outcomes
+    return plans
 
 
 def model_prefix(checkpoint: Checkpoint) -> str:
@@ -106,11 +106,11 @@ def refuse_lora(checkpoint: Checkpoint) -> None:
         raise CheckpointError(checkpoint.path, "a LoRA, which is applied in 16 bit", name, "Convert the model instead.")
 
 
-def _outcomes(weights: Mapping[str, StoredWeight], storages: Mapping[str, str], path) -> Iterator[tuple[StoredWeight, Outcome]]:
-    """Every weight and what it will be stored in; 16 bit where a tensor beside it would be taken for its fp8 scale."""
+def _plan_weights(weights: Mapping[str, StoredWeight], storages: Mapping[str, str], path) -> Iterator[tuple[StoredWeight, StoragePlan]]:
+    """Every weight and what it will be stored in; 16 bit where a tensor beside it would be taken for its scale."""
     beside_scales = {name.rpartition(".")[0] for name in weights if looks_like_scale(name)}
     for weight in weights.values():
-        outcome = outcome_of(weight, storages.get(weight.layer, UNCHANGED), path)
-        if outcome.storage in FP8_NAMES and not weight.eight_bit and weight.layer in beside_scales:
-            outcome = Outcome("bf16" if weight.scale is not None else UNCHANGED, "a tensor beside it is named like a scale")
-        yield weight, outcome
+        plan = plan_weight(weight, storages.get(weight.layer, AS_FILE), path)
+        if plan.storage in QUANTIZED_NAMES and not weight.quantized and weight.layer in beside_scales:
+            plan = StoragePlan("bf16" if weight.scale is not None else AS_FILE, "a tensor beside it is named like a scale")
+        yield weight, plan

@@ -1,4 +1,4 @@
-"""Scaled FP8: one power-of-two scale per tensor, and the measures of what it costs.
+"""Scaled FP8: one power-of-two scale per tensor.
 
 A power of two is as accurate as any other scale (about 2.65 % relative error for a normal weight, whatever its spread),
 and it multiplies and divides without rounding: the dequantized weight is exact in bf16 and fp16, and a weight that is
@@ -91,17 +91,3 @@ def activation_scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``data * scale`` for one scale per tensor, multiplied in fp32 and cast to ``dtype``."""
     return (data.float() * scale).to(dtype)
-
-
-def relative_error(reference: torch.Tensor, approximation: torch.Tensor) -> float:
-    """``||approximation - reference|| / ||reference||`` in fp64; 0 for two zero tensors."""
-    reference = reference.double()
-    norm = reference.norm().item()
-    error = (approximation.double() - reference).norm().item()
-    return error / norm if norm else error
-
-
-def sqnr_db(reference: torch.Tensor, approximation: torch.Tensor) -> float:
-    """Signal to quantization noise ratio in dB: ``-20 log10`` of :func:`relative_error`; inf when equal."""
-    error = relative_error(reference, approximation)
-    return math.inf if error == 0 else -20 * math.log10(error)

@@ -1,4 +1,8 @@
-"""Safetensors files: lazily mapped reading of one file or a sharded set, and atomic streamed writing."""
+"""Safetensors files: lazily mapped reading of one file or a sharded set, and atomic streamed writing.
+
+The library's ``safe_open`` is not used: it opens no sharded sets, cannot give back the pages of a tensor, and its errors
+name neither file nor tensor. Its ``save_file`` needs all tensors in memory at once.
+"""
 
 import mmap
 import os
@@ -6,14 +10,13 @@ import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 
 from ..errors import CheckpointError
-from .atomic_write import naming, replacing, require_space
+from .atomic_write import os_errors_as, replacing, require_space
 from .safetensors_header import MAX_HEADER, Entry, TensorSpec, header_bytes, layout, parse_json, read_header
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.(safetensors|sft))")
@@ -93,7 +96,7 @@ def _open_siblings(path: Path, shard: re.Match) -> TensorFile:
 
 
 def _open_index(path: Path) -> TensorFile:
-    with _open_regular(path) as file, _reading(path):
+    with _open_regular(path) as file, os_errors_as(path, "read"):
         if os.fstat(file.fileno()).st_size > MAX_HEADER:
             raise CheckpointError(path, "an index of more than 100 MB", advice="Download it again.")
         index = parse_json(path, file.read(), "text")
@@ -129,7 +132,7 @@ def _open_files(path: Path, files: list[Path]) -> TensorFile:
 
 
 def _map_file(path: Path, maps: dict[Path, mmap.mmap]) -> tuple[dict[str, str], dict[str, Entry]]:
-    with _open_regular(path) as file, _reading(path):
+    with _open_regular(path) as file, os_errors_as(path, "read"):
         metadata, entries = read_header(path, file, os.fstat(file.fileno()).st_size)
         try:
             maps[path] = _map(file)
@@ -158,15 +161,6 @@ def _open_regular(path: Path) -> BinaryIO:
         raise CheckpointError(path, f"cannot be opened ({reason})", advice="Check the path.") from None
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        advice = "Check the disk, or the connection to it."
-        raise CheckpointError(path, f"cannot be read ({error.strerror or error})", advice=advice) from error
-
-
 def write_safetensors(
     path: str | os.PathLike,
     specs: Sequence[TensorSpec],
@@ -185,10 +179,10 @@ def write_safetensors(
     path = Path(os.path.realpath(path))
     spans = layout(specs)
     header = header_bytes(spans, metadata)
-    with naming(path):
+    with os_errors_as(path, "written"):
         require_space(path, len(header) + sum(spec.bytes for spec in specs))
     with replacing(path) as file:
-        with naming(path):
+        with os_errors_as(path, "written"):
             file.write(header)
         _write_all(path, file, len(header), spans, tensors)
 
@@ -199,7 +193,7 @@ def _write_all(path: Path, file: BinaryIO, base: int, spans: dict, tensors: Iter
         spec, start = waiting.pop(name, (None, 0))
         if spec != TensorSpec(name, tensor.dtype, tuple(tensor.shape)):
             raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced was {spec}")
-        with naming(path):
+        with os_errors_as(path, "written"):
             _write_tensor(file, base + start, tensor)
         del tensor  # before the next one is made
     if waiting:

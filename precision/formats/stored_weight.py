@@ -1,13 +1,14 @@
 """A weight as a file stores it: data, scale and how far one scale reaches."""
 
+import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 
-from ..dtypes import FP8_DTYPES
-from ..errors import HalfsafeError
+from ..dtypes import FP8_DTYPES, name_of
+from .encoding import Encoding
 
 CHUNK = 1 << 20
 EIGHT_BIT = FP8_DTYPES | {torch.int8}
@@ -17,16 +18,16 @@ USUAL_BLOCK = 128
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One tensor of a model. ``data * scale`` is the weight, unless ``granularity`` is ``native``.
+    """One tensor of a model. ``data * scale`` is the weight, unless it has an ``encoding``, which knows its values.
 
     Attributes:
         name: full tensor name, ``blocks.0.ffn.0.weight``.
         scale: fp32 multiplier: 0-dim (``tensor``), ``(rows, 1)`` over ``data`` seen as that many rows (``row``), one
-            entry per block of a 2-D weight (``block``), None (``none``, ``native``).
-        granularity: ``none``, ``tensor``, ``row``, ``block``, or ``native``: a format that ComfyUI itself unpacks.
+            entry per block of a 2-D weight (``block``), None (``none``).
+        granularity: ``none``, ``tensor``, ``row`` or ``block``.
         input_scale: fp32 0-dim activation multiplier, if the file has one.
         full_precision: the file asks for ``full_precision_matrix_mult``.
-        companions: native: the tensors that belong to it, by full name.
+        encoding: the weight in one of ComfyUI's formats that are more than fp8 data and a scale.
     """
 
     name: str
@@ -35,58 +36,84 @@ class StoredWeight:
     granularity: str = "none"
     input_scale: torch.Tensor | None = None
     full_precision: bool = False
-    companions: dict[str, torch.Tensor] = field(default_factory=dict)
+    encoding: Encoding | None = None
 
     @property
     def layer(self) -> str:
         return self.name.removesuffix(".weight")
 
     @property
-    def eight_bit(self) -> bool:
-        return self.data.dtype in EIGHT_BIT
+    def shape(self) -> tuple[int, ...]:
+        """The weight's own shape; ``data`` may hold two numbers in a byte."""
+        return tuple(self.data.shape) if self.encoding is None else self.encoding.shape
+
+    @property
+    def storage(self) -> str:
+        """The storage name: ``bf16``, ``fp8_e4m3fn``, ``int8``, ``nvfp4``."""
+        return name_of(self.data.dtype) if self.encoding is None else self.encoding.storage
+
+    @property
+    def quantized(self) -> bool:
+        """Whether it is stored in 8 bits or fewer."""
+        return self.encoding is not None or self.data.dtype in EIGHT_BIT
 
     @property
     def is_number(self) -> bool:
         """Whether the data are floating point numbers; e8m0, bare exponents, are none."""
         return self.data.dtype in NUMBERS
 
+    @property
+    def auxiliary(self) -> dict[str, torch.Tensor]:
+        """What ComfyUI needs beside the data of an encoded weight, by full name."""
+        if self.encoding is None:
+            return {}
+        tensors = {f"{self.layer}.{leaf}": tensor for leaf, tensor in self.encoding.tensors.items()}
+        return tensors | {f"{self.layer}.comfy_quant": comfy_quant_tensor(self.encoding.settings)}
+
+    def moved(self, device: torch.device | str) -> "StoredWeight":
+        """The same weight on a device."""
+        scale = None if self.scale is None else self.scale.to(device)
+        encoding = None if self.encoding is None else self.encoding.moved(device)
+        return replace(self, data=self.data.to(device), scale=scale, encoding=encoding)
+
     def parts(self, sample: int | None = None) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The weight in fp32, some rows at a time: slices of :meth:`matrix` and their values. 4 MB each.
+        """The weight in fp32, some rows at a time: slices of :meth:`matrix` and their values. Up to 4 MB each, of like size:
+        a BLAS may sum the few rows of a small rest in another order. The rows of a 2-D weight stay whole.
 
         ``sample``: give at most twice so many parts, spread evenly over the weight.
-
-        Raises:
-            HalfsafeError: the format is one that only ComfyUI unpacks.
         """
-        if self.granularity == "native":
-            raise HalfsafeError(f"'{self.name}' is in a format that only ComfyUI's own kernels unpack.")
-        matrix = self.matrix(self.data)
-        rows, columns = matrix.shape
-        step = max(1, CHUNK // max(columns, 1))
-        skip = max(1, rows // (step * sample)) if sample else 1
-        for start in range(0, rows, step * skip):
-            part = slice(start, min(start + step, rows))
-            yield part, self._times_scale(matrix[part].float(), part)
+        rows, columns = self._matrix_shape
+        count = -(-rows // max(1, CHUNK // max(columns, 1)))
+        for i in range(0, count, max(1, count // sample) if sample else 1):
+            part = slice(rows * i // count, rows * (i + 1) // count)
+            yield part, self._values(part)
 
-    def bound(self, largest: float) -> float:
-        """What no value of the weight passes, for data up to ``largest`` in magnitude; reached unless there are many scales."""
-        return largest if self.scale is None else largest * self.scale.max().item()
+    def bound(self, amax: float) -> float:
+        """Upper bound on ``|weight|`` for ``|data| <= amax``. Tight where there is one scale."""
+        if self.encoding is not None:
+            return self.encoding.bound()
+        return amax if self.scale is None else amax * self.scale.max().item()
 
-    def passes(self, limit: float, bound: float) -> bool:
-        """Whether a value passes ``limit``, for a :meth:`bound`; reads the weight only where that leaves it open."""
-        if bound <= limit or self.granularity in ("none", "tensor"):
+    def exceeds(self, limit: float, bound: float) -> bool:
+        """Whether a value of the weight exceeds ``limit``, given its :meth:`bound`. Reads the weight only where that leaves it open."""
+        if bound <= limit or (self.encoding is None and self.granularity in ("none", "tensor")):
             return bound > limit
         return any(part.abs().max() > limit for _, part in self.parts())
 
     def matrix(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the weight's shape as the 2-D view that :meth:`parts` slices."""
-        if tensor.numel() == 0:
-            return tensor.reshape(0, 1)
-        if self.granularity == "row":
-            return tensor.reshape(self.scale.shape[0], -1)
-        if self.granularity == "block":
-            return tensor
-        return tensor.reshape(-1, 1)
+        return tensor.reshape(self._matrix_shape)
+
+    @property
+    def _matrix_shape(self) -> tuple[int, int]:
+        count = math.prod(self.shape)
+        rows = self.scale.shape[0] if self.granularity == "row" else count // (self.shape[-1] if self.shape else 1) if count else 0
+        return rows, count // rows if rows else 1
+
+    def _values(self, rows: slice) -> torch.Tensor:
+        if self.encoding is not None:
+            return self.encoding.rows(rows)
+        return self._times_scale(self.matrix(self.data)[rows].float(), rows)
 
     def _times_scale(self, part: torch.Tensor, rows: slice) -> torch.Tensor:
         if self.granularity == "none":
@@ -101,14 +128,10 @@ class StoredWeight:
         return part * scale if self.data.dtype == torch.float32 else part.mul_(scale)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in ``dtype``; beyond the result this takes 16 MB. Unscaled data of that dtype is not copied.
-
-        Raises:
-            HalfsafeError: the format is one that only ComfyUI unpacks.
-        """
-        if self.granularity == "none":
+        """The weight in ``dtype``; beyond the result this takes 16 MB. Unscaled data of that dtype is not copied."""
+        if self.granularity == "none" and self.encoding is None:
             return self.data.to(dtype)
-        result = torch.empty(self.data.shape, dtype=dtype)
+        result = torch.empty(self.shape, dtype=dtype)
         target = self.matrix(result)
         for rows, part in self.parts():
             target[rows] = part
@@ -144,3 +167,8 @@ def block_size(size: int, count: int) -> int | None:
     power = 1 << math.ceil(math.log2(size / count))
     candidates = [USUAL_BLOCK, *([size // count] if size % count == 0 else []), power]
     return next((block for block in candidates if math.ceil(size / block) == count), None)
+
+
+def comfy_quant_tensor(settings: dict) -> torch.Tensor:
+    """ComfyUI's ``<layer>.comfy_quant``: JSON as uint8."""
+    return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)

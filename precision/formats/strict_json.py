@@ -1,14 +1,14 @@
-"""JSON from a file that nobody vouches for."""
+"""Strict JSON for untrusted files."""
 
 import json
 from collections import Counter
 
 
 def read_object(text: str | bytes) -> dict:
-    """The JSON object that ``text`` is, in UTF-8, its keys unique and all of its text writable as UTF-8 again.
+    """Parse a JSON object in UTF-8 with unique keys and no lone surrogates.
 
     Raises:
-        ValueError: it is none; the message says why, in ASCII.
+        ValueError: ``text`` is no such object; the message says why, in ASCII.
     """
     try:
         if isinstance(text, bytes):

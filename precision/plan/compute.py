@@ -12,9 +12,8 @@ from .rules import Rules
 
 SAFE = "fp16_safe"
 INT8 = "int8"
-MULTIPLY_IN_INT8 = ("int8_tensorwise",)
-QUANTIZED_PRODUCTS = (*MULTIPLY_IN_INT8, "convrot_w4a4", "nvfp4", "mxfp8")
-"""ComfyUI's formats, beside fp8, whose layers multiply quantized operands by themselves."""
+QUANTIZED_PRODUCTS = (INT8, "int4", "nvfp4", "mxfp8")
+"""Storages, beside fp8, whose layers multiply quantized operands by themselves in ComfyUI."""
 MODE_OF = {"fp8": "fp8", "fp16": "fp16", SAFE: "fp16_wide", "bf16": "bf16", "fp32": "fp32"}
 FP8_MULTIPLE = 16
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 from ..dtypes import FP8_DTYPES, name_of
 from ..formats.checkpoint import Checkpoint, StoredWeight
@@ -57,7 +58,7 @@ def facts_of(
     """
     return ModelFacts(
         layers=tuple(layers),
-        parameters=sum(weight.data.numel() for name, weight in checkpoint.weights.items() if name.startswith(prefix)),
+        parameters=sum(prod(weight.shape) for name, weight in checkpoint.weights.items() if name.startswith(prefix)),
         file_dtype=file_dtype(checkpoint, prefix),
         supported=tuple(supported),
         has_input_scales=has_input_scales(checkpoint, prefix),
@@ -73,7 +74,7 @@ def layer_specs(checkpoint: Checkpoint, prefix: str = "") -> list[LayerSpec]:
 
 
 def _inferred_spec(name: str, weight: StoredWeight) -> LayerSpec:
-    shape = tuple(weight.data.shape)
+    shape = weight.shape
     if len(shape) == 2:
         return LayerSpec(name, "Embedding" if _is_embedding(name) else "Linear", shape)
     return LayerSpec(name, f"Conv{len(shape) - 2}d" if 3 <= len(shape) <= 5 else "Norm", shape)
@@ -88,8 +89,8 @@ def file_dtype(checkpoint: Checkpoint, prefix: str = "") -> str:
     sizes: dict[str, int] = {}
     for name, weight in checkpoint.weights.items():
         if name.startswith(prefix):
-            key = "quantized" if weight.granularity == "native" else name_of(weight.data.dtype)
-            sizes[key] = sizes.get(key, 0) + weight.data.numel()
+            key = "quantized" if weight.encoding is not None else name_of(weight.data.dtype)
+            sizes[key] = sizes.get(key, 0) + prod(weight.shape)
     return most(sizes)
 
 

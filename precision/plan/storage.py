@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from ..devices.detect import Device, auto_storage
-from ..dtypes import FP8_NAMES, dtype_named
+from ..dtypes import FP8_NAMES, QUANTIZED_NAMES, dtype_named
 from ..formats.checkpoint import Checkpoint, StoredWeight
 from ..formats.comfy_format import can_be_quantized
 from .choice import Choice, frozen
@@ -15,7 +16,7 @@ from .rules import TEXT_ENCODER_RULES, Rules
 
 @dataclass(frozen=True)
 class StorageDecision:
-    """``storage``: a storage name or ``as_file``; ``kept``: the rules or the format kept it from fp8."""
+    """``storage``: a storage name or ``as_file``; ``kept``: the rules or the format kept it from 8 bits."""
 
     storage: str
     reason: str
@@ -39,12 +40,14 @@ def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Map
 
 def _decide_storage(layer: LayerSpec, storage: str, rules: Rules) -> StorageDecision:
     found = rules.setting("storage", layer.name, layer.cls)
-    if found and found[1].preset and storage not in FP8_NAMES:
-        found = None  # presets guard layers against fp8 only
+    if found and found[1].preset and storage not in QUANTIZED_NAMES:
+        found = None  # presets guard layers against 8 bits only
     wanted, reason = (found[0], found[1].reason or str(found[1])) if found else (storage, "")
-    if wanted in FP8_NAMES and not can_be_quantized(layer.cls, len(layer.shape)):
-        return StorageDecision("as_file", f"{layer.cls}: only Linear weights are held in fp8", kept=len(layer.shape) > 1)
-    return StorageDecision(wanted, reason, kept=storage in FP8_NAMES and wanted not in FP8_NAMES and len(layer.shape) > 1)
+    if wanted in QUANTIZED_NAMES and not can_be_quantized(layer.cls, len(layer.shape)):
+        kind = "fp8" if wanted in FP8_NAMES else wanted
+        return StorageDecision("as_file", f"{layer.cls}: only Linear weights are held in {kind}", kept=len(layer.shape) > 1)
+    kept = storage in QUANTIZED_NAMES and wanted not in QUANTIZED_NAMES and len(layer.shape) > 1
+    return StorageDecision(wanted, reason, kept=kept)
 
 
 def plan_load(
@@ -96,16 +99,13 @@ def _choose_storage(
 
 def weight_bytes(checkpoint: Checkpoint, plan: LoadPlan, prefix: str = "") -> int:
     """Count the bytes that the weights below ``prefix`` take in memory once loaded as planned."""
-    return sum(
-        weight.data.numel() * _bytes_per_weight(weight, plan, name[len(prefix) :].removesuffix(".weight"))
-        for name, weight in checkpoint.weights.items()
-        if name.startswith(prefix)
-    )
+    inside = ((name[len(prefix) :], weight) for name, weight in checkpoint.weights.items() if name.startswith(prefix))
+    return sum(_weight_bytes(weight, plan, name.removesuffix(".weight")) for name, weight in inside)
 
 
-def _bytes_per_weight(weight: StoredWeight, plan: LoadPlan, layer: str) -> int:
+def _weight_bytes(weight: StoredWeight, plan: LoadPlan, layer: str) -> int:
     decision = plan.decisions.get(layer)
     storage = decision.storage if decision else plan.storage.used
     if storage == "as_file":
-        return weight.data.element_size()
-    return dtype_named(storage if decision else plan.compute.weight_dtype).itemsize
+        return weight.data.nbytes
+    return prod(weight.shape) * dtype_named(storage if decision else plan.compute.weight_dtype).itemsize

@@ -6,10 +6,10 @@ import pytest
 import torch
 from halfsafe.nodes.host.run.accumulation import accumulation_of
 from halfsafe.nodes.host.run.compute import compute_of
-from halfsafe.precision.formats.quantize import relative_error
 from support import families, tiny_models
 from support.compiling import COMPILER, compiled
 from support.families import load
+from support.measures import relative_error
 from support.summing import accumulation
 from torch._dynamo.utils import counters
 

@@ -10,8 +10,8 @@ from halfsafe.precision.arithmetic.linear import SafeOperation, has_wide_output
 from halfsafe.precision.arithmetic.ranges import Ranges
 from halfsafe.precision.devices import probes
 from halfsafe.precision.devices.detect import detect
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.plan.accumulation import PARTS
+from support.measures import relative_error
 from support.plain_weights import plain_weights
 
 

@@ -6,10 +6,10 @@ import importlib
 import pytest
 import torch
 from halfsafe.nodes.host.run.compute import compute_of
-from halfsafe.precision.formats.quantize import relative_error
 from support import families, tiny_models
 from support.families import load
 from support.guarding import guarded, is_finite, plain_fp16, report_of
+from support.measures import relative_error
 from support.summing import accumulation, states
 
 

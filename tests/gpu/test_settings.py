@@ -8,10 +8,10 @@ from halfsafe.precision.arithmetic.fp16_sums import FLAG
 from halfsafe.precision.arithmetic.linear import SafeOperation, has_wide_output
 from halfsafe.precision.arithmetic.ranges import Ranges
 from halfsafe.precision.devices.detect import PROFILE_VARIABLE, detect
-from halfsafe.precision.formats.quantize import relative_error
 from support import families, tiny_models
 from support.families import load
 from support.guarding import guarded, plain_fp16, report_of
+from support.measures import relative_error
 from support.plain_weights import plain_weights
 from support.summing import accumulation, products, spied, started_with, states
 

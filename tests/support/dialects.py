@@ -131,48 +131,141 @@ def block_wise(
 
 
 def native(path: Path, weights: Weights, biases: Weights) -> Path:
-    """nvfp4, mxfp8, int8 and convrot layers by turns, in the shapes ComfyUI's kernels expect; the values mean nothing."""
-    makers = (_nvfp4, _mxfp8, _int8, _convrot)
+    """Layers by turns in each of :data:`NATIVE`, ComfyUI's formats other than scaled fp8, as its own tools write them."""
     tensors = {}
     for number, (layer, weight) in enumerate(weights.items()):
-        tensors |= {f"{layer}.{leaf}": value for leaf, value in makers[number % 4](*weight.shape).items()}
+        make = list(NATIVE.values())[number % len(NATIVE)]
+        tensors |= {f"{layer}.{leaf}": value for leaf, value in make(weight.float()).items()}
     return save(path, tensors, biases, {"format": "pt"})
 
 
-def _nvfp4(rows: int, columns: int) -> Weights:
+def in_format(path: Path, weights: Weights, biases: Weights, name: str, settings: dict | None = None) -> Path:
+    """Every layer in one of :data:`NATIVE`; ``settings`` replace its ``comfy_quant``."""
+    tensors = {}
+    for layer, weight in weights.items():
+        made = NATIVE[name](weight.float())
+        if settings is not None:
+            made["comfy_quant"] = comfy_quant_bytes(settings)
+        tensors |= {f"{layer}.{leaf}": value for leaf, value in made.items()}
+    return save(path, tensors, biases, {"format": "pt"})
+
+
+def rotation(size: int) -> torch.Tensor:
+    """The normalized regular Hadamard matrix, entry by entry: the sign flips once for each base-4 digit pair that adds to 3."""
+    def sign(i: int, j: int) -> int:
+        flips = 0
+        for _ in range(10):
+            flips += (i % 4) + (j % 4) == 3
+            i, j = i // 4, j // 4
+        return -1 if flips % 2 else 1
+
+    return torch.tensor([[sign(i, j) for j in range(size)] for i in range(size)]).float() / size**0.5
+
+
+def _rotate(weight: torch.Tensor, size: int) -> torch.Tensor:
+    return (weight.reshape(-1, size) @ rotation(size)).reshape(weight.shape)
+
+
+def _group(weight: torch.Tensor) -> int:
+    return next(size for size in (256, 64, 16) if weight.shape[1] % size == 0)
+
+
+def tiled(scales: torch.Tensor) -> torch.Tensor:
+    """Block scales as cuBLAS wants them: padded to 128 x 4; the tile of row r, column c holds them at (r % 32, r // 32, c)."""
+    rows, columns = scales.shape
+    down, across = -(-rows // 128), -(-columns // 4)
+    flat = torch.zeros(down * across * 512, dtype=scales.dtype)
+    for r in range(rows):
+        for c in range(columns):
+            tile, inside = (r // 128) * across + c // 4, (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4
+            flat[tile * 512 + inside] = scales[r, c]
+    return flat.reshape(down * 128, across * 4)
+
+
+def _two_a_byte(numbers: torch.Tensor) -> torch.Tensor:
+    """The first of two numbers in the low half of a byte."""
+    numbers = numbers.int() & 15
+    return (numbers[:, ::2] | numbers[:, 1::2] << 4).to(torch.uint8).view(torch.int8)
+
+
+def _int8(weight: torch.Tensor, rotated: bool = True) -> Weights:
+    size = _group(weight)
+    turned = _rotate(weight, size) if rotated else weight
+    scale = turned.abs().amax(1, keepdim=True) / 127
+    settings = {"format": "int8_tensorwise"} | ({"convrot": True, "convrot_groupsize": size} if rotated else {})
     return {
-        "weight": torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8),
-        "weight_scale": torch.ones(rows, columns // 16).to(E4M3),
-        "weight_scale_2": torch.tensor(0.01),
+        "weight": (turned / scale).round().clamp(-128, 127).to(torch.int8),
+        "weight_scale": scale,
+        "comfy_quant": comfy_quant_bytes(settings),
+    }
+
+
+def _int4(weight: torch.Tensor) -> Weights:
+    size = _group(weight)
+    turned = _rotate(weight, size)
+    scale = turned.abs().amax(1) / 7
+    numbers = (turned / scale[:, None]).round().clamp(-7, 7)
+    settings = {"format": "convrot_w4a4", "convrot_groupsize": size}
+    return {"weight": _two_a_byte(numbers), "weight_scale": scale, "comfy_quant": comfy_quant_bytes(settings)}
+
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def _nvfp4(weight: torch.Tensor) -> Weights:
+    blocks = weight.reshape(weight.shape[0], -1, 16)
+    scale = weight.abs().max() / (448 * 6)
+    block = (blocks.abs().amax(2) / 6 / scale).clamp(max=448).to(E4M3)
+    magnitudes = blocks / (block.float() * scale).clamp(min=1e-30)[:, :, None]
+    codes = (magnitudes.abs().unsqueeze(-1) - FP4).abs().argmin(-1) + 8 * (magnitudes < 0)
+    codes = codes.reshape(weight.shape).int()
+    return {
+        "weight": (codes[:, ::2] << 4 | codes[:, 1::2]).to(torch.uint8),
+        "weight_scale": tiled(block.view(torch.uint8)).view(E4M3),
+        "weight_scale_2": scale,
         "input_scale": torch.tensor(0.02),
         "comfy_quant": comfy_quant_bytes({"format": "nvfp4"}),
     }
 
 
-def _mxfp8(rows: int, columns: int) -> Weights:
+def _mxfp8(weight: torch.Tensor) -> Weights:
+    blocks = weight.reshape(weight.shape[0], -1, 32)
+    exponent = (blocks.abs().amax(2).clamp(min=1e-30) / 448).log2().ceil()
+    data = (blocks / exponent.exp2()[:, :, None]).clamp(-448, 448).to(E4M3)
+    scale = tiled((exponent + 127).to(torch.uint8))
+    return {"weight": data.reshape(weight.shape), "weight_scale": scale, "comfy_quant": comfy_quant_bytes({"format": "mxfp8"})}
+
+
+def _w4a8(weight: torch.Tensor) -> Weights:
+    size = _group(weight)
+    groups = _rotate(weight, size).reshape(weight.shape[0], -1, 16)
+    each = groups.abs().amax(2) / 7
+    channel = (each * 7).amax(1) / 127
+    relative = (each / channel[:, None]).to(E4M3)
+    steps = relative.float() * channel[:, None]
+    codes = (groups / steps.clamp(min=1e-30)[:, :, None]).round().clamp(-7, 7) + 8
+    settings = {"format": "asym_w4a8_int8", "group_size": 16, "convrot_groupsize": size}
     return {
-        "weight": torch.ones(rows, columns).to(E4M3),
-        "weight_scale": torch.full((rows, columns // 32), 127, dtype=torch.uint8),
-        "comfy_quant": comfy_quant_bytes({"format": "mxfp8"}),
+        "weight": _two_a_byte(codes.reshape(weight.shape)),
+        "weight_s_rel": relative,
+        "weight_s_channel": channel,
+        "comfy_quant": comfy_quant_bytes(settings),
     }
 
 
-def _int8(rows: int, columns: int) -> Weights:
+def _awq4(weight: torch.Tensor) -> Weights:
+    size = 64 if weight.shape[1] % 64 == 0 else 16
+    groups = weight.reshape(weight.shape[0], -1, size)
+    low = groups.amin(2)
+    scale = ((groups.amax(2) - low) / 15).bfloat16()
+    zeros = (low + 8 * scale.float()).bfloat16()
+    codes = ((groups - zeros.float()[:, :, None]) / scale.float().clamp(min=1e-30)[:, :, None] + 8).round().clamp(0, 15)
     return {
-        "weight": torch.randint(-127, 128, (rows, columns), dtype=torch.int8),
-        "weight_scale": torch.full((rows, 1), 0.01),
-        "comfy_quant": comfy_quant_bytes({"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": group(columns)}),
+        "weight": _two_a_byte(codes.reshape(weight.shape)),
+        "weight_scale": scale.T,
+        "weight_zeros": zeros.T,
+        "comfy_quant": comfy_quant_bytes({"format": "awq_w4a16", "group_size": size}),
     }
 
 
-def _convrot(rows: int, columns: int) -> Weights:
-    return {
-        "weight": torch.randint(-127, 128, (rows, columns // 2), dtype=torch.int8),
-        "weight_scale": torch.full((rows,), 0.01),
-        "comfy_quant": comfy_quant_bytes({"format": "convrot_w4a4", "convrot_groupsize": group(columns)}),
-    }
-
-
-def group(columns: int) -> int:
-    """How many columns are rotated together: a power of four that divides them."""
-    return next(size for size in (256, 64, 16) if columns % size == 0)
+NATIVE = {"nvfp4": _nvfp4, "mxfp8": _mxfp8, "int8": _int8, "int4": _int4, "w4a8": _w4a8, "awq4": _awq4}

@@ -39,9 +39,9 @@ def errors(models: Path) -> dict:
     """Way of computing -> relative errors of two runs with a LoRA, against static fp32 of the same storage."""
     from comfy.sd import load_lora_for_models
     from halfsafe.nodes.host.load.models import load_diffusion_model
-    from halfsafe.precision.formats.quantize import relative_error
     from halfsafe.precision.plan.rules import Rules
     from support import families, model_files, tiny_models
+    from support.measures import relative_error
 
     path, tensors = tiny_models.wan(models / "wan.safetensors"), model_files.lora(LAYERS, size=0.3)
 

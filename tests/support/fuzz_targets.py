@@ -20,12 +20,12 @@ from halfsafe.precision.dtypes import STORAGE_OPTIONS
 from halfsafe.precision.errors import CheckpointError, HalfsafeError, RuleError
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.comfy_state import state_dict
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.formats.safetensors_file import open_checkpoint
 from halfsafe.precision.plan.presets import PRESETS
 from halfsafe.precision.plan.rules import parse, rules_from
 from halfsafe.precision.report.chart import chart
 from halfsafe.precision.report.schema import GuardEvent, KeptHigh, LayerReport, Report, WithoutEffect
+from support.measures import relative_error
 
 from . import mutations
 
@@ -46,8 +46,7 @@ def check_read(path: Path, random: Random) -> None:
         raise Wrong("the tensors are not as large as the file says")
     checkpoint = read_checkpoint(file, file.metadata, path)
     for weight in checkpoint.weights.values():
-        if weight.granularity != "native":
-            weight.dequantize(torch.float32)
+        weight.dequantize(torch.float32)
 
 
 def check_inspect(path: Path, random: Random) -> None:
@@ -87,7 +86,7 @@ def _same_numbers(path: Path, target: Path, storage: str) -> None:
     if set(before.weights) != set(after.weights):
         raise Wrong(f"weights came or went: {set(before.weights) ^ set(after.weights)}")
     for name, weight in before.weights.items():
-        if weight.granularity != "native" and weight.is_number:
+        if weight.is_number or weight.encoding is not None:
             _close(name, weight.dequantize(torch.float64), after.weights[name].dequantize(torch.float64), storage)
 
 

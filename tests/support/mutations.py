@@ -88,7 +88,7 @@ def genuine() -> dict[str, bytes]:
 
 def _writers() -> dict[str, Callable[[Path], Path]]:
     weights, biases = dialects.reference(LAYERS, SHAPE)
-    four, _ = dialects.reference(tuple(f"blocks.{number}.fc" for number in range(4)), (16, 64))
+    six, _ = dialects.reference(tuple(f"blocks.{number}.fc" for number in range(6)), (16, 64))
     prefixed = {f"model.diffusion_model.{layer}": weight for layer, weight in weights.items()}
 
     def with_all(write: Callable, **options) -> Callable[[Path], Path]:
@@ -112,7 +112,10 @@ def _writers() -> dict[str, Callable[[Path], Path]]:
         "block": with_all(dialects.block_wise, rows=16, columns=16),
         "block scale": with_all(dialects.block_wise, scale_name="scale", rows=16, columns=16),
         "group": with_all(dialects.block_wise, scale_name="weight_scale", rows=1, columns=16),
-        "native": lambda path: dialects.native(path, four, {}),
+        "native": lambda path: dialects.native(path, six, {}),
+        "int8": lambda path: dialects.in_format(path, six, {}, "int8"),
+        "int8 without format": lambda path: dialects.in_format(path, six, {}, "int8", {"convrot": True, "convrot_groupsize": 64}),
+        "w4a8": lambda path: dialects.in_format(path, six, {}, "w4a8"),
     }
 
 
@@ -249,7 +252,7 @@ def _scale(random: Random, model: ModelFile) -> None:
         data = _floats([usual if random.random() < 0.9 else random.choice(NUMBERS) for _ in range(count)], code)
     else:
         data = random.randbytes(count * SIZES[code])
-    leaves = ("weight_scale", "weight_scale_inv", "scale_weight", "scale", "input_scale", "scale_input", "weight_scale_2")
+    leaves = ("weight_scale", "weight_scale_inv", "scale_weight", "scale", "input_scale", "scale_input", "weight_scale_2", "weight_s_rel", "weight_s_channel", "weight_codebook", "weight_zeros", "pre_quant_scale")
     layer = random.choice((*LAYERS, *(name.rpartition(".")[0] for name in model.tensors)))
     model.tensors[f"{layer}.{random.choice(leaves)}"] = Tensor(code, shape, data)
 
@@ -272,10 +275,20 @@ def any_json(random: Random) -> bytes:
     """JSON that a reader of settings may meet: garbage of the list, or a true one with bytes changed."""
     if random.random() < 0.6:
         return random.choice(JSON_TEXTS)
-    text = bytearray(json.dumps({"format": random.choice(("float8_e4m3fn", "float8_e5m2", "nvfp4", "mxfp8", "x"))}).encode())
+    text = bytearray(json.dumps(_settings(random)).encode())
     for _ in range(random.randrange(3)):
         text[random.randrange(len(text))] = random.randrange(256)
     return bytes(text)
+
+
+def _settings(random: Random) -> dict:
+    format = random.choice(("float8_e4m3fn", "float8_e5m2", "nvfp4", "mxfp8", "int8_tensorwise", "convrot_w4a4", "asym_w4a8_int8", "awq_w4a16", "x"))
+    sizes = (64, 16, 4, 256, 1024, 0, -1, 3, 1.0, True, None, "64", [64], 10**30)
+    more = {"convrot": random.choice((True, False, 1, None)), "convrot_groupsize": random.choice(sizes), "group_size": random.choice(sizes)}
+    keys = random.sample(list(more), random.randrange(4))
+    settings = {key: more[key] for key in keys}
+    nested = random.choice(({}, {"params": settings}, {"num_experts": random.choice((1, 2, None))}))
+    return {"format": format} | nested | ({} if "params" in nested else settings)
 
 
 def _metadata(random: Random, model: ModelFile) -> None:

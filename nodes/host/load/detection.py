@@ -1,7 +1,6 @@
 """Which model a state dict is, by ComfyUI's own detection, and the module class of each of its layers."""
 
 import contextlib
-import json
 import logging
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,14 +64,9 @@ def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
     for start in (prefix, model_prefix(checkpoint)):
         inside = {name[len(start) :]: weight for name, weight in checkpoint.weights.items() if name.startswith(start)}
         if inside:
-            weights = {name: _renamed_weight(weight, name, start) for name, weight in inside.items()}
+            weights = {name: replace(weight, name=name) for name, weight in inside.items()}
             return replace(checkpoint, weights=weights)
     return checkpoint
-
-
-def _renamed_weight(weight: StoredWeight, name: str, prefix: str) -> StoredWeight:
-    companions = {key.removeprefix(prefix): tensor for key, tensor in weight.companions.items()}
-    return replace(weight, name=name, companions=companions)
 
 
 def _config(checkpoint: Checkpoint, prefix: str):
@@ -83,7 +77,7 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return every tensor by name, as the file holds it, with what ComfyUI's own formats need beside it."""
     tensors = {name: weight.data for name, weight in checkpoint.weights.items()}
     for weight in checkpoint.weights.values():
-        tensors.update(weight.companions)
+        tensors.update(weight.auxiliary)
     return tensors
 
 
@@ -117,15 +111,10 @@ def _from_diffusers_unet(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 
 def _facts(checkpoint: Checkpoint, modules: dict, names: dict[str, str], prefix: str, config) -> ModelFacts:
     weights = {layer: checkpoint.weights[name] for name, layer in names.items() if layer in modules}
-    layers = [LayerSpec(name, type(modules[name]).__name__, tuple(weight.data.shape)) for name, weight in weights.items()]
-    formats = {layer: format_of(weight) for layer, weight in weights.items() if weight.granularity == "native"}
+    layers = [LayerSpec(name, type(modules[name]).__name__, weight.shape) for name, weight in weights.items()]
+    formats = {layer: weight.storage for layer, weight in weights.items() if weight.encoding is not None}
     supported = [name_of(dtype) for dtype in config.supported_inference_dtypes]
     return facts_of(checkpoint, prefix, layers, supported, formats)
-
-
-def format_of(weight: StoredWeight) -> str:
-    """ComfyUI's name of the format that a weight only ComfyUI unpacks is in."""
-    return json.loads(weight.companions[f"{weight.layer}.comfy_quant"].numpy().tobytes())["format"]
 
 
 def _renamed_tensors(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import comfy.model_management
@@ -108,7 +109,7 @@ def _open_clip_split(checkpoint: Checkpoint) -> Checkpoint:
 
 def _converted(checkpoint: Checkpoint, storage: str) -> tuple[dict[str, torch.Tensor], Choice]:
     default = name_of(comfy.model_management.text_encoder_dtype(comfy.model_management.text_encoder_device()))
-    in_16_bit = sum(2 * weight.data.numel() for weight in checkpoint.weights.values())
+    in_16_bit = sum(2 * prod(weight.shape) for weight in checkpoint.weights.values())
     choice, decisions = plan_text_encoder(
         layer_specs(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free_host_memory()
     )

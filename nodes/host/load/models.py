@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,12 @@ import comfy.sd
 import torch
 
 from ....precision.devices.memory import require_memory
-from ....precision.dtypes import FP8_DTYPES, dtype_named
+from ....precision.dtypes import FP8_DTYPES, QUANTIZED_NAMES, dtype_named
 from ....precision.errors import CheckpointError
 from ....precision.formats import comfy_state
 from ....precision.formats.checkpoint import StoredWeight
 from ....precision.formats.comfy_format import can_be_quantized
+from ....precision.formats.encodings import SINCE
 from ....precision.plan.choice import LoadRecord, frozen
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load, weight_bytes
@@ -77,7 +79,7 @@ def _prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> tu
     require_memory(needed, f"Loading {detected.checkpoint.path}", free_host_memory())
     progress = byte_progress(detected.checkpoint.weights.values())
     tensors, notes = comfy_state.state_dict(detected.checkpoint, _storages(detected, plan), progress)
-    return plan, tensors, [f"{name}: {note}" for name, note in notes]
+    return plan, tensors, [*_too_new_notes(detected, plan), *(f"{name}: {note}" for name, note in notes)]
 
 
 def _storages(detected: Detected, plan: LoadPlan) -> dict[str, str]:
@@ -87,11 +89,25 @@ def _storages(detected: Detected, plan: LoadPlan) -> dict[str, str]:
     def storage(name: str, weight: StoredWeight) -> str:
         layer = detected.layer_names.get(name, "")
         wanted = plan.decisions[layer].storage if layer in plan.decisions else "as_file"
-        if weight.granularity != "native" and weight.data.dtype in FP8_DTYPES:
+        if weight.encoding is None and weight.data.dtype in FP8_DTYPES:
             return wanted if layer in quantizable or not name.startswith(detected.prefix) else plan.compute.weight_dtype
+        if wanted == "as_file" and _too_new(weight):
+            return plan.compute.weight_dtype
         return comfy_state.storage_to_make(weight, wanted)
 
     return {weight.layer: storage(name, weight) for name, weight in detected.checkpoint.weights.items()}
+
+
+def _too_new(weight: StoredWeight) -> str:
+    """The format of a weight that this ComfyUI does not have, whose own loader fails on it with a KeyError; or ""."""
+    declared = "" if weight.encoding is None else weight.encoding.settings["format"]
+    return "" if declared in comfy.quant_ops.QUANT_ALGOS else declared
+
+
+def _too_new_notes(detected: Detected, plan: LoadPlan) -> list[str]:
+    counts = Counter(_too_new(weight) for weight in detected.checkpoint.weights.values())
+    unpacked = f"were unpacked to {plan.compute.weight_dtype}"
+    return [f"{n} layers in {name}, which ComfyUI has from {SINCE[name]} on, {unpacked}." for name, n in counts.items() if name]
 
 
 def _quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:
@@ -111,9 +127,9 @@ def _model_options(detected: Detected, plan: LoadPlan, tensors: dict[str, torch.
 def _unquantized_dtype(detected: Detected, plan: LoadPlan) -> torch.dtype:
     """Choose the dtype of a model without quantized layers: never fp8 without a scale, nor fp16 where a value exceeds it."""
     used = detected.facts.file_dtype if plan.storage.used == "as_file" else plan.storage.used
-    if used == "fp16" and comfy_state.beyond_fp16(detected.checkpoint, detected.prefix):
+    if used == "fp16" and comfy_state.first_exceeding_fp16(detected.checkpoint, detected.prefix):
         return torch.bfloat16
-    return dtype_named(plan.compute.weight_dtype if used.startswith("fp8") else used)
+    return dtype_named(plan.compute.weight_dtype if used.startswith("fp8") or used in QUANTIZED_NAMES else used)
 
 
 def _finish(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import comfy.lora
@@ -41,7 +40,7 @@ class LiveWeights(Mapping[str, StoredWeight]):
 
     def __getitem__(self, name: str) -> StoredWeight:
         weight, key = self.stored[name], PREFIX + name
-        weight = replace(weight, data=weight.data.cpu(), scale=None if weight.scale is None else weight.scale.cpu())
+        weight = weight.moved("cpu")
         if key not in self._patcher.patches:
             return weight
         base = weight.dequantize(torch.float32).clone()
@@ -90,7 +89,7 @@ def save_model(
 def _layers(patcher: ModelPatcher, weights: LiveWeights) -> list[LayerSpec]:
     classes = {name: type(module).__name__ for name, module in modules_of(patcher.model).items()}
     stored = ((name.removesuffix(".weight"), weight) for name, weight in weights.stored.items() if name.endswith(".weight"))
-    return [LayerSpec(name, classes[name], tuple(weight.data.shape)) for name, weight in stored if name in classes]
+    return [LayerSpec(name, classes[name], weight.shape) for name, weight in stored if name in classes]
 
 
 def _sampling_marks(patcher: ModelPatcher) -> dict[str, StoredWeight]:

@@ -8,13 +8,13 @@ from comfy.lora import calculate_weight
 from comfy.model_patcher import LowVramPatch
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.run.modules import core_weights
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files
 from support.dynamic_vram import WAYS, dynamic_vram
 from support.families import load
 from support.guarding import guarded, plain_fp16
 from support.int8_models import int8
+from support.measures import relative_error
 from support.summing import accumulation
 
 LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024), "blocks.1.self_attn.v": (256, 256)}

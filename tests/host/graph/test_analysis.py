@@ -7,10 +7,10 @@ from halfsafe.precision.analysis.candidates import Candidate
 from halfsafe.precision.analysis.rules import rules_of
 from halfsafe.precision.analysis.session import BARRED, CHOSEN, KEPT
 from halfsafe.precision.errors import HalfsafeError
-from halfsafe.precision.formats.quantize import relative_error, sqnr_db
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
 from support import families, tiny_models
+from support.measures import relative_error, sqnr_db
 from support.model_files import changed, lora
 
 NODE = "HalfsafeAnalyzeLayers"

@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch._dynamo
 from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.guard.policy import NonFinite
 from safetensors.torch import load_file, save_file
 from support import families, model_files, tiny_models
 from support.families import load
 from support.guarding import core, guarded, is_finite, left_on, report_of, sample
+from support.measures import relative_error
 from support.summing import accumulation, states
 
 LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024), "blocks.1.self_attn.v": (256, 256)}

@@ -7,10 +7,10 @@ import torch
 from comfy.ops import manual_cast
 from comfy.patcher_extension import CallbacksMP
 from halfsafe.precision.arithmetic import flags
-from halfsafe.precision.formats.quantize import relative_error
 from safetensors.torch import save_file
 from support import families, model_files
 from support.guarding import core, guarded, is_finite, report_of
+from support.measures import relative_error
 from support.summing import FLAG, accumulation, states
 
 LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024)}

@@ -8,7 +8,6 @@ import pytest
 import torch
 from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
 from halfsafe.precision.arithmetic.patching import patched
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.guard.policy import NonFinite
 from safetensors.torch import load_file, save_file
 from support import dialects, families, model_files, tiny_models
@@ -16,6 +15,7 @@ from support.broken_arithmetic import HalfProductsAreZero, SumsInFp16
 from support.failure_classes import Measured
 from support.families import load, stock
 from support.guarding import core, guarded, inside, is_finite, modes_of, nan_at, plain_fp16, report_of
+from support.measures import relative_error
 from support.probing import forget_probes
 from support.summing import accumulation
 

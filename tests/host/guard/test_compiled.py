@@ -7,11 +7,11 @@ import torch
 import torch._dynamo
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.run.accumulation import accumulation_of
-from halfsafe.precision.formats.quantize import relative_error
 from support import families
 from support.compiling import compiled
 from support.families import load
 from support.guarding import core, guarded, inside, plain_fp16, report_of, sample, step_of
+from support.measures import relative_error
 from support.summing import accumulation
 from torch._dynamo.utils import counters
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
 from halfsafe.precision.errors import HalfsafeError
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.guard.policy import NonFinite
 from safetensors.torch import load_file, save_file
 from support import tiny_models
 from support.guarding import is_finite
+from support.measures import relative_error
 
 
 @pytest.fixture(autouse=True)

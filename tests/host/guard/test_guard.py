@@ -5,12 +5,12 @@ import torch
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.fp16_sums import FLAG
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.plan.rules import rules_from
 from support import families, tiny_models
 from support.broken_arithmetic import SumsInFp16
 from support.families import load
 from support.guarding import Counted, guarded, inside, is_finite, left_on, modes_of, plain_fp16, report_of, step_of
+from support.measures import relative_error
 from support.summing import accumulation
 
 # family, kind, the layer or part named first, what named there

@@ -10,7 +10,6 @@ import pytest
 import torch
 from comfy_execution.utils import CurrentNodeContext
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.guard.policy import Escalation, NonFinite
 from safetensors.torch import load_file, save_file
 from support import families
@@ -27,6 +26,7 @@ from support.guarding import (
     report_of,
     sample,
 )
+from support.measures import relative_error
 from support.summing import accumulation
 
 

@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
-from halfsafe.precision.formats.quantize import relative_error
 from safetensors.torch import load_file, save_file
 from support import dialects, model_files, tiny_models
 from support.denoise import denoise
 from support.families import stock
+from support.measures import relative_error
 
 E4M3, E5M2 = dialects.E4M3, dialects.E5M2
 FNUZ = torch.float8_e4m3fnuz
@@ -116,11 +116,18 @@ def test_a_sharded_set_is_one_model(comfy, folder, wan, reference, floors, name)
     assert relative_error(reference, denoise(load(comfy, folder / shards[0]))) < floors[floor] * factor
 
 
-def test_native_formats_are_handed_to_core(comfy, folder, wan):
+def test_comfyuis_formats_are_handed_to_it_or_unpacked_where_it_is_too_old(comfy, folder, wan):
+    from comfy.quant_ops import QUANT_ALGOS
+    from halfsafe.precision.formats.encoding import STORAGE_OF
+
     path = model_files.in_dialect(wan, folder / "native.safetensors", dialects.native)
     model = load(comfy, path)
     held = {layer["storage"] for layer in report(comfy, model)["layers"]}
-    assert {"nvfp4", "mxfp8", "int8_tensorwise", "convrot_w4a4"} <= held
+    known = {storage for declared, storage in STORAGE_OF.items() if declared in QUANT_ALGOS and storage in dialects.NATIVE}
+    assert {"nvfp4", "mxfp8", "int8", "int4"} <= known <= held
+    too_new = [declared for declared, storage in STORAGE_OF.items() if storage in dialects.NATIVE and declared not in QUANT_ALGOS]
+    notes = " ".join(model.attachments["halfsafe"].notes)
+    assert all(f"layers in {declared}, which ComfyUI has from" in notes for declared in too_new)
 
 
 def test_converting_while_loading(comfy, folder, wan, reference, floors):

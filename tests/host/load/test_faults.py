@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 from halfsafe.precision.formats import atomic_write
-from halfsafe.precision.formats.quantize import relative_error
 from support import families, faults
 from support.families import load, with_compute
+from support.measures import relative_error
 from support.summing import accumulation, states
 from torch.utils._python_dispatch import TorchDispatchMode
 

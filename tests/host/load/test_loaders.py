@@ -6,12 +6,12 @@ import re
 import pytest
 import torch
 from halfsafe.precision.devices import detect as devices
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.plan.storage import plan_load
 from safetensors.torch import load_file, save_file
 from support import dialects, families, model_files, tiny_models
 from support.denoise import denoise
+from support.measures import relative_error
 
 
 @pytest.fixture(scope="module")

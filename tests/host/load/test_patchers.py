@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from halfsafe.precision.formats.quantize import relative_error
 from support import model_files, tiny_models
 from support.denoise import denoise
+from support.measures import relative_error
 
 LAYER, KEPT = "blocks.0.ffn.0", "time_projection.1"
 LAYERS = {LAYER: (1024, 256), "blocks.1.ffn.2": (256, 1024), "blocks.1.self_attn.v": (256, 256)}

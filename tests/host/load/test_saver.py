@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from halfsafe.precision.errors import HalfsafeError
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.plan.rules import rules_from
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import model_files, tiny_models
 from support.denoise import denoise
+from support.measures import relative_error
 
 LAYER, KEPT = "blocks.0.ffn.0", "text_embedding.0"
 

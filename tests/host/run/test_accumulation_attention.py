@@ -6,9 +6,9 @@ import pytest
 import torch
 from halfsafe.nodes.host.run.accumulation import accumulation_of
 from halfsafe.nodes.host.run.attention import overridden
-from halfsafe.precision.formats.quantize import relative_error
 from support import families
 from support.families import load, report
+from support.measures import relative_error
 from support.summing import accumulation
 
 OVERRIDE = "optimized_attention_override"

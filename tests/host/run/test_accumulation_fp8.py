@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 from halfsafe.nodes.host.run import fast_accumulation
-from halfsafe.precision.formats.quantize import relative_error
 from support import families
 from support.families import load, report
+from support.measures import relative_error
 from support.summing import accumulation, spied
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from halfsafe.nodes.host.run.accumulation import accumulation_of
 from halfsafe.precision.arithmetic import flags
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files
 from support.families import Call, load, report, with_compute
+from support.measures import relative_error
 from support.summing import FLAG, accumulation, products, spied
 
 pytestmark = pytest.mark.usefixtures("flags_as_before")

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 from halfsafe.precision.arithmetic import flags
-from halfsafe.precision.formats.quantize import relative_error
 from support import tiny_models
 from support.denoise import denoise
+from support.measures import relative_error
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from halfsafe.precision.arithmetic import flags
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.plan.rules import rules_from
 from support import families
 from support.families import load, with_compute
+from support.measures import relative_error
 from support.summing import FLAG, accumulation
 
 LAYERS = ("blocks.0.ffn.2", "blocks.1.ffn.2")

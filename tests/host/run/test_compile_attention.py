@@ -5,10 +5,10 @@ import torch
 from halfsafe.nodes.host.run.accumulation import accumulation_of
 from halfsafe.nodes.host.run.compute import compute_of
 from halfsafe.precision.arithmetic import attention
-from halfsafe.precision.formats.quantize import relative_error
 from support import families, tiny_models
 from support.compiling import compiled
 from support.families import load
+from support.measures import relative_error
 from support.summing import accumulation
 from torch._dynamo.utils import counters
 

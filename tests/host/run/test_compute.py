@@ -7,10 +7,10 @@ import pytest
 import torch
 from halfsafe.nodes.host.run.compute import compute_of
 from halfsafe.nodes.host.run.wrappers import COMPUTE
-from halfsafe.precision.formats.quantize import relative_error
 from support import families
 from support.denoise import denoise
 from support.families import load
+from support.measures import relative_error
 from torch.overrides import TorchFunctionMode
 
 

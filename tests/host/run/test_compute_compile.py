@@ -3,10 +3,10 @@
 import pytest
 import torch
 from halfsafe.nodes.host.run.compute import compute_of
-from halfsafe.precision.formats.quantize import relative_error
 from support import families
 from support.compiling import compiled
 from support.families import load, with_compute
+from support.measures import relative_error
 from torch._dynamo.utils import counters
 
 pytestmark = pytest.mark.usefixtures("one_graph")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from halfsafe.nodes.host.run.compute import compute_of
-from halfsafe.precision.formats.quantize import relative_error
 from support import families, tiny_models
+from support.measures import relative_error
 from torch.utils.flop_counter import FlopCounterMode
 
 SLOW = {("sdxl", "clean"), ("sdxl", "ffn"), ("sdxl", "residual"), ("sdxl", "embedding"), ("sdxl", "attention")}

@@ -9,10 +9,10 @@ from comfy.quant_ops import QuantizedTensor
 from halfsafe.nodes.host.run.compute import Fp8Linear, compute_of
 from halfsafe.nodes.host.run.modules import core_weights
 from halfsafe.precision.arithmetic.linear import kind_of
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.plan.rules import rules_from
 from support import families, tiny_models
 from support.families import load, with_compute
+from support.measures import relative_error
 from support.products import Products
 from support.summing import accumulation
 

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.fp16_sums import FLAG
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.plan.rules import rules_from
 from support import families, tiny_models
 from support.families import load, with_compute
+from support.measures import relative_error
 from support.summing import accumulation, states
 from torch.overrides import TorchFunctionMode
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from halfsafe.nodes.host.run.compute import Fp8Linear
 from halfsafe.precision.arithmetic.linear import SafeOperation
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.plan.rules import rules_from
 from support import families
 from support.families import load, with_compute
 from support.guarding import core
+from support.measures import relative_error
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ import pytest
 import torch
 from comfy.ops import manual_cast
 from halfsafe.nodes.host.run.compute import compute_of
-from halfsafe.precision.formats.quantize import relative_error
 from safetensors.torch import save_file
 from support import families
 from support.families import load, with_compute
+from support.measures import relative_error
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ from comfy.sd import load_bypass_lora_for_models, load_diffusion_model, load_lor
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.run.compute import compute_of
 from halfsafe.precision.arithmetic.patching import patched
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.plan.rules import rules_from
 from support import dialects, families, model_files, tiny_models
 from support.families import load, with_compute
 from support.guarding import guarded
 from support.int8_models import dequantized, int8, layers_of
+from support.measures import relative_error
 from support.products import Products
 
 ASKED = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp16_safe": "fp16_wide"}

@@ -12,10 +12,11 @@ from halfsafe.precision.analysis.measure import output_error, sample, weight_err
 from halfsafe.precision.analysis.rules import analysis_text, patterns, rule_lines, rules_of
 from halfsafe.precision.analysis.search import Search, group_of
 from halfsafe.precision.errors import HalfsafeError
-from halfsafe.precision.formats.quantize import dequantize, quantize, relative_error
+from halfsafe.precision.formats.quantize import dequantize, quantize
 from halfsafe.precision.plan.rules import compile_pattern, parse, rules_from
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.measures import relative_error
 from support.plain_weights import plain_weights
 
 FP8 = Candidate("fp8_e4m3fn")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from halfsafe.precision.arithmetic.attention import AS_IS, FULL, SMOOTH, BoundedAttention, smoothed
 from halfsafe.precision.arithmetic.ranges import Ranges
-from halfsafe.precision.formats.quantize import relative_error
+from support.measures import relative_error
 
 
 def fp16_math(q, k, v, heads, mask=None, **kwargs):

@@ -9,9 +9,9 @@ from halfsafe.precision.arithmetic.compiling import eager
 from halfsafe.precision.arithmetic.fp16_sums import BoundedLinear, SumSlot
 from halfsafe.precision.arithmetic.linear import SafeAttention, SafeOperation, has_wide_output, largest_row_sum
 from halfsafe.precision.arithmetic.ranges import Ranges
-from halfsafe.precision.formats.quantize import relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.measures import relative_error
 from support.plain_weights import plain_weights
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -15,12 +15,12 @@ from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.comfy_state import state_dict, storage_to_make
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.formats.safetensors_file import open_checkpoint
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
 from support import dialects
 from support.dialects import E4M3, E5M2
+from support.measures import relative_error
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYER = "blocks.0.ffn.0"
@@ -119,16 +119,22 @@ def test_a_converted_file_is_comfyuis_own_format_and_converts_to_itself(tmp_path
     assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "two.safetensors").read_bytes()
 
 
-def test_native_layers_survive_a_conversion(tmp_path):
-    layers = tuple(f"blocks.{number}.fc" for number in range(4))
-    source = dialects.native(tmp_path / "in.safetensors", *dialects.reference(layers))
-    summary = convert_file(source, tmp_path / "out.safetensors", "fp8_e4m3fn", NO_RULES)
-    assert summary.weights["native"] == 4 and len(summary.notes) == 4
+def test_int8_layers_keep_their_bytes_when_int8_is_asked_for(tmp_path):
+    source = dialects.in_format(tmp_path / "in.safetensors", *dialects.reference(), "int8")
+    summary = convert_file(source, tmp_path / "out.safetensors", "int8", NO_RULES)
+    assert summary.weights["int8"] == 2
     before, after = open_checkpoint(source), open_checkpoint(tmp_path / "out.safetensors")
-    assert set(before) == set(after)
-    assert bytes(after["blocks.0.fc.weight"].flatten().tolist()) == bytes(
-        before["blocks.0.fc.weight"].flatten().tolist()
-    )
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_bf16_file_becomes_int8_but_for_what_is_sensitive(tmp_path):
+    weights, biases = dialects.reference(("blocks.0.ffn.0", "head.head"))
+    source = dialects.plain(tmp_path / "in.safetensors", weights, biases)
+    summary = convert_file(source, tmp_path / "out.safetensors", "int8", rules_from("", "keep sensitive layers"))
+    assert summary.weights["int8"] == 1 and [name for name, _ in summary.kept] == ["head.head"]
+    assert json.loads(bytes(open_checkpoint(tmp_path / "out.safetensors")["blocks.0.ffn.0.comfy_quant"].tolist())) == {
+        "format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 64
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("storage", ["fp8_e4m3fn", "as_file", "bf16"])

@@ -7,6 +7,7 @@ from halfsafe.precision.amax import host_amax
 from halfsafe.precision.formats import quantize as q
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.measures import relative_error, sqnr_db
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -21,12 +22,12 @@ def round_trip(weight, dtype, out=torch.float32):
 @pytest.mark.parametrize(("dtype", "bound"), [(E4M3, 0.0275), (E5M2, 0.054)])
 def test_error_is_the_formats_own_at_every_spread(std, source, dtype, bound):
     weight = (torch.randn(512, 512, generator=torch.Generator().manual_seed(1)) * std).to(source)
-    assert q.relative_error(weight, round_trip(weight, dtype)) < bound
+    assert relative_error(weight, round_trip(weight, dtype)) < bound
 
 
 def test_unscaled_cast_is_what_we_beat():
     weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)) * 0.001
-    assert q.relative_error(weight, weight.to(E4M3)) > 0.5
+    assert relative_error(weight, weight.to(E4M3)) > 0.5
 
 
 @given(
@@ -79,19 +80,19 @@ def test_quantize_writes_every_chunk(monkeypatch):
     monkeypatch.setattr(q, "PART", 16)
     monkeypatch.setattr(q, "_scratches", threading.local())
     weight = torch.arange(1.0, 51.0)
-    assert q.relative_error(weight, round_trip(weight, E4M3)) < 0.03
+    assert relative_error(weight, round_trip(weight, E4M3)) < 0.03
 
 
 def test_strided_weight_is_quantized_as_itself():
     weight = torch.randn(32, 16).t()
-    assert q.relative_error(weight, round_trip(weight, E4M3)) < 0.03
+    assert relative_error(weight, round_trip(weight, E4M3)) < 0.03
 
 
 def test_error_measures():
     reference = torch.tensor([3.0, 4.0])
-    assert q.relative_error(reference, torch.tensor([3.0, 4.5])) == pytest.approx(0.1)
-    assert q.sqnr_db(reference, torch.tensor([3.0, 4.5])) == pytest.approx(20.0)
-    assert q.sqnr_db(reference, reference) == math.inf
+    assert relative_error(reference, torch.tensor([3.0, 4.5])) == pytest.approx(0.1)
+    assert sqnr_db(reference, torch.tensor([3.0, 4.5])) == pytest.approx(20.0)
+    assert sqnr_db(reference, reference) == math.inf
 
 
 def test_quantizes_in_any_grad_mode_one_after_the_other(monkeypatch):

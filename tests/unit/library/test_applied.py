@@ -14,9 +14,9 @@ from halfsafe import precision
 from halfsafe.precision.arithmetic.linear import SafeOperation
 from halfsafe.precision.devices.detect import PROFILE_VARIABLE
 from halfsafe.precision.errors import HalfsafeError, RuleError
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.library import applied
 from halfsafe.precision.library.applied import apply, restore
+from support.measures import relative_error
 from support.shipped import ROOT
 from torch import nn
 

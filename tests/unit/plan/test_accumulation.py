@@ -8,10 +8,10 @@ from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.fp16_sums import FLAG, BoundedLinear, SumSlot
 from halfsafe.precision.arithmetic.ranges import Ranges
 from halfsafe.precision.devices.detect import PROFILE_NAMES, detect
-from halfsafe.precision.formats.quantize import relative_error
 from halfsafe.precision.plan.accumulation import PARTS, Request, Work, plan_accumulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.measures import relative_error
 from support.plain_weights import plain_weights
 
 GAINING = ("sm_75", "sm_86", "sm_89", "sm_120")

@@ -1,0 +1,56 @@
+"""INT8 with rotated inputs and one scale per row: ComfyUI's ``int8_tensorwise`` with ``convrot``.
+
+A weight's rows are cut into groups of ``G`` inputs and each group is multiplied by a normalized regular Hadamard matrix,
+which spreads an outlier over its group (ConvRot, arXiv 2512.03673). Inputs are rotated the same way before a matmul, so
+``(x R)(W R)^T = x W^T``. Everything is computed in fp32 and equals comfy-kitchen's eager
+``quantize_int8_convrot_weight`` of an fp32 weight bit for bit. For a bf16 or fp16 weight comfy-kitchen rotates and divides
+in that dtype, which rounds once more: its codes differ from these by one step here and there.
+"""
+
+from functools import cache
+
+import torch
+
+GROUPS = (256, 64, 16)
+LARGEST_CODE = 127
+SMALLEST_SCALE = 1e-30
+
+
+def rotation_group(columns: int) -> int | None:
+    """The largest group that divides a weight's number of inputs, or None: without rotation, outliers ruin int8."""
+    return next((group for group in GROUPS if columns and columns % group == 0), None)
+
+
+def is_rotation_group(size: object) -> bool:
+    """Whether a regular Hadamard matrix of ``size`` exists: 4, 16, 64, 256, 1024."""
+    return type(size) is int and size in (4, 16, 64, 256, 1024)
+
+
+@cache
+def hadamard(size: int) -> torch.Tensor:
+    """The normalized regular Hadamard matrix of ``size``, a power of 4; fp32, symmetric and its own inverse."""
+    with torch.inference_mode(False):
+        base = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
+        matrix = base
+        while len(matrix) < size:
+            matrix = torch.kron(matrix, base)
+        return matrix / size**0.5
+
+
+def rotated(rows: torch.Tensor, group: int) -> torch.Tensor:
+    """fp32 rows ``(n, K)`` with every ``group`` of columns rotated. Rotating twice gives the rows again."""
+    return torch.matmul(rows.reshape(-1, group), hadamard(group).to(rows.device).T).reshape(rows.shape)
+
+
+@torch.no_grad()
+def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize fp32 rows ``(n, K)``: int8 codes of the rotated rows, and their scales ``(n, 1)`` in fp32."""
+    values = rotated(rows, group)
+    scale = values.abs().amax(1, keepdim=True).div_(LARGEST_CODE).clamp_(min=SMALLEST_SCALE)
+    return values.div_(scale).round_().clamp_(-128, LARGEST_CODE).to(torch.int8), scale
+
+
+def dequantize_rows(codes: torch.Tensor, scale: torch.Tensor, group: int | None) -> torch.Tensor:
+    """The fp32 rows that int8 codes ``(n, K)`` stand for; ``group``: None for a weight that is not rotated."""
+    values = codes.float().mul_(scale)
+    return values if group is None else rotated(values, group)

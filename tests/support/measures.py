@@ -1,0 +1,19 @@
+"""How far a result is from its reference."""
+
+import math
+
+import torch
+
+
+def relative_error(reference: torch.Tensor, approximation: torch.Tensor) -> float:
+    """``||approximation - reference|| / ||reference||`` in fp64; 0 for two zero tensors."""
+    reference = reference.double()
+    norm = reference.norm().item()
+    error = (approximation.double() - reference).norm().item()
+    return error / norm if norm else error
+
+
+def sqnr_db(reference: torch.Tensor, approximation: torch.Tensor) -> float:
+    """Signal to quantization noise ratio in dB: ``-20 log10`` of :func:`relative_error`; inf when equal."""
+    error = relative_error(reference, approximation)
+    return math.inf if error == 0 else -20 * math.log10(error)

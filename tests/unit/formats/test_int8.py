@@ -1,0 +1,144 @@
+"""INT8 with rotated inputs, bit for bit beside comfy-kitchen's own eager functions, and what it costs beside fp8."""
+
+import pytest
+import torch
+from halfsafe.precision.errors import NonFiniteWeight
+from halfsafe.precision.formats import int8
+from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
+from halfsafe.precision.formats.comfy_format import plan_weight, specs_of, tensors_of
+from halfsafe.precision.formats.comfy_state import state_dict
+from halfsafe.precision.formats.stored_weight import CHUNK
+from support import dialects
+from support.measures import relative_error
+
+kitchen = pytest.importorskip("comfy_kitchen.backends.eager.quantization")
+NAME = "blocks.0.ffn.0.weight"
+SHAPES = ((64, 256), (5, 512), (128, 320), (33, 48), (1, 16), (257, 1536))
+
+
+def weight_of(shape, std=0.02):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[1])) * std
+
+
+def as_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    stored = StoredWeight(NAME, weight)
+    return {name.rpartition(".")[2]: tensor for name, tensor in tensors_of(stored, plan_weight(stored, "int8", "m"), "m").items()}
+
+
+def read(tensors: dict[str, torch.Tensor]) -> StoredWeight:
+    return read_checkpoint({f"blocks.0.ffn.0.{leaf}": tensor for leaf, tensor in tensors.items()}, {}, "m").weights[NAME]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_and_scales_are_those_of_comfy_kitchen(shape, dtype):
+    weight = weight_of(shape).to(dtype)
+    group = int8.rotation_group(shape[1])
+    codes, scale = kitchen.quantize_int8_convrot_weight(weight.float(), group)
+    found = as_int8(weight)
+    assert torch.equal(found["weight"], codes) and torch.equal(found["weight_scale"], scale)
+    assert bytes(found["comfy_quant"].tolist()) == b'{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": %d}' % group
+    restored = kitchen.dequantize_int8_convrot_weight(codes, scale, group)
+    assert torch.equal(read(found).dequantize(torch.float32), restored)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rotating_in_sixteen_bit_as_comfy_kitchen_does_costs_a_step_now_and_then(dtype):
+    weight = weight_of((257, 1536)).to(dtype)
+    codes, _ = kitchen.quantize_int8_convrot_weight(weight, 256)
+    apart = (as_int8(weight)["weight"].int() - codes.int()).abs()
+    assert apart.max() <= 2 and 0 < (apart > 0).float().mean() < 0.4
+
+
+@pytest.mark.parametrize("size", [4, 16, 64, 256, 1024])
+def test_the_rotation_is_its_own_inverse_and_that_of_comfy_kitchen(size):
+    from comfy_kitchen.tensor.int8_utils import _build_hadamard
+
+    matrix = int8.hadamard(size)
+    assert torch.equal(matrix, _build_hadamard(size)) and torch.equal(matrix, dialects.rotation(size))
+    assert torch.equal(matrix @ matrix, torch.eye(size)) and torch.equal(matrix, matrix.T)
+
+
+@pytest.mark.parametrize(("columns", "group"), [(3072, 256), (320, 64), (48, 16), (100, None), (0, None)])
+def test_the_largest_group_that_divides_the_inputs(columns, group):
+    assert int8.rotation_group(columns) == group
+
+
+def test_a_weight_of_several_parts_is_that_of_one():
+    weight = weight_of((1537, 2048))
+    assert weight.numel() > 2 * CHUNK
+    codes, scale = kitchen.quantize_int8_convrot_weight(weight, 256)
+    found = as_int8(weight)
+    assert torch.equal(found["weight"], codes) and torch.equal(found["weight_scale"], scale)
+    assert torch.equal(read(found).dequantize(torch.float32), kitchen.dequantize_int8_convrot_weight(codes, scale, 256))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 64])
+def test_parts_are_small_and_cover_every_row(monkeypatch, rows):
+    monkeypatch.setattr("halfsafe.precision.formats.stored_weight.CHUNK", 100)
+    stored = StoredWeight(NAME, torch.arange(rows * 48.0).reshape(rows, 48))
+    parts = [values for _, values in stored.parts()]
+    assert torch.equal(torch.cat(parts), stored.data) and max(len(part) for part in parts) <= 2
+
+
+def test_int8_is_three_times_closer_than_fp8_at_the_same_size():
+    weight = weight_of((256, 3072))
+    ours = read(as_int8(weight)).dequantize(torch.float32)
+    stored = StoredWeight(NAME, weight)
+    fp8 = read_checkpoint(tensors_of(stored, plan_weight(stored, "fp8_e4m3fn", "m"), "m"), {}, "m").weights[NAME]
+    assert 3 * relative_error(weight, ours) < relative_error(weight, fp8.dequantize(torch.float32))
+
+
+def test_outliers_are_spread_over_their_group():
+    weight = weight_of((128, 1024))
+    weight[:, 7] *= 100
+    rest = [column for column in range(1024) if column != 7]
+    turned = read(as_int8(weight)).dequantize(torch.float32)
+    plain = read(dialects._int8(weight, rotated=False)).dequantize(torch.float32)
+    assert 3 * relative_error(weight[:, rest], turned[:, rest]) < relative_error(weight[:, rest], plain[:, rest])
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-35, 65504.0, 1e30])
+def test_rows_of_one_value(value):
+    weight = torch.full((4, 256), value)
+    weight[0] = 0
+    codes, scale = kitchen.quantize_int8_convrot_weight(weight, 256)
+    found = as_int8(weight)
+    assert torch.equal(found["weight"], codes) and torch.equal(found["weight_scale"], scale)
+
+
+def test_values_that_overflow_once_rotated_are_an_error():
+    with pytest.raises(NonFiniteWeight, match="rotated"):
+        as_int8(torch.full((4, 256), 1.6e38) * int8.hadamard(256)[0].sign())
+
+
+def test_a_layer_that_no_rotation_fits_is_not_quantized():
+    plan = plan_weight(StoredWeight(NAME, torch.randn(4, 100)), "int8", "m")
+    assert plan.storage == "as_file" and "100" in plan.note
+    data, scale = dialects.per_tensor(torch.randn(4, 100))
+    assert plan_weight(StoredWeight(NAME, data, scale, "tensor"), "int8", "m").storage == "bf16"
+
+
+@pytest.mark.parametrize(("name", "shape"), [("conv.weight", (4, 16, 3, 3)), ("norm.weight", (256,)), ("table", (4, 256))])
+def test_what_comfyui_cannot_hold_in_int8_stays(name, shape):
+    plan = plan_weight(StoredWeight(name, torch.randn(shape)), "int8", "m")
+    assert plan.storage == "as_file" and "int8" in plan.note
+
+
+@pytest.mark.parametrize("source", ["per_tensor", "per_row", "per_block"])
+def test_from_every_fp8_granularity(source):
+    weight = weight_of((256, 384))
+    data, scale = getattr(dialects, source)(weight)
+    stored = read_checkpoint({NAME: data, "blocks.0.ffn.0.weight_scale": scale}, {}, "m")
+    tensors, notes = state_dict(stored, {"blocks.0.ffn.0": "int8"})
+    exact = stored.weights[NAME].dequantize(torch.float32)
+    found = read_checkpoint(tensors, {}, "m").weights[NAME]
+    assert not notes and found.storage == "int8"
+    assert torch.equal(found.data, kitchen.quantize_int8_convrot_weight(exact, 64)[0])
+
+
+def test_announced_tensors_are_those_that_are_made():
+    stored = StoredWeight(NAME, weight_of((8, 64)))
+    plan = plan_weight(stored, "int8", "m")
+    made = tensors_of(stored, plan, "m")
+    assert [(s.name, s.dtype, s.shape) for s in specs_of(stored, plan)] == [(n, t.dtype, tuple(t.shape)) for n, t in made.items()]
