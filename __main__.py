@@ -16,6 +16,7 @@ from .precision.dtypes import STORAGE_OPTIONS
 from .precision.errors import HalfsafeError
 from .precision.plan.goal import GOALS
 from .precision.plan.presets import DEFAULT_PRESET, PRESETS
+from .precision.text import size_text
 
 
 class Progress:
@@ -38,8 +39,7 @@ class Progress:
 
     def _show(self) -> None:
         rate = self.done / max(time.monotonic() - self.began, 1e-9)
-        size, unit = (1e9, "GB") if self.total >= 1e9 else (1e6, "MB")
-        text = f"{self.verb} {self.done / size:.2f} of {self.total / size:.2f} {unit}, {rate / 1e6:.0f} MB/s"
+        text = f"{self.verb} {size_text(self.done):>11} of {size_text(self.total)}, {size_text(rate):>11}/s"
         if sys.stderr.isatty():
             filled = 30 * self.done // self.total
             end = "\n" if self.done >= self.total else ""

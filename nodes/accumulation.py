@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 
-def _choice(name: str, options: tuple[str, ...], default: str, tooltip: str) -> io.Combo.Input:
-    return io.Combo.Input(name, options=list(options), default=default, tooltip=tooltip)
+def _choice(name: str, options: tuple[str, ...], default: str, tooltip: str, advanced: bool | None = None) -> io.Combo.Input:
+    return io.Combo.Input(name, options=list(options), default=default, tooltip=tooltip, advanced=advanced)
 
 
 class Accumulation(io.ComfyNode):
@@ -38,13 +38,13 @@ class Accumulation(io.ComfyNode):
                 )),
                 _choice("reduced_precision_reduction", SWITCH_OPTIONS, UNCHANGED, (
                     "Partial results of fp16 and bf16 products in 16 bit. torch allows it by default; off is a little slower and more precise."
-                )),
+                ), advanced=True),
                 _choice("tf32", SWITCH_OPTIONS, UNCHANGED, (
                     "fp32 products and convolutions rounded to TF32: faster and less precise. Needs RTX 30 or newer and fp32 compute."
-                )),
+                ), advanced=True),
                 _choice("fp8_fast_accumulation", FP16_OPTIONS, "auto", (
                     "Add up fp8 products with fewer bits, RTX 40 and Hopper. auto: off, for quality."
-                )),
+                ), advanced=True),
                 _choice("attention", ATTENTION_OPTIONS, "auto", (
                     "Attention in fp16. auto: left alone where its scores fit; else keys are smoothed, which leaves the result the same, "
                     "or that attention is computed in fp32.\n"

@@ -56,6 +56,7 @@ class AnalyzeLayers(io.ComfyNode):
                     options=[cls.KEEP, "measure"],
                     default=cls.KEEP,
                     optional=True,
+                    advanced=True,
                     tooltip=(
                         "keep high: embeddings, modulation, first and last layers stay as they are, whatever is measured.\n"
                         "measure: they are chosen like the others, which may save more."

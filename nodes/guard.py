@@ -44,6 +44,7 @@ class NaNGuard(io.ComfyNode):
                     default=8,
                     min=0,
                     max=64,
+                    advanced=True,
                     tooltip="How often one step may be repeated. Three repeats are the most it ever needs: to find the layer, in fp16_safe, in fp32.",
                 ),
             ],

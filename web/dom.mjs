@@ -1,4 +1,6 @@
 // @ts-check
+import { t } from "./words.mjs";
+
 const MOST_LINES = 50;
 
 /**
@@ -20,15 +22,29 @@ export function el(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** Give an element the report's colours, for the swatches and bars in it. @param {HTMLElement} element @param {import("./report.mjs").Report} report */
+export function paint(element, { storages, modes }) {
+  for (const [dtype, { colour }] of Object.entries({ ...storages, ...modes })) element.style.setProperty(`--hs-dtype-${dtype}`, colour);
+}
+
+/** @param {string} dtype */
+function background(dtype) {
+  return `background: var(--hs-dtype-${dtype}, var(--hs-other))`;
+}
+
 /** @param {string} dtype */
 export function swatch(dtype) {
-  return el("span", { class: "hs-swatch", "data-dtype": dtype, "aria-hidden": "true" });
+  return el("span", { class: "hs-swatch", style: background(dtype), "aria-hidden": "true" });
 }
 
 /** @param {string} verdict */
 export function verdictPill(verdict) {
-  const label = verdict === "off" ? "no guard" : verdict.replaceAll("_", " ");
-  return el("span", { class: "hs-verdict", "data-verdict": verdict, text: label });
+  return el("span", { class: "hs-verdict", "data-verdict": verdict, text: verdictText(verdict) });
+}
+
+/** @param {string} verdict */
+export function verdictText(verdict) {
+  return verdict === "off" ? t("no guard") : t(verdict.replaceAll("_", " "));
 }
 
 /**
@@ -42,7 +58,7 @@ export function shareBar(label, shares) {
   const legend = el("div", { class: "hs-legend" });
   for (const part of shares) {
     const title = `${part.name}: ${percent(part.share)}, ${part.detail}`;
-    bar.append(el("span", { "data-dtype": part.name, style: `flex-grow: ${Math.max(part.share, 0.01)}`, title }));
+    bar.append(el("span", { style: `flex-grow: ${Math.max(part.share, 0.01)}; ${background(part.name)}`, title }));
     legend.append(el("span", { class: "hs-key", title }, swatch(part.name), part.name, el("b", { text: percent(part.share) })));
   }
   return el("div", { class: "hs-share" }, el("span", { class: "hs-label", text: label }), bar, legend);
@@ -51,7 +67,7 @@ export function shareBar(label, shares) {
 /** The first lines of a long list, and how many more there are. @param {HTMLElement[]} lines */
 export function firstOf(lines) {
   if (lines.length <= MOST_LINES) return lines;
-  const more = el("div", { class: "hs-dim", text: `and ${lines.length - MOST_LINES} more; the report's text has all of them` });
+  const more = el("div", { class: "hs-dim", text: t("and {count} more; the report's text has all of them", { count: lines.length - MOST_LINES }) });
   return [...lines.slice(0, MOST_LINES), more];
 }
 

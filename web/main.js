@@ -7,6 +7,7 @@ import { ReportPanel } from "./panel.mjs";
 import { reportIn } from "./report.mjs";
 import { RunLog, toastFor } from "./run.mjs";
 import { drawSidebar } from "./sidebar.mjs";
+import { loadWords, t } from "./words.mjs";
 
 const PREFIX = "Halfsafe";
 const REPORT_NODE = "HalfsafeReport";
@@ -136,7 +137,7 @@ function drawTab() {
     return report ? [{ id: locatorOf(node), title: node.title, report }] : [];
   });
   drawSidebar(sidebar, log.run, reports, {
-    titleOf: (id) => nodeById(id)?.title ?? "Guard",
+    titleOf: (id) => nodeById(id)?.title ?? t("Guard"),
     goTo: (id) => {
       const node = nodeById(id);
       if (!node) return;
@@ -173,7 +174,7 @@ function addSidebarTab() {
     revision: 0,
     icon: "pi pi-shield",
     title: "Halfsafe",
-    tooltip: "Halfsafe: guards and precision reports",
+    tooltip: t("Halfsafe: guards and precision reports"),
     type: "custom",
     render: (/** @type {HTMLElement} */ container) => {
       sidebar = el("div", { class: "halfsafe hs-sidebar" });
@@ -208,8 +209,9 @@ app.registerExtension({
       onChange: () => app.graph?.setDirtyCanvas(true, true),
     },
   ],
-  setup() {
+  async setup() {
     addStyles();
+    await loadWords(api, app.extensionManager.setting.get("Comfy.Locale"));
     listen();
     addSidebarTab();
   },

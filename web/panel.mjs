@@ -1,9 +1,8 @@
 // @ts-check
 /** The report on its node: head, shares, guard, remarks and the table of layers. */
-import { el, firstOf, shareBar, swatch, verdictPill } from "./dom.mjs";
-import {
-  amountText, deviceText, eventText, filterLayers, groupRows, modeShares, ruleLines, sizeText, sortRows, storageShares,
-} from "./report.mjs";
+import { el, firstOf, paint, shareBar, swatch, verdictPill } from "./dom.mjs";
+import { deviceText, eventText, filterLayers, rowsOf, sortRows } from "./report.mjs";
+import { t } from "./words.mjs";
 
 /**
  * @typedef {import("./report.mjs").Report} Report
@@ -13,9 +12,10 @@ import {
  * @typedef {"name" | "class" | "storage" | "mode" | "accumulation" | "stream"} Column
  */
 
-/** @type {[Column, string][]} */
-const COLUMNS = [
-  ["name", "layer"], ["class", "class"], ["storage", "storage"], ["mode", "mode"], ["accumulation", "sums"], ["stream", "stream"],
+/** @returns {[Column, string][]} */
+const columns = () => [
+  ["name", t("layer")], ["class", t("class")], ["storage", t("storage")], ["mode", t("mode")], ["accumulation", t("sums")],
+  ["stream", t("stream")],
 ];
 const COPIED_MS = 2500;
 
@@ -31,14 +31,14 @@ export class ReportPanel {
   #open = new Set();
 
   constructor() {
-    this.body = el("div", { class: "hs-scroll", tabindex: "0", role: "region", "aria-label": "Precision report" });
+    this.body = el("div", { class: "hs-scroll", tabindex: "0", role: "region", "aria-label": t("Precision report") });
     this.element = el("section", { class: "halfsafe hs-panel", "data-capture-wheel": "true" }, this.body);
     this.head = el("div", { class: "hs-head" });
     this.guard = el("div", { class: "hs-guard", role: "log", "aria-live": "polite" });
     this.remarks = el("div");
     this.copied = el("span", { class: "hs-copied", role: "status" });
     this.tools = this.#makeTools();
-    this.table = el("table", { class: "hs-table", role: "table", "aria-label": "Layers" });
+    this.table = el("table", { class: "hs-table", role: "table", "aria-label": t("Layers") });
     this.body.append(this.head, this.guard, this.remarks, this.tools, this.table);
     this.#drawAll();
   }
@@ -57,6 +57,7 @@ export class ReportPanel {
 
   #drawAll() {
     const report = this.#report;
+    if (report) paint(this.element, report);
     this.head.replaceChildren(...(report ? headOf(report) : [emptyHint()]));
     this.remarks.replaceChildren(...(report ? remarksOf(report) : []));
     this.tools.hidden = this.table.hidden = !report;
@@ -67,28 +68,29 @@ export class ReportPanel {
   #drawGuard() {
     const lines = this.#live ? this.#live.map((message) => adviceLine(message, "")) : this.#report ? guardLines(this.#report) : [];
     this.guard.hidden = !this.#live && (this.#report?.guard.verdict ?? "off") === "off";
-    const calls = this.#live || !this.#report ? "this run" : callsText(this.#report);
-    this.guard.replaceChildren(el("h4", {}, "Guard", el("span", { class: "hs-dim", text: calls })), ...firstOf(lines));
+    const calls = this.#live || !this.#report ? t("this run") : callsText(this.#report);
+    this.guard.replaceChildren(el("h4", {}, t("Guard"), el("span", { class: "hs-dim", text: calls })), ...firstOf(lines));
   }
 
   #makeTools() {
     const input = el("input", {
-      type: "search", class: "hs-filter", placeholder: "Filter layers", "aria-label": "Filter layers", spellcheck: "false",
+      type: "search", class: "hs-filter", placeholder: t("Filter layers"), "aria-label": t("Filter layers"), spellcheck: "false",
       oninput: () => {
         this.#filter = input.value;
         if (this.#report) this.#drawTable(this.#report);
       },
     });
     this.count = el("span", { class: "hs-count", role: "status" });
-    this.copy = el("button", { type: "button", class: "hs-button", text: "Copy as rules", onclick: () => this.#copyRules() });
-    this.manual = el("textarea", { class: "hs-manual", readonly: true, hidden: true, "aria-label": "Rules", rows: "4" });
+    this.copy = el("button", { type: "button", class: "hs-button", text: t("Copy as rules"), onclick: () => this.#copyRules() });
+    this.manual = el("textarea", { class: "hs-manual", readonly: true, hidden: true, "aria-label": t("Rules"), rows: "4" });
     return el("div", { class: "hs-tools" }, input, this.count, this.copied, this.copy, this.manual);
   }
 
   async #copyRules() {
     if (!this.#report) return;
-    const lines = ruleLines(this.#report);
-    const text = `# ${this.#report.model.class}\n${lines.join("\n")}\n`;
+    const { model, rules } = this.#report;
+    const text = `# ${model.class}\n${rules}\n`;
+    const count = rules.split("\n").length;
     try {
       await navigator.clipboard.writeText(text);
     } catch {
@@ -97,28 +99,27 @@ export class ReportPanel {
       this.manual.select();
       return;
     }
-    this.copied.textContent = `${lines.length} line${lines.length > 1 ? "s" : ""} copied`;
+    this.copied.textContent = count > 1 ? t("{count} lines copied", { count }) : t("1 line copied");
     setTimeout(() => this.copied.replaceChildren(), COPIED_MS);
   }
 
   /** @param {Report} report */
   #drawTable(report) {
     const layers = filterLayers(report.layers, this.#filter);
-    const rows = sortRows(groupRows(layers, report.layers), this.#order);
-    const some = layers.length < report.layers.length;
-    this.count.textContent = some ? `${layers.length} of ${report.layers.length}` : `${report.layers.length} layers`;
-    this.copy.disabled = ruleLines(report).length === 0;
-    this.copy.title = this.copy.disabled
-      ? "All layers run as most do: there is no exception to copy"
-      : "Copies the layers that run otherwise than most, as lines for the Layer Rules node";
-    const escalated = report.guard.escalations;
-    const body = el("tbody", { role: "rowgroup" }, ...rows.flatMap((row) => this.#rowElements(row, escalated)));
+    const rows = sortRows(rowsOf(report, layers), this.#order);
+    const [count, total] = [layers.length, report.layers.length];
+    this.count.textContent = count < total ? t("{count} of {total}", { count, total }) : t("{count} layers", { count });
+    this.copy.disabled = !report.rules;
+    this.copy.title = report.rules
+      ? t("Copies the layers that run otherwise than most, as lines for the Layer Rules node")
+      : t("All layers run as most do: there is no exception to copy");
+    const body = el("tbody", { role: "rowgroup" }, ...rows.flatMap((row) => this.#rowElements(row, report)));
     if (!rows.length) body.append(emptyRow());
     this.table.replaceChildren(this.#headRow(), body);
   }
 
   #headRow() {
-    const cells = COLUMNS.map(([column, label]) => {
+    const cells = columns().map(([column, label]) => {
       const sorted = this.#order?.column === column;
       const direction = sorted ? (this.#order?.descending ? "descending" : "ascending") : "none";
       const button = el("button", { type: "button", class: "hs-sort", text: label, onclick: () => this.#sortBy(column) });
@@ -136,8 +137,8 @@ export class ReportPanel {
     this.table.querySelector(`th[data-column="${column}"] button`)?.focus();
   }
 
-  /** @param {Row} row @param {Record<string, string>} escalated */
-  #rowElements(row, escalated) {
+  /** @param {Row} row @param {Report} report */
+  #rowElements(row, { guard, modes }) {
     const several = row.members.length > 1;
     const expandable = several || Boolean(row.reason);
     const key = `${row.name} ${row.storage} ${row.mode} ${row.reason}`;
@@ -152,29 +153,30 @@ export class ReportPanel {
     const label = expandable
       ? el("button", { type: "button", class: "hs-name", "aria-expanded": String(open), "data-key": key, onclick: toggle }, name, count)
       : el("span", { class: "hs-name" }, name);
-    const main = layerRow(row, label, row.members.some((layer) => layer.name in escalated));
-    return open ? [main, ...detailRows(row, several)] : [main];
+    const main = layerRow(row, label, modes, row.members.some((layer) => layer.name in guard.escalations));
+    return open ? [main, ...detailRows(row, several, modes)] : [main];
   }
 }
 
-/** @param {Row} row @param {boolean} several */
-function detailRows(row, several) {
-  const reason = el("td", { role: "cell", colspan: COLUMNS.length, text: row.reason || "As the model's own dtype says." });
+/** @param {Row} row @param {boolean} several @param {Report["modes"]} modes */
+function detailRows(row, several, modes) {
+  const reason = el("td", { role: "cell", colspan: columns().length, text: row.reason || t("As the model's own dtype says.") });
   return [
     el("tr", { role: "row", class: "hs-reason" }, reason),
     ...(several ? row.members : []).map((layer) => {
-      const element = layerRow(layer, el("span", { class: "hs-name" }, el("bdi", { text: layer.name })), false);
+      const element = layerRow(layer, el("span", { class: "hs-name" }, el("bdi", { text: layer.name })), modes, false);
       element.classList.add("hs-member");
       return element;
     }),
   ];
 }
 
-/** @param {Layer} layer @param {HTMLElement} label @param {boolean} escalated */
-function layerRow(layer, label, escalated) {
-  const note = [layer.name, layer.reason, escalated ? "escalated by the guard" : ""].filter(Boolean).join("\n");
+/** @param {Layer} layer @param {HTMLElement} label @param {Report["modes"]} modes @param {boolean} escalated */
+function layerRow(layer, label, modes, escalated) {
+  const plain = modes[layer.mode]?.label;
+  const note = [layer.name, plain && t(plain), layer.reason, escalated && t("escalated by the guard")].filter(Boolean).join("\n");
   const mode = el("td", { role: "cell", "data-column": "mode" }, swatch(layer.mode), layer.mode);
-  if (escalated) mode.append(el("span", { class: "hs-up", "aria-label": "escalated by the guard", text: "\u2191" }));
+  if (escalated) mode.append(el("span", { class: "hs-up", "aria-label": t("escalated by the guard"), text: "\u2191" }));
   return el(
     "tr", { role: "row", title: note },
     el("td", { role: "rowheader", "data-column": "name" }, label),
@@ -187,23 +189,23 @@ function layerRow(layer, label, escalated) {
 }
 
 function emptyRow() {
-  return el("tr", { role: "row" }, el("td", { role: "cell", class: "hs-none", colspan: COLUMNS.length, text: "No layer matches the filter." }));
+  return el("tr", { role: "row" }, el("td", { role: "cell", class: "hs-none", colspan: columns().length, text: t("No layer matches the filter.") }));
 }
 
 function emptyHint() {
-  return el("p", { class: "hs-hint", text: "Run the workflow to see what each layer is stored in and computed in, and why." });
+  return el("p", { class: "hs-hint", text: t("Run the workflow to see what each layer is stored in and computed in, and why.") });
 }
 
 /** @param {Report} report */
 export function headOf(report) {
-  const { model } = report;
-  const size = `${amountText(model.parameters)} parameters, ${sizeText(model.weight_bytes)}`;
+  const { model, view } = report;
+  const size = t("{parameters} parameters, {size}", { parameters: view.parameters, size: view.size });
   return [
-    el("div", { class: "hs-title" }, el("strong", { text: model.class || "unknown model" }), verdictPill(report.guard.verdict)),
+    el("div", { class: "hs-title" }, el("strong", { text: model.class || t("unknown model") }), verdictPill(report.guard.verdict)),
     el("div", { class: "hs-sub", title: deviceText(report), text: deviceText(report) }),
     el("div", { class: "hs-sub", text: size }),
-    shareBar("stored", storageShares(report)),
-    shareBar("computed", modeShares(report)),
+    shareBar(t("stored"), view.stored.map((part) => ({ ...part, detail: part.size }))),
+    shareBar(t("computed"), view.computed.map((part) => ({ ...part, detail: t("{count} layers", { count: part.layers }) }))),
   ];
 }
 
@@ -215,14 +217,14 @@ function guardLines(report) {
   );
   const events = guard.events.map((event) => {
     const change = event.from && event.to ? ` ${event.from} \u2192 ${event.to},` : "";
-    return eventLine(event.recovered, `${eventText(event)},${change} ${event.recovered ? "recovered" : "not recovered"}`);
+    return eventLine(event.recovered, `${eventText(event)},${change} ${event.recovered ? t("recovered") : t("not recovered")}`);
   });
   return [...escalations, ...events];
 }
 
 /** @param {Report} report */
 function callsText({ guard }) {
-  return `${guard.calls} calls, ${guard.extra_calls} repeated`;
+  return t("{calls} calls, {repeated} repeated", { calls: guard.calls, repeated: guard.extra_calls });
 }
 
 /** A line without the advice that was given already. @param {GuardMessage} message @param {string} given */
@@ -239,8 +241,8 @@ function eventLine(recovered, text, advice = "") {
 /** @param {Report} report */
 function remarksOf(report) {
   const without = report.without_effect.map(({ setting, reason }) => el("li", {}, el("code", { text: setting }), ` ${reason}`));
-  const notes = (report.notes ?? []).map((note) => el("li", { text: note }));
-  return [remark("Without effect here", without), remark("Notes", notes)].filter((part) => part !== null);
+  const notes = report.notes.map((note) => el("li", { text: note }));
+  return [remark(t("Without effect here"), without), remark(t("Notes"), notes)].filter((part) => part !== null);
 }
 
 /** @param {string} title @param {HTMLElement[]} items */

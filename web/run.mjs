@@ -1,5 +1,7 @@
 // @ts-check
+import { verdictText } from "./dom.mjs";
 import { whatIn } from "./report.mjs";
+import { t } from "./words.mjs";
 
 /**
  * What the guards said in the last run. One run is kept: the newest.
@@ -58,14 +60,15 @@ export class RunLog {
 export function toastFor(message, events) {
   const detail = [message.message, message.advice].filter(Boolean).join(" ");
   if (message.kind === "event") {
-    const summary = message.event ? `${whatIn(message.event)}, step ${message.event.step}` : "Guard";
+    const { event } = message;
+    const summary = event ? t("{what}, step {step}", { what: whatIn(event), step: event.step }) : t("Guard");
     return events > TOASTS_PER_RUN ? null : { severity: "warn", summary: `Halfsafe: ${summary}`, detail, life: 8000 };
   }
   if (!NOT_BAD.includes(message.verdict)) {
-    return { severity: "error", summary: `Halfsafe: ${message.verdict.replaceAll("_", " ")}`, detail, life: 20000 };
+    return { severity: "error", summary: `Halfsafe: ${verdictText(message.verdict)}`, detail, life: 20000 };
   }
-  const more = events - TOASTS_PER_RUN;
-  return more > 0
-    ? { severity: "info", summary: `Halfsafe: ${message.verdict}, ${more} more guard event${more > 1 ? "s" : ""}`, detail, life: 8000 }
-    : null;
+  const count = events - TOASTS_PER_RUN;
+  if (count <= 0) return null;
+  const more = count > 1 ? t("{count} more guard events", { count }) : t("1 more guard event");
+  return { severity: "info", summary: `Halfsafe: ${verdictText(message.verdict)}, ${more}`, detail, life: 8000 };
 }

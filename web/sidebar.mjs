@@ -1,7 +1,8 @@
 // @ts-check
 /** The sidebar tab: what the guards of the last run said, and the reports of this workflow in short. */
-import { el, firstOf, verdictPill } from "./dom.mjs";
+import { el, firstOf, paint, verdictPill } from "./dom.mjs";
 import { adviceLine, headOf } from "./panel.mjs";
+import { t } from "./words.mjs";
 
 /**
  * @typedef {import("./report.mjs").Report} Report
@@ -9,7 +10,7 @@ import { adviceLine, headOf } from "./panel.mjs";
  * @typedef {import("./run.mjs").GuardState} GuardState
  * @typedef {{id: string, title: string, report: Report}} NamedReport
  */
-const STATES = { running: "running", done: "finished", failed: "stopped" };
+const states = () => ({ running: t("running"), done: t("finished"), failed: t("stopped") });
 
 /**
  * @param {HTMLElement} root
@@ -19,18 +20,18 @@ const STATES = { running: "running", done: "finished", failed: "stopped" };
  */
 export function drawSidebar(root, run, reports, graph) {
   const guards = [...(run?.guards ?? [])];
-  const state = run ? el("span", { class: "hs-dim", text: STATES[run.state] }) : null;
+  const state = run ? el("span", { class: "hs-dim", text: states()[run.state] }) : null;
   root.replaceChildren(
-    el("h3", {}, "Last run ", state),
+    el("h3", {}, t("Last run"), " ", state),
     ...(guards.length ? guards.map(([id, guard]) => guardCard(id, guard, graph)) : [quiet(run)]),
-    el("h3", { text: "Reports" }),
-    ...(reports.length ? reports.map((entry) => reportCard(entry, graph)) : [hint("Add a Precision Report node and run the workflow.")]),
+    el("h3", { text: t("Reports") }),
+    ...(reports.length ? reports.map((entry) => reportCard(entry, graph)) : [hint(t("Add a Precision Report node and run the workflow."))]),
   );
 }
 
 /** @param {Run | null} run */
 function quiet(run) {
-  return hint(run ? "No guard reported anything." : "Nothing was run since this page was opened.");
+  return hint(run ? t("No guard reported anything.") : t("Nothing was run since this page was opened."));
 }
 
 /** @param {string} id @param {GuardState} guard @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */
@@ -42,12 +43,14 @@ function guardCard(id, guard, graph) {
 
 /** @param {NamedReport} entry @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */
 function reportCard({ id, title, report }, graph) {
-  return el("article", { class: "hs-card hs-head" }, cardTitle(id, title, graph, null), ...headOf(report));
+  const card = el("article", { class: "hs-card hs-head" }, cardTitle(id, title, graph, null), ...headOf(report));
+  paint(card, report);
+  return card;
 }
 
 /** @param {string} id @param {string} title @param {{goTo: (id: string) => void}} graph @param {HTMLElement | null} pill */
 function cardTitle(id, title, graph, pill) {
-  const button = el("button", { type: "button", class: "hs-link", title: "Show this node", onclick: () => graph.goTo(id), text: title });
+  const button = el("button", { type: "button", class: "hs-link", title: t("Show this node"), onclick: () => graph.goTo(id), text: title });
   return el("div", { class: "hs-title" }, button, pill);
 }
 

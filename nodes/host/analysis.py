@@ -1,6 +1,9 @@
-"""An analysis of a model in ComfyUI: a short run of its own sampler, made again for each trial."""
+"""Analyse a model in ComfyUI: repeat a short run of its own sampler for each trial."""
+
+from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import comfy.sample
 import comfy.utils
@@ -22,6 +25,9 @@ from .run.layers import stream_dtype
 from .run.modules import core_weights, exchanged, matrix_layers, only_multiplies
 from .run.wrappers import GUARD
 
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
 KEY = "halfsafe.analysis"
 STEPS = 4
 CFG = 4.0
@@ -29,14 +35,14 @@ IMAGE_DENOISE = 0.75
 
 
 def analyze_model(
-    patcher, positive, negative, latent: dict, seed: int, candidate: str, target_db: float, pin: bool, max_trials: int = MAX_TRIALS
+    patcher: ModelPatcher, positive, negative, latent: dict, seed: int, candidate: str, target_db: float, pin: bool
 ) -> Analysis:
-    """Which layers of a model can be in the candidate's precision on this prompt and latent. The model is not changed.
+    """Find the layers that can be in the candidate's precision on this prompt and latent. The model is not changed.
 
     Raises:
         HalfsafeError: the model's own output is not finite.
     """
-    bar = comfy.utils.ProgressBar((max_trials + 1) * STEPS)
+    bar = comfy.utils.ProgressBar((MAX_TRIALS + 1) * STEPS)
     session = Session(subjects_of(patcher, Candidate(candidate)), Candidate(candidate), core_weights, change, advancing(bar))
     clone = _prepared(patcher, session)
 
@@ -45,18 +51,18 @@ def analyze_model(
             _sample(clone, positive, negative, latent, seed)
 
     session.reference(run)
-    analysis = analyze(session, run, target_db, pin, max_trials)
+    analysis = analyze(session, run, target_db, pin)
     bar.update_absolute(bar.total)
     return analysis
 
 
-def class_name(patcher) -> str:
-    """Name ComfyUI's class of a model, such as ``WAN21``."""
+def class_name(patcher: ModelPatcher) -> str:
+    """Name ComfyUI's class of a model, such as WAN21."""
     return type(patcher.model).__name__
 
 
-def subjects_of(patcher, candidate: Candidate) -> list[Subject]:
-    """Every layer that multiplies, in model order."""
+def subjects_of(patcher: ModelPatcher, candidate: Candidate) -> list[Subject]:
+    """List every layer that multiplies, in model order."""
     preset = rules_from()
     return [
         Subject(name, type(module).__name__, module, _role(preset, name, module), _why_barred(module, candidate))
@@ -80,7 +86,7 @@ def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
 
 
 def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
-    """Patches that make one of ComfyUI's layers compute as the candidate, its LoRAs and offloading included."""
+    """Return patches that make one of ComfyUI's layers compute as the candidate, LoRAs and offloading included."""
     if candidate.stores:
         return [(module, "weight_function", [*module.weight_function, candidate.weight])]
     forward = _sums_in_fp16 if candidate.sums_in_fp16 and kind_of(module) == "linear" else _cast
@@ -100,10 +106,11 @@ def _sums_in_fp16(module: torch.nn.Module, dtype: torch.dtype, x: torch.Tensor) 
         return with_fp16_sums(x.to(dtype), weight, bias)
 
 
-def _prepared(patcher, session: Session):
-    """A clone whose calls go through the session, inside of what other nodes do. Guards would hide what overflows.
+def _prepared(patcher: ModelPatcher, session: Session) -> ModelPatcher:
+    """Clone the model so that its calls go through the session, innermost of all wrappers.
 
-    Plans start anew on it, so that they learn nothing from trials for the model itself.
+    The clone has no guards, as they would hide overflows, and plans of its own, so that the model's plans learn nothing
+    from trials.
     """
     clone, compute, accumulation = patcher.clone(), compute_of(patcher), accumulation_of(patcher)
     if accumulation:
@@ -119,15 +126,15 @@ def _prepared(patcher, session: Session):
 
 
 def _watched(session: Session, stream: torch.dtype, executor, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-    """One call of the model."""
+    """Run one call of the model, with the session's patches on its layers."""
     with session.inside():
         result = executor(x, *args, **kwargs)
-    session.weigh(x.device, stream)
+    session.measure_unused_weights(x.device, stream)
     return result
 
 
 def _step(session: Session, executor, model, conds: list, x: torch.Tensor, *args) -> list[torch.Tensor]:
-    """One step of the sampler, with all of its conditionings."""
+    """Run one step of the sampler, with all of its conditionings."""
     found = []
 
     def call():
@@ -138,7 +145,7 @@ def _step(session: Session, executor, model, conds: list, x: torch.Tensor, *args
     return [torch.zeros_like(x) if cond is None else next(outputs) for cond in conds]
 
 
-def _sample(patcher, positive, negative, latent: dict, seed: int) -> None:
+def _sample(patcher: ModelPatcher, positive, negative, latent: dict, seed: int) -> None:
     start = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"])
     noise = comfy.sample.prepare_noise(start, seed, latent.get("batch_index"))
     conds = positive, positive if negative is None else negative

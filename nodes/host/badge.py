@@ -1,4 +1,4 @@
-"""What a node shows on its badge in the page: the dtypes its output really has."""
+"""Make the badges that nodes show in the page: the dtypes their output really has."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -21,24 +21,24 @@ def badge(*words: str | None) -> dict[str, list[str]] | None:
 
 
 def model_words(model) -> tuple[str, str]:
-    """(storage of most weights, compute dtype) of a model as resolved on this device."""
+    """Return the storage of most weights and the compute dtype of a model, as resolved on this device."""
     compute = compute_of(model)
     used = "fp8" if compute and compute.plan.fp8_matmul else compute_name(model)
     return _most(model.model.diffusion_model.parameters()), used
 
 
 def clip_word(clip) -> str:
-    """The storage of most weights of a text encoder."""
+    """Return the storage of most weights of a text encoder."""
     return _most(clip.cond_stage_model.parameters())
 
 
 def vae_word(vae) -> str:
-    """The dtype a VAE works in."""
+    """Return the dtype a VAE works in."""
     return name_of(vae.vae_dtype)
 
 
 def sums_words(model) -> list[str]:
-    """How products are planned to be summed, as far as an accumulation node decides it and it acts here."""
+    """Return how matmuls will accumulate, as far as an Accumulation node decides it and can act here."""
     accumulation = accumulation_of(model)
     if accumulation is None:
         return []

@@ -1,4 +1,4 @@
-"""What the open page is told while a prompt runs."""
+"""Tell the open page what guards have to say while a prompt runs, and keep that for the report of the same prompt."""
 
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
@@ -6,15 +6,17 @@ from server import PromptServer
 from ...precision.guard.policy import EVENT
 from ...precision.report.schema import GuardEvent, plain
 
+_told: dict[str | None, list[dict]] = {}
+
 
 def running_prompt_id() -> str | None:
-    """The id of the prompt that is running in this thread; None outside of one."""
+    """Return the id of the prompt that is running in this thread; None outside of one."""
     context = get_executing_context()
     return context.prompt_id if context else None
 
 
 def running_prompt() -> dict:
-    """The prompt that is running, node id -> class and inputs; empty outside of one."""
+    """Return the running prompt, node id -> class and inputs; empty outside of one."""
     prompt_id, server = running_prompt_id(), getattr(PromptServer, "instance", None)
     if prompt_id is None or server is None:
         return {}
@@ -25,8 +27,22 @@ def running_prompt() -> dict:
 def tell_page(
     node_id: str | None, prompt: str | None, kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None
 ) -> None:
-    """Send what a guard has to say, an event or a run's verdict, to the page that queued the prompt, if there is one."""
+    """Send a guard's event or a run's verdict to the page that queued the prompt, if there is one."""
+    data = {"node_id": node_id, "prompt_id": prompt, "kind": kind, "verdict": verdict, "message": message, "advice": advice}
+    data["event"] = plain(event) if event else None
+    _keep(data)
     server = getattr(PromptServer, "instance", None)
     if server is not None:
-        data = {"node_id": node_id, "prompt_id": prompt, "kind": kind, "verdict": verdict, "message": message, "advice": advice}
-        server.send_sync(EVENT, {**data, "event": plain(event) if event else None}, server.client_id)
+        server.send_sync(EVENT, data, server.client_id)
+
+
+def _keep(message: dict) -> None:
+    """Keep a message with those of its prompt; those of an earlier prompt are dropped."""
+    if message["prompt_id"] not in _told:
+        _told.clear()
+    _told.setdefault(message["prompt_id"], []).append(message)
+
+
+def told_in(prompt: str | None) -> list[dict]:
+    """Return the messages that guards have sent in a prompt, if it is the last one in which any did."""
+    return _told.get(prompt, []) if prompt else []

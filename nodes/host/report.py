@@ -1,26 +1,45 @@
-"""What a loaded model really is: the dtype of each weight it holds and how each layer will run."""
+"""Read what a loaded model really is: the dtype of each weight it holds and how each layer runs."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import comfy.quant_ops
 import torch
 
 from ...precision.dtypes import name_of
 from ...precision.formats.encoding import STORAGE_OF
+from ...precision.guard.policy import CURED
+from ...precision.modes import FP16_ACC16
 from ...precision.plan.choice import LoadRecord
 from ...precision.plan.facts import LayerSpec, ModelFacts, most
-from ...precision.report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
+from ...precision.report.schema import (
+    EncoderReport,
+    KeptHigh,
+    LayerReport,
+    ModelReport,
+    Report,
+    WithoutEffect,
+    device_section,
+)
 from .guard.model import guard_of
 from .load.devices import current_device
 from .load.models import ATTACHMENT
+from .page import running_prompt, running_prompt_id, told_in
 from .run.accumulation import flags_of, remarks_of, sums_of
 from .run.compute import Compute, compute_of
 from .run.layers import layers_of, modes_of, stream_dtype
 
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
 
-def report_of(patcher) -> Report:
-    """The report of a model, read from its modules and from what its plan found in the calls made so far."""
+ENCODER_GUARDS = {"HalfsafeGuardVAE": "VAE", "HalfsafeGuardCLIP": "text encoder"}
+
+
+def report_of(patcher: ModelPatcher) -> Report:
+    """Report on a model, from its modules and from what its plan found in the calls made so far."""
     record, compute = patcher.attachments.get(ATTACHMENT), compute_of(patcher)
     modes, sums = modes_of(patcher), sums_of(patcher)
     layers = [_layer_report(patcher, name, module, record, compute, modes, sums) for name, module in layers_of(patcher)]
@@ -42,8 +61,25 @@ def report_of(patcher) -> Report:
     report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
     report.decisions |= decisions
     report.notes += notes
+    report.encoders = encoder_reports()
     names = {layer.name for layer in layers}
     report.ranges = {name: largest for name, largest in report.ranges.items() if name in names}
+    return report
+
+
+def encoder_reports() -> list[EncoderReport]:
+    """Report what the Guard VAE and Guard CLIP nodes of the running prompt have told so far."""
+    told = told_in(running_prompt_id())
+    guards = ((node_id, ENCODER_GUARDS.get(node["class_type"])) for node_id, node in running_prompt().items())
+    return [_encoder_report(node_id, kind, [m for m in told if m["node_id"] == node_id]) for node_id, kind in guards if kind]
+
+
+def _encoder_report(node_id: str, kind: str, messages: list[dict]) -> EncoderReport:
+    """The first verdict that is no recovery stands, else the last one."""
+    report = EncoderReport(node_id, kind, messages=[message["message"] for message in messages])
+    for message in messages:
+        if report.verdict in CURED:
+            report.verdict, report.advice = message["verdict"], message["advice"]
     return report
 
 
@@ -57,23 +93,23 @@ def _add_plan(report: Report, compute: Compute, model) -> None:
 
 
 def _escalate(layers: list[LayerReport], modes: dict[str, str]) -> None:
-    """The layers as the guard runs them now."""
+    """Set the modes that the guard runs layers in now."""
     for layer in layers:
         if layer.name in modes:
             layer.mode, layer.accumulation, layer.stream = modes[layer.name], "fp32", "fp32"
             layer.reason = "; ".join(filter(None, [layer.reason, "widened by the guard"]))
 
 
-def model_facts(patcher) -> ModelFacts:
-    """What a compute plan needs to know of a model in memory."""
+def model_facts(patcher: ModelPatcher) -> ModelFacts:
+    """Collect what a compute plan needs to know of a model in memory."""
     layers = tuple(LayerSpec(name, type(module).__name__, tuple(module.weight.shape)) for name, module in layers_of(patcher))
     sizes = _model_report(patcher)
     supported = tuple(name_of(dtype) for dtype in patcher.model.model_config.supported_inference_dtypes)
     return ModelFacts(layers, sizes.parameters, most(sizes.bytes_by_storage), supported)
 
 
-def storages(patcher) -> dict[str, str]:
-    """Layer name -> what its weight is stored in."""
+def storages(patcher: ModelPatcher) -> dict[str, str]:
+    """Return the storage of each layer's weight, by layer name."""
     return {name: storage_of(module.weight) for name, module in layers_of(patcher)}
 
 
@@ -85,12 +121,12 @@ def _layer_report(patcher, name: str, module, record, compute, modes: dict[str, 
     if decision and decision.stream == "fp32":
         stream = "fp32"
     reason = "; ".join(dict.fromkeys(filter(None, reasons)))
-    mode = "fp16_acc16" if accumulation == "fp16" else mode
+    mode = FP16_ACC16.name if accumulation == "fp16" else mode
     return LayerReport(name, type(module).__name__, storage_of(module.weight), mode, accumulation, stream, reason)
 
 
 def storage_of(tensor: torch.Tensor) -> str:
-    """The storage name of a weight, quantized or not."""
+    """Name the storage of a weight, quantized or not."""
     if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
         return name_of(tensor.dtype)
     formats = comfy.quant_ops.QUANT_ALGOS.items()
@@ -98,7 +134,7 @@ def storage_of(tensor: torch.Tensor) -> str:
     return STORAGE_OF.get(held, held)
 
 
-def _model_report(patcher) -> ModelReport:
+def _model_report(patcher: ModelPatcher) -> ModelReport:
     report = ModelReport(cls=type(patcher.model).__name__)
     for parameter in patcher.model.diffusion_model.parameters():
         quantized = isinstance(parameter, comfy.quant_ops.QuantizedTensor)
@@ -111,7 +147,7 @@ def _model_report(patcher) -> ModelReport:
 
 
 def _unmet(record: LoadRecord, layers: list[LayerReport]) -> Iterator[tuple[str, str]]:
-    """The storages that rules asked for and ComfyUI does not hold."""
+    """Yield the storages that rules asked for and that ComfyUI did not keep."""
     unmet: dict[tuple[str, str], list[str]] = {}
     for layer in layers:
         asked = record.asked.get(layer.name, layer.storage)

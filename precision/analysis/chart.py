@@ -22,7 +22,7 @@ COLOURS = {
 
 
 def analysis_chart(analysis: Analysis, model: str = "") -> np.ndarray:
-    """A picture of an analysis: float32 array (height, 1024, 3) with values in 0..1."""
+    """Draw an analysis: float32 array (height, 1024, 3) with values in 0..1."""
     canvas = Canvas()
     _title(canvas, analysis, model)
     measured = [layer for layer in analysis.layers if layer.worst_db is not None]
@@ -51,7 +51,7 @@ def _top(layers: list[LayerResult]) -> float:
 
 
 def _share(value: float, top: float) -> float:
-    """The part of the axis a bar fills; a layer without error fills it, one that overflows shows a sliver."""
+    """Return the share of the axis that a bar fills: all of it without error, 1 % for an overflow."""
     return 0.01 if value <= 0 else min(value, top) / top
 
 

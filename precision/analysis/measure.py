@@ -1,4 +1,4 @@
-"""The error one layer makes in a lower precision: of its weight, and of its output on samples of inputs it really met."""
+"""Measure the error of one layer in a lower precision: of its weight, and of its output on samples of its real inputs."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,24 +14,24 @@ CROP = (2, 8, 8)
 
 
 class Measure:
-    """What was found of one layer; the worst of its calls. ``work``: multiplications and additions of its products."""
+    """The SNRs of one layer in dB, the worst of its calls; ``flops``: multiplications and additions of its matmuls."""
 
     def __init__(self):
         self.weight_db: float | None = None
         self.output_db: float | None = None
         self.channel_db: float | None = None
-        self.work = 0
+        self.flops = 0
 
     def add(self, output_db: float, channel_db: float) -> None:
-        """Keep the worse of what one more call gave and of what was known."""
+        """Add the SNRs of one more call; the lowest are kept."""
         self.output_db = output_db if self.output_db is None else min(self.output_db, output_db)
         self.channel_db = channel_db if self.channel_db is None else min(self.channel_db, channel_db)
 
 
-class Probe:
+class MeasuredForward:
     """A module's forward that also measures its error, on at most ``ROWS`` rows or one small crop of each input.
 
-    Beside the layer's weight it needs memory for pieces of it of ``PART`` elements, and keeps nothing of the input.
+    Needs memory for pieces of ``PART`` elements of the layer's weight, and keeps no input.
     """
 
     def __init__(self, module: torch.nn.Module, measure: Measure, candidate: Candidate, weights: Weights):
@@ -45,7 +45,7 @@ class Probe:
         result = self.forward(x, *args, **kwargs)
         if x.numel() == 0:
             return result
-        self.measure.work += matrix_work(result, self.module, kind_of(self.module))
+        self.measure.flops += matrix_work(result, self.module, kind_of(self.module))
         with self.weights(self.module, x, x.dtype) as (weight, bias):
             if self.measure.weight_db is None:
                 self.measure.weight_db = weight_error(weight, self.candidate)
@@ -54,7 +54,7 @@ class Probe:
 
 
 def sample(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """Rows spread evenly over the input of a Linear, or the middle of a convolution's first item; fp32."""
+    """Take rows spread evenly over a Linear's input, or the middle of a convolution's first item, in fp32."""
     if module.weight.dim() == 2:
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) > ROWS:
@@ -68,7 +68,7 @@ def sample(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def weight_error(weight: torch.Tensor, candidate: Candidate) -> float:
-    """The SNR in dB of a weight as the candidate holds it: inf when it is exact, -inf when that is not finite."""
+    """Compute the SNR in dB of a weight as the candidate stores it: inf when exact, -inf when it is not finite."""
     amax, noise, signal = amax_value(weight), 0.0, 0.0
     for part in parts(weight):
         exact = part.float()
@@ -78,10 +78,10 @@ def weight_error(weight: torch.Tensor, candidate: Candidate) -> float:
 
 
 def output_error(module: torch.nn.Module, x: torch.Tensor, weight, bias, candidate: Candidate) -> tuple[float, float]:
-    """SNRs in dB of a layer's output for a sample of its input: as a whole, and as the mean over output channels.
+    """Compute the SNRs in dB of a layer's output for a sample of its input: of the whole, and the mean over channels.
 
-    A channel counts for no more than an error as large as itself. It is compared with the power its products would have
-    with random signs, where that is more: that a few of its outputs are near zero says nothing of its weights.
+    A channel's error counts as its own size at most. It is compared with the power its products would have with random
+    signs where that is larger, as a few outputs near zero are no fault of the weights.
     """
     amax, signals, noises, random = amax_value(weight), [], [], []
     for part, part_bias in _pieces(module, weight, bias):
@@ -99,7 +99,7 @@ def output_error(module: torch.nn.Module, x: torch.Tensor, weight, bias, candida
 
 
 def _pieces(module: torch.nn.Module, weight: torch.Tensor, bias) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Parts of the weight and of the bias; a grouped convolution is one piece."""
+    """Yield parts of the weight with their bias; a grouped convolution is one piece."""
     pieces = (weight,) if getattr(module, "groups", 1) > 1 else parts(weight)
     biases = [None] * len(pieces) if bias is None else bias.float().split([len(piece) for piece in pieces])
     yield from zip(pieces, biases, strict=True)
@@ -120,7 +120,7 @@ def _power(tensor: torch.Tensor) -> float:
 
 
 def decibels(noise: float, signal: float) -> float:
-    """``10 log10(signal / noise)``: inf without noise, -inf where the noise is not finite or there is no signal."""
+    """Compute ``10 log10(signal / noise)``: inf without noise, -inf for noise that is not finite or without a signal."""
     if noise == 0:
         return math.inf
     if not math.isfinite(noise) or signal == 0:

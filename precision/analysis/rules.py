@@ -1,4 +1,4 @@
-"""An analysis as rules and as text: the text reads back as the rules, for everything else in it is a comment."""
+"""Write an analysis as rules and as text. The text parses as the same rules, as all else in it is a comment."""
 
 import math
 import re
@@ -6,39 +6,38 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from ..formats.comfy_format import can_be_quantized
+from ..modes import MODES
 from ..plan.presets import DEFAULT_PRESET
 from ..plan.rules import Rules, compile_pattern, rules_from
-from ..report.text import pattern_of, size_text, wrapped
+from ..text import pattern_of, size_text, wrapped
 from .session import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
 
 WORST = 16
 NUMBERED = 3
-SETTINGS = {"fp16_acc16": "compute=fp16 accumulation=fp16"}
 
 
 def rules_of(analysis: Analysis) -> Rules:
-    """The choice as rules on top of the default preset.
+    """Return the choice as rules on top of the default preset.
 
-    Stored: for a loader or saver whose storage is the candidate, the layers to keep. Computed: the layers that compute in
-    the candidate, for a model that otherwise computes as the one analysed.
+    For a storage: the layers to keep, for a loader or saver with that storage. For a mode: the layers that compute in it,
+    for a model that otherwise computes like the one analysed.
     """
     return rules_from("\n".join(rule_lines(analysis)))
 
 
 def rule_lines(analysis: Analysis) -> list[str]:
-    """The lines of :func:`rules_of`; a pattern stands for several layers only where it matches no other one it would change."""
+    """Write the lines of :func:`rules_of`; a pattern covers several layers only where it matches none it would change."""
     if analysis.candidate.stores:
         kept = [layer for layer in analysis.layers if _would_be_stored(layer)]
         raised = [layer for layer in analysis.chosen if layer.sensitive]
         high = [layer.name for layer in analysis.layers if layer.status != CHOSEN]
         lines = _lines(kept, "storage=as_file", [layer.name for layer in analysis.chosen])
         return lines + _lines(raised, f"storage={analysis.candidate.name}", high)
-    setting = SETTINGS.get(analysis.candidate.name, f"compute={analysis.candidate.name}")
-    return _lines(analysis.chosen, setting, [layer.name for layer in analysis.layers if layer.status != CHOSEN])
+    return _lines(analysis.chosen, MODES[analysis.candidate.name].rule, [layer.name for layer in analysis.layers if layer.status != CHOSEN])
 
 
 def _would_be_stored(layer: LayerResult) -> bool:
-    """Whether a loader would store it as the candidate though it was not chosen: the default preset does not keep it."""
+    """True for a layer that was not chosen, yet that a loader would store as the candidate: no preset keeps it."""
     return layer.status != CHOSEN and not layer.sensitive and can_be_quantized(layer.cls)
 
 
@@ -55,7 +54,7 @@ def _reason(layers: list[LayerResult]) -> str:
 
 
 def patterns(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """(pattern, the names it stands for): few patterns that match all ``names`` and none of ``others``."""
+    """Find few patterns that match all ``names`` and none of ``others``: (pattern, the names it covers)."""
     left, others, found = dict.fromkeys(names), list(others), []
     tried = sorted(_candidates(left).items(), key=lambda item: -len(item[1]))
     for pattern, members in tried:
@@ -68,7 +67,7 @@ def patterns(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, lis
 
 
 def _candidates(names: Iterable[str]) -> dict[str, list[str]]:
-    """Patterns that may stand for several of the names: a block, numbers as ``*``, a list of numbers."""
+    """List patterns that may cover several of the names: a block, numbers as ``*``, a list of numbers."""
     groups: dict[str, list[str]] = defaultdict(list)
     numbered: dict[str, list[str]] = defaultdict(list)
     for name in names:
@@ -91,20 +90,20 @@ def _matcher(pattern: str):
 
 
 def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") -> str:
-    """The analysis as text in the form of Layer Rules: comments, then the rules."""
+    """Write the analysis in the form of Layer Rules: comments, then the rules."""
     lines = [*_outcome(analysis, model), "", *_table(analysis), "", *_left_out(analysis), *_use(analysis, computed_in)]
     return "\n".join([f"# {line}".rstrip() for line in lines] + rule_lines(analysis)) + "\n"
 
 
 def decibel_text(value: float | None) -> str:
-    """ "31.5", "exact" for no error, "overflow" for a result that is not finite, "-" for what was not measured."""
+    """Write an SNR: 31.5, "exact" for no error, "overflow" for a result that is not finite, "-" for none."""
     if value is None:
         return "-"
     return f"{value:.1f}" if math.isfinite(value) else "exact" if value > 0 else "overflow"
 
 
 def whole_decibel_text(value: float) -> str:
-    """The same of the model's output, with its unit: "31.5 dB", "no error at all", "NaN or Inf"."""
+    """Write the SNR of the model's output, with its unit: "31.5 dB", "no error at all", "NaN or Inf"."""
     if math.isfinite(value):
         return f"{value:.1f} dB"
     return "no error at all" if value > 0 else "NaN or Inf"

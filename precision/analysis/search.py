@@ -1,4 +1,4 @@
-"""The largest set of layers that keeps the model's output good enough, found in a bounded number of trials."""
+"""Search for the largest set of layers that keeps the model's output at the target, in a bounded number of trials."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ class Search:
 
     Args:
         measure: (names, floor) -> SNR in dB end to end; below ``floor`` it may stop early and give any value below.
-        target_db: what a set has to reach.
-        max_trials: no more are made. The empty set needs none: it is the reference.
+        target_db: the SNR that a set has to reach.
+        max_trials: the most trials to make. The empty set needs none: it is the reference.
     """
 
     def __init__(self, measure: Callable[[frozenset, float], float], target_db: float, max_trials: int = MAX_TRIALS):
@@ -27,7 +27,7 @@ class Search:
         self.known: dict[frozenset[str], float] = {frozenset(): float("inf")}
 
     def measured(self, names: frozenset[str]) -> float:
-        """The SNR of a set, measured to the end."""
+        """Measure the SNR of a set in dB, over all calls."""
         return self._trial(names, -float("inf"))
 
     def _trial(self, names: frozenset[str], floor: float) -> float:
@@ -36,8 +36,8 @@ class Search:
             self.known[names] = self.measure(names, floor)
         return self.known[names]
 
-    def passes(self, groups: Sequence[Group]) -> bool:
-        """Whether these layers together reach the target; no, where that would take a trial too many."""
+    def meets_target(self, groups: Sequence[Group]) -> bool:
+        """Tell whether these layers together reach the target; False also when no trial is left."""
         names = frozenset(name for group in groups for name in group)
         if names not in self.known and self.trials >= self.max_trials:
             self.complete = False
@@ -45,28 +45,28 @@ class Search:
         return self._trial(names, self.target_db) >= self.target_db
 
     def choose(self, ordered: Sequence[Group]) -> frozenset[str]:
-        """A set that passed its own trial, from groups in the order they are to be taken.
+        """Choose a set that met the target in a trial of its own.
 
-        First the longest beginning of the list that passes; then, of the rest, whole segments that pass on top of it,
+        Takes the longest prefix of ``ordered`` that meets the target, then segments of the rest that still meet it on top,
         halving those that fail.
         """
-        chosen = list(ordered[: self._longest_beginning(ordered)])
+        chosen = list(ordered[: self._longest_prefix(ordered)])
         segments = _halves(list(ordered[len(chosen) :])) if len(ordered) - len(chosen) > 1 else []
         while segments:
             segment = segments.pop(0)
-            if self.passes([*chosen, *segment]):
+            if self.meets_target([*chosen, *segment]):
                 chosen += segment
             elif len(segment) > 1:
                 segments[:0] = _halves(segment)
         return frozenset(name for group in chosen for name in group)
 
-    def _longest_beginning(self, ordered: Sequence[Group]) -> int:
-        if self.passes(ordered):
+    def _longest_prefix(self, ordered: Sequence[Group]) -> int:
+        if self.meets_target(ordered):
             return len(ordered)
         low, high = 0, len(ordered)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.passes(ordered[:middle]) else (low, middle)
+            low, high = (middle, high) if self.meets_target(ordered[:middle]) else (low, middle)
         return low
 
 
@@ -76,6 +76,6 @@ def _halves(segment: list[Group]) -> list[list[Group]]:
 
 
 def group_of(name: str) -> str:
-    """The key of layers decided as one: q, k and v of an attention have the same, any other layer its own name."""
+    """Return the key of layers decided as one: q, k and v of an attention share it, any other layer has its own name."""
     *parent, last = name.split(".")
     return ".".join([*parent, _PROJECTION.sub(r"\1\2qkv", last, count=1)])

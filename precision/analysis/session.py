@@ -1,8 +1,8 @@
-"""Which layers of a model survive which precision, measured on the model's own calls.
+"""Find which layers of a model survive a lower precision, on the model's own calls.
 
-Each layer is measured by itself: the error of its weight, and the error of its output on inputs it met in real calls.
-Then layers are taken in order of damage per byte, and every choice is tried end to end on the same calls. Segments that
-fail are halved, as ``onnxconverter_common.auto_convert_mixed_precision`` does it.
+Each layer is measured by itself first: the error of its weight, and of its output on its real inputs. Then layers are
+added in order of damage per byte, and every set is tried end to end on the same calls. Segments that fail are halved,
+as in ``onnxconverter_common.auto_convert_mixed_precision``.
 """
 
 import math
@@ -16,7 +16,7 @@ from ..arithmetic.linear import Weights
 from ..arithmetic.patching import Patch, patched
 from ..errors import HalfsafeError
 from .candidates import Candidate
-from .measure import Measure, Probe, decibels, weight_error
+from .measure import Measure, MeasuredForward, decibels, weight_error
 from .search import MAX_TRIALS, Search, group_of
 
 CHOSEN, KEPT, PINNED, BARRED, UNUSED = "chosen", "kept", "pinned", "not possible", "never ran"
@@ -35,10 +35,10 @@ class Subject:
 
 @dataclass
 class LayerResult:
-    """What was found of one layer. dB figures are signal to noise ratios; None where nothing was measured.
+    """The figures of one layer. dB values are signal to noise ratios; None where nothing was measured.
 
     ``output_db``: of its output as a whole; ``channel_db``: the mean over its output channels, each by itself, which
-    shows an error that larger channels hide. ``size``: parameters. ``work``: products of one run of all calls.
+    shows an error that larger channels hide. ``size``: parameters. ``flops``: of its matmuls in all calls of one run.
     ``sensitive``: the default preset keeps it.
     """
 
@@ -50,7 +50,7 @@ class LayerResult:
     weight_db: float | None = None
     output_db: float | None = None
     channel_db: float | None = None
-    work: int = 0
+    flops: int = 0
     sensitive: bool = False
 
     @property
@@ -60,7 +60,7 @@ class LayerResult:
 
 @dataclass
 class Analysis:
-    """The outcome. ``snr_db``: end to end, with the ``chosen`` layers, the worst of the calls; inf for no error.
+    """The result of :func:`analyze`. ``snr_db``: end to end with the ``chosen`` layers, the worst call; inf for no error.
 
     ``all_db``: the same with all ``all_count`` layers that are not sensitive. ``calls``: model calls made, of them ``reference_calls``
     unchanged. ``complete``: the search ended by itself, not by its bound on trials.
@@ -86,14 +86,14 @@ class Analysis:
 
 
 class Session:
-    """The model's calls, made again and again: first as they are, then with some layers changed.
+    """Repeats the model's calls: once unchanged, to measure every layer, then with some layers changed.
 
-    Every later run gets the outputs of the first one handed back, so that its calls have the same inputs.
+    Every later run is given the outputs of the first, so that its calls have the same inputs.
 
     Args:
         subjects: the layers by name.
-        weights: gives a layer's (weight, bias), see ``SafeOperation``.
-        change: the patches that make a module compute as the candidate.
+        weights: lends a layer's (weight, bias), see ``SafeOperation``.
+        change: returns the patches that make a module compute as the candidate.
         advance: called before each call; may raise.
     """
 
@@ -119,20 +119,20 @@ class Session:
         self._worst = math.inf
 
     def reference(self, run: Callable[[], object]) -> None:
-        """Make the calls with nothing changed and every layer measured."""
+        """Run the calls with nothing changed and measure every layer."""
         self._changed = None
         run()
         if not self.references:
             raise HalfsafeError("The model was not called, so nothing could be measured.", "Give it a latent and a prompt.")
 
     def snr(self, run: Callable[[], object], changed: frozenset[str], floor: float = -math.inf) -> float:
-        """The worst SNR in dB over the calls with the layers ``changed``; once below ``floor``, no more calls are made."""
+        """Return the worst SNR in dB of the calls with the layers ``changed``; once below ``floor``, calls are skipped."""
         self._index, self._changed, self._floor, self._worst = 0, changed, floor, math.inf
         run()
         return self._worst
 
     def step(self, base: torch.Tensor | float, call: Callable[[], Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """One call of the model: ``call`` makes it and gives its outputs. ``base`` minus an output is what is compared."""
+        """Make one call of the model by ``call``, which returns its outputs, and compare ``base`` minus each output."""
         if self._changed is not None and self._worst < self._floor:
             return [output.clone() for output in self._next_reference()]
         self.advance()
@@ -157,22 +157,22 @@ class Session:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Around the part of a call in which modules run: probes while measuring, else the changed layers."""
-        with patched(self._probes() if self._changed is None else self._changes()):
+        """Patch the layers while modules run: to measure them in the reference run, else to change them."""
+        with patched(self._measured() if self._changed is None else self._changes()):
             yield
 
-    def _probes(self) -> Iterator[Patch]:
+    def _measured(self) -> Iterator[Patch]:
         for name, subject in self.subjects.items():
             if not subject.barred:
-                probe = Probe(subject.module, self.measures[name], self.candidate, self.weights)
-                yield subject.module, "forward", probe
+                forward = MeasuredForward(subject.module, self.measures[name], self.candidate, self.weights)
+                yield subject.module, "forward", forward
 
     def _changes(self) -> Iterator[Patch]:
         for name in self._changed:
             yield from self.change(self.subjects[name].module, self.candidate)
 
     @torch.no_grad()
-    def weigh(self, device: torch.device, dtype: torch.dtype) -> None:
+    def measure_unused_weights(self, device: torch.device, dtype: torch.dtype) -> None:
         """Measure the weights of the layers that never ran."""
         like = torch.empty(0, device=device, dtype=dtype)
         for name, subject in self.subjects.items():
@@ -182,26 +182,24 @@ class Session:
 
 
 def snr_db(reference: torch.Tensor, result: torch.Tensor) -> float:
-    """SNR of a result in dB: inf when equal, -inf when it holds NaN or inf."""
+    """Compute the SNR of a result in dB: inf when equal, -inf when it holds NaN or inf."""
     noise = (result.double() - reference.double()).square().sum().item()
     if not math.isfinite(noise):
         return -math.inf
     return decibels(noise, reference.double().square().sum().item())
 
 
-def analyze(
-    session: Session, run: Callable[[], object], target_db: float, pin: bool = True, max_trials: int = MAX_TRIALS
-) -> Analysis:
+def analyze(session: Session, run: Callable[[], object], target_db: float, pin: bool = True) -> Analysis:
     """Measure every layer and choose those that keep the model's output at ``target_db`` or better.
 
     Args:
-        session: has been through :meth:`Session.reference`.
+        session: after its :meth:`Session.reference`.
         run: makes all calls of the model through ``session.step`` and ``session.inside``.
-        pin: layers with a sensitive role stay high; else they are measured and chosen like the others.
+        pin: keep layers with a sensitive role; else they are measured and chosen like the others.
     """
     layers = [_result(subject, session.measures[name], pin) for name, subject in session.subjects.items()]
     free = [layer for layer in layers if layer.status == KEPT]
-    search = Search(lambda names, floor: session.snr(run, names, floor), target_db, max_trials)
+    search = Search(lambda names, floor: session.snr(run, names, floor), target_db, MAX_TRIALS)
     plain = frozenset(layer.name for layer in free if not session.subjects[layer.name].role)
     analysis = Analysis(session.candidate, target_db, layers, all_db=search.measured(plain), all_count=len(plain))
     chosen = search.choose(ordered_groups(free, session.candidate))
@@ -214,14 +212,17 @@ def analyze(
 
 
 def ordered_groups(layers: Sequence[LayerResult], candidate: Candidate) -> list[tuple[str, ...]]:
-    """Layers that are decided together, least damage per byte (per product, for arithmetic) first; none that overflows."""
+    """Group the layers that are decided together, least damage per byte (per FLOP, for arithmetic) first.
+
+    Groups with a layer that overflows are left out.
+    """
     groups: dict[str, list[LayerResult]] = {}
     for layer in layers:
         groups.setdefault(group_of(layer.name), []).append(layer)
 
     def cost(group: list[LayerResult]) -> float:
         damage = sum(10 ** (-layer.worst_db / 10) for layer in group)
-        return damage / sum(layer.size if candidate.stores else layer.work for layer in group)
+        return damage / sum(layer.size if candidate.stores else layer.flops for layer in group)
 
     usable = [group for group in groups.values() if all(layer.worst_db > -math.inf for layer in group)]
     return [tuple(layer.name for layer in group) for group in sorted(usable, key=cost)]
@@ -233,7 +234,7 @@ def _result(subject: Subject, measure: Measure, pin: bool) -> LayerResult:
         status, reason = BARRED, subject.barred
     elif subject.role and pin:
         status, reason = PINNED, subject.role
-    elif not measure.work:
+    elif not measure.flops:
         status, reason = UNUSED, "never ran in the calls measured"
-    figures = measure.weight_db, measure.output_db, measure.channel_db, measure.work
+    figures = measure.weight_db, measure.output_db, measure.channel_db, measure.flops
     return LayerResult(subject.name, subject.cls, subject.module.weight.numel(), status, reason, *figures, bool(subject.role))

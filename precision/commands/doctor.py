@@ -11,7 +11,7 @@ from ..devices.hardware import hardware_name
 from ..devices.probes import fp8_cast, probe
 from ..devices.profiles import CAPABILITIES
 from ..report.schema import device_section
-from ..report.text import switch, wrapped
+from ..text import on_off, wrapped
 
 # Compute dtypes in the order of ComfyUI's supported_inference_dtypes, and the dtype their files usually have.
 TYPICAL_MODELS = {
@@ -152,7 +152,7 @@ def _flags(diagnosis: dict) -> list[str]:
 def _flag(name: str, entry: dict) -> str:
     if entry["value"] is None:
         return f"  {name}: {entry['detail']}"
-    return f"  {entry['detail']:<78}{switch(entry['value'])}"
+    return f"  {entry['detail']:<78}{on_off(entry['value'])}"
 
 
 def _hanging(head: str, text: str) -> list[str]:

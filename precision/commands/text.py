@@ -1,5 +1,6 @@
 """Inspections, scans and conversions as text."""
 
+from ..text import count_text, size_text
 from .convert import ConvertSummary
 from .inspect import Finding, Inspection, Scan
 
@@ -11,11 +12,11 @@ def inspection_text(inspection: Inspection) -> str:
     lines = [
         inspection.file,
         f"  dialect     {inspection.dialect or 'unknown'}",
-        f"  size        {_size(inspection.bytes)}, {inspection.parameters / 1e9:.3f} B parameters",
+        f"  size        {size_text(inspection.bytes)}, {count_text(inspection.parameters)} parameters",
         f"  tensors     {inspection.tensors}, {inspection.layers} layers",
     ]
     lines += [
-        f"  {dtype:<18}{row['tensors']:>6} tensors {_size(row['bytes']):>12}"
+        f"  {dtype:<18}{row['tensors']:>6} tensors {size_text(row['bytes']):>12}"
         for dtype, row in inspection.dtypes.items()
     ]
     scales = ", ".join(f"{count} {kind}" for kind, count in inspection.scales.items())
@@ -35,10 +36,10 @@ def scan_text(scan: Scan) -> str:
 
 def conversion_text(summary: ConvertSummary) -> str:
     """What was written, how fast, and what is not stored as asked."""
-    rate = summary.source_bytes / max(summary.seconds, 1e-9) / 1e6
+    rate = summary.source_bytes / max(summary.seconds, 1e-9)
     lines = [
-        f"{summary.target}: {_size(summary.source_bytes)} ({summary.dialect}) to {_size(summary.target_bytes)}"
-        f" in {summary.seconds:.1f} s, {rate:.0f} MB/s",
+        f"{summary.target}: {size_text(summary.source_bytes)} ({summary.dialect}) to {size_text(summary.target_bytes)}"
+        f" in {summary.seconds:.1f} s, {size_text(rate)}/s",
         "  stored      " + ", ".join(f"{count} {storage}" for storage, count in summary.weights.items()),
     ]
     lines += _section("kept", [f"{name}: {reason}" for name, reason in summary.kept])
@@ -52,7 +53,3 @@ def _line(finding: Finding) -> str:
 def _section(title: str, items: list[str]) -> list[str]:
     more = [f"    and {len(items) - SHOWN} more"] if len(items) > SHOWN else []
     return [f"  {title}:", *(f"    {item}" for item in items[:SHOWN]), *more] if items else []
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"

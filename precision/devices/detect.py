@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import UnknownProfile
+from ..text import size_text
 from .hardware import default_device, hardware_name, indexed, profile_of
 from .probes import Probe, run_probes
 from .profiles import CAPABILITIES, OCP_FP8, PROFILE_NAMES, DeviceProfile, profile_named
@@ -174,7 +175,7 @@ def auto_storage(
     as_file_bytes = weight_bytes_16bit * {"fp32": 2, "fp64": 4}.get(file_dtype, 1)
     room = free_device_bytes - ACTIVATION_ROOM
     if as_file_bytes <= room:
-        return "as_file", f"The file's {_gib(as_file_bytes)} fit in {_gib(free_device_bytes)} free."
+        return "as_file", f"The file's {size_text(as_file_bytes)} fit in {size_text(free_device_bytes)} free."
     if weight_bytes_16bit <= room:
         return _half(device), f"{_shortage(file_dtype, as_file_bytes, free_device_bytes)} 16 bit does."
     return _smallest_storage(device, weight_bytes_16bit, free_device_bytes)
@@ -190,14 +191,14 @@ def _quantized_storage(device: Device, file_dtype: str) -> tuple[str, str]:
 def _smallest_storage(device: Device, weight_bytes: int, free_bytes: int) -> tuple[str, str]:
     shortage = _shortage("16 bit", weight_bytes, free_bytes)
     if device.capabilities["fp8_storage"]:
-        return "fp8_e4m3fn", f"{shortage} fp8 halves the weights to {_gib(weight_bytes // 2)}."
+        return "fp8_e4m3fn", f"{shortage} fp8 halves the weights to {size_text(weight_bytes // 2)}."
     return "as_file", f"{shortage} {device.reason('fp8_storage')} The weights will be moved in and out."
 
 
 def _shortage(what: str, weight_bytes: int, free_bytes: int) -> str:
     return (
-        f"{what} weights take {_gib(weight_bytes)}; {_gib(free_bytes)} are free, "
-        f"of which {_gib(ACTIVATION_ROOM)} are left for activations."
+        f"{what} weights take {size_text(weight_bytes)}; {size_text(free_bytes)} are free, "
+        f"of which {size_text(ACTIVATION_ROOM)} are left for activations."
     )
 
 
@@ -209,7 +210,3 @@ def _unknown_memory(device: Device) -> str:
 
 def _half(device: Device) -> str:
     return "bf16" if device.capabilities["bf16"] else "fp16"
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIB:.1f} GiB"

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ..errors import MemoryShortage
+from ..text import size_text
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
@@ -49,7 +50,7 @@ def require_memory(needed: int, what: str, available: int) -> None:
     """
     if needed > available:
         raise MemoryShortage(
-            f"{what} needs {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are available.",
+            f"{what} needs {size_text(needed)} of memory, {size_text(available)} are available.",
             "Choose fp8 storage, close other programs, or raise the container's or service's memory limit.",
         )
 

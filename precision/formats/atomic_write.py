@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import CheckpointError
+from ..text import size_text
 
 try:
     import fcntl
@@ -25,7 +26,7 @@ def require_space(path: Path, needed: int) -> None:
     """Raise CheckpointError unless the disk that ``path`` is on has ``needed`` bytes free."""
     free = shutil.disk_usage(path.parent).free
     if free < needed:
-        problem = f"the disk has {free / 1e9:.2f} GB free, {needed / 1e9:.2f} GB are needed"
+        problem = f"the disk has {size_text(free)} free, {size_text(needed)} are needed"
         raise CheckpointError(path, problem, advice="Free some space, or write to another disk.")
 
 

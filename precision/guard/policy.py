@@ -11,6 +11,7 @@ import torch
 
 from ..dtypes import FP16_MAX
 from ..errors import HalfsafeError
+from ..modes import FP16, FP16_WIDE, FP32, MODES, modes_named
 from ..report.schema import GuardEvent, GuardReport
 from .localize import Origin
 
@@ -76,8 +77,8 @@ class Escalation:
     def named(self) -> dict[str, str]:
         """What the report lists: layers with their modes, or the span, stream or model as a whole."""
         if self.whole:
-            return {WHOLE: "fp32"}
-        parts = {STREAM: "fp32"} if self.stream else {span: "fp32" for span in self.spans if not self._has_layer_in(span)}
+            return {WHOLE: FP32.name}
+        parts = {STREAM: FP32.name} if self.stream else {span: FP32.name for span in self.spans if not self._has_layer_in(span)}
         return {**self.layers, **parts}
 
     def _has_layer_in(self, span: str) -> bool:
@@ -89,8 +90,7 @@ class Escalation:
             return "* compute=fp32 stream=fp32"
         inner = sorted(self.spans - self.layers.keys())
         lines = ["* stream=fp32"] if self.stream else [f"{span}.* stream=fp32" for span in inner]
-        computes = {"fp16_wide": "fp16_safe", "fp16_scaled": "fp16_safe"}
-        return "\n".join([*lines, *(f"{layer} compute={computes.get(mode, mode)} stream=fp32" for layer, mode in self.layers.items())])
+        return "\n".join([*lines, *(f"{layer} {MODES[mode].rule} stream=fp32" for layer, mode in self.layers.items())])
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def escalate(present: Escalation, seen: Seen, origin: Origin | None, modes: Mapp
     Args:
         modes: layer -> mode so far, of those that multiply.
     """
-    wide = {name: "fp16_wide" for name, size in seen.layers.items() if size > LIMIT}
+    wide = {name: FP16_WIDE.name for name, size in seen.layers.items() if size > LIMIT}
     culprit = origin.layer if origin else ""
     if culprit in modes and origin.multiplies and culprit not in wide:
         wide[culprit] = _relieved(modes[culprit])
@@ -140,13 +140,14 @@ def escalate_to_fp32(present: Escalation, origin: Origin | None, modes: Mapping[
     span = span_of(origin.layer, spans) if origin else ""
     if not span or span in present.spans:
         return Escalation(whole=True)
-    inside = {name: "fp32" for name in modes if span_of(name, [span])}
+    inside = {name: FP32.name for name in modes if span_of(name, [span])}
     return Escalation({**present.layers, **inside}, present.spans | {span}, present.stream)
 
 
 def _relieved(mode: str) -> str:
-    """The mode of a layer that overflowed though all its values fit fp16: it is its sums or its fp8 operands that do not."""
-    return {"fp16_acc16": "fp16", "fp8": "fp16"}.get(mode, "fp16_wide")
+    """The mode of a layer that overflowed though all its values fit fp16: it is its sums or its 8-bit operands that do not."""
+    lowered = any(known.sums_in_fp16 or known.is_8bit for known in modes_named([mode]))
+    return (FP16 if lowered else FP16_WIDE).name
 
 
 def span_of(layer: str, spans) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..arithmetic.ranges import magnitude
+from ..amax import amax
 from ..dtypes import FP8_NAMES, FP16_MAX, dtype_named
 from ..errors import HalfsafeError
 from ..formats.quantize import dequantize, quantize
@@ -33,15 +33,15 @@ class StoredWeights:
     def exchange(self, name: str, layer: torch.nn.Module, storage: str) -> str | None:
         """Store a layer's weight in another dtype, or say why it stays as it is."""
         weight, dtype = layer._parameters["weight"], dtype_named(storage)
-        amax = magnitude(weight).item()
-        if not amax < float("inf"):
+        largest = amax(weight).item()
+        if not largest < float("inf"):
             raise HalfsafeError(f"{name}.weight holds NaN or Inf.", "Its file is damaged, or an earlier step overflowed.")
-        if storage == "fp16" and amax > FP16_MAX:
-            return f"values up to {amax:.3g} exceed fp16's {FP16_MAX:.0f}"
+        if storage == "fp16" and largest > FP16_MAX:
+            return f"values up to {largest:.3g} exceed fp16's {FP16_MAX:.0f}"
         self.originals[layer] = Original(self._kept(weight), weight.device, weight.dtype, weight.requires_grad)
         data = weight.to(dtype)
         if storage in FP8_NAMES:
-            quantized = quantize(weight, dtype, amax)
+            quantized = quantize(weight, dtype, largest)
             data, self.scales[layer] = quantized.data, quantized.scale.to(weight.device)
         layer._parameters["weight"] = torch.nn.Parameter(data, requires_grad=False)
         return None

@@ -8,6 +8,7 @@ import torch
 
 from ..arithmetic import flags
 from ..devices.detect import Device
+from ..modes import FP8, FP32, modes_named
 from .choice import frozen
 
 UNCHANGED = "unchanged"
@@ -23,7 +24,6 @@ PARTS = {
     "fp8_fast_accumulation": (),
 }
 LEFT_ALONE = "Left as it is."
-SIXTEEN_BIT = ("fp16", "bf16", "fp16_wide", "fp16_scaled")
 FP32_RESULTS = "fp16_safe takes fp32 results from its products, which fp16 sums cannot give"
 NO_SWITCH = "torch.compile or several devices leave no way to switch it from layer to layer"
 CUBLAS_ONLY = "it acts on NVIDIA's libraries only, this is {}"
@@ -172,8 +172,9 @@ def fp16_sums_inert(device: Device, work: Work) -> str | None:
         return missing
     if problem := _needs_nvidia(device, FIRST_CUBLAS_FP16):
         return problem
-    wide = {"fp16_wide", "fp16_scaled"} & set(work.modes)
-    if {"fp16", "fp16_acc16"} & set(work.modes):
+    modes = modes_named(work.modes)
+    wide = any(mode.is_wide for mode in modes)
+    if any(mode.takes_fp16_sums for mode in modes):
         return f"{FP32_RESULTS}, and {NO_SWITCH}" if wide and work.whole else None
     if wide:
         return FP32_RESULTS
@@ -183,7 +184,7 @@ def fp16_sums_inert(device: Device, work: Work) -> str | None:
 def _reduction_inert(device: Device, work: Work) -> str | None:
     if problem := _needs_nvidia(device, 0):
         return problem
-    if not set(SIXTEEN_BIT) & set(work.modes):
+    if not any(mode.is_16bit for mode in modes_named(work.modes)):
         return f"it acts on 16-bit products only, and these layers multiply in {_listed(work.modes)}"
     return None
 
@@ -191,17 +192,17 @@ def _reduction_inert(device: Device, work: Work) -> str | None:
 def _tf32_inert(device: Device, work: Work) -> str | None:
     if problem := _needs_nvidia(device, FIRST_TF32):
         return problem
-    return None if "fp32" in work.modes else f"no layer multiplies in fp32, but in {_listed(work.modes)}"
+    return None if FP32.name in work.modes else f"no layer multiplies in fp32, but in {_listed(work.modes)}"
 
 
 def _fp8_inert(device: Device, work: Work) -> str | None:
     if not device.capabilities["fp8_fast_accumulation"]:
         return device.reason("fp8_fast_accumulation").rstrip(".")
-    return None if "fp8" in work.modes else f"no layer multiplies in fp8, but in {_listed(work.modes)}"
+    return None if FP8.name in work.modes else f"no layer multiplies in fp8, but in {_listed(work.modes)}"
 
 
 def _attention_problem(asked: str, work: Work) -> str | None:
-    if asked == UNCHANGED or set(work.modes) & {"fp16", "fp16_wide", "fp16_scaled", "fp16_acc16"}:
+    if asked == UNCHANGED or any(mode.operand == torch.float16 for mode in modes_named(work.modes)):
         return None
     return f"attention runs in fp16 nowhere: layers compute in {_listed(work.modes)}, where scores cannot overflow"
 

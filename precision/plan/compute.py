@@ -5,16 +5,15 @@ from dataclasses import dataclass, replace
 
 from ..devices.detect import Device, auto_compute
 from ..dtypes import FP8_NAMES
+from ..modes import INT8, MODE_OF
 from .accumulation import Work, fp16_sums_inert
 from .choice import Choice, frozen
 from .facts import LayerSpec, ModelFacts
 from .rules import Rules
 
 SAFE = "fp16_safe"
-INT8 = "int8"
-QUANTIZED_PRODUCTS = (INT8, "int4", "nvfp4", "mxfp8")
+QUANTIZED_PRODUCTS = (INT8.name, "int4", "nvfp4", "mxfp8")
 """Storages, beside fp8, whose layers multiply quantized operands by themselves in ComfyUI."""
-MODE_OF = {"fp8": "fp8", "fp16": "fp16", SAFE: "fp16_wide", "bf16": "bf16", "fp32": "fp32"}
 FP8_MULTIPLE = 16
 
 
@@ -145,7 +144,7 @@ def _decide(
 
 def _in_its_own_way(storage: str, stream: str, reason: str) -> ComputeDecision | None:
     """ComfyUI's own product of a quantized weight, which nothing asked to change."""
-    return ComputeDecision(INT8, stream, reason) if storage in MULTIPLY_IN_INT8 else None
+    return ComputeDecision(INT8.name, stream, reason) if storage == INT8.name else None
 
 
 def _sums(layer: LayerSpec, mode: str, device: Device, rules: Rules) -> tuple[str, tuple[str, str] | None]:

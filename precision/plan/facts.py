@@ -22,7 +22,12 @@ class LayerSpec:
     @property
     def multiplies(self) -> bool:
         """Whether the layer is a matmul or a convolution."""
-        return any(word in self.cls for word in MATRIX_CLASSES) and len(self.shape) > 1
+        return multiplies(self.cls) and len(self.shape) > 1
+
+
+def multiplies(cls: str) -> bool:
+    """Tell by its class name whether a layer is a matmul or a convolution."""
+    return any(word in cls for word in MATRIX_CLASSES)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from ..devices.detect import Device, auto_storage
 from ..dtypes import FP8_NAMES, QUANTIZED_NAMES, dtype_named
 from ..formats.checkpoint import Checkpoint, StoredWeight
 from ..formats.comfy_format import can_be_quantized
+from ..text import size_text
 from .choice import Choice, frozen
 from .compute import ComputePlan, plan_compute, rules_without_effect
 from .facts import LayerSpec, ModelFacts
@@ -77,7 +78,7 @@ def plan_text_encoder(
     if storage == "auto" and (file_storage.startswith("fp8") or file_storage == "quantized"):
         choice = Choice(storage, "as_file", "the file is quantized already")
     elif storage == "auto" and needed > free_bytes:
-        choice = Choice(storage, "fp8_e4m3fn", f"{needed / 1e9:.1f} GB in 16 bit, {free_bytes / 1e9:.1f} GB of memory are free")
+        choice = Choice(storage, "fp8_e4m3fn", f"{size_text(needed)} in 16 bit, {size_text(free_bytes)} of memory are free")
     elif storage == "auto":
         choice = Choice(storage, default, "ComfyUI's default for text encoders")
     return choice, plan_storage(layers, choice.used, Rules(presets=TEXT_ENCODER_RULES))

@@ -1,4 +1,4 @@
-"""The report as a picture: every layer in order, coloured by storage, mode and sums, its range, and what the guard did."""
+"""Draw a report: every layer in order, coloured by storage, mode and accumulation, its range, and the guard's events."""
 
 import math
 from collections import Counter
@@ -6,7 +6,9 @@ from collections import Counter
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from .text import amount, size_text
+from ..text import count_text, size_text
+from .colours import MODE_COLOURS, OTHER, STORAGE_COLOURS, SUM_COLOURS
+from .schema import GuardReport, Report
 
 WIDTH = 1024
 MARGIN = 32
@@ -23,21 +25,11 @@ EVENTS_SHOWN = 8
 BACKGROUND = (27, 29, 34)
 TEXT = (232, 234, 238)
 MUTED = (154, 160, 170)
-OTHER = (176, 160, 90)
-STORAGE_COLOURS = {
-    "fp8_e4m3fn": (238, 165, 42), "fp8_e5m2": (220, 104, 46), "fp16": (92, 178, 238), "bf16": (54, 178, 132),
-    "fp32": (126, 134, 148), "int8": (44, 178, 186), "nvfp4": (236, 214, 92), "mxfp8": (190, 108, 70),
-}  # fmt: skip
-MODE_COLOURS = {
-    "fp8": (238, 165, 42), "int8": (44, 178, 186), "fp16_acc16": (214, 120, 172), "fp16": (92, 178, 238),
-    "fp16_wide": (62, 116, 216), "fp16_scaled": (146, 112, 224), "bf16": (54, 178, 132), "fp32": (126, 134, 148),
-}  # fmt: skip
-SUM_COLOURS = {"fp32": (126, 134, 148), "fp16": (214, 120, 172), "fp8_fast": (238, 165, 42)}
 WITHIN, BEYOND = (92, 178, 238), (224, 88, 78)
 
 
-def chart(report) -> np.ndarray:
-    """A picture of a ``Report``: float32 array (height, 1024, 3) with values in 0..1."""
+def chart(report: Report) -> np.ndarray:
+    """Draw a report: float32 array (height, 1024, 3) with values in 0..1."""
     canvas = Canvas()
     _title(canvas, report)
     _strip(canvas, "storage of each layer, in model order", [layer.storage for layer in report.layers], STORAGE_COLOURS)
@@ -50,7 +42,7 @@ def chart(report) -> np.ndarray:
 
 
 class Canvas:
-    """A fixed width image that grows downwards; ``y`` is where the next thing goes."""
+    """An image of fixed width that grows downwards; ``y`` is where the next item goes."""
 
     def __init__(self):
         self.image = Image.new("RGB", (WIDTH, 4096), BACKGROUND)
@@ -69,18 +61,18 @@ class Canvas:
 
 
 def font_of(size: int):
-    """Pillow's own font in a size in pixels; the fixed one where Pillow has no other."""
+    """Load Pillow's own font in a size in pixels; the fixed one where Pillow has no other."""
     try:
         return ImageFont.load_default(size)
     except TypeError:
         return ImageFont.load_default()
 
 
-def _title(canvas: Canvas, report) -> None:
+def _title(canvas: Canvas, report: Report) -> None:
     model, device = report.model, report.device
     canvas.text(MARGIN, model.cls or "model", 24)
     canvas.y += 34
-    size = f"{amount(model.parameters)} parameters, {size_text(model.weight_bytes)}, {len(report.layers)} layers"
+    size = f"{count_text(model.parameters)} parameters, {size_text(model.weight_bytes)}, {len(report.layers)} layers"
     simulated = " (simulated)" if device.get("simulated") else ""
     where = f"   {device['name']}, {device['profile']}{simulated}" if device else ""
     canvas.text(MARGIN, shortened(size + where, INNER, 15), 15, MUTED)
@@ -88,7 +80,7 @@ def _title(canvas: Canvas, report) -> None:
 
 
 def shortened(text: str, width: float, size: int) -> str:
-    """The text, cut with "..." to fit a width in pixels."""
+    """Cut a text to fit a width in pixels, ending it with "..."."""
     font = font_of(size)
     if len(text) <= width and font.getlength(text) <= width:
         return text
@@ -109,7 +101,7 @@ def _strip(canvas: Canvas, title: str, values: list[str], colours: dict) -> None
 
 
 def strip_image(values: list[str], colours: dict) -> Image.Image:
-    """One column of pixels per INNER-th of the layers; empty reports give a plain strip."""
+    """Draw one column of pixels per INNER-th of the layers; an empty report gives an empty strip."""
     rows = np.array([colours.get(value, OTHER) for value in values] or [BACKGROUND], dtype=np.uint8)
     columns = rows[np.arange(INNER) * len(rows) // INNER]
     return Image.fromarray(np.repeat(columns[None], STRIP_HEIGHT, axis=0))
@@ -124,7 +116,7 @@ def _separators(canvas: Canvas, count: int) -> None:
 
 
 def legend(canvas: Canvas, entries: list[tuple[str, str, dict]]) -> None:
-    """Rows of (name, detail, colours by name), each with its coloured box."""
+    """Draw entries of (name, detail, colours by name), each with its coloured box, in rows."""
     x: float = MARGIN
     for name, detail, colours in entries:
         if x + 44 + font_of(15).getlength(f"{name} {detail}") > WIDTH - MARGIN and x > MARGIN:
@@ -135,8 +127,8 @@ def legend(canvas: Canvas, entries: list[tuple[str, str, dict]]) -> None:
     canvas.y += 44
 
 
-def _ranges(canvas: Canvas, report) -> None:
-    """One bar per layer, as high as the exponent of the largest value it was given; a line where fp16 ends."""
+def _ranges(canvas: Canvas, report: Report) -> None:
+    """Draw a bar per layer, as high as the exponent of its largest input, and a line at fp16's limit."""
     if not report.ranges:
         return
     canvas.text(MARGIN, "largest input of each layer that is watched, as a power of two; the line is fp16's range", 16)
@@ -164,7 +156,7 @@ def _height(exponent: float) -> int:
     return round(RANGE_HEIGHT * (exponent - LOWEST_EXPONENT) / (HIGHEST_EXPONENT - LOWEST_EXPONENT))
 
 
-def _guard(canvas: Canvas, guard) -> None:
+def _guard(canvas: Canvas, guard: GuardReport) -> None:
     if guard.verdict == "off":
         return
     canvas.text(MARGIN, f"guard: {guard.verdict}, {guard.calls} calls, {guard.extra_calls} repeated", 16)

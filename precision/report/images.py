@@ -1,4 +1,4 @@
-"""How far one image is from another: PSNR, the largest difference, SSIM, and the difference as a picture."""
+"""Compare images: PSNR, the largest difference, SSIM, and the difference as a picture."""
 
 import math
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Difference:
 
 
 def compare(reference: torch.Tensor, candidate: torch.Tensor) -> list[Difference]:
-    """One difference per pair of images.
+    """Compare pairs of images, one :class:`Difference` per pair.
 
     Args:
         reference, candidate: (batch, height, width, channels), any number of channels; a batch of one is compared with
@@ -74,12 +74,12 @@ def _difference(reference: torch.Tensor, candidate: torch.Tensor) -> Difference:
 
 
 def psnr(mean_square: float) -> float:
-    """Peak signal to noise ratio in dB of images in 0..1 with this mean squared error; inf for 0."""
+    """Compute the peak signal to noise ratio in dB of images in 0..1 from their mean squared error; inf for 0."""
     return math.inf if mean_square == 0 else -10 * math.log10(mean_square)
 
 
 def ssim(a: torch.Tensor, b: torch.Tensor, finite: torch.Tensor | None = None) -> float:
-    """Mean structural similarity of the luma of two images (height, width, channels) in 0..1: 1 when identical.
+    """Compute the mean structural similarity of the luma of two images (height, width, channels) in 0..1: 1 when identical.
 
     Wang, Bovik, Sheikh and Simoncelli, "Image quality assessment: from error visibility to structural similarity", IEEE
     Transactions on Image Processing 13(4), 2004: a Gaussian window of 11 x 11 with sigma 1.5, K1 = 0.01, K2 = 0.03, over
@@ -105,7 +105,7 @@ def ssim(a: torch.Tensor, b: torch.Tensor, finite: torch.Tensor | None = None) -
 
 
 def luma(image: torch.Tensor) -> torch.Tensor:
-    """(height, width) of (height, width, channels): ITU-R BT.601 of the first three, else the first channel."""
+    """Convert (height, width, channels) to luma (height, width), ITU-R BT.601; with fewer than three, the first channel."""
     if image.shape[-1] < 3:
         return image[..., 0]
     return image[..., :3] @ torch.tensor(LUMA, dtype=image.dtype)
@@ -118,10 +118,10 @@ def _gaussian(length: int) -> torch.Tensor:
 
 
 def difference_image(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """(batch, height, width, 3) of the absolute difference, amplified, and by how much.
+    """Draw the absolute difference, amplified: (batch, height, width, 3), and the factor.
 
-    The factor is the same for the whole batch and brings the largest difference to 0.9, but is at most 255. Alpha, where
-    the images have it, is shown in all three. A pixel that is NaN or Inf in either image is magenta.
+    One factor for the whole batch brings the largest difference to 0.9; it is 255 at most. A difference in alpha shows in
+    all three channels. A pixel that is NaN or Inf in either image is magenta.
     """
     pairs = [(a.detach().cpu().float(), b.detach().cpu().float()) for a, b in _pairs(reference, candidate)]
     differences = torch.stack([(a - b).abs() for a, b in pairs])
@@ -135,14 +135,14 @@ def difference_image(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[
 
 
 def _as_colour(differences: torch.Tensor) -> torch.Tensor:
-    """Three channels; a fourth is added to all, fewer are shown as grey."""
+    """Convert to three channels: a fourth raises all of them, fewer than three become grey."""
     if differences.shape[-1] < 3:
         return differences.amax(-1, keepdim=True).repeat(1, 1, 1, 3)
     return torch.maximum(differences[..., :3], differences[..., 3:].amax(-1, keepdim=True)) if differences.shape[-1] > 3 else differences
 
 
 def compare_text(differences: list[Difference], gain: float) -> str:
-    """A line per pair of images, their mean, and what the difference image shows."""
+    """Write a line per pair of images, their mean, and the factor of the difference image."""
     lines = [_line(f"image {number}: " if len(differences) > 1 else "", one) for number, one in enumerate(differences, 1)]
     if len(differences) > 1:
         lines.append(_line("mean: ", _mean(differences)))
@@ -150,7 +150,7 @@ def compare_text(differences: list[Difference], gain: float) -> str:
 
 
 def _mean(differences: list[Difference]) -> Difference:
-    """Means of the images' figures; PSNR of the mean squared error; the largest of the largest differences."""
+    """Average the images' figures: PSNR of the mean squared error, mean SSIM, the largest of the largest differences."""
     known = [one for one in differences if not math.isnan(one.largest)]
     bad = tuple(sum(one.bad[which] for one in differences) for which in (0, 1))
     if not known:

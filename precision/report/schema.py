@@ -1,4 +1,4 @@
-"""One report of what really runs: version 1 of the public JSON, and the same as text and as a picture."""
+"""The report of what really runs: version 1 of the public JSON, and the same as text."""
 
 import math
 from collections.abc import Mapping
@@ -11,16 +11,11 @@ from ..arithmetic import flags
 from ..devices.detect import Device
 from ..dtypes import name_of
 from ..plan.accumulation import PARTS
-from .chart import chart
+from .rules import rules_text
 from .text import report_text
-
-__all__ = [
-    "MODES", "VERDICTS", "GuardEvent", "GuardReport", "KeptHigh", "LayerReport", "ModelReport", "Report",
-    "WithoutEffect", "chart", "device_section", "flag_report", "flag_reports",
-]  # fmt: skip
+from .view import legend_of_modes, legend_of_storages, view_of
 
 VERSION = 1
-MODES = ("fp8", "int8", "fp16_acc16", "fp16", "fp16_wide", "fp16_scaled", "bf16", "fp32")
 VERDICTS = (
     "clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault", "off",
 )  # fmt: skip
@@ -35,7 +30,7 @@ NO_NODE = "No accumulation node is attached."
 
 @dataclass
 class LayerReport:
-    """One layer: where its weight is kept and how it runs. ``mode`` is one of ``MODES``."""
+    """One layer: where its weight is kept and how it runs. ``mode``: a name in ``modes.MODES``."""
 
     name: str
     cls: str
@@ -74,7 +69,7 @@ class KeptHigh:
 
 @dataclass
 class GuardEvent:
-    """One non-finite result. ``kind``: overflow, nan ...; ``from_mode`` and ``to_mode`` are of ``MODES``."""
+    """One non-finite result. ``kind``: overflow, nan ...; ``from_mode`` and ``to_mode``: names in ``modes.MODES``."""
 
     call: int
     step: int
@@ -105,6 +100,17 @@ class GuardReport:
 
 
 @dataclass
+class EncoderReport:
+    """What the guard of a VAE or text encoder saw in the prompt; ``node``: its id, ``messages``: a line per event."""
+
+    node: str
+    kind: str
+    verdict: str = "clean"
+    messages: list[str] = field(default_factory=list)
+    advice: str = ""
+
+
+@dataclass
 class Report:
     """Everything one model's report holds.
 
@@ -114,6 +120,7 @@ class Report:
         decisions: file, storage, compute, fp16 work -> one line each: what was chosen and why, what was measured.
         notes: what was repaired or assumed, and what may go wrong.
         ranges: layer -> the largest magnitude it was given so far, of the layers whose inputs are watched.
+        encoders: the guarded VAEs and text encoders of the prompt.
     """
 
     device: dict = field(default_factory=dict)
@@ -126,18 +133,25 @@ class Report:
     decisions: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     ranges: dict[str, float] = field(default_factory=dict)
+    encoders: list[EncoderReport] = field(default_factory=list)
 
     def to_json(self) -> dict:
-        """Version 1 of the report, ready for ``json.dumps(allow_nan=False)``. A NaN or inf number becomes null."""
-        return {"version": VERSION, **plain(self)}
+        """Version 1 of the report, ready for ``json.dumps(allow_nan=False)``. A NaN or inf number becomes null.
+
+        Beside the fields: ``modes`` and ``storages``, their labels and colours; ``rules``, lines for Layer Rules that repeat
+        what ran; ``view``, see :func:`~.view.view_of`.
+        """
+        data = {"version": VERSION, **plain(self)}
+        legends = {"modes": legend_of_modes(), "storages": legend_of_storages()}
+        return {**data, **legends, "rules": rules_text(data), "view": view_of(data)}
 
     def to_text(self) -> str:
-        """The report as plain text, 100 columns: what a person pastes into an issue."""
+        """Write the report as plain text of 100 columns, to paste into an issue."""
         return report_text(self.to_json())
 
 
 def plain(value):
-    """A value as JSON types: dataclasses, mappings and sequences are walked, scalars of torch and numpy unpacked."""
+    """Convert a value to JSON types: walk dataclasses, mappings and sequences, unpack scalars of torch and numpy."""
     if hasattr(value, "__dataclass_fields__"):
         return {JSON_NAMES.get(item.name, item.name): plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, Mapping):
@@ -160,7 +174,7 @@ def _plain_scalar(value):
 
 
 def device_section(device: Device) -> dict:
-    """The report's ``device`` entry."""
+    """Make the report's ``device`` entry."""
     return {
         "name": device.name,
         "profile": device.profile.name,

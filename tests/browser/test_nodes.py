@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from browser.comfy_page import ComfyPage, without_positions
 from comfyui_server import Server
 from workflow import _declared_inputs, _is_widget
 
 PANEL = "halfsafe_report"
+ROOT = Path(__file__).absolute().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +81,23 @@ def test_links_follow_the_types(comfy: ComfyPage) -> None:
             wrong_rules: link("HalfsafeLoadDiffusionModel", "HalfsafeComputeDtype", "rules"),
         }; }""")
     assert made == {"rules": True, "model": True, "anything": True, "wrong": False, "wrong_rules": False}
+
+
+def test_the_panel_speaks_the_pages_language(comfy: ComfyPage) -> None:
+    words = json.loads((ROOT / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
+    hint = "Run the workflow to see what each layer is stored in and computed in, and why."
+    comfy.set("Comfy.Locale", "zh")
+    try:
+        comfy.page.reload()
+        comfy.wait_ready()
+        comfy.add("HalfsafeReport")
+        comfy.page.wait_for_selector(".hs-hint", state="attached")
+        assert comfy.page.locator(".hs-hint").first.text_content() == words[hint]
+        assert comfy.page.locator(".hs-filter").first.get_attribute("placeholder") == words["Filter layers"]
+    finally:
+        comfy.set("Comfy.Locale", "en")
+        comfy.page.reload()
+        comfy.wait_ready()
+    comfy.add("HalfsafeReport")
+    comfy.page.wait_for_selector(".hs-hint", state="attached")
+    assert comfy.page.locator(".hs-hint").first.text_content() == hint

@@ -9,6 +9,7 @@ import pytest
 from browser.comfy_page import ComfyPage
 from comfyui_server import Server
 from halfsafe.precision.plan.rules import parse
+from halfsafe.precision.report.rules import rules_text
 
 WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "quick-fp8.json"
 ROWS = ".hs-table tbody tr:not(.hs-reason)"
@@ -129,6 +130,7 @@ def test_copied_rules_are_rules(ran: ComfyPage, report: dict) -> None:
             layer["mode"] = "fp16_wide"
     changed["guard"]["escalations"] = {"blocks.0.ffn.2": "fp32", "residual stream": "fp32"}
     changed["guard"]["rules"] = "* stream=fp32\nblocks.0.ffn.2 compute=fp32 stream=fp32"
+    changed["rules"] = rules_text(changed)
     ran.show_report(changed)
     ran.zoom_to("HalfsafeReport", 560, 640)
     ran.page.click(".hs-button")
@@ -142,6 +144,15 @@ def test_copied_rules_are_rules(ran: ComfyPage, report: dict) -> None:
     }
     ran.show_report(report)
     assert ran.page.locator(".hs-button").is_disabled(), "all layers run alike"
+
+
+def test_swatches_have_the_colours_of_the_report(ran: ComfyPage, report: dict) -> None:
+    mode = report["view"]["computed"][0]["name"]
+    wanted = [int(report["modes"][mode]["colour"][place : place + 2], 16) for place in (1, 3, 5)]
+    found = ran.evaluate("""() => [...document.querySelectorAll('.hs-panel td[data-column="mode"] .hs-swatch')]
+        .map((swatch) => [swatch.parentElement.textContent, getComputedStyle(swatch).backgroundColor])""")
+    assert (mode, "rgb({}, {}, {})".format(*wanted)) in {(name, colour) for name, colour in found}
+    assert ran.evaluate("() => getComputedStyle(document.querySelector('.hs-panel .hs-bar > span')).backgroundColor") != "rgba(0, 0, 0, 0)"
 
 
 def test_the_report_survives_a_cached_run_and_another_workflow(ran: ComfyPage, small_workflow: dict, report: dict) -> None:

@@ -6,5 +6,4 @@ import importlib
 def forget_probes() -> None:
     """Run the probes again at the next request."""
     probes = importlib.import_module("halfsafe.precision.devices.probes")
-    probes.run_probes.cache_clear()
-    probes.canary.cache_clear()
+    probes._kept.clear()

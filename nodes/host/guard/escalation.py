@@ -9,14 +9,14 @@ from ....precision.amax import amax
 from ....precision.arithmetic.flags import fp32_sums
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.guard.policy import Escalation, Seen, span_of
+from ....precision.modes import FP8, FP16_WIDE, FP32, INT8, modes_named
 from ....precision.plan.choice import Choice
-from ....precision.plan.compute import INT8, ComputeDecision, ComputePlan
+from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..run.attention import attending, full_precision_attention, in_one_dtype, is_fused
 from ..run.call import Call
 from ..run.compute import PlannedLayers
 from ..run.modules import modules_of, only_multiplies, top_level_parts
 
-SCALED = ("fp16_wide", "fp16_scaled")
 CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -148,12 +148,12 @@ def _sums_in_fp32(here: bool) -> contextlib.AbstractContextManager:
 
 def safe_escalation(modes: dict[str, str]) -> Escalation:
     """Everything that cannot overflow: fp32 between layers, products with fp16 operands scaled to fit."""
-    return Escalation(dict.fromkeys(modes, "fp16_wide"), stream=True)
+    return Escalation(dict.fromkeys(modes, FP16_WIDE.name), stream=True)
 
 
 def _plan(model, escalation: Escalation, modes: dict[str, str]) -> ComputePlan:
     if escalation.whole:
-        modes = dict.fromkeys(modes, "fp32")
+        modes = dict.fromkeys(modes, FP32.name)
     modules = modules_of(model)
     decisions = {name: _decision({**modes, **escalation.layers}[name], modules[name]) for name in modes}
     return ComputePlan(Choice("fp16", "fp16"), decisions)
@@ -161,9 +161,9 @@ def _plan(model, escalation: Escalation, modes: dict[str, str]) -> ComputePlan:
 
 def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
     """What others multiply in their own way runs in fp32 where it would have to be wide; quantized operands become fp16."""
-    if mode in SCALED:
-        mode = "fp16_wide" if only_multiplies(module) else "fp32"
-    return ComputeDecision("fp16_wide" if mode in ("fp8", INT8) else mode, "fp32", "escalated by the guard")
+    if any(known.is_wide for known in modes_named([mode])):
+        mode = FP16_WIDE.name if only_multiplies(module) else FP32.name
+    return ComputeDecision(FP16_WIDE.name if mode in (FP8.name, INT8.name) else mode, "fp32", "escalated by the guard")
 
 
 def _tensors(values) -> list[torch.Tensor]:

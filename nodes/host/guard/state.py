@@ -8,6 +8,7 @@ import torch
 from ....precision.dtypes import name_of
 from ....precision.guard.localize import Origin
 from ....precision.guard.policy import Escalation
+from ....precision.modes import FP32
 from ..execution import is_compiled
 from ..run.call import Call
 from ..run.layers import modes_of, settings_of, stream_dtype
@@ -64,7 +65,7 @@ class Guarded:
 
     def rungs(self) -> list[Escalation]:
         """The arithmetic to repeat a failed call in, in this order; nothing for a model that is in fp32 already."""
-        lowered = any(mode != "fp32" for mode in self.modes.values()) or self.stream != "fp32"
+        lowered = any(mode != FP32.name for mode in self.modes.values()) or self.stream != "fp32"
         safe = [safe_escalation(self.modes)] if self.half and not self.escalation.whole else []
         return [*safe, WHOLE] if lowered and not self.escalation.whole else safe
 

@@ -13,6 +13,7 @@ from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.ranges import Ranges
 from ....precision.devices.detect import detect
+from ....precision.modes import FP8, FP16
 from ....precision.plan.accumulation import PARTS, AccumulationPlan, Request, Work, plan_accumulation
 from ....precision.report.schema import flag_report, flag_reports
 from ..execution import COMPILE_KWARGS, is_compiled, is_on_several_devices
@@ -88,7 +89,7 @@ class _Run:
     def _operations(self, patcher) -> Iterator[tuple[str, BoundedLinear]]:
         modes, ruled = modes_of(patcher), _ruled(patcher)
         for name, module in modules_of(patcher.model).items():
-            if modes.get(name) == "fp16" and kind_of(module) == "linear" and name not in ruled:
+            if modes.get(name) == FP16.name and kind_of(module) == "linear" and name not in ruled:
                 slot = self.ranges.slots[name] = SumSlot(name)
                 weights = weights_of(module) if only_multiplies(module) else None
                 yield name, BoundedLinear(module, slot, self.ranges, weights, not self.plan.whole)
@@ -200,10 +201,10 @@ def _planned_sums(patcher) -> dict[str, tuple[str, str]]:
     sums = {}
     if plan.naming or _sums_in_fp16_by_itself(patcher, plan):
         modules = modules_of(patcher.model)
-        half = (name for name, mode in modes.items() if mode == "fp16" and kind_of(modules[name]) == "linear")
+        half = (name for name, mode in modes.items() if mode == FP16.name and kind_of(modules[name]) == "linear")
         sums = dict.fromkeys(half, ("fp16", ""))
     if _sums_fp8_fast(plan):
-        sums |= dict.fromkeys((name for name, mode in modes.items() if mode == "fp8"), ("fp8_fast", ""))
+        sums |= dict.fromkeys((name for name, mode in modes.items() if mode == FP8.name), ("fp8_fast", ""))
     return sums
 
 

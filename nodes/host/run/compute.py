@@ -18,7 +18,8 @@ from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.ranges import Ranges, Slot
 from ....precision.dtypes import dtype_named, name_of
 from ....precision.formats.quantize import activation_scale
-from ....precision.plan.compute import INT8, ComputeDecision, ComputePlan
+from ....precision.modes import FP8, FP16, FP16_WIDE, INT8
+from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..execution import switches_by_layer
 from .attention import attending, full_precision_attention, in_one_dtype, is_fused
 from .call import Call
@@ -109,7 +110,7 @@ class PlannedLayers:
         self.patches: list[Patch] = []
         for name, module in self.modules.items():
             decision = plan.decisions[name]
-            if decision.mode == INT8:
+            if decision.mode == INT8.name:
                 self.patches += _in_int8(module, decision)
                 continue
             forward = _summed(decision.sums, self._forward(name, module, decision))
@@ -121,9 +122,9 @@ class PlannedLayers:
 
     def _forward(self, name: str, module: torch.nn.Module, decision: ComputeDecision):
         slot = self.ranges.slot(name)
-        if decision.mode == "fp8" and not has_own_forward(module):
+        if decision.mode == FP8.name and not has_own_forward(module):
             return _out_as(decision, Fp8Linear(module))
-        if decision.mode == "fp16_wide" and only_multiplies(module):
+        if decision.mode == FP16_WIDE.name and only_multiplies(module):
             operation = self.operations[name] = SafeOperation(module, slot, self.ranges, weights_of(module))
             # A method and not the object, for which torch.compile would make a graph of its own.
             return operation.__call__ if self.is_safe else _out_as(decision, operation.__call__)
@@ -170,16 +171,16 @@ def needs_fp32_sums(plan: ComputePlan, patcher: "ModelPatcher") -> bool:
     """Whether fp16 accumulation is off for the whole of a call: some layer has fp32 results, and there is none that could
     sum in fp16 or no way to switch from layer to layer. Else each ``SafeOperation`` has it off for itself."""
     modes = {decision.mode for decision in plan.decisions.values()}
-    if "fp16_wide" not in modes:
+    if FP16_WIDE.name not in modes:
         return False
-    return (plan.is_safe and "fp16" not in modes) or not switches_by_layer(patcher)
+    return (plan.is_safe and FP16.name not in modes) or not switches_by_layer(patcher)
 
 
 def _own_dtype(module: torch.nn.Module, mode: str) -> torch.dtype:
     """The dtype a module that cannot be given fp16 operands runs in; torch's own cannot cast their weights."""
     if type(module).forward.__module__.startswith("torch.nn."):
         return module.weight.dtype
-    return torch.float32 if mode == "fp16_wide" else dtype_named(mode)
+    return torch.float32 if mode == FP16_WIDE.name else dtype_named(mode)
 
 
 class CastOperation:

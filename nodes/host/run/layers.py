@@ -4,12 +4,11 @@ from collections.abc import Iterator
 
 import torch
 
-from ....precision.dtypes import name_of
-from ....precision.plan.compute import INT8, MULTIPLY_IN_INT8
+from ....precision.dtypes import QUANTIZED_NAMES, name_of
+from ....precision.formats.encoding import STORAGE_OF
+from ....precision.modes import FP8, FP32, INT8
 from .compute import compute_of
 from .modules import is_quantized, modules_of
-
-_FP8_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 
 
 def stream_dtype(patcher) -> torch.dtype:
@@ -39,7 +38,7 @@ def modes_of(patcher) -> dict[str, str]:
     """Layer name -> the report's mode, from the model's plan and what its calls have shown."""
     compute, stream = compute_of(patcher), name_of(stream_dtype(patcher))
     planned = compute.modes(patcher.model) if compute else {}
-    exchanged = {name: mode for name, mode in planned.items() if mode != INT8}
+    exchanged = {name: mode for name, mode in planned.items() if mode != INT8.name}
     return {
         name: exchanged.get(name) or _own_mode(patcher, name, module, stream, kept=name in planned)
         for name, module in layers_of(patcher)
@@ -47,15 +46,23 @@ def modes_of(patcher) -> dict[str, str]:
 
 
 def _own_mode(patcher, name: str, module: torch.nn.Module, stream: str, kept: bool) -> str:
-    """How a layer multiplies by itself. ``kept``: in int8 whatever the model's compute dtype.
+    """Name the mode of a layer that no plan exchanges. ``kept``: in int8 whatever the model's compute dtype.
 
     Up to ComfyUI 0.33 an int8 weight whose dtype is the stream's is not dequantized where fp8 ones are.
     """
-    held = getattr(module, "quant_format", None)
-    if held not in (*_FP8_FORMATS, *MULTIPLY_IN_INT8) or not is_quantized(module) or module.weight_function:
+    if is_called_in_fp32(patcher.model.diffusion_model, name):
+        return FP32.name
+    storage = STORAGE_OF.get(getattr(module, "quant_format", ""), "")
+    if storage not in QUANTIZED_NAMES or not is_quantized(module) or module.weight_function:
         return stream
     quantized = kept or not getattr(module, "comfy_force_cast_weights", False)
     quantized = quantized and not patcher.get_model_object(f"diffusion_model.{name}._full_precision_mm")
-    if held in MULTIPLY_IN_INT8:
-        return INT8 if quantized or name_of(module.weight.dtype) == stream else stream
-    return "fp8" if quantized else stream
+    if storage == INT8.name:
+        return INT8.name if quantized or name_of(module.weight.dtype) == stream else stream
+    return FP8.name if quantized else stream
+
+
+def is_called_in_fp32(model: torch.nn.Module, name: str) -> bool:
+    """Tell whether model code casts a layer's input to fp32 itself, as ``patch_embedding(x.float())`` of every Wan in
+    ``comfy/ldm/wan`` does (ComfyUI 0.29 to 0.38); the layer then casts its weight to that."""
+    return type(model).__module__.startswith("comfy.ldm.wan.") and "patch_embedding" in name.rpartition(".")[2]

@@ -19,6 +19,13 @@ CORE_LISTS = {("HalfsafeLoadCLIP", "type")}
 KEPT = ("default", "min", "max", "step", "multiline", "options")
 
 
+ADVANCED = {
+    "HalfsafeAccumulation": {"reduced_precision_reduction", "tf32", "fp8_fast_accumulation"},
+    "HalfsafeNaNGuard": {"max_retries"},
+    "HalfsafeAnalyzeLayers": {"sensitive_layers"},
+}
+
+
 @pytest.fixture(scope="module")
 def nodes(server: Server) -> dict:
     return {name: contract(name, info) for name, info in server.object_info().items() if name.startswith("Halfsafe")}
@@ -144,3 +151,12 @@ def test_additions_are_no_break(golden: dict) -> None:
     nodes["HalfsafeLoadVAE"]["outputs"].append(["STRING", "text"])
     nodes["HalfsafeNew"] = nodes["HalfsafeLoadVAE"]
     assert broken(golden, nodes) == []
+
+
+def test_inputs_that_few_need_are_folded_away(server: Server) -> None:
+    found = {}
+    for name, info in server.object_info().items():
+        inputs = [item for kind in ("required", "optional") for item in info["input"].get(kind, {}).items()]
+        if name.startswith("Halfsafe") and (folded := {key for key, (_, *options) in inputs if options and options[0].get("advanced")}):
+            found[name] = folded
+    assert found == ADVANCED

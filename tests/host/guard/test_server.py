@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import aiohttp
 import pytest
 from comfyui_server import Server, error_text
+from safetensors.torch import load_file, save_file
 from support import tiny_models
 from workflow import node
 
@@ -133,3 +134,26 @@ def test_a_clean_model_is_not_mentioned(running: Server) -> None:
     events, entry = told(running, graph("stop", model="wan.safetensors"))
     assert not events
     assert max(brightness(picture(running, entry))) > 4
+
+
+def test_the_report_tells_what_the_guard_of_the_vae_saw_in_its_prompt(running: Server, small_models) -> None:
+    path = tiny_models.wan_vae(small_models / "vae" / "overflowing_vae.safetensors")
+    tensors = load_file(str(path))
+    tensors["decoder.middle.0.residual.6.weight"] *= 2e5
+    save_file(tensors, str(path))
+    prompt = graph("retry_higher", seed=7)
+    prompt["3"] = node("HalfsafeLoadVAE", vae_name=path.name, dtype="fp16")
+    prompt["11"] = node("HalfsafeGuardVAE", vae=["3", 0], on_nan="retry_higher")
+    prompt["7"]["inputs"]["vae"] = ["11", 0]
+    prompt["10"]["inputs"]["after"] = ["7", 0]
+    for seed in (7, 8):
+        prompt["6"]["inputs"]["seed"] = seed
+        _, entry = told(running, prompt)
+        (report,) = entry["outputs"]["10"]["halfsafe_report"]
+        (encoder,) = json.loads(report)["encoders"]
+        assert (encoder["node"], encoder["kind"], encoder["verdict"]) == ("11", "VAE", "recovered")
+        assert len(encoder["messages"]) == 1 and "VAE decode" in encoder["messages"][0], "of this prompt alone"
+    prompt["3"]["inputs"]["dtype"] = "fp32"
+    _, entry = told(running, prompt)
+    (report,) = entry["outputs"]["10"]["halfsafe_report"]
+    assert json.loads(report)["encoders"] == [{"node": "11", "kind": "VAE", "verdict": "clean", "messages": [], "advice": ""}]

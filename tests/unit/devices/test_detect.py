@@ -394,7 +394,7 @@ def test_auto_storage(profile, gib, file_dtype, free, storage):
 
 def test_auto_storage_gives_its_numbers():
     _, reason = devices.auto_storage(devices.detect(profile="sm_86"), 26 * GIB, "bf16", 24 * GIB)
-    assert all(number in reason for number in ("26.0 GiB", "24.0 GiB", "2.0 GiB", "13.0 GiB"))
+    assert all(number in reason for number in ("26.00 GiB", "24.00 GiB", "2.00 GiB", "13.00 GiB"))
 
 
 @pytest.mark.parametrize(("profile", "storage"), [("mps_m1", "fp16"), ("mps_m3", "bf16")])

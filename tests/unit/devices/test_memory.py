@@ -88,8 +88,8 @@ def test_this_machine_has_some_memory():
 
 def test_a_shortage_names_need_have_and_what_to_do():
     memory.require_memory(GB, "Loading a.safetensors", GB)
-    with pytest.raises(MemoryShortage, match=r"Loading a\.safetensors needs 30\.0 GB.*12\.5 GB are available.*fp8"):
-        memory.require_memory(30 * GB, "Loading a.safetensors", int(12.5 * GB))
+    with pytest.raises(MemoryShortage, match=r"Loading a\.safetensors needs 30\.00 GiB.*12\.50 GiB are available.*fp8"):
+        memory.require_memory(30 * 2**30, "Loading a.safetensors", int(12.5 * 2**30))
 
 
 def error_of_cuda(code):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.devices import detect as devices
+from halfsafe.precision.modes import MODES
 from halfsafe.precision.report import chart
 from halfsafe.precision.report import schema as report
-from halfsafe.precision.report import text as report_text
+from halfsafe.precision.text import count_patterns, grouped, number_ranges, pattern_of, size_text
 
 CONTRACT = """
 {"version": 1,
@@ -64,14 +65,16 @@ def wan(blocks=30, kept=(0, 1, 29)):
 
 def test_json_is_the_contracts_key_for_key_in_its_order():
     found, contract = contract_report().to_json(), json.loads(CONTRACT)
-    assert list(found) == [*contract, "decisions", "notes", "ranges"]
+    assert list(found) == [*contract, "decisions", "notes", "ranges", "encoders", "modes", "storages", "rules", "view"]
     assert list(found["guard"]) == [*contract["guard"], "rules", "advice"]
     found["guard"] = {key: found["guard"][key] for key in contract["guard"]}
     assert json.dumps({key: found[key] for key in contract}) == json.dumps(contract)
 
 
 def test_an_empty_report_has_every_section_and_no_guard():
-    assert report.Report().to_json() == {
+    found = report.Report().to_json()
+    assert set(found.pop("modes")) == set(MODES) and set(found.pop("storages")) == set(chart.STORAGE_COLOURS)
+    assert found == {
         "version": 1,
         "device": {},
         "model": {"class": "", "parameters": 0, "weight_bytes": 0, "bytes_by_storage": {}},
@@ -83,6 +86,9 @@ def test_an_empty_report_has_every_section_and_no_guard():
         "decisions": {},
         "notes": [],
         "ranges": {},
+        "encoders": [],
+        "rules": "",
+        "view": {"parameters": "0", "size": "0 B", "stored": [], "computed": [], "rows": []},
     }
 
 
@@ -113,8 +119,7 @@ def test_every_value_becomes_json(value, expected):
     json.dumps(report.plain(value), allow_nan=False)
 
 
-def test_mode_and_verdict_words_are_the_contracts():
-    assert report.MODES == ("fp8", "int8", "fp16_acc16", "fp16", "fp16_wide", "fp16_scaled", "bf16", "fp32")
+def test_verdict_words_are_the_contracts():
     assert set(report.VERDICTS) == {
         "clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault", "off",
     }  # fmt: skip
@@ -163,6 +168,13 @@ def test_the_text_tells_guard_flags_and_settings_without_effect():
     assert flag.split() == ["fp16_accumulation", "auto", "off", "off"]
 
 
+def test_the_text_tells_what_the_guards_of_encoders_saw():
+    vae = report.EncoderReport("8", "VAE", "recovered", ["VAE decode: repeated in bf16: finite."])
+    lines = report.Report(encoders=[vae, report.EncoderReport("9", "text encoder")]).to_text().splitlines()
+    assert lines[lines.index("  VAE (node 8): recovered") + 1] == "      VAE decode: repeated in bf16: finite."
+    assert lines[-1] == "  text encoder (node 9): clean"
+
+
 def test_a_sigma_that_is_nan_is_readable():
     broken = contract_report()
     broken.guard.events[0].sigma = float("nan")
@@ -194,27 +206,26 @@ def test_text_fits_a_hundred_columns_whatever_the_names():
     ],
 )
 def test_patterns_replace_block_numbers_only(name, pattern):
-    assert report_text.pattern_of(name) == pattern
+    assert pattern_of(name) == pattern
 
 
 @pytest.mark.parametrize(
     ("numbers", "text"), [([0, 1, 2, 39], "0-2,39"), ([5], "5"), ([3, 1, 2], "1-3"), ([1, 3, 5, 6], "1,3,5-6")]
 )
 def test_ranges(numbers, text):
-    assert report_text.ranges(numbers) == text
+    assert number_ranges(numbers) == text
 
 
 def test_a_part_of_nested_blocks_is_counted():
     names = [f"input_blocks.{a}.1.transformer_blocks.{b}.q" for a in range(3) for b in range(2)]
-    grouped = report_text.grouped(names[:2], report_text.count_patterns(names))
-    assert grouped == ["input_blocks.*.1.transformer_blocks.*.q x2 of 6"]
+    assert grouped(names[:2], count_patterns(names)) == ["input_blocks.*.1.transformer_blocks.*.q x2 of 6"]
 
 
 @pytest.mark.parametrize(
     ("count", "text"), [(512, "512 B"), (2048, "2.00 KiB"), (5 * 1024**2, "5.00 MiB"), (3 * 1024**3, "3.00 GiB")]
 )
 def test_sizes(count, text):
-    assert report_text.size_text(count) == text
+    assert size_text(count) == text
 
 
 def share_of(picture, colour):
@@ -223,14 +234,14 @@ def share_of(picture, colour):
 
 
 def test_the_chart_is_an_image_of_the_right_kind():
-    picture = report.chart(wan())
+    picture = chart.chart(wan())
     assert picture.dtype == np.float32 and picture.shape[1:] == (1024, 3)
     assert 300 < picture.shape[0] < 700
     assert 0.0 <= picture.min() < picture.max() <= 1.0
 
 
 def test_the_charts_bars_are_as_wide_as_their_shares():
-    picture = report.chart(wan())
+    picture = chart.chart(wan())
     rows = share_of(picture, chart.STORAGE_COLOURS["fp8_e4m3fn"]) * 1024 / chart.INNER
     assert np.isclose(rows, 0.75, atol=0.002).sum() >= chart.BAR_HEIGHT
     rest = share_of(picture, chart.STORAGE_COLOURS["fp16"]) * 1024 / chart.INNER
@@ -247,7 +258,7 @@ def test_a_strip_shows_layers_in_order():
 
 
 def test_every_mode_and_storage_option_has_its_own_colour():
-    assert set(report.MODES) <= set(chart.MODE_COLOURS)
+    assert set(MODES) <= set(chart.MODE_COLOURS)
     for colours in (chart.MODE_COLOURS, chart.STORAGE_COLOURS):
         assert len(set(colours.values())) == len(colours)
 
@@ -255,7 +266,7 @@ def test_every_mode_and_storage_option_has_its_own_colour():
 @pytest.mark.parametrize("layers", [0, 1, 5000])
 def test_charts_of_any_size_are_drawn(layers):
     rows = [report.LayerReport(f"l{index}", "Linear", "unheard_of", "fp32", "fp32", "same") for index in range(layers)]
-    picture = report.chart(report.Report(layers=rows, model=report.ModelReport("A" * 200, 1, 2, {"unheard_of": 2})))
+    picture = chart.chart(report.Report(layers=rows, model=report.ModelReport("A" * 200, 1, 2, {"unheard_of": 2})))
     assert picture.shape[1:] == (1024, 3)
 
 
@@ -302,8 +313,8 @@ def test_the_chart_shows_ranges_sums_and_what_the_guard_did():
     shown.ranges = {layer.name: 2.0 ** (index % 20) for index, layer in enumerate(shown.layers)}
     shown.layers[3].accumulation = "fp16"
     shown.guard = contract_report().guard
-    picture = report.chart(shown)
-    assert picture.shape[0] > report.chart(plain).shape[0] + chart.RANGE_HEIGHT
+    picture = chart.chart(shown)
+    assert picture.shape[0] > chart.chart(plain).shape[0] + chart.RANGE_HEIGHT
     for colour in (chart.BEYOND, chart.WITHIN, chart.SUM_COLOURS["fp16"]):
         assert share_of(picture, colour).any()
 
@@ -311,3 +322,7 @@ def test_the_chart_shows_ranges_sums_and_what_the_guard_did():
 def test_a_name_of_any_length_is_cut_at_once():
     text = chart.shortened("x" * 10_000_000, 100, 15)
     assert text.endswith("...") and len(text) < 100
+
+
+def test_names_that_are_alike_without_a_number_are_counted():
+    assert grouped(["norm", "norm"], count_patterns(["norm"] * 3)) == ["norm x2 of 3"]

@@ -1,0 +1,78 @@
+"""The arithmetic modes of a layer: what its matmul multiplies and returns, the rule that asks for it, its colour."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One arithmetic of a matmul or convolution.
+
+    Args:
+        name: as reports, rules and the guard name it.
+        label: the same in plain words.
+        rule: the settings of a Layer Rules line that ask for it.
+        operand: the dtype both operands are multiplied in.
+        result: the dtype the matmul returns; None for the activation dtype.
+        colour: RGB, in pictures and on the page.
+        sums_in_fp16: products are accumulated in fp16.
+    """
+
+    name: str
+    label: str
+    rule: str
+    operand: torch.dtype
+    result: torch.dtype | None
+    colour: tuple[int, int, int]
+    sums_in_fp16: bool = False
+
+    @property
+    def is_8bit(self) -> bool:
+        return self.operand.itemsize == 1
+
+    @property
+    def is_16bit(self) -> bool:
+        return self.operand.itemsize == 2
+
+    @property
+    def is_wide(self) -> bool:
+        """True when 16-bit operands give an fp32 result, so that no sum can overflow."""
+        return self.is_16bit and self.result == torch.float32
+
+    @property
+    def takes_fp16_sums(self) -> bool:
+        """True for the matmuls that cuBLAS can accumulate in fp16: fp16 operands and an fp16 result."""
+        return self.operand == self.result == torch.float16
+
+
+_E4M3, _FP16, _BF16, _FP32 = torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32
+FP8 = Mode("fp8", "fp8 matmul", "compute=fp8", _E4M3, None, (238, 165, 42))
+INT8 = Mode("int8", "int8 matmul, a scale per token", "compute=int8", torch.int8, None, (150, 200, 74))
+FP16_ACC16 = Mode(
+    "fp16_acc16", "fp16 matmul, fp16 accumulation", "compute=fp16 accumulation=fp16", _FP16, _FP16, (214, 120, 172), True
+)
+FP16 = Mode("fp16", "fp16 matmul", "compute=fp16", _FP16, _FP16, (92, 178, 238))
+FP16_WIDE = Mode("fp16_wide", "fp16 matmul, fp32 result", "compute=fp16_safe", _FP16, _FP32, (62, 116, 216))
+FP16_SCALED = Mode(
+    "fp16_scaled", "fp16 matmul of scaled operands, fp32 result", "compute=fp16_safe", _FP16, _FP32, (146, 112, 224)
+)
+BF16 = Mode("bf16", "bf16 matmul", "compute=bf16", _BF16, _BF16, (54, 178, 132))
+FP32 = Mode("fp32", "fp32 matmul", "compute=fp32", _FP32, _FP32, (126, 134, 148))
+
+MODES = {mode.name: mode for mode in (FP8, INT8, FP16_ACC16, FP16, FP16_WIDE, FP16_SCALED, BF16, FP32)}
+
+
+def _by_option() -> dict[str, str]:
+    """Compute option -> the first mode whose rule is that option alone."""
+    alone = (mode for mode in reversed(MODES.values()) if len(mode.rule.split()) == 1)
+    return {mode.rule.removeprefix("compute="): mode.name for mode in alone}
+
+
+MODE_OF = _by_option()
+
+
+def modes_named(names: Iterable[str]) -> list[Mode]:
+    """The modes with these names. A model can compute in dtypes that are no mode, such as fp64: those are left out."""
+    return [MODES[name] for name in names if name in MODES]

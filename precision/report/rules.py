@@ -1,0 +1,44 @@
+"""A report as lines for Layer Rules: what runs in another mode than most, and what the guard has changed."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+
+from ..modes import MODES
+from ..plan.facts import multiplies
+from ..plan.rules import compile_pattern
+from ..text import pattern_of
+
+
+def rules_text(report: Mapping) -> str:
+    """Write the lines that repeat what a report found, in its JSON form; empty where all layers run alike.
+
+    First the layers whose mode is not the most common one, then the guard's escalations, which win.
+    """
+    modes = {layer["name"]: layer["mode"] for layer in report["layers"] if multiplies(layer["class"])}
+    most, guard = usual_mode(modes.values()), report["guard"]
+    others = {name: mode for name, mode in modes.items() if mode != most and name not in guard["escalations"]}
+    escalated = [f"{line}  # escalated by the guard" for line in guard["rules"].splitlines()]
+    return "\n".join([*_mode_lines(others, [layer["name"] for layer in report["layers"]]), *escalated])
+
+
+def usual_mode(modes: Iterable[str]) -> str:
+    """Find the mode of most layers; empty where there is none."""
+    return next((mode for mode, _ in Counter(modes).most_common(1)), "")
+
+
+def _mode_lines(modes: Mapping[str, str], names: list[str]) -> list[str]:
+    """A line per layer, or one for all that share a pattern where it matches no other of ``names``."""
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, mode in modes.items():
+        if mode in MODES:
+            groups[pattern_of(name), mode].append(name)
+    return [
+        f"{glob} {MODES[mode].rule}"
+        for (pattern, mode), members in groups.items()
+        for glob in (members if len(members) == 1 or _matched(pattern, names) != len(members) else [pattern])
+    ]
+
+
+def _matched(pattern: str, names: list[str]) -> int:
+    match = compile_pattern(pattern)
+    return sum(bool(match(name, "")) for name in names)

@@ -1,0 +1,56 @@
+"""What the page draws of a report, ready to show: sizes as text, shares, rows of layers, colours."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+from ..modes import MODES
+from ..plan.facts import multiplies
+from ..text import count_patterns, count_text, group_name, pattern_of, size_text
+from .colours import STORAGE_COLOURS, hex_of
+
+
+def view_of(report: Mapping) -> dict:
+    """Derive what the page shows from a report in its JSON form.
+
+    Returns:
+        ``parameters`` and ``size`` of the model as text; ``stored`` and ``computed``, shares of storages (by bytes) and
+        modes (by layers that multiply), largest first; ``rows``, layers that differ in their block number alone, by their
+        places in ``layers``.
+    """
+    model = report["model"]
+    modes = Counter(layer["mode"] for layer in report["layers"] if multiplies(layer["class"]))
+    return {
+        "parameters": count_text(model["parameters"]),
+        "size": size_text(model["weight_bytes"]),
+        "stored": [{"name": name, "share": share, "size": size_text(size)} for name, share, size in _shares(model["bytes_by_storage"])],
+        "computed": [{"name": name, "share": share, "layers": count} for name, share, count in _shares(modes)],
+        "rows": _rows(report["layers"]),
+    }
+
+
+def _shares(amounts: Mapping[str, int]) -> list[tuple[str, float, int]]:
+    """(name, share of the whole, amount), largest first."""
+    total = sum(amounts.values()) or 1
+    return [(name, amount / total, amount) for name, amount in sorted(amounts.items(), key=lambda item: -item[1])]
+
+
+def _rows(layers: list[dict]) -> list[dict]:
+    totals = count_patterns(layer["name"] for layer in layers)
+    groups: dict[tuple, list[int]] = defaultdict(list)
+    for place, layer in enumerate(layers):
+        setup = tuple(value for key, value in layer.items() if key != "name")
+        groups[(pattern_of(layer["name"]), *setup)].append(place)
+    return [
+        {"name": group_name(pattern, [layers[place]["name"] for place in places], totals[pattern]), "layers": places}
+        for (pattern, *_), places in groups.items()
+    ]
+
+
+def legend_of_modes() -> dict[str, dict[str, str]]:
+    """The report's ``modes``: name -> its label and colour."""
+    return {name: {"label": mode.label, "colour": hex_of(mode.colour)} for name, mode in MODES.items()}
+
+
+def legend_of_storages() -> dict[str, dict[str, str]]:
+    """The report's ``storages``: name -> its colour."""
+    return {name: {"colour": hex_of(colour)} for name, colour in STORAGE_COLOURS.items()}
