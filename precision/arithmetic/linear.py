@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from ..amax import amax
 from ..dtypes import FP16_MAX, TORCH_VERSION
+from ..modes import FP16_SCALED, FP16_WIDE, FP32
 from .flags import fp32_sums
 from .ranges import Ranges, Slot, largest_row_norm
 
@@ -71,8 +72,8 @@ class SafeOperation:
     def mode(self) -> str:
         """The report's mode the layer runs in, as its last calibration left it."""
         if self.slot.full:
-            return "fp32"
-        return "fp16_scaled" if self.slot.exponent else "fp16_wide"
+            return FP32.name
+        return FP16_SCALED.name if self.slot.exponent else FP16_WIDE.name
 
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """``x``: the module's input, any float dtype. Returns fp32."""

@@ -30,7 +30,7 @@ def _mode_lines(modes: Mapping[str, str], names: list[str]) -> list[str]:
     """A line per layer, or one for all that share a pattern where it matches no other of ``names``."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, mode in modes.items():
-        if mode in MODES:
+        if mode in MODES and MODES[mode].rule:
             groups[pattern_of(name), mode].append(name)
     return [
         f"{glob} {MODES[mode].rule}"
