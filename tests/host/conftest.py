@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -33,8 +34,9 @@ MEASURING = {
 }  # fmt: skip
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/causes", "guard/escalation._numbers", "guard/finite"}
 ONCE_PER_DEVICE = {"devices/probes"}
+HOST_MEMORY = {"precision/amax._bits", "precision/amax.host_amax"}
 ANALYSIS = {"analysis/session", "analysis/measure", "analysis/candidates", "formats/quantize"}
-ALLOWED_READS = frozenset(ONCE_PER_CALL | MEASURING | AFTER_A_FAILURE | ONCE_PER_DEVICE | ANALYSIS)
+ALLOWED_READS = frozenset(ONCE_PER_CALL | MEASURING | AFTER_A_FAILURE | ONCE_PER_DEVICE | HOST_MEMORY | ANALYSIS)
 
 
 class Unavailable(pytest.Module):
@@ -75,9 +77,17 @@ def as_on_cuda(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def _ruled(apply_model: Callable) -> Callable:
+    watched = threading.Lock()
+
     def call(*args, **kwargs):
-        with CudaRules(), HostReads(ALLOWED_READS):
-            return apply_model(*args, **kwargs)
+        if not watched.acquire(blocking=False):  # reads are watched in the whole process: not by two threads at once
+            with CudaRules():
+                return apply_model(*args, **kwargs)
+        try:
+            with CudaRules(), HostReads(ALLOWED_READS):
+                return apply_model(*args, **kwargs)
+        finally:
+            watched.release()
 
     return call
 

@@ -230,5 +230,7 @@ def reader() -> str:
 
 
 def _passes_on(code: CodeType) -> bool:
-    """Whether a frame is torch's, a mode's or of these modules, or of amax.py, whose caller reads, or a comprehension, which is a frame up to Python 3.11."""
-    return code.co_filename.startswith((torch.__path__[0], SUPPORT, AMAX)) or code.co_name.startswith(("<", "__torch_"))
+    """Whether a frame is torch's, a mode's or of these modules, or ``amax_value``, whose caller reads, or a comprehension, which is a frame up to Python 3.11."""
+    if code.co_filename == AMAX:
+        return code.co_name == "amax_value"
+    return code.co_filename.startswith((torch.__path__[0], SUPPORT)) or code.co_name.startswith(("<", "__torch_"))

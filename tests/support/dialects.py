@@ -166,7 +166,7 @@ def _rotate(weight: torch.Tensor, size: int) -> torch.Tensor:
     return (weight.reshape(-1, size) @ rotation(size)).reshape(weight.shape)
 
 
-def _group(weight: torch.Tensor) -> int:
+def group_of(weight: torch.Tensor) -> int:
     return next(size for size in (256, 64, 16) if weight.shape[1] % size == 0)
 
 
@@ -189,7 +189,7 @@ def _two_a_byte(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _int8(weight: torch.Tensor, rotated: bool = True) -> Weights:
-    size = _group(weight)
+    size = group_of(weight)
     turned = _rotate(weight, size) if rotated else weight
     scale = turned.abs().amax(1, keepdim=True) / 127
     settings = {"format": "int8_tensorwise"} | ({"convrot": True, "convrot_groupsize": size} if rotated else {})
@@ -201,7 +201,7 @@ def _int8(weight: torch.Tensor, rotated: bool = True) -> Weights:
 
 
 def _int4(weight: torch.Tensor) -> Weights:
-    size = _group(weight)
+    size = group_of(weight)
     turned = _rotate(weight, size)
     scale = turned.abs().amax(1) / 7
     numbers = (turned / scale[:, None]).round().clamp(-7, 7)
@@ -237,7 +237,7 @@ def _mxfp8(weight: torch.Tensor) -> Weights:
 
 
 def _w4a8(weight: torch.Tensor) -> Weights:
-    size = _group(weight)
+    size = group_of(weight)
     groups = _rotate(weight, size).reshape(weight.shape[0], -1, 16)
     each = groups.abs().amax(2) / 7
     channel = (each * 7).amax(1) / 127

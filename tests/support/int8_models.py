@@ -15,7 +15,7 @@ def int8(path: Path, weights: dialects.Weights, biases: dialects.Weights, convro
     """``int8_tensorwise``, rotated or not, with a scale per row."""
     tensors = {}
     for layer, weight in weights.items():
-        group = dialects.group(weight.shape[1])
+        group = dialects.group_of(weight)
         held = QuantizedTensor.from_float(weight, LAYOUT, per_channel=True, convrot=convrot, convrot_groupsize=group)
         rotation = {"convrot": True, "convrot_groupsize": group} if convrot else {}
         marker = dialects.comfy_quant_bytes({"format": "int8_tensorwise", **rotation})
@@ -27,7 +27,7 @@ def dequantized(path: Path, weights: dialects.Weights, biases: dialects.Weights)
     """The same weights as plain fp32 numbers."""
     plain = {}
     for layer, weight in weights.items():
-        group = dialects.group(weight.shape[1])
+        group = dialects.group_of(weight)
         held = QuantizedTensor.from_float(weight, LAYOUT, per_channel=True, convrot=True, convrot_groupsize=group)
         plain[f"{layer}.weight"] = held.to(torch.float32).dequantize()
     return dialects.save(path, plain, biases, {"format": "pt"})

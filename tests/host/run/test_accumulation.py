@@ -193,7 +193,6 @@ def test_the_sampler_the_text_encoder_and_the_vae_see_the_outside(comfy, wan, mo
         ("xpu", "fp16", FLAG, "on", "NVIDIA"),
         ("cpu", "fp16", FLAG, "auto", "NVIDIA"),
         ("sm_75", "fp32", "tf32", "on", "does not have it"),
-        ("sm_86", "bf16", "tf32", "on", "no layer multiplies in fp32"),
         ("sm_89", "bf16", "fp8_fast_accumulation", "on", "no layer multiplies in fp8"),
         ("sm_86", "bf16", "fp8_fast_accumulation", "auto", ""),
         ("sm_86", "bf16", "attention", "fp32", "attention runs in fp16 nowhere"),
@@ -208,6 +207,14 @@ def test_a_setting_that_cannot_act_says_why(comfy, wan, call, monkeypatch, profi
         assert len(reasons) == 1 and why in reasons[0]
         assert reasons[0][:80] in " ".join(comfy.run("HalfsafeReport", model=ours)[0].split())
         families.replay(ours, call)
+
+
+def test_tf32_acts_on_the_layer_that_wan_itself_calls_in_fp32(comfy, wan, monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
+    found = report(comfy, accumulation(comfy, load(comfy, wan, "as_file", "bf16"), tf32="on"))
+    assert [layer["name"] for layer in found["layers"] if layer["mode"] == "fp32" and layer["class"] == "Conv3d"] == ["patch_embedding"]
+    assert not [e for e in found["without_effect"] if e["setting"] == "tf32=on"]
+
 
 
 def test_a_flag_this_torch_lacks_is_reported(comfy, wan, call, monkeypatch, ampere):

@@ -47,7 +47,8 @@ def test_a_later_overflow_is_right_and_compiles_once_more(comfy, overflowing, fp
     model = planned_and_compiled(comfy, overflowing, "plan first")
     families.replay(model, call)
     families.replay(model, call)
-    text = families.louder(call, 1e7)
+    with torch.inference_mode(False):  # as the captured text is: torch.compile tells the two apart
+        text = families.louder(call, 1e7)
     reference = families.replay(fp32, call, c_crossattn=text)
     for _ in range(3):
         assert relative_error(reference, families.replay(model, call, c_crossattn=text)) < 2e-3

@@ -97,6 +97,12 @@ def test_a_canary_that_lacked_memory_is_tried_again(monkeypatch, error):
     assert probes.canary(CPU, "fp16")[0] is False
 
 
+def test_a_canary_is_its_own_product_whatever_the_probes_saw_before(monkeypatch):
+    assert named(probes.run_probes(CPU), "fp16_gemm").ok
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda left, right: torch.zeros(32, 32))
+    assert probes.canary(CPU, "fp16")[0] is False
+
+
 def test_fp8_matmul_zeros_are_caught(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **_: torch.zeros(32, 32, dtype=torch.bfloat16))
     ok, detail = probes.fp8_matmul(CPU, "fp8_e4m3fn")
