@@ -91,17 +91,21 @@ class SafeOperation:
         """Measure and multiply with one and the same weight, which is asked for once.
 
         ComfyUI adds a LoRA to a weight that it prefetched in place (``resolve_cast_module_with_vbar`` in ``comfy/ops.py``):
-        asked for twice, the weight has the LoRA twice.
+        asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is asked for in
+        fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.
         """
+        plain = type(self.module.weight) in (torch.Tensor, torch.nn.Parameter)
         self.slot.device = x.device
-        with self.weights(self.module, x, torch.float32) as (weight, bias):
+        with self.weights(self.module, x, torch.float32 if plain else torch.float16) as (weight, bias):
             half = weight.to(torch.float16)
             self.slot.full = self.slot.full or not fits_fp16(half)
             if not self.slot.full:
                 self.slot.fit(amax(x).item(), 1.0 if self._is_wide(x.device) else largest_row_sum(half, self.kind))
-            if self.slot.full:
+            if not self.slot.full:
+                return self._fp16(x, half, bias, *args, **kwargs)
+            if plain:
                 return self._apply(x.float(), weight, bias, *args, **kwargs)
-            return self._fp16(x, half, bias, *args, **kwargs)
+        return self._fp32(x, *args, **kwargs)
 
     def _fp32(self, x, *args, **kwargs) -> torch.Tensor:
         with self.weights(self.module, x, torch.float32) as (weight, bias):

@@ -120,6 +120,7 @@ class FailedCall:
 
         def active(executor, *args, **kwargs):
             inner = functools.partial(watched, executor)
+            inner.class_obj = executor.class_obj
             return layers.call(inner, *args, **kwargs) if layers else inner(*args, **kwargs)
 
         with eager():
