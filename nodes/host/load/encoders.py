@@ -16,7 +16,7 @@ import nodes
 import torch
 
 from ....precision.devices.memory import require_memory
-from ....precision.dtypes import dtype_named, name_of
+from ....precision.dtypes import QUANTIZED_NAMES, dtype_named, name_of
 from ....precision.errors import CheckpointError
 from ....precision.formats import comfy_state
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
@@ -115,7 +115,7 @@ def _converted(checkpoint: Checkpoint, storage: str) -> tuple[dict[str, torch.Te
     )
     weights = (weight for weight in checkpoint.weights.values() if weight.layer in decisions)
     storages = {weight.layer: comfy_state.storage_to_make(weight, decisions[weight.layer].storage) for weight in weights}
-    needed = in_16_bit // 2 if choice.used.startswith("fp8") else in_16_bit
+    needed = in_16_bit // 2 if choice.used in QUANTIZED_NAMES else in_16_bit
     require_memory(needed, f"Loading {checkpoint.path}", free_host_memory())
     tensors, _ = comfy_state.state_dict(checkpoint, storages, byte_progress(checkpoint.weights.values()))
     return {**tensors, **_missing_projections(tensors)}, choice
@@ -139,7 +139,7 @@ def _is_quantized(tensors: dict[str, torch.Tensor]) -> bool:
 
 def _options(encoders: Sequence[dict[str, torch.Tensor]], storage: str) -> dict:
     quantized = any(map(_is_quantized, encoders))
-    options = {} if storage.startswith("fp8") or storage == "as_file" else {"dtype": dtype_named(storage)}
+    options = {} if storage in (*QUANTIZED_NAMES, "as_file") else {"dtype": dtype_named(storage)}
     return {**options, "quantization_metadata": {"mixed_ops": True}} if quantized else options
 
 

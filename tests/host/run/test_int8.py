@@ -208,10 +208,21 @@ def test_a_text_encoder_in_int8(comfy, models_dir, compute):
 
     target = models_dir / "text_encoders" / "clip_l_int8.safetensors"
     model_files.changed(source, target, change)
-    inputs = {"clip_name1": target.name, "type": "stable_diffusion", "storage": "fp32", "compute": compute}
+    inputs = {"clip_name1": target.name, "type": "stable_diffusion", "storage": "as_file", "compute": compute}
     clip = comfy.run("HalfsafeLoadCLIP", **inputs)[0]
     encoder = {name: m for name, m in clip.cond_stage_model.named_modules() if isinstance(getattr(m, "weight", None), QuantizedTensor)}
     assert len(encoder) == 12
     with Products(encoder) as products:
         clip.encode_from_tokens(clip.tokenize("a lighthouse"))
-    assert set(products.modes().values()) == {"int8" if compute == "auto" else "fp32"}
+    assert set(products.modes().values()) == {"fp32"}, "ComfyUI's activations are fp32 there: it dequantizes"
+
+
+@torch.inference_mode()
+def test_a_text_encoder_is_made_int8_as_it_loads(comfy, models_dir):
+    source = tiny_models.clip_l(models_dir / "text_encoders" / "clip_l_made_int8.safetensors")
+    inputs = {"clip_name1": source.name, "type": "stable_diffusion", "compute": "auto"}
+    exact, clip = (comfy.run("HalfsafeLoadCLIP", **inputs, storage=storage)[0] for storage in ("fp32", "int8"))
+    held = [m for m in clip.cond_stage_model.modules() if isinstance(getattr(m, "weight", None), QuantizedTensor)]
+    assert len(held) == 72 and {m.quant_format for m in held} == {"int8_tensorwise"}
+    expected, result = (one.encode_from_tokens(one.tokenize("a lighthouse")) for one in (exact, clip))
+    assert 0 < relative_error(expected, result) < 0.05
