@@ -8,11 +8,13 @@ CATEGORY = "precision"
 RulesType = io.Custom("HALFSAFE_RULES")
 STORAGE_TOOLTIP = (
     "How weights are kept in memory. auto: as in the file, fp8_e4m3fn when 16 bit does not fit the GPU. "
-    "fp8 halves the memory of 16 bit; norms, embeddings and other sensitive layers stay high (see rules)."
+    "fp8 and int8 halve the memory of 16 bit; int8 is closer to the original and takes longer to make. "
+    "Norms, embeddings and other sensitive layers stay high (see rules)."
 )
 COMPUTE_TOOLTIP = (
     "The dtype of the maths. auto: bf16 or fp16 where this GPU is fast at it and the model is safe in it, else fp16_safe or "
-    "fp32. fp16_safe: fp16 products with an fp32 stream, cannot overflow. fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); elsewhere it has no effect, and the report says so."
+    "fp32. fp16_safe: fp16 products with an fp32 stream, cannot overflow. fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); elsewhere it has no effect, and the report says so. "
+    "A diffusion model's int8 weights multiply in int8 with auto and fp8; any other choice dequantizes them."
 )
 RULES_TOOLTIP = "Exceptions per layer, from Halfsafe Layer Rules. Without it the preset 'keep sensitive layers' applies."
 

@@ -24,14 +24,14 @@ class LoadDiffusionModel(io.ComfyNode):
             node_id="HalfsafeLoadDiffusionModel",
             display_name="Load Diffusion Model (Halfsafe)",
             category=CATEGORY,
-            description="Load a diffusion model in scaled fp8 or another dtype, sensitive layers kept high.",
-            search_aliases=["fp8", "fp8 scaled", "unet loader", "dtype", "precision", "low vram", "quantize", "bf16", "fp16"],
+            description="Load a diffusion model in scaled fp8, int8 or another dtype, sensitive layers kept high.",
+            search_aliases=["fp8", "fp8 scaled", "int8", "unet loader", "dtype", "precision", "low vram", "quantize", "bf16", "fp16"],
             has_intermediate_output=True,
             inputs=[
                 io.Combo.Input(
                     "model_name",
                     options=files.model_files("diffusion_models"),
-                    tooltip="A .safetensors file in models/diffusion_models; any fp8 format, sharded or with diffusers' names too.",
+                    tooltip="A .safetensors file in models/diffusion_models; fp8, int8 and ComfyUI's other quantization formats, sharded or with diffusers' names too.",
                 ),
                 storage_input(),
                 compute_input(),
@@ -103,7 +103,7 @@ class LoadCLIP(io.ComfyNode):
             inputs=[
                 io.Combo.Input("clip_name1", options=names, tooltip="A .safetensors file in models/text_encoders."),
                 io.Combo.Input("type", options=encoders.text_encoder_types(), tooltip="The model family the encoder is for."),
-                storage_input(tooltip="How the weights are kept. auto: as ComfyUI does, fp8 if memory is short. fp8 saves memory, not time."),
+                storage_input(tooltip="How the weights are kept. auto: as ComfyUI does, fp8 if memory is short. fp8 and int8 save memory, not time."),
                 compute_input(),
                 *more,
             ],

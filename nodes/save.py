@@ -25,8 +25,8 @@ class SaveModel(io.ComfyNode):
             node_id="HalfsafeSaveModel",
             display_name="Save Model (Halfsafe)",
             category=CATEGORY,
-            description="Save a model with its LoRAs merged, in scaled fp8 or another dtype; stock loaders read the file.",
-            search_aliases=["save fp8", "quantize model", "convert fp8", "merge lora", "export", "precision"],
+            description="Save a model with its LoRAs merged, in scaled fp8, int8 or another dtype; stock loaders read the file.",
+            search_aliases=["save fp8", "save int8", "quantize model", "convert fp8", "merge lora", "export", "precision"],
             is_output_node=True,
             hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
             inputs=[
