@@ -115,7 +115,7 @@ def _inspect(options: argparse.Namespace) -> int:
 def _scan(options: argparse.Namespace) -> int:
     from .precision.commands.inspect import scan_file
     from .precision.commands.text import scan_text
-    from .precision.formats.safetensors_file import open_checkpoint
+    from .precision.files.safetensors_file import open_checkpoint
 
     progress = Progress(open_checkpoint(options.file).data_bytes, "read")
     scan = scan_file(options.file, progress)
@@ -126,7 +126,7 @@ def _scan(options: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     from .precision.commands.convert import convert_file
     from .precision.commands.text import conversion_text
-    from .precision.formats.safetensors_file import open_checkpoint
+    from .precision.files.safetensors_file import open_checkpoint
     from .precision.plan.rules import rules_from
 
     if options.target.suffix not in (".safetensors", ".sft") or options.target.is_dir():

@@ -12,7 +12,7 @@ from .host.run.accumulation import with_accumulation
 from .inputs import CATEGORY
 
 if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
+    from .host.types import ModelPatcher
 
 
 def _choice(name: str, options: tuple[str, ...], default: str, tooltip: str, advanced: bool | None = None) -> io.Combo.Input:

@@ -13,8 +13,7 @@ from .host.badge import badge, model_words
 from .inputs import CATEGORY, RulesType, compute_input
 
 if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
-    from comfy.sd import CLIP, VAE
+    from .host.types import CLIP, VAE, ModelPatcher
 
 
 class ComputeDtype(io.ComfyNode):

@@ -11,9 +11,8 @@ from .host.load.save import save_model
 from .inputs import CATEGORY, rules_input, storage_input
 
 if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
-
     from ..precision.plan.rules import Rules
+    from .host.types import ModelPatcher
 
 STORAGE_TOOLTIP = "How the weights are stored. auto and as_file keep what the model is loaded in."
 

@@ -1,7 +1,7 @@
 """Numeric core of Halfsafe: torch, numpy and safetensors, on any ``nn.Module``, without ComfyUI.
 
 The names below are what most users need; each is imported when it is first asked for, so that importing this package
-costs nothing. Everything else is in the sub-packages: ``formats`` (model files), ``devices``, ``plan`` (rules and
+costs nothing. Everything else is in the sub-packages: ``files`` and ``formats`` (what is on disk and what it holds), ``devices``, ``plan`` (rules and
 decisions), ``arithmetic`` (operations and their overflow bounds), ``guard``, ``analysis``, ``report``, ``commands``.
 """
 

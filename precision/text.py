@@ -81,7 +81,7 @@ def _counted(pattern: str, members: list[str], total: int) -> str:
 
 def _numbers(pattern: str, members: list[str]) -> list[int]:
     number = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
-    return [int(number.fullmatch(member)[1]) for member in members]
+    return [int(found[1]) for member in members if (found := number.fullmatch(member))]
 
 
 def number_ranges(numbers: Iterable[int]) -> str:

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import reporting
 from bench_guard import run_guard
-from environment import ROOT, Environment
+from bench_host import load_comfy
+from environment import Environment
 
 SAFE16_LIMIT, FP8_LIMIT, PATCH_LIMIT = 0.6, 0.03, 1.01
 
@@ -118,21 +116,6 @@ def run_patch(args: argparse.Namespace) -> dict:
     targets = {"time": reporting.target(round(ratio, 4), PATCH_LIMIT)}
     wrappers = len(planned.get_wrappers("apply_model", "halfsafe.compute"))
     return {"benchmark": "patch", "seconds": taken, "wrappers": wrappers, "targets": targets}
-
-
-def load_comfy(args: argparse.Namespace, on_cpu: bool = True) -> SimpleNamespace:
-    """A ComfyUI and this pack in this process, with a models folder that goes away with it."""
-    sys.path[:] = [str(ROOT / "tests"), str(ROOT / "scripts"), *(p for p in sys.path if Path(p).absolute() != ROOT)]
-    import conftest  # noqa: F401  it makes the pack importable as `halfsafe`
-    from comfyui_server import make_base_directory
-    from support import inprocess
-
-    keep = tempfile.TemporaryDirectory(prefix="halfsafe-bench-")
-    base = make_base_directory(Path(keep.name), ROOT)
-    inprocess.setup_comfyui(args.comfyui.resolve(), base, *(["--cpu"] if on_cpu else []))
-    logging.disable(logging.WARNING)
-    run = inprocess.runner(inprocess.node_classes(inprocess.load_pack()))
-    return SimpleNamespace(run=run, folder=base / "models" / "diffusion_models", keep=keep)
 
 
 def conditions(args: argparse.Namespace) -> dict:

@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import reporting
-from bench_compute import load_comfy
+from bench_clock import CALLS, kernels, timed
+from bench_gpu_layers import layer_rows
+from bench_host import load_comfy
 from environment import Environment
 
 PLAIN = "fp16"
@@ -26,7 +28,6 @@ STORAGE = {"fp32": "fp32", "fp16": "fp16", "fp16_safe": "fp16", "bf16": "as_file
 COMPARED = ("fp16_safe", "fp16, guarded", "fp16, fp16 sums", "bf16", "fp8")
 SLOWEST = "fp32"
 WITH_FP16_SUMS = "sm_86"
-CALLS = 3
 TARGETS = {"fp16_safe_to_fp16": 1.25, "fp32_to_fp16_safe": 3.0, "guard": 1.02}
 
 
@@ -76,7 +77,6 @@ def _write(result: dict, args: argparse.Namespace) -> None:
 
 def _parts(comfy, path: Path, args: argparse.Namespace) -> Iterator[dict]:
     """The rows, each when it is asked for; the one that takes longest comes last."""
-    from bench_gpu_layers import layer_rows
     from support import families
 
     plain = families.load(comfy, path, STORAGE[PLAIN], PLAIN)
@@ -154,27 +154,6 @@ def _in_turns(plain, other, call, pairs: int) -> dict:
     return row | {f"{clock}_to_fp16": round(statistics.median(ratios[clock]), 4) for clock in clocks}
 
 
-def timed(call: Callable) -> dict:
-    """Seconds a call takes by the clock on the wall and by CUDA's events, over several after one that is not timed:
-    ComfyUI exchanges one clone of a model for another at the first."""
-    import torch
-
-    on_gpu = torch.cuda.is_available()
-    call()
-    wait()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
-    start = time.perf_counter()
-    for event in events[:1]:
-        event.record()
-    for _ in range(CALLS):
-        call()
-    for event in events[1:]:
-        event.record()
-    wait()
-    seconds = (time.perf_counter() - start) / CALLS
-    return {"seconds": seconds, "device_seconds": events[0].elapsed_time(events[1]) / 1000 / CALLS if on_gpu else None}
-
-
 def _alone(model, call) -> dict:
     """The kernels of a call, and the most device memory held."""
     import torch
@@ -184,26 +163,6 @@ def _alone(model, call) -> dict:
         torch.cuda.reset_peak_memory_stats()
     row = {"kernels": kernels(lambda: families.replay(model, call))}
     return row | {"peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None}
-
-
-def kernels(call: Callable) -> int:
-    """How many kernels a call starts on the device, by torch's profiler; 0 on a CPU."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile, supported_activities
-
-    with profile(activities=list(supported_activities() & {ProfilerActivity.CUDA, ProfilerActivity.CPU})) as profiled:
-        call()
-        wait()
-    on_device = (event.name for event in profiled.events() if event.device_type == DeviceType.CUDA)
-    return sum(not name.startswith(("Memcpy", "Memset")) for name in on_device)
-
-
-def wait() -> None:
-    """Wait for the device."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def _error(reference, result) -> float | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 
+from bench_clock import kernels, timed
+
 # Tokens, inputs and outputs: a video of 81 frames at 480p, a picture of 1024 x 1024.
 LAYERS = {
     "Wan 14B attention": (32760, 5120, 5120),
@@ -28,7 +30,6 @@ def layer_rows(dry: bool) -> Iterator[dict]:
 
 def _row(tokens: int, inputs: int, outputs: int) -> dict:
     import torch
-    from bench_gpu import kernels
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
@@ -54,8 +55,6 @@ def _safe(layer, x) -> Callable:
 
 
 def _times(sides: dict[str, Callable]) -> dict:
-    from bench_gpu import timed
-
     taken: dict[str, list[dict]] = {name: [] for name in sides}
     for index in range(PAIRS):
         for name in sorted(sides, reverse=bool(index % 2)):

@@ -8,14 +8,13 @@ import sys
 import time
 
 import reporting
+from bench_host import load_comfy
 
 LIMIT, ERROR_LIMIT, STEPS = 1.02, 0.02, 20
 
 
 def run_guard(args: argparse.Namespace) -> dict:
     """Clean runs of 20 steps without a guard, with it and with a check of every layer; then every kind of overflow."""
-    from bench_compute import load_comfy
-
     comfy = load_comfy(args)
     from support import families, tiny_models
 

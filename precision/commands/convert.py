@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..files.safetensors_file import TensorFile, open_checkpoint
 from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_format import StoragePlan, storage_name
 from ..formats.comfy_state import model_prefix, refuse_lora, write_weights
-from ..formats.safetensors_file import TensorFile, open_checkpoint
 from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
 from ..plan.rules import Rules

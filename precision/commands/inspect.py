@@ -10,9 +10,10 @@ import torch
 from ..amax import host_amax
 from ..dtypes import FP8_DTYPES, FP16_MAX, max_of, name_of
 from ..errors import CheckpointError
+from ..files.safetensors_file import TensorFile, open_checkpoint
 from ..formats.checkpoint import Checkpoint, read_checkpoint
+from ..formats.encoding import Encoding
 from ..formats.encodings import SINCE
-from ..formats.safetensors_file import TensorFile, open_checkpoint
 from ..formats.stored_weight import NUMBERS, StoredWeight
 
 SATURATION_LIMIT = 1e-3
@@ -151,7 +152,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
     for name, tensor in file.items():
         weight = weights.get(name, StoredWeight(name, tensor))
         if weight.encoding is not None:
-            _scan_encoded(weight, problems)
+            _scan_encoded(weight, weight.encoding, problems)
         elif tensor.dtype in NUMBERS:
             _scan_tensor(tensor, weight, problems, remarks)
         file.release(name)
@@ -172,8 +173,8 @@ def _scan_tensor(tensor: torch.Tensor, weight: StoredWeight, problems: list[Find
         _fp16_range(weight, weight.bound(largest), problems)
 
 
-def _scan_encoded(weight: StoredWeight, problems: list[Finding]) -> None:
-    bound = weight.encoding.bound()
+def _scan_encoded(weight: StoredWeight, encoding: Encoding, problems: list[Finding]) -> None:
+    bound = encoding.bound()
     if bound < float("inf"):
         _fp16_range(weight, bound, problems)
     else:

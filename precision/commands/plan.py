@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..devices.detect import Device
+from ..files.safetensors_file import open_checkpoint
 from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_state import model_prefix, refuse_lora
-from ..formats.safetensors_file import open_checkpoint
 from ..plan.facts import ModelFacts, facts_of, layer_specs
 from ..plan.families import Family, family_of
 from ..plan.goal import plan_for_goal

@@ -1,1 +1,1 @@
-"""File formats and weight storage: read, quantize and write weights."""
+"""What weights are stored in: read, quantize and write every quantization format."""

@@ -14,11 +14,11 @@ import torch
 
 from ..dtypes import FP8_DTYPES, name_of
 from ..errors import CheckpointError, NonFiniteWeight, UnconsumedScale
+from ..files.strict_json import read_object
 from .encoding import STORAGE_OF, NonFiniteScale
 from .encodings import encoding_of, leaves_of
 from .foreign import reject_foreign
 from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, granularity_of
-from .strict_json import read_object
 
 READS_UP_TO = "0.38"
 METADATA_KEY = "_quantization_metadata"

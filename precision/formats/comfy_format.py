@@ -13,9 +13,9 @@ import torch
 from ..amax import host_amax
 from ..dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
 from ..errors import NonFiniteWeight
+from ..files.safetensors_header import TensorSpec
 from .int8 import quantize_rows, rotation_group
 from .quantize import quantize
-from .safetensors_header import TensorSpec
 from .stored_weight import StoredWeight, comfy_quant_tensor
 
 REQUANTIZATION_LIMIT = {"fp8_e4m3fn": 0.04, "fp8_e5m2": 0.08}

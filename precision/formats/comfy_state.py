@@ -7,9 +7,9 @@ import torch
 
 from ..dtypes import QUANTIZED_NAMES
 from ..errors import CheckpointError
+from ..files.safetensors_file import write_safetensors
 from .checkpoint import Checkpoint, StoredWeight, looks_like_scale
 from .comfy_format import AS_FILE, StoragePlan, exceeds_fp16, finite_bound, plan_weight, specs_of, tensors_of
-from .safetensors_file import write_safetensors
 
 MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")

@@ -98,7 +98,7 @@ class Encoding:
 
     def _group(self) -> int:
         size = setting(self.settings, "convrot_groupsize", 256)
-        if not is_rotation_group(size) or self.shape[-1] % size:
+        if not isinstance(size, int) or not is_rotation_group(size) or self.shape[-1] % size:
             raise ValueError(f"a convrot_groupsize of {size!r} for {self.shape[-1]} inputs")
         return size
 

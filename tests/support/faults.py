@@ -1,4 +1,4 @@
-"""Faults at a chosen point of a write: every call to the system that `precision/formats/atomic_write.py` makes is one."""
+"""Faults at a chosen point of a write: every call to the system that `precision/files/atomic_write.py` makes is one."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from halfsafe.precision.formats import safetensors_file
+from halfsafe.precision.files import safetensors_file
 
 POINTS = ("open", "fsync", "link", "replace")
 PATIENCE = 30.0

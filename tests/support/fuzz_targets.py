@@ -18,9 +18,9 @@ from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from halfsafe.precision.dtypes import STORAGE_OPTIONS
 from halfsafe.precision.errors import CheckpointError, HalfsafeError, RuleError
+from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.comfy_state import state_dict
-from halfsafe.precision.formats.safetensors_file import open_checkpoint
 from halfsafe.precision.plan.presets import PRESETS
 from halfsafe.precision.plan.rules import parse, rules_from
 from halfsafe.precision.report.chart import chart

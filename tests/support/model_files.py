@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from halfsafe.precision.formats.safetensors_file import TensorSpec, open_checkpoint, write_safetensors
+from halfsafe.precision.files.safetensors_file import TensorSpec, open_checkpoint, write_safetensors
 from safetensors.torch import load_file, save_file
 
 WAN_LINEARS = tuple(

@@ -7,7 +7,7 @@ import folder_paths
 import torch
 
 from ....precision.amax import amax_value
-from ....precision.formats.safetensors_file import open_checkpoint
+from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.guard.localize import Localizer, Origin, tensors_in
 from ..load.models import ATTACHMENT
 from ..page import running_prompt

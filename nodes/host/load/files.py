@@ -5,8 +5,8 @@ import comfy.utils
 import folder_paths
 
 from ....precision.errors import CheckpointError
+from ....precision.files.safetensors_file import TensorFile, open_checkpoint
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
-from ....precision.formats.safetensors_file import TensorFile, open_checkpoint
 
 
 def model_files(folder: str) -> list[str]:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from halfsafe.precision.formats import atomic_write
+from halfsafe.precision.files import atomic_write
 from support import families, faults
 from support.families import load, with_compute
 from support.measures import relative_error

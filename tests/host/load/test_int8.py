@@ -5,9 +5,9 @@ import json
 import comfy.quant_ops
 import pytest
 import torch
+from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.comfy_state import state_dict
-from halfsafe.precision.formats.safetensors_file import open_checkpoint
 from safetensors.torch import load_file, save_file
 from support import model_files
 from support.denoise import denoise

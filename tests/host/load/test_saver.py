@@ -198,7 +198,7 @@ def loaded_model(path):
 
 
 def test_full_disk_leaves_no_file(comfy, wan, saved_folder, monkeypatch):
-    from halfsafe.precision.formats import safetensors_file
+    from halfsafe.precision.files import safetensors_file
 
     def full(*_):
         raise OSError(28, os.strerror(28))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from halfsafe import __main__ as cli
-from halfsafe.precision.formats.safetensors_file import open_checkpoint
+from halfsafe.precision.files.safetensors_file import open_checkpoint
 from safetensors.torch import save_file
 from support import dialects
 

@@ -13,9 +13,9 @@ import torch
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight
+from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.comfy_state import state_dict, storage_to_make
-from halfsafe.precision.formats.safetensors_file import open_checkpoint
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
 from support import dialects

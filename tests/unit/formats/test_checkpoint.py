@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
+from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.comfy_format import plan_weight, tensors_of
 from halfsafe.precision.formats.comfy_state import state_dict
-from halfsafe.precision.formats.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.stored_weight import StoredWeight, block_size, granularity_of
 from support import dialects
 from support.dialects import E4M3, E5M2

@@ -7,10 +7,10 @@ import torch
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
+from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.encoding import STORAGE_OF
 from halfsafe.precision.formats.encodings import SINCE
-from halfsafe.precision.formats.safetensors_file import open_checkpoint
 from halfsafe.precision.plan.rules import Rules
 from support import dialects
 from support.measures import relative_error

@@ -13,9 +13,9 @@ from halfsafe.precision.commands.inspect import inspect_file
 from halfsafe.precision.commands.plan import plan_file
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
+from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.comfy_state import state_dict
-from halfsafe.precision.formats.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.stored_weight import comfy_quant_tensor, granularity_of
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.report.schema import LayerReport, Report

@@ -13,8 +13,8 @@ import torch
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.errors import CheckpointError
-from halfsafe.precision.formats import atomic_write, safetensors_file
-from halfsafe.precision.formats.safetensors_file import open_checkpoint
+from halfsafe.precision.files import atomic_write, safetensors_file
+from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import save_file
 from support import dialects, faults

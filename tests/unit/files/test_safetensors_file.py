@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from halfsafe.precision.errors import CheckpointError
-from halfsafe.precision.formats import atomic_write, safetensors_file
-from halfsafe.precision.formats.safetensors_file import open_checkpoint, write_safetensors
-from halfsafe.precision.formats.safetensors_header import CODE_OF, CODES, TORCH_DTYPES, TensorSpec
+from halfsafe.precision.files import atomic_write, safetensors_file
+from halfsafe.precision.files.safetensors_file import open_checkpoint, write_safetensors
+from halfsafe.precision.files.safetensors_header import CODE_OF, CODES, TORCH_DTYPES, TensorSpec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -392,8 +392,8 @@ def run_writer(folder, half_way, before=""):
         import os, resource, signal, sys
         sys.path.insert(0, {str(ROOT / "tests")!r})
         import conftest, torch
-        from halfsafe.precision.formats.safetensors_file import write_safetensors
-        from halfsafe.precision.formats.safetensors_header import TensorSpec
+        from halfsafe.precision.files.safetensors_file import write_safetensors
+        from halfsafe.precision.files.safetensors_header import TensorSpec
         {before}
         def tensors():
             for number in range(8):

@@ -1,0 +1,1 @@
+"""Files on disk: safetensors read and written whole, headers checked, bytes that are another format recognised."""

@@ -1,0 +1,27 @@
+"""A ComfyUI with this pack in the process of a benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).absolute().parent.parent
+
+
+def load_comfy(args: argparse.Namespace, on_cpu: bool = True) -> SimpleNamespace:
+    """A ComfyUI and this pack in this process, with a models folder that goes away with it."""
+    sys.path[:] = [str(ROOT / "tests"), str(ROOT / "scripts"), *(p for p in sys.path if Path(p).absolute() != ROOT)]
+    import conftest  # noqa: F401  it makes the pack importable as `halfsafe`
+    from comfyui_server import make_base_directory
+    from support import inprocess
+
+    keep = tempfile.TemporaryDirectory(prefix="halfsafe-bench-")
+    base = make_base_directory(Path(keep.name), ROOT)
+    inprocess.setup_comfyui(args.comfyui.resolve(), base, *(["--cpu"] if on_cpu else []))
+    logging.disable(logging.WARNING)
+    run = inprocess.runner(inprocess.node_classes(inprocess.load_pack()))
+    return SimpleNamespace(run=run, folder=base / "models" / "diffusion_models", keep=keep)
