@@ -13,7 +13,7 @@ from comfy.patcher_extension import WrappersMP
 from ...precision.analysis.candidates import Candidate, with_fp16_sums
 from ...precision.analysis.search import MAX_TRIALS
 from ...precision.analysis.session import Analysis, Session, Subject, analyze
-from ...precision.arithmetic.compiling import eager
+from ...precision.arithmetic.compiling import compile_disabled
 from ...precision.arithmetic.linear import kind_of
 from ...precision.arithmetic.patching import Patch
 from ...precision.formats.comfy_format import can_be_quantized
@@ -21,7 +21,7 @@ from ...precision.plan.rules import Rules, rules_from
 from .load.progress import advancing
 from .run.accumulation import accumulation_of, with_accumulation
 from .run.compute import compute_of, set_compute
-from .run.layers import stream_dtype
+from .run.layers import activation_dtype
 from .run.modules import core_weights, exchanged, matrix_layers, only_multiplies
 from .run.wrappers import GUARD
 
@@ -47,7 +47,7 @@ def analyze_model(
     clone = _prepared(patcher, session)
 
     def run():
-        with eager(), torch.no_grad():
+        with compile_disabled(), torch.no_grad():
             _sample(clone, positive, negative, latent, seed)
 
     session.reference(run)
@@ -119,7 +119,7 @@ def _prepared(patcher: ModelPatcher, session: Session) -> ModelPatcher:
         set_compute(clone, compute.plan)
     for kind, key in [(kind, key) for kind, found in clone.wrappers.items() for key in found if str(key).startswith(GUARD)]:
         clone.remove_wrappers_with_key(kind, key)
-    stream = stream_dtype(patcher)
+    stream = activation_dtype(patcher)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, functools.partial(_watched, session, stream))
     clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, functools.partial(_step, session))
     return clone

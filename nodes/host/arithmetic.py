@@ -16,7 +16,7 @@ from .load.devices import current_device
 from .report import model_facts, storages
 from .run.accumulation import with_accumulation
 from .run.compute import set_compute
-from .run.layers import layers_of, stream_dtype
+from .run.layers import activation_dtype, layers_of
 from .run.modules import only_multiplies
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def with_goal(patcher: ModelPatcher, goal: str, clip: CLIP | None, vae: VAE | No
 def _planned(patcher: ModelPatcher, plan: ComputePlan) -> ModelPatcher:
     clone = patcher.clone()
     activations = dtype_named(plan.activation_dtype)
-    if stream_dtype(patcher) != activations:
+    if activation_dtype(patcher) != activations:
         clone.set_model_compute_dtype(activations)
     set_compute(clone, plan)
     return clone

@@ -28,9 +28,9 @@ from .guard.model import guard_of
 from .load.devices import current_device
 from .load.models import ATTACHMENT
 from .page import running_prompt, running_prompt_id, told_in
-from .run.accumulation import flags_of, remarks_of, sums_of
+from .run.accumulation import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
-from .run.layers import layers_of, modes_of, stream_dtype
+from .run.layers import activation_dtype, layers_of, modes_of
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -41,7 +41,7 @@ ENCODER_GUARDS = {"HalfsafeGuardVAE": "VAE", "HalfsafeGuardCLIP": "text encoder"
 def report_of(patcher: ModelPatcher) -> Report:
     """Report on a model, from its modules and from what its plan found in the calls made so far."""
     record, compute = patcher.attachments.get(ATTACHMENT), compute_of(patcher)
-    modes, sums = modes_of(patcher), sums_of(patcher)
+    modes, sums = modes_of(patcher), layer_accumulation(patcher)
     layers = [_layer_report(patcher, name, module, record, compute, modes, sums) for name, module in layers_of(patcher)]
     report = Report(device_section(current_device()), _model_report(patcher), layers, flags_of(patcher))
     if guard := guard_of(patcher):
@@ -56,7 +56,7 @@ def report_of(patcher: ModelPatcher) -> Report:
     if compute:
         _add_plan(report, compute, patcher.model)
     else:
-        report.decisions["compute"] = f"{name_of(stream_dtype(patcher))}: as its loader chose"
+        report.decisions["compute"] = f"{name_of(activation_dtype(patcher))}: as its loader chose"
     without_effect, decisions, notes = remarks_of(patcher)
     report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
     report.decisions |= decisions
@@ -86,8 +86,8 @@ def _encoder_report(node_id: str, kind: str, messages: list[dict]) -> EncoderRep
 def _add_plan(report: Report, compute: Compute, model) -> None:
     report.without_effect += [WithoutEffect(*entry) for entry in compute.plan.without_effect]
     report.decisions["compute"] = str(compute.plan.choice)
-    if work := compute.work(model):
-        report.decisions["work"] = work
+    if share := compute.fp16_share_text(model):
+        report.decisions["work"] = share
     report.notes += compute.plan.notes
     report.ranges |= compute.ranges(model)
 
@@ -114,7 +114,7 @@ def storages(patcher: ModelPatcher) -> dict[str, str]:
 
 
 def _layer_report(patcher, name: str, module, record, compute, modes: dict[str, str], sums: dict) -> LayerReport:
-    stream, mode = name_of(stream_dtype(patcher)), modes[name]
+    stream, mode = name_of(activation_dtype(patcher)), modes[name]
     decision = compute.plan.decisions.get(name) if compute else None
     accumulation, why = sums.get(name, ("fp32", ""))
     reasons = [record.reasons.get(name, "") if record else "", decision.reason if decision else "", why]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ..amax import amax_value
-from ..arithmetic.linear import Weights, kind_of, matrix_work
+from ..arithmetic.linear import WeightProvider, kind_of, matmul_flops
 from .candidates import Candidate, multiply, parts
 
 ROWS = 64
@@ -34,7 +34,7 @@ class MeasuredForward:
     Needs memory for pieces of ``PART`` elements of the layer's weight, and keeps no input.
     """
 
-    def __init__(self, module: torch.nn.Module, measure: Measure, candidate: Candidate, weights: Weights):
+    def __init__(self, module: torch.nn.Module, measure: Measure, candidate: Candidate, weights: WeightProvider):
         self.module = module
         self.forward: Callable = module.forward
         self.measure = measure
@@ -45,7 +45,7 @@ class MeasuredForward:
         result = self.forward(x, *args, **kwargs)
         if x.numel() == 0:
             return result
-        self.measure.flops += matrix_work(result, self.module, kind_of(self.module))
+        self.measure.flops += matmul_flops(result, self.module, kind_of(self.module))
         with self.weights(self.module, x, x.dtype) as (weight, bias):
             if self.measure.weight_db is None:
                 self.measure.weight_db = weight_error(weight, self.candidate)

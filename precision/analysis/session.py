@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..arithmetic.linear import Weights
+from ..arithmetic.linear import WeightProvider
 from ..arithmetic.patching import Patch, patched
 from ..errors import HalfsafeError
 from .candidates import Candidate
@@ -101,7 +101,7 @@ class Session:
         self,
         subjects: Sequence[Subject],
         candidate: Candidate,
-        weights: Weights,
+        weights: WeightProvider,
         change: Callable[[torch.nn.Module, Candidate], list[Patch]],
         advance: Callable[[], None] = lambda: None,
     ):

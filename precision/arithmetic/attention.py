@@ -1,4 +1,5 @@
-"""Attention in fp16 that cannot overflow in its scores: left alone, with smoothed keys, or in fp32, call by call.
+"""Attention in fp16 whose scores cannot overflow. ``BoundedAttention`` leaves each call alone, smooths its keys or runs it in
+fp32 (Accumulation's ``attention``); ``SafeAttention`` runs a call in fp16 where all of it fits (``fp16_safe``).
 
 A score is at most ``max ||q|| * max ||k|| * scale``. Keys that share a large offset (OneDiff #454: SVD) pass fp16's range
 though their scores differ little: subtracting one vector from every key changes all scores of a query alike, which leaves
@@ -13,15 +14,15 @@ import torch
 
 from ..amax import amax
 from ..dtypes import FP16_MAX
-from .fp16_sums import MARGIN
-from .linear import head_norms, score_factor
-from .ranges import Ranges, Slot
+from .fp16_accumulation import MARGIN
+from .ranges import Ranges, Slot, largest_row_norm
 
-AS_IS, SMOOTH, FULL = "unchanged", "smooth-K", "fp32"
-MODES = (AS_IS, SMOOTH, FULL)
+AS_IS, SMOOTH, FP32 = "unchanged", "smooth-K", "fp32"
+MODES = (AS_IS, SMOOTH, FP32)
 LARGEST_SCORE = FP16_MAX / MARGIN
 COARSE_SCORE = 512.0
 WORTH_SMOOTHING = 0.25
+SMALLEST_VALUE = 2.0**-10
 
 
 @dataclass
@@ -48,13 +49,13 @@ class BoundedAttention:
     """Every fp16 attention of a model, told apart by their order in a call.
 
     Args:
-        ranges: the model's measuring state; all attentions record in one slot there.
-        always_full: compute every fp16 attention in fp32, measuring nothing.
+        ranges: the model's calibration; all attentions record in one slot there.
+        always_fp32: compute every fp16 attention in fp32, without calibration.
     """
 
-    def __init__(self, ranges: Ranges, always_full: bool = False):
+    def __init__(self, ranges: Ranges, always_fp32: bool = False):
         self.ranges = ranges
-        self.always_full = always_full
+        self.always_fp32 = always_fp32
         self.scores = ranges.slots["attention"] = ScoreSlot("attention")
         self.slots: list[Scores] = []
         self.changed = False
@@ -66,28 +67,30 @@ class BoundedAttention:
         """Call before each model call."""
         self._index = 0
 
-    def __call__(self, attention: Callable, full: Callable, q, k, v, heads: int, *args, fused=True, foreign=False, **kwargs):
+    def __call__(
+        self, attention: Callable, fp32_attention: Callable, q, k, v, heads: int, *args, fused=True, foreign=False, **kwargs
+    ):
         """One attention with ComfyUI's arguments. Returns the dtype of ``q``.
 
         Args:
             attention: what would run.
-            full: what runs in fp32 in its place.
+            fp32_attention: what runs in fp32 in its place.
             fused: ``attention`` keeps its scores in fp32 registers and scales before it rounds.
             foreign: ``attention`` is somebody's override, whose result is checked too.
         """
-        if self.ranges.measuring:
+        if self.ranges.calibrating:
             self.met.add(q.dtype)
         self.unfused = self.unfused or not fused
         if q.dtype != torch.float16:
             return attention(q, k, v, heads, *args, **kwargs)
-        if self.always_full:
-            return in_fp32(full, q, k, v, heads, args, kwargs)
+        if self.always_fp32:
+            return run_in(torch.float32, fp32_attention, q, k, v, heads, args, kwargs)
         index, self._index = self._index, self._index + 1
-        if self.ranges.measuring:
-            return self._measure(self._met(index), attention, full, q, k, v, heads, args, kwargs, fused)
+        if self.ranges.calibrating:
+            return self._calibrate(self._met(index), attention, fp32_attention, q, k, v, heads, args, kwargs, fused)
         mode = self.slots[index % len(self.slots)].mode if self.changed else AS_IS
-        if mode == FULL:
-            return in_fp32(full, q, k, v, heads, args, kwargs)
+        if mode == FP32:
+            return run_in(torch.float32, fp32_attention, q, k, v, heads, args, kwargs)
         if mode == SMOOTH:
             k = smoothed(k)
         result = attention(q, k, v, heads, *args, **kwargs)
@@ -100,14 +103,14 @@ class BoundedAttention:
             self.slots.append(Scores(f"attention {index}"))
         return self.slots[index]
 
-    def _measure(self, slot: Scores, attention, full, q, k, v, heads, args, kwargs, fused) -> torch.Tensor:
+    def _calibrate(self, slot: Scores, attention, fp32_attention, q, k, v, heads, args, kwargs, fused) -> torch.Tensor:
         self.scores.device = q.device
         try:
-            return self._in_first_mode_that_fits(slot, attention, full, q, k, v, heads, args, kwargs, fused)
+            return self._in_first_mode_that_fits(slot, attention, fp32_attention, q, k, v, heads, args, kwargs, fused)
         finally:
             self.changed = self.changed or slot.mode != AS_IS
 
-    def _in_first_mode_that_fits(self, slot, attention, full, q, k, v, heads, args, kwargs, fused) -> torch.Tensor:
+    def _in_first_mode_that_fits(self, slot, attention, fp32_attention, q, k, v, heads, args, kwargs, fused) -> torch.Tensor:
         for mode in MODES[MODES.index(slot.mode) : -1]:
             keys = smoothed(k) if mode == SMOOTH else k
             bound = score_bound(q, keys, heads, kwargs, fused).item()
@@ -121,8 +124,8 @@ class BoundedAttention:
             if not math.isfinite(bound) or torch.isfinite(amax(result)):
                 slot.mode = mode
                 return result
-        slot.mode = FULL
-        return in_fp32(full, q, k, v, heads, args, kwargs)
+        slot.mode = FP32
+        return run_in(torch.float32, fp32_attention, q, k, v, heads, args, kwargs)
 
     def _rather_smoothed(self, bound: float, q, k, heads, kwargs) -> bool:
         """Scores that fit fp16 but are coarse in it, where all of them share what makes them large."""
@@ -132,7 +135,7 @@ class BoundedAttention:
 
     def summary(self) -> str:
         """One line: how many attentions run how, and those that were changed with their bound; empty before a call."""
-        if self.always_full:
+        if self.always_fp32:
             return "all fp16 attentions in fp32" if self.met else ""
         if not self.met:
             return ""
@@ -141,6 +144,56 @@ class BoundedAttention:
         counts = [f"{sum(slot.mode == mode for slot in self.slots)} {mode}" for mode in MODES]
         changed = [f"{slot.name}: {slot.mode}, score bound {slot.bound:.3g}" for slot in self.slots if slot.mode != AS_IS]
         return f"{len(self.slots)} in fp16: {', '.join(counts)}" + "".join(f"; {line}" for line in changed[:8])
+
+
+class SafeAttention:
+    """Attention with fp16 operands wherever neither an operand nor a score can pass fp16's range, in fp32 elsewhere.
+
+    Attentions are told apart by their order in a model call; one that was never measured runs in fp32.
+    """
+
+    def __init__(self, ranges: Ranges):
+        self.ranges = ranges
+        self.slot = ranges.slot("attention")
+        self.calls_in_fp32: list[bool] = []
+        self.any_in_fp32 = False
+        self.fp32_flops = 0
+        self.index = 0
+
+    def begin(self) -> None:
+        """Call before each model call."""
+        self.index = 0
+        if self.ranges.calibrating:
+            self.fp32_flops = 0
+            self.slot.gain = 1.0
+
+    def __call__(self, attention: Callable, fp32_attention: Callable, q, k, v, heads: int, *args, fused: bool = True, **kwargs):
+        """One attention with ComfyUI's arguments. Returns the dtype of ``q``.
+
+        Args:
+            attention: what runs on fp16 operands.
+            fp32_attention: what runs in its place in fp32, which kernels of 16 bit or less cannot take.
+            fused: ``attention`` keeps its scores in fp32.
+        """
+        index, self.index = self.index, self.index + 1
+        if self.ranges.calibrating:
+            self._calibrate(index, q, k, largest_in_attention(q, k, v, heads, args, kwargs, fused))
+        if index >= len(self.calls_in_fp32) or (self.any_in_fp32 and self.calls_in_fp32[index]):
+            return fp32_attention(q, k, v, heads, *args, **kwargs)
+        if not self.ranges.calibrating:
+            self.slot.record(largest_in_attention(q, k, v, heads, args, kwargs, fused))
+        return run_in(torch.float16, attention, q, k, v, heads, args, kwargs)
+
+    def _calibrate(self, index: int, q: torch.Tensor, k: torch.Tensor, largest: torch.Tensor) -> None:
+        in_fp32, flops = not self.slot.holds(largest.item() * 2.0), 4 * q.numel() * k.shape[-2]
+        if index < len(self.calls_in_fp32):
+            in_fp32 = self.calls_in_fp32[index] = self.calls_in_fp32[index] or in_fp32
+        else:
+            self.calls_in_fp32.append(in_fp32)
+        self.any_in_fp32 = self.any_in_fp32 or in_fp32
+        self.fp32_flops += flops if in_fp32 else 0
+        self.slot.flops += flops
+        self.slot.device = q.device
 
 
 def smoothed(k: torch.Tensor) -> torch.Tensor:
@@ -154,12 +207,47 @@ def score_bound(q: torch.Tensor, k: torch.Tensor, heads: int, kwargs: dict, fuse
     return of_q * of_k * score_factor(q, heads, kwargs, fused)
 
 
-def in_fp32(attention: Callable, q, k, v, heads: int, args: tuple, kwargs: dict) -> torch.Tensor:
-    """An attention on fp32 operands and mask, its result in the dtype of ``q``."""
-    wide = (tensor.float() for tensor in (q, k, v))
-    kwargs = {**kwargs, "mask": _wide_mask(kwargs["mask"])} if "mask" in kwargs else kwargs
-    return attention(*wide, heads, *map(_wide_mask, args), **kwargs).to(q.dtype)
+def head_norms(q: torch.Tensor, k: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest 2-norm of a head's rows of q and of k, each 0-dim fp32."""
+    size = _head_size(q, heads)
+    return tuple(largest_row_norm(tensor.unflatten(-1, (-1, size))) for tensor in (q, k))
 
 
-def _wide_mask(mask):
-    return mask.float() if torch.is_tensor(mask) and mask.is_floating_point() else mask
+def score_factor(q: torch.Tensor, heads: int, kwargs: dict, fused: bool) -> float:
+    """What a product of a row of q and one of k is multiplied by at most; unfused scores are scaled after the product."""
+    scale = kwargs.get("scale") or _head_size(q, heads) ** -0.5
+    return scale if fused else max(scale, 1.0)
+
+
+def _head_size(q: torch.Tensor, heads: int) -> int:
+    return q.shape[-1] if q.dim() == 4 else q.shape[-1] // heads
+
+
+def largest_in_attention(q, k, v, heads: int, args: tuple, kwargs: dict, fused: bool) -> torch.Tensor:
+    """The largest number an attention can hold, 0-dim fp32: a norm of a row of q or k, a score, an element of v.
+
+    A score is at most ``max ||q|| * max ||k||`` (Cauchy-Schwarz), times the softmax scale where ``fused``; with a mask it
+    counts eightfold, so that no score outweighs a masked one. Values so small that fp16 would round them away count as
+    too large. A result is a mean of rows of v.
+    """
+    rows = head_norms(q, k, heads)
+    masked = any(torch.is_tensor(mask) and mask.is_floating_point() for mask in (*args, kwargs.get("mask")))
+    score = rows[0] * rows[1] * (score_factor(q, heads, kwargs, fused) * (8.0 if masked else 1.0))
+    largest = amax(v)
+    return torch.stack([*rows, score, largest, SMALLEST_VALUE * FP16_MAX / largest]).amax()
+
+
+def run_in(dtype: torch.dtype, attention: Callable, q, k, v, heads: int, args: tuple, kwargs: dict) -> torch.Tensor:
+    """Run an attention on operands and masks in ``dtype``. Returns the dtype of ``q``."""
+    operands = (tensor.to(dtype) for tensor in (q, k, v))
+    masks = (_mask_in(dtype, mask) for mask in args)
+    kwargs = {**kwargs, "mask": _mask_in(dtype, kwargs["mask"])} if "mask" in kwargs else kwargs
+    return attention(*operands, heads, *masks, **kwargs).to(q.dtype)
+
+
+def _mask_in(dtype: torch.dtype, mask):
+    """Cast a floating mask. In fp16 it is clamped to half of the range, which hides a token as well as -inf does and can be
+    added to a score."""
+    if not torch.is_tensor(mask) or not mask.is_floating_point():
+        return mask
+    return (mask.clamp(-FP16_MAX / 2, FP16_MAX / 2) if dtype == torch.float16 else mask).to(dtype)

@@ -11,12 +11,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 UNREADABLE = (AttributeError, RuntimeError)
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -213,12 +212,12 @@ class _Scopes:
             if state_of(name) != wanted:
                 SETTINGS[name].write(wanted)
 
-    def switched(self, name: str, value: bool, call: Callable[[], Result]) -> Result:
+    @contextmanager
+    def switched(self, name: str, value: bool) -> Iterator[None]:
         with self._lock:
-            if name not in self._before or any(thread != threading.get_ident() for _, thread, _ in self._open):
-                return call()
-            with flags_set({name: value}):
-                return call()
+            alone = name in self._before and all(thread == threading.get_ident() for _, thread, _ in self._open)
+            with flags_set({name: value}) if alone else nullcontext():
+                yield
 
     def outside(self, name: str) -> object | None:
         with self._lock:
@@ -239,7 +238,7 @@ def flags_set(wanted: Mapping[str, bool]) -> Iterator[None]:
         _scopes.leave(key)
 
 
-def fp32_sums() -> AbstractContextManager[None]:
+def fp32_accumulation() -> AbstractContextManager[None]:
     """Keep fp16 accumulation off, for fp16 products with fp32 results, which cuBLAS refuses while it is on (ATen CUDABlas.cpp,
     allowFP16AccumulationCuBLAS). A graph of torch.compile cannot switch flags: inside of one nothing changes."""
     if torch.compiler.is_compiling() or _scopes.holds("fp16_accumulation", False):
@@ -247,12 +246,12 @@ def fp32_sums() -> AbstractContextManager[None]:
     return flags_set({"fp16_accumulation": False})
 
 
-def switched(name: str, value: bool, call: Callable[[], Result]) -> Result:
-    """``call()`` with one flag of this thread's open scope at ``value``; at the scope's value while other threads have one.
+def switched(name: str, value: bool) -> AbstractContextManager[None]:
+    """Override one flag that an open scope of this thread holds. No other thread can open a scope meanwhile.
 
-    No other thread can open a scope until ``call`` is back.
+    No effect while another thread has a scope open, since the flags are process-wide.
     """
-    return _scopes.switched(name, value, call)
+    return _scopes.switched(name, value)
 
 
 def outside(name: str) -> bool | None:

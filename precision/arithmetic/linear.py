@@ -1,4 +1,4 @@
-"""Matrix products, convolutions and attention with fp16 operands, fp32 sums and fp32 results that cannot overflow.
+"""Matmuls and convolutions with fp16 operands, fp32 accumulation and fp32 results that cannot overflow.
 
 ``fp16_wide``: the operand fits fp16 and the result is fp32. ``fp16_scaled``: the operand is first scaled by an exact power
 of two. Where the device can only return fp16, as for every convolution, the scale also keeps the result in range: a sum of
@@ -16,14 +16,13 @@ import torch
 import torch.nn.functional as F
 
 from ..amax import amax
-from ..dtypes import FP16_MAX, TORCH_VERSION
+from ..dtypes import TORCH_VERSION
 from ..modes import FP16_SCALED, FP16_WIDE, FP32
-from .flags import fp32_sums
-from .ranges import Ranges, Slot, largest_row_norm
+from .flags import fp32_accumulation
+from .ranges import Ranges, Slot
 
-Weights = Callable[[torch.nn.Module, torch.Tensor, torch.dtype], AbstractContextManager]
+WeightProvider = Callable[[torch.nn.Module, torch.Tensor, torch.dtype], AbstractContextManager]
 SMALLEST_WEIGHT = 2.0**-12
-SMALLEST_VALUE = 2.0**-10
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
@@ -53,14 +52,14 @@ class SafeOperation:
 
     Args:
         module: a Linear, Conv or ConvTranspose.
-        slot: where its magnitudes are kept; ``slot.full`` once the layer was found to need fp32.
-        ranges: the model's measuring state.
-        weights: gives ``(weight, bias)`` of the module on the input's device, the weight in the dtype asked for and the
-            bias in fp32, as a context.
-        wide: whether the device returns fp32 from fp16 operands; None to ask it.
+        slot: where its magnitudes are kept; ``slot.in_fp32`` once the layer was found to need fp32.
+        ranges: the model's calibration.
+        weights: lends ``(weight, bias)`` of the module on the input's device, the weight in the dtype asked for and the
+            bias in fp32.
+        wide: whether the device returns fp32 from fp16 operands; None to ask it. For tests of CUDA's path on a CPU.
     """
 
-    def __init__(self, module: torch.nn.Module, slot: Slot, ranges: Ranges, weights: Weights, wide: bool | None = None):
+    def __init__(self, module: torch.nn.Module, slot: Slot, ranges: Ranges, weights: WeightProvider, wide: bool | None = None):
         self.module = module
         self.kind = kind_of(module)
         self.slot = slot
@@ -71,24 +70,24 @@ class SafeOperation:
     @property
     def mode(self) -> str:
         """The report's mode the layer runs in, as its last calibration left it."""
-        if self.slot.full:
+        if self.slot.in_fp32:
             return FP32.name
         return FP16_SCALED.name if self.slot.exponent else FP16_WIDE.name
 
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """``x``: the module's input, any float dtype. Returns fp32."""
-        if self.ranges.measuring:
-            result = self._measure(x, *args, **kwargs)
-            self.slot.work += matrix_work(result, self.module, self.kind)
+        if self.ranges.calibrating:
+            result = self._calibrate(x, *args, **kwargs)
+            self.slot.flops += matmul_flops(result, self.module, self.kind)
             return result
-        if self.slot.full:
+        if self.slot.in_fp32:
             return self._fp32(x, *args, **kwargs)
         self.slot.record(amax(x))
         with self.weights(self.module, x, torch.float16) as (weight, bias):
             return self._fp16(x, weight, bias, *args, **kwargs)
 
-    def _measure(self, x, *args, **kwargs) -> torch.Tensor:
-        """Measure and multiply with one and the same weight, which is asked for once.
+    def _calibrate(self, x, *args, **kwargs) -> torch.Tensor:
+        """Calibrate and multiply with one and the same weight, which is asked for once.
 
         ComfyUI adds a LoRA to a weight that it prefetched in place (``resolve_cast_module_with_vbar`` in ``comfy/ops.py``):
         asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is asked for in
@@ -98,10 +97,10 @@ class SafeOperation:
         self.slot.device = x.device
         with self.weights(self.module, x, torch.float32 if plain else torch.float16) as (weight, bias):
             half = weight.to(torch.float16)
-            self.slot.full = self.slot.full or not fits_fp16(half)
-            if not self.slot.full:
-                self.slot.fit(amax(x).item(), 1.0 if self._is_wide(x.device) else largest_row_sum(half, self.kind))
-            if not self.slot.full:
+            self.slot.in_fp32 = self.slot.in_fp32 or not fits_fp16(half)
+            if not self.slot.in_fp32:
+                self.slot.calibrate(amax(x).item(), 1.0 if self._is_wide(x.device) else largest_row_sum(half, self.kind))
+            if not self.slot.in_fp32:
                 return self._fp16(x, half, bias, *args, **kwargs)
             if plain:
                 return self._apply(x.float(), weight, bias, *args, **kwargs)
@@ -113,7 +112,7 @@ class SafeOperation:
 
     def _fp16(self, x, weight, bias, *args, **kwargs) -> torch.Tensor:
         x = self.slot.scaled(x).to(torch.float16)
-        with fp32_sums():
+        with fp32_accumulation():
             product = self._product(x, weight, *args, **kwargs)
         product = self.slot.unscaled(product)
         return product if bias is None else product.add_(self._broadcast(bias))
@@ -164,99 +163,9 @@ def fits_fp16(weight: torch.Tensor) -> bool:
     return SMALLEST_WEIGHT <= amax(weight).item() < math.inf
 
 
-def matrix_work(result: torch.Tensor, module: torch.nn.Module, kind: str) -> int:
-    """Multiplications and additions behind ``result`` of a matrix product or convolution."""
+def matmul_flops(result: torch.Tensor, module: torch.nn.Module, kind: str) -> int:
+    """Count the floating-point operations of the matmul or convolution that gave ``result``, a multiply-add as two."""
     weight = module.weight
     if kind == "transposed":
         return 2 * result.numel() * weight.numel() // (module.out_channels * math.prod(module.stride))
     return 2 * result.numel() * (weight.numel() // weight.shape[0])
-
-
-class SafeAttention:
-    """Attention with fp16 operands wherever neither an operand nor a score can pass fp16's range, in fp32 elsewhere.
-
-    Attentions are told apart by their order in a model call; one that was never measured runs in fp32.
-    """
-
-    def __init__(self, ranges: Ranges):
-        self.ranges = ranges
-        self.slot = ranges.slot("attention")
-        self.in_full: list[bool] = []
-        self.any_full = False
-        self.full_work = 0
-        self.index = 0
-
-    def begin(self) -> None:
-        """Call before each model call."""
-        self.index = 0
-        if self.ranges.measuring:
-            self.full_work = 0
-            self.slot.gain = 1.0
-
-    def __call__(self, attention: Callable, full: Callable, q, k, v, heads: int, *args, fused: bool = True, **kwargs):
-        """One attention with ComfyUI's arguments. Returns the dtype of ``q``.
-
-        Args:
-            attention: what runs on fp16 operands.
-            full: what runs in its place in fp32, which kernels of 16 bit or less cannot take.
-            fused: ``attention`` keeps its scores in fp32.
-        """
-        index, self.index = self.index, self.index + 1
-        if self.ranges.measuring:
-            self.slot.device = q.device
-            self._measure(index, largest_in_attention(q, k, v, heads, args, kwargs, fused).item(), 4 * q.numel() * k.shape[-2])
-        if index >= len(self.in_full) or (self.any_full and self.in_full[index]):
-            return full(q, k, v, heads, *args, **kwargs)
-        if not self.ranges.measuring:
-            self.slot.record(largest_in_attention(q, k, v, heads, args, kwargs, fused))
-        half = (tensor.to(torch.float16) for tensor in (q, k, v))
-        masks = (_half_mask(mask) for mask in args)
-        kwargs = {**kwargs, "mask": _half_mask(kwargs.get("mask"))} if "mask" in kwargs else kwargs
-        return attention(*half, heads, *masks, **kwargs).to(q.dtype)
-
-    def _measure(self, index: int, largest: float, work: int) -> None:
-        full = not self.slot.holds(largest * 2.0)
-        if index < len(self.in_full):
-            full = self.in_full[index] = self.in_full[index] or full
-        else:
-            self.in_full.append(full)
-        self.any_full = self.any_full or full
-        self.full_work += work if full else 0
-        self.slot.work += work
-
-
-def head_norms(q: torch.Tensor, k: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest 2-norm of a head's rows of q and of k, each 0-dim fp32."""
-    size = _head_size(q, heads)
-    return tuple(largest_row_norm(tensor.unflatten(-1, (-1, size))) for tensor in (q, k))
-
-
-def score_factor(q: torch.Tensor, heads: int, kwargs: dict, fused: bool) -> float:
-    """What a product of a row of q and one of k is multiplied by at most; unfused scores are scaled after the product."""
-    scale = kwargs.get("scale") or _head_size(q, heads) ** -0.5
-    return scale if fused else max(scale, 1.0)
-
-
-def _head_size(q: torch.Tensor, heads: int) -> int:
-    return q.shape[-1] if q.dim() == 4 else q.shape[-1] // heads
-
-
-def largest_in_attention(q, k, v, heads: int, args: tuple, kwargs: dict, fused: bool) -> torch.Tensor:
-    """The largest number an attention can hold, 0-dim fp32: a norm of a row of q or k, a score, an element of v.
-
-    A score is at most ``max ||q|| * max ||k||`` (Cauchy-Schwarz), times the softmax scale where ``fused``; with a mask it
-    counts eightfold, so that no score outweighs a masked one. Values so small that fp16 would round them away count as
-    too large. A result is a mean of rows of v.
-    """
-    rows = head_norms(q, k, heads)
-    masked = any(torch.is_tensor(mask) and mask.is_floating_point() for mask in (*args, kwargs.get("mask")))
-    score = rows[0] * rows[1] * (score_factor(q, heads, kwargs, fused) * (8.0 if masked else 1.0))
-    largest = amax(v)
-    return torch.stack([*rows, score, largest, SMALLEST_VALUE * FP16_MAX / largest]).amax()
-
-
-def _half_mask(mask):
-    """A floating mask in fp16. Half of the largest negative number hides a token as well as -inf and can be added to."""
-    if not torch.is_tensor(mask) or not mask.is_floating_point():
-        return mask
-    return mask.clamp(-FP16_MAX / 2, FP16_MAX / 2).to(torch.float16)

@@ -1,7 +1,8 @@
-"""Patches of modules that hold for one call: set, and put back whatever happens."""
+"""Patches of modules that hold for one call, and scopes that threads share: set, and put back whatever happens."""
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -28,3 +29,29 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
                 del module.__dict__[name]
             else:
                 module.__dict__[name] = value
+
+
+class SharedScope:
+    """Hold a setting of the whole process while any thread is inside: the first to enter sets it, the last to leave restores it.
+
+    Args:
+        make: gives the context manager that sets and restores, once for each time that nobody was inside.
+    """
+
+    def __init__(self, make: Callable[[], AbstractContextManager]):
+        self._make = make
+        self._lock = threading.Lock()
+        self._inside = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._setting = self._make()
+                self._setting.__enter__()
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._setting.__exit__(None, None, None)

@@ -1,7 +1,7 @@
-"""The largest magnitude each operation meets, kept on the device and read once per model call.
+"""Track the amax of each operation's operand on the device, read back once per model call.
 
-A first call measures every operation and fixes how its operands are scaled; later calls only record. When a record
-leaves the range the scaling was fixed for, the call is repeated with measuring on. So a clean call costs one reduction
+The first call calibrates: it fixes how each operand is scaled. Later calls only record. When a record leaves the range the
+scaling was fixed for, the call is repeated with calibration. So a clean call costs one reduction
 per operation and one small synchronisation, and no value that overflows is ever used.
 """
 
@@ -25,8 +25,8 @@ Result = TypeVar("Result")
 class Slot:
     """One operation: its operand is scaled by ``2**-exponent``, which holds magnitudes from ``floor`` to ``limit``.
 
-    ``gain``: by how much the operation can raise a magnitude in fp16; None until it was measured. ``full``: it runs in
-    fp32. ``work``: multiplications and additions of one model call. ``largest``: the largest magnitude of all calls so far.
+    ``gain``: by how much the operation can raise a magnitude in fp16; None until it was measured. ``in_fp32``: it runs in
+    fp32. ``flops``: floating-point operations of one model call. ``largest``: the largest magnitude of all calls so far.
     ``device``: where it ran when it was measured; ``cell``: its numbers there; ``missed``: it ran in this call without one.
     """
 
@@ -34,8 +34,8 @@ class Slot:
         self.name = name
         self.exponent = 0
         self.gain: float | None = None
-        self.full = False
-        self.work = 0
+        self.in_fp32 = False
+        self.flops = 0
         self.largest = 0.0
         self.device: torch.device | None = None
         self.cell: Cell | None = None
@@ -75,7 +75,7 @@ class Slot:
         """Whether an operand of this magnitude neither overflows nor underflows; no NaN or inf is held."""
         return self.limit >= 0 and (magnitude == 0 or self.floor <= magnitude <= self.limit)
 
-    def fit(self, magnitude: float, gain: float = 1.0) -> None:
+    def calibrate(self, magnitude: float, gain: float = 1.0) -> None:
         """Choose the exponent that keeps ``magnitude * gain`` two bits below fp16's largest number (``gain`` >= 1).
 
         Left to fp32: an operand whose magnitude keeps falling out of the range that its larger ones need, and a gain so
@@ -84,25 +84,25 @@ class Slot:
         measured, self.gain = self.gain is not None, gain
         self.largest = max(self.largest, magnitude)
         if gain > MAX_GAIN:
-            self.full = True
+            self.in_fp32 = True
         if not 0 < magnitude < math.inf or self.holds(magnitude * 2.0**HEADROOM_BITS):
             return
         needed = math.ceil(math.log2(magnitude) + math.log2(gain / FP16_MAX)) + HEADROOM_BITS
         self._falls += measured and needed < self.exponent
-        self.full = self.full or self._falls > MAX_FALLS
+        self.in_fp32 = self.in_fp32 or self._falls > MAX_FALLS
         self.exponent = needed
 
 
 class Ranges:
     """The slots of one model.
 
-    ``measuring``: this call may read numbers back from the device, to fix how operands are scaled; nothing compiled runs in
-    it. A compiled graph depends on what a slot decides, such as ``full``, and not on the number of measurements.
+    ``calibrating``: this call may read numbers back from the device, to fix how operands are scaled; nothing compiled runs in
+    it. A compiled graph depends on what a slot decides, such as ``in_fp32``, and not on the number of measurements.
     """
 
     def __init__(self):
         self.slots: dict[str, Slot] = {}
-        self.measuring = True
+        self.calibrating = True
         self.repeats = 0
         self._cells: dict[torch.device, tuple[Cells, list[Slot]]] = {}
 
@@ -115,17 +115,17 @@ class Ranges:
         return self.slots.setdefault(name, Slot(name))
 
     def run(self, call: Callable[[], Result]) -> Result:
-        """One model call; repeated once, measuring, when a magnitude left its range.
+        """One model call; repeated once with calibration when a magnitude left its range.
 
         Raises:
             Whatever ``call`` raises.
         """
-        if not self.measuring:
+        if not self.calibrating:
             result = self._recorded(call)
             if self._held():
                 return result
             self.repeats += 1
-        return self._measured(call)
+        return self._calibrated(call)
 
     def _recorded(self, call: Callable[[], Result]) -> Result:
         for slot in self.slots.values():
@@ -134,13 +134,13 @@ class Ranges:
             cells.clear()
         return call()
 
-    def _measured(self, call: Callable[[], Result]) -> Result:
-        self.measuring = True
+    def _calibrated(self, call: Callable[[], Result]) -> Result:
+        self.calibrating = True
         for slot in self.slots.values():
-            slot.work = 0
+            slot.flops = 0
         result = call()
         self._place()
-        self.measuring = False
+        self.calibrating = False
         return result
 
     def _place(self) -> None:

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch.utils._pytree import tree_map
 
-from ..arithmetic.linear import SafeOperation
-from ..arithmetic.linear import Weights as WeightProvider
+from ..arithmetic.linear import SafeOperation, WeightProvider
 from ..arithmetic.patching import Patch, patched
 from ..arithmetic.ranges import Ranges
 from ..dtypes import dtype_named

@@ -49,7 +49,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Work:
+class MatmulProfile:
     """The arithmetic a model multiplies in.
 
     ``modes``: the report's modes of its layers that multiply; ``compiled``: torch.compile wraps it; ``parallel``: several
@@ -92,13 +92,13 @@ class AccumulationPlan:
     without_effect: tuple[tuple[str, str], ...] = ()
 
 
-def plan_accumulation(request: Request, device: Device, work: Work) -> AccumulationPlan:
+def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) -> AccumulationPlan:
     """Resolve a request for a model on a device. Nothing is raised for a setting that cannot act: it is listed, and no flag
     is turned on for it. Off holds even so: a layer may run in another dtype in a later call than it does now."""
     asked = {setting: getattr(request, setting) for setting in PARTS}
     changed = {setting: value for setting, value in asked.items() if value != UNCHANGED}
-    problems = {setting: _problem(setting, value, device, work) for setting, value in changed.items()}
-    attention_problem = _attention_problem(request.attention, work)
+    problems = {setting: _problem(setting, value, device, matmuls) for setting, value in changed.items()}
+    attention_problem = _attention_problem(request.attention, matmuls)
     return AccumulationPlan(
         request=request,
         flags=frozen({
@@ -107,7 +107,7 @@ def plan_accumulation(request: Request, device: Device, work: Work) -> Accumulat
             for part in PARTS[setting]
         }),
         proving=request.fp16_accumulation == "auto" and not problems["fp16_accumulation"],
-        whole=work.whole,
+        whole=matmuls.whole,
         naming=request.fp16_accumulation == "on" and not problems["fp16_accumulation"],
         fp8_fast=request.fp8_fast_accumulation == "on" and not problems["fp8_fast_accumulation"],
         attention=UNCHANGED if attention_problem else request.attention,
@@ -126,7 +126,7 @@ def _without_effect(
     return (*found, (f"attention={attention}", attention_problem)) if attention_problem else tuple(found)
 
 
-def _problem(setting: str, value: str, device: Device, work: Work) -> str | None:
+def _problem(setting: str, value: str, device: Device, matmuls: MatmulProfile) -> str | None:
     """Say why a setting has no effect here; None where it has one. On and off are obeyed where they only bring no speed."""
     check = {
         "fp16_accumulation": why_no_fp16_sums if value == "auto" else fp16_sums_inert,
@@ -134,7 +134,7 @@ def _problem(setting: str, value: str, device: Device, work: Work) -> str | None
         "tf32": _tf32_inert,
         "fp8_fast_accumulation": _fp8_inert,
     }[setting]
-    return check(device, work)
+    return check(device, matmuls)
 
 
 def _reason(setting: str, asked: str, problem: str | None, device: Device) -> str:
@@ -158,53 +158,53 @@ HELD = {
 }
 
 
-def why_no_fp16_sums(device: Device, work: Work) -> str | None:
+def why_no_fp16_sums(device: Device, matmuls: MatmulProfile) -> str | None:
     """Say why fp16 accumulation cannot act on this model here, or brings nothing; None where it helps."""
-    problem = fp16_sums_inert(device, work)
+    problem = fp16_sums_inert(device, matmuls)
     if problem or device.capabilities["fp16_accumulation"]:
         return problem
     return device.reason("fp16_accumulation").rstrip(".")
 
 
-def fp16_sums_inert(device: Device, work: Work) -> str | None:
+def fp16_sums_inert(device: Device, matmuls: MatmulProfile) -> str | None:
     """Say why fp16 accumulation cannot act on this model here; None where it can."""
     if missing := _missing("fp16_accumulation"):
         return missing
     if problem := _needs_nvidia(device, FIRST_CUBLAS_FP16):
         return problem
-    modes = modes_named(work.modes)
+    modes = modes_named(matmuls.modes)
     wide = any(mode.is_wide for mode in modes)
     if any(mode.takes_fp16_sums for mode in modes):
-        return f"{FP32_RESULTS}, and {NO_SWITCH}" if wide and work.whole else None
+        return f"{FP32_RESULTS}, and {NO_SWITCH}" if wide and matmuls.whole else None
     if wide:
         return FP32_RESULTS
-    return f"it acts on fp16 products only, and these layers multiply in {_listed(work.modes)}"
+    return f"it acts on fp16 products only, and these layers multiply in {_listed(matmuls.modes)}"
 
 
-def _reduction_inert(device: Device, work: Work) -> str | None:
+def _reduction_inert(device: Device, matmuls: MatmulProfile) -> str | None:
     if problem := _needs_nvidia(device, 0):
         return problem
-    if not any(mode.is_16bit for mode in modes_named(work.modes)):
-        return f"it acts on 16-bit products only, and these layers multiply in {_listed(work.modes)}"
+    if not any(mode.is_16bit for mode in modes_named(matmuls.modes)):
+        return f"it acts on 16-bit products only, and these layers multiply in {_listed(matmuls.modes)}"
     return None
 
 
-def _tf32_inert(device: Device, work: Work) -> str | None:
+def _tf32_inert(device: Device, matmuls: MatmulProfile) -> str | None:
     if problem := _needs_nvidia(device, FIRST_TF32):
         return problem
-    return None if FP32.name in work.modes else f"no layer multiplies in fp32, but in {_listed(work.modes)}"
+    return None if FP32.name in matmuls.modes else f"no layer multiplies in fp32, but in {_listed(matmuls.modes)}"
 
 
-def _fp8_inert(device: Device, work: Work) -> str | None:
+def _fp8_inert(device: Device, matmuls: MatmulProfile) -> str | None:
     if not device.capabilities["fp8_fast_accumulation"]:
         return device.reason("fp8_fast_accumulation").rstrip(".")
-    return None if FP8.name in work.modes else f"no layer multiplies in fp8, but in {_listed(work.modes)}"
+    return None if FP8.name in matmuls.modes else f"no layer multiplies in fp8, but in {_listed(matmuls.modes)}"
 
 
-def _attention_problem(asked: str, work: Work) -> str | None:
-    if asked == UNCHANGED or any(mode.operand == torch.float16 for mode in modes_named(work.modes)):
+def _attention_problem(asked: str, matmuls: MatmulProfile) -> str | None:
+    if asked == UNCHANGED or any(mode.operand == torch.float16 for mode in modes_named(matmuls.modes)):
         return None
-    return f"attention runs in fp16 nowhere: layers compute in {_listed(work.modes)}, where scores cannot overflow"
+    return f"attention runs in fp16 nowhere: layers compute in {_listed(matmuls.modes)}, where scores cannot overflow"
 
 
 def _needs_nvidia(device: Device, first: int) -> str | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ..devices.detect import Device, auto_compute
 from ..dtypes import FP8_NAMES
 from ..modes import INT8, MODE_OF
-from .accumulation import Work, fp16_sums_inert
+from .accumulation import MatmulProfile, fp16_sums_inert
 from .choice import Choice, frozen
 from .facts import LayerSpec, ModelFacts
 from .rules import Rules
@@ -152,7 +152,7 @@ def _sums(layer: LayerSpec, mode: str, device: Device, rules: Rules) -> tuple[st
     asked = rules.setting("accumulation", layer.name, layer.cls) if layer.multiplies else None
     if asked is None:
         return "", None
-    problem = fp16_sums_inert(device, Work({mode}))
+    problem = fp16_sums_inert(device, MatmulProfile({mode}))
     return ("", (str(asked[1]), problem)) if problem else (asked[0], None)
 
 

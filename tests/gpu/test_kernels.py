@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from halfsafe.precision.arithmetic import flags
-from halfsafe.precision.arithmetic.fp16_sums import FLAG
+from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from halfsafe.precision.arithmetic.linear import SafeOperation, has_wide_output
 from halfsafe.precision.arithmetic.ranges import Ranges
 from halfsafe.precision.devices import probes
@@ -69,11 +69,11 @@ def test_cublas_refuses_wide_output_while_sums_are_in_fp16_and_a_safe_product_is
     if not has_wide_output(device, "linear") or device.type != "cuda":
         pytest.skip("this torch has no mm(out_dtype=...) here")
     left, right = probes.accumulation_operands(device)
-    with flags.flags_set({FLAG: True}), torch.inference_mode():
+    with flags.flags_set({FP16_ACCUMULATION: True}), torch.inference_mode():
         with pytest.raises(RuntimeError, match="allowFP16AccumulationCuBLAS"):
             torch.mm(left, right, out_dtype=torch.float32)
         result, _ = safe(linear_of(right.t().contiguous()), left)
-        assert flags.is_on(FLAG) is True
+        assert flags.is_on(FP16_ACCUMULATION) is True
     assert (result == 0).all()
 
 
@@ -106,11 +106,11 @@ def test_the_flag_for_fp16_sums_acts_where_the_probe_says_so(device):
     if not probe.ok:
         pytest.skip(probe.detail)
     left, right = probes.accumulation_operands(device)
-    before = flags.state_of(FLAG)
-    with flags.flags_set({FLAG: True}):
+    before = flags.state_of(FP16_ACCUMULATION)
+    with flags.flags_set({FP16_ACCUMULATION: True}):
         inside = left @ right
     assert not torch.isfinite(inside).all()
-    assert flags.state_of(FLAG) == before and torch.isfinite(left @ right).all()
+    assert flags.state_of(FP16_ACCUMULATION) == before and torch.isfinite(left @ right).all()
 
 
 def test_an_fp8_product_with_a_dynamic_scale(device, capabilities):

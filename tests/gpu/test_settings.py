@@ -4,7 +4,7 @@ import pytest
 import torch
 from halfsafe.nodes.host.run.compute import compute_of
 from halfsafe.precision.arithmetic import flags
-from halfsafe.precision.arithmetic.fp16_sums import FLAG
+from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from halfsafe.precision.arithmetic.linear import SafeOperation, has_wide_output
 from halfsafe.precision.arithmetic.ranges import Ranges
 from halfsafe.precision.devices.detect import PROFILE_VARIABLE, detect
@@ -80,7 +80,7 @@ def test_fp16_operands_with_a_wide_output_under_the_flag_of_fast(device):
     """``--fast`` sets the flag for the whole process."""
     layer, ranges, operation = safe_linear(device)
     x = torch.randn(64, 1024, device=device)
-    with started_with([FLAG], True), torch.inference_mode():
+    with started_with([FP16_ACCUMULATION], True), torch.inference_mode():
         results = [ranges.run(lambda: operation(x)) for _ in range(2)]
     exact = layer.weight.double() @ x.double().t()
     assert all(relative_error(exact.t(), result) < 1e-3 for result in results)
@@ -89,7 +89,7 @@ def test_fp16_operands_with_a_wide_output_under_the_flag_of_fast(device):
 def test_fp16_safe_is_right_under_the_flag_of_fast(comfy, overflowing):
     expected = families.sample(load(comfy, overflowing, "fp32", "fp32"), "wan").cpu()
     model = load(comfy, overflowing, "fp16", "fp16_safe")
-    with started_with([FLAG], True) as fast:
+    with started_with([FP16_ACCUMULATION], True) as fast:
         for _ in range(2):
             assert relative_error(expected, families.sample(model, "wan").cpu()) < 0.01
         assert states() == fast
@@ -99,7 +99,7 @@ def test_fp16_safe_is_right_under_the_flag_of_fast(comfy, overflowing):
 def test_the_guard_recovers_under_the_flag_of_fast(comfy, overflowing):
     expected = families.sample(load(comfy, overflowing, "fp32", "fp32"), "wan").cpu()
     model = guarded(comfy, plain_fp16(comfy, overflowing))
-    with started_with([FLAG], True):
+    with started_with([FP16_ACCUMULATION], True):
         assert relative_error(expected, families.sample(model, "wan").cpu()) < 0.02
     assert report_of(model).verdict == "recovered"
 

@@ -28,15 +28,16 @@ if COMFYUI:
 
 
 ONCE_PER_CALL = {"arithmetic/cells.read", "guard/model.__call__"}
-MEASURING = {
-    "arithmetic/linear.__call__", "arithmetic/linear._measure", "arithmetic/linear.fits_fp16", "arithmetic/linear.largest_row_sum",
-    "arithmetic/fp16_sums._measure", "arithmetic/attention._in_first_mode_that_fits", "arithmetic/attention._rather_smoothed",
+CALIBRATING = {
+    "arithmetic/linear._calibrate", "arithmetic/linear.fits_fp16", "arithmetic/linear.largest_row_sum",
+    "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._calibrate",
+    "arithmetic/attention._in_first_mode_that_fits", "arithmetic/attention._rather_smoothed",
 }  # fmt: skip
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/causes", "guard/escalation._numbers", "guard/finite"}
 ONCE_PER_DEVICE = {"devices/probes"}
 HOST_MEMORY = {"precision/amax._bits", "precision/amax.host_amax"}
 ANALYSIS = {"analysis/session", "analysis/measure", "analysis/candidates", "formats/quantize"}
-ALLOWED_READS = frozenset(ONCE_PER_CALL | MEASURING | AFTER_A_FAILURE | ONCE_PER_DEVICE | HOST_MEMORY | ANALYSIS)
+ALLOWED_READS = frozenset(ONCE_PER_CALL | CALIBRATING | AFTER_A_FAILURE | ONCE_PER_DEVICE | HOST_MEMORY | ANALYSIS)
 
 
 class Unavailable(pytest.Module):

@@ -6,7 +6,7 @@ import math
 
 import torch
 from halfsafe.precision.arithmetic import flags
-from halfsafe.precision.arithmetic.fp16_sums import FLAG
+from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +16,7 @@ class SumsInFp16(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func is torch.nn.functional.linear and args[0].dtype == torch.float16 and flags.is_on(FLAG):
+        if func is torch.nn.functional.linear and args[0].dtype == torch.float16 and flags.is_on(FP16_ACCUMULATION):
             positive = args[0].float().clamp(min=0) @ args[1].float().clamp(min=0).t()
             result = result * torch.exp((positive > 65504).to(result.dtype) * 1e4)
         return result

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.linear import SafeOperation
-from support.summing import FLAG
+from support.summing import FP16_ACCUMULATION
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
@@ -21,7 +21,7 @@ class Product(NamedTuple):
 
     @property
     def in_fp16(self) -> bool:
-        return self.states[FLAG]
+        return self.states[FP16_ACCUMULATION]
 
 
 class FlagSpy(TorchFunctionMode):

@@ -9,7 +9,7 @@ import torch
 from halfsafe.precision.arithmetic import flags
 from support import families
 
-FLAG = "fp16_accumulation"
+FP16_ACCUMULATION = "fp16_accumulation"
 SETTINGS = ("fp16_accumulation", "reduced_precision_reduction", "tf32", "fp8_fast_accumulation", "attention")
 
 
@@ -66,7 +66,7 @@ class Products(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.nn.functional.linear and args[0].dtype == torch.float16:
-            self.seen.append((tuple(args[1].shape), flags.is_on(FLAG)))
+            self.seen.append((tuple(args[1].shape), flags.is_on(FP16_ACCUMULATION)))
         return func(*args, **(kwargs or {}))
 
 

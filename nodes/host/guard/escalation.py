@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from ....precision.amax import amax
-from ....precision.arithmetic.flags import fp32_sums
+from ....precision.arithmetic.flags import fp32_accumulation
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.guard.policy import Escalation, Seen, span_of
 from ....precision.modes import FP8, FP16_WIDE, FP32, INT8, modes_named
@@ -127,7 +127,7 @@ class Observed:
             first = self._attention.index
             result = forward(*args, **kwargs)
             self._note(self._spans, name, result)
-            if any(self._attention.in_full[first : self._attention.index]):
+            if any(self._attention.calls_in_fp32[first : self._attention.index]):
                 self._with_full_attention.add(name)
             return result
 
@@ -143,7 +143,7 @@ class Observed:
 
 
 def _sums_in_fp32(here: bool) -> contextlib.AbstractContextManager:
-    return fp32_sums() if here else contextlib.nullcontext()
+    return fp32_accumulation() if here else contextlib.nullcontext()
 
 
 def safe_escalation(modes: dict[str, str]) -> Escalation:

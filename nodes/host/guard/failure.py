@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ....precision.amax import amax_value
-from ....precision.arithmetic.compiling import eager
+from ....precision.arithmetic.compiling import compile_disabled
 from ....precision.devices import probes
 from ....precision.guard.localize import Localizer, Origin, first_bad_weight
 from ....precision.guard.policy import (
@@ -20,9 +20,9 @@ from ....precision.guard.policy import (
     event_of,
     sentence,
 )
-from ..execution import is_compiled
 from ..load.devices import is_oom
 from ..run.call import Call
+from ..run.execution import is_compiled
 from ..run.modules import top_level_parts
 from .causes import bad_input, bad_weight, opaque_attention
 from .escalation import EscalatedLayers, Observed
@@ -123,7 +123,7 @@ class FailedCall:
             inner.class_obj = executor.class_obj
             return layers.call(inner, *args, **kwargs) if layers else inner(*args, **kwargs)
 
-        with eager():
+        with compile_disabled():
             result = self._again(active)
         self.origin = localizer.origin(result)
         return result

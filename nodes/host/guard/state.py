@@ -9,9 +9,9 @@ from ....precision.dtypes import name_of
 from ....precision.guard.localize import Origin
 from ....precision.guard.policy import Escalation
 from ....precision.modes import FP32
-from ..execution import is_compiled
 from ..run.call import Call
-from ..run.layers import modes_of, settings_of, stream_dtype
+from ..run.execution import is_compiled
+from ..run.layers import activation_dtype, modes_of, settings_of
 from ..run.modules import matrix_layers
 from ..run.per_model import hooks_of
 from .clamps import clamps_in_fp16
@@ -35,7 +35,7 @@ class Guarded:
         self.modules = dict(model.diffusion_model.named_modules())
         multiplying = {name for name, _ in matrix_layers(model)}
         self.modes = {name: mode for name, mode in modes_of(patcher).items() if name in multiplying}
-        self.stream = name_of(stream_dtype(patcher))
+        self.stream = name_of(activation_dtype(patcher))
         self.half = self.stream == "fp16"
         self.watches_clamps = self.half and not is_compiled(patcher) and clamps_in_fp16(model.diffusion_model)
         self.escalation = Escalation()

@@ -1,4 +1,4 @@
-"""An accumulation request on a ModelPatcher: flags, sums and attention hold for the length of each model call."""
+"""Carry out an accumulation request on a ModelPatcher: flags, fp16 accumulation and attention, during each model call."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -7,20 +7,20 @@ import torch
 
 from ....precision.arithmetic import flags
 from ....precision.arithmetic.attention import BoundedAttention
-from ....precision.arithmetic.compiling import eager
-from ....precision.arithmetic.fp16_sums import FLAG, BoundedLinear, SumSlot
+from ....precision.arithmetic.compiling import compile_disabled
+from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, AccumulationSlot, Fp16AccumulationLinear
 from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.ranges import Ranges
 from ....precision.devices.detect import detect
 from ....precision.modes import FP8, FP16
-from ....precision.plan.accumulation import PARTS, AccumulationPlan, Request, Work, plan_accumulation
+from ....precision.plan.accumulation import PARTS, AccumulationPlan, MatmulProfile, Request, plan_accumulation
 from ....precision.report.schema import flag_report, flag_reports
-from ..execution import COMPILE_KWARGS, is_compiled, is_on_several_devices
 from . import fast_accumulation
 from .attention import attending, full_precision_attention, is_fused
 from .call import Call
-from .compute import compute_of, needs_fp32_sums
+from .compute import compute_of, needs_fp32_accumulation
+from .execution import COMPILE_KWARGS, is_compiled, is_on_several_devices
 from .layers import modes_of, settings_of
 from .modules import exchanged, modules_of, only_multiplies, weights_of
 from .per_model import PerModel
@@ -67,7 +67,7 @@ class Accumulation:
     def plan_for(self, patcher) -> AccumulationPlan:
         """The plan its calls followed, else the one the next call will."""
         run = self.runs.last(patcher.model)
-        return run.plan if run else plan_accumulation(self.request, detect(patcher.load_device), _work(patcher))
+        return run.plan if run else plan_accumulation(self.request, detect(patcher.load_device), _matmul_profile(patcher))
 
 
 class _Run:
@@ -75,43 +75,48 @@ class _Run:
 
     def __init__(self, request: Request, model):
         patcher = model.current_patcher
-        self.plan = plan = plan_accumulation(request, detect(patcher.load_device), _work(patcher))
+        self.plan = plan = plan_accumulation(request, detect(patcher.load_device), _matmul_profile(patcher))
         self.ranges = Ranges()
-        self.operations: dict[str, BoundedLinear] = {}
+        self.operations: dict[str, Fp16AccumulationLinear] = {}
         if plan.proving or plan.naming:
             self.operations = dict(self._operations(patcher))
         self.modules = {name: operation.module for name, operation in self.operations.items()}
         auto = plan.attention == "auto"
         self.attention = BoundedAttention(self.ranges, not auto) if plan.attention in ("auto", "fp32") else None
         self.watches = bool(self.operations) or auto
+        self.refused_fp8: fast_accumulation.Refused = {}
         self._patches: list[Patch] = [patch for op in self.operations.values() for patch in exchanged(op.module, op.__call__)]
 
-    def _operations(self, patcher) -> Iterator[tuple[str, BoundedLinear]]:
+    def _operations(self, patcher) -> Iterator[tuple[str, Fp16AccumulationLinear]]:
         modes, ruled = modes_of(patcher), _ruled(patcher)
         for name, module in modules_of(patcher.model).items():
             if modes.get(name) == FP16.name and kind_of(module) == "linear" and name not in ruled:
-                slot = self.ranges.slots[name] = SumSlot(name)
+                slot = self.ranges.slots[name] = AccumulationSlot(name)
                 weights = weights_of(module) if only_multiplies(module) else None
-                yield name, BoundedLinear(module, slot, self.ranges, weights, not self.plan.whole)
+                yield name, Fp16AccumulationLinear(module, module.forward, slot, self.ranges, weights, not self.plan.whole)
 
     @property
     def patches(self) -> list[Patch]:
-        return self._patches if self.plan.proving or self.ranges.measuring else []
+        return self._patches if self.plan.proving or self.ranges.calibrating else []
 
     @contextlib.contextmanager
     def scope(self):
         """Around one call of the model."""
         if self.attention:
             self.attention.begin()
-        held = {**self.plan.flags, FLAG: self.sums_in_fp16} if self.plan.proving else self.plan.flags
-        fast = fast_accumulation.fast_sums() if _sums_fp8_fast(self.plan) else contextlib.nullcontext()
-        with flags.flags_set(held), fast, eager(self.plan.whole and self.watches and self.ranges.measuring):
+        held = {**self.plan.flags, FP16_ACCUMULATION: self.all_in_fp16} if self.plan.proving else self.plan.flags
+        with contextlib.ExitStack() as scopes:
+            scopes.enter_context(flags.flags_set(held))
+            if _is_fp8_fast(self.plan):
+                scopes.enter_context(fast_accumulation.fast_accumulation(self.refused_fp8))
+            if self.plan.whole and self.watches and self.ranges.calibrating:
+                scopes.enter_context(compile_disabled())
             yield
 
     @property
-    def sums_in_fp16(self) -> bool:
-        """Whether all sums may be in fp16 at once; only asked where they cannot be switched layer by layer."""
-        if not self.plan.whole or self.ranges.measuring:
+    def all_in_fp16(self) -> bool:
+        """Whether every matmul may accumulate in fp16; only asked where the flag cannot be switched by layer."""
+        if not self.plan.whole or self.ranges.calibrating:
             return False
         return self._attention_is_known and all(op.weights and op.slot.proven for op in self._used())
 
@@ -119,7 +124,7 @@ class _Run:
     def _attention_is_known(self) -> bool:
         return self.attention is not None and not self.attention.unfused
 
-    def _used(self) -> list[BoundedLinear]:
+    def _used(self) -> list[Fp16AccumulationLinear]:
         """The layers that met fp16 inputs, and those whose weight is out of reach."""
         return [op for op in self.operations.values() if op.slot.terms or not op.weights]
 
@@ -132,22 +137,22 @@ class _Run:
         how = {"fused": is_fused(function), "foreign": attention is not function}
         return self.attention(attention, full_precision_attention(function), *args, **how, **kwargs)
 
-    def sums(self) -> dict[str, tuple[str, str]]:
+    def accumulation(self) -> dict[str, tuple[str, str]]:
         """Layer name -> (accumulation, reason)."""
         on = self.plan.naming
-        whole = self.sums_in_fp16 if self.plan.whole else True
+        whole = self.all_in_fp16 if self.plan.whole else True
         return {
             name: ("fp16" if on or (op.slot.proven and whole) else "fp32", _reason(op.slot.reason, on, whole))
             for name, op in self.operations.items()
         }
 
     def unproven(self) -> list[str]:
-        return [] if self.ranges.measuring else [op.slot.name for op in self._used() if not op.slot.proven]
+        return [] if self.ranges.calibrating else [op.slot.name for op in self._used() if not op.slot.proven]
 
-    def state_of_sums(self) -> str:
-        """One line on the fp16 sums of this model, empty before its first call."""
+    def state_text(self) -> str:
+        """Say in one line how many layers accumulate in fp16; empty before the first call."""
         used = self._used()
-        if not self.plan.proving or self.ranges.measuring:
+        if not self.plan.proving or self.ranges.calibrating:
             return ""
         proven = [op.slot for op in used if op.slot.proven]
         scaled = sum(slot.exponent > 0 for slot in proven)
@@ -155,7 +160,7 @@ class _Run:
         line += f"; {self.ranges.repeats} calls were repeated."
         if not self.plan.whole:
             return line
-        outcome = "on for all" if self.sums_in_fp16 else "off"
+        outcome = "on for all" if self.all_in_fp16 else "off"
         outcome += "" if self._attention_is_known else ", as attention's own products are not bounded"
         return f"{line} Under torch.compile or on several devices it cannot be switched layer by layer: {outcome}."
 
@@ -166,14 +171,14 @@ def _reason(reason: str, on: bool, whole: bool) -> str:
     return reason if whole else reason.replace("fp16 sums: ", "fp32 sums, as not all layers are proven: ")
 
 
-def _sums_fp8_fast(plan: AccumulationPlan) -> bool:
+def _is_fp8_fast(plan: AccumulationPlan) -> bool:
     return plan.fp8_fast and not fast_accumulation.why_unavailable()
 
 
-def _work(patcher) -> Work:
+def _matmul_profile(patcher) -> MatmulProfile:
     modes = modes_of(patcher)
     multiplying = {modes.get(name) for name, module in modules_of(patcher.model).items() if kind_of(module)}
-    return Work(frozenset(multiplying - {None}), is_compiled(patcher), is_on_several_devices(patcher))
+    return MatmulProfile(frozenset(multiplying - {None}), is_compiled(patcher), is_on_several_devices(patcher))
 
 
 def _settings(patcher) -> tuple:
@@ -187,54 +192,62 @@ def _ruled(patcher) -> dict[str, tuple[str, str]]:
     return {name: (decision.sums, f"{decision.sums} sums by rule") for name, decision in decisions.items() if decision.sums}
 
 
-def sums_of(patcher) -> dict[str, tuple[str, str]]:
+def layer_accumulation(patcher) -> dict[str, tuple[str, str]]:
     """Layer name -> (accumulation, reason) of the layers whose products can sum in anything but fp32."""
-    return _planned_sums(patcher) | _ruled(patcher)
+    return _planned_accumulation(patcher) | _ruled(patcher)
 
 
-def _planned_sums(patcher) -> dict[str, tuple[str, str]]:
-    accumulation, modes = accumulation_of(patcher), modes_of(patcher)
+def _planned_accumulation(patcher) -> dict[str, tuple[str, str]]:
+    accumulation, modes, modules = accumulation_of(patcher), modes_of(patcher), modules_of(patcher.model)
     run = accumulation.runs.last(patcher.model) if accumulation else None
-    if run and run.operations:
-        return run.sums()
     plan = accumulation.plan_for(patcher) if accumulation else AccumulationPlan(Request())
     sums = {}
-    if plan.naming or _sums_in_fp16_by_itself(patcher, plan):
-        modules = modules_of(patcher.model)
+    if run and run.operations:
+        sums = run.accumulation()
+    elif plan.naming or _is_fp16_by_default(patcher, plan):
         half = (name for name, mode in modes.items() if mode == FP16.name and kind_of(modules[name]) == "linear")
         sums = dict.fromkeys(half, ("fp16", ""))
-    if _sums_fp8_fast(plan):
-        sums |= dict.fromkeys((name for name, mode in modes.items() if mode == FP8.name), ("fp8_fast", ""))
+    if _is_fp8_fast(plan):
+        refused = run.refused_fp8 if run else {}
+        sums |= {name: _fp8_fast(modules[name], refused) for name, mode in modes.items() if mode == FP8.name}
     return sums
 
 
-def _sums_in_fp16_by_itself(patcher, plan: AccumulationPlan) -> bool:
+def _fp8_fast(module: torch.nn.Module, refused: fast_accumulation.Refused) -> tuple[str, str]:
+    problem = refused.get(tuple(module.weight.shape))
+    return ("fp32", f"torch refuses fast accumulation here: {problem}") if problem else ("fp8_fast", "")
+
+
+def _is_fp16_by_default(patcher, plan: AccumulationPlan) -> bool:
     """Whether ComfyUI was started with fp16 accumulation and nothing of ours holds it off."""
-    if FLAG in plan.flags or torch.version.hip or _held_off(patcher):
+    if FP16_ACCUMULATION in plan.flags or torch.version.hip or _held_off(patcher):
         return False
-    return torch.cuda.is_available() and bool(flags.outside(FLAG))
+    return torch.cuda.is_available() and bool(flags.outside(FP16_ACCUMULATION))
 
 
 def _held_off(patcher) -> bool:
     compute = compute_of(patcher)
-    return compute is not None and needs_fp32_sums(compute.plan, patcher)
+    return compute is not None and needs_fp32_accumulation(compute.plan, patcher)
 
 
 def flags_of(patcher) -> dict[str, dict]:
     """The report's ``flags``: each setting as requested, inside and outside of the model's calls."""
     accumulation = accumulation_of(patcher)
     if accumulation is None:
-        return flag_reports() | ({FLAG: flag_report(FLAG, reason=HELD_OFF, in_scope=False)} if _held_off(patcher) else {})
+        found = flag_reports()
+        if _held_off(patcher):
+            found[FP16_ACCUMULATION] = flag_report(FP16_ACCUMULATION, reason=HELD_OFF, in_scope=False)
+        return found
     plan, run = accumulation.plan_for(patcher), accumulation.runs.last(patcher.model)
     inside = {name: plan.flags[parts[0]] for name, parts in PARTS.items() if plan.flags.keys() & set(parts)}
     reasons = dict(plan.reasons)
     if plan.proving:
-        sums = run.sums().values() if run else ()
-        inside[FLAG] = any(accumulates == "fp16" for accumulates, _ in sums)
-        reasons[FLAG] = (run.state_of_sums() if run else "") or plan.reasons[FLAG]
+        sums = run.accumulation().values() if run else ()
+        inside[FP16_ACCUMULATION] = any(accumulates == "fp16" for accumulates, _ in sums)
+        reasons[FP16_ACCUMULATION] = (run.state_text() if run else "") or plan.reasons[FP16_ACCUMULATION]
     if _held_off(patcher):
-        inside[FLAG] = False
-    inside["fp8_fast_accumulation"] = _sums_fp8_fast(plan)
+        inside[FP16_ACCUMULATION] = False
+    inside["fp8_fast_accumulation"] = _is_fp8_fast(plan)
     return {name: flag_report(name, getattr(plan.request, name), reasons[name], inside.get(name)) for name in PARTS}
 
 

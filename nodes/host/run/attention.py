@@ -1,4 +1,4 @@
-"""ComfyUI's attention override: what stands in front of a model's attention function, and of an earlier override."""
+"""Override a model's attention through ComfyUI's ``optimized_attention_override``, in front of an earlier override."""
 
 import contextlib
 import functools
@@ -78,6 +78,6 @@ def full_precision_attention(function: Callable) -> Callable:
 
 
 def in_one_dtype(attention: Callable, q, k, v, *args, **kwargs) -> torch.Tensor:
-    """Attention in the widest dtype of its operands, where only some come from a widened stream."""
+    """Run attention in the widest dtype among q, k and v, where only some of them come from fp32 activations."""
     widest = max((q.dtype, k.dtype, v.dtype), key=lambda dtype: dtype.itemsize)
     return attention(q.to(widest), k.to(widest), v.to(widest), *args, **kwargs)

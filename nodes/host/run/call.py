@@ -1,4 +1,4 @@
-"""One call of the denoiser, to be made as often as need be: each time with all that the call before it changed put back."""
+"""Repeat one call of the denoiser, each time with everything the call before it changed put back."""
 
 import copy
 from collections.abc import Callable
@@ -7,9 +7,10 @@ import torch
 
 
 class Call:
-    """What ComfyUI gives an APPLY_MODEL wrapper. ``options``: its ``transformer_options``.
+    """Hold the arguments of an APPLY_MODEL wrapper; calling it runs the model. ``options``: ``transformer_options``.
 
-    ComfyUI's EasyCache keeps what each call gave, to use it in place of a later one: a repeat finds it as the first call did.
+    EasyCache (``comfy_extras/nodes_easycache.py``) keeps each call's result to replace a later one; its state is restored
+    before a repeat, so that the repeat sees what the first call saw.
     """
 
     def __init__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **extra):
@@ -34,17 +35,17 @@ class Call:
         return self.executor(*arguments, **self.extra)
 
     def forget_dtype(self) -> None:
-        """The next call may be in another dtype.
+        """Let the next call be in another dtype.
 
-        The cache resets itself when the dtype of its input changes, and ComfyUI's reset leaves it in a state in which all
-        later steps are skipped. So it is made to forget what dtype it saw.
+        EasyCache resets itself when its input's dtype changes, and that reset leaves it skipping all later steps. Without
+        ``state_metadata`` it does not compare dtypes.
         """
         if self._cache is not None:
             self._cache.state_metadata = None
 
 
 def _fresh(control: dict | None) -> dict | None:
-    """A ControlNet's outputs for one more call: a UNet takes them out of their lists one by one."""
+    """Copy a ControlNet's lists of outputs: a UNet pops from them (``apply_control`` in ComfyUI's ``openaimodel.py``)."""
     if control is None:
         return None
     return {name: list(values) if isinstance(values, list) else values for name, values in control.items()}

@@ -10,19 +10,20 @@ import torch
 import torch.nn.functional as F
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.arithmetic.compiling import eager
-from ....precision.arithmetic.flags import flags_set, fp32_sums
-from ....precision.arithmetic.fp16_sums import FLAG
-from ....precision.arithmetic.linear import SafeAttention, SafeOperation, kind_of, matrix_work
+from ....precision.arithmetic.attention import SafeAttention
+from ....precision.arithmetic.compiling import compile_disabled
+from ....precision.arithmetic.flags import flags_set, fp32_accumulation
+from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
+from ....precision.arithmetic.linear import SafeOperation, kind_of, matmul_flops
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.ranges import Ranges, Slot
 from ....precision.dtypes import dtype_named, name_of
 from ....precision.formats.quantize import activation_scale
 from ....precision.modes import FP8, FP16, FP16_WIDE, INT8
 from ....precision.plan.compute import ComputeDecision, ComputePlan
-from ..execution import switches_by_layer
 from .attention import attending, full_precision_attention, in_one_dtype, is_fused
 from .call import Call
+from .execution import switches_by_layer
 from .modules import (
     calling_layers,
     exchanged,
@@ -81,8 +82,8 @@ class Compute:
         run = self.runs.last(model)
         return run.ranges.largest() if run else {}
 
-    def work(self, model) -> str:
-        """One line on the matrix work done with fp16 operands; empty where none was planned or measured."""
+    def fp16_share_text(self, model) -> str:
+        """Say in one line what share of the matmul FLOPs has fp16 operands; empty before a call and without any."""
         run = self.runs.last(model)
         share = run.fp16_share() if run else None
         if share is None:
@@ -93,7 +94,7 @@ class Compute:
 class PlannedLayers:
     """One model under a plan: its patches and what its calls have shown.
 
-    ``inside``: which of the other modules, by name, may meet a stream that the plan widens.
+    ``inside(name)``: whether one of the other modules can be given fp32 activations, where the plan mixes them in.
     """
 
     def __init__(self, plan: ComputePlan, model, inside: Callable[[str], bool] = lambda name: True):
@@ -128,19 +129,20 @@ class PlannedLayers:
             operation = self.operations[name] = SafeOperation(module, slot, self.ranges, weights_of(module))
             # A method and not the object, for which torch.compile would make a graph of its own.
             return operation.__call__ if self.is_safe else _out_as(decision, operation.__call__)
-        cast = CastOperation(module, _own_dtype(module, decision.mode), slot, self.ranges)
+        # Made inside of accumulation's wrapper, so this forward is accumulation's where that has one (wrappers.PLACES).
+        cast = CastOperation(module, module.forward, _own_dtype(module, decision.mode), slot, self.ranges)
         if name_of(cast.dtype) != decision.mode:
             self.in_own_way[name] = cast
         return _out_as(decision, cast)
 
     def call(self, call: Call) -> torch.Tensor:
-        """One call of the model, its patches set; repeated, measuring, when a magnitude left its range."""
-
-        off = needs_fp32_sums(self._plan, self._model().current_patcher)
+        """One call of the model, its patches set; repeated with calibration when a magnitude left its range."""
+        off = needs_fp32_accumulation(self._plan, self._model().current_patcher)
 
         def once():
             self.attention.begin()
-            with fp32_sums() if off else nullcontext(), eager(self.ranges.measuring):
+            plain = compile_disabled() if self.ranges.calibrating else nullcontext()
+            with fp32_accumulation() if off else nullcontext(), plain:
                 return call()
 
         return self.ranges.run(once)
@@ -161,15 +163,15 @@ class PlannedLayers:
 
     def fp16_share(self) -> float | None:
         slots = self.ranges.slots.values()
-        total = sum(slot.work for slot in slots)
-        fp16 = sum(operation.slot.work for operation in self.operations.values() if not operation.slot.full)
-        fp16 += self.attention.slot.work - self.attention.full_work
+        total = sum(slot.flops for slot in slots)
+        fp16 = sum(operation.slot.flops for operation in self.operations.values() if not operation.slot.in_fp32)
+        fp16 += self.attention.slot.flops - self.attention.fp32_flops
         return fp16 / total if total else None
 
 
-def needs_fp32_sums(plan: ComputePlan, patcher: "ModelPatcher") -> bool:
-    """Whether fp16 accumulation is off for the whole of a call: some layer has fp32 results, and there is none that could
-    sum in fp16 or no way to switch from layer to layer. Else each ``SafeOperation`` has it off for itself."""
+def needs_fp32_accumulation(plan: ComputePlan, patcher: "ModelPatcher") -> bool:
+    """Tell whether to hold fp16 accumulation off for whole calls: some layer has fp32 results, and either no layer could
+    accumulate in fp16 or the flag cannot be switched by layer. Otherwise each ``SafeOperation`` holds it off for itself."""
     modes = {decision.mode for decision in plan.decisions.values()}
     if FP16_WIDE.name not in modes:
         return False
@@ -184,19 +186,24 @@ def _own_dtype(module: torch.nn.Module, mode: str) -> torch.dtype:
 
 
 class CastOperation:
-    """A module's own forward on an input cast to another dtype; ComfyUI's classes cast their weights to it."""
+    """Cast a module's input and call ``forward`` with it; ComfyUI's classes cast their weights to their input's dtype.
 
-    def __init__(self, module: torch.nn.Module, dtype: torch.dtype, slot: Slot, ranges: Ranges):
+    Args:
+        module: the layer.
+        forward: what the module runs otherwise, accumulation's forward included (``wrappers.PLACES``).
+    """
+
+    def __init__(self, module: torch.nn.Module, forward: Callable, dtype: torch.dtype, slot: Slot, ranges: Ranges):
         self.module = module
-        self.forward = module.forward
+        self.forward = forward
         self.dtype = dtype
         self.slot = slot
         self.ranges = ranges
 
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         result = self.forward(x.to(self.dtype), *args, **kwargs)
-        if self.ranges.measuring:
-            self.slot.work += matrix_work(result, self.module, kind_of(self.module))
+        if self.ranges.calibrating:
+            self.slot.flops += matmul_flops(result, self.module, kind_of(self.module))
         return result
 
 
@@ -243,14 +250,14 @@ def _in_int8(module: torch.nn.Module, decision: ComputeDecision) -> list[Patch]:
 
 
 def _summed(sums: str, forward):
-    """A forward whose products sum as a rule asks; torch.compile cannot switch a layer's sums and leaves them alone."""
+    """Run ``forward`` with the accumulation that a rule asks for; inside a compiled graph flags cannot be switched."""
     if not sums:
         return forward
 
     def run(*args, **kwargs):
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)
-        with flags_set({FLAG: sums == "fp16"}):
+        with flags_set({FP16_ACCUMULATION: sums == "fp16"}):
             return forward(*args, **kwargs)
 
     return run

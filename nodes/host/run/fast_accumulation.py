@@ -5,7 +5,6 @@ hand every call on to them, unless this thread is inside a scope. They are there
 """
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 
@@ -17,9 +16,13 @@ try:
 except ImportError:
     TABLE = None
 
+from ....precision.arithmetic.patching import SharedScope
+
 ATEN = torch.ops.aten
 LAYOUTS = ("TensorCoreFP8E4M3Layout", "TensorCoreFP8E5M2Layout")
-active: ContextVar[bool] = ContextVar("halfsafe_fp8_fast_sums", default=False)
+Refused = dict[tuple[int, ...], str]
+"""Weight shape (outputs, K) -> why torch refused its matmul with fast accumulation."""
+active: ContextVar[Refused | None] = ContextVar("halfsafe_fp8_fast_accumulation", default=None)
 
 
 def why_unavailable() -> str:
@@ -54,14 +57,16 @@ def _handler(op, layout: type):
     original, operands = _original(op, layout), OPERANDS[op]
 
     def handle(qt, args, kwargs):
-        if not active.get():
+        refused = active.get()
+        if refused is None:
             return original(qt, args, kwargs)
         left, right, bias = operands(args)
         if not all(isinstance(tensor, comfy.quant_ops.QuantizedTensor) for tensor in (left, right)):
             return original(qt, args, kwargs)
         try:
             return _multiply(left, right, bias, kwargs.get("out_dtype", left._params.orig_dtype))
-        except RuntimeError:
+        except RuntimeError as error:
+            refused[tuple(right._qdata.t().shape)] = str(error).partition("\n")[0]
             return original(qt, args, kwargs)
 
     return handle
@@ -80,43 +85,30 @@ def _multiply(left, right, bias, out_dtype: torch.dtype) -> torch.Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-class _Installed:
-    """Counts the open scopes; the handlers are in the registry while there is one."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._count = 0
-        self._before: dict[tuple, object] = {}
-
-    def enter(self) -> None:
-        with self._lock:
-            self._count += 1
-            if self._count == 1:
-                places = [(op, layout) for op in OPERANDS for layout in _layouts()]
-                self._before = {(op, layout): TABLE[op].get(layout) for op, layout in places}
-                for (op, layout), handler in {place: _handler(*place) for place in places}.items():
-                    comfy.quant_ops.register_layout_op(op, layout)(handler)
-
-    def leave(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if self._count == 0:
-                for (op, layout), before in self._before.items():
-                    TABLE[op].pop(layout)
-                    if before is not None:
-                        TABLE[op][layout] = before
-
-
-_installed = _Installed()
-
-
 @contextlib.contextmanager
-def fast_sums() -> Iterator[None]:
-    """fp8 products of this thread use fast accumulation."""
-    _installed.enter()
-    token = active.set(True)
+def _handlers_registered() -> Iterator[None]:
+    places = [(op, layout) for op in OPERANDS for layout in _layouts()]
+    before = {(op, layout): TABLE[op].get(layout) for op, layout in places}
+    for (op, layout), handler in {place: _handler(*place) for place in places}.items():
+        comfy.quant_ops.register_layout_op(op, layout)(handler)
     try:
         yield
     finally:
-        active.reset(token)
-        _installed.leave()
+        for (op, layout), handler in before.items():
+            TABLE[op].pop(layout)
+            if handler is not None:
+                TABLE[op][layout] = handler
+
+
+_registered = SharedScope(_handlers_registered)
+
+
+@contextlib.contextmanager
+def fast_accumulation(refused: Refused) -> Iterator[None]:
+    """Run this thread's fp8 matmuls with fast accumulation; those torch refuses run as they are and are noted in ``refused``."""
+    with _registered:
+        token = active.set(refused)
+        try:
+            yield
+        finally:
+            active.reset(token)

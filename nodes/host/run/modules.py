@@ -1,4 +1,4 @@
-"""The modules of a model in memory: by name, whose forward they run, and how the weights of one are had."""
+"""Find the modules of a loaded model by name, tell whose forward they run, and lend their weights."""
 
 import contextlib
 import inspect
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
 from comfy.quant_ops import QuantizedTensor
 
-from ....precision.arithmetic.linear import kind_of
+from ....precision.arithmetic.linear import WeightProvider, kind_of
 from ....precision.arithmetic.patching import Patch
 
 if TYPE_CHECKING:
@@ -70,15 +70,18 @@ def has_own_forward(module: torch.nn.Module) -> bool:
 
 
 def exchanged(module: torch.nn.Module, forward: Callable) -> list[Patch]:
-    """Patches that make a layer multiply by ``forward`` alone: not in fp8 on its own, and not past its forward, as
-    ComfyUI from 0.38 does in fp16 while products sum in fp16."""
+    """Route all of a layer's matmuls through ``forward``.
+
+    ``_full_precision_mm`` also turns off the two paths of ``comfy/ops.py`` that bypass ``forward``: its own fp8 matmul and,
+    since ComfyUI 0.38, an fp16 matmul taken while fp16 accumulation is on.
+    """
     patches = [(module, "forward", forward), (module, "_full_precision_mm", True)]
     return [*patches, (module, "_forward", _dequantized_linear)] if is_quantized(module) else patches
 
 
 def calling_layers(modules: Iterable[torch.nn.Module]) -> list[Patch]:
-    """Patches that make ComfyUI call those of ``modules`` that have a forward of ours: ``linear_input_act`` in
-    ``comfy/ops.py``, for MiniMax, multiplies by the int8 weight of a layer itself."""
+    """Patch ``linear_input_act`` of ``comfy/ops.py`` (MiniMax) to call layers whose forward we exchanged; it multiplies by a
+    layer's int8 weight itself."""
     original = getattr(comfy.ops, "linear_input_act", None)
     if original is None or not any(map(is_quantized, modules)):
         return []
@@ -123,45 +126,47 @@ def only_multiplies(module: torch.nn.Module) -> bool:
     return all(method.__module__.startswith((comfy.ops.__name__, "torch.nn.")) for method in methods if method)
 
 
-def weights_of(module: torch.nn.Module) -> Callable:
-    """What gives such a module's weight in a dtype, and its bias in fp32, as a context."""
+def weights_of(module: torch.nn.Module) -> WeightProvider:
+    """Return the provider of such a module's weight in a dtype and its bias in fp32."""
     return core_weights if hasattr(module, "comfy_cast_weights") else torch_weights
 
 
 @contextlib.contextmanager
 def core_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple]:
-    """The module's weight in ``dtype`` and bias in fp32 through ComfyUI's cast: offload, LoRA and quantization included.
+    """Lend a module's weight in ``dtype`` and its bias in fp32 through ComfyUI's cast: offload, LoRA, quantization.
 
-    What is added to the weight at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is asked for.
+    A LoRA added at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is asked for.
     """
     comfy.ops.run_every_op()
     asked = torch.float32 if module.weight_function else dtype
-    weight, bias, stream = comfy.ops.cast_bias_weight(
+    weight, bias, cuda_stream = comfy.ops.cast_bias_weight(
         module, dtype=asked, device=x.device, bias_dtype=torch.float32, offloadable=True, **PATCHES_IN_FP32
     )
     try:
         yield dequantized(weight).to(dtype), bias
     finally:
-        comfy.ops.uncast_bias_weight(module, weight, bias, stream)
+        comfy.ops.uncast_bias_weight(module, weight, bias, cuda_stream)
 
 
 @contextlib.contextmanager
 def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> Iterator[tuple]:
-    """The weight of one of ComfyUI's quantized layers as it is stored, a LoRA merged into it, and its bias, both for an
-    input in the dtype of ``x``. ``cast_bias_weight`` dequantizes a weight that is asked for in a dtype not its own."""
+    """Lend a quantized layer's weight as stored, LoRA merged, and its bias, both for an input in the dtype of ``x``.
+
+    The weight is asked for in its own dtype: ``cast_bias_weight`` dequantizes it in any other.
+    """
     comfy.ops.run_every_op()
-    weight, bias, stream = comfy.ops.cast_bias_weight(
+    weight, bias, cuda_stream = comfy.ops.cast_bias_weight(
         module, dtype=module.weight.dtype, device=x.device, bias_dtype=x.dtype, offloadable=True, want_requant=True,
         **PATCHES_IN_FP32,
     )  # fmt: skip
     try:
         yield weight.to(x.dtype), bias
     finally:
-        comfy.ops.uncast_bias_weight(module, weight, bias, stream)
+        comfy.ops.uncast_bias_weight(module, weight, bias, cuda_stream)
 
 
 @contextlib.contextmanager
 def torch_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple]:
-    """The same for a module of torch's own classes, which custom model code may hold."""
+    """Lend the weight and bias of a module of torch's own classes, as custom model code may hold."""
     bias = None if module.bias is None else module.bias.to(x.device, torch.float32)
     yield module.weight.to(x.device, dtype), bias

@@ -1,4 +1,4 @@
-"""Our wrappers on a ModelPatcher, and their order around a model's call, however their nodes stand in the workflow."""
+"""Put Halfsafe's wrappers on a ModelPatcher in one fixed order, wherever their nodes stand in the workflow."""
 
 from collections.abc import Callable
 
@@ -9,15 +9,29 @@ ACCUMULATION = "halfsafe.accumulation"
 COMPUTE = "halfsafe.compute"
 GUARDED_LAYERS = "halfsafe.guard.layers"
 PLACES = {GUARD: -1, ACCUMULATION: 1, COMPUTE: 2, GUARDED_LAYERS: 3}
-"""From the outermost to the innermost; those of others are at 0.
+"""The order of our wrappers around a model's call, from the outermost in; wrappers of others are at 0.
 
-The guard's check is around everything; a layer that compute casts meets its sums' bound in the dtype it multiplies in; what
-the guard widens is widened last.
+Outermost: the guard's check. Accumulation wraps compute. Innermost: the guard's escalated layers, which override both.
+
+The order of wrappers decides the order of a layer's forwards the other way round. Each wrapper patches ``module.forward`` for
+the length of the call, around the forward it finds, so what an outer wrapper puts on a module runs inside of what an inner
+one puts there. One layer runs, from the outside in:
+
+1. the guard's escalated forward (``guard/escalation.py``); it is made outside of the other two and calls neither. Else:
+2. compute's (``compute.PlannedLayers``), which casts the input or multiplies by itself; where it casts, it then calls
+3. accumulation's (``accumulation._Run``), so an fp16 bound is checked on the input as it is multiplied; and that calls
+4. the module's own: ComfyUI's, or one that a LoRA in bypass mode put on the module.
+
+``PlannedLayers`` and ``_Run`` read ``module.forward`` once, when they are made: during a call, inside of the wrappers around
+them. When a forward below is exchanged later, ``per_model.PerModel`` finds another state and makes another run.
+
+A wrapper that another node adds after the last of ours stands innermost (``WrapperExecutor`` in ComfyUI's
+``comfy/patcher_extension.py`` calls wrappers in the order of the dict).
 """
 
 
 def set_wrapper(patcher, key: str, wrapper: Callable, kind: str = WrappersMP.APPLY_MODEL) -> None:
-    """Put a wrapper of ours on a patcher, in the place of an earlier one with that key."""
+    """Put a wrapper of ours on a patcher, in place of an earlier one with that key, and sort all by ``PLACES``."""
     patcher.remove_wrappers_with_key(kind, key)
     patcher.add_wrapper_with_key(kind, key, wrapper)
     around = patcher.wrappers.get(WrappersMP.APPLY_MODEL, {})

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from support import families, model_files
 from support.guarding import core, guarded, is_finite, report_of
 from support.measures import relative_error
-from support.summing import FLAG, accumulation, states
+from support.summing import FP16_ACCUMULATION, accumulation, states
 
 LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024)}
 BLOCK = 32
@@ -233,8 +233,8 @@ def test_callbacks_that_write_the_flag_for_all(comfy, wan, monkeypatch, wanted, 
 
     def switching(model):
         clone = model.clone()
-        clone.add_callback(CallbacksMP.ON_PRE_RUN, lambda _: flags.SETTINGS[FLAG].write(True))
-        clone.add_callback(CallbacksMP.ON_CLEANUP, lambda _: flags.SETTINGS[FLAG].write(False))
+        clone.add_callback(CallbacksMP.ON_PRE_RUN, lambda _: flags.SETTINGS[FP16_ACCUMULATION].write(True))
+        clone.add_callback(CallbacksMP.ON_CLEANUP, lambda _: flags.SETTINGS[FP16_ACCUMULATION].write(False))
         return clone
 
     def ours(model):
@@ -243,12 +243,12 @@ def test_callbacks_that_write_the_flag_for_all(comfy, wan, monkeypatch, wanted, 
     before, seen = states(), []
     model = families.load(comfy, wan, "fp16", "fp16")
     model = ours(switching(model)) if order == "theirs first" else switching(ours(model))
-    hook = model.model.diffusion_model.head.register_forward_pre_hook(lambda *_: seen.append(flags.is_on(FLAG)))
+    hook = model.model.diffusion_model.head.register_forward_pre_hook(lambda *_: seen.append(flags.is_on(FP16_ACCUMULATION)))
     try:
         result = families.sample(model, "wan", steps=2)
     finally:
         hook.remove()
-        flags.SETTINGS[FLAG].write(before[FLAG])
+        flags.SETTINGS[FP16_ACCUMULATION].write(before[FP16_ACCUMULATION])
     assert seen == [wanted == "on"] * 2, "inside of the calls it is as the node says"
     assert states() == before
     assert math.isfinite(result.norm())

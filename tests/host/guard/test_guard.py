@@ -4,7 +4,7 @@ import pytest
 import torch
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.precision.arithmetic import flags
-from halfsafe.precision.arithmetic.fp16_sums import FLAG
+from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from halfsafe.precision.plan.rules import rules_from
 from support import families, tiny_models
 from support.broken_arithmetic import SumsInFp16
@@ -184,7 +184,7 @@ def test_fp16_sums_that_overflow_go_back_to_fp32_sums(comfy, files):
         result = families.sample(model, "wan")
     assert relative_error(expected, result) < 0.02
     assert report_of(model).events[0].layer == "blocks.1.ffn.2"
-    assert not flags.is_on(FLAG)
+    assert not flags.is_on(FP16_ACCUMULATION)
 
 
 class BrokenKernel:

@@ -16,7 +16,7 @@ from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.plan.accumulation import PARTS
 from support import families, tiny_models
 from support.families import load, report
-from support.summing import FLAG, SETTINGS, accumulation, raising, spied, started_with, states
+from support.summing import FP16_ACCUMULATION, SETTINGS, accumulation, raising, spied, started_with, states
 
 pytestmark = pytest.mark.usefixtures("flags_as_before")
 RESULTS = Path(__file__).absolute().parents[3] / "benchmarks" / "results" / "flags.json"
@@ -171,7 +171,7 @@ def test_the_sampler_the_text_encoder_and_the_vae_see_the_outside(comfy, wan, mo
     monkeypatch.setattr(vae.first_stage_model, "decode", noted("vae", vae.first_stage_model.decode))
     encoder = clip.cond_stage_model
     monkeypatch.setattr(encoder, "encode_token_weights", noted("text", encoder.encode_token_weights))
-    with started_with([FLAG], True) as before:
+    with started_with([FP16_ACCUMULATION], True) as before:
         model = accumulation(comfy, load(comfy, wan), fp16_accumulation="off", tf32="on")
         model = spied(model, lambda: seen.update(model=states()))
         model.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, "spy", lambda run, *a, **k: noted("sampler", run)(*a, **k))
@@ -179,19 +179,19 @@ def test_the_sampler_the_text_encoder_and_the_vae_see_the_outside(comfy, wan, mo
         clip.encode_from_tokens(clip.tokenize("a lighthouse"))
         vae.decode(torch.zeros(1, 4, 8, 8))
     assert seen["sampler"] == seen["text"] == seen["vae"] == before
-    assert seen["model"][FLAG] is False and flags.SETTINGS["tf32_matmul"].is_on(seen["model"]["tf32_matmul"])
+    assert seen["model"][FP16_ACCUMULATION] is False and flags.SETTINGS["tf32_matmul"].is_on(seen["model"]["tf32_matmul"])
 
 
 @pytest.mark.parametrize(
     ("profile", "compute", "setting", "value", "why"),
     [
-        ("sm_86", "bf16", FLAG, "on", "acts on fp16 products only"),
-        ("sm_86", "fp32", FLAG, "auto", "acts on fp16 products only"),
-        ("sm_90", "fp16", FLAG, "auto", "risk without gain"),
-        ("gfx1100", "fp16", FLAG, "on", "NVIDIA"),
-        ("mps_m1", "fp16", FLAG, "auto", "NVIDIA"),
-        ("xpu", "fp16", FLAG, "on", "NVIDIA"),
-        ("cpu", "fp16", FLAG, "auto", "NVIDIA"),
+        ("sm_86", "bf16", FP16_ACCUMULATION, "on", "acts on fp16 products only"),
+        ("sm_86", "fp32", FP16_ACCUMULATION, "auto", "acts on fp16 products only"),
+        ("sm_90", "fp16", FP16_ACCUMULATION, "auto", "risk without gain"),
+        ("gfx1100", "fp16", FP16_ACCUMULATION, "on", "NVIDIA"),
+        ("mps_m1", "fp16", FP16_ACCUMULATION, "auto", "NVIDIA"),
+        ("xpu", "fp16", FP16_ACCUMULATION, "on", "NVIDIA"),
+        ("cpu", "fp16", FP16_ACCUMULATION, "auto", "NVIDIA"),
         ("sm_75", "fp32", "tf32", "on", "does not have it"),
         ("sm_89", "bf16", "fp8_fast_accumulation", "on", "no layer multiplies in fp8"),
         ("sm_86", "bf16", "fp8_fast_accumulation", "auto", ""),
@@ -221,8 +221,8 @@ def test_a_flag_this_torch_lacks_is_reported(comfy, wan, call, monkeypatch, ampe
     def absent():
         raise AttributeError("allow_fp16_accumulation")
 
-    setting = flags.FlagSetting(FLAG, absent, lambda value: pytest.fail("written"), bool)
-    monkeypatch.setitem(flags.SETTINGS, FLAG, setting)
+    setting = flags.FlagSetting(FP16_ACCUMULATION, absent, lambda value: pytest.fail("written"), bool)
+    monkeypatch.setitem(flags.SETTINGS, FP16_ACCUMULATION, setting)
     ours = accumulation(comfy, load(comfy, wan, "fp16", "fp16"), fp16_accumulation="on")
     families.replay(ours, call)
     assert any("has no fp16 accumulation flag" in e["reason"] for e in report(comfy, ours)["without_effect"])

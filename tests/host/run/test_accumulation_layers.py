@@ -10,7 +10,7 @@ from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files
 from support.families import Call, load, report, with_compute
 from support.measures import relative_error
-from support.summing import FLAG, accumulation, products, spied
+from support.summing import FP16_ACCUMULATION, accumulation, products, spied
 
 pytestmark = pytest.mark.usefixtures("flags_as_before")
 UNPROVEN, SCALED = "text_embedding.0", "blocks.1.self_attn.v"
@@ -50,7 +50,7 @@ def test_proven_layers_sum_in_fp16_and_the_others_in_fp32(comfy, mixed, ampere):
     assert layers[SCALED]["accumulation"] == "fp16" and layers[SCALED]["mode"] == "fp16_acc16"
     proven = [layer for layer in layers.values() if layer["accumulation"] == "fp16"]
     assert sum(on for _, on in later) == len(proven) == len(later) - 1
-    flag = report(comfy, ours)["flags"][FLAG]
+    flag = report(comfy, ours)["flags"][FP16_ACCUMULATION]
     assert (flag["requested"], flag["in_scope"], flag["outside"]) == ("auto", True, False)
     assert f"{len(proven)} of {len(later)} fp16 layers are proven" in flag["reason"]
 
@@ -92,7 +92,7 @@ def test_a_louder_step_is_repeated_without_the_layers_it_disproves(comfy, base, 
     assert run.ranges.repeats == 1 and len(seen) == 2 * count
     assert not any(on for _, on in seen[count:]), "the repeated call summed in fp16"
     assert "scaled by 2^-" in layers_of(comfy, ours)[UNPROVEN]["reason"]
-    assert "1 calls were repeated" in report(comfy, ours)["flags"][FLAG]["reason"]
+    assert "1 calls were repeated" in report(comfy, ours)["flags"][FP16_ACCUMULATION]["reason"]
 
 
 def test_on_is_obeyed_and_names_what_is_not_proven(comfy, mixed, ampere):
@@ -126,7 +126,7 @@ def test_fp16_safe_has_fp32_results_and_says_so(comfy, wan, call, ampere):
     assert torch.equal(families.replay(ours, call), families.replay(model, call))
     found = report(comfy, ours)
     assert any(e["setting"] == "fp16_accumulation=auto" and "fp32 results" in e["reason"] for e in found["without_effect"])
-    assert found["flags"][FLAG]["in_scope"] is False
+    assert found["flags"][FP16_ACCUMULATION]["in_scope"] is False
 
 
 def test_two_gpus_at_once_never_switch_layer_by_layer(comfy, wan, call, ampere):
@@ -135,7 +135,7 @@ def test_two_gpus_at_once_never_switch_layer_by_layer(comfy, wan, call, ampere):
     held, release = threading.Event(), threading.Event()
 
     def other():
-        with flags.flags_set({FLAG: False}):
+        with flags.flags_set({FP16_ACCUMULATION: False}):
             held.set()
             release.wait()
 
@@ -162,11 +162,11 @@ def test_under_torch_compile_all_or_none(comfy, base, mixed, call, ampere, monke
     model = accumulation(comfy, model, fp16_accumulation="auto", attention="auto")
     set_torch_compile_wrapper(model, backend="eager")
     inside = []
-    model = spied(model, lambda: inside.append(flags.is_on(FLAG)))
+    model = spied(model, lambda: inside.append(flags.is_on(FP16_ACCUMULATION)))
     for _ in range(3):
         families.replay(model, call)
     assert inside == [False, quiet, quiet]
-    reason = report(comfy, model)["flags"][FLAG]["reason"]
+    reason = report(comfy, model)["flags"][FP16_ACCUMULATION]["reason"]
     assert "cannot be switched layer by layer" in reason and reason.endswith("on for all." if quiet else "off.")
 
 
@@ -178,7 +178,7 @@ def test_on_several_devices_all_or_none(comfy, base, call, ampere, monkeypatch):
     ours.is_multigpu_base_clone = True
     families.replay(ours, call)
     assert not any(on for _, on in products(ours, call)[0]), "attention that sums on its own was trusted"
-    assert "attention's own products are not bounded" in report(comfy, ours)["flags"][FLAG]["reason"]
+    assert "attention's own products are not bounded" in report(comfy, ours)["flags"][FP16_ACCUMULATION]["reason"]
     monkeypatch.setattr(wan_model, "optimized_attention", attention.attention_pytorch)
     ours = accumulation(comfy, base, fp16_accumulation="auto", attention="auto")
     ours.is_multigpu_base_clone = True

@@ -11,7 +11,7 @@ from support.compiling import compiled
 from support.families import load, report, with_compute
 from support.flag_spy import FlagSpy
 from support.guarding import guarded, plain_fp16
-from support.summing import FLAG, accumulation, started_with
+from support.summing import FP16_ACCUMULATION, accumulation, started_with
 
 pytestmark = pytest.mark.usefixtures("flags_as_before", "ampere")
 PLAIN_FFN, WIDE_FFN = "blocks.0.ffn.* compute=fp16", "blocks.0.ffn.* compute=fp16_safe"
@@ -29,12 +29,12 @@ def spied(model, call, calls=2):
 @pytest.fixture
 def fast():
     """ComfyUI as started with --fast fp16_accumulation."""
-    with started_with([FLAG], True):
+    with started_with([FP16_ACCUMULATION], True):
         yield
 
 
 def in_scope(comfy, model):
-    entry = report(comfy, model)["flags"][FLAG]
+    entry = report(comfy, model)["flags"][FP16_ACCUMULATION]
     return entry["in_scope"], entry["outside"], entry["reason"]
 
 
@@ -45,7 +45,7 @@ def test_fp16_safe_in_a_comfyui_that_sums_in_fp16(comfy, wan, call, fast):
         assert spy.wide and not any(spy.wide)
         inside, outside, reason = in_scope(comfy, model)
         assert (inside, outside) == (False, True) and "fp32 results" in reason
-        assert flags.is_on(FLAG) is True
+        assert flags.is_on(FP16_ACCUMULATION) is True
 
 
 @pytest.mark.parametrize("order", ["compute first", "compute last"])
@@ -57,7 +57,7 @@ def test_fp16_safe_with_fp16_accumulation_asked_for(comfy, wan, call, order):
         ours = with_compute(comfy, accumulation(comfy, model, fp16_accumulation="on"), "fp16_safe")
     spy = spied(ours, call)
     assert spy.wide and not any(spy.wide)
-    assert any(entry["setting"] == f"{FLAG}=on" for entry in report(comfy, ours)["without_effect"])
+    assert any(entry["setting"] == f"{FP16_ACCUMULATION}=on" for entry in report(comfy, ours)["without_effect"])
     assert in_scope(comfy, ours)[:2] == (False, False)
 
 
@@ -97,7 +97,7 @@ def test_what_the_guard_repeats_and_widens(comfy, models_dir, kind, asked):
     model = guarded(comfy, plain_fp16(comfy, path))
     if asked == "by the node":
         model = accumulation(comfy, model, fp16_accumulation="on")
-    with started_with([FLAG], asked == "by ComfyUI"):
+    with started_with([FP16_ACCUMULATION], asked == "by ComfyUI"):
         for _ in range(2):
             with FlagSpy() as spy:
                 families.sample(model, "wan", steps=2)
@@ -112,7 +112,7 @@ def test_what_the_guard_left_as_it_was_sums_as_asked_beside_what_it_widened(comf
     families.replay(model, call)
     state = guard_of(model).states.last(model.model)
     state.grow(Escalation({"blocks.0.ffn.2": "fp16_wide", "text_embedding.0": "fp16_wide"}, frozenset({"blocks.0"})))
-    with started_with([FLAG], asked == "by ComfyUI"):
+    with started_with([FP16_ACCUMULATION], asked == "by ComfyUI"):
         spy = spied(model, call)
     assert spy.wide and not any(spy.wide) and True in spy.plain and False in spy.plain
 
@@ -125,7 +125,7 @@ class Graphs:
 
     def __call__(self, graph, inputs):
         def run(*args):
-            self.seen.append(flags.is_on(FLAG))
+            self.seen.append(flags.is_on(FP16_ACCUMULATION))
             return graph.forward(*args)
 
         return run

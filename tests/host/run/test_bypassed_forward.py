@@ -8,7 +8,7 @@ from halfsafe.precision.plan.rules import rules_from
 from support import families
 from support.families import load, with_compute
 from support.measures import relative_error
-from support.summing import FLAG, accumulation
+from support.summing import FP16_ACCUMULATION, accumulation
 
 LAYERS = ("blocks.0.ffn.2", "blocks.1.ffn.2")
 
@@ -20,7 +20,7 @@ class PastForward(torch.nn.Sequential):
         *before, last = self
         for module in before:
             x = module(x)
-        if flags.is_on(FLAG) and x.dtype == torch.float16 and not getattr(last, "_full_precision_mm", False):
+        if flags.is_on(FP16_ACCUMULATION) and x.dtype == torch.float16 and not getattr(last, "_full_precision_mm", False):
             self.past.append(last)
             return F.linear(x, last.weight, last.bias)
         return last(x)
@@ -37,7 +37,7 @@ def went_past(comfy, wan):
 
 def test_the_stand_in_goes_past_a_layer_nothing_is_asked_of(went_past, call):
     model, past = went_past
-    with flags.flags_set({FLAG: True}):
+    with flags.flags_set({FP16_ACCUMULATION: True}):
         families.replay(model, call)
     assert len(past) == len(LAYERS)
 
@@ -46,7 +46,7 @@ def test_layers_with_a_rule_are_called(comfy, went_past, call):
     model, past = went_past
     reference = families.replay(with_compute(comfy, model, "fp32"), call)
     ruled = with_compute(comfy, model, "fp16", rules=rules_from(text="*ffn.2 compute=fp32"))
-    with flags.flags_set({FLAG: True}):
+    with flags.flags_set({FP16_ACCUMULATION: True}):
         result = families.replay(ruled, call)
     assert not past and relative_error(reference, result) < 0.01
 

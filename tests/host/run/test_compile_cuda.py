@@ -34,9 +34,9 @@ def seen(run, device):
     """What the first call would find, without numbers to find it from."""
     for slot in run.ranges.slots.values():
         slot.device, slot.gain = device, 1.0
-    run.attention.in_full = [False] * 4
+    run.attention.calls_in_fp32 = [False] * 4
     run.ranges._place()
-    run.ranges.measuring = False
+    run.ranges.calibrating = False
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])

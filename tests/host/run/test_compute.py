@@ -121,7 +121,7 @@ def readbacks(model, call_of_two):
 def test_a_clean_call_waits_for_the_device_once(comfy, wan, call_of_two):
     model = load(comfy, wan, "as_file", "fp16_safe")
     stock = readbacks(load(comfy, wan, "fp32"), call_of_two)
-    assert readbacks(model, call_of_two) > stock + 20, "measuring reads every operation"
+    assert readbacks(model, call_of_two) > stock + 20, "calibrating reads every operation"
     assert readbacks(model, call_of_two) == stock + 1
 
 

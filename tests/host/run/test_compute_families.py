@@ -66,7 +66,7 @@ def test_the_work_it_counts_is_all_the_matrix_work_there_is(comfy, model_of, fam
     model = families.load(comfy, path, "as_file", "fp16_safe")
     families.replay(model, call)
     run = compute_of(model).runs.of(model.model)
-    assert sum(slot.work for slot in run.ranges.slots.values()) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert sum(slot.flops for slot in run.ranges.slots.values()) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -82,4 +82,4 @@ def test_every_attention_function_of_core_stays_finite(comfy, model_of, monkeypa
     model = families.load(comfy, path, "as_file", "fp16_safe")
     for _ in range(2):
         assert relative_error(reference, families.replay(model, call)) <= 0.6 * bf16
-    assert compute_of(model).runs.of(model.model).attention.full_work > 0
+    assert compute_of(model).runs.of(model.model).attention.fp32_flops > 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from halfsafe.precision.arithmetic import flags
-from halfsafe.precision.arithmetic.fp16_sums import FLAG
+from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from halfsafe.precision.plan.rules import rules_from
 from support import families, tiny_models
 from support.families import load, with_compute
@@ -118,7 +118,7 @@ class Sums(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is F.linear and tuple(args[1].shape) == SHAPE:
-            self.seen.append(flags.is_on(FLAG))
+            self.seen.append(flags.is_on(FP16_ACCUMULATION))
         return function(*args, **(kwargs or {}))
 
 

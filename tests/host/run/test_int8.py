@@ -33,7 +33,7 @@ def exact(comfy, wan, models_dir, call):
 
 
 def made(model, call):
-    """Layer -> the mode of the products it makes in one call of a model that is not measuring any more."""
+    """Layer -> the mode of the products it makes in one call of a model that is not calibrating any more."""
     families.replay(model, call)
     with Products(layers_of(model)) as products:
         families.replay(model, call)

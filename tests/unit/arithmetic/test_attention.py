@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from halfsafe.precision.arithmetic.attention import AS_IS, FULL, SMOOTH, BoundedAttention, smoothed
+from halfsafe.precision.arithmetic.attention import AS_IS, FP32, SMOOTH, BoundedAttention, smoothed
 from halfsafe.precision.arithmetic.ranges import Ranges
 from support.measures import relative_error
 
@@ -51,7 +51,7 @@ def test_keys_with_a_large_offset_are_smoothed(offset):
 def test_scores_that_are_truly_large_are_computed_in_fp32():
     tensors = onediff_454(0.0, size=100.0)
     results, bound, _ = attend(tensors)
-    assert bound.slots[0].mode == FULL
+    assert bound.slots[0].mode == FP32
     assert max(relative_error(exact_attention(*tensors), result) for result in results) < 2e-3
     assert "1 in fp16: 0 unchanged, 0 smooth-K, 1 fp32; attention 0: fp32, score bound" in bound.summary()
 
@@ -114,7 +114,7 @@ def test_an_override_whose_result_is_not_finite_is_off_for_that_attention_only()
         return [bound(quantized, fp16_math, *tensors, 4, foreign=True) for tensors in (quiet, second)]
 
     first = ranges.run(lambda: call(loud))
-    assert [slot.mode for slot in bound.slots] == [AS_IS, FULL]
+    assert [slot.mode for slot in bound.slots] == [AS_IS, FP32]
     assert all(torch.isfinite(result).all() for result in first)
     ranges = Ranges()
     bound = BoundedAttention(ranges)
@@ -131,7 +131,7 @@ def test_fp32_means_always_and_wider_attention_is_left_alone():
         return q
 
     tensors = onediff_454(0.0)
-    always = BoundedAttention(Ranges(), always_full=True)
+    always = BoundedAttention(Ranges(), always_fp32=True)
     assert always(attention, attention, *tensors, 4).dtype == torch.float16
     for dtype in (torch.bfloat16, torch.float32):
         watching = BoundedAttention(Ranges())

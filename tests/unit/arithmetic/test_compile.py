@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from halfsafe.precision.arithmetic import linear as operations
-from halfsafe.precision.arithmetic.attention import BoundedAttention
-from halfsafe.precision.arithmetic.fp16_sums import BoundedLinear, SumSlot
-from halfsafe.precision.arithmetic.linear import SafeAttention, SafeOperation
+from halfsafe.precision.arithmetic.attention import BoundedAttention, SafeAttention
+from halfsafe.precision.arithmetic.fp16_accumulation import AccumulationSlot, Fp16AccumulationLinear
+from halfsafe.precision.arithmetic.linear import SafeOperation
 from halfsafe.precision.arithmetic.ranges import Ranges
 from support.plain_weights import plain_weights
 from torch._dynamo.backends.common import aot_autograd
@@ -39,7 +39,7 @@ def measured(ranges, device, exponent=0):
     for slot in ranges.slots.values():
         slot.device, slot.gain, slot.exponent, slot.proven, slot.scales = device, 1.0, exponent, True, exponent != 0
     ranges._place()
-    ranges.measuring = False
+    ranges.calibrating = False
 
 
 def safe(module, ranges, wide=None):
@@ -58,7 +58,7 @@ class Block(torch.nn.Module):
         self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width, bias=False)
         self.ffn = torch.nn.Sequential(torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width))
         self.attention = SafeAttention(ranges)
-        self.attention.in_full = [False, False]
+        self.attention.calls_in_fp32 = [False, False]
 
     def forward(self, x):
         self.attention.begin()
@@ -117,8 +117,8 @@ def test_bounded_sums_and_attention_on_cuda(exponent):
         ranges = Ranges()
         with CUDA:
             module, x = torch.nn.Linear(32, 32, dtype=torch.float16), torch.empty(1, 8, 32, dtype=torch.float16)
-        slot = ranges.slots["sums"] = SumSlot("sums")
-        module.forward = BoundedLinear(module, slot, ranges, plain_weights, by_layer=False).__call__
+        slot = ranges.slots["sums"] = AccumulationSlot("sums")
+        module.forward = Fp16AccumulationLinear(module, module.forward, slot, ranges, plain_weights, by_layer=False).__call__
         bounded = BoundedAttention(ranges)
         measured(ranges, x.device, exponent)
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from halfsafe.precision.arithmetic.compiling import eager
+from halfsafe.precision.arithmetic.compiling import compile_disabled
 
 
 def stance():
@@ -12,16 +12,16 @@ def stance():
 
 
 def test_it_holds_inside_and_not_after():
-    with eager():
+    with compile_disabled():
         assert stance() == "force_eager"
-        with eager(False), eager():
+        with compile_disabled():
             assert stance() == "force_eager"
         assert stance() == "force_eager"
     assert stance() == "default"
 
 
 def test_it_is_put_back_after_an_error():
-    with pytest.raises(ValueError), eager():
+    with pytest.raises(ValueError), compile_disabled():
         raise ValueError
     assert stance() == "default"
 
@@ -30,14 +30,14 @@ def test_threads_that_overlap_leave_nothing():
     first_in, second_in, first_out = (threading.Event() for _ in range(3))
 
     def first():
-        with eager():
+        with compile_disabled():
             first_in.set()
             second_in.wait(10)
         first_out.set()
 
     def second():
         first_in.wait(10)
-        with eager():
+        with compile_disabled():
             second_in.set()
             first_out.wait(10)
             seen.append(stance())

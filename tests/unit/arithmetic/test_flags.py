@@ -154,29 +154,31 @@ def in_thread(action):
     return seen[0]
 
 
-def flag_under_fp32_sums():
-    with flags.fp32_sums():
+def flag_under_fp32_accumulation():
+    with flags.fp32_accumulation():
         return flags.is_on("fp16_accumulation")
 
 
-def test_fp32_sums_keep_the_flag_off_whatever_is_around_them():
+def test_fp32_accumulation_keeps_the_flag_off_whatever_is_around_them():
     MATMUL.allow_fp16_accumulation = True
-    assert flag_under_fp32_sums() is False and MATMUL.allow_fp16_accumulation
+    assert flag_under_fp32_accumulation() is False and MATMUL.allow_fp16_accumulation
     for around in (True, False):
         with flags.flags_set({"fp16_accumulation": around}):
-            assert flag_under_fp32_sums() is False
-            assert flags.switched("fp16_accumulation", True, flag_under_fp32_sums) is False
+            assert flag_under_fp32_accumulation() is False
+            with flags.switched("fp16_accumulation", True):
+                assert flag_under_fp32_accumulation() is False
             assert flags.is_on("fp16_accumulation") is around
     assert MATMUL.allow_fp16_accumulation
 
 
-def test_no_other_thread_turns_the_flag_on_during_fp32_sums():
+def test_no_other_thread_turns_the_flag_on_during_fp32_accumulation():
     def turn_on():
         with flags.flags_set({"fp16_accumulation": True}):
-            switched = flags.switched("fp16_accumulation", True, lambda: flags.is_on("fp16_accumulation"))
+            with flags.switched("fp16_accumulation", True):
+                switched = flags.is_on("fp16_accumulation")
             return flags.is_on("fp16_accumulation"), switched
 
-    with flags.fp32_sums():
+    with flags.fp32_accumulation():
         assert in_thread(turn_on) == (False, False)
         assert flags.is_on("fp16_accumulation") is False
     assert in_thread(turn_on) == (True, True)
@@ -188,7 +190,7 @@ def test_a_product_waits_until_another_threads_layer_has_switched_back():
 
     def wide_product():
         begun.set()
-        seen.append(flag_under_fp32_sums())
+        seen.append(flag_under_fp32_accumulation())
 
     thread = threading.Thread(target=wide_product)
 
@@ -198,8 +200,8 @@ def test_a_product_waits_until_another_threads_layer_has_switched_back():
         thread.join(0.05)
         return flags.is_on("fp16_accumulation"), list(seen)
 
-    with flags.flags_set({"fp16_accumulation": False}):
-        assert flags.switched("fp16_accumulation", True, layer) == (True, [])
+    with flags.flags_set({"fp16_accumulation": False}), flags.switched("fp16_accumulation", True):
+        assert layer() == (True, [])
     thread.join()
     assert seen == [False]
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from halfsafe.precision.arithmetic import flags
-from halfsafe.precision.arithmetic.compiling import eager
-from halfsafe.precision.arithmetic.fp16_sums import BoundedLinear, SumSlot
-from halfsafe.precision.arithmetic.linear import SafeAttention, SafeOperation, has_wide_output, largest_row_sum
+from halfsafe.precision.arithmetic.attention import SafeAttention
+from halfsafe.precision.arithmetic.compiling import compile_disabled
+from halfsafe.precision.arithmetic.fp16_accumulation import AccumulationSlot, Fp16AccumulationLinear
+from halfsafe.precision.arithmetic.linear import SafeOperation, has_wide_output, largest_row_sum
 from halfsafe.precision.arithmetic.ranges import Ranges
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -95,7 +96,7 @@ def test_a_weight_beyond_fp16_runs_in_fp32():
     with torch.inference_mode():
         for _ in range(2):
             assert relative_error(module(x), ranges.run(lambda: operation(x))) < 1e-6
-    assert operation.slot.full
+    assert operation.slot.in_fp32
 
 
 def test_the_input_is_never_written_to():
@@ -118,7 +119,7 @@ def test_no_partial_sum_of_a_scaled_product_passes_fp16(inputs, outputs, size, s
     operation, ranges = safe(module, wide=False)
     with torch.inference_mode():
         ranges.run(lambda: operation(x))
-    if operation.slot.full:
+    if operation.slot.in_fp32:
         return
     scaled = x.double() * 2.0**-operation.slot.exponent
     partial = (scaled.unsqueeze(1) * module.weight.double().unsqueeze(0)).cumsum(-1)
@@ -136,7 +137,7 @@ def test_no_partial_sum_of_a_scaled_convolution_passes_fp16(inputs, outputs, ker
     operation, ranges = safe(module, wide=False)
     with torch.inference_mode():
         ranges.run(lambda: operation(x))
-    if operation.slot.full:
+    if operation.slot.in_fp32:
         return
     scaled = x.double() * 2.0**-operation.slot.exponent
     columns = F.unfold(scaled, kernel, padding=1)
@@ -177,7 +178,7 @@ def test_twelve_measurements_need_one_graph_and_give_the_same_as_without_it(wide
     x, exponents = torch.randn(4, 64), set()
 
     def call(size):
-        with eager(ranges.measuring):
+        with compile_disabled() if ranges.calibrating else contextlib.nullcontext():
             return run(x * 10.0**size)
 
     with torch.inference_mode():
@@ -210,7 +211,7 @@ def on_simulated_cuda(build, shape):
     with FakeTensorMode(allow_non_fake_inputs=True), FlagAtProducts() as products, torch.inference_mode():
         with torch.device("cuda"):
             operation, ranges = safe(build())
-        ranges.measuring, operation.slot.gain = False, 1.0
+        ranges.calibrating, operation.slot.gain = False, 1.0
         assert operation(torch.empty(shape, device="cuda")).dtype == torch.float32
     return products.seen
 
@@ -246,10 +247,10 @@ def test_largest_row_sum_bounds_every_output():
 def test_work_counts_two_operations_per_weight_and_position():
     operation, ranges = safe(torch.nn.Linear(64, 48))
     ranges.run(lambda: operation(torch.ones(2, 5, 64)))
-    assert operation.slot.work == 2 * 10 * 64 * 48
+    assert operation.slot.flops == 2 * 10 * 64 * 48
     operation, ranges = safe(torch.nn.Conv2d(8, 12, 3, padding=1))
     ranges.run(lambda: operation(torch.ones(2, 8, 9, 9)))
-    assert operation.slot.work == 2 * (2 * 9 * 9 * 12) * (8 * 3 * 3)
+    assert operation.slot.flops == 2 * (2 * 9 * 9 * 12) * (8 * 3 * 3)
 
 
 def sdpa(q, k, v, heads, mask=None, **kwargs):
@@ -379,7 +380,7 @@ class PatchedInPlace:
 
 
 @pytest.mark.parametrize("size", [1.0, 1e6])
-def test_a_measuring_call_asks_for_its_weight_once(size):
+def test_a_calibrating_call_asks_for_its_weight_once(size):
     """1e6: the layer turns out to need fp32."""
     weights = PatchedInPlace(torch.eye(16), torch.full((16, 16), size))
     ranges, x = Ranges(), torch.randn(4, 16)
@@ -387,7 +388,7 @@ def test_a_measuring_call_asks_for_its_weight_once(size):
     with torch.inference_mode():
         result = ranges.run(lambda: operation(x))
         assert relative_error(x @ (torch.eye(16) + size), result) < 1e-3
-    assert ranges.slots["layer"].full == (size > 65504)
+    assert ranges.slots["layer"].in_fp32 == (size > 65504)
     assert len(weights.asked) == 1
 
 
@@ -400,8 +401,8 @@ def test_a_call_that_measures_sums_asks_for_its_weight_once():
             return F.linear(x, weight, bias)
 
     module.forward = forward
-    slot = ranges.slots["layer"] = SumSlot("layer")
-    operation = BoundedLinear(module, slot, ranges, weights)
+    slot = ranges.slots["layer"] = AccumulationSlot("layer")
+    operation = Fp16AccumulationLinear(module, module.forward, slot, ranges, weights)
     with torch.inference_mode():
         assert torch.equal(ranges.run(lambda: operation(x)), F.linear(x, (torch.eye(16) + 1).half()))
     assert len(weights.asked) == 1 and slot.terms == 16
@@ -413,7 +414,7 @@ def test_a_gradient_goes_through_where_torch_has_none_for_fp32_results(trained):
     module = torch.nn.Linear(64, 48, device="meta").requires_grad_(trained == "weight")
     ranges = Ranges()
     slot = ranges.slot("layer")
-    ranges.measuring, slot.gain = False, 1.0
+    ranges.calibrating, slot.gain = False, 1.0
     x = torch.zeros(3, 64, device="meta", requires_grad=trained == "input")
     result = SafeOperation(module, slot, ranges, plain_weights, wide=True)(x)
     result.sum().backward()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 @given(st.floats(1e-30, 1e30), st.floats(1.0, 6e4))
 def test_a_fitted_operand_has_room_to_grow_and_keeps_its_precision(size, gain):
     slot = Slot("layer")
-    slot.fit(size, gain)
+    slot.calibrate(size, gain)
     scaled = size * 2.0**-slot.exponent * gain
     assert scaled * 2**16 > FP16_MAX / 2**16 and scaled <= FP16_MAX / 4
     assert slot.holds(size * 4)
@@ -21,14 +21,14 @@ def test_a_fitted_operand_has_room_to_grow_and_keeps_its_precision(size, gain):
 def test_an_operand_that_fits_is_not_scaled():
     for size in (1e-3, 1.0, 1e4):
         slot = Slot("layer")
-        slot.fit(size)
+        slot.calibrate(size)
         assert slot.exponent == 0
 
 
 def test_nothing_is_held_before_a_measurement_nor_ever_a_nan():
     slot = Slot("layer")
     assert not slot.holds(0.0) and not slot.holds(1.0)
-    slot.fit(1.0)
+    slot.calibrate(1.0)
     assert slot.holds(0.0) and slot.holds(1.0)
     assert not any(map(slot.holds, (math.nan, math.inf, FP16_MAX * 2, 1e-9)))
 
@@ -36,20 +36,20 @@ def test_nothing_is_held_before_a_measurement_nor_ever_a_nan():
 def test_magnitudes_that_keep_swinging_end_in_fp32():
     slot = Slot("layer")
     for _ in range(3):
-        slot.fit(1e12)
-        slot.fit(1e-12)
-    assert slot.full
+        slot.calibrate(1e12)
+        slot.calibrate(1e-12)
+    assert slot.in_fp32
 
 
 def test_a_layer_first_reached_at_a_later_call_is_measured():
     ranges, calls = Ranges(), []
 
     def first():
-        return ranges.slot("a").fit(1.0)
+        return ranges.slot("a").calibrate(1.0)
 
     def later():
-        calls.append(ranges.measuring)
-        ranges.slot("b").record(torch.tensor(1.0)) if not ranges.measuring else ranges.slot("b").fit(1.0)
+        calls.append(ranges.calibrating)
+        ranges.slot("b").record(torch.tensor(1.0)) if not ranges.calibrating else ranges.slot("b").calibrate(1.0)
 
     ranges.run(first)
     ranges.run(later)
@@ -60,9 +60,9 @@ def test_an_error_while_measuring_measures_again():
     ranges = Ranges()
     with pytest.raises(KeyError):
         ranges.run(lambda: {}["missing"])
-    assert ranges.measuring
-    assert ranges.run(lambda: ranges.measuring)
-    assert ranges.run(lambda: not ranges.measuring)
+    assert ranges.calibrating
+    assert ranges.run(lambda: ranges.calibrating)
+    assert ranges.run(lambda: not ranges.calibrating)
 
 
 @pytest.fixture(params=[True, False], ids=["made in inference mode", "made outside"])
@@ -74,7 +74,7 @@ def placed(request):
     def measured():
         for slot in slots:
             slot.device = torch.device("cpu")
-            slot.fit(1.0)
+            slot.calibrate(1.0)
 
     with torch.inference_mode(request.param):
         ranges.run(measured)
@@ -122,11 +122,11 @@ def test_an_operation_that_has_moved_is_measured_there(placed):
 def test_slots_keep_their_addresses_until_there_is_a_new_one(placed):
     ranges, (a, b) = placed
     before = a.cell.cells.records.data_ptr()
-    ranges._measured(lambda: a.fit(1e9))
+    ranges._calibrated(lambda: a.calibrate(1e9))
     assert a.cell.cells.records.data_ptr() == before and a.cell.scale()[1] == 2.0**a.exponent
     new = ranges.slot("c")
     new.device = torch.device("cpu")
-    ranges._measured(lambda: new.fit(1.0))
+    ranges._calibrated(lambda: new.calibrate(1.0))
     ranges.run(lambda: [recorded(slot, float(size)) for size, slot in enumerate((a, b, new), 5)])
     assert [slot.largest for slot in (a, b, new)] == [1e9, 6, 7]
 

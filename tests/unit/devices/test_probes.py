@@ -232,7 +232,7 @@ def test_the_accumulation_probe_turns_nothing_on_while_another_model_holds_it_of
     held, release = threading.Event(), threading.Event()
 
     def other_model():
-        with flags.fp32_sums():
+        with flags.fp32_accumulation():
             held.set()
             release.wait(30)
 

@@ -5,10 +5,10 @@ import threading
 import pytest
 import torch
 from halfsafe.precision.arithmetic import flags
-from halfsafe.precision.arithmetic.fp16_sums import FLAG, BoundedLinear, SumSlot
+from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, AccumulationSlot, Fp16AccumulationLinear
 from halfsafe.precision.arithmetic.ranges import Ranges
 from halfsafe.precision.devices.detect import PROFILE_NAMES, detect
-from halfsafe.precision.plan.accumulation import PARTS, Request, Work, plan_accumulation
+from halfsafe.precision.plan.accumulation import PARTS, MatmulProfile, Request, plan_accumulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.measures import relative_error
@@ -22,8 +22,8 @@ FAST_FP8 = ("sm_89", "sm_90")
 
 def bounded(module, by_layer=True):
     ranges = Ranges()
-    slot = ranges.slots["layer"] = SumSlot("layer")
-    return BoundedLinear(module, slot, ranges, plain_weights, by_layer), slot, ranges
+    slot = ranges.slots["layer"] = AccumulationSlot("layer")
+    return Fp16AccumulationLinear(module, module.forward, slot, ranges, plain_weights, by_layer), slot, ranges
 
 
 def half_linear(weight, bias=None):
@@ -106,7 +106,7 @@ BOUNDS = {  # bound -> (proven, exponent)
 
 @pytest.mark.parametrize(("bound", "expected"), BOUNDS.items())
 def test_margin_two_then_scaling_up_to_two_to_the_six_then_fp32(bound, expected):
-    slot = SumSlot("layer")
+    slot = AccumulationSlot("layer")
     slot.prove(amax=10.0, norm=1e9, row_sum=bound / 10, row_norm=1e9, terms=5, can_scale=True)
     assert slot.proven is expected[0]
     assert expected[1] is None or slot.exponent == expected[1]
@@ -114,16 +114,16 @@ def test_margin_two_then_scaling_up_to_two_to_the_six_then_fp32(bound, expected)
 
 
 def test_the_smaller_bound_counts_and_is_told():
-    slot = SumSlot("layer")
+    slot = AccumulationSlot("layer")
     slot.prove(amax=12.3, norm=1e6, row_sum=416.26, row_norm=50.0, terms=1536, can_scale=True)
     assert slot.reason == "fp16 sums: bound 5120 of 65504 (amax 12.3, ||w||1 416, K 1536)"
-    slot = SumSlot("layer")
+    slot = AccumulationSlot("layer")
     slot.prove(amax=12.3, norm=100.0, row_sum=1e6, row_norm=50.0, terms=1536, can_scale=True)
     assert slot.reason == "fp16 sums: bound 5000 of 65504 (||x|| 100, ||w||2 50, K 1536)"
 
 
 def test_an_input_too_small_to_scale_exactly_is_not_scaled():
-    slot = SumSlot("layer")
+    slot = AccumulationSlot("layer")
     slot.prove(amax=2.0**-10, norm=1e9, row_sum=1e6 * 2.0**10, row_norm=1e9, terms=5, can_scale=True)
     assert not slot.proven
 
@@ -146,7 +146,7 @@ def watched(module, seen):
     forward = module.forward
 
     def run(x):
-        seen.append(flags.is_on(FLAG))
+        seen.append(flags.is_on(FP16_ACCUMULATION))
         return forward(x)
 
     module.forward = run
@@ -156,18 +156,19 @@ def watched(module, seen):
 def test_the_flag_is_on_for_a_proven_layer_and_for_no_other():
     seen, wild = [], []
     safe_op, _, ranges = bounded(watched(half_linear(torch.ones(4, 8)), seen))
-    wild_op = BoundedLinear(watched(half_linear(torch.full((4, 8), 6e4)), wild), SumSlot("wild"), ranges, plain_weights)
+    module = watched(half_linear(torch.full((4, 8), 6e4)), wild)
+    wild_op = Fp16AccumulationLinear(module, module.forward, AccumulationSlot("wild"), ranges, plain_weights)
     x = torch.full((2, 8), 6e3).half()
 
     def call():
-        with flags.flags_set({FLAG: False}):
+        with flags.flags_set({FP16_ACCUMULATION: False}):
             safe_op(x / 100)
             wild_op(x)
 
     for _ in range(3):
         ranges.run(call)
     assert seen == [True, True] and wild == [False] * 2, "the first call multiplies by itself the weight that it measured"
-    assert flags.is_on(FLAG) is False
+    assert flags.is_on(FP16_ACCUMULATION) is False
 
 
 def test_an_error_inside_a_layer_leaves_the_flag_off():
@@ -176,14 +177,14 @@ def test_an_error_inside_a_layer_leaves_the_flag_off():
     ranges.run(lambda: operation(torch.ones(2, 8).half()))
 
     def fail(x):
-        assert flags.is_on(FLAG) is True
+        assert flags.is_on(FP16_ACCUMULATION) is True
         raise KeyboardInterrupt
 
     operation.forward = fail
-    with flags.flags_set({FLAG: False}):
+    with flags.flags_set({FP16_ACCUMULATION: False}):
         with pytest.raises(KeyboardInterrupt):
             operation(torch.ones(2, 8).half())
-        assert flags.is_on(FLAG) is False
+        assert flags.is_on(FP16_ACCUMULATION) is False
 
 
 def test_a_call_that_outgrows_its_proof_is_repeated_and_proven_anew():
@@ -242,7 +243,7 @@ def test_rounding_grows_with_the_number_of_terms_unless_sums_are_promoted(terms,
 
 def plan(profile="sm_86", modes=("fp16",), **request):
     work = {name: request.pop(name) for name in ("compiled", "parallel") if name in request}
-    return plan_accumulation(Request(**request), detect(torch.device("cpu"), profile), Work(frozenset(modes), **work))
+    return plan_accumulation(Request(**request), detect(torch.device("cpu"), profile), MatmulProfile(frozenset(modes), **work))
 
 
 @pytest.mark.parametrize("modes", [("fp16",), ("fp16", "fp32"), ("bf16",), ("fp32",), ("fp16_wide",), ("fp8", "bf16")])
@@ -250,13 +251,14 @@ def plan(profile="sm_86", modes=("fp16",), **request):
 def test_fp16_sums_by_device_and_compute(profile, modes):
     auto, on, off = (plan(profile, modes, fp16_accumulation=value) for value in ("auto", "on", "off"))
     helps, acts = profile in GAINING and "fp16" in modes, profile in CUBLAS and "fp16" in modes
-    assert auto.proving is helps and auto.flags == off.flags == {FLAG: False}
-    assert on.flags == ({FLAG: True} if acts else {}) and on.naming is acts
+    assert auto.proving is helps and auto.flags == off.flags == {FP16_ACCUMULATION: False}
+    assert on.flags == ({FP16_ACCUMULATION: True} if acts else {}) and on.naming is acts
     assert bool(on.without_effect) is bool(off.without_effect) is not acts
     assert bool(auto.without_effect) is not helps
-    assert auto.reasons[FLAG].startswith("fp16 sums in the layers") is helps
+    assert auto.reasons[FP16_ACCUMULATION].startswith("fp16 sums in the layers") is helps
     if acts and not helps:
-        assert on.reasons[FLAG] == f"Held on while this model runs. {detect(torch.device('cpu'), profile).reason(FLAG)}"
+        device = detect(torch.device("cpu"), profile)
+        assert on.reasons[FP16_ACCUMULATION] == f"Held on while this model runs. {device.reason(FP16_ACCUMULATION)}"
 
 
 @pytest.mark.parametrize("profile", PROFILE_NAMES)
@@ -344,25 +346,30 @@ def in_thread(action):
 
 def test_threads_that_disagree_get_the_more_precise_value():
     def other():
-        with flags.flags_set({FLAG: False}):
-            assert flags.is_on(FLAG) is False
-        with flags.flags_set({FLAG: True}):
-            assert flags.is_on(FLAG) is True
+        with flags.flags_set({FP16_ACCUMULATION: False}):
+            assert flags.is_on(FP16_ACCUMULATION) is False
+        with flags.flags_set({FP16_ACCUMULATION: True}):
+            assert flags.is_on(FP16_ACCUMULATION) is True
 
-    with flags.flags_set({FLAG: True}):
+    with flags.flags_set({FP16_ACCUMULATION: True}):
         in_thread(other)
-        assert flags.is_on(FLAG) is True
-    assert flags.is_on(FLAG) is False
+        assert flags.is_on(FP16_ACCUMULATION) is True
+    assert flags.is_on(FP16_ACCUMULATION) is False
+
+
+def switched_on():
+    with flags.switched(FP16_ACCUMULATION, True):
+        return flags.is_on(FP16_ACCUMULATION)
 
 
 def test_no_layer_switches_while_another_thread_is_inside():
-    with flags.flags_set({FLAG: False}):
-        assert flags.switched(FLAG, True, lambda: flags.is_on(FLAG)) is True
+    with flags.flags_set({FP16_ACCUMULATION: False}):
+        assert switched_on() is True
 
         def other():
-            with flags.flags_set({FLAG: False}):
-                assert flags.switched(FLAG, True, lambda: flags.is_on(FLAG)) is False
+            with flags.flags_set({FP16_ACCUMULATION: False}):
+                assert switched_on() is False
 
         in_thread(other)
-        assert flags.is_on(FLAG) is False
-    assert flags.switched(FLAG, True, lambda: flags.is_on(FLAG)) is False, "outside of any scope nothing is switched"
+        assert flags.is_on(FP16_ACCUMULATION) is False
+    assert switched_on() is False, "outside of any scope nothing is switched"

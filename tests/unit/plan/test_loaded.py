@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from halfsafe.precision.devices.detect import detect
-from halfsafe.precision.plan.accumulation import Request, Work, plan_accumulation
+from halfsafe.precision.plan.accumulation import MatmulProfile, Request, plan_accumulation
 from halfsafe.precision.plan.compute import plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.goal import GOALS, plan_for_goal
@@ -26,7 +26,7 @@ def plans():
     yield plan_compute(FACTS, device, "fp16_safe", Rules()), "decisions"
     yield plan_load(FACTS, device, "fp8_e4m3fn", "auto", Rules(), None), "decisions"
     request = Request(fp16_accumulation="on", tf32="on")
-    accumulation = plan_accumulation(request, detect(torch.device("cpu"), "sm_86"), Work(frozenset({"fp16"})))
+    accumulation = plan_accumulation(request, detect(torch.device("cpu"), "sm_86"), MatmulProfile(frozenset({"fp16"})))
     yield accumulation, "flags"
     yield accumulation, "reasons"
 

@@ -7,6 +7,7 @@ moves the rounded sum by at most ``2 |p|``, for if ``|p|`` is below half a unit 
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -14,17 +15,17 @@ import torch.nn.functional as F
 from ..amax import amax
 from ..dtypes import FP16_MAX
 from . import flags
-from .linear import Weights
+from .linear import WeightProvider
 from .ranges import FLOOR_BITS, Ranges, Slot, largest_row_norm
 
 MARGIN = 2.0
 MAX_EXPONENT = 6
-FLAG = "fp16_accumulation"
+FP16_ACCUMULATION = "fp16_accumulation"
 NOT_MEASURED = "fp32 sums until a call has proven more"
 LABELS = {"amax": ("amax", "||w||1"), "norm": ("||x||", "||w||2")}
 
 
-class SumSlot(Slot):
+class AccumulationSlot(Slot):
     """One layer's proof. ``terms``: products per sum (K); ``scales``: its exponent is not 0; ``by``: which of the two bounds
     is the smaller one."""
 
@@ -99,22 +100,29 @@ def weight_norms(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.linalg.vector_norm(weight, order, dim=-1, dtype=torch.float32).amax() for order in (1, 2))
 
 
-class BoundedLinear:
-    """A Linear's forward that sums in fp16 where its slot has a proof, inside a scope in which the flag is off.
+class Fp16AccumulationLinear:
+    """Run a Linear with fp16 accumulation where its slot has a proof, inside a scope in which the flag is off.
 
     Args:
-        module: the Linear; its forward at this moment is the one that is called.
+        module: the Linear.
+        forward: what the module runs otherwise.
         slot: its proof.
-        ranges: the model's measuring state.
+        ranges: the model's calibration.
         weights: as for ``SafeOperation``; None where the module's weight cannot be had, and so no proof.
         by_layer: switch the flag around this layer; else it is as the scope has it.
     """
 
     def __init__(
-        self, module: torch.nn.Module, slot: SumSlot, ranges: Ranges, weights: Weights | None, by_layer: bool = True
+        self,
+        module: torch.nn.Module,
+        forward: Callable[..., torch.Tensor],
+        slot: AccumulationSlot,
+        ranges: Ranges,
+        weights: WeightProvider | None,
+        by_layer: bool = True,
     ):
         self.module = module
-        self.forward = module.forward
+        self.forward = forward
         self.slot = slot
         self.ranges = ranges
         self.weights = weights
@@ -125,28 +133,25 @@ class BoundedLinear:
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if x.dtype != torch.float16 or self.weights is None:
             return self.forward(x, *args, **kwargs)
-        if self.ranges.measuring:
+        if self.ranges.calibrating:
             self.slot.device = x.device
-            return self._measure(x)
+            return self._calibrate(x)
         if not self.slot.proven:
             if not self.by_layer and not self.slot.terms:
                 self.slot.record(x.new_full((), math.inf, dtype=torch.float32))
             return self.forward(x, *args, **kwargs)
         self.slot.record(self.slot.magnitude_of(x))
-        call = self._scaled(x) if self.slot.scales else lambda: self.forward(x, *args, **kwargs)
-        return flags.switched(FLAG, True, call) if self.by_layer else call()
+        with flags.switched(FP16_ACCUMULATION, True) if self.by_layer else nullcontext():
+            return self._scaled(x) if self.slot.scales else self.forward(x, *args, **kwargs)
 
-    def _measure(self, x: torch.Tensor) -> torch.Tensor:
-        """Measure and multiply with the weight asked for once, as ``SafeOperation._measure`` does and for its reason."""
+    def _calibrate(self, x: torch.Tensor) -> torch.Tensor:
+        """Calibrate and multiply with one and the same weight, for the reason told at ``SafeOperation._calibrate``."""
         with self.weights(self.module, x, torch.float16) as (weight, bias):
             numbers = torch.stack([amax(x), largest_row_norm(x), *weight_norms(weight)]).tolist()
             self.slot.prove(*numbers, terms=weight.shape[-1], can_scale=True)
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
-    def _scaled(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
-        def call():
-            with self.weights(self.module, x, torch.float16) as (weight, bias):
-                product = self.slot.unscaled(F.linear(self.slot.scaled(x), weight))
-                return product if bias is None else product.add_(bias)
-
-        return call
+    def _scaled(self, x: torch.Tensor) -> torch.Tensor:
+        with self.weights(self.module, x, torch.float16) as (weight, bias):
+            product = self.slot.unscaled(F.linear(self.slot.scaled(x), weight))
+            return product if bias is None else product.add_(bias)
