@@ -1,9 +1,10 @@
 """Whether a value of a graph is finite, and if not what of it: how much, in which batch rows."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
+from ..nested import leaves
 
 LISTED = 8
 
@@ -27,11 +28,14 @@ class NotFinite:
 
 def not_finite(values) -> list[NotFinite]:
     """What is not finite among the tensors of nested lists, tuples and dicts, named by their places in it."""
-    found = (_check(tensor, where) for where, tensor in _named_tensors(values, ""))
+    found = (_check(leaf, name) for name, leaf in leaves(values) if isinstance(leaf, torch.Tensor))
     return [finding for finding in found if finding]
 
 
 def _check(tensor: torch.Tensor, name: str) -> NotFinite | None:
+    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
     rows = rows.float() if rows.dtype.itemsize == 1 else rows
     bad = ~torch.isfinite(rows)
@@ -39,17 +43,3 @@ def _check(tensor: torch.Tensor, name: str) -> NotFinite | None:
         return None
     nan = int(torch.isnan(rows).sum())
     return NotFinite(name, nan, int(bad.sum()) - nan, tensor.numel(), tuple(bad.any(1).nonzero().flatten().tolist()))
-
-
-def _named_tensors(values, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(values, torch.Tensor):
-        if values.numel() and (values.is_floating_point() or values.is_complex()):
-            yield name, torch.view_as_real(values) if values.is_complex() else values
-    elif isinstance(values, dict):
-        for key, value in values.items():
-            yield from _named_tensors(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(values, (list, tuple)):
-        for index, value in enumerate(values):
-            yield from _named_tensors(value, f"{name}[{index}]")
-    elif hasattr(values, "unbind"):  # ComfyUI's nested tensors
-        yield from _named_tensors(list(values.unbind()), name)

@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..amax import amax_value
+from ..arithmetic.compiling import plain_name
 from ..arithmetic.linear import kind_of
 from ..arithmetic.patching import patched
 from ..dtypes import name_of
+from ..nested import tensors_in
 
-MADE_SO = (
+FACTORY_OPS = (
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
     "full", "full_like", "new_full", "fill_", "scalar_tensor",
 )  # fmt: skip
@@ -71,7 +72,7 @@ class Localizer(TorchDispatchMode):
 
     def __init__(self, model: torch.nn.Module):
         super().__init__()
-        self._named = {name.replace("_orig_mod.", ""): module for name, module in model.named_modules()}
+        self._named = {plain_name(name): module for name, module in model.named_modules()}
         self._weights = _storages(model)
         self._stack: list[_Frame] = []
         self._made: dict[int, Origin] = {}
@@ -107,7 +108,7 @@ class Localizer(TorchDispatchMode):
         name = func.overloadpacket.__name__
         inputs = _with_reach((args, kwargs))
         result = _plain_alias(func, func(*args, **kwargs))
-        if name in MADE_SO:
+        if name in FACTORY_OPS:
             for tensor in tensors_in(result):
                 self._made.pop(_key(tensor), None)
             return result
@@ -190,11 +191,6 @@ def first_bad_weight(module: torch.nn.Module) -> str | None:
     return next((name for name, tensor in named if not math.isfinite(amax_value(getattr(tensor, "_qdata", tensor)))), None)
 
 
-def tensors_in(values) -> list[torch.Tensor]:
-    """The plain tensors among nested lists, tuples and dicts."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and type(leaf) in (torch.Tensor, torch.nn.Parameter)]
-
-
 def _with_reach(values) -> list[tuple[torch.Tensor, float]]:
     return [(tensor, amax_value(tensor)) for tensor in tensors_in(values)]
 
@@ -205,5 +201,5 @@ def _key(tensor: torch.Tensor) -> int:
 
 def _storages(model: torch.nn.Module) -> dict[int, str]:
     named = [*model.named_parameters(), *model.named_buffers()]
-    plain = ((name.replace("_orig_mod.", ""), getattr(tensor, "_qdata", tensor)) for name, tensor in named)
+    plain = ((plain_name(name), getattr(tensor, "_qdata", tensor)) for name, tensor in named)
     return {_key(tensor): name for name, tensor in plain if tensor.numel()}

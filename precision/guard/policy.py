@@ -7,18 +7,15 @@ Nothing here runs a model. A call that failed is repeated with everything in fp3
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-
 from ..dtypes import FP16_MAX
 from ..errors import HalfsafeError
 from ..modes import FP16, FP16_WIDE, FP32, MODES, modes_named
-from ..report.schema import GuardEvent, GuardReport
 from .localize import Origin
 
 ON_NAN = ("retry_higher", "stop", "report")
 LIMIT = FP16_MAX / 2
 STREAM = "residual stream"
-WHOLE = "whole model"
+WHOLE_MODEL = "whole model"
 EVENT = "halfsafe.guard"
 CURED = ("clean", "recovered")
 ADVICE = {
@@ -41,6 +38,19 @@ NO_MEMORY = (
     "There was not enough memory to repeat it in a higher precision: put Compute Dtype with fp16_safe (or bf16, where the "
     "device has it) before the sampler, or take a smaller picture or batch."
 )
+
+ENCODER_INPUTS = {
+    "VAE decode": ("latent", "It was so before the VAE: see what NaN Guard on the model says, or put one there; or Check Finite behind the node that made it."),
+    "VAE encode": ("image", "It was so before the VAE: put Check Finite behind the node that made it."),
+    "Text encoder encode": ("tokens", "A textual inversion embedding in the prompt holds NaN or Inf: leave it out, or get it again."),
+}
+
+
+def encoder_not_cured(kind: str, on_nan: str) -> tuple[str, str]:
+    """Decide (verdict, advice) for a VAE or text encoder, named ``kind``, whose input and weights are finite."""
+    if on_nan == "retry_higher":
+        return "not_precision", f"No dtype cures this {kind}: try another file, another tile size, or its decode on the CPU."
+    return "stopped", f"Set on_nan to retry_higher, or load the {kind} with dtype bf16 or fp32."
 
 
 class NonFinite(HalfsafeError):
@@ -77,7 +87,7 @@ class Escalation:
     def named(self) -> dict[str, str]:
         """What the report lists: layers with their modes, or the span, stream or model as a whole."""
         if self.whole:
-            return {WHOLE: FP32.name}
+            return {WHOLE_MODEL: FP32.name}
         parts = {STREAM: FP32.name} if self.stream else {span: FP32.name for span in self.spans if not self._has_layer_in(span)}
         return {**self.layers, **parts}
 
@@ -93,9 +103,12 @@ class Escalation:
         return "\n".join([*lines, *(f"{layer} {MODES[mode].rule} stream=fp32" for layer, mode in self.layers.items())])
 
 
+ALL_IN_FP32 = Escalation(whole=True)
+
+
 @dataclass(frozen=True)
-class Seen:
-    """What a call in which nothing could overflow has shown: the largest magnitudes.
+class ObservedRanges:
+    """The largest magnitudes met in a call in which nothing could overflow.
 
     Args:
         layers: layer -> the larger of its largest input and result.
@@ -108,7 +121,7 @@ class Seen:
     attention: frozenset[str] = frozenset()
 
 
-def escalate(present: Escalation, seen: Seen, origin: Origin | None, modes: Mapping[str, str]) -> Escalation:
+def escalate(present: Escalation, observed: ObservedRanges, origin: Origin | None, modes: Mapping[str, str]) -> Escalation:
     """The escalation after a failed call that came out finite with nothing in fp16 but the operands of products.
 
     A layer is made wide if a value it met passes half of fp16's range; if a value between the top-level parts does, the
@@ -117,17 +130,17 @@ def escalate(present: Escalation, seen: Seen, origin: Origin | None, modes: Mapp
     Args:
         modes: layer -> mode so far, of those that multiply.
     """
-    wide = {name: FP16_WIDE.name for name, size in seen.layers.items() if size > LIMIT}
+    wide = {name: FP16_WIDE.name for name, size in observed.layers.items() if size > LIMIT}
     culprit = origin.layer if origin else ""
     if culprit in modes and origin.multiplies and culprit not in wide:
         wide[culprit] = _relieved(modes[culprit])
-    spans = {span for span in (span_of(name, seen.spans) for name in [*wide, culprit]) if span}
+    spans = {span for span in (span_of(name, observed.spans) for name in [*wide, culprit]) if span}
     if origin and "attention" in origin.op:
-        spans |= seen.attention
+        spans |= observed.attention
     grown = Escalation(
         {**present.layers, **wide},
         present.spans | spans,
-        present.stream or any(size > LIMIT for size in seen.spans.values()) or not (wide or spans),
+        present.stream or any(size > LIMIT for size in observed.spans.values()) or not (wide or spans),
         present.whole,
     )
     if grown != present:
@@ -139,7 +152,7 @@ def escalate_to_fp32(present: Escalation, origin: Origin | None, modes: Mapping[
     """The escalation after a failed call that only fp32 cured: the part it happened in, else everything."""
     span = span_of(origin.layer, spans) if origin else ""
     if not span or span in present.spans:
-        return Escalation(whole=True)
+        return ALL_IN_FP32
     inside = {name: FP32.name for name in modes if span_of(name, [span])}
     return Escalation({**present.layers, **inside}, present.spans | {span}, present.stream)
 
@@ -154,66 +167,3 @@ def span_of(layer: str, spans) -> str:
     """The top-level part a module is in; empty where it is in none."""
     inside = (span for span in spans if layer == span or layer.startswith(f"{span}."))
     return max(inside, key=len, default="")
-
-
-@dataclass
-class Where:
-    """The call that failed: its place in the sampler's run, and which of the batch's images it spoils."""
-
-    call: int
-    step: int
-    sigma: float
-    batch_rows: list[int]
-    images: int = 1
-
-    @property
-    def spoils_all(self) -> bool:
-        return len(self.batch_rows) >= self.images
-
-
-@dataclass
-class GuardLog:
-    """What the guard saw of one model in one prompt. ``given_up``: nothing cures this run, so no call is repeated."""
-
-    prompt: str | None = None
-    calls: int = 0
-    extra_calls: int = 0
-    verdict: str = "clean"
-    events: list[GuardEvent] = field(default_factory=list)
-    advice: str = ""
-    given_up: bool = False
-
-    def add(self, event: GuardEvent, verdict: str, advice: str = "") -> None:
-        """Note an event. A verdict is never replaced by a milder one of the same run."""
-        self.events.append(event)
-        if self.verdict in CURED:
-            self.verdict, self.advice = verdict, advice or ADVICE[verdict]
-
-    def report(self, escalation: Escalation) -> GuardReport:
-        return GuardReport(
-            self.verdict, self.calls, self.extra_calls, escalation.named(), list(self.events), escalation.rules(), self.advice
-        )
-
-
-def event_of(where: Where, origin: Origin | None, from_mode: str, to_mode: str, recovered: bool) -> GuardEvent:
-    """The report's entry for one failed call."""
-    layer, op, kind = (origin.layer, origin.op, origin.kind) if origin else ("", "", "unknown")
-    kind = "saturation" if origin and origin.hidden else kind
-    return GuardEvent(where.call, where.step, where.sigma, layer, op, kind, where.batch_rows, from_mode, to_mode, recovered)
-
-
-def sentence(event: GuardEvent, origin: Origin | None) -> str:
-    """One line on an event, for the log, the page and errors."""
-    op = f" ({event.op})" if event.op and event.op != event.layer else ""
-    what = {"saturation": "values past fp16's range were clamped by the model's own code", "weights": "a weight is not finite"}
-    place = f"in {event.layer or 'the model'}{op}"
-    cause = what.get(event.kind, "the result became NaN or Inf")
-    given = f", largest input {origin.largest:.4g}" if origin and origin.largest == origin.largest else ""
-    rows = f", batch rows {', '.join(map(str, event.batch_rows))}" if event.batch_rows else ""
-    line = f"Step {event.step}, sigma {event.sigma:.4g}: {cause} {place}, computed in {event.from_mode}{given}{rows}."
-    return f"{line} Repeated in {event.to_mode}: finite." if event.recovered else line
-
-
-def random_state_kept():
-    """A context that leaves torch's random numbers as they were, on the CPU and the devices in use."""
-    return torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else [])

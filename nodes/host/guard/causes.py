@@ -8,7 +8,8 @@ import torch
 
 from ....precision.amax import amax_value
 from ....precision.files.safetensors_file import open_checkpoint
-from ....precision.guard.localize import Localizer, Origin, tensors_in
+from ....precision.guard.localize import Localizer, Origin
+from ....precision.nested import tensors_in
 from ..load.models import ATTACHMENT
 from ..page import running_prompt
 from ..run.attention import OVERRIDE, overridden

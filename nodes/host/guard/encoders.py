@@ -2,48 +2,40 @@
 
 import copy
 import functools
-import logging
 import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ....precision.amax import amax_value
 from ....precision.dtypes import name_of
-from ....precision.guard.localize import Localizer, Origin, tensors_in
-from ....precision.guard.policy import ADVICE, NonFinite, Where, event_of, random_state_kept
-from ....precision.report.schema import GuardEvent
+from ....precision.guard.ladder import encoder_rungs, first_finite, random_state_kept
+from ....precision.guard.localize import Localizer, Origin
+from ....precision.guard.log import CallPosition, GuardLog, encoder_sentence, event_of
+from ....precision.guard.policy import ENCODER_INPUTS, encoder_not_cured
+from ....precision.nested import tensors_in
 from ..load.devices import current_device
-from ..page import running_prompt_id, tell_page
 from ..run.modules import ask_for_plain_products
 from .causes import bad_weight
+from .notify import teller
 
-INPUTS = {
-    "VAE decode": ("latent", "It was so before the VAE: see what NaN Guard on the model says, or put one there; or Check Finite behind the node that made it."),
-    "VAE encode": ("image", "It was so before the VAE: put Check Finite behind the node that made it."),
-    "Text encoder encode": ("tokens", "A textual inversion embedding in the prompt holds NaN or Inf: leave it out, or get it again."),
-}
-logger = logging.getLogger("halfsafe")
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
 ATTRIBUTE = "halfsafe_guard"
+Attempt = Callable[[torch.dtype | None], tuple[Any, float]]
 
 
 class EncoderGuard:
-    """How one VAE or text encoder is guarded, and the events so far."""
+    """How one VAE or text encoder is guarded, and its log."""
 
     def __init__(self, kind: str, on_nan: str, node_id: str | None):
         self.kind = kind
         self.on_nan = on_nan
-        self.node_id = node_id
-        self.events: list[GuardEvent] = []
-        self.verdict = "clean"
-        self.calls = 0
+        self.log = GuardLog(on_nan, teller(node_id), functools.partial(encoder_sentence, kind=kind))
 
-    def note(self, event: GuardEvent, message: str, verdict: str, advice: str = "") -> None:
-        self.events.append(event)
-        self.verdict = verdict
-        logger.warning("Halfsafe guard: %s %s", message, advice)
-        tell_page(self.node_id, running_prompt_id(), "event", verdict, message, advice, event)
-
-    def run(self, action: str, attempt, model: torch.nn.Module, patcher, dtype: torch.dtype, given):
+    def run(self, action: str, attempt: Attempt, model: torch.nn.Module, patcher: "ModelPatcher", dtype: torch.dtype, given):
         """``attempt(None)``, or in a higher dtype if its result is not finite.
 
         Args:
@@ -52,48 +44,34 @@ class EncoderGuard:
             model: what ``attempt`` runs, and ``patcher`` its patcher.
             given: what went in.
         """
-        self.calls += 1
+        self.log.calls += 1
         result, largest = attempt(None)
         if math.isfinite(largest):
             return result
+        name, advice = ENCODER_INPUTS[f"{self.kind} {action}"]
         if not all(math.isfinite(amax_value(tensor)) for tensor in tensors_in(given)):
-            name, advice = INPUTS[f"{self.kind} {action}"]
-            return self._hopeless(Origin(name, "", "input", "", math.nan), "bad_input", advice, name_of(dtype), result)
-        if self.on_nan == "retry_higher":
-            for higher in [*([] if dtype == torch.float16 else [None]), *_higher(dtype)]:
-                with random_state_kept():
-                    again, largest = attempt(higher)
-                if math.isfinite(largest):
-                    return self._recovered(action, dtype, higher or dtype, again)
-        return self._not_cured(_located(model, attempt) or self._overflow(action, dtype), patcher, name_of(dtype), result)
-
-    def _overflow(self, action: str, dtype: torch.dtype) -> Origin:
-        return Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan)
-
-    def _not_cured(self, origin: Origin, patcher, mode: str, result):
+            return self._give_up(Origin(name, "", "input", "", math.nan), "bad_input", advice, dtype, result)
+        overflow = Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan)
+        rungs = encoder_rungs(dtype, current_device().capabilities["bf16"]) if self.on_nan == "retry_higher" else []
+        repeat = first_finite(rungs, lambda rung: attempt(None if rung == dtype else rung))
+        if repeat:
+            self._recovered(overflow, dtype, repeat.rung)
+            return repeat.result
+        origin = _located(model, attempt) or overflow
         if origin.kind == "weights":
-            return self._hopeless(origin, "bad_weights", bad_weight(patcher, origin.op), mode, result)
-        if self.on_nan == "retry_higher":
-            advice = f"No dtype cures this {self.kind}: try another file, another tile size, or its decode on the CPU."
-            return self._hopeless(origin, "not_precision", advice, mode, result)
-        advice = f"Set on_nan to retry_higher, or load the {self.kind} with dtype bf16 or fp32."
-        return self._hopeless(origin, "stopped", advice, mode, result)
+            return self._give_up(origin, "bad_weights", bad_weight(patcher, origin.op), dtype, result)
+        return self._give_up(origin, *encoder_not_cured(self.kind, self.on_nan), dtype, result)
 
-    def _recovered(self, action: str, dtype: torch.dtype, higher: torch.dtype, result):
-        origin = self._overflow(action, dtype)
-        event = event_of(Where(self.calls, 0, math.nan, []), origin, name_of(dtype), name_of(higher), True)
-        message = f"{self.kind} {action}: the result was NaN or Inf in {name_of(dtype)}. Repeated in {name_of(higher)}: finite."
-        verdict = "recovered" if higher != dtype else "device_fault"
-        self.note(event, message, verdict, ADVICE[verdict] if verdict == "device_fault" else "")
-        return result
+    def _recovered(self, origin: Origin, dtype: torch.dtype, higher: torch.dtype) -> None:
+        event = event_of(CallPosition(self.log.calls), origin, name_of(dtype), name_of(higher), True)
+        if higher == dtype:
+            self.log.note(event, origin, "device_fault")
+        else:
+            self.log.note(event, origin, "recovered", "")
 
-    def _hopeless(self, origin: Origin, verdict: str, advice: str, mode: str, result):
-        event = event_of(Where(self.calls, 0, math.nan, []), origin, mode, mode, False)
-        op = f" ({origin.op})" if origin.op and origin.kind != "weights" else ""
-        message = f"{self.kind}: the result is NaN or Inf, computed in {mode}, first in {origin.layer}{op}."
-        self.note(event, message, verdict, advice)
-        if self.on_nan == "stop" or (self.on_nan == "retry_higher" and not _good_rows(result)):
-            raise NonFinite(message, verdict, advice)
+    def _give_up(self, origin: Origin, verdict: str, advice: str, dtype: torch.dtype, result):
+        position = CallPosition(self.log.calls, spoils_all=not _good_rows(result))
+        self.log.give_up(position, origin, verdict, advice, name_of(dtype))
         return result
 
 
@@ -205,13 +183,6 @@ def _watched_output(vae) -> list[float]:
 
 def _worst(sizes) -> float:
     return max(sizes, key=lambda size: size if math.isfinite(size) else math.inf, default=0.0)
-
-
-def _higher(dtype: torch.dtype) -> list[torch.dtype]:
-    """The dtypes to repeat in: bf16 only where the device has it, as it loses precision."""
-    if dtype == torch.float16 and current_device().capabilities["bf16"]:
-        return [torch.bfloat16, torch.float32]
-    return [torch.float32] if dtype != torch.float32 else []
 
 
 def _located(model: torch.nn.Module, attempt) -> Origin | None:

@@ -1,21 +1,26 @@
 """A model of which some parts run wider than by themselves: what the guard puts on it for the length of a call."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ....precision.amax import amax
 from ....precision.arithmetic.flags import fp32_accumulation
 from ....precision.arithmetic.patching import Patch, patched
-from ....precision.guard.policy import Escalation, Seen, span_of
+from ....precision.guard.policy import Escalation, ObservedRanges, span_of
 from ....precision.modes import FP8, FP16_WIDE, FP32, INT8, modes_named
+from ....precision.nested import cast_arguments, floats_in
 from ....precision.plan.choice import Choice
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..run.attention import attending, full_precision_attention, in_one_dtype, is_fused
 from ..run.call import Call
 from ..run.compute import PlannedLayers
 from ..run.modules import modules_of, only_multiplies, top_level_parts
+
+if TYPE_CHECKING:
+    from comfy.model_base import BaseModel
 
 CAST = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -29,7 +34,7 @@ class EscalatedLayers:
         modes: layer -> mode without the escalation, for the layers that multiply.
     """
 
-    def __init__(self, escalation: Escalation, model, modes: dict[str, str]):
+    def __init__(self, escalation: Escalation, model: "BaseModel", modes: dict[str, str]):
         self.parts = top_level_parts(model.diffusion_model)
         self.everywhere = escalation.stream or escalation.whole
         self.spans = {name: part for name, part in self.parts.items() if name in escalation.spans and not self.everywhere}
@@ -39,16 +44,14 @@ class EscalatedLayers:
         self.whole = escalation.whole
         self._inside = 0
         self._model = model if self.everywhere else None
-        self.extra: list[Patch] = []
 
     def _widens(self, name: str) -> bool:
         return self.everywhere or bool(span_of(name, self.spans))
 
-    def call(self, executor, *args, **kwargs):
-        """One call of the model inside of whatever wrappers others have."""
-        call = Call(executor, *args, **kwargs)
+    def call(self, call: Call, observing: Sequence[Patch] = ()) -> torch.Tensor:
+        """Make a call inside of whatever wrappers others have, with the patches ``observing`` on top of the model's."""
         attend = self._attend if self.everywhere or self.spans else None
-        with patched(self._patches()), attending(executor.class_obj, call, attend), _sums_in_fp32(self.everywhere):
+        with patched([*self._patches(), *observing]), attending(call.model, call, attend), _sums_in_fp32(self.everywhere):
             return self.planned.call(call)
 
     def modes(self) -> dict[str, str]:
@@ -58,7 +61,7 @@ class EscalatedLayers:
     def _patches(self) -> list[Patch]:
         own = {id(module): value for module, name, value in self.planned.patches if name == "forward"}
         spans = [(part, "forward", self._span(own.get(id(part), part.forward))) for part in self.spans.values()]
-        return [*self._on_model(), *self.planned.patches, *spans, *self.extra]
+        return [*self._on_model(), *self.planned.patches, *spans]
 
     def _on_model(self) -> list[Patch]:
         """The cast to the stream's dtype at the model's entry is also what gives a step cache, which adds to what it
@@ -76,16 +79,16 @@ class EscalatedLayers:
         """A part's forward with fp32 between its layers; its result has the dtype it was given."""
 
         def run(*args, **kwargs):
-            floats = _tensors([*args, *kwargs.values()])
+            floats = floats_in([value for value in [*args, *kwargs.values()] if not isinstance(value, dict)])
             given = next((value.dtype for value in floats if value.dtype != torch.float32), None)
-            args, kwargs = _cast(args, torch.float32), {key: _cast(value, torch.float32) for key, value in kwargs.items()}
+            args, kwargs = cast_arguments(args, CAST, torch.float32), {key: cast_arguments(value, CAST, torch.float32) for key, value in kwargs.items()}
             self._inside += 1
             try:
                 with _sums_in_fp32(True):
                     result = forward(*args, **kwargs)
             finally:
                 self._inside -= 1
-            return result if given is None else _cast(result, given)
+            return result if given is None else cast_arguments(result, CAST, given)
 
         return run
 
@@ -98,9 +101,9 @@ class EscalatedLayers:
         return self.planned.attention(plain, plain, *args, fused=is_fused(plain), **kwargs)
 
 
-class Observed:
-    """The largest magnitudes of a call: of each layer that multiplies and of each top-level part, and which parts have
-    an attention that fp16 could not hold."""
+class RangeObserver:
+    """Measures the largest magnitudes of a call: of each layer that multiplies and of each top-level part, and finds the
+    parts with an attention that fp16 could not hold. ``patches``: what to put on the model for the length of that call."""
 
     def __init__(self, layers: EscalatedLayers):
         self._layers: dict[str, torch.Tensor] = {}
@@ -109,12 +112,12 @@ class Observed:
         self._with_full_attention: set[str] = set()
         forwards = {id(module): value for module, name, value in layers.planned.patches if name == "forward"}
         modules = layers.planned.modules.items()
-        own = {id(module): self._observed(name, forwards[id(module)]) for name, module in modules}
-        parts = [(part, self._measured(name, own.get(id(part), part.forward))) for name, part in layers.parts.items()]
-        layers.extra = [(module, "forward", own[id(module)]) for _, module in modules]
-        layers.extra += [(part, "forward", forward) for part, forward in parts]
+        own = {id(module): self._measured_layer(name, forwards[id(module)]) for name, module in modules}
+        parts = [(part, self._measured_part(name, own.get(id(part), part.forward))) for name, part in layers.parts.items()]
+        self.patches: list[Patch] = [(module, "forward", own[id(module)]) for _, module in modules]
+        self.patches += [(part, "forward", forward) for part, forward in parts]
 
-    def _observed(self, name: str, forward: Callable) -> Callable:
+    def _measured_layer(self, name: str, forward: Callable) -> Callable:
         def run(x, *args, **kwargs):
             result = forward(x, *args, **kwargs)
             self._note(self._layers, name, (x, result))
@@ -122,7 +125,7 @@ class Observed:
 
         return run
 
-    def _measured(self, name: str, forward: Callable) -> Callable:
+    def _measured_part(self, name: str, forward: Callable) -> Callable:
         def run(*args, **kwargs):
             first = self._attention.index
             result = forward(*args, **kwargs)
@@ -134,21 +137,17 @@ class Observed:
         return run
 
     def _note(self, kept: dict[str, torch.Tensor], name: str, values) -> None:
-        for value in _tensors(values):
+        for value in floats_in(values):
             size = amax(value)
             kept[name] = torch.maximum(kept[name], size) if name in kept else size
 
-    def seen(self) -> Seen:
-        return Seen(_numbers(self._layers), _numbers(self._spans), frozenset(self._with_full_attention))
+    def ranges(self) -> ObservedRanges:
+        """Read the magnitudes back from the device."""
+        return ObservedRanges(_numbers(self._layers), _numbers(self._spans), frozenset(self._with_full_attention))
 
 
 def _sums_in_fp32(here: bool) -> contextlib.AbstractContextManager:
     return fp32_accumulation() if here else contextlib.nullcontext()
-
-
-def safe_escalation(modes: dict[str, str]) -> Escalation:
-    """Everything that cannot overflow: fp32 between layers, products with fp16 operands scaled to fit."""
-    return Escalation(dict.fromkeys(modes, FP16_WIDE.name), stream=True)
 
 
 def _plan(model, escalation: Escalation, modes: dict[str, str]) -> ComputePlan:
@@ -164,20 +163,6 @@ def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
     if any(known.is_wide for known in modes_named([mode])):
         mode = FP16_WIDE.name if only_multiplies(module) else FP32.name
     return ComputeDecision(FP16_WIDE.name if mode in (FP8.name, INT8.name) else mode, "fp32", "escalated by the guard")
-
-
-def _tensors(values) -> list[torch.Tensor]:
-    """The floating tensors among arguments, in nested tuples and lists too."""
-    if isinstance(values, torch.Tensor):
-        return [values] if values.is_floating_point() else []
-    return [tensor for value in values for tensor in _tensors(value)] if isinstance(values, (tuple, list)) else []
-
-
-def _cast(values, dtype: torch.dtype):
-    """Arguments with their 16-bit and fp32 tensors in ``dtype``."""
-    if isinstance(values, torch.Tensor):
-        return values.to(dtype) if values.dtype in CAST else values
-    return type(values)(_cast(value, dtype) for value in values) if type(values) in (tuple, list) else values
 
 
 def _numbers(kept: dict[str, torch.Tensor]) -> dict[str, float]:

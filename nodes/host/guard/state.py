@@ -1,24 +1,35 @@
 """What the guard knows of one model in one state of its weights: what runs wider in it, and what earlier runs taught."""
 
 import weakref
-from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING
 
 from ....precision.dtypes import name_of
 from ....precision.guard.localize import Origin
 from ....precision.guard.policy import Escalation
-from ....precision.modes import FP32
-from ..run.call import Call
 from ..run.execution import is_compiled
 from ..run.layers import activation_dtype, modes_of, settings_of
 from ..run.modules import matrix_layers
 from ..run.per_model import hooks_of
 from .clamps import clamps_in_fp16
-from .escalation import EscalatedLayers, safe_escalation
+from .escalation import EscalatedLayers
 
-WHOLE = Escalation(whole=True)
-_learned: weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple, Escalation]] = weakref.WeakKeyDictionary()
+if TYPE_CHECKING:
+    from comfy.model_base import BaseModel
+
+LEARNED = "halfsafe_learned"
+
+
+class Learned(dict[tuple, Escalation]):
+    """What guards have learned of one model: state of the model -> escalation."""
+
+    def __deepcopy__(self, memo: dict) -> "Learned":
+        """A copy of the model for another device begins with nothing: a state is told by objects that are not copied."""
+        return Learned()
+
+
+def learned_of(model: "BaseModel") -> Learned:
+    """Return what guards have learned of a model. It is kept on the model: a guard lasts no longer than its node's result."""
+    return vars(model).setdefault(LEARNED, Learned())
 
 
 class Guarded:
@@ -29,7 +40,7 @@ class Guarded:
         recall: begin with what any guard has learned of the model; for a guard that may change what runs.
     """
 
-    def __init__(self, model, recall: bool):
+    def __init__(self, model: "BaseModel", recall: bool):
         patcher = model.current_patcher
         self.model = weakref.ref(model)
         self.modules = dict(model.diffusion_model.named_modules())
@@ -40,9 +51,8 @@ class Guarded:
         self.watches_clamps = self.half and not is_compiled(patcher) and clamps_in_fp16(model.diffusion_model)
         self.escalation = Escalation()
         self.layers: EscalatedLayers | None = None
-        self.active: Callable | None = None
         if recall:
-            self.grow(_learned.get(model, {}).get(_known_as(model), self.escalation))
+            self.grow(learned_of(model).get(_known_as(model), self.escalation))
 
     def grow(self, escalation: Escalation) -> None:
         """Run with this escalation from now on."""
@@ -53,21 +63,7 @@ class Guarded:
         """Run with this escalation from now on, in later runs of the model too."""
         self.grow(escalation)
         model = self.model()
-        _learned.setdefault(model, {})[_known_as(model)] = escalation
-
-    def run(self, call: Call, active: Callable | None) -> torch.Tensor:
-        """A call of the model with ``active`` as the innermost wrapper."""
-        self.active = active
-        try:
-            return call()
-        finally:
-            self.active = None
-
-    def rungs(self) -> list[Escalation]:
-        """The arithmetic to repeat a failed call in, in this order; nothing for a model that is in fp32 already."""
-        lowered = any(mode != FP32.name for mode in self.modes.values()) or self.stream != "fp32"
-        safe = [safe_escalation(self.modes)] if self.half and not self.escalation.whole else []
-        return [*safe, WHOLE] if lowered and not self.escalation.whole else safe
+        learned_of(model)[_known_as(model)] = escalation
 
     def modes_at(self, origin: Origin | None) -> tuple[str, str]:
         """(mode by itself, mode now) of the layer that failed, or of the values between layers."""
@@ -78,7 +74,7 @@ class Guarded:
         return own, self.layers.modes().get(layer, own) if self.layers else own
 
 
-def _known_as(model) -> tuple:
+def _known_as(model: "BaseModel") -> tuple:
     """What is learned of a model holds for: its patches, hooks, compute plan and dtype.
 
     ComfyUI gives the patches of a model with hooks a new id in each run, so they are told by themselves.

@@ -13,13 +13,14 @@ import comfy.quant_ops
 import torch
 from comfy.cli_args import args
 
+from ....precision.arithmetic.compiling import plain_name
 from ....precision.errors import HalfsafeError
 from ....precision.formats import comfy_state
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
 from ....precision.plan.facts import LayerSpec
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import plan_storage
-from ..run.modules import modules_of, plain_name
+from ..run.modules import modules_of
 from .files import output_path
 from .progress import byte_progress
 

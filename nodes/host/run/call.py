@@ -2,12 +2,17 @@
 
 import copy
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from comfy.model_base import BaseModel
+
 
 class Call:
-    """Hold the arguments of an APPLY_MODEL wrapper; calling it runs the model. ``options``: ``transformer_options``.
+    """Hold the arguments of an APPLY_MODEL wrapper; calling it runs the model. ``options``: ``transformer_options``;
+    ``model``: the model it runs.
 
     EasyCache (``comfy_extras/nodes_easycache.py``) keeps each call's result to replace a later one; its state is restored
     before a repeat, so that the repeat sees what the first call saw.
@@ -15,6 +20,7 @@ class Call:
 
     def __init__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **extra):
         self.executor: Callable = executor
+        self.model: BaseModel = executor.class_obj
         self.x: torch.Tensor = x
         self.t: torch.Tensor = t
         self.c_concat: torch.Tensor | None = c_concat
@@ -26,12 +32,13 @@ class Call:
         self._cache = self.options.get("easycache")
         self._before = None if self._cache is None else _copied(vars(self._cache))
 
-    def __call__(self) -> torch.Tensor:
+    def __call__(self, **options) -> torch.Tensor:
+        """Make the call, with ``options`` added to its ``transformer_options``."""
         if self._made and self._cache is not None:
             vars(self._cache).update(_copied(self._before))
             self.forget_dtype()
         self._made = True
-        arguments = (self.x, self.t, self.c_concat, self.c_crossattn, _fresh(self.control), dict(self.options))
+        arguments = (self.x, self.t, self.c_concat, self.c_crossattn, _fresh(self.control), {**self.options, **options})
         return self.executor(*arguments, **self.extra)
 
     def forget_dtype(self) -> None:

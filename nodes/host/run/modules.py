@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
 from comfy.quant_ops import QuantizedTensor
 
+from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.linear import WeightProvider, kind_of
 from ....precision.arithmetic.patching import Patch
 
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
 CAST_PARAMETERS = inspect.signature(comfy.ops.cast_bias_weight).parameters
 PATCHES_IN_FP32 = {"compute_dtype": torch.float32} if "compute_dtype" in CAST_PARAMETERS else {}
 """LoRAs of dynamic VRAM are added in fp32, as ComfyUI adds them in an fp32 model; its own default is the weight's dtype."""
-
-
-def plain_name(name: str) -> str:
-    """A module's name without what torch.compile puts into it."""
-    return name.replace("_orig_mod.", "").removesuffix("._orig_mod")
 
 
 def modules_of(model) -> dict[str, torch.nn.Module]:

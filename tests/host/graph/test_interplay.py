@@ -284,7 +284,7 @@ def test_the_core_nodes_decode_with_a_guarded_vae(comfy, vaes, kind, decoder):
     assert not is_finite(decode(half))
     vae = comfy.run("HalfsafeGuardVAE", vae=half, on_nan="retry_higher")[0]
     assert relative_error(expected, decode(vae)) < 0.03
-    assert [event.recovered for event in getattr(vae, ATTRIBUTE).events] == [True]
+    assert [event.recovered for event in getattr(vae, ATTRIBUTE).log.events] == [True]
 
 
 @stacks

@@ -121,7 +121,7 @@ def test_3_a_text_encoder_in_fp16(comfy, models_dir, record, monkeypatch):
     watched = comfy.run("HalfsafeGuardCLIP", clip=half, on_nan="retry_higher")[0]
     reference, before, after = encode(clip), encode(half), encode(watched)
     errors = relative_error(reference, before), relative_error(reference, after)
-    guard = getattr(watched, ATTRIBUTE)
+    guard = getattr(watched, ATTRIBUTE).log
     how = "CLIP-L under autocast, one feed-forward scaled; Guard CLIP"
     cured(record(3, how, guard.verdict, *errors, len(guard.events), "ComfyUI's own encoders run in fp32"), calls=1)
 
@@ -135,7 +135,7 @@ def test_4_a_vae_in_fp16(comfy, models_dir, record):
     reference, half = (comfy.run("HalfsafeLoadVAE", vae_name=path.name, dtype=dtype)[0] for dtype in ("fp32", "fp16"))
     vae = comfy.run("HalfsafeGuardVAE", vae=half, on_nan="retry_higher")[0]
     expected, before, after = (one.decode(latent) for one in (reference, half, vae))
-    guard = getattr(vae, ATTRIBUTE)
+    guard = getattr(vae, ATTRIBUTE).log
     errors = relative_error(expected, before), relative_error(expected, after)
     row = record(4, "Stable Diffusion's VAE in fp16, a convolution scaled; Guard VAE", guard.verdict, *errors, len(guard.events))
     cured(row, most=0.02, calls=1)

@@ -68,7 +68,7 @@ def test_a_decode_that_overflows_is_made_again(comfy, files, kind, action):
     assert not is_finite(broken)
     guarded = guard(comfy, original)
     assert relative_error(reference, run(guarded, kind)) < 0.02
-    (event,) = getattr(guarded, ATTRIBUTE).events
+    (event,) = getattr(guarded, ATTRIBUTE).log.events
     assert (event.layer, event.from_mode, event.recovered) == ("VAE decode", "fp16", True)
     again = run(original, kind)
     assert torch.equal(torch.isnan(again), torch.isnan(broken)), "the VAE that was given is as it was"
@@ -92,10 +92,10 @@ def test_bf16_comes_before_fp32_where_the_device_has_it(comfy, files, monkeypatc
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
     guarded = guard(comfy, load(comfy, files["image"]))
     guarded.decode(latent("image"))
-    assert getattr(guarded, ATTRIBUTE).events[0].to_mode == "bf16"
+    assert getattr(guarded, ATTRIBUTE).log.events[0].to_mode == "bf16"
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
     guarded.decode(latent("image"))
-    assert getattr(guarded, ATTRIBUTE).events[1].to_mode == "fp32"
+    assert getattr(guarded, ATTRIBUTE).log.events[1].to_mode == "fp32"
 
 
 def test_a_clean_decode_is_the_same_and_is_made_once(comfy, models_dir, monkeypatch):
@@ -106,7 +106,7 @@ def test_a_clean_decode_is_the_same_and_is_made_once(comfy, models_dir, monkeypa
     monkeypatch.setattr(plain.first_stage_model, "decode", lambda *args, **kwargs: calls.append(1) or decode(*args, **kwargs))
     guarded = guard(comfy, plain)
     assert torch.equal(guarded.decode(latent("image")), expected)
-    assert len(calls) == 1 and getattr(guarded, ATTRIBUTE).verdict == "clean"
+    assert len(calls) == 1 and getattr(guarded, ATTRIBUTE).log.verdict == "clean"
 
 
 def test_inf_is_seen_before_it_is_clamped_to_white(comfy, models_dir, monkeypatch):
@@ -121,7 +121,7 @@ def test_inf_is_seen_before_it_is_clamped_to_white(comfy, models_dir, monkeypatc
     assert (plain.decode(latent("image")) == 1.0).all(), "ComfyUI shows it as white"
     guarded = guard(comfy, plain)
     assert not (guarded.decode(latent("image")) == 1.0).all()
-    assert getattr(guarded, ATTRIBUTE).verdict == "recovered"
+    assert getattr(guarded, ATTRIBUTE).log.verdict == "recovered"
 
 
 def test_a_bad_latent_is_not_the_vaes_fault(comfy, files):
@@ -137,7 +137,7 @@ def test_a_batch_with_one_bad_latent_gives_the_others(comfy, models_dir):
     batch = torch.cat([latent("image"), latent("image") * math.nan])
     result = guarded.decode(batch)
     assert is_finite(result[0]) and not is_finite(result[1])
-    assert getattr(guarded, ATTRIBUTE).verdict == "bad_input"
+    assert getattr(guarded, ATTRIBUTE).log.verdict == "bad_input"
 
 
 def test_a_bad_weight_is_named(comfy, models_dir):
@@ -158,7 +158,7 @@ def test_stop_and_report(comfy, files):
     assert error.value.verdict == "stopped" and "retry_higher" in str(error.value)
     guarded = guard(comfy, vae, "report")
     assert not is_finite(guarded.decode(latent("image")))
-    assert len(getattr(guarded, ATTRIBUTE).events) == 1
+    assert len(getattr(guarded, ATTRIBUTE).log.events) == 1
 
 
 def test_the_same_decode_finite_the_second_time_is_the_device(comfy, models_dir, monkeypatch):
@@ -173,7 +173,7 @@ def test_the_same_decode_finite_the_second_time_is_the_device(comfy, models_dir,
     monkeypatch.setattr(plain.first_stage_model, "decode", flaky)
     guarded = guard(comfy, plain)
     assert torch.equal(guarded.decode(latent("image")), expected)
-    assert getattr(guarded, ATTRIBUTE).verdict == "device_fault"
+    assert getattr(guarded, ATTRIBUTE).log.verdict == "device_fault"
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def test_a_conditioning_that_overflows_is_made_again(comfy, clip, in_half):
     assert not is_finite(encode(in_half)[0][0])
     guarded = guard_clip(comfy, in_half)
     assert torch.equal(encode(guarded)[0][0], expected)
-    assert getattr(guarded, ATTRIBUTE).verdict == "recovered"
+    assert getattr(guarded, ATTRIBUTE).log.verdict == "recovered"
 
 
 def test_a_clone_of_a_guarded_encoder_is_guarded(comfy, in_half):

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from halfsafe.nodes.host.guard.failure import INSIDE
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
+from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.plan.rules import rules_from
 from support import families, tiny_models
 from support.broken_arithmetic import SumsInFp16
@@ -91,6 +93,41 @@ def test_an_overflow_of_one_row_of_a_later_call(comfy, files, call_of_two):
         assert relative_error(reference, families.replay(model, call_of_two, c_crossattn=text)) < 0.02
         assert report_of(model).extra_calls == repeats, "the second such call is not repeated"
     assert report_of(model).events[0].batch_rows == [1]
+
+
+def test_a_failure_under_an_escalation_is_located_too(comfy, files, call_of_two):
+    text = families.louder(call_of_two, 3e4, rows=1)
+    reference = families.replay(load(comfy, files("wan"), "fp32", "fp32"), call_of_two, c_crossattn=text)
+    model = guarded(comfy, plain_fp16(comfy, files("wan")))
+    assert is_finite(families.replay(model, call_of_two))
+    guard_of(model).states.last(model.model).grow(Escalation(spans=frozenset({"blocks.1"})))
+    assert relative_error(reference, families.replay(model, call_of_two, c_crossattn=text)) < 0.02
+    (event,) = report_of(model).events
+    assert (event.op, event.kind, event.recovered) == ("cast", "overflow", True)
+
+
+@pytest.mark.parametrize("escalation", [Escalation(), Escalation(spans=frozenset({"blocks.1"}))])
+def test_the_model_is_given_nothing_of_the_guards(comfy, files, escalation):
+    """Beside what it would be given without one: a wrapper may hand the same options to another model, or use them twice."""
+    seen, given = [], []
+    model = inside(guarded(comfy, plain_fp16(comfy, files("wan"))), lambda executor, args, kwargs: _twice(executor, args, kwargs, seen))
+    families.sample(model, "wan", steps=1)
+    guard_of(model).states.last(model.model).grow(escalation)
+    module = model.model.diffusion_model
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: (given.append(set(kwargs["transformer_options"])), forward(*args, **kwargs))[1]
+    try:
+        families.sample(model, "wan", steps=1)
+    finally:
+        del module.forward
+    assert given and not any(INSIDE in options for options in given)
+    assert seen and all(torch.equal(*results) for results in seen), "the second of two calls runs as the first"
+
+
+def _twice(executor, args, kwargs, seen):
+    results = [executor(*args, **kwargs) for _ in range(2)]
+    seen.append(results)
+    return results[1]
 
 
 def test_an_overflow_at_one_sigma_only(comfy, files):

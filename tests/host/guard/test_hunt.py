@@ -1,5 +1,6 @@
 """The guard among other nodes: in any order, with hooks, regions, masks, merges, threads and errors."""
 
+import copy
 import gc
 import itertools
 import math
@@ -10,6 +11,7 @@ import pytest
 import torch
 from comfy_execution.utils import CurrentNodeContext
 from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.guard.state import learned_of
 from halfsafe.precision.guard.policy import Escalation, NonFinite
 from safetensors.torch import load_file, save_file
 from support import families
@@ -178,6 +180,7 @@ def test_an_error_in_a_call_or_a_repeat_leaves_nothing_behind(comfy, overflowing
     assert is_finite(families.sample(model, "wan"))
 
 
+@pytest.mark.not_as_on_cuda("two threads put the rules on torch at once, and what the first takes off the second puts back")
 def test_two_models_in_two_threads(comfy, overflowing, fp32, models_dir):
     reference = families.sample(fp32, "wan")
     models = [guarded(comfy, plain_fp16(comfy, overflowing)) for _ in range(2)]
@@ -366,3 +369,11 @@ def test_the_advice_is_that_of_the_verdict_it_comes_with(comfy, wan):
         run(model, noise, 1.0, samplers.KSAMPLER(broken), sigmas, cond, cond, torch.zeros_like(noise), seed=1)
     assert error.value.verdict == "not_precision" and "driver" not in str(error.value)
     assert report_of(model).verdict == "device_fault" and len(report_of(model).events) == 2
+
+
+def test_a_copy_of_a_model_for_another_device_begins_with_nothing_learned(comfy, overflowing):
+    model = guarded(comfy, plain_fp16(comfy, overflowing))
+    families.sample(model, "wan")
+    learned = learned_of(model.model)
+    assert list(learned.values()) == [guard_of(model).states.last(model.model).escalation]
+    assert not copy.deepcopy(learned) and learned

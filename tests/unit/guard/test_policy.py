@@ -5,28 +5,25 @@ import math
 import pytest
 from halfsafe.precision.dtypes import FP16_MAX
 from halfsafe.precision.guard.localize import Origin
+from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of, sentence
 from halfsafe.precision.guard.policy import (  # fmt: skip
     ADVICE,
     Escalation,
-    GuardLog,
     NonFinite,
-    Seen,
-    Where,
+    ObservedRanges,
     escalate,
     escalate_to_fp32,
-    event_of,
-    sentence,
     span_of,
 )
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.report.schema import VERDICTS
 
 MODES = {"embed": "fp16", "blocks.0.up": "fp16", "blocks.0.down": "fp16", "blocks.1.up": "fp16", "blocks.1.down": "fp16"}
-SMALL = Seen(dict.fromkeys(MODES, 10.0), {"embed": 10.0, "blocks.0": 10.0, "blocks.1": 10.0})
+SMALL = ObservedRanges(dict.fromkeys(MODES, 10.0), {"embed": 10.0, "blocks.0": 10.0, "blocks.1": 10.0})
 
 
 def seen(layers=None, spans=None, attention=()):
-    return Seen({**SMALL.layers, **(layers or {})}, {**SMALL.spans, **(spans or {})}, frozenset(attention))
+    return ObservedRanges({**SMALL.layers, **(layers or {})}, {**SMALL.spans, **(spans or {})}, frozenset(attention))
 
 
 def product(layer, mode="fp16"):
@@ -113,10 +110,10 @@ def test_span_of(layer, span):
 
 
 def test_the_worst_verdict_of_a_run_stays():
-    log, event = GuardLog(), event_of(Where(1, 0, 1.0, [0]), None, "fp16", "fp32", True)
-    log.add(event, "recovered")
-    log.add(event, "bad_weights", "Leave it out.")
-    log.add(event, "recovered")
+    log, event = GuardLog(), event_of(CallPosition(1, 0, 1.0, [0]), None, "fp16", "fp32", True)
+    log.note(event, None, "recovered")
+    log.note(event, None, "bad_weights", "Leave it out.")
+    log.note(event, None, "recovered")
     assert (log.verdict, log.advice) == ("bad_weights", "Leave it out.")
     report = log.report(Escalation({"blocks.0.down": "fp16_wide"}, frozenset({"blocks.0"})))
     assert report.escalations == {"blocks.0.down": "fp16_wide"} and len(report.events) == 3
@@ -133,7 +130,7 @@ def test_an_error_names_verdict_and_advice():
 
 def test_a_sentence_names_step_sigma_layer_dtype_and_range():
     origin = Origin("blocks.0.down", "matmul", "overflow", "fp16", 489.2)
-    event = event_of(Where(7, 3, 0.83, [1]), origin, "fp16", "fp16_wide", True)
+    event = event_of(CallPosition(7, 3, 0.83, [1]), origin, "fp16", "fp16_wide", True)
     line = sentence(event, origin)
     for part in ("Step 3", "sigma 0.83", "blocks.0.down (matmul)", "fp16", "489.2", "rows 1", "fp16_wide: finite"):
         assert part in line
@@ -141,5 +138,5 @@ def test_a_sentence_names_step_sigma_layer_dtype_and_range():
 
 def test_a_clamp_is_told_as_such():
     origin = Origin("blocks.0", "add", "overflow", "fp16", math.nan, hidden=True)
-    event = event_of(Where(1, 0, 1.0, []), origin, "fp16", "fp32", True)
+    event = event_of(CallPosition(1, 0, 1.0, []), origin, "fp16", "fp32", True)
     assert event.kind == "saturation" and "clamped" in sentence(event, origin)

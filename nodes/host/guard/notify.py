@@ -1,0 +1,23 @@
+"""How a guard tells the user: a line in ComfyUI's log and a message to the page."""
+
+import functools
+import logging
+
+from ....precision.guard.log import Notify
+from ....precision.report.schema import GuardEvent
+from ..page import running_prompt_id, tell_page
+
+logger = logging.getLogger("halfsafe")
+
+
+def teller(node_id: str | None, prompt: str | None = None) -> Notify:
+    """Give what tells the user of the events of a node, in ``prompt`` or else the one that runs at the time."""
+    return functools.partial(_tell, node_id, prompt)
+
+
+def _tell(
+    node_id: str | None, prompt: str | None, kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None
+) -> None:
+    if event:
+        logger.warning("Halfsafe guard: %s %s", message, "" if verdict == "recovered" else advice)
+    tell_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event)

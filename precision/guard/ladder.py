@@ -1,0 +1,92 @@
+"""Repeats of a failed call, each in a higher precision than the one before, until a result is finite."""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from ..modes import FP16_WIDE, FP32
+from .localize import Origin
+from .policy import ALL_IN_FP32, Escalation, ObservedRanges, escalate, escalate_to_fp32
+
+Rung = TypeVar("Rung")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Repeat(Generic[Rung, Result]):
+    """A repeat that gave a finite result, and the rung it ran at."""
+
+    rung: Rung
+    result: Result
+
+
+def first_finite(rungs: Sequence[Rung], attempt: Callable[[Rung], tuple[Result, float]]) -> Repeat[Rung, Result] | None:
+    """Repeat a call at each rung in turn until its result is finite; None if it is at none.
+
+    Args:
+        attempt: runs the call at a rung: (result, its largest magnitude). Each starts with the same random state.
+    """
+    for rung in rungs:
+        with random_state_kept():
+            result, amax = attempt(rung)
+        if math.isfinite(amax):
+            return Repeat(rung, result)
+    return None
+
+
+def random_state_kept():
+    """A context that leaves torch's random numbers as they were, on the CPU and the devices in use."""
+    return torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else [])
+
+
+def model_rungs(modes: Mapping[str, str], stream: str, present: Escalation) -> list[Escalation]:
+    """List the escalations to repeat a diffusion model's call in; none for a model that is in fp32 already.
+
+    Args:
+        modes: layer -> mode by itself, of the layers that multiply.
+        stream: the dtype of the values between layers.
+        present: the escalation the call failed in.
+    """
+    lowered = any(mode != FP32.name for mode in modes.values()) or stream != FP32.name
+    safe = [safe_escalation(modes)] if stream == "fp16" and not present.whole else []
+    return [*safe, ALL_IN_FP32] if lowered and not present.whole else safe
+
+
+def safe_escalation(modes: Mapping[str, str]) -> Escalation:
+    """Everything that cannot overflow: fp32 between layers, products with fp16 operands scaled to fit."""
+    return Escalation(dict.fromkeys(modes, FP16_WIDE.name), stream=True)
+
+
+def encoder_rungs(dtype: torch.dtype, has_bf16: bool) -> list[torch.dtype]:
+    """List the dtypes to repeat a VAE or text encoder in, that is in ``dtype``.
+
+    The first is ``dtype`` itself, but for fp16, which overflows again. bf16 loses precision: only where the device has it.
+    """
+    if dtype == torch.float16:
+        return [torch.bfloat16, torch.float32] if has_bf16 else [torch.float32]
+    return [dtype, torch.float32] if dtype != torch.float32 else [dtype]
+
+
+def escalation_after(
+    repeat: Escalation,
+    present: Escalation,
+    observed: ObservedRanges,
+    origin: Origin | None,
+    modes: Mapping[str, str],
+    in_fp16: bool,
+    parts: Collection[str],
+) -> Escalation:
+    """Decide what runs wider from now on, after ``repeat`` gave a finite result.
+
+    Args:
+        present: the escalation the call failed in.
+        observed: the magnitudes met in the repeat.
+        in_fp16: the values between layers are fp16, so ``safe_escalation`` was tried before fp32.
+        parts: the top-level parts of the model.
+    """
+    if not repeat.whole:
+        return escalate(present, observed, origin, modes)
+    return ALL_IN_FP32 if in_fp16 else escalate_to_fp32(present, origin, modes, parts)

@@ -1,0 +1,36 @@
+"""The tensors in the nested lists, tuples and dicts that models are given and return."""
+
+from collections.abc import Iterator
+
+import torch
+
+
+def leaves(values, name: str = "") -> Iterator[tuple[str, object]]:
+    """Walk nested lists, tuples, dicts and ComfyUI's nested tensors: (place, value) of what is in them."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield from leaves(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(values, (list, tuple)):
+        for index, value in enumerate(values):
+            yield from leaves(value, f"{name}[{index}]")
+    elif hasattr(values, "unbind") and not isinstance(values, torch.Tensor):
+        yield from leaves(list(values.unbind()), name)
+    else:
+        yield name, values
+
+
+def tensors_in(values) -> list[torch.Tensor]:
+    """List the tensors of torch's own classes among nested values."""
+    return [leaf for _, leaf in leaves(values) if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
+
+
+def floats_in(values) -> list[torch.Tensor]:
+    """List the floating tensors of any class among nested values."""
+    return [leaf for _, leaf in leaves(values) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def cast_arguments(values, dtypes: tuple[torch.dtype, ...], dtype: torch.dtype):
+    """Cast the tensors in one of ``dtypes`` to ``dtype``, in nested tuples and lists; dicts, which may be written to, stay."""
+    if isinstance(values, torch.Tensor):
+        return values.to(dtype) if values.dtype in dtypes else values
+    return type(values)(cast_arguments(value, dtypes, dtype) for value in values) if type(values) in (tuple, list) else values

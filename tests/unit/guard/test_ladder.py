@@ -1,0 +1,68 @@
+"""The order in which a failed call is repeated, and where that ends."""
+
+import math
+
+import pytest
+import torch
+from halfsafe.precision.guard.ladder import encoder_rungs, escalation_after, first_finite, model_rungs, safe_escalation
+from halfsafe.precision.guard.localize import Origin
+from halfsafe.precision.guard.policy import ALL_IN_FP32, Escalation, ObservedRanges
+
+MODES = {"blocks.0.up": "fp16", "blocks.0.down": "fp16"}
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def test_the_first_finite_result_is_taken_and_no_rung_after_it_runs():
+    ran = []
+
+    def attempt(rung):
+        ran.append(rung)
+        return f"result {rung}", {1: math.nan, 2: math.inf, 3: 5.0, 4: 6.0}[rung]
+
+    repeat = first_finite([1, 2, 3, 4], attempt)
+    assert (repeat.rung, repeat.result, ran) == (3, "result 3", [1, 2, 3])
+    assert first_finite([1, 2], attempt) is None and first_finite([], attempt) is None
+
+
+def test_each_attempt_draws_the_same_random_numbers_and_leaves_them():
+    drawn = []
+
+    def attempt(rung):
+        drawn.append(torch.rand(()).item())
+        return None, math.nan
+
+    before = torch.get_rng_state()
+    first_finite([1, 2, 3], attempt)
+    assert len(set(drawn)) == 1 and torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("modes", "stream", "present", "rungs"),
+    [
+        (MODES, "fp16", Escalation(), [safe_escalation(MODES), ALL_IN_FP32]),
+        (MODES, "fp16", Escalation(stream=True), [safe_escalation(MODES), ALL_IN_FP32]),
+        (MODES, "fp16", ALL_IN_FP32, []),
+        ({"up": "fp8"}, "bf16", Escalation(), [ALL_IN_FP32]),
+        ({"up": "fp32"}, "fp32", Escalation(), []),
+    ],
+)
+def test_a_model_is_repeated_safely_in_fp16_then_in_fp32(modes, stream, present, rungs):
+    assert model_rungs(modes, stream, present) == rungs
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_bf16", "rungs"),
+    [(F16, True, [BF16, F32]), (F16, False, [F32]), (BF16, True, [BF16, F32]), (F32, True, [F32])],
+)
+def test_an_encoder_is_repeated_as_it_is_unless_it_overflows_again(dtype, has_bf16, rungs):
+    assert encoder_rungs(dtype, has_bf16) == rungs
+
+
+def test_what_fp32_alone_cured_is_all_in_fp32_where_the_safe_fp16_was_tried():
+    origin = Origin("blocks.0.up", "matmul", "overflow", "fp8", 100.0, multiplies=True)
+    ranges = ObservedRanges(dict.fromkeys(MODES, 10.0), {"blocks.0": 10.0})
+    after = [escalation_after(ALL_IN_FP32, Escalation(), ranges, origin, MODES, in_fp16, ["blocks.0"]) for in_fp16 in (True, False)]
+    assert after[0] == ALL_IN_FP32
+    assert after[1] == Escalation(dict.fromkeys(MODES, "fp32"), frozenset({"blocks.0"}))
+    safe = escalation_after(safe_escalation(MODES), Escalation(), ranges, origin, MODES, True, ["blocks.0"])
+    assert safe == Escalation({"blocks.0.up": "fp16_wide"}, frozenset({"blocks.0"}))
