@@ -62,7 +62,7 @@ class Notify(Protocol):
     def __call__(self, kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None) -> None: ...
 
 
-def _silent(*message: object) -> None:
+def _silent(kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None) -> None:
     """Tell nobody."""
 
 

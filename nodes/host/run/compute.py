@@ -116,7 +116,7 @@ class PlannedLayers:
                 continue
             forward = _summed(decision.sums, self._forward(name, module, decision))
             self.patches += [*exchanged(module, forward), *_casting(module)]
-        self.patches += calling_layers(self.modules.values())
+        self.calling = calling_layers(self.modules.values())
         if plan.mixes_fp32_in:
             others = (module for name, module in named.items() if hasattr(module, "comfy_cast_weights") and inside(name))
             self.patches += [(module, "comfy_cast_weights", True) for module in others]
@@ -142,7 +142,7 @@ class PlannedLayers:
         def once():
             self.attention.begin()
             plain = compile_disabled() if self.ranges.calibrating else nullcontext()
-            with fp32_accumulation() if off else nullcontext(), plain:
+            with fp32_accumulation() if off else nullcontext(), plain, self.calling:
                 return call()
 
         return self.ranges.run(once)

@@ -13,7 +13,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.linear import WeightProvider, kind_of
-from ....precision.arithmetic.patching import Patch
+from ....precision.arithmetic.patching import Patch, SharedScope, patched
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -75,19 +75,30 @@ def exchanged(module: torch.nn.Module, forward: Callable) -> list[Patch]:
     return [*patches, (module, "_forward", _dequantized_linear)] if is_quantized(module) else patches
 
 
-def calling_layers(modules: Iterable[torch.nn.Module]) -> list[Patch]:
-    """Patch ``linear_input_act`` of ``comfy/ops.py`` (MiniMax) to call layers whose forward we exchanged; it multiplies by a
-    layer's int8 weight itself."""
-    original = getattr(comfy.ops, "linear_input_act", None)
-    if original is None or not any(map(is_quantized, modules)):
-        return []
+@contextlib.contextmanager
+def _input_act_calls_layers() -> Iterator[None]:
+    original = comfy.ops.linear_input_act
 
     def run(linear, x, input_act):
         if has_own_forward(linear):
             return linear(comfy.ops.INPUT_ACT_EAGER[input_act](x))
         return original(linear, x, input_act)
 
-    return [(comfy.ops, "linear_input_act", run)]
+    with patched([(comfy.ops, "linear_input_act", run)]):
+        yield
+
+
+_input_act = SharedScope(_input_act_calls_layers)
+
+
+def calling_layers(modules: Iterable[torch.nn.Module]) -> contextlib.AbstractContextManager:
+    """Have ``linear_input_act`` of ``comfy/ops.py`` (MiniMax) call layers whose forward we exchanged, on every thread.
+
+    ComfyUI's own multiplies by a layer's int8 weight itself. Changes nothing where no module is quantized.
+    """
+    if not hasattr(comfy.ops, "linear_input_act") or not any(map(is_quantized, modules)):
+        return contextlib.nullcontext()
+    return _input_act
 
 
 def ask_for_plain_products(patcher: "ModelPatcher") -> None:

@@ -202,7 +202,7 @@ def test_fp8_weights_that_overflow_fp16(comfy, files):
     assert report_of(model).events[0].layer == "blocks.0.ffn.2"
 
 
-def test_fp16_sums_that_overflow_go_back_to_fp32_sums(comfy, files):
+def test_fp16_sums_that_overflow_go_back_to_fp32_sums(comfy, files, ampere):
     """Half of the terms of a row cancel the other half."""
     path = files("wan")
     plain = plain_fp16(comfy, path)

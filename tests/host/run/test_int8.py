@@ -191,9 +191,22 @@ def test_layers_that_comfyui_multiplies_past_their_forward(comfy, file, compute)
     """As MiniMax's MLP does (``linear_input_act``)."""
     model = load(comfy, file, "as_file", compute)
     mlp = PastForward(model.model.diffusion_model.blocks[0].ffn[2])
-    with patched(compute_of(model).runs.of(model.model).patches), Products({"mlp": mlp}) as products:
+    run = compute_of(model).runs.of(model.model)
+    with patched(run.patches), run.calling, Products({"mlp": mlp}) as products:
         result = mlp(torch.randn(4, 1024).to(mlp.fc2.weight.dtype))
     assert products.modes() == {"mlp": "int8" if compute == "auto" else "fp32"} and result.shape == (4, 256)
+
+
+def test_comfyuis_own_function_is_back_when_the_last_of_several_threads_has_left(comfy, file):
+    before = comfy_ops.linear_input_act
+    models = [load(comfy, file, "as_file", "fp32") for _ in range(2)]
+    one, two = (compute_of(model).runs.of(model.model).calling for model in models)
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert comfy_ops.linear_input_act is not before
+    two.__exit__(None, None, None)
+    assert comfy_ops.linear_input_act is before
 
 
 @pytest.mark.parametrize("compute", ["auto", "fp32"])
