@@ -1,0 +1,77 @@
+"""The rooms of the source: who may import whom. Read from the source, so that nothing has to be imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.shipped import ROOT
+
+FLOORS = (
+    {"errors", "dtypes", "modes", "text", "amax", "nested"},
+    {"files"},
+    {"formats", "arithmetic"},
+    {"devices"},
+    {"plan"},
+    {"library", "report"},
+    {"guard", "analysis", "commands"},
+)
+FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def _imports(path: Path) -> Iterator[tuple[str, ...]]:
+    """The parts of every module that a file imports from this pack, those for type checkers left out."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    typing = {id(node) for test in ast.walk(tree) if _is_for_types(test) for node in ast.walk(test)}
+    here = path.relative_to(ROOT).with_suffix("").parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level and id(node) not in typing:
+            base = here[: len(here) - node.level] + tuple((node.module or "").split(".") if node.module else ())
+            yield from ((*base, alias.name) for alias in node.names)
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def _room(parts: tuple[str, ...], base: tuple[str, ...] = ("precision",)) -> str:
+    """The room or file below ``base`` that a module belongs to; empty for what is elsewhere."""
+    return parts[len(base)] if parts[: len(base)] == base and len(parts) > len(base) else ""
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "precision").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_core_imports_from_its_own_floor_or_below(path: Path) -> None:
+    room = _room(path.relative_to(ROOT).with_suffix("").parts)
+    if room == "__init__":
+        return
+    for target in _imports(path):
+        assert target[0] == "precision", f"{path.name} imports {'.'.join(target)}"
+        assert FLOOR_OF[_room(target)] <= FLOOR_OF[room], f"{room} reaches up to {'.'.join(target)}"
+
+
+@pytest.mark.parametrize("base", [("precision",), ("nodes", "host")])
+def test_no_two_rooms_import_each_other(base: tuple[str, ...]) -> None:
+    arrows = {
+        (_room(path.relative_to(ROOT).with_suffix("").parts, base), _room(target, base))
+        for path in ROOT.joinpath(*base).rglob("*.py")
+        for target in _imports(path)
+    }
+    assert len(arrows) > 3 and {pair for pair in arrows if pair[0] != pair[1] and pair[::-1] in arrows} == set()
+
+
+def test_scripts_and_benchmarks_import_in_no_circle() -> None:
+    files = {path.stem: path for folder in ("scripts", "benchmarks") for path in (ROOT / folder).glob("*.py")}
+    graph = {name: {one for one in _plain_imports(path) if one in files} for name, path in files.items()}
+    while leaves := [name for name, needs in graph.items() if not needs]:
+        graph = {name: needs - set(leaves) for name, needs in graph.items() if name not in leaves}
+    assert graph == {}
+
+
+def _plain_imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
