@@ -23,6 +23,7 @@ from environment import (
 )
 
 TIERS = {"unit": "tests/unit", "host": "tests/host", "browser": "tests/browser", "gpu": "tests/gpu"}
+IN_TWO_PROCESSES = ("unit", "host")
 
 
 @dataclass(frozen=True)
@@ -92,11 +93,11 @@ def _run_tier(tier: str, environment: Environment, pytest_args: list[str]) -> Re
 
 def _workers(tier: str) -> list[str]:
     """Small models gain more from two processes of one thread each than from one of two."""
-    return ["-n", "2", "--dist", "loadfile"] if tier == "host" else []
+    return ["-n", "2", "--dist", "loadfile"] if tier in IN_TWO_PROCESSES else []
 
 
 def _tier_environ(tier: str, environment: Environment) -> dict[str, str]:
-    more = {"OMP_NUM_THREADS": "1"} if tier == "host" else {}
+    more = {"OMP_NUM_THREADS": "1"} if tier in IN_TWO_PROCESSES else {}
     if tier == "browser":
         more = {"CHROMIUM": str(find_chromium()), "HALFSAFE_FRONTEND": str(newest_frontend(environment.python))}
     return clean_environ(HALFSAFE_STRICT="1", COMFYUI_DIR=str(environment.comfyui), **more)

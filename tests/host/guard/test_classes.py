@@ -170,7 +170,7 @@ def test_6_a_quantized_attention_kernel(comfy, files, fp32, record):
     assert set(report_of(model).escalations) == {"blocks.1"}
 
 
-def test_7_sums_in_fp16(comfy, files, record):
+def test_7_sums_in_fp16(comfy, files, record, ampere):
     def cancelling(model):
         """Half of the terms of a sum cancel the other half."""
         ffn = model.model.diffusion_model.blocks[1].ffn
