@@ -109,8 +109,10 @@ def model_facts(patcher: ModelPatcher) -> ModelFacts:
 
 
 def storages(patcher: ModelPatcher) -> dict[str, str]:
-    """Return the storage of each layer's weight, by layer name."""
-    return {name: storage_of(module.weight) for name, module in layers_of(patcher)}
+    """Return the storage of each layer's weight, by layer name; bytes that another loader packed are in none that we know."""
+    weights = ((name, module.weight) for name, module in layers_of(patcher))
+    known = ((name, weight) for name, weight in weights if isinstance(weight, comfy.quant_ops.QuantizedTensor) or weight.is_floating_point())
+    return {name: storage_of(weight) for name, weight in known}
 
 
 def _layer_report(patcher, name: str, module, record, compute, modes: dict[str, str], sums: dict) -> LayerReport:

@@ -54,8 +54,9 @@ def test_one_graph_whose_products_have_fp16_operands_and_fp32_results(comfy, one
         options = {"guard_filter_fn": core("comfy_extras.nodes_torch_compile").skip_torch_compile_dict}
         compiled = torch.compile(model.diffusion_model, backend=kept, fullgraph=fullgraph, options=options)
         re.purge()  # torch traces through it only where the pattern is in its cache
-        call = Call(None, x, t, transformer_options={"sigmas": t})
-        with patched(run.patches), attending(types.SimpleNamespace(diffusion_model=model.diffusion_model), call, run.attend):
+        executor = types.SimpleNamespace(class_obj=types.SimpleNamespace(diffusion_model=model.diffusion_model))
+        call = Call(executor, x, t, transformer_options={"sigmas": t})
+        with patched(run.patches), attending(call.model, call, run.attend):
             result = compiled(x, t, context=text, transformer_options=call.options)
     assert result.device.type == "cuda" and result.dtype == torch.float32
     assert len(graphs) == 1 and sum(counters["graph_break"].values()) == 0
