@@ -22,7 +22,13 @@ from environment import (
     prepare,
 )
 
-TIERS = {"unit": "tests/unit", "host": "tests/host", "browser": "tests/browser", "gpu": "tests/gpu"}
+TIERS = {
+    "unit": "tests/unit",
+    "host": "tests/host",
+    "compile": "tests/host/compile",  # counts graphs: in a process that has compiled nothing else
+    "browser": "tests/browser",
+    "gpu": "tests/gpu",
+}
 IN_TWO_PROCESSES = ("unit", "host")
 
 
@@ -61,7 +67,7 @@ def _tiers(wanted: str | None, environment: Environment) -> list[str]:
     if wanted:
         return [wanted]
     has_gpu_tests = (ROOT / TIERS["gpu"]).is_dir()
-    return ["unit", "host", "browser"] + (["gpu"] if has_gpu_tests and accelerator(environment.python) == "cuda" else [])
+    return ["unit", "host", "compile", "browser"] + (["gpu"] if has_gpu_tests and accelerator(environment.python) == "cuda" else [])
 
 
 def _check_style(environment: Environment) -> list[Result]:
@@ -93,7 +99,8 @@ def _run_tier(tier: str, environment: Environment, pytest_args: list[str]) -> Re
 
 def _workers(tier: str) -> list[str]:
     """Small models gain more from two processes of one thread each than from one of two."""
-    return ["-n", "2", "--dist", "loadfile"] if tier in IN_TWO_PROCESSES else []
+    without = [f"--ignore={TIERS['compile']}"] if tier == "host" else []
+    return [*without, *(["-n", "2", "--dist", "loadfile"] if tier in IN_TWO_PROCESSES else [])]
 
 
 def _tier_environ(tier: str, environment: Environment) -> dict[str, str]:
