@@ -117,7 +117,7 @@ def state_of(name: str) -> object | None:
 
 
 def is_on(name: str) -> bool | None:
-    """Whether a setting is on; None where this torch does not have it."""
+    """Tell whether a setting is on; None where this torch does not have it."""
     state = state_of(name)
     return None if state is None else SETTINGS[name].is_on(state)
 
@@ -193,7 +193,7 @@ class _Scopes:
                 self._before.clear()
 
     def holds(self, name: str, value: bool) -> bool:
-        """Whether the newest scope of this thread that names the setting holds it at this value."""
+        """Tell whether the newest scope of this thread that names the setting holds it at this value."""
         mine = threading.get_ident()
         with self._lock:
             for _, thread, wanted in reversed(self._open):

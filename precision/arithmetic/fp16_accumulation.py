@@ -45,7 +45,7 @@ class AccumulationSlot(Slot):
         return FP16_MAX * 2.0**self.exponent / (MARGIN * self.gain) if self.gain else math.inf
 
     def holds(self, magnitude: float) -> bool:
-        """Whether a later call's magnitude is inside the proof; one that was never measured holds nothing."""
+        """Tell whether a later call's magnitude is inside the proof; one that was never measured holds nothing."""
         return self.proven and magnitude <= self.limit
 
     def prove(self, amax: float, norm: float, row_sum: float, row_norm: float, terms: int, can_scale: bool) -> None:

@@ -36,7 +36,7 @@ def kind_of(module: torch.nn.Module) -> str | None:
 
 
 def has_wide_output(device: torch.device, kind: str) -> bool:
-    """Whether fp16 operands can give an fp32 result: on CUDA for matrix products from torch 2.8 on (PyTorch #150812).
+    """Tell whether fp16 operands can give an fp32 result: on CUDA for matrix products from torch 2.8 on (PyTorch #150812).
 
     A CPU has no fp16 units to gain from; it multiplies the rounded operands in fp32, which is the same arithmetic. ROCm and
     XPU have taken ``mm(out_dtype=...)`` lately, in versions that nobody has tried it with here, and scale instead. Never
@@ -147,7 +147,7 @@ class SafeOperation:
 
 
 def _needs_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether autograd records this product: ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to 2.11)."""
+    """Tell whether autograd records this product: ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to 2.11)."""
     return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
 
 
@@ -159,7 +159,7 @@ def largest_row_sum(weight: torch.Tensor, kind: str) -> float:
 
 
 def fits_fp16(weight: torch.Tensor) -> bool:
-    """Whether a weight cast to fp16 is finite and has not lost its precision to fp16's smallest numbers."""
+    """Tell whether a weight cast to fp16 is finite and has not lost its precision to fp16's smallest numbers."""
     return SMALLEST_WEIGHT <= amax(weight).item() < math.inf
 
 

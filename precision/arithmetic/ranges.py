@@ -72,7 +72,7 @@ class Slot:
         return product.mul_(2.0**self.exponent) if self.exponent else product
 
     def holds(self, magnitude: float) -> bool:
-        """Whether an operand of this magnitude neither overflows nor underflows; no NaN or inf is held."""
+        """Tell whether an operand of this magnitude neither overflows nor underflows; no NaN or inf is held."""
         return self.limit >= 0 and (magnitude == 0 or self.floor <= magnitude <= self.limit)
 
     def calibrate(self, magnitude: float, gain: float = 1.0) -> None:

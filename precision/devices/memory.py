@@ -31,7 +31,7 @@ def available_memory() -> int | None:
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether an error means that a device has no memory left.
+    """Tell whether an error means that a device has no memory left.
 
     torch's allocators raise OutOfMemoryError, CUDA itself an AcceleratorError with ``cudaErrorMemoryAllocation``, and MPS
     a plain RuntimeError (aten/src/ATen/mps/MPSAllocator.mm).

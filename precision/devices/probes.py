@@ -55,7 +55,7 @@ def _once(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Pr
 
 
 def canary(device: torch.device, name: str) -> tuple[bool, str]:
-    """Whether a small product in ``fp16``, ``bf16`` or ``fp32`` is right on a device, and what it gave. Once per process."""
+    """Tell whether a small product in ``fp16``, ``bf16`` or ``fp32`` is right on a device, and what it gave. Once per process."""
     result = _once(f"{name}_canary", gemm, device, name)
     return result.ok is not False, result.detail
 
@@ -128,7 +128,7 @@ def gemm(device: torch.device, name: str) -> tuple[bool, str]:
 
 
 def bf16_native(device: torch.device) -> tuple[bool | None, str]:
-    """Whether the driver and torch say bf16 runs in hardware."""
+    """Tell whether the driver and torch say bf16 runs in hardware."""
     if device.type == "cuda":
         return _cuda_bf16(device)
     if device.type == "xpu":
@@ -164,7 +164,7 @@ def cpu_bf16() -> bool:
 
 
 def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
-    """Whether ``allow_fp16_accumulation`` acts: K=4096 products, +256 in the first half and -256 in the second.
+    """Tell whether ``allow_fp16_accumulation`` acts: K=4096 products, +256 in the first half and -256 in the second.
 
     The true result is 0. An fp16 sum passes 65504 on the way and becomes inf or NaN; an fp32 sum does not.
     """

@@ -279,7 +279,7 @@ def _weight_scale_names(name: str) -> list[tuple[str, str]]:
 
 
 def looks_like_scale(name: str) -> bool:
-    """Whether a tensor is named as quantization scales are: a last part with the word scale or scales in it."""
+    """Tell whether a tensor is named as quantization scales are: a last part with the word scale or scales in it."""
     return _SCALE_LEAF.search(name.rpartition(".")[2]) is not None
 
 

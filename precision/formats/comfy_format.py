@@ -109,7 +109,7 @@ def _plan_fp8(weight: StoredWeight, storage: str, path) -> StoragePlan:
 
 
 def exceeds_fp16(weight: StoredWeight, path) -> bool:
-    """Whether fp16 cannot hold a value of a weight.
+    """Tell whether fp16 cannot hold a value of a weight.
 
     Raises:
         NonFiniteWeight: it holds NaN or Inf.

@@ -22,7 +22,7 @@ def rotation_group(columns: int) -> int | None:
 
 
 def is_rotation_group(size: object) -> bool:
-    """Whether a regular Hadamard matrix of ``size`` exists: 4, 16, 64, 256, 1024."""
+    """Tell whether a regular Hadamard matrix of ``size`` exists: 4, 16, 64, 256, 1024."""
     return type(size) is int and size in (4, 16, 64, 256, 1024)
 
 

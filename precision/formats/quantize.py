@@ -69,7 +69,7 @@ def _scratch(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _scales_exactly(dtype: torch.dtype, factor: float) -> bool:
-    """Whether ``dtype`` holds the product with a power of two: bf16 always, fp16 when it scales up (to 57344 at most)."""
+    """Tell whether ``dtype`` holds the product with a power of two: bf16 always, fp16 when it scales up (to 57344 at most)."""
     return dtype == torch.bfloat16 or (dtype == torch.float16 and factor >= 1)
 
 

@@ -54,12 +54,12 @@ class StoredWeight:
 
     @property
     def quantized(self) -> bool:
-        """Whether it is stored in 8 bits or fewer."""
+        """Tell whether it is stored in 8 bits or fewer."""
         return self.encoding is not None or self.data.dtype in EIGHT_BIT
 
     @property
     def is_number(self) -> bool:
-        """Whether the data are floating point numbers; e8m0, bare exponents, are none."""
+        """Tell whether the data are floating point numbers; e8m0, bare exponents, are none."""
         return self.data.dtype in NUMBERS
 
     @property
@@ -95,7 +95,7 @@ class StoredWeight:
         return amax if self.scale is None else amax * self.scale.max().item()
 
     def exceeds(self, limit: float, bound: float) -> bool:
-        """Whether a value of the weight exceeds ``limit``, given its :meth:`bound`. Reads the weight only where that leaves it open."""
+        """Tell whether a value of the weight exceeds ``limit``, given its :meth:`bound`. Reads the weight only where that leaves it open."""
         if bound <= limit or (self.encoding is None and self.granularity in ("none", "tensor")):
             return bound > limit
         return any(part.abs().max() > limit for _, part in self.parts())

@@ -1,4 +1,4 @@
-"""Whether a value of a graph is finite, and if not what of it: how much, in which batch rows."""
+"""Find NaN and Inf in the nested values of a graph; count them and name their batch rows."""
 
 from dataclasses import dataclass
 

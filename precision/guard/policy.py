@@ -1,7 +1,7 @@
-"""The guard's decisions: what runs wider after a non-finite result, what is said about it, and what to try.
+"""Decide what runs in higher precision after a non-finite result, what the guard says of it, and what to try.
 
-Nothing here runs a model. A call that failed is repeated with everything in fp32 but the operands of products
-(``fp16_safe``), which cannot overflow and shows how large every value really is; from then on only what must be is wider.
+Nothing here runs a model. A failed call is retried in ``fp16_safe``: fp16 matmul operands, everything else fp32. It cannot
+overflow and reveals every layer's amax; later calls upcast only the layers that need it.
 """
 
 from collections.abc import Mapping

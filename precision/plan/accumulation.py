@@ -62,7 +62,7 @@ class MatmulProfile:
 
     @property
     def whole(self) -> bool:
-        """Whether flags are the same for all of its layers: a graph cannot switch them, nor can threads side by side."""
+        """Tell whether flags are the same for all of its layers: a graph cannot switch them, nor can threads side by side."""
         return self.compiled or self.parallel
 
 

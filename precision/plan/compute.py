@@ -51,12 +51,12 @@ class ComputePlan:
 
     @property
     def is_safe(self) -> bool:
-        """Whether the whole model computes as ``fp16_safe``."""
+        """Tell whether the whole model computes as ``fp16_safe``."""
         return self.choice.used == SAFE
 
     @property
     def mixes_fp32_in(self) -> bool:
-        """Whether single layers give fp32 activations, so that those after them get fp32 where they expect 16 bit."""
+        """Tell whether single layers give fp32 activations, so that those after them get fp32 where they expect 16 bit."""
         return not self.is_safe and any(decision.stream == "fp32" for decision in self.decisions.values())
 
     @property

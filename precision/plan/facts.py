@@ -21,7 +21,7 @@ class LayerSpec:
 
     @property
     def multiplies(self) -> bool:
-        """Whether the layer is a matmul or a convolution."""
+        """Tell whether the layer is a matmul or a convolution."""
         return multiplies(self.cls) and len(self.shape) > 1
 
 

@@ -9,7 +9,7 @@ CLAMPING_MODULES = ("comfy.ldm.flux.", "comfy.ldm.lumina.", "comfy.ldm.chroma", 
 
 
 def clamps_in_fp16(model: torch.nn.Module) -> bool:
-    """Whether the code of this diffusion model calls ``torch.nan_to_num`` on fp16 values (ComfyUI 0.29 to 0.38)."""
+    """Tell whether the code of this diffusion model calls ``torch.nan_to_num`` on fp16 values (ComfyUI 0.29 to 0.38)."""
     return any(type(module).__module__.startswith(CLAMPING_MODULES) for module in model.modules())
 
 

@@ -64,8 +64,8 @@ class EscalatedLayers:
         return [*self._on_model(), *self.planned.patches, *spans]
 
     def _on_model(self) -> list[Patch]:
-        """The cast to the stream's dtype at the model's entry is also what gives a step cache, which adds to what it
-        is given in place, something else than the sampler's own latent."""
+        """Cast the model's entry to fp32 and clone its input. In fp16 that cast copies the input; in fp32 it is a no-op, and
+        EasyCache (``comfy_extras/nodes_easycache.py``) would add to the sampler's own latent in place."""
         if self._model is None:
             return []
         sampling = self._model.model_sampling

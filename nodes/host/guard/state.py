@@ -75,9 +75,9 @@ class Guarded:
 
 
 def _known_as(model: "BaseModel") -> tuple:
-    """What is learned of a model holds for: its patches, hooks, compute plan and dtype.
+    """Build the key under which an escalation is remembered: weight patches, hooks, compute plan, dtype.
 
-    ComfyUI gives the patches of a model with hooks a new id in each run, so they are told by themselves.
+    Patches are identified by object id, because ComfyUI assigns a new ``patches_uuid`` per run when hooks are active.
     """
     patcher = model.current_patcher
     patches = tuple((key, patch[0], id(patch[1])) for key, all_of_it in patcher.patches.items() for patch in all_of_it)

@@ -33,7 +33,7 @@ def free_host_memory() -> int:
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether an error means that a device has no memory left.
+    """Tell whether an error means that a device has no memory left.
 
     ComfyUI's own test comes first, as it also clears the error CUDA has pending. On torch 2.8 and later it takes the plain
     RuntimeError of MPS for another.

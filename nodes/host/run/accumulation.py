@@ -115,7 +115,7 @@ class _Run:
 
     @property
     def all_in_fp16(self) -> bool:
-        """Whether every matmul may accumulate in fp16; only asked where the flag cannot be switched by layer."""
+        """Tell whether every matmul may accumulate in fp16; only asked where the flag cannot be switched by layer."""
         if not self.plan.whole or self.ranges.calibrating:
             return False
         return self._attention_is_known and all(op.weights and op.slot.proven for op in self._used())
@@ -219,7 +219,7 @@ def _fp8_fast(module: torch.nn.Module, refused: fast_accumulation.Refused) -> tu
 
 
 def _is_fp16_by_default(patcher, plan: AccumulationPlan) -> bool:
-    """Whether ComfyUI was started with fp16 accumulation and nothing of ours holds it off."""
+    """Tell whether ComfyUI was started with fp16 accumulation and nothing of ours holds it off."""
     if FP16_ACCUMULATION in plan.flags or torch.version.hip or _held_off(patcher):
         return False
     return torch.cuda.is_available() and bool(flags.outside(FP16_ACCUMULATION))

@@ -66,7 +66,7 @@ def _entry(forward: Callable, override: Callable) -> Callable:
 
 
 def is_fused(function: Callable) -> bool:
-    """Whether an attention keeps its scores in fp32 registers."""
+    """Tell whether an attention keeps its scores in fp32 registers."""
     return function.__name__ not in UNFUSED
 
 

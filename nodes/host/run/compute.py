@@ -230,7 +230,7 @@ class Fp8Linear:
             return F.linear(quantized, weight, bias).reshape(*x.shape[:-1], -1)
 
     def _has_changed_weight(self) -> bool:
-        """Whether a LoRA is added at each call, or has left the weight in 16 bit."""
+        """Tell whether a LoRA is added at each call, or has left the weight in 16 bit."""
         module = self.module
         return not is_quantized(module) or bool(module.weight_function or module.bias_function)
 

@@ -60,7 +60,7 @@ def _items(container: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
 
 
 def has_own_forward(module: torch.nn.Module) -> bool:
-    """Whether something other than its class gave this module its forward, such as a LoRA in bypass mode."""
+    """Tell whether something other than its class gave this module its forward, such as a LoRA in bypass mode."""
     forward = module.__dict__.get("forward")
     return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
@@ -110,7 +110,7 @@ def ask_for_plain_products(patcher: "ModelPatcher") -> None:
 
 
 def is_quantized(module: torch.nn.Module) -> bool:
-    """Whether a module's weight is in one of ComfyUI's quantized formats."""
+    """Tell whether a module's weight is in one of ComfyUI's quantized formats."""
     return isinstance(getattr(module, "weight", None), QuantizedTensor)
 
 
@@ -126,7 +126,7 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
 
 
 def only_multiplies(module: torch.nn.Module) -> bool:
-    """Whether the module does no more than cast its weights and multiply: ComfyUI's and torch's own classes."""
+    """Tell whether the module does no more than cast its weights and multiply: ComfyUI's and torch's own classes."""
     if has_own_forward(module) or hasattr(module, "pre_quant_scale") or kind_of(module) is None:
         return False
     methods = (getattr(type(module), name, None) for name in ("forward", "forward_comfy_cast_weights", "_forward"))
