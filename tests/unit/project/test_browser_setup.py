@@ -71,4 +71,4 @@ def test_a_browser_tier_without_a_browser_fails(nothing_installed: Path, tmp_pat
 
 
 def test_the_browser_tier_is_part_of_every_run() -> None:
-    assert test_script._tiers(None, environment.Environment(Path(sys.executable), Path()))[:3] == ["unit", "host", "browser"]
+    assert test_script._tiers(None, environment.Environment(Path(sys.executable), Path()))[:4] == ["unit", "host", "compile", "browser"]
