@@ -15,6 +15,7 @@ from ...precision.guard.policy import CURED
 from ...precision.modes import FP16_ACC16
 from ...precision.plan.choice import LoadRecord
 from ...precision.plan.facts import LayerSpec, ModelFacts, most
+from ...precision.report.rules import CALLED_IN_FP32
 from ...precision.report.schema import (
     EncoderReport,
     KeptHigh,
@@ -30,7 +31,7 @@ from .load.models import ATTACHMENT
 from .page import running_prompt, running_prompt_id, told_in
 from .run.accumulation import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
-from .run.layers import activation_dtype, layers_of, modes_of
+from .run.layers import activation_dtype, is_called_in_fp32, layers_of, modes_of
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -120,6 +121,8 @@ def _layer_report(patcher, name: str, module, record, compute, modes: dict[str, 
     decision = compute.plan.decisions.get(name) if compute else None
     accumulation, why = sums.get(name, ("fp32", ""))
     reasons = [record.reasons.get(name, "") if record else "", decision.reason if decision else "", why]
+    if decision is None and is_called_in_fp32(patcher.model.diffusion_model, name):
+        reasons.append(CALLED_IN_FP32)
     if decision and decision.stream == "fp32":
         stream = "fp32"
     reason = "; ".join(dict.fromkeys(filter(None, reasons)))

@@ -8,13 +8,17 @@ from ..plan.facts import multiplies
 from ..plan.rules import compile_pattern
 from ..text import pattern_of
 
+CALLED_IN_FP32 = "the model's own code casts its input to fp32"
+"""The reason of a layer that runs in fp32 whatever is asked for, which no rule has to repeat."""
+
 
 def rules_text(report: Mapping) -> str:
     """Write the lines that repeat what a report found, in its JSON form; empty where all layers run alike.
 
     First the layers whose mode is not the most common one, then the guard's escalations, which win.
     """
-    modes = {layer["name"]: layer["mode"] for layer in report["layers"] if multiplies(layer["class"])}
+    asked = (layer for layer in report["layers"] if multiplies(layer["class"]) and CALLED_IN_FP32 not in layer["reason"])
+    modes = {layer["name"]: layer["mode"] for layer in asked}
     most, guard = usual_mode(modes.values()), report["guard"]
     others = {name: mode for name, mode in modes.items() if mode != most and name not in guard["escalations"]}
     escalated = [f"{line}  # escalated by the guard" for line in guard["rules"].splitlines()]

@@ -5,7 +5,7 @@ import json
 import pytest
 from halfsafe.precision.modes import MODES
 from halfsafe.precision.plan.rules import parse
-from halfsafe.precision.report.rules import rules_text
+from halfsafe.precision.report.rules import CALLED_IN_FP32, rules_text
 from halfsafe.precision.report.schema import GuardReport, LayerReport, ModelReport, Report
 
 
@@ -84,3 +84,8 @@ def test_every_modes_rule_is_written(mode):
 def test_layers_that_multiply_nothing_or_run_in_no_mode_have_no_rule():
     layers = [layer("norm", "fp32", "RMSNorm"), layer("odd", "fp64"), *blocks(3)]
     assert Report(layers=layers).to_json()["rules"] == ""
+
+
+def test_a_layer_that_model_code_itself_calls_in_fp32_needs_no_rule():
+    embedding = LayerReport("patch_embedding", "Conv3d", "bf16", "fp32", "fp32", "bf16", CALLED_IN_FP32)
+    assert Report(layers=[*blocks(3), embedding]).to_json()["rules"] == ""
