@@ -31,6 +31,8 @@ CONFIRMED_BY = {
     "fp8_matmul_gains": ("fp8_cast", "fp8_matmul"),
     "fp16_accumulation": ("fp16_gemm", "fp16_accumulation"),
     "fp8_fast_accumulation": ("fp8_cast", "fp8_matmul"),
+    "int8_matmul": ("int8_matmul",),
+    "int8_matmul_gains": ("int8_matmul", "int8_kernels"),
 }
 
 

@@ -110,7 +110,8 @@ def _compute_capability(name: str) -> tuple[int, int]:
 def without_fp16(row: DeviceProfile, name: str) -> DeviceProfile:
     """A row for a chip whose fp16 results are wrong."""
     reason = f"{name} gives wrong or NaN fp16 results, so nothing is computed in fp16."
-    notes = {**row.notes, "fp16": reason, "fp16_accumulation": reason}
+    int8 = "No tensor cores: int8 gains against fp32, the only other arithmetic here (INT8-Fast PR #61)."
+    notes = {**row.notes, "fp16": reason, "fp16_accumulation": reason, "int8_matmul_gains": int8}
     label = "GTX 16xx (Turing)"
     return dataclasses.replace(row, label=label, fp16_fast=False, fp16_accumulation_gains=False, notes=notes)
 
@@ -132,10 +133,11 @@ def amd_row(arch: str) -> DeviceProfile:
 
 
 def before_rdna3(arch: str) -> DeviceProfile:
-    """RDNA2 and older, Vega: fast fp16, no bf16, no fp8 matmul."""
-    notes = {"bf16": f"{arch} has no bf16; torch emulates it."}
+    """RDNA2 and older, Vega: fast fp16, no bf16, no fp8 or int8 matmul."""
+    notes = {"bf16": f"{arch} has no bf16; torch emulates it.", "int8_matmul": f"{arch} has no int8 matrix units."}
     note = f"{arch} has no row; RDNA3's is used without bf16."
-    return noted(PROFILES["gfx1100"], note, label="RX 6000 and older", bf16_native=False, notes=notes)
+    changes = {"bf16_native": False, "int8_matmul": False}
+    return noted(PROFILES["gfx1100"], note, label="RX 6000 and older", notes=notes, **changes)
 
 
 def cdna4(arch: str) -> DeviceProfile:

@@ -40,6 +40,8 @@ def run_probes(device: torch.device, fp8_format: str = "fp8_e4m3fn") -> tuple[Pr
         _once("bf16_gemm", gemm, device, "bf16"),
         _once("bf16_native", bf16_native, device),
         _once("fp16_accumulation", fp16_accumulation, device),
+        _once("int8_matmul", int8_matmul, device),
+        _once("int8_kernels", int8_kernels, device),
     )
 
 
@@ -112,6 +114,24 @@ def scaled_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.scaled_mm(left, right, one, tensorwise, one, tensorwise)
     result = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
     return result[0] if isinstance(result, tuple) else result
+
+
+def int8_matmul(device: torch.device) -> tuple[bool, str]:
+    """A 32x64x32 int8 matmul over the whole range of int8. cuBLASLt needs M > 16, and K and N that are multiples of 8."""
+    codes = torch.arange(32 * 64).remainder(256).sub(128).to(torch.int8)
+    left, right = codes.reshape(32, 64), codes.flip(0).reshape(64, 32)
+    result = torch._int_mm(left.to(device), right.to(device))
+    if not torch.equal(result.cpu(), (left.int() @ right.int())):
+        return False, "int8 matmul ran and gave wrong values"
+    return True, "int8 matmul runs, values exact"
+
+
+def int8_kernels(device: torch.device) -> tuple[bool | None, str]:
+    """Tell whether torch's CUDA is new enough: ComfyUI turns comfy-kitchen's CUDA kernels off below 13 (comfy/quant_ops.py)."""
+    if device.type != "cuda" or not torch.version.cuda:
+        return None, "comfy-kitchen has CUDA kernels for NVIDIA only"
+    new_enough = int(torch.version.cuda.split(".")[0]) >= 13
+    return new_enough, f"torch is built for CUDA {torch.version.cuda}, comfy-kitchen's int8 kernels need 13.0"
 
 
 def gemm(device: torch.device, name: str) -> tuple[bool, str]:

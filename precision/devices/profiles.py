@@ -21,6 +21,8 @@ CAPABILITY_FIELDS = {
     "fp8_matmul_gains": "fp8_matmul_gains",
     "fp16_accumulation": "fp16_accumulation_gains",
     "fp8_fast_accumulation": "fp8_fast_accumulation",
+    "int8_matmul": "int8_matmul",
+    "int8_matmul_gains": "int8_matmul_gains",
 }
 CAPABILITIES = tuple(CAPABILITY_FIELDS)
 
@@ -39,6 +41,10 @@ REASONS = {
     ("fp16_accumulation", False): "fp16 accumulation brings no speed here, only the risk of overflow.",
     ("fp8_fast_accumulation", True): "The fp8 fast accumulation switch can act.",
     ("fp8_fast_accumulation", False): "The fp8 fast accumulation switch has no effect here.",
+    ("int8_matmul", True): "int8 matmul units, which add exactly in int32.",
+    ("int8_matmul", False): "No int8 matmul units; int8 weights are widened before the matmul.",
+    ("int8_matmul_gains", True): "int8 matmuls are expected to be faster than 16-bit ones.",
+    ("int8_matmul_gains", False): "int8 matmuls bring no speed here.",
 }
 
 FP16_ACCUMULATION_TORCH = {"fp16_accumulation": (2, 7)}
@@ -63,6 +69,8 @@ class DeviceProfile:
         fp8_matmul_gains: fp8 matmul is faster than 16 bit.
         fp16_accumulation_gains: fp16 accumulation is faster than fp32 accumulation.
         fp8_fast_accumulation: ``use_fast_accum`` of an fp8 matmul can matter.
+        int8_matmul: int8 operands can be multiplied.
+        int8_matmul_gains: int8 matmul is faster than 16 bit, with comfy-kitchen's kernels.
         scaling: scale granularities an fp8 matmul takes: tensor, row, block (1x128, 128x128), mx (1x32).
         needs_torch: capability -> first (major, minor) of torch that has it on this device.
         notes: capability -> one sentence; other keys are remarks about the device.
@@ -80,6 +88,8 @@ class DeviceProfile:
     fp8_matmul_gains: bool = False
     fp16_accumulation_gains: bool = False
     fp8_fast_accumulation: bool = False
+    int8_matmul: bool = False
+    int8_matmul_gains: bool = False
     scaling: tuple[str, ...] = ()
     needs_torch: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
     notes: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -120,37 +130,44 @@ APPLE_NOTES = {
     "fp8_matmul": "torch has tensor and row scaled fp8 matmul on MPS from 2.15 (PyTorch #194074).",
     "fp8_matmul_gains": "No fp8 units: fp8 saves memory, not time.",
     "fp16_accumulation": NO_CUBLAS,
+    "int8_matmul": "torch has int8 matmul on MPS from 2.15 (PyTorch #193153).",
+    "int8_matmul_gains": "No int8 kernels for Apple in comfy-kitchen: int8 saves memory, not time.",
 }
 APPLE: dict[str, Any] = {
     "vendor": "apple", "type": "mps", "fp8_matmul": True, "fp8_formats": ("fp8_e4m3fn",), "scaling": ("tensor", "row"),
-    "needs_torch": {"fp8_storage": (2, 15), "fp8_matmul": (2, 15)},
+    "int8_matmul": True, "needs_torch": {"fp8_storage": (2, 15), "fp8_matmul": (2, 15), "int8_matmul": (2, 15)},
 }  # fmt: skip
-FP8_NVIDIA: dict[str, Any] = {"vendor": "nvidia", "fp8_matmul": True, "fp8_formats": OCP_FP8, "fp8_matmul_gains": True}
+INT8: dict[str, Any] = {"int8_matmul": True, "int8_matmul_gains": True}
+NO_INT8_UNITS = "No int8 tensor cores; comfy-kitchen's int8 kernels begin at compute capability 7.5."
+CDNA_INT8 = "comfy-kitchen's HIP kernels are for RDNA: on CDNA, torch's general operations run int8 products."
+FP8_NVIDIA: dict[str, Any] = {"vendor": "nvidia", "fp8_matmul": True, "fp8_formats": OCP_FP8, "fp8_matmul_gains": True, **INT8}
 
 ROWS = (
     DeviceProfile(
         "sm_61", "GTX 10xx, P40 (Pascal)", "nvidia", fp16_fast=False, bf16_native=False,
         notes={"fp16": "fp16 math runs at 1/64 of the fp32 rate.",
                "bf16": "bf16 is emulated, about 1.9x slower than fp32.",
-               "fp16_accumulation": "fp16 math is slow here, with or without fp16 accumulation."},
+               "fp16_accumulation": "fp16 math is slow here, with or without fp16 accumulation.",
+               "int8_matmul": NO_INT8_UNITS},
     ),
     DeviceProfile(
         "sm_70", "V100, Titan V (Volta)", "nvidia", bf16_native=False,
         notes={"bf16": "bf16 is emulated, without cuDNN convolution or Triton kernels.",
-               "fp16_accumulation": NO_GAIN},
+               "fp16_accumulation": NO_GAIN, "int8_matmul": NO_INT8_UNITS},
     ),
     DeviceProfile(
-        "sm_75", "RTX 20xx, T4 (Turing)", "nvidia", bf16_native=False, fp16_accumulation_gains=True,
+        "sm_75", "RTX 20xx, T4 (Turing)", "nvidia", bf16_native=False, fp16_accumulation_gains=True, **INT8,
         needs_torch=FP16_ACCUMULATION_TORCH,
         notes={"fp16_accumulation": GEFORCE_GAIN},
     ),
     DeviceProfile(
-        "sm_80", "A100, A30 (Ampere)", "nvidia",
+        "sm_80", "A100, A30 (Ampere)", "nvidia", **INT8,
         notes={"fp16_accumulation": NO_GAIN},
     ),
     DeviceProfile(
-        "sm_86", "RTX 30xx (Ampere)", "nvidia", fp16_accumulation_gains=True, needs_torch=FP16_ACCUMULATION_TORCH,
+        "sm_86", "RTX 30xx (Ampere)", "nvidia", fp16_accumulation_gains=True, needs_torch=FP16_ACCUMULATION_TORCH, **INT8,
         notes={"fp16_accumulation": GEFORCE_GAIN,
+               "int8_matmul_gains": "int8 is measured 1.84x as fast as bf16 on an A10G (comfyui-quant-bench).",
                "compile": "torch.compile cannot convert e4m3fn here (PyTorch #167082): use fp8_e5m2 with it."},
     ),
     DeviceProfile(
@@ -175,22 +192,23 @@ ROWS = (
         notes={"fp16_accumulation": GEFORCE_GAIN},
     ),
     DeviceProfile(
-        "gfx90a", "MI200 (CDNA2)", "amd",
-        notes={"fp16_accumulation": NO_CUBLAS,
+        "gfx90a", "MI200 (CDNA2)", "amd", int8_matmul=True,
+        notes={"fp16_accumulation": NO_CUBLAS, "int8_matmul_gains": CDNA_INT8,
                "denormals": "fp16 and bf16 matmuls flush denormals to zero here (PyTorch numerical accuracy notes)."},
     ),
     DeviceProfile(
-        "gfx942", "MI300 (CDNA3)", "amd", fp8_formats=FNUZ_FP8, scaling=("tensor", "row"),
-        notes={"fp16_accumulation": NO_CUBLAS,
+        "gfx942", "MI300 (CDNA3)", "amd", fp8_formats=FNUZ_FP8, scaling=("tensor", "row"), int8_matmul=True,
+        notes={"fp16_accumulation": NO_CUBLAS, "int8_matmul_gains": CDNA_INT8,
                "fp8_matmul": "Multiplies the fnuz formats only: e4m3fn weights are widened to 16 bit."},
     ),
     DeviceProfile(
-        "gfx1100", "RX 7000 (RDNA3)", "amd",
-        notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "No fp8 units: fp8 weights are widened to bf16."},
+        "gfx1100", "RX 7000 (RDNA3)", "amd", int8_matmul=True,
+        notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "No fp8 units: fp8 weights are widened to bf16.",
+               "int8_matmul_gains": "RDNA3 runs int8 at the rate of fp16; 2-3x slower without the HIP backend (ComfyUI #14777)."},
     ),
     DeviceProfile(
         "gfx1201", "RX 9000 (RDNA4)", "amd", fp8_matmul=True, fp8_formats=OCP_FP8, fp8_matmul_gains=True,
-        scaling=("tensor",), needs_torch={"fp8_matmul": (2, 7)},
+        scaling=("tensor",), needs_torch={"fp8_matmul": (2, 7)}, **INT8,
         notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "fp8 matmul units; needs ROCm 6.4 or later."},
     ),
     DeviceProfile(
@@ -202,14 +220,17 @@ ROWS = (
         "xpu", "Intel Arc", "intel", "xpu", fp8_matmul=True, fp8_formats=OCP_FP8, scaling=("tensor", "row", "block"),
         needs_torch={"fp8_matmul": (2, 10)},
         notes={"fp16_accumulation": NO_CUBLAS,
-               "fp8_matmul_gains": "fp8 matmul is slower than bf16 here: 87 against 101 TFLOPS on an Arc B580."},
+               "fp8_matmul_gains": "fp8 matmul is slower than bf16 here: 87 against 101 TFLOPS on an Arc B580.",
+               "int8_matmul": "ComfyUI widens int8 weights on XPU (supports_int8_compute)."},
     ),
     DeviceProfile(
-        "cpu", "CPU", "any", "cpu", fp16_fast=False, bf16_native=False,
+        "cpu", "CPU", "any", "cpu", fp16_fast=False, bf16_native=False, int8_matmul=True,
         notes={"bf16": "No bf16 instructions (AVX512-BF16, AMX): bf16 is emulated.",
                "fp16": "fp16 math is emulated or slow on a CPU.",
                "fp16_accumulation": NO_CUBLAS,
-               "fp8_matmul": "torch._scaled_mm runs on a CPU, emulated: good for tests, not for speed."},
+               "fp8_matmul": "torch._scaled_mm runs on a CPU, emulated: good for tests, not for speed.",
+               "int8_matmul": "int8 matmul runs on a CPU, exact: good for tests, not for speed.",
+               "int8_matmul_gains": "comfy-kitchen has no CPU kernels: torch's general operations run int8 products."},
     ),
 )  # fmt: skip
 

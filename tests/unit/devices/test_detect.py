@@ -14,28 +14,30 @@ CONTRACT = (
     "gfx90a", "gfx942", "gfx1100", "gfx1201", "mps_m1", "mps_m3", "xpu", "cpu",
 )  # fmt: skip
 
-# fp16 fast, bf16 native, fp8 storage, e4m3fn matmul, fp8 matmul gains, fp16 accumulation gains, fast accumulation
+# fp16 fast, bf16 native, fp8 storage, e4m3fn matmul, fp8 matmul gains, fp16 accumulation gains, fast accumulation,
+# int8 matmul, int8 matmul gains
 TABLE = {
-    "sm_61": (0, 0, 1, 0, 0, 0, 0),
-    "sm_70": (1, 0, 1, 0, 0, 0, 0),
-    "sm_75": (1, 0, 1, 0, 0, 1, 0),
-    "sm_80": (1, 1, 1, 0, 0, 0, 0),
-    "sm_86": (1, 1, 1, 0, 0, 1, 0),
-    "sm_89": (1, 1, 1, 1, 1, 1, 1),
-    "sm_90": (1, 1, 1, 1, 1, 0, 1),
-    "sm_100": (1, 1, 1, 1, 1, 0, 0),
-    "sm_120": (1, 1, 1, 1, 1, 1, 0),
-    "gfx90a": (1, 1, 1, 0, 0, 0, 0),
-    "gfx942": (1, 1, 1, 0, 0, 0, 0),
-    "gfx1100": (1, 1, 1, 0, 0, 0, 0),
-    "gfx1201": (1, 1, 1, 1, 1, 0, 0),
-    "mps_m1": (1, 0, 1, 1, 0, 0, 0),
-    "mps_m3": (1, 1, 1, 1, 0, 0, 0),
-    "xpu": (1, 1, 1, 1, 0, 0, 0),
-    "cpu": (0, 0, 1, 0, 0, 0, 0),
+    "sm_61": (0, 0, 1, 0, 0, 0, 0, 0, 0),
+    "sm_70": (1, 0, 1, 0, 0, 0, 0, 0, 0),
+    "sm_75": (1, 0, 1, 0, 0, 1, 0, 1, 1),
+    "sm_80": (1, 1, 1, 0, 0, 0, 0, 1, 1),
+    "sm_86": (1, 1, 1, 0, 0, 1, 0, 1, 1),
+    "sm_89": (1, 1, 1, 1, 1, 1, 1, 1, 1),
+    "sm_90": (1, 1, 1, 1, 1, 0, 1, 1, 1),
+    "sm_100": (1, 1, 1, 1, 1, 0, 0, 1, 1),
+    "sm_120": (1, 1, 1, 1, 1, 1, 0, 1, 1),
+    "gfx90a": (1, 1, 1, 0, 0, 0, 0, 1, 0),
+    "gfx942": (1, 1, 1, 0, 0, 0, 0, 1, 0),
+    "gfx1100": (1, 1, 1, 0, 0, 0, 0, 1, 0),
+    "gfx1201": (1, 1, 1, 1, 1, 0, 0, 1, 1),
+    "mps_m1": (1, 0, 1, 1, 0, 0, 0, 1, 0),
+    "mps_m3": (1, 1, 1, 1, 0, 0, 0, 1, 0),
+    "xpu": (1, 1, 1, 1, 0, 0, 0, 0, 0),
+    "cpu": (0, 0, 1, 0, 0, 0, 0, 1, 0),
 }
 COLUMNS = (
     "fp16", "bf16", "fp8_storage", "fp8_matmul", "fp8_matmul_gains", "fp16_accumulation", "fp8_fast_accumulation",
+    "int8_matmul", "int8_matmul_gains",
 )  # fmt: skip
 
 WAN = ("fp16", "bf16", "fp32")
@@ -117,6 +119,8 @@ def test_fp8_formats_and_scale_granularity(name, formats, scaling):
         ("sm_86", "2.7.0+cu128", "fp16_accumulation", True),
         ("xpu", "2.9.0", "fp8_matmul", False),
         ("xpu", "2.10.0", "fp8_matmul", True),
+        ("mps_m3", "2.14.1", "int8_matmul", False),
+        ("mps_m3", "2.15.0", "int8_matmul", True),
     ],
 )
 def test_a_capability_waits_for_the_torch_that_has_it(name, version, capability, on, monkeypatch):
@@ -190,6 +194,32 @@ def test_gtx_16_cards_compute_nothing_in_fp16(name, cuda):
     assert not device.capabilities["fp16"] and not device.capabilities["fp16_accumulation"]
     assert "wrong or NaN" in device.reason("fp16")
     assert devices.auto_compute(device, WAN, "fp16")[0] == "fp32"
+
+
+def test_gtx_16_cards_multiply_in_int8_without_tensor_cores(cuda):
+    device = devices.detect(cuda((7, 5), "NVIDIA GeForce GTX 1660 SUPER"))
+    assert device.capabilities["int8_matmul_gains"] and "No tensor cores" in device.reason("int8_matmul_gains")
+
+
+@pytest.mark.parametrize(("runtime", "gains"), [("12.8", False), ("13.0", True), ("13.2", True)])
+def test_a_torch_built_for_cuda_12_has_no_fast_int8_kernels_and_the_reason_says_so(runtime, gains, cuda, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", runtime)
+    device = cuda((8, 6), results=(probes.probe("int8_kernels", probes.int8_kernels, torch.device("cuda", 0)),))
+    found = devices.detect(device)
+    assert found.capabilities["int8_matmul"] and found.capabilities["int8_matmul_gains"] is gains
+    assert (f"built for CUDA {runtime}" in found.reason("int8_matmul_gains")) is not gains
+
+
+@pytest.mark.parametrize(
+    ("arch", "matmul", "gains"),
+    [
+        ("gfx1030", False, False), ("gfx906", False, False), ("gfx90a", True, False), ("gfx942", True, False),
+        ("gfx950", True, False), ("gfx1100", True, False), ("gfx1151", True, False), ("gfx1201", True, True),
+    ],
+)  # fmt: skip
+def test_int8_products_of_amd_architectures(arch, matmul, gains, cuda):
+    device = devices.detect(cuda(arch=arch, name="AMD Radeon"))
+    assert (device.capabilities["int8_matmul"], device.capabilities["int8_matmul_gains"]) == (matmul, gains)
 
 
 def test_other_turing_cards_keep_fp16(cuda):
@@ -276,6 +306,8 @@ def test_a_profile_asked_for_beats_the_environment(monkeypatch):
         ("bf16_gemm", {"bf16"}),
         ("bf16_native", {"bf16"}),
         ("fp16_accumulation", {"fp16_accumulation"}),
+        ("int8_matmul", {"int8_matmul", "int8_matmul_gains"}),
+        ("int8_kernels", {"int8_matmul_gains"}),
         ("fp8_cast_e5m2", set()),
     ],
 )

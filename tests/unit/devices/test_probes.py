@@ -41,9 +41,11 @@ def test_all_probes_run_on_a_cpu():
     results = probes.run_probes(CPU)
     assert [result.name for result in results] == [
         "fp8_cast", "fp8_cast_e5m2", "fp8_matmul", "fp16_gemm", "bf16_gemm", "bf16_native", "fp16_accumulation",
+        "int8_matmul", "int8_kernels",
     ]  # fmt: skip
     assert named(results, "fp8_cast").ok and named(results, "fp16_gemm").ok and named(results, "bf16_gemm").ok
     assert named(results, "fp16_accumulation").ok is None
+    assert named(results, "int8_matmul").ok and named(results, "int8_kernels").ok is None
 
 
 def test_fp8_matmul_on_a_cpu_is_called_emulated():
@@ -107,6 +109,35 @@ def test_fp8_matmul_zeros_are_caught(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **_: torch.zeros(32, 32, dtype=torch.bfloat16))
     ok, detail = probes.fp8_matmul(CPU, "fp8_e4m3fn")
     assert ok is False and "wrong values" in detail
+
+
+@pytest.mark.parametrize("wrong", [lambda x: x * 0, lambda x: x + 1, lambda x: x.clamp(-(2**15), 2**15 - 1)])
+def test_int8_products_that_are_not_exact_are_caught(wrong, monkeypatch):
+    real = torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda left, right: wrong(real(left, right)))
+    ok, detail = probes.int8_matmul(CPU)
+    assert ok is False and "wrong values" in detail
+
+
+def test_int8_operands_have_sizes_that_cuda_takes(monkeypatch):
+    real, seen = torch._int_mm, []
+    monkeypatch.setattr(torch, "_int_mm", lambda left, right: seen.append((left, right)) or real(left, right))
+    probes.int8_matmul(CPU)
+    (left, right), = seen
+    assert left.dtype == right.dtype == torch.int8 and {left.min().item(), right.max().item()} == {-128, 127}
+    assert left.shape[0] > 16 and left.shape[1] % 8 == right.shape[1] % 8 == 0
+
+
+def test_a_torch_without_int8_products_fails_the_probe(monkeypatch):
+    monkeypatch.setattr(torch, "_int_mm", raising(NotImplementedError("The operator 'aten::_int_mm' is not implemented")))
+    assert named(probes.run_probes(CPU), "int8_matmul").ok is False
+
+
+@pytest.mark.parametrize(("runtime", "ok"), [("12.8", False), ("12.9", False), ("13.0", True), (None, None)])
+def test_kernels_of_comfy_kitchen_need_a_torch_built_for_cuda_13(runtime, ok, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", runtime)
+    assert probes.int8_kernels(torch.device("cuda", 0))[0] is ok
+    assert probes.int8_kernels(CPU)[0] is None
 
 
 def test_fp8_matmul_result_of_old_torch_is_a_pair(monkeypatch):
