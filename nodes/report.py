@@ -9,7 +9,7 @@ from ..precision.commands import doctor
 from ..precision.devices.detect import PROFILE_NAMES
 from ..precision.report.chart import chart
 from .host import report as host
-from .host.load.devices import compute_device
+from .host.load.devices import current_device
 from .inputs import CATEGORY
 
 REPORT_KEY = "halfsafe_report"
@@ -72,7 +72,7 @@ class DeviceInfo(io.ComfyNode):
 
     @classmethod
     def execute(cls, profile) -> io.NodeOutput:
-        found = doctor.diagnose(compute_device()) if profile == cls.THIS_DEVICE else doctor.describe(profile)
+        found = doctor.diagnose(current_device()) if profile == cls.THIS_DEVICE else doctor.describe(profile)
         text = doctor.to_text(found)
         return io.NodeOutput(text, json.dumps(found, allow_nan=False), ui=ui.PreviewText(text))
 

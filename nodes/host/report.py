@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import comfy.quant_ops
 import torch
 
+from ...precision.devices.detect import why_int8_is_slow
 from ...precision.dtypes import name_of
 from ...precision.formats.encoding import STORAGE_OF
 from ...precision.guard.policy import CURED
-from ...precision.modes import FP16_ACC16
+from ...precision.modes import FP16_ACC16, INT8
 from ...precision.plan.choice import LoadRecord
 from ...precision.plan.facts import LayerSpec, ModelFacts, most
 from ...precision.report.rules import CALLED_IN_FP32
@@ -61,7 +62,7 @@ def report_of(patcher: ModelPatcher) -> Report:
     without_effect, decisions, notes = remarks_of(patcher)
     report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
     report.decisions |= decisions
-    report.notes += notes
+    report.notes += [*notes, *_int8_notes(layers)]
     report.encoders = encoder_reports()
     names = {layer.name for layer in layers}
     report.ranges = {name: largest for name, largest in report.ranges.items() if name in names}
@@ -82,6 +83,11 @@ def _encoder_report(node_id: str, kind: str, messages: list[dict]) -> EncoderRep
         if report.verdict in CURED:
             report.verdict, report.advice = message["verdict"], message["advice"]
     return report
+
+
+def _int8_notes(layers: list[LayerReport]) -> list[str]:
+    why = why_int8_is_slow(current_device())
+    return [f"Layers that multiply in int8 gain no speed here: {why}"] if why and any(layer.mode == INT8.name for layer in layers) else []
 
 
 def _add_plan(report: Report, compute: Compute, model) -> None:

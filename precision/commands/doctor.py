@@ -6,7 +6,7 @@ import platform
 import torch
 
 from ..arithmetic.flags import read_flags
-from ..devices.detect import PROFILE_VARIABLE, Device, auto_compute, detect
+from ..devices.detect import PROFILE_VARIABLE, Device, auto_compute, detect, smallest_storage, why_int8_is_slow
 from ..devices.hardware import hardware_name
 from ..devices.probes import fp8_cast, probe
 from ..devices.profiles import CAPABILITIES
@@ -23,16 +23,16 @@ TYPICAL_MODELS = {
 NOT_PROBED = "Simulated profile: the table decides, nothing was probed."
 
 
-def diagnose(device: torch.device | None = None) -> dict:
+def diagnose(device: torch.device | Device | None = None) -> dict:
     """Everything about this machine that decides precision. JSON-safe; changes nothing.
 
     Args:
-        device: the device to look at; the default accelerator, else the CPU, when None.
+        device: the device to look at, or one detected already; the default accelerator, else the CPU, when None.
 
     Raises:
         UnknownProfile: ``HALFSAFE_DEVICE_PROFILE`` names no profile.
     """
-    found = detect(device)
+    found = device if isinstance(device, Device) else detect(device)
     flags = {flag.name: {"value": flag.value, "detail": flag.detail} for flag in read_flags().values()}
     return {
         "torch": str(torch.__version__),
@@ -62,9 +62,11 @@ def _description(device: Device) -> dict:
         "device": {**device_section(device), "label": row.label, "vendor": row.vendor, "type": row.type},
         "capabilities": {name: _capability(device, name) for name in CAPABILITIES},
         "fp8": {"formats": list(row.fp8_formats), "scaling": list(row.scaling)},
+        "int8": {"slow": why_int8_is_slow(device)},
         "remarks": row.remarks,
         "probes": [{"name": probe.name, "ok": probe.ok, "detail": probe.detail} for probe in device.probes],
         "auto": [_auto(device, model) for model in TYPICAL_MODELS],
+        "too_large": _too_large(device),
     }
 
 
@@ -76,6 +78,14 @@ def _auto(device: Device, model: str) -> dict:
     supported, file_dtype = TYPICAL_MODELS[model]
     compute, reason = auto_compute(device, supported, file_dtype)
     return {"model": model, "file": file_dtype, "compute": compute, "reason": reason}
+
+
+def _too_large(device: Device) -> dict:
+    """What storage ``auto`` takes where 16-bit weights do not fit."""
+    if device.profile.type in ("cpu", "mps"):
+        return {"storage": "as_file", "reason": "There is no separate GPU memory to fit weights into."}
+    storage, reason = smallest_storage(device)
+    return {"storage": storage, "reason": reason}
 
 
 def _devices() -> list[dict]:
@@ -117,7 +127,9 @@ def _device(diagnosis: dict) -> list[str]:
     if diagnosis["fp8"]["formats"]:
         fp8 = diagnosis["fp8"]
         lines.append(f"  fp8 matmul: {', '.join(fp8['formats'])}; scales per {', '.join(fp8['scaling'])}")
-    return lines + [line for remark in diagnosis["remarks"] for line in wrapped(remark, "  ")]
+    slow = diagnosis["int8"]["slow"]
+    remarks = ([f"int8 models gain no speed here: {slow}"] if slow else []) + diagnosis["remarks"]
+    return lines + [line for remark in remarks for line in wrapped(remark, "  ")]
 
 
 def _capabilities(diagnosis: dict) -> list[str]:
@@ -141,7 +153,9 @@ def _autos(diagnosis: dict) -> list[str]:
     lines = ["Compute dtype auto chooses"]
     for entry in diagnosis["auto"]:
         lines += _hanging(f"  {entry['model']:<24}{entry['compute']:<16}", entry["reason"])
-    return lines
+    found = diagnosis["too_large"]
+    lines.append("Storage auto chooses where 16 bit does not fit the GPU")
+    return lines + _hanging(f"  {found['storage']:<40}", found["reason"])
 
 
 def _flags(diagnosis: dict) -> list[str]:

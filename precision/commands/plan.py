@@ -10,7 +10,7 @@ from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_state import model_prefix, refuse_lora
 from ..plan.facts import ModelFacts, facts_of, layer_specs
 from ..plan.families import Family, family_of
-from ..plan.goal import plan_for_goal
+from ..plan.goal import plan_for_goal, storage_for_goal
 from ..plan.rules import rules_from
 from ..plan.storage import LoadPlan, plan_load, weight_bytes
 from ..report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
@@ -32,17 +32,12 @@ def plan_file(path: str | os.PathLike, device: Device, goal: str = "balanced", d
     prefix = model_prefix(checkpoint)
     family = family_of(name.removeprefix(prefix) for name in checkpoint.weights)
     facts = facts_of(checkpoint, prefix, layer_specs(checkpoint, prefix), family.supported)
-    storage = "fp8_e4m3fn" if _wants_fp8(goal, device) else "auto"
+    storage, why = storage_for_goal(device, goal, frozenset({facts.file_dtype}))
     plan = plan_load(facts, device, storage, "auto", rules_from(), device_memory)
     storages = {name: _storage_in(plan, checkpoint, prefix, name) for name in plan.decisions}
     found = plan_for_goal(facts, device, goal, storages)
-    plan = replace(plan, compute=found.compute)
+    plan = replace(plan, compute=found.compute, storage=replace(plan.storage, reason=plan.storage.reason or why))
     return _report(checkpoint, prefix, family, facts, device, plan, storages, found.reason)
-
-
-def _wants_fp8(goal: str, device: Device) -> bool:
-    can = device.capabilities
-    return can["fp8_storage"] and (goal == "memory" or (goal == "speed" and can["fp8_matmul_gains"]))
 
 
 def _storage_in(plan: LoadPlan, checkpoint: Checkpoint, prefix: str, layer: str) -> str:

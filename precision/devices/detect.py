@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -14,7 +14,7 @@ from .profiles import CAPABILITIES, OCP_FP8, PROFILE_NAMES, DeviceProfile, profi
 
 __all__ = [
     "CAPABILITIES", "PROFILE_NAMES", "PROFILE_VARIABLE", "Device", "DeviceProfile",
-    "auto_compute", "auto_storage", "detect", "profile_named", "profile_of",
+    "auto_compute", "auto_storage", "detect", "profile_named", "profile_of", "smallest_storage", "why_int8_is_slow",
 ]  # fmt: skip
 
 PROFILE_VARIABLE = "HALFSAFE_DEVICE_PROFILE"
@@ -22,6 +22,8 @@ GIB = 1024**3
 ACTIVATION_ROOM = 2 * GIB
 UNQUANTIZED = ("fp16", "bf16", "fp32", "fp64")
 FP8_FILES = ("nvfp4", "mxfp8")
+INT8_COMPUTE = ("auto", "int8")
+"""Compute options under which weights held in int8 multiply in int8."""
 
 CONFIRMED_BY = {
     "fp16": ("fp16_gemm",),
@@ -66,6 +68,11 @@ class Device:
     def reason(self, capability: str) -> str:
         """Why a capability is on or off."""
         return self.reasons[capability]
+
+    def without(self, capability: str, reason: str) -> "Device":
+        """The same device with a capability off, for a reason that the table and the probes cannot know."""
+        capabilities = {**self.capabilities, capability: False}
+        return replace(self, capabilities=capabilities, reasons={**self.reasons, capability: reason})
 
 
 def detect(device: torch.device | None = None, profile: str | None = None) -> Device:
@@ -157,7 +164,7 @@ def _why_not(device: Device, supported: Sequence[str]) -> str:
 
 
 def auto_storage(
-    device: Device, weight_bytes_16bit: int, file_dtype: str, free_device_bytes: int | None
+    device: Device, weight_bytes_16bit: int, file_dtype: str, free_device_bytes: int | None, compute: str = "auto"
 ) -> tuple[str, str]:
     """Choose the storage option that ``auto`` stands for, and say why.
 
@@ -166,9 +173,10 @@ def auto_storage(
         weight_bytes_16bit: size of the weights at 16 bit per value.
         file_dtype: storage name of most of the file's weights; anything but fp16, bf16, fp32, fp64 counts as quantized.
         free_device_bytes: free memory of the device, or None when unknown.
+        compute: the compute option asked for: int8 gains nothing where its weights are unpacked.
 
     Returns:
-        One of as_file, fp8_e4m3fn, fp16, bf16, and a sentence.
+        One of as_file, int8, fp8_e4m3fn, fp16, bf16, and a sentence.
     """
     if file_dtype not in UNQUANTIZED:
         return _quantized_storage(device, file_dtype)
@@ -180,7 +188,34 @@ def auto_storage(
         return "as_file", f"The file's {size_text(as_file_bytes)} fit in {size_text(free_device_bytes)} free."
     if weight_bytes_16bit <= room:
         return _half(device), f"{_shortage(file_dtype, as_file_bytes, free_device_bytes)} 16 bit does."
-    return _smallest_storage(device, weight_bytes_16bit, free_device_bytes)
+    return _too_large(device, weight_bytes_16bit, free_device_bytes, compute)
+
+
+def smallest_storage(device: Device, compute: str = "auto") -> tuple[str, str]:
+    """Choose the 8-bit storage for a model, or as_file where there is none, and say why in a sentence.
+
+    int8 and fp8 take the same bytes. int8 has a third of fp8's error, but its weights are dear to unpack: it is chosen
+    where its products are fast and are what runs.
+    """
+    if compute in INT8_COMPUTE and device.capabilities["int8_matmul_gains"]:
+        return "int8", f"{device.reason('int8_matmul_gains')} Its error is a third of fp8's."
+    if device.capabilities["fp8_storage"]:
+        return "fp8_e4m3fn", _why_not_int8(device, compute)
+    return "as_file", device.reason("fp8_storage")
+
+
+def _why_not_int8(device: Device, compute: str) -> str:
+    if compute in INT8_COMPUTE:
+        return f"Not int8: {why_int8_is_slow(device)}"
+    return f"Not int8: compute={compute} asks for other products."
+
+
+def why_int8_is_slow(device: Device) -> str:
+    """Say why a model with int8 weights is not faster than a 16-bit one on a device; "" where it is."""
+    for capability in ("int8_matmul", "int8_matmul_gains"):
+        if not device.capabilities[capability]:
+            return device.reason(capability)
+    return ""
 
 
 def _quantized_storage(device: Device, file_dtype: str) -> tuple[str, str]:
@@ -190,11 +225,12 @@ def _quantized_storage(device: Device, file_dtype: str) -> tuple[str, str]:
     return "as_file", f"The file is already {file_dtype}."
 
 
-def _smallest_storage(device: Device, weight_bytes: int, free_bytes: int) -> tuple[str, str]:
+def _too_large(device: Device, weight_bytes: int, free_bytes: int, compute: str) -> tuple[str, str]:
     shortage = _shortage("16 bit", weight_bytes, free_bytes)
-    if device.capabilities["fp8_storage"]:
-        return "fp8_e4m3fn", f"{shortage} fp8 halves the weights to {size_text(weight_bytes // 2)}."
-    return "as_file", f"{shortage} {device.reason('fp8_storage')} The weights will be moved in and out."
+    storage, reason = smallest_storage(device, compute)
+    if storage == "as_file":
+        return storage, f"{shortage} {reason} The weights will be moved in and out."
+    return storage, f"{shortage} {storage.split('_')[0]} halves the weights to {size_text(weight_bytes // 2)}. {reason}"
 
 
 def _shortage(what: str, weight_bytes: int, free_bytes: int) -> str:

@@ -14,7 +14,7 @@ from ..amax import host_amax
 from ..dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
 from ..errors import NonFiniteWeight
 from ..files.safetensors_header import TensorSpec
-from .int8 import quantize_rows, rotation_group
+from .int8 import quantize_rows, rotation_group, why_not_int8
 from .quantize import quantize
 from .stored_weight import StoredWeight, comfy_quant_tensor
 
@@ -91,8 +91,7 @@ def _unquantized(weight: StoredWeight) -> str:
 def _plan_int8(weight: StoredWeight) -> StoragePlan:
     if (kept := _not_linear(weight, "int8")) is not None:
         return kept
-    if rotation_group(weight.shape[1]) is None:
-        why = f"no rotation of 256, 64 or 16 divides its {weight.shape[1]} inputs, and int8 without one fails on outliers"
+    if why := why_not_int8(weight.shape[1]):
         return StoragePlan(_unquantized(weight), why)
     return StoragePlan("int8")
 

@@ -21,6 +21,13 @@ def rotation_group(columns: int) -> int | None:
     return next((group for group in GROUPS if columns and columns % group == 0), None)
 
 
+def why_not_int8(columns: int) -> str:
+    """Say why a weight with that many inputs is not held in int8; "" where it can be."""
+    if rotation_group(columns):
+        return ""
+    return f"no rotation of 256, 64 or 16 divides its {columns} inputs, and int8 without one fails on outliers"
+
+
 def is_rotation_group(size: object) -> bool:
     """Tell whether a regular Hadamard matrix of ``size`` exists: 4, 16, 64, 256, 1024."""
     return type(size) is int and size in (4, 16, 64, 256, 1024)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..devices.detect import Device
+from ..devices.detect import UNQUANTIZED, Device, smallest_storage
 from ..dtypes import FP8_NAMES
 from .accumulation import Request
 from .compute import SAFE, ComputePlan, plan_compute
@@ -41,22 +41,42 @@ def plan_for_goal(facts: ModelFacts, device: Device, goal: str, storages: Mappin
     Args:
         storages: layer name -> storage name.
     """
-    compute, reason = _compute_for(device, goal, any(storage in FP8_NAMES for storage in storages.values()))
+    compute, reason = _compute_for(device, goal, frozenset(storages.values()))
     plan = plan_compute(facts, device, compute, Rules(), storages)
     sums, sums_reason = SUMS.get(goal, (None, None))
     return GoalPlan(plan, f"{reason} {plan.choice.reason}".strip(), sums, sums_reason)
 
 
-def _compute_for(device: Device, goal: str, has_fp8: bool) -> tuple[str, str]:
+def storage_for_goal(device: Device, goal: str, held: frozenset[str]) -> tuple[str, str]:
+    """Choose the storage that a goal is best loaded with, and say why; ``auto`` where it asks for none.
+
+    ``held``: the storages of the weights as they are: what is quantized already is not quantized again.
+    """
+    can = device.capabilities
+    if not held <= {*UNQUANTIZED}:
+        return "auto", ""
+    if goal == "memory" or (goal == "speed" and (can["int8_matmul_gains"] or can["fp8_matmul_gains"])):
+        storage, reason = smallest_storage(device)
+        return ("auto", "") if storage == "as_file" else (storage, reason)
+    return "auto", ""
+
+
+def _compute_for(device: Device, goal: str, held: frozenset[str]) -> tuple[str, str]:
     if goal == "quality":
         if device.capabilities["fp16"]:
             return SAFE, "fp16 products with fp32 sums and fp32 between layers are closer to fp32 than bf16 is."
         return "fp32", "fp16 is not fast on this device, so fp32 is used."
-    if goal == "speed" and device.capabilities["fp8_matmul_gains"]:
-        if has_fp8:
-            return "fp8", "fp8 products are the fastest here."
-        return "auto", "No weight is stored in fp8; load with storage fp8_e4m3fn to multiply in fp8, the fastest here."
-    if goal == "memory":
-        halve = not has_fp8 and device.capabilities["fp8_storage"]
-        return "auto", "Load the model with storage fp8_e4m3fn to halve its weights." if halve else ""
-    return "auto", ""
+    if goal == "speed" and held & {*FP8_NAMES} and device.capabilities["fp8_matmul_gains"]:
+        return "fp8", "fp8 products are faster than 16-bit ones here."
+    if goal == "speed" and "int8" in held and device.capabilities["int8_matmul_gains"]:
+        return "auto", f"int8 products. {device.reason('int8_matmul_gains')}"
+    return "auto", _advice(device, goal, held)
+
+
+def _advice(device: Device, goal: str, held: frozenset[str]) -> str:
+    """What the model could be loaded with to serve a goal better."""
+    storage, reason = storage_for_goal(device, goal, held)
+    if storage == "auto":
+        return ""
+    gain = "halve its weights" if goal == "memory" else f"multiply in {storage.split('_')[0]}"
+    return f"Load the model with storage {storage} to {gain}. {reason}"

@@ -8,6 +8,7 @@ from ..devices.detect import Device, auto_storage
 from ..dtypes import FP8_NAMES, QUANTIZED_NAMES, dtype_named
 from ..formats.checkpoint import Checkpoint, StoredWeight
 from ..formats.comfy_format import can_be_quantized
+from ..formats.int8 import why_not_int8
 from ..text import size_text
 from .choice import Choice, frozen
 from .compute import ComputePlan, plan_compute, rules_without_effect
@@ -47,6 +48,8 @@ def _decide_storage(layer: LayerSpec, storage: str, rules: Rules) -> StorageDeci
     if wanted in QUANTIZED_NAMES and not can_be_quantized(layer.cls, len(layer.shape)):
         kind = "fp8" if wanted in FP8_NAMES else wanted
         return StorageDecision("as_file", f"{layer.cls}: only Linear weights are held in {kind}", kept=len(layer.shape) > 1)
+    if wanted == "int8" and (why := why_not_int8(layer.shape[1])):
+        return StorageDecision("as_file", why, kept=True)
     kept = storage in QUANTIZED_NAMES and wanted not in QUANTIZED_NAMES and len(layer.shape) > 1
     return StorageDecision(wanted, reason, kept=kept)
 
@@ -89,7 +92,7 @@ def _choose_storage(
 ) -> Choice:
     if storage != "auto":
         return Choice(storage, storage)
-    used, reason = auto_storage(device, 2 * facts.parameters, facts.file_dtype, free_device_bytes)
+    used, reason = auto_storage(device, 2 * facts.parameters, facts.file_dtype, free_device_bytes, compute.choice.requested)
     enough = compute.weight_dtype
     if used == "as_file" and facts.file_dtype == "fp32" and enough != "fp32":
         used, reason = enough, f"an fp32 file computed in {compute.choice.used} needs no more than {enough}"

@@ -1,6 +1,9 @@
 """The device ComfyUI computes on, as the precision core sees it."""
 
+from collections.abc import Mapping
+
 import comfy.model_management
+import comfy.quant_ops
 import torch
 
 from ....precision.devices import memory
@@ -14,7 +17,30 @@ def compute_device() -> torch.device:
 
 def current_device() -> Device:
     """Describe ComfyUI's compute device, or the profile that ``HALFSAFE_DEVICE_PROFILE`` asks for."""
-    return detect(compute_device())
+    device = detect(compute_device())
+    if device.simulated or not (device.capabilities["int8_matmul_gains"] or device.profile.vendor == "amd"):
+        return device
+    kitchen = getattr(comfy.quant_ops, "ck", None)  # absent where ComfyUI could not import comfy-kitchen
+    backends = kitchen.list_backends() if kitchen else {}
+    why = no_int8_kernel(backends, "hip" if device.profile.vendor == "amd" else "cuda")
+    return device.without("int8_matmul_gains", why) if why else device
+
+
+def no_int8_kernel(backends: Mapping[str, dict], expected: str) -> str:
+    """Say why comfy-kitchen has no kernel of its own for int8 products; "" where it has one.
+
+    Args:
+        backends: as comfy-kitchen's ``list_backends()`` gives them, name -> state.
+        expected: the name of the one that is made for the device.
+    """
+    usable = {name for name, state in backends.items() if state["available"] and not state["disabled"]}
+    if any("int8_linear" in backends[name]["capabilities"] for name in usable - {"eager"}):
+        return ""
+    state = backends.get(expected, {})
+    problem = f"is missing ({state.get('unavailable_reason') or 'not in this version'})"
+    if state.get("available"):
+        problem = "is turned off" if state["disabled"] else "has no int8 product"
+    return f"torch's general operations run int8 products here: comfy-kitchen's {expected} backend {problem}."
 
 
 def free_device_memory() -> int | None:

@@ -29,8 +29,8 @@ def test_a_diagnosis_is_json_and_complete():
     diagnosis = doctor.diagnose(torch.device("cpu"))
     assert json.loads(json.dumps(diagnosis, allow_nan=False)) == diagnosis
     assert set(diagnosis) == {
-        "torch", "python", "system", "runtime", "environment", "devices", "device", "capabilities", "fp8", "remarks",
-        "probes", "auto", "flags", "fp8_cast",
+        "torch", "python", "system", "runtime", "environment", "devices", "device", "capabilities", "fp8", "int8",
+        "remarks", "probes", "auto", "too_large", "flags", "fp8_cast",
     }  # fmt: skip
     assert diagnosis["torch"] == str(torch.__version__)
     assert diagnosis["device"]["profile"] == "cpu" and diagnosis["device"]["simulated"] is False
@@ -93,6 +93,23 @@ def test_every_profile_is_described_in_a_hundred_columns(name):
 )
 def test_what_auto_chooses_for_typical_models(name, computes):
     assert chosen(doctor.describe(name)) == computes
+
+
+@pytest.mark.parametrize("name", devices.PROFILE_NAMES)
+def test_the_text_says_what_storage_auto_takes_and_why_int8_is_slow(name):
+    description = doctor.describe(name)
+    text, slow = " ".join(doctor.to_text(description).split()), description["int8"]["slow"]
+    assert ("int8 models gain no speed here" in text) is bool(slow) and slow in text
+    found = description["too_large"]
+    assert f"where 16 bit does not fit the GPU {found['storage']} {found['reason']}" in text
+    gains = description["capabilities"]["int8_matmul_gains"]["value"]
+    kinds = {"cpu": "as_file", "mps": "as_file"}
+    assert found["storage"] == kinds.get(description["device"]["type"], "int8" if gains else "fp8_e4m3fn")
+
+
+def test_a_device_that_was_detected_already_is_diagnosed_as_it_is():
+    device = devices.detect(torch.device("cpu")).without("fp16", "said by a test")
+    assert doctor.diagnose(device)["capabilities"]["fp16"]["reason"] == "said by a test"
 
 
 def test_remarks_reach_the_text():

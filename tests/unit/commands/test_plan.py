@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from halfsafe.precision.commands.plan import plan_file
@@ -23,8 +25,29 @@ def layers(report):
     return {layer.name: (layer.storage, layer.mode) for layer in report.layers}
 
 
-def test_speed_on_a_device_that_gains_from_fp8(wan):
-    report = plan_file(wan, devices.detect(profile="sm_89"), "speed")
+@pytest.mark.parametrize("goal", ["speed", "memory", "balanced"])
+def test_int8_is_planned_where_its_products_gain(wan, goal):
+    report = plan_file(wan, devices.detect(profile="sm_86"), goal, device_memory=2 * 2**30)
+    assert layers(report) == {
+        "blocks.0.ffn.0": ("int8", "int8"),
+        "blocks.0.ffn.2": ("int8", "int8"),
+        "head.head": ("bf16", "fp16"),
+    }
+    assert [entry.name for entry in report.kept_high] == ["head.head"]
+    assert '"int8"' in json.dumps(report.to_json()) and "1.84x" in " ".join(report.to_text().split())
+
+
+@pytest.mark.parametrize("goal", ["speed", "memory"])
+def test_a_quantized_file_is_not_planned_to_be_quantized_again(tmp_path, goal):
+    tensors = {"blocks.0.ffn.0.weight": torch.randn(64, 32).to(torch.float8_e4m3fn), "head.head.weight": torch.randn(4, 32)}
+    save_file(tensors, tmp_path / "fp8.safetensors")
+    report = plan_file(tmp_path / "fp8.safetensors", devices.detect(profile="sm_86"), goal)
+    assert layers(report)["blocks.0.ffn.0"][0] == "fp8_e4m3fn"
+
+
+def test_speed_on_a_device_that_gains_from_fp8_only(wan):
+    device = devices.detect(profile="sm_89").without("int8_matmul_gains", "torch is built for CUDA 12.8.")
+    report = plan_file(wan, device, "speed")
     assert report.model.cls == "Wan"
     assert layers(report) == {
         "blocks.0.ffn.0": ("fp8_e4m3fn", "fp8"),

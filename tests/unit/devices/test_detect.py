@@ -7,6 +7,7 @@ import pytest
 import torch
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.devices import hardware, probes, profiles
+from halfsafe.precision.dtypes import COMPUTE_OPTIONS
 from halfsafe.precision.errors import UnknownProfile
 
 CONTRACT = (
@@ -403,9 +404,11 @@ def test_auto_compute_follows_the_probe_not_the_table(cuda):
     ("profile", "gib", "file_dtype", "free", "storage"),
     [
         ("sm_86", 5, "fp16", 8, "as_file"),
-        ("sm_86", 26, "bf16", 24, "fp8_e4m3fn"),
+        ("sm_86", 26, "bf16", 24, "int8"),
         ("sm_86", 22, "bf16", 24, "as_file"),
-        ("sm_86", 23, "bf16", 24, "fp8_e4m3fn"),
+        ("sm_86", 23, "bf16", 24, "int8"),
+        ("gfx1100", 26, "bf16", 24, "fp8_e4m3fn"),
+        ("gfx1100", 22, "bf16", 24, "as_file"),
         ("sm_61", 26, "fp16", 24, "fp8_e4m3fn"),
         ("sm_86", 26, "fp8_e4m3fn", 8, "as_file"),
         ("sm_86", 26, "nvfp4", 8, "as_file"),
@@ -414,7 +417,8 @@ def test_auto_compute_follows_the_probe_not_the_table(cuda):
         ("sm_86", 10, "fp32", 24, "as_file"),
         ("sm_86", 15, "fp32", 24, "bf16"),
         ("sm_75", 15, "fp32", 24, "fp16"),
-        ("sm_86", 30, "fp32", 24, "fp8_e4m3fn"),
+        ("sm_86", 30, "fp32", 24, "int8"),
+        ("xpu", 30, "fp32", 24, "fp8_e4m3fn"),
     ],
 )
 def test_auto_storage(profile, gib, file_dtype, free, storage):
@@ -424,9 +428,81 @@ def test_auto_storage(profile, gib, file_dtype, free, storage):
     assert reason.endswith(".")
 
 
-def test_auto_storage_gives_its_numbers():
-    _, reason = devices.auto_storage(devices.detect(profile="sm_86"), 26 * GIB, "bf16", 24 * GIB)
+@pytest.mark.parametrize("profile", ["sm_86", "gfx1100"])
+def test_auto_storage_gives_its_numbers(profile):
+    _, reason = devices.auto_storage(devices.detect(profile=profile), 26 * GIB, "bf16", 24 * GIB)
     assert all(number in reason for number in ("26.00 GiB", "24.00 GiB", "2.00 GiB", "13.00 GiB"))
+
+
+# What storage auto takes where 16 bit does not fit: with compute auto, and with a compute that multiplies in another way.
+TOO_LARGE = {
+    "sm_61": ("fp8_e4m3fn", "fp8_e4m3fn"), "sm_70": ("fp8_e4m3fn", "fp8_e4m3fn"), "sm_75": ("int8", "fp8_e4m3fn"),
+    "sm_80": ("int8", "fp8_e4m3fn"), "sm_86": ("int8", "fp8_e4m3fn"), "sm_89": ("int8", "fp8_e4m3fn"),
+    "sm_90": ("int8", "fp8_e4m3fn"), "sm_100": ("int8", "fp8_e4m3fn"), "sm_120": ("int8", "fp8_e4m3fn"),
+    "gfx90a": ("fp8_e4m3fn", "fp8_e4m3fn"), "gfx942": ("fp8_e4m3fn", "fp8_e4m3fn"),
+    "gfx1100": ("fp8_e4m3fn", "fp8_e4m3fn"), "gfx1201": ("int8", "fp8_e4m3fn"),
+    "mps_m1": ("as_file", "as_file"), "mps_m3": ("as_file", "as_file"),
+    "xpu": ("fp8_e4m3fn", "fp8_e4m3fn"), "cpu": ("fp8_e4m3fn", "fp8_e4m3fn"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_storage_auto_where_sixteen_bit_does_not_fit(name, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    row = devices.detect(profile=name)
+    storages = {compute: devices.auto_storage(row, 26 * GIB, "bf16", 24 * GIB, compute) for compute in COMPUTE_OPTIONS}
+    for compute, (storage, reason) in storages.items():
+        assert storage == TOO_LARGE[name][compute not in ("auto", "int8")], compute
+        assert reason.endswith(".") and ("third of fp8's" in reason) == (storage == "int8")
+        assert ("Not int8:" in reason) == (storage == "fp8_e4m3fn")
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_storage_auto_changes_nothing_where_sixteen_bit_fits(name):
+    row = devices.detect(profile=name)
+    assert {devices.auto_storage(row, 20 * GIB, "bf16", 24 * GIB, compute)[0] for compute in COMPUTE_OPTIONS} == {"as_file"}
+
+
+def test_storage_auto_takes_fp8_where_the_kernels_of_int8_are_missing_and_says_why(cuda, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    card = torch.device("cuda", 0)
+    device = devices.detect(cuda((8, 6), results=(probes.probe("int8_kernels", probes.int8_kernels, card),)))
+    storage, reason = devices.auto_storage(device, 26 * GIB, "bf16", 24 * GIB)
+    assert storage == "fp8_e4m3fn" and "Not int8:" in reason and "built for CUDA 12.8" in reason
+    assert "built for CUDA 12.8" in devices.why_int8_is_slow(device)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("sm_61", "capability 7.5"), ("sm_70", "capability 7.5"), ("sm_75", ""), ("sm_86", ""), ("sm_120", ""), ("gfx1201", ""),
+        ("gfx942", "HIP kernels are for RDNA"), ("gfx1100", "HIP backend"), ("mps_m3", "Needs torch 2.15"),
+        ("xpu", "widens int8"), ("cpu", "no CPU kernels"),
+    ],
+)  # fmt: skip
+def test_why_int8_is_slow_here(name, said, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    why = devices.why_int8_is_slow(devices.detect(profile=name))
+    assert said in why and bool(why) is bool(said)
+
+
+def test_apple_has_int8_products_without_gain_from_torch_2_15_on(newest_torch):
+    device = devices.detect(profile="mps_m3")
+    assert device.capabilities["int8_matmul"] and "No int8 kernels for Apple" in devices.why_int8_is_slow(device)
+
+
+def test_a_capability_that_is_found_missing_later_is_off_with_its_reason():
+    device = devices.detect(profile="sm_86")
+    changed = device.without("int8_matmul_gains", "The kernels are missing.")
+    assert changed.reason("int8_matmul_gains") == "The kernels are missing." == devices.why_int8_is_slow(changed)
+    assert {name for name, on in device.capabilities.items() if on != changed.capabilities[name]} == {"int8_matmul_gains"}
+
+
+def test_b300_gains_nothing_from_int8(cuda):
+    assert devices.detect(cuda((10, 0), "NVIDIA B200")).capabilities["int8_matmul_gains"]
+    device = devices.detect(cuda((10, 3), "NVIDIA B300 SXM6 AC"))
+    assert device.profile.name == "sm_100" and not device.capabilities["int8_matmul_gains"]
+    assert "0.15 against 2.25" in device.reason("int8_matmul_gains") and device.capabilities["fp8_matmul_gains"]
 
 
 @pytest.mark.parametrize(("profile", "storage"), [("mps_m1", "fp16"), ("mps_m3", "bf16")])

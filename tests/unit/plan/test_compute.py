@@ -1,6 +1,7 @@
 """What compute plans decide: per device by hand-written expectation, per layer by rule."""
 
 import pytest
+import torch
 from halfsafe.precision.devices.detect import PROFILE_NAMES, detect
 from halfsafe.precision.plan.compute import plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
@@ -91,10 +92,43 @@ def test_goals(profile, goal):
     assert ("fp8" in modes.values()) == ((profile, goal) == ("sm_89", "speed"))
 
 
-def test_speed_without_fp8_weights_says_how_to_get_them():
+# What speed and memory advise to load a 16-bit model with.
+ADVISED = {
+    "sm_61": ("", "fp8_e4m3fn"), "sm_75": ("int8", "int8"), "sm_86": ("int8", "int8"), "sm_89": ("int8", "int8"),
+    "gfx1100": ("", "fp8_e4m3fn"), "gfx1201": ("int8", "int8"), "xpu": ("", "fp8_e4m3fn"), "mps_m1": ("", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("profile", ADVISED)
+def test_a_goal_that_8_bits_would_serve_says_how_to_get_them(profile, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
     facts = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE)
-    found = plan_for_goal(facts, detect(profile="sm_89"), "speed", {})
-    assert not found.compute.fp8_matmul and "storage fp8_e4m3fn" in found.reason
+    for goal, storage in zip(("speed", "memory"), ADVISED[profile], strict=True):
+        reason = plan_for_goal(facts, detect(profile=profile), goal, {"blocks.0.ffn": "bf16"}).reason
+        assert (f"Load the model with storage {storage} " in reason) is bool(storage) is ("Load the model" in reason)
+    assert "Load the model" not in plan_for_goal(facts, detect(profile=profile), "balanced", {}).reason
+
+
+@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "int8", "nvfp4"])
+@pytest.mark.parametrize("goal", ["speed", "memory"])
+def test_a_quantized_model_is_not_told_to_be_loaded_again(goal, storage):
+    facts = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE)
+    found = plan_for_goal(facts, detect(profile="sm_89"), goal, {"blocks.0.ffn": storage, "patch": "bf16"})
+    assert "Load the model" not in found.reason
+
+
+def test_speed_without_the_kernels_of_int8_advises_fp8_where_that_gains():
+    facts = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE)
+    for profile, advised in (("sm_89", True), ("sm_86", False)):
+        device = detect(profile=profile).without("int8_matmul_gains", "torch is built for CUDA 12.8.")
+        reason = plan_for_goal(facts, device, "speed", {}).reason
+        assert ("storage fp8_e4m3fn to multiply in fp8. Not int8: torch is built for CUDA 12.8." in reason) is advised
+
+
+def test_speed_multiplies_in_int8_what_is_held_in_it():
+    facts = ModelFacts(LAYERS, 10**9, "int8", QWEN_IMAGE)
+    found = plan_for_goal(facts, detect(profile="sm_86"), "speed", {"blocks.0.ffn": "int8"})
+    assert found.compute.decisions["blocks.0.ffn"].mode == "int8" and "1.84x" in found.reason
 
 
 def test_fp16_safe_decides_every_matrix_layer_and_nothing_else():

@@ -86,10 +86,29 @@ def test_auto_multiplies_in_fp8_only_with_the_files_own_activation_scales(profil
     assert planned(profile, has_input_scales=calibrated, file_dtype="fp8_e4m3fn").compute.fp8_matmul is expected
 
 
-def test_storage_auto_keeps_the_file_where_it_fits_and_takes_fp8_where_not():
-    assert planned("sm_86", free=24 * 2**30).storage.used == "as_file"
-    tight = planned("sm_86", free=24 * 2**30, parameters=14 * 10**9)
-    assert tight.storage.used == "fp8_e4m3fn" and "26.08 GiB" in tight.storage.reason
+@pytest.mark.parametrize(
+    ("profile", "compute", "storage", "mode"),
+    [
+        ("sm_61", "auto", "fp8_e4m3fn", None), ("sm_75", "auto", "int8", "int8"), ("sm_86", "auto", "int8", "int8"),
+        ("sm_86", "bf16", "fp8_e4m3fn", None), ("sm_89", "auto", "int8", "int8"), ("sm_89", "fp8", "fp8_e4m3fn", "fp8"),
+        ("sm_89", "fp16_safe", "fp8_e4m3fn", "fp16_wide"), ("gfx1100", "auto", "fp8_e4m3fn", None), ("gfx1201", "auto", "int8", "int8"),
+    ],
+)  # fmt: skip
+def test_storage_auto_keeps_the_file_where_it_fits_and_halves_it_where_not(profile, compute, storage, mode):
+    assert planned(profile, compute=compute, free=24 * 2**30, file_dtype="fp16").storage.used == "as_file"
+    tight = planned(profile, compute=compute, free=24 * 2**30, parameters=14 * 10**9)
+    assert tight.storage.used == storage and "26.08 GiB" in tight.storage.reason
+    decision = tight.compute.decisions.get("blocks.0.ffn.0")
+    assert (decision and decision.mode) == mode
+
+
+def test_a_layer_that_no_rotation_divides_stays_in_sixteen_bit_with_its_reason():
+    layers = [LayerSpec("blocks.0.in", "Linear", (64, 36)), LayerSpec("blocks.0.ffn.0", "Linear", (64, 32))]
+    model = ModelFacts(layers, 14 * 10**9, "bf16", ("bf16", "fp32"))
+    result = plan.plan_load(model, devices.detect(profile="sm_86"), "auto", "auto", rules_from(), 24 * 2**30)
+    assert {name: decision.storage for name, decision in result.decisions.items()} == {"blocks.0.in": "as_file", "blocks.0.ffn.0": "int8"}
+    assert result.decisions["blocks.0.in"].kept and "divides its 36 inputs" in result.decisions["blocks.0.in"].reason
+    assert {name: decision.mode for name, decision in result.compute.decisions.items()} == {"blocks.0.ffn.0": "int8"}
 
 
 def test_storage_auto_does_not_keep_fp32_weights_for_16_bit_maths():
