@@ -14,7 +14,8 @@ STORAGE_TOOLTIP = (
 COMPUTE_TOOLTIP = (
     "The dtype of the maths. auto: bf16 or fp16 where this GPU is fast at it and the model is safe in it, else fp16_safe or "
     "fp32. fp16_safe: fp16 products with an fp32 stream, cannot overflow. fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); elsewhere it has no effect, and the report says so. "
-    "A diffusion model's int8 weights multiply in int8 with auto and fp8; any other choice dequantizes them."
+    "int8: a diffusion model's int8 weights multiply in int8, a scale per token, between fp32 values where the model is not "
+    "safe in this GPU's 16 bit. auto and fp8 do the same; any other choice dequantizes them."
 )
 RULES_TOOLTIP = "Exceptions per layer, from Halfsafe Layer Rules. Without it the preset 'keep sensitive layers' applies."
 

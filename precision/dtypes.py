@@ -16,7 +16,7 @@ def torch_version() -> tuple[int, int]:
 TORCH_VERSION = torch_version()  # for what torch.compile traces: reading the text would break its graph
 
 STORAGE_OPTIONS = ("auto", "as_file", "fp8_e4m3fn", "fp8_e5m2", "fp16", "bf16", "fp32", "int8")
-COMPUTE_OPTIONS = ("auto", "fp8", "fp16", "fp16_safe", "bf16", "fp32")
+COMPUTE_OPTIONS = ("auto", "fp8", "fp16", "fp16_safe", "bf16", "fp32", "int8")
 
 DTYPES = {
     "fp8_e4m3fn": torch.float8_e4m3fn,

@@ -13,7 +13,7 @@ class Mode:
     Args:
         name: as reports, rules and the guard name it.
         label: the same in plain words.
-        rule: the settings of a Layer Rules line that ask for it; empty for int8, which weights stored in int8 run in by themselves.
+        rule: the settings of a Layer Rules line that ask for it.
         operand: the dtype both operands are multiplied in.
         result: the dtype the matmul returns; None for the activation dtype.
         colour: RGB, in pictures and on the page.
@@ -49,7 +49,7 @@ class Mode:
 
 _E4M3, _FP16, _BF16, _FP32 = torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32
 FP8 = Mode("fp8", "fp8 matmul", "compute=fp8", _E4M3, None, (238, 165, 42))
-INT8 = Mode("int8", "int8 matmul, a scale per token", "", torch.int8, None, (150, 200, 74))
+INT8 = Mode("int8", "int8 matmul, a scale per token", "compute=int8", torch.int8, None, (150, 200, 74))
 FP16_ACC16 = Mode(
     "fp16_acc16", "fp16 matmul, fp16 accumulation", "compute=fp16 accumulation=fp16", _FP16, _FP16, (214, 120, 172), True
 )

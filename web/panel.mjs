@@ -9,13 +9,13 @@ import { t } from "./words.mjs";
  * @typedef {import("./report.mjs").Row} Row
  * @typedef {import("./report.mjs").Layer} Layer
  * @typedef {import("./run.mjs").GuardMessage} GuardMessage
- * @typedef {"name" | "class" | "storage" | "mode" | "accumulation" | "stream"} Column
+ * @typedef {"name" | "class" | "storage" | "mode" | "accumulation" | "stream" | "kernel"} Column
  */
 
 /** @returns {[Column, string][]} */
 const columns = () => [
   ["name", t("layer")], ["class", t("class")], ["storage", t("storage")], ["mode", t("mode")], ["accumulation", t("sums")],
-  ["stream", t("stream")],
+  ["stream", t("stream")], ["kernel", t("kernel")],
 ];
 const COPIED_MS = 2500;
 
@@ -174,7 +174,7 @@ function detailRows(row, several, modes) {
 /** @param {Layer} layer @param {HTMLElement} label @param {Report["modes"]} modes @param {boolean} escalated */
 function layerRow(layer, label, modes, escalated) {
   const plain = modes[layer.mode]?.label;
-  const note = [layer.name, plain && t(plain), layer.reason, escalated && t("escalated by the guard")].filter(Boolean).join("\n");
+  const note = [layer.name, plain && t(plain), layer.kernel, layer.reason, escalated && t("escalated by the guard")].filter(Boolean).join("\n");
   const mode = el("td", { role: "cell", "data-column": "mode" }, swatch(layer.mode), layer.mode);
   if (escalated) mode.append(el("span", { class: "hs-up", "aria-label": t("escalated by the guard"), text: "\u2191" }));
   return el(
@@ -185,6 +185,7 @@ function layerRow(layer, label, modes, escalated) {
     mode,
     el("td", { role: "cell", "data-column": "accumulation", text: layer.accumulation }),
     el("td", { role: "cell", "data-column": "stream", text: layer.stream }),
+    el("td", { role: "cell", "data-column": "kernel", text: layer.kernel }),
   );
 }
 

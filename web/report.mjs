@@ -3,7 +3,7 @@ import { t } from "./words.mjs";
 
 /**
  * What the page derives from a report of version 1; no DOM here.
- * @typedef {{name: string, class: string, storage: string, mode: string, accumulation: string, stream: string, reason: string}} Layer
+ * @typedef {{name: string, class: string, storage: string, mode: string, accumulation: string, stream: string, reason: string, kernel: string}} Layer
  * @typedef {{call: number, step: number, sigma: number | null, layer: string, op: string, kind: string, from: string, to: string, recovered: boolean}} GuardEvent
  * @typedef {{verdict: string, calls: number, extra_calls: number, escalations: Record<string, string>, events: GuardEvent[]}} Guard
  * @typedef {{parameters: string, size: string, stored: {name: string, share: number, size: string}[], computed: {name: string, share: number, layers: number}[], rows: {name: string, layers: number[]}[]}} View

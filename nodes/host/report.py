@@ -32,7 +32,8 @@ from .load.models import ATTACHMENT
 from .page import running_prompt, running_prompt_id, told_in
 from .run.accumulation import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
-from .run.layers import activation_dtype, is_called_in_fp32, layers_of, modes_of
+from .run.kernels import DEQUANTIZED
+from .run.layers import activation_dtype, is_called_in_fp32, kernels_of, layers_of, modes_of
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -45,6 +46,9 @@ def report_of(patcher: ModelPatcher) -> Report:
     record, compute = patcher.attachments.get(ATTACHMENT), compute_of(patcher)
     modes, sums = modes_of(patcher), layer_accumulation(patcher)
     layers = [_layer_report(patcher, name, module, record, compute, modes, sums) for name, module in layers_of(patcher)]
+    kernels = kernels_of(patcher, modes)
+    for layer in layers:
+        layer.kernel = kernels.get(layer.name, "")
     report = Report(device_section(current_device()), _model_report(patcher), layers, flags_of(patcher))
     if guard := guard_of(patcher):
         report.guard = guard.report(patcher)
@@ -105,6 +109,7 @@ def _escalate(layers: list[LayerReport], modes: dict[str, str]) -> None:
         if layer.name in modes:
             layer.mode, layer.accumulation, layer.stream = modes[layer.name], "fp32", "fp32"
             layer.reason = "; ".join(filter(None, [layer.reason, "widened by the guard"]))
+            layer.kernel = layer.kernel and DEQUANTIZED
 
 
 def model_facts(patcher: ModelPatcher) -> ModelFacts:

@@ -18,7 +18,7 @@ from ..plan.storage import StorageDecision, plan_storage
 from .computation import CastOperation, Computation
 from .weights import StoredWeights
 
-COMPUTE_DTYPES = tuple(option for option in COMPUTE_OPTIONS if option != "fp8")
+COMPUTE_DTYPES = tuple(option for option in COMPUTE_OPTIONS if option not in ("fp8", "int8"))
 STORAGE_DTYPES = tuple(option for option in STORAGE_OPTIONS[2:] if option != "int8")
 # Torch's fused kernels read the weights of these modules' layers without a call of their forward.
 FUSED = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)

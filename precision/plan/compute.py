@@ -5,15 +5,19 @@ from dataclasses import dataclass, replace
 
 from ..devices.detect import Device, auto_compute
 from ..dtypes import FP8_NAMES
-from ..modes import INT8, MODE_OF
+from ..modes import FP8, INT8, MODE_OF
 from .accumulation import MatmulProfile, fp16_sums_inert
 from .choice import Choice, frozen
 from .facts import LayerSpec, ModelFacts
 from .rules import Rules
 
 SAFE = "fp16_safe"
-QUANTIZED_PRODUCTS = (INT8.name, "int4", "nvfp4", "mxfp8")
+PRODUCTS = {FP8.name: FP8_NAMES, INT8.name: (INT8.name,)}
+"""Compute options that multiply quantized weights as they are stored -> the storages of such weights."""
+QUANTIZED_PRODUCTS = (INT8.name, "int4", "w4a8", "nvfp4", "mxfp8")
 """Storages, beside fp8, whose layers multiply quantized operands by themselves in ComfyUI."""
+LEAVES_QUANTIZED = ("auto", *PRODUCTS)
+"""Compute options that ask for no dtype: weights in other formats multiply in their own way."""
 FP8_MULTIPLE = 16
 
 
@@ -80,16 +84,20 @@ def plan_compute(
     """
     choice, without_effect, notes = _choose(facts, device, compute)
     fp8_matmul = _multiplies_in_fp8(facts, device, compute)
+    stored = storages or {}
     decisions: dict[str, ComputeDecision] = {}
     without_effect += rules_on_other_layers(facts.layers, rules)
     for layer in facts.layers:
-        decision, problem = _decide(layer, choice, compute, fp8_matmul, device, rules, (storages or {}).get(layer.name, ""))
+        decision, problem = _decide(layer, choice, fp8_matmul, device, rules, stored.get(layer.name, ""))
         sums, inert = _sums(layer, decision.mode if decision else MODE_OF[choice.used], device, rules)
         if sums:
             decision = replace(decision or ComputeDecision(MODE_OF[choice.used], "same", ""), sums=sums)
         if decision:
             decisions[layer.name] = decision
         without_effect += [entry for entry in (problem, inert) if entry and entry not in without_effect]
+    if compute in PRODUCTS and storages is not None and not without_effect and not set(stored.values()) & {*PRODUCTS[compute]}:
+        why = f"no weight of this model is stored in {compute}: load it with storage {PRODUCTS[compute][0]}"
+        without_effect.append((f"compute={compute}", why))
     if any(decision.stream == "fp32" for decision in decisions.values()):
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
         decisions |= {name: ComputeDecision(MODE_OF[choice.used], "same", "") for name in followers}
@@ -100,11 +108,11 @@ def _choose(facts: ModelFacts, device: Device, compute: str) -> tuple[Choice, li
     automatic, reason = auto_compute(device, facts.supported, facts.file_dtype)
     if compute == "auto":
         return Choice(compute, automatic, reason), [], []
-    if compute == "fp8":
-        if not device.capabilities["fp8_matmul"]:
-            why = f"{device.profile.name} has no fp8 matmul: fp8 weights are computed in {automatic}"
-            return Choice(compute, automatic, why), [("compute=fp8", why)], []
-        return Choice(compute, automatic, f"fp8 matmul of fp8 weights, other operations in {automatic}"), [], []
+    if compute in PRODUCTS:
+        if not device.capabilities[f"{compute}_matmul"]:
+            why = f"{device.profile.name} has no {compute} matmul: {compute} weights are computed in {automatic}"
+            return Choice(compute, automatic, why), [(f"compute={compute}", why)], []
+        return Choice(compute, automatic, f"{compute} matmul of {compute} weights, other operations in {automatic}"), [], []
     notes = []
     if compute not in (*facts.supported, SAFE, "fp32"):
         notes.append(f"ComfyUI does not list {compute} for this model: its activations may overflow. fp16_safe cannot.")
@@ -113,38 +121,47 @@ def _choose(facts: ModelFacts, device: Device, compute: str) -> tuple[Choice, li
 
 def _multiplies_in_fp8(facts: ModelFacts, device: Device, compute: str) -> bool:
     possible = device.capabilities["fp8_matmul"]
-    if compute == "auto":
+    if compute in ("auto", INT8.name):
         return possible and device.capabilities["fp8_matmul_gains"] and facts.has_input_scales
     return possible and compute == "fp8"
 
 
 def _decide(
-    layer: LayerSpec, choice: Choice, asked: str, fp8_matmul: bool, device: Device, rules: Rules, storage: str
+    layer: LayerSpec, choice: Choice, fp8_matmul: bool, device: Device, rules: Rules, storage: str
 ) -> tuple[ComputeDecision | None, tuple[str, str] | None]:
     if not layer.multiplies:
         return None, None
     compute, stream = (rules.setting(key, layer.name, layer.cls) for key in ("compute", "stream"))
-    wanted = compute[0] if compute else "fp8" if fp8_matmul and storage in FP8_NAMES else choice.used
+    wanted = compute[0] if compute else _product_of(storage, choice, fp8_matmul) or choice.used
     found = compute or stream
     reason = found[1].reason or str(found[1]) if found else ""
     problem = None
-    if wanted == "fp8" and (why := _why_no_fp8(layer, device, storage)):
-        wanted, reason = choice.used, why
-        problem = (str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}")
+    if wanted in PRODUCTS and (why := _why_no_product(wanted, layer, device, storage)):
+        # What nobody asked for is no setting without effect: int8 weights on a device that has no int8 matmul.
+        problem = (str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}") if compute or wanted == FP8.name else None
+        wanted, reason, compute = _without(wanted, layer, choice, device, storage), why, None
     stream_value = stream[0] if stream else "same"
-    if storage in QUANTIZED_PRODUCTS and not compute and asked in ("auto", "fp8"):
-        return _in_its_own_way(storage, stream_value, reason), None
-    if storage in QUANTIZED_PRODUCTS:
-        reason = reason or f"its {storage} weight is dequantized, as {asked} was asked for"
+    if storage in QUANTIZED_PRODUCTS and wanted != INT8.name:
+        if storage != INT8.name and not compute and choice.requested in LEAVES_QUANTIZED:
+            return None, problem
+        reason = reason or f"its {storage} weight is dequantized, as {choice.requested} was asked for"
         return ComputeDecision(MODE_OF[wanted], stream_value, reason), problem
     if wanted == choice.used and stream_value == "same" and choice.used != SAFE:
         return (ComputeDecision(MODE_OF[wanted], "same", reason), problem) if problem else (None, None)
     return ComputeDecision(MODE_OF[wanted], stream_value, reason), problem
 
 
-def _in_its_own_way(storage: str, stream: str, reason: str) -> ComputeDecision | None:
-    """ComfyUI's own product of a quantized weight, which nothing asked to change."""
-    return ComputeDecision(INT8.name, stream, reason) if storage == INT8.name else None
+def _product_of(storage: str, choice: Choice, fp8_matmul: bool) -> str:
+    """Name the quantized product that a layer makes without a rule; empty where it makes none."""
+    if storage == INT8.name and choice.requested in LEAVES_QUANTIZED:
+        return INT8.name
+    return FP8.name if fp8_matmul and storage in FP8_NAMES else ""
+
+
+def _without(product: str, layer: LayerSpec, choice: Choice, device: Device, storage: str) -> str:
+    """Name what a layer runs in that cannot make a product it was asked for: int8 where that is its own, else the model's."""
+    own = _product_of(storage, choice, False) if product != INT8.name else ""
+    return own if own and not _why_no_product(own, layer, device, storage) else choice.used
 
 
 def _sums(layer: LayerSpec, mode: str, device: Device, rules: Rules) -> tuple[str, tuple[str, str] | None]:
@@ -173,12 +190,12 @@ def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[tupl
     return [(str(rule), "the pattern matches no layer of this model") for rule in rules.without_match(pairs)]
 
 
-def _why_no_fp8(layer: LayerSpec, device: Device, storage: str) -> str | None:
-    """Say why a layer cannot multiply in fp8 here; None where it can."""
-    if storage not in FP8_NAMES:
-        return f"its weight is stored in {storage or '16 bit'}, not in fp8"
-    if not device.capabilities["fp8_matmul"]:
-        return f"{device.profile.name} has no fp8 matmul"
-    if any(size % FP8_MULTIPLE for size in layer.shape):
+def _why_no_product(product: str, layer: LayerSpec, device: Device, storage: str) -> str | None:
+    """Say why a layer cannot multiply in fp8 or int8 here; None where it can."""
+    if storage not in PRODUCTS[product]:
+        return f"its weight is stored in {storage or '16 bit'}, not in {product}"
+    if not device.capabilities[f"{product}_matmul"]:
+        return f"{device.profile.name} has no {product} matmul, so the weight is dequantized: {device.reason(f'{product}_matmul')}"
+    if product == FP8.name and any(size % FP8_MULTIPLE for size in layer.shape):
         return f"fp8 matmul needs sizes that are multiples of {FP8_MULTIPLE}, this is {' x '.join(map(str, layer.shape))}"
     return None

@@ -30,7 +30,12 @@ NO_NODE = "No accumulation node is attached."
 
 @dataclass
 class LayerReport:
-    """One layer: where its weight is kept and how it runs. ``mode``: a name in ``modes.MODES``."""
+    """One layer: where its weight is kept and how it runs.
+
+    ``mode``: a name in ``modes.MODES``. ``accumulation``: int8 products are added exactly in int32, which is listed as fp32.
+    ``kernel``: for a quantized weight ``native``, a kernel of the device for its format; ``eager``, torch's general
+    operations; or ``dequantized``, the weight is unpacked and the product runs in ``mode``.
+    """
 
     name: str
     cls: str
@@ -39,6 +44,7 @@ class LayerReport:
     accumulation: str
     stream: str
     reason: str = ""
+    kernel: str = ""
 
 
 @dataclass

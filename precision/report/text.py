@@ -5,9 +5,9 @@ from collections.abc import Iterable
 
 from ..text import count_patterns, count_text, grouped, on_off, size_text, wrapped
 
-NAME_WIDTH = 44
-SETUP = ("class", "storage", "mode", "accumulation", "stream")
-HEADINGS = ("class", "storage", "mode", "sums", "stream")
+NAME_WIDTH = 36
+SETUP = ("class", "storage", "mode", "accumulation", "stream", "kernel")
+HEADINGS = ("class", "storage", "mode", "sums", "stream", "kernel")
 
 
 def report_text(report: dict) -> str:
@@ -74,7 +74,7 @@ def _layers(layers: list[dict]) -> list[str]:
 
 
 def _columns(values: Iterable[str]) -> str:
-    return " ".join(f"{value:<{width}}" for value, width in zip(values, (12, 12, 11, 5, 6), strict=True)).rstrip()
+    return " ".join(f"{value:<{width}}" for value, width in zip(values, (12, 11, 11, 5, 6, 11), strict=True)).rstrip()
 
 
 def _layer_lines(name: str, setup: list[str]) -> list[str]:

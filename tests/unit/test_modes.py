@@ -23,7 +23,7 @@ def test_the_modes_are_the_contracts_in_its_order():
 
 def test_a_compute_option_asks_for_the_plain_mode_of_its_rule():
     assert MODE_OF == {
-        "fp8": "fp8", "fp16": "fp16", "fp16_safe": "fp16_wide", "bf16": "bf16", "fp32": "fp32",
+        "fp8": "fp8", "int8": "int8", "fp16": "fp16", "fp16_safe": "fp16_wide", "bf16": "bf16", "fp32": "fp32",
     }  # fmt: skip
 
 

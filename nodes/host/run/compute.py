@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import comfy.quant_ops
@@ -19,7 +20,7 @@ from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.ranges import Ranges, Slot
 from ....precision.dtypes import dtype_named, name_of
 from ....precision.formats.quantize import activation_scale
-from ....precision.modes import FP8, FP16, FP16_WIDE, INT8
+from ....precision.modes import FP8, FP16, FP16_WIDE, INT8, MODE_OF
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from .attention import attending, full_precision_attention, in_one_dtype, is_fused
 from .call import Call
@@ -40,6 +41,8 @@ from .wrappers import COMPUTE, set_wrapper
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 ACTIVATION_LAYOUT = "TensorCoreFP8E4M3Layout"
+FP8_RESULT = "bf16"
+"""What fp8 products give an fp32 stream: torch has none with an fp32 result and a bias."""
 
 
 def set_compute(patcher, plan: ComputePlan) -> None:
@@ -88,7 +91,9 @@ class Compute:
         share = run.fp16_share() if run else None
         if share is None:
             return ""
-        return f"{share:.1%} of the matrix work has fp16 operands; {run.ranges.repeats} calls were repeated"
+        in_int8 = any(decision.mode == INT8.name for decision in self.plan.decisions.values())
+        work = "matrix work outside of int8 layers" if in_int8 else "matrix work"
+        return f"{share:.1%} of the {work} has fp16 operands; {run.ranges.repeats} calls were repeated"
 
 
 class PlannedLayers:
@@ -108,12 +113,16 @@ class PlannedLayers:
         self.attention = SafeAttention(self.ranges)
         self.operations: dict[str, SafeOperation] = {}
         self.in_own_way: dict[str, CastOperation] = {}
+        self.not_in_int8: dict[str, str] = {}
         self.patches: list[Patch] = []
         for name, module in self.modules.items():
             decision = plan.decisions[name]
-            if decision.mode == INT8.name:
+            if decision.mode == INT8.name and is_quantized(module):
                 self.patches += _in_int8(module, decision)
                 continue
+            if decision.mode == INT8.name:
+                self.not_in_int8[name] = MODE_OF[plan.choice.used]
+                decision = replace(decision, mode=self.not_in_int8[name])
             forward = _summed(decision.sums, self._forward(name, module, decision))
             self.patches += [*exchanged(module, forward), *_casting(module)]
         self.calling = calling_layers(self.modules.values())
@@ -159,7 +168,7 @@ class PlannedLayers:
 
     def modes(self) -> dict[str, str]:
         own = {name: name_of(operation.dtype) for name, operation in self.in_own_way.items()}
-        return own | {name: operation.mode for name, operation in self.operations.items()}
+        return self.not_in_int8 | own | {name: operation.mode for name, operation in self.operations.items()}
 
     def fp16_share(self) -> float | None:
         slots = self.ranges.slots.values()
@@ -218,10 +227,10 @@ class Fp8Linear:
         self.module = module
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """``x``: the module's input; fp32 is multiplied into bf16, as fp8 products have no fp32 result with a bias."""
+        """``x``: the module's input; fp32 is multiplied into bf16 (``FP8_RESULT``)."""
         module = self.module
-        dtype = torch.bfloat16 if x.dtype == torch.float32 else x.dtype
-        if self._has_changed_weight():
+        dtype = dtype_named(FP8_RESULT) if x.dtype == torch.float32 else x.dtype
+        if has_changed_weight(module):
             return type(module).forward(module, x.to(dtype))
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
         scale = activation_scale(rows, torch.float8_e4m3fn)
@@ -229,10 +238,10 @@ class Fp8Linear:
         with quantized_weights(module, rows) as (weight, bias):
             return F.linear(quantized, weight, bias).reshape(*x.shape[:-1], -1)
 
-    def _has_changed_weight(self) -> bool:
-        """Tell whether a LoRA is added at each call, or has left the weight in 16 bit."""
-        module = self.module
-        return not is_quantized(module) or bool(module.weight_function or module.bias_function)
+
+def has_changed_weight(module: torch.nn.Module) -> bool:
+    """Tell whether a LoRA is added at each call, or has left the weight in 16 bit."""
+    return not is_quantized(module) or bool(module.weight_function or module.bias_function)
 
 
 def _out_as(decision: ComputeDecision, forward):
@@ -244,9 +253,11 @@ def _out_as(decision: ComputeDecision, forward):
 
 def _in_int8(module: torch.nn.Module, decision: ComputeDecision) -> list[Patch]:
     """What makes ComfyUI's int8 layer multiply in int8 though the model's compute dtype was changed, which would else
-    dequantize it (``comfy_force_cast_weights``)."""
+    dequantize it (``comfy_force_cast_weights``). With an fp32 result its input is cast: a result in the dtype of a 16-bit
+    input would be rounded, or past fp16's range, before it is widened."""
     kept = [(module, "comfy_force_cast_weights", False)]
-    return [*kept, (module, "forward", _out_as(decision, module.forward))] if decision.stream == "fp32" else kept
+    forward = module.forward
+    return [*kept, (module, "forward", lambda x: forward(x.float()))] if decision.stream == "fp32" else kept
 
 
 def _summed(sums: str, forward):

@@ -2,13 +2,19 @@
 
 from collections.abc import Iterator
 
+import comfy.quant_ops
 import torch
 
-from ....precision.dtypes import QUANTIZED_NAMES, name_of
+from ....precision.arithmetic.linear import kind_of
+from ....precision.dtypes import FP8_NAMES, name_of
 from ....precision.formats.encoding import STORAGE_OF
 from ....precision.modes import FP8, FP32, INT8
-from .compute import compute_of
+from .compute import FP8_RESULT, compute_of, has_changed_weight
+from .kernels import DEQUANTIZED, kernel_of_product
 from .modules import is_quantized, modules_of
+
+PRODUCTS = {**dict.fromkeys(FP8_NAMES, FP8.name), "int8": INT8.name, "w4a8": INT8.name}
+"""Storage -> mode of ComfyUI's own product; 4-bit products have no mode."""
 
 
 def activation_dtype(patcher) -> torch.dtype:
@@ -38,28 +44,54 @@ def modes_of(patcher) -> dict[str, str]:
     """Layer name -> the report's mode, from the model's plan and what its calls have shown."""
     compute, activations = compute_of(patcher), name_of(activation_dtype(patcher))
     planned = compute.modes(patcher.model) if compute else {}
-    exchanged = {name: mode for name, mode in planned.items() if mode != INT8.name}
-    return {
-        name: exchanged.get(name) or _own_mode(patcher, name, module, activations, kept=name in planned)
-        for name, module in layers_of(patcher)
-    }
+    return {name: _mode(patcher, name, module, activations, planned.get(name, "")) for name, module in layers_of(patcher)}
 
 
-def _own_mode(patcher, name: str, module: torch.nn.Module, activations: str, kept: bool) -> str:
-    """Name the mode of a layer that no plan exchanges. ``kept``: in int8 whatever the model's compute dtype.
-
-    Up to ComfyUI 0.33 an int8 weight whose dtype is the activation dtype is not dequantized where fp8 ones are.
-    """
+def _mode(patcher, name: str, module: torch.nn.Module, activations: str, planned: str) -> str:
+    if planned == FP8.name and has_changed_weight(module):
+        return FP8_RESULT if activations == FP32.name else activations
+    if planned and planned != INT8.name:
+        return planned
     if is_called_in_fp32(patcher.model.diffusion_model, name):
         return FP32.name
-    storage = STORAGE_OF.get(getattr(module, "quant_format", ""), "")
-    if storage not in QUANTIZED_NAMES or not is_quantized(module) or module.weight_function:
-        return activations
-    quantized = kept or not getattr(module, "comfy_force_cast_weights", False)
-    quantized = quantized and not patcher.get_model_object(f"diffusion_model.{name}._full_precision_mm")
-    if storage == INT8.name:
-        return INT8.name if quantized or name_of(module.weight.dtype) == activations else activations
-    return FP8.name if quantized else activations
+    product = PRODUCTS.get(_storage(module), "")
+    return product if product and _multiplies_as_stored(patcher, name, module, activations, kept=bool(planned)) else activations
+
+
+def kernels_of(patcher, modes: dict[str, str]) -> dict[str, str]:
+    """Layer name -> the report's kernel, of the layers whose weights are quantized. ``modes``: of :func:`modes_of`."""
+    quantized = {name: module for name, module in layers_of(patcher) if is_quantized(module)}
+    return {name: _kernel(patcher, name, module, modes[name]) for name, module in quantized.items()}
+
+
+def _kernel(patcher, name: str, module: torch.nn.Module, mode: str) -> str:
+    storage, compute, dtype = _storage(module), compute_of(patcher), activation_dtype(patcher)
+    if storage in PRODUCTS:
+        as_stored = mode == PRODUCTS[storage]
+    else:
+        exchanged = compute is not None and name in compute.plan.decisions
+        as_stored = not exchanged and _multiplies_as_stored(patcher, name, module, name_of(dtype), kept=False)
+    return kernel_of_product(storage, module.weight.shape, dtype, patcher.load_device) if as_stored else DEQUANTIZED
+
+
+def _storage(module: torch.nn.Module) -> str:
+    """The storage of a weight in one of ComfyUI's quantized formats; empty for any other."""
+    return STORAGE_OF.get(getattr(module, "quant_format", None) or "", "") if is_quantized(module) else ""
+
+
+def _multiplies_as_stored(patcher, name: str, module: torch.nn.Module, activations: str, kept: bool) -> bool:
+    """Tell whether ComfyUI's own forward multiplies a quantized weight as it is. ``kept``: whatever the model's compute dtype.
+
+    Up to ComfyUI 0.33 a weight whose input stays unquantized, as int8, is not dequantized where fp8 ones are: if its dtype is
+    the activation dtype.
+    """
+    if kind_of(module) is None or module.weight_function:
+        return False
+    forced = not kept and getattr(module, "comfy_force_cast_weights", False)
+    if not forced and not module.bias_function and not patcher.get_model_object(f"diffusion_model.{name}._full_precision_mm"):
+        return True
+    quantizes_input = comfy.quant_ops.QUANT_ALGOS[module.quant_format].get("quantize_input", True)
+    return not quantizes_input and name_of(module.weight.dtype) == activations
 
 
 def is_called_in_fp32(model: torch.nn.Module, name: str) -> bool:

@@ -79,22 +79,36 @@ def exchanged(module: torch.nn.Module, forward: Callable) -> list[Patch]:
 def _input_act_calls_layers() -> Iterator[None]:
     original = comfy.ops.linear_input_act
 
-    def run(linear, x, input_act):
-        if has_own_forward(linear):
-            return linear(comfy.ops.INPUT_ACT_EAGER[input_act](x))
-        return original(linear, x, input_act)
+    def run(linear, x, *args, **kwargs):
+        of_other_dtype = is_quantized(linear) and linear.weight.dtype != x.dtype
+        return original(_Called(linear) if has_own_forward(linear) or of_other_dtype else linear, x, *args, **kwargs)
 
     with patched([(comfy.ops, "linear_input_act", run)]):
         yield
+
+
+class _Called:
+    """A layer without a weight to read, in all versions of ``linear_input_act``: it can only be called."""
+
+    weight = None
+    _full_precision_mm = True
+
+    def __init__(self, linear: torch.nn.Module):
+        self._linear = linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(x)
 
 
 _input_act = SharedScope(_input_act_calls_layers)
 
 
 def calling_layers(modules: Iterable[torch.nn.Module]) -> contextlib.AbstractContextManager:
-    """Have ``linear_input_act`` of ``comfy/ops.py`` (MiniMax) call layers whose forward we exchanged, on every thread.
+    """Have ``linear_input_act`` of ``comfy/ops.py`` call layers whose forward we exchanged, on every thread.
 
-    ComfyUI's own multiplies by a layer's int8 weight itself. Changes nothing where no module is quantized.
+    ComfyUI's own multiplies by a layer's int8 weight itself (MiniMax; from 0.33 on the MLPs of Wan and LTX-Video too), and
+    dequantizes it where its dtype is not the input's, as in an fp32 stream: there the layer is called, which keeps int8.
+    Changes nothing where no module is quantized.
     """
     if not hasattr(comfy.ops, "linear_input_act") or not any(map(is_quantized, modules)):
         return contextlib.nullcontext()

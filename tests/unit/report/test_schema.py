@@ -21,7 +21,7 @@ CONTRACT = """
  "model": {"class": "WAN21", "parameters": 1420000000, "weight_bytes": 1500000000,
            "bytes_by_storage": {"fp8_e4m3fn": 1400000000, "fp16": 100000000}},
  "layers": [{"name": "blocks.0.ffn.0", "class": "Linear", "storage": "fp8_e4m3fn", "mode": "fp16_wide",
-             "accumulation": "fp32", "stream": "fp32", "reason": "may overflow"}],
+             "accumulation": "fp32", "stream": "fp32", "reason": "may overflow", "kernel": "dequantized"}],
  "flags": {"fp16_accumulation": {"requested": "auto", "in_scope": false, "outside": false, "reason": "no gain"}},
  "without_effect": [{"setting": "tf32", "reason": "bf16 model"}],
  "kept_high": [{"name": "head.head", "reason": "last projection"}],
@@ -36,7 +36,7 @@ RULE = "blocks.0.ffn.2 compute=fp16_safe stream=fp32"
 
 def contract_report():
     event = report.GuardEvent(4, 2, 0.75, "blocks.0.ffn.2", "add", "overflow", [0], "fp16", "fp16_wide", True)
-    layer = report.LayerReport("blocks.0.ffn.0", "Linear", "fp8_e4m3fn", "fp16_wide", "fp32", "fp32", "may overflow")
+    layer = report.LayerReport("blocks.0.ffn.0", "Linear", "fp8_e4m3fn", "fp16_wide", "fp32", "fp32", "may overflow", "dequantized")
     sizes = {"fp8_e4m3fn": 1_400_000_000, "fp16": 100_000_000}
     return report.Report(
         device=json.loads(CONTRACT)["device"],

@@ -1,0 +1,81 @@
+"""Which kernel multiplies a quantized weight: one of the device for its format, torch's general operations, or none of the two."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+try:
+    from comfy_kitchen.registry import registry
+except ImportError:
+    registry = None
+
+from ....precision.dtypes import FP8_NAMES
+
+NATIVE, EAGER, DEQUANTIZED = "native", "eager", "dequantized"
+FUNCTIONS = {
+    "int8": "int8_linear",
+    "int4": "convrot_w4a4_linear",
+    "w4a8": "w4a8_int8_linear",
+    "awq4": "gemv_awq_w4a16",
+    "nvfp4": "scaled_mm_nvfp4",
+    "mxfp8": "scaled_mm_mxfp8",
+}
+"""Storage -> comfy-kitchen's name of the product."""
+ROWS = 32
+
+
+def kernel_of_product(storage: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    """Name the kernel that multiplies a weight as it is stored: ``native`` or ``eager``.
+
+    An fp8 product is torch's own ``_scaled_mm``, which a CPU emulates. The others are comfy-kitchen's, in the first of its
+    backends that takes the call: CUDA, HIP, Triton, or eager, which is made of torch's general operations. ComfyUI turns
+    backends off (``comfy/quant_ops.py``).
+
+    Args:
+        shape: of the weight, (outputs, inputs).
+        dtype: of the layer's input and result.
+        device: where the model runs.
+    """
+    if device.type == "cpu":
+        return EAGER
+    if storage in FP8_NAMES:
+        return NATIVE
+    return NATIVE if _backend(FUNCTIONS.get(storage, ""), shape, dtype, device) not in ("", "eager") else EAGER
+
+
+def _backend(function: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    """The backend that comfy-kitchen takes; only its int8 product is asked for with the arguments of a call."""
+    if registry is None:
+        return ""
+    arguments = _int8_call(shape, dtype, device) if function == FUNCTIONS["int8"] else None
+    try:
+        return registry.get_capable_backend(function, arguments)
+    except RuntimeError:
+        return ""
+
+
+def _int8_call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> dict:
+    with FakeTensorMode():
+        return {
+            "x": torch.empty(ROWS, shape[-1], dtype=dtype, device=device),
+            "weight": torch.empty(shape, dtype=torch.int8, device=device),
+            "weight_scale": torch.empty(shape[0], 1, device=device),
+            "bias": None,
+            "out_dtype": dtype,
+            "convrot": True,
+            "convrot_groupsize": 256,
+            "input_act": None,
+        }
+
+
+def why_eager() -> str:
+    """Say why comfy-kitchen's own kernels are out of use: each backend but eager, and what is the matter with it."""
+    states = registry.list_backends() if registry else {}
+    return "; ".join(f"{name}: {_state(state)}" for name, state in sorted(states.items()) if name != "eager")
+
+
+def _state(state: dict) -> str:
+    if state["available"]:
+        return "turned off by ComfyUI" if state["disabled"] else "does not take this product"
+    return state["unavailable_reason"] or "not there"
