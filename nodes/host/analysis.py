@@ -23,12 +23,11 @@ from .run.accumulation import accumulation_of, with_accumulation
 from .run.compute import compute_of, set_compute
 from .run.layers import activation_dtype
 from .run.modules import core_weights, exchanged, matrix_layers, only_multiplies
-from .run.wrappers import GUARD
+from .run.wrappers import ANALYSIS, GUARD, set_wrapper
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-KEY = "halfsafe.analysis"
 STEPS = 4
 CFG = 4.0
 IMAGE_DENOISE = 0.75
@@ -120,8 +119,8 @@ def _prepared(patcher: ModelPatcher, session: Session) -> ModelPatcher:
     for kind, key in [(kind, key) for kind, found in clone.wrappers.items() for key in found if str(key).startswith(GUARD)]:
         clone.remove_wrappers_with_key(kind, key)
     stream = activation_dtype(patcher)
-    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, functools.partial(_watched, session, stream))
-    clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, functools.partial(_step, session))
+    set_wrapper(clone, ANALYSIS, functools.partial(_watched, session, stream))
+    clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, functools.partial(_step, session))
     return clone
 
 

@@ -18,6 +18,7 @@ from .run.accumulation import with_accumulation
 from .run.compute import set_compute
 from .run.layers import activation_dtype, layers_of
 from .run.modules import only_multiplies
+from .run.patcher import keep_low_rank_beside
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -57,6 +58,7 @@ def _planned(patcher: ModelPatcher, plan: ComputePlan) -> ModelPatcher:
     if activation_dtype(patcher) != activations:
         clone.set_model_compute_dtype(activations)
     set_compute(clone, plan)
+    keep_low_rank_beside(clone)
     return clone
 
 

@@ -34,6 +34,7 @@ from .run.accumulation import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
 from .run.kernels import DEQUANTIZED
 from .run.layers import activation_dtype, is_called_in_fp32, kernels_of, layers_of, modes_of
+from .run.patcher import low_rank_reasons
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -49,6 +50,7 @@ def report_of(patcher: ModelPatcher) -> Report:
     kernels = kernels_of(patcher, modes)
     for layer in layers:
         layer.kernel = kernels.get(layer.name, "")
+    _add_patches(layers, low_rank_reasons(patcher))
     report = Report(device_section(current_device()), _model_report(patcher), layers, flags_of(patcher))
     if guard := guard_of(patcher):
         report.guard = guard.report(patcher)
@@ -101,6 +103,12 @@ def _add_plan(report: Report, compute: Compute, model) -> None:
         report.decisions["work"] = share
     report.notes += compute.plan.notes
     report.ranges |= compute.ranges(model)
+
+
+def _add_patches(layers: list[LayerReport], reasons: dict[str, str]) -> None:
+    """Say of each layer what was done with its LoRAs."""
+    for layer in layers:
+        layer.reason = "; ".join(filter(None, [layer.reason, reasons.get(layer.name)]))
 
 
 def _escalate(layers: list[LayerReport], modes: dict[str, str]) -> None:

@@ -23,6 +23,7 @@ from ....precision.plan.choice import LoadRecord, frozen
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load, weight_bytes
 from ..run.compute import set_compute
+from ..run.patcher import keep_low_rank_beside
 from .detection import Detected, detect_model
 from .devices import compute_device, current_device, free_device_memory, free_host_memory
 from .files import open_model
@@ -141,6 +142,7 @@ def _finish(
     _check_quantized(detected, modules, _quantized_layers(tensors, detected.prefix))
     _compute_in_full_precision(modules)
     set_compute(patcher, plan.compute)
+    keep_low_rank_beside(patcher)
     notes = [*_weightless_note(detected), *notes]
     patcher.set_attachments(ATTACHMENT, _record(detected, plan, notes))
     storage = str(plan.storage).removesuffix(".")

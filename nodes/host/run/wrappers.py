@@ -8,15 +8,19 @@ GUARD = "halfsafe.guard"
 ACCUMULATION = "halfsafe.accumulation"
 COMPUTE = "halfsafe.compute"
 GUARDED_LAYERS = "halfsafe.guard.layers"
-PLACES = {GUARD: -1, ACCUMULATION: 1, COMPUTE: 2, GUARDED_LAYERS: 3}
+ANALYSIS = "halfsafe.analysis"
+LOW_RANK = "halfsafe.low_rank"
+PLACES = {GUARD: -1, ACCUMULATION: 1, COMPUTE: 2, GUARDED_LAYERS: 3, ANALYSIS: 4, LOW_RANK: 5}
 """The order of our wrappers around a model's call, from the outermost in; wrappers of others are at 0.
 
-Outermost: the guard's check. Accumulation wraps compute. Innermost: the guard's escalated layers, which override both.
+Outermost: the guard's check. Accumulation wraps compute. Inside of it the guard's escalated layers, which override both.
+Innermost: LoRAs beside 8-bit weights, which add to the result of whatever runs the layer.
 
 The order of wrappers decides the order of a layer's forwards the other way round. Each wrapper patches ``module.forward`` for
 the length of the call, around the forward it finds, so what an outer wrapper puts on a module runs inside of what an inner
 one puts there. One layer runs, from the outside in:
 
+0. that of a LoRA beside an 8-bit weight (``patcher.py``), which calls the next one and adds to its result;
 1. the guard's escalated forward (``guard/escalation.py``); it is made outside of the other two and calls neither. Else:
 2. compute's (``compute.PlannedLayers``), which casts the input or multiplies by itself; where it casts, it then calls
 3. accumulation's (``accumulation._Run``), so an fp16 bound is checked on the input as it is multiplied; and that calls

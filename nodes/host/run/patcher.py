@@ -1,0 +1,292 @@
+"""Keep low-rank patches (LoRAs) of 8-bit weights out of the weights: ComfyUI's ModelPatcher with that one difference.
+
+ComfyUI adds a patch to the dequantized weight and quantizes the sum again with stochastic rounding (``patch_weight_to_device``
+in ``comfy/model_patcher.py``, ``resolve_cast_module_with_vbar`` in ``comfy/ops.py``). Here a low-rank patch is left out where
+weights are loaded, and two thin products are added to the layer's result (``low_rank.py``). It stays in ``patches``, where
+clones, savers and merges read it. What is not low-rank is merged as ComfyUI does, but rounded to nearest.
+"""
+
+import contextlib
+import functools
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import comfy.model_base
+import comfy.utils
+import torch
+from comfy.patcher_extension import CallbacksMP, PatcherInjection
+
+from ....precision.arithmetic.compiling import plain_name
+from ....precision.arithmetic.linear import kind_of
+from ....precision.arithmetic.patching import Patch, patched
+from ....precision.dtypes import name_of
+from ....precision.modes import FP32
+from .adapters import LowRank, low_rank
+from .compute import compute_of
+from .low_rank import LowRankModel, low_rank_patcher, mixed
+from .modules import calling_layers, is_quantized
+from .wrappers import LOW_RANK, set_wrapper
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+DIFFUSION_MODEL = "diffusion_model."
+INJECTED = "halfsafe_low_rank"
+
+
+@dataclass
+class Found:
+    """What is done with a model's patches of 8-bit weights.
+
+    Attributes:
+        modules: key of a weight -> its layer.
+        beside: key -> low-rank changes, those of hooks included.
+        merged: key -> why the weight is quantized anew.
+        kept: the keys whose own patches are beside, and ``hooks`` the same for each hook.
+    """
+
+    modules: dict[str, torch.nn.Module] = field(default_factory=dict)
+    beside: dict[str, dict[tuple, LowRank]] = field(default_factory=dict)
+    merged: dict[str, str] = field(default_factory=dict)
+    kept: set[str] = field(default_factory=set)
+    hooks: set[tuple] = field(default_factory=set)
+
+
+def keep_low_rank_beside(patcher: "ModelPatcher") -> None:
+    """Make ``patcher``, a clone or a model just loaded, and all of its later clones add low-rank patches beside 8-bit weights."""
+    if isinstance(patcher, LowRankBeside) or not any(_is_8bit_matrix(module) for module in patcher.model.modules()):
+        return
+    patcher.__class__ = mixed(LowRankBeside, type(patcher))
+    patcher.patches_uuid = uuid.uuid4()  # the same patches are merged into the weights where a clone of another class is loaded
+    patcher.add_callback_with_key(CallbacksMP.ON_CLONE, LOW_RANK, _keep_in_clone)
+    if isinstance(patcher.model, comfy.model_base.BaseModel):
+        set_wrapper(patcher, LOW_RANK, _add_to_layers)
+    else:
+        patcher.set_injections(LOW_RANK, [PatcherInjection(_inject, _eject)])
+
+
+def _keep_in_clone(patcher: "ModelPatcher", clone: "ModelPatcher") -> None:
+    """A static clone of a dynamic model is of ComfyUI's own class."""
+    if not isinstance(clone, LowRankBeside):
+        clone.__class__ = mixed(LowRankBeside, type(clone))
+
+
+def _is_8bit_matrix(module: torch.nn.Module) -> bool:
+    """Tell whether a module is a linear layer whose weight ComfyUI would round to 8 bits or less."""
+    weight = getattr(module, "weight", None)
+    if kind_of(module) != "linear" or not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+        return False
+    return is_quantized(module) or (weight.is_floating_point() and weight.dtype.itemsize == 1)
+
+
+class LowRankBeside:
+    """What is added to a ModelPatcher."""
+
+    if TYPE_CHECKING:
+        model: torch.nn.Module
+        patches: dict
+
+    _found: tuple[tuple, Found] | None = None
+    _strengths: tuple[tuple, dict] | None = None
+    _low_rank: tuple[Found, "ModelPatcher"] | None = None
+
+    def found(self) -> Found:
+        """Sort the patches of 8-bit weights; anew where patches were added."""
+        state = self.patches_uuid, len(self.patches), tuple(map(id, self.hook_patches))
+        if self._found is None or self._found[0] != state:
+            self._found = state, _sorted(self)
+        return self._found[1]
+
+    def low_rank_patcher(self) -> "ModelPatcher | None":
+        """The ModelPatcher of the low-rank changes, if there are any."""
+        found = self.found()
+        if not found.beside:
+            return None
+        if self._low_rank is None or self._low_rank[0] is not found:
+            changes = {key: tuple(slots.values()) for key, slots in found.beside.items()}
+            dtype = torch.bfloat16 if _activations(self) == torch.bfloat16 else torch.float16
+            self._low_rank = found, low_rank_patcher(self, found.modules, changes, dtype)
+        return self._low_rank[1]
+
+    def low_rank(self, device: torch.device) -> LowRankModel | None:
+        """The low-rank changes, ready to be used with the hooks that are active now."""
+        patcher = self.low_rank_patcher()
+        if patcher is None:
+            return None
+        patcher.model.set_strengths(self._current_strengths(), device)
+        for key, layer in zip(patcher.model.keys, patcher.model.layers, strict=True):
+            layer.in_fp32 = _multiplies_in_fp32(self, key)
+        return patcher.model
+
+    def _current_strengths(self) -> dict[tuple, float]:
+        found, hooks = self.found(), self.current_hooks.hooks if self.current_hooks else []
+        state = (id(found), *((id(hook.hook_ref), hook.strength) for hook in hooks))
+        if self._strengths is None or self._strengths[0] != state:
+            combined = super().get_combined_hook_patches(self.current_hooks)  # type: ignore[misc]
+            pairs = [(key, self.patches[key]) for key in found.kept]
+            pairs += [(key, patches) for key, patches in combined.items() if key in found.hooks]
+            self._strengths = state, _strengths(found, pairs)
+        return self._strengths[1]
+
+    @contextlib.contextmanager
+    def _merging(self) -> Iterator[None]:
+        """Only what is merged into weights is among the patches."""
+        whole, kept = self.patches, self.found().kept
+        self.patches = {key: value for key, value in whole.items() if key not in kept}
+        try:
+            yield
+        finally:
+            self.patches = whole
+
+    def load(self, *args, **kwargs):
+        with self._merging():
+            result = super().load(*args, **kwargs)
+        for key in self.found().merged:
+            module = self.found().modules[key]
+            if hasattr(module, "_v"):
+                module.seed_key = ""  # whose seed is 0: rounded to nearest (``resolve_cast_module_with_vbar`` in comfy/ops.py)
+        return result
+
+    def partially_unload(self, *args, **kwargs):
+        with self._merging():
+            return super().partially_unload(*args, **kwargs)
+
+    def patch_weight_to_device(self, key, *args, **kwargs):
+        module = self.found().modules.get(key)
+        if module is None or not hasattr(module, "set_weight"):
+            return super().patch_weight_to_device(key, *args, **kwargs)
+        with patched([(module, "set_weight", functools.partial(_set_rounded_to_nearest, module))]):
+            return super().patch_weight_to_device(key, *args, **kwargs)
+
+    def get_combined_hook_patches(self, hooks):
+        """What hooks merge into weights."""
+        beside = self.found().hooks
+        return {key: value for key, value in super().get_combined_hook_patches(hooks).items() if key not in beside}
+
+    def model_patches_models(self):
+        patcher = self.low_rank_patcher()
+        return [*super().model_patches_models(), *([patcher] if patcher else [])]
+
+    def model_state_dict(self, filter_prefix=None):
+        """Without the names that a quantized layer gives its scales, which are no attributes: ``get_key_patches`` reads them as such."""
+        state = super().model_state_dict(filter_prefix)
+        return {name: tensor for name, tensor in state.items() if not _is_beside_a_weight(self.model, name)}
+
+    def model_state_dict_for_saving(self, *args, **kwargs):
+        """With all patches merged: ComfyUI takes a weight that is loaded for one that is patched."""
+        modules = [self.found().modules[key] for key in self.found().kept]
+        unmerged: list[Patch] = [(module, "comfy_patched_weights", False) for module in modules]
+        with patched(unmerged):
+            return super().model_state_dict_for_saving(*args, **kwargs)
+
+
+def _sorted(patcher) -> Found:
+    found = Found()
+    for key, patches in patcher.patches.items():
+        if _sort(found, patcher.model, key, patches):
+            found.kept.add(key)
+    keys = {key for patches in patcher.hook_patches.values() for key in patches}
+    for key in keys:
+        if _sort(found, patcher.model, key, [patch for patches in patcher.hook_patches.values() for patch in patches.get(key, ())]):
+            found.hooks.add(key)
+    return found
+
+
+def _sort(found: Found, model: torch.nn.Module, key: str, patches: list[tuple]) -> bool:
+    """Note what is done with the patches of one weight; tell whether they are kept beside it."""
+    module = _layer_of(model, key)
+    if module is None or not _is_8bit_matrix(module):
+        return False
+    found.modules[key] = module
+    changes = [low_rank(patch, tuple(module.weight.shape)) for patch in patches]
+    if reason := next((change for change in changes if isinstance(change, str)), ""):
+        found.merged[key] = reason
+        return False
+    found.beside.setdefault(key, {}).update({change.key: change for change in changes})
+    return True
+
+
+def _layer_of(model: torch.nn.Module, key: str) -> torch.nn.Module | None:
+    layer, _, name = key.rpartition(".")
+    try:
+        return comfy.utils.get_attr(model, layer) if name == "weight" else None
+    except AttributeError:
+        return None
+
+
+def _strengths(found: Found, pairs: list[tuple[str, list[tuple]]]) -> dict[tuple, float]:
+    strengths: dict[tuple, float] = {}
+    for key, patches in pairs:
+        for patch in patches:
+            slot = key, (id(patch[1]), patch[3] and tuple(patch[3]))
+            strengths[slot] = strengths.get(slot, 0.0) + patch[0]
+    return strengths
+
+
+def _is_beside_a_weight(model: torch.nn.Module, name: str) -> bool:
+    layer, _, own = name.rpartition(".")
+    if not own.startswith(("weight_", "comfy_quant")):
+        return False
+    module = comfy.utils.get_attr(model, layer)
+    return is_quantized(module) and not hasattr(module, own)
+
+
+def _set_rounded_to_nearest(module: torch.nn.Module, weight: torch.Tensor, **options):
+    """ComfyUI's quantized layer takes a weight, its scale made anew. Seed 0 is no stochastic rounding."""
+    return type(module).set_weight(module, weight, **{**options, "seed": 0})
+
+
+def _activations(patcher) -> torch.dtype | None:
+    return patcher.get_model_object("manual_cast_dtype") if hasattr(patcher.model, "manual_cast_dtype") else None
+
+
+def _multiplies_in_fp32(patcher, key: str) -> bool:
+    """Tell whether a layer that is given fp32 multiplies in fp32, and not in a 16-bit dtype or in 8 bits."""
+    compute, name = compute_of(patcher), plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")
+    if compute is None:
+        return True
+    decision = compute.plan.decisions.get(name)
+    return (decision.mode if decision else name_of(_activations(patcher) or torch.float32)) == FP32.name
+
+
+def _add_to_layers(executor, x, *args, **kwargs):
+    """ComfyUI's APPLY_MODEL wrapper: for the length of a call, layers with low-rank patches add them to their results."""
+    patcher = executor.class_obj.current_patcher
+    changes = patcher.low_rank(x.device) if isinstance(patcher, LowRankBeside) else None
+    if changes is None:
+        return executor(x, *args, **kwargs)
+    modules = patcher.found().modules
+    patches = [layer.around(modules[key]) for key, layer in zip(changes.keys, changes.layers, strict=True)]
+    with patched(patches), calling_layers(modules.values()):
+        return executor(x, *args, **kwargs)
+
+
+def _inject(patcher) -> None:
+    """Text encoders are called past all wrappers: their layers hold the patches for as long as the patcher is loaded."""
+    changes = patcher.low_rank(patcher.load_device)
+    if changes is None:
+        return
+    modules = patcher.found().modules
+    held = vars(patcher.model).setdefault(INJECTED, [])
+    for key, layer in zip(changes.keys, changes.layers, strict=True):
+        module, name, value = layer.around(modules[key])
+        module.__dict__[name] = value
+        held.append(module)
+
+
+def _eject(patcher) -> None:
+    """Also what another clone of the model injected: a clone of a patcher that is injected counts as injected too."""
+    for module in vars(patcher.model).pop(INJECTED, []):
+        module.__dict__.pop("forward", None)
+
+
+def low_rank_reasons(patcher) -> dict[str, str]:
+    """Layer name -> what was done with the patches of its 8-bit weight."""
+    if not isinstance(patcher, LowRankBeside):
+        return {}
+    found = patcher.found()
+    beside = {key: f"LoRA of rank {sum(change.rank for change in slots.values())} added beside the weight" for key, slots in found.beside.items()}
+    merged = {key: f"weight quantized anew, rounded to nearest, with {reason} merged into it" for key, reason in found.merged.items()}
+    return {plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight"): text for key, text in (beside | merged).items()}
