@@ -192,9 +192,12 @@ def _beside_quantized(weight: StoredWeight, dtype: torch.dtype) -> dict[str, tor
 
 def _int8(weight: StoredWeight, path) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weight.shape
-    data, scale = torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, 1)
-    for part, values in weight.parts():
-        data[part], scale[part] = quantize_rows(values, rotation_group(columns))
+    if weight.granularity == "none" and weight.encoding is None:
+        data, scale = quantize_rows(weight.data, rotation_group(columns))
+    else:
+        data, scale = torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, 1)
+        for part, values in weight.parts():
+            data[part], scale[part] = quantize_rows(values, rotation_group(columns))
     if not torch.isfinite(scale).all():
         raise NonFiniteWeight(path, "exceeds the range of fp32 once rotated", weight.name, "The file is damaged: download it again.")
     return data, scale

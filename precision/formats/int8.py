@@ -14,6 +14,7 @@ import torch
 GROUPS = (256, 64, 16)
 LARGEST_CODE = 127
 SMALLEST_SCALE = 1e-30
+BLOCK = 1 << 18
 
 
 def rotation_group(columns: int) -> int | None:
@@ -51,10 +52,22 @@ def rotated(rows: torch.Tensor, group: int) -> torch.Tensor:
 
 @torch.no_grad()
 def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize fp32 rows ``(n, K)``: int8 codes of the rotated rows, and their scales ``(n, 1)`` in fp32."""
-    values = rotated(rows, group)
-    scale = values.abs().amax(1, keepdim=True).div_(LARGEST_CODE).clamp_(min=SMALLEST_SCALE)
-    return values.div_(scale).round_().clamp_(-128, LARGEST_CODE).to(torch.int8), scale
+    """Quantize rows ``(n, K)`` of any float dtype: int8 codes of the rotated rows, and their scales ``(n, 1)`` in fp32.
+
+    Works through blocks of up to ``BLOCK`` elements in the same memory: page faults of fresh memory and a cache that is too
+    small cost more than all but the rotation. The blocks are of like size: a BLAS may sum the few rows of a small rest in another
+    order. No clamp is needed: a value exceeds 127 scales by so little that it rounds to 127.
+    """
+    codes, scale = torch.empty_like(rows, dtype=torch.int8), rows.new_empty(len(rows), 1, dtype=torch.float32)
+    count = -(-len(rows) // max(1, BLOCK // rows.shape[1]))
+    exact, values = (rows.new_empty(-(-len(rows) // count), rows.shape[1], dtype=torch.float32) for _ in range(2))
+    turn = hadamard(group).to(rows.device).T
+    for block, code, s in zip(*(tensor.tensor_split(count) for tensor in (rows, codes, scale)), strict=True):
+        source, turned = exact[: len(block)], values[: len(block)]
+        torch.mm(source.copy_(block).view(-1, group), turn, out=turned.view(-1, group))
+        torch.div(torch.abs(turned, out=source).amax(1, keepdim=True), LARGEST_CODE, out=s).clamp_(min=SMALLEST_SCALE)
+        code.copy_(turned.div_(s).round_())
+    return codes, scale
 
 
 def dequantize_rows(codes: torch.Tensor, scale: torch.Tensor, group: int | None) -> torch.Tensor:
