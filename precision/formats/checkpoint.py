@@ -18,10 +18,10 @@ from ..files.strict_json import read_object
 from .encoding import STORAGE_OF, NonFiniteScale
 from .encodings import encoding_of, leaves_of
 from .foreign import reject_foreign
+from .metadata import QUANTIZATION_KEY, lasting_metadata
 from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, granularity_of
 
 READS_UP_TO = "0.38"
-METADATA_KEY = "_quantization_metadata"
 _SCALE_LEAF = re.compile(r"(^|_)scales?(_|$)")
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "weight_scale_2", "scale_input")
 _INPUT_SCALES = ("input_scale", "scale_input")
@@ -75,17 +75,16 @@ class _Reader:
             for name, tensor in self.tensors.items()
             if name not in self.taken
         }
-        metadata = {key: value for key, value in self.metadata.items() if key != METADATA_KEY}
         notes = [f"{count} tensor{'s' * (count > 1)}: {remark}" for remark, count in self.remarks.items()]
-        return Checkpoint(str(self.path), " + ".join(self.dialects) or "plain", metadata, weights, notes)
+        return Checkpoint(str(self.path), " + ".join(self.dialects) or "plain", lasting_metadata(self.metadata), weights, notes)
 
     def _settings(self) -> dict[str, dict]:
         """Layer name -> ComfyUI's per-layer JSON, from the header and from ``comfy_quant`` tensors, which win."""
         settings = {}
-        if METADATA_KEY in self.metadata:
-            layers = self._json(self.metadata[METADATA_KEY], METADATA_KEY).get("layers")
+        if QUANTIZATION_KEY in self.metadata:
+            layers = self._json(self.metadata[QUANTIZATION_KEY], QUANTIZATION_KEY).get("layers")
             if not isinstance(layers, dict) or not all(isinstance(value, dict) for value in layers.values()):
-                raise CheckpointError(self.path, f"its {METADATA_KEY} holds no table of layers")
+                raise CheckpointError(self.path, f"its {QUANTIZATION_KEY} holds no table of layers")
             settings = {layer: value for layer, value in layers.items() if self._known(layer)}
         for name in self.tensors:
             if name.endswith(".comfy_quant"):
@@ -100,7 +99,7 @@ class _Reader:
     def _known(self, layer: str) -> bool:
         if f"{layer}.weight" in self.tensors:
             return True
-        self.remarks[f"named in {METADATA_KEY}, but not in the file"] += 1
+        self.remarks[f"named in {QUANTIZATION_KEY}, but not in the file"] += 1
         return False
 
     def _json(self, text: str | bytes, where: str) -> dict:
@@ -134,7 +133,7 @@ class _Reader:
         layer = _layer(name)
         settings = self.settings.get(layer) if layer else None
         if settings is not None:
-            self.dialects["comfy_quant" if f"{layer}.comfy_quant" in self.tensors else METADATA_KEY] += 1
+            self.dialects["comfy_quant" if f"{layer}.comfy_quant" in self.tensors else QUANTIZATION_KEY] += 1
             declared = self._format(name, data, settings)
             if not self._is_fp8_linear(name, data, settings, declared):
                 return self._encoded(name, data, settings | {"format": declared})

@@ -184,4 +184,5 @@ def _record(detected: Detected, plan: LoadPlan, notes: list[str]) -> LoadRecord:
         asked=frozen({name: decision.storage for name, decision in decisions if decision.storage != "as_file"}),
         without_effect=plan.without_effect,
         notes=(*detected.checkpoint.notes, *notes),
+        metadata=frozen(detected.checkpoint.metadata),
     )

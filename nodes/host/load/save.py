@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import comfy.lora
-import comfy.model_base
-import comfy.model_sampling
 import comfy.quant_ops
 import torch
-from comfy.cli_args import args
 
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.errors import HalfsafeError
@@ -22,6 +19,7 @@ from ....precision.plan.rules import Rules
 from ....precision.plan.storage import plan_storage
 from ..run.modules import modules_of
 from .files import output_path
+from .identity import difference, marks_of, metadata_of
 from .progress import byte_progress
 
 if TYPE_CHECKING:
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
 
 PREFIX = "diffusion_model."
 BYPASS = "bypass_lora"
+logger = logging.getLogger("halfsafe")
 
 
 class LiveWeights(Mapping[str, StoredWeight]):
@@ -37,7 +36,7 @@ class LiveWeights(Mapping[str, StoredWeight]):
     def __init__(self, patcher: ModelPatcher):
         self._patcher = patcher
         self.stored = read_checkpoint(_unpatched(patcher), {}, type(patcher.model).__name__).weights
-        self.stored.update(_sampling_marks(patcher))
+        self.stored.update(marks_of(patcher))
 
     def __getitem__(self, name: str) -> StoredWeight:
         weight, key = self.stored[name], PREFIX + name
@@ -83,7 +82,10 @@ def save_model(
     weights = LiveWeights(patcher)
     decisions = plan_storage(_layers(patcher, weights), "as_file" if storage == "auto" else storage, rules)
     storages = {layer: decision.storage for layer, decision in decisions.items()}
-    comfy_state.write_weights(path, weights, storages, _metadata(prompt, extra), byte_progress(weights.stored.values()), name)
+    metadata = metadata_of(patcher, prompt, extra)
+    if changed := difference(patcher, weights.stored, metadata):
+        logger.warning("Halfsafe: %s: ComfyUI will load this file as another model: %s", name, changed)
+    comfy_state.write_weights(path, weights, storages, metadata, byte_progress(weights.stored.values()), name)
     return name
 
 
@@ -91,23 +93,3 @@ def _layers(patcher: ModelPatcher, weights: LiveWeights) -> list[LayerSpec]:
     classes = {name: type(module).__name__ for name, module in modules_of(patcher.model).items()}
     stored = ((name.removesuffix(".weight"), weight) for name, weight in weights.stored.items() if name.endswith(".weight"))
     return [LayerSpec(name, classes[name], weight.shape) for name, weight in stored if name in classes]
-
-
-def _sampling_marks(patcher: ModelPatcher) -> dict[str, StoredWeight]:
-    """The keys by which ComfyUI's loaders tell how a model of the SD family predicts; see its ``ModelSave``."""
-    sampling, marks = patcher.get_model_object("model_sampling"), {}
-    if isinstance(sampling, comfy.model_sampling.V_PREDICTION):
-        if isinstance(sampling, comfy.model_sampling.ModelSamplingContinuousEDM):
-            marks["edm_vpred.sigma_max"] = torch.tensor(sampling.sigma_max).float()
-            marks["edm_vpred.sigma_min"] = torch.tensor(sampling.sigma_min).float()
-        if patcher.model.model_type == comfy.model_base.ModelType.V_PREDICTION:
-            marks["v_pred"] = torch.tensor([])
-            if getattr(sampling, "zsnr", False):
-                marks["ztsnr"] = torch.tensor([])
-    return {name: StoredWeight(name, tensor) for name, tensor in marks.items()}
-
-
-def _metadata(prompt: dict | None, extra: dict | None) -> dict[str, str]:
-    """The workflow, as ComfyUI embeds it in what it saves, unless its user switched that off."""
-    workflow = {} if args.disable_metadata else {"prompt": prompt, **(extra or {})}
-    return {"format": "pt", **{key: json.dumps(value) for key, value in workflow.items() if value is not None}}

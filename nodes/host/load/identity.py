@@ -1,0 +1,98 @@
+"""What tells ComfyUI which model a saved file is: tensors beside the diffusion model's own, and the file's metadata."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import comfy.model_base
+import comfy.model_detection
+import comfy.model_sampling
+import torch
+from comfy.cli_args import args
+
+from ....precision.errors import CheckpointError
+from ....precision.files.safetensors_file import open_checkpoint
+from ....precision.formats.metadata import lasting_metadata
+from ....precision.formats.stored_weight import StoredWeight
+from .models import ATTACHMENT
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+# Modules of a model outside its denoiser -> their names in a file; get_model of Stable Audio 1 and 3 and of Stable
+# Zero123 (comfy/supported_models.py) reads them there.
+OUTSIDE = {
+    "seconds_start_embedder.": "conditioner.conditioners.seconds_start.",
+    "seconds_total_embedder.": "conditioner.conditioners.seconds_total.",
+    "padding_embedding": "conditioner.conditioners.prompt.padding_embedding",
+    "cc_projection.": "cc_projection.",
+}
+WORKFLOW_KEYS = ("prompt", "workflow")
+
+
+def marks_of(patcher: ModelPatcher) -> dict[str, StoredWeight]:
+    """Collect the tensors outside the diffusion model by which ComfyUI's loaders know and complete a model."""
+    state = patcher.model.state_dict()
+    outside = {
+        there + name.removeprefix(here): tensor
+        for here, there in OUTSIDE.items()
+        for name, tensor in state.items()
+        if name.startswith(here)
+    }
+    return {name: StoredWeight(name, tensor) for name, tensor in {**outside, **_sampling_marks(patcher)}.items()}
+
+
+def _sampling_marks(patcher: ModelPatcher) -> dict[str, torch.Tensor]:
+    """Make the keys by which the loaders tell how a model of the SD family predicts; see ``SDXL.model_type`` there."""
+    sampling, kind = patcher.get_model_object("model_sampling"), patcher.model.model_type
+    if kind == comfy.model_base.ModelType.EDM:
+        latent = patcher.model.latent_format
+        return {"edm_mean": latent.latents_mean.clone(), "edm_std": latent.latents_std.clone()}
+    marks = {}
+    if isinstance(sampling, comfy.model_sampling.V_PREDICTION):
+        if isinstance(sampling, comfy.model_sampling.ModelSamplingContinuousEDM):
+            marks["edm_vpred.sigma_max"] = torch.tensor(sampling.sigma_max).float()
+            marks["edm_vpred.sigma_min"] = torch.tensor(sampling.sigma_min).float()
+        if kind == comfy.model_base.ModelType.V_PREDICTION:
+            marks["v_pred"] = torch.tensor([])
+            if getattr(sampling, "zsnr", False):
+                marks["ztsnr"] = torch.tensor([])
+    return marks
+
+
+def metadata_of(patcher: ModelPatcher, prompt: dict | None, extra: dict | None) -> dict[str, str]:
+    """Compose the metadata of a saved file: that of the file the model came from, and this workflow in place of its own.
+
+    ComfyUI's detection reads it: the ``config`` of LTX-Video, LTX-2, Wan and MiniMax H3 (``comfy/model_detection.py``).
+    The workflow is left out where ComfyUI's user switched that off.
+    """
+    source = {key: value for key, value in _source_metadata(patcher).items() if key not in WORKFLOW_KEYS}
+    workflow = {} if args.disable_metadata else {"prompt": prompt, **(extra or {})}
+    written = {key: json.dumps(value) for key, value in workflow.items() if value is not None}
+    return {"format": "pt", **source, **written}
+
+
+def _source_metadata(patcher: ModelPatcher) -> Mapping[str, str]:
+    """Return the metadata of the file a model came from; for stock loaders' models read again from where they noted it."""
+    record = patcher.attachments.get(ATTACHMENT)
+    if record is not None:
+        return record.metadata
+    path = next(iter((patcher.cached_patcher_init or (None, ()))[1]), None)
+    try:
+        return lasting_metadata(open_checkpoint(path).metadata) if isinstance(path, str) else {}
+    except CheckpointError:
+        return {}
+
+
+def difference(patcher: ModelPatcher, weights: Mapping[str, StoredWeight], metadata: Mapping[str, str]) -> str:
+    """Say in what the model that ComfyUI will detect in a saved file is another than the one saved; empty when in nothing."""
+    tensors = {name: weight.data for name, weight in weights.items()}
+    found = comfy.model_detection.model_config_from_unet(tensors, "", metadata=dict(metadata))
+    own = patcher.model.model_config
+    if type(found) is not type(own):
+        return f"{type(own).__name__} is detected as {type(found).__name__}"
+    keys = found.unet_config.keys() | own.unet_config.keys()
+    changed = {key for key in keys if found.unet_config.get(key) != own.unet_config.get(key)}
+    return ", ".join(sorted(changed - {"dtype"}))

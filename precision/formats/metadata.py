@@ -1,0 +1,11 @@
+"""The texts in a safetensors header beside its tensors: which of them stay true of weights stored in another way."""
+
+from collections.abc import Mapping
+
+QUANTIZATION_KEY = "_quantization_metadata"
+
+
+def lasting_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the metadata that stays true once weights are converted: without ComfyUI's table of quantized layers, which
+    is written anew, and hashes of the tensors (``modelspec.hash_sha256``, ``sshs_model_hash``)."""
+    return {key: value for key, value in metadata.items() if key != QUANTIZATION_KEY and "hash" not in key}

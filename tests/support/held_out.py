@@ -1,0 +1,48 @@
+"""Small models of families that Halfsafe has no rules for, in the layout of their files, seeded.
+
+Only names and ranks are those of the real files; sizes are small where ComfyUI's detection permits.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from support.tiny_models import _on_meta, _save, _shapes_of
+
+
+def ltxav(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, metadata: dict | None = None) -> Path:
+    """Write an LTX-2 model of two blocks with 32 narrow heads each for picture and sound."""
+    from comfy.ldm.lightricks.av_model import LTXAVModel
+
+    model = _on_meta(LTXAVModel, **LTXAV)
+    return _save(path, _shapes_of(model), dtype, seed, metadata=metadata)
+
+
+LTXAV = {
+    "num_layers": 2,
+    "attention_head_dim": 8,
+    "cross_attention_dim": 256,
+    "audio_attention_head_dim": 4,
+    "audio_cross_attention_dim": 128,
+}
+
+
+def minimax_h3(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, metadata: dict | None = None) -> Path:
+    """Write a MiniMax H3 model of two narrow blocks."""
+    from comfy.ldm.minimax.model import MiniMaxH3Model
+
+    model = _on_meta(MiniMaxH3Model, **MINIMAX_H3)
+    return _save(path, _shapes_of(model), dtype, seed, metadata=metadata)
+
+
+MINIMAX_H3 = {
+    "hidden_size": 256,
+    "num_layers": 2,
+    "token_refiner_num_layers": 1,
+    "num_attention_heads": 2,
+    "ffn_hidden_size": 512,
+    "text_dim": 128,
+    "time_embed_hidden_size": 256,
+    "time_embed_dim": 128,
+}
