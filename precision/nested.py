@@ -34,3 +34,14 @@ def cast_arguments(values, dtypes: tuple[torch.dtype, ...], dtype: torch.dtype):
     if isinstance(values, torch.Tensor):
         return values.to(dtype) if values.dtype in dtypes else values
     return type(values)(cast_arguments(value, dtypes, dtype) for value in values) if type(values) in (tuple, list) else values
+
+
+def replaced(values, function):
+    """Copy nested lists, tuples and dicts with ``function`` of each tensor of torch's own classes in its place."""
+    if type(values) in (torch.Tensor, torch.nn.Parameter):
+        return function(values)
+    if isinstance(values, dict):
+        return {key: replaced(value, function) for key, value in values.items()}
+    if type(values) in (tuple, list):
+        return type(values)(replaced(value, function) for value in values)
+    return values

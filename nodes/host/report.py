@@ -62,7 +62,7 @@ def report_of(patcher: ModelPatcher) -> Report:
         report.decisions = {"file": f"{Path(record.file).name}, {record.dialect}", "storage": str(record.storage)}
         report.notes = list(record.notes)
     if compute:
-        _add_plan(report, compute, patcher.model)
+        _add_plan(report, compute, patcher)
     else:
         report.decisions["compute"] = f"{name_of(activation_dtype(patcher))}: as its loader chose"
     without_effect, decisions, notes = remarks_of(patcher)
@@ -96,13 +96,13 @@ def _int8_notes(layers: list[LayerReport]) -> list[str]:
     return [f"Layers that multiply in int8 gain no speed here: {why}"] if why and any(layer.mode == INT8.name for layer in layers) else []
 
 
-def _add_plan(report: Report, compute: Compute, model) -> None:
+def _add_plan(report: Report, compute: Compute, patcher: ModelPatcher) -> None:
     report.without_effect += [WithoutEffect(*entry) for entry in compute.plan.without_effect]
     report.decisions["compute"] = str(compute.plan.choice)
-    if share := compute.fp16_share_text(model):
+    if share := compute.fp16_share_text(patcher):
         report.decisions["work"] = share
     report.notes += compute.plan.notes
-    report.ranges |= compute.ranges(model)
+    report.ranges |= compute.ranges(patcher)
 
 
 def _add_patches(layers: list[LayerReport], reasons: dict[str, str]) -> None:

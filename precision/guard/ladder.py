@@ -1,13 +1,14 @@
 """Repeats of a failed call, each in a higher precision than the one before, until a result is finite."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
 
-from ..modes import FP16_WIDE, FP32
+from ..modes import FP16_WIDE
 from .localize import Origin
 from .policy import ALL_IN_FP32, Escalation, ObservedRanges, escalate, escalate_to_fp32
 
@@ -42,17 +43,42 @@ def random_state_kept():
     return torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else [])
 
 
+@dataclass(frozen=True)
+class RandomStart:
+    """torch's random numbers as a call found them: a repeat from there draws what the call drew."""
+
+    device: torch.device
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+
+    @classmethod
+    def of(cls, device: torch.device) -> "RandomStart":
+        """Take the present state; nothing is read back from a GPU, whose generator counts on the CPU."""
+        return cls(device, torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw from there on, and leave the random numbers as they were."""
+        with random_state_kept():
+            torch.set_rng_state(self.cpu)
+            if self.cuda is not None:
+                torch.cuda.set_rng_state(self.cuda, self.device)
+            yield
+
+
 def model_rungs(modes: Mapping[str, str], stream: str, present: Escalation) -> list[Escalation]:
-    """List the escalations to repeat a diffusion model's call in; none for a model that is in fp32 already.
+    """List the escalations to repeat a diffusion model's call in, the last all in fp32; none where all of it was already.
+
+    A model whose layers are in fp32 is repeated too: its attention may be a kernel of 16 or 8 bits.
 
     Args:
         modes: layer -> mode by itself, of the layers that multiply.
         stream: the dtype of the values between layers.
         present: the escalation the call failed in.
     """
-    lowered = any(mode != FP32.name for mode in modes.values()) or stream != FP32.name
-    safe = [safe_escalation(modes)] if stream == "fp16" and not present.whole else []
-    return [*safe, ALL_IN_FP32] if lowered and not present.whole else safe
+    if present.whole:
+        return []
+    return [*([safe_escalation(modes)] if stream == "fp16" else []), ALL_IN_FP32]
 
 
 def safe_escalation(modes: Mapping[str, str]) -> Escalation:

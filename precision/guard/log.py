@@ -27,33 +27,52 @@ class CallPosition:
     spoils_all: bool = False
 
 
-def event_of(position: CallPosition, origin: Origin | None, from_mode: str, to_mode: str, recovered: bool) -> GuardEvent:
+def event_of(
+    position: CallPosition, origin: Origin | None, from_mode: str, to_mode: str, recovered: bool, evidence: str = ""
+) -> GuardEvent:
     """Build the report's entry for one failed call."""
     layer, op, kind = (origin.layer, origin.op, origin.kind) if origin else ("", "", "unknown")
     kind = "saturation" if origin and origin.hidden else kind
     return GuardEvent(
-        position.call, position.step, position.sigma, layer, op, kind, position.batch_rows, from_mode, to_mode, recovered
+        position.call, position.step, position.sigma, layer, op, kind, position.batch_rows, from_mode, to_mode, recovered, evidence
     )
 
 
 def sentence(event: GuardEvent, origin: Origin | None) -> str:
     """Describe an event of a diffusion model in one line, for the log, the page and errors."""
-    op = f" ({event.op})" if event.op and event.op != event.layer else ""
+    when = f"Step {event.step}, sigma {event.sigma:.4g}: " if math.isfinite(event.sigma) else ""
+    mode = f"computed in {event.from_mode}" if event.from_mode else ""
+    given = f"largest input {origin.largest:.4g}" if origin and math.isfinite(origin.largest) else ""
+    rows = _rows(event)
+    line = when + ", ".join(filter(None, [_what(event), mode, given, rows])) + "."
+    repeated = f"Repeated in {event.to_mode}: finite." if event.recovered else ""
+    return " ".join(filter(None, [line[0].upper() + line[1:], repeated, event.evidence]))
+
+
+def _what(event: GuardEvent) -> str:
+    if event.kind == "input":
+        return f"NaN or Inf in the {event.layer}"
     what = {"saturation": "values past fp16's range were clamped by the model's own code", "weights": "a weight is not finite"}
-    place = f"in {event.layer or 'the model'}{op}"
-    cause = what.get(event.kind, "the result became NaN or Inf")
-    given = f", largest input {origin.largest:.4g}" if origin and origin.largest == origin.largest else ""
-    rows = f", batch rows {', '.join(map(str, event.batch_rows))}" if event.batch_rows else ""
-    line = f"Step {event.step}, sigma {event.sigma:.4g}: {cause} {place}, computed in {event.from_mode}{given}{rows}."
-    return f"{line} Repeated in {event.to_mode}: finite." if event.recovered else line
+    return f"{what.get(event.kind, 'the result became NaN or Inf')} in {event.layer or 'the model'}{_op(event)}"
+
+
+def _rows(event: GuardEvent) -> str:
+    return f"batch rows {', '.join(map(str, event.batch_rows))}" if event.batch_rows else ""
+
+
+def _op(event: GuardEvent) -> str:
+    return f" ({event.op})" if event.op and event.op != event.layer else ""
 
 
 def encoder_sentence(event: GuardEvent, origin: Origin, kind: str) -> str:
     """Describe an event of a VAE or text encoder, named ``kind``, in one line."""
     if event.recovered:
-        return f"{event.layer}: the result was NaN or Inf in {event.from_mode}. Repeated in {event.to_mode}: finite."
-    op = f" ({event.op})" if event.op and origin.kind != "weights" else ""
-    return f"{kind}: the result is NaN or Inf, computed in {event.from_mode}, first in {event.layer}{op}."
+        line = f"{event.layer}: the result was NaN or Inf in {event.from_mode}. Repeated in {event.to_mode}: finite."
+    else:
+        mode = f"computed in {event.from_mode}" if event.from_mode else ""
+        place = f"first in {event.layer}{_op(event)}" if event.layer else ""
+        line = ", ".join(filter(None, [f"{kind}: the result is NaN or Inf", mode, place, _rows(event)])) + "."
+    return " ".join(filter(None, [line, event.evidence]))
 
 
 class Notify(Protocol):
@@ -76,6 +95,7 @@ class GuardLog:
         describe: gives an event as a sentence.
         prompt: the prompt that the log is of.
         given_up: nothing cures this run, so no call is repeated.
+        lost: the images of the batch that nothing cures; the others go on.
     """
 
     on_nan: str = "report"
@@ -88,6 +108,7 @@ class GuardLog:
     events: list[GuardEvent] = field(default_factory=list)
     advice: str = ""
     given_up: bool = False
+    lost: set[int] = field(default_factory=set)
 
     def note(
         self, event: GuardEvent, origin: Origin | None, verdict: str, advice: str | None = None, message: str = ""
@@ -104,16 +125,24 @@ class GuardLog:
         self.notify("event", verdict, message, advice, event)
         return NonFinite(message, verdict, advice)
 
-    def give_up(self, position: CallPosition, origin: Origin | None, verdict: str, advice: str | None = None, mode: str = "") -> None:
-        """Note what repeats cannot cure.
+    def give_up(
+        self, position: CallPosition, origin: Origin | None, verdict: str, advice: str | None = None, mode: str = "", evidence: str = ""
+    ) -> None:
+        """Note what repeats cannot cure: the images of ``position``, or the run where it names none or spoils all.
 
         Raises:
             NonFinite: nothing is left to save, or the guard is to stop; never where it only reports.
         """
-        error = self.note(event_of(position, origin, mode, mode, False), origin, verdict, advice)
-        self.given_up = True
+        error = self.note(event_of(position, origin, mode, mode, False, evidence), origin, verdict, advice)
+        self.lost.update(position.batch_rows)
+        self.given_up = position.spoils_all or not position.batch_rows
         if self.on_nan == "stop" or (self.on_nan == "retry_higher" and position.spoils_all):
             raise error
+
+    def begin_run(self) -> None:
+        """Forget what was given up in an earlier run of a sampler."""
+        self.given_up = False
+        self.lost.clear()
 
     def tell_verdict(self) -> None:
         """Sum up a sampler's run, unless there is nothing to tell."""

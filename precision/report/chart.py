@@ -163,7 +163,8 @@ def _guard(canvas: Canvas, guard: GuardReport) -> None:
     canvas.y += 28
     for event in guard.events[:EVENTS_SHOWN]:
         op = f" ({event.op})" if event.op and event.op != event.layer else ""
-        line = f"step {event.step}: {event.kind} in {event.layer or 'the model'}{op}, {event.from_mode} to {event.to_mode}"
+        modes = f", {event.from_mode} to {event.to_mode}" if event.from_mode else ""
+        line = f"step {event.step}: {event.kind} in {event.layer or 'the model'}{op}{modes}"
         canvas.text(MARGIN + 12, shortened(line, INNER - 12, 15), 15, MUTED if event.recovered else BEYOND)
         canvas.y += 24
     if len(guard.events) > EVENTS_SHOWN:

@@ -75,7 +75,8 @@ class KeptHigh:
 
 @dataclass
 class GuardEvent:
-    """One non-finite result. ``kind``: overflow, nan ...; ``from_mode`` and ``to_mode``: names in ``modes.MODES``."""
+    """One non-finite result. ``kind``: overflow, nan ...; ``from_mode`` and ``to_mode``: names in ``modes.MODES``;
+    ``evidence``: what the verdict rests on, in a sentence."""
 
     call: int
     step: int
@@ -87,6 +88,7 @@ class GuardEvent:
     from_mode: str
     to_mode: str
     recovered: bool
+    evidence: str = ""
 
 
 @dataclass

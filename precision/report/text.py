@@ -141,9 +141,15 @@ def _encoders(encoders: list[dict]) -> list[str]:
 
 
 def _event(event: dict) -> str:
-    sigma = "unknown" if event["sigma"] is None else f"{event['sigma']:.4g}"
     rows = ", ".join(str(row) for row in event["batch_rows"])
+    op = f" ({event['op']})" if event["op"] and event["op"] != event["layer"] else ""
+    modes = f"{event['from']} -> {event['to']}" if event["from"] else ""
     outcome = "recovered" if event["recovered"] else "not recovered"
-    op = f" ({event['op']})" if event["op"] else ""
-    where = f"step {event['step']}, sigma {sigma}, call {event['call']}: {event['kind']} in {event['layer']}{op}"
-    return f"{where}, batch rows {rows or 'all'}, {event['from']} -> {event['to']}, {outcome}"
+    parts = [f"{_when(event)}{event['kind']} in {event['layer'] or 'the model'}{op}", f"batch rows {rows or 'all'}", modes, outcome]
+    return ", ".join(filter(None, parts)) + (f". {event['evidence']}" if event["evidence"] else "")
+
+
+def _when(event: dict) -> str:
+    if event["sigma"] is None:
+        return f"call {event['call']}: " if event["call"] else ""
+    return f"step {event['step']}, sigma {event['sigma']:.4g}, call {event['call']}: "

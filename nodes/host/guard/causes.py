@@ -2,95 +2,175 @@
 
 import math
 import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import folder_paths
 import torch
 
 from ....precision.amax import amax_value
+from ....precision.arithmetic.patching import Patch
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.nested import tensors_in
 from ..load.models import ATTACHMENT
 from ..page import running_prompt
 from ..run.attention import OVERRIDE, overridden
+from ..run.call import Call
+from ..run.modules import dequantized
 
 OURS = __name__.partition(".nodes.")[0]
-Blame = tuple[Origin, str]
 CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
+NAN_GIVEN = "It holds NaN, of which no result is finite."
+BETWEEN_CALLS = "The model's results were finite: it arose between its calls, in the sampler, the guidance (cfg) or a patch of either."
 
 
-def bad_input(call, first: bool) -> Blame | None:
-    """What the denoiser was given that is not finite. ``first``: nothing of this run was computed by the model yet."""
-    if not _finite(call.t):
-        return _origin("sigma"), "not_precision"
-    if not _finite(call.c_crossattn):
-        return _origin(_conditioning(call.c_crossattn, call.options)), "bad_input"
-    named = {"c_concat (image conditioning)": call.c_concat, "ControlNet output": call.control}
-    named |= {f"conditioning '{name}'": value for name, value in call.extra.items()}
-    bad = next((name for name, value in named.items() if not all(map(_finite, tensors_in(value)))), None)
-    if bad:
-        return _origin(bad), "bad_input"
-    if not _finite(call.x):
-        return (_origin("latent"), "bad_input") if first else (_origin("sampler"), "not_precision")
-    return None
+@dataclass(frozen=True)
+class Blame:
+    """A verdict that repeats cannot better, and what it rests on."""
+
+    origin: Origin | None
+    verdict: str
+    advice: str | None = None
+    evidence: str = ""
 
 
-def sampler_inputs(noise, latent_image, sigmas) -> list[Blame]:
-    """What a sampler's run was given that is not finite, the first of it."""
-    if not _finite(sigmas):
-        return [(_origin("sigmas of the scheduler"), "not_precision")]
-    named = {"latent image": latent_image, "noise": noise}
-    return [(_origin(name), "bad_input") for name, value in named.items() if not all(map(_finite, tensors_in(value)))][:1]
+@dataclass(frozen=True)
+class Suspect:
+    """One of the things a model was given that holds NaN or Inf, and the verdict if that is the cause."""
+
+    name: str
+    values: tuple[torch.Tensor, ...]
+    verdict: str = "bad_input"
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(self.name, "", "input", "", math.nan)
+
+    def nan_rows(self, batch: int) -> set[int]:
+        """The rows of a batch that were given NaN: all of them, where a value has no row for each."""
+        rows: set[int] = set()
+        for value in self.values:
+            bad = torch.isnan(value).reshape(value.shape[0], -1).any(1) if value.dim() else torch.isnan(value).reshape(1)
+            found = bad.nonzero().flatten().tolist()
+            rows.update(found if len(bad) == batch else range(batch) if found else ())
+        return rows
+
+    def blame(self, evidence: str) -> Blame:
+        """Blame it for the failure."""
+        return Blame(self.origin, self.verdict, None, BETWEEN_CALLS if self.name == "sampler" else evidence)
 
 
-def _conditioning(context: torch.Tensor, options: dict) -> str:
+def suspects(call: Call, first: bool) -> list[Suspect]:
+    """List what a denoiser was given that is not finite. ``first``: nothing of this run was computed by the model yet."""
+    found = [
+        _suspect("sigma", call.t, "not_precision"),
+        _suspect(_conditioning(call.c_crossattn, call.options), call.c_crossattn),
+        _suspect("c_concat (image conditioning)", call.c_concat),
+        _suspect("ControlNet output", call.control),
+        *(_suspect(f"conditioning '{name}'", value) for name, value in call.extra.items()),
+        _suspect("latent", call.x) if first else _suspect("sampler", call.x, "not_precision"),
+    ]
+    return [suspect for suspect in found if suspect]
+
+
+def sampler_inputs(noise, latent_image, sigmas, denoise_mask, conds: dict) -> list[Suspect]:
+    """List what a sampler's run was given that holds NaN. What is infinite may be meant, or may not matter."""
+    masks = [cond["mask"] for group in conds.values() for cond in group if isinstance(cond.get("mask"), torch.Tensor)]
+    found = [
+        _suspect("sigmas of the scheduler", sigmas.sum(), "not_precision"),
+        _suspect("latent image", latent_image),
+        _suspect("noise", noise),
+        _suspect("noise mask", denoise_mask),
+        _suspect("mask of a conditioning", masks),
+    ]
+    return [suspect for suspect in found if suspect and any(torch.isnan(value).any() for value in suspect.values)]
+
+
+def _suspect(name: str, values, verdict: str = "bad_input") -> Suspect | None:
+    bad = tuple(tensor for tensor in tensors_in(values) if not _finite(tensor))
+    return Suspect(name, bad, verdict) if bad else None
+
+
+def without_nan(call: Call, suspect: Suspect) -> Call:
+    """The call with a zero for each NaN of a suspect."""
+    return _changed(call, [suspect], lambda value: torch.where(torch.isnan(value), torch.zeros_like(value), value))
+
+
+def made_finite(call: Call, chosen: Sequence[Suspect]) -> Call:
+    """The call with a zero for each NaN and Inf of the suspects."""
+    return _changed(call, chosen, lambda value: value.nan_to_num(0.0, 0.0, 0.0))
+
+
+def _changed(call: Call, chosen: Sequence[Suspect], change) -> Call:
+    wanted = {id(value) for suspect in chosen for value in suspect.values}
+    return call.replaced(lambda value: change(value) if id(value) in wanted else value)
+
+
+def _conditioning(context: torch.Tensor | None, options: dict) -> str:
     """Which conditioning has the first row that is not finite, in a batch of one chunk per conditioning."""
+    if context is None or _finite(context):
+        return "conditioning"
     kinds = options.get("cond_or_uncond") or [0]
     row = int((~torch.isfinite(context.flatten(1)).all(1)).nonzero()[0])
     return CONDITIONINGS.get(kinds[row * len(kinds) // len(context)], "conditioning")
 
 
-def _origin(layer: str) -> Origin:
-    return Origin(layer, "", "input", "", math.nan)
+def _finite(tensor: torch.Tensor) -> bool:
+    return math.isfinite(amax_value(tensor))
 
 
-def _finite(tensor: torch.Tensor | None) -> bool:
-    return tensor is None or math.isfinite(amax_value(tensor))
+def bad_weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Name -> weight or buffer of a diffusion model, of those that hold NaN or Inf."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: value for name, value in named if not _finite(getattr(value, "_qdata", value))}
 
 
-def bad_weight(patcher, name: str | None, layer: str = "") -> str:
-    """A sentence on the weight ``name`` of the diffusion model, or on a patch of a weight, that is not finite.
-
-    ``layer``: where the failure was seen, for patches that are added to the weights at each call. Empty where all is well.
-    """
-    patch = _bad_patch(patcher, f"diffusion_model.{name or layer}")
-    if patch:
-        files = _bad_lora_files()
-        where = f" It is in {files}." if files else ""
-        return f"A LoRA or other patch of '{patch}' holds NaN or Inf.{where} Leave that LoRA out, or get it again."
-    if not name:
-        return ""
-    source = _file_of(patcher)
-    return f"The weight '{name}' of {source or 'the model'} holds NaN or Inf. {_advice_on(patcher, name)}"
+def finite_weights(model: torch.nn.Module, names: Sequence[str]) -> list[Patch]:
+    """What gives modules of a diffusion model their weights with a zero for each NaN and Inf."""
+    places = ((model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names)
+    return [(module, name, _made_finite(getattr(module, name))) for module, name in places]
 
 
-def _advice_on(patcher, name: str) -> str:
+def _made_finite(weight: torch.Tensor) -> torch.Tensor:
+    return dequantized(weight.data).float().nan_to_num(0.0, 0.0, 0.0)
+
+
+def has_nan(weight: torch.Tensor) -> bool:
+    """Tell whether a weight, quantized or not, holds NaN."""
+    return bool(torch.isnan(getattr(weight, "_qdata", weight).float()).any())
+
+
+def bad_patch(patcher, layer: str) -> str:
+    """A sentence on the LoRA or other patch of a layer's weight that holds NaN or Inf; empty where none does."""
+    for key, patches in patcher.patches.items():
+        bad = any(not _finite(tensor) for patch in patches for tensor in _patch_tensors(patch))
+        if bad and layer and key.startswith(f"diffusion_model.{layer}."):
+            files = _bad_lora_files()
+            where = f" It is in {files}." if files else ""
+            name = key.removeprefix("diffusion_model.")
+            return f"A LoRA or other patch of '{name}' holds NaN or Inf.{where} Leave that LoRA out, or get it again."
+    return ""
+
+
+def bad_weight(patcher, name: str) -> str:
+    """A sentence on a weight of the diffusion model that is not finite: what made it so and what to do."""
+    if patch := bad_patch(patcher, name.rpartition(".")[0]):
+        return patch
     model = getattr(patcher.model, "diffusion_model", patcher.model)
     weight = operator.attrgetter(name)(model)
+    if f"diffusion_model.{name}" in patcher.patches and not has_nan(weight):
+        return f"With its LoRA the weight '{name}' passes the range of {weight.dtype}: lower the strength, or load the model with storage bf16 or fp32."
+    return f"The weight '{name}' of {_file_of(patcher) or 'the model'} holds NaN or Inf. {_advice_on(weight)}"
+
+
+def _advice_on(weight: torch.Tensor) -> str:
     if getattr(weight, "_qdata", weight).dtype.itemsize == 1:
         return (
             "If the file is fine, the cast to fp8 made it so: ComfyUI's own loaders cast without a scale and take scaled e5m2 "
             "for e4m3fn. Load Diffusion Model (Halfsafe) does neither. Else get the file again."
         )
     return "Get the file again. If its own value is only too large for fp16, load it with storage bf16 or fp32."
-
-
-def _bad_patch(patcher, prefix: str) -> str:
-    """The weight whose patch holds NaN or Inf; those under ``prefix`` first."""
-    for key in sorted(patcher.patches, key=lambda key: not key.startswith(prefix)):
-        if any(not _finite(tensor) for patch in patcher.patches[key] for tensor in _patch_tensors(patch)):
-            return key.removeprefix("diffusion_model.")
-    return ""
 
 
 def _patch_tensors(patch: tuple) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,17 +15,20 @@ from ....precision.guard.ladder import encoder_rungs, first_finite, random_state
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog, encoder_sentence, event_of
 from ....precision.guard.policy import ENCODER_INPUTS, encoder_not_cured
-from ....precision.nested import tensors_in
+from ....precision.nested import replaced, tensors_in
 from ..load.devices import current_device
 from ..run.modules import ask_for_plain_products
-from .causes import bad_weight
+from .causes import NAN_GIVEN, bad_weight
+from .failure import FAILS_IN_FP32, SAME_AGAIN
 from .notify import teller
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 ATTRIBUTE = "halfsafe_guard"
-Attempt = Callable[[torch.dtype | None], tuple[Any, float]]
+INPUT_MADE_FINITE = "In fp32 the result is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
+WEIGHT_READ = "The first operation whose result is NaN or Inf reads it."
+Attempt = Callable[[torch.dtype | None, Any], tuple[Any, float]]
 
 
 class EncoderGuard:
@@ -36,7 +40,7 @@ class EncoderGuard:
         self.log = GuardLog(on_nan, teller(node_id), functools.partial(encoder_sentence, kind=kind))
 
     def run(self, action: str, attempt: Attempt, model: torch.nn.Module, patcher: "ModelPatcher", dtype: torch.dtype, given):
-        """``attempt(None)``, or in a higher dtype if its result is not finite.
+        """``attempt(None, given)``, or in a higher dtype if its result is not finite.
 
         Args:
             action: decode, encode ...
@@ -45,33 +49,50 @@ class EncoderGuard:
             given: what went in.
         """
         self.log.calls += 1
-        result, largest = attempt(None)
+        result, largest = attempt(None, given)
         if math.isfinite(largest):
             return result
         name, advice = ENCODER_INPUTS[f"{self.kind} {action}"]
-        if not all(math.isfinite(amax_value(tensor)) for tensor in tensors_in(given)):
-            return self._give_up(Origin(name, "", "input", "", math.nan), "bad_input", advice, dtype, result)
+        origin = Origin(name, "", "input", "", math.nan)
+        lost = _nan_rows(given, result)
+        if lost is not None and lost >= _bad_rows(result):
+            return self._give_up(origin, "bad_input", advice, dtype, result, NAN_GIVEN)
+        if lost:
+            self._give_up(origin, "bad_input", advice, dtype, result, NAN_GIVEN)
+        good = replaced(given, _without_nan) if lost else given
         overflow = Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan)
         rungs = encoder_rungs(dtype, current_device().capabilities["bf16"]) if self.on_nan == "retry_higher" else []
-        repeat = first_finite(rungs, lambda rung: attempt(None if rung == dtype else rung))
+        repeat = first_finite(rungs, lambda rung: attempt(None if rung == dtype else rung, good))
         if repeat:
             self._recovered(overflow, dtype, repeat.rung)
-            return repeat.result
-        origin = _located(model, attempt) or overflow
+            return _with_nan(repeat.result, lost)
+        if self._needs_finite_input(attempt, good, dtype):
+            return self._give_up(origin, "bad_input", advice, dtype, result, INPUT_MADE_FINITE)
+        origin = _located(model, attempt, good) or overflow
         if origin.kind == "weights":
-            return self._give_up(origin, "bad_weights", bad_weight(patcher, origin.op), dtype, result)
-        return self._give_up(origin, *encoder_not_cured(self.kind, self.on_nan), dtype, result)
+            return self._give_up(origin, "bad_weights", bad_weight(patcher, origin.op), dtype, result, WEIGHT_READ)
+        return self._give_up(origin, *encoder_not_cured(self.kind, self.on_nan), dtype, result, FAILS_IN_FP32 if rungs else "")
+
+    def _needs_finite_input(self, attempt: Attempt, given, dtype: torch.dtype) -> bool:
+        """Tell whether the result is finite in fp32 with a zero for each Inf of the input, and not with the input as it is."""
+        if all(math.isfinite(amax_value(tensor)) for tensor in tensors_in(given)):
+            return False
+        higher = None if dtype == torch.float32 else torch.float32
+        if self.on_nan != "retry_higher" and math.isfinite(attempt(higher, given)[1]):
+            return False
+        return math.isfinite(attempt(higher, replaced(given, lambda value: value.nan_to_num(0.0, 0.0, 0.0)))[1])
 
     def _recovered(self, origin: Origin, dtype: torch.dtype, higher: torch.dtype) -> None:
         event = event_of(CallPosition(self.log.calls), origin, name_of(dtype), name_of(higher), True)
         if higher == dtype:
-            self.log.note(event, origin, "device_fault")
+            self.log.note(replace(event, evidence=SAME_AGAIN), origin, "device_fault")
         else:
             self.log.note(event, origin, "recovered", "")
 
-    def _give_up(self, origin: Origin, verdict: str, advice: str, dtype: torch.dtype, result):
-        position = CallPosition(self.log.calls, spoils_all=not _good_rows(result))
-        self.log.give_up(position, origin, verdict, advice, name_of(dtype))
+    def _give_up(self, origin: Origin, verdict: str, advice: str, dtype: torch.dtype, result, evidence: str):
+        bad = _bad_rows(result)
+        position = CallPosition(self.log.calls, batch_rows=sorted(bad), spoils_all=len(bad) >= _rows_of(result))
+        self.log.give_up(position, origin, verdict, advice, name_of(dtype), evidence)
         return result
 
 
@@ -123,21 +144,21 @@ def _plain_class(kind: type) -> type:
 
 
 def _run_vae(vae, name: str, *args, **kwargs):
-    def attempt(dtype: torch.dtype | None):
+    def attempt(dtype: torch.dtype | None, given):
         one = vae_in(vae, dtype) if dtype else _unguarded(vae)
         sizes = _watched_output(one)
-        result = getattr(one, name)(*args, **kwargs)
+        result = getattr(one, name)(*given[0], **given[1])
         return result, _worst([*sizes, *map(amax_value, tensors_in(result))])
 
     guard: EncoderGuard = getattr(vae, ATTRIBUTE)
     action = name.removesuffix("_tiled")
-    return guard.run(action, attempt, vae.first_stage_model, vae.patcher, vae.vae_dtype, [args, kwargs])
+    return guard.run(action, attempt, vae.first_stage_model, vae.patcher, vae.vae_dtype, [list(args), kwargs])
 
 
 def _run_clip(clip, name: str, tokens, *args, **kwargs):
-    def attempt(dtype: torch.dtype | None):
+    def attempt(dtype: torch.dtype | None, given):
         one = _clip_in(clip, dtype) if dtype else _unguarded(clip)
-        result = getattr(one, name)(tokens, *args, **kwargs)
+        result = getattr(one, name)(given, *args, **kwargs)
         return result, _worst(map(amax_value, tensors_in(result)))
 
     guard: EncoderGuard = getattr(clip, ATTRIBUTE)
@@ -185,15 +206,44 @@ def _worst(sizes) -> float:
     return max(sizes, key=lambda size: size if math.isfinite(size) else math.inf, default=0.0)
 
 
-def _located(model: torch.nn.Module, attempt) -> Origin | None:
+def _located(model: torch.nn.Module, attempt: Attempt, given) -> Origin | None:
     """What made the result of one more attempt non-finite."""
     localizer = Localizer(model)
     with random_state_kept(), localizer.watching():
-        result, _ = attempt(None)
+        result, _ = attempt(None, given)
     found = [localizer.origin(tensor) for tensor in tensors_in(result)]
     return next(filter(None, found), None)
 
 
-def _good_rows(result) -> int:
+def _nan_rows(given, result) -> set[int] | None:
+    """The rows of a result that were given NaN; None where none was."""
+    rows, batch = set(), _rows_of(result)
+    for tensor in tensors_in(given):
+        if torch.isnan(tensor).any():
+            bad = torch.isnan(tensor.flatten(1)).any(1).nonzero().flatten().tolist() if tensor.dim() > 1 else []
+            rows |= set(bad) if tensor.dim() > 1 and len(tensor) == batch else set(range(batch))
+    return rows or None
+
+
+def _bad_rows(result) -> set[int]:
+    """The rows of a result that hold NaN or Inf; every row where a clamp has hidden them."""
     tensors = tensors_in(result)
-    return int(torch.isfinite(tensors[0].flatten(1)).all(1).sum()) if tensors else 0
+    rows = (~torch.isfinite(tensors[0].flatten(1))).any(1).nonzero().flatten().tolist() if tensors else []
+    return set(rows) or set(range(_rows_of(result)))
+
+
+def _rows_of(result) -> int:
+    tensors = tensors_in(result)
+    return len(tensors[0]) if tensors else 1
+
+
+def _without_nan(value: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.isnan(value), torch.zeros_like(value), value) if value.is_floating_point() else value
+
+
+def _with_nan(result, rows: set[int] | None):
+    """A VAE's result with NaN in the rows that were lost."""
+    if not rows:
+        return result
+    index = torch.tensor(sorted(rows))
+    return replaced(result, lambda value: value.index_fill(0, index.to(value.device), math.nan))

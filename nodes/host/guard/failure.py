@@ -2,26 +2,48 @@
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ....precision.amax import amax_value
 from ....precision.arithmetic.compiling import compile_disabled
+from ....precision.arithmetic.patching import Patch
 from ....precision.devices import probes
-from ....precision.guard.ladder import escalation_after, first_finite, model_rungs, random_state_kept
-from ....precision.guard.localize import Localizer, Origin, first_bad_weight
+from ....precision.guard.ladder import RandomStart, escalation_after, first_finite, model_rungs
+from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog, event_of
-from ....precision.guard.policy import COMPILED, NO_MEMORY, Escalation
+from ....precision.guard.policy import ALL_IN_FP32, COMPILED, NO_MEMORY, Escalation
 from ..load.devices import is_oom
 from ..run.call import Call
 from ..run.execution import is_compiled
 from ..run.modules import top_level_parts
-from .causes import bad_input, bad_weight, opaque_attention
+from .causes import (
+    NAN_GIVEN,
+    Blame,
+    Suspect,
+    bad_patch,
+    bad_weight,
+    bad_weights_of,
+    finite_weights,
+    has_nan,
+    made_finite,
+    opaque_attention,
+    suspects,
+    without_nan,
+)
 from .escalation import EscalatedLayers, RangeObserver
 from .state import Guarded
 
+MOST_SUSPECTS = 4
+SAME_AGAIN = "The same call, in the same arithmetic and with the same random numbers, is finite."
+EAGER_IS_FINITE = "The compiled call is NaN or Inf each time; without torch.compile it is finite."
+FAILS_IN_FP32 = "In fp32 the call is NaN or Inf too."
+MADE_FINITE = "In fp32 the call is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
+PATCH_READ = "The first operation whose result is NaN or Inf reads this patch."
+NAN_READ = "The weight holds NaN, and the first operation whose result is NaN or Inf reads it."
+WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf too, and finite with a zero for each NaN and Inf of the weights."
 INSIDE = "halfsafe_guard"
 """The entry of ``transformer_options`` that tells the guard's innermost wrapper how to run a call; the model is given none."""
 
@@ -32,6 +54,7 @@ class FailedCall:
 
     Args:
         call: the call, and ``result`` what it gave.
+        start: the random numbers it began with.
         guarded: what the guard knows of its model, and ``log`` what it said of it.
         max_retries: how often it may be repeated.
         hidden: the result is finite, but the model's own code clamped what was not.
@@ -40,6 +63,7 @@ class FailedCall:
     """
 
     call: Call
+    start: RandomStart
     result: torch.Tensor
     guarded: Guarded
     log: GuardLog
@@ -50,7 +74,22 @@ class FailedCall:
 
     def __post_init__(self):
         self.model = self.call.model
-        self.position = _position(self.call, self.log.calls, self.result)
+        self.images = images_of(self.call, self.result)
+        self.rows = set(bad_rows(self.result))
+        self.lost: set[int] = set()
+        self.suspects: list[Suspect] = []
+        self.used = 0
+        self.fails_in_fp32: bool | None = True if self.guarded.escalation.whole else None
+
+    @property
+    def position(self) -> CallPosition:
+        """Where the call stands, with the images that are still to be explained."""
+        return self._position(self.rows)
+
+    def _position(self, result_rows: set[int]) -> CallPosition:
+        rows = sorted({row % self.images for row in result_rows})
+        spoils_all = len(self.log.lost.union(rows)) >= self.images
+        return CallPosition(self.log.calls, step_of(self.call), sigma_of(self.call), rows, spoils_all)
 
     def resolved(self) -> torch.Tensor:
         """The result to go on with.
@@ -58,21 +97,48 @@ class FailedCall:
         Raises:
             NonFinite: there is none, or the guard is to stop.
         """
-        problem = None if self.hidden else bad_input(self.call, self.log.calls == 1)
-        if problem:
-            self.log.give_up(self.position, *problem)
+        if self.hidden:
+            return self._as_asked()
+        self._lose({row for row in self.rows if row % self.images in self.log.lost})
+        self.suspects = suspects(self.call, self.log.calls == 1)
+        for suspect in self.suspects:
+            self._lose_rows_given_nan(suspect)
+        self.suspects = suspects(self.call, self.log.calls == 1)
+        if not self.rows:
             return self.result
+        result = self._as_asked()
+        return result.index_fill(0, torch.tensor(sorted(self.lost), device=result.device), math.nan) if self.lost else result
+
+    def _lose(self, rows: set[int]) -> None:
+        self.rows -= rows
+        self.lost |= rows
+
+    def _lose_rows_given_nan(self, suspect: Suspect) -> None:
+        """Blame a suspect's NaN for the rows that were given it, and go on with the others as if it were finite there."""
+        rows = suspect.nan_rows(len(self.result)) & self.rows
+        self.call = without_nan(self.call, suspect)
+        if rows:
+            position, blame = self._position(rows), suspect.blame(NAN_GIVEN)
+            self._lose(rows)
+            self.log.give_up(position, blame.origin, blame.verdict, evidence=blame.evidence)
+
+    def _as_asked(self) -> torch.Tensor:
+        """What the node's setting gives for a call that no NaN it was given explains."""
         if self.log.on_nan == "retry_higher":
             return self._repeated()
         if self.hidden and self.log.events:
             return self.result
         self._locate()
-        if self.log.on_nan == "report" or self.hidden:
+        if self.hidden:
             self._note(False, "stopped")
-            self.log.given_up = not self.hidden
             return self.result
-        weight = self._weight_at_fault()
-        return self._give_up("bad_weights" if weight else "stopped", weight or None)
+        try:
+            blame = self._weight_at_fault() or self._input_at_fault()
+        except RuntimeError as error:
+            if not is_oom(error):
+                raise
+            blame = Blame(self.origin, "stopped", NO_MEMORY)
+        return self._give_up(blame or Blame(self.origin, "stopped"))
 
     def _repeated(self) -> torch.Tensor:
         """A repeat needs more memory than the call did: ComfyUI's own message would not tell that there was one."""
@@ -85,33 +151,53 @@ class FailedCall:
 
     def _in_higher_precision(self) -> torch.Tensor:
         """The call again in the arithmetic of each rung, until its result is finite or nothing is left to try."""
-        left = self.max_retries
-        if left > 1:
-            left -= 1
+        if self.max_retries > 1:
             again = self._locate()
             if not self.hidden and math.isfinite(amax_value(again)):
-                self._note_unchanged(True, "device_fault", COMPILED if is_compiled(self.model.current_patcher) else None)
-                return again
-            if weight := self._weight_at_fault():
-                return self._give_up("bad_weights", weight)
+                return self._finite_again(again)
+            if blame := self._weight_at_fault():
+                return self._give_up(blame)
+        return self._up_the_ladder()
+
+    def _up_the_ladder(self) -> torch.Tensor:
         rungs = model_rungs(self.guarded.modes, self.guarded.stream, self.guarded.escalation)
-        repeat = first_finite(rungs[:left], self._attempt)
+        if self._comes_from_inputs():
+            rungs = rungs[-1:]
+        repeat = first_finite(rungs[: self.max_retries - self.used], self._attempt)
         if repeat is None:
-            return self._not_cured(left < len(rungs))
+            return self._not_cured()
         self._recovered(repeat.rung)
         return repeat.result
 
-    def _attempt(self, rung: Escalation) -> tuple[torch.Tensor, float]:
-        """Repeat the call at a rung: (result, its largest magnitude)."""
+    def _finite_again(self, watched: torch.Tensor) -> torch.Tensor:
+        """What to do where the call was finite with every operation watched: once more exactly as it was, to tell why."""
+        if self.used >= self.max_retries:
+            return self._up_the_ladder()
+        plain = self._again(self.guarded.layers and self.guarded.layers.call)
+        if math.isfinite(amax_value(plain)):
+            self._note_unchanged(True, "device_fault", None, SAME_AGAIN)
+            return plain
+        if is_compiled(self.model.current_patcher):
+            self._note_unchanged(True, "device_fault", COMPILED, EAGER_IS_FINITE)
+            return watched
+        return self._up_the_ladder()
+
+    def _attempt(self, rung: Escalation, patches: Sequence[Patch] = ()) -> tuple[torch.Tensor, float]:
+        """Repeat the call at a rung: (result, its largest magnitude). ``patches``: what else to put on the model for it."""
         layers = EscalatedLayers(rung, self.model, self.guarded.modes)
         self.observer = RangeObserver(layers)
-        result = self._again(functools.partial(layers.call, observing=self.observer.patches))
-        return result, amax_value(result)
+        result = self._again(functools.partial(layers.call, observing=[*self.observer.patches, *patches]))
+        size = amax_value(result)
+        if rung.whole and not patches:
+            self.fails_in_fp32 = not math.isfinite(size)
+        return result, size
 
-    def _again(self, run: Callable[[Call], torch.Tensor]) -> torch.Tensor:
+    def _again(self, run: Callable[[Call], torch.Tensor] | None) -> torch.Tensor:
         """Repeat the call, with ``run`` in the place of the model inside of all wrappers."""
         self.log.extra_calls += 1
-        return self.call(**{INSIDE: run})
+        self.used += 1
+        with self.start.again():
+            return self.call(**{INSIDE: run})
 
     def _locate(self) -> torch.Tensor:
         """The call again as it was, every operation watched, to find what failed: its result."""
@@ -121,7 +207,7 @@ class FailedCall:
             call.executor = functools.partial(_watched, localizer, call.executor)
             return layers.call(call) if layers else call()
 
-        with compile_disabled(), random_state_kept():
+        with compile_disabled():
             result = self._again(run)
         self.origin = localizer.origin(result)
         return result
@@ -133,33 +219,84 @@ class FailedCall:
         guarded.remember(escalation_after(rung, guarded.escalation, ranges, self.origin, guarded.modes, guarded.half, parts))
         self._note(True, "recovered")
 
-    def _not_cured(self, untried: bool) -> torch.Tensor:
-        if untried:
-            return self._give_up("stopped", f"max_retries is {self.max_retries}, which left repeats untried: raise it.")
-        if weight := self._weight_at_fault(everywhere=True):
-            return self._give_up("bad_weights", weight)
+    def _not_cured(self) -> torch.Tensor:
+        if self.fails_in_fp32 is None:
+            return self._give_up(self._untried())
+        blame = self._input_at_fault() or self._weight_at_fault(everywhere=True)
         ok, detail = probes.canary(self.call.x.device, "fp32")
-        return self._give_up("not_precision") if ok else self._give_up("device_fault", f"{detail}.")
+        if not ok:
+            blame = Blame(self.origin, "device_fault", f"{detail}.", "A test product in fp32 is wrong.")
+        return self._give_up(blame or Blame(self.origin, "not_precision", None, FAILS_IN_FP32))
 
-    def _weight_at_fault(self, everywhere: bool = False) -> str:
-        """Which weight of which file or LoRA is not finite, as a sentence; empty where none is."""
-        patcher, layer = self.model.current_patcher, self.origin.layer if self.origin else ""
-        if self.origin and self.origin.kind == "weights":
-            return bad_weight(patcher, self.origin.op)
-        return bad_weight(patcher, first_bad_weight(self.model.diffusion_model) if everywhere else None, layer)
+    def _untried(self) -> Blame:
+        return Blame(self.origin, "stopped", f"max_retries is {self.max_retries}, which left repeats untried: raise it.")
 
-    def _give_up(self, verdict: str, advice: str | None = None) -> torch.Tensor:
+    def _comes_from_inputs(self) -> bool:
+        """Tell whether what is infinite came in with the inputs, as far as the operations watched can tell."""
+        return not self.hidden and bool(self.suspects) and self.origin is not None and self.origin.kind == "unknown"
+
+    def _input_at_fault(self) -> Blame | None:
+        """The input without whose infinite values the call is finite in fp32, where with them it is not."""
+        if not self.suspects or (self.fails_in_fp32 is None and not self._comes_from_inputs()) or not self._fails_in_fp32():
+            return None
+        groups = [[suspect] for suspect in self.suspects]
+        groups += [self.suspects] if len(groups) > 1 else []
+        for group in groups[:MOST_SUSPECTS]:
+            if self._finite_in_fp32(made_finite(self.call, group)):
+                names = " and the ".join(suspect.name for suspect in group)
+                return replace(group[0], name=names).blame(MADE_FINITE)
+        return None
+
+    def _weight_at_fault(self, everywhere: bool = False) -> Blame | None:
+        """The weight or patch without whose values that are not finite the call would be finite.
+
+        ``everywhere``: look at all weights, not only at what the operations watched lead to.
+        """
+        patcher, model, origin = self.model.current_patcher, self.model.diffusion_model, self.origin
+        if origin and origin.kind == "unknown" and (patch := bad_patch(patcher, origin.layer)):
+            return Blame(origin, "bad_weights", patch, PATCH_READ)
+        bad = bad_weights_of(model) if everywhere or (origin and origin.kind == "weights") else {}
+        name = origin.op if origin and origin.op in bad else next(iter(bad), "")
+        if not name:
+            return None
+        if origin and name == origin.op and has_nan(bad[name]):
+            return Blame(origin, "bad_weights", bad_weight(patcher, name), NAN_READ)
+        if self._fails_in_fp32() and self._finite_in_fp32(self.call, finite_weights(model, list(bad))):
+            return Blame(origin, "bad_weights", bad_weight(patcher, name), WEIGHTS_MADE_FINITE)
+        return None
+
+    def _fails_in_fp32(self) -> bool:
+        """Tell whether the call as it is is not finite in fp32 either; False where that may not be tried any more."""
+        if self.fails_in_fp32 is None and self._may_repeat():
+            self._attempt(ALL_IN_FP32)
+        return bool(self.fails_in_fp32)
+
+    def _finite_in_fp32(self, call: Call, patches: Sequence[Patch] = ()) -> bool:
+        if not self._may_repeat():
+            return False
+        own, failed = self.call, self.fails_in_fp32
+        self.call = call
+        try:
+            return math.isfinite(self._attempt(ALL_IN_FP32, patches)[1])
+        finally:
+            self.call, self.fails_in_fp32 = own, failed
+
+    def _may_repeat(self) -> bool:
+        return self.log.on_nan != "retry_higher" or self.used < self.max_retries
+
+    def _give_up(self, blame: Blame) -> torch.Tensor:
         mode, _ = self.guarded.modes_at(self.origin)
-        self.log.give_up(self.position, self.origin, verdict, advice, mode)
+        mode = "" if blame.origin and blame.origin.kind == "input" else mode
+        self.log.give_up(self.position, blame.origin, blame.verdict, blame.advice, mode, blame.evidence)
         return self.result
 
     def _note(self, recovered: bool, verdict: str) -> None:
         event = event_of(self.position, self.origin, *self.guarded.modes_at(self.origin), recovered)
         self.log.note(event, self.origin, verdict)
 
-    def _note_unchanged(self, recovered: bool, verdict: str, advice: str | None) -> None:
+    def _note_unchanged(self, recovered: bool, verdict: str, advice: str | None, evidence: str = "") -> None:
         """Note what is no layer's fault, the arithmetic being as it was."""
-        event = event_of(self.position, None, self.guarded.stream, self.guarded.stream, recovered)
+        event = event_of(self.position, None, self.guarded.stream, self.guarded.stream, recovered, evidence)
         self.log.note(event, None, verdict, advice)
 
 
@@ -181,10 +318,12 @@ def sigma_of(call: Call) -> float:
     return float(call.options.get("sigmas", call.t).flatten()[0])
 
 
-def _position(call: Call, number: int, result: torch.Tensor) -> CallPosition:
-    sigma = sigma_of(call)
+def step_of(call: Call) -> int:
+    """Find the step of the sampler's schedule that a call belongs to; 0 where it has none."""
     schedule = call.options.get("sample_sigmas")
-    step = int((schedule.float().cpu() - sigma).abs().argmin()) if schedule is not None else 0
-    images = max(1, result.shape[0] // max(1, len(call.options.get("cond_or_uncond") or [0])))
-    rows = sorted({row % images for row in bad_rows(result)})
-    return CallPosition(number, step, sigma, rows, spoils_all=len(rows) >= images)
+    return int((schedule.float().cpu() - sigma_of(call)).abs().argmin()) if schedule is not None else 0
+
+
+def images_of(call: Call, result: torch.Tensor) -> int:
+    """Count the images of a call, whose batch has a row of each for every conditioning."""
+    return max(1, result.shape[0] // max(1, len(call.options.get("cond_or_uncond") or [0])))

@@ -1,13 +1,14 @@
 """The NaN guard on a ModelPatcher: each call's result is checked once; one that is not finite is explained and repeated."""
 
 import math
-import weakref
+from typing import TYPE_CHECKING
 
 import torch
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.amax import amax, amax_value
 from ....precision.devices import probes
+from ....precision.guard.ladder import RandomStart
 from ....precision.guard.localize import Origin
 from ....precision.guard.log import CallPosition, GuardLog, event_of
 from ....precision.guard.policy import ADVICE, ALL_IN_FP32, Escalation
@@ -16,13 +17,18 @@ from ....precision.report.schema import GuardReport
 from ..page import running_prompt_id
 from ..run.call import Call
 from ..run.layers import settings_of
-from ..run.per_model import PerModel
+from ..run.per_model import PerModel, branch_of
 from ..run.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
-from .causes import sampler_inputs
+from .causes import BETWEEN_CALLS, NAN_GIVEN, sampler_inputs
 from .clamps import ClampWatch
 from .failure import INSIDE, FailedCall, bad_rows, sigma_of
 from .notify import teller
 from .state import Guarded
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+LOGS_KEPT = 8
 
 
 def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = None):
@@ -49,20 +55,21 @@ class Guard:
         self.max_retries = max_retries
         self.node_id = node_id
         self.states: PerModel[Guarded] = PerModel(lambda model: Guarded(model, on_nan == "retry_higher"), settings_of)
-        self._logs: weakref.WeakKeyDictionary[torch.nn.Module, GuardLog] = weakref.WeakKeyDictionary()
+        self._logs: dict[tuple, GuardLog] = {}
 
     def __call__(self, executor, *args, **kwargs):
         call = Call(executor, *args, **kwargs)
-        guarded, log = self.states.of(call.model), self._log(call.model)
+        guarded, log = self.states.of(call.model), self._log(call.model.current_patcher)
         log.calls += 1
         if log.calls == 1:
             self._check_device(call, guarded, log)
+        start = RandomStart.of(call.x.device)
         with ClampWatch(guarded.watches_clamps) as watch:
             result = call(**{INSIDE: guarded.layers and guarded.layers.call})
         sizes = torch.stack([amax(result), *watch.sizes(result.device)]).tolist()
         if all(map(math.isfinite, sizes)) or log.given_up:
             return result
-        return FailedCall(call, result, guarded, log, self.max_retries, hidden=math.isfinite(sizes[0])).resolved()
+        return FailedCall(call, start, result, guarded, log, self.max_retries, hidden=math.isfinite(sizes[0])).resolved()
 
     def inside(self, executor, *args, **kwargs):
         """Make a call inside of all other wrappers, as the guard's outermost one asked for in the call's options."""
@@ -71,51 +78,71 @@ class Guard:
         run = call.options.pop(INSIDE, None)
         return run(call) if run else call()
 
-    def sampling(self, executor, noise, latent_image, sampler, sigmas, *args, **kwargs):
+    def sampling(self, executor, noise, latent_image, sampler, sigmas, denoise_mask=None, *args, **kwargs):
         """Around one run of a sampler: what goes in and what comes out."""
-        log = self._begin(executor.class_obj.model_patcher.model)
+        guider = executor.class_obj
+        log = self._begin(guider.model_patcher)
         try:
-            for origin, verdict in sampler_inputs(noise, latent_image, sigmas):
-                log.give_up(CallPosition(0, 0, math.nan, [0], spoils_all=True), origin, verdict)
-            result = executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
-            bad = [] if log.given_up else [tensor for tensor in tensors_in(result) if not math.isfinite(amax_value(tensor))]
-            if bad:
-                rows = bad_rows(bad[0])
-                position = CallPosition(log.calls, len(sigmas) - 1, float(sigmas[-1]), rows, len(rows) == len(bad[0]))
-                log.give_up(position, Origin("sampler", "", "nan", "fp32", math.nan), "not_precision", mode="fp32")
+            for suspect in sampler_inputs(noise, latent_image, sigmas, denoise_mask, guider.conds):
+                rows = suspect.nan_rows(len(noise))
+                position = CallPosition(0, batch_rows=sorted(rows), spoils_all=len(rows | log.lost) >= len(noise))
+                log.give_up(position, suspect.origin, suspect.verdict, evidence=NAN_GIVEN)
+            result = executor(noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
+            self._check_result(log, result, sigmas)
             return result
         finally:
             log.tell_verdict()
 
-    def report(self, patcher) -> GuardReport:
-        """What was seen of a model in the last prompt that ran it."""
-        guarded = self.states.last(patcher.model)
-        return self._log(patcher.model).report(guarded.escalation if guarded else Escalation())
+    def _check_result(self, log: GuardLog, result: torch.Tensor, sigmas: torch.Tensor) -> None:
+        """Blame what stands between the model's calls for images that are not finite though no call failed for them."""
+        bad = [] if log.given_up else [tensor for tensor in tensors_in(result) if not math.isfinite(amax_value(tensor))]
+        rows = sorted(set(bad_rows(bad[0])) - log.lost) if bad else []
+        if rows:
+            position = CallPosition(log.calls, len(sigmas) - 1, float(sigmas[-1]), rows, len(log.lost.union(rows)) >= len(bad[0]))
+            origin = Origin("sampler", "", "nan", "fp32", math.nan)
+            log.give_up(position, origin, "not_precision", mode="fp32", evidence=BETWEEN_CALLS)
 
-    def modes(self, patcher) -> dict[str, str]:
+    def report(self, patcher: "ModelPatcher") -> GuardReport:
+        """What was seen in the last prompt that ran a patcher, or a clone that differs in what changes no arithmetic."""
+        escalations = (guarded.escalation for guarded in self.states.runs_of(patcher))
+        return self._log(patcher).report(next(filter(None, escalations), Escalation()))
+
+    def modes(self, patcher: "ModelPatcher") -> dict[str, str]:
         """Layer -> mode, of the layers that run wider now."""
-        guarded = self.states.last(patcher.model)
+        guarded = self.states.last_of(patcher)
         return guarded.layers.modes() if guarded and guarded.layers else {}
 
-    def ranges(self, patcher) -> dict[str, float]:
+    def ranges(self, patcher: "ModelPatcher") -> dict[str, float]:
         """Layer -> the largest magnitude it was given, of the layers that run wider."""
-        guarded = self.states.last(patcher.model)
+        guarded = self.states.last_of(patcher)
         return guarded.layers.planned.ranges.largest() if guarded and guarded.layers else {}
 
-    def _log(self, model) -> GuardLog:
-        return self._logs.setdefault(model, self._new_log())
+    def _log(self, patcher: "ModelPatcher") -> GuardLog:
+        return self._logs.get(self._branch(patcher)) or self._keep(patcher, self._new_log())
+
+    def _branch(self, patcher: "ModelPatcher") -> tuple:
+        """A log's key: MultiGPU's clones of a patcher on other devices have the same."""
+        return *branch_of(patcher), *settings_of(patcher)
+
+    def _keep(self, patcher: "ModelPatcher", log: GuardLog) -> GuardLog:
+        """Keep the log of a patcher's branch, and those of the last few others."""
+        branch = self._branch(patcher)
+        self._logs.pop(branch, None)
+        self._logs[branch] = log
+        for oldest in list(self._logs)[:-LOGS_KEPT]:
+            del self._logs[oldest]
+        return log
 
     def _new_log(self, prompt: str | None = None) -> GuardLog:
         return GuardLog(self.on_nan, teller(self.node_id, prompt), prompt=prompt)
 
-    def _begin(self, model) -> GuardLog:
+    def _begin(self, patcher: "ModelPatcher") -> GuardLog:
         """The log of a sampler's run: a new one, unless it is of the same prompt."""
-        prompt = running_prompt_id()
-        if prompt is None or self._log(model).prompt != prompt:
-            self._logs[model] = self._new_log(prompt)
-        for log in self._logs.values():
-            log.given_up = False
-        return self._logs[model]
+        prompt, log = running_prompt_id(), self._log(patcher)
+        if prompt is None or log.prompt != prompt:
+            log = self._new_log(prompt)
+        log.begin_run()
+        return self._keep(patcher, log)
 
     def _check_device(self, call: Call, guarded: Guarded, log: GuardLog) -> None:
         """Once per device and process: a product in the model's dtype, where some devices give zeros."""

@@ -9,7 +9,7 @@ from ....precision.guard.policy import Escalation
 from ..run.execution import is_compiled
 from ..run.layers import activation_dtype, modes_of, settings_of
 from ..run.modules import matrix_layers
-from ..run.per_model import hooks_of
+from ..run.per_model import hooks_of, patches_of
 from .clamps import clamps_in_fp16
 from .escalation import EscalatedLayers
 
@@ -75,10 +75,6 @@ class Guarded:
 
 
 def _known_as(model: "BaseModel") -> tuple:
-    """Build the key under which an escalation is remembered: weight patches, hooks, compute plan, dtype.
-
-    Patches are identified by object id, because ComfyUI assigns a new ``patches_uuid`` per run when hooks are active.
-    """
+    """Build the key under which an escalation is remembered: weight patches, hooks, compute plan, dtype."""
     patcher = model.current_patcher
-    patches = tuple((key, patch[0], id(patch[1])) for key, all_of_it in patcher.patches.items() for patch in all_of_it)
-    return hash(patches), hooks_of(patcher), *settings_of(patcher)
+    return patches_of(patcher), hooks_of(patcher), *settings_of(patcher)

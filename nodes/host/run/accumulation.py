@@ -66,7 +66,7 @@ class Accumulation:
 
     def plan_for(self, patcher) -> AccumulationPlan:
         """The plan its calls followed, else the one the next call will."""
-        run = self.runs.last(patcher.model)
+        run = self.runs.last_of(patcher)
         return run.plan if run else plan_accumulation(self.request, detect(patcher.load_device), _matmul_profile(patcher))
 
 
@@ -199,7 +199,7 @@ def layer_accumulation(patcher) -> dict[str, tuple[str, str]]:
 
 def _planned_accumulation(patcher) -> dict[str, tuple[str, str]]:
     accumulation, modes, modules = accumulation_of(patcher), modes_of(patcher), modules_of(patcher.model)
-    run = accumulation.runs.last(patcher.model) if accumulation else None
+    run = accumulation.runs.last_of(patcher) if accumulation else None
     plan = accumulation.plan_for(patcher) if accumulation else AccumulationPlan(Request())
     sums = {}
     if run and run.operations:
@@ -238,7 +238,7 @@ def flags_of(patcher) -> dict[str, dict]:
         if _held_off(patcher):
             found[FP16_ACCUMULATION] = flag_report(FP16_ACCUMULATION, reason=HELD_OFF, in_scope=False)
         return found
-    plan, run = accumulation.plan_for(patcher), accumulation.runs.last(patcher.model)
+    plan, run = accumulation.plan_for(patcher), accumulation.runs.last_of(patcher)
     inside = {name: plan.flags[parts[0]] for name, parts in PARTS.items() if plan.flags.keys() & set(parts)}
     reasons = dict(plan.reasons)
     if plan.proving:
@@ -256,7 +256,7 @@ def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str], list[str
     accumulation = accumulation_of(patcher)
     if accumulation is None:
         return [], {}, []
-    plan, run = accumulation.plan_for(patcher), accumulation.runs.last(patcher.model)
+    plan, run = accumulation.plan_for(patcher), accumulation.runs.last_of(patcher)
     without_effect = list(plan.without_effect)
     if plan.fp8_fast and (problem := fast_accumulation.why_unavailable()):
         without_effect.append(("fp8_fast_accumulation=on", problem))

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ....precision.nested import replaced
+
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
 
@@ -40,6 +42,13 @@ class Call:
         self._made = True
         arguments = (self.x, self.t, self.c_concat, self.c_crossattn, _fresh(self.control), {**self.options, **options})
         return self.executor(*arguments, **self.extra)
+
+    def replaced(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Call":
+        """A copy of the call with ``function`` of each tensor that the model is given in its place."""
+        call = copy.copy(self)
+        for name in ("x", "t", "c_concat", "c_crossattn", "control", "extra"):
+            setattr(call, name, replaced(getattr(self, name), function))
+        return call
 
     def forget_dtype(self) -> None:
         """Let the next call be in another dtype.

@@ -74,20 +74,20 @@ class Compute:
         with patched(run.patches), attending(executor.class_obj, call, run.attend):
             return run.call(call)
 
-    def modes(self, model) -> dict[str, str]:
+    def modes(self, patcher: "ModelPatcher") -> dict[str, str]:
         """Layer name -> mode, as found in the calls made so far."""
-        run = self.runs.last(model)
+        run = self.runs.last_of(patcher)
         modes = {name: decision.mode for name, decision in self.plan.decisions.items()}
         return modes if run is None else {**modes, **run.modes()}
 
-    def ranges(self, model) -> dict[str, float]:
+    def ranges(self, patcher: "ModelPatcher") -> dict[str, float]:
         """Layer name -> the largest magnitude it was given, of the layers that are watched."""
-        run = self.runs.last(model)
+        run = self.runs.last_of(patcher)
         return run.ranges.largest() if run else {}
 
-    def fp16_share_text(self, model) -> str:
+    def fp16_share_text(self, patcher: "ModelPatcher") -> str:
         """Say in one line what share of the matmul FLOPs has fp16 operands; empty before a call and without any."""
-        run = self.runs.last(model)
+        run = self.runs.last_of(patcher)
         share = run.fp16_share() if run else None
         if share is None:
             return ""

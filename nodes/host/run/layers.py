@@ -43,7 +43,7 @@ def layers_of(patcher) -> Iterator[tuple[str, torch.nn.Module]]:
 def modes_of(patcher) -> dict[str, str]:
     """Layer name -> the report's mode, from the model's plan and what its calls have shown."""
     compute, activations = compute_of(patcher), name_of(activation_dtype(patcher))
-    planned = compute.modes(patcher.model) if compute else {}
+    planned = compute.modes(patcher) if compute else {}
     return {name: _mode(patcher, name, module, activations, planned.get(name, "")) for name, module in layers_of(patcher)}
 
 

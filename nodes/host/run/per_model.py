@@ -2,10 +2,12 @@
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
+from .attention import OVERRIDE
 from .modules import has_own_forward
 
 if TYPE_CHECKING:
@@ -21,6 +23,16 @@ class ModelRun(Protocol):
 
 
 Run = TypeVar("Run", bound=ModelRun)
+Branch = tuple
+
+
+@dataclass
+class _Kept(Generic[Run]):
+    """The run of one state. ``branches``: those of the patchers that made its calls."""
+
+    state: tuple
+    run: Run
+    branches: set[Branch] = field(default_factory=set)
 
 
 class PerModel(Generic[Run]):
@@ -35,24 +47,39 @@ class PerModel(Generic[Run]):
     def __init__(self, make: Callable[[torch.nn.Module], Run], settings: Callable[["ModelPatcher"], tuple] = lambda _: ()):
         self._make = make
         self._settings = settings
-        self._runs: weakref.WeakKeyDictionary[torch.nn.Module, list[tuple[tuple, Run]]] = weakref.WeakKeyDictionary()
+        self._runs: weakref.WeakKeyDictionary[torch.nn.Module, list[_Kept[Run]]] = weakref.WeakKeyDictionary()
 
     def of(self, model: torch.nn.Module) -> Run:
         """The run for the model as it is now; the last few states are remembered."""
         runs = self._runs.setdefault(model, [])
-        for index, (state, run) in enumerate(runs):
-            if state == self._state(model, run):
-                runs.insert(0, runs.pop(index))
-                return run
-        run = self._make(model)
-        runs.insert(0, (self._state(model, run), run))
+        index = next((index for index, kept in enumerate(runs) if kept.state == self._state(model, kept.run)), None)
+        kept = self._made(model) if index is None else runs.pop(index)
+        kept.branches.add(self._branch(model.current_patcher))
+        runs.insert(0, kept)
         del runs[KEPT:]
-        return run
+        return kept.run
+
+    def _made(self, model: torch.nn.Module) -> _Kept[Run]:
+        run = self._make(model)
+        return _Kept(self._state(model, run), run)
 
     def last(self, model: torch.nn.Module) -> Run | None:
-        """The run of the model's last call, if it made one."""
+        """The run of the model's last call, if it made one, whichever patcher it was of."""
         runs = self._runs.get(model)
-        return runs[0][1] if runs else None
+        return runs[0].run if runs else None
+
+    def last_of(self, patcher: "ModelPatcher") -> Run | None:
+        """The run of the last call that was made with a patcher or a clone that runs as it does, if there was one."""
+        return next(iter(self.runs_of(patcher)), None)
+
+    def runs_of(self, patcher: "ModelPatcher") -> list[Run]:
+        """The runs of a patcher's branch, the last first; then those of its clones on other devices (MultiGPU)."""
+        branch, own = self._branch(patcher), self._runs.get(patcher.model, [])
+        others = [kept for model, runs in list(self._runs.items()) if model is not patcher.model for kept in runs]
+        return [kept.run for kept in [*own, *others] if branch in kept.branches]
+
+    def _branch(self, patcher: "ModelPatcher") -> Branch:
+        return *branch_of(patcher), *self._settings(patcher)
 
     def _state(self, model: torch.nn.Module, run: Run) -> tuple:
         patcher = model.current_patcher
@@ -65,3 +92,24 @@ def hooks_of(patcher) -> weakref.ref | None:
     """Return a weak reference to the active hooks: they hold a LoRA's weights, and the key outlives them."""
     hooks = getattr(patcher, "current_hooks", None)
     return hooks and weakref.ref(hooks)
+
+
+_patches_known: weakref.WeakKeyDictionary["ModelPatcher", tuple] = weakref.WeakKeyDictionary()
+
+
+def branch_of(patcher: "ModelPatcher") -> tuple[int, int]:
+    """Tell a patcher from the others of its model: by its weight patches and by the attention that was put on it.
+
+    ComfyUI clones patchers in every node, so clones with the same of both are one branch.
+    """
+    override = patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
+    return patches_of(patcher), id(override)
+
+
+def patches_of(patcher: "ModelPatcher") -> int:
+    """Hash a patcher's weight patches, by object id: ComfyUI assigns a new ``patches_uuid`` per run when hooks are active."""
+    known = _patches_known.get(patcher)
+    if known is None or known[0] != patcher.patches_uuid:
+        patches = tuple((key, patch[0], id(patch[1])) for key, all_of_it in patcher.patches.items() for patch in all_of_it)
+        known = _patches_known[patcher] = (patcher.patches_uuid, hash(patches))
+    return known[1]

@@ -43,7 +43,7 @@ def test_each_attempt_draws_the_same_random_numbers_and_leaves_them():
         (MODES, "fp16", Escalation(stream=True), [safe_escalation(MODES), ALL_IN_FP32]),
         (MODES, "fp16", ALL_IN_FP32, []),
         ({"up": "fp8"}, "bf16", Escalation(), [ALL_IN_FP32]),
-        ({"up": "fp32"}, "fp32", Escalation(), []),
+        ({"up": "fp32"}, "fp32", Escalation(), [ALL_IN_FP32]),
     ],
 )
 def test_a_model_is_repeated_safely_in_fp16_then_in_fp32(modes, stream, present, rungs):

@@ -68,6 +68,8 @@ def test_json_is_the_contracts_key_for_key_in_its_order():
     assert list(found) == [*contract, "decisions", "notes", "ranges", "encoders", "modes", "storages", "rules", "view"]
     assert list(found["guard"]) == [*contract["guard"], "rules", "advice"]
     found["guard"] = {key: found["guard"][key] for key in contract["guard"]}
+    assert [list(event)[-1] for event in found["guard"]["events"]] == ["evidence"]
+    del found["guard"]["events"][0]["evidence"]
     assert json.dumps({key: found[key] for key in contract}) == json.dumps(contract)
 
 
@@ -178,7 +180,7 @@ def test_the_text_tells_what_the_guards_of_encoders_saw():
 def test_a_sigma_that_is_nan_is_readable():
     broken = contract_report()
     broken.guard.events[0].sigma = float("nan")
-    assert "sigma unknown" in broken.to_text()
+    assert "call 4: overflow in blocks.0.ffn.2 (add)" in broken.to_text() and "sigma" not in broken.to_text()
 
 
 def test_text_fits_a_hundred_columns_whatever_the_names():

@@ -1,0 +1,272 @@
+"""Verdicts that must not be given: each test makes one look true, and something else is at fault."""
+
+import math
+
+import pytest
+import torch
+from halfsafe.precision.guard.policy import NonFinite
+from support import families
+from support.families import load
+from support.guarding import core, guarded, is_finite, plain_fp16, report_of
+from support.measures import relative_error
+
+MOST_REPEATS = 4
+
+
+class StyleModel:
+    """Four tokens, as of a Redux model."""
+
+    def get_cond(self, clip_vision_output):
+        return torch.randn(1, 4, 4096, generator=torch.Generator().manual_seed(4))
+
+
+def styled(comfy, strength: float):
+    """A text with a style whose tokens ComfyUI masks: at strength 0 by -inf, on purpose."""
+    cond = families.conditioning("flux")
+    return comfy.core["StyleModelApply"]().apply_stylemodel(cond, StyleModel(), None, strength, "attn_bias")[0]
+
+
+@pytest.fixture(scope="module")
+def flux(models_dir):
+    """A Flux that is finite in fp16."""
+    return families.write("flux", models_dir / "diffusion_models")
+
+
+@pytest.fixture(scope="module")
+def loud_flux(flux, models_dir):
+    """The same with a last layer that overflows in fp16, where no clamp of the model's own hides it."""
+    path = models_dir / "diffusion_models" / "evidence_flux.safetensors"
+    return families.write_scaled(flux, path, {r"final_layer\.linear\.weight": 1e7})
+
+
+@pytest.mark.parametrize("on_nan", ["retry_higher", "stop", "report"])
+def test_a_mask_of_minus_inf_is_not_blamed_for_an_overflow(comfy, loud_flux, on_nan):
+    cond = styled(comfy, 0.0)
+    assert torch.isinf(cond[0][1]["attention_mask"]).any()
+    reference = families.sample(load(comfy, loud_flux, "fp32", "fp32"), "flux", cond=cond)
+    model = guarded(comfy, plain_fp16(comfy, loud_flux), on_nan)
+    if on_nan == "stop":
+        with pytest.raises(NonFinite, match="final_layer.linear"):
+            families.sample(model, "flux", cond=cond)
+    else:
+        result = families.sample(model, "flux", cond=cond)
+    report = report_of(model)
+    assert report.verdict == ("recovered" if on_nan == "retry_higher" else "stopped")
+    assert report.events[0].layer == "final_layer.linear"
+    if on_nan == "retry_higher":
+        assert relative_error(reference, result) < 0.02 and report.extra_calls == 2
+
+
+@pytest.mark.parametrize("on_nan", ["retry_higher", "stop"])
+def test_a_mask_that_leaves_nothing_to_attend_to_is_blamed_with_evidence(comfy, flux, on_nan):
+    cond = styled(comfy, 0.0)
+    cond[0][1]["attention_mask"][:] = -math.inf
+    model = guarded(comfy, load(comfy, flux, "as_file", "bf16"), on_nan)
+    with pytest.raises(NonFinite, match="attention_mask") as error:
+        families.sample(model, "flux", cond=cond)
+    report = report_of(model)
+    assert error.value.verdict == "bad_input" and report.extra_calls <= MOST_REPEATS
+    assert "finite with a zero" in report.events[0].evidence
+
+
+def test_of_two_infinite_inputs_the_harmful_one_is_named(comfy, flux):
+    cond = styled(comfy, 0.0)
+    cond[0][0][0, 3] = math.inf
+    model = guarded(comfy, load(comfy, flux, "as_file", "bf16"))
+    with pytest.raises(NonFinite) as error:
+        families.sample(model, "flux", cond=cond)
+    assert error.value.verdict == "bad_input"
+    assert "positive conditioning" in str(error.value) and "attention_mask" not in str(error.value)
+
+
+def test_nan_of_one_row_is_not_blamed_for_the_overflow_of_the_others(comfy, overflowing, fp32):
+    cond = families.conditioning("wan", batch=2)
+    reference = families.sample(fp32, "wan", cond=cond, batch=2)
+    bad = [[cond[0][0].clone(), dict(cond[0][1])]]
+    bad[0][0][1] = math.nan
+    model = guarded(comfy, plain_fp16(comfy, overflowing))
+    result = families.sample(model, "wan", cond=bad, batch=2)
+    assert relative_error(reference[0], result[0]) < 0.02 and not torch.isfinite(result[1]).any()
+    report = report_of(model)
+    assert [(event.kind, event.batch_rows) for event in report.events] == [("input", [1]), ("overflow", [0])]
+    assert report.verdict == "bad_input" and report.events[1].recovered
+
+
+class Random:
+    """A block that draws random numbers, of which some are the logarithm of zero."""
+
+    def __init__(self, model):
+        self.module = model.model.diffusion_model.blocks[1].norm3
+
+    def __enter__(self):
+        forward = type(self.module).forward
+        self.module.forward = lambda x: forward(self.module, x) * (torch.rand(()) > 0.5).to(x).log().exp().sub(0.5).log().mul(0).exp()
+
+    def __exit__(self, *error):
+        del self.module.forward
+
+
+def test_a_model_that_draws_random_numbers_is_no_device_fault(comfy, wan):
+    plain = plain_fp16(comfy, wan)
+    model = guarded(comfy, plain)
+    torch.manual_seed(3)
+    with Random(plain), pytest.raises(NonFinite) as error:
+        families.sample(model, "wan", steps=8)
+    assert error.value.verdict == "not_precision" and "fp32" in report_of(model).events[0].evidence
+
+
+def test_a_kernel_that_fails_unless_it_is_watched_is_no_device_fault(comfy, wan):
+    """A block that looks at torch's dispatch modes: watched, it is finite."""
+    from halfsafe.precision.guard.localize import Localizer
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    plain = plain_fp16(comfy, wan)
+    module = plain.model.diffusion_model.blocks[1].norm3
+    forward = type(module).forward
+
+    def run(x):
+        watched = any(isinstance(mode, Localizer) for mode in _get_current_dispatch_mode_stack())
+        return forward(module, x) * (1.0 if watched or x.dtype == torch.float32 else math.inf)
+
+    module.forward = run
+    try:
+        model = guarded(comfy, plain)
+        assert is_finite(families.sample(model, "wan", steps=1))
+    finally:
+        del module.forward
+    assert report_of(model).verdict == "recovered"
+
+
+def test_attention_in_16_bit_of_a_model_in_fp32_is_a_matter_of_precision(comfy, wan):
+    def kernel(function, q, k, v, heads, *args, **kwargs):
+        return function(q, k, v, heads, *args, **kwargs) * math.nan
+
+    plain = load(comfy, wan, "fp32", "fp32")
+    expected = families.sample(plain, "wan")
+    model = guarded(comfy, plain)
+    model.model_options["transformer_options"]["optimized_attention_override"] = kernel
+    assert relative_error(expected, families.sample(model, "wan")) < 1e-4
+    assert report_of(model).verdict == "recovered"
+
+
+def test_a_buffer_of_minus_inf_is_no_bad_weight(comfy, overflowing, fp32):
+    """A causal mask that a model keeps among its buffers."""
+    reference = families.sample(fp32, "wan")
+    plain = plain_fp16(comfy, overflowing)
+    part = plain.model.diffusion_model.blocks[0].ffn
+    part.register_buffer("mask", torch.full((4,), -math.inf))
+    model = guarded(comfy, plain)
+    assert relative_error(reference, families.sample(model, "wan")) < 0.02
+    assert report_of(model).verdict == "recovered"
+
+
+def test_a_nan_that_nothing_reads_is_no_bad_weight(comfy, wan):
+    plain = plain_fp16(comfy, wan)
+    blocks = plain.model.diffusion_model.blocks
+    blocks[0].register_buffer("unused", torch.full((4,), math.nan))
+    module = blocks[1].norm3
+    forward = type(module).forward
+    module.forward = lambda x: forward(module, x) * ((x - x) / (x - x))
+    try:
+        model = guarded(comfy, plain)
+        with pytest.raises(NonFinite) as error:
+            families.sample(model, "wan")
+    finally:
+        del module.forward
+    assert error.value.verdict == "not_precision" and "blocks.1.norm3" in str(error.value)
+    assert report_of(model).extra_calls <= MOST_REPEATS
+
+
+def test_a_lora_with_nan_that_is_off_is_no_bad_weight(comfy, overflowing, fp32):
+    reference = families.sample(fp32, "wan")
+    model = plain_fp16(comfy, overflowing).clone()
+    model.add_patches({"diffusion_model.blocks.1.ffn.2.weight": ("diff", (torch.full((256, 1024), math.nan),))}, 0.0)
+    model = guarded(comfy, model)
+    assert relative_error(reference, families.sample(model, "wan")) < 0.02
+    assert report_of(model).verdict == "recovered"
+
+
+def test_a_weight_past_fp16s_range_with_its_lora_is_told_as_that(comfy, wan):
+    model = plain_fp16(comfy, wan).clone()
+    model.add_patches({"diffusion_model.blocks.1.ffn.2.weight": ("diff", (torch.full((256, 1024), 1e5),))}, 1.0)
+    model = guarded(comfy, model)
+    with pytest.raises(NonFinite, match="With its LoRA") as error:
+        families.sample(model, "wan")
+    assert error.value.verdict == "bad_weights" and "zero for each" in report_of(model).events[0].evidence
+
+
+@pytest.mark.parametrize("on_nan", ["retry_higher", "stop", "report"])
+def test_without_memory_for_the_evidence_no_verdict_is_given(comfy, wan, on_nan):
+    """Repeats in fp32 find no memory: an infinite text is named by nothing."""
+    plain = plain_fp16(comfy, wan)
+    text = families.conditioning("wan")
+    text[0][0][0, 3] = math.inf
+
+    module = plain.model.diffusion_model
+    forward = type(module).forward
+
+    def run(x, *args, **kwargs):
+        if x.dtype == torch.float32:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return forward(module, x, *args, **kwargs)
+
+    module.forward = run
+    model = guarded(comfy, plain, on_nan)
+    try:
+        if on_nan == "report":
+            assert not is_finite(families.sample(model, "wan", cond=text))
+        else:
+            with pytest.raises((NonFinite, torch.OutOfMemoryError)):
+                families.sample(model, "wan", cond=text)
+    finally:
+        del module.forward
+    report = report_of(model)
+    assert report.verdict == "stopped" and "memory" in report.advice
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("on_nan", ["retry_higher", "report"])
+def test_one_bad_image_of_the_incoming_latent_is_lost_alone(comfy, wan, on_nan, value):
+    plain = plain_fp16(comfy, wan)
+    noise, cond = families.noise(plain, 3), families.conditioning("wan", batch=3)
+    latent = torch.zeros_like(noise)
+
+    def run(model):
+        sample = core("comfy.sample").sample
+        return sample(model, noise, 3, 1.0, "euler", "simple", cond, cond, latent, seed=1)
+
+    expected = run(plain)
+    latent[1] = value
+    model = guarded(comfy, plain, on_nan)
+    result = run(model)
+    assert [is_finite(row) for row in result] == [True, False, True]
+    assert torch.equal(result[0], expected[0]) and torch.equal(result[2], expected[2])
+    report = report_of(model)
+    assert report.verdict == "bad_input" and [event.batch_rows for event in report.events] == [[1]]
+    assert "latent" in report.events[0].layer
+
+
+def test_the_other_images_of_such_a_batch_are_still_cured(comfy, overflowing, fp32):
+    noise, cond = families.noise(fp32, 2), families.conditioning("wan", batch=2)
+    latent = torch.zeros_like(noise)
+
+    def run(model):
+        return core("comfy.sample").sample(model, noise, 3, 1.0, "euler", "simple", cond, cond, latent, seed=1)
+
+    expected = run(fp32)
+    latent[1] = math.nan
+    model = guarded(comfy, plain_fp16(comfy, overflowing))
+    result = run(model)
+    assert relative_error(expected[0], result[0]) < 0.02 and not is_finite(result[1])
+    assert [(event.kind, event.batch_rows) for event in report_of(model).events] == [("input", [1]), ("overflow", [0])]
+
+
+def test_a_mask_with_nan_is_named_and_not_the_sampler(comfy, wan):
+    model = guarded(comfy, plain_fp16(comfy, wan))
+    noise, cond = families.noise(model), families.conditioning("wan")
+    mask = torch.full((1, 1, 8, 8), math.nan)
+    with pytest.raises(NonFinite, match="noise mask") as error:
+        core("comfy.sample").sample(
+            model, noise, 2, 1.0, "euler", "simple", cond, cond, torch.zeros_like(noise), noise_mask=mask, seed=1
+        )
+    assert error.value.verdict == "bad_input"
