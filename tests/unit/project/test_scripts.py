@@ -58,7 +58,7 @@ def test_only_the_vendored_comfyui_is_unpacked(tmp_path: Path) -> None:
 
 def test_failed_stage_shows_what_the_command_said() -> None:
     with pytest.raises(environment.SetupError, match=r"(?s)Breaking failed:.*no such package"):
-        environment._run("Breaking", [sys.executable, "-c", "print('no such package'); raise SystemExit(1)"])
+        environment.run_step("Breaking", [sys.executable, "-c", "print('no such package'); raise SystemExit(1)"])
 
 
 def test_interrupted_or_foreign_stamp_is_not_a_finished_one(tmp_path: Path) -> None:
