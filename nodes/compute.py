@@ -59,7 +59,7 @@ class AutoPrecision(io.ComfyNode):
                     tooltip=(
                         "balanced: the dtype this device is fast at and the model is safe in.\n"
                         "quality: fp16 products with an fp32 stream where fp16 is fast, fp32 elsewhere; the VAE in fp32.\n"
-                        "speed: fp8 products where the device gains and weights are fp8.\n"
+                        "speed: int8 or fp8 products where the device gains and weights are held so.\n"
                         "memory: the smallest activations the model is safe in."
                     ),
                 ),

@@ -7,7 +7,8 @@ from ..precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 CATEGORY = "precision"
 RulesType = io.Custom("HALFSAFE_RULES")
 STORAGE_TOOLTIP = (
-    "How weights are kept in memory. auto: as in the file, fp8_e4m3fn when 16 bit does not fit the GPU. "
+    "How weights are kept in memory. auto: as in the file; where 16 bit does not fit the GPU, int8 if this GPU is faster "
+    "with it, else fp8_e4m3fn. "
     "fp8 and int8 halve the memory of 16 bit; int8 is closer to the original and takes longer to make. "
     "Norms, embeddings and other sensitive layers stay high (see rules)."
 )
