@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).absolute().parent.parent
@@ -57,12 +58,12 @@ def anonymous_bytes() -> int | None:
     return None
 
 
-def load_halfsafe(path: Path) -> dict:
-    """HalfsafeLoadDiffusionModel to scaled fp8."""
+def load_halfsafe(path: Path, storage: str = "fp8_e4m3fn") -> dict:
+    """HalfsafeLoadDiffusionModel to scaled fp8 or another storage."""
     from support import inprocess
 
     node = inprocess.node_classes(inprocess.load_pack())["HalfsafeLoadDiffusionModel"]
-    return _load(lambda: node.execute(path.name, "fp8_e4m3fn", "auto").args[0])
+    return _load(lambda: node.execute(path.name, storage, "auto").args[0])
 
 
 def load_core(path: Path) -> dict:
@@ -72,13 +73,13 @@ def load_core(path: Path) -> dict:
     return _load(lambda: nodes.UNETLoader().load_unet(path.name, "fp8_e4m3fn")[0])
 
 
-def convert_halfsafe(path: Path) -> dict:
+def convert_halfsafe(path: Path, storage: str = "fp8_e4m3fn") -> dict:
     """convert_file, one weight at a time."""
     from halfsafe.precision.commands.convert import convert_file
     from halfsafe.precision.plan.rules import rules_from
 
     target = path.with_name("halfsafe-converted.safetensors")
-    return timed(lambda: convert_file(path, target, "fp8_e4m3fn", rules_from())) | _size(target)
+    return timed(lambda: convert_file(path, target, storage, rules_from())) | _size(target)
 
 
 def convert_read_all(path: Path) -> dict:
@@ -114,8 +115,10 @@ def _quantized_at_once(path: Path) -> dict:
 
 MEASUREMENTS: dict[str, Callable[[Path], dict]] = {
     "load_halfsafe": load_halfsafe,
+    "load_int8": partial(load_halfsafe, storage="int8"),
     "load_core": load_core,
     "convert_halfsafe": convert_halfsafe,
+    "convert_int8": partial(convert_halfsafe, storage="int8"),
     "convert_read_all": convert_read_all,
 }
 
@@ -133,10 +136,10 @@ def weight_bytes(patcher) -> int:
 
 def timed(work: Callable) -> dict:
     with AnonymousMemory() as memory:
-        began = time.perf_counter()
+        began, computed = time.perf_counter(), time.process_time()
         work()
-        seconds = time.perf_counter() - began
-    return {"seconds": seconds, "anonymous_bytes": memory.above_start}
+        seconds, computed = time.perf_counter() - began, time.process_time() - computed
+    return {"seconds": seconds, "cpu_seconds": computed, "anonymous_bytes": memory.above_start}
 
 
 def _size(path: Path) -> dict:

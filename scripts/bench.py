@@ -1,7 +1,7 @@
 """Halfsafe against the alternative, the same work in the same run: `python scripts/bench.py NAME [--json]`.
 
-load: a bf16 file with the shapes of Wan2.1 1.3B (2.84 GB) to scaled fp8 in memory, against ComfyUI's UNETLoader.
-convert: the same file disk to disk, against reading all, quantizing all and saving all.
+load: a bf16 file with the shapes of Wan2.1 1.3B (2.84 GB) to scaled fp8 and to int8 in memory, against ComfyUI's UNETLoader.
+convert: the same file disk to disk, against reading all, quantizing all to fp8 and saving all.
 safe16, fp8mm, patch, guard: what a compute plan and the guard cost and how close they come; see bench_compute.py.
 import: how long ComfyUI takes to import the pack; see bench_import.py.
 
@@ -27,14 +27,21 @@ from environment import ROOT, Environment, SetupError, clean_environ, prepare, w
 from reporting import conditions, exit_code, save, target
 
 BENCHES = {
-    "load": {"halfsafe": "load_halfsafe", "other": "load_core", "other_name": "UNETLoader, fp8_e4m3fn"},
-    "convert": {"halfsafe": "convert_halfsafe", "other": "convert_read_all", "other_name": "read all, quantize, save"},
+    "load": {"halfsafe": "load_halfsafe", "int8": "load_int8", "other": "load_core"},
+    "convert": {"halfsafe": "convert_halfsafe", "int8": "convert_int8", "other": "convert_read_all"},
 }
+OTHER = {"load": "UNETLoader, fp8_e4m3fn", "convert": "read all, quantize to fp8, save"}
 COMPUTE = ("safe16", "fp8mm", "patch", "guard")
 IMPORT = "import"
-TARGETS = {"load": {"seconds": 1.3, "memory_to_weights": 1.1}, "convert": {"memory_to_largest_tensor": 3.0}}
+TARGETS = {
+    "load": {"seconds": 1.3, "memory_to_weights": 1.1, "int8_to_fp8": 2.0, "int8_memory_to_weights": 1.1},
+    "convert": {"memory_to_largest_tensor": 3.0, "int8_to_fp8": 2.0, "int8_memory_to_largest_tensor": 3.0},
+}
 MODEL = "wan_1_3b_shaped"
-ABOUT_MODEL = "Wan2.1 T2V 1.3B shapes, bf16, 1.42 billion parameters, 2.84 GB, in the page cache"
+MODELS = {
+    MODEL: "Wan2.1 T2V 1.3B shapes, bf16, 1.42 billion parameters, 2.84 GB, in the page cache",
+    "wan_1_3b_part": "8 of 30 blocks of Wan2.1 T2V 1.3B shapes, bf16, 0.40 billion parameters, 0.80 GB, in the page cache",
+}
 LARGEST_TENSOR = 1536 * 8960 * 2
 
 
@@ -52,9 +59,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="halfsafe-bench-") as folder:
         base = make_base_directory(Path(folder), ROOT)
         folder = base / "models" / "diffusion_models"
-        write_models(environment, folder, MODEL)
-        model = folder / f"{MODEL}.safetensors"
-        about = conditions(environment) | {"model": ABOUT_MODEL}
+        name = "wan_1_3b_part" if options.small else MODEL
+        write_models(environment, folder, name)
+        model = folder / f"{name}.safetensors"
+        about = conditions(environment) | {"model": MODELS[name], "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None}
         result = about | _compare(options.name, environment, model, base, options.runs)
     if options.save:
         save(result)
@@ -74,6 +82,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
     parser.add_argument("--runs", type=int, default=5, help="load and convert: measurements of each alternative (default: 5)")
+    parser.add_argument("--small", action="store_true", help="load and convert: a third of the model, for a machine with other work")
     parser.add_argument("--folder", help="where to put the model file for the time being (3 GB; convert: 5 GB)")
     parser.add_argument("--comfyui", type=Path, help="a ComfyUI folder to use instead of the pinned one")
     return parser.parse_args()
@@ -88,7 +97,7 @@ def _environment(comfyui: Path | None) -> Environment:
 
 
 def _compare(name: str, environment: Environment, model: Path, base: Path, runs: int) -> dict:
-    sides = {side: BENCHES[name][side] for side in ("halfsafe", "other")}
+    sides = BENCHES[name]
     taken: dict[str, list[dict]] = {side: [] for side in sides}
     for measurement in sides.values():
         _measure(environment, measurement, model, base)
@@ -99,10 +108,12 @@ def _compare(name: str, environment: Environment, model: Path, base: Path, runs:
     summary = {side: _summary(results) for side, results in taken.items()}
     return {
         "benchmark": name,
-        "other": BENCHES[name]["other_name"],
+        "other": OTHER[name],
         "runs": taken,
         "summary": summary,
-        "ratios": _ratios(summary) | {"best_seconds": _best_ratio(taken)},
+        "ratios": _ratios(taken, summary, "halfsafe", "other"),
+        "int8_to_fp8": _ratios(taken, summary, "int8", "halfsafe"),
+        "int8_to_other": _ratios(taken, summary, "int8", "other"),
         "targets": _targets(name, summary),
     }
 
@@ -119,28 +130,26 @@ def _measure(environment: Environment, measurement: str, model: Path, base: Path
 def _summary(results: list[dict]) -> dict:
     """The median of the seconds, and of bytes the most that any run took."""
     known = {key: [result[key] for result in results if result[key] is not None] for key in results[0]}
-    return {key: (statistics.median if key == "seconds" else max)(values) if values else None for key, values in known.items()}
+    return {key: (statistics.median if key.endswith("seconds") else max)(values) if values else None for key, values in known.items()}
 
 
-def _ratios(summary: dict[str, dict]) -> dict[str, float]:
-    ours, other = summary["halfsafe"], summary["other"]
-    return {key: round(ours[key] / other[key], 3) for key in ours if ours[key] is not None and other[key]}
-
-
-def _best_ratio(taken: dict[str, list[dict]]) -> float:
-    """Fastest run against fastest run: what the medians would be on a machine with nothing else to do."""
-    best = {side: min(result["seconds"] for result in results) for side, results in taken.items()}
-    return round(best["halfsafe"] / best["other"], 3)
+def _ratios(taken: dict[str, list[dict]], summary: dict[str, dict], ours: str, other: str) -> dict[str, float]:
+    """One side's figures by another's. ``best_seconds``: fastest run against fastest run, which other work disturbs least."""
+    one, two = summary[ours], summary[other]
+    ratios = {key: round(one[key] / two[key], 3) for key in one if one[key] is not None and two[key]}
+    best = {side: min(result["seconds"] for result in taken[side]) for side in (ours, other)}
+    return ratios | {"best_seconds": round(best[ours] / best[other], 3)}
 
 
 def _targets(name: str, summary: dict[str, dict]) -> dict[str, dict]:
-    ours, other = summary["halfsafe"], summary["other"]
-    memory = ours["anonymous_bytes"]
     measured = {
-        "seconds": ours["seconds"] / other["seconds"],
-        "memory_to_weights": memory and memory / ours.get("weight_bytes", memory),
-        "memory_to_largest_tensor": memory and memory / LARGEST_TENSOR,
+        "seconds": summary["halfsafe"]["seconds"] / summary["other"]["seconds"],
+        "int8_to_fp8": summary["int8"]["seconds"] / summary["halfsafe"]["seconds"],
     }
+    for prefix, side in (("", "halfsafe"), ("int8_", "int8")):
+        memory = summary[side]["anonymous_bytes"]
+        measured[f"{prefix}memory_to_weights"] = memory and memory / summary[side].get("weight_bytes", memory)
+        measured[f"{prefix}memory_to_largest_tensor"] = memory and memory / LARGEST_TENSOR
     return {
         key: target(round(measured[key], 3), limit)
         for key, limit in TARGETS[name].items()
@@ -149,15 +158,14 @@ def _targets(name: str, summary: dict[str, dict]) -> dict[str, dict]:
 
 
 def _as_text(result: dict) -> str:
-    lines = [
-        f"{result['benchmark']}: Halfsafe against {result['other']}, {len(result['runs']['other'])} runs: median seconds, highest memory"
-    ]
-    for key, value in result["summary"]["halfsafe"].items():
-        other = result["summary"]["other"][key]
-        lines.append(
-            f"  {key:16} {_number(key, value):>12} {_number(key, other):>12}   ratio {result['ratios'].get(key)}"
-        )
-    lines.append(f"  fastest run against fastest run: ratio {result['ratios']['best_seconds']}")
+    about = f"{len(result['runs']['other'])} runs: median seconds, highest memory"
+    lines = [f"{result['benchmark']}: Halfsafe's fp8 and int8, and {result['other']}; {about}"]
+    lines.append(f"  {'':16} {'fp8':>12} {'int8':>12} {'other':>12}   fp8 / other, int8 / fp8, int8 / other")
+    ratios = [result[name] for name in ("ratios", "int8_to_fp8", "int8_to_other")]
+    for key in result["summary"]["halfsafe"]:
+        figures = " ".join(f"{_number(key, result['summary'][side][key]):>12}" for side in ("halfsafe", "int8", "other"))
+        lines.append(f"  {key:16} {figures}   {', '.join(str(ratio.get(key)) for ratio in ratios)}")
+    lines.append(f"  fastest runs: {', '.join(str(ratio['best_seconds']) for ratio in ratios)}")
     for key, held in result["targets"].items():
         lines.append(f"  target {key} <= {held['limit']}: {held['measured']} {'met' if held['met'] else 'MISSED'}")
     return "\n".join(lines)

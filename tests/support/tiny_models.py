@@ -53,6 +53,12 @@ def wan_1_3b_shaped(path: Path, seed: int = 0) -> Path:
     return _stream(path, shapes, torch.bfloat16, seed)
 
 
+def wan_1_3b_part(path: Path, seed: int = 0) -> Path:
+    """Stream 8 of the 30 blocks of :func:`wan_1_3b_shaped`: 0.40 billion parameters, 0.80 GB."""
+    shapes = wan_shapes(dim=1536, blocks=8, ffn=8960, in_dim=16, text_dim=4096)
+    return _stream(path, shapes, torch.bfloat16, seed)
+
+
 def clip_l(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
     """Stream a CLIP-L text encoder of its real size, 123 million parameters: ComfyUI fixes every dimension of it."""
     return _stream(path, clip_l_shapes(), dtype, seed)
