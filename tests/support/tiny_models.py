@@ -120,6 +120,18 @@ def ltxv(path: Path, dtype: torch.dtype = torch.bfloat16, head_dim: int = 8, lay
     return _save(path, _shapes_of(model), dtype, seed)
 
 
+def anima(path: Path, dtype: torch.dtype = torch.bfloat16, hidden: int = 256, seed: int = 0) -> Path:
+    """Write an Anima model; its text adapter has its real size, 130 million parameters, which ComfyUI fixes."""
+    from comfy.ldm.anima.model import Anima
+
+    config = {
+        **dict(max_img_h=240, max_img_w=240, max_frames=128, in_channels=16, out_channels=16, patch_spatial=2, patch_temporal=1),
+        **dict(model_channels=hidden, concat_padding_mask=True, crossattn_emb_channels=1024, pos_emb_cls="rope3d"),
+        **dict(pos_emb_learnable=True, use_adaln_lora=True, adaln_lora_dim=256, extra_per_block_abs_pos_emb=False),
+    }
+    return _save(path, _shapes_of(_on_meta(Anima, **config)), dtype, seed)
+
+
 def qwen_image(path: Path, dtype: torch.dtype = torch.bfloat16, layers: int = 1, seed: int = 0) -> Path:
     """Write a Qwen-Image model with one block of the real width."""
     from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
@@ -161,7 +173,7 @@ def sd_vae(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Pat
 
 
 FAMILIES = {"wan": wan, "flux": flux, "sd3": sd3, "hunyuan_video": hunyuan_video, "ltxv": ltxv, "sdxl": sdxl}
-SLOW_FAMILIES = {"qwen_image": qwen_image, "z_image": z_image}
+SLOW_FAMILIES = {"qwen_image": qwen_image, "z_image": z_image, "anima": anima}
 
 
 def wan_shapes(dim: int, blocks: int, ffn: int, in_dim: int, text_dim: int) -> Shapes:

@@ -54,6 +54,11 @@ class EscalatedLayers:
         with patched([*self._patches(), *observing]), attending(call.model, call, attend), _sums_in_fp32(self.everywhere):
             return self.planned.call(call)
 
+    def around(self, make: Callable):
+        """Run what calls the model's layers outside of its calls: a text adapter in ``extra_conds``."""
+        with patched(self._patches()), _sums_in_fp32(self.everywhere):
+            return self.planned.call(make)
+
     def modes(self) -> dict[str, str]:
         """Layer -> the mode it runs in now."""
         return self.decided | self.planned.modes()

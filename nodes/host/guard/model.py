@@ -1,5 +1,6 @@
 """The NaN guard on a ModelPatcher: each call's result is checked once; one that is not finite is explained and repeated."""
 
+import contextlib
 import math
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,13 @@ from ....precision.nested import tensors_in
 from ....precision.report.schema import GuardReport
 from ..page import running_prompt_id
 from ..run.call import Call
+from ..run.conditions import Make, adapts_text, conditions_through
 from ..run.layers import settings_of
 from ..run.per_model import PerModel, branch_of
 from ..run.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
 from .causes import BETWEEN_CALLS, NAN_GIVEN, sampler_inputs
 from .clamps import ClampWatch
+from .conditions import GuardedConditions
 from .failure import INSIDE, FailedCall, bad_rows, sigma_of
 from .notify import teller
 from .state import Guarded
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 LOGS_KEPT = 8
+TEXT_ADAPTER = "text adapter"
 
 
 def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = None):
@@ -38,6 +42,7 @@ def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = Non
     set_wrapper(clone, GUARD, guard)
     set_wrapper(clone, GUARDED_LAYERS, guard.inside)
     set_wrapper(clone, GUARD, guard.sampling, WrappersMP.OUTER_SAMPLE)
+    set_wrapper(clone, GUARDED_LAYERS, guard.conditions, WrappersMP.OUTER_SAMPLE)
     clone.set_attachments(GUARD, guard)
     return clone
 
@@ -56,6 +61,7 @@ class Guard:
         self.node_id = node_id
         self.states: PerModel[Guarded] = PerModel(lambda model: Guarded(model, on_nan == "retry_higher"), settings_of)
         self._logs: dict[tuple, GuardLog] = {}
+        self._adapting: GuardedConditions | None = None
 
     def __call__(self, executor, *args, **kwargs):
         call = Call(executor, *args, **kwargs)
@@ -87,11 +93,37 @@ class Guard:
                 rows = suspect.nan_rows(len(noise))
                 position = CallPosition(0, batch_rows=sorted(rows), spoils_all=len(rows | log.lost) >= len(noise))
                 log.give_up(position, suspect.origin, suspect.verdict, evidence=NAN_GIVEN)
-            result = executor(noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
+            with self._inside_conditions(guider.model_patcher):
+                result = executor(noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
             self._check_result(log, result, sigmas)
             return result
         finally:
             log.tell_verdict()
+
+    @contextlib.contextmanager
+    def _inside_conditions(self, patcher: "ModelPatcher"):
+        """While the context lasts, ``conditions`` can run a model's text adapter in fp32, inside of the compute plan."""
+        model = patcher.model
+        if not adapts_text(model):
+            yield
+            return
+        with conditions_through(model, lambda make: self._adapting.inside(make) if self._adapting else make()):
+            yield
+
+    def conditions(self, executor, *args, **kwargs):
+        """Around a sampler's run, inside of all others: the texts that the model's own adapter gives."""
+        patcher = executor.class_obj.model_patcher
+        if not adapts_text(patcher.model):
+            return executor(*args, **kwargs)
+        with conditions_through(patcher.model, lambda make: self._checked(patcher, make)):
+            return executor(*args, **kwargs)
+
+    def _checked(self, patcher: "ModelPatcher", make: Make) -> dict:
+        self._adapting = GuardedConditions(patcher.model, self.states.of(patcher.model), self._log(patcher), self.max_retries)
+        try:
+            return self._adapting.checked(make)
+        finally:
+            self._adapting = None
 
     def _check_result(self, log: GuardLog, result: torch.Tensor, sigmas: torch.Tensor) -> None:
         """Blame what stands between the model's calls for images that are not finite though no call failed for them."""
@@ -104,8 +136,10 @@ class Guard:
 
     def report(self, patcher: "ModelPatcher") -> GuardReport:
         """What was seen in the last prompt that ran a patcher, or a clone that differs in what changes no arithmetic."""
-        escalations = (guarded.escalation for guarded in self.states.runs_of(patcher))
-        return self._log(patcher).report(next(filter(None, escalations), Escalation()))
+        runs = self.states.runs_of(patcher)
+        report = self._log(patcher).report(next((run.escalation for run in runs if run.escalation), Escalation()))
+        report.escalations |= {TEXT_ADAPTER: "fp32"} if any(run.text_in_fp32 for run in runs) else {}
+        return report
 
     def modes(self, patcher: "ModelPatcher") -> dict[str, str]:
         """Layer -> mode, of the layers that run wider now."""

@@ -1,5 +1,6 @@
 """A compute plan on a ModelPatcher: module forwards and attention are exchanged for the length of each model call."""
 
+import functools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from ....precision.modes import FP8, FP16, FP16_WIDE, INT8, MODE_OF
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from .attention import attending, full_precision_attention, in_one_dtype, is_fused
 from .call import Call
+from .conditions import Make, adapts_text, conditions_through
 from .execution import switches_by_layer
 from .modules import (
     calling_layers,
@@ -50,11 +52,13 @@ def set_compute(patcher, plan: ComputePlan) -> None:
 
     A plan that exchanges nothing adds no wrapper.
     """
-    patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, COMPUTE)
+    for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
+        patcher.remove_wrappers_with_key(kind, COMPUTE)
     compute = Compute(plan)
     patcher.set_attachments(COMPUTE, compute)
     if plan.decisions or plan.is_safe:
         set_wrapper(patcher, COMPUTE, compute)
+        set_wrapper(patcher, COMPUTE, compute.sampling, WrappersMP.OUTER_SAMPLE)
 
 
 def compute_of(patcher) -> "Compute | None":
@@ -68,6 +72,7 @@ class Compute:
     def __init__(self, plan: ComputePlan):
         self.plan = plan
         self.runs: PerModel[PlannedLayers] = PerModel(lambda model: PlannedLayers(plan, model))
+        self.adapters: PerModel[PlannedLayers] = PerModel(lambda model: PlannedLayers(plan, model))
 
     def __call__(self, executor, *args, **kwargs):
         run, call = self.runs.of(executor.class_obj), Call(executor, *args, **kwargs)
@@ -76,9 +81,23 @@ class Compute:
 
     def modes(self, patcher: "ModelPatcher") -> dict[str, str]:
         """Layer name -> mode, as found in the calls made so far."""
-        run = self.runs.last_of(patcher)
+        run, adapter = self.runs.last_of(patcher), self.adapters.last_of(patcher)
         modes = {name: decision.mode for name, decision in self.plan.decisions.items()}
-        return modes if run is None else {**modes, **run.modes()}
+        modes |= run.modes() if run else {}
+        return modes | ({name: mode for name, mode in adapter.modes().items() if adapter.ranges.slot(name).flops} if adapter else {})
+
+    def sampling(self, executor, *args, **kwargs):
+        """Around a sampler's run: what the model does with its text before its calls follows the plan too."""
+        model = executor.class_obj.model_patcher.model
+        if not adapts_text(model):
+            return executor(*args, **kwargs)
+        with conditions_through(model, functools.partial(self._conditions, model)):
+            return executor(*args, **kwargs)
+
+    def _conditions(self, model, make: Make) -> dict:
+        run = self.adapters.of(model)
+        with patched(run.patches):
+            return run.call(make)
 
     def ranges(self, patcher: "ModelPatcher") -> dict[str, float]:
         """Layer name -> the largest magnitude it was given, of the layers that are watched."""

@@ -38,6 +38,6 @@ def set_wrapper(patcher, key: str, wrapper: Callable, kind: str = WrappersMP.APP
     """Put a wrapper of ours on a patcher, in place of an earlier one with that key, and sort all by ``PLACES``."""
     patcher.remove_wrappers_with_key(kind, key)
     patcher.add_wrapper_with_key(kind, key, wrapper)
-    around = patcher.wrappers.get(WrappersMP.APPLY_MODEL, {})
+    around = patcher.wrappers.get(kind, {})
     for name in sorted(around, key=lambda name: PLACES.get(name, 0)):
         around[name] = around.pop(name)

@@ -21,8 +21,12 @@ class StyleModel:
 
 
 def styled(comfy, strength: float):
-    """A text with a style whose tokens ComfyUI masks: at strength 0 by -inf, on purpose."""
+    """A text with a style whose tokens ComfyUI masks: at strength 0 by -inf, on purpose.
+
+    The mask has the picture's size already: resizing one of -inf makes NaN of it (``upscale_dit_mask`` in ``comfy/utils.py``).
+    """
     cond = families.conditioning("flux")
+    cond[0][1] |= {"attention_mask": torch.zeros(1, 32, 32), "attention_mask_img_shape": (4, 4)}
     return comfy.core["StyleModelApply"]().apply_stylemodel(cond, StyleModel(), None, strength, "attn_bias")[0]
 
 
@@ -43,13 +47,13 @@ def loud_flux(flux, models_dir):
 def test_a_mask_of_minus_inf_is_not_blamed_for_an_overflow(comfy, loud_flux, on_nan):
     cond = styled(comfy, 0.0)
     assert torch.isinf(cond[0][1]["attention_mask"]).any()
-    reference = families.sample(load(comfy, loud_flux, "fp32", "fp32"), "flux", cond=cond)
+    reference = families.sample(load(comfy, loud_flux, "fp32", "fp32"), "flux", cond=cond, steps=1)
     model = guarded(comfy, plain_fp16(comfy, loud_flux), on_nan)
     if on_nan == "stop":
         with pytest.raises(NonFinite, match="final_layer.linear"):
-            families.sample(model, "flux", cond=cond)
+            families.sample(model, "flux", cond=cond, steps=1)
     else:
-        result = families.sample(model, "flux", cond=cond)
+        result = families.sample(model, "flux", cond=cond, steps=1)
     report = report_of(model)
     assert report.verdict == ("recovered" if on_nan == "retry_higher" else "stopped")
     assert report.events[0].layer == "final_layer.linear"
@@ -63,7 +67,7 @@ def test_a_mask_that_leaves_nothing_to_attend_to_is_blamed_with_evidence(comfy, 
     cond[0][1]["attention_mask"][:] = -math.inf
     model = guarded(comfy, load(comfy, flux, "as_file", "bf16"), on_nan)
     with pytest.raises(NonFinite, match="attention_mask") as error:
-        families.sample(model, "flux", cond=cond)
+        families.sample(model, "flux", cond=cond, steps=1)
     report = report_of(model)
     assert error.value.verdict == "bad_input" and report.extra_calls <= MOST_REPEATS
     assert "finite with a zero" in report.events[0].evidence
@@ -74,7 +78,7 @@ def test_of_two_infinite_inputs_the_harmful_one_is_named(comfy, flux):
     cond[0][0][0, 3] = math.inf
     model = guarded(comfy, load(comfy, flux, "as_file", "bf16"))
     with pytest.raises(NonFinite) as error:
-        families.sample(model, "flux", cond=cond)
+        families.sample(model, "flux", cond=cond, steps=1)
     assert error.value.verdict == "bad_input"
     assert "positive conditioning" in str(error.value) and "attention_mask" not in str(error.value)
 
