@@ -1,6 +1,6 @@
 """Command line: ``python -m halfsafe inspect | scan | convert | plan | doctor``. ComfyUI never imports this file.
 
-Exit code 0: done; 1: ``scan`` found problems; 2: an error, told in one line on stderr.
+``python path/to/halfsafe`` is the same. Exit code 0: done; 1: ``scan`` found problems; 2: an error, told in one line on stderr.
 """
 
 import argparse
@@ -9,14 +9,40 @@ import math
 import sys
 import time
 from dataclasses import asdict
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from .precision.devices.profiles import PROFILE_NAMES
-from .precision.dtypes import STORAGE_OPTIONS
-from .precision.errors import HalfsafeError
-from .precision.plan.goal import GOALS
-from .precision.plan.presets import DEFAULT_PRESET, PRESETS
-from .precision.text import size_text
+NEEDED = ("torch", "numpy", "safetensors")
+
+
+def _missing() -> str:
+    """What to install, in one line; "" where everything is there."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if not missing:
+        return ""
+    advice = f"Run it with the Python of your ComfyUI, or install them: {sys.executable} -m pip install {' '.join(missing)}"
+    return f"halfsafe: {', '.join(missing)} cannot be imported by {sys.executable}. {advice}"
+
+
+def _package_of_this_folder() -> str:
+    """Import this folder as the package halfsafe, whatever it is called, for ``python path/to/folder``."""
+    folder = Path(__file__).absolute().parent
+    spec = spec_from_file_location("halfsafe", folder / "__init__.py", submodule_search_locations=[str(folder)])
+    sys.modules["halfsafe"] = module_from_spec(spec)
+    return "halfsafe"
+
+
+if problem := _missing():
+    sys.exit(print(problem, file=sys.stderr) or 2)
+if not __package__:
+    __package__ = _package_of_this_folder()
+
+from .precision.devices.names import EXAMPLES, code_of  # noqa: E402
+from .precision.dtypes import STORAGE_OPTIONS  # noqa: E402
+from .precision.errors import HalfsafeError, UnknownProfile  # noqa: E402
+from .precision.plan.goal import GOALS  # noqa: E402
+from .precision.plan.presets import DEFAULT_PRESET, PRESETS  # noqa: E402
+from .precision.text import size_text  # noqa: E402
 
 
 class Progress:
@@ -77,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--force", action="store_true", help="overwrite the target")
     plan = _command(commands, "plan", _plan, "what would run on a device, layer by layer, and why")
     plan.add_argument("file", type=Path)
-    plan.add_argument("--device", choices=PROFILE_NAMES, help="decide as on this device; this one without it")
+    plan.add_argument("--device", type=device, metavar="NAME", help=f"decide as on this device ({EXAMPLES}, or a code such as sm_86); this one without it")
     plan.add_argument("--goal", choices=GOALS, default="balanced")
     plan.add_argument("--memory", type=gigabytes, metavar="GB", help="free memory of that device, to decide storage by")
     _command(commands, "doctor", _doctor, "what this device, torch and ComfyUI can do")
@@ -90,6 +116,14 @@ def gigabytes(text: str) -> int:
     if not 0 <= count < math.inf:
         raise ValueError
     return int(count)
+
+
+def device(text: str) -> str:
+    """A device's name or code as the code."""
+    try:
+        return code_of(text)
+    except UnknownProfile as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _command(commands, name: str, run, text: str) -> argparse.ArgumentParser:

@@ -12,9 +12,11 @@ from ..dtypes import FP8_DTYPES, FP16_MAX, max_of, name_of
 from ..errors import CheckpointError
 from ..files.safetensors_file import TensorFile, open_checkpoint
 from ..formats.checkpoint import Checkpoint, read_checkpoint
+from ..formats.comfy_state import model_shapes
 from ..formats.encoding import Encoding
 from ..formats.encodings import SINCE
 from ..formats.stored_weight import NUMBERS, StoredWeight
+from ..plan.families import UNKNOWN, model_name
 
 SATURATION_LIMIT = 1e-3
 SATURATION_MINIMUM = 1000
@@ -27,6 +29,7 @@ class Inspection:
 
     Attributes:
         dtypes: dtype name -> {"tensors": n, "bytes": n}.
+        model: the diffusion model's name or family; None for another kind of file.
         scales: granularity, or the storage with scales of its own (``int8``, ``nvfp4``) -> number of weights; also
             ``input`` and ``full_precision``.
         problems: why it cannot be used; empty if it can.
@@ -41,6 +44,7 @@ class Inspection:
     tensors: int
     layers: int
     dtypes: dict[str, dict[str, int]]
+    model: str | None = None
     scales: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     in_comfyui: list[str] = field(default_factory=list)
@@ -93,11 +97,17 @@ def inspect_file(path) -> Inspection:
         tensors=len(file),
         layers=sum(weight.name.endswith(".weight") for weight in weights),
         dtypes=_dtypes(file),
+        model=_model(checkpoint) if checkpoint else None,
         scales=_scales(weights),
         problems=problems,
         in_comfyui=_in_comfyui(checkpoint) if checkpoint else [],
         notes=checkpoint.notes if checkpoint else [],
     )
+
+
+def _model(checkpoint: Checkpoint) -> str | None:
+    name = model_name(model_shapes(checkpoint))
+    return None if name == UNKNOWN.name else name
 
 
 def _dtypes(file: TensorFile) -> dict[str, dict[str, int]]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from ..devices.detect import Device
 from ..files.safetensors_file import open_checkpoint
 from ..formats.checkpoint import Checkpoint, read_checkpoint
-from ..formats.comfy_state import model_prefix, refuse_lora
+from ..formats.comfy_state import model_prefix, model_shapes, refuse_lora
 from ..plan.facts import ModelFacts, facts_of, layer_specs
-from ..plan.families import Family, family_of
+from ..plan.families import family_of, model_name
 from ..plan.goal import plan_for_goal, storage_for_goal
 from ..plan.rules import rules_from
 from ..plan.storage import LoadPlan, plan_load, weight_bytes
@@ -37,7 +37,7 @@ def plan_file(path: str | os.PathLike, device: Device, goal: str = "balanced", d
     storages = {name: _storage_in(plan, checkpoint, prefix, name) for name in plan.decisions}
     found = plan_for_goal(facts, device, goal, storages)
     plan = replace(plan, compute=found.compute, storage=replace(plan.storage, reason=plan.storage.reason or why))
-    return _report(checkpoint, prefix, family, facts, device, plan, storages, found.reason)
+    return _report(checkpoint, prefix, facts, device, plan, storages, found.reason)
 
 
 def _storage_in(plan: LoadPlan, checkpoint: Checkpoint, prefix: str, layer: str) -> str:
@@ -49,7 +49,6 @@ def _storage_in(plan: LoadPlan, checkpoint: Checkpoint, prefix: str, layer: str)
 def _report(
     checkpoint: Checkpoint,
     prefix: str,
-    family: Family,
     facts: ModelFacts,
     device: Device,
     plan: LoadPlan,
@@ -57,7 +56,7 @@ def _report(
     reason: str,
 ) -> Report:
     size = weight_bytes(checkpoint, plan, prefix)
-    report = Report(device_section(device), ModelReport(family.name, facts.parameters, size))
+    report = Report(device_section(device), ModelReport(model_name(model_shapes(checkpoint)), facts.parameters, size))
     report.layers = [_layer(layer.name, layer.cls, storages[layer.name], plan) for layer in facts.layers]
     report.kept_high = [KeptHigh(name, decision.reason) for name, decision in plan.decisions.items() if decision.kept]
     problems = [*plan.without_effect, *plan.compute.without_effect]

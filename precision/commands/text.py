@@ -12,6 +12,7 @@ def inspection_text(inspection: Inspection) -> str:
     lines = [
         inspection.file,
         f"  dialect     {inspection.dialect or 'unknown'}",
+        *([f"  model       {inspection.model}"] if inspection.model else []),
         f"  size        {size_text(inspection.bytes)}, {count_text(inspection.parameters)} parameters",
         f"  tensors     {inspection.tensors}, {inspection.layers} layers",
     ]

@@ -9,6 +9,7 @@ import torch
 from ..errors import UnknownProfile
 from ..text import size_text
 from .hardware import default_device, hardware_name, indexed, profile_of
+from .names import code_of
 from .probes import Probe, run_probes
 from .profiles import CAPABILITIES, OCP_FP8, PROFILE_NAMES, DeviceProfile, profile_named
 
@@ -99,7 +100,7 @@ def requested_profile() -> DeviceProfile | None:
     if not name:
         return None
     try:
-        return profile_named(name)
+        return profile_named(code_of(name))
     except UnknownProfile as error:
         raise UnknownProfile(f"{PROFILE_VARIABLE}={name}: {error.problem}", error.advice) from None
 

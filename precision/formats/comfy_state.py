@@ -99,6 +99,12 @@ def model_prefix(checkpoint: Checkpoint) -> str:
     return inside or next((prefix for prefix in WHOLE_PREFIXES if all(name.startswith(prefix) for name in names)), "")
 
 
+def model_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Map the diffusion model's own names to the shapes of its weights."""
+    prefix = model_prefix(checkpoint)
+    return {name.removeprefix(prefix): tuple(weight.shape) for name, weight in checkpoint.weights.items()}
+
+
 def refuse_lora(checkpoint: Checkpoint) -> None:
     """Raise :class:`CheckpointError` for a LoRA, which is no model."""
     name = next((name for name in checkpoint.weights if "lora_" in name), None)

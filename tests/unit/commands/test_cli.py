@@ -123,3 +123,38 @@ def test_starts_as_a_module_with_the_folder_installed_as_halfsafe(tmp_path, sour
         [*command[:3], "inspect", "no"], capture_output=True, text=True, env=environment, cwd=tmp_path
     )
     assert done.returncode == 2 and done.stderr.startswith("halfsafe: no: cannot be opened")
+
+
+def test_starts_from_any_folder_name(tmp_path, source):
+    (tmp_path / "Some Pack").symlink_to(ROOT, target_is_directory=True)
+    command = [sys.executable, str(tmp_path / "Some Pack"), "inspect", str(source), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["dialect"] == "scaled_fp8"
+
+
+@pytest.mark.parametrize("form", [["-m", "halfsafe"], ["halfsafe"]])
+@pytest.mark.parametrize("arguments", [["doctor"], ["--help"]])
+def test_without_torch_it_says_what_to_install(tmp_path, form, arguments):
+    (tmp_path / "halfsafe").symlink_to(ROOT, target_is_directory=True)
+    command = [sys.executable, "-S", *form, *arguments]
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environ)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("halfsafe: torch, ") and f"{sys.executable} -m pip install torch" in done.stderr
+
+
+def test_plan_takes_a_devices_name(capsys, source):
+    code, out, _ = run(capsys, "plan", source, "--device", "RTX 3060 12GB", "--json")
+    assert code == 0 and json.loads(out)["device"]["profile"] == "sm_86"
+    with pytest.raises(SystemExit) as exit:
+        cli.main(["plan", str(source), "--device", "voodoo 2"])
+    assert exit.value.code == 2 and "no device profile 'voodoo 2'" in capsys.readouterr().err
+
+
+def test_inspect_and_plan_name_the_model(capsys, tmp_path):
+    shapes = {"head.modulation": (1, 2, 8), "blocks.0.ffn.0.weight": (32, 8), "patch_embedding.weight": (1536, 16, 1, 2, 2)}
+    names = {f"model.diffusion_model.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    save_file(names, tmp_path / "wan.safetensors")
+    assert "  model       Wan 2.1 1.3B\n" in run(capsys, "inspect", tmp_path / "wan.safetensors")[1]
+    assert "Wan 2.1 1.3B" in run(capsys, "plan", tmp_path / "wan.safetensors", "--device", "cpu")[1]
