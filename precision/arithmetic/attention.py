@@ -15,7 +15,7 @@ import torch
 from ..amax import amax
 from ..dtypes import FP16_MAX
 from .fp16_accumulation import MARGIN
-from .ranges import Ranges, Slot, largest_row_norm
+from .ranges import HEADROOM_BITS, Ranges, Slot, largest_row_norm
 
 AS_IS, SMOOTH, FP32 = "unchanged", "smooth-K", "fp32"
 MODES = (AS_IS, SMOOTH, FP32)
@@ -84,13 +84,13 @@ class BoundedAttention:
         if q.dtype != torch.float16:
             return attention(q, k, v, heads, *args, **kwargs)
         if self.always_fp32:
-            return run_in(torch.float32, fp32_attention, q, k, v, heads, args, kwargs)
+            return run_in(torch.float32, fp32_attention, q, k, v, heads, args, kwargs).to(q.dtype)
         index, self._index = self._index, self._index + 1
         if self.ranges.calibrating:
             return self._calibrate(self._met(index), attention, fp32_attention, q, k, v, heads, args, kwargs, fused)
         mode = self.slots[index % len(self.slots)].mode if self.changed else AS_IS
         if mode == FP32:
-            return run_in(torch.float32, fp32_attention, q, k, v, heads, args, kwargs)
+            return run_in(torch.float32, fp32_attention, q, k, v, heads, args, kwargs).to(q.dtype)
         if mode == SMOOTH:
             k = smoothed(k)
         result = attention(q, k, v, heads, *args, **kwargs)
@@ -125,7 +125,7 @@ class BoundedAttention:
                 slot.mode = mode
                 return result
         slot.mode = FP32
-        return run_in(torch.float32, fp32_attention, q, k, v, heads, args, kwargs)
+        return run_in(torch.float32, fp32_attention, q, k, v, heads, args, kwargs).to(q.dtype)
 
     def _rather_smoothed(self, bound: float, q, k, heads, kwargs) -> bool:
         """Scores that fit fp16 but are coarse in it, where all of them share what makes them large."""
@@ -146,6 +146,40 @@ class BoundedAttention:
         return f"{len(self.slots)} in fp16: {', '.join(counts)}" + "".join(f"; {line}" for line in changed[:8])
 
 
+class OperandSlot(Slot):
+    """q, k and v of one attention, as they are multiplied. ``size``: of a head; ``factor``: of a score, the mask's included;
+    ``by_norm``: amax alone bounds its scores too roughly, so the norms of rows are recorded."""
+
+    width = 3
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.gain = 1.0
+        self.size = 1
+        self.factor = 1.0
+        self.by_norm = False
+
+    def record_operands(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> None:
+        """Record what bounds the scores, and the amax of v: a kernel each, or two for a norm."""
+        if not self.cells or self.cell.device != q.device:
+            self.missed = True
+            return
+        for cell, tensor in zip(self.cells, (q, k), strict=False):
+            if self.by_norm:
+                cell.write_row_norm(tensor.unflatten(-1, (-1, _head_size(q, heads))))
+            else:
+                cell.write_amax(tensor)
+        self.cells[2].write_amax(v)
+
+    def magnitude(self, values: list[float]) -> float:
+        """The largest number the attention can hold; not finite where one of them is not."""
+        if not all(map(math.isfinite, values)):
+            return math.nan
+        of_q, of_k = (value if self.by_norm else value * self.size**0.5 for value in values[:2])
+        smallest = SMALLEST_VALUE * FP16_MAX / values[2] if values[2] else math.inf
+        return max(of_q, of_k, of_q * of_k * self.factor, values[2], smallest)
+
+
 class SafeAttention:
     """Attention with fp16 operands wherever neither an operand nor a score can pass fp16's range, in fp32 elsewhere.
 
@@ -155,6 +189,7 @@ class SafeAttention:
     def __init__(self, ranges: Ranges):
         self.ranges = ranges
         self.slot = ranges.slot("attention")
+        self.operands: list[OperandSlot] = []
         self.calls_in_fp32: list[bool] = []
         self.any_in_fp32 = False
         self.fp32_flops = 0
@@ -168,7 +203,7 @@ class SafeAttention:
             self.slot.gain = 1.0
 
     def __call__(self, attention: Callable, fp32_attention: Callable, q, k, v, heads: int, *args, fused: bool = True, **kwargs):
-        """One attention with ComfyUI's arguments. Returns the dtype of ``q``.
+        """One attention with ComfyUI's arguments. Returns the dtype of ``q``, or fp16 beside other fp16 results.
 
         Args:
             attention: what runs on fp16 operands.
@@ -177,23 +212,40 @@ class SafeAttention:
         """
         index, self.index = self.index, self.index + 1
         if self.ranges.calibrating:
-            self._calibrate(index, q, k, largest_in_attention(q, k, v, heads, args, kwargs, fused))
+            self._calibrate(index, q, k, v, heads, args, kwargs, fused)
         if index >= len(self.calls_in_fp32) or (self.any_in_fp32 and self.calls_in_fp32[index]):
-            return fp32_attention(q, k, v, heads, *args, **kwargs)
-        if not self.ranges.calibrating:
+            return run_in(torch.float32, fp32_attention, q, k, v, heads, args, kwargs)
+        dtype = torch.float16 if self.ranges.fp16_results else q.dtype
+        q, k, v = (tensor.to(torch.float16) for tensor in (q, k, v))
+        if torch.compiler.is_compiling():
             self.slot.record(largest_in_attention(q, k, v, heads, args, kwargs, fused))
-        return run_in(torch.float16, attention, q, k, v, heads, args, kwargs)
+        elif not self.ranges.calibrating:
+            self.operands[index].record_operands(q, k, v, heads)
+        return run_in(torch.float16, attention, q, k, v, heads, args, kwargs).to(dtype)
 
-    def _calibrate(self, index: int, q: torch.Tensor, k: torch.Tensor, largest: torch.Tensor) -> None:
+    def _calibrate(self, index: int, q, k, v, heads: int, args: tuple, kwargs: dict, fused: bool) -> None:
+        for tensor in (q, k, v):
+            self.ranges.check(tensor)
+        largest = largest_in_attention(q, k, v, heads, args, kwargs, fused)
         in_fp32, flops = not self.slot.holds(largest.item() * 2.0), 4 * q.numel() * k.shape[-2]
-        if index < len(self.calls_in_fp32):
-            in_fp32 = self.calls_in_fp32[index] = self.calls_in_fp32[index] or in_fp32
-        else:
-            self.calls_in_fp32.append(in_fp32)
+        if index == len(self.calls_in_fp32):
+            self.calls_in_fp32.append(False)
+            name = f"attention {index}"
+            self.operands.append(self.ranges.slots.setdefault(name, OperandSlot(name)))
+        in_fp32 = self.calls_in_fp32[index] = self.calls_in_fp32[index] or in_fp32
         self.any_in_fp32 = self.any_in_fp32 or in_fp32
         self.fp32_flops += flops if in_fp32 else 0
         self.slot.flops += flops
         self.slot.device = q.device
+        if not in_fp32:
+            self._choose_bound(self.operands[index], q, k, v, heads, args, kwargs, fused)
+
+    def _choose_bound(self, slot: OperandSlot, q, k, v, heads: int, args: tuple, kwargs: dict, fused: bool) -> None:
+        slot.device, slot.size = q.device, _head_size(q, heads)
+        slot.factor = score_factor(q, heads, kwargs, fused) * _mask_factor(args, kwargs)
+        largest = [amax(tensor).item() for tensor in (q, k, v)]
+        slot.by_norm = False
+        slot.by_norm = not slot.holds(slot.magnitude(largest) * 2.0**HEADROOM_BITS)
 
 
 def smoothed(k: torch.Tensor) -> torch.Tensor:
@@ -231,18 +283,22 @@ def largest_in_attention(q, k, v, heads: int, args: tuple, kwargs: dict, fused: 
     too large. A result is a mean of rows of v.
     """
     rows = head_norms(q, k, heads)
-    masked = any(torch.is_tensor(mask) and mask.is_floating_point() for mask in (*args, kwargs.get("mask")))
-    score = rows[0] * rows[1] * (score_factor(q, heads, kwargs, fused) * (8.0 if masked else 1.0))
+    score = rows[0] * rows[1] * (score_factor(q, heads, kwargs, fused) * _mask_factor(args, kwargs))
     largest = amax(v)
     return torch.stack([*rows, score, largest, SMALLEST_VALUE * FP16_MAX / largest]).amax()
 
 
+def _mask_factor(args: tuple, kwargs: dict) -> float:
+    masked = any(torch.is_tensor(mask) and mask.is_floating_point() for mask in (*args, kwargs.get("mask")))
+    return 8.0 if masked else 1.0
+
+
 def run_in(dtype: torch.dtype, attention: Callable, q, k, v, heads: int, args: tuple, kwargs: dict) -> torch.Tensor:
-    """Run an attention on operands and masks in ``dtype``. Returns the dtype of ``q``."""
+    """Run an attention on operands and masks in ``dtype``. Returns what it returns."""
     operands = (tensor.to(dtype) for tensor in (q, k, v))
     masks = (_mask_in(dtype, mask) for mask in args)
     kwargs = {**kwargs, "mask": _mask_in(dtype, kwargs["mask"])} if "mask" in kwargs else kwargs
-    return attention(*operands, heads, *masks, **kwargs).to(q.dtype)
+    return attention(*operands, heads, *masks, **kwargs)
 
 
 def _mask_in(dtype: torch.dtype, mask):

@@ -5,10 +5,13 @@ so what it records goes into tensors made outside of it. And a number read from 
 operand is scaled can change without a new compilation, and blocks of a model can share one graph.
 """
 
+import math
 import sys
 from collections.abc import Sequence
 
 import torch
+
+from ..amax import amax, norm_loses_nan
 
 NOTHING = -1.0
 
@@ -27,9 +30,11 @@ class Cells:
             self.records = torch.full((count,), NOTHING, dtype=torch.float32, device=device)
             self.scales = torch.ones((2, count), dtype=torch.float32, device=device)
             self.cells = [Cell(self, index) for index in range(count)]
+        self.call = 0
 
     def clear(self) -> None:
         """Forget what was recorded."""
+        self.call += 1
         if "torch._dynamo" in sys.modules:  # importing it takes seconds; before that nothing is compiled
             for tensor in (self.records, self.scales):
                 torch._dynamo.mark_static_address(tensor, guard=False)
@@ -53,6 +58,20 @@ class Cell:
         self.device = cells.records.device
         self.at = torch.tensor([index], device=self.device)
         self.view = cells.records[index]
+        self.written = -1
+
+    def write_amax(self, tensor: torch.Tensor) -> None:
+        """Record the amax of a tensor, in one kernel where it is the first record of the call; not in a compiled graph."""
+        if self.written == self.cells.call or tensor.numel() == 0 or norm_loses_nan(tensor.device):
+            self.record(amax(tensor))
+        else:
+            self.written = self.cells.call
+            torch.linalg.vector_norm(tensor.detach(), math.inf, dtype=torch.float32, out=self.view)
+
+    def write_row_norm(self, x: torch.Tensor) -> None:
+        """Record the largest 2-norm of the rows of ``x``, in two kernels; not in a compiled graph."""
+        norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32)
+        torch.amax(norms, tuple(range(norms.dim())), out=self.view)
 
     def record(self, magnitude: torch.Tensor) -> None:
         """Keep the larger of ``magnitude`` (0-dim fp32) and what is recorded already; NaN stays."""

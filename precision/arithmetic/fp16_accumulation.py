@@ -20,6 +20,9 @@ from .ranges import FLOOR_BITS, Ranges, Slot, largest_row_norm
 
 MARGIN = 2.0
 MAX_EXPONENT = 6
+WORTH_SCALING = 1024
+"""Outputs below which a scaled layer gains less by fp16 sums than the pass that scales its input costs: 6 bytes per input
+element against 2 operations per output at twice the speed. An RTX 4090 breaks even at 924, a 3090 at 455 (scripts/bench_cost.py)."""
 FP16_ACCUMULATION = "fp16_accumulation"
 NOT_MEASURED = "fp32 sums until a call has proven more"
 LABELS = {"amax": ("amax", "||w||1"), "norm": ("||x||", "||w||2")}
@@ -44,6 +47,10 @@ class AccumulationSlot(Slot):
         """The largest magnitude the proof holds for."""
         return FP16_MAX * 2.0**self.exponent / (MARGIN * self.gain) if self.gain else math.inf
 
+    def magnitude(self, values: list[float]) -> float:
+        """What was recorded, which is of the input before it is scaled."""
+        return values[0]
+
     def holds(self, magnitude: float) -> bool:
         """Tell whether a later call's magnitude is inside the proof; one that was never measured holds nothing."""
         return self.proven and magnitude <= self.limit
@@ -55,7 +62,7 @@ class AccumulationSlot(Slot):
             amax, norm: largest magnitude of the input and largest norm of its rows.
             row_sum, row_norm: largest 1-norm and 2-norm of the weight's rows.
             terms: products per sum.
-            can_scale: the input may be scaled by a power of two.
+            can_scale: it pays to scale the input by a power of two.
         """
         if not math.isfinite(amax) or not math.isfinite(norm):
             return
@@ -84,7 +91,7 @@ class AccumulationSlot(Slot):
         numbers = f"{of_input} {self._largest[self.by]:.3g}, {of_weight} {self.gain:.3g}, K {self.terms}"
         bound = f"bound {self.bound:.4g} of {FP16_MAX:.0f} ({numbers})"
         if not self.proven:
-            return f"fp32 sums: {bound}" + ("" if can_scale else ", input not ours to scale")
+            return f"fp32 sums: {bound}" + ("" if can_scale else f", too few outputs to gain by scaling ({WORTH_SCALING})")
         return f"fp16 sums: {bound}" + (f", input scaled by 2^-{self.exponent}" if self.exponent else "")
 
 
@@ -148,10 +155,17 @@ class Fp16AccumulationLinear:
         """Calibrate and multiply with one and the same weight, for the reason told at ``SafeOperation._calibrate``."""
         with self.weights(self.module, x, torch.float16) as (weight, bias):
             numbers = torch.stack([amax(x), largest_row_norm(x), *weight_norms(weight)]).tolist()
-            self.slot.prove(*numbers, terms=weight.shape[-1], can_scale=True)
+            self.slot.prove(*numbers, terms=weight.shape[-1], can_scale=weight.shape[0] >= WORTH_SCALING)
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:
-        with self.weights(self.module, x, torch.float16) as (weight, bias):
-            product = self.slot.unscaled(F.linear(self.slot.scaled(x), weight))
-            return product if bias is None else product.add_(bias)
+        """The product of a scaled input. Scaling back and the bias are part of the matmul, but in a compiled graph."""
+        with self.weights(self.module, x, torch.float16, torch.float16) as (weight, bias):
+            scaled = self.slot.scaled(x)
+            if torch.compiler.is_compiling() and self.slot.cell is not None:
+                product = F.linear(scaled, weight).mul_(self.slot.cell.scale()[1])
+                return product if bias is None else product.add_(bias)
+            summand, beta = (weight.new_empty(1), 0) if bias is None else (bias, 1)
+            rows = scaled.reshape(-1, weight.shape[1])
+            product = torch.addmm(summand, rows, weight.t(), beta=beta, alpha=2.0**self.slot.exponent)
+            return product.reshape(*x.shape[:-1], -1)

@@ -1,6 +1,7 @@
-"""Matmuls and convolutions with fp16 operands, fp32 accumulation and fp32 results that cannot overflow.
+"""Matmuls and convolutions with fp16 operands, fp32 accumulation and results that cannot overflow.
 
-``fp16_wide``: the operand fits fp16 and the result is fp32. ``fp16_scaled``: the operand is first scaled by an exact power
+``fp16``: the result is proven to fit fp16 and may be returned in it, which costs no more than a plain fp16 model's layer but the
+cast and the amax of an operand. Otherwise results are fp32. ``fp16_wide``: the operand fits fp16 and the result is fp32. ``fp16_scaled``: the operand is first scaled by an exact power
 of two. Where the device can only return fp16, as for every convolution, the scale also keeps the result in range: a sum of
 products is at most ``amax(x) * max_row ||w||_1``. That proves the result of every algorithm that adds up these products:
 direct, as a matrix product, implicit or not. It proves nothing of a convolution by Winograd's algorithm that keeps transformed
@@ -17,11 +18,12 @@ import torch.nn.functional as F
 
 from ..amax import amax
 from ..dtypes import TORCH_VERSION
-from ..modes import FP16_SCALED, FP16_WIDE, FP32
+from ..modes import FP16, FP16_SCALED, FP16_WIDE, FP32
 from .flags import fp32_accumulation
 from .ranges import Ranges, Slot
 
-WeightProvider = Callable[[torch.nn.Module, torch.Tensor, torch.dtype], AbstractContextManager]
+WeightProvider = Callable[..., AbstractContextManager]
+"""Called with a module, its input, the weight's dtype and, where it is not fp32, the bias's."""
 SMALLEST_WEIGHT = 2.0**-12
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -55,36 +57,52 @@ class SafeOperation:
         slot: where its magnitudes are kept; ``slot.in_fp32`` once the layer was found to need fp32.
         ranges: the model's calibration.
         weights: lends ``(weight, bias)`` of the module on the input's device, the weight in the dtype asked for and the
-            bias in fp32.
+            bias in fp32, or in the dtype given last.
         wide: whether the device returns fp32 from fp16 operands; None to ask it. For tests of CUDA's path on a CPU.
+        largest_fp16: return fp16 while the result is proven to fit it and no larger than this when measured. None: always
+            fp32.
     """
 
-    def __init__(self, module: torch.nn.Module, slot: Slot, ranges: Ranges, weights: WeightProvider, wide: bool | None = None):
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        slot: Slot,
+        ranges: Ranges,
+        weights: WeightProvider,
+        wide: bool | None = None,
+        largest_fp16: float | None = None,
+    ):
         self.module = module
         self.kind = kind_of(module)
         self.slot = slot
         self.ranges = ranges
         self.weights = weights
         self.wide = wide
+        self.largest_fp16 = largest_fp16
 
     @property
     def mode(self) -> str:
         """The report's mode the layer runs in, as its last calibration left it."""
         if self.slot.in_fp32:
             return FP32.name
+        if self.slot.returns_fp16:
+            return FP16.name
         return FP16_SCALED.name if self.slot.exponent else FP16_WIDE.name
 
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """``x``: the module's input, any float dtype. Returns fp32."""
+        """``x``: the module's input, any float dtype. Returns fp32, or fp16 where that is proven."""
         if self.ranges.calibrating:
             result = self._calibrate(x, *args, **kwargs)
             self.slot.flops += matmul_flops(result, self.module, self.kind)
             return result
         if self.slot.in_fp32:
             return self._fp32(x, *args, **kwargs)
-        self.slot.record(amax(x))
-        with self.weights(self.module, x, torch.float16) as (weight, bias):
-            return self._fp16(x, weight, bias, *args, **kwargs)
+        operand = self.ranges.operand(self.slot, x)
+        if self.slot.returns_fp16:
+            with self.weights(self.module, operand, torch.float16, torch.float16) as (weight, bias):
+                return self._fp16(operand, weight, bias, *args, **kwargs)
+        with self.weights(self.module, operand, torch.float16) as (weight, bias):
+            return self._wide(operand, weight, bias, *args, **kwargs)
 
     def _calibrate(self, x, *args, **kwargs) -> torch.Tensor:
         """Calibrate and multiply with one and the same weight, which is asked for once.
@@ -93,36 +111,57 @@ class SafeOperation:
         asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is asked for in
         fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.
         """
+        self.ranges.check(x)
         plain = type(self.module.weight) in (torch.Tensor, torch.nn.Parameter)
         self.slot.device = x.device
         with self.weights(self.module, x, torch.float32 if plain else torch.float16) as (weight, bias):
             half = weight.to(torch.float16)
             self.slot.in_fp32 = self.slot.in_fp32 or not fits_fp16(half)
             if not self.slot.in_fp32:
-                self.slot.calibrate(amax(x).item(), 1.0 if self._is_wide(x.device) else largest_row_sum(half, self.kind))
+                self._fit(x, half, bias)
             if not self.slot.in_fp32:
-                return self._fp16(x, half, bias, *args, **kwargs)
+                return self._first_product(self.ranges.calibrated_operand(self.slot, x), half, bias, *args, **kwargs)
             if plain:
                 return self._apply(x.float(), weight, bias, *args, **kwargs)
         return self._fp32(x, *args, **kwargs)
+
+    def _fit(self, x: torch.Tensor, half: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Choose the scale of the input, and whether the result is proven to fit fp16."""
+        magnitude, wide = amax(x).item(), self._is_wide(x.device)
+        returns_fp16 = self.largest_fp16 is not None and self.ranges.fp16_results
+        row_sum = 1.0 if wide and not returns_fp16 else largest_row_sum(half, self.kind)
+        self.slot.calibrate(magnitude, 1.0 if wide else row_sum)
+        if returns_fp16:
+            self.slot.prove(magnitude, row_sum, 0.0 if bias is None else amax(bias).item())
+
+    def _first_product(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
+        """The product of a call that calibrates: in fp16 only if it is not larger there than allowed."""
+        if self.slot.returns_fp16:
+            result = self._fp16(operand, weight, None if bias is None else bias.to(torch.float16), *args, **kwargs)
+            if amax(result).item() <= self.largest_fp16:
+                return result
+            self.slot.returns_fp16, self.slot.stays_wide = False, True
+        return self._wide(operand, weight, bias, *args, **kwargs)
 
     def _fp32(self, x, *args, **kwargs) -> torch.Tensor:
         with self.weights(self.module, x, torch.float32) as (weight, bias):
             return self._apply(x.float(), weight, bias, *args, **kwargs)
 
-    def _fp16(self, x, weight, bias, *args, **kwargs) -> torch.Tensor:
-        x = self.slot.scaled(x).to(torch.float16)
+    def _fp16(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         with fp32_accumulation():
-            product = self._product(x, weight, *args, **kwargs)
-        product = self.slot.unscaled(product)
-        return product if bias is None else product.add_(self._broadcast(bias))
+            return self._apply(operand, weight, bias, *args, **kwargs)
+
+    def _wide(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
+        with fp32_accumulation():
+            product = self._product(operand, weight, *args, **kwargs)
+        return self.slot.unscaled(product, None if bias is None else self._broadcast(bias))
 
     def _is_wide(self, device: torch.device) -> bool:
         return has_wide_output(device, self.kind) if self.wide is None else self.wide
 
     def _product(self, x, weight, *args, **kwargs) -> torch.Tensor:
         if not self._is_wide(x.device):
-            return self._apply(x, weight, None, *args, **kwargs).float()
+            return self._apply(x, weight, None, *args, **kwargs)
         if x.device.type == "cpu" or _needs_gradient(x, weight):
             return self._apply(x.float(), weight.float(), None, *args, **kwargs)
         product = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)

@@ -3,14 +3,18 @@
 The first call calibrates: it fixes how each operand is scaled. Later calls only record. When a record leaves the range the
 scaling was fixed for, the call is repeated with calibration. So a clean call costs one reduction
 per operation and one small synchronisation, and no value that overflows is ever used.
+
+An operation whose result is proven to fit fp16 may return fp16. What model code makes of two such results can still overflow,
+and is then the operand of a later operation, whose record shows it: fp16 results are given up for the model.
 """
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
+from ..amax import amax
 from ..dtypes import FP16_MAX
 from .cells import NOTHING, Cell, Cells
 
@@ -18,6 +22,7 @@ HEADROOM_BITS = 2
 FLOOR_BITS = 12
 MAX_GAIN = 2.0**16
 MAX_FALLS = 2
+RESULT_MARGIN = 2.0
 
 Result = TypeVar("Result")
 
@@ -27,8 +32,15 @@ class Slot:
 
     ``gain``: by how much the operation can raise a magnitude in fp16; None until it was measured. ``in_fp32``: it runs in
     fp32. ``flops``: floating-point operations of one model call. ``largest``: the largest magnitude of all calls so far.
-    ``device``: where it ran when it was measured; ``cell``: its numbers there; ``missed``: it ran in this call without one.
+    ``device``: where it ran when it was measured; ``cells``: its numbers there, ``cell`` the first; ``missed``: it ran in this
+    call without one. ``uses``: how often it ran in the call that calibrated. ``returns_fp16``: its result fits fp16, as ``bias``, the
+    largest magnitude of its own, plus ``row_sum`` times that of its operand does. ``stays_wide``: found not to fit once.
+    ``meets_zeros``: its operand was nothing but zeros once.
+    ``copies``: the operation before it that has the same operand, which is cast and recorded there; ``copied_by``: the reverse.
     """
+
+    width = 1
+    """How many numbers it records."""
 
     def __init__(self, name: str):
         self.name = name
@@ -38,14 +50,27 @@ class Slot:
         self.flops = 0
         self.largest = 0.0
         self.device: torch.device | None = None
+        self.cells: list[Cell] = []
         self.cell: Cell | None = None
         self.missed = False
+        self.uses = 0
+        self.meets_zeros = False
+        self.returns_fp16 = False
+        self.stays_wide = False
+        self.row_sum = 1.0
+        self.bias = 0.0
+        self.copies: Slot | None = None
+        self.copied_by: list[Slot] = []
         self._falls = 0
 
     @property
     def limit(self) -> float:
         """The largest magnitude that stays finite; below any before the first measurement."""
-        return -1.0 if self.gain is None else FP16_MAX * 2.0**self.exponent / self.gain
+        if self.gain is None:
+            return -1.0
+        if self.returns_fp16:
+            return (FP16_MAX / RESULT_MARGIN - self.bias) / self.row_sum
+        return FP16_MAX * 2.0**self.exponent / self.gain
 
     @property
     def floor(self) -> float:
@@ -59,21 +84,48 @@ class Slot:
         else:
             self.cell.record(magnitude)
 
-    def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` times ``2**-exponent``, exact. A compiled graph multiplies by a tensor, whatever the exponent is."""
-        if torch.compiler.is_compiling() and self.cell is not None:
-            return x * self.cell.scale()[0]
-        return x * 2.0**-self.exponent if self.exponent else x
+    def record_operand(self, x: torch.Tensor, operand: torch.Tensor) -> None:
+        """Record the amax of ``operand``, which is ``x`` as it is multiplied: fewer bytes than ``x`` and as good, but that zeros
+        may be what is left of numbers that fp16 does not hold. An operation that has met zeros records ``x``."""
+        operand = x if self.meets_zeros else operand
+        if torch.compiler.is_compiling() or self.uses != 1 or self.cell is None or self.cell.device != operand.device:
+            self.record(amax(operand))
+        else:
+            self.cell.write_amax(operand)
 
-    def unscaled(self, product: torch.Tensor) -> torch.Tensor:
-        """``product`` times ``2**exponent``, in place."""
+    def magnitude(self, values: list[float]) -> float:
+        """The operand's magnitude, from the numbers it has recorded."""
+        if self.meets_zeros:
+            return values[0]
+        return values[0] * 2.0**self.exponent if values[0] else math.nan
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` times ``2**-exponent``, exact, in fp16, by one kernel. A compiled graph multiplies by a tensor, whatever the
+        exponent is."""
+        if torch.compiler.is_compiling() and self.cell is not None and not self.returns_fp16:
+            return (x * self.cell.scale()[0]).to(torch.float16)
+        if not self.exponent:
+            return x.to(torch.float16)
+        if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+            return (x * 2.0**-self.exponent).to(torch.float16)
+        return torch.mul(x, 2.0**-self.exponent, out=torch.empty_like(x, dtype=torch.float16))
+
+    def unscaled(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """``product`` times ``2**exponent``, plus ``bias``, in fp32 and in one pass; ``product`` may be written to."""
         if torch.compiler.is_compiling() and self.cell is not None:
-            return product.mul_(self.cell.scale()[1])
-        return product.mul_(2.0**self.exponent) if self.exponent else product
+            product = product.float() * self.cell.scale()[1]
+            return product if bias is None else product + bias
+        if bias is None:
+            return product.float().mul_(2.0**self.exponent) if self.exponent else product.float()
+        if product.dtype == torch.float32 and not product.requires_grad:
+            return product.mul_(2.0**self.exponent).add_(bias) if torch.compiler.is_compiling() else torch.add(
+                bias, product, alpha=2.0**self.exponent, out=product
+            )
+        return torch.add(bias, product, alpha=2.0**self.exponent)
 
     def holds(self, magnitude: float) -> bool:
         """Tell whether an operand of this magnitude neither overflows nor underflows; no NaN or inf is held."""
-        return self.limit >= 0 and (magnitude == 0 or self.floor <= magnitude <= self.limit)
+        return self.limit > 0 and (magnitude == 0 or self.floor <= magnitude <= self.limit)
 
     def calibrate(self, magnitude: float, gain: float = 1.0) -> None:
         """Choose the exponent that keeps ``magnitude * gain`` two bits below fp16's largest number (``gain`` >= 1).
@@ -83,6 +135,7 @@ class Slot:
         """
         measured, self.gain = self.gain is not None, gain
         self.largest = max(self.largest, magnitude)
+        self.meets_zeros = self.meets_zeros or magnitude == 0
         if gain > MAX_GAIN:
             self.in_fp32 = True
         if not 0 < magnitude < math.inf or self.holds(magnitude * 2.0**HEADROOM_BITS):
@@ -92,18 +145,44 @@ class Slot:
         self.in_fp32 = self.in_fp32 or self._falls > MAX_FALLS
         self.exponent = needed
 
+    def prove(self, magnitude: float, row_sum: float, bias: float) -> None:
+        """Decide whether the result fits fp16 with room to grow: it is at most ``magnitude * row_sum + bias``.
+
+        Args:
+            magnitude: of the operand.
+            row_sum: the largest 1-norm of the weight's rows.
+            bias: the largest magnitude of the bias.
+        """
+        self.row_sum, self.bias = row_sum, bias
+        if math.isfinite(magnitude):
+            self.stays_wide = self.stays_wide or 2.0**HEADROOM_BITS * magnitude * row_sum + 2.0 * bias > FP16_MAX
+        self.returns_fp16 = math.isfinite(magnitude) and not (self.stays_wide or self.in_fp32 or self.exponent)
+
+
+class Shared(NamedTuple):
+    """An operand that the next operations may have in common: as given, whose it was, as multiplied, how many follow."""
+
+    x: torch.Tensor
+    slot: Slot
+    operand: torch.Tensor
+    followers: int = 0
+
 
 class Ranges:
     """The slots of one model.
 
     ``calibrating``: this call may read numbers back from the device, to fix how operands are scaled; nothing compiled runs in
     it. A compiled graph depends on what a slot decides, such as ``in_fp32``, and not on the number of measurements.
+    ``fp16_results``: results that are proven to fit may be fp16.
     """
 
     def __init__(self):
         self.slots: dict[str, Slot] = {}
         self.calibrating = True
+        self.fp16_results = False
         self.repeats = 0
+        self._overflowed = False
+        self._last: Shared | None = None
         self._cells: dict[torch.device, tuple[Cells, list[Slot]]] = {}
 
     def largest(self) -> dict[str, float]:
@@ -114,12 +193,62 @@ class Ranges:
         """The slot of that name, made if need be."""
         return self.slots.setdefault(name, Slot(name))
 
+    def operand(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
+        """``x`` as it is multiplied: in fp16, scaled, recorded. Cast and recorded once for operations that share it."""
+        if torch.compiler.is_compiling():
+            operand = slot.scaled(x)
+            slot.record_operand(x, operand)
+            return operand
+        last = self._last
+        if last is not None and last.x is x and slot.copies is last.slot:
+            self._last = last._replace(followers=last.followers - 1) if last.followers > 1 else None
+            return last.operand
+        operand = slot.scaled(x)
+        slot.record_operand(x, operand)
+        self._last = Shared(x, slot, operand, len(slot.copied_by)) if slot.copied_by else None
+        return operand
+
+    def calibrated_operand(self, slot: Slot, x: torch.Tensor) -> torch.Tensor:
+        """The same in a call that calibrates, which finds out who shares an operand: who is given the very same tensor next,
+        not written to in between."""
+        operand, last = slot.scaled(x), self._last
+        slot.uses += 1
+        if slot.uses == 1 and last is not None and last.x is x and _are_equal(last, slot, operand):
+            slot.copies = last.slot
+            last.slot.copied_by.append(slot)
+        else:
+            slot.copies = None
+            self._last = Shared(x, slot, operand)
+        return operand
+
+    def check(self, operand: torch.Tensor) -> None:
+        """In a call that calibrates: give fp16 results up where one of them may be why an operand is not finite.
+
+        ComfyUI clamps what overflows in some models (``clamp_fp16`` in ``comfy/ldm/lumina/model.py``): fp16's largest number
+        counts as not finite.
+        """
+        if any(slot.returns_fp16 for slot in self.slots.values()):
+            limit = FP16_MAX if operand.dtype == torch.float16 else math.inf
+            self._overflowed = self._overflowed or not amax(operand).item() < limit
+
     def run(self, call: Callable[[], Result]) -> Result:
-        """One model call; repeated once with calibration when a magnitude left its range.
+        """One model call; repeated once with calibration when a magnitude left its range, and without fp16 results where
+        those are what model code fails on: not every operation of torch takes fp16 beside fp32.
 
         Raises:
             Whatever ``call`` raises.
         """
+        try:
+            return self._run(call)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or not any(slot.returns_fp16 for slot in self.slots.values()):
+                raise
+            self.fp16_results = False
+            return self._calibrated(call)
+        finally:
+            self._last = None
+
+    def _run(self, call: Callable[[], Result]) -> Result:
         if not self.calibrating:
             result = self._recorded(call)
             if self._held():
@@ -128,6 +257,7 @@ class Ranges:
         return self._calibrated(call)
 
     def _recorded(self, call: Callable[[], Result]) -> Result:
+        self._last = None
         for slot in self.slots.values():
             slot.missed = False
         for cells, _ in self._cells.values():
@@ -136,36 +266,58 @@ class Ranges:
 
     def _calibrated(self, call: Callable[[], Result]) -> Result:
         self.calibrating = True
-        for slot in self.slots.values():
-            slot.flops = 0
-        result = call()
+        result = self._calibrating(call)
+        if self._overflowed and self.fp16_results:
+            self.fp16_results = False
+            result = self._calibrating(call)
         self._place()
         self.calibrating = False
         return result
 
+    def _calibrating(self, call: Callable[[], Result]) -> Result:
+        self._overflowed, self._last = False, None
+        for slot in self.slots.values():
+            slot.flops = slot.uses = 0
+            slot.returns_fp16, slot.copies, slot.copied_by = False, None, []
+        return call()
+
     def _place(self) -> None:
-        """Give every measured slot a cell on its device, and the graphs the exponents."""
+        """Give every measured slot its cells on its device, and the graphs the exponents."""
         devices: dict[torch.device, list[Slot]] = {}
         for slot in self.slots.values():
             if slot.device is not None:
                 devices.setdefault(slot.device, []).append(slot)
         for device, slots in devices.items():
             if device not in self._cells or self._cells[device][1] != slots:
-                self._cells[device] = cells, _ = Cells(len(slots), device), slots
-                for slot, cell in zip(slots, cells.cells, strict=True):
-                    slot.cell = cell
-            self._cells[device][0].set_exponents([slot.exponent for slot in slots])
+                self._cells[device] = cells, _ = Cells(sum(slot.width for slot in slots), device), slots
+                left = iter(cells.cells)
+                for slot in slots:
+                    slot.cells = [next(left) for _ in range(slot.width)]
+                    slot.cell = slot.cells[0]
+            self._cells[device][0].set_exponents([slot.exponent for slot in slots for _ in range(slot.width)])
 
     def _held(self) -> bool:
-        used = [
-            (slot, value)
-            for cells, slots in self._cells.values()
-            for slot, value in zip(slots, cells.read(), strict=True)
-            if value != NOTHING
-        ]
-        for slot, value in used:
-            slot.largest = max(slot.largest, value)
-        return all(slot.holds(value) for slot, value in used) and not any(slot.missed for slot in self.slots.values())
+        """Tell whether every magnitude that this call has recorded is inside of its range."""
+        held = not any(slot.missed for slot in self.slots.values())
+        for cells, slots in self._cells.values():
+            values = iter(cells.read())
+            for slot in slots:
+                recorded = [next(values) for _ in range(slot.width)]
+                if NOTHING not in recorded:
+                    held = _is_held(slot, slot.magnitude(recorded)) and held
+        return held
+
+
+def _is_held(slot: Slot, magnitude: float) -> bool:
+    """Tell whether a magnitude is inside of the range of an operation and of those that share its operand."""
+    sharing = (slot, *slot.copied_by)
+    for each in sharing:
+        each.largest = max(each.largest, magnitude)
+    return all(each.holds(magnitude) for each in sharing)
+
+
+def _are_equal(last: Shared, slot: Slot, operand: torch.Tensor) -> bool:
+    return last.slot is not slot and last.slot.exponent == slot.exponent and torch.equal(last.operand, operand)
 
 
 def largest_row_norm(x: torch.Tensor) -> torch.Tensor:

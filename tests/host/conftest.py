@@ -30,7 +30,8 @@ if COMFYUI:
 ONCE_PER_CALL = {"arithmetic/cells.read", "guard/model.__call__"}
 CALIBRATING = {
     "arithmetic/linear._calibrate", "arithmetic/linear.fits_fp16", "arithmetic/linear.largest_row_sum",
-    "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._calibrate",
+    "arithmetic/linear._fit", "arithmetic/linear._first_product", "arithmetic/ranges.check", "arithmetic/ranges._are_equal",
+    "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._calibrate", "arithmetic/attention._choose_bound",
     "arithmetic/attention._in_first_mode_that_fits", "arithmetic/attention._rather_smoothed",
 }  # fmt: skip
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/causes", "guard/escalation._numbers", "guard/finite"}

@@ -13,7 +13,7 @@ from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.ranges import Ranges
 from ....precision.devices.detect import detect
-from ....precision.modes import FP8, FP16
+from ....precision.modes import FP8, FP16, FP16_WIDE
 from ....precision.plan.accumulation import PARTS, AccumulationPlan, MatmulProfile, Request, plan_accumulation
 from ....precision.report.schema import flag_report, flag_reports
 from . import fast_accumulation
@@ -88,7 +88,7 @@ class _Run:
         self._patches: list[Patch] = [patch for op in self.operations.values() for patch in exchanged(op.module, op.__call__)]
 
     def _operations(self, patcher) -> Iterator[tuple[str, Fp16AccumulationLinear]]:
-        modes, ruled = modes_of(patcher), _ruled(patcher)
+        modes, ruled = _modes_of(patcher), _ruled(patcher)
         for name, module in modules_of(patcher.model).items():
             if modes.get(name) == FP16.name and kind_of(module) == "linear" and name not in ruled:
                 slot = self.ranges.slots[name] = AccumulationSlot(name)
@@ -175,8 +175,16 @@ def _is_fp8_fast(plan: AccumulationPlan) -> bool:
     return plan.fp8_fast and not fast_accumulation.why_unavailable()
 
 
+def _modes_of(patcher) -> dict[str, str]:
+    """Layer name -> mode, of layers that may return fp32 the mode they were planned in: their sums are never in fp16."""
+    compute, modes = compute_of(patcher), modes_of(patcher)
+    decisions = compute.plan.decisions if compute else {}
+    wide = (name for name, decision in decisions.items() if decision.mode == FP16_WIDE.name)
+    return modes | {name: FP16_WIDE.name for name in wide if modes.get(name) == FP16.name}
+
+
 def _matmul_profile(patcher) -> MatmulProfile:
-    modes = modes_of(patcher)
+    modes = _modes_of(patcher)
     multiplying = {modes.get(name) for name, module in modules_of(patcher.model).items() if kind_of(module)}
     return MatmulProfile(frozenset(multiplying - {None}), is_compiled(patcher), is_on_several_devices(patcher))
 
@@ -198,7 +206,7 @@ def layer_accumulation(patcher) -> dict[str, tuple[str, str]]:
 
 
 def _planned_accumulation(patcher) -> dict[str, tuple[str, str]]:
-    accumulation, modes, modules = accumulation_of(patcher), modes_of(patcher), modules_of(patcher.model)
+    accumulation, modes, modules = accumulation_of(patcher), _modes_of(patcher), modules_of(patcher.model)
     run = accumulation.runs.last_of(patcher) if accumulation else None
     plan = accumulation.plan_for(patcher) if accumulation else AccumulationPlan(Request())
     sums = {}

@@ -23,6 +23,7 @@ from ....precision.dtypes import dtype_named, name_of
 from ....precision.formats.quantize import activation_scale
 from ....precision.modes import FP8, FP16, FP16_WIDE, INT8, MODE_OF
 from ....precision.plan.compute import ComputeDecision, ComputePlan
+from ....precision.plan.results import largest_fp16_result
 from .attention import attending, full_precision_attention, in_one_dtype, is_fused
 from .call import Call
 from .conditions import Make, adapts_text, conditions_through
@@ -71,7 +72,7 @@ class Compute:
 
     def __init__(self, plan: ComputePlan):
         self.plan = plan
-        self.runs: PerModel[PlannedLayers] = PerModel(lambda model: PlannedLayers(plan, model))
+        self.runs: PerModel[PlannedLayers] = PerModel(lambda model: PlannedLayers(plan, model, fp16_results=plan.is_safe))
         self.adapters: PerModel[PlannedLayers] = PerModel(lambda model: PlannedLayers(plan, model))
 
     def __call__(self, executor, *args, **kwargs):
@@ -119,9 +120,12 @@ class PlannedLayers:
     """One model under a plan: its patches and what its calls have shown.
 
     ``inside(name)``: whether one of the other modules can be given fp32 activations, where the plan mixes them in.
+    ``fp16_results``: layers between a block's norms and its residual stream may return fp16.
     """
 
-    def __init__(self, plan: ComputePlan, model, inside: Callable[[str], bool] = lambda name: True):
+    def __init__(
+        self, plan: ComputePlan, model, inside: Callable[[str], bool] = lambda name: True, fp16_results: bool = False
+    ):
         named = modules_of(model)
         self.modules = {name: module for name, module in named.items() if name in plan.decisions}
         self._plan = plan
@@ -129,6 +133,7 @@ class PlannedLayers:
         self.is_safe = plan.is_safe
         self.mixes_fp32_in = plan.mixes_fp32_in
         self.ranges = Ranges()
+        self.ranges.fp16_results = fp16_results
         self.attention = SafeAttention(self.ranges)
         self.operations: dict[str, SafeOperation] = {}
         self.in_own_way: dict[str, CastOperation] = {}
@@ -154,7 +159,9 @@ class PlannedLayers:
         if decision.mode == FP8.name and not has_own_forward(module):
             return _out_as(decision, Fp8Linear(module))
         if decision.mode == FP16_WIDE.name and only_multiplies(module):
-            operation = self.operations[name] = SafeOperation(module, slot, self.ranges, weights_of(module))
+            operation = self.operations[name] = SafeOperation(
+                module, slot, self.ranges, weights_of(module), largest_fp16=largest_fp16_result(name)
+            )
             # A method and not the object, for which torch.compile would make a graph of its own.
             return operation.__call__ if self.is_safe else _out_as(decision, operation.__call__)
         # Made inside of accumulation's wrapper, so this forward is accumulation's where that has one (wrappers.PLACES).

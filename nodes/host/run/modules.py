@@ -153,15 +153,15 @@ def weights_of(module: torch.nn.Module) -> WeightProvider:
 
 
 @contextlib.contextmanager
-def core_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple]:
-    """Lend a module's weight in ``dtype`` and its bias in fp32 through ComfyUI's cast: offload, LoRA, quantization.
+def core_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype = torch.float32) -> Iterator[tuple]:
+    """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype`` through ComfyUI's cast: offload, LoRA, quantization.
 
     A LoRA added at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is asked for.
     """
     comfy.ops.run_every_op()
     asked = torch.float32 if module.weight_function else dtype
     weight, bias, cuda_stream = comfy.ops.cast_bias_weight(
-        module, dtype=asked, device=x.device, bias_dtype=torch.float32, offloadable=True, **PATCHES_IN_FP32
+        module, dtype=asked, device=x.device, bias_dtype=bias_dtype, offloadable=True, **PATCHES_IN_FP32
     )
     try:
         yield dequantized(weight).to(dtype), bias
@@ -187,7 +187,7 @@ def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> Iterator[tupl
 
 
 @contextlib.contextmanager
-def torch_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple]:
+def torch_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype=torch.float32) -> Iterator[tuple]:
     """Lend the weight and bias of a module of torch's own classes, as custom model code may hold."""
-    bias = None if module.bias is None else module.bias.to(x.device, torch.float32)
+    bias = None if module.bias is None else module.bias.to(x.device, bias_dtype)
     yield module.weight.to(x.device, dtype), bias

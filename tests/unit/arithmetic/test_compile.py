@@ -203,7 +203,7 @@ def test_parts_that_are_cuda_graphs_are_watched(inference):
             assert torch.equal(ranges.run(lambda: call(compiled, x)), expected)
         sizes = [x.abs().max().item(), parts[0](x).abs().max().item()]
         assert ranges.repeats == 0 and backend.runs == 6
-        assert [slot.largest for slot in slots] == pytest.approx(sizes)
+        assert [slot.largest for slot in slots] == pytest.approx(sizes, rel=2**-11)
         for bad in (math.nan, math.inf):
             ranges._recorded(lambda bad=bad: call(compiled, torch.full((4, 16), bad)))
             assert not ranges._held()

@@ -101,10 +101,20 @@ def test_records_keep_the_largest_and_nan(placed, inference):
 def test_only_what_ran_is_checked(placed):
     ranges, (a, b) = placed
     b.gain = None
-    ranges.run(lambda: recorded(a, 0.0))
+    ranges.run(lambda: recorded(a, 1.0))
     assert ranges.repeats == 0
-    ranges._recorded(lambda: recorded(b, 0.0))
+    ranges._recorded(lambda: recorded(b, 1.0))
     assert not ranges._held()
+
+
+def test_zeros_are_held_once_they_were_met(placed):
+    """A zero may be what fp16 leaves of a small number: only a calibration sees the difference."""
+    ranges, (a, _) = placed
+    ranges._recorded(lambda: recorded(a, 0.0))
+    assert not ranges._held()
+    a.calibrate(0.0)
+    ranges._recorded(lambda: recorded(a, 0.0))
+    assert ranges._held()
 
 
 def test_a_record_that_needs_no_gradient_is_kept_of_one_that_does(placed):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.arithmetic import flags, fp16_accumulation
 from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, AccumulationSlot, Fp16AccumulationLinear
 from halfsafe.precision.arithmetic.ranges import Ranges
 from halfsafe.precision.devices.detect import PROFILE_NAMES, detect
@@ -18,6 +18,12 @@ GAINING = ("sm_75", "sm_86", "sm_89", "sm_120")
 CUBLAS = ("sm_70", *GAINING, "sm_80", "sm_90", "sm_100")
 TF32 = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 FAST_FP8 = ("sm_89", "sm_90")
+
+
+@pytest.fixture(autouse=True)
+def small_layers_are_worth_scaling(monkeypatch):
+    """As large ones are: a layer this small gains less by fp16 sums than scaling costs."""
+    monkeypatch.setattr(fp16_accumulation, "WORTH_SCALING", 1)
 
 
 def bounded(module, by_layer=True):
