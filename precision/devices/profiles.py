@@ -206,7 +206,7 @@ ROWS = (
     DeviceProfile(
         "gfx1100", "RX 7000 (RDNA3)", "amd", int8_matmul=True,
         notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "No fp8 units: fp8 weights are widened to bf16.",
-               "int8_matmul_gains": "RDNA3 runs int8 at the rate of fp16; 2-3x slower without the HIP backend (ComfyUI #14777)."},
+               "int8_matmul_gains": "No gain is measured on RDNA3; 2-3x slower than fp8 without the HIP backend (ComfyUI #14777)."},
     ),
     DeviceProfile(
         "gfx1201", "RX 9000 (RDNA4)", "amd", fp8_matmul=True, fp8_formats=OCP_FP8, fp8_matmul_gains=True,
