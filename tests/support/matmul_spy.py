@@ -4,7 +4,8 @@ Sees: every product that reaches a kernel of this thread (``mm``, ``addmm``, ``b
 ``_int_mm``), with its operands' dtypes, its result's, and whether fp16 sums are on at that moment; on real CPU tensors also
 whether fp32 operands hold fp16's numbers alone, which is how a CPU stands in for products with fp16 operands and fp32 results.
 Does not see: products inside of custom operators or compiled kernels, and how the library sums. A product is its layer's where
-the layer's module is called; one that model code makes with a layer's weight by itself is the calling module's.
+the layer's module is called; one that model code makes with a layer's weight by itself is the calling module's. Those of a LoRA
+beside a layer are of the layer's name with " beside".
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from halfsafe.nodes.host.run.low_rank import LowRankLayer
 from support.leaf_operations import FakeTensor, LeafOperations, aten
 from torch.nn.modules import module as hooks
 
@@ -73,9 +75,11 @@ class MatmulSpy(LeafOperations):
     def _enter_module(self, module, inputs) -> None:
         if module in self.names:
             self._inside.append(self.names[module])
+        elif isinstance(module, LowRankLayer):
+            self._inside.append(f"{self._inside[-1]} beside")
 
     def _leave_module(self, module, inputs, output) -> None:
-        if module in self.names:
+        if module in self.names or isinstance(module, LowRankLayer):
             self._inside.pop()
 
     def leaf(self, func, args, kwargs):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from comfy.quant_ops import QuantizedTensor
+from halfsafe.nodes.host.run.low_rank import LowRankLayer
 from halfsafe.precision.dtypes import name_of
+from torch.nn.modules import module as every_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MATRICES = {"linear": (0, 1), "mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "convolution": (0, 1)}
@@ -14,22 +16,33 @@ SCALED = ("_scaled_mm", "_scaled_mm_v2")
 class Products(TorchDispatchMode):
     """Records, as the report names modes, the products made inside of each of ``layers`` (name -> module).
 
+    ``beside``: the same of the LoRAs that are added to a layer's own product.
     fp16_wide: both matrices are fp32 but hold only numbers that fp16 holds, which on a CPU is what ``fp16_safe`` multiplies.
     """
 
     def __init__(self, layers: dict[str, torch.nn.Module]):
         super().__init__()
         self.made: dict[str, list[str]] = {name: [] for name in layers}
+        self.beside: dict[str, list[str]] = {}
         self.scaled: list[tuple[torch.dtype, torch.dtype]] = []
         self._layers = layers
         self._inside: list[str] = []
+        self._is_beside = False
         self._hooks: list = []
 
     def __enter__(self):
         for name, module in self._layers.items():
             self._hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self._inside.append(name)))
             self._hooks.append(module.register_forward_hook(lambda *_: self._inside.pop() and None))
+        self._hooks.append(every_module.register_module_forward_pre_hook(self._enter_beside))
+        self._hooks.append(every_module.register_module_forward_hook(self._leave_beside))
         return super().__enter__()
+
+    def _enter_beside(self, module, inputs) -> None:
+        self._is_beside = self._is_beside or isinstance(module, LowRankLayer)
+
+    def _leave_beside(self, module, inputs, output) -> None:
+        self._is_beside = self._is_beside and not isinstance(module, LowRankLayer)
 
     def __exit__(self, *exception):
         for hook in self._hooks:
@@ -43,7 +56,7 @@ class Products(TorchDispatchMode):
         if name in SCALED:
             self.scaled.append((args[0].dtype, args[1].dtype))
         if self._inside and (mode := _mode(name, args)):
-            self.made[self._inside[-1]].append(mode)
+            (self.beside if self._is_beside else self.made).setdefault(self._inside[-1], []).append(mode)
         return function(*args, **(kwargs or {}))
 
     def modes(self) -> dict[str, str]:

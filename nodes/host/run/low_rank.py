@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import comfy.model_patcher
 import comfy.ops
@@ -123,11 +123,12 @@ class LowRankModel(torch.nn.Module):
 class _BuiltWhenLoaded:
     """What a LowRankModel's ModelPatcher does more than ComfyUI's."""
 
-    model: LowRankModel
+    if TYPE_CHECKING:
+        model: LowRankModel
 
     def load(self, *args, **kwargs):
         self.model.build()
-        return super().load(*args, **kwargs)  # type: ignore[misc]
+        return super().load(*args, **kwargs)
 
 
 _made: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakValueDictionary] = weakref.WeakKeyDictionary()
@@ -141,12 +142,16 @@ def low_rank_patcher(patcher: "ModelPatcher", modules: Mapping[str, torch.nn.Mod
     if found is None:
         model = LowRankModel(modules, changes, dtype)
         found = comfy.model_patcher.CoreModelPatcher(model, patcher.load_device, patcher.offload_device, size=model.nbytes())
-        found.__class__ = mixed(_BuiltWhenLoaded, type(found))
+        extend(found, _BuiltWhenLoaded)
         known[key] = found
     return found
 
 
+def extend(patcher: Any, extension: type) -> None:
+    """Make a ModelPatcher one of its own class with ``extension`` in front, under the same name; its clones will be the same."""
+    patcher.__class__ = _mixed(extension, patcher.__class__)
+
+
 @functools.cache
-def mixed(extension: type, base: type) -> type:
-    """The class of a ModelPatcher that ``extension`` adds to, under the same name."""
+def _mixed(extension: type, base: type) -> type:
     return type(base.__name__, (extension, base), {"__module__": base.__module__})

@@ -22,10 +22,11 @@ from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.dtypes import name_of
+from ....precision.errors import HalfsafeError
 from ....precision.modes import FP32
 from .adapters import LowRank, low_rank
 from .compute import compute_of
-from .low_rank import LowRankModel, low_rank_patcher, mixed
+from .low_rank import LowRankModel, extend, low_rank_patcher
 from .modules import calling_layers, is_quantized
 from .wrappers import LOW_RANK, set_wrapper
 
@@ -58,7 +59,7 @@ def keep_low_rank_beside(patcher: "ModelPatcher") -> None:
     """Make ``patcher``, a clone or a model just loaded, and all of its later clones add low-rank patches beside 8-bit weights."""
     if isinstance(patcher, LowRankBeside) or not any(_is_8bit_matrix(module) for module in patcher.model.modules()):
         return
-    patcher.__class__ = mixed(LowRankBeside, type(patcher))
+    extend(patcher, LowRankBeside)
     patcher.patches_uuid = uuid.uuid4()  # the same patches are merged into the weights where a clone of another class is loaded
     patcher.add_callback_with_key(CallbacksMP.ON_CLONE, LOW_RANK, _keep_in_clone)
     if isinstance(patcher.model, comfy.model_base.BaseModel):
@@ -70,7 +71,7 @@ def keep_low_rank_beside(patcher: "ModelPatcher") -> None:
 def _keep_in_clone(patcher: "ModelPatcher", clone: "ModelPatcher") -> None:
     """A static clone of a dynamic model is of ComfyUI's own class."""
     if not isinstance(clone, LowRankBeside):
-        clone.__class__ = mixed(LowRankBeside, type(clone))
+        extend(clone, LowRankBeside)
 
 
 def _is_8bit_matrix(module: torch.nn.Module) -> bool:
@@ -89,11 +90,14 @@ class LowRankBeside:
         patches: dict
 
     _found: tuple[tuple, Found] | None = None
+    _held: Found | None = None
     _strengths: tuple[tuple, dict] | None = None
     _low_rank: tuple[Found, "ModelPatcher"] | None = None
 
     def found(self) -> Found:
         """Sort the patches of 8-bit weights; anew where patches were added."""
+        if self._held is not None:
+            return self._held
         state = self.patches_uuid, len(self.patches), tuple(map(id, self.hook_patches))
         if self._found is None or self._found[0] != state:
             self._found = state, _sorted(self)
@@ -124,7 +128,7 @@ class LowRankBeside:
         found, hooks = self.found(), self.current_hooks.hooks if self.current_hooks else []
         state = (id(found), *((id(hook.hook_ref), hook.strength) for hook in hooks))
         if self._strengths is None or self._strengths[0] != state:
-            combined = super().get_combined_hook_patches(self.current_hooks)  # type: ignore[misc]
+            combined = super().get_combined_hook_patches(self.current_hooks)
             pairs = [(key, self.patches[key]) for key in found.kept]
             pairs += [(key, patches) for key, patches in combined.items() if key in found.hooks]
             self._strengths = state, _strengths(found, pairs)
@@ -133,12 +137,12 @@ class LowRankBeside:
     @contextlib.contextmanager
     def _merging(self) -> Iterator[None]:
         """Only what is merged into weights is among the patches."""
-        whole, kept = self.patches, self.found().kept
-        self.patches = {key: value for key, value in whole.items() if key not in kept}
+        whole, self._held = self.patches, self.found()
+        self.patches = {key: value for key, value in whole.items() if key not in self._held.kept}
         try:
             yield
         finally:
-            self.patches = whole
+            self.patches, self._held = whole, None
 
     def load(self, *args, **kwargs):
         with self._merging():
@@ -164,6 +168,14 @@ class LowRankBeside:
         """What hooks merge into weights."""
         beside = self.found().hooks
         return {key: value for key, value in super().get_combined_hook_patches(hooks).items() if key not in beside}
+
+    def patch_hook_weight_to_device(self, hooks, combined_patches, key, *args, **kwargs):
+        """ComfyUI cannot put an 8-bit weight back: its scale is copied into a copy (``copy_to_param`` in comfy/utils.py)."""
+        module = self.found().modules.get(key)
+        if module is not None and is_quantized(module):
+            problem = f"A hook changes '{key}' by {self.found().merged[key]}, which an 8-bit weight cannot take while the model runs."
+            raise HalfsafeError(problem, "Load the model with storage bf16, or use a LoRA of another kind.")
+        super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
 
     def model_patches_models(self):
         patcher = self.low_rank_patcher()
@@ -200,11 +212,14 @@ def _sort(found: Found, model: torch.nn.Module, key: str, patches: list[tuple]) 
     if module is None or not _is_8bit_matrix(module):
         return False
     found.modules[key] = module
-    changes = [low_rank(patch, tuple(module.weight.shape)) for patch in patches]
-    if reason := next((change for change in changes if isinstance(change, str)), ""):
-        found.merged[key] = reason
-        return False
-    found.beside.setdefault(key, {}).update({change.key: change for change in changes})
+    changes = {}
+    for patch in patches:
+        change = low_rank(patch, tuple(module.weight.shape))
+        if isinstance(change, str):
+            found.merged[key] = change
+            return False
+        changes[change.key] = change
+    found.beside.setdefault(key, {}).update(changes)
     return True
 
 

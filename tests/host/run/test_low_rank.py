@@ -1,10 +1,23 @@
-"""LoRAs on 8-bit weights: kept beside them, so that a picture with a LoRA is as near to the exact one as without."""
+"""LoRAs on 8-bit weights: kept beside them, so that a result with a LoRA is as near to the exact one as without."""
+
+import gc
 
 import pytest
-from comfy.sd import load_lora_for_models
+import torch
+from comfy import model_management
+from comfy.lora import calculate_weight
+from comfy.quant_ops import QuantizedTensor
+from comfy.sd import load_diffusion_model, load_lora_for_models
+from comfy.utils import string_to_seed
+from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter
+from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.run.adapters import low_rank
+from halfsafe.nodes.host.run.patcher import LowRankBeside
 from support import families, model_files
-from support.families import load
+from support.families import load, with_compute
+from support.guarding import guarded
 from support.measures import relative_error
+from support.products import Products
 
 LAYERS = {
     **{f"blocks.{block}.ffn.0": (1024, 256) for block in (0, 1)},
@@ -12,6 +25,8 @@ LAYERS = {
     **{f"blocks.{block}.{kind}_attn.{part}": (256, 256) for block in (0, 1) for kind in ("self", "cross") for part in "qkvo"},
 }
 EFFECTS = (6e-4, 5e-3, 5e-2)
+FFN = "blocks.0.ffn.0"
+KEY = f"diffusion_model.{FFN}.weight"
 
 
 def with_lora(model, tensors, strength=1.0):
@@ -25,7 +40,7 @@ def _device(monkeypatch):
 
 @pytest.fixture(scope="module")
 def lora():
-    return model_files.lora(LAYERS, rank=8, size=1.0)
+    return model_files.lora(LAYERS, rank=8)
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +71,196 @@ WAYS = {
     "int8, fp16_safe": ("int8", "fp16_safe"),
     "int8, fp32": ("int8", "fp32"),
 }
+OWN = {"fp8 products": "fp8", "int8 products": "int8", "fp8, fp16_safe": "fp16_wide", "int8, fp32": "fp32"}
 
 
-@pytest.mark.parametrize("effect", EFFECTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_error_with_a_lora_is_the_error_without(comfy, wan, call, exact, lora, strengths, way, effect):
-    model, strength = load(comfy, wan, *WAYS[way]), strengths[effect]
-    reference = families.replay(with_lora(exact, lora, strength), call)
+def test_the_error_with_a_lora_is_the_error_without(comfy, wan, call, exact, lora, strengths, way):
+    model = load(comfy, wan, *WAYS[way])
     without = relative_error(families.replay(exact, call), families.replay(model, call))
-    error = relative_error(reference, families.replay(with_lora(model, lora, strength), call))
-    print(f"TABLE {way} {effect} without {without:.5f} with {error:.5f} ratio {error/without:.3f}")
-    assert error <= 1.1 * without
+    for effect, strength in strengths.items():
+        reference = families.replay(with_lora(exact, lora, strength), call)
+        error = relative_error(reference, families.replay(with_lora(model, lora, strength), call))
+        assert error <= 1.1 * without, effect
+
+
+def products(model, call):
+    layers = {name: module for name, module in model.model.diffusion_model.named_modules() if name in LAYERS}
+    families.replay(model, call)
+    with Products(layers) as seen:
+        families.replay(model, call)
+    return seen
+
+
+@pytest.mark.parametrize("memory", ["whole", "little"])
+@pytest.mark.parametrize("way", OWN)
+def test_the_layers_own_product_stays_what_it_was(comfy, wan, call, lora, way, memory, monkeypatch):
+    model = with_lora(load(comfy, wan, *WAYS[way]), {name: tensor for name, tensor in lora.items() if "ffn.0" in name})
+    if memory == "little":
+        partially_load = type(model).partially_load
+        monkeypatch.setattr(type(model), "partially_load", lambda self, device, *_, **__: partially_load(self, device, 1))
+    plain = families.replay(model, call)
+    assert model.model.model_lowvram == (memory == "little")
+    seen = products(model, call)
+    assert set(seen.modes().values()) == {OWN[way]}
+    beside = "fp32" if WAYS[way][1] == "fp32" else "fp16_wide"
+    assert seen.beside == {name: [beside, beside] for name in LAYERS if "ffn.0" in name}
+    layers = {layer["name"]: layer for layer in families.report(comfy, model)["layers"]}
+    assert layers[FFN]["mode"].replace("scaled", "wide") == OWN[way]
+    assert "LoRA of rank 8 added beside the weight" in layers[FFN]["reason"]
+    assert "LoRA" not in layers["blocks.0.ffn.2"]["reason"]
+    assert torch.equal(families.replay(model, call), plain)
+
+
+@pytest.mark.parametrize("way", ["fp8, bf16", "int8 products"])
+def test_loras_are_applied_together_and_each_clone_has_its_own(comfy, wan, call, exact, lora, way):
+    other = model_files.lora({FFN: LAYERS[FFN]}, rank=3, seed=9)
+    model = load(comfy, wan, *WAYS[way])
+    plain = families.replay(model, call)
+    floor = relative_error(families.replay(exact, call), plain)
+
+    def stacked(start):
+        return [start, with_lora(start, lora, 0.1), with_lora(with_lora(start, lora, 0.1), other, -0.2), with_lora(start, other, 0.3)]
+
+    ours = stacked(model)
+    expected = [families.replay(one, call) for one in stacked(exact)]
+    for index in (0, 1, 2, 3, 1, 3, 2, 0, 2):
+        assert relative_error(expected[index], families.replay(ours[index], call)) < 1.1 * floor
+    for reference in expected[1:]:
+        assert relative_error(expected[0], reference) > 2 * floor, "each LoRA acts"
+    assert torch.equal(families.replay(with_lora(model, lora, 0.0), call), plain)
+    before = families.replay(ours[1], call)
+    model_management.unload_all_models()
+    assert torch.equal(families.replay(ours[1], call), before)
+    assert torch.equal(families.replay(model, call), plain)
+    assert not any("forward" in module.__dict__ for module in model.model.diffusion_model.modules())
+
+
+def test_the_factors_are_counted_and_go_with_the_model(comfy, wan, call, lora):
+    model = with_lora(load(comfy, wan, "int8", "auto"), lora)
+    (factors,) = model.model_patches_models()
+    size = sum(8 * (outputs + inputs) * 2 for outputs, inputs in LAYERS.values())
+    assert factors.model_size() == size and not list(factors.model.parameters()), "nothing is made before it is needed"
+    families.replay(model, call)
+    loaded = [one.model for one in model_management.current_loaded_models]
+    assert factors in loaded and factors.loaded_size() == size
+    assert sum(parameter.nbytes for parameter in factors.model.parameters()) == size
+    assert model.clone().model_patches_models() == [factors], "clones share them"
+    model_management.unload_all_models()
+    assert factors.loaded_size() == 0
+    before = len(model_management.current_loaded_models)
+    del model, factors, loaded
+    gc.collect()
+    model_management.cleanup_models_gc()
+    assert len(model_management.current_loaded_models) <= before
+
+
+def test_a_model_of_comfyuis_own_loader_is_changed_by_our_node_alone(comfy, wan, models_dir, call, exact, lora, strengths):
+    from halfsafe.precision.commands.convert import convert_file
+    from halfsafe.precision.plan.rules import rules_from
+
+    path = models_dir / "diffusion_models" / "low_rank_int8.safetensors"
+    convert_file(wan, path, "int8", rules_from())
+    stock = with_lora(load_diffusion_model(str(path)), lora, strengths[5e-2])
+    merged = families.replay(stock, call)
+    assert not isinstance(stock, LowRankBeside)
+    ours = with_compute(comfy, stock, "auto")
+    reference = families.replay(with_lora(exact, lora, strengths[5e-2]), call)
+    without = relative_error(families.replay(exact, call), families.replay(load(comfy, path, "as_file", "auto"), call))
+    assert relative_error(reference, families.replay(ours, call)) < 1.1 * without < relative_error(reference, merged)
+    assert torch.equal(families.replay(stock, call), merged)
+
+
+def full_patch(model, value, key=KEY):
+    clone = model.clone()
+    clone.add_patches({key: value}, 0.5)
+    return clone
+
+
+def dora(lora):
+    up, down = (lora[f"diffusion_model.{FFN}.lora_{part}.weight"] for part in "BA")
+    return LoRAAdapter(set(), (up, down, None, None, torch.full((1024, 1), 3.0), None))
+
+
+@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "int8"])
+@pytest.mark.parametrize("kind", ["diff", "dora"])
+def test_what_is_not_low_rank_is_rounded_to_nearest_and_named(comfy, wan, call, lora, storage, kind):
+    """The scale is that of the merged weight."""
+    value = dora(lora) if kind == "dora" else ("diff", (torch.randn(1024, 256, generator=torch.Generator().manual_seed(1)),))
+    model = full_patch(load(comfy, wan, storage, "fp32"), value)
+    weight = model.model.diffusion_model.blocks[0].ffn[0].weight.to(torch.float32).dequantize()
+    exact = calculate_weight(model.patches[KEY], weight.clone(), KEY)
+    families.replay(model, call)
+    held = model.model.diffusion_model.blocks[0].ffn[0].weight
+    assert isinstance(held, QuantizedTensor)
+    nearest = held.requantize_from_float(exact, scale="recalculate")
+    assert relative_error(nearest.dequantize(), held.to(torch.float32).dequantize()) < 1e-3
+    reason = next(layer["reason"] for layer in families.report(comfy, model)["layers"] if layer["name"] == FFN)
+    assert "rounded to nearest" in reason and {"diff": "'diff'", "dora": "DoRA"}[kind] in reason
+    both = with_lora(model, lora)
+    families.replay(both, call)
+    assert both.found().merged.keys() == {KEY} and len(both.found().beside) == len(LAYERS) - 1
+
+
+def test_a_merge_under_dynamic_vram_is_rounded_to_nearest(comfy, wan):
+    """ComfyUI seeds its stochastic rounding with the layer's ``seed_key``; no seed is no stochastic rounding."""
+    model = full_patch(load(comfy, wan, "fp8_e4m3fn", "bf16"), ("diff", (torch.ones(1024, 256),)))
+    module = model.model.diffusion_model.blocks[0].ffn[0]
+    module._v, module.seed_key = "vbar", "blocks.0.ffn.0"
+    try:
+        model.load(torch.device("cpu"), full_load=True)
+    finally:
+        del module._v
+    assert string_to_seed(module.seed_key) == 0
+
+
+ADAPTERS = {
+    "alpha": lambda r: LoRAAdapter(set(), (r(1024, 4), r(4, 256), 2.0, None, None, None)),
+    "convolution's": lambda r: LoRAAdapter(set(), (r(1024, 4, 1, 1), r(4, 256, 1, 1), None, None, None, None)),
+    "loha": lambda r: LoHaAdapter(set(), (r(1024, 3), r(3, 256), 2.0, r(1024, 4), r(4, 256), None, None, None)),
+    "lokr": lambda r: LoKrAdapter(set(), (r(8, 4), None, 2.0, None, None, r(128, 3), r(3, 64), None, None)),
+    "lokr, both": lambda r: LoKrAdapter(set(), (None, None, 2.0, r(8, 2), r(2, 4), r(128, 3), r(3, 64), None, None)),
+    "lokr, whole": lambda r: LoKrAdapter(set(), (None, r(8, 4), 2.0, r(128, 3), r(3, 64), None, None, None, None)),
+}
+
+
+@pytest.mark.parametrize("offset", [None, (0, 256, 512), (1, 64, 128)])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_factors_are_what_comfyui_adds(name, offset):
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.zeros(1024, 256)
+    adapter = ADAPTERS[name](lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float32))
+    if offset is not None:
+        weight = torch.zeros(2048, 256) if offset[0] == 0 else torch.zeros(1024, 512)
+        offset = (offset[0], offset[1], (1024, 256)[offset[0]])
+    patch = (0.7, adapter, 1.0, offset, None)
+    factors = low_rank(patch, tuple(weight.shape)).factors(tuple(weight.shape), torch.float32)
+    assert factors.down.abs().sum(1).max() <= 1 and factors.up.abs().max() <= 1
+    change = 0.7 * factors.up @ (factors.scale[:, None] * factors.down)
+    assert relative_error(calculate_weight([patch], weight.clone(), "key"), change) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("patch", "reason"),
+    [
+        ((1.0, ("set", (torch.zeros(8, 8),)), 1.0, None, None), "'set'"),
+        ((1.0, (torch.zeros(8, 8),), 1.0, None, None), "'diff'"),
+        ((1.0, LoRAAdapter(set(), (torch.zeros(8, 2), torch.zeros(2, 8), None, None, None, None)), 0.5, None, None), "merge"),
+        ((1.0, LoRAAdapter(set(), (torch.zeros(8, 2), torch.zeros(2, 8), None, None, None, None)), 1.0, None, abs), "rearranges"),
+        ((1.0, LoRAAdapter(set(), (torch.zeros(8, 2), torch.zeros(2, 9), None, None, None, None)), 1.0, None, None), "shape"),
+        ((1.0, LoHaAdapter(set(), (*[torch.zeros(8, 8)] * 2, None, *[torch.zeros(8, 8)] * 2, None, None, None)), 1.0, None, None), "LoHa of rank 64"),
+    ],
+)  # fmt: skip
+def test_what_is_not_low_rank_is_told_apart(patch, reason):
+    assert reason in low_rank(patch, (8, 8))
+
+
+def test_a_lora_that_overflows_beside_its_layer_is_recovered(comfy, wan, call, lora):
+    plain, quantized = (load(comfy, wan, *how) for how in (("fp32", "fp32"), ("fp8_e4m3fn", "fp16")))
+    huge = {name: tensor * 300 for name, tensor in lora.items() if "ffn.2" in name}
+    reference = families.replay(with_lora(plain, huge, 30.0), call)
+    assert not torch.isfinite(families.replay(with_lora(quantized, huge, 30.0), call)).all()
+    model = guarded(comfy, with_lora(quantized, huge, 30.0))
+    for _ in range(2):
+        assert relative_error(reference, families.replay(model, call)) < 0.1
+    assert guard_of(model).report(model).verdict == "recovered"
