@@ -27,7 +27,7 @@ class AnalyzeLayers(io.ComfyNode):
                 io.Conditioning.Input("positive", tooltip="A prompt like those you use: layers are measured on what they meet with it."),
                 io.Latent.Input(
                     "latent_image",
-                    tooltip="The size to measure at, as for a sampler. A small one is much faster; it costs up to 132 model calls.",
+                    tooltip="The size to measure at, as for a sampler. A small one is much faster; it costs up to 196 model calls.",
                 ),
                 io.Int.Input(
                     "seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=False, tooltip="The noise. The same seed gives the same rules."
@@ -37,7 +37,7 @@ class AnalyzeLayers(io.ComfyNode):
                     options=list(CANDIDATES),
                     default="fp8_e4m3fn",
                     tooltip=(
-                        "fp8: weights stored so; rules for a loader or Save Model.\n"
+                        "fp8, int8: weights stored so; rules for a loader or Save Model. int8 multiplies in int8 too, unless the model asks for a dtype.\n"
                         "fp16, bf16: products of layers in it; rules for Compute Dtype.\n"
                         "fp16_acc16: fp16 with fp16 sums; a layer that overflows is not chosen."
                     ),

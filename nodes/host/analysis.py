@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import comfy.sample
@@ -11,13 +12,16 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ...precision.analysis.candidates import Candidate, with_fp16_sums
-from ...precision.analysis.search import MAX_TRIALS
+from ...precision.analysis.search import FREE_TRIALS, MAX_TRIALS
 from ...precision.analysis.session import Analysis, Session, Subject, analyze
 from ...precision.arithmetic.compiling import compile_disabled
 from ...precision.arithmetic.linear import kind_of
 from ...precision.arithmetic.patching import Patch
 from ...precision.formats.comfy_format import can_be_quantized
+from ...precision.formats.int8 import rotation_group
+from ...precision.modes import INT8
 from ...precision.plan.rules import Rules, rules_from
+from .load.devices import current_device
 from .load.progress import advancing
 from .run.accumulation import accumulation_of, with_accumulation
 from .run.compute import compute_of, set_compute
@@ -41,18 +45,26 @@ def analyze_model(
     Raises:
         HalfsafeError: the model's own output is not finite.
     """
-    bar = comfy.utils.ProgressBar((MAX_TRIALS + 1) * STEPS)
-    session = Session(subjects_of(patcher, Candidate(candidate)), Candidate(candidate), core_weights, change, advancing(bar))
+    bar = comfy.utils.ProgressBar((MAX_TRIALS + 1 + 2 * FREE_TRIALS) * STEPS)
+    wanted = Candidate(candidate, _multiplies_in_int8(patcher))
+    session = Session(subjects_of(patcher, wanted), wanted, core_weights, change, advancing(bar))
     clone = _prepared(patcher, session)
 
     def run():
         with compile_disabled(), torch.no_grad():
-            _sample(clone, positive, negative, latent, seed)
+            return _sample(clone, positive, negative, latent, seed)
 
     session.reference(run)
     analysis = analyze(session, run, target_db, pin)
     bar.update_absolute(bar.total)
     return analysis
+
+
+def _multiplies_in_int8(patcher: ModelPatcher) -> bool:
+    """Tell whether int8 weights of this model would multiply in int8: where no dtype was asked for, and on a device that can."""
+    compute = compute_of(patcher)
+    asked = "auto" if compute is None else compute.plan.choice.requested
+    return asked in ("auto", "fp8", "int8") and current_device().capabilities.get("int8_matmul", True)
 
 
 def class_name(patcher: ModelPatcher) -> str:
@@ -76,7 +88,9 @@ def _role(preset: Rules, name: str, module: torch.nn.Module) -> str:
 
 def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
     if candidate.stores and not can_be_quantized(type(module).__name__, module.weight.dim()):
-        return "of other classes than Linear, which ComfyUI does not hold in fp8"
+        return f"of other classes than Linear, which ComfyUI does not hold in {candidate.name.partition('_')[0]}"
+    if candidate.name == INT8.name and rotation_group(module.weight.shape[1]) is None:
+        return "with a number of inputs that no rotation of 256, 64 or 16 divides"
     if kind_of(module) == "transposed":
         return "transposed convolutions, which are not analysed"
     if not hasattr(module, "weight_function") or not only_multiplies(module):
@@ -87,13 +101,23 @@ def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
 def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
     """Return patches that make one of ComfyUI's layers compute as the candidate, LoRAs and offloading included."""
     if candidate.stores:
-        return [(module, "weight_function", [*module.weight_function, candidate.weight])]
+        stored = [(module, "weight_function", [*module.weight_function, candidate.weight])]
+        return [*stored, (module, "forward", _of_rounded(module.forward, candidate))] if candidate.rounds_inputs else stored
     forward = _sums_in_fp16 if candidate.sums_in_fp16 and kind_of(module) == "linear" else _cast
 
     def call(x, *args, **kwargs):
         return forward(module, candidate.dtype, x, *args, **kwargs).to(x.dtype)
 
     return [*exchanged(module, call), (module, "comfy_cast_weights", True)]
+
+
+def _of_rounded(forward: Callable, candidate: Candidate) -> Callable:
+    """Give a layer its input as the candidate rounds it."""
+
+    def call(x, *args, **kwargs):
+        return forward(candidate.input(x), *args, **kwargs)
+
+    return call
 
 
 def _cast(module: torch.nn.Module, dtype: torch.dtype, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
@@ -144,13 +168,15 @@ def _step(session: Session, executor, model, conds: list, x: torch.Tensor, *args
     return [torch.zeros_like(x) if cond is None else next(outputs) for cond in conds]
 
 
-def _sample(patcher: ModelPatcher, positive, negative, latent: dict, seed: int) -> None:
+def _sample(patcher: ModelPatcher, positive, negative, latent: dict, seed: int) -> list[torch.Tensor]:
+    """Run the sampler and return the final latent, one for each part of a nested one."""
     start = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"])
     noise = comfy.sample.prepare_noise(start, seed, latent.get("batch_index"))
     conds = positive, positive if negative is None else negative
     cfg = 1.0 if negative is None else CFG
     denoise = IMAGE_DENOISE if not start.is_nested and torch.count_nonzero(start) else 1.0
-    comfy.sample.sample(
+    result = comfy.sample.sample(
         patcher, noise, STEPS, cfg, "euler", "simple", *conds, start,
         denoise=denoise, noise_mask=latent.get("noise_mask"), disable_pbar=True, seed=seed,
     )  # fmt: skip
+    return list(result.unbind()) if result.is_nested else [result]

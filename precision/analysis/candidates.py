@@ -1,4 +1,4 @@
-"""Emulate a layer in a lower precision on any device: weights stored in fp8, or fp16 and bf16 arithmetic."""
+"""Emulate a layer in a lower precision on any device: weights stored in fp8 or int8, or fp16 and bf16 arithmetic."""
 
 from dataclasses import dataclass
 
@@ -6,29 +6,41 @@ import torch
 import torch.nn.functional as F
 
 from ..amax import amax_value
-from ..dtypes import FP8_NAMES, dtype_named
+from ..dtypes import FP8_NAMES, QUANTIZED_NAMES, dtype_named
+from ..formats.int8 import dequantize_rows, quantize_rows, rotation_group
 from ..formats.quantize import dequantize, quantize
-from ..modes import BF16, FP16, FP16_ACC16, MODES
+from ..modes import BF16, FP16, FP16_ACC16, INT8, MODES
 
-CANDIDATES = (*FP8_NAMES, FP16.name, FP16_ACC16.name, BF16.name)
+CANDIDATES = (*FP8_NAMES, FP16.name, FP16_ACC16.name, BF16.name, INT8.name)
 PART = 1 << 22
 SUM_LENGTH = 16
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of ``CANDIDATES``. fp8: rounds the stored weight. The others: round operands and result of the matmul.
+    """One of ``CANDIDATES``. fp8 and int8: round the stored weight. The others: round operands and result of the matmul.
 
     With fp16 accumulation partial sums are rounded to fp16 too, as often as a tensor core does. A convolution never
     accumulates in fp16.
+
+    Args:
+        name: one of ``CANDIDATES``.
+        products: of int8: the layer multiplies in int8, its input rotated and quantized with a scale per token. The int32 sums
+            of such a product are exact, so that a product of the rounded operands differs by rounding alone.
     """
 
     name: str
+    products: bool = True
 
     @property
     def stores(self) -> bool:
         """True for a storage dtype, False for an arithmetic mode."""
-        return self.name in FP8_NAMES
+        return self.name in QUANTIZED_NAMES
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """True where the input of the matmul is quantized too."""
+        return self.name == INT8.name and self.products
 
     @property
     def dtype(self) -> torch.dtype:
@@ -42,8 +54,14 @@ class Candidate:
         """Round a weight, or a part of one, as this candidate stores it; the dtype stays. ``amax``: :func:`amax_value` of the whole weight."""
         if not self.stores:
             return weight.to(self.dtype).to(weight.dtype)
+        if self.name == INT8.name:
+            return _in_int8(weight)
         held = quantize(weight, self.dtype, amax)
         return dequantize(held.data, held.scale.to(weight.device), weight.dtype)
+
+    def input(self, x: torch.Tensor) -> torch.Tensor:
+        """Round a layer's input ``(..., K)`` to int8 where this candidate does; the dtype stays."""
+        return _in_int8(x.reshape(-1, x.shape[-1])).view(x.shape) if self.rounds_inputs else x
 
     @torch.no_grad()
     def weight(self, weight: torch.Tensor) -> torch.Tensor:
@@ -56,12 +74,19 @@ class Candidate:
     def error(self, module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias, amax: float, exact: torch.Tensor):
         """Return the error this candidate adds to ``exact``, a layer's fp32 output for ``x``; not finite on overflow."""
         held = self.rounded(weight, amax)
+        if self.rounds_inputs:
+            return multiply(module, self.input(x), held, bias) - exact
         if self.stores:
             return multiply(module, x, held - weight, None)
         x = x.to(self.dtype)
         if self.sums_in_fp16 and weight.dim() == 2:
             return with_fp16_sums(x, held, bias).float() - exact
         return multiply(module, x.float(), held, bias).to(self.dtype).float() - exact
+
+
+def _in_int8(rows: torch.Tensor) -> torch.Tensor:
+    group = rotation_group(rows.shape[1])
+    return dequantize_rows(*quantize_rows(rows, group), group).to(rows.dtype)
 
 
 def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from ..report.chart import BACKGROUND, INNER, MARGIN, MUTED, TEXT, WIDTH, Canvas, font_of, legend, shortened
-from .rules import decibel_text, whole_decibel_text
+from .rules import crest_text, decibel_text, whole_decibel_text
 from .session import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
 
 HEIGHT = 260
@@ -13,6 +13,7 @@ AXIS = 40
 ROW = 24
 NAMED = 16
 NAME_WIDTH = 420
+CREST = WIDTH - MARGIN - 48
 TOP_DB = 60.0
 GRID_DB = 10
 GRID = (58, 62, 70)
@@ -40,7 +41,7 @@ def _title(canvas: Canvas, analysis: Analysis, model: str) -> None:
     canvas.y += 34
     plain = f"{analysis.all_count} layers of the plain preset: {whole_decibel_text(analysis.all_db)}"
     chosen = f"{len(analysis.chosen)} layers: {whole_decibel_text(analysis.snr_db)}"
-    line = f"target {analysis.target_db:g} dB end to end, {chosen}; {plain}"
+    line = f"target {analysis.target_db:g} dB end to end, {chosen}, {whole_decibel_text(analysis.free_db)} in a free run; {plain}"
     canvas.text(MARGIN, shortened(line, INNER, 15), 15, MUTED)
     canvas.y += 36
 
@@ -78,11 +79,13 @@ def _weakest(canvas: Canvas, layers: list[LayerResult], top: float) -> None:
     if not layers:
         return
     canvas.text(MARGIN, "weakest layers", 16)
+    canvas.text(CREST, "crest", 15, MUTED)
     canvas.y += 28
     left = MARGIN + NAME_WIDTH
     for layer in layers:
         canvas.text(MARGIN, shortened(layer.name, NAME_WIDTH - 12, 15), 15, TEXT)
-        right = left + max(2, round((WIDTH - MARGIN - 80 - left) * _share(layer.worst_db, top)))
+        right = left + max(2, round((CREST - 80 - left) * _share(layer.worst_db, top)))
         canvas.draw.rectangle((left, canvas.y + 3, right, canvas.y + 17), fill=COLOURS[layer.status], outline=BACKGROUND)
         canvas.text(right + 8, decibel_text(layer.worst_db), 15, MUTED)
+        canvas.text(CREST, crest_text(layer.crest), 15, MUTED)
         canvas.y += ROW

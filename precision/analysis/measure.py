@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ..amax import amax_value
+from ..amax import amax, amax_value
 from ..arithmetic.linear import WeightProvider, kind_of, matmul_flops
 from .candidates import Candidate, multiply, parts
 
@@ -14,12 +14,16 @@ CROP = (2, 8, 8)
 
 
 class Measure:
-    """The SNRs of one layer in dB, the worst of its calls; ``flops``: multiplications and additions of its matmuls."""
+    """The SNRs of one layer in dB, the worst of its calls; ``flops``: multiplications and additions of its matmuls.
+
+    ``crest``: the largest crest factor of its inputs, see :func:`crest_factor`.
+    """
 
     def __init__(self):
         self.weight_db: float | None = None
         self.output_db: float | None = None
         self.channel_db: float | None = None
+        self.crest: float | None = None
         self.flops = 0
 
     def add(self, output_db: float, channel_db: float) -> None:
@@ -49,6 +53,7 @@ class MeasuredForward:
         with self.weights(self.module, x, x.dtype) as (weight, bias):
             if self.measure.weight_db is None:
                 self.measure.weight_db = weight_error(weight, self.candidate)
+            self.measure.crest = max(self.measure.crest or 0.0, crest_factor(x))
             self.measure.add(*output_error(self.module, sample(self.module, x), weight, bias, self.candidate))
         return result
 
@@ -67,12 +72,21 @@ def sample(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x[:1].float()
 
 
+def crest_factor(x: torch.Tensor) -> float:
+    """Compute amax / rms of a layer's input: about 4 to 5 for normal values, large where few channels are; 0 for zeros.
+
+    An integer format's steps are as wide as its largest value asks: with a crest factor of 127 the usual value is one step.
+    """
+    power = torch.linalg.vector_norm(x, dtype=torch.float32).item()
+    return amax(x).item() * math.sqrt(x.numel()) / power if power else 0.0
+
+
 def weight_error(weight: torch.Tensor, candidate: Candidate) -> float:
     """Compute the SNR in dB of a weight as the candidate stores it: inf when exact, -inf when it is not finite."""
-    amax, noise, signal = amax_value(weight), 0.0, 0.0
+    largest, noise, signal = amax_value(weight), 0.0, 0.0
     for part in parts(weight):
         exact = part.float()
-        noise += _power(candidate.rounded(part, amax).float() - exact)
+        noise += _power(candidate.rounded(part, largest).float() - exact)
         signal += _power(exact)
     return decibels(noise, signal)
 
@@ -83,10 +97,10 @@ def output_error(module: torch.nn.Module, x: torch.Tensor, weight, bias, candida
     A channel's error counts as its own size at most. It is compared with the power its products would have with random
     signs where that is larger, as a few outputs near zero are no fault of the weights.
     """
-    amax, signals, noises, random = amax_value(weight), [], [], []
+    largest, signals, noises, random = amax_value(weight), [], [], []
     for part, part_bias in _pieces(module, weight, bias):
         exact = multiply(module, x, part.float(), part_bias)
-        error = candidate.error(module, x, part.float(), part_bias, amax, exact)
+        error = candidate.error(module, x, part.float(), part_bias, largest, exact)
         signals.append(_by_channel(module, exact))
         noises.append(_by_channel(module, error))
         random.append(_random_power(module, x, part.float()))

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from ..formats.comfy_format import can_be_quantized
-from ..modes import MODES
+from ..modes import INT8, MODES
 from ..plan.presets import DEFAULT_PRESET
 from ..plan.rules import Rules, compile_pattern, rules_from
 from ..text import pattern_of, size_text, wrapped
@@ -102,6 +102,11 @@ def decibel_text(value: float | None) -> str:
     return f"{value:.1f}" if math.isfinite(value) else "exact" if value > 0 else "overflow"
 
 
+def crest_text(value: float | None) -> str:
+    """Write a crest factor: 4.8, 130."""
+    return "-" if value is None else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
 def whole_decibel_text(value: float) -> str:
     """Write the SNR of the model's output, with its unit: "31.5 dB", "no error at all", "NaN or Inf"."""
     if math.isfinite(value):
@@ -116,14 +121,18 @@ def _outcome(analysis: Analysis, model: str) -> list[str]:
     share = f"{len(chosen)} of {len(free)} layers"
     if analysis.candidate.stores:
         saved = sum(layer.size for layer in chosen)
-        share += f", {size_text(saved)} of {size_text(sum(layer.size for layer in free))} in fp8"
+        share += f", {size_text(saved)} of {size_text(sum(layer.size for layer in free))} in {name.partition('_')[0]}"
     if chosen:
         lines += wrapped(f"Chosen: {share}; {whole_decibel_text(analysis.snr_db)} end to end, the worst of the calls.", "")
+        lines += wrapped(f"The latent of a free run of the sampler: {whole_decibel_text(analysis.free_db)}.", "")
     else:
         lines += wrapped(f"The target cannot be reached: no layer may be in {name}, so all are kept.", "")
     plain = f"all {analysis.all_count} layers that the preset '{DEFAULT_PRESET}' does not keep"
     lines += wrapped(f"For comparison, {plain}: {whole_decibel_text(analysis.all_db)}.", "")
     lines += wrapped(f"Measured: {measured}.", "")
+    if analysis.dropped:
+        why = "that the calls by themselves allow: in a free run the errors of the steps add up, and the target was missed"
+        lines += wrapped(f"Kept are {analysis.dropped} layers {why}.", "")
     if not analysis.complete:
         lines += wrapped(f"The search stopped at its bound of {analysis.trials} trials: more layers may be possible.", "")
     return lines
@@ -131,15 +140,16 @@ def _outcome(analysis: Analysis, model: str) -> list[str]:
 
 def _table(analysis: Analysis) -> list[str]:
     measured = sorted((layer for layer in analysis.layers if layer.worst_db is not None), key=lambda layer: layer.worst_db)
-    lines = [f"{'Weakest layers, dB':<48}{'weight':>9}{'output':>9}{'channel':>9}  outcome"]
+    lines = [f"{'Weakest layers, dB':<48}{'weight':>9}{'output':>9}{'channel':>9}{'crest':>9}  outcome"]
     for layer in measured[:WORST]:
         figures = "".join(f"{decibel_text(value):>9}" for value in (layer.weight_db, layer.output_db, layer.channel_db))
+        figures += f"{crest_text(layer.crest):>9}"
         head = [layer.name, " " * 48 + figures] if len(layer.name) > 47 else [f"{layer.name:<48}{figures}"]
         lines += [*head[:-1], f"{head[-1]}  {layer.status}"]
     if len(measured) > WORST:
         rest = measured[WORST].worst_db, measured[-1].worst_db
         lines.append(f"{len(measured) - WORST} more, {decibel_text(rest[0])} to {decibel_text(rest[1])}")
-    return lines
+    return [*lines, "crest: amax / rms of the layer's input, its largest call"]
 
 
 def _left_out(analysis: Analysis) -> list[str]:
@@ -156,7 +166,10 @@ def _left_out(analysis: Analysis) -> list[str]:
 
 def _use(analysis: Analysis, computed_in: str) -> list[str]:
     name = analysis.candidate.name
-    if analysis.candidate.stores:
+    if analysis.candidate.name == INT8.name:
+        measured = "products in int8" if analysis.candidate.products else f"int8 weights alone, multiplied in {computed_in}"
+        how = f"Measured were {measured}. Give these rules to a Halfsafe loader with storage = int8 and the compute of this model."
+    elif analysis.candidate.stores:
         how = f"Give these rules to a Halfsafe loader or Save Model with storage = {name}."
     else:
         how = f"Give these rules to Compute Dtype with compute = {computed_in or 'what the model computes in'}."

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 
 MAX_TRIALS = 32
+FREE_TRIALS = 8
 _PROJECTION = re.compile(r"(^|_)(w?)(?:[qkv]|kv|query|key|value)(?=_|$)")
 
 Group = tuple[str, ...]

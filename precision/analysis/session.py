@@ -2,7 +2,8 @@
 
 Each layer is measured by itself first: the error of its weight, and of its output on its real inputs. Then layers are
 added in order of damage per byte, and every set is tried end to end on the same calls. Segments that fail are halved,
-as in ``onnxconverter_common.auto_convert_mixed_precision``.
+as in ``onnxconverter_common.auto_convert_mixed_precision``. The choice then has to hold in a free run, whose calls get the
+model's own results: there errors of early calls add up.
 """
 
 import math
@@ -17,7 +18,10 @@ from ..arithmetic.patching import Patch, patched
 from ..errors import HalfsafeError
 from .candidates import Candidate
 from .measure import Measure, MeasuredForward, decibels, weight_error
-from .search import MAX_TRIALS, Search, group_of
+from .search import FREE_TRIALS, MAX_TRIALS, Search, group_of
+
+Run = Callable[[], Sequence[torch.Tensor]]
+"""Makes all calls and returns the final latents."""
 
 CHOSEN, KEPT, PINNED, BARRED, UNUSED = "chosen", "kept", "pinned", "not possible", "never ran"
 
@@ -39,7 +43,7 @@ class LayerResult:
 
     ``output_db``: of its output as a whole; ``channel_db``: the mean over its output channels, each by itself, which
     shows an error that larger channels hide. ``size``: parameters. ``flops``: of its matmuls in all calls of one run.
-    ``sensitive``: the default preset keeps it.
+    ``sensitive``: the default preset keeps it. ``crest``: amax / rms of its input, the largest of its calls.
     """
 
     name: str
@@ -52,6 +56,7 @@ class LayerResult:
     channel_db: float | None = None
     flops: int = 0
     sensitive: bool = False
+    crest: float | None = None
 
     @property
     def worst_db(self) -> float | None:
@@ -63,7 +68,8 @@ class Analysis:
     """The result of :func:`analyze`. ``snr_db``: end to end with the ``chosen`` layers, the worst call; inf for no error.
 
     ``all_db``: the same with all ``all_count`` layers that are not sensitive. ``calls``: model calls made, of them ``reference_calls``
-    unchanged. ``complete``: the search ended by itself, not by its bound on trials.
+    unchanged. ``complete``: the search ended by itself, not by its bound on trials. ``free_db``: the SNR of a free run's result with
+    the ``chosen`` layers; ``free_runs`` were made, and ``dropped`` layers kept because of them.
     """
 
     candidate: Candidate
@@ -76,6 +82,9 @@ class Analysis:
     calls: int = 0
     reference_calls: int = 0
     complete: bool = True
+    free_db: float = math.inf
+    free_runs: int = 0
+    dropped: int = 0
 
     def named(self, status: str) -> list[LayerResult]:
         return [layer for layer in self.layers if layer.status == status]
@@ -112,32 +121,45 @@ class Session:
         self.advance = advance
         self.measures = {name: Measure() for name in self.subjects}
         self.references: list[list[torch.Tensor]] = []
+        self.final: Sequence[torch.Tensor] = ()
         self.calls = 0
         self._index = 0
         self._changed: frozenset[str] | None = None
         self._floor = -math.inf
         self._worst = math.inf
+        self._free = False
 
-    def reference(self, run: Callable[[], object]) -> None:
+    def reference(self, run: Run) -> None:
         """Run the calls with nothing changed and measure every layer."""
         self._changed = None
-        run()
+        self.final = run()
         if not self.references:
             raise HalfsafeError("The model was not called, so nothing could be measured.", "Give it a latent and a prompt.")
 
-    def snr(self, run: Callable[[], object], changed: frozenset[str], floor: float = -math.inf) -> float:
+    def snr(self, run: Run, changed: frozenset[str], floor: float = -math.inf) -> float:
         """Return the worst SNR in dB of the calls with the layers ``changed``; once below ``floor``, calls are skipped."""
         self._index, self._changed, self._floor, self._worst = 0, changed, floor, math.inf
         run()
         return self._worst
 
+    def free_snr(self, run: Run, changed: frozenset[str]) -> float:
+        """Return the SNR in dB of what ``run`` gives when its calls get the results of the changed model."""
+        self._changed, self._free = changed, True
+        try:
+            found = run()
+        finally:
+            self._free = False
+        return min(snr_db(ref, out) for ref, out in zip(self.final, found, strict=True))
+
     def step(self, base: torch.Tensor | float, call: Callable[[], Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Make one call of the model by ``call``, which returns its outputs, and compare ``base`` minus each output."""
-        if self._changed is not None and self._worst < self._floor:
+        if self._changed is not None and not self._free and self._worst < self._floor:
             return [output.clone() for output in self._next_reference()]
         self.advance()
         outputs = call()
         self.calls += 1
+        if self._free:
+            return list(outputs)
         if self._changed is None:
             if not all(torch.isfinite(output).all() for output in outputs):
                 raise HalfsafeError(
@@ -189,12 +211,12 @@ def snr_db(reference: torch.Tensor, result: torch.Tensor) -> float:
     return decibels(noise, reference.double().square().sum().item())
 
 
-def analyze(session: Session, run: Callable[[], object], target_db: float, pin: bool = True) -> Analysis:
+def analyze(session: Session, run: Run, target_db: float, pin: bool = True) -> Analysis:
     """Measure every layer and choose those that keep the model's output at ``target_db`` or better.
 
     Args:
         session: after its :meth:`Session.reference`.
-        run: makes all calls of the model through ``session.step`` and ``session.inside``.
+        run: makes all calls of the model through ``session.step`` and ``session.inside``, and returns what they lead to.
         pin: keep layers with a sensitive role; else they are measured and chosen like the others.
     """
     layers = [_result(subject, session.measures[name], pin) for name, subject in session.subjects.items()]
@@ -202,13 +224,31 @@ def analyze(session: Session, run: Callable[[], object], target_db: float, pin: 
     search = Search(lambda names, floor: session.snr(run, names, floor), target_db, MAX_TRIALS)
     plain = frozenset(layer.name for layer in free if not session.subjects[layer.name].role)
     analysis = Analysis(session.candidate, target_db, layers, all_db=search.measured(plain), all_count=len(plain))
-    chosen = search.choose(ordered_groups(free, session.candidate))
+    groups = ordered_groups(free, session.candidate)
+    by_calls = search.choose(groups)
+    chosen = _held_in_a_free_run(session, run, search, [group for group in groups if group[0] in by_calls], analysis)
     for layer in free:
         layer.status = CHOSEN if layer.name in chosen else KEPT
-    analysis.snr_db = search.known[chosen]
+    analysis.snr_db, analysis.dropped = search.known[chosen], len(by_calls) - len(chosen)
     analysis.trials, analysis.complete = search.trials, search.complete
     analysis.calls, analysis.reference_calls = session.calls, len(session.references)
     return analysis
+
+
+def _held_in_a_free_run(session: Session, run: Run, search: Search, groups: list, analysis: Analysis) -> frozenset[str]:
+    """Choose those of the groups that hold the target in a free run too, all of them where they do."""
+    found = {frozenset(): math.inf}
+
+    def measure(names: frozenset[str], floor: float) -> float:
+        by_calls = search.measured(names)
+        if by_calls >= floor:
+            analysis.free_runs += 1
+            found[names] = session.free_snr(run, names)
+        return min(by_calls, found.get(names, by_calls))
+
+    chosen = Search(measure, search.target_db, FREE_TRIALS).choose(groups)
+    analysis.free_db = found[chosen]
+    return chosen
 
 
 def ordered_groups(layers: Sequence[LayerResult], candidate: Candidate) -> list[tuple[str, ...]]:
@@ -237,4 +277,5 @@ def _result(subject: Subject, measure: Measure, pin: bool) -> LayerResult:
     elif not measure.flops:
         status, reason = UNUSED, "never ran in the calls measured"
     figures = measure.weight_db, measure.output_db, measure.channel_db, measure.flops
-    return LayerResult(subject.name, subject.cls, subject.module.weight.numel(), status, reason, *figures, bool(subject.role))
+    size = subject.module.weight.numel()
+    return LayerResult(subject.name, subject.cls, size, status, reason, *figures, bool(subject.role), measure.crest)

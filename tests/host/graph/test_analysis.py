@@ -99,6 +99,35 @@ def test_the_loader_with_the_rules_gives_what_was_measured(comfy, models_dir, fa
     assert worst_snr(model, loaded, family) == pytest.approx(found.snr_db, abs=0.05)
 
 
+def final_snr(reference, model, family) -> float:
+    """The SNR of the latent that the analysis's run of the sampler ends with, each model left to itself."""
+    ends = [host._sample(one, families.conditioning(family), None, latent(one), 1)[0] for one in (reference, model)]
+    return sqnr_db(*ends)
+
+
+@pytest.mark.parametrize(("compute", "products"), [("fp32", False), ("auto", True)])
+def test_int8_is_measured_as_the_loader_with_the_rules_multiplies(comfy, planted, compute, products):
+    model = families.load(comfy, planted, "as_file", compute)
+    found, rules, text, _ = analyzed(comfy, model, target=38.0, candidate="int8")
+    assert found.candidate.products == products and ("products in int8" in text) == products
+    assert found.chosen and found.snr_db >= 38 <= found.free_db and rules_from(text) == rules
+    loaded = families.load(comfy, planted, "int8", compute, rules)
+    layers = {layer["name"]: layer for layer in families.report(comfy, loaded)["layers"]}
+    assert {name for name, layer in layers.items() if layer["storage"] == "int8"} == {layer.name for layer in found.chosen}
+    assert {layers[layer.name]["mode"] for layer in found.chosen} == {"int8" if products else "fp32"}
+    assert worst_snr(model, loaded, "wan") == pytest.approx(found.snr_db, abs=0.3 if products else 0.05)
+    assert final_snr(model, loaded, "wan") == pytest.approx(found.free_db, abs=0.3 if products else 0.05)
+
+
+@pytest.mark.parametrize("target", [20.0, 27.0])
+def test_the_final_latent_of_a_free_run_holds_the_target(comfy, planted, target):
+    model = families.load(comfy, planted, "as_file", "fp32")
+    found, rules, text, _ = analyzed(comfy, model, target=target, pin=False)
+    loaded = families.load(comfy, planted, "fp8_e4m3fn", "fp32", rules)
+    assert found.chosen and final_snr(model, loaded, "wan") == pytest.approx(found.free_db, abs=0.05)
+    assert found.free_db >= target <= found.snr_db and f"{found.free_db:.1f} dB" in text
+
+
 @pytest.mark.slow
 def test_a_unet_holds_its_target(comfy, models_dir):
     path = families.write("sdxl", models_dir / "diffusion_models")
@@ -169,7 +198,7 @@ def same(a: dict, b: dict) -> bool:
     )
 
 
-@pytest.mark.parametrize("candidate", ["fp8_e4m3fn", "fp16", "fp16_acc16"])
+@pytest.mark.parametrize("candidate", ["fp8_e4m3fn", "fp16", "fp16_acc16", "int8"])
 @pytest.mark.parametrize("stop_at", [0, 40, 90, 200, 460, 700])
 def test_an_interrupt_leaves_nothing_on_the_model(comfy, planted, monkeypatch, candidate, stop_at):
     from comfy import model_management as management

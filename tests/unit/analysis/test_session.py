@@ -8,10 +8,12 @@ from halfsafe.precision.amax import host_amax
 from halfsafe.precision.analysis import session as a
 from halfsafe.precision.analysis.candidates import CANDIDATES, PART, Candidate, parts, with_fp16_sums
 from halfsafe.precision.analysis.chart import COLOURS, analysis_chart
-from halfsafe.precision.analysis.measure import output_error, sample, weight_error
+from halfsafe.precision.analysis.measure import crest_factor, output_error, sample, weight_error
 from halfsafe.precision.analysis.rules import analysis_text, patterns, rule_lines, rules_of
 from halfsafe.precision.analysis.search import Search, group_of
 from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
+from halfsafe.precision.formats.comfy_format import plan_weight, tensors_of
 from halfsafe.precision.formats.quantize import dequantize, quantize
 from halfsafe.precision.plan.rules import compile_pattern, parse, rules_from
 from hypothesis import given, settings
@@ -90,14 +92,12 @@ def session_of(net, candidate=FP8, roles=None, barred=(torch.nn.Conv1d,), **opti
     inputs = [normal(1, 12, 32, seed=seed) * size for seed, size in ((1, 1.0), (2, 0.3))]
 
     def run():
+        def call(x):
+            with session.inside():
+                return [net(x)]
+
         with torch.no_grad():
-            for x in inputs:
-
-                def call(x=x):
-                    with session.inside():
-                        return [net(x)]
-
-                session.step(0.0, call)
+            return [session.step(0.0, lambda x=x: call(x))[0] for x in inputs]
 
     return session, run
 
@@ -119,6 +119,35 @@ def test_the_weight_is_that_of_the_packs_own_quantizer():
             expected = dequantize(held.data, held.scale, dtype)
             assert torch.equal(candidate.weight(weight), expected)
             assert weight_error(weight, candidate) == pytest.approx(-20 * math.log10(relative_error(weight, expected)), abs=1e-3)
+
+
+def test_int8_is_that_of_the_packs_own_files_and_products_cost_the_inputs_error_too():
+    stored = StoredWeight("a.weight", normal(48, 128))
+    held = read_checkpoint(tensors_of(stored, plan_weight(stored, "int8", "m"), "m"), {}, "m").weights["a.weight"]
+    weights, products = Candidate("int8", products=False), Candidate("int8")
+    assert torch.equal(weights.weight(stored.data), held.dequantize(torch.float32))
+    layer, x = torch.nn.Linear(128, 48), normal(64, 128, seed=1)
+    layer.weight.data = stored.data
+    alone, both = (output_error(layer, x, layer.weight.data, None, one)[0] for one in (weights, products))
+    assert torch.equal(weights.input(x), x) and 2 < alone - both < 4
+    x[:, 5] *= 300
+    expected = F.linear(products.input(x), held.dequantize(torch.float32))
+    found = products.error(layer, x, stored.data, None, 0.0, F.linear(x, stored.data)) + F.linear(x, stored.data)
+    assert torch.allclose(found, expected, atol=1e-3)
+
+
+def test_the_crest_factor_tells_where_few_inputs_are_large():
+    x = normal(64, 256)
+    assert crest_factor(x.bfloat16()) == pytest.approx((x.abs().max() / x.square().mean().sqrt()).item(), rel=0.01)
+    assert 3 < crest_factor(x) < 6 and crest_factor(torch.zeros(4, 4)) == 0
+    x[:, 7] *= 1000
+    assert crest_factor(x) > 20
+    net = Net()
+    net.blocks[0].up.weight.data[3] *= 1000
+    found = analyzed(net, 20, roles=ROLES)
+    crests = {layer.name: layer.crest for layer in found.layers}
+    assert crests["blocks.0.down"] > 3 * crests["blocks.1.down"] and crests["unused"] is None
+    assert f"{crests['blocks.0.down']:.1f}" in analysis_text(found) and "crest" in analysis_text(found)
 
 
 def test_parts_of_a_weight_are_small_and_give_the_same_as_the_whole():
@@ -151,7 +180,7 @@ def test_the_error_of_a_layer_on_samples_is_that_of_all_its_inputs(name):
     few = output_error(layer, sample(layer, x), layer.weight.data, layer.bias.data, candidate)
     every = output_error(layer, x[0], layer.weight.data, layer.bias.data, candidate)
     assert few == pytest.approx(every, abs=1.0)
-    expected = {"fp8_e4m3fn": 31.5, "fp8_e5m2": 25.5, "bf16": 52, "fp16": 70, "fp16_acc16": 66}[name]
+    expected = {"fp8_e4m3fn": 31.5, "fp8_e5m2": 25.5, "bf16": 52, "fp16": 70, "fp16_acc16": 66, "int8": 41.5}[name]
     assert few[0] == pytest.approx(expected, abs=3)
 
 
@@ -241,6 +270,61 @@ def test_no_module_keeps_anything_even_when_a_call_is_interrupted():
             a.analyze(session, run, 36)
         assert inner == net.blocks[2].forward
         assert {name: dict(module.__dict__) for name, module in net.named_modules()} == before
+
+
+def accumulating(net, steps=6):
+    """A session whose calls each start from what the call before gave, as a sampler's do, and what it makes of some layers."""
+    subjects = [a.Subject(name, "Linear", module) for name, module in net.named_modules() if isinstance(module, torch.nn.Linear)]
+    session = a.Session(subjects, FP8, plain_weights, change)
+
+    def run():
+        x = normal(1, 12, 32, seed=1)
+        with torch.no_grad():
+            for _ in range(steps):
+
+                def call(x=x):
+                    with session.inside():
+                        return [net(x)]
+
+                x = x - 0.5 * session.step(0.0, call)[0]
+        return [x]
+
+    return session, run
+
+
+def free_snr_of(net, names, steps=6):
+    """The SNR of the last of several calls of a net whose layers hold fp8 weights, without the analysis."""
+    results, weights = [], {name: net.get_submodule(name).weight.data for name in names}
+    for held in (False, True):
+        for name, weight in weights.items():
+            net.get_submodule(name).weight.data = FP8.weight(weight) if held else weight
+        x = normal(1, 12, 32, seed=1)
+        with torch.no_grad():
+            for _ in range(steps):
+                x = x - 0.5 * net(x)
+        results.append(x)
+    for name, weight in weights.items():
+        net.get_submodule(name).weight.data = weight
+    return -20 * math.log10(relative_error(*results))
+
+
+def test_the_target_holds_in_a_free_run_too_where_errors_add_up():
+    net = Net(outliers=(1,))
+    session, run = accumulating(net)
+    session.reference(run)
+    groups = a.ordered_groups([a._result(s, session.measures[n], True) for n, s in session.subjects.items() if session.measures[n].flops], FP8)
+    by_calls = Search(lambda names, floor: session.snr(run, names, floor), 28.0).choose(groups)
+    assert free_snr_of(net, by_calls) < 27, "the calls by themselves would allow it"
+    found = a.analyze(session, run, 28.0)
+    chosen = {layer.name for layer in found.chosen}
+    assert chosen and found.dropped == len(by_calls) - len(chosen) > 0 and found.free_runs <= 8
+    assert found.free_db == pytest.approx(free_snr_of(net, chosen), abs=0.01) and found.free_db >= 28 <= found.snr_db
+    assert f"{found.free_db:.1f} dB" in analysis_text(found) and f"{found.dropped} layers" in analysis_text(found)
+
+
+def test_one_free_run_is_enough_where_the_target_holds():
+    found = analyzed(Net(), 20, roles=ROLES)
+    assert found.free_runs == 1 and found.dropped == 0 and found.free_db == pytest.approx(found.snr_db, abs=0.01)
 
 
 def test_statuses_and_reasons():
