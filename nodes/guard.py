@@ -45,7 +45,7 @@ class NaNGuard(io.ComfyNode):
                     min=0,
                     max=64,
                     advanced=True,
-                    tooltip="How often one step may be repeated. Three repeats are the most it ever needs: to find the layer, in fp16_safe, in fp32.",
+                    tooltip="How often one step may be repeated. A cure takes three at most: to find the layer, in fp16_safe, in fp32. Telling another cause may take a few more.",
                 ),
             ],
             outputs=[io.Model.Output()],

@@ -39,6 +39,9 @@ from .run.patcher import low_rank_reasons
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
+PATCHED_BY = (
+    "A model patch ({}) runs inside of this model's calls: they are checked and repeated with it, its own layers are in no plan."
+)
 ENCODER_GUARDS = {"HalfsafeGuardVAE": "VAE", "HalfsafeGuardCLIP": "text encoder"}
 
 
@@ -56,11 +59,12 @@ def report_of(patcher: ModelPatcher) -> Report:
         report.guard = guard.report(patcher)
         report.ranges = guard.ranges(patcher)
         _escalate(layers, guard.modes(patcher))
+        report.notes += guard.remarks(patcher)
     if record:
         report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
         report.without_effect = [WithoutEffect(*entry) for entry in (*record.without_effect, *_unmet(record, layers))]
         report.decisions = {"file": f"{Path(record.file).name}, {record.dialect}", "storage": str(record.storage)}
-        report.notes = list(record.notes)
+        report.notes += record.notes
     if compute:
         _add_plan(report, compute, patcher)
     else:
@@ -69,6 +73,7 @@ def report_of(patcher: ModelPatcher) -> Report:
     report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
     report.decisions |= decisions
     report.notes += [*notes, *_int8_notes(layers)]
+    report.notes += [PATCHED_BY.format(type(model.model).__name__) for model in patcher.model_patches_models()]
     report.encoders = encoder_reports()
     names = {layer.name for layer in layers}
     report.ranges = {name: largest for name, largest in report.ranges.items() if name in names}

@@ -96,6 +96,7 @@ class GuardLog:
         prompt: the prompt that the log is of.
         given_up: nothing cures this run, so no call is repeated.
         lost: the images of the batch that nothing cures; the others go on.
+        remarks: what ran beside the model.
     """
 
     on_nan: str = "report"
@@ -109,6 +110,7 @@ class GuardLog:
     advice: str = ""
     given_up: bool = False
     lost: set[int] = field(default_factory=set)
+    remarks: set[str] = field(default_factory=set)
 
     def note(
         self, event: GuardEvent, origin: Origin | None, verdict: str, advice: str | None = None, message: str = ""

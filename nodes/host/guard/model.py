@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 LOGS_KEPT = 8
 TEXT_ADAPTER = "text adapter"
+CONTROLNET = "A ControlNet ran beside this model: what it gives is checked, but it is in no plan and no repeat of the guard."
 
 
 def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = None):
@@ -67,6 +68,7 @@ class Guard:
         call = Call(executor, *args, **kwargs)
         guarded, log = self.states.of(call.model), self._log(call.model.current_patcher)
         log.calls += 1
+        log.remarks |= {CONTROLNET} if call.control else set()
         if log.calls == 1:
             self._check_device(call, guarded, log)
         start = RandomStart.of(call.x.device)
@@ -140,6 +142,10 @@ class Guard:
         report = self._log(patcher).report(next((run.escalation for run in runs if run.escalation), Escalation()))
         report.escalations |= {TEXT_ADAPTER: "fp32"} if any(run.text_in_fp32 for run in runs) else {}
         return report
+
+    def remarks(self, patcher: "ModelPatcher") -> list[str]:
+        """Say what ran beside the model, which the guard does not repeat by itself."""
+        return sorted(self._log(patcher).remarks)
 
     def modes(self, patcher: "ModelPatcher") -> dict[str, str]:
         """Layer -> mode, of the layers that run wider now."""

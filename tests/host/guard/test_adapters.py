@@ -56,14 +56,22 @@ def test_an_overflow_in_the_adapter_is_cured_and_not_blamed_on_the_text(comfy, o
     assert left_on(plain.model) == before
 
 
-def test_the_plan_holds_for_the_adapter_too(comfy, overflowing, reference):
-    model = load(comfy, overflowing, "as_file", "fp16_safe")
-    with MatmulSpy(model.model.diffusion_model) as spy:
-        assert relative_error(reference, run(model)) < 0.01
-    ran = [product for product in spy.seen if product.layer.startswith("llm_adapter.blocks") and product.op != "attention"]
-    modes = {layer["name"]: layer["mode"] for layer in families.report(comfy, model)["layers"]}
-    layers = [product for product in ran if product.layer in modes]
-    assert layers and all(modes[product.layer] in product.modes and product.rounded for product in layers)
+def test_the_plan_holds_for_the_adapter_too(comfy, overflowing, reference, monkeypatch):
+    model, spy = load(comfy, overflowing, "as_file", "fp16_safe"), MatmulSpy(torch.nn.Module())
+    adapter = model.model.diffusion_model
+    adapt = adapter.preprocess_text_embeds
+
+    def watched(*args, **kwargs):
+        with spy:
+            return adapt(*args, **kwargs)
+
+    monkeypatch.setattr(adapter, "preprocess_text_embeds", watched, raising=False)
+    assert relative_error(reference, run(model)) < 0.01
+    products = [product for product in spy.seen if "attention" not in product.op]
+    assert len(products) > 60 and all(product.rounded and product.result == "fp32" for product in products)
+    layers = families.report(comfy, model)["layers"]
+    modes = {layer["mode"] for layer in layers if layer["name"].startswith("llm_adapter.blocks") and layer["class"] == "Linear"}
+    assert modes <= {"fp16_wide", "fp16_scaled"}
 
 
 @pytest.mark.parametrize("on_nan", ["stop", "report"])

@@ -1,0 +1,76 @@
+"""Two branches of one checkpoint behind one guard: each report speaks of its own."""
+
+import pytest
+import torch
+from comfy_execution.utils import CurrentNodeContext
+from support import families
+from support.guarding import core, guarded, is_finite, modes_of, plain_fp16, report_of
+
+
+def with_lora(model):
+    """A clone with a LoRA under which the second block overflows in fp16."""
+    clone = model.clone()
+    delta = torch.randn(256, 1024, generator=torch.Generator().manual_seed(5)) * 6e3
+    clone.add_patches({"diffusion_model.blocks.1.ffn.2.weight": ("diff", (delta,))}, 1.0)
+    return clone
+
+
+@pytest.mark.parametrize("clean_first", [True, False])
+def test_the_branch_without_the_lora_is_clean_in_its_own_report(comfy, wan, clean_first):
+    model = guarded(comfy, plain_fp16(comfy, wan))
+    lora = with_lora(model)
+    with CurrentNodeContext("prompt", "1"):
+        for branch in [model, lora] if clean_first else [lora, model]:
+            assert is_finite(families.sample(branch, "wan", steps=2))
+        shown = [families.report(comfy, branch)["guard"] for branch in (model, lora)]
+    assert [guard["verdict"] for guard in shown] == ["clean", "recovered"]
+    assert [guard["calls"] for guard in shown] == [2, 2]
+    assert not shown[0]["escalations"] and "blocks.1.ffn.2" in shown[1]["escalations"]
+    assert families.report(comfy, model)["layers"] != families.report(comfy, lora)["layers"]
+
+
+def test_a_branch_that_is_cached_keeps_its_report(comfy, wan):
+    model = guarded(comfy, plain_fp16(comfy, wan))
+    lora = with_lora(model)
+    with CurrentNodeContext("first", "1"):
+        families.sample(lora, "wan", steps=2)
+        families.sample(model, "wan", steps=2)
+    with CurrentNodeContext("second", "1"):
+        families.sample(model, "wan", steps=3)
+        assert report_of(lora).verdict == "recovered" and report_of(lora).calls == 2
+        assert report_of(model).verdict == "clean" and report_of(model).calls == 3
+    with CurrentNodeContext("third", "1"):
+        families.sample(lora, "wan", steps=2)
+        assert report_of(model).verdict == "clean" and report_of(model).calls == 3
+        assert report_of(lora).extra_calls == 0
+
+
+def test_a_report_behind_another_node_is_that_of_the_model_that_ran(comfy, wan):
+    """ComfyUI clones the model in every node: the report may be given another clone than the sampler."""
+    model = with_lora(guarded(comfy, plain_fp16(comfy, wan)))
+    sampled = core("comfy_extras.nodes_model_advanced").ModelSamplingSD3().patch(model, 3.0)[0]
+    families.sample(sampled, "wan", steps=2)
+    assert report_of(model).verdict == report_of(sampled).verdict == report_of(model.clone()).verdict == "recovered"
+    assert modes_of(model)["blocks.1.ffn.2"] == "fp16_wide"
+
+
+def test_an_attention_kernel_that_fails_is_in_the_report_of_its_branch_only(comfy, wan):
+    model = guarded(comfy, plain_fp16(comfy, wan))
+    broken = model.clone()
+    broken.model_options["transformer_options"]["optimized_attention_override"] = lambda function, *args, **kwargs: (
+        function(*args, **kwargs) * torch.nan
+    )
+    with CurrentNodeContext("prompt", "1"):
+        families.sample(broken, "wan", steps=2)
+        families.sample(model, "wan", steps=2)
+    assert report_of(broken).verdict == "recovered" and report_of(model).verdict == "clean"
+
+
+def test_the_log_keeps_the_last_branches_only(comfy, wan):
+    from halfsafe.nodes.host.guard.model import LOGS_KEPT, guard_of
+
+    model = guarded(comfy, plain_fp16(comfy, wan))
+    branches = [with_lora(model) for _ in range(LOGS_KEPT + 3)]
+    for branch in branches:
+        report_of(branch)
+    assert len(guard_of(model)._logs) == LOGS_KEPT
