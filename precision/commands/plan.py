@@ -11,8 +11,9 @@ from ..formats.comfy_state import model_prefix, model_shapes, refuse_lora
 from ..plan.facts import ModelFacts, facts_of, layer_specs
 from ..plan.families import family_of, model_name
 from ..plan.goal import plan_for_goal, storage_for_goal
+from ..plan.held import planned_bytes
 from ..plan.rules import rules_from
-from ..plan.storage import LoadPlan, plan_load, weight_bytes
+from ..plan.storage import LoadPlan, plan_load
 from ..report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
 
 
@@ -55,7 +56,7 @@ def _report(
     storages: dict[str, str],
     reason: str,
 ) -> Report:
-    size = weight_bytes(checkpoint, plan, prefix)
+    size = planned_bytes(checkpoint, plan, prefix)
     report = Report(device_section(device), ModelReport(model_name(model_shapes(checkpoint)), facts.parameters, size))
     report.layers = [_layer(layer.name, layer.cls, storages[layer.name], plan) for layer in facts.layers]
     report.kept_high = [KeptHigh(name, decision.reason) for name, decision in plan.decisions.items() if decision.kept]

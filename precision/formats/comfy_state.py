@@ -9,28 +9,34 @@ from ..dtypes import QUANTIZED_NAMES
 from ..errors import CheckpointError
 from ..files.safetensors_file import write_safetensors
 from .checkpoint import Checkpoint, StoredWeight, looks_like_scale
-from .comfy_format import AS_FILE, StoragePlan, exceeds_fp16, finite_bound, plan_weight, specs_of, tensors_of
+from .comfy_format import AS_FILE, StoragePlan, finite_bound, plan_weight, specs_of, tensors_of
 
 MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")
 
 
 def state_dict(
-    checkpoint: Checkpoint, decisions: dict[str, str], progress: Callable[[int], None] | None = None
+    checkpoint: Checkpoint,
+    storages: Mapping[str, str],
+    progress: Callable[[int], None] | None = None,
+    plans: Mapping[str, StoragePlan] | None = None,
 ) -> tuple[dict[str, torch.Tensor], list[tuple[str, str]]]:
     """The checkpoint in ComfyUI's format, made weight by weight; and (tensor, note) where it is not stored as asked.
 
     Weights that do not change stay views of the file; every weight is checked for NaN and Inf.
 
     Args:
-        decisions: full layer name (without ``.weight``) -> storage; other tensors stay as in the file.
+        storages: full layer name (without ``.weight``) -> storage; other tensors stay as in the file.
         progress: called with the bytes of the file just dealt with.
+        plans: what :func:`plan_weights` made of ``storages``, where it was asked already.
     """
+    plans = plans or plan_weights(checkpoint.weights, storages, checkpoint.path)
     result, notes = {}, []
-    for weight, plan in _plan_weights(checkpoint.weights, decisions, checkpoint.path):
+    for name, weight in checkpoint.weights.items():
+        plan = plans[name]
         result.update(tensors_of(weight, plan, checkpoint.path))
         if plan.note:
-            notes.append((weight.name, plan.note))
+            notes.append((name, plan.note))
         if progress:
             progress(weight.data.nbytes)
     return result, notes
@@ -45,12 +51,6 @@ def check_finite(tensors: Mapping[str, torch.Tensor], path) -> None:
 def storage_to_make(weight: StoredWeight, wanted: str) -> str:
     """``wanted``, or ``as_file`` from one 16- or 32-bit dtype to another: ComfyUI casts as it loads, with no second copy."""
     return wanted if wanted in QUANTIZED_NAMES or weight.scale is not None or weight.quantized else AS_FILE
-
-
-def first_exceeding_fp16(checkpoint: Checkpoint, prefix: str = "") -> str | None:
-    """The first tensor below ``prefix`` with a value that fp16 cannot hold, or None."""
-    inside = (weight for name, weight in checkpoint.weights.items() if name.startswith(prefix))
-    return next((weight.name for weight in inside if exceeds_fp16(weight, checkpoint.path)), None)
 
 
 def write_weights(
@@ -77,7 +77,7 @@ def write_weights(
         CheckpointError: the target cannot be written.
     """
     plans, specs = {}, []
-    for weight, plan in _plan_weights(weights, storages, origin):
+    for weight, plan in _planned(weights, storages, origin):
         plans[weight.name] = plan
         specs += specs_of(weight, plan)
 
@@ -112,7 +112,16 @@ def refuse_lora(checkpoint: Checkpoint) -> None:
         raise CheckpointError(checkpoint.path, "a LoRA, which is applied in 16 bit", name, "Convert the model instead.")
 
 
-def _plan_weights(weights: Mapping[str, StoredWeight], storages: Mapping[str, str], path) -> Iterator[tuple[StoredWeight, StoragePlan]]:
+def plan_weights(weights: Mapping[str, StoredWeight], storages: Mapping[str, str], path) -> dict[str, StoragePlan]:
+    """Decide what each weight will be stored in, by tensor name; looks into the data only where the answer depends on it.
+
+    Args:
+        storages: full layer name (without ``.weight``) -> storage; other tensors stay as they are.
+    """
+    return {weight.name: plan for weight, plan in _planned(weights, storages, path)}
+
+
+def _planned(weights: Mapping[str, StoredWeight], storages: Mapping[str, str], path) -> Iterator[tuple[StoredWeight, StoragePlan]]:
     """Every weight and what it will be stored in; 16 bit where a tensor beside it would be taken for its scale."""
     beside_scales = {name.rpartition(".")[0] for name in weights if looks_like_scale(name)}
     for weight in weights.values():

@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from ..devices.detect import Device, auto_storage
-from ..dtypes import FP8_NAMES, QUANTIZED_NAMES, dtype_named
-from ..formats.checkpoint import Checkpoint, StoredWeight
+from ..dtypes import FP8_NAMES, QUANTIZED_NAMES
 from ..formats.comfy_format import can_be_quantized
 from ..formats.int8 import why_not_int8
 from ..text import size_text
@@ -99,17 +97,3 @@ def _choose_storage(
     if used == "as_file" and facts.file_dtype == "bf16" and compute.is_safe:
         used, reason = enough, f"{compute.choice.used} multiplies in {enough}: converted once, not at every step"
     return Choice(storage, used, reason)
-
-
-def weight_bytes(checkpoint: Checkpoint, plan: LoadPlan, prefix: str = "") -> int:
-    """Count the bytes that the weights below ``prefix`` take in memory once loaded as planned."""
-    inside = ((name[len(prefix) :], weight) for name, weight in checkpoint.weights.items() if name.startswith(prefix))
-    return sum(_weight_bytes(weight, plan, name.removesuffix(".weight")) for name, weight in inside)
-
-
-def _weight_bytes(weight: StoredWeight, plan: LoadPlan, layer: str) -> int:
-    decision = plan.decisions.get(layer)
-    storage = decision.storage if decision else plan.storage.used
-    if storage == "as_file":
-        return weight.data.nbytes
-    return prod(weight.shape) * dtype_named(storage if decision else plan.compute.weight_dtype).itemsize

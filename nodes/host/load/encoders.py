@@ -22,6 +22,7 @@ from ....precision.formats import comfy_state
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.plan.choice import Choice, LoadRecord
 from ....precision.plan.facts import file_dtype, layer_specs
+from ....precision.plan.held import weight_bytes
 from ....precision.plan.storage import plan_text_encoder
 from ..run.modules import ask_for_plain_products
 from ..run.patcher import keep_low_rank_beside
@@ -116,9 +117,11 @@ def _converted(checkpoint: Checkpoint, storage: str) -> tuple[dict[str, torch.Te
     )
     weights = (weight for weight in checkpoint.weights.values() if weight.layer in decisions)
     storages = {weight.layer: comfy_state.storage_to_make(weight, decisions[weight.layer].storage) for weight in weights}
-    needed = in_16_bit // 2 if choice.used in QUANTIZED_NAMES else in_16_bit
-    require_memory(needed, f"Loading {checkpoint.path}", free_host_memory())
-    tensors, _ = comfy_state.state_dict(checkpoint, storages, byte_progress(checkpoint.weights.values()))
+    plans = comfy_state.plan_weights(checkpoint.weights, storages, checkpoint.path)
+    made = {name: plan.storage for name, plan in plans.items()}
+    held = default if choice.used in (*QUANTIZED_NAMES, "as_file") else choice.used
+    require_memory(weight_bytes(checkpoint.weights, made, held), f"Loading {checkpoint.path}", free_host_memory())
+    tensors, _ = comfy_state.state_dict(checkpoint, storages, byte_progress(checkpoint.weights.values()), plans)
     return {**tensors, **_missing_projections(tensors)}, choice
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -17,11 +18,12 @@ from ....precision.dtypes import FP8_DTYPES, QUANTIZED_NAMES, dtype_named
 from ....precision.errors import CheckpointError
 from ....precision.formats import comfy_state
 from ....precision.formats.checkpoint import StoredWeight
-from ....precision.formats.comfy_format import can_be_quantized
+from ....precision.formats.comfy_format import can_be_quantized, exceeds_fp16
 from ....precision.formats.encodings import SINCE
 from ....precision.plan.choice import LoadRecord, frozen
+from ....precision.plan.held import held_dtype, unpacked_dtype, weight_bytes
 from ....precision.plan.rules import Rules
-from ....precision.plan.storage import LoadPlan, plan_load, weight_bytes
+from ....precision.plan.storage import LoadPlan, plan_load
 from ..run.compute import set_compute
 from ..run.patcher import keep_low_rank_beside
 from .detection import Detected, detect_model
@@ -43,14 +45,14 @@ def load_diffusion_model(path: str, storage: str, compute: str, rules: Rules, di
         HalfsafeError: the file cannot be read, is not a known model, or does not fit in memory.
     """
     detected = detect_model(open_model(path), only_diffusion_model=True)
-    plan, tensors, notes = _prepare(detected, storage, compute, rules)
+    load = _prepare(detected, storage, compute, rules)
     patcher = comfy.sd.load_diffusion_model_state_dict(
-        dict(tensors),
-        model_options=_model_options(detected, plan, tensors),
+        dict(load.tensors),
+        model_options=_model_options(detected, load),
         metadata=detected.checkpoint.metadata,
         disable_dynamic=disable_dynamic,
     )
-    _finish(patcher, detected, plan, tensors, notes)
+    _finish(patcher, detected, load)
     patcher.cached_patcher_init = (load_diffusion_model, (path, storage, compute, rules))
     return patcher
 
@@ -58,42 +60,59 @@ def load_diffusion_model(path: str, storage: str, compute: str, rules: Rules, di
 def load_checkpoint_model(path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False) -> ModelPatcher:
     """Load the diffusion model of a full checkpoint; see :func:`load_diffusion_model`."""
     detected = detect_model(open_model(path), only_diffusion_model=False)
-    plan, tensors, notes = _prepare(detected, storage, compute, rules)
+    load = _prepare(detected, storage, compute, rules)
     patcher, *_ = comfy.sd.load_state_dict_guess_config(
-        dict(tensors),
+        dict(load.tensors),
         output_vae=False,
         output_clip=False,
-        model_options=_model_options(detected, plan, tensors),
+        model_options=_model_options(detected, load),
         metadata=detected.checkpoint.metadata,
         disable_dynamic=disable_dynamic,
     )
-    _finish(patcher, detected, plan, tensors, notes)
+    _finish(patcher, detected, load)
     patcher.cached_patcher_init = (load_checkpoint_model, (path, storage, compute, rules))
     return patcher
 
 
-def _prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> tuple[LoadPlan, dict, list[str]]:
-    device = current_device()
+@dataclass(frozen=True)
+class _Load:
+    """A model about to be loaded: its tensors in ComfyUI's format, and the dtype of those that are not quantized."""
+
+    plan: LoadPlan
+    tensors: dict[str, torch.Tensor]
+    dtype: torch.dtype
+    notes: list[str]
+
+
+def _prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> _Load:
+    device, checkpoint = current_device(), detected.checkpoint
     free = None if device.simulated else free_device_memory()
     plan = plan_load(detected.facts, device, storage, compute, rules, free)
-    needed = weight_bytes(detected.checkpoint, plan, detected.prefix)
-    require_memory(needed, f"Loading {detected.checkpoint.path}", free_host_memory())
-    progress = byte_progress(detected.checkpoint.weights.values())
-    tensors, notes = comfy_state.state_dict(detected.checkpoint, _storages(detected, plan), progress)
-    return plan, tensors, [*_too_new_notes(detected, plan), *(f"{name}: {note}" for name, note in notes)]
+    storages = _storages(detected, plan)
+    plans = comfy_state.plan_weights(checkpoint.weights, storages, checkpoint.path)
+    inside = {name: weight for name, weight in checkpoint.weights.items() if name.startswith(detected.prefix)}
+    made = {name: plans[name].storage for name in inside}
+    held = held_dtype(inside, made, plan)
+    require_memory(weight_bytes(inside, made, held), f"Loading {checkpoint.path}", free_host_memory())
+    kept = (weight for name, weight in inside.items() if made[name] not in QUANTIZED_NAMES and not weight.encoding)
+    if held == "fp16" and any(exceeds_fp16(weight, checkpoint.path) for weight in kept):
+        held = "bf16"
+    tensors, otherwise = comfy_state.state_dict(checkpoint, storages, byte_progress(checkpoint.weights.values()), plans)
+    notes = [*_too_new_notes(detected, plan), *(f"{name}: {note}" for name, note in otherwise)]
+    return _Load(plan, tensors, dtype_named(held), notes)
 
 
 def _storages(detected: Detected, plan: LoadPlan) -> dict[str, str]:
-    """Choose the storage of each weight in the file; fp8 weights that ComfyUI cannot hold go to the compute dtype."""
+    """Choose the storage of each weight in the file; those in fp8 that ComfyUI cannot hold go to 16 bit."""
     quantizable = {layer.name for layer in detected.facts.layers if can_be_quantized(layer.cls, len(layer.shape))}
 
     def storage(name: str, weight: StoredWeight) -> str:
         layer = detected.layer_names.get(name, "")
         wanted = plan.decisions[layer].storage if layer in plan.decisions else "as_file"
         if weight.encoding is None and weight.data.dtype in FP8_DTYPES:
-            return wanted if layer in quantizable or not name.startswith(detected.prefix) else plan.compute.weight_dtype
+            return wanted if layer in quantizable or not name.startswith(detected.prefix) else unpacked_dtype(plan)
         if wanted == "as_file" and _too_new(weight):
-            return plan.compute.weight_dtype
+            return unpacked_dtype(plan)
         return comfy_state.storage_to_make(weight, wanted)
 
     return {weight.layer: storage(name, weight) for name, weight in detected.checkpoint.weights.items()}
@@ -107,7 +126,7 @@ def _too_new(weight: StoredWeight) -> str:
 
 def _too_new_notes(detected: Detected, plan: LoadPlan) -> list[str]:
     counts = Counter(_too_new(weight) for weight in detected.checkpoint.weights.values())
-    unpacked = f"were unpacked to {plan.compute.weight_dtype}"
+    unpacked = f"were unpacked to {unpacked_dtype(plan)}"
     return [f"{n} layers in {name}, which ComfyUI has from {SINCE[name]} on, {unpacked}." for name, n in counts.items() if name]
 
 
@@ -116,34 +135,25 @@ def _quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str
     return [name.removesuffix(".comfy_quant") for name in names if name.endswith(".comfy_quant")]
 
 
-def _model_options(detected: Detected, plan: LoadPlan, tensors: dict[str, torch.Tensor]) -> dict:
-    quantized = bool(_quantized_layers(tensors, detected.prefix))
-    dtype = dtype_named(plan.compute.weight_dtype) if quantized else _unquantized_dtype(detected, plan)
-    computed = dtype if quantized else dtype_named(plan.compute.activation_dtype)
+def _model_options(detected: Detected, load: _Load) -> dict:
+    """Choose ComfyUI's operations. Its quantized ones give their dtype to weights that are not quantized as well."""
+    quantized = bool(_quantized_layers(load.tensors, detected.prefix))
+    computed = load.dtype if quantized else dtype_named(load.plan.compute.activation_dtype)
     config = SimpleNamespace(quant_config={"mixed_ops": True} if quantized else None)
-    operations = comfy.ops.pick_operations(dtype, computed, load_device=compute_device(), model_config=config)
-    return {"dtype": dtype, "custom_operations": operations}
+    operations = comfy.ops.pick_operations(load.dtype, computed, load_device=compute_device(), model_config=config)
+    return {"dtype": load.dtype, "custom_operations": operations}
 
 
-def _unquantized_dtype(detected: Detected, plan: LoadPlan) -> torch.dtype:
-    """Choose the dtype of a model without quantized layers: never fp8 without a scale, nor fp16 where a value exceeds it."""
-    used = detected.facts.file_dtype if plan.storage.used == "as_file" else plan.storage.used
-    if used == "fp16" and comfy_state.first_exceeding_fp16(detected.checkpoint, detected.prefix):
-        return torch.bfloat16
-    return dtype_named(plan.compute.weight_dtype if used.startswith("fp8") or used in QUANTIZED_NAMES else used)
-
-
-def _finish(
-    patcher: ModelPatcher, detected: Detected, plan: LoadPlan, tensors: dict[str, torch.Tensor], notes: list[str]
-) -> None:
-    model = patcher.model
+def _finish(patcher: ModelPatcher, detected: Detected, load: _Load) -> None:
+    model, plan = patcher.model, load.plan
     model.manual_cast_dtype = dtype_named(plan.compute.activation_dtype)
     modules = dict(model.diffusion_model.named_modules())
-    _check_quantized(detected, modules, _quantized_layers(tensors, detected.prefix))
+    _check_quantized(detected, modules, _quantized_layers(load.tensors, detected.prefix))
     _compute_in_full_precision(modules)
+    _unpack_to(modules, dtype_named(plan.compute.weight_dtype))
     set_compute(patcher, plan.compute)
     keep_low_rank_beside(patcher)
-    notes = [*_weightless_note(detected), *notes]
+    notes = [*_weightless_note(detected), *load.notes]
     patcher.set_attachments(ATTACHMENT, _record(detected, plan, notes))
     storage = str(plan.storage).removesuffix(".")
     logger.info("Halfsafe: %s: storage %s; compute %s", detected.checkpoint.path, storage, plan.compute.choice)
@@ -171,6 +181,14 @@ def _compute_in_full_precision(modules: dict) -> None:
     for module in modules.values():
         if str(getattr(module, "quant_format", None)).startswith("float8"):
             module._full_precision_mm = True
+
+
+def _unpack_to(modules: dict, dtype: torch.dtype) -> None:
+    """Have quantized weights unpack to ``dtype``, whatever those that are not quantized are held in. Copies no data."""
+    for module in modules.values():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, comfy.quant_ops.QuantizedTensor) and weight.dtype != dtype:
+            module.weight = torch.nn.Parameter(weight.to(dtype=dtype), requires_grad=False)
 
 
 def _record(detected: Detected, plan: LoadPlan, notes: list[str]) -> LoadRecord:
