@@ -106,7 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--device", type=device, metavar="NAME", help=f"decide as on this device ({EXAMPLES}, or a code such as sm_86); this one without it")
     plan.add_argument("--goal", choices=GOALS, default="balanced")
     plan.add_argument("--memory", type=gigabytes, metavar="GB", help="free memory of that device, to decide storage by")
-    _command(commands, "doctor", _doctor, "what this device, torch and ComfyUI can do")
+    doctor = _command(commands, "doctor", _doctor, "what this device, torch and ComfyUI can do")
+    doctor.add_argument("--comfyui", type=Path, metavar="DIR", help="check this ComfyUI; the one around this folder without it")
     return parser
 
 
@@ -195,9 +196,26 @@ def _plan(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from .precision.commands import doctor
 
-    diagnosis = doctor.diagnose()
-    _print(options, diagnosis, doctor.to_text(diagnosis))
+    diagnosis, text = doctor.diagnose(), ""
+    if comfyui := options.comfyui or _comfyui_around():
+        found = diagnosis["comfyui"] = _core_names().report(comfyui)
+        text = doctor.core_text(found)
+    _print(options, diagnosis, doctor.to_text(diagnosis) + text)
     return 0
+
+
+def _comfyui_around() -> Path | None:
+    """The ComfyUI that has this folder among its custom nodes."""
+    folder = Path(__file__).absolute().parents[2]
+    return folder if (folder / "comfy" / "ops.py").is_file() else None
+
+
+def _core_names():
+    """The module ``nodes/host/core_names.py``; its package cannot be imported outside of ComfyUI."""
+    spec = spec_from_file_location("core_names", Path(__file__).absolute().parent / "nodes" / "host" / "core_names.py")
+    sys.modules[spec.name] = module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 if __name__ == "__main__":

@@ -110,6 +110,17 @@ def to_text(diagnosis: dict) -> str:
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
 
+def core_text(core: dict) -> str:
+    """What a ComfyUI has of the names that Halfsafe uses, as plain text, 100 columns."""
+    known = len(core["used"]) - len(core["missing"]) - len(core["unread"])
+    lines = [f"ComfyUI {core['version'] or 'of unknown version'} in {core['folder']}: {known} of {len(core['used'])} names found"]
+    lines += [f"  {entry['name']}: {entry['why']}" for entry in core["missing"]]
+    lines += [f"  {name}: not checked, its file is not there" for name in core["unread"]]
+    lines += [f"  {name}: not in this version: {effect}" for name, effect in core["absent"].items()]
+    lines += [line for name in core["used"] for line in wrapped(name, "  ")]
+    return "\n" + "\n".join(lines) + "\n"
+
+
 def _machine(diagnosis: dict) -> list[str]:
     if "torch" not in diagnosis:
         return []

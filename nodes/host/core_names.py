@@ -1,0 +1,173 @@
+"""Every name of ComfyUI that ``nodes/host`` uses, with the arguments it passes, and whether a ComfyUI has them.
+
+``names_missing`` reads ComfyUI's source and imports nothing, so that any version's files can be asked, also a few of them.
+The table follows ``nodes/host``: ``tests/unit/project/test_core_names.py`` compares both.
+"""
+
+import ast
+import inspect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+# What is used where it is there, and what happens where it is not.
+IF_THERE = {
+    "comfy.ops.INPUT_ACT_EAGER": "no layer is called with a fused activation",
+    "comfy.ops.linear_input_act(linear, x, input_act)": "no layer is called with a fused activation",
+    "comfy.ops.cast_bias_weight(module, compute_dtype=)": "LoRAs of dynamic VRAM are added in the weight's dtype",
+    "comfy.memory_management.aimdo_enabled": "files are mapped by Halfsafe itself",
+}
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A name that a ComfyUI lacks, or that does not take what is passed; ``why`` says which."""
+
+    name: str
+    why: str
+
+
+def names_missing(root: Path, names: Iterable[str] = tuple(USED)) -> list[Missing]:
+    """Find the names that the ComfyUI in a folder does not have; those of modules the folder lacks are left out.
+
+    Args:
+        root: a ComfyUI folder, or one that holds some of its files at their places.
+        names: rows of :data:`USED`; ``f(a, b=)`` passes one argument by position and one by name.
+    """
+    return [Missing(name, why) for name in names if (why := _why_missing(root, name))]
+
+
+def report(root: Path) -> dict:
+    """What a ComfyUI folder has of the table, for ``doctor``. JSON-safe."""
+    version = root / "comfyui_version.py"
+    return {
+        "folder": str(root),
+        "version": version.read_text(encoding="utf-8").split('"')[-2] if version.is_file() else None,
+        "used": list(USED),
+        "missing": [vars(missing) for missing in names_missing(root)],
+        "unread": names_unread(root),
+        "absent": {missing.name: IF_THERE[missing.name] for missing in names_missing(root, IF_THERE)},
+    }
+
+
+def names_unread(root: Path) -> list[str]:
+    """List the names of the table whose module the folder has no file for, and which were therefore not checked."""
+    return [name for name in USED if _split(root, name)[0] is None]
+
+
+def _why_missing(root: Path, row: str) -> str:
+    module, path = _split(root, row.partition("(")[0])
+    if module is None:
+        return ""
+    found = _find(module, path)
+    if found is None:
+        return f"{module.relative_to(root).as_posix()} has no {'.'.join(path)}"
+    return _why_refused(found, row) if "(" in row and found.arguments else ""
+
+
+def _split(root: Path, name: str) -> tuple[Path | None, list[str]]:
+    """The file of the module a dotted name begins with, and the rest of the name."""
+    parts = name.partition("(")[0].split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        base = root.joinpath(*parts[:length])
+        for file in (base.with_suffix(".py"), base / "__init__.py"):
+            if file.is_file():
+                return file, parts[length:]
+    return None, parts
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A definition: the arguments of a function or a constructor, and whether the first is the object itself."""
+
+    node: ast.AST | None = None
+    arguments: ast.arguments | None = None
+    bound: bool = False
+
+
+@cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _find(file: Path, path: list[str]) -> _Found | None:
+    found = _member(_tree(file), path[0])
+    for name in path[1:]:
+        if found is None or found.node is None:
+            return found
+        found = _inherited(file, found.node, name)
+    if found and isinstance(found.node, ast.ClassDef):
+        init = _inherited(file, found.node, "__init__")
+        return _Found(found.node, init and init.arguments, bound=True)
+    return found
+
+
+def _inherited(file: Path, node: ast.AST, name: str) -> _Found | None:
+    """A class's member, or that of a base in the same file."""
+    if found := _member(node, name):
+        return found
+    for base in getattr(node, "bases", []):
+        inside = _member(_tree(file), base.id) if isinstance(base, ast.Name) else None
+        if inside and inside.node and (found := _inherited(file, inside.node, name)):
+            return found
+    return None
+
+
+def _member(scope: ast.AST, name: str) -> _Found | None:
+    """What a module or class defines under a name; the last definition counts, an import or a value has no arguments."""
+    found = None
+    for node in _statements(scope):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
+            static = any(isinstance(d, ast.Name) and d.id == "staticmethod" for d in node.decorator_list)
+            is_property = any(isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list)
+            found = _Found(None, None if is_property else node.args, isinstance(scope, ast.ClassDef) and not static)
+        elif isinstance(node, ast.ClassDef) and node.name == name:
+            found = _Found(node)
+        elif name in _bound_names(node):
+            found = _Found()
+    return found
+
+
+def _statements(scope: ast.AST) -> Iterator[ast.AST]:
+    """The statements of a module or class, those inside of if, try and with, and what methods assign to ``self``."""
+    for node in ast.iter_child_nodes(scope):
+        yield node
+        if isinstance(node, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
+            yield from _statements(node)
+        elif isinstance(scope, ast.ClassDef) and isinstance(node, ast.FunctionDef):
+            yield from (inner for inner in ast.walk(node) if isinstance(inner, (ast.Assign, ast.AnnAssign)))
+
+
+def _bound_names(node: ast.AST) -> set[str]:
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return {alias.asname or alias.name for alias in node.names}
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    flat = [leaf for target in targets for leaf in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    own = {leaf.id for leaf in flat if isinstance(leaf, ast.Name)}
+    return own | {leaf.attr for leaf in flat if isinstance(leaf, ast.Attribute) and isinstance(leaf.value, ast.Name)}
+
+
+def _why_refused(found: _Found, row: str) -> str:
+    """Bind the row's arguments to the definition's; "" where they fit."""
+    given = [part.strip() for part in row.partition("(")[2].rstrip(")").split(",") if part.strip()]
+    positional = [part for part in given if not part.endswith("=")]
+    named = [part.rstrip("=") for part in given if part.endswith("=")]
+    try:
+        _signature(found).bind(*positional, **dict.fromkeys(named))
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _signature(found: _Found) -> inspect.Signature:
+    arguments = found.arguments
+    plain = [*arguments.posonlyargs, *arguments.args]
+    optional = len(plain) - len(arguments.defaults)
+    kind = inspect.Parameter
+    parameters = [kind(a.arg, kind.POSITIONAL_OR_KEYWORD, default=kind.empty if i < optional else None) for i, a in enumerate(plain)]
+    parameters += [kind(arguments.vararg.arg, kind.VAR_POSITIONAL)] if arguments.vararg else []
+    pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    parameters += [kind(a.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else None) for a, default in pairs]
+    parameters += [kind(arguments.kwarg.arg, kind.VAR_KEYWORD)] if arguments.kwarg else []
+    return inspect.Signature(parameters[1:] if found.bound else parameters)

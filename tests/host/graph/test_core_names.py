@@ -1,0 +1,28 @@
+"""This ComfyUI has every name that `nodes/host` uses, with the arguments it passes."""
+
+import logging
+
+import pytest
+
+
+@pytest.fixture
+def core_names(pack):
+    import importlib
+
+    return importlib.import_module(f"{pack.__name__}.nodes.host.core_names")
+
+
+def test_this_comfyui_has_every_name(core_names, comfyui_dir):
+    assert core_names.names_missing(comfyui_dir) == [] and core_names.names_unread(comfyui_dir) == []
+
+
+def test_a_wrong_device_profile_is_told_at_start_up(pack, monkeypatch, caplog):
+    import asyncio
+    import os
+
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "rtx 9999")
+    with caplog.at_level(logging.ERROR):
+        extension = asyncio.run(pack.comfy_entrypoint())
+        asyncio.run(extension.on_load())
+    assert "HALFSAFE_DEVICE_PROFILE=rtx 9999 is ignored" in caplog.text and "sm_86" in caplog.text
+    assert "HALFSAFE_DEVICE_PROFILE" not in os.environ
