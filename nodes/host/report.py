@@ -14,6 +14,7 @@ from ...precision.dtypes import name_of
 from ...precision.formats.encoding import STORAGE_OF
 from ...precision.guard.policy import CURED
 from ...precision.modes import FP16_ACC16, INT8
+from ...precision.plan.accumulation import EXACT_SUMS
 from ...precision.plan.choice import LoadRecord
 from ...precision.plan.facts import LayerSpec, ModelFacts, most
 from ...precision.report.rules import CALLED_IN_FP32
@@ -121,8 +122,10 @@ def _escalate(layers: list[LayerReport], modes: dict[str, str]) -> None:
     for layer in layers:
         if layer.name in modes:
             layer.mode, layer.accumulation, layer.stream = modes[layer.name], "fp32", "fp32"
-            layer.reason = "; ".join(filter(None, [layer.reason, "widened by the guard"]))
-            layer.kernel = layer.kernel and DEQUANTIZED
+            stays_int8 = layer.mode == INT8.name
+            reasons = [reason for reason in layer.reason.split("; ") if stays_int8 or reason != EXACT_SUMS]
+            layer.reason = "; ".join(filter(None, [*reasons, "widened by the guard"]))
+            layer.kernel = layer.kernel if stays_int8 else layer.kernel and DEQUANTIZED
 
 
 def model_facts(patcher: ModelPatcher) -> ModelFacts:

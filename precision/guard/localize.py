@@ -24,8 +24,9 @@ FACTORY_OPS = (
     "full", "full_like", "new_full", "fill_", "scalar_tensor",
 )  # fmt: skip
 CLAMP = "nan_to_num"
+LISTED = 8
 PLAIN_NAMES = {
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear"), "matmul"),
+    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "int8_linear"), "matmul"),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "convolution"),
     **dict.fromkeys(("_to_copy", "to"), "cast"),
 }
@@ -44,6 +45,7 @@ class Origin:
         largest: the largest finite magnitude it was given; NaN where that is not known.
         multiplies: the module is a matrix product or convolution, and this its own product.
         hidden: a clamp in the model's own code replaced the value afterwards.
+        tokens: which rows of a Linear layer's result are not finite, as "1 of 64 tokens (17)"; empty for other results.
     """
 
     layer: str
@@ -53,6 +55,7 @@ class Origin:
     largest: float
     multiplies: bool = False
     hidden: bool = False
+    tokens: str = ""
 
 
 @dataclass
@@ -103,6 +106,8 @@ class Localizer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented  # its own handler runs next, and what that multiplies comes back here
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
@@ -124,7 +129,11 @@ class Localizer(TorchDispatchMode):
             if math.isfinite(size):
                 self._made.pop(_key(tensor), None)
             else:
-                self._made[_key(tensor)] = self._source_of(bad, op, inputs) if bad else self._made_by(op, inputs, size)
+                made = self._source_of(bad, op, inputs) if bad else self._made_by(op, inputs, size)
+                self._made[_key(tensor)] = made if bad else replace(made, tokens=bad_tokens(tensor) if self._in_linear() else "")
+
+    def _in_linear(self) -> bool:
+        return bool(self._stack) and kind_of(self._stack[-1].module) == "linear"
 
     def _source_of(self, bad: list[torch.Tensor], op: str, inputs: list[tuple[torch.Tensor, float]]) -> Origin:
         known = [self._made[_key(tensor)] for tensor in bad if _key(tensor) in self._made]
@@ -189,6 +198,16 @@ def first_bad_weight(module: torch.nn.Module) -> str | None:
     """The name of a parameter or buffer of ``module`` that holds NaN or Inf."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return next((name for name, tensor in named if not math.isfinite(amax_value(getattr(tensor, "_qdata", tensor)))), None)
+
+
+def bad_tokens(result: torch.Tensor) -> str:
+    """Name the rows of a result (..., outputs) that hold NaN or Inf: "2 of 64 tokens (3, 17)"."""
+    with torch.utils._python_dispatch._disable_current_modes():
+        bad = (~torch.isfinite(result.flatten(0, -2))).any(1).nonzero().flatten().tolist() if result.dim() > 1 else []
+    if not bad:
+        return ""
+    listed = ", ".join(map(str, bad[:LISTED])) + (", ..." if len(bad) > LISTED else "")
+    return f"{len(bad)} of {result.numel() // result.shape[-1]} tokens ({listed})"
 
 
 def _with_reach(values) -> list[tuple[torch.Tensor, float]]:

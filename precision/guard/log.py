@@ -44,7 +44,7 @@ def sentence(event: GuardEvent, origin: Origin | None) -> str:
     mode = f"computed in {event.from_mode}" if event.from_mode else ""
     given = f"largest input {origin.largest:.4g}" if origin and math.isfinite(origin.largest) else ""
     rows = _rows(event)
-    line = when + ", ".join(filter(None, [_what(event), mode, given, rows])) + "."
+    line = when + ", ".join(filter(None, [_what(event), mode, given, rows, origin.tokens if origin else ""])) + "."
     repeated = f"Repeated in {event.to_mode}: finite." if event.recovered else ""
     return " ".join(filter(None, [line[0].upper() + line[1:], repeated, event.evidence]))
 

@@ -24,6 +24,7 @@ PARTS = {
     "fp8_fast_accumulation": (),
 }
 LEFT_ALONE = "Left as it is."
+EXACT_SUMS = "int8 products are added exactly, in int32"
 FP32_RESULTS = "fp16_safe takes fp32 results from its products, which fp16 sums cannot give"
 NO_SWITCH = "torch.compile or several devices leave no way to switch it from layer to layer"
 CUBLAS_ONLY = "it acts on NVIDIA's libraries only, this is {}"

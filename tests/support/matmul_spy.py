@@ -3,7 +3,8 @@
 Sees: every product that reaches a kernel of this thread (``mm``, ``addmm``, ``bmm``, convolutions, fused attentions, ``_scaled_mm``,
 ``_int_mm``), with its operands' dtypes, its result's, and whether fp16 sums are on at that moment; on real CPU tensors also
 whether fp32 operands hold fp16's numbers alone, which is how a CPU stands in for products with fp16 operands and fp32 results.
-Does not see: products inside of custom operators or compiled kernels, and how the library sums. A product is its layer's where
+comfy-kitchen's int8 product is one custom operator, which counts as int8 by int8: it quantizes its input itself.
+Does not see: products inside of other custom operators or compiled kernels, and how the library sums. A product is its layer's where
 the layer's module is called; one that model code makes with a layer's weight by itself is the calling module's. Those of a LoRA
 beside a layer are of the layer's name with " beside".
 """
@@ -26,6 +27,7 @@ OPERANDS = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 1), aten._scaled_dot_product_flash_attention.default: (0, 1),
     aten._scaled_dot_product_efficient_attention.default: (0, 1),
 }  # fmt: skip
+INT8_LINEAR = "comfy_kitchen::int8_linear"
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,20 @@ class MatmulSpy(LeafOperations):
         result = func(*args, **kwargs)
         if func in OPERANDS:
             self.seen.append(self._product(func, args, kwargs, result))
+        elif func.name() == INT8_LINEAR:
+            assert args[1].dtype == torch.int8
+            result_dtype = SHORT.get(result.dtype, str(result.dtype))
+            self.seen.append(Product(self._layer(), INT8_LINEAR, ("int8", "int8"), result_dtype, False, False, False))
         return result
+
+    def _layer(self) -> str:
+        return self._inside[-1] if self._inside else ""
 
     def _product(self, func, args, kwargs, result) -> Product:
         a, b = (args[index] for index in OPERANDS[func])
         first = result[0] if isinstance(result, tuple) else result
         return Product(
-            self._inside[-1] if self._inside else "",
+            self._layer(),
             func.name().removeprefix("aten::"),
             (SHORT.get(a.dtype, str(a.dtype)), SHORT.get(b.dtype, str(b.dtype))),
             SHORT.get(first.dtype, str(first.dtype)),

@@ -10,7 +10,7 @@ from ....precision.amax import amax
 from ....precision.arithmetic.flags import fp32_accumulation
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.guard.policy import Escalation, ObservedRanges, span_of
-from ....precision.modes import FP8, FP16_WIDE, FP32, INT8, modes_named
+from ....precision.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.nested import cast_arguments, floats_in
 from ....precision.plan.choice import Choice
 from ....precision.plan.compute import ComputeDecision, ComputePlan
@@ -164,10 +164,11 @@ def _plan(model, escalation: Escalation, modes: dict[str, str]) -> ComputePlan:
 
 
 def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
-    """What others multiply in their own way runs in fp32 where it would have to be wide; quantized operands become fp16."""
+    """What others multiply in their own way runs in fp32 where it would have to be wide; fp8 operands become fp16. An int8
+    layer that is not escalated itself stays in int8: between fp32 values its product cannot overflow."""
     if any(known.is_wide for known in modes_named([mode])):
         mode = FP16_WIDE.name if only_multiplies(module) else FP32.name
-    return ComputeDecision(FP16_WIDE.name if mode in (FP8.name, INT8.name) else mode, "fp32", "escalated by the guard")
+    return ComputeDecision(FP16_WIDE.name if mode == FP8.name else mode, "fp32", "escalated by the guard")
 
 
 def _numbers(kept: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -13,8 +13,8 @@ from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.ranges import Ranges
 from ....precision.devices.detect import detect
-from ....precision.modes import FP8, FP16, FP16_WIDE
-from ....precision.plan.accumulation import PARTS, AccumulationPlan, MatmulProfile, Request, plan_accumulation
+from ....precision.modes import FP8, FP16, FP16_WIDE, INT8
+from ....precision.plan.accumulation import EXACT_SUMS, PARTS, AccumulationPlan, MatmulProfile, Request, plan_accumulation
 from ....precision.report.schema import flag_report, flag_reports
 from . import fast_accumulation
 from .attention import attending, full_precision_attention, is_fused
@@ -201,7 +201,8 @@ def _ruled(patcher) -> dict[str, tuple[str, str]]:
 
 
 def layer_accumulation(patcher) -> dict[str, tuple[str, str]]:
-    """Layer name -> (accumulation, reason) of the layers whose products can sum in anything but fp32."""
+    """Layer name -> (accumulation, reason) of the layers whose products can sum in anything but fp32, and of int8 layers:
+    exact int32 sums, scaled in fp32, are listed as fp32."""
     return _planned_accumulation(patcher) | _ruled(patcher)
 
 
@@ -209,12 +210,12 @@ def _planned_accumulation(patcher) -> dict[str, tuple[str, str]]:
     accumulation, modes, modules = accumulation_of(patcher), _modes_of(patcher), modules_of(patcher.model)
     run = accumulation.runs.last_of(patcher) if accumulation else None
     plan = accumulation.plan_for(patcher) if accumulation else AccumulationPlan(Request())
-    sums = {}
+    sums = {name: ("fp32", EXACT_SUMS) for name, mode in modes.items() if mode == INT8.name}
     if run and run.operations:
-        sums = run.accumulation()
+        sums |= run.accumulation()
     elif plan.naming or _is_fp16_by_default(patcher, plan):
         half = (name for name, mode in modes.items() if mode == FP16.name and kind_of(modules[name]) == "linear")
-        sums = dict.fromkeys(half, ("fp16", ""))
+        sums |= dict.fromkeys(half, ("fp16", ""))
     if _is_fp8_fast(plan):
         refused = run.refused_fp8 if run else {}
         sums |= {name: _fp8_fast(modules[name], refused) for name, mode in modes.items() if mode == FP8.name}

@@ -68,14 +68,3 @@ def _int8_call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> d
             "input_act": None,
         }
 
-
-def why_eager() -> str:
-    """Say why comfy-kitchen's own kernels are out of use: each backend but eager, and what is the matter with it."""
-    states = registry.list_backends() if registry else {}
-    return "; ".join(f"{name}: {_state(state)}" for name, state in sorted(states.items()) if name != "eager")
-
-
-def _state(state: dict) -> str:
-    if state["available"]:
-        return "turned off by ComfyUI" if state["disabled"] else "does not take this product"
-    return state["unavailable_reason"] or "not there"

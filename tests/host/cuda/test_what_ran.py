@@ -4,16 +4,19 @@ On a CPU an ``fp16_wide`` product is one of rounded operands in fp32; on fake CU
 """
 
 import pytest
+import torch
 from halfsafe.precision.devices.detect import PROFILE_NAMES
 from halfsafe.precision.plan.rules import rules_from
 from support import families, tiny_models
+from support.cuda_rules import CudaRules
 from support.fake_cuda import FakeCuda
 from support.families import load, with_compute
 from support.matmul_spy import MatmulSpy, differences
 from support.summing import accumulation
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-COMPUTES = ("auto", "fp16", "fp16_safe", "bf16", "fp32", "fp8")
-STORAGES = ("as_file", "fp8_e4m3fn", "fp8_e5m2")
+COMPUTES = ("auto", "fp16", "fp16_safe", "bf16", "fp32", "fp8", "int8")
+STORAGES = ("as_file", "fp8_e4m3fn", "fp8_e5m2", "int8")
 CALLED_IN_FP32 = "patch_embedding"  # comfy/ldm/wan/model.py: self.patch_embedding(x.float())
 RULES = {
     "fp32 layer": "blocks.0.ffn.0 compute=fp32",
@@ -74,7 +77,7 @@ def disagreements(comfy, model, spy):
 @pytest.mark.parametrize("name", PROFILE_NAMES)
 def test_auto_on_every_profile(comfy, wan, call, profile, name):
     profile(name)
-    for storage in ("as_file", "fp8_e4m3fn"):
+    for storage in ("as_file", "fp8_e4m3fn", "int8"):
         model = load(comfy, wan, storage, "auto")
         assert disagreements(comfy, model, on_a_cpu(model, call)) == [], storage
 
@@ -133,3 +136,14 @@ def test_a_report_that_lies_is_found(comfy, wan, call):
     for key, lie in (("mode", "bf16"), ("accumulation", "fp16")):
         (line,) = differences([{**layer, key: lie} for layer in layers if layer["name"] == "head.head"], spy)
         assert line.startswith(f"head.head: the report says {lie}")
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17])
+def test_comfy_kitchens_general_int8_product_is_padded_to_sizes_that_cuda_takes(comfy, rows):
+    from comfy_kitchen.backends.eager.quantization import mm_int8
+
+    with FakeTensorMode(), CudaRules():
+        a, b = (torch.empty(*size, dtype=torch.int8, device="cuda") for size in ((rows, 12), (12, 20)))
+        assert mm_int8(a, b).shape == (rows, 20)
+        with pytest.raises(RuntimeError, match="self.size"):
+            torch._int_mm(a, b)

@@ -1,0 +1,165 @@
+"""The guard on int8 layers: one bad token spoils one row, and what goes wrong is dequantized, seen by a spy on the products."""
+
+import json
+
+import pytest
+import torch
+from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.run.modules import modules_of
+from halfsafe.precision.guard.policy import Escalation
+from support import dialects, families, model_files
+from support.families import load
+from support.guarding import guarded, inside, report_of
+from support.int8_models import layers_of
+from support.int8_spy import Int8Products
+from support.measures import relative_error
+from support.products import Products
+
+BAD_TOKEN = 5
+CULPRIT = "blocks.0.ffn.2"
+
+
+@pytest.fixture
+def turing(monkeypatch):
+    """No bf16: Wan runs in fp16 there, int8 weights in int8."""
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
+
+
+def made(model, call):
+    families.replay(model, call)
+    with Products(layers_of(model)) as products, Int8Products() as spy:
+        result = families.replay(model, call)
+    return products.modes(), len(spy), result
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_one_bad_token_spoils_one_row_of_the_product(comfy, wan, turing, dtype, bad):
+    module = modules_of(load(comfy, wan, "int8", "int8").model)["blocks.0.ffn.0"]
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    clean = module(x)
+    x[BAD_TOKEN, 7] = bad
+    with Int8Products() as spy:
+        spoiled = module(x)
+    assert len(spy) == 1
+    others = torch.arange(64) != BAD_TOKEN
+    assert not torch.isfinite(spoiled[BAD_TOKEN]).any()
+    assert torch.equal(spoiled[others], clean[others])
+
+
+def spoiled_token(model, image):
+    """The model with one token of one image so large, at the input of a layer, that its product passes fp16's range."""
+    layer = modules_of(model.model)[CULPRIT]
+    row = layer.weight.dequantize()[0].sign() * 3e4
+
+    def change(executor, args, kwargs):
+        def before(module, inputs):
+            x = inputs[0].clone()
+            x[image, BAD_TOKEN] = row
+            return (x,)
+
+        hook = layer.register_forward_pre_hook(before)
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            hook.remove()
+
+    return inside(model, change)
+
+
+def test_an_overflow_is_dequantized_and_the_other_layers_stay_in_int8(comfy, overflowing, call, turing, caplog):
+    exact = families.replay(load(comfy, overflowing, "fp32", "fp32"), call)
+    model = guarded(comfy, load(comfy, overflowing, "int8", "int8"))
+    assert relative_error(exact, families.replay(model, call)) < 0.02
+    (event,) = report_of(model).events
+    found = (event.layer, event.op, event.kind, event.from_mode, event.to_mode, event.recovered)
+    assert found == (CULPRIT, "matmul", "overflow", "int8", "fp16_wide", True)
+    assert "tokens" in caplog.text
+    products, count, result = made(model, call)
+    layers = {layer["name"]: layer for layer in families.report(comfy, model)["layers"]}
+    assert {name: layers[name]["mode"].replace("fp16_scaled", "fp16_wide") for name in products} == products
+    assert products[CULPRIT] == "fp16_wide" and layers[CULPRIT]["kernel"] == "dequantized"
+    assert count == 19 == sum(layer["kernel"] == "eager" for layer in layers.values())
+    assert {layers[name]["stream"] for name in products} == {"fp32"}
+    assert relative_error(exact, result) < 0.02
+    exact_sums = {name for name, layer in layers.items() if "int32" in layer["reason"]}
+    assert exact_sums == {name for name, mode in products.items() if mode == "int8"}
+
+
+def test_its_rules_give_the_same_from_the_start(comfy, overflowing, call, turing):
+    from halfsafe.precision.plan.rules import rules_from
+
+    model = guarded(comfy, load(comfy, overflowing, "int8", "int8"))
+    families.replay(model, call)
+    again = load(comfy, overflowing, "int8", "int8", rules_from(report_of(model).rules))
+    with Int8Products() as spy:
+        result = families.replay(again, call)
+    assert len(spy) == 19 and torch.isfinite(result).all()
+
+
+def test_the_event_names_the_image_and_the_token(comfy, wan, turing, caplog):
+    model = load(comfy, wan, "int8", "int8")
+    call = families.capture(model, "wan", batch=2, cond=families.conditioning("wan", batch=2))
+    spoiled = spoiled_token(model, image=1)
+    clean, bad = families.replay(model, call), families.replay(spoiled, call)
+    assert torch.isfinite(clean).all() and not torch.isfinite(bad[1]).all()
+    assert torch.equal(bad[0], clean[0])
+    watching = guarded(comfy, spoiled, on_nan="report")
+    families.replay(watching, call)
+    (event,) = report_of(watching).events
+    assert (event.layer, event.batch_rows) == (CULPRIT, [1])
+    tokens = call.args[0].shape[-1] * call.args[0].shape[-2] // 4
+    assert f"1 of {2 * tokens} tokens ({tokens + BAD_TOKEN})" in caplog.text
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_escalated_in_int8_is_dequantized(comfy, wan, call, turing, whole):
+    model = guarded(comfy, load(comfy, wan, "int8", "int8"))
+    exact = families.replay(load(comfy, wan, "fp32", "fp32"), call)
+    families.replay(model, call)
+    grown = Escalation(whole=True) if whole else Escalation({CULPRIT: "fp16"}, frozenset({"blocks.0"}))
+    guard_of(model).states.last(model.model).grow(grown)
+    products, count, result = made(model, call)
+    assert count == (0 if whole else 19) and products[CULPRIT] == ("fp32" if whole else "fp16")
+    assert relative_error(exact, result) < 0.02
+    layers = {layer["name"]: layer for layer in families.report(comfy, model)["layers"]}
+    assert {name: layers[name]["mode"] for name in products} == products
+    assert layers[CULPRIT]["kernel"] == "dequantized"
+
+
+def four_bits(path, weights, biases):
+    """``convrot_w4a4``, ``nvfp4`` and ``mxfp8``, one after the other, as ComfyUI and comfy-kitchen write them."""
+    from comfy.quant_ops import QuantizedTensor
+
+    kinds = {
+        "convrot_w4a4": ("TensorCoreConvRotW4A4Layout", {"convrot_groupsize": 64}, {"convrot_groupsize": 64}),
+        "nvfp4": ("TensorCoreNVFP4Layout", {}, {}),
+        "mxfp8": ("TensorCoreMXFP8Layout", {}, {}),
+    }
+    tensors = {}
+    for index, (layer, weight) in enumerate(weights.items()):
+        name = list(kinds)[index % 3]
+        layout, options, settings = kinds[name]
+        held = QuantizedTensor.from_float(weight, layout, **options).state_dict(f"{layer}.weight")
+        tensors |= {**held, f"{layer}.comfy_quant": dialects.comfy_quant_bytes({"format": name, **settings})}
+    tensors = {name: t.view(torch.uint8) if t.dtype == torch.float8_e8m0fnu else t for name, t in tensors.items()}
+    return dialects.save(path, tensors, biases, {"format": "pt"})
+
+
+def test_four_bit_weights_are_dequantized_when_they_are_escalated(comfy, wan, models_dir, call, turing):
+    path = model_files.in_dialect(wan, models_dir / "diffusion_models" / "four_bits.safetensors", four_bits)
+    model = guarded(comfy, load(comfy, path, "as_file", "auto"))
+    families.replay(model, call)
+    layers = {layer["name"]: layer for layer in families.report(comfy, model)["layers"]}
+    kernels = {(layer["storage"], layer["kernel"]) for layer in layers.values() if layer["kernel"]}
+    assert kernels == {("int4", "eager"), ("nvfp4", "dequantized"), ("mxfp8", "dequantized")}
+    before, packed = families.replay(model, call), layers_of(model)
+    guard_of(model).states.last(model.model).grow(Escalation(whole=True))
+    with Products(packed) as products:
+        after = families.replay(model, call)
+    # The last product of each is the layer's own; those before it undo rotations, as a part of dequantizing.
+    assert {made[-1] for made in products.made.values()} == {"fp32"} and len(products.made) == 20
+    layers = {layer["name"]: layer for layer in families.report(comfy, model)["layers"]}
+    assert {(layers[name]["mode"], layers[name]["kernel"]) for name in packed} == {("fp32", "dequantized")}
+    assert 0 < relative_error(after, before) < 0.5
+    assert json.dumps(layers)
