@@ -26,6 +26,11 @@ class NotFinite:
         return f"{self.name}: {' and '.join(what)} of {self.total} values ({share:.1%}), batch rows {rows}"
 
 
+def zeroed(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with a zero for each NaN and Inf: what a cause is told by, never a cure."""
+    return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
+
+
 def not_finite(values) -> list[NotFinite]:
     """What is not finite among the tensors of nested lists, tuples and dicts, named by their places in it."""
     found = (_check(leaf, name) for name, leaf in leaves(values) if isinstance(leaf, torch.Tensor))

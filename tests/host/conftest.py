@@ -34,7 +34,7 @@ CALIBRATING = {
     "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._calibrate", "arithmetic/attention._choose_bound",
     "arithmetic/attention._in_first_mode_that_fits", "arithmetic/attention._rather_smoothed",
 }  # fmt: skip
-AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/causes", "guard/escalation._numbers", "guard/finite"}
+AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/repeats", "guard/causes", "guard/escalation._numbers", "guard/finite"}
 ONCE_PER_DEVICE = {"devices/probes"}
 HOST_MEMORY = {"precision/amax._bits", "precision/amax.host_amax"}
 ANALYSIS = {"analysis/session", "analysis/measure", "analysis/candidates", "formats/quantize"}

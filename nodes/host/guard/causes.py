@@ -11,6 +11,7 @@ import torch
 from ....precision.amax import amax_value
 from ....precision.arithmetic.patching import Patch
 from ....precision.files.safetensors_file import open_checkpoint
+from ....precision.guard.finite import zeroed
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.nested import tensors_in
 from ..load.models import ATTACHMENT
@@ -99,7 +100,7 @@ def without_nan(call: Call, suspect: Suspect) -> Call:
 
 def made_finite(call: Call, chosen: Sequence[Suspect]) -> Call:
     """The call with a zero for each NaN and Inf of the suspects."""
-    return _changed(call, chosen, lambda value: value.nan_to_num(0.0, 0.0, 0.0))
+    return _changed(call, chosen, zeroed)
 
 
 def _changed(call: Call, chosen: Sequence[Suspect], change) -> Call:
@@ -133,7 +134,7 @@ def finite_weights(model: torch.nn.Module, names: Sequence[str]) -> list[Patch]:
 
 
 def _made_finite(weight: torch.Tensor) -> torch.Tensor:
-    return dequantized(weight.data).float().nan_to_num(0.0, 0.0, 0.0)
+    return zeroed(dequantized(weight.data).float())
 
 
 def has_nan(weight: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from ....precision.amax import amax_value
 from ....precision.dtypes import name_of
+from ....precision.guard.finite import zeroed
 from ....precision.guard.ladder import encoder_rungs, first_finite, random_state_kept
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog, encoder_sentence, event_of
@@ -52,13 +53,14 @@ class EncoderGuard:
         result, largest = attempt(None, given)
         if math.isfinite(largest):
             return result
-        name, advice = ENCODER_INPUTS[f"{self.kind} {action}"]
-        origin = Origin(name, "", "input", "", math.nan)
         lost = _nan_rows(given, result)
-        if lost is not None and lost >= _bad_rows(result):
-            return self._give_up(origin, "bad_input", advice, dtype, result, NAN_GIVEN)
         if lost:
-            self._give_up(origin, "bad_input", advice, dtype, result, NAN_GIVEN)
+            self._blame_input(action, dtype, result, lost, NAN_GIVEN)
+        rest = _bad_rows(result) - lost
+        return self._resolved(action, attempt, model, patcher, dtype, given, result, lost) if rest or not lost else result
+
+    def _resolved(self, action: str, attempt: Attempt, model, patcher: "ModelPatcher", dtype: torch.dtype, given, result, lost: set[int]):
+        """What to go on with where rows failed that were given no NaN; ``lost``: those that were."""
         good = replaced(given, _without_nan) if lost else given
         overflow = Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan)
         rungs = encoder_rungs(dtype, current_device().capabilities["bf16"]) if self.on_nan == "retry_higher" else []
@@ -66,12 +68,18 @@ class EncoderGuard:
         if repeat:
             self._recovered(overflow, dtype, repeat.rung)
             return _with_nan(repeat.result, lost)
+        rows = _bad_rows(result)
         if self._needs_finite_input(attempt, good, dtype):
-            return self._give_up(origin, "bad_input", advice, dtype, result, INPUT_MADE_FINITE)
+            return self._blame_input(action, dtype, result, rows, INPUT_MADE_FINITE)
         origin = _located(model, attempt, good) or overflow
         if origin.kind == "weights":
-            return self._give_up(origin, "bad_weights", bad_weight(patcher, origin.op), dtype, result, WEIGHT_READ)
-        return self._give_up(origin, *encoder_not_cured(self.kind, self.on_nan), dtype, result, FAILS_IN_FP32 if rungs else "")
+            return self._give_up(origin, "bad_weights", bad_weight(patcher, origin.op), dtype, result, rows, WEIGHT_READ)
+        verdict = encoder_not_cured(self.kind, self.on_nan)
+        return self._give_up(origin, *verdict, dtype, result, rows, FAILS_IN_FP32 if rungs else "")
+
+    def _blame_input(self, action: str, dtype: torch.dtype, result, rows: set[int], evidence: str):
+        name, advice = ENCODER_INPUTS[f"{self.kind} {action}"]
+        return self._give_up(Origin(name, "", "input", "", math.nan), "bad_input", advice, dtype, result, rows, evidence)
 
     def _needs_finite_input(self, attempt: Attempt, given, dtype: torch.dtype) -> bool:
         """Tell whether the result is finite in fp32 with a zero for each Inf of the input, and not with the input as it is."""
@@ -80,7 +88,7 @@ class EncoderGuard:
         higher = None if dtype == torch.float32 else torch.float32
         if self.on_nan != "retry_higher" and math.isfinite(attempt(higher, given)[1]):
             return False
-        return math.isfinite(attempt(higher, replaced(given, lambda value: value.nan_to_num(0.0, 0.0, 0.0)))[1])
+        return math.isfinite(attempt(higher, replaced(given, lambda value: zeroed(value) if value.is_floating_point() else value))[1])
 
     def _recovered(self, origin: Origin, dtype: torch.dtype, higher: torch.dtype) -> None:
         event = event_of(CallPosition(self.log.calls), origin, name_of(dtype), name_of(higher), True)
@@ -89,9 +97,8 @@ class EncoderGuard:
         else:
             self.log.note(event, origin, "recovered", "")
 
-    def _give_up(self, origin: Origin, verdict: str, advice: str, dtype: torch.dtype, result, evidence: str):
-        bad = _bad_rows(result)
-        position = CallPosition(self.log.calls, batch_rows=sorted(bad), spoils_all=len(bad) >= _rows_of(result))
+    def _give_up(self, origin: Origin, verdict: str, advice: str, dtype: torch.dtype, result, rows: set[int], evidence: str):
+        position = CallPosition(self.log.calls, batch_rows=sorted(rows), spoils_all=len(rows) >= _rows_of(result))
         self.log.give_up(position, origin, verdict, advice, name_of(dtype), evidence)
         return result
 
@@ -215,18 +222,18 @@ def _located(model: torch.nn.Module, attempt: Attempt, given) -> Origin | None:
     return next(filter(None, found), None)
 
 
-def _nan_rows(given, result) -> set[int] | None:
-    """The rows of a result that were given NaN; None where none was."""
+def _nan_rows(given, result) -> set[int]:
+    """The rows of a result that were given NaN."""
     rows, batch = set(), _rows_of(result)
     for tensor in tensors_in(given):
         if torch.isnan(tensor).any():
             bad = torch.isnan(tensor.flatten(1)).any(1).nonzero().flatten().tolist() if tensor.dim() > 1 else []
             rows |= set(bad) if tensor.dim() > 1 and len(tensor) == batch else set(range(batch))
-    return rows or None
+    return rows
 
 
 def _bad_rows(result) -> set[int]:
-    """The rows of a result that hold NaN or Inf; every row where a clamp has hidden them."""
+    """The rows of a result that hold NaN or Inf; every row where a clamp has hidden what does."""
     tensors = tensors_in(result)
     rows = (~torch.isfinite(tensors[0].flatten(1))).any(1).nonzero().flatten().tolist() if tensors else []
     return set(rows) or set(range(_rows_of(result)))
@@ -241,7 +248,7 @@ def _without_nan(value: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isnan(value), torch.zeros_like(value), value) if value.is_floating_point() else value
 
 
-def _with_nan(result, rows: set[int] | None):
+def _with_nan(result, rows: set[int]):
     """A VAE's result with NaN in the rows that were lost."""
     if not rows:
         return result

@@ -2,19 +2,18 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 from ....precision.amax import amax_value
 from ....precision.arithmetic.compiling import compile_disabled
-from ....precision.arithmetic.patching import Patch
 from ....precision.devices import probes
-from ....precision.guard.ladder import RandomStart, escalation_after, first_finite, model_rungs
+from ....precision.guard.ladder import escalation_after, first_finite, model_rungs
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog, event_of
-from ....precision.guard.policy import ALL_IN_FP32, COMPILED, NO_MEMORY, Escalation
+from ....precision.guard.policy import COMPILED, NO_MEMORY, Escalation
 from ..load.devices import is_oom
 from ..run.call import Call
 from ..run.execution import is_compiled
@@ -33,7 +32,7 @@ from .causes import (
     suspects,
     without_nan,
 )
-from .escalation import EscalatedLayers, RangeObserver
+from .repeats import Repeats
 from .state import Guarded
 
 MOST_SUSPECTS = 4
@@ -44,8 +43,6 @@ MADE_FINITE = "In fp32 the call is NaN or Inf with it, and finite with a zero fo
 PATCH_READ = "The first operation whose result is NaN or Inf reads this patch."
 NAN_READ = "The weight holds NaN, and the first operation whose result is NaN or Inf reads it."
 WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf too, and finite with a zero for each NaN and Inf of the weights."
-INSIDE = "halfsafe_guard"
-"""The entry of ``transformer_options`` that tells the guard's innermost wrapper how to run a call; the model is given none."""
 
 
 @dataclass
@@ -53,33 +50,25 @@ class FailedCall:
     """One failed call.
 
     Args:
-        call: the call, and ``result`` what it gave.
-        start: the random numbers it began with.
+        repeats: repeats the call, whose first result was ``result``.
         guarded: what the guard knows of its model, and ``log`` what it said of it.
-        max_retries: how often it may be repeated.
         hidden: the result is finite, but the model's own code clamped what was not.
         origin: what failed, once it was located.
-        observer: what measured the last repeat in a higher precision.
     """
 
-    call: Call
-    start: RandomStart
+    repeats: Repeats
     result: torch.Tensor
     guarded: Guarded
     log: GuardLog
-    max_retries: int
     hidden: bool
     origin: Origin | None = None
-    observer: RangeObserver = field(init=False)
 
     def __post_init__(self):
-        self.model = self.call.model
+        self.call, self.model = self.repeats.call, self.repeats.call.model
         self.images = images_of(self.call, self.result)
         self.rows = set(bad_rows(self.result))
         self.lost: set[int] = set()
         self.suspects: list[Suspect] = []
-        self.used = 0
-        self.fails_in_fp32: bool | None = True if self.guarded.escalation.whole else None
 
     @property
     def position(self) -> CallPosition:
@@ -100,10 +89,10 @@ class FailedCall:
         if self.hidden:
             return self._as_asked()
         self._lose({row for row in self.rows if row % self.images in self.log.lost})
-        self.suspects = suspects(self.call, self.log.calls == 1)
+        self.suspects = suspects(self.repeats.call, self.log.calls == 1)
         for suspect in self.suspects:
             self._lose_rows_given_nan(suspect)
-        self.suspects = suspects(self.call, self.log.calls == 1)
+        self.suspects = suspects(self.repeats.call, self.log.calls == 1)
         if not self.rows:
             return self.result
         result = self._as_asked()
@@ -116,7 +105,7 @@ class FailedCall:
     def _lose_rows_given_nan(self, suspect: Suspect) -> None:
         """Blame a suspect's NaN for the rows that were given it, and go on with the others as if it were finite there."""
         rows = suspect.nan_rows(len(self.result)) & self.rows
-        self.call = without_nan(self.call, suspect)
+        self.repeats.call = without_nan(self.repeats.call, suspect)
         if rows:
             position, blame = self._position(rows), suspect.blame(NAN_GIVEN)
             self._lose(rows)
@@ -151,7 +140,7 @@ class FailedCall:
 
     def _in_higher_precision(self) -> torch.Tensor:
         """The call again in the arithmetic of each rung, until its result is finite or nothing is left to try."""
-        if self.max_retries > 1:
+        if self.repeats.most > 1:
             again = self._locate()
             if not self.hidden and math.isfinite(amax_value(again)):
                 return self._finite_again(again)
@@ -163,7 +152,7 @@ class FailedCall:
         rungs = model_rungs(self.guarded.modes, self.guarded.stream, self.guarded.escalation)
         if self._comes_from_inputs():
             rungs = rungs[-1:]
-        repeat = first_finite(rungs[: self.max_retries - self.used], self._attempt)
+        repeat = first_finite(rungs[: self.repeats.left], self.repeats.attempt)
         if repeat is None:
             return self._not_cured()
         self._recovered(repeat.rung)
@@ -171,9 +160,9 @@ class FailedCall:
 
     def _finite_again(self, watched: torch.Tensor) -> torch.Tensor:
         """What to do where the call was finite with every operation watched: once more exactly as it was, to tell why."""
-        if self.used >= self.max_retries:
+        if not self.repeats.left:
             return self._up_the_ladder()
-        plain = self._again(self.guarded.layers and self.guarded.layers.call)
+        plain = self.repeats.again(self.guarded.layers and self.guarded.layers.call)
         if math.isfinite(amax_value(plain)):
             self._note_unchanged(True, "device_fault", None, SAME_AGAIN)
             return plain
@@ -181,23 +170,6 @@ class FailedCall:
             self._note_unchanged(True, "device_fault", COMPILED, EAGER_IS_FINITE)
             return watched
         return self._up_the_ladder()
-
-    def _attempt(self, rung: Escalation, patches: Sequence[Patch] = ()) -> tuple[torch.Tensor, float]:
-        """Repeat the call at a rung: (result, its largest magnitude). ``patches``: what else to put on the model for it."""
-        layers = EscalatedLayers(rung, self.model, self.guarded.modes)
-        self.observer = RangeObserver(layers)
-        result = self._again(functools.partial(layers.call, observing=[*self.observer.patches, *patches]))
-        size = amax_value(result)
-        if rung.whole and not patches:
-            self.fails_in_fp32 = not math.isfinite(size)
-        return result, size
-
-    def _again(self, run: Callable[[Call], torch.Tensor] | None) -> torch.Tensor:
-        """Repeat the call, with ``run`` in the place of the model inside of all wrappers."""
-        self.log.extra_calls += 1
-        self.used += 1
-        with self.start.again():
-            return self.call(**{INSIDE: run})
 
     def _locate(self) -> torch.Tensor:
         """The call again as it was, every operation watched, to find what failed: its result."""
@@ -208,19 +180,19 @@ class FailedCall:
             return layers.call(call) if layers else call()
 
         with compile_disabled():
-            result = self._again(run)
+            result = self.repeats.again(run)
         self.origin = localizer.origin(result)
         return result
 
     def _recovered(self, rung: Escalation) -> None:
-        self.call.forget_dtype()
+        self.repeats.call.forget_dtype()
         guarded, parts = self.guarded, top_level_parts(self.model.diffusion_model)
-        ranges = self.observer.ranges()
+        ranges = self.repeats.observer.ranges()
         guarded.remember(escalation_after(rung, guarded.escalation, ranges, self.origin, guarded.modes, guarded.half, parts))
         self._note(True, "recovered")
 
     def _not_cured(self) -> torch.Tensor:
-        if self.fails_in_fp32 is None:
+        if self.repeats.failed_in_fp32 is None:
             return self._give_up(self._untried())
         blame = self._input_at_fault() or self._weight_at_fault(everywhere=True)
         ok, detail = probes.canary(self.call.x.device, "fp32")
@@ -229,7 +201,7 @@ class FailedCall:
         return self._give_up(blame or Blame(self.origin, "not_precision", None, FAILS_IN_FP32))
 
     def _untried(self) -> Blame:
-        return Blame(self.origin, "stopped", f"max_retries is {self.max_retries}, which left repeats untried: raise it.")
+        return Blame(self.origin, "stopped", f"max_retries is {self.repeats.most}, which left repeats untried: raise it.")
 
     def _comes_from_inputs(self) -> bool:
         """Tell whether what is infinite came in with the inputs, as far as the operations watched can tell."""
@@ -237,12 +209,12 @@ class FailedCall:
 
     def _input_at_fault(self) -> Blame | None:
         """The input without whose infinite values the call is finite in fp32, where with them it is not."""
-        if not self.suspects or (self.fails_in_fp32 is None and not self._comes_from_inputs()) or not self._fails_in_fp32():
+        if not self.suspects or (self.repeats.failed_in_fp32 is None and not self._comes_from_inputs()) or not self.repeats.fails_in_fp32():
             return None
         groups = [[suspect] for suspect in self.suspects]
         groups += [self.suspects] if len(groups) > 1 else []
         for group in groups[:MOST_SUSPECTS]:
-            if self._finite_in_fp32(made_finite(self.call, group)):
+            if self.repeats.finite_in_fp32(made_finite(self.repeats.call, group)):
                 names = " and the ".join(suspect.name for suspect in group)
                 return replace(group[0], name=names).blame(MADE_FINITE)
         return None
@@ -261,28 +233,9 @@ class FailedCall:
             return None
         if origin and name == origin.op and has_nan(bad[name]):
             return Blame(origin, "bad_weights", bad_weight(patcher, name), NAN_READ)
-        if self._fails_in_fp32() and self._finite_in_fp32(self.call, finite_weights(model, list(bad))):
+        if self.repeats.fails_in_fp32() and self.repeats.finite_in_fp32(self.repeats.call, finite_weights(model, list(bad))):
             return Blame(origin, "bad_weights", bad_weight(patcher, name), WEIGHTS_MADE_FINITE)
         return None
-
-    def _fails_in_fp32(self) -> bool:
-        """Tell whether the call as it is is not finite in fp32 either; False where that may not be tried any more."""
-        if self.fails_in_fp32 is None and self._may_repeat():
-            self._attempt(ALL_IN_FP32)
-        return bool(self.fails_in_fp32)
-
-    def _finite_in_fp32(self, call: Call, patches: Sequence[Patch] = ()) -> bool:
-        if not self._may_repeat():
-            return False
-        own, failed = self.call, self.fails_in_fp32
-        self.call = call
-        try:
-            return math.isfinite(self._attempt(ALL_IN_FP32, patches)[1])
-        finally:
-            self.call, self.fails_in_fp32 = own, failed
-
-    def _may_repeat(self) -> bool:
-        return self.log.on_nan != "retry_higher" or self.used < self.max_retries
 
     def _give_up(self, blame: Blame) -> torch.Tensor:
         mode, _ = self.guarded.modes_at(self.origin)

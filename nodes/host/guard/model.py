@@ -24,8 +24,9 @@ from ..run.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
 from .causes import BETWEEN_CALLS, NAN_GIVEN, sampler_inputs
 from .clamps import ClampWatch
 from .conditions import GuardedConditions
-from .failure import INSIDE, FailedCall, bad_rows, sigma_of
+from .failure import FailedCall, bad_rows, sigma_of
 from .notify import teller
+from .repeats import INSIDE, Repeats
 from .state import Guarded
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Guard:
         sizes = torch.stack([amax(result), *watch.sizes(result.device)]).tolist()
         if all(map(math.isfinite, sizes)) or log.given_up:
             return result
-        return FailedCall(call, start, result, guarded, log, self.max_retries, hidden=math.isfinite(sizes[0])).resolved()
+        return FailedCall(Repeats(call, start, guarded, log, self.max_retries), result, guarded, log, hidden=math.isfinite(sizes[0])).resolved()
 
     def inside(self, executor, *args, **kwargs):
         """Make a call inside of all other wrappers, as the guard's outermost one asked for in the call's options."""

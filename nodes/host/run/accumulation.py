@@ -14,7 +14,14 @@ from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.ranges import Ranges
 from ....precision.devices.detect import detect
 from ....precision.modes import FP8, FP16, FP16_WIDE, INT8
-from ....precision.plan.accumulation import EXACT_SUMS, PARTS, AccumulationPlan, MatmulProfile, Request, plan_accumulation
+from ....precision.plan.accumulation import (
+    EXACT_SUMS,
+    PARTS,
+    AccumulationPlan,
+    MatmulProfile,
+    Request,
+    plan_accumulation,
+)
 from ....precision.report.schema import flag_report, flag_reports
 from . import fast_accumulation
 from .attention import attending, full_precision_attention, is_fused

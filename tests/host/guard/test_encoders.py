@@ -275,3 +275,17 @@ def test_the_guarded_vae_is_still_a_vae(comfy, files):
     vae = load(comfy, files["image"])
     assert isinstance(guard(comfy, vae), importlib.import_module("comfy.sd").VAE)
     assert guard(comfy, guard(comfy, vae)).decode(latent("image")).shape == (1, 64, 64, 3)
+
+
+@pytest.mark.parametrize("on_nan", ["retry_higher", "report"])
+def test_nan_in_one_latent_is_not_blamed_for_the_overflow_of_the_others(comfy, files, on_nan):
+    batch = torch.cat([latent("image"), latent("image")])
+    expected = load(comfy, files["image"], "fp32").decode(batch)
+    batch[1] = math.nan
+    vae = guard(comfy, load(comfy, files["image"]), on_nan)
+    result = vae.decode(batch)
+    events = getattr(vae, ATTRIBUTE).log.events
+    assert (events[0].kind, events[0].batch_rows) == ("input", [1]) and "NaN" in events[0].evidence
+    if on_nan == "retry_higher":
+        assert relative_error(expected[0], result[0]) < 0.02 and not is_finite(result[1])
+        assert events[1].recovered and len(events) == 2

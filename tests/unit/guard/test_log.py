@@ -1,10 +1,13 @@
 """What a guard's log tells, and when it ends a run."""
 
 import functools
+import itertools
+import math
+import re
 
 import pytest
 from halfsafe.precision.guard.localize import Origin
-from halfsafe.precision.guard.log import CallPosition, GuardLog, encoder_sentence, event_of
+from halfsafe.precision.guard.log import CallPosition, GuardLog, encoder_sentence, event_of, sentence
 from halfsafe.precision.guard.policy import ADVICE, NonFinite
 
 ORIGIN = Origin("blocks.0.down", "matmul", "overflow", "fp16", 489.2)
@@ -58,3 +61,29 @@ def test_an_encoder_is_told_of_by_its_kind_and_dtypes():
         ("VAE decode: the result was NaN or Inf in fp16. Repeated in bf16: finite.", ""),
         ("VAE: the result is NaN or Inf, computed in fp16, first in decoder.up (add).", "Another file."),
     ]
+
+
+EMPTY = re.compile(r"\bnan\b|computed in[,.]|computed in  |, ,|\(\)|\bin [,.]|  |, \.|None")
+
+
+@pytest.mark.parametrize("kind", ["overflow", "nan", "weights", "unknown", "input", "canary", "saturation"])
+@pytest.mark.parametrize(("recovered", "evidence"), [(False, ""), (False, "It holds NaN."), (True, "")])
+def test_a_sentence_has_no_empty_or_meaningless_field(kind, recovered, evidence):
+    """Whatever is not known of an event is left out."""
+    places = [CallPosition(0), CallPosition(3, 2, 0.5, [0, 2]), CallPosition(3, 2, math.nan, [1])]
+    origins = [Origin(layer, op, kind, "", largest) for layer in ("latent image", "a.b") for op in ("", "mul") for largest in (math.nan, 7.0)]
+    for place, origin, mode in itertools.product(places, origins, ("", "fp16")):
+        event = event_of(place, origin, mode, mode or "fp32", recovered, evidence)
+        texts = [sentence(event, origin)] + ([] if kind == "input" and recovered else [encoder_sentence(event, origin, "VAE")])
+        for text in texts if mode or not recovered else texts[:1]:
+            assert not EMPTY.search(text), text
+        if kind == "input":
+            assert "NaN or Inf in the" in texts[0]
+
+
+def test_an_event_of_no_known_origin_is_told_as_the_models():
+    event = event_of(CallPosition(1, 0, 1.0, [0]), None, "fp16", "fp16", True, "The same again.")
+    assert sentence(event, None) == (
+        "Step 0, sigma 1: the result became NaN or Inf in the model, computed in fp16, batch rows 0. Repeated in fp16: finite. "
+        "The same again."
+    )
