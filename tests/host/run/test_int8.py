@@ -141,8 +141,8 @@ def test_the_guard_repeats_without_int8_and_reports_it(comfy, models_dir, overfl
     assert relative_error(reference, result) < 0.02
     products = made(model, call)
     assert products == reported(comfy, model)
-    widened = guard_of(model).modes(model)
-    assert widened and "int8" not in {products[name] for name in widened if name in products}
+    widened = guard_of(model).report(model).escalations.keys() & products.keys()
+    assert widened and "int8" not in {products[name] for name in widened}
     guard_of(model).states.last(model.model).grow(Escalation(whole=True))
     products = made(model, call)
     assert set(products.values()) == {"fp32"} and products == reported(comfy, model)
