@@ -42,6 +42,10 @@ class AccumulationSlot(Slot):
         self.reason = NOT_MEASURED
         self._largest = {"amax": 0.0, "norm": 0.0}
 
+    def forget(self) -> None:
+        """Begin anew, for a model whose operands are others now."""
+        self.proven, self.largest, self._largest = False, 0.0, dict.fromkeys(self._largest, 0.0)
+
     @property
     def limit(self) -> float:
         """The largest magnitude the proof holds for."""

@@ -63,6 +63,10 @@ class Slot:
         self.copied_by: list[Slot] = []
         self._falls = 0
 
+    def forget(self) -> None:
+        """Begin anew, for a model whose operands are others now."""
+        self.gain, self.in_fp32, self.stays_wide, self.largest, self._falls = None, False, False, 0.0, 0
+
     @property
     def limit(self) -> float:
         """The largest magnitude that stays finite; below any before the first measurement."""
@@ -230,6 +234,12 @@ class Ranges:
         if any(slot.returns_fp16 for slot in self.slots.values()):
             limit = FP16_MAX if operand.dtype == torch.float16 else math.inf
             self._overflowed = self._overflowed or not amax(operand).item() < limit
+
+    def measure_anew(self) -> None:
+        """Calibrate in the next call, as in the first one. What was compiled stays as it is where the outcome is the same."""
+        self.calibrating = True
+        for slot in self.slots.values():
+            slot.forget()
 
     def run(self, call: Callable[[], Result]) -> Result:
         """One model call; repeated once with calibration when a magnitude left its range, and without fp16 results where

@@ -103,6 +103,10 @@ class LowRankBeside:
             self._found = state, _sorted(self)
         return self._found[1]
 
+    def leaves_weights_alone(self) -> bool:
+        """Tell whether no patch is merged into any weight."""
+        return self.patches.keys() <= self.found().kept
+
     def low_rank_patcher(self) -> "ModelPatcher | None":
         """The ModelPatcher of the low-rank changes, if there are any."""
         found = self.found()

@@ -40,7 +40,7 @@ class PerModel(Generic[Run]):
 
     Args:
         make: builds the run of a model as it is now.
-        settings: extra cache key of a ModelPatcher, compared for equality. Weight patches, active hooks and the forwards
+        settings: extra cache key of a ModelPatcher, compared for equality. Patches of weights, active hooks and the forwards
             found on the run's modules are always part of the key.
     """
 
@@ -48,9 +48,22 @@ class PerModel(Generic[Run]):
         self._make = make
         self._settings = settings
         self._runs: weakref.WeakKeyDictionary[torch.nn.Module, list[_Kept[Run]]] = weakref.WeakKeyDictionary()
+        self._patches: weakref.WeakKeyDictionary[Run, object] = weakref.WeakKeyDictionary()
 
     def of(self, model: torch.nn.Module) -> Run:
-        """The run for the model as it is now; the last few states are remembered."""
+        """The run for the model as it is now; the last few states are remembered.
+
+        It measures anew where LoRAs beside the weights are others now, which change no weight but what layers are given.
+        """
+        run = self._found(model)
+        patches = self._patches.setdefault(run, model.current_weight_patches_uuid)
+        if patches != model.current_weight_patches_uuid:
+            self._patches[run] = model.current_weight_patches_uuid
+            if hasattr(run, "ranges"):
+                run.ranges.measure_anew()
+        return run
+
+    def _found(self, model: torch.nn.Module) -> Run:
         runs = self._runs.setdefault(model, [])
         index = next((index for index, kept in enumerate(runs) if kept.state == self._state(model, kept.run)), None)
         kept = self._made(model) if index is None else runs.pop(index)
@@ -85,7 +98,9 @@ class PerModel(Generic[Run]):
         patcher = model.current_patcher
         # By identity: they belong to a wrapper around this one or to a LoRA in bypass mode (comfy/weight_adapter/bypass.py).
         forwards = [id(module.__dict__["forward"]) for module in run.modules.values() if has_own_forward(module)]
-        return model.current_weight_patches_uuid, hooks_of(patcher), *self._settings(patcher), forwards
+        beside = getattr(patcher, "leaves_weights_alone", None)
+        weights = None if beside and beside() else model.current_weight_patches_uuid
+        return weights, hooks_of(patcher), *self._settings(patcher), forwards
 
 
 def hooks_of(patcher) -> weakref.ref | None:
