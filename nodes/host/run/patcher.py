@@ -20,7 +20,7 @@ from comfy.patcher_extension import CallbacksMP, PatcherInjection
 
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.linear import kind_of
-from ....precision.arithmetic.patching import Patch, patched
+from ....precision.arithmetic.patching import patched
 from ....precision.dtypes import name_of
 from ....precision.errors import HalfsafeError
 from ....precision.modes import FP32
@@ -190,12 +190,16 @@ class LowRankBeside:
         state = super().model_state_dict(filter_prefix)
         return {name: tensor for name, tensor in state.items() if not _is_beside_a_weight(self.model, name)}
 
-    def model_state_dict_for_saving(self, *args, **kwargs):
+    def model_state_dict_for_saving(self, model=None, prefix=""):
         """With all patches merged: ComfyUI takes a weight that is loaded for one that is patched."""
-        modules = [self.found().modules[key] for key in self.found().kept]
-        unmerged: list[Patch] = [(module, "comfy_patched_weights", False) for module in modules]
-        with patched(unmerged):
-            return super().model_state_dict_for_saving(*args, **kwargs)
+        state = super().model_state_dict_for_saving(model, prefix)
+        for key in self.found().kept:
+            name = key.removeprefix(prefix)
+            if name in state:
+                weight = self.patch_weight_to_device(key, device_to=self.load_device, return_weight=True)
+                parts = weight.state_dict(name) if is_quantized(self.found().modules[key]) else {name: weight}
+                state |= {part: tensor.to("cpu") for part, tensor in parts.items()}
+        return state
 
 
 def _sorted(patcher) -> Found:

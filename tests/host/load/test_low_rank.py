@@ -1,0 +1,88 @@
+"""LoRAs beside 8-bit weights: in text encoders, and in what ComfyUI's own node saves."""
+
+import pytest
+import torch
+from comfy.sd import load_bypass_lora_for_models, load_lora_for_models, save_checkpoint
+from halfsafe.precision.files.safetensors_file import open_checkpoint
+from halfsafe.precision.formats.checkpoint import read_checkpoint
+from safetensors.torch import load_file
+from support import families, model_files, tiny_models
+from support.families import load
+from support.measures import relative_error
+
+FFN = "blocks.0.ffn.0"
+LAYERS = {FFN: (1024, 256), "blocks.1.ffn.2": (256, 1024)}
+
+
+@pytest.fixture(scope="module")
+def clip_file(models_dir):
+    return tiny_models.clip_l(models_dir / "text_encoders" / "clip_l_low_rank.safetensors")
+
+
+def encoder(comfy, path, storage, compute="auto"):
+    inputs = {"clip_name1": path.name, "type": "stable_diffusion", "storage": storage, "compute": compute}
+    return comfy.run("HalfsafeLoadCLIP", **inputs)[0]
+
+
+def encode(clip):
+    return clip.encode_from_tokens(clip.tokenize("a lighthouse"))
+
+
+def encoder_lora():
+    """A LoRA for the first layers of a CLIP-L, by the names that ComfyUI gives any text encoder's layers."""
+    layers = {f"text_model.encoder.layers.{number}.mlp.fc1": (3072, 768) for number in range(4)}
+    tensors = model_files.lora(layers, size=0.05)
+    return {name.replace("diffusion_model.", "text_encoders.clip_l.transformer."): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "int8"])
+def test_a_text_encoder(comfy, clip_file, storage):
+    def with_lora(clip, strength):
+        return load_lora_for_models(None, clip, encoder_lora(), 0.0, strength)[1]
+
+    exact, clip = encoder(comfy, clip_file, "fp32"), encoder(comfy, clip_file, storage)
+    plain = encode(clip)
+    floor = relative_error(encode(exact), plain)
+    for strength in (0.02, 1.0, 0.3):
+        expected, result = encode(with_lora(exact, strength)), encode(with_lora(clip, strength))
+        assert relative_error(expected, result) < 1.1 * floor
+    assert relative_error(encode(exact), encode(with_lora(exact, 1.0))) > floor, "the LoRA acts"
+    two = with_lora(with_lora(clip, 0.3), -0.3)
+    assert relative_error(plain, encode(two)) < 1e-4
+    assert torch.equal(encode(clip), plain)
+    assert not any("forward" in module.__dict__ for module in clip.cond_stage_model.modules())
+
+
+@pytest.mark.parametrize(("storage", "bound"), [("fp8_e4m3fn", 0.04), ("int8", 0.012)])
+@pytest.mark.parametrize("applied", [False, True], ids=["unloaded", "loaded"])
+def test_comfyuis_own_node_saves_them_merged(comfy, wan, tmp_path, storage, bound, applied):
+    tensors = model_files.lora(LAYERS, size=0.1)
+    model = load_lora_for_models(load(comfy, wan, storage, "bf16"), None, tensors, 1.0, 0.0)[0]
+    call = families.capture(model, "wan") if applied else None
+    before = families.replay(model, call) if applied else None
+    save_checkpoint(str(tmp_path / "saved.safetensors"), model)
+    plain = load_file(wan)[f"{FFN}.weight"].float()
+    merged = plain + model_files.lora_delta(tensors, FFN)
+    checkpoint = read_checkpoint(*read(tmp_path / "saved.safetensors"))
+    weight = checkpoint.weights[f"model.diffusion_model.{FFN}.weight"].dequantize(torch.float32)
+    assert relative_error(merged, weight) < bound < relative_error(plain, merged)
+    if applied:
+        assert torch.equal(families.replay(model, call), before)
+
+
+def read(path):
+    file = open_checkpoint(path)
+    return dict(file.items()), file.metadata, str(path)
+
+
+@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "int8"])
+def test_a_lora_of_comfyuis_bypass_node_beside_ours(comfy, wan, call, storage):
+    one, other = model_files.lora(LAYERS, size=0.05), model_files.lora(LAYERS, size=0.05, seed=8)
+
+    def both(model):
+        model = load_lora_for_models(model, None, one, 1.0, 0.0)[0]
+        return load_bypass_lora_for_models(model, None, other, 1.0, 0.0)[0]
+
+    exact, model = load(comfy, wan, "fp32", "fp32"), load(comfy, wan, storage, "fp32")
+    floor = relative_error(families.replay(exact, call), families.replay(model, call))
+    assert relative_error(families.replay(both(exact), call), families.replay(both(model), call)) < 1.1 * floor
