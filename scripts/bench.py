@@ -3,6 +3,7 @@
 load: a bf16 file with the shapes of Wan2.1 1.3B (2.84 GB) to scaled fp8 and to int8 in memory, against ComfyUI's UNETLoader.
 convert: the same file disk to disk, against reading all, quantizing all to fp8 and saving all.
 safe16, fp8mm, patch, guard: what a compute plan and the guard cost and how close they come; see bench_compute.py.
+quality: the error of each quantization format on trained weights; see bench_quality.py.
 import: how long ComfyUI takes to import the pack; see bench_import.py.
 
 Prints median seconds, the highest memory, ratios and targets, with `--json` every run. Exits with 2 where a target is missed.
@@ -32,7 +33,7 @@ BENCHES = {
 }
 OTHER = {"load": "UNETLoader, fp8_e4m3fn", "convert": "read all, quantize to fp8, save"}
 COMPUTE = ("safe16", "fp8mm", "patch", "guard")
-IMPORT = "import"
+ALONE = {"import": "bench_import.py", "quality": "bench_quality.py"}
 TARGETS = {
     "load": {"seconds": 1.3, "memory_to_weights": 1.1, "int8_to_fp8": 2.0, "int8_memory_to_weights": 1.1},
     "convert": {"memory_to_largest_tensor": 3.0, "int8_to_fp8": 2.0, "int8_memory_to_largest_tensor": 3.0},
@@ -52,8 +53,8 @@ def main() -> int:
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1
-    if options.name == IMPORT:
-        return _script("bench_import.py", [], environment, options)
+    if options.name in ALONE:
+        return _script(ALONE[options.name], [], environment, options)
     if options.name in COMPUTE:
         return _script("bench_compute.py", [options.name], environment, options)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="halfsafe-bench-") as folder:
@@ -78,7 +79,7 @@ def _script(name: str, arguments: list[str], environment: Environment, options: 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=[*BENCHES, *COMPUTE, IMPORT])
+    parser.add_argument("name", choices=[*BENCHES, *COMPUTE, *ALONE])
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--save", action="store_true", help="write it to benchmarks/results/")
     parser.add_argument("--runs", type=int, default=5, help="load and convert: measurements of each alternative (default: 5)")

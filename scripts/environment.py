@@ -241,7 +241,7 @@ def _is_vendored(member: tarfile.TarInfo) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where ComfyUI, its page, a Chromium and the environments of other versions are kept."""
+    """Where downloads and the environments of other versions are kept, outside of the repository."""
     if os.name == "nt":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local"
     elif sys.platform == "darwin":

@@ -61,7 +61,7 @@ class Guard:
         self.on_nan = on_nan
         self.max_retries = max_retries
         self.node_id = node_id
-        self.states: PerModel[Guarded] = PerModel(lambda model: Guarded(model, on_nan == "retry_higher"), settings_of)
+        self.states: PerModel[Guarded] = PerModel(lambda model: Guarded(model, on_nan == "retry_higher"), _settings)
         self._logs: dict[tuple, GuardLog] = {}
         self._adapting: GuardedConditions | None = None
 
