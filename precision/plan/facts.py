@@ -1,5 +1,6 @@
 """What a plan needs to know of a model: its layers, its size and the dtypes it is safe in."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -8,7 +9,11 @@ from ..dtypes import FP8_DTYPES, name_of
 from ..formats.checkpoint import Checkpoint, StoredWeight
 
 MATRIX_CLASSES = ("Linear", "Conv")
-_EMBEDDING_WORDS = ("embed_tokens", "token_embedding", "position_embedding", "relative_attention_bias", "shared", "wte")
+# Last parts of the names of lookup tables in comfy/ldm, comfy/text_encoders and comfy/clip_model.py, none with a bias, ...
+_TABLE = re.compile(r"emb|token|^(shared|relative_attention_bias|reference_points|wte|wpe|codebook|trainable_cond_mask)$")
+# ... and modules whose own ``weight`` is a plain 2-D parameter: the gates and routers of experts (HiDream, Hunyuan3D,
+# gpt-oss), Fourier features (Stable Audio) and the motion encoder of Wan Animate.
+_BARE = re.compile(r"(^|\.)(gate|router|timestep_features|motion_encoder\.enc\.fc\.\d+|motion_encoder\.dec\.direction)$")
 
 
 @dataclass(frozen=True)
@@ -75,18 +80,17 @@ def layer_specs(checkpoint: Checkpoint, prefix: str = "") -> list[LayerSpec]:
     """Infer the layers below ``prefix`` of a file: their classes follow from name and shape."""
     inside = (name[len(prefix) :] for name in checkpoint.weights if name.startswith(prefix))
     layers = ((name.removesuffix(".weight"), checkpoint.weights[prefix + name]) for name in inside if name.endswith(".weight"))
-    return [_inferred_spec(layer, weight) for layer, weight in layers]
+    biased = {name.removesuffix(".bias") for name in checkpoint.weights if name.endswith(".bias")}
+    return [LayerSpec(layer, _inferred_class(layer, weight, prefix + layer in biased), weight.shape) for layer, weight in layers]
 
 
-def _inferred_spec(name: str, weight: StoredWeight) -> LayerSpec:
-    shape = weight.shape
-    if len(shape) == 2:
-        return LayerSpec(name, "Embedding" if _is_embedding(name) else "Linear", shape)
-    return LayerSpec(name, f"Conv{len(shape) - 2}d" if 3 <= len(shape) <= 5 else "Norm", shape)
-
-
-def _is_embedding(name: str) -> bool:
-    return any(word in name.rsplit(".", 1)[-1] for word in _EMBEDDING_WORDS)
+def _inferred_class(name: str, weight: StoredWeight, has_bias: bool) -> str:
+    dimensions = len(weight.shape)
+    if dimensions != 2:
+        return f"Conv{dimensions - 2}d" if 3 <= dimensions <= 5 else "Norm"
+    if _BARE.search(name):
+        return "Parameter"
+    return "Embedding" if not has_bias and _TABLE.search(name.rsplit(".", 1)[-1]) else "Linear"
 
 
 def file_dtype(checkpoint: Checkpoint, prefix: str = "") -> str:

@@ -5,6 +5,7 @@ Only names and ranks are those of the real files; sizes are small where ComfyUI'
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -46,3 +47,8 @@ MINIMAX_H3 = {
     "time_embed_hidden_size": 256,
     "time_embed_dim": 128,
 }
+
+
+def metadata(family: str) -> dict[str, str]:
+    """The metadata without which ComfyUI does not recognise the sizes of such a small model."""
+    return {"config": json.dumps({"transformer": LTXAV})} if family == "ltxav" else {}

@@ -1,0 +1,104 @@
+"""Classes of layers told from names alone: what convert and the text encoder loader quantize is a Linear in ComfyUI."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+
+import comfy.ops
+import comfy.sd1_clip
+import comfy.text_encoders
+import pytest
+import torch
+from comfy.text_encoders import gemma4
+from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
+from halfsafe.precision.plan.facts import layer_specs
+from halfsafe.precision.plan.rules import rules_from
+from halfsafe.precision.plan.storage import plan_storage
+from support import held_out, tiny_models
+
+COMFY = Path(comfy.ops.__file__).parent
+EMBEDDINGS = re.compile(r"self\.(\w+) = (?:\w+\.)?(?:Scaled)?Embedding\(")
+BARE = {
+    "double_stream_blocks.0.block.ff_i.gate.weight": "hidream/model.py MoEGate",
+    "blocks.20.moe.gate.weight": "hunyuan3dv2_1/hunyuandit.py MoEGate",
+    "layers.0.mlp.router.weight": "gpt_oss.py GptOssTopKRouter",
+    "timestep_features.weight": "audio/dit.py FourierFeatures",
+    "motion_encoder.enc.fc.0.weight": "wan/model_animate.py EqualLinear",
+    "motion_encoder.dec.direction.weight": "wan/model_animate.py Direction",
+}
+
+
+def quantized(weights: dict[str, torch.Tensor], storage: str = "fp8_e4m3fn") -> set[str]:
+    """The tensors that would be quantized with no rule to keep them."""
+    stored = {name: StoredWeight(name, tensor) for name, tensor in weights.items()}
+    layers = layer_specs(Checkpoint("", "", {}, stored, []))
+    decisions = plan_storage(layers, storage, rules_from("", "none"))
+    return {f"{name}.weight" for name, decision in decisions.items() if decision.storage == storage}
+
+
+def linear(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    named = ((f"{name}.weight", module) for name, module in model.named_modules())
+    return {name: module.weight for name, module in named if isinstance(module, comfy.ops.disable_weight_init.Linear)}
+
+
+def encoders() -> list[type]:
+    """Every text encoder of ComfyUI that is one transformer and can be built without a file."""
+    modules = (importlib.import_module(module.name) for module in pkgutil.walk_packages(comfy.text_encoders.__path__, "comfy.text_encoders."))
+    found = {cls: None for module in modules for cls in vars(module).values() if inspect.isclass(cls)}
+    bases = [cls for cls in found if issubclass(cls, comfy.sd1_clip.SDClipModel) and cls.__module__.startswith("comfy.text_encoders.")]
+    variants = [type(name, (gemma4.Gemma4Model,), {"model_class": getattr(gemma4, name)}) for name in ("Gemma4_E2B", "Gemma4_12B")]
+    return [cls for cls in (*bases, *variants) if getattr(cls, "model_class", True)]
+
+
+@pytest.mark.parametrize("cls", encoders(), ids=lambda cls: f"{cls.__module__.rpartition('.')[2]}.{cls.__name__}")
+def test_of_a_text_encoder_linear_layers_alone_are_quantized(cls):
+    options = {"custom_operations": comfy.ops.disable_weight_init}
+    with torch.device("meta"):
+        model = cls(device="meta", dtype=torch.bfloat16, model_options=options).transformer
+    true, chosen = linear(model), quantized(model.state_dict())
+    assert chosen <= true.keys()
+    assert sum(true[name].numel() for name in chosen) > 0.95 * sum(weight.numel() for weight in true.values())
+
+
+@pytest.mark.parametrize("family", [*tiny_models.FAMILIES, "ltxav", "minimax_h3"])
+def test_of_a_diffusion_model_linear_layers_alone_are_quantized(models_dir, family):
+    from halfsafe.nodes.host.load import detection, files
+
+    path = models_dir / "diffusion_models" / f"classes_{family}.safetensors"
+    if family in tiny_models.FAMILIES:
+        tiny_models.FAMILIES[family](path)
+    else:
+        getattr(held_out, family)(path, metadata=held_out.metadata(family))
+    checkpoint = files.open_model(str(path))
+    detected = detection.detect_model(checkpoint, only_diffusion_model=True)
+    true = {layer.name for layer in detected.facts.layers if layer.cls == "Linear"}
+    chosen = quantized({name: weight.data for name, weight in checkpoint.weights.items()})
+    assert {detected.layer_names[name] for name in chosen} <= true
+    assert len(chosen) > 0.95 * len(true)
+
+
+def test_every_lookup_table_that_comfyui_makes_is_known():
+    names = {
+        name: path.name
+        for folder in ("ldm", "text_encoders")
+        for path in (COMFY / folder).rglob("*.py")
+        for name in EMBEDDINGS.findall(path.read_text(encoding="utf-8"))
+    }
+    assert len(names) > 20
+    tables = {f"a.{name}.weight": torch.empty(64, 64, device="meta") for name in names}
+    assert quantized(tables) == set()
+
+
+def test_weights_that_are_a_module_s_own_parameter_are_no_linear_layers():
+    assert quantized({name: torch.empty(64, 64, device="meta") for name in BARE}) == set()
+
+
+@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "int8"])
+def test_a_layer_of_torch_itself_is_not_quantized(storage):
+    from halfsafe.nodes.host.load.detection import _class_of
+    from halfsafe.precision.formats.comfy_format import can_be_quantized
+
+    assert not can_be_quantized(_class_of(torch.nn.Linear(4, 4)), 2)
+    assert can_be_quantized(_class_of(comfy.ops.disable_weight_init.Linear(4, 4)), 2)
