@@ -180,7 +180,7 @@ def _rules_text(path: Path | None) -> str:
         return ""
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise HalfsafeError(f"{path}: the rules cannot be read ({error}). Give a text file with one rule per line.") from None
 
 

@@ -176,7 +176,7 @@ def write_safetensors(
         CheckpointError: the disk is too small or full, or the folder cannot be written to.
         ValueError: ``tensors`` are not those that ``specs`` announce.
     """
-    path = Path(os.path.realpath(path))
+    path = _real_path(path)
     spans = layout(specs)
     header = header_bytes(spans, metadata)
     with os_errors_as(path, "written"):
@@ -185,6 +185,13 @@ def write_safetensors(
         with os_errors_as(path, "written"):
             file.write(header)
         _write_all(path, file, len(header), spans, tensors)
+
+
+def _real_path(path: str | os.PathLike) -> Path:
+    try:
+        return Path(os.path.realpath(path))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(path, f"cannot be written ({error})", advice="Check the path.") from None
 
 
 def _write_all(path: Path, file: BinaryIO, base: int, spans: dict, tensors: Iterable) -> None:

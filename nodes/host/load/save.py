@@ -78,6 +78,8 @@ def save_model(
         raise HalfsafeError("A bypass LoRA acts while the model runs and has no merged weights.", "Use a normal LoRA loader.")
     if not filename_prefix.strip("/ "):
         raise HalfsafeError("The filename prefix is empty.", "Give the file a name, such as diffusion_models/my_model.")
+    if "\0" in filename_prefix:
+        raise HalfsafeError("The filename prefix holds a null character.", "Type the name anew.")
     path, name = output_path(filename_prefix)
     weights = LiveWeights(patcher)
     decisions = plan_storage(_layers(patcher, weights), "as_file" if storage == "auto" else storage, rules)

@@ -4,7 +4,6 @@ import errno
 import os
 import signal
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -156,8 +155,6 @@ def test_no_file_stays_open_after_an_error(tmp_path):
 def test_an_injected_fault_happens():
     with faults.failing_at(0, OSError(errno.EIO, "x")), pytest.raises(OSError, match="x"):
         os.fsync(0)
-    started = time.monotonic()
     if sys.platform == "linux":
         assert faults.in_a_fork(lambda: faults.killed_at(0, lambda: os.fsync(0))) == -signal.SIGKILL
         assert faults.in_a_fork(lambda: None) == 0
-    assert time.monotonic() - started < faults.PATIENCE

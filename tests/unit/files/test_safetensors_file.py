@@ -202,10 +202,10 @@ def test_files_of_other_kinds_are_named(tmp_path, kind):
     content, expected = DAMAGED[kind]
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(CheckpointError, match=expected) as error:
         open_checkpoint(path)
-    assert time.perf_counter() - began < 1 and str(path) in str(error.value)
+    assert time.process_time() - began < 1 and str(path) in str(error.value)
 
 
 def test_a_header_whose_length_looks_like_a_pickle_is_still_read(tmp_path):
@@ -248,10 +248,10 @@ HEADERS = {
 def test_damaged_headers_are_errors_that_name_the_file(tmp_path, kind):
     header, data, expected = HEADERS[kind]
     path = header_file(tmp_path / "model.safetensors", header, data)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(CheckpointError, match=expected) as error:
         open_checkpoint(path)
-    assert time.perf_counter() - began < 1 and str(path) in str(error.value)
+    assert time.process_time() - began < 1 and str(path) in str(error.value)
     str(error.value).encode()
 
 

@@ -1,0 +1,74 @@
+"""Names of files that no file can have: a clear error, from every node and command that takes one."""
+
+import pytest
+from halfsafe.__main__ import main
+from halfsafe.precision.commands.convert import convert_file
+from halfsafe.precision.commands.inspect import inspect_file, scan_file
+from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.plan.rules import rules_from
+from support import families
+
+NUL = "wan\0.safetensors"
+LOADERS = {
+    "HalfsafeLoadDiffusionModel": {"model_name": NUL, "storage": "auto", "compute": "auto"},
+    "HalfsafeLoadCheckpoint": {"ckpt_name": NUL, "storage": "auto", "compute": "auto", "clip_storage": "auto", "vae_dtype": "auto"},
+    "HalfsafeLoadCLIP": {"clip_name1": NUL, "type": "wan", "storage": "auto", "compute": "auto"},
+    "HalfsafeLoadVAE": {"vae_name": NUL, "dtype": "auto"},
+}
+
+
+@pytest.mark.parametrize("node", LOADERS)
+def test_a_nul_in_a_file_s_name_is_told_by_loaders(comfy, node):
+    with pytest.raises(HalfsafeError, match="(?i)null|no such file"):
+        comfy.run(node, **LOADERS[node])
+
+
+@pytest.mark.parametrize("prefix", ["diffusion_models/a\0b", "a\0/b"])
+def test_a_nul_in_a_prefix_is_told_by_the_saver(comfy, wan, prefix):
+    node = comfy.nodes["HalfsafeSaveModel"].PREPARE_CLASS_CLONE(None)
+    with pytest.raises(HalfsafeError, match="(?i)null"):
+        node.execute(families.load(comfy, wan), prefix, "as_file", None)
+
+
+@pytest.mark.parametrize("command", [inspect_file, scan_file])
+def test_a_nul_in_a_path_is_told_by_commands(command):
+    with pytest.raises(HalfsafeError, match="(?i)null"):
+        command(NUL)
+
+
+def test_a_nul_is_told_by_convert_on_either_side(wan, tmp_path):
+    for source, target in ((tmp_path / NUL, tmp_path / "a.safetensors"), (wan, tmp_path / NUL)):
+        with pytest.raises(HalfsafeError, match="(?i)null"):
+            convert_file(source, target, "bf16", rules_from())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [["inspect", NUL], ["scan", NUL], ["plan", NUL]])
+def test_a_nul_is_told_by_the_command_line(arguments, capsys):
+    assert main(arguments) not in (0, None)
+    told = capsys.readouterr().err
+    assert "null" in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize("options", [["{wan}", NUL], [NUL, "a.safetensors"], ["{wan}", "a.safetensors", "--rules", NUL]])
+def test_a_nul_is_told_by_the_convert_command(wan, options, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", *(option.format(wan=wan) for option in options), "--storage", "bf16"]) not in (0, None)
+    told = capsys.readouterr().err
+    assert "null" in told and "Traceback" not in told
+
+
+def test_a_product_that_cannot_run_in_fp8_is_told_once(comfy, wan, call, monkeypatch, caplog):
+    import comfy_kitchen.tensor.fp8 as kitchen
+    from halfsafe.nodes.host.kitchen import _once
+
+    def refused(*args, **options):
+        raise RuntimeError("no such product on this device")
+
+    _once.told.clear()
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
+    monkeypatch.setattr(kitchen, "_fp8_scaled_mm", refused)
+    model = families.load(comfy, wan, "fp8_e4m3fn", "fp8")
+    for _ in range(2):
+        families.replay(model, call)
+    assert sum("no such product" in record.getMessage() for record in caplog.records) == 1
