@@ -1,6 +1,7 @@
 """Command line: ``python -m halfsafe inspect | scan | convert | plan | doctor``. ComfyUI never imports this file.
 
-``python path/to/halfsafe`` is the same. Exit code 0: done; 1: ``scan`` found problems; 2: an error, told in one line on stderr.
+``python path/to/halfsafe`` is the same. Exit code 0: done; 1: ``scan`` found problems; 2: an error, told in one line on stderr;
+of several files the worst.
 """
 
 import argparse
@@ -63,6 +64,11 @@ class Progress:
             self.shown = step
             self._show()
 
+    def end(self) -> None:
+        """Close the bar of work that stopped before its total, because a file failed."""
+        if sys.stderr.isatty() and self.done < self.total:
+            print(file=sys.stderr)
+
     def _show(self) -> None:
         rate = self.done / max(time.monotonic() - self.began, 1e-9)
         text = f"{self.verb} {size_text(self.done):>11} of {size_text(self.total)}, {size_text(rate):>11}/s"
@@ -93,10 +99,14 @@ def _parser() -> argparse.ArgumentParser:
     inspect = _command(commands, "inspect", _inspect, "what a model file holds, and what ComfyUI would do with it")
     inspect.add_argument("file", type=Path)
     scan = _command(commands, "scan", _scan, "read every number: NaN, Inf, out of range, lost scales")
-    scan.add_argument("file", type=Path)
+    scan.add_argument("files", type=Path, nargs="+", metavar="file")
+    _add_jobs(scan)
     convert = _command(commands, "convert", _convert, "write a file in ComfyUI's own quantization format")
-    convert.add_argument("source", type=Path, help=".safetensors file, .index.json, or one part of a sharded set")
-    convert.add_argument("target", type=Path, help=".safetensors file to write")
+    convert.add_argument(
+        "sources", type=Path, nargs="+", metavar="source", help=".safetensors file, .index.json, or one part of a sharded set"
+    )
+    convert.add_argument("target", type=Path, help=".safetensors file to write, or a folder for files of the same names")
+    _add_jobs(convert)
     convert.add_argument("--storage", choices=STORAGE_OPTIONS[1:], required=True)
     convert.add_argument("--rules", type=Path, help="file with one rule per line, e.g. 'blocks.0.* storage=bf16'")
     convert.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET)
@@ -117,6 +127,17 @@ def gigabytes(text: str) -> int:
     if not 0 <= count < math.inf:
         raise ValueError
     return int(count)
+
+
+def jobs(text: str) -> int:
+    """A number of files to work on at a time; argparse names this function where it is none."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def _add_jobs(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--jobs", type=jobs, default=1, metavar="N", help="files to work on at a time; 1 without it")
 
 
 def device(text: str) -> str:
@@ -148,31 +169,76 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _scan(options: argparse.Namespace) -> int:
+    from .precision.commands.inspect import Scan, scan_file
+    from .precision.commands.many import bytes_in, for_each
+    from .precision.commands.text import scan_text
+
+    if len(options.files) == 1:
+        return _scan_one(options, options.files[0])
+    progress = Progress(bytes_in(options.files), "read")
+    outcomes = for_each(options.files, scan_file, options.jobs, progress)
+    progress.end()
+    codes = [2 if outcome.result is None else bool(outcome.result.problems) for outcome in outcomes]
+    bad = f"{codes.count(1)} with problems, {codes.count(0)} without"
+    return _finish_many(options, outcomes, Scan.to_json, scan_text, f"{bad}, {codes.count(2)} not read", max(codes))
+
+
+def _scan_one(options: argparse.Namespace, file: Path) -> int:
     from .precision.commands.inspect import scan_file
     from .precision.commands.text import scan_text
     from .precision.files.safetensors_file import open_checkpoint
 
-    progress = Progress(open_checkpoint(options.file).data_bytes, "read")
-    scan = scan_file(options.file, progress)
+    progress = Progress(open_checkpoint(file).data_bytes, "read")
+    scan = scan_file(file, progress)
     _print(options, scan.to_json(), scan_text(scan))
     return 1 if scan.problems else 0
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from .precision.commands.convert import convert_file
+    from .precision.commands.many import bytes_in, for_each, targets_in
     from .precision.commands.text import conversion_text
-    from .precision.files.safetensors_file import open_checkpoint
     from .precision.plan.rules import rules_from
 
-    if options.target.suffix not in (".safetensors", ".sft") or options.target.is_dir():
-        raise HalfsafeError(f"{options.target} is not the name of a .safetensors file.", "Give the target that ending.")
-    if options.target.exists() and not options.force:
-        raise HalfsafeError(f"{options.target} exists.", "Add --force to overwrite it.")
     rules = rules_from(_rules_text(options.rules), options.preset)
-    progress = Progress(open_checkpoint(options.source).data_bytes, "converted")
-    summary = convert_file(options.source, options.target, options.storage, rules, progress)
-    _print(options, asdict(summary), conversion_text(summary))
-    return 0
+    into = options.target.is_dir() or len(options.sources) > 1
+    if into and not options.target.is_dir():
+        raise HalfsafeError(f"{options.target} is not a folder.", "Several sources need a folder to be converted into.")
+    targets = targets_in(options.target, options.sources) if into else {options.sources[0]: options.target}
+
+    def convert(source: Path, progress: Progress):
+        return _convert_one(source, targets[source], options, rules, progress)
+
+    progress = Progress(bytes_in(options.sources), "converted")
+    if len(options.sources) == 1:
+        summary = convert(options.sources[0], progress)
+        _print(options, asdict(summary), conversion_text(summary))
+        return 0
+    outcomes = for_each(options.sources, convert, options.jobs, progress)
+    progress.end()
+    failed = sum(outcome.result is None for outcome in outcomes)
+    return _finish_many(options, outcomes, asdict, conversion_text, f"{len(outcomes) - failed} converted, {failed} failed", 2 if failed else 0)
+
+
+def _convert_one(source: Path, target: Path, options: argparse.Namespace, rules, progress):
+    from .precision.commands.convert import convert_file
+
+    if target.suffix not in (".safetensors", ".sft"):
+        raise HalfsafeError(f"{target} is not the name of a .safetensors file.", "Give the target that ending.")
+    if target.exists() and not options.force:
+        raise HalfsafeError(f"{target} exists.", "Add --force to overwrite it.")
+    return convert_file(source, target, options.storage, rules, progress)
+
+
+def _finish_many(options: argparse.Namespace, outcomes: list, to_json, to_text, summary: str, code: int) -> int:
+    """Print every file's result in the order given, what failed on stderr, and one summary; return the exit code."""
+    texts = [to_text(outcome.result) for outcome in outcomes if outcome.result is not None]
+    files = [outcome.to_json(to_json) for outcome in outcomes]
+    _print(options, {"summary": summary, "files": files}, "\n\n".join([*texts, f"{len(outcomes)} files: {summary}"]))
+    for outcome in outcomes:
+        if outcome.error is not None:
+            named = outcome.error if isinstance(outcome.error, HalfsafeError) else f"{outcome.file}: {outcome.error!r}"
+            print("halfsafe:", " ".join(str(named).split()), file=sys.stderr)
+    return code
 
 
 def _rules_text(path: Path | None) -> str:

@@ -158,3 +158,59 @@ def test_inspect_and_plan_name_the_model(capsys, tmp_path):
     save_file(names, tmp_path / "wan.safetensors")
     assert "  model       Wan 2.1 1.3B\n" in run(capsys, "inspect", tmp_path / "wan.safetensors")[1]
     assert "Wan 2.1 1.3B" in run(capsys, "plan", tmp_path / "wan.safetensors", "--device", "cpu")[1]
+
+
+@pytest.fixture
+def files(source, tmp_path):
+    """A sound file, one with NaN, one that is none, and a second sound one."""
+    save_file({"a.weight": torch.full((64, 64), float("nan"))}, tmp_path / "nan.safetensors")
+    (tmp_path / "page.safetensors").write_text("<!DOCTYPE html>")
+    save_file({"blocks.0.ffn.0.weight": torch.randn(64, 64)}, tmp_path / "plain.safetensors")
+    return [source, tmp_path / "nan.safetensors", tmp_path / "page.safetensors", tmp_path / "plain.safetensors"]
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_scan_takes_many_files_and_exits_with_the_worst(capsys, files, jobs):
+    code, out, err = run(capsys, "scan", *files, "--jobs", jobs)
+    assert code == 2 and out.endswith("4 files: 1 with problems, 2 without, 1 not read\n")
+    assert [out.index(str(file)) for file in (files[0], files[1], files[3])] == sorted(out.index(str(f)) for f in (files[0], files[1], files[3]))
+    assert err.count("halfsafe: ") == 1 and str(files[2]) in err and err.count("100 % read") == 1
+    code, out, _ = run(capsys, "scan", files[0], files[1], "--json", "--jobs", jobs)
+    assert code == 1 and [len(file["problems"]) for file in json.loads(out)["files"]] == [0, 1]
+    code, out, _ = run(capsys, "scan", files[2], files[0], "--json")
+    assert code == 2 and "error" in json.loads(out)["files"][0]
+
+
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_convert_takes_many_files_into_a_folder(capsys, files, tmp_path, jobs):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    code, out, err = run(capsys, "convert", *files, folder, "--storage", "bf16", "--jobs", jobs)
+    assert code == 2 and out.endswith("4 files: 2 converted, 2 failed\n") and err.count("halfsafe: ") == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["in.safetensors", "plain.safetensors"]
+    code, out, err = run(capsys, "convert", files[0], files[3], folder, "--storage", "bf16", "--json")
+    assert code == 2 and all("--force" in file["error"] for file in json.loads(out)["files"])
+    code, out, err = run(capsys, "convert", files[0], files[3], folder, "--storage", "bf16", "--force", "--jobs", jobs)
+    assert code == 0 and err.count("100 % converted") == 1
+
+
+def test_convert_of_many_is_what_each_alone_gives(capsys, files, tmp_path):
+    for name in ("alone", "together"):
+        (tmp_path / name).mkdir()
+    for file in (files[0], files[3]):
+        run(capsys, "convert", file, tmp_path / "alone" / file.name, "--storage", "fp8_e4m3fn")
+    run(capsys, "convert", files[0], files[3], tmp_path / "together", "--storage", "fp8_e4m3fn", "--jobs", 2)
+    for file in (files[0], files[3]):
+        assert (tmp_path / "alone" / file.name).read_bytes() == (tmp_path / "together" / file.name).read_bytes()
+
+
+def test_convert_of_many_refuses_what_cannot_be_meant(capsys, source, tmp_path):
+    code, _, err = run(capsys, "convert", source, source, tmp_path / "one.safetensors", "--storage", "bf16")
+    assert code == 2 and "is not a folder" in err
+    other = tmp_path / "deeper" / source.name
+    other.parent.mkdir()
+    other.write_bytes(source.read_bytes())
+    code, _, err = run(capsys, "convert", source, other, tmp_path / "deeper", "--storage", "bf16", "--force")
+    assert code == 2 and "would both become" in err
+    with pytest.raises(SystemExit):
+        cli.main(["scan", str(source), "--jobs", "0"])
