@@ -63,7 +63,7 @@ export function sortRows(rows, order) {
 export function eventText(event) {
   const { step, sigma } = event;
   const what = whatIn(event);
-  if (typeof sigma !== "number") return t("step {step}: {what}", { step, what });
+  if (typeof sigma !== "number") return what;
   return t("step {step}, sigma {sigma}: {what}", { step, sigma: Number(sigma.toPrecision(4)), what });
 }
 

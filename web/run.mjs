@@ -53,6 +53,12 @@ export class RunLog {
   }
 }
 
+/** "overflow in blocks.0.ffn.2, step 3"; without a sigma there is no step. @param {import("./report.mjs").GuardEvent} event */
+function placeText(event) {
+  const what = whatIn(event);
+  return typeof event.sigma === "number" ? t("{what}, step {step}", { what, step: event.step }) : what;
+}
+
 /**
  * The toast for a guard's message, or null: a few per run, then one that sums up.
  * @param {GuardMessage} message @param {number} events how many events this run has had, this one included
@@ -61,7 +67,7 @@ export function toastFor(message, events) {
   const detail = [message.message, message.advice].filter(Boolean).join(" ");
   if (message.kind === "event") {
     const { event } = message;
-    const summary = event ? t("{what}, step {step}", { what: whatIn(event), step: event.step }) : t("Guard");
+    const summary = event ? placeText(event) : t("Guard");
     return events > TOASTS_PER_RUN ? null : { severity: "warn", summary: `Halfsafe: ${summary}`, detail, life: 8000 };
   }
   if (!NOT_BAD.includes(message.verdict)) {

@@ -17,6 +17,7 @@ from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..run.attention import attending, full_precision_attention, in_one_dtype, is_fused
 from ..run.call import Call
 from ..run.compute import PlannedLayers
+from ..run.conditions import Make
 from ..run.modules import modules_of, only_multiplies, top_level_parts
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class EscalatedLayers:
         with patched([*self._patches(), *observing]), attending(call.model, call, attend), _sums_in_fp32(self.everywhere):
             return self.planned.call(call)
 
-    def around(self, make: Callable):
+    def around(self, make: Make) -> dict:
         """Run what calls the model's layers outside of its calls: a text adapter in ``extra_conds``."""
         with patched(self._patches()), _sums_in_fp32(self.everywhere):
             return self.planned.call(make)

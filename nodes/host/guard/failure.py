@@ -87,6 +87,7 @@ class FailedCall:
             NonFinite: there is none, or the guard is to stop.
         """
         if self.hidden:
+            self.suspects = suspects(self.repeats.call, self.log.calls == 1)
             return self._as_asked()
         self._lose({row for row in self.rows if row % self.images in self.log.lost})
         self.suspects = suspects(self.repeats.call, self.log.calls == 1)
@@ -162,7 +163,8 @@ class FailedCall:
         """What to do where the call was finite with every operation watched: once more exactly as it was, to tell why."""
         if not self.repeats.left:
             return self._up_the_ladder()
-        plain = self.repeats.again(self.guarded.layers and self.guarded.layers.call)
+        layers = self.guarded.layers
+        plain = self.repeats.again(layers.call if layers else None)
         if math.isfinite(amax_value(plain)):
             self._note_unchanged(True, "device_fault", None, SAME_AGAIN)
             return plain

@@ -170,8 +170,8 @@ class PlannedLayers:
             self.in_own_way[name] = cast
         return _out_as(decision, cast)
 
-    def call(self, call: Call) -> torch.Tensor:
-        """One call of the model, its patches set; repeated with calibration when a magnitude left its range."""
+    def call(self, call: Call | Make):
+        """One call of the model, or of its text adapter, its patches set; repeated with calibration when a magnitude left its range."""
         off = needs_fp32_accumulation(self._plan, self._model().current_patcher)
 
         def once():

@@ -1,12 +1,15 @@
 """Keep what a wrapper learns of each model it runs, for as long as the model lives, apart for each state of the model."""
 
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from ....precision.nested import tensors_in
 from .attention import OVERRIDE
 from .modules import has_own_forward
 
@@ -109,6 +112,8 @@ def hooks_of(patcher) -> weakref.ref | None:
     return hooks and weakref.ref(hooks)
 
 
+_count = itertools.count()
+_numbers = WeakTensorKeyDictionary()
 _patches_known: weakref.WeakKeyDictionary["ModelPatcher", tuple] = weakref.WeakKeyDictionary()
 
 
@@ -122,9 +127,15 @@ def branch_of(patcher: "ModelPatcher") -> tuple[int, int]:
 
 
 def patches_of(patcher: "ModelPatcher") -> int:
-    """Hash a patcher's weight patches, by object id: ComfyUI assigns a new ``patches_uuid`` per run when hooks are active."""
+    """Hash a patcher's weight patches by their tensors: ComfyUI assigns a new ``patches_uuid`` per run when hooks are active."""
     known = _patches_known.get(patcher)
     if known is None or known[0] != patcher.patches_uuid:
-        patches = tuple((key, patch[0], id(patch[1])) for key, all_of_it in patcher.patches.items() for patch in all_of_it)
+        patches = tuple((key, patch[0], _number_of(patch[1])) for key, all_of_it in patcher.patches.items() for patch in all_of_it)
         known = _patches_known[patcher] = (patcher.patches_uuid, hash(patches))
     return known[1]
+
+
+def _number_of(patch) -> int:
+    """A number that no other patch's tensors ever have: object ids are used again once a LoRA is freed."""
+    tensors = tensors_in([getattr(patch, "weights", patch)])
+    return _numbers.setdefault(tensors[0], next(_count)) if tensors else id(patch)

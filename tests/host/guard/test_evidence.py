@@ -73,6 +73,16 @@ def test_a_mask_that_leaves_nothing_to_attend_to_is_blamed_with_evidence(comfy, 
     assert "finite with a zero" in report.events[0].evidence
 
 
+def test_a_mask_that_the_models_own_clamp_hides_is_blamed_and_not_precision(comfy, flux):
+    """In fp16 a Flux makes zeros of NaN, so the picture is finite and wrong."""
+    cond = styled(comfy, 0.0)
+    cond[0][1]["attention_mask"][:] = -math.inf
+    model = guarded(comfy, plain_fp16(comfy, flux))
+    assert is_finite(families.sample(model, "flux", cond=cond, steps=1))
+    report = report_of(model)
+    assert report.verdict == "bad_input" and "attention_mask" in report.events[0].layer
+
+
 def test_of_two_infinite_inputs_the_harmful_one_is_named(comfy, flux):
     cond = styled(comfy, 0.0)
     cond[0][0][0, 3] = math.inf
