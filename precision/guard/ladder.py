@@ -54,7 +54,8 @@ class RandomStart:
     @classmethod
     def of(cls, device: torch.device) -> "RandomStart":
         """Take the present state; nothing is read back from a GPU, whose generator counts on the CPU."""
-        return cls(device, torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+        on_cuda = device.type == "cuda" and torch.cuda.is_initialized()
+        return cls(device, torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None)
 
     @contextmanager
     def again(self) -> Iterator[None]:

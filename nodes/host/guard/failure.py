@@ -153,6 +153,8 @@ class FailedCall:
         rungs = model_rungs(self.guarded.modes, self.guarded.stream, self.guarded.escalation)
         if self._comes_from_inputs():
             rungs = rungs[-1:]
+        if self.repeats.failed_in_fp32:
+            rungs = rungs[:-1]
         repeat = first_finite(rungs[: self.repeats.left], self.repeats.attempt)
         if repeat is None:
             return self._not_cured()
@@ -197,6 +199,8 @@ class FailedCall:
         if self.repeats.failed_in_fp32 is None:
             return self._give_up(self._untried())
         blame = self._input_at_fault() or self._weight_at_fault(everywhere=True)
+        if not blame and not self.repeats.left and (self.suspects or bad_weights_of(self.model.diffusion_model)):
+            return self._give_up(self._untried())
         ok, detail = probes.canary(self.call.x.device, "fp32")
         if not ok:
             blame = Blame(self.origin, "device_fault", f"{detail}.", "A test product in fp32 is wrong.")

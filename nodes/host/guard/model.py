@@ -19,7 +19,7 @@ from ..page import running_prompt_id
 from ..run.call import Call
 from ..run.conditions import Make, adapts_text, conditions_through
 from ..run.layers import settings_of
-from ..run.per_model import PerModel, branch_of
+from ..run.per_model import PerModel, branch_of, patches_of
 from ..run.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
 from .causes import BETWEEN_CALLS, NAN_GIVEN, sampler_inputs
 from .clamps import ClampWatch
@@ -202,3 +202,8 @@ class Guard:
         error = log.note(event, origin, "device_fault", advice, message)
         if self.on_nan == "stop":
             raise error
+
+
+def _settings(patcher: "ModelPatcher") -> tuple:
+    """What a guard's findings depend on beside the weights: LoRAs beside 8-bit weights change what overflows too."""
+    return patches_of(patcher), *settings_of(patcher)

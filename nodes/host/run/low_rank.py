@@ -55,7 +55,8 @@ class LowRankLayer(torch.nn.Module):
         return self(x, self._forward(x, *args, **kwargs))
 
     def forward(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        """Add the changes' product with ``x`` to the layer's own result."""
+        """Add the changes' product with ``x`` to the layer's own result; in fp32 where that is proven to fit fp16 without them."""
+        base = base.float() if x.dtype == torch.float32 and base.dtype == torch.float16 else base
         dtype = torch.float16 if x.dtype == torch.float32 and not self.in_fp32 else x.dtype
         with core_weights(self.down, x, dtype) as (down, _):
             h, size = inner_product(x, down, self.scale)

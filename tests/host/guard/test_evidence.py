@@ -73,6 +73,16 @@ def test_a_mask_that_leaves_nothing_to_attend_to_is_blamed_with_evidence(comfy, 
     assert "finite with a zero" in report.events[0].evidence
 
 
+@pytest.mark.parametrize("max_retries", [1, 2])
+def test_without_repeats_for_the_evidence_no_verdict_is_given(comfy, flux, max_retries):
+    cond = styled(comfy, 0.0)
+    cond[0][1]["attention_mask"][:] = -math.inf
+    model = guarded(comfy, load(comfy, flux, "as_file", "bf16"), max_retries=max_retries)
+    with pytest.raises(NonFinite, match="max_retries") as error:
+        families.sample(model, "flux", cond=cond, steps=1)
+    assert error.value.verdict == "stopped" and report_of(model).extra_calls <= max_retries
+
+
 def test_a_mask_that_the_models_own_clamp_hides_is_blamed_and_not_precision(comfy, flux):
     """In fp16 a Flux makes zeros of NaN, so the picture is finite and wrong."""
     cond = styled(comfy, 0.0)

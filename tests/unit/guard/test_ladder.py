@@ -4,7 +4,14 @@ import math
 
 import pytest
 import torch
-from halfsafe.precision.guard.ladder import encoder_rungs, escalation_after, first_finite, model_rungs, safe_escalation
+from halfsafe.precision.guard.ladder import (
+    RandomStart,
+    encoder_rungs,
+    escalation_after,
+    first_finite,
+    model_rungs,
+    safe_escalation,
+)
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.policy import ALL_IN_FP32, Escalation, ObservedRanges
 
@@ -34,6 +41,16 @@ def test_each_attempt_draws_the_same_random_numbers_and_leaves_them():
     before = torch.get_rng_state()
     first_finite([1, 2, 3], attempt)
     assert len(set(drawn)) == 1 and torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_repeat_draws_what_the_call_drew_and_takes_nothing():
+    start = RandomStart.of(torch.device("cpu"))
+    first = torch.rand(3)
+    after = torch.get_rng_state()
+    for _ in range(2):
+        with start.again():
+            assert torch.equal(torch.rand(3), first)
+    assert torch.equal(torch.get_rng_state(), after)
 
 
 @pytest.mark.parametrize(
