@@ -4,6 +4,7 @@ load: a bf16 file with the shapes of Wan2.1 1.3B (2.84 GB) to scaled fp8 and to 
 convert: the same file disk to disk, against reading all, quantizing all to fp8 and saving all.
 safe16, fp8mm, patch, guard: what a compute plan and the guard cost and how close they come; see bench_compute.py.
 quality: the error of each quantization format on trained weights; see bench_quality.py.
+lora: LoRAs beside 8-bit weights against LoRAs merged into them; see bench_lora.py.
 import: how long ComfyUI takes to import the pack; see bench_import.py.
 
 Prints median seconds, the highest memory, ratios and targets, with `--json` every run. Exits with 2 where a target is missed.
@@ -32,7 +33,7 @@ BENCHES = {
     "convert": {"halfsafe": "convert_halfsafe", "int8": "convert_int8", "other": "convert_read_all"},
 }
 OTHER = {"load": "UNETLoader, fp8_e4m3fn", "convert": "read all, quantize to fp8, save"}
-COMPUTE = ("safe16", "fp8mm", "patch", "guard")
+COMPUTE = ("safe16", "fp8mm", "patch", "guard", "lora")
 ALONE = {"import": "bench_import.py", "quality": "bench_quality.py"}
 TARGETS = {
     "load": {"seconds": 1.3, "memory_to_weights": 1.1, "int8_to_fp8": 2.0, "int8_memory_to_weights": 1.1},

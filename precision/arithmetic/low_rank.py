@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from ..amax import norm_loses_nan
 
 SMALLEST_SIZE = 2.0**-120
+ROOM = 8.0
+"""A row's size may pass fp16's largest number by this much where its products do not."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,9 @@ def add_outer_product(base: torch.Tensor, h: torch.Tensor, size: torch.Tensor | 
     if size is None:
         return (base + F.linear(h, up)).to(base.dtype)
     product = _half_product(h, up)
-    half = base.dtype == torch.float16
-    return torch.addcmul(base, product.to(base.dtype) if half else product, size.to(base.dtype) if half else size).to(base.dtype)
+    if base.dtype == torch.float16:  # one pass, no fp32 copy of the result; it is added up in fp32 and rounded once
+        return torch.addcmul(base, product.to(base.dtype), (size / ROOM).to(base.dtype), value=ROOM)
+    return torch.addcmul(base, product, size).to(base.dtype)
 
 
 def _half_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

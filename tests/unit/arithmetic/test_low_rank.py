@@ -1,0 +1,105 @@
+"""Low-rank changes beside a product: the right sum at every magnitude, in every dtype, without overflow."""
+
+import pytest
+import torch
+from halfsafe.precision.arithmetic.low_rank import (
+    add_outer_product,
+    hadamard_factors,
+    inner_product,
+    joined,
+    kronecker_factors,
+    normalized,
+)
+from support.measures import relative_error
+
+ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
+
+
+def factors(rank=4, outputs=48, inputs=96, size=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rank, inputs, generator=generator) * size, torch.randn(outputs, rank, generator=generator) * size
+
+
+def added(x, base, made):
+    h, size = inner_product(x, made.down, made.scale)
+    return add_outer_product(base, h, size, made.up)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [1e-6, 1e-2, 1.0, 100.0])
+def test_the_sum_is_right(dtype, given, size):
+    down, up = factors(size=size**0.5)
+    x, base = torch.randn(3, 7, 96).to(given), torch.zeros(3, 7, 48, dtype=torch.float32)
+    expected = x.double() @ down.double().T @ up.double().T
+    result = added(x, base, normalized(down, up, dtype))
+    assert result.dtype == base.dtype and relative_error(expected, result) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_fp16_operands_hold_every_fp32_input(scale):
+    down, up = factors()
+    x = torch.randn(5, 96) * scale
+    result = added(x, torch.zeros(5, 48), normalized(down, up, torch.float16))
+    assert relative_error(x.double() @ down.double().T @ up.double().T, result) < 2e-3
+
+
+def test_no_partial_sum_of_fp16_operands_can_overflow():
+    down, up = factors(rank=64, inputs=4096, size=1e3)
+    made = normalized(down, up, torch.float16)
+    worst = torch.full((1, 4096), 65504.0)
+    for signs in (1.0, made.down[:1].float().sign()):
+        assert ((worst * signs) @ made.down.float().T).abs().cumsum(-1)[..., 0].max() <= 65504
+    assert (made.down.float().abs().sum(1) <= 1.001).all() and (made.up.float().abs() <= 1).all()
+    base = torch.full((1, 48), -60000.0, dtype=torch.float16)
+    x = worst.half()
+    change = worst @ (up.double() @ down.double()).float().T
+    assert torch.isinf(added(x, base, made)[change > 2e5]).all(), "only what does not fit fp16 is lost"
+
+
+def test_the_result_is_rounded_once_in_the_dtype_of_the_layers_own():
+    """A change that takes back what would pass fp16's range is no infinity on the way."""
+    made = normalized(torch.ones(1, 16), torch.full((8, 1), -1.0), torch.float16)
+    x = torch.full((2, 16), 4000.0, dtype=torch.float16)
+    base = torch.full((2, 8), 65504.0, dtype=torch.float16)
+    result = added(x, base, made)
+    assert result.dtype == torch.float16 and torch.allclose(result.float(), torch.tensor(65504.0 - 64000), atol=32)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_one_bad_row_spoils_no_other(bad, dtype):
+    down, up = factors()
+    x = torch.randn(4, 96)
+    x[2, 5] = bad
+    finite = torch.isfinite(added(x, torch.zeros(4, 48), normalized(down, up, dtype))).all(1)
+    assert finite.tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_a_factor_that_is_not_finite_shows(dtype):
+    down, up = factors()
+    up[3, 1] = float("nan")
+    result = added(torch.randn(4, 96), torch.zeros(4, 48), normalized(down, up, dtype))
+    assert torch.isnan(result[:, 3]).all() and torch.isfinite(result[:, 4]).all()
+
+
+def test_zeros_change_nothing():
+    made = normalized(torch.zeros(2, 96), torch.zeros(48, 2), torch.float16)
+    base = torch.randn(3, 48)
+    assert torch.equal(added(torch.randn(3, 96), base, made), base)
+    assert torch.equal(added(torch.zeros(3, 96), base, normalized(*factors(), torch.float16)), base)
+
+
+def test_changes_are_joined():
+    parts = [factors(rank, seed=rank) for rank in (2, 5)]
+    made = joined([normalized(*part, torch.float32) for part in parts])
+    expected = sum(up @ down for down, up in parts)
+    assert relative_error(expected, made.up @ (made.scale[:, None] * made.down)) < 1e-6
+
+
+@pytest.mark.parametrize(("make", "whole"), [(hadamard_factors, torch.mul), (kronecker_factors, torch.kron)])
+def test_products_of_factored_weights_are_factored(make, whole):
+    (down1, up1), (down2, up2) = factors(2, 6, 8), factors(3, 6, 8, seed=1)
+    down, up = make([down1, down2], [up1, up2])
+    assert len(down) == 6 and relative_error(whole(up1 @ down1, up2 @ down2), up @ down) < 1e-6
