@@ -66,6 +66,7 @@ def main() -> int:
         model = folder / f"{name}.safetensors"
         about = conditions(environment) | {"model": MODELS[name], "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None}
         result = about | _compare(options.name, environment, model, base, options.runs)
+        result["benchmark"] += "_small" if options.small else ""
     if options.save:
         save(result)
     print(json.dumps(result, indent=2) if options.json else _as_text(result))

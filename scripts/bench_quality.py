@@ -29,7 +29,8 @@ DIVISOR = 32
 
 def main() -> int:
     parser = reporting.parser(__doc__)
-    parser.add_argument("--models", nargs="+", default=["shapes", "minilm", "terrain"], choices=["shapes", "minilm", "terrain"])
+    names = ["shapes", "minilm", "terrain"]
+    parser.add_argument("--models", nargs="+", default=names, choices=names, help="these alone; saved beside the rows that a file has of others")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -37,12 +38,19 @@ def main() -> int:
     makers = {"shapes": lambda: trained.shapes_model(args), "minilm": trained.minilm, "terrain": trained.terrain}
     _importable()
     result = reporting.conditions(Environment(Path(sys.executable), args.comfyui.resolve())) | {"benchmark": "quality", "comfy_kitchen": kitchen}
-    result["rows"] = [row for name in args.models for row in rows_of(makers[name](), formats())]
+    rows = [row for name in args.models for row in rows_of(makers[name](), formats())]
+    result["rows"] = sorted(rows + _of_others({row["model"] for row in rows}), key=lambda row: row["model"]) if args.save else rows
     result["targets"] = targets(result["rows"])
     if args.save:
         reporting.save(result)
     print(json.dumps(result, indent=2) if args.json else markdown(result["rows"]))
     return reporting.exit_code(result)
+
+
+def _of_others(measured: set[str]) -> list[dict]:
+    """The saved rows of models that were not measured now."""
+    path = reporting.FOLDER / "quality.json"
+    return [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["model"] not in measured] if path.exists() else []
 
 
 def _importable() -> None:

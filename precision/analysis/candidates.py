@@ -86,7 +86,8 @@ class Candidate:
 
 def _in_int8(rows: torch.Tensor) -> torch.Tensor:
     group = rotation_group(rows.shape[1])
-    return dequantize_rows(*quantize_rows(rows, group), group).to(rows.dtype)
+    codes, scale = quantize_rows(rows, group)
+    return dequantize_rows(codes, scale, group).to(rows.dtype)
 
 
 def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

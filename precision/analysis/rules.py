@@ -168,7 +168,7 @@ def _use(analysis: Analysis, computed_in: str) -> list[str]:
     name = analysis.candidate.name
     if analysis.candidate.name == INT8.name:
         measured = "products in int8" if analysis.candidate.products else f"int8 weights alone, multiplied in {computed_in}"
-        how = f"Measured were {measured}. Give these rules to a Halfsafe loader with storage = int8 and the compute of this model."
+        how = f"Measured with {measured}. Give these rules to a Halfsafe loader with storage = int8 and the compute of this model."
     elif analysis.candidate.stores:
         how = f"Give these rules to a Halfsafe loader or Save Model with storage = {name}."
     else:

@@ -9,6 +9,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+import bench
 import bench_peers
 import environment
 import peers_table
@@ -289,3 +290,15 @@ def test_errors_of_peers_name_no_folder_of_the_machine(packs_module, tmp_path: P
 )
 def test_q8_file_keeps_what_the_converter_keeps(packs_module, name: str, shape: tuple, kind: str) -> None:
     assert packs_module.gguf_type(name, shape) == kind
+
+
+def test_int8_is_compared_with_fp8_and_with_the_other() -> None:
+    runs = {
+        side: [{"seconds": seconds * factor, "cpu_seconds": seconds, "anonymous_bytes": 100, "weight_bytes": 100} for factor in (1.0, 1.1, 3.0)]
+        for side, seconds in (("halfsafe", 2.0), ("int8", 5.0), ("other", 1.0))
+    }
+    summary = {side: bench._summary(taken) for side, taken in runs.items()}
+    assert summary["int8"]["seconds"] == 5.5, "the median, which one disturbed run does not move"
+    assert bench._ratios(runs, summary, "int8", "other") == {"seconds": 5.0, "cpu_seconds": 5.0, "anonymous_bytes": 1.0, "weight_bytes": 1.0, "best_seconds": 5.0}
+    found = bench._targets("load", summary)
+    assert found["int8_to_fp8"] == {"limit": 2.0, "measured": 2.5, "met": False} and found["int8_memory_to_weights"]["met"]
