@@ -66,6 +66,15 @@ def test_an_attention_kernel_that_fails_is_in_the_report_of_its_branch_only(comf
     assert report_of(broken).verdict == "recovered" and report_of(model).verdict == "clean"
 
 
+def test_what_a_clone_on_another_device_saw_is_in_the_report(comfy, overflowing):
+    """As of MultiGPU, whose clones have a model of their own and the same patches."""
+    model = guarded(comfy, plain_fp16(comfy, overflowing))
+    other = model.clone(model_override=(plain_fp16(comfy, overflowing).model, ({}, {}, {}, set())))
+    families.sample(other, "wan", steps=1)
+    report = report_of(model)
+    assert report.verdict == "recovered" and report.calls == 1 and "blocks.0.ffn.2" in report.escalations
+
+
 def test_the_log_keeps_the_last_branches_only(comfy, wan):
     from halfsafe.nodes.host.guard.model import LOGS_KEPT, guard_of
 
