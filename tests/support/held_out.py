@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import torch
+from support import families, tiny_models
 from support.tiny_models import _on_meta, _save, _shapes_of
 
 
@@ -52,3 +53,20 @@ MINIMAX_H3 = {
 def metadata(family: str) -> dict[str, str]:
     """The metadata without which ComfyUI does not recognise the sizes of such a small model."""
     return {"config": json.dumps({"transformer": LTXAV})} if family == "ltxav" else {}
+
+
+def cogvideox(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+    """Write a CogVideoX model of one block with two heads."""
+    from comfy.ldm.cogvideo.model import CogVideoXTransformer3DModel
+
+    model = _on_meta(CogVideoXTransformer3DModel, num_attention_heads=2, num_layers=1, use_rotary_positional_embeddings=True)
+    return _save(path, _shapes_of(model), dtype, seed)
+
+
+def file_and_call(comfy, family: str, path: Path) -> families.Call:
+    """Write a family's file and capture a call of its model."""
+    {**tiny_models.FAMILIES, **FAMILIES}[family](path)
+    return families.capture(families.load(comfy, path, "fp32"), family)
+
+
+FAMILIES = {"cogvideox": cogvideox}

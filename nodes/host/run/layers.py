@@ -12,6 +12,8 @@ from ....precision.modes import FP8, FP32, INT8
 from .compute import FP8_RESULT, compute_of, has_changed_weight
 from .kernels import DEQUANTIZED, kernel_of_product
 from .modules import is_quantized, modules_of
+from .own_casts import FP32 as CAST_TO_FP32
+from .own_casts import own_cast
 
 PRODUCTS = {**dict.fromkeys(FP8_NAMES, FP8.name), "int8": INT8.name, "w4a8": INT8.name}
 """Storage -> mode of ComfyUI's own product; 4-bit products have no mode."""
@@ -52,8 +54,8 @@ def _mode(patcher, name: str, module: torch.nn.Module, activations: str, planned
         return FP8_RESULT if activations == FP32.name else activations
     if planned and planned != INT8.name:
         return planned
-    if is_called_in_fp32(patcher.model.diffusion_model, name):
-        return FP32.name
+    if cast := own_cast(patcher.model.diffusion_model, name):
+        return FP32.name if cast == CAST_TO_FP32 else name_of(module.weight.dtype)
     product = PRODUCTS.get(_storage(module), "")
     return product if product and _multiplies_as_stored(patcher, name, module, activations, kept=bool(planned)) else activations
 
@@ -95,6 +97,5 @@ def _multiplies_as_stored(patcher, name: str, module: torch.nn.Module, activatio
 
 
 def is_called_in_fp32(model: torch.nn.Module, name: str) -> bool:
-    """Tell whether model code casts a layer's input to fp32 itself, as ``patch_embedding(x.float())`` of every Wan in
-    ``comfy/ldm/wan`` does (ComfyUI 0.29 to 0.38); the layer then casts its weight to that."""
-    return type(model).__module__.startswith("comfy.ldm.wan.") and "patch_embedding" in name.rpartition(".")[2]
+    """Tell whether model code casts a layer's input to fp32 itself; the layer then casts its weight to that."""
+    return own_cast(model, name) == CAST_TO_FP32
