@@ -183,7 +183,8 @@ class OperandSlot(Slot):
 class SafeAttention:
     """Attention with fp16 operands wherever neither an operand nor a score can pass fp16's range, in fp32 elsewhere.
 
-    Attentions are told apart by their order in a model call; one that was never measured runs in fp32.
+    Attentions are told apart by their order in a model call; one that was never measured runs in fp32. The layers before one
+    with large scores return fp32: q and k are rounded once and not twice.
     """
 
     def __init__(self, ranges: Ranges):
@@ -232,6 +233,7 @@ class SafeAttention:
             self.calls_in_fp32.append(False)
             name = f"attention {index}"
             self.operands.append(self.ranges.slots.setdefault(name, OperandSlot(name)))
+        self.ranges.end_chain(widen=largest.item() > COARSE_SCORE)
         in_fp32 = self.calls_in_fp32[index] = self.calls_in_fp32[index] or in_fp32
         self.any_in_fp32 = self.any_in_fp32 or in_fp32
         self.fp32_flops += flops if in_fp32 else 0

@@ -139,6 +139,7 @@ class SafeOperation:
         if self.slot.returns_fp16:
             result = self._fp16(operand, weight, None if bias is None else bias.to(torch.float16), *args, **kwargs)
             if amax(result).item() <= self.largest_fp16:
+                self.ranges.returned_fp16(self.slot)
                 return result
             self.slot.returns_fp16, self.slot.stays_wide = False, True
         return self._wide(operand, weight, bias, *args, **kwargs)

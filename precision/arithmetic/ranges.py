@@ -186,6 +186,8 @@ class Ranges:
         self.fp16_results = False
         self.repeats = 0
         self._overflowed = False
+        self._widened = False
+        self._chain: list[Slot] = []
         self._last: Shared | None = None
         self._cells: dict[torch.device, tuple[Cells, list[Slot]]] = {}
 
@@ -241,6 +243,17 @@ class Ranges:
         for slot in self.slots.values():
             slot.forget()
 
+    def returned_fp16(self, slot: Slot) -> None:
+        """In a call that calibrates: tell which operation has returned fp16."""
+        self._chain.append(slot)
+
+    def end_chain(self, widen: bool) -> None:
+        """In a call that calibrates: have the operations since the last end return fp32 where fp16 is too coarse for what is
+        made of them."""
+        for slot in self._chain if widen else ():
+            slot.stays_wide = self._widened = True
+        self._chain = []
+
     def run(self, call: Callable[[], Result]) -> Result:
         """One model call; repeated once with calibration when a magnitude left its range, and without fp16 results where
         those are what model code fails on: not every operation of torch takes fp16 beside fp32.
@@ -277,15 +290,15 @@ class Ranges:
     def _calibrated(self, call: Callable[[], Result]) -> Result:
         self.calibrating = True
         result = self._calibrating(call)
-        if self._overflowed and self.fp16_results:
-            self.fp16_results = False
+        while self._overflowed or self._widened:
+            self.fp16_results = self.fp16_results and not self._overflowed
             result = self._calibrating(call)
         self._place()
         self.calibrating = False
         return result
 
     def _calibrating(self, call: Callable[[], Result]) -> Result:
-        self._overflowed, self._last = False, None
+        self._overflowed, self._widened, self._chain, self._last = False, False, [], None
         for slot in self.slots.values():
             slot.flops = slot.uses = 0
             slot.returns_fp16, slot.copies, slot.copied_by = False, None, []

@@ -1,0 +1,431 @@
+"""What `fp16_safe` and fp16 sums cost beside plain fp16, counted on fake CUDA tensors at the shapes of large models.
+
+`python scripts/bench_cost.py --comfyui DIR [--json] [--save] [--models NAME ...]`; no GPU, no weights. Counted: every kernel of one
+denoiser call of ComfyUI's own model, its bytes, and each read by the host, by layer. The counted state is a clean model's: every
+range fits. The times are estimates from the counts, for these assumptions:
+
+- A product takes its operations at the card's peak times an efficiency, any other kernel its bytes at 0.85 of the memory's
+  bandwidth, and each kernel 2 microseconds more; a read by the host 20. No cache, no overlap.
+- Peaks in TFLOPS for fp16 with fp32 sums, with fp16 sums, for fp32, and GB/s, from NVIDIA's data sheets of each card;
+  efficiencies of matmuls and of attention are round figures of published measurements. fp32 runs at 0.85 and 0.55 of its peak.
+- Two blocks of each kind stand for all of a model's, but in SDXL, which is whole.
+- ComfyUI's rope is one kernel, as comfy-kitchen's is on CUDA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from unittest import mock
+
+import reporting
+from bench_compute import conditions
+from bench_host import load_comfy
+
+BANDWIDTH_SHARE, LAUNCH, READ = 0.85, 2e-6, 20e-6
+
+
+@dataclass(frozen=True)
+class Card:
+    """``fp16``, ``fp16_sums``, ``fp32``: peaks in TFLOPS; ``bandwidth``: GB/s; ``matmul``, ``attention``: share of the peak."""
+
+    fp16: float
+    fp16_sums: float
+    fp32: float
+    bandwidth: float
+    matmul: float
+    attention: float
+
+
+CARDS = {
+    "T4": Card(65, 65, 8.1, 320, 0.45, 0.30),
+    "V100": Card(112, 112, 15.7, 900, 0.80, 0.35),
+    "2080 Ti": Card(53.8, 107.6, 13.4, 616, 0.85, 0.40),
+    "3090": Card(71, 142, 35.6, 936, 0.85, 0.60),
+    "4090": Card(165, 330, 82.6, 1008, 0.80, 0.65),
+    "H100": Card(989, 989, 67, 3350, 0.70, 0.50),
+}
+SUMS_GAIN = ("2080 Ti", "3090", "4090")
+LIMITS = {"Wan 1.3B": 1.10, "Wan 14B": 1.10, "Flux": 1.10, "SDXL": 1.25, "Qwen-Image": 1.10}
+WAYS = ("fp16", "fp16_safe", "fp32", "fp16 sums", "fp16 sums, scaled")
+WITH_SUMS = ("Wan 1.3B", "Wan 14B", "Flux")
+WITHOUT_BF16 = ("T4", "V100", "2080 Ti")
+
+
+@dataclass
+class Kernel:
+    """One launch. ``kind``: product, attention or other; ``dtype``: of the operands; ``layer``: inside of which it ran."""
+
+    layer: str
+    kind: str
+    dtype: str
+    flops: int
+    read: int
+    written: int
+    fp16_sums: bool
+
+    def seconds(self, card: Card) -> float:
+        moved = (self.read + self.written) / (BANDWIDTH_SHARE * card.bandwidth * 1e9)
+        if self.kind == "other":
+            return moved + LAUNCH
+        if self.dtype == "fp32":
+            speed = card.fp32 * (0.85 if self.kind == "product" else 0.55)
+        else:
+            peak = card.fp16_sums if self.fp16_sums and self.kind == "product" else card.fp16
+            speed = peak * (card.matmul if self.kind == "product" else card.attention)
+        return max(self.flops / (speed * 1e12), moved) + LAUNCH
+
+
+@dataclass
+class Counted:
+    """One call of a model in one arithmetic. ``inputs``, ``outputs``: elements of each layer's input and result."""
+
+    kernels: list[Kernel]
+    reads: int
+    modes: dict[str, str] = field(default_factory=dict)
+    inputs: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, int] = field(default_factory=dict)
+
+    def seconds(self, card: Card) -> float:
+        return sum(kernel.seconds(card) for kernel in self.kernels) + READ * self.reads
+
+
+def run_cost(args: argparse.Namespace) -> dict:
+    """Counts and estimates of every model in every arithmetic."""
+    load_comfy(args)
+    rows = {name: _model_rows(name) for name in args.models or LIMITS}
+    return {"benchmark": "cost", "cards": {name: vars(card) for name, card in CARDS.items()}, "models": rows, "targets": _targets(rows)}
+
+
+def _model_rows(name: str) -> dict:
+    counted = {way: _count(name, way) for way in WAYS if name in WITH_SUMS or "sums" not in way}
+    print(name, file=sys.stderr, flush=True)
+    plain = counted["fp16"]
+    ways = {way: _way(found, plain) for way, found in counted.items()}
+    estimates = {card: {way: found.seconds(CARDS[card]) for way, found in counted.items()} for card in CARDS}
+    to_fp16 = {card: round(of["fp16_safe"] / of["fp16"], 3) for card, of in estimates.items()}
+    of_fp32 = {card: round(of["fp32"] / of["fp16_safe"], 2) for card, of in estimates.items()}
+    kept = {way: {card: _kept(counted, way, CARDS[card]) for card in SUMS_GAIN} for way in counted if "sums" in way}
+    guard = {card: round(1 + (READ + 2 * LAUNCH) / of["fp16_safe"], 4) for card, of in estimates.items()}
+    return {"counts": ways, "seconds": estimates, "to_fp16": to_fp16, "fp32_to_safe": of_fp32, "gain_kept": kept, "guard": guard}
+
+
+def _kept(counted: dict[str, Counted], way: str, card: Card) -> float:
+    """The share of the gain of fp16 sums in every layer that is left of it when bounds are watched and inputs scaled."""
+    plain = counted["fp16"].seconds(card)
+    free = sum(Kernel(**{**vars(k), "fp16_sums": k.kind == "product"}).seconds(card) for k in counted["fp16"].kernels)
+    return round((plain - counted[way].seconds(card)) / (plain - free), 3)
+
+
+def _way(found: Counted, plain: Counted) -> dict:
+    """Kernels and bytes beyond plain fp16: of a whole call, of a layer, of an attention; the layer with the most of each."""
+    layers = [_extra(layer, found, plain) for layer in found.outputs]
+    fp16 = [row for row in layers if found.modes.get(row["layer"], "fp16") == "fp16"]
+    attentions = sum(k.kind == "attention" for k in plain.kernels) or 1
+    return {
+        "kernels": len(found.kernels),
+        "kernels_beyond_fp16": len(found.kernels) - len(plain.kernels),
+        "bytes": _moved(found.kernels),
+        "bytes_to_fp16": round(_moved(found.kernels) / _moved(plain.kernels), 3),
+        "reads": found.reads,
+        "layers": len(layers),
+        "layers_with_fp16_results": len(fp16),
+        "of_layers_with_fp16_results": _summary(fp16),
+        "of_other_layers": _summary([row for row in layers if row not in fp16]),
+        "kernels_per_attention": round((_inside("attention", found) - _inside("attention", plain)) / attentions, 2),
+    }
+
+
+def _extra(layer: str, found: Counted, plain: Counted) -> dict:
+    """Input bytes: read and written by kernels beside the product whose size is the input's; output bytes: all others, and what
+    the result is wider."""
+    mine = [k for k in found.kernels if k.layer == layer]
+    theirs = [k for k in plain.kernels if k.layer == layer]
+    beside = [k for k in mine if k.kind == "other"]
+    of_product = sum(k.written for k in mine if k.kind == "product") - sum(k.written for k in theirs if k.kind == "product")
+    inputs, outputs = found.inputs[layer], found.outputs[layer]
+    of_input = sum(_moved([k]) for k in beside if _is_of(inputs, k))
+    of_output = sum(_moved([k]) for k in beside if not _is_of(inputs, k) and _is_of(outputs, k)) + of_product
+    return {"layer": layer, "kernels": len(mine) - len(theirs), "input": of_input / inputs, "output": of_output / outputs,
+            "input_elements": inputs, "of_input": of_input}  # fmt: skip
+
+
+def _is_of(elements: int, kernel: Kernel) -> bool:
+    return kernel.read >= 2 * elements
+
+
+def _summary(rows: list[dict]) -> dict | None:
+    if not rows:
+        return None
+    return {
+        "kernels": {"mean": round(sum(row["kernels"] for row in rows) / len(rows), 2), "most": max(row["kernels"] for row in rows)},
+        "bytes_per_input_element": {
+            "mean": round(sum(row["of_input"] for row in rows) / sum(row["input_elements"] for row in rows), 2),
+            "most": round(max(row["input"] for row in rows), 2),
+        },
+        "bytes_per_output_element": {"most": round(max(row["output"] for row in rows), 2)},
+    }
+
+
+def _inside(layer: str, found: Counted) -> int:
+    return sum(kernel.layer == layer for kernel in found.kernels)
+
+
+def _moved(kernels: list[Kernel]) -> int:
+    return sum(kernel.read + kernel.written for kernel in kernels)
+
+
+def _targets(rows: dict) -> dict:
+    targets = {}
+    for name, row in rows.items():
+        proven = row["counts"]["fp16_safe"]["of_layers_with_fp16_results"]
+        if proven is None:
+            continue
+        targets[f"{name}: fp16_safe to fp16"] = reporting.target(max(row["to_fp16"].values()), LIMITS[name])
+        targets[f"{name}: kernels of a proven layer"] = reporting.target(proven["kernels"]["most"], 2)
+        targets[f"{name}: bytes per input element, mean"] = reporting.target(proven["bytes_per_input_element"]["mean"], 6)
+        targets[f"{name}: bytes per output element"] = reporting.target(proven["bytes_per_output_element"]["most"], 0)
+        targets[f"{name}: guard"] = reporting.target(max(row["guard"].values()), 1.01)
+        if name.startswith(("Wan", "Flux")):
+            slowest = min(row["fp32_to_safe"][card] for card in WITHOUT_BF16)
+            targets[f"{name}: fp32 to fp16_safe"] = reporting.target(slowest, 3.0, at_least=True)
+            least = min(min(of.values()) for of in row["gain_kept"].values())
+            targets[f"{name}: gain of fp16 sums kept"] = reporting.target(least, 0.45, at_least=True)
+    return targets
+
+
+def _wan(dim: int, ffn: int, heads: int, layers: int) -> Callable:
+    def build(**options):
+        import torch
+        from comfy.ldm.wan.model import WanModel
+
+        config = {"patch_size": (1, 2, 2), "in_dim": 16, "out_dim": 16, "text_dim": 4096}
+        model = WanModel(**config, dim=dim, ffn_dim=ffn, num_heads=heads, num_layers=layers, **options)
+        return model, torch.empty(1, 16, 21, 60, 104), {"context": torch.empty(1, 512, 4096)}
+
+    return build
+
+
+def _flux(**options):
+    import torch
+    from comfy.ldm.flux.model import Flux
+
+    config = {
+        **dict(in_channels=16, out_channels=16, vec_in_dim=768, context_in_dim=4096, hidden_size=3072, mlp_ratio=4.0),
+        **dict(num_heads=24, depth=1, depth_single_blocks=2, axes_dim=[16, 56, 56], theta=10000),
+        **dict(patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[]),
+    }
+    given = {"context": torch.empty(1, 512, 4096), "y": torch.empty(1, 768), "guidance": torch.empty(1)}
+    return Flux(**config, **options), torch.empty(1, 16, 128, 128), given
+
+
+def _sdxl(**options):
+    import torch
+    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+
+    config = {
+        **dict(image_size=32, in_channels=4, out_channels=4, model_channels=320, legacy=False, num_classes="sequential"),
+        **dict(num_res_blocks=[2, 2, 2], channel_mult=[1, 2, 4], adm_in_channels=2816, context_dim=2048, num_head_channels=64),
+        **dict(use_spatial_transformer=True, use_linear_in_transformer=True, transformer_depth=[0, 0, 2, 2, 10, 10]),
+        **dict(transformer_depth_middle=10, transformer_depth_output=[0, 0, 0, 2, 2, 2, 10, 10, 10]),
+    }
+    given = {"context": torch.empty(2, 77, 2048), "y": torch.empty(2, 2816)}
+    return UNetModel(**config, **options), torch.empty(2, 4, 128, 128), given
+
+
+def _qwen_image(**options):
+    import torch
+    from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+
+    return QwenImageTransformer2DModel(in_channels=64, num_layers=2, **options), torch.empty(1, 16, 128, 128), {"context": torch.empty(1, 256, 3584)}
+
+
+BUILD = {"Wan 1.3B": _wan(1536, 8960, 12, 2), "Wan 14B": _wan(5120, 13824, 40, 2), "Flux": _flux, "SDXL": _sdxl, "Qwen-Image": _qwen_image}
+
+
+def _count(name: str, way: str) -> Counted:
+    """One call that calibrates nothing, after one that does, without inference mode, which hides casts; every read is answered with a number that fits."""
+    import torch
+    from support.fake_cuda import AnsweredReads, attention_of_a_gpu
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    dtype = torch.float32 if way in ("fp32", "fp16_safe") else torch.float16
+    fakes, reads = FakeTensorMode(allow_non_fake_inputs=True), AnsweredReads(1.0)
+    with fakes, attention_of_a_gpu(), _marked_attention(), _rope_in_one_kernel(), reads, torch.no_grad():
+        import comfy.ops
+
+        stored = torch.float32 if way == "fp32" else torch.float16
+        with torch.device("cuda"):
+            inner, x, given = BUILD[name](device="cuda", dtype=stored, operations=comfy.ops.manual_cast)
+        model = _base_model(inner)
+        run = _executed(model, way)
+        given = {key: value.to(dtype) for key, value in given.items()}
+        call = (x.to(dtype), torch.empty(x.shape[0], device="cuda"))
+        if run.wrapper is not None:
+            run(*call, **given)
+        reads.places, reads.foreign = [], 0
+        with _costs(inner).watching() as costs:
+            run(*call, **given)
+        modes = run.modes()
+    return Counted(costs.seen, len(reads.places), modes, costs.inputs, costs.outputs)
+
+
+def _base_model(inner) -> SimpleNamespace:
+    import torch
+
+    model = torch.nn.Module()
+    model.diffusion_model = inner
+    options: dict = {}
+    model.__dict__["current_patcher"] = SimpleNamespace(model=model, model_options=options, load_device=torch.device("cpu"))
+    model.__dict__["current_weight_patches_uuid"] = None
+    return model
+
+
+class _executed:
+    """A model under the wrapper of one arithmetic, called as ComfyUI's sampler does."""
+
+    def __init__(self, model, way: str):
+        self.model, self.way = model, way
+        self.wrapper = {"fp16_safe": _safe, "fp16 sums": _sums, "fp16 sums, scaled": _sums}.get(way, lambda *_: None)(model, way)
+
+    def __call__(self, x, t, **given):
+        call = _Executor(self.model, given)
+        options = {"sigmas": t}
+        if self.wrapper is None:
+            return call(x, t, None, None, None, options)
+        return self.wrapper(call, x, t, None, None, None, options)
+
+    def modes(self) -> dict[str, str]:
+        return self.wrapper.modes(self.model) if self.way == "fp16_safe" else {}
+
+
+class _Executor:
+    def __init__(self, model, given: dict):
+        self.class_obj, self.given = model, given
+
+    def __call__(self, x, t, c_concat, c_crossattn, control, transformer_options, **extra):
+        return self.class_obj.diffusion_model(x, t, **self.given, transformer_options=transformer_options)
+
+
+def _safe(model, way: str):
+    from halfsafe.nodes.host.run.compute import Compute
+    from halfsafe.nodes.host.run.modules import matrix_layers
+    from halfsafe.precision.plan.choice import Choice
+    from halfsafe.precision.plan.compute import ComputeDecision, ComputePlan
+
+    decisions = {name: ComputeDecision("fp16_wide", "same", "") for name, _ in matrix_layers(model)}
+    return Compute(ComputePlan(Choice("fp16_safe", "fp16_safe"), decisions))
+
+
+class _sums:
+    """Every Linear with fp16 sums that its bound proves, its input scaled or not."""
+
+    def __init__(self, model, way: str):
+        from halfsafe.nodes.host.run.modules import exchanged, matrix_layers, weights_of
+        from halfsafe.precision.arithmetic.fp16_accumulation import WORTH_SCALING, AccumulationSlot, Fp16AccumulationLinear
+        from halfsafe.precision.arithmetic.linear import kind_of
+        from halfsafe.precision.arithmetic.ranges import Ranges
+
+        self.ranges, self.patches = Ranges(), []
+        scaled = way.endswith("scaled")
+        size, fewest = (2.0**10, WORTH_SCALING) if scaled else (1.0, 0)
+        for name, module in matrix_layers(model):
+            if kind_of(module) == "linear" and module.out_features >= fewest:
+                slot = self.ranges.slots[name] = AccumulationSlot(name)
+                prove = slot.prove
+                numbers = {"amax": size, "norm": 1e9, "row_sum": 300.0, "row_norm": 1e9}
+                slot.prove = lambda *_, prove=prove, **how: prove(**numbers, **how)
+                operation = Fp16AccumulationLinear(module, module.forward, slot, self.ranges, weights_of(module))
+                self.patches += exchanged(module, operation.__call__)
+
+    def __call__(self, call, *args):
+        from halfsafe.precision.arithmetic.flags import flags_set
+        from halfsafe.precision.arithmetic.patching import patched
+
+        with patched(self.patches), flags_set({"fp16_accumulation": False}):
+            return self.ranges.run(lambda: call(*args))
+
+
+@contextlib.contextmanager
+def _marked_attention() -> Iterator[None]:
+    """Every attention is a layer of that name."""
+    from comfy.ldm.modules import attention
+
+    original = attention.attention_pytorch
+
+    def marked(*args, **kwargs):
+        with _inside_layer("attention"):
+            return original(*args, **kwargs)
+
+    marked.__name__ = original.__name__
+    with contextlib.ExitStack() as undo:
+        for name, module in list(sys.modules.items()):
+            for function in ("optimized_attention", "optimized_attention_masked") if name.startswith("comfy.ldm") else ():
+                if hasattr(module, function):
+                    undo.enter_context(mock.patch.object(module, function, marked))
+        yield
+
+
+@contextlib.contextmanager
+def _rope_in_one_kernel() -> Iterator[None]:
+    import comfy.quant_ops
+
+    ck = comfy.quant_ops.ck
+    both = mock.patch.object(ck, "apply_rope", lambda q, k, freqs: (q.neg(), k.neg()))
+    with both, mock.patch.object(ck, "apply_rope1", lambda x, freqs: x.neg()):
+        yield
+
+
+def _costs(inner):
+    from bench_cost_kernels import Costs
+
+    return Costs(inner)
+
+
+def _inside_layer(name: str):
+    from bench_cost_kernels import inside
+
+    return inside(name)
+
+
+
+
+
+def as_text(result: dict) -> str:
+    """A table for each model, then the targets."""
+    lines = []
+    for name, row in result["models"].items():
+        lines += [f"\n{name}", "| | kernels | beyond fp16 | bytes to fp16 | reads | layers in fp16 |", "|---|---|---|---|---|---|"]
+        for way, found in row["counts"].items():
+            fp16 = f"{found['layers_with_fp16_results']} of {found['layers']}" if way == "fp16_safe" else ""
+            lines.append(f"| {way} | {found['kernels']} | {found['kernels_beyond_fp16']:+} | {found['bytes_to_fp16']} | {found['reads']} | {fp16} |")
+        safe = row["counts"]["fp16_safe"]
+        lines += [f"proven layers: {safe['of_layers_with_fp16_results']}", f"other layers: {safe['of_other_layers']}"]
+        lines.append(f"kernels per attention beyond fp16's: {safe['kernels_per_attention']}")
+        for key in ("to_fp16", "fp32_to_safe", "guard"):
+            lines.append(f"{key}: " + ", ".join(f"{card} {value}" for card, value in row[key].items()))
+        lines.append(f"gain kept: {row['gain_kept']}")
+    for key, held in result["targets"].items():
+        lines.append(f"target {key}: {held['measured']} against {held['limit']} {'met' if held['met'] else 'MISSED'}")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = reporting.parser(__doc__)
+    parser.add_argument("--models", nargs="*", choices=LIMITS, help="only these")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    args = parser.parse_args()
+    result = conditions(args) | run_cost(args)
+    if args.save:
+        reporting.save(result)
+    print(json.dumps(result, indent=2) if args.json else as_text(result))
+    return reporting.exit_code(result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The kernels of a call on fake CUDA tensors, each with its operations, its bytes and the layer it belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+
+import torch
+from bench_cost import Kernel
+from support.fake_cuda import NO_KERNEL
+from support.leaf_operations import LeafOperations, aten
+from torch.utils._pytree import tree_leaves
+
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+PRODUCTS = {aten.mm.default: 0, aten.mm.dtype: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.convolution.default: 0}
+ATTENTIONS = {aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default}
+_layers: list[str] = []
+
+
+@contextlib.contextmanager
+def inside(layer: str) -> Iterator[None]:
+    """What runs here belongs to ``layer``."""
+    _layers.append(layer)
+    try:
+        yield
+    finally:
+        _layers.pop()
+
+
+class Costs(LeafOperations):
+    """Lists the kernels of a model's call as ``seen``, and the elements of each layer's input and result."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.seen: list[Kernel] = []
+        self.inputs: dict[str, int] = {}
+        self.outputs: dict[str, int] = {}
+        self._names = {
+            module: name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.modules.conv._ConvNd)
+        }
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Costs]:
+        """List what runs here. The hooks are not this mode's own ``__enter__``: a composite operation enters the mode again."""
+        hooks = []
+        for module, name in self._names.items():
+            hooks.append(module.register_forward_pre_hook(lambda _, inputs, name=name: self._enter(name, inputs[0])))
+            hooks.append(module.register_forward_hook(lambda _, inputs, result, name=name: self._leave(name, result)))
+        try:
+            with self:
+                yield self
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, name: str, x: torch.Tensor) -> None:
+        _layers.append(name)
+        self.inputs[name] = x.numel()
+
+    def _leave(self, name: str, result: torch.Tensor) -> None:
+        _layers.pop()
+        self.outputs[name] = result.numel()
+
+    def leaf(self, func, args, kwargs):
+        result = func(*args, **kwargs)
+        if not func.is_view and func not in NO_KERNEL and not func.name().startswith("prim::"):
+            self.seen.append(_kernel(func, args, kwargs, result))
+        return result
+
+
+def _kernel(func, args, kwargs, result) -> Kernel:
+    kind = "product" if func in PRODUCTS else "attention" if func in ATTENTIONS else "other"
+    first = args[PRODUCTS.get(func, 0)] if args else None
+    dtype = NAMES.get(getattr(first, "dtype", None), "")
+    sums = torch.backends.cuda.matmul.allow_fp16_accumulation and func is not aten.convolution.default and dtype == "fp16"
+    read, written = _bytes([args, {name: value for name, value in kwargs.items() if name != "out"}]), _bytes(result)
+    return Kernel(_layers[-1] if _layers else "", kind, dtype, _flops(func, args, result), read, written, sums)
+
+
+def _flops(func, args, result) -> int:
+    if func in ATTENTIONS:
+        q, k = args[:2]
+        return 4 * q.numel() * k.shape[-2]
+    if func is aten.convolution.default:
+        return 2 * result.numel() * math.prod(args[1].shape[1:])
+    return 2 * result.numel() * args[PRODUCTS[func]].shape[-1] if func in PRODUCTS else 0
+
+
+def _bytes(values) -> int:
+    """The bytes that are there: of a broadcast tensor, those it is broadcast from."""
+    return sum(_stored(leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda")
+
+
+def _stored(tensor: torch.Tensor) -> int:
+    return math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.itemsize

@@ -1,0 +1,278 @@
+"""Results in fp16 where a bound proves them, and back to fp32 where model code makes too much of them."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from halfsafe.precision.arithmetic.attention import SafeAttention
+from halfsafe.precision.arithmetic.linear import SafeOperation
+from halfsafe.precision.arithmetic.ranges import Ranges
+from halfsafe.precision.dtypes import FP16_MAX
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.leaf_operations import LeafOperations, aten
+from support.measures import relative_error
+from support.plain_weights import plain_weights
+
+
+def layers(*modules, largest=FP16_MAX):
+    ranges = Ranges()
+    ranges.fp16_results = True
+    named = enumerate(modules)
+    return ranges, [SafeOperation(m, ranges.slot(f"{i}"), ranges, plain_weights, largest_fp16=largest) for i, m in named]
+
+
+def linear(inputs=64, outputs=64, bias=True, scale=1.0):
+    torch.manual_seed(0)
+    module = torch.nn.Linear(inputs, outputs, bias=bias)
+    module.weight.data *= scale
+    return module.requires_grad_(False)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_proven_result_is_fp16_and_as_close_as_that_is(bias):
+    module = linear(bias=bias)
+    ranges, (operation,) = layers(module)
+    x = torch.randn(5, 64)
+    for _ in range(2):
+        result = ranges.run(lambda: operation(x))
+        assert result.dtype == torch.float16 and relative_error(module(x), result) < 1e-3
+    assert operation.mode == "fp16" and ranges.repeats == 0
+
+
+@pytest.mark.parametrize("size", [1e3, 1e5, 1e9])
+def test_a_result_that_may_not_fit_is_fp32(size):
+    module = linear(scale=30.0)
+    ranges, (operation,) = layers(module)
+    x = torch.randn(5, 64) * size
+    for _ in range(2):
+        result = ranges.run(lambda: operation(x))
+        assert result.dtype == torch.float32 and relative_error(module(x), result) < 1e-3
+    assert operation.mode in ("fp16_wide", "fp16_scaled")
+
+
+@given(st.integers(1, 40), st.integers(1, 20), st.floats(1e-2, 1e4), st.floats(0, 6e4), st.integers(0, 2**31))
+@settings(max_examples=150, deadline=None)
+def test_no_input_inside_of_the_range_passes_fp16(inputs, outputs, size, bias, seed):
+    """The worst input there is for a row of the weight, as large as the range allows."""
+    generator = torch.Generator().manual_seed(seed)
+    module = torch.nn.Linear(inputs, outputs).requires_grad_(False)
+    module.weight.data, module.bias.data = torch.randn(outputs, inputs, generator=generator) * size**0.5, torch.full((outputs,), bias)
+    ranges, (operation,) = layers(module)
+    ranges.run(lambda: operation(torch.randn(3, inputs, generator=generator)))
+    if not operation.slot.returns_fp16:
+        return
+    row = module.weight.half().float().abs().sum(1).argmax()
+    worst = module.weight[row].sign().unsqueeze(0) * operation.slot.limit
+    repeats = ranges.repeats
+    assert ranges.run(lambda: operation(worst)).isfinite().all() and ranges.repeats <= repeats + 1
+    assert (worst.double() @ module.weight.double().T + bias).abs().max() < FP16_MAX
+
+
+def test_a_bias_that_fp16_does_not_hold_keeps_the_result_in_fp32():
+    module = linear()
+    module.bias.data[3] = 1e6
+    ranges, (operation,) = layers(module)
+    result = ranges.run(lambda: operation(torch.ones(2, 64)))
+    assert result.dtype == torch.float32 and result.isfinite().all()
+
+
+def test_an_input_that_grows_out_of_the_proof_is_repeated_with_fp32_results():
+    module = linear()
+    ranges, (operation,) = layers(module)
+    ranges.run(lambda: operation(torch.ones(4, 64)))
+    assert operation.slot.returns_fp16
+    large = torch.randn(4, 64) * 1e4
+    for _ in range(2):
+        result = ranges.run(lambda: operation(large))
+        assert result.dtype == torch.float32 and relative_error(module(large), result) < 1e-3
+    assert ranges.repeats == 1
+
+
+def gated(operations, join):
+    return lambda x: operations[2](join(operations[0](x), operations[1](x)))
+
+
+JOINS = {
+    "overflows": lambda a, b: a * b,
+    "overflows and is clamped": lambda a, b: (a * b).nan_to_num(nan=0.0, posinf=65504, neginf=-65504) if a.dtype == torch.float16 else a * b,
+}
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "at a later call"])
+@pytest.mark.parametrize("join", JOINS)
+def test_a_product_of_two_results_that_overflows_gives_fp16_results_up(join, later):
+    """Each factor fits, as in SDXL's GEGLU; ComfyUI clamps what overflows in Z-Image."""
+    modules = [linear(scale=4.0) for _ in range(3)]
+    ranges, operations = layers(*modules)
+    call, plain = gated(operations, JOINS[join]), gated(modules, JOINS["overflows"])
+    x = torch.randn(4, 64) * 200
+    if later:
+        ranges.run(lambda: call(x * 1e-2))
+        assert operations[0].slot.returns_fp16
+    for _ in range(2):
+        assert relative_error(plain(x), ranges.run(lambda: call(x))) < 2e-3
+    assert not any(operation.slot.returns_fp16 for operation in operations[:2])
+    assert ranges.repeats == later
+
+
+def test_factors_larger_than_allowed_are_fp32_from_the_start():
+    modules = [linear(scale=4.0) for _ in range(3)]
+    ranges, operations = layers(*modules, largest=128.0)
+    call, x = gated(operations, JOINS["overflows"]), torch.randn(4, 64) * 200
+    assert relative_error(gated(modules, JOINS["overflows"])(x), ranges.run(lambda: call(x))) < 2e-3
+    assert ranges.fp16_results and not operations[0].slot.returns_fp16
+
+
+def test_model_code_that_takes_no_fp16_beside_fp32_is_given_fp32():
+    """As HiDream's experts do: scatter_reduce_ of fp16 into a sum in fp32 (``comfy/ldm/hidream/model.py``)."""
+    module = linear()
+    ranges, (operation,) = layers(module)
+
+    def call():
+        return torch.zeros(4, 64).scatter_reduce_(0, torch.zeros(4, 64, dtype=torch.long), operation(torch.ones(4, 64)), reduce="sum")
+
+    with pytest.raises(RuntimeError):
+        torch.zeros(4, 64).scatter_reduce_(0, torch.zeros(4, 64, dtype=torch.long), torch.ones(4, 64).half(), reduce="sum")
+    for _ in range(2):
+        assert ranges.run(call).isfinite().all()
+    assert not ranges.fp16_results
+
+
+def test_running_out_of_memory_is_no_reason_to_try_again():
+    module, calls = linear(), []
+    ranges, (operation,) = layers(module)
+
+    def call():
+        operation(torch.ones(2, 64))
+        calls.append(1)
+        raise torch.OutOfMemoryError("on purpose")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        ranges.run(call)
+    assert len(calls) == 1
+
+
+class Launches(LeafOperations):
+    """The operations that are not views, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def leaf(self, func, args, kwargs):
+        if not func.is_view and func not in (aten._unsafe_view.default, aten.detach.default, aten.empty_like.default):
+            self.names.append(func.name().removeprefix("aten::"))
+        return func(*args, **kwargs)
+
+
+def launched(ranges, call):
+    with torch.no_grad():
+        ranges.run(call)
+        ranges._recorded(lambda: None)
+        with Launches() as launches:
+            call()
+    return launches.names
+
+
+AMAX, CAST = "linalg_vector_norm.out", "_to_copy"
+
+
+def test_a_proven_layer_costs_a_cast_and_an_amax_and_nothing_for_its_result():
+    ranges, (operation,) = layers(linear())
+    operation.module.half()
+    x = torch.randn(2, 5, 64)
+    assert launched(ranges, lambda: operation(x)) == [CAST, AMAX, "addmm"]
+    ranges, (operation,) = layers(operation.module)
+    half = x.half()
+    assert launched(ranges, lambda: operation(half)) == [AMAX, "addmm"]
+
+
+def test_layers_with_one_input_cast_and_measure_it_once():
+    ranges, operations = layers(*(linear() for _ in range(3)))
+    for operation in operations:
+        operation.module.half()
+    x = torch.randn(2, 5, 64)
+    assert launched(ranges, lambda: [operation(x) for operation in operations]) == [CAST, AMAX, *["addmm"] * 3]
+    assert all(operation.slot.largest == pytest.approx(x.abs().max().item(), rel=2**-11) for operation in operations)
+
+
+def test_a_shared_input_is_held_to_the_narrowest_range():
+    modules = [linear(), linear(scale=500.0)]
+    ranges, operations = layers(*modules)
+    x = torch.randn(4, 64) * 0.1
+    ranges.run(lambda: [operation(x) for operation in operations])
+    assert [operation.slot.returns_fp16 for operation in operations] == [True, True]
+    results = ranges.run(lambda: [operation(x * 100) for operation in operations])
+    assert ranges.repeats == 1 and results[1].dtype == torch.float32
+    assert relative_error(modules[1](x * 100), results[1]) < 1e-3
+
+
+def test_an_input_written_to_between_two_layers_is_cast_twice():
+    modules = [linear(), linear()]
+    ranges, operations = layers(*modules)
+
+    def call(x):
+        return operations[0](x), operations[1](x.mul_(2.0))
+
+    for _ in range(2):
+        x = torch.randn(4, 64)
+        expected = modules[1](x * 2)
+        assert relative_error(expected, ranges.run(lambda x=x: call(x.clone()))[1]) < 1e-3
+
+
+def test_a_layer_that_runs_twice_in_a_call_keeps_the_larger_of_both():
+    ranges, (operation,) = layers(linear())
+    for sizes in ((1.0, 1.0), (3.0, 2.0), (2.0, 4.0)):
+        ranges.run(lambda sizes=sizes: [operation(torch.full((2, 64), size)) for size in sizes])
+        assert operation.slot.largest >= max(sizes)
+    ranges._recorded(lambda: [operation(torch.full((2, 64), size)) for size in (math.inf, 1.0)])
+    assert not ranges._held()
+
+
+def sdpa(q, k, v, heads, **kwargs):
+    sdpa.dtypes.append(q.dtype)
+    q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def attend(projections, x):
+    ranges, operations = layers(*projections)
+    attention, sdpa.dtypes = SafeAttention(ranges), []
+
+    def call():
+        attention.begin()
+        return attention(sdpa, sdpa, *(operation(x) for operation in operations), 4)
+
+    return ranges, operations, call
+
+
+def test_attention_of_fp16_results_casts_nothing_and_takes_three_kernels_more():
+    projections = [linear() for _ in range(3)]
+    ranges, operations, call = attend(projections, torch.randn(1, 7, 64))
+    for operation in operations:
+        operation.module.half()
+    names = launched(ranges, call)
+    assert names.count(CAST) == 1 and names.count(AMAX) == 4
+    assert ranges.run(call).dtype == torch.float16 and set(sdpa.dtypes) == {torch.float16}
+
+
+def test_the_layers_before_large_scores_return_fp32():
+    """q and k are then rounded once, as they are multiplied, and not twice."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 7, 64)
+    ranges, operations, call = attend([linear(scale=20.0), linear(scale=20.0), linear()], x)
+    results = [ranges.run(call) for _ in range(2)]
+    assert not any(operation.slot.returns_fp16 for operation in operations) and ranges.fp16_results
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_operand_of_an_attention_that_is_not_finite_is_seen(bad):
+    x = torch.randn(1, 7, 64)
+    ranges, _, call = attend([linear() for _ in range(3)], x)
+    ranges.run(call)
+    x[0, 3, 5] = bad
+    ranges._recorded(call)
+    assert not ranges._held()
