@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MODEL_FOLDERS = ("diffusion_models", "checkpoints", "text_encoders", "vae", "loras", "controlnet")
+PACK_NAME = "Halfsafe-Pack"
 START_SECONDS = 240
 LOG_TAIL_LINES = 60
 
@@ -26,13 +27,13 @@ class ServerError(Exception):
     """The server did not start, refused a prompt, or failed while running one."""
 
 
-def make_base_directory(base: Path, pack: Path, pack_name: str = "Halfsafe-Pack") -> Path:
-    """Lay out a ComfyUI base directory that holds this pack alone, linked in where links are allowed."""
+def make_base_directory(base: Path, pack: Path, pack_name: str = PACK_NAME, copied: bool = False) -> Path:
+    """Lay out a ComfyUI base directory that holds this pack alone, linked in where links are allowed, or ``copied``."""
     for name in MODEL_FOLDERS:
         (base / "models" / name).mkdir(parents=True, exist_ok=True)
     for name in ("custom_nodes", "input", "output", "temp", "user"):
         (base / name).mkdir(parents=True, exist_ok=True)
-    link_pack(pack, base / "custom_nodes" / pack_name)
+    (copy_pack if copied else link_pack)(pack, base / "custom_nodes" / pack_name)
     return base
 
 
@@ -41,8 +42,13 @@ def link_pack(pack: Path, target: Path) -> None:
     try:
         target.symlink_to(pack, target_is_directory=True)
     except OSError:
-        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "output", "tests")
-        shutil.copytree(pack, target, ignore=ignored)
+        copy_pack(pack, target)
+
+
+def copy_pack(pack: Path, target: Path) -> None:
+    """Copy what ComfyUI needs of `pack` to `target`."""
+    ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "output", "tests")
+    shutil.copytree(pack, target, ignore=ignored)
 
 
 class Server:

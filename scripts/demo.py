@@ -10,18 +10,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from comfyui_server import Server, ServerError, make_base_directory
+from comfyui_server import PACK_NAME, Server, ServerError, make_base_directory
 from environment import ROOT, Environment, SetupError, accelerator, clean_environ, prepare, write_models
-from workflow import WorkflowError, ask_for, bypass, shrink, small_file, substitute_files, to_prompt
+from progress import stage as told
+from workflow import WorkflowError, ask_for, bypass, shrink, small_file, substitute_files, to_prompt, written_back
 
 MODELS = {"model_name": "diffusion_models", "clip_name1": "text_encoders", "vae_name": "vae"}
 SHAPES = ROOT / "tests" / "support" / "shapes.py"
 OVERFLOWING = "shapes_overflowing.safetensors"
 GUARDS = ("HalfsafeNaNGuard", "HalfsafeGuardVAE")
+ASKED = "a blue star on a pink background"
 SMALL = {"width": 128, "height": 128, "steps": 16}
 FEW_STEPS = {"width": 256, "height": 256, "steps": 6}
 
@@ -73,17 +74,20 @@ def _parse() -> argparse.Namespace:
 def _demo(options: argparse.Namespace, environment: Environment) -> int:
     real = {"model_name": options.model, "clip_name1": options.clip, "vae_name": options.vae}
     with tempfile.TemporaryDirectory(prefix="halfsafe-demo-", ignore_cleanup_errors=True) as folder:
-        base = make_base_directory(Path(folder), ROOT)
+        base = make_base_directory(Path(folder), ROOT, copied=options.serve)
         files = {name: _provide_model(environment, base, name, real[name]) for name in MODELS}
         device = accelerator(environment.python)
-        print(f"Starting ComfyUI from {environment.comfyui} on {device} ...", flush=True)
-        with Server(environment.comfyui, base, python=environment.python, cpu=device == "cpu") as server:
+        server = Server(environment.comfyui, base, python=environment.python, cpu=device == "cpu")
+        with contextlib.ExitStack() as scopes:
+            with told(f"Starting ComfyUI from {environment.comfyui} on {device}"):
+                scopes.enter_context(server)
+            stage = Stage(server, environment, options, files)
             try:
-                shown = _show(Stage(server, environment, options, files))
+                shown = _show(stage)
             except (ServerError, WorkflowError) as error:
                 raise ServerError(f"{error}\n--- end of ComfyUI's log ---\n{server.log_tail()}") from error
             if options.serve:
-                _serve(server)
+                _serve(stage, base)
     return 0 if shown else 1
 
 
@@ -142,7 +146,7 @@ def _show(stage: Stage) -> bool:
         _play(stage, QUICK)
         return True
     scenes = (QUICK, *STORY)
-    asked = stage.options.prompt or "a blue star on a pink background"
+    asked = stage.options.prompt or ASKED
     pictures = [_play(stage, scene, asked) for scene in scenes]
     sheet = stage.options.output / "side-by-side.png"
     _run_shapes(stage.environment, "sheet", sheet, *pictures[1:])
@@ -169,10 +173,8 @@ def _play(stage: Stage, scene: Scene, asked: str | None = None) -> Path:
     report = next(node_id for node_id, node in prompt.items() if node["class_type"] == "HalfsafeReport")
     picture = next(node_id for node_id, node in prompt.items() if node["class_type"] == "SaveImage")
     prompt["report_json"] = {"class_type": "PreviewAny", "inputs": {"source": [report, 1]}}
-    print(f"Running {scene.says} ...", flush=True)
-    started = time.monotonic()
-    outputs = stage.server.prompt(prompt)
-    print(f"  done in {time.monotonic() - started:.1f} s", flush=True)
+    with told(f"Running {scene.says}"):
+        outputs = stage.server.prompt(prompt)
     text, data = outputs[report]["text"][0], outputs["report_json"]["text"][0]
     if not scene.overflowing:
         print(f"\n{text}\n")
@@ -196,10 +198,29 @@ def _write(path: Path, data: bytes) -> Path:
     return path
 
 
-def _serve(server: Server) -> None:
-    print(f"ComfyUI is open at {server.url} with the workflows among its templates. Ctrl-C stops it.", flush=True)
+def _serve(stage: Stage, base: Path) -> None:
+    """Leave the page open, its templates filled with this demo's models so that Run works as they are."""
+    templates = base / "custom_nodes" / PACK_NAME / "workflows"
+    for path in templates.glob("*.json"):
+        path.write_text(json.dumps(_filled(stage, path)), encoding="utf-8")
+    print(
+        f"ComfyUI is open at {stage.server.url}. Its templates, under {PACK_NAME}, have the demo's models: open one and press Run. "
+        "Ctrl-C stops it.",
+        flush=True,
+    )
     with contextlib.suppress(KeyboardInterrupt):
-        server.process.wait()
+        stage.server.process.wait()
+
+
+def _filled(stage: Stage, path: Path) -> dict:
+    """A template with the names of the models that are there and, for the tiny one, what it can draw on a CPU."""
+    workflow, info = json.loads(path.read_text(encoding="utf-8")), stage.server.object_info()
+    overflowing = not stage.options.model and path.stem in {scene.workflow for scene in STORY}
+    files = stage.files | ({"model_name": OVERFLOWING} if overflowing else {})
+    prompt = substitute_files(to_prompt(workflow, info), info, lambda name, _: files.get(name))
+    if not stage.options.model:
+        prompt = shrink(ask_for(prompt, stage.options.prompt or ASKED), **SMALL)
+    return written_back(workflow, info, prompt)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,22 @@ def node(class_type: str, **inputs: object) -> dict:
     return {"class_type": class_type, "inputs": inputs}
 
 
+def written_back(workflow: dict, object_info: dict, prompt: dict) -> dict:
+    """The workflow as the page saves it, with the values that its prompt has."""
+    return {**workflow, "nodes": [_with_values(node, object_info, prompt.get(str(node["id"]))) for node in workflow["nodes"]]}
+
+
+def _with_values(node: dict, object_info: dict, prompted: dict | None) -> dict:
+    if prompted is None or not isinstance(node.get("widgets_values"), list):
+        return node
+    values = list(node["widgets_values"])
+    for name, position in _widget_positions(node, object_info[node["type"]]).items():
+        value = prompted["inputs"].get(name)
+        if value is not None and not isinstance(value, list):
+            values[position] = value
+    return {**node, "widgets_values": values}
+
+
 def bypass(workflow: dict, types: tuple[str, ...]) -> dict:
     """The workflow with the nodes of these types bypassed, as Ctrl+B does on the page."""
     nodes = [{**node, "mode": BYPASSED} if node["type"] in types else node for node in workflow["nodes"]]
@@ -140,21 +156,27 @@ def _widget_values(node: dict, definition: dict) -> dict:
     saved = node.get("widgets_values") or []
     if isinstance(saved, dict):
         return dict(saved)
-    values, position = {}, 0
+    declared = [(name, options) for name, kind, options in _declared_inputs(definition) if _is_widget(kind, options)]
+    values = {name: options["default"] for name, options in declared if "default" in options}
+    values |= {name: saved[position] for name, position in _widget_positions(node, definition).items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _widget_positions(node: dict, definition: dict) -> dict[str, int]:
+    """Where in a node's saved list each input's value is."""
+    saved = node.get("widgets_values") or []
+    positions: dict[str, int] = {}
+    position = 0
     for name, kind, options in _declared_inputs(definition):
-        if not _is_widget(kind, options):
+        if not _is_widget(kind, options) or position >= len(saved):
             continue
-        if position >= len(saved):
-            if "default" in options:
-                values[name] = options["default"]
-            continue
-        values[name] = saved[position]
+        positions[name] = position
         position += 1
         if _has_control(name, kind, options) and position < len(saved) and saved[position] in CONTROL_VALUES:
             position += 1
         if options.get("image_upload") and position < len(saved) and saved[position] == "image":
             position += 1
-    return {name: value for name, value in values.items() if value is not None}
+    return positions
 
 
 def _has_control(name: str, kind: object, options: dict) -> bool:

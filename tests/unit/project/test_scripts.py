@@ -15,7 +15,7 @@ import environment
 import peers_table
 import pytest
 from comfyui_server import Server, ServerError, error_text, link_pack, make_base_directory
-from workflow import WorkflowError, shrink, small_file, substitute_files, to_prompt
+from workflow import WorkflowError, shrink, small_file, substitute_files, to_prompt, written_back
 
 ROOT = Path(__file__).absolute().parents[3]
 
@@ -139,6 +139,17 @@ def test_seed_control_value_is_not_taken_for_an_input() -> None:
     node = {"id": 4, "type": "Sampler", "widgets_values": [7, "randomize", 12, "heun"], "inputs": []}
     prompt = to_prompt({"nodes": [node], "links": []}, info)
     assert prompt["4"]["inputs"] == {"seed": 7, "steps": 12, "name": "heun", "late": 0.5}
+
+
+def test_a_changed_prompt_is_written_back_where_the_page_reads_it() -> None:
+    fields = {"seed": ["INT", {"control_after_generate": True}], "steps": ["INT", {}], "name": [["a", "b"]], "model": ["MODEL"]}
+    info = {"Sampler": {"input": {"required": fields}}}
+    sampler = {"id": 4, "type": "Sampler", "widgets_values": [7, "randomize", 12, "a"], "inputs": [{"name": "model", "link": 1}]}
+    note = {"id": 5, "type": "Note", "widgets_values": ["read me"]}
+    prompt = {"4": {"class_type": "Sampler", "inputs": {"seed": 7, "steps": 2, "name": "b", "model": ["3", 0]}}}
+    nodes = written_back({"nodes": [sampler, note], "links": []}, info, prompt)["nodes"]
+    assert [node["widgets_values"] for node in nodes] == [[7, "randomize", 2, "b"], ["read me"]]
+    assert sampler["widgets_values"] == [7, "randomize", 12, "a"]
 
 
 def test_links_pass_through_reroutes_and_bypassed_nodes() -> None:
