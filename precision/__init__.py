@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .devices.detect import detect
     from .errors import HalfsafeError
     from .library.applied import Applied, apply, restore
+    from .library.portable import portable_apply
     from .plan.rules import rules_from
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "detect",
     "inspect_file",
     "plan_file",
+    "portable_apply",
     "restore",
     "rules_from",
     "scan_file",
@@ -38,6 +40,7 @@ _HOMES = {
     "detect": "devices.detect",
     "inspect_file": "commands.inspect",
     "plan_file": "commands.plan",
+    "portable_apply": "library.portable",
     "restore": "library.applied",
     "rules_from": "plan.rules",
     "scan_file": "commands.inspect",

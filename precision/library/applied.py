@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ HANDLE = "_halfsafe_applied"
 
 def apply(
     module: torch.nn.Module,
+    settings: Mapping[str, Any] | None = None,
     *,
     compute: str | None = None,
     storage: str | None = None,
@@ -41,6 +43,8 @@ def apply(
 
     Args:
         module: in evaluation mode, in any dtype and on any device; not compiled.
+        settings: the other arguments as a mapping of plain data, such as ``{"compute": "fp16_safe", "storage": "fp8_e4m3fn"}``,
+            which win over those given by name; :func:`portable_apply` takes them to another process.
         compute: ``fp16_safe`` (fp16 matmul operands, fp32 between layers, cannot overflow), ``fp16``, ``bf16``, ``fp32``,
             or ``auto`` for what the module's device is fast at. None leaves the arithmetic alone.
         storage: ``fp8_e4m3fn`` or ``fp8_e5m2`` with one scale per tensor (Linear layers only), ``fp16``, ``bf16`` or
@@ -51,7 +55,7 @@ def apply(
             ``remove()`` can only return what the storage dtype holds, in the original dtype.
 
     Raises:
-        HalfsafeError: no such dtype, the module is compiled or has been applied to already, or a weight holds NaN or Inf.
+        HalfsafeError: no such setting or dtype, the module is compiled or has been applied to already, or a weight holds NaN or Inf.
             The module is as it was.
 
     ``fp16_safe`` is right where the module's own fp16 overflows:
@@ -83,6 +87,9 @@ def apply(
     >>> torch.equal(model[0].weight, before)
     True
     """
+    if settings is not None:
+        named = {"compute": compute, "storage": storage, "rules": rules, "keep": keep}
+        return apply(module, **{**named, **_known(settings, named)})
     _check(module, compute, storage)
     rules = rules if isinstance(rules, Rules) else rules_from(rules)
     layers, skipped = _layers(module)
@@ -179,6 +186,12 @@ class Applied:
 
     def __exit__(self, *error: object) -> None:
         self.remove()
+
+
+def _known(settings: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    if unknown := sorted(set(settings) - set(names)):
+        raise HalfsafeError(f"There is no setting {', '.join(unknown)}.", f"Use: {', '.join(names)}.")
+    return settings
 
 
 def _check(module: torch.nn.Module, compute: str | None, storage: str | None) -> None:
