@@ -170,7 +170,7 @@ def _why_missing(root: Path, row: str) -> str:
     found = _find(module, path)
     if found is None:
         return f"{module.relative_to(root).as_posix()} has no {'.'.join(path)}"
-    return _why_refused(found, row) if "(" in row and found.arguments else ""
+    return _why_refused(found.arguments, found.bound, row) if "(" in row and found.arguments else ""
 
 
 def _split(root: Path, name: str) -> tuple[Path | None, list[str]]:
@@ -206,7 +206,7 @@ def _find(file: Path, path: list[str]) -> _Found | None:
         found = _inherited(file, found.node, name)
     if found and isinstance(found.node, ast.ClassDef):
         init = _inherited(file, found.node, "__init__")
-        return _Found(found.node, init and init.arguments, bound=True)
+        return _Found(found.node, init.arguments if init else None, bound=True)
     return found
 
 
@@ -255,20 +255,19 @@ def _bound_names(node: ast.AST) -> set[str]:
     return own | {leaf.attr for leaf in flat if isinstance(leaf, ast.Attribute) and isinstance(leaf.value, ast.Name)}
 
 
-def _why_refused(found: _Found, row: str) -> str:
+def _why_refused(arguments: ast.arguments, bound: bool, row: str) -> str:
     """Bind the row's arguments to the definition's; "" where they fit."""
     given = [part.strip() for part in row.partition("(")[2].rstrip(")").split(",") if part.strip()]
     positional = [part for part in given if not part.endswith("=")]
     named = [part.rstrip("=") for part in given if part.endswith("=")]
     try:
-        _signature(found).bind(*positional, **dict.fromkeys(named))
+        _signature(arguments, bound).bind(*positional, **dict.fromkeys(named))
     except TypeError as error:
         return str(error)
     return ""
 
 
-def _signature(found: _Found) -> inspect.Signature:
-    arguments = found.arguments
+def _signature(arguments: ast.arguments, bound: bool) -> inspect.Signature:
     plain = [*arguments.posonlyargs, *arguments.args]
     optional = len(plain) - len(arguments.defaults)
     kind = inspect.Parameter
@@ -277,4 +276,4 @@ def _signature(found: _Found) -> inspect.Signature:
     pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     parameters += [kind(a.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else None) for a, default in pairs]
     parameters += [kind(arguments.kwarg.arg, kind.VAR_KEYWORD)] if arguments.kwarg else []
-    return inspect.Signature(parameters[1:] if found.bound else parameters)
+    return inspect.Signature(parameters[1:] if bound else parameters)

@@ -7,8 +7,9 @@ from pathlib import Path
 def portable_apply() -> Callable:
     """Make a function ``(module, settings) -> module`` that applies plain settings to a module where it is called.
 
-    cloudpickle, which Ray and its users send functions with, pickles it by value. A function of this package it would
-    pickle by name, and a worker cannot import that name where ComfyUI loaded the package, as it is a folder's path there.
+    cloudpickle, which Ray and its users send functions with, pickles a function inside of another by value. One of this
+    package's own it would pickle by name, and a worker cannot import that name where ComfyUI loaded the package, as it is
+    a folder's path there.
     The worker needs no more than torch and, unless ``halfsafe`` can be imported, this folder at the same path.
 
     >>> import torch
@@ -20,16 +21,14 @@ def portable_apply() -> Callable:
     folder = str(Path(__file__).absolute().parents[2])
 
     def apply_here(module, settings: dict):
+        import importlib.util
         import sys
-        from importlib import import_module
-        from importlib.util import find_spec, module_from_spec, spec_from_file_location
 
-        if "halfsafe" not in sys.modules and find_spec("halfsafe") is None:
-            spec = spec_from_file_location("halfsafe", f"{folder}/__init__.py", submodule_search_locations=[folder])
-            sys.modules["halfsafe"] = package = module_from_spec(spec)
-            spec.loader.exec_module(package)
-        import_module("halfsafe.precision.library.applied").apply(module, settings)
+        if "halfsafe" not in sys.modules and importlib.util.find_spec("halfsafe") is None:
+            spec = importlib.util.spec_from_file_location("halfsafe", f"{folder}/__init__.py", submodule_search_locations=[folder])
+            sys.modules["halfsafe"] = package = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]  # a file's spec
+            spec.loader.exec_module(package)  # type: ignore[union-attr]
+        importlib.import_module("halfsafe.precision.library.applied").apply(module, settings)
         return module
 
-    apply_here.__module__ = "__main__"  # what cloudpickle takes for a function to pickle by value
     return apply_here
