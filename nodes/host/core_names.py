@@ -260,8 +260,9 @@ def _why_refused(arguments: ast.arguments, bound: bool, row: str) -> str:
     given = [part.strip() for part in row.partition("(")[2].rstrip(")").split(",") if part.strip()]
     positional = [part for part in given if not part.endswith("=")]
     named = [part.rstrip("=") for part in given if part.endswith("=")]
+    accept = _signature(arguments, bound).bind
     try:
-        _signature(arguments, bound).bind(*positional, **dict.fromkeys(named))
+        accept(*positional, **dict.fromkeys(named))
     except TypeError as error:
         return str(error)
     return ""

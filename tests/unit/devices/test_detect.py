@@ -283,8 +283,8 @@ def test_the_environment_variable_simulates_a_profile_on_the_real_hardware(monke
 
 
 def test_a_wrong_environment_variable_is_named(monkeypatch):
-    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "rtx4090")
-    with pytest.raises(UnknownProfile, match=r"HALFSAFE_DEVICE_PROFILE=rtx4090.*sm_89"):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "rtx9999")
+    with pytest.raises(UnknownProfile, match=r"HALFSAFE_DEVICE_PROFILE=rtx9999.*sm_89"):
         devices.detect()
 
 
