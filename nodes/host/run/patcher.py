@@ -91,7 +91,7 @@ class LowRankBeside:
 
     _found: tuple[tuple, Found] | None = None
     _held: Found | None = None
-    _strengths: tuple[tuple, dict] | None = None
+    _strengths: tuple[Found, list, dict] | None = None
     _low_rank: tuple[Found, "ModelPatcher"] | None = None
 
     def found(self) -> Found:
@@ -130,13 +130,13 @@ class LowRankBeside:
 
     def _current_strengths(self) -> dict[tuple, float]:
         found, hooks = self.found(), self.current_hooks.hooks if self.current_hooks else []
-        state = (id(found), *((id(hook.hook_ref), hook.strength) for hook in hooks))
-        if self._strengths is None or self._strengths[0] != state:
+        state = [(hook.hook_ref, hook.strength) for hook in hooks]
+        if self._strengths is None or self._strengths[0] is not found or self._strengths[1] != state:
             combined = super().get_combined_hook_patches(self.current_hooks)
             pairs = [(key, self.patches[key]) for key in found.kept]
             pairs += [(key, patches) for key, patches in combined.items() if key in found.hooks]
-            self._strengths = state, _strengths(found, pairs)
-        return self._strengths[1]
+            self._strengths = found, state, _strengths(pairs)
+        return self._strengths[2]
 
     @contextlib.contextmanager
     def _merging(self) -> Iterator[None]:
@@ -172,6 +172,12 @@ class LowRankBeside:
         """What hooks merge into weights."""
         beside = self.found().hooks
         return {key: value for key, value in super().get_combined_hook_patches(hooks).items() if key not in beside}
+
+    def inject_model(self):
+        """Ours last, so outermost: what another injection put on a layer is ejected first (``eject_model`` keeps the order)."""
+        if LOW_RANK in self.injections:
+            self.injections[LOW_RANK] = self.injections.pop(LOW_RANK)
+        super().inject_model()
 
     def patch_hook_weight_to_device(self, hooks, combined_patches, key, *args, **kwargs):
         """ComfyUI cannot put an 8-bit weight back: its scale is copied into a copy (``copy_to_param`` in comfy/utils.py)."""
@@ -239,7 +245,7 @@ def _layer_of(model: torch.nn.Module, key: str) -> torch.nn.Module | None:
         return None
 
 
-def _strengths(found: Found, pairs: list[tuple[str, list[tuple]]]) -> dict[tuple, float]:
+def _strengths(pairs: list[tuple[str, list[tuple]]]) -> dict[tuple, float]:
     strengths: dict[tuple, float] = {}
     for key, patches in pairs:
         for patch in patches:

@@ -53,6 +53,19 @@ def test_a_text_encoder(comfy, clip_file, storage):
     assert not any("forward" in module.__dict__ for module in clip.cond_stage_model.modules())
 
 
+def test_a_text_encoder_with_a_lora_of_comfyuis_bypass_node(comfy, clip_file):
+    def with_both(clip):
+        clip = load_lora_for_models(None, clip, encoder_lora(), 0.0, 0.3)[1]
+        return load_bypass_lora_for_models(None, clip, encoder_lora(), 0.0, 0.4)[1]
+
+    exact, clip = encoder(comfy, clip_file, "fp32"), encoder(comfy, clip_file, "int8")
+    plain = encode(clip)
+    floor = relative_error(encode(exact), plain)
+    expected = encode(load_lora_for_models(None, exact, encoder_lora(), 0.0, 0.7)[1])
+    assert relative_error(expected, encode(with_both(clip))) < 1.1 * floor
+    assert torch.equal(encode(clip), plain)
+
+
 @pytest.mark.parametrize(("storage", "bound"), [("fp8_e4m3fn", 0.04), ("int8", 0.012)])
 @pytest.mark.parametrize("applied", [False, True], ids=["unloaded", "loaded"])
 def test_comfyuis_own_node_saves_them_merged(comfy, wan, tmp_path, storage, bound, applied):
