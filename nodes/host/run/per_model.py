@@ -70,7 +70,8 @@ class PerModel(Generic[Run]):
         runs = self._runs.setdefault(model, [])
         index = next((index for index, kept in enumerate(runs) if kept.state == self._state(model, kept.run)), None)
         kept = self._made(model) if index is None else runs.pop(index)
-        kept.branches.add(self._branch(model.current_patcher))
+        if model.current_patcher is not None:  # detached from its last patcher, as between two prompts
+            kept.branches.add(self._branch(model.current_patcher))
         runs.insert(0, kept)
         del runs[KEPT:]
         return kept.run
