@@ -7,6 +7,7 @@ of several files the worst.
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -200,8 +201,8 @@ def _convert(options: argparse.Namespace) -> int:
     from .precision.plan.rules import rules_from
 
     rules = rules_from(_rules_text(options.rules), options.preset)
-    into = options.target.is_dir() or len(options.sources) > 1
-    if into and not options.target.is_dir():
+    into = os.path.isdir(options.target) or len(options.sources) > 1
+    if into and not os.path.isdir(options.target):
         raise HalfsafeError(f"{options.target} is not a folder.", "Several sources need a folder to be converted into.")
     targets = targets_in(options.target, options.sources) if into else {options.sources[0]: options.target}
 
@@ -222,9 +223,9 @@ def _convert(options: argparse.Namespace) -> int:
 def _convert_one(source: Path, target: Path, options: argparse.Namespace, rules, progress):
     from .precision.commands.convert import convert_file
 
-    if target.suffix not in (".safetensors", ".sft"):
+    if target.suffix not in (".safetensors", ".sft") or os.path.isdir(target):
         raise HalfsafeError(f"{target} is not the name of a .safetensors file.", "Give the target that ending.")
-    if target.exists() and not options.force:
+    if os.path.exists(target) and not options.force:
         raise HalfsafeError(f"{target} exists.", "Add --force to overwrite it.")
     return convert_file(source, target, options.storage, rules, progress)
 
@@ -245,7 +246,7 @@ def _rules_text(path: Path | None) -> str:
     if path is None:
         return ""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # Notepad begins a file with a byte order mark
     except (OSError, ValueError) as error:
         raise HalfsafeError(f"{path}: the rules cannot be read ({error}). Give a text file with one rule per line.") from None
 

@@ -86,5 +86,5 @@ def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, Stor
 
 
 def _refuse_same_file(file: TensorFile, target: Path) -> None:
-    if target.exists() and any(target.samefile(source) for source in file.files):
+    if os.path.exists(target) and any(target.samefile(source) for source in file.files):
         raise CheckpointError(target, "source and target are the same file", advice="Give the result another name.")

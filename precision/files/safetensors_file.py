@@ -83,13 +83,13 @@ def open_checkpoint(path: str | os.PathLike) -> TensorFile:
     if shard is None or int(shard["count"]) <= 1:
         return _open_files(path, [path])
     index = path.with_name(f"{shard['stem']}{shard['suffix']}.index.json")
-    return _open_index(index) if index.is_file() else _open_siblings(path, shard)
+    return _open_index(index) if os.path.isfile(index) else _open_siblings(path, shard)
 
 
 def _open_siblings(path: Path, shard: re.Match) -> TensorFile:
     numbers = range(1, int(shard["count"]) + 1)
     files = [path.with_name(f"{shard['stem']}-{number:05d}-of-{shard['count']}{shard['suffix']}") for number in numbers]
-    missing = next((file.name for file in files if not file.is_file()), None)
+    missing = next((file.name for file in files if not os.path.isfile(file)), None)
     if missing is not None:
         raise CheckpointError(path, f"part of a set whose file {missing} is missing", advice="Download all parts.")
     return _open_files(path, files)

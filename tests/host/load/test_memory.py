@@ -112,3 +112,12 @@ def test_weights_kept_from_fp8_compute_as_in_fp32(comfy, wan, call, models_dir):
     model_files.changed(wan, path, lambda tensors: tensors.update({name: t.float() for name, t in tensors.items()} | rounded))
     expected = families.replay(families.load(comfy, path, "fp32", "fp32"), call)
     assert relative_error(expected, families.replay(model, call)) < 1e-6
+
+
+@pytest.mark.parametrize("storage", STORAGE_OPTIONS)
+def test_the_check_before_loading_a_text_encoder_is_right(comfy, models_dir, said, storage):
+    path = models_dir / "text_encoders" / "memory_clip_l.safetensors"
+    if not path.exists():
+        tiny_models.clip_l(path)
+    clip = comfy.run("HalfsafeLoadCLIP", clip_name1=path.name, type="stable_diffusion", storage=storage, compute="auto")[0]
+    assert said[-1] == pytest.approx(held(clip.patcher.model), rel=CLOSE)

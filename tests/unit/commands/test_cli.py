@@ -214,3 +214,19 @@ def test_convert_of_many_refuses_what_cannot_be_meant(capsys, source, tmp_path):
     assert code == 2 and "would both become" in err
     with pytest.raises(SystemExit):
         cli.main(["scan", str(source), "--jobs", "0"])
+
+
+def test_rules_may_begin_with_a_byte_order_mark(capsys, source, tmp_path):
+    rules = tmp_path / "rules.txt"
+    rules.write_text("* storage=bf16\n", encoding="utf-8-sig")
+    code, out, _ = run(capsys, "convert", source, tmp_path / "out.safetensors", "--storage", "fp8_e4m3fn", "--rules", rules)
+    assert code == 0 and "matches no layer" not in out
+    assert {tensor.dtype for name, tensor in open_checkpoint(tmp_path / "out.safetensors").items() if name.endswith(".weight")} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b", f"{'x' * 300}-00001-of-00002"])
+def test_a_name_that_the_system_has_none_of_is_one_line_of_error(capsys, source, tmp_path, name):
+    path = tmp_path / f"{name}.safetensors"
+    for arguments in (["inspect", path], ["convert", source, path, "--storage", "bf16"], ["convert", path, tmp_path / "a.safetensors", "--storage", "bf16"]):
+        code, _, err = run(capsys, *arguments)
+        assert code == 2 and "halfsafe: " in err and "Traceback" not in err
