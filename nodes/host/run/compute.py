@@ -165,10 +165,15 @@ class PlannedLayers:
             # A method and not the object, for which torch.compile would make a graph of its own.
             return operation.__call__ if self.is_safe else _out_as(decision, operation.__call__)
         # Made inside of accumulation's wrapper, so this forward is accumulation's where that has one (wrappers.PLACES).
-        cast = CastOperation(module, module.forward, _own_dtype(module, decision.mode), slot, self.ranges)
+        cast = CastOperation(module, module.forward, _own_dtype(module, self._castable(decision.mode)), slot, self.ranges)
         if name_of(cast.dtype) != decision.mode:
             self.in_own_way[name] = cast
         return _out_as(decision, cast)
+
+    def _castable(self, mode: str) -> str:
+        """``mode``, or what fp8 products give the stream: a LoRA in bypass mode has put its own forward around the layer's."""
+        activations = self._plan.activation_dtype
+        return mode if mode != FP8.name else FP8_RESULT if activations == "fp32" else activations
 
     def call(self, call: Call | Make):
         """One call of the model, or of its text adapter, its patches set; repeated with calibration when a magnitude left its range."""

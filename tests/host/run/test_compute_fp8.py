@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comfy.quant_ops import QuantizedTensor
+from comfy.sd import load_bypass_lora_for_models
 from halfsafe.nodes.host.run.compute import Fp8Linear, compute_of
 from halfsafe.nodes.host.run.modules import core_weights
 from halfsafe.precision.arithmetic.linear import kind_of
 from halfsafe.precision.plan.rules import rules_from
-from support import families, tiny_models
+from support import families, model_files, tiny_models
 from support.families import load, with_compute
 from support.measures import relative_error
 from support.products import Products
@@ -176,3 +177,18 @@ def test_weights_are_handed_out_as_plain_numbers(comfy, wan, dtype):
     with core_weights(module, torch.zeros(1), dtype) as (weight, bias):
         assert not isinstance(weight, QuantizedTensor) and weight.dtype == dtype and bias.dtype == torch.float32
         assert torch.equal(weight, module.weight.dequantize().to(dtype))
+
+
+@pytest.mark.parametrize("base", ["fp8", "fp16_safe"])
+def test_a_lora_in_bypass_mode_is_multiplied_in_16_bit(comfy, wan, call, with_fp8_units, base):
+    """The layer's forward is then the LoRA's, which our product cannot stand in for."""
+    lora = model_files.lora({"blocks.0.ffn.0": (1024, 256)}, size=0.1)
+    rules = rules_from("*.ffn.0 compute=fp8") if base != "fp8" else None
+    model = load_bypass_lora_for_models(load(comfy, wan, "fp8_e4m3fn", base, rules), None, lora, 1.0, 0.0)[0]
+    families.replay(model, call)
+    with Products(linears(model)) as products:
+        families.replay(model, call)
+    modes = {entry["name"]: entry["mode"] for entry in families.report(comfy, model)["layers"]}
+    expected = "fp16" if base == "fp8" else "bf16"
+    assert modes["blocks.0.ffn.0"] == expected and expected in products.made["blocks.0.ffn.0"]
+    assert modes["blocks.1.ffn.0"] == "fp8" and set(products.made["blocks.1.ffn.0"]) == {"fp8"}
