@@ -173,7 +173,7 @@ def sd_vae(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Pat
 
 
 FAMILIES = {"wan": wan, "flux": flux, "sd3": sd3, "hunyuan_video": hunyuan_video, "ltxv": ltxv, "sdxl": sdxl}
-SLOW_FAMILIES = {"qwen_image": qwen_image, "z_image": z_image, "anima": anima}
+SLOW_FAMILIES = {"qwen_image": qwen_image, "z_image": z_image}
 
 
 def wan_shapes(dim: int, blocks: int, ffn: int, in_dim: int, text_dim: int) -> Shapes:
