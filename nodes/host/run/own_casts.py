@@ -20,7 +20,7 @@ def own_cast(model: torch.nn.Module, name: str) -> str:
     as CogVideoX does (``comfy/ldm/cogvideo/model.py``). Casts of a variable made before the call are not seen.
     """
     owner, _, leaf = name.rpartition(".")
-    return _casts_in(type(model.get_submodule(owner))).get(leaf, "")
+    return _casts_in(type(model.get_submodule(owner))).get(leaf, "")  # type: ignore[arg-type]  # a class is hashable
 
 
 @functools.lru_cache(maxsize=256)
