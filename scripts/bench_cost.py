@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -242,7 +243,7 @@ def _qwen_image(**options):
     import torch
     from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 
-    return QwenImageTransformer2DModel(in_channels=64, num_layers=2, **options), torch.empty(1, 16, 128, 128), {"context": torch.empty(1, 256, 3584)}
+    return QwenImageTransformer2DModel(in_channels=64, num_layers=2, **options), torch.empty(1, 16, 1, 128, 128), {"context": torch.empty(1, 256, 3584)}
 
 
 BUILD = {"Wan 1.3B": _wan(1536, 8960, 12, 2), "Wan 14B": _wan(5120, 13824, 40, 2), "Flux": _flux, "SDXL": _sdxl, "Qwen-Image": _qwen_image}
@@ -327,7 +328,11 @@ class _sums:
 
     def __init__(self, model, way: str):
         from halfsafe.nodes.host.run.modules import exchanged, matrix_layers, weights_of
-        from halfsafe.precision.arithmetic.fp16_accumulation import WORTH_SCALING, AccumulationSlot, Fp16AccumulationLinear
+        from halfsafe.precision.arithmetic.fp16_accumulation import (
+            WORTH_SCALING,
+            AccumulationSlot,
+            Fp16AccumulationLinear,
+        )
         from halfsafe.precision.arithmetic.linear import kind_of
         from halfsafe.precision.arithmetic.ranges import Ranges
 
@@ -337,9 +342,7 @@ class _sums:
         for name, module in matrix_layers(model):
             if kind_of(module) == "linear" and module.out_features >= fewest:
                 slot = self.ranges.slots[name] = AccumulationSlot(name)
-                prove = slot.prove
-                numbers = {"amax": size, "norm": 1e9, "row_sum": 300.0, "row_norm": 1e9}
-                slot.prove = lambda *_, prove=prove, **how: prove(**numbers, **how)
+                slot.prove = functools.partial(_proven_with, slot.prove, size)
                 operation = Fp16AccumulationLinear(module, module.forward, slot, self.ranges, weights_of(module))
                 self.patches += exchanged(module, operation.__call__)
 
@@ -349,6 +352,10 @@ class _sums:
 
         with patched(self.patches), flags_set({"fp16_accumulation": False}):
             return self.ranges.run(lambda: call(*args))
+
+
+def _proven_with(prove: Callable, size: float, *_, **how) -> None:
+    prove(amax=size, norm=1e9, row_sum=300.0, row_norm=1e9, **how)
 
 
 @contextlib.contextmanager

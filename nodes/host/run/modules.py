@@ -152,8 +152,24 @@ def weights_of(module: torch.nn.Module) -> WeightProvider:
     return core_weights if hasattr(module, "comfy_cast_weights") else torch_weights
 
 
+def core_weights(
+    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype = torch.float32
+) -> contextlib.AbstractContextManager[tuple]:
+    """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype``: as they are where they lie ready, else by ``cast_weights``.
+
+    ComfyUI's cast takes longer on the host than a small matmul does on a GPU.
+    """
+    weight, bias = module.weight, module.bias
+    ready = type(weight) is torch.nn.Parameter and weight.dtype == dtype and weight.device == x.device and not hasattr(module, "_v")
+    ready = ready and not torch.compiler.is_compiling() and (bias is None or bias.device == x.device)
+    if ready and not module.weight_function and not module.bias_function:
+        comfy.ops.run_every_op()
+        return contextlib.nullcontext((weight, None if bias is None else bias.to(bias_dtype)))
+    return cast_weights(module, x, dtype, bias_dtype)
+
+
 @contextlib.contextmanager
-def core_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype = torch.float32) -> Iterator[tuple]:
+def cast_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype) -> Iterator[tuple]:
     """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype`` through ComfyUI's cast: offload, LoRA, quantization.
 
     A LoRA added at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is asked for.
