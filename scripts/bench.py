@@ -6,6 +6,7 @@ safe16, fp8mm, patch, guard: what a compute plan and the guard cost and how clos
 quality: the error of each quantization format on trained weights; see bench_quality.py.
 lora: LoRAs beside 8-bit weights against LoRAs merged into them; see bench_lora.py.
 import: how long ComfyUI takes to import the pack; see bench_import.py.
+cost: what fp16_safe costs beside fp16, by count and estimated for six cards; see bench_cost.py.
 
 Prints median seconds, the highest memory, ratios and targets, with `--json` every run. Exits with 2 where a target is missed.
 
@@ -34,7 +35,7 @@ BENCHES = {
 }
 OTHER = {"load": "UNETLoader, fp8_e4m3fn", "convert": "read all, quantize to fp8, save"}
 COMPUTE = ("safe16", "fp8mm", "patch", "guard", "lora")
-ALONE = {"import": "bench_import.py", "quality": "bench_quality.py"}
+ALONE = {"import": "bench_import.py", "quality": "bench_quality.py", "cost": "bench_cost.py"}
 TARGETS = {
     "load": {"seconds": 1.3, "memory_to_weights": 1.1, "int8_to_fp8": 2.0, "int8_memory_to_weights": 1.1},
     "convert": {"memory_to_largest_tensor": 3.0, "int8_to_fp8": 2.0, "int8_memory_to_largest_tensor": 3.0},

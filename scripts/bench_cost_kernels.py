@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 import torch
-from bench_cost import Kernel
+from bench_cost_cards import Kernel
 from support.fake_cuda import NO_KERNEL
 from support.leaf_operations import LeafOperations, aten
 from torch.utils._pytree import tree_leaves

@@ -1,0 +1,53 @@
+"""How long a kernel takes on a card, estimated from its operations and its bytes; bench_cost.py tells the assumptions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BANDWIDTH_SHARE, LAUNCH, READ = 0.85, 2e-6, 20e-6
+
+
+@dataclass(frozen=True)
+class Card:
+    """``fp16``, ``fp16_sums``, ``fp32``: peaks in TFLOPS; ``bandwidth``: GB/s; ``matmul``, ``attention``: share of the peak."""
+
+    fp16: float
+    fp16_sums: float
+    fp32: float
+    bandwidth: float
+    matmul: float
+    attention: float
+
+
+CARDS = {
+    "T4": Card(65, 65, 8.1, 320, 0.45, 0.30),
+    "V100": Card(112, 112, 15.7, 900, 0.80, 0.35),
+    "2080 Ti": Card(53.8, 107.6, 13.4, 616, 0.85, 0.40),
+    "3090": Card(71, 142, 35.6, 936, 0.85, 0.60),
+    "4090": Card(165, 330, 82.6, 1008, 0.80, 0.65),
+    "H100": Card(989, 989, 67, 3350, 0.70, 0.50),
+}
+
+
+@dataclass
+class Kernel:
+    """One launch. ``kind``: product, attention or other; ``dtype``: of the operands; ``layer``: inside of which it ran."""
+
+    layer: str
+    kind: str
+    dtype: str
+    flops: int
+    read: int
+    written: int
+    fp16_sums: bool
+
+    def seconds(self, card: Card) -> float:
+        moved = (self.read + self.written) / (BANDWIDTH_SHARE * card.bandwidth * 1e9)
+        if self.kind == "other":
+            return moved + LAUNCH
+        if self.dtype == "fp32":
+            speed = card.fp32 * (0.85 if self.kind == "product" else 0.55)
+        else:
+            peak = card.fp16_sums if self.fp16_sums and self.kind == "product" else card.fp16
+            speed = peak * (card.matmul if self.kind == "product" else card.attention)
+        return max(self.flops / (speed * 1e12), moved) + LAUNCH
