@@ -77,6 +77,7 @@ def test_kernels_and_bytes_are_counted(comfy, files, calls, family, storage, com
     print(f"\n{family:14} {storage:10} {compute:9} {layers:3} layers, {len(plain):4} kernels plain, {len(seen):4} planned,"
           f" {extra:+.1f} a layer, {size:+.1f} MB a call")  # fmt: skip
     assert layers <= products <= layers + 2
+    assert compute != "fp16_safe" or extra <= 3
 
 
 @pytest.mark.parametrize("family", ["wan", "flux"])
