@@ -231,8 +231,9 @@ class SafeAttention:
         in_fp32, flops = not self.slot.holds(largest.item() * 2.0), 4 * q.numel() * k.shape[-2]
         if index == len(self.calls_in_fp32):
             self.calls_in_fp32.append(False)
-            name = f"attention {index}"
-            self.operands.append(self.ranges.slots.setdefault(name, OperandSlot(name)))
+            slot = OperandSlot(f"attention {index}")
+            self.ranges.slots[slot.name] = slot
+            self.operands.append(slot)
         self.ranges.end_chain(widen=largest.item() > COARSE_SCORE)
         in_fp32 = self.calls_in_fp32[index] = self.calls_in_fp32[index] or in_fp32
         self.any_in_fp32 = self.any_in_fp32 or in_fp32

@@ -132,7 +132,7 @@ class SafeOperation:
         row_sum = 1.0 if wide and not returns_fp16 else largest_row_sum(half, self.kind)
         self.slot.calibrate(magnitude, 1.0 if wide else row_sum)
         if returns_fp16:
-            self.slot.prove(magnitude, row_sum, 0.0 if bias is None else amax(bias).item())
+            self.slot.prove_result(magnitude, row_sum, 0.0 if bias is None else amax(bias).item())
 
     def _first_product(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         """The product of a call that calibrates: in fp16 only if it is not larger there than allowed."""

@@ -149,7 +149,7 @@ class Slot:
         self.in_fp32 = self.in_fp32 or self._falls > MAX_FALLS
         self.exponent = needed
 
-    def prove(self, magnitude: float, row_sum: float, bias: float) -> None:
+    def prove_result(self, magnitude: float, row_sum: float, bias: float) -> None:
         """Decide whether the result fits fp16 with room to grow: it is at most ``magnitude * row_sum + bias``.
 
         Args:

@@ -282,23 +282,23 @@ def _multiplies_in_fp32(patcher, key: str) -> bool:
 
 def _add_to_layers(executor, x, *args, **kwargs):
     """ComfyUI's APPLY_MODEL wrapper: for the length of a call, layers with low-rank patches add them to their results."""
-    patcher = executor.class_obj.current_patcher
-    changes = patcher.low_rank(x.device) if isinstance(patcher, LowRankBeside) else None
+    extended = executor.class_obj.current_patcher
+    changes = extended.low_rank(x.device) if isinstance(extended, LowRankBeside) else None
     if changes is None:
         return executor(x, *args, **kwargs)
-    modules = patcher.found().modules
+    modules = extended.found().modules
     patches = [layer.around(modules[key]) for key, layer in zip(changes.keys, changes.layers, strict=True)]
     with patched(patches), calling_layers(modules.values()):
         return executor(x, *args, **kwargs)
 
 
-def _inject(patcher) -> None:
+def _inject(extended) -> None:
     """Text encoders are called past all wrappers: their layers hold the patches for as long as the patcher is loaded."""
-    changes = patcher.low_rank(patcher.load_device)
+    changes = extended.low_rank(extended.load_device)
     if changes is None:
         return
-    modules = patcher.found().modules
-    held = vars(patcher.model).setdefault(INJECTED, [])
+    modules = extended.found().modules
+    held = vars(extended.model).setdefault(INJECTED, [])
     for key, layer in zip(changes.keys, changes.layers, strict=True):
         module, name, value = layer.around(modules[key])
         module.__dict__[name] = value
@@ -311,11 +311,11 @@ def _eject(patcher) -> None:
         module.__dict__.pop("forward", None)
 
 
-def low_rank_reasons(patcher) -> dict[str, str]:
-    """Layer name -> what was done with the patches of its 8-bit weight."""
-    if not isinstance(patcher, LowRankBeside):
+def low_rank_reasons(extended) -> dict[str, str]:
+    """Layer name -> what was done with the patches of its 8-bit weight; none for a ModelPatcher of ComfyUI's own class."""
+    if not isinstance(extended, LowRankBeside):
         return {}
-    found = patcher.found()
+    found = extended.found()
     beside = {key: f"LoRA of rank {sum(change.rank for change in slots.values())} added beside the weight" for key, slots in found.beside.items()}
     merged = {key: f"weight quantized anew, rounded to nearest, with {reason} merged into it" for key, reason in found.merged.items()}
     return {plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight"): text for key, text in (beside | merged).items()}
