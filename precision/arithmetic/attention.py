@@ -15,7 +15,8 @@ import torch
 from ..amax import amax
 from ..dtypes import FP16_MAX
 from .fp16_accumulation import MARGIN
-from .ranges import HEADROOM_BITS, Ranges, Slot, largest_row_norm
+from .ranges import Ranges, largest_row_norm
+from .slot import HEADROOM_BITS, Slot
 
 AS_IS, SMOOTH, FP32 = "unchanged", "smooth-K", "fp32"
 MODES = (AS_IS, SMOOTH, FP32)

@@ -16,7 +16,8 @@ from ..amax import amax
 from ..dtypes import FP16_MAX
 from . import flags
 from .linear import WeightProvider
-from .ranges import FLOOR_BITS, Ranges, Slot, largest_row_norm
+from .ranges import Ranges, largest_row_norm
+from .slot import FLOOR_BITS, Slot
 
 MARGIN = 2.0
 MAX_EXPONENT = 6

@@ -20,7 +20,8 @@ from ..amax import amax
 from ..dtypes import TORCH_VERSION
 from ..modes import FP16, FP16_SCALED, FP16_WIDE, FP32
 from .flags import fp32_accumulation
-from .ranges import Ranges, Slot
+from .ranges import Ranges
+from .slot import Slot
 
 WeightProvider = Callable[..., AbstractContextManager]
 """Called with a module, its input, the weight's dtype and, where it is not fp32, the bias's."""

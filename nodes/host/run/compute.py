@@ -18,7 +18,8 @@ from ....precision.arithmetic.flags import flags_set, fp32_accumulation
 from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from ....precision.arithmetic.linear import SafeOperation, kind_of, matmul_flops
 from ....precision.arithmetic.patching import Patch, patched
-from ....precision.arithmetic.ranges import Ranges, Slot
+from ....precision.arithmetic.ranges import Ranges
+from ....precision.arithmetic.slot import Slot
 from ....precision.dtypes import dtype_named, name_of
 from ....precision.formats.quantize import activation_scale
 from ....precision.modes import FP8, FP16, FP16_WIDE, INT8, MODE_OF

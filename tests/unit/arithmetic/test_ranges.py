@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 from halfsafe.precision.amax import amax
-from halfsafe.precision.arithmetic.ranges import Ranges, Slot
+from halfsafe.precision.arithmetic.ranges import Ranges
+from halfsafe.precision.arithmetic.slot import Slot
 from halfsafe.precision.dtypes import FP16_MAX
 from hypothesis import given
 from hypothesis import strategies as st
