@@ -160,9 +160,8 @@ class PlannedLayers:
         if decision.mode == FP8.name and not has_own_forward(module):
             return _out_as(decision, Fp8Linear(module))
         if decision.mode == FP16_WIDE.name and only_multiplies(module):
-            operation = self.operations[name] = SafeOperation(
-                module, slot, self.ranges, weights_of(module), largest_fp16=largest_fp16_result(name)
-            )
+            largest = None if decision.stream == "fp32" else largest_fp16_result(name)
+            operation = self.operations[name] = SafeOperation(module, slot, self.ranges, weights_of(module), largest_fp16=largest)
             # A method and not the object, for which torch.compile would make a graph of its own.
             return operation.__call__ if self.is_safe else _out_as(decision, operation.__call__)
         # Made inside of accumulation's wrapper, so this forward is accumulation's where that has one (wrappers.PLACES).

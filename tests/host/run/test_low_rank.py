@@ -71,7 +71,7 @@ WAYS = {
     "int8, fp16_safe": ("int8", "fp16_safe"),
     "int8, fp32": ("int8", "fp32"),
 }
-OWN = {"fp8 products": "fp8", "int8 products": "int8", "fp8, fp16_safe": "fp16_wide", "int8, fp32": "fp32"}
+OWN = {"fp8 products": "fp8", "int8 products": "int8", "fp8, fp16_safe": "fp16", "int8, fp32": "fp32"}
 
 
 @pytest.mark.parametrize("way", WAYS)
