@@ -171,13 +171,14 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _scan(options: argparse.Namespace) -> int:
     from .precision.commands.inspect import Scan, scan_file
-    from .precision.commands.many import bytes_in, for_each
+    from .precision.commands.many import bytes_in, for_each, models_in
     from .precision.commands.text import scan_text
 
-    if len(options.files) == 1:
-        return _scan_one(options, options.files[0])
-    progress = Progress(bytes_in(options.files), "read")
-    outcomes = for_each(options.files, scan_file, options.jobs, progress)
+    files = models_in(options.files)
+    if len(files) == 1:
+        return _scan_one(options, files[0])
+    progress = Progress(bytes_in(files), "read")
+    outcomes = for_each(files, scan_file, options.jobs, progress)
     progress.end()
     codes = [2 if outcome.result is None else bool(outcome.result.problems) for outcome in outcomes]
     bad = f"{codes.count(1)} with problems, {codes.count(0)} without"
@@ -196,25 +197,26 @@ def _scan_one(options: argparse.Namespace, file: Path) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from .precision.commands.many import bytes_in, for_each, targets_in
+    from .precision.commands.many import bytes_in, for_each, models_in, targets_in
     from .precision.commands.text import conversion_text
     from .precision.plan.rules import rules_from
 
     rules = rules_from(_rules_text(options.rules), options.preset)
-    into = os.path.isdir(options.target) or len(options.sources) > 1
+    sources = models_in(options.sources)
+    into = os.path.isdir(options.target) or len(sources) > 1
     if into and not os.path.isdir(options.target):
         raise HalfsafeError(f"{options.target} is not a folder.", "Several sources need a folder to be converted into.")
-    targets = targets_in(options.target, options.sources) if into else {options.sources[0]: options.target}
+    targets = targets_in(options.target, sources) if into else {sources[0]: options.target}
 
     def convert(source: Path, progress: Progress):
         return _convert_one(source, targets[source], options, rules, progress)
 
-    progress = Progress(bytes_in(options.sources), "converted")
-    if len(options.sources) == 1:
-        summary = convert(options.sources[0], progress)
+    progress = Progress(bytes_in(sources), "converted")
+    if len(sources) == 1:
+        summary = convert(sources[0], progress)
         _print(options, asdict(summary), conversion_text(summary))
         return 0
-    outcomes = for_each(options.sources, convert, options.jobs, progress)
+    outcomes = for_each(sources, convert, options.jobs, progress)
     progress.end()
     failed = sum(outcome.result is None for outcome in outcomes)
     return _finish_many(options, outcomes, asdict, conversion_text, f"{len(outcomes) - failed} converted, {failed} failed", 2 if failed else 0)

@@ -84,8 +84,8 @@ def provide_chromium(python: Path) -> Path:
     for get in (_from_registry, _from_system):
         try:
             return get(python)
-        except SetupError as error:
-            tried.append(str(error))
+        except (SetupError, OSError, subprocess.SubprocessError, tarfile.TarError, StopIteration) as error:
+            tried.append(str(error) or repr(error))
     raise SetupError("\n".join(["No Chromium was found, and none could be got.", *tried, ADVICE]))
 
 

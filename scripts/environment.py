@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -82,7 +83,14 @@ def newest_frontend(python: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=cache, prefix="unpack-") as folder:
         work = Path(folder)
         pip = [str(python), "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:"]
-        run_step("Looking for ComfyUI's newest page", [*pip, FRONTEND, "-d", folder])
+        try:
+            run_step("Looking for ComfyUI's newest page", [*pip, FRONTEND, "-d", folder])
+        except SetupError as error:
+            kept = sorted(cache.glob("frontend-*"), key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)])
+            if not kept:
+                raise
+            print(f"{error}\nGoing on with {kept[-1].name}, which was downloaded before.", flush=True)
+            return kept[-1]
         wheel = next(work.glob("*.whl"))
         target = cache / f"frontend-{wheel.name.split('-')[1]}"
         if not target.exists():

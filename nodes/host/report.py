@@ -35,6 +35,7 @@ from .run.accumulation import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
 from .run.kernels import DEQUANTIZED
 from .run.layers import activation_dtype, is_called_in_fp32, kernels_of, layers_of, modes_of
+from .run.low_rank import LowRankModel
 from .run.patcher import low_rank_reasons
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def report_of(patcher: ModelPatcher) -> Report:
     report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
     report.decisions |= decisions
     report.notes += [*notes, *_int8_notes(layers)]
-    report.notes += [PATCHED_BY.format(type(model.model).__name__) for model in patcher.model_patches_models()]
+    report.notes += [PATCHED_BY.format(type(model.model).__name__) for model in patcher.model_patches_models() if not isinstance(model.model, LowRankModel)]
     report.encoders = encoder_reports()
     names = {layer.name for layer in layers}
     report.ranges = {name: largest for name, largest in report.ranges.items() if name in names}

@@ -160,8 +160,16 @@ class OperandSlot(Slot):
         self.factor = 1.0
         self.by_norm = False
 
-    def record_operands(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int) -> None:
-        """Record what bounds the scores, and the amax of v: a kernel each, or two for a norm."""
+    def forget(self) -> None:
+        super().forget()
+        self.gain = 1.0
+
+    def record_operands(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, factor: float) -> None:
+        """Record what bounds the scores, and the amax of v: a kernel each, or two for a norm.
+
+        ``factor``: of this call's scores. A call may bring a mask, or another attention, where the measured one had none.
+        """
+        self.size, self.factor = max(self.size, _head_size(q, heads)), max(self.factor, factor)
         if not self.cells or self.cell.device != q.device:
             self.missed = True
             return
@@ -222,7 +230,8 @@ class SafeAttention:
         if torch.compiler.is_compiling():
             self.slot.record(largest_in_attention(q, k, v, heads, args, kwargs, fused))
         elif not self.ranges.calibrating:
-            self.operands[index].record_operands(q, k, v, heads)
+            factor = score_factor(q, heads, kwargs, fused) * _mask_factor(args, kwargs)
+            self.operands[index].record_operands(q, k, v, heads, factor)
         return run_in(torch.float16, attention, q, k, v, heads, args, kwargs).to(dtype)
 
     def _calibrate(self, index: int, q, k, v, heads: int, args: tuple, kwargs: dict, fused: bool) -> None:

@@ -65,7 +65,7 @@ class Ranges:
             slot.record_operand(x, operand)
             return operand
         last = self._last
-        if last is not None and last.x is x and slot.copies is last.slot:
+        if last is not None and last.x is x and slot.copies is last.slot and slot.exponent == last.slot.exponent:
             self._last = last._replace(followers=last.followers - 1) if last.followers > 1 else None
             return last.operand
         operand = slot.scaled(x)
@@ -126,7 +126,11 @@ class Ranges:
             if isinstance(error, torch.OutOfMemoryError) or not any(slot.returns_fp16 for slot in self.slots.values()):
                 raise
             self.fp16_results = False
-            return self._calibrated(call)
+            try:
+                return self._calibrated(call)
+            except BaseException:
+                self.fp16_results = True  # they are not what fails
+                raise
         finally:
             self._last = None
 

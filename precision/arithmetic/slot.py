@@ -116,8 +116,12 @@ class Slot:
         return torch.add(bias, product, alpha=2.0**self.exponent)
 
     def holds(self, magnitude: float) -> bool:
-        """Tell whether an operand of this magnitude neither overflows nor underflows; no NaN or inf is held."""
-        return self.limit > 0 and (magnitude == 0 or self.floor <= magnitude <= self.limit)
+        """Tell whether an operand of this magnitude neither overflows nor underflows; no NaN or inf is held.
+
+        Nor is exactly fp16's largest number, which is what model code's own clamp leaves of an overflow (``clamp_fp16`` in
+        ``comfy/ldm/lumina/model.py``).
+        """
+        return self.limit > 0 and magnitude != FP16_MAX and (magnitude == 0 or self.floor <= magnitude <= self.limit)
 
     def calibrate(self, magnitude: float, gain: float = 1.0) -> None:
         """Choose the exponent that keeps ``magnitude * gain`` two bits below fp16's largest number (``gain`` >= 1).

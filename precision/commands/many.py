@@ -1,5 +1,6 @@
 """Do one thing to many files, several at a time; a file that fails does not stop the others."""
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Generic, TypeVar
 from ..errors import CheckpointError, HalfsafeError
 from ..files.safetensors_file import open_checkpoint
 
+PART = re.compile(r"-\d{5}-of-\d{5}$")
 Result = TypeVar("Result")
 
 
@@ -68,13 +70,27 @@ def bytes_in(files: Iterable[Path]) -> int:
     return total
 
 
+def models_in(files: Sequence[Path]) -> list[Path]:
+    """The files without all but one part of each sharded model, which any part opens as a whole."""
+    models: dict[object, Path] = {}
+    for number, file in enumerate(files):
+        models.setdefault((file.parent, _stem(file)) if PART.search(file.stem) else number, file)
+    return list(models.values())
+
+
+def _stem(source: Path) -> str:
+    """The name of the model that a file, or a part of one, holds."""
+    name = source.name.removesuffix(".index.json")
+    return PART.sub("", name.rpartition(".")[0] or name)
+
+
 def targets_in(folder: Path, sources: Sequence[Path]) -> dict[Path, Path]:
     """Source -> the file of the same name in a folder, as .safetensors.
 
     Raises:
         HalfsafeError: two sources would have the same target.
     """
-    targets = {source: folder / f"{source.name.removesuffix('.index.json').rpartition('.')[0] or source.name}.safetensors" for source in sources}
+    targets = {source: folder / f"{_stem(source)}.safetensors" for source in sources}
     taken: dict[Path, Path] = {}
     for source, target in targets.items():
         if target in taken:

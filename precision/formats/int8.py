@@ -59,6 +59,8 @@ def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
     order. No clamp is needed: a value exceeds 127 scales by so little that it rounds to 127.
     """
     codes, scale = torch.empty_like(rows, dtype=torch.int8), rows.new_empty(len(rows), 1, dtype=torch.float32)
+    if not rows.numel():
+        return codes, scale
     count = -(-len(rows) // max(1, BLOCK // rows.shape[1]))
     exact, values = (rows.new_empty(-(-len(rows) // count), rows.shape[1], dtype=torch.float32) for _ in range(2))
     turn = hadamard(group).to(rows.device).T

@@ -111,7 +111,7 @@ class Localizer(TorchDispatchMode):
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        inputs = _with_reach((args, kwargs))
+        inputs = _with_reach((args, {key: value for key, value in kwargs.items() if key != "out"}))
         result = _plain_alias(func, func(*args, **kwargs))
         if name in FACTORY_OPS:
             for tensor in tensors_in(result):

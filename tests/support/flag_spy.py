@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class Product(NamedTuple):
-    """``wide``: fp16 operands and an fp32 result, which a CPU multiplies in fp32; ``states``: the exact state of each flag."""
+    """``wide``: an operation of ``fp16_safe``, whose result is fp32, which a CPU multiplies in fp32, or is proven; ``states``: the exact state of each flag."""
 
     wide: bool
     dtype: torch.dtype
@@ -31,35 +31,40 @@ class FlagSpy(TorchFunctionMode):
         super().__init__()
         self.seen: list[Product] = []
         self._in_wide = False
-        self._real = SafeOperation._product
+        self._real = {name: getattr(SafeOperation, name) for name in ("_product", "_fp16")}
 
     def __enter__(self) -> FlagSpy:
+        for name in self._real:
+            setattr(SafeOperation, name, self._noted(name))
+        return super().__enter__()
+
+    def _noted(self, name: str):
         def product(operation, x, weight, *args, **kwargs):
             self._in_wide = operation.kind == "linear" and x.dtype == weight.dtype == torch.float16
             try:
-                return self._real(operation, x, weight, *args, **kwargs)
+                return self._real[name](operation, x, weight, *args, **kwargs)
             finally:
                 self._in_wide = False
 
-        SafeOperation._product = product
-        return super().__enter__()
+        return product
 
     def __exit__(self, *error: object) -> None:
-        SafeOperation._product = self._real
+        for name, method in self._real.items():
+            setattr(SafeOperation, name, method)
         super().__exit__(*error)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is linear:
+        if function is linear or function is torch.addmm:
             states = {name: flags.state_of(name) for name in flags.SETTINGS}
-            self.seen.append(Product(self._in_wide, args[0].dtype, states))
+            self.seen.append(Product(self._in_wide, args[-2 if function is torch.addmm else 0].dtype, states))
         return function(*args, **(kwargs or {}))
 
     @property
     def wide(self) -> list[bool]:
-        """Of each product with an fp32 result, whether fp16 accumulation was on."""
+        """Of each product of ``fp16_safe``, whether fp16 accumulation was on."""
         return [product.in_fp16 for product in self.seen if product.wide]
 
     @property
     def plain(self) -> list[bool]:
-        """The same of the products with an fp16 result."""
+        """The same of the other products with an fp16 result."""
         return [product.in_fp16 for product in self.seen if not product.wide and product.dtype == torch.float16]

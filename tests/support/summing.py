@@ -67,6 +67,8 @@ class Products(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.nn.functional.linear and args[0].dtype == torch.float16:
             self.seen.append((tuple(args[1].shape), flags.is_on(FP16_ACCUMULATION)))
+        if func is torch.addmm and args[1].dtype == torch.float16:
+            self.seen.append((tuple(args[2].shape[::-1]), flags.is_on(FP16_ACCUMULATION)))
         return func(*args, **(kwargs or {}))
 
 

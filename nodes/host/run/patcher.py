@@ -9,14 +9,14 @@ clones, savers and merges read it. What is not low-rank is merged as ComfyUI doe
 import contextlib
 import functools
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import comfy.model_base
 import comfy.utils
 import torch
-from comfy.patcher_extension import CallbacksMP, PatcherInjection
+from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
 
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.linear import kind_of
@@ -26,9 +26,10 @@ from ....precision.errors import HalfsafeError
 from ....precision.modes import FP32
 from .adapters import LowRank, low_rank
 from .compute import compute_of
+from .conditions import adapts_text, conditions_through
 from .low_rank import LowRankModel, extend, low_rank_patcher
 from .modules import calling_layers, is_quantized
-from .wrappers import LOW_RANK, set_wrapper
+from .wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -60,10 +61,12 @@ def keep_low_rank_beside(patcher: "ModelPatcher") -> None:
     if isinstance(patcher, LowRankBeside) or not any(_is_8bit_matrix(module) for module in patcher.model.modules()):
         return
     extend(patcher, LowRankBeside)
-    patcher.patches_uuid = uuid.uuid4()  # the same patches are merged into the weights where a clone of another class is loaded
+    if patcher.patches or patcher.hook_patches:
+        patcher.patches_uuid = uuid.uuid4()  # they are merged into the weights where a clone of ComfyUI's class is loaded
     patcher.add_callback_with_key(CallbacksMP.ON_CLONE, LOW_RANK, _keep_in_clone)
     if isinstance(patcher.model, comfy.model_base.BaseModel):
         set_wrapper(patcher, LOW_RANK, _add_to_layers)
+        set_wrapper(patcher, LOW_RANK_OF_TEXT, _add_to_text_layers, WrappersMP.OUTER_SAMPLE)
     else:
         patcher.set_injections(LOW_RANK, [PatcherInjection(_inject, _eject)])
 
@@ -91,6 +94,7 @@ class LowRankBeside:
 
     _found: tuple[tuple, Found] | None = None
     _held: Found | None = None
+    _whole: dict | None = None
     _strengths: tuple[Found, list, dict] | None = None
     _low_rank: tuple[Found, "ModelPatcher"] | None = None
 
@@ -133,7 +137,8 @@ class LowRankBeside:
         state = [(hook.hook_ref, hook.strength) for hook in hooks]
         if self._strengths is None or self._strengths[0] is not found or self._strengths[1] != state:
             combined = super().get_combined_hook_patches(self.current_hooks)
-            pairs = [(key, self.patches[key]) for key in found.kept]
+            patches = self.patches if self._whole is None else self._whole
+            pairs = [(key, patches[key]) for key in found.kept]
             pairs += [(key, patches) for key, patches in combined.items() if key in found.hooks]
             self._strengths = found, state, _strengths(pairs)
         return self._strengths[2]
@@ -141,12 +146,13 @@ class LowRankBeside:
     @contextlib.contextmanager
     def _merging(self) -> Iterator[None]:
         """Only what is merged into weights is among the patches."""
-        whole, self._held = self.patches, self.found()
-        self.patches = {key: value for key, value in whole.items() if key not in self._held.kept}
+        held, whole = self.found(), self.patches
+        self._held, self._whole = held, whole
+        self.patches = {key: value for key, value in whole.items() if key not in held.kept}
         try:
             yield
         finally:
-            self.patches, self._held = whole, None
+            self.patches, self._held, self._whole = whole, None, None
 
     def load(self, *args, **kwargs):
         with self._merging():
@@ -282,14 +288,26 @@ def _multiplies_in_fp32(patcher, key: str) -> bool:
 
 def _add_to_layers(executor, x, *args, **kwargs):
     """ComfyUI's APPLY_MODEL wrapper: for the length of a call, layers with low-rank patches add them to their results."""
-    extended = executor.class_obj.current_patcher
-    changes = extended.low_rank(x.device) if isinstance(extended, LowRankBeside) else None
+    return _with_changes(executor.class_obj.current_patcher, x.device, functools.partial(executor, x, *args, **kwargs))
+
+
+def _add_to_text_layers(executor, *args, **kwargs):
+    """ComfyUI's OUTER_SAMPLE wrapper: the same for layers that run on the text before the model's calls (``conditions.py``)."""
+    extended = executor.class_obj.model_patcher
+    if not adapts_text(extended.model):
+        return executor(*args, **kwargs)
+    with conditions_through(extended.model, functools.partial(_with_changes, extended, extended.load_device)):
+        return executor(*args, **kwargs)
+
+
+def _with_changes(extended, device: torch.device, call: Callable):
+    changes = extended.low_rank(device) if isinstance(extended, LowRankBeside) else None
     if changes is None:
-        return executor(x, *args, **kwargs)
+        return call()
     modules = extended.found().modules
     patches = [layer.around(modules[key]) for key, layer in zip(changes.keys, changes.layers, strict=True)]
     with patched(patches), calling_layers(modules.values()):
-        return executor(x, *args, **kwargs)
+        return call()
 
 
 def _inject(extended) -> None:

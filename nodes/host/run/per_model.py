@@ -62,6 +62,7 @@ class PerModel(Generic[Run]):
         patches = self._patches.setdefault(run, model.current_weight_patches_uuid)
         if patches != model.current_weight_patches_uuid:
             self._patches[run] = model.current_weight_patches_uuid
+            self._runs[model][0].branches = {self._branch(model.current_patcher)}
             if hasattr(run, "ranges"):
                 run.ranges.measure_anew()
         return run

@@ -1,5 +1,6 @@
 """LoRAs beside 8-bit weights: in text encoders, and in what ComfyUI's own node saves."""
 
+import comfy.hooks as comfy_hooks
 import pytest
 import torch
 from comfy.sd import load_bypass_lora_for_models, load_lora_for_models, save_checkpoint
@@ -99,3 +100,18 @@ def test_a_lora_of_comfyuis_bypass_node_beside_ours(comfy, wan, call, storage):
     exact, model = load(comfy, wan, "fp32", "fp32"), load(comfy, wan, storage, "fp32")
     floor = relative_error(families.replay(exact, call), families.replay(model, call))
     assert relative_error(families.replay(both(exact), call), families.replay(both(model), call)) < 1.1 * floor
+
+
+def test_a_text_encoder_is_freed_while_a_hook_changes_it(comfy, clip_file):
+    """ComfyUI ejects and injects while its patcher holds only what is merged."""
+    clip = load_lora_for_models(None, encoder(comfy, clip_file, "int8"), encoder_lora(), 0.0, 1.0)[1]
+    key = next(name for name in clip.patcher.model.state_dict() if name.endswith("position_embedding.weight"))
+    zeros = torch.zeros_like(clip.patcher.model.state_dict()[key], dtype=torch.float32)
+    clip.patcher.add_patches({key: ("diff", (zeros,))}, 1.0)
+    hooks = comfy_hooks.create_hook_lora(lora=encoder_lora(), strength_model=0.0, strength_clip=1.0)
+    clip = clip.clone()
+    clip.patcher.forced_hooks, clip.use_clip_schedule = hooks, False
+    clip.patcher.register_all_hook_patches(hooks, comfy_hooks.create_target_dict(comfy_hooks.EnumWeightTarget.Clip))
+    before = encode(clip)
+    clip.patcher.partially_unload(torch.device("cpu"), 1 << 40)
+    assert torch.equal(encode(clip), before)

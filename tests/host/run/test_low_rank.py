@@ -12,8 +12,9 @@ from comfy.utils import string_to_seed
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.run.adapters import low_rank
+from halfsafe.nodes.host.run.compute import compute_of
 from halfsafe.nodes.host.run.patcher import LowRankBeside
-from support import families, model_files
+from support import families, model_files, tiny_models
 from support.families import load, with_compute
 from support.guarding import guarded
 from support.measures import relative_error
@@ -264,3 +265,33 @@ def test_a_lora_that_overflows_beside_its_layer_is_recovered(comfy, wan, call, l
     for _ in range(2):
         assert relative_error(reference, families.replay(model, call)) < 0.1
     assert guard_of(model).report(model).verdict == "recovered"
+
+
+def test_layers_that_run_on_the_text_before_the_models_calls(comfy, models_dir):
+    """Anima's text adapter, which ComfyUI runs in ``extra_conds``."""
+    path = tiny_models.anima(models_dir / "diffusion_models" / "anima_low_rank.safetensors")
+    states = torch.randn(1, 8, 1024, generator=torch.Generator().manual_seed(1))
+    cond = [[states, {"t5xxl_ids": torch.arange(6), "t5xxl_weights": torch.ones(6)}]]
+    exact = load(comfy, path, "fp32", "fp32")
+    modules = dict(exact.model.diffusion_model.named_modules())
+    shapes = {name: tuple(modules[name].weight.shape) for name in (f"llm_adapter.blocks.{b}.mlp.{i}" for b in (0, 1) for i in (0, 2))}
+    tensors = model_files.lora(shapes, rank=8)
+    expected = families.sample(with_lora(exact, tensors, 300.0), "anima", cond=cond, steps=1)
+    effect = relative_error(families.sample(exact, "anima", cond=cond, steps=1), expected)
+    for compute in ("auto", "fp16_safe"):
+        model = load(comfy, path, "int8", compute)
+        for ours in (with_lora(model, tensors, 300.0), guarded(comfy, with_lora(model, tensors, 300.0))):
+            error = relative_error(expected, families.sample(ours, "anima", cond=cond, steps=1))
+            floor = relative_error(families.sample(exact, "anima", cond=cond, steps=1), families.sample(model, "anima", cond=cond, steps=1))
+            assert error < 1.1 * floor < 0.8 * (floor**2 + effect**2) ** 0.5, "without the LoRA both add up"
+            assert "LoRA of rank 8" in next(layer["reason"] for layer in families.report(comfy, ours)["layers"] if layer["name"] in shapes)
+            assert not any("LowRank" in note for note in families.report(comfy, ours)["notes"])
+
+
+def test_a_strength_that_changes_repeats_no_later_call(comfy, wan, call, lora):
+    model = load(comfy, wan, "fp8_e4m3fn", "fp16_safe")
+    for strength in (0.0, 0.3, 0.6):
+        ours = with_lora(model, lora, strength) if strength else model
+        for _ in range(2):
+            families.replay(ours, call)
+        assert compute_of(ours).runs.last_of(ours).ranges.repeats == 0

@@ -276,3 +276,81 @@ def test_an_operand_of_an_attention_that_is_not_finite_is_seen(bad):
     x[0, 3, 5] = bad
     ranges._recorded(call)
     assert not ranges._held()
+
+
+@pytest.mark.parametrize("growth", [20.0, 40.0, 80.0, 200.0])
+def test_what_a_clamp_of_model_code_leaves_of_an_overflow_is_no_operand(growth):
+    """As Lumina's gated feed-forward clamps in fp16 (``clamp_fp16`` in ``comfy/ldm/lumina/model.py``)."""
+    gate, up, down = linear(bias=False), linear(bias=False), linear(bias=False)
+    ranges, (w1, w3, w2) = layers(gate, up, down)
+    x = torch.randn(8, 64) * 20
+
+    def clamped(x):
+        return torch.nan_to_num(x, nan=0.0, posinf=FP16_MAX, neginf=-FP16_MAX) if x.dtype == torch.float16 else x
+
+    def call(x):
+        return w2(clamped(F.silu(w1(x)) * w3(x)))
+
+    for factor in (1.0, 1.0, growth, growth):
+        result = ranges.run(lambda factor=factor: call(x * factor))
+        exact = down(F.silu(gate(x * factor)) * up(x * factor))
+        assert relative_error(exact, result) < 2e-3
+
+
+def test_an_error_that_fp16_results_do_not_cause_leaves_them_on():
+    ranges, (operation,) = layers(linear())
+    x = torch.randn(5, 64)
+    expected = ranges.run(lambda: operation(x))
+
+    def failing():
+        operation(x)
+        raise RuntimeError("interrupted")
+
+    with pytest.raises(RuntimeError, match="interrupted"):
+        ranges.run(failing)
+    assert torch.equal(ranges.run(lambda: operation(x)), expected) and operation.mode == "fp16"
+
+
+def test_layers_that_share_an_operand_scale_it_alike_or_cast_it_themselves():
+    """The first runs twice in a call, and its second input needs another scale."""
+    first, second = linear(bias=False), linear(bias=False)
+    ranges = Ranges()
+    one, other = (SafeOperation(m, ranges.slot(name), ranges, plain_weights) for name, m in (("a", first), ("b", second)))
+    x, large = torch.randn(4, 64), torch.randn(4, 64)
+    large *= 30000 / large.abs().max()
+    for _ in range(3):
+        results = ranges.run(lambda: (one(x), other(x), one(large)))
+        for result, exact in zip(results, (first(x), second(x), first(large)), strict=True):
+            assert relative_error(exact, result) < 2e-3
+
+
+def test_after_measuring_anew_calls_are_not_repeated():
+    ranges, _, call = attend([linear() for _ in range(3)], torch.randn(1, 7, 64))
+    results = [ranges.run(call) for _ in range(2)]
+    ranges.measure_anew()
+    results += [ranges.run(call) for _ in range(3)]
+    assert ranges.repeats == 0 and all(torch.equal(results[1], result) for result in results[2:])
+
+
+def test_a_mask_that_comes_after_the_measured_call_bounds_the_scores_too():
+    """A masked score stays below all others: -32752 in fp16, which a score of 24000 beside one of -24000 would pass."""
+    torch.manual_seed(0)
+    q = torch.nn.functional.normalize(torch.randn(1, 8, 64), dim=-1) * 400
+    k = -q[:, :1].expand(1, 8, 64) * 1.2
+    k = torch.cat([k[:, :-1], q[:, :1] * 1.2], 1)
+    v, mask = torch.randn(1, 8, 64), torch.zeros(8, 8)
+    mask[:, -1] = -math.inf
+
+    def masked(q, k, v, heads, mask=None, **kwargs):
+        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), None if mask is None else mask.float()).to(q.dtype)
+
+    ranges = Ranges()
+    attention = SafeAttention(ranges)
+
+    def call(mask):
+        attention.begin()
+        return attention(masked, masked, q, k, v, 1, mask=mask)
+
+    ranges.run(lambda: call(None))
+    for _ in range(2):
+        assert relative_error(masked(q, k, v, 1, mask), ranges.run(lambda: call(mask))) < 1e-2

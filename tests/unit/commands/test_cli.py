@@ -230,3 +230,15 @@ def test_a_name_that_the_system_has_none_of_is_one_line_of_error(capsys, source,
     for arguments in (["inspect", path], ["convert", source, path, "--storage", "bf16"], ["convert", path, tmp_path / "a.safetensors", "--storage", "bf16"]):
         code, _, err = run(capsys, *arguments)
         assert code == 2 and "halfsafe: " in err and "Traceback" not in err
+
+
+def test_the_parts_of_a_sharded_model_become_one_file(capsys, tmp_path):
+    parts = [tmp_path / f"m-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for number, part in enumerate(parts):
+        save_file({f"blocks.{number}.ffn.0.weight": torch.randn(64, 64)}, part)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    assert run(capsys, "convert", *parts, folder, "--storage", "bf16")[0] == 0
+    assert [path.name for path in folder.iterdir()] == ["m.safetensors"]
+    assert len(open_checkpoint(folder / "m.safetensors")) == 2
+    assert run(capsys, "scan", *parts)[1].count("0 problems") <= 1

@@ -16,7 +16,7 @@ from halfsafe.precision.errors import UnknownProfile
         ("rtx 3060", "sm_86"), ("NVIDIA GeForce RTX 3060 12GB", "sm_86"), ("RTX 3080 Ti Laptop GPU", "sm_86"), ("A40", "sm_86"),
         ("RTX A6000", "sm_86"), ("4090", None), ("RTX 4090", "sm_89"), ("rtx-4070-ti-super", "sm_89"), ("L40S", "sm_89"),
         ("RTX 6000 Ada Generation", "sm_89"), ("Quadro RTX 6000", "sm_75"), ("gtx 1080", "sm_61"), ("GTX 1080 Ti", "sm_61"),
-        ("T4", "sm_75"), ("Tesla T4", "sm_75"), ("rtx 2060 super", "sm_75"), ("V100", "sm_70"), ("a100 80GB", "sm_80"),
+        ("T4", "sm_75"), ("Tesla T4", "sm_75"), ("NVIDIA A100-SXM4-40GB", "sm_80"), ("NVIDIA H100 80GB HBM3", "sm_90"), ("NVIDIA H100 PCIe", "sm_90"), ("Tesla V100-SXM2-16GB", "sm_70"), ("RTX PRO 6000 Blackwell Workstation Edition", "sm_120"), ("rtx 2060 super", "sm_75"), ("V100", "sm_70"), ("a100 80GB", "sm_80"),
         ("H100", "sm_90"), ("B200", "sm_100"), ("RTX 5090", "sm_120"), ("RTX PRO 6000 Blackwell", "sm_120"), ("MI300X", "gfx942"),
         ("rx 7900", "gfx1100"), ("AMD Radeon RX 7900 XTX", "gfx1100"), ("RX 9070 XT", "gfx1201"), ("m2", "mps_m1"), ("Apple M2 Max", "mps_m1"),
         ("M4 Pro", "mps_m3"), ("Intel Arc B580", "xpu"), ("arc a770 16GB", "xpu"), ("b580", "xpu"), ("CPU", None), ("cpu", "cpu"),

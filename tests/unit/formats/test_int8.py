@@ -142,3 +142,8 @@ def test_announced_tensors_are_those_that_are_made():
     plan = plan_weight(stored, "int8", "m")
     made = tensors_of(stored, plan, "m")
     assert [(s.name, s.dtype, s.shape) for s in specs_of(stored, plan)] == [(n, t.dtype, tuple(t.shape)) for n, t in made.items()]
+
+
+def test_no_rows_have_no_codes():
+    codes, scale = int8.quantize_rows(torch.empty(0, 256), 256)
+    assert codes.shape == (0, 256) and scale.shape == (0, 1) and codes.dtype == torch.int8

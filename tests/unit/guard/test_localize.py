@@ -197,3 +197,18 @@ def test_the_result_is_the_one_the_model_gives_unwatched(toy, x):
         watched = toy(x)
     with torch.inference_mode():
         assert torch.equal(watched, toy(x))
+
+
+@pytest.mark.parametrize("held", [math.nan, 0.0])
+def test_a_buffer_that_a_result_is_written_to_is_no_input(held):
+    buffer = torch.full((2, 4), held, dtype=torch.float16)
+
+    class Scaling(torch.nn.Module):
+        def forward(self, x):
+            return torch.mul(x, 1.0, out=buffer)
+
+    model = torch.nn.Sequential(Scaling())
+    localizer = Localizer(model)
+    with localizer.watching():
+        result = model(torch.full((2, 4), 1e6))
+    assert localizer.origin(result).kind == "overflow"

@@ -133,3 +133,25 @@ def test_a_failed_stage_decides_the_exit_code() -> None:
 
 def test_the_browser_tier_is_part_of_every_run() -> None:
     assert test_script._tiers(None, environment.Environment(PYTHON, Path()))[:4] == ["unit", "host", "compile", "browser"]
+
+
+def test_a_download_that_breaks_in_any_way_is_told_with_the_rest(steps: list, nothing_installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(python: Path) -> Path:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(chromium, "_from_registry", broken)
+    with pytest.raises(environment.SetupError, match="no space left on device"):
+        chromium.provide_chromium(PYTHON)
+
+
+def test_without_a_network_the_page_of_an_earlier_run_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(title: str, command: list[str]) -> None:
+        raise environment.SetupError(f"{title} failed.")
+
+    monkeypatch.setattr(environment, "run_step", fails)
+    monkeypatch.setattr(environment, "cache_folder", lambda: tmp_path)
+    with pytest.raises(environment.SetupError):
+        environment.newest_frontend(PYTHON)
+    for version in ("1.9.3", "1.58.1", "1.47.12"):
+        (tmp_path / f"frontend-{version}").mkdir()
+    assert environment.newest_frontend(PYTHON) == tmp_path / "frontend-1.58.1"
