@@ -230,13 +230,21 @@ def _count(name: str, way: str) -> Counted:
     return Counted(costs.seen, len(reads.places), modes, costs.inputs, costs.outputs)
 
 
-def _base_model(inner) -> SimpleNamespace:
+class _Patcher(SimpleNamespace):
+    """What is read of a ModelPatcher without patches; hashed by identity, as ComfyUI's is."""
+
+    __hash__ = object.__hash__
+
+
+def _base_model(inner):
     import torch
 
     model = torch.nn.Module()
     model.diffusion_model = inner
     options: dict = {}
-    model.__dict__["current_patcher"] = SimpleNamespace(model=model, model_options=options, load_device=torch.device("cpu"))
+    model.__dict__["current_patcher"] = _Patcher(
+        model=model, model_options=options, load_device=torch.device("cpu"), patches={}, patches_uuid=None
+    )
     model.__dict__["current_weight_patches_uuid"] = None
     return model
 
@@ -256,7 +264,7 @@ class _executed:
         return self.wrapper(call, x, t, None, None, None, options)
 
     def modes(self) -> dict[str, str]:
-        return self.wrapper.modes(self.model) if self.way == "fp16_safe" else {}
+        return self.wrapper.modes(self.model.current_patcher) if self.way == "fp16_safe" else {}
 
 
 class _Executor:
