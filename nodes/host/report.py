@@ -27,7 +27,7 @@ from ...precision.report.schema import (
     WithoutEffect,
     device_section,
 )
-from .guard.model import guard_of
+from .guard.model import Guard, guard_of
 from .load.devices import current_device
 from .load.models import ATTACHMENT
 from .page import running_prompt, running_prompt_id, told_in
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 PATCHED_BY = (
     "A model patch ({}) runs inside of this model's calls: they are checked and repeated with it, its own layers are in no plan."
 )
+LISTED = 3
 ENCODER_GUARDS = {"HalfsafeGuardVAE": "VAE", "HalfsafeGuardCLIP": "text encoder"}
 
 
@@ -76,10 +77,27 @@ def report_of(patcher: ModelPatcher) -> Report:
     report.decisions |= decisions
     report.notes += [*notes, *_int8_notes(layers)]
     report.notes += [PATCHED_BY.format(type(model.model).__name__) for model in patcher.model_patches_models() if not isinstance(model.model, LowRankModel)]
+    report.notes += _modes_elsewhere(patcher, {layer.name: layer.mode for layer in layers}, compute, guard)
     report.encoders = encoder_reports()
     names = {layer.name for layer in layers}
     report.ranges = {name: largest for name, largest in report.ranges.items() if name in names}
     return report
+
+
+def _modes_elsewhere(patcher: ModelPatcher, here: dict[str, str], *settings: Compute | Guard | None) -> list[str]:
+    """Name the layers that run in another mode on other devices (MultiGPU): each finds by its own calls what does not fit fp16."""
+    modes: dict[str, dict[str, str]] = {}
+    for setting in (setting for setting in settings if setting):
+        for device, found in setting.modes_by_device(patcher).items():
+            modes[device] = modes.get(device, here) | found
+    modes.pop(str(patcher.load_device), None)
+    differing = {device: {name: mode for name, mode in found.items() if here.get(name) != mode} for device, found in modes.items()}
+    return [f"On {device} {_listed(found)}: each device widens what its own calls need." for device, found in differing.items() if found]
+
+
+def _listed(modes: dict[str, str]) -> str:
+    first = ", ".join(f"{name} runs in {mode}" for name, mode in list(modes.items())[:LISTED])
+    return first + (f" and {len(modes) - LISTED} more layers in another mode than here" if len(modes) > LISTED else "")
 
 
 def encoder_reports() -> list[EncoderReport]:

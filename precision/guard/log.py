@@ -1,6 +1,7 @@
 """What the guard says of one model, VAE or text encoder: its events, its verdict, and when a run is stopped."""
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -97,6 +98,7 @@ class GuardLog:
         given_up: nothing cures this run, so no call is repeated.
         lost: the images of the batch that nothing cures; the others go on.
         remarks: what ran beside the model.
+        devices: those that made calls; MultiGPU has a thread for each.
     """
 
     on_nan: str = "report"
@@ -111,6 +113,14 @@ class GuardLog:
     given_up: bool = False
     lost: set[int] = field(default_factory=set)
     remarks: set[str] = field(default_factory=set)
+    devices: set[str] = field(default_factory=set)
+    _numbers: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def begin_call(self) -> int:
+        """Count a call. Returns its number, from 1."""
+        with self._numbers:
+            self.calls += 1
+            return self.calls
 
     def note(
         self, event: GuardEvent, origin: Origin | None, verdict: str, advice: str | None = None, message: str = ""

@@ -84,6 +84,12 @@ class Escalation:
     def __bool__(self) -> bool:
         return bool(self.layers or self.spans or self.stream or self.whole)
 
+    def __or__(self, other: "Escalation") -> "Escalation":
+        """What runs wider in either: of a layer that both name, the mode that is nearer to fp32."""
+        nearer = {layer: max(self.layers.get(layer, mode), mode, key=_order) for layer, mode in other.layers.items()}
+        spans = self.spans | other.spans
+        return Escalation({**self.layers, **nearer}, spans, self.stream or other.stream, self.whole or other.whole)
+
     def named(self) -> dict[str, str]:
         """What the report lists: layers with their modes, or the span, stream or model as a whole."""
         if self.whole:
@@ -101,6 +107,10 @@ class Escalation:
         inner = sorted(self.spans - self.layers.keys())
         lines = ["* stream=fp32"] if self.stream else [f"{span}.* stream=fp32" for span in inner]
         return "\n".join([*lines, *(f"{layer} {MODES[mode].rule} stream=fp32" for layer, mode in self.layers.items())])
+
+
+def _order(mode: str) -> int:
+    return list(MODES).index(mode)
 
 
 ALL_IN_FP32 = Escalation(whole=True)

@@ -1,6 +1,7 @@
 """The report of what really runs: version 1 of the public JSON, and the same as text."""
 
 import math
+import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import PurePath
@@ -182,12 +183,13 @@ def _plain_scalar(value):
 
 
 def device_section(device: Device) -> dict:
-    """Make the report's ``device`` entry."""
+    """Make the report's ``device`` entry. ``host``: the machine's network name, to tell the workers of one service apart."""
     return {
         "name": device.name,
         "profile": device.profile.name,
         "simulated": device.simulated,
         "capabilities": dict(device.capabilities),
+        "host": platform.node(),
     }
 
 

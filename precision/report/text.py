@@ -24,7 +24,8 @@ def _head(report: dict) -> list[str]:
     lines = ["Halfsafe report", "==============="]
     if device:
         simulated = " (simulated)" if device["simulated"] else ""
-        lines.append(f"Device  {device['name']}, profile {device['profile']}{simulated}")
+        host = f", host {device['host']}" if device.get("host") else ""
+        lines.append(f"Device  {device['name']}, profile {device['profile']}{simulated}{host}")
         lines += wrapped(capability_line(device["capabilities"]), "        ")
     size = f"{count_text(model['parameters'])} parameters, {size_text(model['weight_bytes'])}"
     lines.append(f"Model   {model['class'] or 'unknown class'}, {size} of weights")

@@ -50,13 +50,14 @@ class FailedCall:
     """One failed call.
 
     Args:
-        repeats: repeats the call, whose first result was ``result``.
+        repeats: repeats the call, whose first result was ``result``; ``number``: the call's own, from 1.
         guarded: what the guard knows of its model, and ``log`` what it said of it.
         hidden: the result is finite, but the model's own code clamped what was not.
         origin: what failed, once it was located.
     """
 
     repeats: Repeats
+    number: int
     result: torch.Tensor
     guarded: Guarded
     log: GuardLog
@@ -78,7 +79,7 @@ class FailedCall:
     def _position(self, result_rows: set[int]) -> CallPosition:
         rows = sorted({row % self.images for row in result_rows})
         spoils_all = len(self.log.lost.union(rows)) >= self.images
-        return CallPosition(self.log.calls, step_of(self.call), sigma_of(self.call), rows, spoils_all)
+        return CallPosition(self.number, step_of(self.call), sigma_of(self.call), rows, spoils_all)
 
     def resolved(self) -> torch.Tensor:
         """The result to go on with.
@@ -87,13 +88,13 @@ class FailedCall:
             NonFinite: there is none, or the guard is to stop.
         """
         if self.hidden:
-            self.suspects = suspects(self.repeats.call, self.log.calls == 1)
+            self.suspects = suspects(self.repeats.call, self.number == 1)
             return self._as_asked()
         self._lose({row for row in self.rows if row % self.images in self.log.lost})
-        self.suspects = suspects(self.repeats.call, self.log.calls == 1)
+        self.suspects = suspects(self.repeats.call, self.number == 1)
         for suspect in self.suspects:
             self._lose_rows_given_nan(suspect)
-        self.suspects = suspects(self.repeats.call, self.log.calls == 1)
+        self.suspects = suspects(self.repeats.call, self.number == 1)
         if not self.rows:
             return self.result
         result = self._as_asked()

@@ -1,7 +1,9 @@
 """The NaN guard on a ModelPatcher: each call's result is checked once; one that is not finite is explained and repeated."""
 
 import contextlib
+import functools
 import math
+import operator
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,9 +70,10 @@ class Guard:
     def __call__(self, executor, *args, **kwargs):
         call = Call(executor, *args, **kwargs)
         guarded, log = self.states.of(call.model), self._log(call.model.current_patcher)
-        log.calls += 1
+        number = log.begin_call()
         log.remarks |= {CONTROLNET} if call.control else set()
-        if log.calls == 1:
+        if str(guarded.device) not in log.devices:
+            log.devices.add(str(guarded.device))
             self._check_device(call, guarded, log)
         start = RandomStart.of(call.x.device)
         with ClampWatch(guarded.watches_clamps) as watch:
@@ -78,7 +81,8 @@ class Guard:
         sizes = torch.stack([amax(result), *watch.sizes(result.device)]).tolist()
         if all(map(math.isfinite, sizes)) or log.given_up:
             return result
-        return FailedCall(Repeats(call, start, guarded, log, self.max_retries), result, guarded, log, hidden=math.isfinite(sizes[0])).resolved()
+        repeats = Repeats(call, start, guarded, log, self.max_retries)
+        return FailedCall(repeats, number, result, guarded, log, hidden=math.isfinite(sizes[0])).resolved()
 
     def inside(self, executor, *args, **kwargs):
         """Make a call inside of all other wrappers, as the guard's outermost one asked for in the call's options."""
@@ -138,9 +142,12 @@ class Guard:
             log.give_up(position, origin, "not_precision", mode="fp32", evidence=BETWEEN_CALLS)
 
     def report(self, patcher: "ModelPatcher") -> GuardReport:
-        """What was seen in the last prompt that ran a patcher, or a clone that differs in what changes no arithmetic."""
+        """What was seen in the last prompt that ran a patcher, or a clone that differs in what changes no arithmetic.
+
+        Its escalations are those of all devices that ran it, as its rules are for all of them.
+        """
         runs = self.states.runs_of(patcher)
-        report = self._log(patcher).report(next((run.escalation for run in runs if run.escalation), Escalation()))
+        report = self._log(patcher).report(functools.reduce(operator.or_, (run.escalation for run in runs), Escalation()))
         report.escalations |= {TEXT_ADAPTER: "fp32"} if any(run.text_in_fp32 for run in runs) else {}
         return report
 
@@ -152,6 +159,10 @@ class Guard:
         """Layer -> mode, of the layers that run wider now."""
         guarded = self.states.last_of(patcher)
         return guarded.layers.modes() if guarded and guarded.layers else {}
+
+    def modes_by_device(self, patcher: "ModelPatcher") -> dict[str, dict[str, str]]:
+        """Device -> the modes of its own that :meth:`modes` gives, for each that made calls."""
+        return {device: run.layers.modes() if run.layers else {} for device, run in self.states.by_device(patcher).items()}
 
     def ranges(self, patcher: "ModelPatcher") -> dict[str, float]:
         """Layer -> the largest magnitude it was given, of the layers that run wider."""
@@ -189,7 +200,7 @@ class Guard:
         """Once per device and process: a product in the model's dtype, where some devices give zeros."""
         if guarded.stream not in probes.GEMM_TOLERANCE or guarded.escalation.whole:
             return
-        ok, detail = probes.canary(call.x.device, guarded.stream)
+        ok, detail = probes.canary(guarded.device, guarded.stream)
         if ok:
             return
         cured = self.on_nan == "retry_higher"
@@ -198,7 +209,7 @@ class Guard:
         origin = Origin("", "matmul", "canary", guarded.stream, math.nan)
         position = CallPosition(log.calls, 0, sigma_of(call))
         event = event_of(position, origin, guarded.stream, "fp32" if cured else guarded.stream, cured)
-        message, advice = f"A test product on {call.x.device} is wrong.", f"{detail}. {ADVICE['device_fault']}"
+        message, advice = f"A test product on {guarded.device} is wrong.", f"{detail}. {ADVICE['device_fault']}"
         error = log.note(event, origin, "device_fault", advice, message)
         if self.on_nan == "stop":
             raise error

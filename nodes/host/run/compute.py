@@ -88,6 +88,10 @@ class Compute:
         modes |= run.modes() if run else {}
         return modes | ({name: mode for name, mode in adapter.modes().items() if adapter.ranges.slot(name).flops} if adapter else {})
 
+    def modes_by_device(self, patcher: "ModelPatcher") -> dict[str, dict[str, str]]:
+        """Device -> layer name -> mode, as found in the calls of each device that made some (MultiGPU)."""
+        return {device: run.modes() for device, run in self.runs.by_device(patcher).items()}
+
     def sampling(self, executor, *args, **kwargs):
         """Around a sampler's run: what the model does with its text before its calls follows the plan too."""
         model = executor.class_obj.model_patcher.model

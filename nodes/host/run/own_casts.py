@@ -4,12 +4,14 @@ import ast
 import functools
 import inspect
 import textwrap
+import threading
 
 import torch
 
 FP32 = "fp32"
 OWN_WEIGHT = "weight"
 _FLOAT32 = ("torch.float32", "torch.float")
+_one_at_a_time = threading.Lock()  # ast.parse of two threads raises SystemError, up to Python 3.12 (python/cpython#106905)
 
 
 def own_cast(model: torch.nn.Module, name: str) -> str:
@@ -20,7 +22,8 @@ def own_cast(model: torch.nn.Module, name: str) -> str:
     as CogVideoX does (``comfy/ldm/cogvideo/model.py``). Casts of a variable made before the call are not seen.
     """
     owner, _, leaf = name.rpartition(".")
-    return _casts_in(type(model.get_submodule(owner))).get(leaf, "")  # type: ignore[arg-type]  # a class is hashable
+    with _one_at_a_time:
+        return _casts_in(type(model.get_submodule(owner))).get(leaf, "")  # type: ignore[arg-type]  # a class is hashable
 
 
 @functools.lru_cache(maxsize=256)

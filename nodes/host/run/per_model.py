@@ -31,10 +31,11 @@ Branch = tuple
 
 @dataclass
 class _Kept(Generic[Run]):
-    """The run of one state. ``branches``: those of the patchers that made its calls."""
+    """The run of one state. ``branches``: those of the patchers that made its calls; ``device``: where they are made."""
 
     state: tuple
     run: Run
+    device: str
     branches: set[Branch] = field(default_factory=set)
 
 
@@ -79,7 +80,7 @@ class PerModel(Generic[Run]):
 
     def _made(self, model: torch.nn.Module) -> _Kept[Run]:
         run = self._make(model)
-        return _Kept(self._state(model, run), run)
+        return _Kept(self._state(model, run), run, str(model.current_patcher.load_device))
 
     def last(self, model: torch.nn.Module) -> Run | None:
         """The run of the model's last call, if it made one, whichever patcher it was of."""
@@ -92,9 +93,16 @@ class PerModel(Generic[Run]):
 
     def runs_of(self, patcher: "ModelPatcher") -> list[Run]:
         """The runs of a patcher's branch, the last first; then those of its clones on other devices (MultiGPU)."""
+        return [kept.run for runs in self._by_device(patcher) for kept in runs]
+
+    def by_device(self, patcher: "ModelPatcher") -> dict[str, Run]:
+        """Device -> the last run of a patcher's branch there, its own first."""
+        return {runs[0].device: runs[0].run for runs in self._by_device(patcher) if runs}
+
+    def _by_device(self, patcher: "ModelPatcher") -> list[list[_Kept[Run]]]:
         branch, own = self._branch(patcher), self._runs.get(patcher.model, [])
-        others = [kept for model, runs in list(self._runs.items()) if model is not patcher.model for kept in runs]
-        return [kept.run for kept in [*own, *others] if branch in kept.branches]
+        others = [runs for model, runs in list(self._runs.items()) if model is not patcher.model]
+        return [[kept for kept in runs if branch in kept.branches] for runs in [own, *others]]
 
     def _branch(self, patcher: "ModelPatcher") -> Branch:
         return *branch_of(patcher), *self._settings(patcher)

@@ -1,6 +1,7 @@
 """The report's JSON is a public contract; its text and picture are what people read and paste."""
 
 import json
+import platform
 import types
 from pathlib import Path
 
@@ -130,6 +131,7 @@ def test_verdict_words_are_the_contracts():
 def test_the_device_section_is_what_the_device_can_do():
     section = report.device_section(devices.detect(torch.device("cpu"), profile="sm_75"))
     assert (section["profile"], section["simulated"]) == ("sm_75", True)
+    assert section["host"] == platform.node() != ""
     assert section["capabilities"]["bf16"] is False and section["capabilities"]["fp8_storage"] is True
     json.dumps(section)
 
