@@ -29,7 +29,10 @@ TIERS = {
     "browser": "tests/browser",
     "gpu": "tests/gpu",
 }
-IN_TWO_PROCESSES = ("unit", "host")
+# How a tier's tests are shared out between two processes. Long files are not the ones with many tests, so the files keep their order.
+BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
+IN_TWO_PROCESSES = {"unit": BY_FILE, "host": BY_FILE, "compile": BY_FILE, "browser": ("--dist", "loadgroup")}
+ONE_THREAD_EACH = ("unit", "host", "compile")
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,11 @@ def _color() -> list[str]:
 def _workers(tier: str) -> list[str]:
     """Small models gain more from two processes of one thread each than from one of two."""
     without = [f"--ignore={TIERS['compile']}"] if tier == "host" else []
-    return [*without, *(["-n", "2", "--dist", "loadfile"] if tier in IN_TWO_PROCESSES else [])]
+    return [*without, *(["-n", "2", *IN_TWO_PROCESSES[tier]] if tier in IN_TWO_PROCESSES else [])]
 
 
 def _tier_environ(tier: str, environment: Environment) -> dict[str, str]:
-    more = {"OMP_NUM_THREADS": "1"} if tier in IN_TWO_PROCESSES else {}
+    more = {"OMP_NUM_THREADS": "1"} if tier in ONE_THREAD_EACH else {}
     if tier == "browser":
         more = {"CHROMIUM": str(provide_chromium(environment.python)), "HALFSAFE_FRONTEND": str(newest_frontend(environment.python))}
     return clean_environ(PYTHONUNBUFFERED="1", HALFSAFE_STRICT="1", COMFYUI_DIR=str(environment.comfyui), **more)

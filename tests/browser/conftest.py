@@ -25,6 +25,8 @@ RENDERERS = ("canvas", "nodes2")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.parent == Path(__file__).parent]
+    for item in ours:  # a process and a server for each page
+        item.add_marker(pytest.mark.xdist_group(getattr(item, "callspec", None) and item.callspec.params.get("server", "")))
     if not MISSING or not ours:
         return
     if os.environ.get("HALFSAFE_STRICT"):
