@@ -14,6 +14,7 @@ const REPORT_NODE = "HalfsafeReport";
 const TOASTS = "halfsafe.toasts";
 const BADGES = "halfsafe.badges";
 const BADGE_COLORS = { fgColor: "#ffffff", bgColor: "#1d5c52" };
+const BETWEEN_WORDS = " \u00b7 ";
 const PANEL_SIZE = [460, 480];
 const PANEL_MIN_HEIGHT = 240;
 
@@ -25,7 +26,17 @@ const badgeTexts = new WeakMap();
 /** @type {HTMLElement | null} */
 let sidebar = null;
 /** Our sidebar tab as the page keeps it: Nodes 2.0 draws a badge again when what the badge read from here changes. */
-let watched = { revision: 0 };
+let watched = { revision: 0, tooltip: "" };
+
+/** A badge's words, those with a translation in the page's language. @param {any} output */
+function badgeText(output) {
+  const words = (output?.halfsafe_badge?.[0] ?? "").split(BETWEEN_WORDS);
+  return words.map((/** @type {string} */ word) => t(word)).join(BETWEEN_WORDS);
+}
+
+function tabTooltip() {
+  return t("Halfsafe: guards and precision reports");
+}
 
 function addStyles() {
   document.head.append(el("link", { rel: "stylesheet", href: new URL("./halfsafe.css", import.meta.url).href }));
@@ -65,11 +76,12 @@ function addBadge(node) {
   });
 }
 
-/** Bring badges and panels to what `app.nodeOutputs` holds: after a run, a cached run or a change of the workflow. */
+/** Bring badges and panels to what `app.nodeOutputs` holds: after a run, a cached run, a change of the workflow or of the language. */
 function showOutputs() {
+  watched.tooltip = tabTooltip();
   for (const node of ownNodes()) {
     const output = app.nodeOutputs[locatorOf(node)];
-    const text = output?.halfsafe_badge?.[0] ?? "";
+    const text = badgeText(output);
     if (text !== (badgeTexts.get(node) ?? "")) {
       badgeTexts.set(node, text);
       watched.revision += 1;
@@ -174,7 +186,7 @@ function addSidebarTab() {
     revision: 0,
     icon: "pi pi-shield",
     title: "Halfsafe",
-    tooltip: t("Halfsafe: guards and precision reports"),
+    tooltip: tabTooltip(),
     type: "custom",
     render: (/** @type {HTMLElement} */ container) => {
       sidebar = el("div", { class: "halfsafe hs-sidebar" });
@@ -211,7 +223,7 @@ app.registerExtension({
   ],
   async setup() {
     addStyles();
-    await loadWords(api, app.extensionManager.setting.get("Comfy.Locale"));
+    await loadWords(api, () => app.extensionManager.setting.get("Comfy.Locale"));
     listen();
     addSidebarTab();
   },

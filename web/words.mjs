@@ -1,16 +1,19 @@
 // @ts-check
 /** The page's own words in the language of ComfyUI's page: locales/<language>/main.json, `halfsafe`, by the English text. */
 
-/** @type {Record<string, string>} */
-let words = {};
+/** @type {Record<string, {halfsafe?: Record<string, string>}>} */
+let languages = {};
+/** @type {() => string} */
+let language = () => "en";
 
 /**
- * Fetch the words of a language, as ComfyUI serves those of all packs; without any, the page stays English.
- * @param {{fetchApi: (route: string) => Promise<Response>}} api @param {string} language such as "zh"
+ * Fetch the words of every language, as ComfyUI serves those of all packs; without any, the page stays English.
+ * @param {{fetchApi: (route: string) => Promise<Response>}} api @param {() => string} pageLanguage such as "zh"; asked at each text
  */
-export async function loadWords(api, language) {
+export async function loadWords(api, pageLanguage) {
   const response = await api.fetchApi("/i18n");
-  words = response.ok ? (await response.json())[language]?.halfsafe ?? {} : {};
+  languages = response.ok ? await response.json() : {};
+  language = pageLanguage;
 }
 
 /**
@@ -18,5 +21,6 @@ export async function loadWords(api, language) {
  * @param {string} text in English @param {Record<string, string | number>} [values]
  */
 export function t(text, values = {}) {
+  const words = languages[language()]?.halfsafe ?? {};
   return (words[text] ?? text).replace(/\{(\w+)\}/g, (whole, name) => String(values[name] ?? whole));
 }

@@ -83,21 +83,27 @@ def test_links_follow_the_types(comfy: ComfyPage) -> None:
     assert made == {"rules": True, "model": True, "anything": True, "wrong": False, "wrong_rules": False}
 
 
-def test_the_panel_speaks_the_pages_language(comfy: ComfyPage) -> None:
-    words = json.loads((ROOT / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
+def words_in(language: str) -> dict[str, dict[str, str]]:
+    return json.loads((ROOT / "locales" / language / "main.json").read_text(encoding="utf-8"))
+
+
+def test_panel_badge_and_sidebar_follow_the_pages_language_without_a_reload(comfy: ComfyPage) -> None:
+    words = words_in("zh")["halfsafe"]
     hint = "Run the workflow to see what each layer is stored in and computed in, and why."
-    comfy.set("Comfy.Locale", "zh")
+    comfy.add("HalfsafeReport", "HalfsafeAccumulation")
+    comfy.load(comfy.saved())
+    comfy.evaluate("""async () => { const { api } = await import("/scripts/api.js");
+        const node = String(app.graph.nodes.find((n) => n.type === "HalfsafeAccumulation").id);
+        const output = { halfsafe_badge: ["fp16 sums \u00b7 tf32"] };
+        api.dispatchCustomEvent("executed", { node, display_node: node, prompt_id: "shown", output }); }""")
     try:
-        comfy.page.reload()
-        comfy.wait_ready()
-        comfy.add("HalfsafeReport")
-        comfy.page.wait_for_selector(".hs-hint", state="attached")
-        assert comfy.page.locator(".hs-hint").first.text_content() == words[hint]
-        assert comfy.page.locator(".hs-filter").first.get_attribute("placeholder") == words["Filter layers"]
+        for language, speak in (("zh", words.__getitem__), ("en", str)):
+            comfy.set("Comfy.Locale", language)
+            shown = "(hint) => [...document.querySelectorAll('.hs-hint')].some((e) => e.isConnected && e.textContent === hint)"
+            comfy.page.wait_for_function(shown, arg=speak(hint))
+            assert comfy.page.locator(".hs-filter").first.get_attribute("placeholder") == speak("Filter layers")
+            assert comfy.badges()["HalfsafeAccumulation"] == f"{speak('fp16 sums')} \u00b7 tf32"
+            tab = comfy.evaluate("() => app.extensionManager.getSidebarTabs().find((tab) => tab.id === 'halfsafe').tooltip")
+            assert tab == speak("Halfsafe: guards and precision reports")
     finally:
         comfy.set("Comfy.Locale", "en")
-        comfy.page.reload()
-        comfy.wait_ready()
-    comfy.add("HalfsafeReport")
-    comfy.page.wait_for_selector(".hs-hint", state="attached")
-    assert comfy.page.locator(".hs-hint").first.text_content() == hint

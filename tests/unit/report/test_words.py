@@ -10,16 +10,17 @@ from halfsafe.precision.report.schema import VERDICTS
 
 ROOT = Path(__file__).absolute().parents[3]
 LANGUAGES = sorted(path.name for path in (ROOT / "locales").iterdir() if path.name != "en")
+BADGE_WORDS = {"fp16 sums", "fp32 sums", "fast fp8 sums"}
 KINDS = {"overflow", "nan", "weights", "input", "saturation", "canary"}
 CALL = re.compile(r'\bt\("((?:[^"\\]|\\.)*)"')
 VALUE = re.compile(r"\{\w+\}")
 
 
 def words_of_the_page() -> set[str]:
-    """Texts spelled in the page's code, and those it takes from the server: verdicts, kinds of events, modes."""
+    """Texts spelled in the page's code, and those it takes from the server: verdicts, kinds of events, modes, badges."""
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").iterdir() if path.suffix in (".js", ".mjs"))
     verdicts = {verdict.replace("_", " ") for verdict in VERDICTS if verdict != "off"}
-    return set(CALL.findall(code)) | verdicts | KINDS | {mode.label for mode in MODES.values()}
+    return set(CALL.findall(code)) | verdicts | KINDS | BADGE_WORDS | {mode.label for mode in MODES.values()}
 
 
 def words_in(language: str) -> dict[str, str]:
