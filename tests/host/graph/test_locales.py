@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).absolute().parents[3]
+LANGUAGES = sorted(path.name for path in (ROOT / "locales").iterdir())
 
 
 def schema_words(node):
@@ -22,7 +23,7 @@ def shape(words):
     return {key: shape(value) for key, value in words.items()} if isinstance(words, dict) else bool(words)
 
 
-@pytest.mark.parametrize("language", ["en", "zh"])
+@pytest.mark.parametrize("language", LANGUAGES)
 def test_every_word_is_there(comfy, language):
     words = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
     expected = {node_id: schema_words(node) for node_id, node in comfy.nodes.items()}
@@ -31,13 +32,10 @@ def test_every_word_is_there(comfy, language):
         assert words == expected
 
 
-def test_the_pages_settings_have_their_words_in_each_language():
-    english, chinese = (
-        json.loads((ROOT / "locales" / language / "settings.json").read_text(encoding="utf-8")) for language in ("en", "zh")
-    )
-    assert shape(english) == shape(chinese)
+def test_english_names_the_settings_of_the_page():
+    words = json.loads((ROOT / "locales" / "en" / "settings.json").read_text(encoding="utf-8"))
     page = (ROOT / "web" / "main.js").read_text(encoding="utf-8")
-    assert all(key.replace("_", ".") in page for key in english)
+    assert words and all(key.replace("_", ".") in page for key in words)
 
 
 def test_every_node_has_a_help_page_that_names_its_inputs_and_aliases_people_type(comfy):
