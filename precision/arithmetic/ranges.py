@@ -16,6 +16,7 @@ import torch
 
 from ..amax import amax
 from ..dtypes import FP16_MAX
+from ..oom import is_oom
 from .cells import NOTHING, Cells
 from .slot import Slot
 
@@ -123,7 +124,7 @@ class Ranges:
         try:
             return self._run(call)
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or not any(slot.returns_fp16 for slot in self.slots.values()):
+            if is_oom(error) or not any(slot.returns_fp16 for slot in self.slots.values()):
                 raise
             self.fp16_results = False
             try:

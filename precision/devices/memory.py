@@ -1,11 +1,9 @@
-"""How much memory is left for this process, a refusal before the system kills it, and errors that mean a lack of it."""
+"""How much memory is left for this process, and a refusal before the system kills it."""
 
 import ctypes
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
 
 from ..errors import MemoryShortage
 from ..text import size_text
@@ -13,7 +11,6 @@ from ..text import size_text
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")
 _V2 = ("memory.max", "memory.current", "inactive_file")
-CUDA_OUT_OF_MEMORY = 2
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
@@ -28,18 +25,6 @@ def available_memory() -> int | None:
     if sys.platform == "win32":
         return _windows_available()
     return None
-
-
-def is_oom(error: BaseException) -> bool:
-    """Tell whether an error means that a device has no memory left.
-
-    torch's allocators raise OutOfMemoryError, CUDA itself an AcceleratorError with ``cudaErrorMemoryAllocation``, and MPS
-    a plain RuntimeError (aten/src/ATen/mps/MPSAllocator.mm).
-    """
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    told = getattr(error, "error_code", None) == CUDA_OUT_OF_MEMORY or "out of memory" in str(error).lower()
-    return isinstance(error, RuntimeError) and told
 
 
 def require_memory(needed: int, what: str, available: int) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from ..arithmetic.flags import flags_set, is_on, read_flag
 from ..dtypes import dtype_named
-from .memory import is_oom
+from ..oom import is_oom
 
 PROBE_ERRORS = (RuntimeError, TypeError, AttributeError, ValueError, AssertionError)
 GEMM_TOLERANCE = {"fp16": 1e-2, "bf16": 2e-2, "fp32": 5e-3}

@@ -8,6 +8,7 @@ import torch
 
 from ....precision.devices import memory
 from ....precision.devices.detect import Device, detect
+from ....precision.oom import is_oom as is_oom_of_torch
 
 
 def compute_device() -> torch.device:
@@ -67,4 +68,4 @@ def is_oom(error: BaseException) -> bool:
     ComfyUI's own test comes first, as it also clears the error CUDA has pending. On torch 2.8 and later it takes the plain
     RuntimeError of MPS for another.
     """
-    return comfy.model_management.is_oom(error) or memory.is_oom(error)
+    return comfy.model_management.is_oom(error) or is_oom_of_torch(error)

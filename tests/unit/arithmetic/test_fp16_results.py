@@ -140,17 +140,19 @@ def test_model_code_that_takes_no_fp16_beside_fp32_is_given_fp32():
     assert not ranges.fp16_results
 
 
-def test_running_out_of_memory_is_no_reason_to_try_again():
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("on purpose"), RuntimeError("MPS backend out of memory (MPS allocated: 19.13 GiB)")])
+def test_running_out_of_memory_is_no_reason_to_try_again(error):
     module, calls = linear(), []
     ranges, (operation,) = layers(module)
 
     def call():
         operation(torch.ones(2, 64))
         calls.append(1)
-        raise torch.OutOfMemoryError("on purpose")
+        raise error
 
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RuntimeError) as raised:
         ranges.run(call)
+    assert raised.value is error
     assert len(calls) == 1
 
 

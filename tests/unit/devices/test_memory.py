@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-import torch
 from halfsafe.precision.devices import memory
 from halfsafe.precision.errors import MemoryShortage
 
@@ -90,24 +89,3 @@ def test_a_shortage_names_need_have_and_what_to_do():
     memory.require_memory(GB, "Loading a.safetensors", GB)
     with pytest.raises(MemoryShortage, match=r"Loading a\.safetensors needs 30\.00 GiB.*12\.50 GiB are available.*fp8"):
         memory.require_memory(30 * 2**30, "Loading a.safetensors", int(12.5 * 2**30))
-
-
-def error_of_cuda(code):
-    error = RuntimeError("CUDA error: operation failed")
-    error.error_code = code
-    return error
-
-
-@pytest.mark.parametrize(
-    ("error", "lacks_memory"),
-    [
-        (torch.OutOfMemoryError("Allocation on device"), True),
-        (RuntimeError("MPS backend out of memory (MPS allocated: 19.13 GiB)"), True),
-        (error_of_cuda(2), True),
-        (error_of_cuda(700), False),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("the printer is out of memory"), False),
-    ],
-)
-def test_a_lack_of_device_memory_is_told_from_other_errors(error, lacks_memory):
-    assert memory.is_oom(error) is lacks_memory
