@@ -19,15 +19,17 @@ def unpacked_dtype(plan: LoadPlan) -> str:
 def held_dtype(weights: Mapping[str, StoredWeight], storages: Mapping[str, str], plan: LoadPlan) -> str:
     """Name the dtype of the weights that are not quantized; ComfyUI has one for them all.
 
-    A dtype asked for as storage is that dtype. Beside quantized weights the others are converted to what they are computed
-    in, unless that is wider than they are in the file: ComfyUI casts those at each use.
+    A dtype asked for by rules for all layers, or as storage, is that dtype. Beside quantized weights the others are converted
+    to what they are computed in, unless that is wider than they are in the file: ComfyUI casts those at each use.
 
     Args:
         weights: the model's, as the file stores them.
         storages: tensor name -> storage that will be made, ``as_file`` for those not named.
     """
-    if plan.storage.used != AS_FILE and plan.storage.used not in QUANTIZED_NAMES:
-        return plan.storage.used
+    by_layer = {decision.storage for decision in plan.decisions.values()}
+    for asked in [*(by_layer if len(by_layer) == 1 else ()), plan.storage.used]:
+        if asked not in (AS_FILE, *QUANTIZED_NAMES):
+            return asked
     sizes: dict[str, int] = {}
     for weight in weights.values():
         if weight.is_number and not weight.quantized and storages.get(weight.name, AS_FILE) == AS_FILE:

@@ -23,9 +23,9 @@ def weights(dtype=torch.bfloat16, **others):
     return {name: StoredWeight(name, tensor) for name, tensor in {**tensors, **others}.items()}
 
 
-def plan(storage, compute, file_dtype="bf16"):
+def plan(storage, compute, file_dtype="bf16", rules=""):
     facts = ModelFacts(LAYERS, 10**6, file_dtype, ("bf16", "fp32"))
-    return plan_load(facts, devices.detect(profile="sm_86"), storage, compute, rules_from(), None)
+    return plan_load(facts, devices.detect(profile="sm_86"), storage, compute, rules_from(rules), None)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +44,17 @@ def test_what_is_not_quantized_is_no_wider_than_in_the_file_unless_asked(file, s
     stored = weights(file)
     made = {"blocks.0.ffn.0.weight": storage} if storage in ("fp8_e4m3fn", "int8") else {}
     assert held_dtype(stored, made, plan(storage, compute)) == dtype
+
+
+@pytest.mark.parametrize(("storage", "rules", "dtype"), [
+    ("auto", "* storage=fp16", "fp16"),
+    ("fp32", "* storage=fp16", "fp16"),
+    ("as_file", "* storage=fp16\nblocks.* storage=as_file", "bf16"),
+    ("fp32", "blocks.* storage=fp16", "fp32"),
+    ("as_file", "* storage=as_file", "bf16"),
+])  # fmt: skip
+def test_a_rule_for_all_layers_names_the_dtype_they_are_held_in(storage, rules, dtype):
+    assert held_dtype(weights(), {}, plan(storage, "bf16", rules=rules)) == dtype
 
 
 def test_beside_weights_that_are_quantized_in_the_file_others_are_as_they_are():
