@@ -1,8 +1,9 @@
-"""Run the tests on several versions of torch and ComfyUI: `python scripts/versions.py --help`.
+"""Run the tests on several versions of torch, ComfyUI and comfy-kitchen: `python scripts/versions.py --help`.
 
 Each Python and torch has a virtual environment of its own below the user's cache folder, kept for the next run unless
 `--remove` is given (one takes 1 to 6 GB). Tier 0 (tests/unit) runs on each of them, tier 1 (tests/host) on each of them
-with each ComfyUI folder given. What follows `--` goes to pytest.
+with each ComfyUI folder given; the tests of formats and kernels once more with each comfy-kitchen given. What follows
+`--` goes to pytest.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from reporting import comfyui_version
 TORCH = ("2.8.0", "2.11.0", "newest")
 LIBRARIES = ("numpy", "safetensors", "Pillow", "comfy-kitchen", "packaging")
 QUICK = ("-m", "not slow", "-k", "loaders or saver or compute or object_info or bad_files")
+KERNELS = ("-k", "int8 or fp8 or kitchen or dialect or formats or quantiz")
 OF_THE_MAIN_ENVIRONMENT = "tests/unit/project/test_scripts.py::test_broken_interpreter_is_not_usable"
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 PROBLEM_LINES = 5
@@ -40,6 +42,7 @@ class Outcome:
     python: str
     torch: str
     comfyui: str = "-"
+    kitchen: str = "-"
     passed: int = 0
     failed: int = 0
     skipped: int = 0
@@ -70,6 +73,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--torch", nargs="+", default=TORCH, metavar="VERSION", help=f"default: {' '.join(TORCH)}")
     parser.add_argument("--python", nargs="+", metavar="EXECUTABLE", help="interpreters; this one without it")
     parser.add_argument("--comfyui", nargs="+", type=Path, default=[], metavar="DIR", help="folders for tier 1")
+    parser.add_argument("--kitchen", nargs="+", default=[], metavar="VERSION", help="comfy-kitchens for the tests of formats and kernels")
     parser.add_argument("--quick", action="store_true", help="a fast subset of tier 1")
     parser.add_argument("--remove", action="store_true", help="delete each environment after its tests")
     parser.add_argument("--save", action="store_true", help="add the outcomes to benchmarks/results/versions.json")
@@ -84,7 +88,8 @@ def _on_one_torch(python: str, torch: str, options: argparse.Namespace, pytest_a
         held = _torch_version(ready)
         unit = _run_tier(Outcome("unit", version, held), ready, None, pytest_args)
         extra = [*(QUICK if options.quick else ()), *pytest_args]
-        return [unit, *(_on_one_comfyui(ready, version, held, comfyui, extra) for comfyui in options.comfyui)]
+        hosts = [_on_one_comfyui(ready, version, held, comfyui, extra) for comfyui in options.comfyui]
+        return [unit, *hosts, *(o for kitchen in options.kitchen for o in _with_kitchen(ready, version, held, kitchen, options.comfyui, pytest_args))]
     except SetupError as error:
         return [Outcome("unit", version, torch, problem=str(error))]
     finally:
@@ -100,6 +105,17 @@ def _on_one_comfyui(python: Path, version: str, torch: str, comfyui: Path, pytes
         outcome.problem = str(error)
         return outcome
     return _run_tier(outcome, python, comfyui, pytest_args)
+
+
+def _with_kitchen(python: Path, version: str, torch: str, kitchen: str, comfyuis: list[Path], pytest_args: list[str]) -> list[Outcome]:
+    """The tests of formats and kernels with a comfy-kitchen that lies before the installed one."""
+    folder = environment.cache_folder() / "versions" / f"python-{version}-kitchen-{kitchen}"
+    outcomes = [Outcome("unit", version, torch, "-", kitchen), *(Outcome("host", version, torch, comfyui_version(c), kitchen) for c in comfyuis)]
+    if not folder.exists():
+        install = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--target", str(folder)]
+        environment.run_step(f"Installing comfy-kitchen {kitchen}", [*install, f"comfy-kitchen=={kitchen}"])
+    args = [*KERNELS, *pytest_args]
+    return [_run_tier(o, python, c, args, folder) for o, c in zip(outcomes, [None, *comfyuis], strict=True)]
 
 
 def _python_version(python: str) -> str:
@@ -137,14 +153,16 @@ def _torch_packages(version: str, for_comfyui: bool) -> list[str]:
     return [torch, "torchvision", "torchaudio"] if for_comfyui else [torch]
 
 
-def _run_tier(outcome: Outcome, python: Path, comfyui: Path | None, pytest_args: list[str]) -> Outcome:
-    print(f"\n== {outcome.tier}: Python {outcome.python}, torch {outcome.torch}, ComfyUI {outcome.comfyui}", flush=True)
+def _run_tier(outcome: Outcome, python: Path, comfyui: Path | None, pytest_args: list[str], first: Path | None = None) -> Outcome:
+    """Run a tier. ``first``: a folder whose packages come before the installed ones."""
+    versions = f"torch {outcome.torch}, ComfyUI {outcome.comfyui}, comfy-kitchen {outcome.kitchen}"
+    print(f"\n== {outcome.tier}: Python {outcome.python}, {versions}", flush=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
         command = [str(python), "-m", "pytest", f"tests/{outcome.tier}", f"--junitxml={junit}", "-q", "-p", "no:cacheprovider"]
         command += ["--deselect", OF_THE_MAIN_ENVIRONMENT]
-        environ = clean_environ(HALFSAFE_STRICT="1", **({"COMFYUI_DIR": str(comfyui.resolve())} if comfyui else {}))
+        environ = clean_environ(HALFSAFE_STRICT="1", **({"COMFYUI_DIR": str(comfyui.resolve())} if comfyui else {}), **({"PYTHONPATH": str(first)} if first else {}))
         code = subprocess.run([*command, *pytest_args], cwd=ROOT, env=environ, check=False).returncode
         outcome.seconds = round(time.monotonic() - started, 1)
         return read_junit(junit, outcome, code)
@@ -166,10 +184,10 @@ def read_junit(path: Path, outcome: Outcome, code: int) -> Outcome:
 
 def as_table(outcomes: list[Outcome]) -> str:
     """One line per outcome, failures below it."""
-    head = f"{'tier':5} {'python':8} {'torch':14} {'ComfyUI':8} {'passed':>6} {'failed':>6} {'skipped':>7} {'seconds':>8}"
+    head = f"{'tier':5} {'python':8} {'torch':14} {'ComfyUI':8} {'kitchen':7} {'passed':>6} {'failed':>6} {'skipped':>7} {'seconds':>8}"
     lines = [head]
     for o in outcomes:
-        lines.append(f"{o.tier:5} {o.python:8} {o.torch:14} {o.comfyui:8} {o.passed:6} {o.failed:6} {o.skipped:7} {o.seconds:8.1f}")
+        lines.append(f"{o.tier:5} {o.python:8} {o.torch:14} {o.comfyui:8} {o.kitchen:7} {o.passed:6} {o.failed:6} {o.skipped:7} {o.seconds:8.1f}")
         lines += [f"      {failure}" for failure in o.failures]
         lines += [f"      {line}" for line in o.problem.splitlines()[-PROBLEM_LINES:]]
     return "\n".join(lines)
@@ -179,7 +197,7 @@ def _save(outcomes: list[Outcome]) -> None:
     """Keep the newest outcome of each set of versions."""
     earlier = json.loads(RESULTS.read_text(encoding="utf-8"))["outcomes"] if RESULTS.exists() else []
     rows = [*earlier, *(asdict(outcome) for outcome in outcomes)]
-    newest = {(row["tier"], row["python"], row["torch"], row["comfyui"]): row for row in rows}
+    newest = {(row["tier"], row["python"], row["torch"], row["comfyui"], row.get("kitchen", "-")): row for row in rows}
     result = {"system": platform.system(), "cores": os.cpu_count(), "outcomes": list(newest.values())}
     RESULTS.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

@@ -1,6 +1,8 @@
 """What `scripts/versions.py` makes of a run's results."""
 
 import json
+from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import versions
@@ -33,6 +35,19 @@ def test_saved_outcomes_replace_those_of_the_same_versions(tmp_path, monkeypatch
     versions._save([Outcome("unit", "3.11.0", "2.8.0", passed=7)])
     saved = json.loads((tmp_path / "versions.json").read_text())["outcomes"]
     assert {row["torch"]: row["passed"] for row in saved} == {"2.8.0": 7, "2.11.0": 1}
+
+
+def test_kernels_run_on_a_comfy_kitchen_before_the_installed_one(tmp_path, monkeypatch):
+    """And have a row of their own in the table."""
+    folder, runs = tmp_path / "versions" / "python-3.11.0-kitchen-9.9", []
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(versions.environment, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(versions.subprocess, "run", lambda command, **kwargs: runs.append((command, kwargs)) or CompletedProcess(command, 1))
+    (outcome,) = versions._with_kitchen(Path("python"), "3.11.0", "2.11.0", "9.9", [], [])
+    ((command, kwargs),) = runs
+    assert "tests/unit" in command and "int8" in command[command.index("-k") + 1]
+    assert kwargs["env"]["PYTHONPATH"] == str(folder)
+    assert outcome.kitchen == "9.9" and " 9.9 " in as_table([outcome])
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "newest"])
