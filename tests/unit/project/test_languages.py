@@ -24,7 +24,7 @@ FIGURE = re.compile(r"(?<![\w.])\d+(?:\.\d+)*(?:e-?\d+)?(?![\w.]*\w)|(?<![\w.])\
 HEADING = re.compile(r"^(#+) ", re.MULTILINE)
 ROW = re.compile(r"^\|.*\|$", re.MULTILINE)
 CELLS = re.compile(r"(?<!\\)\|")
-NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)+|[A-Z]{3,}")
+NAME = re.compile(r"(?a:\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b)")
 
 
 def translation_of(text: str, language: str) -> Path:
@@ -46,10 +46,9 @@ def figures(section: str) -> set[str]:
     return {figure for figure in FIGURE.findall(section) if len(figure) > 1}
 
 
-def first_cells(section: str) -> list[str]:
-    """The first cells of a table's rows that are names of inputs, outputs and dtypes."""
-    cells = [CELLS.split(row)[1].strip() for row in ROW.findall(section)]
-    return [cell for cell in cells if NAME.fullmatch(cell)]
+def names_in_tables(section: str) -> set[str]:
+    """The inputs, options and dtypes in a section's tables, as far as a name tells itself by an underscore."""
+    return {name for row in ROW.findall(section) for name in NAME.findall(row)}
 
 
 def links(section: str) -> list[str]:
@@ -64,9 +63,9 @@ def sections(text: str) -> list[str]:
 
 
 def outline(text: str) -> list[tuple]:
-    """Per section: the level of its heading, the rows of its tables, their named first cells, and its links in order."""
+    """Per section: the level of its heading, the rows of its tables, the names in them, and its links."""
     return [
-        (HEADING.match(section).group(1), len(ROW.findall(section)), first_cells(section), sorted(links(section)))
+        (HEADING.match(section).group(1), len(ROW.findall(section)), names_in_tables(section), sorted(links(section)))
         for section in sections(text)
     ]
 
@@ -117,6 +116,14 @@ def test_a_text_has_the_settings_and_figures_of_english(language: str, text: str
         where = section.splitlines()[0]
         assert codes == wanted_codes, where
         assert numbers == wanted_numbers, where
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("node", PAGES)
+def test_a_help_page_has_each_input_by_the_label_on_the_node_and_by_its_id(language: str, node: str) -> None:
+    rows = ROW.findall(translation_of(f"web/docs/{node}.md", language).read_text(encoding="utf-8"))
+    for name, words in read_json(language, "nodeDefs.json")[node]["inputs"].items():
+        assert any(words["name"] in CELLS.split(row)[1] and name in row for row in rows), f"{words['name']}, {name}"
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
