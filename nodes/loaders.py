@@ -3,8 +3,8 @@
 from comfy_api.latest import io
 
 from ..precision.plan.rules import rules_from
-from .host.badge import badge, clip_word, model_words, vae_word
-from .host.load import encoders, files, models
+from .host.badge import badge, clip_word, control_words, model_words, vae_word
+from .host.load import controlnet, encoders, files, models
 from .inputs import CATEGORY, compute_input, rules_input, storage_input
 
 NO_FILE = "none"
@@ -118,6 +118,36 @@ class LoadCLIP(io.ComfyNode):
         return io.NodeOutput(clip, ui=badge(clip_word(clip)))
 
 
+class LoadControlNet(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeLoadControlNet",
+            display_name="Load ControlNet (Halfsafe)",
+            category=CATEGORY,
+            description="Load a ControlNet in scaled fp8, int8 or another dtype, sensitive layers kept high.",
+            search_aliases=["controlnet", "control net", "controlnet fp8", "fp8", "int8", "quantize", "dtype", "precision", "low vram"],
+            has_intermediate_output=True,
+            inputs=[
+                io.Combo.Input(
+                    "control_net_name",
+                    options=files.model_files("controlnet"),
+                    tooltip="A .safetensors file in models/controlnet, of any kind that ComfyUI's own loader knows; quantized ones too.",
+                ),
+                storage_input(),
+                compute_input(),
+                rules_input(),
+            ],
+            outputs=[io.ControlNet.Output()],
+        )
+
+    @classmethod
+    def execute(cls, control_net_name, storage, compute, rules=None) -> io.NodeOutput:
+        path = files.model_path("controlnet", control_net_name)
+        control = controlnet.load_control_net(path, storage, compute, rules or rules_from())
+        return io.NodeOutput(control, ui=badge(*control_words(control)))
+
+
 class LoadVAE(io.ComfyNode):
     @classmethod
     def define_schema(cls):
@@ -141,4 +171,4 @@ class LoadVAE(io.ComfyNode):
         return io.NodeOutput(vae, ui=badge(vae_word(vae)))
 
 
-NODES = [LoadDiffusionModel, LoadCheckpoint, LoadCLIP, LoadVAE]
+NODES = [LoadDiffusionModel, LoadCheckpoint, LoadCLIP, LoadControlNet, LoadVAE]

@@ -9,6 +9,7 @@ from ...precision.dtypes import name_of
 from .report import storage_of
 from .run.accumulation import accumulation_of
 from .run.compute import compute_of
+from .run.control import planned_control
 from .run.layers import compute_name
 
 KEY = "halfsafe_badge"
@@ -25,6 +26,12 @@ def model_words(model) -> tuple[str, str]:
     compute = compute_of(model)
     used = "fp8" if compute and compute.plan.fp8_matmul else compute_name(model)
     return _most(model.model.diffusion_model.parameters()), used
+
+
+def control_words(control) -> tuple[str, ...]:
+    """Return the same of a ControlNet; nothing for one that ComfyUI loaded in its own way."""
+    planned = planned_control(control)
+    return model_words(planned.current_patcher) if planned else ()
 
 
 def clip_word(clip) -> str:

@@ -19,6 +19,7 @@ from ...precision.plan.choice import LoadRecord
 from ...precision.plan.facts import LayerSpec, ModelFacts, most
 from ...precision.report.rules import CALLED_IN_FP32
 from ...precision.report.schema import (
+    ControlReport,
     EncoderReport,
     KeptHigh,
     LayerReport,
@@ -28,17 +29,20 @@ from ...precision.report.schema import (
     device_section,
 )
 from .guard.model import Guard, guard_of
+from .load.controlnet import loaded_controls
 from .load.devices import current_device
 from .load.models import ATTACHMENT
 from .page import running_prompt, running_prompt_id, told_in
 from .run.accumulation import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
+from .run.control import planned_control
 from .run.kernels import DEQUANTIZED
 from .run.layers import activation_dtype, is_called_in_fp32, kernels_of, layers_of, modes_of
 from .run.low_rank import LowRankModel
 from .run.patcher import low_rank_reasons
 
 if TYPE_CHECKING:
+    from comfy.controlnet import ControlBase
     from comfy.model_patcher import ModelPatcher
 
 PATCHED_BY = (
@@ -50,12 +54,7 @@ ENCODER_GUARDS = {"HalfsafeGuardVAE": "VAE", "HalfsafeGuardCLIP": "text encoder"
 
 def report_of(patcher: ModelPatcher) -> Report:
     """Report on a model, from its modules and from what its plan found in the calls made so far."""
-    record, compute = patcher.attachments.get(ATTACHMENT), compute_of(patcher)
-    modes, sums = modes_of(patcher), layer_accumulation(patcher)
-    layers = [_layer_report(patcher, name, module, record, compute, modes, sums) for name, module in layers_of(patcher)]
-    kernels = kernels_of(patcher, modes)
-    for layer in layers:
-        layer.kernel = kernels.get(layer.name, "")
+    record, compute, layers = patcher.attachments.get(ATTACHMENT), compute_of(patcher), _layers(patcher)
     _add_patches(layers, low_rank_reasons(patcher))
     report = Report(device_section(current_device()), _model_report(patcher), layers, flags_of(patcher))
     if guard := guard_of(patcher):
@@ -64,12 +63,10 @@ def report_of(patcher: ModelPatcher) -> Report:
         _escalate(layers, guard.modes(patcher))
         report.notes += guard.remarks(patcher)
     if record:
-        report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
-        report.without_effect = [WithoutEffect(*entry) for entry in (*record.without_effect, *_unmet(record, layers))]
-        report.decisions = {"file": f"{Path(record.file).name}, {record.dialect}", "storage": str(record.storage)}
-        report.notes += record.notes
+        _add_record(report, record)
     if compute:
         _add_plan(report, compute, patcher)
+        report.ranges |= compute.ranges(patcher)
     else:
         report.decisions["compute"] = f"{name_of(activation_dtype(patcher))}: as its loader chose"
     without_effect, decisions, notes = remarks_of(patcher)
@@ -79,6 +76,7 @@ def report_of(patcher: ModelPatcher) -> Report:
     report.notes += [PATCHED_BY.format(type(model.model).__name__) for model in patcher.model_patches_models() if not isinstance(model.model, LowRankModel)]
     report.notes += _modes_elsewhere(patcher, {layer.name: layer.mode for layer in layers}, compute, guard)
     report.encoders = encoder_reports()
+    report.control_nets = [control_report(control, record) for control, record in loaded_controls().items()]
     names = {layer.name for layer in layers}
     report.ranges = {name: largest for name, largest in report.ranges.items() if name in names}
     return report
@@ -98,6 +96,37 @@ def _modes_elsewhere(patcher: ModelPatcher, here: dict[str, str], *settings: Com
 def _listed(modes: dict[str, str]) -> str:
     first = ", ".join(f"{name} runs in {mode}" for name, mode in list(modes.items())[:LISTED])
     return first + (f" and {len(modes) - LISTED} more layers in another mode than here" if len(modes) > LISTED else "")
+
+
+def _layers(patcher: ModelPatcher) -> list[LayerReport]:
+    record, compute, modes = patcher.attachments.get(ATTACHMENT), compute_of(patcher), modes_of(patcher)
+    kernels, sums = kernels_of(patcher, modes), layer_accumulation(patcher)
+    layers = [_layer_report(patcher, name, module, record, compute, modes, sums) for name, module in layers_of(patcher)]
+    for layer in layers:
+        layer.kernel = kernels.get(layer.name, "")
+    return layers
+
+
+def _add_record(report: Report | ControlReport, record: LoadRecord) -> None:
+    """Add what was decided when the file was loaded."""
+    report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
+    report.without_effect = [WithoutEffect(*entry) for entry in (*record.without_effect, *_unmet(record, report.layers))]
+    report.decisions = {"file": f"{Path(record.file).name}, {record.dialect}", "storage": str(record.storage)}
+    report.notes += record.notes
+
+
+def control_report(control: ControlBase, record: LoadRecord) -> ControlReport:
+    """Report on a ControlNet that was loaded here, and on the calls that were made of it or of its copies."""
+    report, planned = ControlReport(Path(record.file).name, type(control).__name__), planned_control(control)
+    if planned is None:
+        _add_record(report, record)
+        return report
+    patcher, report.calls = planned.current_patcher, planned.calls
+    report.cls, report.layers = type(planned.diffusion_model).__name__, _layers(patcher)
+    _add_record(report, record)
+    _add_plan(report, planned.compute, patcher)
+    report.notes += _int8_notes(report.layers)
+    return report
 
 
 def encoder_reports() -> list[EncoderReport]:
@@ -121,13 +150,12 @@ def _int8_notes(layers: list[LayerReport]) -> list[str]:
     return [f"Layers that multiply in int8 gain no speed here: {why}"] if why and any(layer.mode == INT8.name for layer in layers) else []
 
 
-def _add_plan(report: Report, compute: Compute, patcher: ModelPatcher) -> None:
+def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPatcher) -> None:
     report.without_effect += [WithoutEffect(*entry) for entry in compute.plan.without_effect]
     report.decisions["compute"] = str(compute.plan.choice)
     if share := compute.fp16_share_text(patcher):
         report.decisions["work"] = share
     report.notes += compute.plan.notes
-    report.ranges |= compute.ranges(patcher)
 
 
 def _add_patches(layers: list[LayerReport], reasons: dict[str, str]) -> None:

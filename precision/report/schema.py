@@ -120,6 +120,23 @@ class EncoderReport:
 
 
 @dataclass
+class ControlReport:
+    """A ControlNet that the Load ControlNet node loaded, beside whichever models it runs; ``cls``: ComfyUI's class of it.
+
+    ``calls``: how often it ran; None, without layers, for a kind that ComfyUI runs in its own way.
+    """
+
+    file: str
+    cls: str
+    calls: int | None = None
+    decisions: dict[str, str] = field(default_factory=dict)
+    layers: list[LayerReport] = field(default_factory=list)
+    kept_high: list[KeptHigh] = field(default_factory=list)
+    without_effect: list[WithoutEffect] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
 class Report:
     """Everything one model's report holds.
 
@@ -130,6 +147,7 @@ class Report:
         notes: what was repaired or assumed, and what may go wrong.
         ranges: layer -> the largest magnitude it was given so far, of the layers whose inputs are watched.
         encoders: the guarded VAEs and text encoders of the prompt.
+        control_nets: those that the Load ControlNet node loaded and that are in use.
     """
 
     device: dict = field(default_factory=dict)
@@ -143,6 +161,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     ranges: dict[str, float] = field(default_factory=dict)
     encoders: list[EncoderReport] = field(default_factory=list)
+    control_nets: list[ControlReport] = field(default_factory=list)
 
     def to_json(self) -> dict:
         """Version 1 of the report, ready for ``json.dumps(allow_nan=False)``. A NaN or inf number becomes null.

@@ -15,6 +15,7 @@ def report_text(report: dict) -> str:
     sections = (
         _head(report), _without_effect(report["without_effect"]), _notes(report["notes"]), _storage(report),
         _layers(report["layers"]), _kept(report), _flags(report["flags"]), _guard(report["guard"]), _encoders(report["encoders"]),
+        *map(_control, report["control_nets"]),
     )  # fmt: skip
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
@@ -139,6 +140,14 @@ def _encoders(encoders: list[dict]) -> list[str]:
         for text in (*encoder["messages"], encoder["advice"]):
             lines += wrapped(text, "      ")
     return lines
+
+
+def _control(control: dict) -> list[str]:
+    ran = "" if control["calls"] is None else f", ran {control['calls']} times"
+    lines = [f"ControlNet {control['file']}: {control['class']}{ran}"]
+    for text in (*(f"{name}: {why}" for name, why in control["decisions"].items()), *control["notes"]):
+        lines += wrapped(text, "  ")
+    return [*lines, *_without_effect(control["without_effect"]), *_layers(control["layers"]), *_kept(control)]
 
 
 def _event(event: dict) -> str:

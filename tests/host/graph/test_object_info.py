@@ -14,7 +14,7 @@ import pytest
 from comfyui_server import Server
 
 GOLDEN = Path(__file__).absolute().parents[2] / "golden" / "object_info.json"
-FILE_LISTS = ("model_name", "ckpt_name", "vae_name", "clip_name1", "clip_name2", "clip_name3", "clip_name4")
+FILE_LISTS = ("model_name", "ckpt_name", "vae_name", "control_net_name", "clip_name1", "clip_name2", "clip_name3", "clip_name4")
 CORE_LISTS = {("HalfsafeLoadCLIP", "type")}
 KEPT = ("default", "min", "max", "step", "multiline", "options")
 

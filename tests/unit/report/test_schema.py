@@ -66,7 +66,7 @@ def wan(blocks=30, kept=(0, 1, 29)):
 
 def test_json_is_the_contracts_key_for_key_in_its_order():
     found, contract = contract_report().to_json(), json.loads(CONTRACT)
-    assert list(found) == [*contract, "decisions", "notes", "ranges", "encoders", "modes", "storages", "rules", "view"]
+    assert list(found) == [*contract, "decisions", "notes", "ranges", "encoders", "control_nets", "modes", "storages", "rules", "view"]
     assert list(found["guard"]) == [*contract["guard"], "rules", "advice"]
     found["guard"] = {key: found["guard"][key] for key in contract["guard"]}
     assert [list(event)[-1] for event in found["guard"]["events"]] == ["evidence"]
@@ -90,6 +90,7 @@ def test_an_empty_report_has_every_section_and_no_guard():
         "notes": [],
         "ranges": {},
         "encoders": [],
+        "control_nets": [],
         "rules": "",
         "view": {"parameters": "0", "size": "0 B", "stored": [], "computed": [], "rows": []},
     }
@@ -177,6 +178,17 @@ def test_the_text_tells_what_the_guards_of_encoders_saw():
     lines = report.Report(encoders=[vae, report.EncoderReport("9", "text encoder")]).to_text().splitlines()
     assert lines[lines.index("  VAE (node 8): recovered") + 1] == "      VAE decode: repeated in bf16: finite."
     assert lines[-1] == "  text encoder (node 9): clean"
+
+
+def test_the_text_lists_control_nets_with_their_layers():
+    layer = report.LayerReport("blocks.0.ffn.0", "Linear", "int8", "bf16", "fp32", "bf16", kernel="dequantized")
+    refused = report.WithoutEffect("storage=int8", "it is small")
+    planned = report.ControlReport("depth.safetensors", "ControlNetFlux", 3, {"storage": "int8"}, [layer])
+    text = report.Report(control_nets=[planned, report.ControlReport("sketch.safetensors", "T2IAdapter", without_effect=[refused])]).to_text()
+    lines = text.splitlines()
+    first = lines.index("ControlNet depth.safetensors: ControlNetFlux, ran 3 times")
+    assert lines[first + 1] == "  storage: int8" and "bf16" in lines[first + 3] and "dequantized" in lines[first + 3]
+    assert lines[lines.index("ControlNet sketch.safetensors: T2IAdapter") + 2] == "  storage=int8: it is small"
 
 
 def test_a_sigma_that_is_nan_is_readable():

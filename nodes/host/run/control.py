@@ -1,0 +1,121 @@
+"""A compute plan on the model of a ControlNet: ComfyUI calls that past all wrappers, so its own forward sets and resets it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import comfy.utils
+import torch
+
+from ....precision.arithmetic.patching import Patch, patched
+from .attention import OVERRIDE, overridden
+from .compute import Compute, set_compute
+
+if TYPE_CHECKING:
+    from comfy.controlnet import ControlNet
+    from comfy.model_patcher import ModelPatcher
+
+    from ....precision.plan.compute import ComputePlan
+
+OPTIONS = "transformer_options"
+
+
+def plan_control(control: ControlNet, plan: ComputePlan, dtype: torch.dtype) -> None:
+    """Make a ControlNet that was just loaded, and all of its later copies, run as planned with activations in ``dtype``.
+
+    ComfyUI's copies share the model and its ModelPatcher, so both hold the plan.
+    """
+    control.manual_cast_dtype = control.control_model.dtype = dtype
+    control.control_model.__dict__["forward"] = PlannedControl(control.control_model, control.control_model_wrapped, plan, dtype)
+    set_compute(control.control_model_wrapped, plan)
+
+
+def planned_control(control: Any) -> PlannedControl | None:
+    """The planned model of a control net; None where ComfyUI loaded it or runs it as it is."""
+    forward = vars(getattr(control, "control_model", None) or control).get("forward")
+    return forward if isinstance(forward, PlannedControl) else None
+
+
+class PlannedControl:
+    """The forward of a ControlNet's model. Plans and reports take it for a model of ComfyUI's ``BaseModel``.
+
+    It holds neither the model nor its patcher: it is among the model's attributes, and both are freed when ComfyUI drops them.
+    ``calls``: how often the ControlNet ran.
+    """
+
+    def __init__(self, module: torch.nn.Module, patcher: ModelPatcher, plan: ComputePlan, dtype: torch.dtype):
+        self._module, self._patcher = weakref.ref(module), weakref.ref(patcher)
+        self.compute = Compute(plan)
+        self.manual_cast_dtype = dtype
+        self.calls = 0
+
+    def __deepcopy__(self, memo: dict) -> PlannedControl:
+        """For a copy of the model on another device (``deepclone_multigpu`` in comfy/controlnet.py)."""
+        module = copy.deepcopy(self.diffusion_model, memo)
+        return PlannedControl(module, self._patcher(), self.compute.plan, self.manual_cast_dtype)
+
+    @property
+    def diffusion_model(self) -> torch.nn.Module:
+        return self._module()
+
+    @property
+    def current_patcher(self) -> ControlPatcher:
+        return ControlPatcher(self._patcher(), self)
+
+    @property
+    def current_weight_patches_uuid(self):
+        return self.diffusion_model.current_weight_patches_uuid
+
+    def get_dtype(self) -> torch.dtype:
+        return self.manual_cast_dtype
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        module, run = self.diffusion_model, self.compute.runs.of(self)
+        with patched([*run.patches, *_attending(module, run.attend)]):
+            return run.call(functools.partial(type(module).forward, module, *args, **kwargs))
+
+
+class ControlPatcher:
+    """The ModelPatcher of a planned ControlNet, with ``model`` as a diffusion model's has it."""
+
+    def __init__(self, patcher: ModelPatcher, model: PlannedControl):
+        self._patcher = patcher
+        self.model = model
+
+    def __getattr__(self, name: str):
+        return getattr(self._patcher, name)
+
+    def get_model_object(self, name: str):
+        return comfy.utils.get_attr(self.model, name)
+
+
+def _attending(module: torch.nn.Module, attend: Callable | None) -> Iterator[Patch]:
+    """Give the blocks of a ControlNet's model their attention: ComfyUI passes it no options (``get_control`` in
+    comfy/controlnet.py)."""
+    for part in module.modules() if attend else ():
+        if part is not module and OPTIONS in _signature(type(part)).parameters:
+            yield part, "forward", _with_attention(part, attend)
+
+
+@functools.cache
+def _signature(cls: type[torch.nn.Module]) -> inspect.Signature:
+    return inspect.signature(cls.forward)
+
+
+def _with_attention(part: torch.nn.Module, attend: Callable) -> Callable:
+    """A part's forward with ``attend`` in its options, unless what is around it has put it there."""
+    forward = part.forward
+
+    def run(*args, **kwargs):
+        bound = _signature(type(part)).bind(part, *args, **kwargs)
+        options = bound.arguments.get(OPTIONS) or {}
+        bound.arguments[OPTIONS] = options if OVERRIDE in options else overridden(options, attend)
+        return forward(*bound.args[1:], **bound.kwargs)
+
+    return run

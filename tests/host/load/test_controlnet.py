@@ -1,0 +1,284 @@
+"""Load ControlNet in a real ComfyUI: what it loads of each kind of control file, and what that computes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+
+import pytest
+import torch
+from comfy.model_management import unload_all_models
+from halfsafe.nodes.host.load.controlnet import loaded_controls
+from halfsafe.nodes.host.report import control_report
+from halfsafe.nodes.host.run.control import planned_control
+from halfsafe.precision.arithmetic.linear import kind_of
+from halfsafe.precision.commands.convert import convert_file
+from halfsafe.precision.errors import CheckpointError, MemoryShortage
+from halfsafe.precision.plan.rules import rules_from
+from safetensors.torch import load_file, save_file
+from support import control_files, tiny_models
+from support.control_files import KINDS, give
+from support.measures import relative_error
+from support.products import Products
+
+
+@pytest.fixture(scope="module")
+def control_file(models_dir):
+    made = {}
+
+    def file(kind):
+        if kind not in made:
+            made[kind] = KINDS[kind](models_dir / "controlnet" / f"{kind}.safetensors")
+        return made[kind].name
+
+    return file
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    control_files.narrow(monkeypatch)
+
+
+def load(comfy, name, storage="as_file", compute="fp32", **more):
+    return comfy.run("HalfsafeLoadControlNet", control_net_name=name, storage=storage, compute=compute, **more)[0]
+
+
+def stock(comfy, name):
+    return comfy.core["ControlNetLoader"]().load_controlnet(name)[0]
+
+
+def in_fp32(control):
+    control.control_model.dtype = control.manual_cast_dtype = torch.float32
+    control.control_model.float()
+    return control
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_file_gives_what_comfyui_s_loader_gives(comfy, control_file, kind):
+    ours, core = load(comfy, control_file(kind)), in_fp32(stock(comfy, control_file(kind)))
+    assert type(ours) is type(core) and type(ours.control_model) is type(core.control_model)
+    assert torch.equal(give(ours, kind), give(core, kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "storage", "compute", "bound"),
+    [
+        *((kind, "fp8_e4m3fn", "fp32", 0.06) for kind in KINDS if kind != "sdxl"),
+        *((kind, "int8", "fp32", 0.02) for kind in KINDS if kind != "sdxl"),
+        ("sdxl", "fp8_e4m3fn", "fp16_safe", 0.13),  # an SDXL model of this depth has 0.065
+        ("flux", "fp16", "fp16_safe", 0.001),
+        ("qwen", "fp8_e5m2", "fp16_safe", 0.12),
+    ],
+)
+def test_error_is_that_of_a_model(comfy, control_file, kind, storage, compute, bound):
+    expected = give(in_fp32(stock(comfy, control_file(kind))), kind)
+    found = give(load(comfy, control_file(kind), storage, compute), kind)
+    assert 0 < relative_error(expected, found) < bound
+
+
+def reported(control):
+    """The report of a control net, and its layers by name."""
+    report = control_report(control, loaded_controls()[control])
+    return report, {layer.name: layer for layer in report.layers}
+
+
+@pytest.mark.parametrize(
+    ("storage", "compute", "mode"),
+    [("fp8_e4m3fn", "fp32", "fp32"), ("as_file", "bf16", "bf16"), ("fp8_e4m3fn", "fp16_safe", "fp16_wide"), ("int8", "int8", "int8")],
+)
+@pytest.mark.parametrize("kind", ["sd15", "flux", "qwen"])
+def test_layers_multiply_in_the_modes_that_the_report_says(comfy, control_file, kind, storage, compute, mode):
+    control = load(comfy, control_file(kind), storage, compute)
+    linear = {name: part for name, part in control.control_model.named_modules() if kind_of(part) == "linear"}
+    with Products(linear) as products:
+        give(control, kind)
+    report, layers = reported(control)
+    held = {name for name in linear if storage in (layers[name].storage, "as_file") and products.made[name]}
+    assert len(held) >= 4 and report.calls == 1
+    operands = {"fp16": "fp16_wide"} if mode == "fp16_wide" else {}  # of fp16 numbers, with results in fp32
+    assert {name: {mode} for name in held} == {name: {operands.get(one, one) for one in products.made[name]} for name in held}
+    assert {layers[name].mode for name in held} == {mode}
+
+
+def test_rules_act_on_layers(comfy, control_file):
+    (rules, _) = comfy.run("HalfsafeLayerRules", rules="controlnet_blocks.* storage=as_file  # zero at first", preset="keep sensitive layers")
+    report, layers = reported(load(comfy, control_file("flux"), "fp8_e4m3fn", "fp16_safe", rules=rules))
+    assert layers["controlnet_blocks.0"].storage != "fp8_e4m3fn" == layers["double_blocks.0.img_mlp.0"].storage
+    assert "zero at first" in {kept.reason for kept in report.kept_high}
+
+
+@pytest.mark.parametrize("dialect", ["comfy_quant", "scaled_fp8", "int8"])
+def test_quantized_files_are_read(comfy, control_file, models_dir, dialect):
+    source = models_dir / "controlnet" / control_file("sd15")
+    path = models_dir / "controlnet" / f"{dialect}.safetensors"
+    if dialect == "scaled_fp8":
+        write_scaled_fp8(source, path)
+    else:
+        convert_file(source, path, "int8" if dialect == "int8" else "fp8_e4m3fn", rules_from())
+    control = load(comfy, path.name)
+    expected = give(load(comfy, control_file("sd15"), "fp32"), "sd15")
+    assert 0 < relative_error(expected, give(control, "sd15")) < 0.06
+    _, layers = reported(control)
+    assert sum(layer.storage in ("int8", "fp8_e4m3fn") for layer in layers.values()) >= 8
+
+
+def write_scaled_fp8(source, path):
+    tensors = load_file(source)
+    for name in [name for name in tensors if "transformer_blocks" in name and tensors[name].dim() == 2]:
+        scale = tensors[name].float().abs().max() / 448
+        tensors |= {name: (tensors[name].float() / scale).to(torch.float8_e4m3fn), name.replace(".weight", ".scale_weight"): scale}
+    save_file(tensors | {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}, path)
+
+
+def test_quantized_weights_that_comfyui_fuses_are_unpacked_first(comfy, control_file, models_dir):
+    path = models_dir / "controlnet" / "fused.safetensors"
+    convert_file(models_dir / "controlnet" / control_file("flux_diffusers"), path, "fp8_e4m3fn", rules_from())
+    control, expected = load(comfy, path.name), give(load(comfy, control_file("flux_diffusers"), "fp32"), "flux_diffusers")
+    report, layers = reported(control)
+    assert 0 < relative_error(expected, give(control, "flux_diffusers")) < 0.08
+    assert layers["double_blocks.0.img_attn.qkv"].storage == "bf16" and any("diffusers" in note for note in report.notes)
+
+
+def damaged(source, path, change):
+    tensors = load_file(source)
+    change(tensors)
+    save_file(tensors, path)
+    return path.name
+
+
+def change_to_nan(tensors):
+    tensors["middle_block.1.transformer_blocks.0.attn1.to_q.weight"][3, 5] = torch.nan
+
+
+def change_shape(tensors):
+    tensors["middle_block.1.transformer_blocks.0.attn1.to_q.weight"] = torch.zeros(64, 320)
+
+
+def add_scale(tensors):
+    tensors["middle_block.1.transformer_blocks.0.attn1.to_q.scale_weight"] = torch.full((320, 2), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (change_to_nan, "NaN"),
+        (change_shape, r"shape \(64, 320\).*needs \(320, 320\)"),
+        (add_scale, "scale"),
+        (lambda tensors: tensors.pop("input_hint_block.0.weight"), "no control file that ComfyUI's loader knows"),
+        (lambda tensors: tensors.update(difference=torch.zeros(1)), "DiffControlNetLoader"),
+    ],
+)
+def test_bad_files_are_refused_by_name(comfy, control_file, models_dir, change, words):
+    name = damaged(models_dir / "controlnet" / control_file("sd15"), models_dir / "controlnet" / "bad.safetensors", change)
+    with pytest.raises(CheckpointError, match=f"bad.safetensors.*{words}"):
+        load(comfy, name, "fp8_e4m3fn")
+
+
+def test_other_files_are_refused_by_name(comfy, control_file, models_dir, wan):
+    folder = models_dir / "controlnet"
+    (folder / "cut.safetensors").write_bytes((folder / control_file("sd15")).read_bytes()[:-1000])
+    (folder / "model.safetensors").write_bytes(wan.read_bytes())
+    for name in ("cut.safetensors", "model.safetensors"):
+        with pytest.raises(CheckpointError, match=name):
+            load(comfy, name)
+
+
+def test_a_file_that_does_not_fit_is_refused_before_it_is_read(comfy, control_file, monkeypatch):
+    from halfsafe.nodes.host.load import models
+
+    monkeypatch.setattr(models, "free_host_memory", lambda: 1000)
+    with pytest.raises(MemoryShortage, match="sd15.safetensors"):
+        load(comfy, control_file("sd15"))
+
+
+def test_progress_counts_the_bytes_of_the_file(comfy, control_file, models_dir, monkeypatch):
+    seen = []
+    monkeypatch.setattr("comfy.utils.PROGRESS_BAR_HOOK", lambda value, total, *more, **named: seen.append((value, total)))
+    load(comfy, control_file("sd15"), "int8")
+    assert seen[-1][0] == seen[-1][1] > 1_000_000
+
+
+def test_copies_keep_the_plan_and_the_report_counts_their_calls(comfy, control_file):
+    control = load(comfy, control_file("flux"), "fp8_e4m3fn", "fp16_safe")
+    once = control.copy()
+    assert torch.equal(give(control, "flux"), give(once.copy(), "flux"))
+    report, layers = reported(control)
+    assert report.calls == 2 and layers["double_blocks.0.img_mlp.0"].mode == "fp16_wide"
+
+
+def test_a_copy_for_another_device_keeps_the_plan(comfy, control_file):
+    control = load(comfy, control_file("flux"), "fp16", "fp16_safe")
+    expected = give(control, "flux")
+    with torch.inference_mode(False):
+        clone = control.deepclone_multigpu(torch.device("cpu"))
+    clone.control_model_wrapped.attachments.clear()
+    assert torch.equal(expected, give(clone, "flux"))
+    assert planned_control(clone) is not planned_control(control) and planned_control(clone).diffusion_model is clone.control_model
+
+
+def test_results_are_the_same_after_unloading(comfy, control_file):
+    control = load(comfy, control_file("sd15"), "int8", "auto")
+    expected = give(control, "sd15")
+    unload_all_models()
+    assert torch.equal(expected, give(control, "sd15"))
+
+
+def test_a_dropped_control_net_is_freed(comfy, control_file):
+    control = load(comfy, control_file("sd15"), "fp8_e4m3fn", "fp16_safe")
+    give(control, "sd15")
+    module, before = weakref.ref(control.control_model), len(loaded_controls())
+    unload_all_models()
+    del control
+    gc.collect()
+    assert module() is None and len(loaded_controls()) == before - 1
+
+
+def sample(comfy, model, control, seed=1):
+    """A latent of a whole run with the stock nodes."""
+    image = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(seed))
+    cond = [[torch.randn(1, 16, 768, generator=torch.Generator().manual_seed(2)), {}]]
+    positive, negative = comfy.core["ControlNetApplyAdvanced"]().apply_controlnet(cond, cond, control, image, 0.8, 0.0, 1.0)
+    latent = {"samples": torch.zeros(1, 4, 8, 8)}
+    return comfy.core["KSampler"]().sample(model, seed, 2, 2.0, "euler", "simple", positive, negative, latent)[0]["samples"]
+
+
+def test_whole_run_with_a_control_net_and_its_report(comfy, control_file, models_dir):
+    checkpoint = tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "sd15_controlled.safetensors")
+    model = comfy.run("HalfsafeLoadCheckpoint", ckpt_name=checkpoint.name, storage="as_file", compute="fp32", clip_storage="auto", vae_dtype="auto")[0]
+    expected = sample(comfy, model, in_fp32(stock(comfy, control_file("sd15"))))
+    assert torch.equal(expected, sample(comfy, model, load(comfy, control_file("sd15"))))
+    control = load(comfy, control_file("sd15"), "fp8_e4m3fn", "fp16_safe")
+    assert 0 < relative_error(expected, sample(comfy, model, control)) < 0.05
+    text, data, _ = comfy.run("HalfsafeReport", model=model)
+    (found,) = [entry for entry in json.loads(data)["control_nets"] if entry["calls"] and entry["decisions"]["storage"] == "fp8_e4m3fn"]
+    assert found["calls"] == 2 and {"fp16_wide"} <= {layer["mode"] for layer in found["layers"]} and found["kept_high"]
+    assert "ControlNet sd15.safetensors: ControlNet, ran 2 times" in text
+
+
+def write_adapter(path):
+    from comfy.t2i_adapter.adapter import Adapter
+
+    shapes = tiny_models._shapes_of(Adapter(cin=192, channels=[32, 64, 128, 128], nums_rb=2, ksize=1, sk=True, use_conv=False))
+    return tiny_models._save(path, shapes, torch.float16, 0)
+
+
+def write_lora(path):
+    shapes = {"lora_controlnet": (1,), "input_hint_block.0.weight": (16, 3, 3, 3), "input_blocks.0.0.weight": (32, 4, 3, 3)}
+    return tiny_models._save(path, shapes, torch.float16, 0)
+
+
+@pytest.mark.parametrize(("write", "kind"), [(write_adapter, "T2IAdapter"), (write_lora, "ControlLora")])
+def test_kinds_that_are_not_quantized_are_loaded_as_comfyui_does_and_say_so(comfy, models_dir, caplog, write, kind):
+    path = write(models_dir / "controlnet" / f"{kind}.safetensors")
+    control = load(comfy, path.name, "fp8_e4m3fn", "fp16")
+    weights, core = (state_of(c) for c in (control, stock(comfy, path.name)))
+    assert type(control).__name__ == kind and weights.keys() == core.keys()
+    assert all(torch.equal(weights[name], core[name]) for name in core)
+    report, _ = reported(control)
+    assert [entry.setting for entry in report.without_effect] == ["storage=fp8_e4m3fn", "compute=fp16"]
+    assert "storage=fp8_e4m3fn has no effect" in caplog.text
+
+
+def state_of(control):
+    return control.control_weights if hasattr(control, "control_weights") else control.t2i_model.state_dict()
