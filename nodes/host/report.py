@@ -13,7 +13,7 @@ from ...precision.devices.detect import why_int8_is_slow
 from ...precision.dtypes import name_of
 from ...precision.formats.encoding import STORAGE_OF
 from ...precision.guard.policy import CURED
-from ...precision.modes import FP16_ACC16, INT8
+from ...precision.modes import FP16_ACC16, FP32, INT8
 from ...precision.plan.accumulation import EXACT_SUMS
 from ...precision.plan.choice import LoadRecord
 from ...precision.plan.facts import LayerSpec, ModelFacts, most
@@ -195,7 +195,7 @@ def _layer_report(patcher, name: str, module, record, compute, modes: dict[str, 
     decision = compute.plan.decisions.get(name) if compute else None
     accumulation, why = sums.get(name, ("fp32", ""))
     reasons = [record.reasons.get(name, "") if record else "", decision.reason if decision else "", why]
-    if decision is None and is_called_in_fp32(patcher.model.diffusion_model, name):
+    if decision is None and mode == FP32.name and is_called_in_fp32(patcher.model.diffusion_model, name):
         reasons.append(CALLED_IN_FP32)
     if decision and decision.stream == "fp32":
         stream = "fp32"

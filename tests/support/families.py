@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import tiny_models
 from support.denoise import transformer_options
@@ -84,12 +85,14 @@ class Call:
 def write_scaled(source: Path, target: Path, factors: dict[str, float]) -> Path:
     """A copy of a model file whose tensors that match a pattern are multiplied; every pattern must match."""
     tensors = load_file(str(source))
+    with safe_open(str(source), "pt") as file:
+        metadata = file.metadata()
     for pattern, factor in factors.items():
         names = [name for name in tensors if re.search(pattern, name)]
         if not names:
             raise KeyError(f"{pattern} matches no tensor of {source.name}")
         tensors |= {name: (tensors[name].float() * factor).to(torch.bfloat16) for name in names}
-    save_file(tensors, str(target), metadata={"format": "pt"})
+    save_file(tensors, str(target), metadata=metadata)
     return target
 
 

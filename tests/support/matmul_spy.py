@@ -62,16 +62,21 @@ class MatmulSpy(LeafOperations):
         self.names = {module: name for name, module in model.named_modules()}
         self.seen: list[Product] = []
         self._inside: list[str] = []
+        self._depth = 0
 
     def __enter__(self) -> MatmulSpy:
-        before = hooks.register_module_forward_pre_hook(self._enter_module)
-        after = hooks.register_module_forward_hook(self._leave_module, always_call=True)
-        self._hooks = (before, after)
+        """Also while it is on: ``LeafOperations`` enters it again around the parts of a composite operation."""
+        if not self._depth:
+            before = hooks.register_module_forward_pre_hook(self._enter_module)
+            after = hooks.register_module_forward_hook(self._leave_module, always_call=True)
+            self._hooks = (before, after)
+        self._depth += 1
         return super().__enter__()
 
     def __exit__(self, *error) -> None:
         super().__exit__(*error)
-        for hook in self._hooks:
+        self._depth -= 1
+        for hook in () if self._depth else self._hooks:
             hook.remove()
 
     def _enter_module(self, module, inputs) -> None:

@@ -140,7 +140,10 @@ def _modules(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.nn.
     config.set_inference_dtype(torch.bfloat16, None)
     config.custom_operations = comfy.ops.disable_weight_init
     with _quiet():
-        model = config.get_model(stored_tensors(checkpoint), prefix, device=torch.device("meta"))
+        try:
+            model = config.get_model(stored_tensors(checkpoint), prefix, device=torch.device("meta"))
+        except RuntimeError:  # ACE-Step 1.5 reads numbers of its own buffers (``FSQ`` in ComfyUI's comfy/ldm/ace/ace_step15.py)
+            model = config.get_model(stored_tensors(checkpoint), prefix, device=torch.device("cpu"))
     return dict(model.diffusion_model.named_modules())
 
 

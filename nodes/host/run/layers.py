@@ -54,10 +54,10 @@ def _mode(patcher, name: str, module: torch.nn.Module, activations: str, planned
         return FP8_RESULT if activations == FP32.name else activations
     if planned and planned != INT8.name:
         return planned
-    if cast := own_cast(patcher.model.diffusion_model, name):
-        return FP32.name if cast == CAST_TO_FP32 else name_of(module.weight.dtype)
+    cast = own_cast(patcher.model.diffusion_model, name)
+    given = activations if not cast else FP32.name if cast == CAST_TO_FP32 else name_of(module.weight.dtype)
     product = PRODUCTS.get(_storage(module), "")
-    return product if product and _multiplies_as_stored(patcher, name, module, activations, kept=bool(planned)) else activations
+    return product if product and _multiplies_as_stored(patcher, name, module, given, kept=bool(planned)) else given
 
 
 def kernels_of(patcher, modes: dict[str, str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Layers whose input model code casts itself, found in that code: they run in another dtype than their neighbours."""
+"""Layers whose dtype model code fixes itself, found in that code: they run in another dtype than their neighbours."""
 
 import ast
 import functools
@@ -10,37 +10,79 @@ import torch
 
 FP32 = "fp32"
 OWN_WEIGHT = "weight"
+TIMES = ("t", "timestep", "timesteps")
 _FLOAT32 = ("torch.float32", "torch.float")
 _one_at_a_time = threading.Lock()  # ast.parse of two threads raises SystemError, up to Python 3.12 (python/cpython#106905)
 
 
 def own_cast(model: torch.nn.Module, name: str) -> str:
-    """Tell what the code that calls a layer casts its input to: ``fp32``, the dtype of its own ``weight``, or empty.
+    """Tell what the code around a layer casts its input to: ``fp32``, the dtype of its own ``weight``, or empty.
 
     Read from the methods of the module that holds the layer, at calls of ``self.<layer>``: ``x.float()`` and
     ``x.to(torch.float32)``, as every Wan calls its patch embeddings (``comfy/ldm/wan``), and ``x.to(self.<layer>.weight.dtype)``,
-    as CogVideoX does (``comfy/ldm/cogvideo/model.py``). Casts of a variable made before the call are not seen.
+    as CogVideoX does (``comfy/ldm/cogvideo/model.py``). A layer that is made with ``dtype=torch.float32``, itself or as part of
+    a module that is, is given fp32, as those of MiniMax H3 are (``comfy/ldm/minimax/model.py``); so is one that is no operation
+    of ComfyUI's and is called with the timestep, as Stable Audio's features of it (``comfy/ldm/audio/dit.py``).
     """
-    owner, _, leaf = name.rpartition(".")
     with _one_at_a_time:
-        return _casts_in(type(model.get_submodule(owner))).get(leaf, "")  # type: ignore[arg-type]  # a class is hashable
+        return _own_cast(model, name)
+
+
+def _own_cast(model: torch.nn.Module, name: str) -> str:
+    owner, _, leaf = name.rpartition(".")
+    holder = type(model.get_submodule(owner))
+    if cast := _casts_in(holder).get(leaf, ""):  # type: ignore[arg-type]  # a class is hashable
+        return cast
+    of_time = leaf in _called_with_time(holder) and not hasattr(model.get_submodule(name), "comfy_cast_weights")  # type: ignore[arg-type]
+    return FP32 if of_time or _is_made_in_fp32(model, name) else ""
+
+
+def _is_made_in_fp32(model: torch.nn.Module, name: str) -> bool:
+    parts = name.split(".")
+    owners = ((type(model.get_submodule(".".join(parts[:depth]))), part) for depth, part in enumerate(parts))
+    return any(part in _made_in_fp32(owner) for owner, part in owners)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=256)
 def _casts_in(cls: type) -> dict[str, str]:
     """Map the attribute names of the layers that the methods of a class call with an input they cast to that cast."""
     found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if base.__module__.startswith("comfy."):
-            found |= _casts_in_source(base)
+    for tree in _sources(cls):
+        found |= _casts_in_source(tree)
     return found
 
 
-def _casts_in_source(cls: type) -> dict[str, str]:
+@functools.lru_cache(maxsize=256)
+def _made_in_fp32(cls: type) -> frozenset[str]:
+    """The attributes of a class that its methods set to something made with ``dtype=torch.float32``."""
+    nodes = (node for tree in _sources(cls) for node in ast.walk(tree))
+    made = (node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call))
+    in_fp32 = (node for node in made if any(word.arg == "dtype" and ast.unparse(word.value) in _FLOAT32 for word in node.value.keywords))
+    return frozenset(filter(None, (_layer(node.targets[0]) for node in in_fp32)))
+
+
+@functools.lru_cache(maxsize=256)
+def _called_with_time(cls: type) -> frozenset[str]:
+    """The attributes that the methods of a class call with the timestep itself, which ComfyUI gives models in fp32."""
+    calls = (node for tree in _sources(cls) for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args)
+    return frozenset(filter(None, (_layer(call.func) for call in calls if _root(call.args[0]) in TIMES)))
+
+
+def _root(value: ast.expr) -> str:
+    value = value.value if isinstance(value, ast.Subscript) else value
+    return value.id if isinstance(value, ast.Name) else ""
+
+
+def _sources(cls: type) -> list[ast.Module]:
+    """The source of a class and of the classes it is derived from, of those that are ComfyUI's."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        bases = [base for base in reversed(cls.__mro__) if base.__module__.startswith("comfy.")]
+        return [ast.parse(textwrap.dedent(inspect.getsource(base))) for base in bases]
     except (OSError, TypeError, SyntaxError):  # made in memory, or installed without its source
-        return {}
+        return []
+
+
+def _casts_in_source(tree: ast.Module) -> dict[str, str]:
     assigned = {
         node.targets[0].id: ast.unparse(node.value)
         for node in ast.walk(tree)
@@ -52,7 +94,7 @@ def _casts_in_source(cls: type) -> dict[str, str]:
 
 
 def _layer(function: ast.expr) -> str:
-    """The attribute of ``self`` that is called, or empty."""
+    """The attribute of ``self`` that is called or set, or empty."""
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self":
         return function.attr
     return ""

@@ -1,0 +1,70 @@
+"""The report against a spy on the products, and the guard, for families whose published sizes ComfyUI fixes."""
+
+import pytest
+import torch
+from support import families, rare_families
+from support.families import load, with_compute
+from support.guarding import guarded, is_finite, plain_fp16, report_of
+from support.matmul_spy import MatmulSpy, differences
+from support.measures import relative_error
+
+
+@pytest.fixture(autouse=True)
+def small_sizes():
+    with rare_families.small_sizes():
+        yield
+
+
+@pytest.fixture(scope="module")
+def files(models_dir):
+    """family -> its file."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            made[family] = rare_families.write(family, models_dir / "diffusion_models" / f"rare_{family}.safetensors")
+        return made[family]
+
+    return get
+
+
+def disagreements(comfy, model, family):
+    rare_families.sample(model, family, steps=1)
+    with MatmulSpy(model.model.diffusion_model) as spy:
+        rare_families.sample(model, family, steps=1)
+    assert len(spy.seen) > 20
+    return differences(families.report(comfy, model)["layers"], spy)
+
+
+@pytest.mark.parametrize("storage", ["as_file", "int8"])
+@pytest.mark.parametrize("family", rare_families.FAMILIES)
+def test_the_report_is_what_ran(comfy, files, ampere, family, storage):
+    stored = load(comfy, files(family), storage, "bf16")
+    computes = ("fp16", "fp16_safe", "bf16") if storage == "as_file" else ("fp16", "fp16_safe")
+    found = {compute: disagreements(comfy, with_compute(comfy, stored, compute), family) for compute in computes}
+    assert found == {compute: [] for compute in computes}
+
+
+@pytest.mark.parametrize("family", rare_families.FAMILIES)
+def test_an_overflow_is_cured_and_its_layer_named(comfy, files, family):
+    source = files(family)
+    ((pattern, factor),) = rare_families.LOUD[family].items()
+    path = families.write_scaled(source, source.with_name(f"loud_{source.name}"), {pattern: factor})
+    reference = rare_families.sample(load(comfy, path, "fp32", "fp32"), family)
+    plain = plain_fp16(comfy, path)
+    assert is_finite(reference) and not is_finite(rare_families.sample(plain, family, steps=1))
+    model = guarded(comfy, plain)
+    assert relative_error(reference, rare_families.sample(model, family)) < 0.005
+    report = report_of(model)
+    assert report.verdict == "recovered" and {event.kind for event in report.events} == {"overflow"}
+    assert report.events[0].layer == pattern.replace("\\", "").removeprefix("^").removesuffix(".weight")
+
+
+def test_an_expert_that_no_token_is_routed_to(comfy, files, monkeypatch):
+    """A HiDream of one token, of whose four experts two are given nothing."""
+    monkeypatch.setattr(rare_families, "latent", lambda family, model, batch=1: families.noise(model, batch, size=2))
+    expected = rare_families.sample(load(comfy, files("hidream"), "fp32", "fp32"), "hidream", steps=1)
+    for storage, bound in (("as_file", 1e-3), ("int8", 0.05)):
+        result = rare_families.sample(load(comfy, files("hidream"), storage, "fp16_safe"), "hidream", steps=1)
+        assert relative_error(expected, result) < bound
+    assert torch.isfinite(expected).all()

@@ -1,0 +1,168 @@
+"""Small models of families whose sizes ComfyUI fixes: its own classes, detection and conditioning, with smaller numbers.
+
+ComfyUI reads of their files which family they are and takes the sizes of the published model, of up to 17 billion parameters. Here
+the file's metadata names smaller ones, and ``small_sizes`` puts those into what ComfyUI has detected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from support import held_out
+from support.families import noise
+from support.tiny_models import _on_meta, _save, _shapes_of, _tensors
+
+SIZES = "sizes"
+CLASSES = {
+    "hidream": "comfy.ldm.hidream.model.HiDreamImageTransformer2DModel",
+    "ace15": "comfy.ldm.ace.ace_step15.AceStepConditionGenerationModel",
+    "omnigen2": "comfy.ldm.omnigen.omnigen2.OmniGen2Transformer2DModel",
+    "pixart": "comfy.ldm.pixart.pixartms.PixArtMS",
+    "mochi": "comfy.ldm.genmo.joint_model.asymm_models_joint.AsymmDiTJoint",
+    "stable_audio": "comfy.ldm.audio.dit.AudioDiffusionTransformer",
+    "hunyuan_video15": "comfy.ldm.hunyuan_video.model.HunyuanVideo",
+}
+SMALL = {
+    "hidream": {
+        **dict(num_layers=1, num_single_layers=1, num_attention_heads=1, attention_head_dim=128, caption_channels=[64, 64]),
+        **dict(llama_layers=[0, 1], text_emb_dim=32, in_channels=16, patch_size=2, axes_dims_rope=[64, 32, 32]),
+        **dict(max_resolution=[128, 128], num_routed_experts=4, num_activated_experts=2, out_channels=16),
+    },
+    "ace15": {
+        **dict(hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=2, head_dim=32, num_dit_layers=2, fsq_dim=64),
+        **dict(encoder_hidden_size=64, encoder_intermediate_size=128, encoder_num_heads=2, text_hidden_dim=64),
+        **dict(num_lyric_layers=1, num_timbre_layers=1, num_tokenizer_layers=1),
+    },
+    "omnigen2": {
+        **dict(hidden_size=128, num_layers=1, num_refiner_layers=1, num_attention_heads=2, num_kv_heads=1, text_feat_dim=64),
+        **dict(axes_dim_rope=[16, 24, 24], axes_lens=[1024, 1664, 1664], timestep_scale=1000.0),
+    },
+    "pixart": {**dict(hidden_size=96, num_heads=2, depth=2, caption_channels=64, in_channels=4, model_max_length=16, pe_interpolation=1)},
+    "mochi": {
+        **dict(hidden_size_x=128, hidden_size_y=64, depth=2, num_heads=2, t5_feat_dim=64, t5_token_length=16, in_channels=12),
+        **dict(mlp_ratio_x=96.0, learn_sigma=False, use_t5=True, qk_norm=True, qkv_bias=False, out_bias=True, timestep_scale=1000.0),
+    },
+    "stable_audio": {
+        **dict(embed_dim=64, num_heads=2, depth=2, cond_token_dim=768, project_cond_tokens=True, global_cond_dim=1536, io_channels=64),
+    },
+    "hunyuan_video15": {
+        **dict(in_channels=65, out_channels=32, vec_in_dim=None, context_in_dim=64, hidden_size=256, mlp_ratio=4.0, num_heads=2),
+        **dict(depth=1, depth_single_blocks=0, axes_dim=[16, 56, 56], theta=256, patch_size=[1, 1, 1], qkv_bias=True),
+        **dict(guidance_embed=False, byt5=True, meanflow=False, use_cond_type_embedding=True, vision_in_dim=1152, meanflow_sum=True),
+    },
+}  # fmt: skip
+LTXAV = {
+    **held_out.LTXAV,
+    **dict(caption_channels=32, connector_attention_head_dim=8, connector_num_attention_heads=4, connector_num_layers=1),
+}
+LOUD = {
+    "hidream": {r"single_stream_blocks\.0\.block\.attn1\.to_out\.weight": 1e6},
+    "ace15": {r"decoder\.layers\.1\.mlp\.down_proj\.weight": 1e6},
+    "omnigen2": {r"^layers\.0\.feed_forward\.linear_2\.weight": 1e6},
+    "pixart": {r"blocks\.1\.mlp\.fc2\.weight": 1e6},
+    "mochi": {r"blocks\.1\.mlp_x\.w2\.weight": 1e6},
+    "stable_audio": {r"transformer\.layers\.1\.ff\.ff\.2\.weight": 1e6},
+    "hunyuan_video15": {r"double_blocks\.0\.img_mlp\.2\.weight": 1e7},
+    "ltxav": {r"transformer_blocks\.1\.ff\.net\.2\.weight": 1e6},
+    "minimax_h3": {r"^blocks\.1\.mlp\.fc2\.weight": 1e6},
+}
+WIDTH = {"hidream": 64, "ace15": 64, "omnigen2": 64, "pixart": 64, "mochi": 64, "stable_audio": 768, "hunyuan_video15": 64, "ltxav": 32}
+
+
+def write(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+    """Write a family's file, with the sizes it needs in its metadata."""
+    import comfy.ops
+    from comfy.ldm.lightricks.av_model import LTXAVModel
+
+    if family == "minimax_h3":
+        return held_out.minimax_h3(path, dtype, seed)
+    if family == "ltxav":
+        shapes = _shapes_of(_on_meta(LTXAVModel, **LTXAV))
+        return _save(path, shapes, dtype, seed, metadata={"config": json.dumps({"transformer": LTXAV})})
+    module, _, name = CLASSES[family].rpartition(".")
+    build = getattr(importlib.import_module(module), name)
+    shapes = _shapes_of(build(**SMALL[family], dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init))
+    if family != "stable_audio":
+        return _save(path, shapes, dtype, seed, metadata={SIZES: json.dumps(SMALL[family])})
+    tensors = dict(_tensors(shapes, dtype, seed)) | _embedders_of_seconds(seed)
+    save_file(tensors, str(path), metadata={SIZES: json.dumps(SMALL[family])})
+    return path
+
+
+def _embedders_of_seconds(seed: int) -> dict[str, torch.Tensor]:
+    from comfy.ldm.audio.embedders import NumberConditioner
+
+    shapes = _shapes_of(NumberConditioner(768))
+    made = {start: _tensors(shapes, torch.float32, seed) for start in ("seconds_start", "seconds_total")}
+    return {f"conditioner.conditioners.{start}.{name}": tensor for start, tensors in made.items() for name, tensor in tensors}
+
+
+@contextlib.contextmanager
+def small_sizes() -> Iterator[None]:
+    """What ComfyUI detects has the sizes that a file's metadata names."""
+    from comfy import model_detection
+
+    original = model_detection.detect_unet_config
+
+    def detect(state_dict, prefix, metadata=None):
+        config = original(state_dict, prefix, metadata=metadata)
+        return config and {**config, **json.loads((metadata or {}).get(SIZES, "{}"))}
+
+    model_detection.detect_unet_config = detect
+    try:
+        yield
+    finally:
+        model_detection.detect_unet_config = original
+
+
+def conditioning(family: str, batch: int = 1, length: int = 16, seed: int = 1) -> list:
+    """Random conditioning with what the family's nodes put beside the text."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(batch, *shape, generator=generator)
+
+    text, mask = random(length, WIDTH.get(family, 128)), torch.ones(batch, length, dtype=torch.long)
+    extra = {
+        "hidream": {"pooled_output": random(32), "conditioning_llama3": random(2, length, 64)},
+        "ace15": {"conditioning_lyrics": random(length, 64)},
+        "omnigen2": {"attention_mask": mask},
+        "pixart": {"width": 64, "height": 64},
+        "mochi": {"attention_mask": mask},
+        "hunyuan_video15": {"pooled_output": random(768), "conditioning_byt5small": random(4, 1472)},
+    }
+    return [[text, extra.get(family, {})]]
+
+
+def latent(family: str, model, batch: int = 1):
+    """A seeded latent of the family's shape."""
+    from comfy.nested_tensor import NestedTensor
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(batch, *shape, generator=torch.Generator().manual_seed(2))
+
+    made = {"ace15": (64, 16), "stable_audio": (64, 16)}
+    if family in made:
+        return random(*made[family])
+    if family in ("ltxav", "minimax_h3"):
+        audio = random(8, 4, 16) if family == "ltxav" else random(32, 2, 8)
+        return NestedTensor([random(128 if family == "ltxav" else 24, 1, 4, 4), audio])
+    return noise(model, batch, size=34 if family == "pixart" else 8)
+
+
+def sample(model, family: str, steps: int = 2, cond: list | None = None, batch: int = 1):
+    """A latent from ComfyUI's sampler."""
+    import comfy.sample
+
+    cond, start = cond or conditioning(family, batch), latent(family, model, batch)
+    result = comfy.sample.sample(model, start, steps, 1.0, "euler", "simple", cond, cond, start * 0.0, seed=1)
+    return torch.cat([part.flatten() for part in result.unbind()]) if getattr(result, "is_nested", False) else result
+
+
+FAMILIES = tuple(LOUD)
