@@ -41,6 +41,10 @@ class LoadDiffusionModel(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, model_name="", **others) -> str:
+        return files.version_of("diffusion_models", *filter(None, [model_name]))
+
+    @classmethod
     def execute(cls, model_name, storage, compute, rules=None) -> io.NodeOutput:
         path = files.model_path("diffusion_models", model_name)
         model = models.load_diffusion_model(path, storage, compute, rules or rules_from())
@@ -69,6 +73,10 @@ class LoadCheckpoint(io.ComfyNode):
             ],
             outputs=[io.Model.Output(), io.Clip.Output(), io.Vae.Output()],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, ckpt_name="", **others) -> str:
+        return files.version_of("checkpoints", *filter(None, [ckpt_name]))
 
     @classmethod
     def execute(cls, ckpt_name, storage, compute, clip_storage, vae_dtype, rules=None) -> io.NodeOutput:
@@ -109,6 +117,11 @@ class LoadCLIP(io.ComfyNode):
             ],
             outputs=[io.Clip.Output()],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs) -> str:
+        names = [name for key, name in inputs.items() if key.startswith("clip_name") and name != NO_FILE]
+        return files.version_of("text_encoders", *names)
 
     @classmethod
     def execute(cls, clip_name1, type, storage, compute, clip_name2=NO_FILE, clip_name3=NO_FILE, clip_name4=NO_FILE) -> io.NodeOutput:
@@ -164,6 +177,10 @@ class LoadVAE(io.ComfyNode):
             ],
             outputs=[io.Vae.Output()],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, vae_name="", **others) -> str:
+        return files.version_of("vae", *filter(None, [vae_name]))
 
     @classmethod
     def execute(cls, vae_name, dtype) -> io.NodeOutput:

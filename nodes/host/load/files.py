@@ -1,5 +1,7 @@
 """Model files: ComfyUI's folders, and the tensors in a file."""
 
+import os
+
 import comfy.memory_management
 import comfy.utils
 import folder_paths
@@ -24,6 +26,13 @@ def model_path(folder: str, name: str) -> str:
     if path is None:
         raise CheckpointError(name, f"there is no such file in ComfyUI's {folder} folders", advice="Choose one from the list.")
     return path
+
+
+def version_of(folder: str, *names: str) -> str:
+    """Tell a state of listed model files from later ones: the size of each, shards included, and when it changed."""
+    opened = (open_checkpoint(model_path(folder, name)) for name in names)
+    stats = (os.stat(file) for checkpoint in opened for file in checkpoint.files)
+    return ", ".join(f"{found.st_size} bytes at {found.st_mtime_ns}" for found in stats)
 
 
 def open_model(path: str) -> Checkpoint:
