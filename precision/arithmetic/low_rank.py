@@ -3,10 +3,11 @@
 What an 8-bit weight holds is on a grid; a LoRA that is added to it and rounded again moves the weight by whole steps of that
 grid, and the rounding of the sum is new noise of the grid's size. Two thin products beside it lose nothing of either.
 
-The factors are normalized by powers of two, which is exact: rows of ``down`` to a sum of magnitudes of at most 1, columns of
-``up`` to a largest magnitude of at most 1. So in fp16 no partial sum of ``down x`` passes the largest magnitude of ``x``, and
-none of ``up h`` the rank times the largest of ``h``, which is brought to 1 before: neither product can overflow, in whatever
-precision it is accumulated.
+The factors are normalized by powers of two, which is exact: rows of ``down`` to a sum of magnitudes of at most ``LARGEST_SUM``,
+columns of ``up`` to a largest magnitude of at most 1. Inputs of both products are brought to a largest magnitude of 1 where
+they are in fp16. So no partial sum of ``down x`` passes ``LARGEST_SUM``, and none of ``up h`` the rank: neither product can
+overflow, in whatever precision it is accumulated. Nor does it lose small numbers: a sum of 1 would leave most of a wide ``down``
+below fp16's smallest normal number, and the matrix units of MI200 read those as zero ("Numerical accuracy" in PyTorch's notes).
 """
 
 import math
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from ..amax import norm_loses_nan
 
 SMALLEST_SIZE = 2.0**-120
+LARGEST_SUM = 2.0**14
+"""What the magnitudes of a row of ``down`` add up to at most: a quarter of fp16's range, so that rounding cannot pass it."""
 ROOM = 8.0
 """A row's size may pass fp16's largest number by this much where its products do not."""
 
@@ -27,7 +30,7 @@ class Factors:
     """``up @ diag(scale) @ down`` is the change of a weight.
 
     Args:
-        down: ``(rank, inputs)``, each row's magnitudes sum up to at most 1.
+        down: ``(rank, inputs)``, each row's magnitudes sum up to at most ``LARGEST_SUM``.
         up: ``(outputs, rank)``, each column's largest magnitude is at most 1.
         scale: ``(rank,)``, fp32.
     """
@@ -40,7 +43,7 @@ class Factors:
 def normalized(down: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> Factors:
     """Normalize ``down`` ``(rank, inputs)`` and ``up`` ``(outputs, rank)``, any float dtype, to factors in ``dtype``."""
     down, up = down.float(), up.float()
-    down_exponent = _exponent(down.abs().sum(1))
+    down_exponent = _exponent(down.abs().sum(1) / LARGEST_SUM)
     up_exponent = _exponent(up.abs().amax(0))
     scale = torch.ldexp(torch.ones_like(down_exponent, dtype=torch.float32), down_exponent + up_exponent)
     down, up = torch.ldexp(down, -down_exponent[:, None]), torch.ldexp(up, -up_exponent)
@@ -84,13 +87,10 @@ def inner_product(x: torch.Tensor, down: torch.Tensor, scale: torch.Tensor) -> t
     """
     if down.dtype != torch.float16:
         return (F.linear(x.to(down.dtype), down).float() * scale).to(down.dtype), None
-    size = None
-    if x.dtype != torch.float16:
-        size = _size(x)
-        x = (x / size).to(torch.float16)
-    h = _half_product(x, down).float() * scale
+    size = _size(x)
+    h = _half_product((x / size).to(torch.float16), down).float() * scale
     peak = _size(h)
-    return (h / peak).to(torch.float16), peak if size is None else peak * size
+    return (h / peak).to(torch.float16), peak * size
 
 
 def add_outer_product(base: torch.Tensor, h: torch.Tensor, size: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
