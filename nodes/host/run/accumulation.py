@@ -16,6 +16,7 @@ from ....precision.devices.detect import detect
 from ....precision.modes import FP8, FP16, FP16_WIDE, INT8
 from ....precision.plan.accumulation import (
     EXACT_SUMS,
+    NO_SWITCH,
     PARTS,
     AccumulationPlan,
     MatmulProfile,
@@ -27,7 +28,7 @@ from . import fast_accumulation
 from .attention import attending, full_precision_attention, is_fused
 from .call import Call
 from .compute import compute_of, needs_fp32_accumulation
-from .execution import COMPILE_KWARGS, is_compiled, is_on_several_devices
+from .execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer
 from .layers import modes_of, settings_of
 from .modules import exchanged, modules_of, only_multiplies, weights_of
 from .per_model import PerModel
@@ -202,9 +203,24 @@ def _settings(patcher) -> tuple:
 
 def _ruled(patcher) -> dict[str, tuple[str, str]]:
     """Layer name -> (accumulation, reason) of the layers that a rule of the compute plan decides."""
+    return {name: (sums, f"{sums} sums by rule") for name, sums in _asked_by_rule(patcher).items() if switches_by_layer(patcher)}
+
+
+def _asked_by_rule(patcher) -> dict[str, str]:
+    """Layer name -> the accumulation that a rule asks for."""
     compute = compute_of(patcher)
-    decisions = compute.plan.decisions if compute else {}
-    return {name: (decision.sums, f"{decision.sums} sums by rule") for name, decision in decisions.items() if decision.sums}
+    return {name: decision.sums for name, decision in compute.plan.decisions.items() if decision.sums} if compute else {}
+
+
+def _inert_rules(patcher) -> list[tuple[str, str]]:
+    """(setting, reason) of the rules on accumulation of a model whose layers cannot differ in it."""
+    asked = {} if switches_by_layer(patcher) else _asked_by_rule(patcher)
+    layers = {sums: [name for name in asked if asked[name] == sums] for sums in asked.values()}
+    return [(f"accumulation={sums}", f"{NO_SWITCH}: {_named(names)}") for sums, names in layers.items()]
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def layer_accumulation(patcher) -> dict[str, tuple[str, str]]:
@@ -271,9 +287,9 @@ def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str], list[str
     """What the report adds for a request: settings without effect, decisions, notes."""
     accumulation = accumulation_of(patcher)
     if accumulation is None:
-        return [], {}, []
+        return _inert_rules(patcher), {}, []
     plan, run = accumulation.plan_for(patcher), accumulation.runs.last_of(patcher)
-    without_effect = list(plan.without_effect)
+    without_effect = [*plan.without_effect, *_inert_rules(patcher)]
     if plan.fp8_fast and (problem := fast_accumulation.why_unavailable()):
         without_effect.append(("fp8_fast_accumulation=on", problem))
     summary = run.attention.summary() if run and run.attention else ""

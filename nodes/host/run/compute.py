@@ -143,6 +143,7 @@ class PlannedLayers:
         self.operations: dict[str, SafeOperation] = {}
         self.in_own_way: dict[str, CastOperation] = {}
         self.not_in_int8: dict[str, str] = {}
+        self._by_layer = True
         self.patches: list[Patch] = []
         for name, module in self.modules.items():
             decision = plan.decisions[name]
@@ -152,7 +153,7 @@ class PlannedLayers:
             if decision.mode == INT8.name:
                 self.not_in_int8[name] = MODE_OF[plan.choice.used]
                 decision = replace(decision, mode=self.not_in_int8[name])
-            forward = _summed(decision.sums, self._forward(name, module, decision))
+            forward = _summed(decision.sums, self._forward(name, module, decision), lambda: self._by_layer)
             self.patches += [*exchanged(module, forward), *_casting(module)]
         self.calling = calling_layers(self.modules.values())
         if plan.mixes_fp32_in:
@@ -181,7 +182,8 @@ class PlannedLayers:
 
     def call(self, call: Call | Make):
         """One call of the model, or of its text adapter, its patches set; repeated with calibration when a magnitude left its range."""
-        off = needs_fp32_accumulation(self._plan, self._model().current_patcher)
+        patcher = self._model().current_patcher
+        off, self._by_layer = needs_fp32_accumulation(self._plan, patcher), switches_by_layer(patcher)
 
         def once():
             self.attention.begin()
@@ -295,13 +297,14 @@ def _in_int8(module: torch.nn.Module, decision: ComputeDecision) -> list[Patch]:
     return [*kept, (module, "forward", lambda x: forward(x.float()))] if decision.stream == "fp32" else kept
 
 
-def _summed(sums: str, forward):
-    """Run ``forward`` with the accumulation that a rule asks for; inside a compiled graph flags cannot be switched."""
+def _summed(sums: str, forward, by_layer: Callable[[], bool]):
+    """Run ``forward`` with the accumulation that a rule asks for, where ``by_layer()``: flags are the whole process's, so that
+    another thread's layers would have it too, and a compiled graph cannot switch them."""
     if not sums:
         return forward
 
     def run(*args, **kwargs):
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not by_layer():
             return forward(*args, **kwargs)
         with flags_set({FP16_ACCUMULATION: sums == "fp16"}):
             return forward(*args, **kwargs)

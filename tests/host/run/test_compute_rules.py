@@ -7,6 +7,7 @@ from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from halfsafe.precision.plan.rules import rules_from
 from support import families, tiny_models
+from support.compiling import compiled
 from support.families import load, with_compute
 from support.measures import relative_error
 from support.summing import accumulation, states
@@ -140,3 +141,21 @@ def test_a_rule_on_sums_holds_for_its_layer_alone(comfy, wan, call, monkeypatch,
     layers = {layer["name"]: layer for layer in families.report(comfy, model)["layers"]}
     assert layers[LAYER]["accumulation"] == asked
     assert layers[LAYER]["mode"] == ("fp16_acc16" if asked == "fp16" else "fp16")
+
+
+@pytest.mark.parametrize("several", ["devices", "graphs"])
+def test_a_rule_on_sums_that_cannot_act_is_reported_so(comfy, wan, call, monkeypatch, several):
+    """torch's flag is the whole process's: another device's thread would sum in fp16 too, and no graph can switch it."""
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
+    model = with_compute(comfy, load(comfy, wan, "fp16", "fp16"), "fp16", rules_from(f"{LAYER} accumulation=fp16", "none"))
+    if several == "devices":
+        model.is_multigpu_base_clone = True
+    else:
+        model = compiled(model)
+    with Sums() as sums, torch.compiler.set_stance("force_eager"):
+        families.replay(model, call)
+    assert len(sums.seen) >= 2 and not any(sums.seen)
+    found = families.report(comfy, model)
+    assert {layer["name"]: layer["accumulation"] for layer in found["layers"]}[LAYER] == "fp32"
+    (entry,) = (entry for entry in found["without_effect"] if entry["setting"] == "accumulation=fp16")
+    assert "from layer to layer" in entry["reason"] and LAYER in entry["reason"]
