@@ -57,9 +57,9 @@ class AutoPrecision(io.ComfyNode):
                     options=list(GOALS),
                     default="balanced",
                     tooltip=(
-                        "balanced: the dtype this device is fast at and the model is safe in.\n"
+                        "balanced: a dtype this device is fast at; on NVIDIA none that can overflow.\n"
                         "quality: fp16 products with an fp32 stream where fp16 is fast, fp32 elsewhere; the VAE in fp32.\n"
-                        "speed: int8 or fp8 products where the device gains and weights are held so.\n"
+                        "speed: int8 or fp8 products where the device gains and weights are held so, else also plain fp16.\n"
                         "memory: the smallest activations the model is safe in."
                     ),
                 ),

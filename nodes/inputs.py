@@ -13,10 +13,10 @@ STORAGE_TOOLTIP = (
     "Norms, embeddings and other sensitive layers stay high (see rules)."
 )
 COMPUTE_TOOLTIP = (
-    "The dtype of the maths. auto: bf16 or fp16 where this GPU is fast at it and the model is safe in it, else fp16_safe or "
-    "fp32. fp16_safe: fp16 products with an fp32 stream, cannot overflow. fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); elsewhere it has no effect, and the report says so. "
-    "int8: a diffusion model's int8 weights multiply in int8, a scale per token, between fp32 values where the model is not "
-    "safe in this GPU's 16 bit. auto and fp8 do the same; any other choice dequantizes them."
+    "The dtype of the maths. auto: bf16 where it is native and the model prefers it, else fp16_safe; fp16 on GPUs not from NVIDIA "
+    "if the model is safe in it; fp32 where fp16 is slow. fp16_safe: fp16 products with an fp32 stream, cannot overflow. fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); elsewhere it has no effect, and the report says so. "
+    "int8: a diffusion model's int8 weights multiply in int8, a scale per token, the rest as with auto. "
+    "auto and fp8 do the same; any other choice dequantizes them."
 )
 RULES_TOOLTIP = "Exceptions per layer, from Halfsafe Layer Rules. Without it the preset 'keep sensitive layers' applies."
 

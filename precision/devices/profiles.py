@@ -72,6 +72,8 @@ class DeviceProfile:
         int8_matmul: int8 operands can be multiplied.
         int8_matmul_gains: int8 matmul is faster than 16 bit, with comfy-kitchen's kernels.
         scaling: scale granularities an fp8 matmul takes: tensor, row, block (1x128, 128x128), mx (1x32).
+        fp16_safe_cost: how much longer than fp16 ``fp16_safe`` takes, least and most of the models of benchmarks/results/cost.json
+            on cards of this kind; "" where it was not estimated.
         needs_torch: capability -> first (major, minor) of torch that has it on this device.
         notes: capability -> one sentence; other keys are remarks about the device.
     """
@@ -91,6 +93,7 @@ class DeviceProfile:
     int8_matmul: bool = False
     int8_matmul_gains: bool = False
     scaling: tuple[str, ...] = ()
+    fp16_safe_cost: str = ""
     needs_torch: Mapping[str, tuple[int, int]] = field(default_factory=dict, compare=False)
     notes: Mapping[str, str] = field(default_factory=dict, compare=False)
 
@@ -151,27 +154,28 @@ ROWS = (
                "int8_matmul": NO_INT8_UNITS},
     ),
     DeviceProfile(
-        "sm_70", "V100, Titan V (Volta)", "nvidia", bf16_native=False,
+        "sm_70", "V100, Titan V (Volta)", "nvidia", fp16_safe_cost="2 to 17 %", bf16_native=False,
         notes={"bf16": "bf16 is emulated, without cuDNN convolution or Triton kernels.",
                "fp16_accumulation": NO_GAIN, "int8_matmul": NO_INT8_UNITS},
     ),
     DeviceProfile(
-        "sm_75", "RTX 20xx, T4 (Turing)", "nvidia", bf16_native=False, fp16_accumulation_gains=True, **INT8,
-        needs_torch=FP16_ACCUMULATION_TORCH,
+        "sm_75", "RTX 20xx, T4 (Turing)", "nvidia", fp16_safe_cost="2 to 16 %", bf16_native=False, fp16_accumulation_gains=True,
+        needs_torch=FP16_ACCUMULATION_TORCH, **INT8,
         notes={"fp16_accumulation": GEFORCE_GAIN},
     ),
     DeviceProfile(
-        "sm_80", "A100, A30 (Ampere)", "nvidia", **INT8,
+        "sm_80", "A100, A30 (Ampere)", "nvidia", fp16_safe_cost="4 to 24 %", **INT8,
         notes={"fp16_accumulation": NO_GAIN},
     ),
     DeviceProfile(
-        "sm_86", "RTX 30xx (Ampere)", "nvidia", fp16_accumulation_gains=True, needs_torch=FP16_ACCUMULATION_TORCH, **INT8,
+        "sm_86", "RTX 30xx (Ampere)", "nvidia", fp16_safe_cost="2 to 12 %", fp16_accumulation_gains=True,
+        needs_torch=FP16_ACCUMULATION_TORCH, **INT8,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "int8_matmul_gains": "An A10G is 1.84x as fast with int8 as with bf16, 0.97x with fp8 (comfyui-quant-bench).",
                "compile": "torch.compile cannot convert e4m3fn here (PyTorch #167082): use fp8_e5m2 with it."},
     ),
     DeviceProfile(
-        "sm_89", "RTX 40xx, L4, L40 (Ada)", fp16_accumulation_gains=True, fp8_fast_accumulation=True,
+        "sm_89", "RTX 40xx, L4, L40 (Ada)", fp16_safe_cost="4 to 23 %", fp16_accumulation_gains=True, fp8_fast_accumulation=True,
         scaling=("tensor", "row"), needs_torch={"fp8_matmul": (2, 3), **FP16_ACCUMULATION_TORCH}, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "fp8_matmul": "fp8 matmul units, which add in about 22 bits.",
@@ -179,16 +183,17 @@ ROWS = (
                "int8_matmul_gains": "An L40S is 2.06x as fast with int8 as with bf16, 1.27x with fp8 (comfyui-quant-bench)."},
     ),
     DeviceProfile(
-        "sm_90", "H100, H200 (Hopper)", fp8_fast_accumulation=True, scaling=("tensor", "row", "block"), **FP8_NVIDIA,
+        "sm_90", "H100, H200 (Hopper)", fp16_safe_cost="6 to 39 %", fp8_fast_accumulation=True,
+        scaling=("tensor", "row", "block"), **FP8_NVIDIA,
         notes={"fp16_accumulation": NO_GAIN,
                "fp8_fast_accumulation": "On keeps about 14 bits of the sums; off promotes them to fp32."},
     ),
     DeviceProfile(
-        "sm_100", "B200 (Blackwell)", scaling=("tensor", "row", "mx"), **FP8_NVIDIA,
+        "sm_100", "B200 (Blackwell)", fp16_safe_cost="5 to 46 %", scaling=("tensor", "row", "mx"), **FP8_NVIDIA,
         notes={"fp16_accumulation": "fp16 accumulation is not expected to be faster here."},
     ),
     DeviceProfile(
-        "sm_120", "RTX 50xx (Blackwell)", fp16_accumulation_gains=True, scaling=("tensor", "row"),
+        "sm_120", "RTX 50xx (Blackwell)", fp16_safe_cost="3 to 19 %", fp16_accumulation_gains=True, scaling=("tensor", "row"),
         needs_torch=FP16_ACCUMULATION_TORCH, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "int8_matmul_gains": "An RTX 5060 is 1.20x as fast with int8 as with fp8 (ComfyUI-INT8-Fast #69)."},

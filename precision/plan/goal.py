@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..devices.detect import UNQUANTIZED, Device, smallest_storage
+from ..devices.detect import UNQUANTIZED, Device, auto_compute, fastest_compute, smallest_storage
 from ..dtypes import FP8_NAMES
 from .accumulation import Request
 from .compute import SAFE, ComputePlan, plan_compute
@@ -41,7 +41,7 @@ def plan_for_goal(facts: ModelFacts, device: Device, goal: str, storages: Mappin
     Args:
         storages: layer name -> storage name.
     """
-    compute, reason = _compute_for(device, goal, frozenset(storages.values()))
+    compute, reason = _compute_for(facts, device, goal, frozenset(storages.values()))
     plan = plan_compute(facts, device, compute, Rules(), storages)
     sums, sums_reason = SUMS.get(goal, (None, None))
     return GoalPlan(plan, f"{reason} {plan.choice.reason}".strip(), sums, sums_reason)
@@ -61,7 +61,7 @@ def storage_for_goal(device: Device, goal: str, held: frozenset[str]) -> tuple[s
     return "auto", ""
 
 
-def _compute_for(device: Device, goal: str, held: frozenset[str]) -> tuple[str, str]:
+def _compute_for(facts: ModelFacts, device: Device, goal: str, held: frozenset[str]) -> tuple[str, str]:
     if goal == "quality":
         if device.capabilities["fp16"]:
             return SAFE, "fp16 products with fp32 sums and fp32 between layers are closer to fp32 than bf16 is."
@@ -70,7 +70,15 @@ def _compute_for(device: Device, goal: str, held: frozenset[str]) -> tuple[str, 
         return "fp8", "fp8 products are faster than 16-bit ones here."
     if goal == "speed" and "int8" in held and device.capabilities["int8_matmul_gains"]:
         return "auto", f"int8 products. {device.reason('int8_matmul_gains')}"
+    if goal == "speed" and held <= {*UNQUANTIZED} and _is_fp16_faster(facts, device):
+        return "fp16", f"fp16 can overflow, which NaN Guard repairs; balanced takes fp16_safe. {_advice(device, goal, held)}".strip()
     return "auto", _advice(device, goal, held)
+
+
+def _is_fp16_faster(facts: ModelFacts, device: Device) -> bool:
+    """Tell whether ``auto`` takes ``fp16_safe`` only so that nothing overflows: fp16 sums act on plain fp16 alone."""
+    automatic, fastest = (choose(device, facts.supported, facts.file_dtype)[0] for choose in (auto_compute, fastest_compute))
+    return (automatic, fastest) == (SAFE, "fp16")
 
 
 def _advice(device: Device, goal: str, held: frozenset[str]) -> str:

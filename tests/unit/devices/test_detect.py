@@ -1,6 +1,7 @@
 """Every profile row, how hardware is matched to one, and what auto decides. Expectations are copied from documents."""
 
 import dataclasses
+import json
 import types
 
 import pytest
@@ -9,6 +10,7 @@ from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.devices import hardware, probes, profiles
 from halfsafe.precision.dtypes import COMPUTE_OPTIONS
 from halfsafe.precision.errors import UnknownProfile
+from support.shipped import ROOT
 
 CONTRACT = (
     "sm_61", "sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120",
@@ -346,14 +348,14 @@ def test_a_device_cannot_be_changed():
     ("name", "wan", "qwen", "flux"),
     [
         ("sm_61", "fp32", "fp32", "fp32"),
-        ("sm_70", "fp16", "fp16_safe", "fp16"),
-        ("sm_75", "fp16", "fp16_safe", "fp16"),
-        ("sm_80", "fp16", "bf16", "bf16"),
-        ("sm_86", "fp16", "bf16", "bf16"),
-        ("sm_89", "fp16", "bf16", "bf16"),
-        ("sm_90", "fp16", "bf16", "bf16"),
-        ("sm_100", "fp16", "bf16", "bf16"),
-        ("sm_120", "fp16", "bf16", "bf16"),
+        ("sm_70", "fp16_safe", "fp16_safe", "fp16_safe"),
+        ("sm_75", "fp16_safe", "fp16_safe", "fp16_safe"),
+        ("sm_80", "fp16_safe", "bf16", "bf16"),
+        ("sm_86", "fp16_safe", "bf16", "bf16"),
+        ("sm_89", "fp16_safe", "bf16", "bf16"),
+        ("sm_90", "fp16_safe", "bf16", "bf16"),
+        ("sm_100", "fp16_safe", "bf16", "bf16"),
+        ("sm_120", "fp16_safe", "bf16", "bf16"),
         ("gfx90a", "fp16", "bf16", "bf16"),
         ("gfx942", "fp16", "bf16", "bf16"),
         ("gfx1100", "fp16", "bf16", "bf16"),
@@ -372,14 +374,22 @@ def test_auto_compute_on_every_profile(name, wan, qwen, flux):
 
 
 @pytest.mark.parametrize("name", CONTRACT)
-def test_fp16_safe_is_only_for_models_without_fp16_on_devices_without_bf16(name):
+def test_a_model_without_fp16_takes_fp16_safe_only_on_devices_without_bf16(name):
     row = devices.detect(profile=name)
     expected = name in ("sm_70", "sm_75", "mps_m1")
     chosen, reason = devices.auto_compute(row, QWEN, "bf16")
     assert (chosen == "fp16_safe") is expected
     assert ("cannot overflow" in reason) is expected
-    assert devices.auto_compute(row, WAN, "bf16")[0] != "fp16_safe"
     assert devices.auto_compute(row, ("fp32",), "fp32")[0] == "fp32"
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_plain_fp16_is_nobodys_default_on_nvidia(name):
+    row = devices.detect(profile=name)
+    for supported, file_dtype in ((WAN, "bf16"), (WAN, "fp16"), (FLUX, "fp16")):
+        chosen, reason = devices.auto_compute(row, supported, file_dtype)
+        assert chosen != "fp16" or not name.startswith("sm_")
+        assert ("cannot overflow" in reason) is (chosen == "fp16_safe")
 
 
 def test_a_model_that_prefers_fp32_keeps_it_where_bf16_is_native():
@@ -389,7 +399,8 @@ def test_a_model_that_prefers_fp32_keeps_it_where_bf16_is_native():
 
 def test_an_fp16_file_is_computed_in_fp16_where_the_model_allows_it():
     row = devices.detect(profile="sm_86")
-    assert devices.auto_compute(row, FLUX, "fp16")[0] == "fp16"
+    assert devices.auto_compute(row, FLUX, "fp16")[0] == "fp16_safe"
+    assert devices.auto_compute(devices.detect(profile="gfx1100"), FLUX, "fp16")[0] == "fp16"
     assert devices.auto_compute(row, QWEN, "fp16")[0] == "bf16"
     assert devices.auto_compute(devices.detect(profile="sm_61"), FLUX, "fp16")[0] == "fp32"
 
@@ -525,3 +536,13 @@ def test_the_memory_of_a_simulated_device_is_not_called_absent(monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
     storage, reason = devices.auto_storage(devices.detect(torch.device("cpu")), 26 * GIB, "bf16", None)
     assert storage == "as_file" and "simulated device is not known" in reason
+
+
+CARDS_OF = {"sm_70": ("V100",), "sm_75": ("T4", "2080 Ti"), "sm_80": ("A100",), "sm_86": ("3090",), "sm_89": ("4090",), "sm_90": ("H100",), "sm_100": ("B200",), "sm_120": ("5090",)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in CONTRACT if name.startswith("sm_")])
+def test_the_cost_of_fp16_safe_is_the_one_that_was_counted(name):
+    models = json.loads((ROOT / "benchmarks" / "results" / "cost.json").read_text(encoding="utf-8"))["models"].values()
+    found = [round(100 * (model["to_fp16"][card] - 1)) for model in models for card in CARDS_OF.get(name, ())]
+    assert devices.profile_named(name).fp16_safe_cost == (f"{min(found)} to {max(found)} %" if found else "")

@@ -23,14 +23,14 @@ FLUX = ("bf16", "fp16", "fp32")
 # profile: (Wan and SDXL, Qwen-Image and Z-Image, Flux), bf16 files
 AUTO = {
     "sm_61": ("fp32", "fp32", "fp32"),
-    "sm_70": ("fp16", "fp16_safe", "fp16"),
-    "sm_75": ("fp16", "fp16_safe", "fp16"),
-    "sm_80": ("fp16", "bf16", "bf16"),
-    "sm_86": ("fp16", "bf16", "bf16"),
-    "sm_89": ("fp16", "bf16", "bf16"),
-    "sm_90": ("fp16", "bf16", "bf16"),
-    "sm_100": ("fp16", "bf16", "bf16"),
-    "sm_120": ("fp16", "bf16", "bf16"),
+    "sm_70": ("fp16_safe", "fp16_safe", "fp16_safe"),
+    "sm_75": ("fp16_safe", "fp16_safe", "fp16_safe"),
+    "sm_80": ("fp16_safe", "bf16", "bf16"),
+    "sm_86": ("fp16_safe", "bf16", "bf16"),
+    "sm_89": ("fp16_safe", "bf16", "bf16"),
+    "sm_90": ("fp16_safe", "bf16", "bf16"),
+    "sm_100": ("fp16_safe", "bf16", "bf16"),
+    "sm_120": ("fp16_safe", "bf16", "bf16"),
     "gfx90a": ("fp16", "bf16", "bf16"),
     "gfx942": ("fp16", "bf16", "bf16"),
     "gfx1100": ("fp16", "bf16", "bf16"),
@@ -64,7 +64,9 @@ def test_auto_on_every_device(profile):
     [
         ("sm_61", WAN, "1/64"),
         ("sm_75", QWEN_IMAGE, "cannot overflow"),
-        ("sm_75", WAN, "lists fp16"),
+        ("sm_75", WAN, "lists fp16 for this model and it is fast on RTX 20xx, T4 (Turing). fp16_safe cannot overflow"),
+        ("sm_90", WAN, "longer by estimate"),
+        ("gfx1100", WAN, "fp16_safe would cost here is not known"),
         ("sm_86", FLUX, "it is native"),
         ("mps_m1", QWEN_IMAGE, "emulated"),
         ("cpu", FLUX, "fp32 is what remains"),
@@ -90,6 +92,29 @@ def test_goals(profile, goal):
     assert found.compute.choice.used == GOALS[profile, goal] and found.reason
     modes = {name: decision.mode for name, decision in found.compute.decisions.items()}
     assert ("fp8" in modes.values()) == ((profile, goal) == ("sm_89", "speed"))
+
+
+@pytest.mark.parametrize(
+    ("profile", "models", "held", "speed"),
+    [
+        ("sm_75", WAN, "bf16", "fp16"), ("sm_86", WAN, "fp16", "fp16"), ("sm_90", WAN, "fp16", "fp16"), ("gfx1100", WAN, "fp16", "fp16"),
+        ("sm_75", QWEN_IMAGE, "bf16", "fp16_safe"), ("sm_86", QWEN_IMAGE, "bf16", "bf16"), ("sm_86", WAN, "int8", "fp16_safe"),
+        ("cpu", WAN, "fp16", "fp32"),
+    ],
+)  # fmt: skip
+def test_speed_takes_plain_fp16_where_only_the_fear_of_overflow_speaks_against_it(profile, models, held, speed):
+    facts = ModelFacts(LAYERS, 10**9, held, models)
+    found = plan_for_goal(facts, detect(profile=profile), "speed", {"blocks.0.ffn": held})
+    assert found.compute.choice.used == speed
+    assert ("NaN Guard" in found.reason) is (speed == "fp16" and profile.startswith("sm_"))
+    if held == "int8":
+        assert found.compute.decisions["blocks.0.ffn"].mode == "int8", "an fp16 that was asked for would dequantize it"
+
+
+@pytest.mark.parametrize("profile", PROFILE_NAMES)
+def test_fp16_that_is_asked_for_is_plain_fp16(profile):
+    found = plan(profile, "fp16")
+    assert (found.choice.used, found.activation_dtype, dict(found.decisions)) == ("fp16", "fp16", {})
 
 
 # What speed and memory advise to load a 16-bit model with.
