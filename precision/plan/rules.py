@@ -31,9 +31,14 @@ class Rule:
     def _matcher(self) -> Callable[[str, str], object]:
         return compile_pattern(self.pattern)
 
+    @cached_property
+    def _beginning(self) -> str:
+        """What a layer's name begins with where the pattern can match: it spares compiling most patterns of long lists."""
+        return "" if self.pattern.startswith(("re:", "class:")) else re.split(r"[*?\[]", self.pattern, maxsplit=1)[0]
+
     def matches(self, name: str, cls: str) -> bool:
         """Tell whether the pattern matches the layer ``name`` (inside the diffusion model) of module class ``cls``."""
-        return bool(self._matcher(name, cls))
+        return name.startswith(self._beginning) and bool(self._matcher(name, cls))
 
     def __str__(self) -> str:
         settings = " ".join(f"{key}={value}" for key, value in self.settings)
@@ -54,16 +59,27 @@ class Rules:
 
     def setting(self, key: str, name: str, cls: str) -> tuple[str, Rule] | None:
         """Look up the value of ``key`` for a layer and the rule that sets it; None where no rule does."""
-        for rule in reversed(self.all):
+        for rule in reversed(self._matching(name, cls)):
             value = dict(rule.settings).get(key)
-            if value is not None and rule.matches(name, cls):
+            if value is not None:
                 return value, rule
         return None
 
+    def _matching(self, name: str, cls: str) -> tuple[Rule, ...]:
+        layer = name, cls
+        if layer not in self._known:
+            self._known[layer] = tuple(rule for rule in self.all if rule.matches(name, cls))
+        return self._known[layer]
+
+    @cached_property
+    def _known(self) -> dict[tuple[str, str], tuple[Rule, ...]]:
+        """(Layer name, class) -> the rules that match it, of the layers asked for so far."""
+        return {}
+
     def without_match(self, layers: Iterable[tuple[str, str]]) -> list[Rule]:
         """List the user's own rules that match none of the ``(name, class)`` pairs."""
-        layers = list(layers)
-        return [rule for rule in self.own if not any(rule.matches(*layer) for layer in layers)]
+        matching = {id(rule) for layer in layers for rule in self._matching(*layer)}
+        return [rule for rule in self.own if id(rule) not in matching]
 
     def to_text(self) -> str:
         """Write the rules as text that :func:`parse` reads back as the same rules."""
@@ -100,7 +116,7 @@ def parse(text: str) -> list[Rule]:
         RuleError: a line cannot be read.
     """
     rules = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(re.split("\r\n|\r|\n", text), 1):  # splitlines also splits where no editor counts a line
         line, _, comment = re.sub(r"(^|\s)#", "\0", line, count=1).partition("\0")
         if line.strip():
             rules.append(_parse_line(number, re.sub(r"\s*=\s*", "=", line).split(), comment.strip()))
@@ -114,7 +130,8 @@ def _parse_line(number: int, words: list[str], reason: str) -> Rule:
     if "=" in pattern and not pattern.startswith("re:"):
         raise RuleError(number, f"'{pattern}' stands where the pattern should be", "Write: <pattern> <key>=<value>.")
     try:
-        compile_pattern(pattern)
+        if pattern.startswith("re:"):
+            compile_pattern(pattern)
     except re.error as error:
         raise RuleError(number, f"'{pattern}' is not a regular expression ({error})") from None
     return Rule(pattern, tuple(_parse_setting(number, setting) for setting in settings), reason)
