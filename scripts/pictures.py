@@ -1,19 +1,23 @@
 """Draw the thumbnails of the workflows and the pictures of the README with the shapes model, in a real ComfyUI.
 
     COMFYUI_DIR=<folder> .venv/bin/python scripts/pictures.py
+
+`page_pictures.py` beside it takes the README's pictures of ComfyUI's page.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from comfyui_server import Server, make_base_directory
-from workflow import ask_for, bypass, shrink, small_file, substitute_files, to_prompt
+from workflow import ask_for, bypass, shrink, small_file, substitute_files, to_prompt, written_back
 
 ROOT = Path(__file__).absolute().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -48,7 +52,16 @@ class Studio:
 
     def draw(self, name: str, text: str, overflowing: bool = False, bypassed: tuple[str, ...] = (), **changes) -> list[bytes]:
         """The pictures a workflow saves, then those it previews; `changes` are set on the loader of the model."""
+        outputs = self.server.prompt(self._prepare(name, text, overflowing, bypassed, changes)[1])
+        images = [image for node_id in sorted(outputs, key=int) for image in outputs[node_id].get("images", [])]
+        return [self.server.view(image) for image in sorted(images, key=lambda image: image["type"] != "output")]
 
+    def workflow(self, name: str, text: str, overflowing: bool = False, **changes) -> dict:
+        """The workflow that `draw` runs, for the page to open."""
+        workflow, prompt = self._prepare(name, text, overflowing, (), changes)
+        return written_back(workflow, self.info, prompt)
+
+    def _prepare(self, name: str, text: str, overflowing: bool, bypassed: tuple[str, ...], changes: dict) -> tuple[dict, dict]:
         def choose(field: str, wanted: str) -> str | None:
             return OVERFLOWING if overflowing and field == "model_name" else small_file(field, wanted)
 
@@ -57,23 +70,27 @@ class Studio:
         for node in prompt.values():
             if "model_name" in node["inputs"]:
                 node["inputs"] |= changes
-        outputs = self.server.prompt(shrink(prompt, **SIZE))
-        images = [image for node_id in sorted(outputs, key=int) for image in outputs[node_id].get("images", [])]
-        return [self.server.view(image) for image in sorted(images, key=lambda image: image["type"] != "output")]
+        return workflow, shrink(prompt, **SIZE)
 
 
 def main() -> None:
+    with open_studio() as studio:
+        _thumbnails(studio)
+        _readme(studio)
+
+
+@contextlib.contextmanager
+def open_studio(pack_name: str = "Halfsafe-Pack", extra_args: Iterable[str] = ()) -> Iterator[Studio]:
+    """A ComfyUI with this pack and the shapes model, as it is and so that it overflows in fp16."""
     with tempfile.TemporaryDirectory() as folder:
-        base = make_base_directory(Path(folder), ROOT)
+        base = make_base_directory(Path(folder), ROOT, pack_name)
         models = base / "models"
         (models / "diffusion_models" / shapes.MODEL.name).symlink_to(shapes.MODEL)
         (models / "vae" / shapes.VAE.name).symlink_to(shapes.VAE)
         shapes.write_overflowing(shapes.MODEL, models / "diffusion_models" / OVERFLOWING)
         tiny_models.clip_l(models / "text_encoders" / "clip_l.safetensors")
-        with Server(Path(os.environ["COMFYUI_DIR"]), base) as server:
-            studio = Studio(server, server.object_info())
-            _thumbnails(studio)
-            _readme(studio)
+        with Server(Path(os.environ["COMFYUI_DIR"]), base, extra_args) as server:
+            yield Studio(server, server.object_info())
 
 
 def _thumbnails(studio: Studio) -> None:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.shipped import ROOT, is_ignored, shipped_files, tracked_files
+from support.shipped import ROOT, is_ignored, read_patterns, shipped_files, tracked_files
 
 TEXT = {".py", ".js", ".mjs", ".json", ".md", ".toml", ".css", ".txt", ".yml", ".yaml"}
 FLAGGED = (
@@ -32,7 +32,13 @@ FLAGGED_PYTHON = (
     r"torch\.load\(",
     r"torch\.cuda\.empty_cache\(",
     r"pickle\.load",
+    r"[\"']pip[\"']|\bpip\.main\b|\bensurepip\b",
+    r"\b(base64|marshal|codecs|zlib)\.(b64decode|loads|decode|decompress)\b",
+    r"(?<![\w.])compile\(",
 )
+TOP_LEVEL = {
+    "CHANGELOG.md", "LICENSE", "__init__.py", "__main__.py", "locales", "nodes", "precision", "pyproject.toml", "web", "workflows",
+}  # fmt: skip
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(home|root|Users|tmp|opt|work|mnt)/\w|[A-Z]:\\\\?Users")
 SHIPPED = shipped_files()
 TRACKED_TEXT = [path for path in tracked_files() if path.suffix in TEXT or path.parts[0] == ".ci"]
@@ -45,7 +51,18 @@ def read(path: Path) -> str:
 def test_the_archive_holds_the_pack_and_no_development_file() -> None:
     assert {Path("__init__.py"), Path("pyproject.toml"), Path("LICENSE"), Path("README.md")} <= set(SHIPPED)
     assert Path("web/docs/HalfsafeNaNGuard.md") in SHIPPED
-    assert {path.parts[0] for path in SHIPPED}.isdisjoint({"tests", "scripts", "benchmarks", "docs", ".github", ".ci"})
+    readmes = {path.parts[0] for path in SHIPPED if path.match("README*.md")}
+    assert {path.parts[0] for path in SHIPPED} == TOP_LEVEL | readmes
+
+
+def test_every_pattern_of_the_ignore_file_leaves_something_out() -> None:
+    patterns = read_patterns(ROOT / ".comfyignore")
+    assert [pattern for pattern in patterns if not any(is_ignored(path, [pattern]) for path in tracked_files())] == []
+
+
+def test_the_archive_is_small() -> None:
+    sizes = {path: (ROOT / path).stat().st_size for path in SHIPPED}
+    assert len(sizes) < 300 and sum(sizes.values()) < 2_000_000
 
 
 @pytest.mark.parametrize("path", [p for p in SHIPPED if p.suffix in TEXT], ids=str)

@@ -1,0 +1,115 @@
+"""Take the README's pictures of ComfyUI's page: the graph, the report, a toast and the sidebar, after a real run that overflows.
+
+    COMFYUI_DIR=<folder> HALFSAFE_FRONTEND=<folder> CHROMIUM=<program> .venv/bin/python scripts/page_pictures.py
+
+The variables are those of the browser tests; `scripts/test.py` says how they are found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pictures import IMAGES, ROOT, Studio, open_studio, shapes
+
+if TYPE_CHECKING:
+    from browser.comfy_page import ComfyPage
+    from playwright.sync_api import Browser
+
+Image = shapes.Image
+WORKFLOW, ASKED = "black-image-rescue", "a red heart"
+VIEW = {"width": 1840, "height": 1000}
+SETTINGS = {"Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasMenu": False, "Comfy.RightSidePanel.IsOpen": False}
+REPORT, REPORT_SIZE, MARGIN = "HalfsafeReport", (588, 690), 12
+TOGGLE_TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
+TOAST = ".p-toast-message:has-text('Halfsafe')"
+SHOW_GRAPH = """() => { const { ds } = app.canvas; const nodes = app.graph.nodes;
+    const [left, top] = [Math.min(...nodes.map((n) => n.pos[0])), Math.min(...nodes.map((n) => n.pos[1]))];
+    ds.scale = 0.69; ds.offset[0] = 100 - left; ds.offset[1] = 110 - top; app.canvas.setDirty(true, true); }"""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of the page in its own pixels."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+def main() -> None:
+    with open_studio("halfsafe", ["--front-end-root", os.environ["HALFSAFE_FRONTEND"]]) as studio, _chromium() as browser:
+        _take_graph(studio, browser)
+        for theme in ("dark", "light"):
+            _take_report(studio, browser, theme)
+
+
+@contextlib.contextmanager
+def _chromium() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        options = ["--no-sandbox", "--disable-gpu", "--force-color-profile=srgb"]
+        yield playwright.chromium.launch(executable_path=os.environ["CHROMIUM"], args=options)
+
+
+def _open(studio: Studio, browser: Browser, workflow: dict, vue: bool, theme: str, sharpness: int) -> ComfyPage:
+    from browser.comfy_page import ComfyPage  # `pictures` has put tests/ on the path
+
+    page = ComfyPage(browser.new_context(viewport=VIEW, device_scale_factor=sharpness), studio.server, vue, theme)
+    page.open(**SETTINGS).load(workflow)
+    return page
+
+
+def _take_graph(studio: Studio, browser: Browser) -> None:
+    page = _open(studio, browser, studio.workflow(WORKFLOW, ASKED, True), False, "dark", 1)
+    page.evaluate("() => { app.extensionManager.toast.add = () => {}; }")
+    page.run()
+    page.page.wait_for_selector(".hs-guard .hs-event", state="attached")
+    page.page.wait_for_timeout(6000)
+    page.evaluate(SHOW_GRAPH)
+    _save(page, Box(60, 44, 1780, 690), "graph")
+
+
+def _take_report(studio: Studio, browser: Browser, theme: str) -> None:
+    page = _open(studio, browser, studio.workflow(WORKFLOW, ASKED, True, storage="fp8_e4m3fn"), True, theme, 2)
+    page.zoom_to(REPORT, *REPORT_SIZE)
+    page.evaluate("() => { app.queuePrompt(0, 1); }")
+    if theme == "dark":
+        page.page.wait_for_selector(TOAST, timeout=120_000)
+        _save(page, _around(page, TOAST), "toast")
+    page.page.wait_for_selector(".hs-table tbody tr", timeout=120_000)
+    page.page.wait_for_selector(TOAST, state="detached", timeout=60_000)
+    _save(page, _around(page, ".lg-node:has(.hs-panel)"), f"report-{theme}")
+    if theme == "dark":
+        page.evaluate(TOGGLE_TAB)
+        page.page.wait_for_selector(".hs-sidebar .hs-bar")
+        end = page.page.locator(".hs-sidebar .hs-card").last.bounding_box()
+        _save(page, Box(0, 38, end["x"] + end["width"] + MARGIN, end["y"] + end["height"] + MARGIN - 38), "sidebar")
+
+
+def _around(page: ComfyPage, selector: str) -> Box:
+    box = page.page.locator(selector).first.bounding_box()
+    return Box(box["x"] - MARGIN, box["y"] - MARGIN, box["width"] + 2 * MARGIN, box["height"] + 2 * MARGIN)
+
+
+def _save(page: ComfyPage, box: Box, name: str) -> None:
+    page.page.mouse.move(VIEW["width"] - 20, VIEW["height"] - 20)
+    page.page.wait_for_timeout(500)
+    with tempfile.TemporaryDirectory() as folder:
+        taken = Path(folder) / "taken.png"
+        page.page.screenshot(path=taken, clip=vars(box))
+        picture = Image.open(taken).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    path = IMAGES / f"{name}.png"
+    picture.save(path, optimize=True)
+    print(f"{path.relative_to(ROOT)}: {picture.width} x {picture.height}, {path.stat().st_size} bytes", flush=True)
+
+
+if __name__ == "__main__":
+    main()
