@@ -4,6 +4,7 @@ import torch
 from comfy_api.latest import io, ui
 
 from ..precision.errors import HalfsafeError
+from ..precision.guard.drift import CHECKS
 from ..precision.guard.finite import not_finite
 from ..precision.guard.policy import ON_NAN, NonFinite
 from .host.badge import badge, model_words
@@ -47,6 +48,17 @@ class NaNGuard(io.ComfyNode):
                     advanced=True,
                     tooltip="How often one step may be repeated. A cure takes three at most: to find the layer, in fp16_safe, in fp32. Telling another cause may take a few more.",
                 ),
+                io.Combo.Input(
+                    "check",
+                    options=list(CHECKS),
+                    default="off",
+                    optional=True,
+                    tooltip=(
+                        "Make a step's call once more in fp32 and compare: finds what is finite and wrong. Below what the model's dtypes explain, "
+                        "the layer, attention or cache that adds most is named, for about ten more calls. The picture stays as it is.\n"
+                        "every 5th step: at steps 0, 5, 10 ... of the sampler, one call each."
+                    ),
+                ),
             ],
             outputs=[io.Model.Output()],
             has_intermediate_output=True,
@@ -54,8 +66,8 @@ class NaNGuard(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model, on_nan, max_retries) -> io.NodeOutput:
-        guarded = with_guard(model, on_nan, max_retries, _node_id(cls))
+    def execute(cls, model, on_nan, max_retries, check="off") -> io.NodeOutput:
+        guarded = with_guard(model, on_nan, max_retries, _node_id(cls), check)
         return io.NodeOutput(guarded, ui=badge(*model_words(model), "guarded"))
 
 

@@ -1,7 +1,7 @@
 // @ts-check
 /** The report on its node: head, shares, guard, remarks and the table of layers. */
 import { el, firstOf, paint, shareBar, swatch, verdictPill } from "./dom.mjs";
-import { deviceText, eventText, filterLayers, rowsOf, sortRows } from "./report.mjs";
+import { checkText, deviceText, eventText, filterLayers, rowsOf, sortRows } from "./report.mjs";
 import { t } from "./words.mjs";
 
 /**
@@ -216,11 +216,13 @@ function guardLines(report) {
   const escalations = Object.entries(guard.escalations).map(([layer, mode]) =>
     el("div", { class: "hs-event" }, swatch(mode), el("span", {}, el("bdi", { text: layer }), ` \u2192 ${mode}`)),
   );
+  const checks = guard.checks.map((check) => el("div", { class: "hs-event" }, el("span", { class: "hs-dim", text: checkText(check) })));
   const events = guard.events.map((event) => {
+    if (event.kind === "drift") return eventLine(false, `${eventText(event)}. ${event.evidence}`, event.advice);
     const change = event.from && event.to ? ` ${event.from} \u2192 ${event.to},` : "";
     return eventLine(event.recovered, `${eventText(event)},${change} ${event.recovered ? t("recovered") : t("not recovered")}`);
   });
-  return [...escalations, ...events];
+  return [...escalations, ...events, ...checks];
 }
 
 /** @param {Report} report */

@@ -4,8 +4,9 @@ import { t } from "./words.mjs";
 /**
  * What the page derives from a report of version 1; no DOM here.
  * @typedef {{name: string, class: string, storage: string, mode: string, accumulation: string, stream: string, reason: string, kernel: string}} Layer
- * @typedef {{call: number, step: number, sigma: number | null, layer: string, op: string, kind: string, from: string, to: string, recovered: boolean}} GuardEvent
- * @typedef {{verdict: string, calls: number, extra_calls: number, escalations: Record<string, string>, events: GuardEvent[]}} Guard
+ * @typedef {{call: number, step: number, sigma: number | null, layer: string, op: string, kind: string, from: string, to: string, recovered: boolean, evidence: string, advice: string}} GuardEvent
+ * @typedef {{step: number, sigma: number | null, arithmetic: string, snr_db: number | null, threshold_db: number | null, lora_snr_db: number | null, blocks: {name: string, snr_db: number | null}[], left_out: string}} Check
+ * @typedef {{verdict: string, calls: number, extra_calls: number, escalations: Record<string, string>, events: GuardEvent[], checks: Check[]}} Guard
  * @typedef {{parameters: string, size: string, stored: {name: string, share: number, size: string}[], computed: {name: string, share: number, layers: number}[], rows: {name: string, layers: number[]}[]}} View
  * @typedef {{version: number, device: any, model: any, layers: Layer[], without_effect: {setting: string, reason: string}[], notes: string[], guard: Guard, modes: Record<string, {label: string, colour: string}>, storages: Record<string, {colour: string}>, rules: string, view: View}} Report
  * @typedef {Layer & {members: Layer[]}} Row
@@ -61,15 +62,33 @@ export function sortRows(rows, order) {
 
 /** One line on a guard event. @param {GuardEvent} event */
 export function eventText(event) {
-  const { step, sigma } = event;
-  const what = whatIn(event);
+  return atStep(event, whatIn(event));
+}
+
+/** One line on a call that was compared with fp32; an SNR of null is infinite. @param {Check} check */
+export function checkText(check) {
+  if (check.left_out) return atStep(check, t("not compared with fp32. {why}", { why: check.left_out }));
+  const blocks = check.blocks.map(({ name, snr_db }) => `${name} ${decibels(snr_db)}`).join(", ");
+  const values = { snr: decibels(check.snr_db), arithmetic: check.arithmetic, expected: decibels(check.threshold_db), blocks: blocks || "-" };
+  const line = t("{snr} from fp32 ({arithmetic}, at least {expected} expected), lowest after: {blocks}", values);
+  const lora = check.lora_snr_db === null ? "" : t("LoRAs {snr} above the rounding of their weights", { snr: decibels(check.lora_snr_db) });
+  return atStep(check, [line, lora].filter(Boolean).join("; "));
+}
+
+/** @param {number | null} value */
+function decibels(value) {
+  return typeof value === "number" ? `${value.toFixed(1)} dB` : t("equal");
+}
+
+/** @param {{step: number, sigma: number | null}} place @param {string} what */
+function atStep({ step, sigma }, what) {
   if (typeof sigma !== "number") return what;
   return t("step {step}, sigma {sigma}: {what}", { step, sigma: Number(sigma.toPrecision(4)), what });
 }
 
-/** "overflow in blocks.0.ffn.2" @param {GuardEvent} event */
-export function whatIn({ kind, layer }) {
-  const what = kind === "unknown" ? t("NaN or Inf") : t(kind);
+/** "overflow in blocks.0.ffn.2", "drift, int8 product in blocks.0.ffn.2" @param {GuardEvent} event */
+export function whatIn({ kind, layer, op }) {
+  const what = kind === "unknown" ? t("NaN or Inf") : kind === "drift" ? `${t(kind)}, ${op}` : t(kind);
   return layer ? t("{what} in {layer}", { what, layer }) : what;
 }
 

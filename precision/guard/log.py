@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..report.schema import GuardEvent, GuardReport
+from ..report.schema import CheckReport, GuardEvent, GuardReport
 from .localize import Origin
 from .policy import ADVICE, CURED, Escalation, NonFinite
 
@@ -99,6 +99,7 @@ class GuardLog:
         lost: the images of the batch that nothing cures; the others go on.
         remarks: what ran beside the model.
         devices: those that made calls; MultiGPU has a thread for each.
+        checks: the calls that were compared with fp32, and ``checked`` their steps in this run of the sampler.
     """
 
     on_nan: str = "report"
@@ -114,6 +115,8 @@ class GuardLog:
     lost: set[int] = field(default_factory=set)
     remarks: set[str] = field(default_factory=set)
     devices: set[str] = field(default_factory=set)
+    checks: list[CheckReport] = field(default_factory=list)
+    checked: set[int] = field(default_factory=set)
     _numbers: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def begin_call(self) -> int:
@@ -151,10 +154,16 @@ class GuardLog:
         if self.on_nan == "stop" or (self.on_nan == "retry_higher" and position.spoils_all):
             raise error
 
+    def note_drift(self, event: GuardEvent, message: str) -> None:
+        """Add and tell that a finite call is off. The verdict stays: it is on NaN and Inf."""
+        self.events.append(event)
+        self.notify("event", self.verdict, message, event.advice, event)
+
     def begin_run(self) -> None:
         """Forget what was given up in an earlier run of a sampler."""
         self.given_up = False
         self.lost.clear()
+        self.checked.clear()
 
     def tell_verdict(self) -> None:
         """Sum up a sampler's run, unless there is nothing to tell."""
@@ -165,8 +174,9 @@ class GuardLog:
     def report(self, escalation: Escalation) -> GuardReport:
         """Give the log as the report's section, with what runs wider now."""
         return GuardReport(
-            self.verdict, self.calls, self.extra_calls, escalation.named(), list(self.events), escalation.rules(), self.advice
-        )
+            self.verdict, self.calls, self.extra_calls, escalation.named(), list(self.events), escalation.rules(), self.advice,
+            list(self.checks),
+        )  # fmt: skip
 
 
 def _count(number: int, what: str) -> str:

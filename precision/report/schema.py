@@ -76,8 +76,11 @@ class KeptHigh:
 
 @dataclass
 class GuardEvent:
-    """One non-finite result. ``kind``: overflow, nan ...; ``from_mode`` and ``to_mode``: names in ``modes.MODES``;
-    ``evidence``: what the verdict rests on, in a sentence."""
+    """One result that is not finite, or that is farther from fp32 than its arithmetic explains (``kind`` drift).
+
+    ``kind``: overflow, nan ...; ``from_mode`` and ``to_mode``: names in ``modes.MODES``; ``evidence``: what the verdict rests
+    on, in a sentence; ``snr_db``, ``threshold_db`` and ``advice`` belong to drift.
+    """
 
     call: int
     step: int
@@ -90,13 +93,45 @@ class GuardEvent:
     to_mode: str
     recovered: bool
     evidence: str = ""
+    snr_db: float | None = None
+    threshold_db: float | None = None
+    advice: str = ""
+
+
+@dataclass
+class BlockDrift:
+    """The SNR in dB of one block's result against fp32's, errors of the blocks before it included."""
+
+    name: str
+    snr_db: float | None
+
+
+@dataclass
+class CheckReport:
+    """One call compared with itself in fp32.
+
+    ``snr_db``: None where it was ``left_out``, which says why; ``threshold_db``: what ``arithmetic`` gives at least;
+    ``lora_snr_db``: how much more LoRAs in 8-bit weights change than the rounding of those; ``blocks``: the worst three;
+    ``repeats``: how many more calls it took.
+    """
+
+    call: int
+    step: int
+    sigma: float
+    arithmetic: str
+    snr_db: float | None = None
+    threshold_db: float | None = None
+    lora_snr_db: float | None = None
+    blocks: list[BlockDrift] = field(default_factory=list)
+    repeats: int = 0
+    left_out: str = ""
 
 
 @dataclass
 class GuardReport:
     """What the guard saw; ``verdict`` is one of ``VERDICTS``, "off" when no guard is attached.
 
-    ``rules``: the escalations as lines for Layer Rules. ``advice``: what to do.
+    ``rules``: the escalations as lines for Layer Rules. ``advice``: what to do. ``checks``: calls compared with fp32.
     """
 
     verdict: str = "off"
@@ -106,6 +141,7 @@ class GuardReport:
     events: list[GuardEvent] = field(default_factory=list)
     rules: str = ""
     advice: str = ""
+    checks: list[CheckReport] = field(default_factory=list)
 
 
 @dataclass

@@ -128,6 +128,8 @@ def _guard(guard: dict) -> list[str]:
         lines += wrapped(f"{layer} -> {mode}", "  ")
     for event in guard["events"]:
         lines += wrapped(_event(event), "  ")
+    for check in guard["checks"]:
+        lines += wrapped(_check(check), "  ")
     if guard["rules"]:
         lines += ["  As rules for Layer Rules and Compute Dtype:", *(f"      {rule}" for rule in guard["rules"].splitlines())]
     return [*lines, *wrapped(guard["advice"], "  ")] if guard["advice"] else lines
@@ -150,7 +152,23 @@ def _control(control: dict) -> list[str]:
     return [*lines, *_without_effect(control["without_effect"]), *_layers(control["layers"]), *_kept(control)]
 
 
+def _check(check: dict) -> str:
+    """Write one comparison with fp32; an infinite SNR is null in the JSON."""
+    if check["left_out"]:
+        return f"{_when(check)}not compared with fp32. {check['left_out']}"
+    blocks = ", ".join(f"{block['name']} {_decibels(block['snr_db'])}" for block in check["blocks"])
+    lora = f"; LoRAs {_decibels(check['lora_snr_db'])} above the rounding of their weights" if check["lora_snr_db"] is not None else ""
+    expected = f"{check['arithmetic']}, at least {_decibels(check['threshold_db'])} expected"
+    return f"{_when(check)}{_decibels(check['snr_db'])} from fp32 ({expected}){'; lowest after ' if blocks else ''}{blocks}{lora}"
+
+
+def _decibels(value: float | None) -> str:
+    return "equal" if value is None else f"{value:.1f} dB"
+
+
 def _event(event: dict) -> str:
+    if event["kind"] == "drift":
+        return f"{_when(event)}drift: {' in '.join(filter(None, [event['op'], event['layer']]))}. {event['evidence']} {event['advice']}"
     rows = ", ".join(str(row) for row in event["batch_rows"])
     op = f" ({event['op']})" if event["op"] and event["op"] != event["layer"] else ""
     modes = f"{event['from']} -> {event['to']}" if event["from"] else ""

@@ -11,9 +11,9 @@ from support import families
 from support.families import load
 
 
-def guarded(comfy, model, on_nan: str = "retry_higher", max_retries: int = 8):
+def guarded(comfy, model, on_nan: str = "retry_higher", max_retries: int = 8, check: str = "off"):
     """The model of the NaN Guard node."""
-    return comfy.run("HalfsafeNaNGuard", model=model, on_nan=on_nan, max_retries=max_retries)[0]
+    return comfy.run("HalfsafeNaNGuard", model=model, on_nan=on_nan, max_retries=max_retries, check=check)[0]
 
 
 def plain_fp16(comfy, path, storage: str = "fp16"):
@@ -112,3 +112,12 @@ def sample(model, positive, negative=None, cfg=3.0, steps=2, sampler="euler", ba
     negative = negative or families.conditioning("wan", seed=9)
     run = core("comfy.sample").sample
     return run(model, start, steps, cfg, sampler, "simple", positive, negative, torch.zeros_like(start), seed=1, **options)
+
+
+def int8_attention(function, q, k, v, heads, *args, **kwargs):
+    """An attention kernel of another pack, for ``optimized_attention_override``: in block 1 its result has few levels."""
+    result = function(q, k, v, heads, *args, **kwargs)
+    if kwargs["transformer_options"].get("block_index") != 1:
+        return result
+    step = result.abs().amax() / 2
+    return (result / step).round() * step

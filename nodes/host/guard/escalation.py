@@ -39,12 +39,15 @@ class EscalatedLayers:
         self.parts = top_level_parts(model.diffusion_model)
         self.everywhere = escalation.stream or escalation.whole
         self.spans = {name: part for name, part in self.parts.items() if name in escalation.spans and not self.everywhere}
-        plan = _plan(model, escalation, {name: mode for name, mode in modes.items() if self._widens(name)})
+        plan = self._plan(model, escalation, {name: mode for name, mode in modes.items() if self._widens(name)})
         self.decided = {name: decision.mode for name, decision in plan.decisions.items()}
         self.planned = PlannedLayers(plan, model, self._widens)
         self.whole = escalation.whole
         self._inside = 0
         self._model = model if self.everywhere else None
+
+    def _plan(self, model: "BaseModel", escalation: Escalation, modes: dict[str, str]) -> ComputePlan:
+        return _plan(model, escalation, modes)
 
     def _widens(self, name: str) -> bool:
         return self.everywhere or bool(span_of(name, self.spans))

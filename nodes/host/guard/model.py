@@ -26,6 +26,7 @@ from ..run.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
 from .causes import BETWEEN_CALLS, NAN_GIVEN, sampler_inputs
 from .clamps import ClampWatch
 from .conditions import GuardedConditions
+from .drift import check_of
 from .failure import FailedCall, bad_rows, sigma_of
 from .notify import teller
 from .repeats import INSIDE, Repeats
@@ -39,10 +40,10 @@ TEXT_ADAPTER = "text adapter"
 CONTROLNET = "A ControlNet ran beside this model: what it gives is checked, but it is in no plan and no repeat of the guard."
 
 
-def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = None):
+def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = None, check: str = "off"):
     """A clone of the model whose calls are guarded. An earlier guard on it is replaced."""
     clone = patcher.clone()
-    guard = Guard(on_nan, max_retries, node_id)
+    guard = Guard(on_nan, max_retries, node_id, check)
     set_wrapper(clone, GUARD, guard)
     set_wrapper(clone, GUARDED_LAYERS, guard.inside)
     set_wrapper(clone, GUARD, guard.sampling, WrappersMP.OUTER_SAMPLE)
@@ -59,10 +60,11 @@ def guard_of(patcher) -> "Guard | None":
 class Guard:
     """ComfyUI's wrappers for one guard node: around each call, inside of all others, and around each sampler run."""
 
-    def __init__(self, on_nan: str, max_retries: int, node_id: str | None):
+    def __init__(self, on_nan: str, max_retries: int, node_id: str | None, check: str = "off"):
         self.on_nan = on_nan
         self.max_retries = max_retries
         self.node_id = node_id
+        self.check = check
         self.states: PerModel[Guarded] = PerModel(lambda model: Guarded(model, on_nan == "retry_higher"), _settings)
         self._logs: dict[tuple, GuardLog] = {}
         self._adapting: GuardedConditions | None = None
@@ -76,10 +78,13 @@ class Guard:
             log.devices.add(str(guarded.device))
             self._check_device(call, guarded, log)
         start = RandomStart.of(call.x.device)
-        with ClampWatch(guarded.watches_clamps) as watch:
+        check = None if self.check == "off" else check_of(call, guarded, log, self.check)
+        with ClampWatch(guarded.watches_clamps) as watch, check.watching() if check else contextlib.nullcontext():
             result = call(**{INSIDE: guarded.layers and guarded.layers.call})
         sizes = torch.stack([amax(result), *watch.sizes(result.device)]).tolist()
         if all(map(math.isfinite, sizes)) or log.given_up:
+            if check and math.isfinite(sizes[0]):
+                check.compare(result)
             return result
         repeats = Repeats(call, start, guarded, log, self.max_retries)
         return FailedCall(repeats, number, result, guarded, log, hidden=math.isfinite(sizes[0])).resolved()

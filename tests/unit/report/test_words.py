@@ -11,7 +11,7 @@ from halfsafe.precision.report.schema import VERDICTS
 ROOT = Path(__file__).absolute().parents[3]
 LANGUAGES = sorted(path.name for path in (ROOT / "locales").iterdir() if path.name != "en")
 BADGE_WORDS = {"fp16 sums", "fp32 sums", "fast fp8 sums"}
-KINDS = {"overflow", "nan", "weights", "input", "saturation", "canary"}
+KINDS = {"overflow", "nan", "weights", "input", "saturation", "canary", "drift"}
 CALL = re.compile(r'\bt\("((?:[^"\\]|\\.)*)"')
 VALUE = re.compile(r"\{\w+\}")
 

@@ -1,0 +1,277 @@
+"""Compare a call with itself in fp32, and find what adds most where they differ more than the call's arithmetic explains."""
+
+import contextlib
+import copy
+import functools
+import logging
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+import comfy.model_management
+import torch
+from comfy.patcher_extension import WrappersMP
+
+from ....precision.arithmetic.compiling import compile_disabled
+from ....precision.arithmetic.linear import kind_of
+from ....precision.arithmetic.patching import Patch
+from ....precision.guard import drift
+from ....precision.guard.drift import ATTENTION, BETWEEN, ONCE, OUTSIDE, STEP_CACHE, WEIGHT, Cause
+from ....precision.guard.ladder import RandomStart
+from ....precision.guard.log import CallPosition, GuardLog
+from ....precision.guard.policy import span_of
+from ....precision.report.schema import CheckReport
+from ..load.devices import is_oom
+from ..run.accumulation import layer_accumulation
+from ..run.attention import OVERRIDE
+from ..run.call import Call
+from ..run.execution import is_compiled, is_on_several_devices
+from ..run.kernels import DEQUANTIZED
+from ..run.layers import activation_dtype, kernels_of, modes_of
+from ..run.modules import top_level_parts
+from .failure import images_of, sigma_of, step_of
+from .precise import MergedWeights, PreciseLayers, learning_apart
+from .repeats import INSIDE
+from .state import Guarded
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+logger = logging.getLogger("halfsafe")
+OTHER_DEVICES = "The model runs on several devices side by side, whose calls share torch's flags."
+NO_MEMORY = "There was not enough memory for the call in fp32: take a smaller picture or batch for the check."
+INTERRUPTED = "It was interrupted."
+NOTHING_RAN = "No layer ran in the call in fp32 either: something that keeps results stands in front of the model."
+GUIDANCE_FACTOR = 1000.0
+QUANTIZED_OPS = ("fp8", "int8")
+
+
+class BlockOutputs:
+    """Samples of what the blocks of a model return in one call: name -> one for each time it ran."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.samples: dict[str, list[torch.Tensor]] = {}
+        self._parts = top_level_parts(model)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """While the context lasts, blocks are watched by hooks: their forwards, which others tell a model's state by, stay."""
+        handles = [part.register_forward_hook(functools.partial(self._note, name)) for name, part in self._parts.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
+        taken = drift.sampled(result)
+        if taken is not None:
+            self.samples.setdefault(name, []).append(taken)
+
+
+def check_of(call: Call, guarded: Guarded, log: GuardLog, setting: str) -> "DriftCheck | None":
+    """The check of a call about to be made, where this is one of the steps that ``setting`` asks for."""
+    step = step_of(call)
+    if not drift.is_checked(setting, step, log.checked):
+        return None
+    log.checked.add(step)
+    return DriftCheck(call, guarded, log, step)
+
+
+class DriftCheck:
+    """One call, compared with itself. Enter :meth:`watching` around the call, then give its result to :meth:`compare`."""
+
+    def __init__(self, call: Call, guarded: Guarded, log: GuardLog, step: int):
+        self.call = _without_step_cache(call)
+        self.guarded = guarded
+        self.log = log
+        self.model, self.patcher = call.model, call.model.current_patcher
+        self.start = RandomStart.of(call.x.device)
+        self.report = CheckReport(log.calls, step, sigma_of(call), "")
+        self.blocks = BlockOutputs(self.model.diffusion_model)
+        self.merged = MergedWeights(self.patcher)
+        self.exact: torch.Tensor
+        self.rows: list[int] = []
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Around the call itself. A compiled one is not watched: hooks would compile it anew."""
+        return contextlib.nullcontext() if is_compiled(self.patcher) else self.blocks.watched()
+
+    def compare(self, result: torch.Tensor) -> None:
+        """Compare the call's result with the same call in fp32; whatever goes wrong is told, and the run goes on."""
+        try:
+            self._compare(result)
+        except comfy.model_management.InterruptProcessingException:
+            comfy.model_management.interrupt_current_processing()  # the user's, and the sampler's to act on
+            self.report.left_out = INTERRUPTED
+        except Exception as error:  # other packs' code may fail in a dtype that it never met
+            self.report.left_out = NO_MEMORY if is_oom(error) else f"It failed in fp32: {error}"
+        self.log.checks.append(self.report)
+        logger.info("Halfsafe check: %s", drift.check_text(self.report))
+
+    def _compare(self, result: torch.Tensor) -> None:
+        if is_on_several_devices(self.patcher):
+            self.report.left_out = OTHER_DEVICES
+            return
+        with learning_apart(self.patcher), compile_disabled():
+            self._measure(result)
+            if self.report.left_out:
+                return
+            lora = self._drowned_lora()
+            if lora:
+                self._tell(lora, self.report.lora_snr_db, drift.DROWNED_DB)
+            if self.report.snr_db < self.report.threshold_db:
+                cause = self._cause(self._error(result))
+                if not (lora and cause.op == WEIGHT):
+                    self._tell(cause, self.report.snr_db, self.report.threshold_db)
+
+    def _measure(self, result: torch.Tensor) -> None:
+        merged = self.merged
+        exact = BlockOutputs(self.model.diffusion_model)
+        with exact.watched():
+            self.exact = self._run_exact(merged.exact(merged.modules))
+        if not exact.samples:
+            self.report.left_out = NOTHING_RAN
+            return
+        skipped = not is_compiled(self.patcher) and exact.samples.keys() - self.blocks.samples.keys()
+        self.report.arithmetic = STEP_CACHE if skipped else _arithmetic(self.patcher, self.guarded)
+        self.report.threshold_db = drift.threshold_of(self.report.arithmetic, len(self.guarded.modes))
+        errors, signals = drift.row_errors(result, self.exact, self.call.x)
+        decibels = [drift.decibels(*row) for row in zip(errors, signals, strict=True)]
+        images = images_of(self.call, result)
+        self.report.snr_db = min(decibels)
+        self.rows = sorted({row % images for row, snr in enumerate(decibels) if snr < self.report.threshold_db})
+        self.report.blocks = drift.worst_blocks(self.blocks.samples, exact.samples)
+
+    def _run_exact(self, patches: Collection[Patch]) -> torch.Tensor:
+        return self._run(PreciseLayers(self.guarded, self.model), patches, _with_rounded_guidance(self.call, activation_dtype(self.patcher)))
+
+    def _run(self, layers: PreciseLayers | None, patches: Collection[Patch] = (), call: Call | None = None) -> torch.Tensor:
+        """Make the call once more, with the random numbers it had."""
+        self.report.repeats += 1
+        self.log.extra_calls += 1
+        own = self.guarded.layers and self.guarded.layers.call
+        inside = own if layers is None else functools.partial(layers.call, observing=patches)
+        with self.start.again():
+            return copy.copy(call or self.call)(**{INSIDE: inside})
+
+    def _error(self, result: torch.Tensor) -> float:
+        return sum(drift.row_errors(result, self.exact, self.call.x)[0])
+
+    def _tell(self, cause: Cause, snr: float, threshold: float) -> None:
+        position = CallPosition(self.report.call, self.report.step, self.report.sigma, self.rows)
+        event = drift.drift_event(self.report, position, cause, snr, threshold)
+        self.log.note_drift(event, drift.drift_sentence(event))
+
+    def _drowned_lora(self) -> Cause | None:
+        """The weight that loses most of the LoRAs merged into 8 bits, where they are worth little more than its rounding."""
+        names = self.merged.in_8_bit
+        if not names:
+            return None
+        effect, lost = self._error(self._run_exact(self.merged.unpatched(names))), self._with_merged(frozenset(names))
+        self.report.lora_snr_db = drift.decibels(lost, effect) if effect else None
+        if not effect or self.report.lora_snr_db >= drift.DROWNED_DB:
+            return None
+        name, found = drift.largest_by_halves(names, self._with_merged, lost)
+        return Cause(name, WEIGHT, self.guarded.modes.get(name, ""), found / lost)
+
+    def _cause(self, whole: float) -> Cause:
+        """What adds most, found by making more and more of the model exact."""
+        if self.report.arithmetic == STEP_CACHE:
+            return Cause("", STEP_CACHE, "")
+        if self._error(self._run(None)) < whole / 4:
+            return Cause("", ONCE, self.guarded.stream)
+        return self._merged_weight(whole) or self._outside(whole) or self._in_a_block(whole)
+
+    def _merged_weight(self, whole: float) -> Cause | None:
+        names = list(self.merged.modules)
+        found = self._with_merged(frozenset(names)) if names else 0.0
+        if found < whole / 2:
+            return None
+        name, found = drift.largest_by_halves(names, self._with_merged, found)
+        return Cause(name, WEIGHT, self.guarded.modes.get(name, ""), found / whole)
+
+    def _with_merged(self, own: frozenset[str]) -> float:
+        """The error in fp32 where these layers have their weights as they are, rounded with their LoRAs merged."""
+        return self._error(self._run_exact(self.merged.exact(self.merged.modules.keys() - own)))
+
+    def _outside(self, whole: float) -> Cause | None:
+        found = self._with_own(frozenset())
+        return Cause("", OUTSIDE, self.guarded.stream, found / whole) if found >= whole / 2 else None
+
+    def _with_own(self, own: frozenset[str], alone: Collection[str] = (), attention: bool = False) -> float:
+        """The error where these blocks keep their arithmetic, but for the layers ``alone``, and all others are exact."""
+        layers = PreciseLayers(self.guarded, self.model, own, alone, attention)
+        exact = [name for name in self.merged.modules if name in alone or not span_of(name, own)]
+        return self._error(self._run(layers, self.merged.exact(exact)))
+
+    def _in_a_block(self, whole: float) -> Cause:
+        parts = list(self.blocks.samples or top_level_parts(self.model.diffusion_model))
+        part, found = drift.largest_by_halves(parts, self._with_own, whole)
+        layers = [name for name in self.guarded.modes if span_of(name, [part])]
+        if layers == [part]:
+            return self._product(part, found / whole)
+        if not layers:
+            return Cause(part, OUTSIDE, self.guarded.stream, found / whole)
+        own = frozenset([part])
+        if self._with_own(own, layers, attention=True) >= found / 2:
+            return Cause(part, BETWEEN, self.guarded.stream, found / whole)
+
+        def error(units: frozenset[str]) -> float:
+            return self._with_own(own, [name for name in layers if name not in units], attention=ATTENTION not in units)
+
+        unit, found = drift.largest_by_halves([*layers, ATTENTION], error, found)
+        if unit == ATTENTION:
+            return Cause(part, self._attention(), self.guarded.stream, found / whole)
+        return self._product(unit, found / whole)
+
+    def _attention(self) -> str:
+        override = self.call.options.get(OVERRIDE)
+        name = getattr(override, "__qualname__", type(override).__name__)
+        return f"{ATTENTION} by {name}" if override else ATTENTION
+
+    def _product(self, layer: str, share: float) -> Cause:
+        mode = _summed_modes(self.patcher).get(layer, self.guarded.modes.get(layer, self.guarded.stream))
+        kind = kind_of(self.guarded.modules[layer]) or "layer"
+        return Cause(layer, f"{mode} product" if kind != "layer" else kind, mode, share)
+
+
+def _without_step_cache(call: Call) -> Call:
+    """A copy of the call with a latent of its own, past the wrappers that keep results of steps (EasyCache)."""
+    copied = copy.copy(call)
+    copied.x, copied._cache = call.x.clone(), None
+    wrappers = dict(call.options.get("wrappers", {}))
+    inner = wrappers.get(WrappersMP.DIFFUSION_MODEL, {})
+    wrappers[WrappersMP.DIFFUSION_MODEL] = {key: [one for one in ones if not _keeps_steps(key, one)] for key, ones in inner.items()}
+    copied.options = {**call.options, "wrappers": wrappers}
+    return copied
+
+
+def _with_rounded_guidance(call: Call, dtype: torch.dtype) -> Call:
+    """A copy of the call with its embedded guidance rounded as the model's own code rounds it, which it was made with.
+
+    Flux and Hunyuan Video multiply it by 1000 in the dtype of the values between layers (``timestep_embedding`` in
+    ``comfy/ldm/flux/layers.py``): 6.0 becomes 6016 in bf16.
+    """
+    copied, guidance = copy.copy(call), call.extra.get("guidance")
+    if isinstance(guidance, torch.Tensor) and guidance.is_floating_point():
+        copied.extra = {**call.extra, "guidance": (guidance.to(dtype) * GUIDANCE_FACTOR).float() / GUIDANCE_FACTOR}
+    return copied
+
+
+def _keeps_steps(key: str | None, wrapper: object) -> bool:
+    return "cache" in f"{key} {getattr(wrapper, '__qualname__', type(wrapper).__qualname__)}".lower()
+
+
+def _summed_modes(patcher: "ModelPatcher") -> dict[str, str]:
+    """Layer -> mode, with fp16 sums as the mode of their own that they are."""
+    sums = layer_accumulation(patcher)
+    return {name: "fp16_acc16" if sums.get(name, ("", ""))[0] == "fp16" else mode for name, mode in modes_of(patcher).items()}
+
+
+def _arithmetic(patcher: "ModelPatcher", guarded: Guarded) -> str:
+    """The arithmetic of a model, as thresholds name it: the coarsest of its layers' and of the values between them."""
+    modes = _summed_modes(patcher)
+    found = {drift.arithmetic_named(mode) for mode in [guarded.stream, *(modes[name] for name in guarded.modes)]}
+    kernels = kernels_of(patcher, modes).items()
+    other = any(kernel != DEQUANTIZED and modes[name] not in QUANTIZED_OPS for name, kernel in kernels)
+    return drift.coarsest(found | ({"4-bit products"} if other else set()))

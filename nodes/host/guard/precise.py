@@ -1,0 +1,149 @@
+"""A model in the most precise arithmetic there is here, but for the parts that keep their own: what a check runs."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING
+
+import comfy.lora
+import torch
+
+from ....precision.arithmetic.attention import run_in
+from ....precision.arithmetic.patching import Patch, patched
+from ....precision.guard.drift import CastsToFp32
+from ....precision.guard.policy import ALL_IN_FP32, Escalation, span_of
+from ....precision.modes import FP32
+from ....precision.plan.compute import ComputeDecision, ComputePlan
+from ..run.accumulation import accumulation_of
+from ..run.attention import full_precision_attention
+from ..run.call import Call
+from ..run.compute import compute_of
+from ..run.modules import dequantized, matrix_layers, only_multiplies, top_level_parts, weights_of
+from ..run.patcher import DIFFUSION_MODEL, LowRankBeside
+from .escalation import EscalatedLayers
+from .state import Guarded
+
+if TYPE_CHECKING:
+    from comfy.model_base import BaseModel
+    from comfy.model_patcher import ModelPatcher
+
+
+class PreciseLayers(EscalatedLayers):
+    """One model in fp32 between and in its layers, core's own attention included.
+
+    Args:
+        own: the blocks that keep their arithmetic; None for a model that is in fp32 as a whole, its code between blocks too.
+        alone: layers of those blocks that run in fp32 all the same, and return the dtype they were given.
+        attention: so does the attention in those blocks.
+    """
+
+    def __init__(
+        self, guarded: Guarded, model: "BaseModel", own: Collection[str] | None = None, alone: Collection[str] = (), attention: bool = False
+    ):
+        self._alone = frozenset(alone)
+        self._own = frozenset(own or ()) if attention else frozenset()
+        self._inside_own = 0
+        super().__init__(*_escalated(guarded, model, own))
+
+    def _plan(self, model: "BaseModel", escalation: Escalation, modes: dict[str, str]) -> ComputePlan:
+        plan = super()._plan(model, escalation, modes)
+        decision = ComputeDecision(FP32.name, "same", "exchanged by the check")
+        return ComputePlan(plan.choice, {**plan.decisions, **dict.fromkeys(self._alone, decision)})
+
+    def call(self, call: Call, observing: Collection[Patch] = ()) -> torch.Tensor:
+        """Make a call inside of whatever wrappers others have."""
+        with CastsToFp32() if self.whole else contextlib.nullcontext():
+            return super().call(call, observing)
+
+    def _patches(self) -> list[Patch]:
+        own = [(part, "forward", self._marked(part.forward)) for name, part in self.parts.items() if name in self._own]
+        return [*super()._patches(), *own]
+
+    def _marked(self, forward: Callable) -> Callable:
+        def run(*args, **kwargs):
+            self._inside_own += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._inside_own -= 1
+
+        return run
+
+    def _span(self, forward: Callable) -> Callable:
+        def precise(*args, **kwargs):
+            with CastsToFp32():
+                return forward(*args, **kwargs)
+
+        return super()._span(precise)
+
+    def _attend(self, function: Callable, attention: Callable, q, k, v, heads, *args, **kwargs) -> torch.Tensor:
+        if not (self.whole or self._inside or self._inside_own):
+            return attention(q, k, v, heads, *args, **kwargs)
+        return run_in(torch.float32, full_precision_attention(function), q, k, v, heads, args, kwargs).to(q.dtype)
+
+
+def _escalated(guarded: Guarded, model: "BaseModel", own: Collection[str] | None) -> tuple[Escalation, "BaseModel", dict[str, str]]:
+    """The escalation, model and modes that EscalatedLayers are made of; what the guard has widened stays so in ``own`` too."""
+    if own is None:
+        return ALL_IN_FP32, model, guarded.modes
+    present = guarded.escalation
+    spans = top_level_parts(model.diffusion_model).keys() - own
+    modes = {name: FP32.name if span_of(name, spans) else mode for name, mode in guarded.modes.items()}
+    kept = {name: mode for name, mode in present.layers.items() if not span_of(name, spans)}
+    return Escalation(kept, frozenset(spans) | present.spans), model, modes
+
+
+class MergedWeights:
+    """The layers with LoRAs or other patches merged into their weights, rounded to the dtype those have.
+
+    ``modules``: layer -> module, and ``in_8_bit`` those whose weight is in 8 bits or less. Patches that Halfsafe adds beside
+    8-bit weights, and those of hooks, are none of them.
+    """
+
+    def __init__(self, patcher: "ModelPatcher"):
+        self._patcher = patcher
+        beside = patcher.found().kept if isinstance(patcher, LowRankBeside) else ()
+        keys = patcher.patches.keys() - beside
+        layers = {f"{DIFFUSION_MODEL}{name}.weight": (name, module) for name, module in matrix_layers(patcher.model)}
+        found = (layers[key] for key in layers if key in keys)
+        self.modules = {name: module for name, module in found if _held(module) != torch.float32 and only_multiplies(module)}
+        self.in_8_bit = [name for name, module in self.modules.items() if _held(module).itemsize == 1]
+
+    def exact(self, layers: Collection[str]) -> list[Patch]:
+        """What makes layers multiply by their weight in fp32 as it was before any patch, with its patches added."""
+        return [self._patch(name, True) for name in self.modules if name in layers]
+
+    def unpatched(self, layers: Collection[str]) -> list[Patch]:
+        """The same of all layers, but for ``layers`` without their patches."""
+        return [self._patch(name, name not in layers) for name in self.modules]
+
+    def _patch(self, name: str, patched: bool) -> Patch:
+        return self.modules[name], "forward", functools.partial(self._multiply, name, patched)
+
+    def _multiply(self, name: str, patched: bool, x: torch.Tensor) -> torch.Tensor:
+        module, key = self.modules[name], f"{DIFFUSION_MODEL}{name}.weight"
+        kept = self._patcher.backup.get(key)
+        weight = dequantized((kept.weight if kept else module.weight).data.to(x.device)).float().clone()
+        weight = comfy.lora.calculate_weight(self._patcher.patches[key], weight, key) if patched else weight
+        with weights_of(module)(module, x.float(), torch.float32) as (_, bias):
+            return _product(module, x.float(), weight, bias).to(x.dtype)
+
+
+def _product(module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    if weight.dim() == 2:
+        return torch.nn.functional.linear(x, weight, bias)
+    return module._conv_forward(x, weight, bias)
+
+
+def _held(module: torch.nn.Module) -> torch.dtype:
+    return getattr(module.weight, "_qdata", module.weight).dtype
+
+
+@contextlib.contextmanager
+def learning_apart(patcher: "ModelPatcher") -> Iterator[None]:
+    """While the context lasts, the model's compute plan and accumulation measure for themselves: no later call depends on it."""
+    compute, accumulation = compute_of(patcher), accumulation_of(patcher)
+    fresh = [(compute, "runs", type(compute)(compute.plan).runs)] if compute else []
+    fresh += [(accumulation, "runs", type(accumulation)(accumulation.request).runs)] if accumulation else []
+    with patched(fresh):
+        yield

@@ -1,0 +1,209 @@
+"""Tell how far a finite call is from the same call in fp32, whether that is more than its arithmetic explains, and what adds most.
+
+Nothing here runs a model. Errors are powers, sums of squares: those of independent roundings add up.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..nested import floats_in
+from ..report.schema import BlockDrift, CheckReport, GuardEvent
+from .log import CallPosition
+
+CHECKS = ("off", "first step", "every 5th step")
+EVERY = {"first step": 0, "every 5th step": 5}
+SAMPLES = 4096
+WORST_BLOCKS = 3
+KIND = "drift"
+THRESHOLDS = {
+    "fp32": 50.0,
+    "fp16_safe": 50.0,
+    "fp16": 48.0,
+    "fp16 sums": 36.0,
+    "bf16": 34.0,
+    "int8": 33.0,
+    "fp8": 26.0,
+    "4-bit products": 10.0,
+    "step cache": 8.0,
+}
+"""Arithmetic -> SNR in dB below which a model of ``USUAL_LAYERS`` is told to drift: about 7 below the worst of clean runs
+(docs/drift.md). An fp32 model may multiply in TF32. 4-bit products are not measured."""
+USUAL_LAYERS = 32
+DROWNED_DB = 6.0
+"""What LoRAs merged into 8-bit weights change is at least so much larger than what the rounding of those weights changes."""
+ARITHMETIC_OF = {"fp16_wide": "fp16_safe", "fp16_scaled": "fp16_safe", "fp16_acc16": "fp16 sums"}
+CAST_METHODS = (torch.Tensor.half, torch.Tensor.bfloat16)
+NARROW = (torch.float16, torch.bfloat16)
+
+ATTENTION, BETWEEN, OUTSIDE, WEIGHT, STEP_CACHE, ONCE = (
+    "attention", "values between layers", "positions, timesteps and values between blocks", "weight quantized anew with its LoRA", "step cache",
+    "not the same when repeated",
+)  # fmt: skip
+ADVICE = {
+    ATTENTION: "Leave that attention out (the override of another node, or --use-sage-attention and the like), or set attention to fp32 in Accumulation.",
+    BETWEEN: "Norms, positions or what is added between the layers lose it: Compute Dtype with fp16_safe or fp32, or stream=fp32 for that block in Layer Rules.",
+    OUTSIDE: "Positions (rope), timesteps or the values handed from block to block are rounded: Compute Dtype with fp16_safe or fp32 keeps them in fp32.",
+    WEIGHT: "The LoRA is lost where the weight is rounded to 8 bits again: load the model with Load Diffusion Model (Halfsafe), which adds it beside the weight, or with storage bf16.",
+    STEP_CACHE: "The layers did not run at this step: lower the threshold of the step cache, let it start later, or leave it out.",
+    ONCE: "The same call in the same arithmetic is closer when it is repeated: leave torch.compile out, or look at the device, its driver and overclocking.",
+    "fp8": "Compute Dtype with fp8 scales activations as they come and clips none; else a rule with compute=bf16 for that layer.",
+    "int8": "A rule with compute=bf16 (or fp16) for that layer dequantizes it; if every int8 layer is wrong, it is the device's kernel: set compute to bf16, fp16 or fp16_safe.",
+    "fp16 sums": "Set fp16_accumulation to auto or off in Accumulation, or a rule with accumulation=fp32 for that layer.",
+}  # fmt: skip
+OTHERWISE = "Compute Dtype with fp16_safe or fp32, or a rule with compute=fp32 for that layer."
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What adds most to a call's error.
+
+    Args:
+        layer: the layer, or the block where it is between layers; empty where it is outside of all blocks.
+        op: what in it: attention, a product, a weight ...
+        mode: what it runs in.
+        share: of the call's error, which it makes alone.
+    """
+
+    layer: str
+    op: str
+    mode: str
+    share: float = 1.0
+
+    @property
+    def advice(self) -> str:
+        """What to do."""
+        known = next((text for name, text in ADVICE.items() if self.op.startswith(name)), None)
+        return known or ADVICE.get(arithmetic_named(self.mode), OTHERWISE)
+
+
+class CastsToFp32(TorchFunctionMode):
+    """While it is on, what model code casts to fp16 or bf16, or makes in them, is fp32: positions, timesteps, masks.
+
+    Tensor classes of others, as of quantized weights, are left alone, and so is ``view``, which reads bits anew.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.view or any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return func(*args, **kwargs)
+        if func in CAST_METHODS:
+            return args[0].float()
+        return func(*map(_widened, args), **{name: _widened(value) for name, value in kwargs.items()})
+
+
+def _widened(value):
+    return torch.float32 if isinstance(value, torch.dtype) and value in NARROW else value
+
+
+def is_checked(check: str, step: int, seen: Collection[int]) -> bool:
+    """Tell whether to check a call of a step. ``seen``: the steps that were checked in this run of the sampler."""
+    if step in seen:
+        return False
+    every = EVERY[check]
+    return step % every == 0 if every else step == 0
+
+
+def arithmetic_named(mode: str) -> str:
+    """Name the arithmetic of a layer's mode, as ``THRESHOLDS`` does."""
+    return ARITHMETIC_OF.get(mode, mode)
+
+
+def coarsest(arithmetics: Iterable[str]) -> str:
+    """The arithmetic of a model: the one among its layers' that is expected to be the farthest from fp32."""
+    return min(arithmetics, key=lambda name: THRESHOLDS.get(name, math.inf), default="fp32")
+
+
+def threshold_of(arithmetic: str, layers: int) -> float:
+    """The SNR in dB that a clean model with so many layers has at least: the powers of their roundings add up."""
+    depth = 0.0 if arithmetic == STEP_CACHE else 10 * math.log10(max(1.0, layers / USUAL_LAYERS))
+    return round(THRESHOLDS[arithmetic] - depth, 1)
+
+
+def sampled(values) -> torch.Tensor | None:
+    """Take at most ``SAMPLES`` evenly spread numbers of each floating tensor, in fp32; None where there is none."""
+    floats = [tensor.detach().flatten() for tensor in floats_in(values) if tensor.numel()]
+    taken = [flat[:: -(-flat.numel() // SAMPLES)].float() for flat in floats]
+    return torch.cat([part.clone() for part in taken]) if taken else None
+
+
+def row_errors(result: torch.Tensor, reference: torch.Tensor, given: torch.Tensor) -> tuple[list[float], list[float]]:
+    """Compute (power of the error, power of the signal) of each row of a batch, against a reference.
+
+    The signal is what the model takes away from the noisy latent that it was ``given``: late in a run that is little, and
+    the denoised latents of both would be alike whatever the model gave.
+    """
+    signal = given.float() - reference if given.shape == reference.shape else reference
+    return _powers(result.float() - reference), _powers(signal)
+
+
+def _powers(tensor: torch.Tensor) -> list[float]:
+    return torch.linalg.vector_norm(tensor.float().flatten(1), dim=1).square().tolist()
+
+
+def decibels(error: float, signal: float) -> float:
+    """Compute ``10 log10(signal / error)`` of two powers: inf without an error."""
+    if error == 0:
+        return math.inf
+    return 10 * math.log10(signal / error) if signal > 0 else -math.inf
+
+
+def worst_blocks(samples: Mapping[str, list[torch.Tensor]], reference: Mapping[str, list[torch.Tensor]]) -> list[BlockDrift]:
+    """The blocks whose results are the farthest from the reference's, the worst first."""
+    found = [BlockDrift(name, _sample_db(taken, reference[name])) for name, taken in samples.items() if name in reference]
+    return sorted((block for block in found if block.snr_db is not None), key=lambda block: block.snr_db)[:WORST_BLOCKS]
+
+
+def _sample_db(taken: list[torch.Tensor], reference: list[torch.Tensor]) -> float | None:
+    if [part.shape for part in taken] != [part.shape for part in reference]:
+        return None
+    result, exact = torch.cat(taken), torch.cat(reference)
+    return decibels((result - exact).square().sum().item(), exact.square().sum().item())
+
+
+def largest_by_halves(units: Sequence[str], error: Callable[[frozenset[str]], float], whole: float) -> tuple[str, float]:
+    """Find the unit that adds most to an error, in log2 calls of ``error``: (unit, the error it makes alone, about).
+
+    Args:
+        error: the error where only these units keep their own arithmetic and all others are exact.
+        whole: the error where all of them do.
+    """
+    while len(units) > 1:
+        first, second = units[: len(units) // 2], units[len(units) // 2 :]
+        found = error(frozenset(first))
+        units, whole = (first, found) if found >= whole / 2 else (second, whole - found)
+    return units[0], whole
+
+
+def check_text(check: CheckReport) -> str:
+    """Describe a check in one line, for the log."""
+    when = f"Step {check.step}, sigma {check.sigma:.4g}: "
+    if check.left_out:
+        return f"{when}not compared with fp32. {check.left_out}"
+    blocks = ", ".join(f"{block.name} {block.snr_db:.1f}" for block in check.blocks)
+    lowest = f"; lowest after {blocks}" if blocks else ""
+    lora = f"; LoRAs {check.lora_snr_db:.1f} dB above the rounding of their 8-bit weights" if check.lora_snr_db is not None else ""
+    return f"{when}{check.snr_db:.1f} dB from the same call in fp32 ({check.arithmetic}: at least {check.threshold_db:.0f} expected){lowest}{lora}."
+
+
+def drift_event(check: CheckReport, position: CallPosition, cause: Cause, snr: float, threshold: float) -> GuardEvent:
+    """Build the report's entry for a call that is farther from fp32 than its arithmetic explains, or that lost its LoRA."""
+    if cause.op == WEIGHT and threshold == DROWNED_DB:
+        evidence = f"What the LoRAs change is {snr:.1f} dB above what the rounding of their weights changes, at least {threshold:.0f} expected."
+    else:
+        evidence = f"{snr:.1f} dB from the same call in fp32, where {check.arithmetic} gives at least {threshold:.0f}."
+    share = "" if cause.op in (STEP_CACHE, ONCE) else f" Alone it makes {min(cause.share, 1.0):.0%} of the error."
+    return GuardEvent(
+        position.call, position.step, position.sigma, cause.layer, cause.op, KIND, position.batch_rows, cause.mode, "fp32", False,
+        evidence + share, snr, threshold, cause.advice,
+    )  # fmt: skip
+
+
+def drift_sentence(event: GuardEvent) -> str:
+    """Describe a drift event in one line."""
+    where = " in ".join(filter(None, [event.op, event.layer]))
+    mode = f" ({event.from_mode})" if event.from_mode else ""
+    return f"Step {event.step}, sigma {event.sigma:.4g}: finite, but off: {where}{mode} adds most. {event.evidence}"

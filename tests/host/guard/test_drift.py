@@ -1,0 +1,133 @@
+"""Finite and wrong: what the guard's check finds, what it names, and that it changes nothing."""
+
+import pytest
+import torch
+from comfy.sd import load_diffusion_model, load_lora_for_models
+from halfsafe.nodes.host.run import compute
+from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
+from support import families, model_files
+from support.families import load
+from support.fp8_products import fast_fp8_products
+from support.guarding import core, guarded, inside, int8_attention, report_of
+from support.summing import accumulation
+
+LAYERS = {f"blocks.{block}.{layer}": shape for block in (0, 1) for layer, shape in {"ffn.0": (1024, 256), "ffn.2": (256, 1024)}.items()}
+
+
+@pytest.fixture(scope="module")
+def files(models_dir):
+    return families.files_in(models_dir / "diffusion_models", "drift")
+
+
+def scaled(files, name, factors):
+    path = files("wan")
+    return families.write_scaled(path, path.with_name(f"drift_{name}.safetensors"), factors)
+
+
+def checked(comfy, plain, check="first step", steps=1, **options):
+    """(the check's events, its checks) of a run."""
+    model = guarded(comfy, plain, check=check)
+    families.sample(model, "wan", steps=steps, **options)
+    return report_of(model).events, report_of(model).checks
+
+
+def found(comfy, plain, **options):
+    events, checks = checked(comfy, plain, **options)
+    print("PLANT", [(c.arithmetic, round(c.snr_db, 1), c.threshold_db, c.repeats, c.left_out) for c in checks], events)
+    return events[-1]
+
+
+def test_fp8_activations_clipped_at_448(comfy, files, monkeypatch):
+    """As ComfyUI's own fp8 product without an ``input_scale``: the scale is 1.0."""
+    path = scaled(files, "loud", {r"blocks\.0\.ffn\.0\.weight": 3000, r"blocks\.0\.ffn\.2\.weight": 1 / 1000})
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
+    plain = load(comfy, path, "fp8_e4m3fn", "fp8")
+    with fast_fp8_products():
+        assert checked(comfy, plain)[0] == []
+        monkeypatch.setattr(compute, "activation_scale", lambda rows, dtype: torch.ones(()))
+        event = found(comfy, plain)
+    assert (event.layer, event.op, event.from_mode) == ("blocks.0.ffn.2", "fp8 product", "fp8")
+
+
+def test_a_coarse_attention_kernel_of_another_pack(comfy, files):
+    plain = load(comfy, files("wan"), "bf16", "bf16")
+    plain.model_options["transformer_options"]["optimized_attention_override"] = int8_attention
+    event = found(comfy, plain)
+    assert (event.layer, event.op) == ("blocks.1", "attention by int8_attention")
+
+
+def test_positions_rounded_to_bf16(comfy, files, monkeypatch):
+    module = core("comfy.ldm.flux.layers")
+    rope, plain = module.rope, far_off(load(comfy, files("wan"), "fp16", "fp16"), 2000.0)
+    assert checked(comfy, plain)[0] == []
+    monkeypatch.setattr(module, "rope", lambda pos, *args: rope(pos.bfloat16().float(), *args))
+    assert found(comfy, plain).layer == "rope_embedder"
+
+
+def test_positions_made_in_the_models_dtype(comfy, files):
+    """ComfyUI's Wan makes its positions in the dtype of the values between layers, where bf16 holds no odd number past 256."""
+    event = found(comfy, far_off(load(comfy, files("wan"), "bf16", "bf16"), 2001.0))
+    assert (event.layer, event.op) == ("", "positions, timesteps and values between blocks")
+
+
+def far_off(model, shift):
+    """A clone whose positions begin at ``shift``."""
+    far = {"rope_options": {"shift_x": shift, "shift_y": shift}}
+    return inside(model, lambda run, args, kwargs: run(*args[:5], {**args[5], **far}, *args[6:], **kwargs))
+
+
+def test_a_lora_drowned_by_requantizing(comfy, files):
+    stock = load_diffusion_model(str(files("wan")), model_options={"dtype": torch.float8_e4m3fn})
+    stock.set_model_compute_dtype(torch.bfloat16)
+    assert checked(comfy, stock)[0] == []
+    plain = load_lora_for_models(stock, None, model_files.lora(LAYERS, size=0.01), 1.0, 0.0)[0]
+    event = found(comfy, plain)
+    assert event.op == "weight quantized anew with its LoRA" and event.layer in LAYERS
+
+
+class RoundsSums(torch.overrides.TorchFunctionMode):
+    """fp16 products add up one by one in fp16 while torch's flag for fp16 sums is on, as a tensor core does in steps of 16."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is torch.nn.functional.linear and args[0].dtype == torch.float16 and flags.is_on(FP16_ACCUMULATION):
+            x, weight, bias = (*args, None)[:3]
+            total = torch.zeros(*x.shape[:-1], len(weight), dtype=torch.float16)
+            for start in range(0, x.shape[-1], 16):
+                total += x[..., start : start + 16].float().matmul(weight[:, start : start + 16].float().t()).half()
+            return total if bias is None else total + bias
+        return func(*args, **(kwargs or {}))
+
+
+def test_fp16_sums_of_many_products(comfy, files, monkeypatch):
+    """Large partial sums that cancel: each is rounded at its own size."""
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
+    model = load(comfy, files("wan"), "fp16", "fp16")
+    plain = accumulation(comfy, model, fp16_accumulation="on")
+    with RoundsSums():
+        assert checked(comfy, plain)[0] == []
+        ffn = model.model.diffusion_model.blocks[1].ffn
+        with torch.no_grad():
+            noise = ffn[2].weight[:, 512:].clone()
+            ffn[2].weight[:, :512] = ffn[2].weight[:, :512].abs() * 400
+            ffn[2].weight[:, 512:] = -ffn[2].weight[:, :512] + noise
+            ffn[0].weight[512:], ffn[0].bias[512:] = ffn[0].weight[:512], ffn[0].bias[:512]
+        event = found(comfy, plain)
+    assert (event.layer, event.op) == ("blocks.1.ffn.2", "fp16_acc16 product")
+
+
+def test_an_int8_product_that_is_wrong(comfy, files, monkeypatch):
+    plain = load(comfy, files("wan"), "int8", "int8")
+    assert checked(comfy, plain)[0] == []
+    product = torch._int_mm
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b, **options: product(a, b, **options) * 3 // 2)
+    event = found(comfy, plain)
+    assert event.op == "int8 product" and event.from_mode == "int8"
+
+
+def test_a_step_cache_gone_stale(comfy, files):
+    easy = core("comfy_extras.nodes_easycache").EasyCacheNode
+    plain = load(comfy, files("wan"), "bf16", "bf16")
+    assert checked(comfy, easy.execute(plain, 0.2, 0.1, 0.95, False).args[0], "every 5th step", 12)[0] == []
+    event = found(comfy, easy.execute(plain, 1000.0, 0.1, 0.95, False).args[0], check="every 5th step", steps=12)
+    assert event.op == "step cache"

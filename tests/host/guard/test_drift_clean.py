@@ -1,0 +1,39 @@
+"""A clean run of every family, in every arithmetic, is silent: each figure is a row of docs/drift.md."""
+
+import pytest
+from halfsafe.precision.guard.drift import THRESHOLDS
+from support import families, tiny_models
+from support.fp8_products import fast_fp8_products
+from support.guarding import guarded, report_of
+from support.summing import accumulation
+
+ARITHMETICS = {
+    "fp32": ("fp32", "fp32", "cpu"),
+    "fp16_safe": ("fp16", "fp16_safe", "cpu"),
+    "fp16": ("fp16", "fp16", "cpu"),
+    "fp16 sums": ("fp16", "fp16", "sm_86"),
+    "bf16": ("bf16", "bf16", "cpu"),
+    "fp8 storage": ("fp8_e4m3fn", "bf16", "cpu"),
+    "int8": ("int8", "int8", "cpu"),
+    "fp8": ("fp8_e4m3fn", "fp8", "sm_89"),
+}
+SLOW = ("sdxl", *tiny_models.SLOW_FAMILIES)
+FAMILIES = [pytest.param(family, marks=pytest.mark.slow) if family in SLOW else family for family in families.OVERFLOWS]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_clean_run_is_silent(comfy, models_dir, monkeypatch, family):
+    path = families.write(family, models_dir / "diffusion_models")
+    for arithmetic, (storage, compute, profile) in ARITHMETICS.items():
+        monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", profile)
+        plain = families.load(comfy, path, storage, compute)
+        plain = accumulation(comfy, plain, fp16_accumulation="on") if arithmetic == "fp16 sums" else plain
+        model = guarded(comfy, plain, check="first step")
+        with fast_fp8_products():
+            families.sample(model, family, steps=1)
+        (check,) = report_of(model).checks
+        print(f"\nclean {family} | {arithmetic} | {check.arithmetic} | {check.snr_db:.1f} | {check.threshold_db}")
+        assert report_of(model).events == [] and report_of(model).verdict == "clean"
+        assert check.arithmetic in (arithmetic, "bf16") and check.arithmetic in THRESHOLDS
+        assert check.snr_db >= check.threshold_db and (check.repeats, check.left_out) == (1, "")
+        assert len(check.blocks) == 3
