@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
@@ -55,26 +55,30 @@ def host_amax(tensor: torch.Tensor) -> float:
     """
     if tensor.numel() == 0:
         return 0.0
-    signed, unsigned = (_bits(tensor, sign) for sign in "iu")
+    signed, unsigned = (bits_of(tensor, sign) for sign in "iu")
     sign_bit = 1 << (tensor.element_size() * 8 - 1)
     if tensor.dtype in FP8_DTYPES and "fnuz" in str(tensor.dtype) and (unsigned == sign_bit).any():
         return math.nan
 
     def largest_in(share: slice) -> int:
-        parts = (slice(start, min(start + CHUNK, share.stop)) for start in range(share.start, share.stop, CHUNK))
-        return max(max(int(signed[part].max()), int(unsigned[part].max()) - sign_bit) for part in parts)
+        return max(max(int(signed[part].max()), int(unsigned[part].max()) - sign_bit) for part in chunks(share, CHUNK))
 
-    largest = max(_in_parallel(largest_in, tensor.numel()))
+    largest = max(in_parallel(largest_in, tensor.numel()))
     return torch.from_numpy(np.array([max(largest, 0)], signed.dtype)).view(tensor.dtype).double().item()
 
 
-def _bits(tensor: torch.Tensor, kind: str) -> np.ndarray:
-    """The bits of a tensor as flat integers, signed (``i``) or not (``u``); not copied."""
+def bits_of(tensor: torch.Tensor, kind: str) -> np.ndarray:
+    """Give the bits of a tensor as flat integers, signed (``i``) or not (``u``); not copied."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().view(f"{kind}{tensor.element_size()}")
 
 
-def _in_parallel(work: Callable[[slice], object], count: int) -> list:
-    """``work`` on one slice of ``count`` elements for each thread that torch would use; on few elements, here."""
+def chunks(share: slice, size: int) -> Iterator[slice]:
+    """Cut a slice into slices of up to ``size`` elements."""
+    return (slice(start, min(start + size, share.stop)) for start in range(share.start, share.stop, size))
+
+
+def in_parallel(work: Callable[[slice], object], count: int) -> list:
+    """Do ``work`` on one slice of ``count`` elements for each thread that torch would use; on few elements, here."""
     share = max(CHUNK, -(-count // torch.get_num_threads()))
     parts = [slice(start, min(start + share, count)) for start in range(0, count, share)]
     return [work(parts[0])] if len(parts) == 1 else list(_threads().map(work, parts))

@@ -13,6 +13,7 @@ import torch
 
 from ..amax import amax
 from ..dtypes import max_of
+from .fp8_cast import can_cast, cast_scaled
 
 PART = 1 << 20
 MIN_SCALE_EXPONENT = -24
@@ -47,12 +48,20 @@ def quantize(tensor: torch.Tensor, dtype: torch.dtype, amax: float) -> Quantized
     """
     scale = power_of_two_scale(amax, dtype)
     data = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    if can_cast(tensor, dtype):
+        cast_scaled(tensor, data, 1 - math.frexp(scale)[1])
+    else:
+        _multiply(tensor, data, scale)
+    return Quantized(data, torch.tensor(scale, dtype=torch.float32))
+
+
+def _multiply(tensor: torch.Tensor, data: torch.Tensor, scale: float) -> None:
+    """Write ``tensor / scale`` into ``data``, by torch's own operations."""
     source, target = tensor.contiguous().view(-1), data.view(-1)
     exact = _scales_exactly(tensor.dtype, 1.0 / scale)
     scaled = _scratch(tensor.dtype if exact else torch.float32, tensor.device)
     for part, out in zip(source.split(PART), target.split(PART), strict=True):
         out.copy_(torch.mul(part if exact else part.float(), 1.0 / scale, out=scaled[: part.numel()]))
-    return Quantized(data, torch.tensor(scale, dtype=torch.float32))
 
 
 _scratches = threading.local()
