@@ -27,7 +27,7 @@ class AnalyzeLayers(io.ComfyNode):
                 io.Conditioning.Input("positive", tooltip="A prompt like those you use: layers are measured on what they meet with it."),
                 io.Latent.Input(
                     "latent_image",
-                    tooltip="The size to measure at, as for a sampler. A small one is much faster; it costs up to 196 model calls.",
+                    tooltip="The size to measure at, as for a sampler. A small one is much faster; it costs up to 98 model calls.",
                 ),
                 io.Int.Input(
                     "seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=False, tooltip="The noise. The same seed gives the same rules."

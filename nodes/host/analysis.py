@@ -12,8 +12,9 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ...precision.analysis.candidates import Candidate, with_fp16_sums
-from ...precision.analysis.search import FREE_TRIALS, MAX_TRIALS
-from ...precision.analysis.session import Analysis, Session, Subject, analyze
+from ...precision.analysis.results import Analysis
+from ...precision.analysis.search import MAX_TRIALS, RETRIALS
+from ...precision.analysis.session import CONFIRMATIONS, Session, Subject, analyze
 from ...precision.arithmetic.compiling import compile_disabled
 from ...precision.arithmetic.linear import kind_of
 from ...precision.arithmetic.patching import Patch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 STEPS = 4
 CFG = 4.0
 IMAGE_DENOISE = 0.75
+MOST_CALLS = 2 * STEPS + MAX_TRIALS + (CONFIRMATIONS - 1) * RETRIALS + CONFIRMATIONS * (2 * STEPS - 1)
 
 
 def analyze_model(
@@ -45,7 +47,7 @@ def analyze_model(
     Raises:
         HalfsafeError: the model's own output is not finite.
     """
-    bar = comfy.utils.ProgressBar((MAX_TRIALS + 1 + 2 * FREE_TRIALS) * STEPS)
+    bar = comfy.utils.ProgressBar(MOST_CALLS)
     wanted = Candidate(candidate, _multiplies_in_int8(patcher))
     session = Session(subjects_of(patcher, wanted), wanted, core_weights, change, advancing(bar))
     clone = _prepared(patcher, session)

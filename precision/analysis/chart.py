@@ -5,8 +5,8 @@ import math
 import numpy as np
 
 from ..report.chart import BACKGROUND, INNER, MARGIN, MUTED, TEXT, WIDTH, Canvas, font_of, legend, shortened
+from .results import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
 from .rules import crest_text, decibel_text, whole_decibel_text
-from .session import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
 
 HEIGHT = 260
 AXIS = 40

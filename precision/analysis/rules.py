@@ -10,7 +10,7 @@ from ..modes import INT8, MODES
 from ..plan.presets import DEFAULT_PRESET
 from ..plan.rules import Rules, compile_pattern, rules_from
 from ..text import pattern_of, size_text, wrapped
-from .session import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
+from .results import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
 
 WORST = 16
 NUMBERED = 3

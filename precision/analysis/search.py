@@ -1,79 +1,135 @@
-"""Search for the largest set of layers that keeps the model's output at the target, in a bounded number of trials."""
+"""Search for the largest set of layers whose noise stays below a bound, in as few trials as possible.
 
+The rounding errors of different layers are independent, so their noise powers add up in the model's output. One trial of
+a set therefore tells about its complement in a larger set too.
+"""
+
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 MAX_TRIALS = 32
-FREE_TRIALS = 8
+RETRIALS = 10
+DOUBT = 4.0
+ADDITIVE = 1.1
+FULL = 0.95
+GUESSES = 3
 _PROJECTION = re.compile(r"(^|_)(w?)(?:[qkv]|kv|query|key|value)(?=_|$)")
 
 Group = tuple[str, ...]
 
 
 class Search:
-    """Trials of sets of layers against a target.
+    """Trials of sets of layers.
 
     Args:
-        measure: (names, floor) -> SNR in dB end to end; below ``floor`` it may stop early and give any value below.
-        target_db: the SNR that a set has to reach.
-        max_trials: the most trials to make. The empty set needs none: it is the reference.
+        measure: names -> SNR in dB.
+        damage: the noise power expected of each layer, in any unit. It says where to try, and where trying ends: at segments of
+            which no layer fits, should its share of their noise be ``DOUBT`` times less than expected.
     """
 
-    def __init__(self, measure: Callable[[frozenset, float], float], target_db: float, max_trials: int = MAX_TRIALS):
+    def __init__(self, measure: Callable[[frozenset[str]], float], damage: Mapping[str, float]):
         self.measure = measure
-        self.target_db = target_db
-        self.max_trials = max_trials
-        self.trials = 0
+        self.damage = damage
+        self.trials = self.most = 0
         self.complete = True
-        self.known: dict[frozenset[str], float] = {frozenset(): float("inf")}
+        self.known: dict[frozenset[str], float] = {frozenset(): math.inf}
 
-    def measured(self, names: frozenset[str]) -> float:
-        """Measure the SNR of a set in dB, over all calls."""
-        return self._trial(names, -float("inf"))
+    def choose(self, ordered: Sequence[Group], target_db: float, trials: int = MAX_TRIALS) -> frozenset[str]:
+        """Choose a set whose measured SNR is ``target_db`` or better, in at most so many more ``trials``.
 
-    def _trial(self, names: frozenset[str], floor: float) -> float:
-        if names not in self.known:
-            self.trials += 1
-            self.known[names] = self.measure(names, floor)
-        return self.known[names]
-
-    def meets_target(self, groups: Sequence[Group]) -> bool:
-        """Tell whether these layers together reach the target; False also when no trial is left."""
-        names = frozenset(name for group in groups for name in group)
-        if names not in self.known and self.trials >= self.max_trials:
-            self.complete = False
-            return False
-        return self._trial(names, self.target_db) >= self.target_db
-
-    def choose(self, ordered: Sequence[Group]) -> frozenset[str]:
-        """Choose a set that met the target in a trial of its own.
-
-        Takes the longest prefix of ``ordered`` that meets the target, then segments of the rest that still meet it on top,
-        halving those that fail.
+        Takes the longest prefix of ``ordered`` that reaches it, then segments of the rest that still do on top, halving those
+        that fail.
         """
-        chosen = list(ordered[: self._longest_prefix(ordered)])
-        segments = _halves(list(ordered[len(chosen) :])) if len(ordered) - len(chosen) > 1 else []
-        while segments:
-            segment = segments.pop(0)
-            if self.meets_target([*chosen, *segment]):
-                chosen += segment
-            elif len(segment) > 1:
-                segments[:0] = _halves(segment)
-        return frozenset(name for group in chosen for name in group)
+        self.most = self.trials + trials
+        bound = power(target_db)
+        length = self._longest_prefix(ordered, bound)
+        noise, _ = self._between(ordered, length, len(ordered), bound)
+        return _names(self._grown(list(ordered[:length]), list(ordered[length:]), bound, noise))
 
-    def _longest_prefix(self, ordered: Sequence[Group]) -> int:
-        if self.meets_target(ordered):
+    def forget(self) -> None:
+        """Measure every set anew from here on."""
+        self.known = {frozenset(): math.inf}
+
+    def noise(self, groups: Sequence[Group]) -> float:
+        """Return the noise power of these layers together, relative to the signal's; inf where no trial is left."""
+        names = _names(groups)
+        if names not in self.known:
+            if self.trials >= self.most:
+                self.complete = False
+                return math.inf
+            self.trials += 1
+            self.known[names] = self.measure(names)
+        return power(self.known[names])
+
+    def _longest_prefix(self, ordered: Sequence[Group], bound: float) -> int:
+        if self.noise(ordered) <= bound:
             return len(ordered)
-        low, high = 0, len(ordered)
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.meets_target(ordered[:middle]) else (low, middle)
+        low, high, turn = 0, len(ordered), 0
+        while high - low > 1 and self._may_fit(ordered[:low], ordered[low:high], *self._between(ordered, low, high, bound)):
+            turn += 1
+            middle = self._crossing(ordered, low, high, bound) if turn % GUESSES else (low + high) // 2
+            low, high = (middle, high) if self.noise(ordered[:middle]) <= bound else (low, middle)
         return low
 
+    def _between(self, ordered: Sequence[Group], low: int, high: int, bound: float) -> tuple[float, float]:
+        """Return the noise of what is between two measured prefixes, and the room that the shorter one leaves."""
+        start = self.noise(ordered[:low])
+        return self.noise(ordered[:high]) - start, bound - start
 
-def _halves(segment: list[Group]) -> list[list[Group]]:
+    def _crossing(self, ordered: Sequence[Group], low: int, high: int, bound: float) -> int:
+        """Guess the longest prefix within ``bound`` between two measured ones, their difference shared out by damage."""
+        noise, room = self._between(ordered, low, high, bound)
+        if not math.isfinite(noise):
+            return (low + high) // 2
+        within = room / noise * self._damage(ordered[low:high])
+        fitting = sum(self._damage(ordered[low : end + 1]) <= within for end in range(low, high - 1))
+        return low + max(1, fitting)
+
+    def _grown(self, chosen: list[Group], segment: list[Group], bound: float, noise: float = 0.0) -> list[Group]:
+        """Add what fits of a segment. ``noise``: of the segment, as far as trials of others tell it."""
+        room = bound - self.noise(chosen)
+        if not segment or not self._may_fit(chosen, segment, noise, room):
+            return chosen
+        together = self.noise([*chosen, *segment])
+        if together <= bound:
+            return [*chosen, *segment]
+        noise = together - self.noise(chosen)
+        if len(segment) == 1 or not self._may_fit(chosen, segment, noise, room):
+            return chosen
+        first, second = _halves(segment)
+        grown = self._grown(chosen, first, bound)
+        known = self.known.get(_names([*chosen, *first]), math.inf)
+        rest = noise - power(known) + self.noise(chosen) if math.isfinite(noise) and known < math.inf else 0.0
+        return self._grown(grown, second, bound, rest)
+
+    def _may_fit(self, chosen: Sequence[Group], segment: Sequence[Group], noise: float, room: float) -> bool:
+        """Tell whether the group of the least damage may fit, in doubt yes; ``noise`` is that of the whole segment."""
+        if self.noise(chosen) > FULL * (self.noise(chosen) + room):
+            return False
+        if not math.isfinite(noise) or not chosen:
+            return True
+        if len(segment) == 1:
+            return noise <= ADDITIVE * room
+        gain = min(self.noise(chosen) / self._damage(chosen), noise / self._damage(segment))
+        return gain * min(self._damage([group]) for group in segment) <= DOUBT * room
+
+    def _damage(self, groups: Sequence[Group]) -> float:
+        return sum(self.damage[name] for group in groups for name in group)
+
+
+def power(decibels: float) -> float:
+    """Return the noise power, relative to the signal's, of an SNR in dB."""
+    return 10 ** (-decibels / 10)
+
+
+def _names(groups: Sequence[Group]) -> frozenset[str]:
+    return frozenset(name for group in groups for name in group)
+
+
+def _halves(segment: list[Group]) -> tuple[list[Group], list[Group]]:
     middle = (len(segment) + 1) // 2
-    return [segment[:middle], segment[middle:]]
+    return segment[:middle], segment[middle:]
 
 
 def group_of(name: str) -> str:

@@ -1,15 +1,15 @@
 """Find which layers of a model survive a lower precision, on the model's own calls.
 
 Each layer is measured by itself first: the error of its weight, and of its output on its real inputs. Then layers are
-added in order of damage per byte, and every set is tried end to end on the same calls. Segments that fail are halved,
-as in ``onnxconverter_common.auto_convert_mixed_precision``. The choice then has to hold in a free run, whose calls get the
-model's own results: there errors of early calls add up.
+added in order of damage per byte, and sets are tried end to end on one of the same calls, the weakest. Segments that fail are
+halved, as in ``onnxconverter_common.auto_convert_mixed_precision``. The choice then has to hold on all calls, and in a free
+run, whose calls get the model's own results: there errors of early calls add up.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -18,12 +18,16 @@ from ..arithmetic.patching import Patch, patched
 from ..errors import HalfsafeError
 from .candidates import Candidate
 from .measure import Measure, MeasuredForward, decibels, weight_error
-from .search import FREE_TRIALS, MAX_TRIALS, Search, group_of
+from .results import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
+from .search import MAX_TRIALS, RETRIALS, Search, group_of, power
+
+CONFIRMATIONS = 4
+STRIDE_DB = 6.0
+SPARE_DB = 1.0
+EXACT = 1e-20
 
 Run = Callable[[], Sequence[torch.Tensor]]
 """Makes all calls and returns the final latents."""
-
-CHOSEN, KEPT, PINNED, BARRED, UNUSED = "chosen", "kept", "pinned", "not possible", "never ran"
 
 
 @dataclass(frozen=True)
@@ -35,63 +39,6 @@ class Subject:
     module: torch.nn.Module
     role: str = ""
     barred: str = ""
-
-
-@dataclass
-class LayerResult:
-    """The figures of one layer. dB values are signal to noise ratios; None where nothing was measured.
-
-    ``output_db``: of its output as a whole; ``channel_db``: the mean over its output channels, each by itself, which
-    shows an error that larger channels hide. ``size``: parameters. ``flops``: of its matmuls in all calls of one run.
-    ``sensitive``: the default preset keeps it. ``crest``: amax / rms of its input, the largest of its calls.
-    """
-
-    name: str
-    cls: str
-    size: int
-    status: str
-    reason: str = ""
-    weight_db: float | None = None
-    output_db: float | None = None
-    channel_db: float | None = None
-    flops: int = 0
-    sensitive: bool = False
-    crest: float | None = None
-
-    @property
-    def worst_db(self) -> float | None:
-        return None if self.output_db is None else min(self.output_db, self.channel_db)
-
-
-@dataclass
-class Analysis:
-    """The result of :func:`analyze`. ``snr_db``: end to end with the ``chosen`` layers, the worst call; inf for no error.
-
-    ``all_db``: the same with all ``all_count`` layers that are not sensitive. ``calls``: model calls made, of them ``reference_calls``
-    unchanged. ``complete``: the search ended by itself, not by its bound on trials. ``free_db``: the SNR of a free run's result with
-    the ``chosen`` layers; ``free_runs`` were made, and ``dropped`` layers kept because of them.
-    """
-
-    candidate: Candidate
-    target_db: float
-    layers: list[LayerResult] = field(default_factory=list)
-    snr_db: float = math.inf
-    all_db: float = math.inf
-    all_count: int = 0
-    trials: int = 0
-    calls: int = 0
-    reference_calls: int = 0
-    complete: bool = True
-    free_db: float = math.inf
-    free_runs: int = 0
-    dropped: int = 0
-
-    def named(self, status: str) -> list[LayerResult]:
-        return [layer for layer in self.layers if layer.status == status]
-
-    @property
-    def chosen(self) -> list[LayerResult]:
-        return self.named(CHOSEN)
 
 
 class Session:
@@ -123,11 +70,13 @@ class Session:
         self.references: list[list[torch.Tensor]] = []
         self.final: Sequence[torch.Tensor] = ()
         self.calls = 0
+        self.weakest = 0
+        self.known: dict[frozenset[str], dict[int, float]] = {}
         self._index = 0
         self._changed: frozenset[str] | None = None
-        self._floor = -math.inf
-        self._worst = math.inf
+        self._only: frozenset[int] = frozenset()
         self._free = False
+        self._began: tuple[frozenset[str], list[torch.Tensor]] = frozenset(), []
 
     def reference(self, run: Run) -> None:
         """Run the calls with nothing changed and measure every layer."""
@@ -135,16 +84,32 @@ class Session:
         self.final = run()
         if not self.references:
             raise HalfsafeError("The model was not called, so nothing could be measured.", "Give it a latent and a prompt.")
+        self.known[frozenset()] = dict.fromkeys(range(len(self.references)), math.inf)
 
-    def snr(self, run: Run, changed: frozenset[str], floor: float = -math.inf) -> float:
-        """Return the worst SNR in dB of the calls with the layers ``changed``; once below ``floor``, calls are skipped."""
-        self._index, self._changed, self._floor, self._worst = 0, changed, floor, math.inf
-        run()
-        return self._worst
+    def snr(self, run: Run, changed: frozenset[str]) -> float:
+        """Return the worst SNR in dB of the calls with the layers ``changed``."""
+        self._trial(run, changed, range(len(self.references)))
+        return min(self.known[changed].values())
+
+    def weakest_snr(self, run: Run, changed: frozenset[str]) -> float:
+        """Return the SNR in dB of the ``weakest`` call alone with the layers ``changed``."""
+        self._trial(run, changed, (self.weakest,))
+        return self.known[changed][self.weakest]
+
+    def weakest_with(self, changed: frozenset[str]) -> int:
+        """Return the call of the lowest SNR among those measured with the layers ``changed``."""
+        return min(self.known[changed], key=self.known[changed].__getitem__)
+
+    def _trial(self, run: Run, changed: frozenset[str], calls: Sequence[int]) -> None:
+        """Make those of the calls that were not made before; the sampler is given the reference's results for the others."""
+        known = self.known.setdefault(changed, {})
+        self._index, self._changed, self._only = 0, changed, frozenset(calls) - known.keys()
+        if self._only:
+            run()
 
     def free_snr(self, run: Run, changed: frozenset[str]) -> float:
         """Return the SNR in dB of what ``run`` gives when its calls get the results of the changed model."""
-        self._changed, self._free = changed, True
+        self._index, self._changed, self._free = 0, changed, True
         try:
             found = run()
         finally:
@@ -153,29 +118,39 @@ class Session:
 
     def step(self, base: torch.Tensor | float, call: Callable[[], Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Make one call of the model by ``call``, which returns its outputs, and compare ``base`` minus each output."""
-        if self._changed is not None and not self._free and self._worst < self._floor:
-            return [output.clone() for output in self._next_reference()]
-        self.advance()
-        outputs = call()
-        self.calls += 1
-        if self._free:
-            return list(outputs)
+        index, self._index = self._index, self._index + 1
         if self._changed is None:
-            if not all(torch.isfinite(output).all() for output in outputs):
-                raise HalfsafeError(
-                    "The model gives NaN or Inf before anything is changed, so there is nothing to compare with.",
-                    "Compute it in fp16_safe, bf16 or fp32, and check its weights.",
-                )
-            self.references.append([output.clone() for output in outputs])
-            return list(outputs)
-        references = self._next_reference()
-        found = [snr_db(base - ref, base - out) for ref, out in zip(references, outputs, strict=True)]
-        self._worst = min(self._worst, *found)
-        return [output.clone() for output in references]
+            return self._reference(self._made(call))
+        if self._free:
+            return self._first_again() if index == 0 and self._began[0] == self._changed else self._made(call)
+        if index in self._only:
+            self._compare(index, base, self._made(call))
+        return [output.clone() for output in self.references[index]]
 
-    def _next_reference(self) -> list[torch.Tensor]:
-        self._index += 1
-        return self.references[self._index - 1]
+    def _made(self, call: Callable[[], Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        self.advance()
+        outputs = list(call())
+        self.calls += 1
+        return outputs
+
+    def _reference(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not all(torch.isfinite(output).all() for output in outputs):
+            raise HalfsafeError(
+                "The model gives NaN or Inf before anything is changed, so there is nothing to compare with.",
+                "Compute it in fp16_safe, bf16 or fp32, and check its weights.",
+            )
+        self.references.append([output.clone() for output in outputs])
+        return outputs
+
+    def _compare(self, index: int, base: torch.Tensor | float, outputs: list[torch.Tensor]) -> None:
+        pairs = zip(self.references[index], outputs, strict=True)
+        self.known[self._changed][index] = min(snr_db(base - ref, base - out) for ref, out in pairs)
+        if index == 0:
+            self._began = self._changed, [output.clone() for output in outputs]
+
+    def _first_again(self) -> list[torch.Tensor]:
+        """Return what the first call gave in a trial: in a free run its input is the same."""
+        return [output.clone() for output in self._began[1]]
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -221,34 +196,54 @@ def analyze(session: Session, run: Run, target_db: float, pin: bool = True) -> A
     """
     layers = [_result(subject, session.measures[name], pin) for name, subject in session.subjects.items()]
     free = [layer for layer in layers if layer.status == KEPT]
-    search = Search(lambda names, floor: session.snr(run, names, floor), target_db, MAX_TRIALS)
     plain = frozenset(layer.name for layer in free if not session.subjects[layer.name].role)
-    analysis = Analysis(session.candidate, target_db, layers, all_db=search.measured(plain), all_count=len(plain))
-    groups = ordered_groups(free, session.candidate)
-    by_calls = search.choose(groups)
-    chosen = _held_in_a_free_run(session, run, search, [group for group in groups if group[0] in by_calls], analysis)
+    analysis = Analysis(session.candidate, target_db, layers, all_db=session.snr(run, plain), all_count=len(plain))
+    session.weakest = session.weakest_with(plain)
+    search = Search(lambda names: session.weakest_snr(run, names), {layer.name: max(power(layer.worst_db), EXACT) for layer in free})
+    chosen = _confirmed(session, run, search, ordered_groups(free, session.candidate), analysis)
     for layer in free:
         layer.status = CHOSEN if layer.name in chosen else KEPT
-    analysis.snr_db, analysis.dropped = search.known[chosen], len(by_calls) - len(chosen)
     analysis.trials, analysis.complete = search.trials, search.complete
     analysis.calls, analysis.reference_calls = session.calls, len(session.references)
     return analysis
 
 
-def _held_in_a_free_run(session: Session, run: Run, search: Search, groups: list, analysis: Analysis) -> frozenset[str]:
-    """Choose those of the groups that hold the target in a free run too, all of them where they do."""
-    found = {frozenset(): math.inf}
+def _confirmed(session: Session, run: Run, search: Search, groups: list[tuple[str, ...]], analysis: Analysis) -> frozenset[str]:
+    """Choose layers that hold the target on all calls and in a free run.
 
-    def measure(names: frozenset[str], floor: float) -> float:
-        by_calls = search.measured(names)
-        if by_calls >= floor:
-            analysis.free_runs += 1
-            found[names] = session.free_snr(run, names)
-        return min(by_calls, found.get(names, by_calls))
+    Where a choice misses it on a call, some of its layers have to hold it there. Where it misses it in a free run, they have to
+    be better on the weakest call by as much, and by less where that leaves some to spare.
+    """
+    target = goal = analysis.target_db
+    found: dict[frozenset[str], tuple[float, float]] = {frozenset(): (math.inf, math.inf)}
+    for attempt in range(CONFIRMATIONS):
+        chosen = search.choose(groups, goal, RETRIALS if attempt else MAX_TRIALS)
+        if chosen in found:
+            break
+        found[chosen] = _held(session, run, chosen, analysis)
+        snr, free = found[chosen]
+        if goal == target <= min(snr, free) or 0 <= min(snr, free) - target < SPARE_DB:
+            break
+        if min(snr, free) < target:
+            groups = [group for group in groups if group[0] in chosen]
+        if snr < target:
+            session.weakest = session.weakest_with(chosen)
+            search.forget()
+        else:
+            goal = max(target, session.weakest_snr(run, chosen) + min(target - free, STRIDE_DB))
+    best = max((names for names, snrs in found.items() if min(snrs) >= target), key=len)
+    analysis.snr_db, analysis.free_db = found[best]
+    analysis.dropped = max(len(names) for names, (snr, _) in found.items() if snr >= target) - len(best)
+    return best
 
-    chosen = Search(measure, search.target_db, FREE_TRIALS).choose(groups)
-    analysis.free_db = found[chosen]
-    return chosen
+
+def _held(session: Session, run: Run, names: frozenset[str], analysis: Analysis) -> tuple[float, float]:
+    """Measure the SNR of all calls and, where it holds the target, of a free run."""
+    snr = session.snr(run, names)
+    if snr < analysis.target_db:
+        return snr, snr
+    analysis.free_runs += 1
+    return snr, session.free_snr(run, names)
 
 
 def ordered_groups(layers: Sequence[LayerResult], candidate: Candidate) -> list[tuple[str, ...]]:

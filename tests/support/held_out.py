@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from support import families, tiny_models
-from support.tiny_models import _on_meta, _save, _shapes_of
+from support.tiny_models import _on_meta, _save, _shapes_of, _unet, sdxl_unet_config
 
 
 def ltxav(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0, metadata: dict | None = None) -> Path:
@@ -61,6 +61,12 @@ def cogvideox(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) ->
 
     model = _on_meta(CogVideoXTransformer3DModel, num_attention_heads=2, num_layers=1, use_rotary_positional_embeddings=True)
     return _save(path, _shapes_of(model), dtype, seed)
+
+
+def segmind_vega(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
+    """Write a Segmind Vega UNet, SDXL with fewer transformer blocks: every level 320 channels wide, two of them in the up path."""
+    depths = {"transformer_depth": [0, 0, 1, 1, 2, 2], "transformer_depth_output": [0, 0, 0, 1, 0, 0, 1, 0, 0]}
+    return _save(path, _shapes_of(_unet(sdxl_unet_config() | depths)), dtype, seed)
 
 
 def file_and_call(comfy, family: str, path: Path) -> families.Call:
