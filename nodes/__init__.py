@@ -6,10 +6,10 @@ from comfy_api.latest import ComfyExtension, io
 
 from ..precision.devices.detect import PROFILE_VARIABLE
 from ..precision.devices.names import drop_wrong_name
-from . import accumulation, analysis, compare, compute, guard, loaders, report, rules, save
+from . import accumulation, analysis, compare, compute, guard, loaders, measure, report, rules, save
 from .host.kitchen import warn_once
 
-NODES: list[type[io.ComfyNode]] = [*loaders.NODES, *save.NODES, *rules.NODES, *compute.NODES, *accumulation.NODES, *guard.NODES, *report.NODES, *analysis.NODES, *compare.NODES]
+NODES: list[type[io.ComfyNode]] = [*loaders.NODES, *save.NODES, *rules.NODES, *compute.NODES, *accumulation.NODES, *guard.NODES, *report.NODES, *analysis.NODES, *compare.NODES, *measure.NODES]
 
 
 class HalfsafeExtension(ComfyExtension):

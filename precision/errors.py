@@ -52,5 +52,13 @@ class RuleError(HalfsafeError):
         self.line = line
 
 
+class CandidateError(HalfsafeError):
+    """A line of the candidates text cannot be read."""
+
+    def __init__(self, line: int, problem: str, advice: str = ""):
+        super().__init__(f"Candidates, line {line}: {problem}.", advice)
+        self.line = line
+
+
 class UnknownProfile(HalfsafeError):
     """No device profile has that name."""

@@ -40,6 +40,7 @@ THUMBNAILS = {
     "analyse-and-save-fp8": ["a green triangle"],
     "everything-automatic": [SHOWN[0], SHOWN[1], SHOWN[3], SHOWN[4]],
     "fp8-against-the-original": ["an orange cross on a grey background"],
+    "which-precision": ["a purple heart on a pink background"],
 }
 
 

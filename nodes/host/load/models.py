@@ -17,7 +17,7 @@ from ....precision.devices.memory import require_memory
 from ....precision.dtypes import FP8_DTYPES, QUANTIZED_NAMES, dtype_named
 from ....precision.errors import CheckpointError
 from ....precision.formats import comfy_state
-from ....precision.formats.checkpoint import StoredWeight
+from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import can_be_quantized, exceeds_fp16
 from ....precision.formats.encodings import SINCE
 from ....precision.plan.choice import LoadRecord, frozen
@@ -44,7 +44,14 @@ def load_diffusion_model(path: str, storage: str, compute: str, rules: Rules, di
     Raises:
         HalfsafeError: the file cannot be read, is not a known model, or does not fit in memory.
     """
-    detected = detect_model(open_model(path), only_diffusion_model=True)
+    patcher = load_weights(open_model(path), storage, compute, rules, disable_dynamic)
+    patcher.cached_patcher_init = (load_diffusion_model, (path, storage, compute, rules))
+    return patcher
+
+
+def load_weights(checkpoint: Checkpoint, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False) -> ModelPatcher:
+    """Make a model of the weights of a diffusion model, which are not changed; see :func:`load_diffusion_model`."""
+    detected = detect_model(checkpoint, only_diffusion_model=True)
     load = _prepare(detected, storage, compute, rules)
     patcher = comfy.sd.load_diffusion_model_state_dict(
         dict(load.tensors),
@@ -53,7 +60,6 @@ def load_diffusion_model(path: str, storage: str, compute: str, rules: Rules, di
         disable_dynamic=disable_dynamic,
     )
     _finish(patcher, detected, load)
-    patcher.cached_patcher_init = (load_diffusion_model, (path, storage, compute, rules))
     return patcher
 
 

@@ -31,6 +31,7 @@ NODE_IDS = {
     "HalfsafeReport",
     "HalfsafeDeviceInfo",
     "HalfsafeAnalyzeLayers",
+    "HalfsafeMeasurePrecisions",
     "HalfsafeCompareImages",
 }
 

@@ -1,0 +1,225 @@
+"""Measure settings on a model in ComfyUI: two steps of its own sampler for each, on weights made from those in memory."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import comfy.model_management
+import comfy.sample
+import comfy.utils
+import torch
+from comfy.patcher_extension import WrappersMP
+
+from ...precision.analysis.session import snr_db
+from ...precision.analysis.settings import Setting, why_not
+from ...precision.analysis.tradeoffs import Measurements, Row
+from ...precision.arithmetic.compiling import compile_disabled
+from ...precision.devices.detect import UNQUANTIZED
+from ...precision.errors import HalfsafeError
+from ...precision.formats.checkpoint import Checkpoint
+from ...precision.plan.compute import SAFE
+from ...precision.plan.facts import multiplies
+from ...precision.plan.goal import SUMS
+from ...precision.plan.rules import Rules, rules_from
+from ...precision.plan.storage import LoadPlan, plan_load
+from .arithmetic import with_compute
+from .load.devices import current_device, free_device_memory, is_oom
+from .load.identity import metadata_of
+from .load.models import ATTACHMENT, load_weights
+from .load.progress import advancing
+from .load.save import BYPASS, LiveWeights
+from .probe import NotFinite, Probe
+from .report import model_facts, report_of, storages
+from .run.accumulation import accumulation_of, with_accumulation
+from .run.compute import compute_of, set_compute
+from .run.execution import COMPILE_KWARGS, is_on_several_devices
+from .run.layers import layers_of
+from .run.patcher import keep_low_rank_beside
+from .run.wrappers import ANALYSIS, GUARD, set_wrapper
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+STEPS = 2
+CFG = 4.0
+COMPILE_KEY = "torch.compile"
+LOADED = "as_file"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What every setting is sampled with: conditionings, a latent as nodes pass it, and the seed of the noise."""
+
+    positive: list
+    negative: list | None
+    latent: dict
+    seed: int
+
+
+def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Setting]) -> Measurements:
+    """Sample two steps with each setting and with the reference, the loaded weights computed in fp32. The model is not changed.
+
+    Held at once: the loaded model, which ComfyUI keeps in host memory meanwhile, and one other, of the setting that is measured.
+    Settings of the weights as loaded need no other. What is on the device is moved off before each setting, so that every one
+    finds it empty.
+
+    Raises:
+        HalfsafeError: the reference is not finite or does not fit, or the model is spread over several devices.
+    """
+    if is_on_several_devices(patcher):
+        raise HalfsafeError("The model is spread over several devices.", "Measure it before MultiGPU, on one of them.")
+    bar = comfy.utils.ProgressBar((len(settings) + 1) * STEPS)
+    stage = Stage(patcher, inputs)
+    with compile_disabled(), torch.no_grad():
+        reference = _reference(stage, advancing(bar))
+        rows = []
+        for place, setting in enumerate(settings, 1):
+            bar.update_absolute(place * STEPS)
+            rows.append(stage.row(setting, advancing(bar)))
+    bar.update_absolute(bar.total)
+    automatic = _planned(patcher, Setting(LOADED, "auto")).compute.choice.used
+    layers = [(name, type(module).__name__) for name, module in layers_of(patcher)]
+    shape = tuple(inputs.latent["samples"].shape)
+    device, name = current_device().label, type(patcher.model).__name__
+    return Measurements(device, name, _held(patcher), automatic, layers, shape, inputs.seed, reference, rows)
+
+
+def _reference(stage: Stage, advance: Callable[[], object]) -> Row:
+    """Sample the reference, in fp32, or in fp16_safe where fp32 does not fit."""
+    row = stage.row(Setting(LOADED, "fp32"), advance, is_reference=True)
+    if not row.modes and "memory" in row.problem and current_device().capabilities["fp16"]:
+        row = stage.row(Setting(LOADED, SAFE), lambda: None, is_reference=True)
+    if row.problem:
+        problem = f"The reference, {row.setting}, cannot be compared with: {row.problem}."
+        raise HalfsafeError(problem, "Choose a smaller latent, and check the model with the report or NaN Guard.")
+    return row
+
+
+class Stage:
+    """Measures settings of one model one after the other; ``reference``: the latents that the first one gave."""
+
+    def __init__(self, patcher: ModelPatcher, inputs: Inputs):
+        self.patcher = patcher
+        self.inputs = inputs
+        self.reference: list[torch.Tensor] = []
+
+    def row(self, setting: Setting, advance: Callable[[], object], is_reference: bool = False) -> Row:
+        """Measure a setting. What this device, its memory or the model's weights do not allow is a row that says why."""
+        if why := why_not(setting, current_device()):
+            return Row(setting, problem=why)
+        _clear_device()
+        try:
+            return self._measured(setting, advance, is_reference)
+        except (HalfsafeError, NotImplementedError) as error:
+            return Row(setting, problem=str(error).splitlines()[0])
+        except RuntimeError as error:
+            if not is_oom(error):
+                raise
+            return Row(setting, problem="out of memory")
+        finally:
+            _clear_device()
+
+    def _measured(self, setting: Setting, advance: Callable[[], object], is_reference: bool) -> Row:
+        model, storage = _prepared(self.patcher, setting)
+        if is_reference:
+            model = with_accumulation(model, SUMS["quality"][0])
+        probe = Probe(model.load_device, advance)
+        set_wrapper(model, ANALYSIS, probe.inside)
+        model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, probe.step)
+        snr, problem = None, ""
+        try:
+            latents = _sampled(model, self.inputs)
+            self.reference = latents if is_reference else self.reference
+            snr = min(map(snr_db, self.reference, latents))
+        except NotFinite as error:
+            snr, problem = float("-inf"), str(error)
+        return _row(setting, storage, model, probe, snr, problem)
+
+
+def _row(setting: Setting, storage: str, model: ModelPatcher, probe: Probe, snr: float, problem: str) -> Row:
+    report = report_of(model)
+    modes = Counter(layer.mode for layer in report.layers if multiplies(layer.cls))
+    seconds = probe.seconds[-1] if len(probe.seconds) == STEPS else None
+    held = report.model
+    return Row(setting, storage, seconds, held.weight_bytes, probe.extra_bytes(), snr, held.bytes_by_storage, modes, problem)
+
+
+def _clear_device() -> None:
+    """Move what is on the device off it, and free the model of an earlier setting, whose modules refer to each other."""
+    gc.collect()
+    comfy.model_management.unload_all_models()
+    comfy.model_management.soft_empty_cache()
+
+
+def _prepared(patcher: ModelPatcher, setting: Setting) -> tuple[ModelPatcher, str]:
+    """Return a clone of the model, or of one with other weights, that follows a setting; and the storage to ask a loader for."""
+    bare, wanted = _bare(patcher), _planned(patcher, setting).storage.used
+    if wanted in (LOADED, _held(patcher)):
+        record = patcher.attachments.get(ATTACHMENT)
+        return with_compute(bare, setting.compute, Rules()), record.storage.used if record else LOADED
+    if BYPASS in patcher.injections:
+        raise HalfsafeError("A bypass LoRA acts on the loaded weights alone.")
+    return _on_other_weights(bare, load_weights(_checkpoint(patcher), wanted, setting.compute, rules_from())), wanted
+
+
+def _planned(patcher: ModelPatcher, setting: Setting) -> LoadPlan:
+    """Resolve a setting as a loader would for a file of the loaded weights."""
+    free = None if current_device().simulated else free_device_memory()
+    return plan_load(model_facts(patcher), current_device(), setting.storage, setting.compute, rules_from(), free)
+
+
+def _held(patcher: ModelPatcher) -> str:
+    """Name what the loaded weights are stored in: the quantized storages where there are any, else that of most."""
+    quantized = {*storages(patcher).values()} - {*UNQUANTIZED}
+    return " and ".join(sorted(quantized)) or model_facts(patcher).file_dtype
+
+
+def _bare(patcher: ModelPatcher) -> ModelPatcher:
+    """Clone the model without guards, which would hide overflows, without torch.compile, and with flags' plans of its own."""
+    clone, accumulation = patcher.clone(), accumulation_of(patcher)
+    if accumulation:
+        clone = with_accumulation(clone, accumulation.request)
+    for kind, found in clone.wrappers.items():
+        for key in [key for key in found if str(key).startswith(GUARD) or key == COMPILE_KEY]:
+            clone.remove_wrappers_with_key(kind, key)
+    clone.model_options.pop(COMPILE_KWARGS, None)
+    return clone
+
+
+def _checkpoint(patcher: ModelPatcher) -> Checkpoint:
+    """The loaded weights without LoRAs, as a file of them would be read; they are not copied."""
+    weights = {name: weight.moved("cpu") for name, weight in LiveWeights(patcher).stored.items()}
+    return Checkpoint(f"the loaded {type(patcher.model).__name__}", "loaded", metadata_of(patcher, None, None), weights, [])
+
+
+def _on_other_weights(patcher: ModelPatcher, fresh: ModelPatcher) -> ModelPatcher:
+    """Clone a patcher, LoRAs and all, onto another model of the same architecture. Patches of single modules are left behind."""
+    clone = patcher.clone(model_override=fresh.get_clone_model_override())
+    own = [name for name in clone.object_patches if name.startswith(("diffusion_model", "manual_cast_dtype"))]
+    for name in own:
+        del clone.object_patches[name]
+    clone.force_cast_weights = fresh.force_cast_weights
+    clone.size = fresh.model_size()
+    clone.cached_patcher_init = None
+    clone.set_attachments(ATTACHMENT, fresh.attachments[ATTACHMENT])
+    set_compute(clone, compute_of(fresh).plan)
+    keep_low_rank_beside(clone)
+    return clone
+
+
+def _sampled(patcher: ModelPatcher, inputs: Inputs) -> list[torch.Tensor]:
+    """Run the sampler and return the final latent, one for each part of a nested one."""
+    latent = inputs.latent
+    start = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"])
+    noise = comfy.sample.prepare_noise(start, inputs.seed, latent.get("batch_index"))
+    cfg = 1.0 if inputs.negative is None else CFG
+    negative = inputs.positive if inputs.negative is None else inputs.negative
+    result = comfy.sample.sample(
+        patcher, noise, STEPS, cfg, "euler", "simple", inputs.positive, negative, start,
+        noise_mask=latent.get("noise_mask"), disable_pbar=True, seed=inputs.seed,
+    )  # fmt: skip
+    return list(result.unbind()) if result.is_nested else [result]

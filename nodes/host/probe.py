@@ -1,0 +1,82 @@
+"""Watch the steps of a sampler's run: how long each takes, what the device allocates, and where a result is not finite."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from ...precision.guard.localize import Localizer, Origin
+
+
+class NotFinite(Exception):
+    """A step gave NaN or Inf; the message names the step, and the layer where it began."""
+
+
+class Probe:
+    """ComfyUI's wrappers around the steps of one run. Steps are timed on an idle device.
+
+    Args:
+        device: the one the model runs on.
+        advance: called before each step; may raise.
+    """
+
+    def __init__(self, device: torch.device, advance: Callable[[], object]):
+        self.seconds: list[float] = []
+        self._device = device
+        self._memory = getattr(torch, device.type)
+        self._advance = advance
+        self._held: int | None = None
+        self._locating = False
+        self._origin: Origin | None = None
+
+    def step(self, executor, model, conds: list, x: torch.Tensor, *args) -> list[torch.Tensor]:
+        """ComfyUI's CALC_COND_BATCH wrapper: one step with all of its conditionings.
+
+        Raises:
+            NotFinite: its result is not finite. The step was then made once more, to find the layer.
+        """
+        self._advance()
+        self._begin()
+        start = self._now()
+        results = executor(model, conds, x, *args)
+        self.seconds.append(self._now() - start)
+        if all(torch.isfinite(result).all() for result in results):
+            return results
+        self._locating = True
+        executor(model, conds, x, *args)
+        raise NotFinite(f"NaN or Inf in step {len(self.seconds)}{_where(self._origin)}")
+
+    def inside(self, executor, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """ComfyUI's APPLY_MODEL wrapper, innermost: watches every operation once a step has failed."""
+        if not self._locating or self._origin:
+            return executor(x, *args, **kwargs)
+        with Localizer(executor.class_obj.diffusion_model).watching() as localizer:
+            result = executor(x, *args, **kwargs)
+        self._origin = localizer.origin(result)
+        return result
+
+    def extra_bytes(self) -> int | None:
+        """Count the most bytes that were allocated at one time beyond those at the first step's beginning, weights among them.
+
+        None where the device does not tell.
+        """
+        return None if self._held is None else self._memory.max_memory_allocated(self._device) - self._held
+
+    def _begin(self) -> None:
+        if self.seconds or not hasattr(self._memory, "max_memory_allocated"):
+            return
+        self._memory.reset_peak_memory_stats(self._device)
+        self._held = self._memory.memory_allocated(self._device)
+
+    def _now(self) -> float:
+        self._memory.synchronize()
+        return time.perf_counter()
+
+
+def _where(origin: Origin | None) -> str:
+    if origin is None or not (origin.layer or origin.op):
+        return ""
+    operation = f" ({origin.op} in {origin.dtype})" if origin.op and origin.dtype else ""
+    return f", {origin.kind} in {origin.layer or 'the model'}{operation}"

@@ -1,0 +1,74 @@
+"""Measure which precision suits a model on this device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from comfy_api.latest import io, ui
+
+from ..precision.analysis.settings import DEFAULT_SETTINGS, settings_from
+from ..precision.analysis.tradeoffs_chart import tradeoffs_chart
+from ..precision.analysis.tradeoffs_text import table_text
+from ..precision.errors import HalfsafeError
+from .host import measure as host
+from .inputs import CATEGORY, RulesType
+
+if TYPE_CHECKING:
+    from .host.types import ModelPatcher
+
+
+class MeasurePrecisions(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="HalfsafeMeasurePrecisions",
+            display_name="Measure Precisions (Halfsafe)",
+            category=CATEGORY,
+            description="Try storage and compute dtypes on your own model and prompt: time per step, memory and error of each, and the best for a goal.",
+            search_aliases=["benchmark", "which precision", "fastest dtype", "compare fp8 int8 bf16", "speed test", "vram", "snr", "pareto"],
+            inputs=[
+                io.Model.Input("model", tooltip="The model, LoRAs included, loaded as_file to compare storages. It is not changed."),
+                io.Conditioning.Input("positive", tooltip="A prompt like those you use."),
+                io.Latent.Input(
+                    "latent_image", tooltip="The size to measure at, as for a sampler: time and memory hold for this size. Each candidate costs two steps."
+                ),
+                io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=False, tooltip="The noise, the same for every candidate."),
+                io.String.Input(
+                    "candidates",
+                    multiline=True,
+                    default=DEFAULT_SETTINGS,
+                    tooltip=(
+                        "One <storage>/<compute> per line, as the loaders' options are named; # comments.\n"
+                        "as_file: the weights as loaded. What this device cannot do is told in the table."
+                    ),
+                ),
+                io.Conditioning.Input("negative", optional=True, tooltip="Sampled too when given, with cfg 4, at twice the time."),
+            ],
+            outputs=[
+                io.String.Output(display_name="table"),
+                RulesType.Output(display_name="rules"),
+                io.Image.Output(display_name="chart"),
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, candidates: str | None = None) -> bool | str:
+        if candidates is None:  # given by another node
+            return True
+        try:
+            settings_from(candidates)
+        except HalfsafeError as error:
+            return str(error)
+        return True
+
+    @classmethod
+    def execute(cls, model: ModelPatcher, positive, latent_image: dict, seed: int, candidates: str, negative=None) -> io.NodeOutput:
+        inputs = host.Inputs(positive, negative, latent_image, seed)
+        found = host.measure_model(model, inputs, settings_from(candidates))
+        text = table_text(found)
+        chart = torch.from_numpy(tradeoffs_chart(found)).unsqueeze(0)
+        return io.NodeOutput(text, found.rules, chart, ui=ui.PreviewText(text))
+
+
+NODES = [MeasurePrecisions]

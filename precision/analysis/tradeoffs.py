@@ -1,0 +1,138 @@
+"""What settings cost and how close they come: time, memory and SNR of each, the Pareto front, and the best for a goal."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..dtypes import QUANTIZED_NAMES
+from ..plan.goal import GOALS
+from ..plan.presets import DEFAULT_PRESET
+from ..plan.rules import Rules, preset_rules, rules_from
+from .settings import Setting
+
+FLOORS = {"balanced": 25.0, "speed": 20.0, "memory": 20.0}
+"""Goal -> the SNR in dB that a setting needs for it: an error of 5.6 % or 10 %."""
+CLOSE_DB = 1.0
+CLOSE = 1.03
+BY_ITSELF = ("auto", "int8")
+"""Compute options that a loader on ``auto`` follows by itself, given the weights."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting and what was measured of it.
+
+    Attributes:
+        storage: what a loader has to be asked for to hold the weights so.
+        seconds: of one step.
+        weight_bytes: of the model's weights.
+        extra_bytes: the most that was allocated on the device beyond them; None where the device does not tell.
+        snr_db: of the final latent against the reference; None where there is none.
+        storages: storage -> bytes of weights.
+        modes: mode -> number of layers that multiplied so.
+        problem: why it was not measured, or what is wrong with its result.
+    """
+
+    setting: Setting
+    storage: str = ""
+    seconds: float | None = None
+    weight_bytes: int = 0
+    extra_bytes: int | None = None
+    snr_db: float | None = None
+    storages: Mapping[str, int] = field(default_factory=dict)
+    modes: Mapping[str, int] = field(default_factory=dict)
+    problem: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """Weights, and the peak beyond them where that is known."""
+        return self.weight_bytes + (self.extra_bytes or 0)
+
+    @property
+    def works(self) -> bool:
+        """Tell whether it ran and its result is finite."""
+        return not self.problem and self.snr_db is not None and self.snr_db > -math.inf
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """All settings that were tried on one model.
+
+    Attributes:
+        device: what a person calls it.
+        held: storage of the loaded weights.
+        automatic: what compute ``auto`` stands for here.
+        layers: (name, class) of the model's layers.
+        shape: of the latent.
+        reference: what the others are compared with; its own SNR is inf.
+    """
+
+    device: str
+    model: str
+    held: str
+    automatic: str
+    layers: Sequence[tuple[str, str]]
+    shape: tuple[int, ...]
+    seed: int
+    reference: Row
+    rows: Sequence[Row]
+
+    @property
+    def best(self) -> dict[str, Row]:
+        """Goal -> its best row; empty where nothing works."""
+        found = {goal: best_for(goal, self.rows) for goal in GOALS}
+        return {goal: row for goal, row in found.items() if row is not None}
+
+    @property
+    def rules(self) -> Rules:
+        """The best row for balanced as rules, see :func:`rules_for`; those of the default preset where nothing works."""
+        best = self.best.get("balanced")
+        return rules_for(best, self.automatic, self.layers) if best else rules_from()
+
+
+def pareto_front(rows: Iterable[Row]) -> list[Row]:
+    """List the rows than which no other is as fast, as small and as close, and better in one of them."""
+    working = [row for row in rows if row.works]
+    return [row for row in working if not any(_beats(other, row) for other in working)]
+
+
+def _beats(a: Row, b: Row) -> bool:
+    mine, theirs = ((row.seconds, row.bytes, -row.snr_db) for row in (a, b))
+    return mine != theirs and all(x <= y for x, y in zip(mine, theirs, strict=True))
+
+
+def best_for(goal: str, rows: Iterable[Row]) -> Row | None:
+    """Choose the best row for a goal; None where no row works.
+
+    quality: the fastest of those within 1 dB of the highest SNR. speed: the closest of those within 3 % of the fastest.
+    memory: the fastest of those within 3 % of the smallest. balanced: the smallest product of time and memory. All but quality
+    among the rows that reach the goal's SNR (``FLOORS``); where none does, the choice is quality's.
+    """
+    working = [row for row in rows if row.works]
+    fair = [row for row in working if row.snr_db >= FLOORS.get(goal, math.inf)]
+    if goal == "quality" or not fair:
+        highest = max((row.snr_db for row in working), default=0.0)
+        return min((row for row in working if row.snr_db >= highest - CLOSE_DB), key=lambda row: row.seconds, default=None)
+    if goal == "speed":
+        fastest = CLOSE * min(row.seconds for row in fair)
+        return max((row for row in fair if row.seconds <= fastest), key=lambda row: row.snr_db)
+    if goal == "memory":
+        smallest = CLOSE * min(row.bytes for row in fair)
+        return min((row for row in fair if row.bytes <= smallest), key=lambda row: row.seconds)
+    return min(fair, key=lambda row: row.seconds * row.bytes)
+
+
+def rules_for(row: Row, automatic: str, layers: Sequence[tuple[str, str]]) -> Rules:
+    """Write a row as rules for a loader, or for Compute Dtype, whose own options are ``auto``.
+
+    The first line is for all layers. Rules change layers of a model that computes as ``automatic``: where another dtype is asked
+    for, what passes between them is fp32, so that the result is no less close than with the option. Where the line asks for
+    8 bits, lines for the sensitive layers of this model follow: it would win over the preset that keeps them.
+    """
+    compute = row.setting.compute
+    computed = "" if compute in BY_ITSELF else f" compute={compute}" if compute in ("fp8", automatic) else f" compute={compute} stream=fp32"
+    lines = [f"* storage={row.storage}{computed}  # measured: {row.setting}"]
+    if row.storage in QUANTIZED_NAMES:
+        kept = (rule for rule in preset_rules(DEFAULT_PRESET) if any(rule.matches(*layer) for layer in layers))
+        lines += [str(rule) for rule in kept]
+    return rules_from("\n".join(lines))

@@ -1,0 +1,335 @@
+"""Settings measured in the real ComfyUI: what a row says ran, its figures are right, and the loaded model is left alone."""
+
+import math
+import weakref
+
+import pytest
+import torch
+from halfsafe.nodes.host import measure as host
+from halfsafe.nodes.host.probe import Probe
+from halfsafe.precision.analysis.settings import Setting, settings_from
+from halfsafe.precision.analysis.tradeoffs import Row, rules_for
+from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.plan.rules import parse
+from support import families, tiny_models
+from support.matmul_spy import MatmulSpy
+from support.measures import sqnr_db
+from support.model_files import lora
+
+NODE = "HalfsafeMeasurePrecisions"
+MATRICES = ("Linear", "Conv2d", "Conv3d")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def path(models_dir):
+    return tiny_models.wan(models_dir / "diffusion_models" / "measured.safetensors")
+
+
+@pytest.fixture(scope="module")
+def model(comfy, path):
+    return families.load(comfy, path, "as_file", "auto")
+
+
+def latent(model) -> dict:
+    return {"samples": torch.zeros_like(families.noise(model))}
+
+
+def measured(comfy, model, *candidates: str, family="wan", **inputs):
+    """The measurements behind the node, and the node's outputs: table, rules and chart."""
+    found, measure_model = [], host.measure_model
+
+    def spy(*args):
+        found.append(measure_model(*args))
+        return found[0]
+
+    inputs = {"latent_image": latent(model), "positive": families.conditioning(family), "seed": 1, **inputs}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "measure_model", spy)
+        outputs = comfy.run(NODE, model=model, candidates="\n".join(candidates), **inputs)
+    return found[0], *outputs
+
+
+def final(model, family="wan", seed=1) -> torch.Tensor:
+    """The latent that two steps of ComfyUI's euler sampler end with."""
+    import comfy.sample
+
+    start, cond = latent(model)["samples"], families.conditioning(family)
+    noise = comfy.sample.prepare_noise(start, seed)
+    return comfy.sample.sample(model, noise, 2, 1.0, "euler", "simple", cond, cond, start, seed=seed)
+
+
+class Watched:
+    """What each run did in its second step: the products by layer, and each layer's weight."""
+
+    def __init__(self, patch: pytest.MonkeyPatch):
+        self.products: list[dict] = []
+        self.weights: list[dict] = []
+        real = Probe.step
+
+        def step(probe, executor, model, *args):
+            if not probe.seconds:
+                return real(probe, executor, model, *args)
+            with MatmulSpy(model.diffusion_model) as spy:
+                result = real(probe, executor, model, *args)
+            layers = {name: module for name, module in model.diffusion_model.named_modules() if type(module).__name__ in MATRICES}
+            self.products.append({name: made for name, made in spy.by_layer().items() if name in layers})
+            self.weights.append({name: getattr(module.weight, "_qdata", module.weight).dtype for name, module in layers.items()})
+            return result
+
+        patch.setattr(Probe, "step", step)
+
+
+def as_the_row_says(row: Row, products: dict) -> bool:
+    """Whether as many layers multiplied in each mode as a row says; a CPU's products with rounded operands can be several."""
+    possible = [set.intersection(*(product.modes for product in made)) for made in products.values()]
+    sure = {mode: sum(modes == {mode} for modes in possible) for mode in row.modes}
+    most = {mode: sum(mode in modes for modes in possible) for mode in row.modes}
+    return sum(row.modes.values()) == len(products) and all(sure[mode] <= count <= most[mode] for mode, count in row.modes.items())
+
+
+SETTINGS = {
+    "as_file/bf16": (torch.bfloat16, "bf16"), "fp16/fp16": (torch.float16, "fp16"), "fp32/fp32": (torch.float32, "fp32"),
+    "as_file/fp16_safe": (torch.bfloat16, "fp16"), "int8/int8": (torch.int8, "int8"), "int8/bf16": (torch.int8, "bf16"),
+    "fp8_e4m3fn/auto": (torch.float8_e4m3fn, "bf16"), "fp8_e5m2/fp16_safe": (torch.float8_e5m2, "fp16"),
+}  # fmt: skip
+"""Setting -> the dtype its weights are held in, and the mode of most layers: inside of blocks fp16_safe's results are fp16."""
+
+
+def test_every_row_ran_what_it_says(comfy, model, monkeypatch):
+    watched = Watched(monkeypatch)
+    found, table, _, chart = measured(comfy, model, *SETTINGS)
+    assert chart.shape[0] == 1 and chart.shape[-1] == 3 and table.count("\n") > len(SETTINGS)
+    rows = [found.reference, *found.rows]
+    assert len(rows) == len(watched.products) and [str(row.setting) for row in found.rows] == list(SETTINGS)
+    for row, products, weights in zip(rows, watched.products, watched.weights, strict=True):
+        assert as_the_row_says(row, products), (row, products)
+        dtype, mode = SETTINGS.get(str(row.setting), (torch.bfloat16, "fp32"))
+        assert weights["blocks.0.ffn.0"] == dtype and row.modes[mode] == max(row.modes.values()), row
+        assert row.works and row.seconds > 0 and str(row.setting) in table
+    plain = next(row for row in found.rows if str(row.setting) == "as_file/bf16")
+    bytes_of = {torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
+    for row, weights in zip(rows, watched.weights, strict=True):
+        whole = bytes_of.get(weights["blocks.0.ffn.0"], 1.0)
+        assert row.weight_bytes == pytest.approx(plain.weight_bytes / 2 * whole, rel=0.02 if whole > 1 else 0.6)
+
+
+@pytest.mark.parametrize(("family", "candidates"), [
+    ("wan", ["int8/auto", "fp8_e4m3fn/bf16", "auto/auto"]), pytest.param("sdxl", ["fp8_e4m3fn/bf16"], marks=pytest.mark.slow),
+])  # fmt: skip
+def test_the_snr_is_that_of_the_loaders_own_run(comfy, models_dir, family, candidates):
+    path = families.write(family, models_dir / "diffusion_models")
+    model = families.load(comfy, path, "as_file", "auto")
+    found, *_ = measured(comfy, model, *candidates, family=family)
+    reference = final(families.load(comfy, path, "as_file", "fp32"), family)
+    for row in found.rows:
+        alone = final(families.load(comfy, path, row.setting.storage, row.setting.compute), family)
+        assert row.snr_db == pytest.approx(sqnr_db(reference, alone), abs=0.05), row
+    assert found.rows[0].snr_db > 20
+
+
+def test_a_lora_stays_on_whatever_holds_the_weights(comfy, model, path):
+    from comfy.sd import load_lora_for_models
+
+    def with_lora(one):
+        tensors = lora({"blocks.1.ffn.2": tuple(model.model.diffusion_model.blocks[1].ffn[2].weight.shape)}, size=30.0)
+        return load_lora_for_models(one, None, tensors, 1.0, 0)[0]
+
+    found, *_ = measured(comfy, with_lora(model), "int8/bf16", "as_file/bf16")
+    reference = final(with_lora(families.load(comfy, path, "as_file", "fp32")))
+    assert sqnr_db(reference, final(families.load(comfy, path, "as_file", "fp32"))) < 15
+    for row in found.rows:
+        alone = final(with_lora(families.load(comfy, path, row.setting.storage, row.setting.compute)))
+        assert row.snr_db == pytest.approx(sqnr_db(reference, alone), abs=0.1) and row.snr_db > 25, row
+
+
+def test_an_overflow_is_shown_with_its_layer_and_the_rest_goes_on(comfy, path):
+    planted = families.write_scaled(path, path.with_name("measured_overflowing.safetensors"), families.OVERFLOWS["wan"]["ffn"])
+    model = families.load(comfy, planted, "as_file", "fp32")
+    guarded = comfy.run("HalfsafeNaNGuard", model=model, on_nan="retry_higher", max_retries=8)[0]
+    found, table, rules, _ = measured(comfy, guarded, "as_file/fp16", "as_file/fp16_safe")
+    overflowing, safe = found.rows
+    assert overflowing.snr_db == -math.inf and overflowing.problem == "NaN or Inf in step 1, overflow in blocks.0.ffn.2 (matmul in fp16)"
+    assert safe.works and safe.snr_db > 40 and "NaN" in table and all(best is safe for best in found.best.values())
+    assert str(rules.own[0]).startswith("* storage=as_file compute=fp16_safe")
+
+
+def test_what_the_device_cannot_is_a_row_with_the_reason(comfy, model, monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
+    found, table, *_ = measured(comfy, model, "as_file/bf16", "fp8_e4m3fn/fp8", "as_file/fp16")
+    assert [row.works for row in found.rows] == [False, False, True]
+    assert all(row.problem.startswith("not on RTX 20xx, T4 (Turing): ") and row.problem in table for row in found.rows[:2])
+
+
+def test_a_model_loaded_in_fp8_is_compared_with_its_own_weights(comfy, path):
+    model = families.load(comfy, path, "fp8_e4m3fn", "auto")
+    found, *_ = measured(comfy, model, "as_file/fp32", "fp8_e4m3fn/auto", "bf16/fp32", "fp8_e5m2/auto")
+    assert found.held == "fp8_e4m3fn" and "fp8_e4m3fn" in found.reference.storages
+    same, loaded, unpacked, other = found.rows
+    assert same.snr_db == math.inf and unpacked.snr_db > 60 and set(unpacked.storages) <= {"bf16", "fp32"}
+    assert "fp8_e4m3fn" in loaded.storages and "fp8_e5m2" in other.storages and other.snr_db < loaded.snr_db
+    assert loaded.storage == same.storage == "fp8_e4m3fn" and other.storage == "fp8_e5m2"
+
+
+def test_auto_is_what_the_loader_chooses(comfy, models_dir):
+    path = models_dir / "diffusion_models" / "measured_fp32.safetensors"
+    from safetensors.torch import load_file, save_file
+
+    source = tiny_models.wan(path.with_name("measured_source.safetensors"))
+    save_file({name: tensor.float() for name, tensor in load_file(str(source)).items()}, str(path))
+    model = families.load(comfy, path, "as_file", "fp32")
+    found, *_ = measured(comfy, model, "auto/bf16", "as_file/bf16")
+    narrowed, kept = found.rows
+    assert narrowed.storage == "bf16" and kept.storage == "as_file" and kept.weight_bytes > 1.9 * narrowed.weight_bytes
+
+
+def layers(comfy, model) -> dict:
+    final(model)
+    return {layer["name"]: (layer["storage"], layer["mode"]) for layer in families.report(comfy, model)["layers"] if layer["class"] in MATRICES}
+
+
+@pytest.mark.parametrize("setting", ["int8/auto", "int8/bf16", "fp8_e4m3fn/fp16_safe", "fp16/fp16", "fp8_e5m2/fp32"])
+def test_the_rules_give_loaders_and_compute_dtype_what_was_measured(comfy, path, model, monkeypatch, setting):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
+    (asked,), names = settings_from(setting), [(name, type(module).__name__) for name, module in model.model.diffusion_model.named_modules()]
+    automatic = host._planned(model, Setting("as_file", "auto")).compute.choice.used
+    assert automatic == "fp16"
+    rules = rules_for(Row(asked, asked.storage), automatic, names)
+    by_option = families.load(comfy, path, asked.storage, asked.compute)
+    by_rules = families.load(comfy, path, "auto", "auto", rules)
+    loaded = families.with_compute(comfy, families.load(comfy, path, asked.storage, "auto"), "auto", rules)
+    reference = final(families.load(comfy, path, "as_file", "fp32"))
+    measured_db = sqnr_db(reference, final(by_option))
+    wanted = layers(comfy, by_option)
+    for made in (by_rules, loaded):
+        assert sqnr_db(reference, final(made)) > measured_db - 0.5
+        found = layers(comfy, made)
+        assert found.keys() == wanted.keys() and all(family_of(found[name]) == family_of(wanted[name]) for name in found if name.startswith("blocks"))
+    if asked.compute in ("auto", automatic):
+        assert layers(comfy, by_rules) == wanted
+
+
+def family_of(layer: tuple[str, str]) -> tuple[str, str]:
+    """The storage and the operands' dtype: with rules, results of fp16 products are fp32 throughout."""
+    return layer[0], layer[1].removesuffix("_wide")
+
+
+def test_the_table_carries_the_rules(comfy, model):
+    _, table, rules, _ = measured(comfy, model, "int8/auto", "int8/auto", " INT8 / auto # again")
+    assert tuple(parse(table.partition("# balanced as rules")[2].partition("\n")[2])) == rules.own
+    assert table.count("int8/auto") == 2 and "* storage=int8" in table
+
+
+@pytest.mark.parametrize(("error", "stop_at"), [
+    ("interrupt", 40), ("interrupt", 130), ("ValueError", 130), ("interrupt", 240), ("ValueError", 240), ("none", 0),
+])  # fmt: skip
+def test_nothing_is_left_on_the_model(comfy, model, path, monkeypatch, error, stop_at):
+    from comfy import model_management as management
+    from comfy import ops
+    from comfy.sd import load_lora_for_models
+
+    tensors = lora({"blocks.0.ffn.2": tuple(model.model.diffusion_model.blocks[0].ffn[2].weight.shape)})
+    model = load_lora_for_models(families.load(comfy, path, "as_file", "bf16"), None, tensors, 1.0, 0)[0]
+    management.unload_all_models()
+    wrappers = {kind: dict(values) for kind, values in model.wrappers.items()}
+    weights = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
+    errors = {"interrupt": management.InterruptProcessingException(), "ValueError": ValueError("in the middle"), "none": None}
+    real, count = ops.run_every_op, iter(range(10**6))
+
+    def op():
+        if next(count) == stop_at and errors[error]:
+            raise errors[error]
+        real()
+
+    monkeypatch.setattr(ops, "run_every_op", op)
+    try:
+        measured(comfy, model, "as_file/fp16", "int8/auto", "fp16/fp16_safe")
+        assert error == "none" and next(count) > 240
+    except (management.InterruptProcessingException, ValueError) as raised:
+        assert raised is errors[error]
+    monkeypatch.undo()
+    after = model.model.state_dict()
+    assert after.keys() == weights.keys() and all(torch.equal(after[name], weights[name]) for name in weights)
+    assert not any("forward" in vars(module) for module in model.model.modules())
+    assert {kind: dict(values) for kind, values in model.wrappers.items()} == wrappers and not model.backup
+
+
+def test_the_users_interrupt_stops_it(comfy, model):
+    from comfy import model_management as management
+
+    management.interrupt_current_processing(True)
+    with pytest.raises(management.InterruptProcessingException):
+        measured(comfy, model, "int8/auto")
+    assert not management.processing_interrupted()
+
+
+def failing(monkeypatch, error: Exception, *calls: int) -> None:
+    """Make some runs of the sampler fail."""
+    real, count = host._sampled, iter(range(100))
+
+    def sampled(*args):
+        if next(count) in calls:
+            raise error
+        return real(*args)
+
+    monkeypatch.setattr(host, "_sampled", sampled)
+
+
+@pytest.mark.parametrize(("error", "problem"), [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "out of memory"),
+    (NotImplementedError('"addmm" not implemented for \'Half\'\nmore'), '"addmm" not implemented for \'Half\''),
+])  # fmt: skip
+def test_a_setting_that_fails_is_a_row_and_the_next_goes_on(comfy, model, monkeypatch, error, problem):
+    failing(monkeypatch, error, 1)
+    found, table, *_ = measured(comfy, model, "fp32/fp32", "int8/auto")
+    assert [row.problem for row in found.rows] == [problem, ""] and problem in table and found.rows[1].works
+
+
+def test_another_error_is_raised(comfy, model, monkeypatch):
+    failing(monkeypatch, RuntimeError("a fault of the code"), 1)
+    with pytest.raises(RuntimeError, match="a fault of the code"):
+        measured(comfy, model, "int8/auto")
+
+
+def test_where_fp32_does_not_fit_the_reference_is_fp16_safe(comfy, model, monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
+    failing(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"), 0)
+    found, table, *_ = measured(comfy, model, "as_file/fp16")
+    assert found.reference.setting == Setting("as_file", "fp16_safe") and found.rows[0].snr_db > 40
+    assert "against as_file/fp16_safe" in table
+    failing(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"), 0, 1)
+    with pytest.raises(HalfsafeError, match="as_file/fp16_safe, cannot be compared with: out of memory"):
+        measured(comfy, model, "as_file/fp16")
+
+
+def test_one_other_model_is_held_at_a_time(comfy, model, monkeypatch):
+    made, real = [], host.load_weights
+
+    def load(*args):
+        assert [ref for ref in made if ref() is not None] == []
+        fresh = real(*args)
+        made.append(weakref.ref(fresh.model))
+        return fresh
+
+    monkeypatch.setattr(host, "load_weights", load)
+    measured(comfy, model, "int8/auto", "fp32/fp32", "as_file/bf16", "fp8_e4m3fn/auto")
+    assert len(made) == 3 and not any(ref() for ref in made)
+
+
+def test_weights_with_nan_are_refused_in_words(comfy, path):
+    planted = families.write_scaled(path, path.with_name("measured_nan.safetensors"), {r"blocks\.0\.ffn\.0\.bias": math.inf})
+    broken = families.stock(planted)
+    with pytest.raises(HalfsafeError, match=r"reference, as_file/fp32, cannot be compared with: NaN or Inf in step 1"):
+        measured(comfy, broken, "as_file/fp16")
+
+
+def test_a_stock_loaders_model_with_a_negative_prompt(comfy, path):
+    found, *_ = measured(comfy, families.stock(path), "int8/bf16", "fp8_e4m3fn/auto", negative=families.conditioning("wan", seed=9))
+    alone, *_ = measured(comfy, families.stock(path), "int8/bf16")
+    assert all(row.works and row.snr_db > 15 for row in found.rows) and found.rows[0].snr_db != alone.rows[0].snr_db
+
+
+def test_candidates_are_checked_before_the_prompt_runs(comfy):
+    node = comfy.nodes[NODE]
+    assert node.validate_inputs(candidates="int8/auto") is True and node.validate_inputs() is True
+    assert "line 2" in node.validate_inputs(candidates="int8/auto\nint9/auto") and "no candidate" in node.validate_inputs(candidates="")

@@ -1,0 +1,164 @@
+"""What is made of the measurements: the Pareto front, the best for a goal, rules, the table and the chart."""
+
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from halfsafe.precision.analysis.settings import Setting, settings_from
+from halfsafe.precision.analysis.tradeoffs import Measurements, Row, best_for, pareto_front, rules_for
+from halfsafe.precision.analysis.tradeoffs_chart import FRONT, OTHER, tradeoffs_chart
+from halfsafe.precision.analysis.tradeoffs_text import seconds_text, table_text
+from halfsafe.precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
+from halfsafe.precision.plan.facts import LayerSpec
+from halfsafe.precision.plan.rules import parse, rules_from
+from halfsafe.precision.plan.storage import plan_storage
+from halfsafe.precision.report.chart import BEYOND
+
+MIB = 1 << 20
+LAYERS = [("blocks.0.ffn.0", "Linear"), ("blocks.0.norm3", "LayerNorm"), ("time_embedding.0", "Linear"), ("head.head", "Linear")]
+
+
+def row(text: str, seconds=1.0, mib=100, snr=40.0, extra=None, problem="") -> Row:
+    (setting,) = settings_from(text)
+    storage = "as_file" if setting.storage == "auto" else setting.storage
+    return Row(setting, storage, seconds, mib * MIB, extra, snr, {storage: mib * MIB}, {setting.compute: 3}, problem)
+
+
+REFERENCE = row("as_file/fp32", 4.0, snr=math.inf)
+SLOW = row("as_file/bf16", 2.0, 100, 50.0)
+FAST = row("fp8_e4m3fn/fp8", 0.9, 52, 22.0)
+SMALL = row("int8/auto", 1.0, 50, 38.0)
+WORSE = row("fp8_e4m3fn/auto", 2.5, 53, 30.0)
+BAD = replace(row("as_file/fp16", None, snr=-math.inf), problem="NaN or Inf in step 1, overflow in blocks.0.ffn.2 (matmul in fp16)")
+CANNOT = Row(Setting("int8", "int8"), problem="not on Volta: no int8")
+ROWS = [SLOW, FAST, SMALL, WORSE, BAD, CANNOT]
+
+
+def found(rows=ROWS) -> Measurements:
+    return Measurements("RTX 40xx", "WAN21", "bf16", "bf16", LAYERS, (1, 16, 1, 8, 8), 7, REFERENCE, rows)
+
+
+def test_the_front_is_what_nothing_beats_in_all_three():
+    assert pareto_front(ROWS) == [SLOW, FAST, SMALL]
+    twins = [row("as_file/bf16"), row("as_file/fp16")]
+    assert pareto_front(twins) == twins and pareto_front([BAD, CANNOT]) == []
+
+
+def test_the_front_agrees_with_all_pairs_compared():
+    generator = np.random.default_rng(3)
+    rows = [row("auto/auto", float(a), int(b), float(c)) for a, b, c in generator.integers(1, 5, (60, 3))]
+    costs = np.array([(one.seconds, one.bytes, -one.snr_db) for one in rows])
+    beaten = [((costs <= cost).all(1) & (costs < cost).any(1)).any() for cost in costs]
+    assert [id(one) for one in pareto_front(rows)] == [id(one) for one, out in zip(rows, beaten, strict=True) if not out]
+
+
+def test_a_latent_that_is_not_finite_is_nothing_that_works():
+    assert not replace(BAD, problem="").works and replace(BAD, problem="", snr_db=-3.0, seconds=1.0).works
+
+
+def test_each_goal_gets_its_best():
+    assert found().best == {"balanced": SMALL, "quality": SLOW, "speed": FAST, "memory": SMALL}
+
+
+@pytest.mark.parametrize(("goal", "rows", "best"), [
+    ("quality", [row("as_file/bf16", 3.0, snr=50.9), row("as_file/fp16", 1.0, snr=50.0)], 1),
+    ("quality", [row("as_file/bf16", 3.0, snr=51.1), row("as_file/fp16", 1.0, snr=50.0)], 0),
+    ("speed", [row("as_file/bf16", 1.02, snr=50.0), row("as_file/fp16", 1.0, snr=30.0)], 0),
+    ("speed", [row("as_file/bf16", 1.0, snr=50.0), row("as_file/fp16", 0.1, snr=19.9)], 0),
+    ("memory", [row("int8/auto", 2.0, 101), row("fp8_e5m2/auto", 1.0, 103)], 1),
+    ("memory", [row("int8/auto", 2.0, 90, extra=20 * MIB), row("fp8_e5m2/auto", 1.0, 100, extra=0)], 1),
+    ("balanced", [row("int8/auto", 2.0, 60), row("as_file/bf16", 1.0, 100)], 1),
+    ("balanced", [row("int8/auto", 0.1, 10, snr=24.9), row("as_file/bf16", 1.0, 100, snr=25.0)], 1),
+    ("balanced", [row("int8/auto", 0.1, 10, snr=9.0), row("as_file/bf16", 1.0, 100, snr=19.0)], 1),
+    ("speed", [BAD, row("as_file/bf16", 1.0, snr=math.inf)], 1),
+])  # fmt: skip
+def test_the_best_for_a_goal(goal, rows, best):
+    assert best_for(goal, rows) is rows[best]
+
+
+@pytest.mark.parametrize("goal", ["balanced", "quality", "speed", "memory"])
+def test_nothing_that_works_is_no_best(goal):
+    assert best_for(goal, [BAD, CANNOT]) is None and best_for(goal, []) is None
+
+
+@pytest.mark.parametrize("storage", STORAGE_OPTIONS[1:])
+@pytest.mark.parametrize("compute", COMPUTE_OPTIONS)
+def test_rules_store_each_layer_as_the_loader_with_that_storage(storage, compute):
+    rules = rules_for(row(f"{storage}/{compute}"), "bf16", LAYERS)
+    specs = [LayerSpec(name, cls, (64, 64) if cls == "Linear" else (64,)) for name, cls in LAYERS]
+    wanted = plan_storage(specs, storage, rules_from())
+    made = plan_storage(specs, "as_file", rules)
+    assert {name: one.storage for name, one in made.items()} == {name: one.storage for name, one in wanted.items()}
+    computed = rules.setting("compute", *LAYERS[0])
+    assert (computed[0] if computed else "auto") == ("auto" if compute == "int8" else compute)
+    stream = rules.setting("stream", *LAYERS[0])
+    assert (stream is not None and stream[0] == "fp32") == (compute in ("fp16", "fp16_safe", "fp32"))
+
+
+def test_rules_name_sensitive_layers_only_where_the_model_has_some():
+    text = [str(rule) for rule in rules_for(SMALL, "bf16", LAYERS).own]
+    assert text[0] == "* storage=int8  # measured: int8/auto"
+    assert [line.split()[0] for line in text[1:]] == ["*time_embed*", "head.*"]
+
+
+def cells(text: str) -> list[list[str]]:
+    lines = text.splitlines()
+    start = next(number for number, line in enumerate(lines) if "s/step" in line)
+    return [re.split(r"\s{2,}", line.strip()) for line in lines[start : start + len(ROWS) + 2]]
+
+
+def test_the_table_has_the_figures_of_every_row():
+    header, *body = cells(table_text(found()))
+    assert header == ["setting", "s/step", "memory", "weights", "SNR dB", "what ran"]
+    assert body[0] == ["* 1 as_file/bf16", "2.00", "100.00 MiB", "100.00 MiB", "50.0", "weights as_file 100 %; layers bf16 3"]
+    assert body[4] == ["5 as_file/fp16", "-", "100.00 MiB", "100.00 MiB", "NaN", BAD.problem]
+    assert body[5] == ["6 int8/int8", "-", "-", "-", "-", CANNOT.problem]
+    assert body[6][:2] == ["as_file/fp32 (reference)", "4.00"]
+    assert [line[0][0] == "*" for line in body] == [True, True, True, False, False, False, False]
+
+
+def test_the_table_ends_with_the_rules_and_says_what_memory_is():
+    text = table_text(found())
+    rules = text.partition("# balanced as rules")[2].partition("\n")[2]
+    assert tuple(parse(rules)) == found().rules.own == rules_for(SMALL, "bf16", LAYERS).own
+    assert "balanced: storage int8, compute auto (1.00 s/step, 50.00 MiB, 38.0 dB)" in text
+    assert "memory: weights alone" in text
+    told = table_text(found([replace(SMALL, extra_bytes=10 * MIB)]))
+    assert "weights alone" not in told and "60.00 MiB" in told
+
+
+def test_a_table_without_any_result_says_so():
+    text = table_text(found([BAD, CANNOT]))
+    assert "No setting gave a finite result." in text and "rules" not in text
+    assert found([BAD, CANNOT]).rules == rules_from()
+
+
+def test_a_choice_below_what_the_goal_asks_is_told():
+    assert "below what the goal asks" in table_text(found([row("int8/auto", snr=12.0)]))
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.0012345, "0.00123"), (0.5, "0.500"), (12.345, "12.3"), (123.4, "123"), (None, "-")])
+def test_times_have_three_digits(seconds, text):
+    assert seconds_text(seconds) == text
+
+
+def pixels(chart: np.ndarray, colour) -> int:
+    return int((np.rint(chart * 255) == colour).all(-1).sum())
+
+
+def test_the_chart_draws_every_row():
+    chart = tradeoffs_chart(found())
+    assert chart.dtype == np.float32 and chart.shape[1] == 1024 and 0 <= chart.min() <= chart.max() <= 1
+    assert pixels(chart, FRONT) > 3 * pixels(tradeoffs_chart(found([SMALL, BAD])), FRONT) / 2 > 0
+    assert pixels(chart, OTHER) > 0 and pixels(chart, BEYOND) > 0
+    assert tradeoffs_chart(found([*ROWS, *ROWS])).shape[0] == chart.shape[0] + 30 * len(ROWS)
+
+
+@pytest.mark.parametrize("rows", [
+    [BAD, CANNOT], [row("auto/auto", snr=math.inf)], [row("auto/auto", 1e-6, snr=-3.0)],
+    [row("auto/auto", 1.0, 100, 40.0) for _ in range(12)], [row("auto/auto", 5000.0, 100000, 140.0)],
+])  # fmt: skip
+def test_the_chart_takes_any_figures(rows):
+    assert np.isfinite(tradeoffs_chart(found(rows))).all()
