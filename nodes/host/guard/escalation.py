@@ -14,7 +14,7 @@ from ....precision.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.nested import cast_arguments, floats_in
 from ....precision.plan.choice import Choice
 from ....precision.plan.compute import ComputeDecision, ComputePlan
-from ..run.attention import attending, full_precision_attention, in_one_dtype, is_fused
+from ..run.attention import attending, forward_of, full_precision_attention, in_one_dtype, is_fused
 from ..run.call import Call
 from ..run.compute import PlannedLayers
 from ..run.conditions import Make
@@ -69,7 +69,7 @@ class EscalatedLayers:
 
     def _patches(self) -> list[Patch]:
         own = {id(module): value for module, name, value in self.planned.patches if name == "forward"}
-        spans = [(part, "forward", self._span(own.get(id(part), part.forward))) for part in self.spans.values()]
+        spans = [(part, "forward", self._span(own.get(id(part), forward_of(part)))) for part in self.spans.values()]
         return [*self._on_model(), *self.planned.patches, *spans]
 
     def _on_model(self) -> list[Patch]:

@@ -15,11 +15,11 @@ from ....precision.guard.policy import ALL_IN_FP32, Escalation, span_of
 from ....precision.modes import FP32
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..run.accumulation import accumulation_of
-from ..run.attention import full_precision_attention
+from ..run.attention import forward_of, full_precision_attention
 from ..run.call import Call
 from ..run.compute import compute_of
 from ..run.modules import dequantized, matrix_layers, only_multiplies, top_level_parts, weights_of
-from ..run.patcher import DIFFUSION_MODEL, LowRankBeside
+from ..run.patcher import DIFFUSION_MODEL, kept_beside
 from .escalation import EscalatedLayers
 from .state import Guarded
 
@@ -56,7 +56,7 @@ class PreciseLayers(EscalatedLayers):
             return super().call(call, observing)
 
     def _patches(self) -> list[Patch]:
-        own = [(part, "forward", self._marked(part.forward)) for name, part in self.parts.items() if name in self._own]
+        own = [(part, "forward", self._marked(forward_of(part))) for name, part in self.parts.items() if name in self._own]
         return [*super()._patches(), *own]
 
     def _marked(self, forward: Callable) -> Callable:
@@ -102,7 +102,7 @@ class MergedWeights:
 
     def __init__(self, patcher: "ModelPatcher"):
         self._patcher = patcher
-        beside = patcher.found().kept if isinstance(patcher, LowRankBeside) else ()
+        beside = kept_beside(patcher)
         keys = patcher.patches.keys() - beside
         layers = {f"{DIFFUSION_MODEL}{name}.weight": (name, module) for name, module in matrix_layers(patcher.model)}
         found = (layers[key] for key in layers if key in keys)

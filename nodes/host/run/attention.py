@@ -50,7 +50,12 @@ def _entries(model: torch.nn.Module, override: Callable) -> Iterator[Patch]:
     for part in (model, *top_level_parts(model).values()):
         part = getattr(part, "_orig_mod", part)
         if kind_of(part) is None and any(part.children()):
-            yield part, "forward", _entry(getattr(part.forward, "behind", part.forward), override)
+            yield part, "forward", _entry(forward_of(part), override)
+
+
+def forward_of(part: torch.nn.Module) -> Callable:
+    """A part's forward, past an entry that holds the attention of an outer wrapper."""
+    return getattr(part.forward, "behind", part.forward)
 
 
 def _entry(forward: Callable, override: Callable) -> Callable:

@@ -329,6 +329,11 @@ def _eject(patcher) -> None:
         module.__dict__.pop("forward", None)
 
 
+def kept_beside(extended) -> set[str]:
+    """The keys of the weights whose patches are added beside them; none for a ModelPatcher of ComfyUI's own class."""
+    return extended.found().kept if isinstance(extended, LowRankBeside) else set()
+
+
 def low_rank_reasons(extended) -> dict[str, str]:
     """Layer name -> what was done with the patches of its 8-bit weight; none for a ModelPatcher of ComfyUI's own class."""
     if not isinstance(extended, LowRankBeside):

@@ -67,10 +67,10 @@ def wan(blocks=30, kept=(0, 1, 29)):
 def test_json_is_the_contracts_key_for_key_in_its_order():
     found, contract = contract_report().to_json(), json.loads(CONTRACT)
     assert list(found) == [*contract, "decisions", "notes", "ranges", "encoders", "control_nets", "modes", "storages", "rules", "view"]
-    assert list(found["guard"]) == [*contract["guard"], "rules", "advice"]
+    assert list(found["guard"]) == [*contract["guard"], "rules", "advice", "checks"]
     found["guard"] = {key: found["guard"][key] for key in contract["guard"]}
-    assert [list(event)[-1] for event in found["guard"]["events"]] == ["evidence"]
-    del found["guard"]["events"][0]["evidence"]
+    for event in found["guard"]["events"]:
+        assert [event.pop(key) for key in list(event)[-4:]] == ["", None, None, ""]
     assert json.dumps({key: found[key] for key in contract}) == json.dumps(contract)
 
 
@@ -85,7 +85,7 @@ def test_an_empty_report_has_every_section_and_no_guard():
         "flags": {},
         "without_effect": [],
         "kept_high": [],
-        "guard": {"verdict": "off", "calls": 0, "extra_calls": 0, "escalations": {}, "events": [], "rules": "", "advice": ""},
+        "guard": {"verdict": "off", "calls": 0, "extra_calls": 0, "escalations": {}, "events": [], "rules": "", "advice": "", "checks": []},
         "decisions": {},
         "notes": [],
         "ranges": {},

@@ -1,0 +1,93 @@
+"""How a check counts: decibels, thresholds, the search by halves, casts that stay fp32."""
+
+import math
+
+import pytest
+import torch
+from halfsafe.precision.guard import drift
+from halfsafe.precision.guard.log import CallPosition, GuardLog
+from halfsafe.precision.report.schema import BlockDrift, CheckReport
+
+
+@pytest.mark.parametrize("units", [1, 2, 7, 33, 57])
+@pytest.mark.parametrize("place", [0.0, 0.4, 0.99])
+def test_the_largest_of_n_is_found_in_log2_n_calls(units, place):
+    errors = {f"blocks.{number}": 0.001 for number in range(units)}
+    worst = f"blocks.{int(place * units)}"
+    errors[worst] = 1.0
+    asked = []
+
+    def error(own):
+        asked.append(own)
+        return sum(errors[name] for name in own)
+
+    found, alone = drift.largest_by_halves(list(errors), error, sum(errors.values()))
+    assert found == worst and alone == pytest.approx(1.0, abs=0.06)
+    assert len(asked) <= math.ceil(math.log2(units))
+
+
+def test_errors_that_are_spread_evenly_end_in_one_unit_with_its_share():
+    found, alone = drift.largest_by_halves([str(n) for n in range(16)], lambda own: len(own) / 16, 1.0)
+    assert found in map(str, range(16)) and alone == pytest.approx(1 / 16)
+
+
+def test_the_signal_is_what_the_model_takes_away_and_rows_count_alone():
+    given = torch.full((2, 4), 100.0)
+    reference = given - torch.tensor([[1.0], [2.0]])
+    errors, signals = drift.row_errors(reference + torch.tensor([[0.1], [0.0]]), reference, given)
+    assert drift.decibels(errors[0], signals[0]) == pytest.approx(20.0, abs=0.01) and drift.decibels(errors[1], signals[1]) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("check", "steps"), [("first step", [0]), ("every 5th step", [0, 5, 10])]
+)
+def test_the_steps_that_are_checked_once_each(check, steps):
+    seen = set()
+    for step in (0, 0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 11):
+        seen |= {step} if drift.is_checked(check, step, seen) else set()
+    assert sorted(seen) == steps
+
+
+def test_a_threshold_falls_with_the_number_of_layers_as_powers_add_up():
+    assert drift.threshold_of("bf16", 10) == drift.threshold_of("bf16", drift.USUAL_LAYERS) == drift.THRESHOLDS["bf16"]
+    assert drift.threshold_of("bf16", 10 * drift.USUAL_LAYERS) == drift.THRESHOLDS["bf16"] - 10
+    assert drift.coarsest({"fp32", "bf16", "fp8"}) == "fp8" and drift.coarsest(set()) == "fp32"
+    assert len(set(drift.THRESHOLDS.values())) == len(drift.THRESHOLDS) - 1, "only fp32 and fp16_safe are alike"
+
+
+def test_casts_to_16_bit_give_fp32_and_bits_are_read_as_they_are():
+    x = torch.tensor([4001.0])
+    bits = torch.tensor([1.0], dtype=torch.bfloat16).view(torch.int16)
+    with drift.CastsToFp32():
+        made = [x.bfloat16(), x.half(), x.to(torch.bfloat16), x.to(dtype=torch.float16), x.type(torch.bfloat16), torch.full((1,), 4001.0, dtype=torch.bfloat16)]
+        read = bits.view(torch.bfloat16)
+    assert all(tensor.dtype == torch.float32 and tensor.item() == 4001.0 for tensor in made)
+    assert read.dtype == torch.bfloat16 and read.item() == 1.0
+    assert x.bfloat16().dtype == torch.bfloat16
+
+
+def test_samples_are_few_and_spread_and_worst_blocks_come_first():
+    large = torch.arange(100_000.0)
+    taken = drift.sampled((large, [large[:3]], None))
+    assert taken[:4096].max() > 99_000 and drift.SAMPLES // 2 < taken.numel() <= drift.SAMPLES + 3
+    assert drift.sampled((None, 3)) is None
+    reference = {name: [torch.ones(10)] for name in "abcd"}
+    off = {name: [torch.ones(10) + error] for name, error in zip("abcd", (0.0, 0.1, 0.01, 0.001), strict=True)}
+    assert [block.name for block in drift.worst_blocks(off, reference)] == ["b", "c", "d"]
+    assert drift.worst_blocks({"a": [torch.ones(3)]}, reference) == []
+
+
+def test_a_drift_event_leaves_the_verdict_and_names_what_to_do():
+    told = []
+    log = GuardLog(notify=lambda *message: told.append(message))
+    check = CheckReport(1, 0, 1.0, "int8", 8.1, 33.0, None, [BlockDrift("head", 8.1)], 11)
+    event = drift.drift_event(check, CallPosition(1, 0, 1.0, [0]), drift.Cause("blocks.0", "int8 product", "int8", 0.44), 8.1, 33.0)
+    log.note_drift(event, drift.drift_sentence(event))
+    assert log.verdict == "clean" and log.events == [event] and event.kind == "drift" and "44%" in event.evidence
+    assert told[0][2] == "Step 0, sigma 1: finite, but off: int8 product in blocks.0 (int8) adds most. " + event.evidence
+    assert "compute=bf16" in event.advice and drift.check_text(check).startswith("Step 0, sigma 1: 8.1 dB from the same call in fp32 (int8")
+
+
+@pytest.mark.parametrize("op", [drift.ATTENTION, drift.BETWEEN, drift.OUTSIDE, drift.WEIGHT, drift.STEP_CACHE, drift.ONCE])
+def test_every_cause_has_an_advice(op):
+    assert drift.Cause("", op, "bf16").advice == drift.ADVICE[op] != drift.Cause("x", "bf16 product", "bf16").advice
