@@ -25,7 +25,8 @@ no test makes say why. Measured with torch {torch} on {machine} by `scripts/fail
 `tests/host/guard/test_classes.py`, which fail when a verdict or an error bound no longer holds.
 
 "simulated": what a device or another pack would do is imitated, so the row shows what the guard does, not that the device does so.
-"clean" with a large error: the guard cannot see it, since nothing is NaN or Inf.
+"clean" with a large error: nothing is NaN or Inf, so the guard's watch on each call cannot see it. Its input `check` compares a call
+with itself in fp32 and finds most of these; [drift.md](drift.md) has what it found, what it named, and the figures of clean runs.
 
 """
 

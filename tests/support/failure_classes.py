@@ -47,9 +47,9 @@ NAMES = {
 NOT_MADE = {
     15: ("nothing is NaN", "Compute Dtype sets it for quantized weights too; Report lists storage and mode of each layer"),
     19: ("an error or wrong scale while loading", "the pack's loaders read row- and block-wise scales, of any float dtype"),
-    21: ("fp8 products need a GPU; finite, so not seen", "Compute Dtype fp8 scales activations as they come, and clips none"),
+    21: ("fp8 products need a GPU; finite, so not seen but by `check`, see drift.md", "Compute Dtype fp8 scales activations as they come, and clips none"),
     22: ("speed, not values", "Report names the mode of each layer; Device Info tells whether fp8 products run"),
-    23: ("finite, so not seen", "Halfsafe's loaders and Compute Dtype add a LoRA beside weights in 8 bits, where it keeps its effect"),
+    23: ("finite, so not seen but by `check`, see drift.md", "Halfsafe's loaders and Compute Dtype add a LoRA beside weights in 8 bits, where it keeps its effect"),
     24: ("an error of other packs' code", "nothing of this pack; errors pass through the guard (see 26)"),
     25: ("an error of other packs' code", "rules keep embedders out of fp8; errors pass through the guard (see 26)"),
     27: ("needs MPS or XPU", "not tried; Device Info names what a device lacks"),

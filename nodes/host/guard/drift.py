@@ -4,12 +4,11 @@ import contextlib
 import copy
 import functools
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import comfy.model_management
 import torch
-from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.compiling import compile_disabled
 from ....precision.arithmetic.linear import kind_of
@@ -29,7 +28,7 @@ from ..run.kernels import DEQUANTIZED
 from ..run.layers import activation_dtype, kernels_of, modes_of
 from ..run.modules import top_level_parts
 from .failure import images_of, sigma_of, step_of
-from .precise import MergedWeights, PreciseLayers, learning_apart
+from .precise import MergedWeights, PreciseLayers, learning_apart, with_rounded_guidance, without_step_cache
 from .repeats import INSIDE
 from .state import Guarded
 
@@ -41,7 +40,6 @@ OTHER_DEVICES = "The model runs on several devices side by side, whose calls sha
 NO_MEMORY = "There was not enough memory for the call in fp32: take a smaller picture or batch for the check."
 INTERRUPTED = "It was interrupted."
 NOTHING_RAN = "No layer ran in the call in fp32 either: something that keeps results stands in front of the model."
-GUIDANCE_FACTOR = 1000.0
 QUANTIZED_OPS = ("fp8", "int8")
 
 
@@ -81,7 +79,7 @@ class DriftCheck:
     """One call, compared with itself. Enter :meth:`watching` around the call, then give its result to :meth:`compare`."""
 
     def __init__(self, call: Call, guarded: Guarded, log: GuardLog, step: int):
-        self.call = _without_step_cache(call)
+        self.call = without_step_cache(call)
         self.guarded = guarded
         self.log = log
         self.model, self.patcher = call.model, call.model.current_patcher
@@ -142,10 +140,10 @@ class DriftCheck:
         self.rows = sorted({row % images for row, snr in enumerate(decibels) if snr < self.report.threshold_db})
         self.report.blocks = drift.worst_blocks(self.blocks.samples, exact.samples)
 
-    def _run_exact(self, patches: Collection[Patch]) -> torch.Tensor:
-        return self._run(PreciseLayers(self.guarded, self.model), patches, _with_rounded_guidance(self.call, activation_dtype(self.patcher)))
+    def _run_exact(self, patches: Sequence[Patch]) -> torch.Tensor:
+        return self._run(PreciseLayers(self.guarded, self.model), patches, with_rounded_guidance(self.call, activation_dtype(self.patcher)))
 
-    def _run(self, layers: PreciseLayers | None, patches: Collection[Patch] = (), call: Call | None = None) -> torch.Tensor:
+    def _run(self, layers: PreciseLayers | None, patches: Sequence[Patch] = (), call: Call | None = None) -> torch.Tensor:
         """Make the call once more, with the random numbers it had."""
         self.report.repeats += 1
         self.log.extra_calls += 1
@@ -233,33 +231,6 @@ class DriftCheck:
         mode = _summed_modes(self.patcher).get(layer, self.guarded.modes.get(layer, self.guarded.stream))
         kind = kind_of(self.guarded.modules[layer]) or "layer"
         return Cause(layer, f"{mode} product" if kind != "layer" else kind, mode, share)
-
-
-def _without_step_cache(call: Call) -> Call:
-    """A copy of the call with a latent of its own, past the wrappers that keep results of steps (EasyCache)."""
-    copied = copy.copy(call)
-    copied.x, copied._cache = call.x.clone(), None
-    wrappers = dict(call.options.get("wrappers", {}))
-    inner = wrappers.get(WrappersMP.DIFFUSION_MODEL, {})
-    wrappers[WrappersMP.DIFFUSION_MODEL] = {key: [one for one in ones if not _keeps_steps(key, one)] for key, ones in inner.items()}
-    copied.options = {**call.options, "wrappers": wrappers}
-    return copied
-
-
-def _with_rounded_guidance(call: Call, dtype: torch.dtype) -> Call:
-    """A copy of the call with its embedded guidance rounded as the model's own code rounds it, which it was made with.
-
-    Flux and Hunyuan Video multiply it by 1000 in the dtype of the values between layers (``timestep_embedding`` in
-    ``comfy/ldm/flux/layers.py``): 6.0 becomes 6016 in bf16.
-    """
-    copied, guidance = copy.copy(call), call.extra.get("guidance")
-    if isinstance(guidance, torch.Tensor) and guidance.is_floating_point():
-        copied.extra = {**call.extra, "guidance": (guidance.to(dtype) * GUIDANCE_FACTOR).float() / GUIDANCE_FACTOR}
-    return copied
-
-
-def _keeps_steps(key: str | None, wrapper: object) -> bool:
-    return "cache" in f"{key} {getattr(wrapper, '__qualname__', type(wrapper).__qualname__)}".lower()
 
 
 def _summed_modes(patcher: "ModelPatcher") -> dict[str, str]:

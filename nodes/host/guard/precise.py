@@ -1,12 +1,14 @@
 """A model in the most precise arithmetic there is here, but for the parts that keep their own: what a check runs."""
 
 import contextlib
+import copy
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import comfy.lora
 import torch
+from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.attention import run_in
 from ....precision.arithmetic.patching import Patch, patched
@@ -26,6 +28,8 @@ from .state import Guarded
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
     from comfy.model_patcher import ModelPatcher
+
+GUIDANCE_FACTOR = 1000.0
 
 
 class PreciseLayers(EscalatedLayers):
@@ -50,7 +54,7 @@ class PreciseLayers(EscalatedLayers):
         decision = ComputeDecision(FP32.name, "same", "exchanged by the check")
         return ComputePlan(plan.choice, {**plan.decisions, **dict.fromkeys(self._alone, decision)})
 
-    def call(self, call: Call, observing: Collection[Patch] = ()) -> torch.Tensor:
+    def call(self, call: Call, observing: Sequence[Patch] = ()) -> torch.Tensor:
         """Make a call inside of whatever wrappers others have."""
         with CastsToFp32() if self.whole else contextlib.nullcontext():
             return super().call(call, observing)
@@ -143,7 +147,34 @@ def _held(module: torch.nn.Module) -> torch.dtype:
 def learning_apart(patcher: "ModelPatcher") -> Iterator[None]:
     """While the context lasts, the model's compute plan and accumulation measure for themselves: no later call depends on it."""
     compute, accumulation = compute_of(patcher), accumulation_of(patcher)
-    fresh = [(compute, "runs", type(compute)(compute.plan).runs)] if compute else []
+    fresh: list[tuple] = [(compute, "runs", type(compute)(compute.plan).runs)] if compute else []
     fresh += [(accumulation, "runs", type(accumulation)(accumulation.request).runs)] if accumulation else []
     with patched(fresh):
         yield
+
+
+def without_step_cache(call: Call) -> Call:
+    """A copy of the call with a latent of its own, past the wrappers that keep results of steps (EasyCache)."""
+    copied = copy.copy(call)
+    copied.x, copied._cache = call.x.clone(), None
+    wrappers = dict(call.options.get("wrappers", {}))
+    inner = wrappers.get(WrappersMP.DIFFUSION_MODEL, {})
+    wrappers[WrappersMP.DIFFUSION_MODEL] = {key: [one for one in ones if not _keeps_steps(key, one)] for key, ones in inner.items()}
+    copied.options = {**call.options, "wrappers": wrappers}
+    return copied
+
+
+def with_rounded_guidance(call: Call, dtype: torch.dtype) -> Call:
+    """A copy of the call with its embedded guidance rounded as the model's own code rounds it, which it was made with.
+
+    Flux and Hunyuan Video multiply it by 1000 in the dtype of the values between layers (``timestep_embedding`` in
+    ``comfy/ldm/flux/layers.py``): 6.0 becomes 6016 in bf16.
+    """
+    copied, guidance = copy.copy(call), call.extra.get("guidance")
+    if isinstance(guidance, torch.Tensor) and guidance.is_floating_point():
+        copied.extra = {**call.extra, "guidance": (guidance.to(dtype) * GUIDANCE_FACTOR).float() / GUIDANCE_FACTOR}
+    return copied
+
+
+def _keeps_steps(key: str | None, wrapper: object) -> bool:
+    return "cache" in f"{key} {getattr(wrapper, '__qualname__', type(wrapper).__qualname__)}".lower()
