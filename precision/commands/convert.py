@@ -9,9 +9,11 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..files.safetensors_file import TensorFile, open_checkpoint
+from ..formats.card import Origin, source_of
 from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_format import StoragePlan, storage_name
 from ..formats.comfy_state import model_prefix, refuse_lora, write_weights
+from ..formats.metadata import CARD_KEY
 from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
 from ..plan.rules import Rules
@@ -56,7 +58,8 @@ def convert_file(
     decisions = decide(checkpoint, storage, rules)
     wanted = {name: decision.storage for name, decision in decisions.items()}
     metadata = {"format": "pt"} | checkpoint.metadata
-    plans = write_weights(target, checkpoint.weights, wanted, metadata, progress, source, file.release)
+    origin = Origin(source_of(file), storage, rules.names, [str(rule) for rule in rules.own], card=file.metadata.get(CARD_KEY, ""))
+    plans = write_weights(target, checkpoint.weights, wanted, metadata, progress, source, file.release, origin)
     if progress:
         progress(file.data_bytes - sum(weight.data.nbytes for weight in checkpoint.weights.values()))
     return ConvertSummary(

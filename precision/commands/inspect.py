@@ -11,6 +11,7 @@ from ..amax import host_amax
 from ..dtypes import FP8_DTYPES, FP16_MAX, max_of, name_of
 from ..errors import CheckpointError
 from ..files.safetensors_file import TensorFile, open_checkpoint
+from ..formats.card import card_in
 from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_state import model_shapes
 from ..formats.encoding import Encoding
@@ -35,6 +36,7 @@ class Inspection:
         problems: why it cannot be used; empty if it can.
         in_comfyui: what stock ComfyUI would do wrong with it.
         notes: what was assumed or repaired while reading it.
+        card: what Halfsafe wrote into its metadata, if it made the file.
     """
 
     file: str
@@ -49,6 +51,7 @@ class Inspection:
     problems: list[str] = field(default_factory=list)
     in_comfyui: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    card: dict | None = None
 
     def to_json(self) -> dict:
         return asdict(self)
@@ -102,6 +105,7 @@ def inspect_file(path) -> Inspection:
         problems=problems,
         in_comfyui=_in_comfyui(checkpoint) if checkpoint else [],
         notes=checkpoint.notes if checkpoint else [],
+        card=card_in(file.metadata),
     )
 
 

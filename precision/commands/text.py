@@ -1,5 +1,6 @@
 """Inspections, scans and conversions as text."""
 
+from ..formats.card import card_lines
 from ..text import count_text, size_text
 from .convert import ConvertSummary
 from .inspect import Finding, Inspection, Scan
@@ -22,6 +23,7 @@ def inspection_text(inspection: Inspection) -> str:
     ]
     scales = ", ".join(f"{count} {kind}" for kind, count in inspection.scales.items())
     lines += [f"  scales      {scales}"] if scales else []
+    lines += _section("card", card_lines(inspection.card or {}))
     lines += _section("problems", inspection.problems)
     lines += _section("stock ComfyUI", inspection.in_comfyui)
     return "\n".join(lines + _section("notes", inspection.notes))

@@ -8,6 +8,7 @@ import torch
 from ..dtypes import QUANTIZED_NAMES
 from ..errors import CheckpointError
 from ..files.safetensors_file import write_safetensors
+from .card import Card, Origin
 from .checkpoint import Checkpoint, StoredWeight, looks_like_scale
 from .comfy_format import AS_FILE, StoragePlan, finite_bound, plan_weight, specs_of, tensors_of
 
@@ -61,6 +62,7 @@ def write_weights(
     progress: Callable[[int], None] | None,
     origin: str | os.PathLike,
     release: Callable[[str], None] = lambda name: None,
+    made_from: Origin | None = None,
 ) -> dict[str, StoragePlan]:
     """Write weights to a file in ComfyUI's format, one at a time; each is asked for twice, first for its size.
 
@@ -68,6 +70,7 @@ def write_weights(
         storages: full layer name -> storage; other tensors stay as they are.
         origin: what errors name as the place of a bad weight.
         release: called with the name of a weight that is written.
+        made_from: what the card in the file's metadata tells of its making.
 
     Returns:
         What each weight was stored in.
@@ -76,19 +79,23 @@ def write_weights(
         NonFiniteWeight: a weight holds NaN or Inf.
         CheckpointError: the target cannot be written.
     """
-    plans, specs = {}, []
+    plans, specs, card = {}, [], Card(made_from or Origin())
     for weight, plan in _planned(weights, storages, origin):
         plans[weight.name] = plan
         specs += specs_of(weight, plan)
+        card.count(weight, plan)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in weights.items():
-            yield from tensors_of(weight, plans[name], origin).items()
+            made = tensors_of(weight, plans[name], origin)
+            card.measure(weight, plans[name].storage, made)
+            yield from made.items()
+            del made  # before the next one is made
             release(name)
             if progress:
                 progress(weight.data.nbytes)
 
-    write_safetensors(target, specs, tensors(), metadata)
+    write_safetensors(target, specs, tensors(), metadata | card.metadata(), lambda: metadata | card.metadata())
     return plans
 
 

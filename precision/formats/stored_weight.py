@@ -88,6 +88,10 @@ class StoredWeight:
             part = slice(rows * i // count, rows * (i + 1) // count)
             yield part, self._values(part)
 
+    def rows(self, part: slice) -> torch.Tensor:
+        """Some rows of :meth:`matrix`, in fp32."""
+        return self._values(part)
+
     def bound(self, amax: float) -> float:
         """Upper bound on ``|weight|`` for ``|data| <= amax``. Tight where there is one scale."""
         if self.encoding is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import comfy.model_base
@@ -14,6 +15,7 @@ from comfy.cli_args import args
 
 from ....precision.errors import CheckpointError
 from ....precision.files.safetensors_file import open_checkpoint
+from ....precision.formats.card import source_of
 from ....precision.formats.metadata import lasting_metadata
 from ....precision.formats.stored_weight import StoredWeight
 from .models import ATTACHMENT
@@ -74,14 +76,29 @@ def metadata_of(patcher: ModelPatcher, prompt: dict | None, extra: dict | None) 
     return {"format": "pt", **source, **written}
 
 
+def source_of_model(patcher: ModelPatcher) -> dict[str, object]:
+    """Describe the file that a model was loaded from, where that is known; by its name alone where it cannot be read any more."""
+    path = _source_path(patcher)
+    try:
+        return source_of(open_checkpoint(path)) if path else {}
+    except (CheckpointError, OSError):
+        return {"file": Path(path).name}
+
+
+def _source_path(patcher: ModelPatcher) -> str:
+    record = patcher.attachments.get(ATTACHMENT)
+    path = record.file if record else next(iter((patcher.cached_patcher_init or (None, ()))[1]), None)
+    return path if isinstance(path, str) else ""
+
+
 def _source_metadata(patcher: ModelPatcher) -> Mapping[str, str]:
     """Return the metadata of the file a model came from; for stock loaders' models read again from where they noted it."""
     record = patcher.attachments.get(ATTACHMENT)
     if record is not None:
         return record.metadata
-    path = next(iter((patcher.cached_patcher_init or (None, ()))[1]), None)
+    path = _source_path(patcher)
     try:
-        return lasting_metadata(open_checkpoint(path).metadata) if isinstance(path, str) else {}
+        return lasting_metadata(open_checkpoint(path).metadata) if path else {}
     except CheckpointError:
         return {}
 

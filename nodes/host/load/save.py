@@ -13,13 +13,14 @@ import torch
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.errors import HalfsafeError
 from ....precision.formats import comfy_state
+from ....precision.formats.card import Origin
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
 from ....precision.plan.facts import LayerSpec
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import plan_storage
 from ..run.modules import modules_of
 from .files import output_path
-from .identity import difference, marks_of, metadata_of
+from .identity import difference, marks_of, metadata_of, source_of_model
 from .progress import byte_progress
 
 if TYPE_CHECKING:
@@ -87,7 +88,9 @@ def save_model(
     metadata = metadata_of(patcher, prompt, extra)
     if changed := difference(patcher, weights.stored, metadata):
         logger.warning("Halfsafe: %s: ComfyUI will load this file as another model: %s", name, changed)
-    comfy_state.write_weights(path, weights, storages, metadata, byte_progress(weights.stored.values()), name)
+    patched = sum(name.startswith(PREFIX) for name in patcher.patches)
+    origin = Origin(source_of_model(patcher), storage, rules.names, [str(rule) for rule in rules.own], patched)
+    comfy_state.write_weights(path, weights, storages, metadata, byte_progress(weights.stored.values()), name, made_from=origin)
     return name
 
 

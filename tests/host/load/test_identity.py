@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from halfsafe.precision.commands.convert import convert_file
+from halfsafe.precision.formats.metadata import CARD_KEY
 from halfsafe.precision.plan.rules import rules_from
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -116,7 +117,7 @@ def test_a_model_of_a_checkpoint_keeps_its_config(comfy, configured, models_dir,
 def test_texts_that_no_longer_hold_stay_behind(comfy, configured, output):
     _, path = configured("wan")
     kept = metadata(save(comfy, load(comfy, path), output))
-    assert kept.keys() == {"format", "config", "author", "modelspec.title"}
+    assert kept.keys() == {"format", "config", "author", "modelspec.title", CARD_KEY}
 
 
 def test_a_file_that_will_be_another_model_is_told(comfy, configured, output, caplog):

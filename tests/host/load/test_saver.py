@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.formats.card import card_in
+from halfsafe.precision.formats.metadata import CARD_KEY
 from halfsafe.precision.plan.rules import rules_from
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -165,7 +167,22 @@ def test_workflow_is_in_the_metadata(comfy, wan, saved_folder):
 
     name = save_model(load(comfy, wan.name), "diffusion_models/saved", "as_file", rules_from(), {"1": {}}, {"workflow": {"a": 1}})
     with safe_open(saved_folder.parent / name, "pt") as file:
-        assert file.metadata() == {"format": "pt", "prompt": '{"1": {}}', "workflow": '{"a": 1}'}
+        assert {**file.metadata(), CARD_KEY: ""} == {CARD_KEY: "", "format": "pt", "prompt": '{"1": {}}', "workflow": '{"a": 1}'}
+
+
+def test_the_card_tells_of_the_source_and_its_loras_and_changes_nothing_that_is_detected(comfy, wan, lora_file, saved_folder):
+    model = with_lora(comfy, load(comfy, wan.name, "as_file", "bf16"), lora_file)
+    path = save(comfy, model, saved_folder, "fp8_e4m3fn")
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    card = card_in(metadata)
+    assert card["source"]["file"] == wan.name and card["source"]["bytes"] == wan.stat().st_size and card["merged_patches"] == 2
+    assert card["asked_storage"] == "fp8_e4m3fn" and card["needs_comfyui"] == "0.4.0"
+    bare = saved_folder / "without_card.safetensors"
+    save_file(load_file(path), bare, {name: text for name, text in metadata.items() if name != CARD_KEY})
+    with_card, without = stock(comfy, path), stock(comfy, bare)
+    assert with_card.model.model_config.unet_config == without.model.model_config.unet_config
+    assert torch.equal(denoise(with_card), denoise(without))
 
 
 def test_names_count_up_and_stay_in_the_output_folder(comfy, wan, saved_folder):

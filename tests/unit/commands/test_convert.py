@@ -16,6 +16,7 @@ from halfsafe.precision.errors import CheckpointError, NonFiniteWeight
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.comfy_state import state_dict, storage_to_make
+from halfsafe.precision.formats.metadata import CARD_KEY
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
 from support import dialects
@@ -46,7 +47,7 @@ def test_converts_linear_layers_and_keeps_the_rest_as_it_was(tmp_path):
     seen = []
     summary = convert_file(source, tmp_path / "out.safetensors", "fp8_e4m3fn", rules_from(""), seen.append)
     out = open_checkpoint(tmp_path / "out.safetensors")
-    assert out.metadata == {"format": "pt", "author": "me"}
+    assert {**out.metadata, CARD_KEY: ""} == {"format": "pt", "author": "me", CARD_KEY: ""}
     quantized = {name.removesuffix(".comfy_quant") for name in out if name.endswith(".comfy_quant")}
     assert quantized == {"blocks.0.ffn.0", "blocks.0.ffn.2"}
     for name, tensor in tensors.items():
