@@ -61,6 +61,13 @@ def test_repository_is_named(metadata: dict) -> None:
     assert {"Homepage", "Documentation", "Repository", "Issues"} <= set(metadata["project"]["urls"])
 
 
+def test_the_registry_has_a_publisher_a_name_and_an_icon_of_this_repository(metadata: dict) -> None:
+    comfy, repository = metadata["tool"]["comfy"], metadata["project"]["urls"]["Repository"]
+    assert re.fullmatch(r"[a-z][a-z0-9-]*", comfy["PublisherId"]) and comfy["DisplayName"]
+    base = repository.replace("https://github.com/", "https://raw.githubusercontent.com/") + "/main/"
+    assert comfy["Icon"].startswith(base) and (ROOT / comfy["Icon"].removeprefix(base)).is_file()
+
+
 def test_web_folder_is_not_declared_twice(metadata: dict) -> None:
     assert "web" not in metadata["tool"]["comfy"]
 
