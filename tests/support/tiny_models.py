@@ -157,6 +157,11 @@ def sdxl(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
     return _save(path, _shapes_of(_unet(sdxl_unet_config())), dtype, seed)
 
 
+def sd15_unet(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
+    """Write the UNet of :func:`sd15_checkpoint` alone."""
+    return _save(path, _shapes_of(_unet(sd15_unet_config())), dtype, seed)
+
+
 def sd15_checkpoint(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
     """Stream a full Stable Diffusion 1.5 checkpoint: a one-level UNet, CLIP-L and a VAE with a narrow decoder."""
     parts = {

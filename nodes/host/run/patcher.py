@@ -27,6 +27,7 @@ from ....precision.modes import FP32
 from .adapters import LowRank, low_rank
 from .compute import compute_of
 from .conditions import adapts_text, conditions_through
+from .control_lora import DIFFUSION_MODEL, weights_as_numbers
 from .low_rank import LowRankModel, extend, low_rank_patcher
 from .modules import calling_layers, is_quantized
 from .wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
@@ -34,7 +35,6 @@ from .wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-DIFFUSION_MODEL = "diffusion_model."
 INJECTED = "halfsafe_low_rank"
 
 
@@ -66,7 +66,7 @@ def keep_low_rank_beside(patcher: "ModelPatcher") -> None:
     patcher.add_callback_with_key(CallbacksMP.ON_CLONE, LOW_RANK, _keep_in_clone)
     if isinstance(patcher.model, comfy.model_base.BaseModel):
         set_wrapper(patcher, LOW_RANK, _add_to_layers)
-        set_wrapper(patcher, LOW_RANK_OF_TEXT, _add_to_text_layers, WrappersMP.OUTER_SAMPLE)
+        set_wrapper(patcher, LOW_RANK_OF_TEXT, _around_sampling, WrappersMP.OUTER_SAMPLE)
     else:
         patcher.set_injections(LOW_RANK, [PatcherInjection(_inject, _eject)])
 
@@ -269,7 +269,13 @@ def _is_beside_a_weight(model: torch.nn.Module, name: str) -> bool:
 
 
 def _set_rounded_to_nearest(module: torch.nn.Module, weight: torch.Tensor, **options):
-    """ComfyUI's quantized layer takes a weight, its scale made anew. Seed 0 is no stochastic rounding."""
+    """ComfyUI's quantized layer takes a weight, its scale made anew. Seed 0 is no stochastic rounding.
+
+    A weight of zeros, as of the difference of two models, is given one number that is as good as zero: ComfyUI divides fp8 weights
+    by their amax (``requantize_from_float`` with ``recalculate`` in ``comfy/quant_ops.py``), which makes NaN of them.
+    """
+    if not weight.any():
+        weight = weight.clone().fill_(torch.finfo(weight.dtype).tiny)
     return type(module).set_weight(module, weight, **{**options, "seed": 0})
 
 
@@ -291,12 +297,16 @@ def _add_to_layers(executor, x, *args, **kwargs):
     return _with_changes(executor.class_obj.current_patcher, x.device, functools.partial(executor, x, *args, **kwargs))
 
 
-def _add_to_text_layers(executor, *args, **kwargs):
-    """ComfyUI's OUTER_SAMPLE wrapper: the same for layers that run on the text before the model's calls (``conditions.py``)."""
+def _around_sampling(executor, *args, **kwargs):
+    """ComfyUI's OUTER_SAMPLE wrapper: the same for layers that run on the text before the model's calls (``conditions.py``), and
+    for the weights that a ControlLora copies."""
     extended = executor.class_obj.model_patcher
-    if not adapts_text(extended.model):
-        return executor(*args, **kwargs)
-    with conditions_through(extended.model, functools.partial(_with_changes, extended, extended.load_device)):
+    with contextlib.ExitStack() as held:
+        if isinstance(extended, LowRankBeside):
+            held.enter_context(weights_as_numbers(extended))
+        if adapts_text(extended.model):
+            add = functools.partial(_with_changes, extended, extended.load_device)
+            held.enter_context(conditions_through(extended.model, add))
         return executor(*args, **kwargs)
 
 

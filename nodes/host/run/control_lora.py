@@ -1,0 +1,50 @@
+"""The weights that ComfyUI's ControlLora copies from a model, as numbers where they are stored in 8 bits."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import comfy.utils
+import torch
+
+from ....precision.arithmetic.patching import patched
+from .modules import dequantized
+
+if TYPE_CHECKING:
+    from .patcher import LowRankBeside
+
+DIFFUSION_MODEL = "diffusion_model."
+
+
+class Numbers(Mapping[str, torch.Tensor]):
+    """The state dict of a patcher's diffusion model: weights in 8 bits are dequantized where they are read, with their LoRAs.
+
+    ComfyUI's own has their data without its scale, and no LoRA that is kept beside them.
+    """
+
+    def __init__(self, patcher: "LowRankBeside", state: Mapping[str, torch.Tensor]):
+        self._patcher = patcher
+        self._state = state
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        key, stored = f"{DIFFUSION_MODEL}{name}", self._state[name]
+        if key in self._patcher.found().kept:
+            return dequantized(self._patcher.patch_weight_to_device(key, device_to=self._patcher.load_device, return_weight=True).data)
+        is_quantized = name.endswith(".weight") and f"{name.removesuffix('weight')}comfy_quant" in self._state
+        return dequantized(comfy.utils.get_attr(self._patcher.model, key).data) if is_quantized else stored
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+@contextlib.contextmanager
+def weights_as_numbers(patcher: "LowRankBeside") -> Iterator[None]:
+    """While the context lasts, the state dict of a patcher's diffusion model holds numbers: ``ControlLora.pre_run`` of
+    ``comfy/controlnet.py`` makes a ControlNet's weights of it, which know no scales."""
+    model = patcher.model.diffusion_model
+    original = model.state_dict
+    with patched([(model, "state_dict", lambda *args, **kwargs: Numbers(patcher, original(*args, **kwargs)))]):
+        yield
