@@ -99,13 +99,13 @@ def _attending(module: torch.nn.Module, attend: Callable | None) -> Iterator[Pat
     """Give the blocks of a ControlNet's model their attention: ComfyUI passes it no options (``get_control`` in
     comfy/controlnet.py)."""
     for part in module.modules() if attend else ():
-        if part is not module and OPTIONS in _signature(type(part)).parameters:
+        if part is not module and OPTIONS in _signature(type(part).forward).parameters:
             yield part, "forward", _with_attention(part, attend)
 
 
 @functools.cache
-def _signature(cls: type[torch.nn.Module]) -> inspect.Signature:
-    return inspect.signature(cls.forward)
+def _signature(forward: Callable) -> inspect.Signature:
+    return inspect.signature(forward)
 
 
 def _with_attention(part: torch.nn.Module, attend: Callable) -> Callable:
@@ -113,7 +113,7 @@ def _with_attention(part: torch.nn.Module, attend: Callable) -> Callable:
     forward = part.forward
 
     def run(*args, **kwargs):
-        bound = _signature(type(part)).bind(part, *args, **kwargs)
+        bound = _signature(type(part).forward).bind(part, *args, **kwargs)
         options = bound.arguments.get(OPTIONS) or {}
         bound.arguments[OPTIONS] = options if OVERRIDE in options else overridden(options, attend)
         return forward(*bound.args[1:], **bound.kwargs)

@@ -61,6 +61,18 @@ def test_as_file_gives_what_comfyui_s_loader_gives(comfy, control_file, kind):
     assert torch.equal(give(ours, kind), give(core, kind))
 
 
+@pytest.mark.parametrize("kind", control_files.MORE_KINDS)
+def test_other_kinds_get_the_weights_that_comfyui_s_loader_gives_them(comfy, models_dir, kind):
+    name = control_files.MORE_KINDS[kind](models_dir / "controlnet" / f"{kind}.safetensors").name
+    ours, core, quantized = load(comfy, name), stock(comfy, name), load(comfy, name, "fp8_e4m3fn", "fp16_safe")
+    assert type(ours) is type(core) and type(ours.control_model) is type(core.control_model) is type(quantized.control_model)
+    weights, expected = ours.control_model.state_dict(), core.control_model.state_dict()
+    given = [name for name in expected if "orig_y_embedder" not in name]  # an SD3.5 ControlNet's, given when it runs
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name].float(), expected[name].float()) for name in given)
+    _, layers = reported(quantized)
+    assert sum(layer.storage == "fp8_e4m3fn" for layer in layers.values()) >= 4
+
+
 @pytest.mark.parametrize(
     ("kind", "storage", "compute", "bound"),
     [
