@@ -109,7 +109,7 @@ def qwen_fun(path: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
 
 MORE_KINDS = {"union": functools.partial(sd15_diffusers, types=6), "sd35": sd35, "mistoline": mistoline, "qwen_fun": qwen_fun}
 KINDS: dict[str, Callable[[Path], Path]] = {"sd15": sd15, "sd15_diffusers": sd15_diffusers, "sdxl": sdxl, "flux": flux, "flux_diffusers": flux_diffusers, "qwen": qwen}
-CONTEXT = {"sd15": 768, "sd15_diffusers": 768, "sdxl": 2048, "flux": 4096, "flux_diffusers": 4096, "qwen": 3584}
+CONTEXT = {"sd15": 768, "sd15_diffusers": 768, "sdxl": 2048, "flux": 4096, "flux_diffusers": 4096, "qwen": 3584, "sd35": 4096}
 
 
 def give(control, kind: str, seed: int = 3) -> torch.Tensor:
@@ -127,10 +127,12 @@ def _inputs(kind: str, seed: int) -> dict[str, torch.Tensor]:
         return torch.randn(*shape, generator=generator)
 
     generator = torch.Generator().manual_seed(seed)
-    latent = {"qwen": (1, 16, 1, 8, 8)}.get(kind, (1, 16, 8, 8) if kind.startswith("flux") else (1, 4, 8, 8))
-    in_latents = kind in ("flux_diffusers", "qwen")
+    latent = {"qwen": (1, 16, 1, 8, 8)}.get(kind, (1, 16, 8, 8) if kind.startswith(("flux", "sd35")) else (1, 4, 8, 8))
+    in_latents = kind in ("flux_diffusers", "qwen", "sd35")
     inputs = {"x": random(*latent), "hint": random(*latent) if in_latents else random(1, 3, 64, 64), "context": random(1, 16, CONTEXT[kind])}
     inputs["timesteps"] = torch.tensor([0.5 if in_latents or kind == "flux" else 500.0])
+    if kind == "sd35":
+        inputs["y"] = random(1, 2048)
     if kind == "sdxl":
         inputs["y"] = random(1, 2816)
     if kind.startswith("flux"):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from comfy.model_management import unload_all_models
+from comfy.ops import disable_weight_init
 from halfsafe.nodes.host.load.controlnet import loaded_controls
 from halfsafe.nodes.host.report import control_report
 from halfsafe.nodes.host.run.control import planned_control
@@ -294,3 +296,17 @@ def test_kinds_that_are_not_quantized_are_loaded_as_comfyui_does_and_say_so(comf
 
 def state_of(control):
     return control.control_weights if hasattr(control, "control_weights") else control.t2i_model.state_dict()
+
+
+@pytest.mark.parametrize(("storage", "compute"), [("as_file", "fp32"), ("fp8_e4m3fn", "fp16_safe")])
+def test_an_sd35_control_net_takes_the_model_s_embedder(comfy, models_dir, storage, compute):
+    from comfy.ldm.modules.diffusionmodules.mmdit import VectorEmbedder
+
+    path = control_files.sd35(models_dir / "controlnet" / "sd35.safetensors")
+    embedder = VectorEmbedder(2048, 256, torch.float16, torch.device("cpu"), disable_weight_init)
+    embedder.load_state_dict({name: torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)) / 50 for name, tensor in embedder.state_dict().items()})
+    outputs = []
+    for control in (in_fp32(stock(comfy, path.name)), load(comfy, path.name, storage, compute)):
+        control.pre_run(SimpleNamespace(diffusion_model=SimpleNamespace(y_embedder=embedder), model_sampling=None), lambda percent: percent)
+        outputs.append(give(control, "sd35"))
+    assert relative_error(*outputs) < (1e-6 if storage == "as_file" else 0.06)
