@@ -27,10 +27,12 @@ VIEW = {"width": 1840, "height": 1000}
 SETTINGS = {"Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasMenu": False, "Comfy.RightSidePanel.IsOpen": False}
 REPORT, REPORT_SIZE, MARGIN = "HalfsafeReport", (588, 690), 12
 TOGGLE_TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
-TOAST = ".p-toast-message:has-text('Halfsafe')"
+TOAST = "li[role=alert]:has-text('Halfsafe: ')"
+KEEP_TOASTS = """() => { const { toast } = app.extensionManager; const kept = []; const add = toast.add;
+    toast.add = (message) => kept.push(message); window.showToast = () => add.call(toast, { ...kept[0], life: 60000 }); }"""
 SHOW_GRAPH = """() => { const { ds } = app.canvas; const nodes = app.graph.nodes;
     const [left, top] = [Math.min(...nodes.map((n) => n.pos[0])), Math.min(...nodes.map((n) => n.pos[1]))];
-    ds.scale = 0.69; ds.offset[0] = 100 - left; ds.offset[1] = 110 - top; app.canvas.setDirty(true, true); }"""
+    ds.scale = 0.65; ds.offset[0] = 115 - left; ds.offset[1] = 200 - top; app.canvas.setDirty(true, true); }"""
 
 
 @dataclass(frozen=True)
@@ -74,24 +76,27 @@ def _take_graph(studio: Studio, browser: Browser) -> None:
     page.page.wait_for_selector(".hs-guard .hs-event", state="attached")
     page.page.wait_for_timeout(6000)
     page.evaluate(SHOW_GRAPH)
-    _save(page, Box(60, 44, 1780, 690), "graph")
+    _save(page, Box(60, 44, 1780, 720), "graph")
 
 
 def _take_report(studio: Studio, browser: Browser, theme: str) -> None:
     page = _open(studio, browser, studio.workflow(WORKFLOW, ASKED, True, storage="fp8_e4m3fn"), True, theme, 2)
+    page.evaluate("(type) => { app.graph.nodes.find((n) => n.type === type).pos = [6000, 0]; }", REPORT)
     page.zoom_to(REPORT, *REPORT_SIZE)
-    page.evaluate("() => { app.queuePrompt(0, 1); }")
-    if theme == "dark":
-        page.page.wait_for_selector(TOAST, timeout=120_000)
-        _save(page, _around(page, TOAST), "toast")
+    page.evaluate(KEEP_TOASTS)
+    page.run()
     page.page.wait_for_selector(".hs-table tbody tr", timeout=120_000)
-    page.page.wait_for_selector(TOAST, state="detached", timeout=60_000)
+    page.page.fill(".hs-filter", "double_blocks")
     _save(page, _around(page, ".lg-node:has(.hs-panel)"), f"report-{theme}")
     if theme == "dark":
         page.evaluate(TOGGLE_TAB)
         page.page.wait_for_selector(".hs-sidebar .hs-bar")
         end = page.page.locator(".hs-sidebar .hs-card").last.bounding_box()
         _save(page, Box(0, 38, end["x"] + end["width"] + MARGIN, end["y"] + end["height"] + MARGIN - 38), "sidebar")
+        page.evaluate("() => window.showToast()")
+        page.page.wait_for_selector(TOAST, timeout=30_000)
+        page.page.wait_for_timeout(1500)
+        _save(page, _around(page, TOAST), "toast")
 
 
 def _around(page: ComfyPage, selector: str) -> Box:
