@@ -110,10 +110,10 @@ def _signature(forward: Callable) -> inspect.Signature:
 
 def _with_attention(part: torch.nn.Module, attend: Callable) -> Callable:
     """A part's forward with ``attend`` in its options, unless what is around it has put it there."""
-    forward = part.forward
+    forward, arguments = part.forward, _signature(type(part).forward).bind
 
     def run(*args, **kwargs):
-        bound = _signature(type(part).forward).bind(part, *args, **kwargs)
+        bound = arguments(part, *args, **kwargs)
         options = bound.arguments.get(OPTIONS) or {}
         bound.arguments[OPTIONS] = options if OVERRIDE in options else overridden(options, attend)
         return forward(*bound.args[1:], **bound.kwargs)
