@@ -24,9 +24,9 @@ THRESHOLDS = {
     "fp16_safe": 50.0,
     "fp16": 48.0,
     "fp16 sums": 36.0,
-    "bf16": 34.0,
-    "int8": 33.0,
-    "fp8": 26.0,
+    "bf16": 33.0,
+    "int8": 30.0,
+    "fp8": 20.0,
     "4-bit products": 10.0,
     "step cache": 8.0,
 }

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 LOGS_KEPT = 8
 TEXT_ADAPTER = "text adapter"
-CONTROLNET = "A ControlNet ran beside this model: what it gives is checked, but it is in no plan and no repeat of the guard."
+CONTROLNET = "A ControlNet ran beside this model: what it gives is checked, but no repeat of the guard runs it, and it follows the plan of Load ControlNet alone."
 
 
 def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = None, check: str = "off"):

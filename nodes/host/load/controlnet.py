@@ -194,8 +194,8 @@ def _own(checkpoint: Checkpoint, options: dict, storage: str, compute: str) -> C
 
 def _planned(checkpoint: Checkpoint, first: _Built, options: dict, storage: str, compute: str, rules: Rules) -> ControlNet:
     detected = _detected(_renamed(checkpoint, first), first)
-    load = models._prepare(detected, storage, compute, rules)
-    built = _build(checkpoint, _without_data(checkpoint), options | models._model_options(detected, load))
+    load = models.prepare(detected, storage, compute, rules)
+    built = _build(checkpoint, _without_data(checkpoint), options | models.operations_for(detected, load))
     control, module = built.control, built.control.control_model
     module.__dict__.pop("load_state_dict", None)
     module.load_state_dict(_zeros(first, load) | load.tensors, strict=False)
@@ -239,7 +239,7 @@ def _detected(checkpoint: Checkpoint, built: _Built) -> detection.Detected:
     supported = built.supported or comfy.supported_models.QwenImage.supported_inference_dtypes  # load_controlnet_qwen_fun names none
     config = SimpleNamespace(supported_inference_dtypes=supported)
     names = {name: name.removesuffix(".weight") for name in checkpoint.weights if name.endswith(".weight")}
-    facts = detection._facts(checkpoint, dict(module.named_modules()), names, "", config)
+    facts = detection.facts_of_modules(checkpoint, dict(module.named_modules()), names, "", config)
     of_the_model = FROM_THE_MODEL if isinstance(built.control, comfy.controlnet.ControlNetSD35) else ()
     missing = [name for name in _absent(module, checkpoint.weights) if not name.startswith(of_the_model)]
     return detection.Detected(checkpoint, "", config, facts, names, missing)
@@ -249,7 +249,7 @@ def _absent(module: torch.nn.Module, tensors: Mapping[str, object]) -> list[str]
     return [name for name, part in module.named_modules() if kind_of(part) and f"{name}.weight" not in tensors]
 
 
-def _zeros(first: _Built, load: models._Load) -> dict[str, torch.Tensor]:
+def _zeros(first: _Built, load: models.PreparedLoad) -> dict[str, torch.Tensor]:
     """Weights for the layers that the file has none for: ComfyUI's quantized layers have no weight before they are given one.
     An SD3.5 ControlNet gets some from the model when it runs."""
     module = first.control.control_model
@@ -257,13 +257,13 @@ def _zeros(first: _Built, load: models._Load) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape, dtype=load.dtype) for name, shape in shapes.items()}
 
 
-def _finish(control: ControlNet, detected: detection.Detected, load: models._Load) -> None:
+def _finish(control: ControlNet, detected: detection.Detected, load: models.PreparedLoad) -> None:
     modules, plan = dict(control.control_model.named_modules()), load.plan
-    models._check_quantized(detected, modules, models._quantized_layers(load.tensors, ""))
-    models._compute_in_full_precision(modules)
-    models._unpack_to(modules, dtype_named(plan.compute.weight_dtype))
+    models.check_quantized(detected, modules, models.quantized_layers(load.tensors, ""))
+    models.compute_in_full_precision(modules)
+    models.unpack_to(modules, dtype_named(plan.compute.weight_dtype))
     plan_control(control, plan.compute, dtype_named(plan.compute.activation_dtype))
-    record = models._record(detected, plan, [*models._weightless_note(detected), *load.notes])
+    record = models.record_of(detected, plan, [*models.weightless_note(detected), *load.notes])
     control.control_model_wrapped.set_attachments(models.ATTACHMENT, record)
     _loaded[control] = record
     storage = str(plan.storage).removesuffix(".")

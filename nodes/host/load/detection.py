@@ -56,7 +56,7 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     renamed = _renamed_tensors(config, checkpoint, prefix)
     names = _layer_names(renamed, checkpoint, prefix)
     missing = [name for name, module in modules.items() if kind_of(module) and f"{name}.weight" not in renamed]
-    return Detected(checkpoint, prefix, config, _facts(checkpoint, modules, names, prefix, config), names, missing)
+    return Detected(checkpoint, prefix, config, facts_of_modules(checkpoint, modules, names, prefix, config), names, missing)
 
 
 def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
@@ -109,7 +109,7 @@ def _from_diffusers_unet(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return {name: tensors[source] for source, name in names.items() if source in tensors}
 
 
-def _facts(checkpoint: Checkpoint, modules: dict, names: dict[str, str], prefix: str, config) -> ModelFacts:
+def facts_of_modules(checkpoint: Checkpoint, modules: dict, names: dict[str, str], prefix: str, config) -> ModelFacts:
     weights = {layer: checkpoint.weights[name] for name, layer in names.items() if layer in modules}
     layers = [LayerSpec(name, _class_of(modules[name]), weight.shape) for name, weight in weights.items()]
     formats = {layer: weight.storage for layer, weight in weights.items() if weight.encoding is not None}

@@ -52,10 +52,10 @@ def load_diffusion_model(path: str, storage: str, compute: str, rules: Rules, di
 def load_weights(checkpoint: Checkpoint, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False) -> ModelPatcher:
     """Make a model of the weights of a diffusion model, which are not changed; see :func:`load_diffusion_model`."""
     detected = detect_model(checkpoint, only_diffusion_model=True)
-    load = _prepare(detected, storage, compute, rules)
+    load = prepare(detected, storage, compute, rules)
     patcher = comfy.sd.load_diffusion_model_state_dict(
         dict(load.tensors),
-        model_options=_model_options(detected, load),
+        model_options=operations_for(detected, load),
         metadata=detected.checkpoint.metadata,
         disable_dynamic=disable_dynamic,
     )
@@ -66,12 +66,12 @@ def load_weights(checkpoint: Checkpoint, storage: str, compute: str, rules: Rule
 def load_checkpoint_model(path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False) -> ModelPatcher:
     """Load the diffusion model of a full checkpoint; see :func:`load_diffusion_model`."""
     detected = detect_model(open_model(path), only_diffusion_model=False)
-    load = _prepare(detected, storage, compute, rules)
+    load = prepare(detected, storage, compute, rules)
     patcher, *_ = comfy.sd.load_state_dict_guess_config(
         dict(load.tensors),
         output_vae=False,
         output_clip=False,
-        model_options=_model_options(detected, load),
+        model_options=operations_for(detected, load),
         metadata=detected.checkpoint.metadata,
         disable_dynamic=disable_dynamic,
     )
@@ -81,7 +81,7 @@ def load_checkpoint_model(path: str, storage: str, compute: str, rules: Rules, d
 
 
 @dataclass(frozen=True)
-class _Load:
+class PreparedLoad:
     """A model about to be loaded: its tensors in ComfyUI's format, and the dtype of those that are not quantized."""
 
     plan: LoadPlan
@@ -90,7 +90,7 @@ class _Load:
     notes: list[str]
 
 
-def _prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> _Load:
+def prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> PreparedLoad:
     device, checkpoint = current_device(), detected.checkpoint
     free = None if device.simulated else free_device_memory()
     plan = plan_load(detected.facts, device, storage, compute, rules, free)
@@ -105,7 +105,7 @@ def _prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> _L
         held = "bf16"
     tensors, otherwise = comfy_state.state_dict(checkpoint, storages, byte_progress(checkpoint.weights.values()), plans)
     notes = [*_too_new_notes(detected, plan), *(f"{name}: {note}" for name, note in otherwise)]
-    return _Load(plan, tensors, dtype_named(held), notes)
+    return PreparedLoad(plan, tensors, dtype_named(held), notes)
 
 
 def _storages(detected: Detected, plan: LoadPlan) -> dict[str, str]:
@@ -136,36 +136,36 @@ def _too_new_notes(detected: Detected, plan: LoadPlan) -> list[str]:
     return [f"{n} layers in {name}, which ComfyUI has from {SINCE[name]} on, {unpacked}." for name, n in counts.items() if name]
 
 
-def _quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:
+def quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:
     names = (name[len(prefix) :] for name in tensors if name.startswith(prefix))
     return [name.removesuffix(".comfy_quant") for name in names if name.endswith(".comfy_quant")]
 
 
-def _model_options(detected: Detected, load: _Load) -> dict:
+def operations_for(detected: Detected, load: PreparedLoad) -> dict:
     """Choose ComfyUI's operations. Its quantized ones give their dtype to weights that are not quantized as well."""
-    quantized = bool(_quantized_layers(load.tensors, detected.prefix))
+    quantized = bool(quantized_layers(load.tensors, detected.prefix))
     computed = load.dtype if quantized else dtype_named(load.plan.compute.activation_dtype)
     config = SimpleNamespace(quant_config={"mixed_ops": True} if quantized else None)
     operations = comfy.ops.pick_operations(load.dtype, computed, load_device=compute_device(), model_config=config)
     return {"dtype": load.dtype, "custom_operations": operations}
 
 
-def _finish(patcher: ModelPatcher, detected: Detected, load: _Load) -> None:
+def _finish(patcher: ModelPatcher, detected: Detected, load: PreparedLoad) -> None:
     model, plan = patcher.model, load.plan
     model.manual_cast_dtype = dtype_named(plan.compute.activation_dtype)
     modules = dict(model.diffusion_model.named_modules())
-    _check_quantized(detected, modules, _quantized_layers(load.tensors, detected.prefix))
-    _compute_in_full_precision(modules)
-    _unpack_to(modules, dtype_named(plan.compute.weight_dtype))
+    check_quantized(detected, modules, quantized_layers(load.tensors, detected.prefix))
+    compute_in_full_precision(modules)
+    unpack_to(modules, dtype_named(plan.compute.weight_dtype))
     set_compute(patcher, plan.compute)
     keep_low_rank_beside(patcher)
-    notes = [*_weightless_note(detected), *load.notes]
-    patcher.set_attachments(ATTACHMENT, _record(detected, plan, notes))
+    notes = [*weightless_note(detected), *load.notes]
+    patcher.set_attachments(ATTACHMENT, record_of(detected, plan, notes))
     storage = str(plan.storage).removesuffix(".")
     logger.info("Halfsafe: %s: storage %s; compute %s", detected.checkpoint.path, storage, plan.compute.choice)
 
 
-def _weightless_note(detected: Detected) -> list[str]:
+def weightless_note(detected: Detected) -> list[str]:
     if not detected.missing:
         return []
     names = ", ".join(detected.missing)
@@ -174,7 +174,7 @@ def _weightless_note(detected: Detected) -> list[str]:
     return [note]
 
 
-def _check_quantized(detected: Detected, modules: dict, layers: list[str]) -> None:
+def check_quantized(detected: Detected, modules: dict, layers: list[str]) -> None:
     for layer in layers:
         module = modules.get(detected.layer_names.get(f"{detected.prefix}{layer}.weight", ""))
         if not isinstance(getattr(module, "weight", None), comfy.quant_ops.QuantizedTensor):
@@ -182,14 +182,14 @@ def _check_quantized(detected: Detected, modules: dict, layers: list[str]) -> No
             raise CheckpointError(detected.checkpoint.path, problem, f"{layer}.weight", "Keep this layer in 16 bit with a rule.")
 
 
-def _compute_in_full_precision(modules: dict) -> None:
+def compute_in_full_precision(modules: dict) -> None:
     """Turn ComfyUI's own fp8 matmul off: it clips activations at 448 where a file has no scale for them. Ours is planned."""
     for module in modules.values():
         if str(getattr(module, "quant_format", None)).startswith("float8"):
             module._full_precision_mm = True
 
 
-def _unpack_to(modules: dict, dtype: torch.dtype) -> None:
+def unpack_to(modules: dict, dtype: torch.dtype) -> None:
     """Have quantized weights unpack to ``dtype``, whatever those that are not quantized are held in. Copies no data."""
     for module in modules.values():
         weight = getattr(module, "weight", None)
@@ -197,7 +197,7 @@ def _unpack_to(modules: dict, dtype: torch.dtype) -> None:
             module.weight = torch.nn.Parameter(weight.to(dtype=dtype), requires_grad=False)
 
 
-def _record(detected: Detected, plan: LoadPlan, notes: list[str]) -> LoadRecord:
+def record_of(detected: Detected, plan: LoadPlan, notes: list[str]) -> LoadRecord:
     decisions = plan.decisions.items()
     return LoadRecord(
         file=detected.checkpoint.path,
