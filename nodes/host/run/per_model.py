@@ -35,7 +35,7 @@ class _Kept(Generic[Run]):
 
     state: tuple
     run: Run
-    device: str
+    device: str = ""
     branches: set[Branch] = field(default_factory=set)
 
 
@@ -74,13 +74,14 @@ class PerModel(Generic[Run]):
         kept = self._made(model) if index is None else runs.pop(index)
         if model.current_patcher is not None:  # detached from its last patcher, as between two prompts
             kept.branches.add(self._branch(model.current_patcher))
+            kept.device = str(model.current_patcher.load_device)
         runs.insert(0, kept)
         del runs[KEPT:]
         return kept.run
 
     def _made(self, model: torch.nn.Module) -> _Kept[Run]:
         run = self._make(model)
-        return _Kept(self._state(model, run), run, str(model.current_patcher.load_device))
+        return _Kept(self._state(model, run), run)
 
     def last(self, model: torch.nn.Module) -> Run | None:
         """The run of the model's last call, if it made one, whichever patcher it was of."""
