@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ..modes import FP16_ACC16, FP16_SCALED, FP16_WIDE
 from ..nested import floats_in
 from ..report.schema import BlockDrift, CheckReport, GuardEvent
 from .log import CallPosition
@@ -35,7 +36,7 @@ THRESHOLDS = {
 USUAL_LAYERS = 32
 DROWNED_DB = 6.0
 """What LoRAs merged into 8-bit weights change is at least so much larger than what the rounding of those weights changes."""
-ARITHMETIC_OF = {"fp16_wide": "fp16_safe", "fp16_scaled": "fp16_safe", "fp16_acc16": "fp16 sums"}
+ARITHMETIC_OF = {FP16_WIDE.name: "fp16_safe", FP16_SCALED.name: "fp16_safe", FP16_ACC16.name: "fp16 sums"}
 CAST_METHODS = (torch.Tensor.half, torch.Tensor.bfloat16)
 NARROW = (torch.float16, torch.bfloat16)
 

@@ -18,6 +18,7 @@ from ....precision.guard.drift import ATTENTION, BETWEEN, ONCE, OUTSIDE, STEP_CA
 from ....precision.guard.ladder import RandomStart
 from ....precision.guard.log import CallPosition, GuardLog
 from ....precision.guard.policy import span_of
+from ....precision.modes import FP16_ACC16
 from ....precision.report.schema import CheckReport
 from ..load.devices import is_oom
 from ..run.accumulation import layer_accumulation
@@ -236,7 +237,7 @@ class DriftCheck:
 def _summed_modes(patcher: "ModelPatcher") -> dict[str, str]:
     """Layer -> mode, with fp16 sums as the mode of their own that they are."""
     sums = layer_accumulation(patcher)
-    return {name: "fp16_acc16" if sums.get(name, ("", ""))[0] == "fp16" else mode for name, mode in modes_of(patcher).items()}
+    return {name: FP16_ACC16.name if sums.get(name, ("", ""))[0] == "fp16" else mode for name, mode in modes_of(patcher).items()}
 
 
 def _arithmetic(patcher: "ModelPatcher", guarded: Guarded) -> str:
