@@ -98,16 +98,17 @@ def _escalated(guarded: Guarded, model: "BaseModel", own: Collection[str] | None
 
 
 class MergedWeights:
-    """The layers with LoRAs or other patches merged into their weights, rounded to the dtype those have.
+    """The layers with LoRAs or other patches, of hooks too, merged into their weights, rounded to the dtype those have.
 
     ``modules``: layer -> module, and ``in_8_bit`` those whose weight is in 8 bits or less. Patches that Halfsafe adds beside
-    8-bit weights, and those of hooks, are none of them.
+    8-bit weights are none of them.
     """
 
     def __init__(self, patcher: "ModelPatcher"):
         self._patcher = patcher
-        beside = kept_beside(patcher)
-        keys = patcher.patches.keys() - beside
+        beside, hooked = kept_beside(patcher), patcher.get_combined_hook_patches(patcher.current_hooks)
+        keys = (patcher.patches.keys() - beside) | hooked.keys()
+        self._patches = {key: [*patcher.patches.get(key, ()), *hooked.get(key, ())] for key in keys}
         layers = {f"{DIFFUSION_MODEL}{name}.weight": (name, module) for name, module in matrix_layers(patcher.model)}
         found = (layers[key] for key in layers if key in keys)
         self.modules = {name: module for name, module in found if _held(module) != torch.float32 and only_multiplies(module)}
@@ -126,11 +127,16 @@ class MergedWeights:
 
     def _multiply(self, name: str, patched: bool, x: torch.Tensor) -> torch.Tensor:
         module, key = self.modules[name], f"{DIFFUSION_MODEL}{name}.weight"
-        kept = self._patcher.backup.get(key)
-        weight = dequantized((kept.weight if kept else module.weight).data.to(x.device)).float().clone()
-        weight = comfy.lora.calculate_weight(self._patcher.patches[key], weight, key) if patched else weight
+        weight = dequantized(self._unpatched(key, module).data.to(x.device)).float().clone()
+        if patched:
+            weight = comfy.lora.calculate_weight(self._patches[key], weight, key, original_weights={key: [(weight.clone(),)]})
         with weights_of(module)(module, x.float(), torch.float32) as (_, bias):
             return _product(module, x.float(), weight, bias).to(x.dtype)
+
+    def _unpatched(self, key: str, module: torch.nn.Module) -> torch.Tensor:
+        """The weight before any patch: ComfyUI keeps it where it merged LoRAs, else where a hook changed it."""
+        merged, hooked = self._patcher.backup.get(key), self._patcher.hook_backup.get(key)
+        return merged.weight if merged else hooked[0] if hooked else module.weight
 
 
 def _product(module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

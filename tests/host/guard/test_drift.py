@@ -85,6 +85,30 @@ def test_a_lora_drowned_by_requantizing(comfy, files):
     assert event.op == "weight quantized anew with its LoRA" and event.layer in LAYERS
 
 
+def hooked(size):
+    """A conditioning whose LoRA is on in all steps."""
+    hooks = core("comfy.hooks")
+    group = hooks.create_hook_lora(model_files.lora(LAYERS, size=size, seed=7), 1.0, 0.0)
+    return hooks.set_conds_props([families.conditioning("wan")], 1.0, "default", hooks=group)[0]
+
+
+@pytest.mark.parametrize("memory", ["whole", "little"])
+def test_a_lora_of_a_hook_on_a_layer_with_another_lora_is_no_drift(comfy, files, memory, monkeypatch):
+    plain = load_lora_for_models(load(comfy, files("wan"), "fp16", "fp16"), None, model_files.lora(LAYERS, size=0.1), 1.0, 0.0)[0]
+    if memory == "little":
+        partially_load = type(plain).partially_load
+        monkeypatch.setattr(type(plain), "partially_load", lambda self, device, *_, **__: partially_load(self, device, 1))
+    events, (check,) = checked(comfy, plain, cond=hooked(0.1))
+    assert events == [] and check.snr_db > 58
+
+
+def test_a_lora_of_a_hook_drowned_by_requantizing(comfy, files):
+    """ComfyUI rounds a weight to fp8 anew, without a scale, for a hook's LoRA too."""
+    stock = load_diffusion_model(str(files("wan")), model_options={"dtype": torch.float8_e4m3fn})
+    event = found(comfy, stock, cond=hooked(0.01))
+    assert event.op == "weight quantized anew with its LoRA" and event.layer in LAYERS
+
+
 class RoundsSums(torch.overrides.TorchFunctionMode):
     """fp16 products add up one by one in fp16 while torch's flag for fp16 sums is on, as a tensor core does in steps of 16."""
 
