@@ -120,7 +120,7 @@ class LoadCLIP(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs) -> str:
-        names = [name for key, name in inputs.items() if key.startswith("clip_name") and name != NO_FILE]
+        names = [name for key, name in inputs.items() if key.startswith("clip_name") and name not in (None, NO_FILE)]
         return files.version_of("text_encoders", *names)
 
     @classmethod
@@ -153,6 +153,10 @@ class LoadControlNet(io.ComfyNode):
             ],
             outputs=[io.ControlNet.Output()],
         )
+
+    @classmethod
+    def fingerprint_inputs(cls, control_net_name="", **others) -> str:
+        return files.version_of("controlnet", *filter(None, [control_net_name]))
 
     @classmethod
     def execute(cls, control_net_name, storage, compute, rules=None) -> io.NodeOutput:

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import comfy.sample
 import comfy.utils
 import torch
 from comfy.patcher_extension import WrappersMP
@@ -29,12 +28,12 @@ from .run.compute import compute_of, set_compute
 from .run.layers import activation_dtype
 from .run.modules import core_weights, exchanged, matrix_layers, only_multiplies
 from .run.wrappers import ANALYSIS, GUARD, set_wrapper
+from .sampling import sample
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 STEPS = 4
-CFG = 4.0
 IMAGE_DENOISE = 0.75
 MOST_CALLS = 2 * STEPS + MAX_TRIALS + (CONFIRMATIONS - 1) * RETRIALS + CONFIRMATIONS * (2 * STEPS - 1)
 
@@ -54,7 +53,7 @@ def analyze_model(
 
     def run():
         with compile_disabled(), torch.no_grad():
-            return _sample(clone, positive, negative, latent, seed)
+            return sample(clone, positive, negative, latent, seed, STEPS, IMAGE_DENOISE)
 
     session.reference(run)
     analysis = analyze(session, run, target_db, pin)
@@ -168,17 +167,3 @@ def _step(session: Session, executor, model, conds: list, x: torch.Tensor, *args
 
     outputs = iter(session.step(x, call))
     return [torch.zeros_like(x) if cond is None else next(outputs) for cond in conds]
-
-
-def _sample(patcher: ModelPatcher, positive, negative, latent: dict, seed: int) -> list[torch.Tensor]:
-    """Run the sampler and return the final latent, one for each part of a nested one."""
-    start = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"])
-    noise = comfy.sample.prepare_noise(start, seed, latent.get("batch_index"))
-    conds = positive, positive if negative is None else negative
-    cfg = 1.0 if negative is None else CFG
-    denoise = IMAGE_DENOISE if not start.is_nested and torch.count_nonzero(start) else 1.0
-    result = comfy.sample.sample(
-        patcher, noise, STEPS, cfg, "euler", "simple", *conds, start,
-        denoise=denoise, noise_mask=latent.get("noise_mask"), disable_pbar=True, seed=seed,
-    )  # fmt: skip
-    return list(result.unbind()) if result.is_nested else [result]

@@ -106,7 +106,7 @@ USED = [
     "comfy.quant_ops.QUANT_ALGOS",
     "comfy.quant_ops.QuantizedTensor",
     "comfy.quant_ops.register_layout_op",
-    "comfy.sample.fix_empty_latent_channels(model, latent)",
+    "comfy.sample.fix_empty_latent_channels(model, latent, downscale_ratio_spacial=, downscale_ratio_temporal=)",
     "comfy.sample.prepare_noise(latent, seed, batch_index)",
     "comfy.sample.sample(model, noise, steps, cfg, sampler, scheduler, positive, negative, latent)",
     "comfy.sd.CLIP(target, embedding_directory=, tokenizer_data=, parameters=, state_dict=, model_options=, disable_dynamic=)",

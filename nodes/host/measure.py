@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import comfy.model_management
-import comfy.sample
 import comfy.utils
 import torch
 from comfy.patcher_extension import WrappersMP
@@ -40,12 +39,12 @@ from .run.execution import COMPILE_KWARGS, is_on_several_devices
 from .run.layers import layers_of
 from .run.patcher import keep_low_rank_beside
 from .run.wrappers import ANALYSIS, GUARD, set_wrapper
+from .sampling import sample
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 STEPS = 2
-CFG = 4.0
 COMPILE_KEY = "torch.compile"
 LOADED = "as_file"
 
@@ -115,11 +114,9 @@ class Stage:
         try:
             return self._measured(setting, advance, is_reference)
         except (HalfsafeError, NotImplementedError) as error:
-            return Row(setting, problem=str(error).splitlines()[0])
-        except RuntimeError as error:
-            if not is_oom(error):
-                raise
-            return Row(setting, problem="out of memory")
+            return Row(setting, problem=_first_line(error))
+        except RuntimeError as error:  # a kernel that this device or its driver refuses
+            return Row(setting, problem="out of memory" if is_oom(error) else _first_line(error))
         finally:
             _clear_device()
 
@@ -132,7 +129,8 @@ class Stage:
         model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, probe.step)
         snr, problem = None, ""
         try:
-            latents = _sampled(model, self.inputs)
+            given = self.inputs
+            latents = sample(model, given.positive, given.negative, given.latent, given.seed, STEPS)
             self.reference = latents if is_reference else self.reference
             snr = min(map(snr_db, self.reference, latents))
         except NotFinite as error:
@@ -144,8 +142,14 @@ def _row(setting: Setting, storage: str, model: ModelPatcher, probe: Probe, snr:
     report = report_of(model)
     modes = Counter(layer.mode for layer in report.layers if multiplies(layer.cls))
     seconds = probe.seconds[-1] if len(probe.seconds) == STEPS else None
+    if seconds is None and not problem:
+        problem = f"{len(probe.seconds)} of {STEPS} steps called the model: leave step caches out"
     held = report.model
     return Row(setting, storage, seconds, held.weight_bytes, probe.extra_bytes(), snr, held.bytes_by_storage, modes, problem)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _clear_device() -> None:
@@ -209,17 +213,3 @@ def _on_other_weights(patcher: ModelPatcher, fresh: ModelPatcher) -> ModelPatche
     set_compute(clone, compute_of(fresh).plan)
     keep_low_rank_beside(clone)
     return clone
-
-
-def _sampled(patcher: ModelPatcher, inputs: Inputs) -> list[torch.Tensor]:
-    """Run the sampler and return the final latent, one for each part of a nested one."""
-    latent = inputs.latent
-    start = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"])
-    noise = comfy.sample.prepare_noise(start, inputs.seed, latent.get("batch_index"))
-    cfg = 1.0 if inputs.negative is None else CFG
-    negative = inputs.positive if inputs.negative is None else inputs.negative
-    result = comfy.sample.sample(
-        patcher, noise, STEPS, cfg, "euler", "simple", inputs.positive, negative, start,
-        noise_mask=latent.get("noise_mask"), disable_pbar=True, seed=inputs.seed,
-    )  # fmt: skip
-    return list(result.unbind()) if result.is_nested else [result]

@@ -28,24 +28,24 @@ class Probe:
         self._memory = getattr(torch, device.type)
         self._advance = advance
         self._held: int | None = None
+        self._sigma: float | None = None
         self._locating = False
         self._origin: Origin | None = None
 
-    def step(self, executor, model, conds: list, x: torch.Tensor, *args) -> list[torch.Tensor]:
-        """ComfyUI's CALC_COND_BATCH wrapper: one step with all of its conditionings.
+    def step(self, executor, model, conds: list, x: torch.Tensor, timestep: torch.Tensor, *args) -> list[torch.Tensor]:
+        """ComfyUI's CALC_COND_BATCH wrapper: one step with all of its conditionings, or a part of it (context windows, SkipLayerGuidance).
 
         Raises:
             NotFinite: its result is not finite. The step was then made once more, to find the layer.
         """
-        self._advance()
-        self._begin()
+        self._begin(float(timestep.flatten()[0]))
         start = self._now()
-        results = executor(model, conds, x, *args)
-        self.seconds.append(self._now() - start)
+        results = executor(model, conds, x, timestep, *args)
+        self.seconds[-1] += self._now() - start
         if all(torch.isfinite(result).all() for result in results):
             return results
         self._locating = True
-        executor(model, conds, x, *args)
+        executor(model, conds, x, timestep, *args)
         raise NotFinite(f"NaN or Inf in step {len(self.seconds)}{_where(self._origin)}")
 
     def inside(self, executor, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
@@ -64,14 +64,18 @@ class Probe:
         """
         return None if self._held is None else self._memory.max_memory_allocated(self._device) - self._held
 
-    def _begin(self) -> None:
-        if self.seconds or not hasattr(self._memory, "max_memory_allocated"):
+    def _begin(self, sigma: float) -> None:
+        if sigma == self._sigma:
             return
-        self._memory.reset_peak_memory_stats(self._device)
-        self._held = self._memory.memory_allocated(self._device)
+        self._sigma = sigma
+        self._advance()
+        self.seconds.append(0.0)
+        if len(self.seconds) == 1 and hasattr(self._memory, "max_memory_allocated"):
+            self._memory.reset_peak_memory_stats(self._device)
+            self._held = self._memory.memory_allocated(self._device)
 
     def _now(self) -> float:
-        self._memory.synchronize()
+        self._memory.synchronize(*[self._device] * (self._device.type != "mps"))  # torch.mps takes no device
         return time.perf_counter()
 
 

@@ -7,6 +7,7 @@ import torch
 
 from ..amax import amax, amax_value
 from ..arithmetic.linear import WeightProvider, kind_of, matmul_flops
+from ..snr import decibels
 from .candidates import Candidate, multiply, parts
 
 ROWS = 64
@@ -131,12 +132,3 @@ def _random_power(module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor
 
 def _power(tensor: torch.Tensor) -> float:
     return tensor.square().sum().item()
-
-
-def decibels(noise: float, signal: float) -> float:
-    """Compute ``10 log10(signal / noise)``: inf without noise, -inf for noise that is not finite or without a signal."""
-    if noise == 0:
-        return math.inf
-    if not math.isfinite(noise) or signal == 0:
-        return -math.inf
-    return 10 * math.log10(signal / noise)

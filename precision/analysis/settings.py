@@ -6,6 +6,7 @@ from ..devices.detect import Device
 from ..dtypes import COMPUTE_OPTIONS, FP8_NAMES, STORAGE_OPTIONS
 from ..errors import CandidateError, HalfsafeError
 from ..plan.compute import SAFE
+from ..plan.rules import numbered_lines
 
 DEFAULT_SETTINGS = """\
 auto/auto
@@ -36,7 +37,7 @@ def settings_from(text: str) -> list[Setting]:
         CandidateError: a line cannot be read; it carries the line's number.
         HalfsafeError: there is no setting.
     """
-    lines = ((number, line.partition("#")[0].strip()) for number, line in enumerate(text.splitlines(), 1))
+    lines = ((number, line.partition("#")[0].strip()) for number, line in numbered_lines(text))
     found = list(dict.fromkeys(_setting(number, line) for number, line in lines if line))
     if not found:
         raise HalfsafeError("There is no candidate to measure.", FORM)

@@ -13,7 +13,7 @@ def read_object(text: str | bytes) -> dict:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8-sig")
-        value = json.loads(text, object_pairs_hook=_unique)
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode()  # fails on half of a surrogate pair, which no file can hold
     except (ValueError, RecursionError) as error:
@@ -21,6 +21,10 @@ def read_object(text: str | bytes) -> dict:
     if not isinstance(value, dict):
         raise ValueError("no JSON object")
     return value
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict:

@@ -89,9 +89,9 @@ class Card:
             return
         sums = self._sums.setdefault(storage, [0.0, 0.0])
         for part in _parts(weight.shape[0]):
-            exact = weight.rows(part)
-            sums[0] += (_values(data, made[f"{weight.layer}.weight_scale"], part) - exact).square().sum(dtype=torch.float64).item()
-            sums[1] += exact.square().sum(dtype=torch.float64).item()
+            exact = weight.rows(part).double()  # squares of small weights are zero in fp32, of large ones Inf
+            sums[0] += (_values(data, made[f"{weight.layer}.weight_scale"], part) - exact).square().sum().item()
+            sums[1] += exact.square().sum().item()
 
     def _json(self) -> str:
         errors = {storage: round(math.sqrt(error / total), 6) for storage, (error, total) in self._sums.items() if total}

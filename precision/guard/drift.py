@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .. import snr
 from ..modes import FP16_ACC16, FP16_SCALED, FP16_WIDE
 from ..nested import floats_in
 from ..report.schema import BlockDrift, CheckReport, GuardEvent
@@ -34,6 +35,7 @@ THRESHOLDS = {
 """Arithmetic -> SNR in dB below which a model of ``USUAL_LAYERS`` is told to drift: about 7 below the worst of clean runs
 (docs/drift.md). An fp32 model may multiply in TF32. 4-bit products are not measured."""
 USUAL_LAYERS = 32
+LOWEST_DB = -300.0
 DROWNED_DB = 6.0
 """What LoRAs merged into 8-bit weights change is at least so much larger than what the rounding of those weights changes."""
 ARITHMETIC_OF = {FP16_WIDE.name: "fp16_safe", FP16_SCALED.name: "fp16_safe", FP16_ACC16.name: "fp16 sums"}
@@ -146,10 +148,8 @@ def _powers(tensor: torch.Tensor) -> list[float]:
 
 
 def decibels(error: float, signal: float) -> float:
-    """Compute ``10 log10(signal / error)`` of two powers: inf without an error."""
-    if error == 0:
-        return math.inf
-    return 10 * math.log10(signal / error) if signal > 0 else -math.inf
+    """Compute the SNR of two powers: inf without an error, and never below ``LOWEST_DB``, as JSON has no -inf."""
+    return max(LOWEST_DB, snr.decibels(error, signal))
 
 
 def worst_blocks(samples: Mapping[str, list[torch.Tensor]], reference: Mapping[str, list[torch.Tensor]]) -> list[BlockDrift]:

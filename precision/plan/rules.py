@@ -1,7 +1,7 @@
 """Rules: patterns over layers that set storage, compute, accumulation and stream. Text in, object out, text again."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import translate
 from functools import cached_property
@@ -109,6 +109,11 @@ def _keep_rules(patterns: Iterable[tuple[str, str]], preset: str) -> list[Rule]:
     return [Rule(pattern, (("storage", "as_file"),), role, preset) for pattern, role in patterns]
 
 
+def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Split a text as editors do, and number its lines from 1: ``str.splitlines`` also splits where none counts a line."""
+    return enumerate(re.split("\r\n|\r|\n", text), 1)
+
+
 def parse(text: str) -> list[Rule]:
     """Read rules, one per line: ``<pattern> <key>=<value> ...  # reason``. Empty lines and comments are skipped.
 
@@ -116,7 +121,7 @@ def parse(text: str) -> list[Rule]:
         RuleError: a line cannot be read.
     """
     rules = []
-    for number, line in enumerate(re.split("\r\n|\r|\n", text), 1):  # splitlines also splits where no editor counts a line
+    for number, line in numbered_lines(text):
         line, _, comment = re.sub(r"(^|\s)#", "\0", line, count=1).partition("\0")
         if line.strip():
             rules.append(_parse_line(number, re.sub(r"\s*=\s*", "=", line).split(), comment.strip()))

@@ -40,6 +40,7 @@ logger = logging.getLogger("halfsafe")
 OTHER_DEVICES = "The model runs on several devices side by side, whose calls share torch's flags."
 NO_MEMORY = "There was not enough memory for the call in fp32: take a smaller picture or batch for the check."
 INTERRUPTED = "It was interrupted."
+NOT_FINITE = "The call in fp32 is NaN or Inf itself."
 NOTHING_RAN = "No layer ran in the call in fp32 either: something that keeps results stands in front of the model."
 QUANTIZED_OPS = ("fp8", "int8")
 
@@ -128,8 +129,8 @@ class DriftCheck:
         exact = BlockOutputs(self.model.diffusion_model)
         with exact.watched():
             self.exact = self._run_exact(merged.exact(merged.modules))
-        if not exact.samples:
-            self.report.left_out = NOTHING_RAN
+        if not exact.samples or not torch.isfinite(self.exact).all():
+            self.report.left_out = NOTHING_RAN if not exact.samples else NOT_FINITE
             return
         skipped = not is_compiled(self.patcher) and exact.samples.keys() - self.blocks.samples.keys()
         self.report.arithmetic = STEP_CACHE if skipped else _arithmetic(self.patcher, self.guarded)

@@ -143,7 +143,8 @@ class PlannedLayers:
         self.operations: dict[str, SafeOperation] = {}
         self.in_own_way: dict[str, CastOperation] = {}
         self.not_in_int8: dict[str, str] = {}
-        self._by_layer = True
+        self._by_layer = by_layer = [True]  # in a list: a closure over self would keep the layers until a garbage collection
+        self._has_sums = any(plan.decisions[name].sums for name in self.modules)
         self.patches: list[Patch] = []
         for name, module in self.modules.items():
             decision = plan.decisions[name]
@@ -153,7 +154,7 @@ class PlannedLayers:
             if decision.mode == INT8.name:
                 self.not_in_int8[name] = MODE_OF[plan.choice.used]
                 decision = replace(decision, mode=self.not_in_int8[name])
-            forward = _summed(decision.sums, self._forward(name, module, decision), lambda: self._by_layer)
+            forward = _summed(decision.sums, self._forward(name, module, decision), lambda: by_layer[0])
             self.patches += [*exchanged(module, forward), *_casting(module)]
         self.calling = calling_layers(self.modules.values())
         if plan.mixes_fp32_in:
@@ -183,7 +184,8 @@ class PlannedLayers:
     def call(self, call: Call | Make):
         """One call of the model, or of its text adapter, its patches set; repeated with calibration when a magnitude left its range."""
         patcher = self._model().current_patcher
-        off, self._by_layer = needs_fp32_accumulation(self._plan, patcher), switches_by_layer(patcher)
+        off = needs_fp32_accumulation(self._plan, patcher)
+        self._by_layer[0] = not self._has_sums or switches_by_layer(patcher)
 
         def once():
             self.attention.begin()

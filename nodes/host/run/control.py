@@ -45,19 +45,26 @@ class PlannedControl:
     """The forward of a ControlNet's model. Plans and reports take it for a model of ComfyUI's ``BaseModel``.
 
     It holds neither the model nor its patcher: it is among the model's attributes, and both are freed when ComfyUI drops them.
-    ``calls``: how often the ControlNet ran.
+    ``calls``: how often the ControlNet ran, its copies on other devices included.
     """
 
     def __init__(self, module: torch.nn.Module, patcher: ModelPatcher, plan: ComputePlan, dtype: torch.dtype):
         self._module, self._patcher = weakref.ref(module), weakref.ref(patcher)
         self.compute = Compute(plan)
         self.manual_cast_dtype = dtype
-        self.calls = 0
+        self.has_copies = False
+        self._calls = [0]
 
     def __deepcopy__(self, memo: dict) -> PlannedControl:
         """For a copy of the model on another device (``deepclone_multigpu`` in comfy/controlnet.py)."""
         module = copy.deepcopy(self.diffusion_model, memo)
-        return PlannedControl(module, self._patcher(), self.compute.plan, self.manual_cast_dtype)
+        copied = PlannedControl(module, self._patcher(), self.compute.plan, self.manual_cast_dtype)
+        copied._calls, copied.has_copies, self.has_copies = self._calls, True, True
+        return copied
+
+    @property
+    def calls(self) -> int:
+        return self._calls[0]
 
     @property
     def diffusion_model(self) -> torch.nn.Module:
@@ -75,9 +82,9 @@ class PlannedControl:
         return self.manual_cast_dtype
 
     def __call__(self, *args, **kwargs):
-        self.calls += 1
+        self._calls[0] += 1
         module, run = self.diffusion_model, self.compute.runs.of(self)
-        with patched([*run.patches, *_attending(module, run.attend)]):
+        with patched([*_casting(kwargs.get("base_model")), *run.patches, *_attending(module, run.attend)]):
             return run.call(functools.partial(type(module).forward, module, *args, **kwargs))
 
 
@@ -88,11 +95,24 @@ class ControlPatcher:
         self._patcher = patcher
         self.model = model
 
+    @property
+    def is_multigpu_base_clone(self) -> bool:
+        """Read by ``is_on_several_devices``: threads run a ControlNet's copies side by side."""
+        return self.model.has_copies
+
     def __getattr__(self, name: str):
         return getattr(self._patcher, name)
 
     def get_model_object(self, name: str):
         return comfy.utils.get_attr(self.model, name)
+
+
+def _casting(base: torch.nn.Module | None) -> Iterator[Patch]:
+    """Have the model beside a ControlNet cast its weights: Qwen-Image Fun's calls layers of it (comfy/ldm/qwen_image/controlnet.py),
+    with activations in a dtype of its own."""
+    for part in base.modules() if base else ():
+        if hasattr(part, "comfy_cast_weights"):
+            yield part, "comfy_cast_weights", True
 
 
 def _attending(module: torch.nn.Module, attend: Callable | None) -> Iterator[Patch]:

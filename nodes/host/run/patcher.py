@@ -275,7 +275,7 @@ def _set_rounded_to_nearest(module: torch.nn.Module, weight: torch.Tensor, **opt
     by their amax (``requantize_from_float`` with ``recalculate`` in ``comfy/quant_ops.py``), which makes NaN of them.
     """
     if not weight.any():
-        weight = weight.clone().fill_(torch.finfo(weight.dtype).tiny)
+        weight = weight.clone().fill_(torch.finfo(torch.float32).tiny)  # 0 in fp16, which ComfyUI makes no NaN of
     return type(module).set_weight(module, weight, **{**options, "seed": 0})
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from halfsafe.nodes.host import analysis as host
+from halfsafe.nodes.host.sampling import sample
 from halfsafe.precision.analysis.candidates import Candidate
 from halfsafe.precision.analysis.results import BARRED, CHOSEN, KEPT
 from halfsafe.precision.analysis.rules import rules_of
@@ -110,7 +111,7 @@ def calls_of(model, family, seed=1) -> list[families.Call]:
 
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "record", record)
     cond = families.conditioning(family)
-    host._sample(clone, cond, None, latent(model), seed)
+    sample(clone, cond, None, latent(model), seed, host.STEPS)
     return calls
 
 
@@ -140,7 +141,7 @@ def test_the_loader_with_the_rules_gives_what_was_measured(comfy, models_dir, fa
 
 def final_snr(reference, model, family) -> float:
     """The SNR of the latent that the analysis's run of the sampler ends with, each model left to itself."""
-    ends = [host._sample(one, families.conditioning(family), None, latent(one), 1)[0] for one in (reference, model)]
+    ends = [sample(one, families.conditioning(family), None, latent(one), 1, host.STEPS)[0] for one in (reference, model)]
     return sqnr_db(*ends)
 
 

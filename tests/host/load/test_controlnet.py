@@ -14,6 +14,7 @@ from comfy.ops import disable_weight_init
 from halfsafe.nodes.host.load.controlnet import loaded_controls
 from halfsafe.nodes.host.report import control_report
 from halfsafe.nodes.host.run.control import planned_control
+from halfsafe.nodes.host.run.execution import switches_by_layer
 from halfsafe.precision.arithmetic.linear import kind_of
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.errors import CheckpointError, MemoryShortage
@@ -227,8 +228,23 @@ def test_a_copy_for_another_device_keeps_the_plan(comfy, control_file):
     with torch.inference_mode(False):
         clone = control.deepclone_multigpu(torch.device("cpu"))
     clone.control_model_wrapped.attachments.clear()
+    planned = planned_control(control)
+    calls = planned.calls
+    assert not any(switches_by_layer(one.current_patcher) for one in (planned, planned_control(clone))), "their threads share torch's flags"
     assert torch.equal(expected, give(clone, "flux"))
-    assert planned_control(clone) is not planned_control(control) and planned_control(clone).diffusion_model is clone.control_model
+    assert planned.calls == calls + 1
+    assert planned_control(clone) is not planned and planned_control(clone).diffusion_model is clone.control_model
+
+
+def test_layers_of_the_model_beside_cast_while_the_control_net_calls_them(comfy, control_file, monkeypatch):
+    """As Qwen-Image Fun's does; layers made for one dtype take no activations in another."""
+    control = load(comfy, control_file("flux"), "fp16", "fp16_safe")
+    base, seen = torch.nn.Sequential(disable_weight_init.Linear(4, 4)), []
+    base.register_forward_hook(lambda *args: seen.append(base[0].comfy_cast_weights))
+    planned = planned_control(control)
+    monkeypatch.setattr(type(planned.diffusion_model), "forward", lambda self, base_model: base_model(torch.ones(1, 4)))
+    planned(base_model=base)
+    assert seen == [True] and base[0].comfy_cast_weights is False
 
 
 def test_results_are_the_same_after_unloading(comfy, control_file):

@@ -8,6 +8,7 @@ import pytest
 
 LOADERS = {
     "HalfsafeLoadDiffusionModel": ("diffusion_models", {"model_name": "replaced.safetensors", "storage": "auto", "compute": "auto"}),
+    "HalfsafeLoadControlNet": ("controlnet", {"control_net_name": "replaced.safetensors"}),
     "HalfsafeLoadVAE": ("vae", {"vae_name": "replaced.safetensors", "dtype": "auto"}),
     "HalfsafeLoadCheckpoint": ("checkpoints", {"ckpt_name": "replaced.safetensors"}),
     "HalfsafeLoadCLIP": ("text_encoders", {"clip_name1": "replaced.safetensors", "clip_name2": "none", "type": "wan"}),
@@ -42,7 +43,8 @@ def test_a_replaced_file_is_seen_and_an_unchanged_one_is_kept(fingerprint, model
     path.unlink()
 
 
-def test_a_file_that_another_node_names_is_no_reason_to_load_anew(fingerprint):
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_file_that_another_node_names_is_no_reason_to_load_anew(fingerprint, kind):
     """ComfyUI gives a fingerprint no inputs that come by a link."""
-    inputs = {"model_name": ["2", 0], "storage": "auto", "compute": "auto"}
-    assert fingerprint("HalfsafeLoadDiffusionModel", inputs) == [""]
+    (name, _), *others = LOADERS[kind][1].items()
+    assert fingerprint(kind, {name: ["2", 0], **dict(others)}) == [""]

@@ -1,8 +1,12 @@
 """Rules per layer: what the report says is what reaches the matrix product."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
+from halfsafe.nodes.host.run.compute import PlannedLayers, compute_of
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from halfsafe.precision.plan.rules import rules_from
@@ -141,6 +145,19 @@ def test_a_rule_on_sums_holds_for_its_layer_alone(comfy, wan, call, monkeypatch,
     layers = {layer["name"]: layer for layer in families.report(comfy, model)["layers"]}
     assert layers[LAYER]["accumulation"] == asked
     assert layers[LAYER]["mode"] == ("fp16_acc16" if asked == "fp16" else "fp16")
+
+
+def test_a_plan_with_a_rule_on_sums_is_freed_without_a_garbage_collection(comfy, wan):
+    """It holds weights, which would stay in the device's memory."""
+    model = with_compute(comfy, load(comfy, wan, "fp16", "fp16"), "fp16", rules_from(f"{LAYER} accumulation=fp16", "none"))
+    layers = PlannedLayers(compute_of(model).plan, model.model)
+    dropped = weakref.ref(layers)
+    gc.disable()
+    try:
+        del layers
+        assert dropped() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("several", ["devices", "graphs"])

@@ -1,6 +1,8 @@
 """ComfyUI's merge nodes on models whose weights are in 8 bits."""
 
 import pytest
+import torch
+from halfsafe.nodes.host.run.patcher import _set_rounded_to_nearest
 from support import families
 from support.families import load
 from support.guarding import core, is_finite
@@ -23,6 +25,15 @@ def test_weights_that_a_merge_makes_zero_stay_zero(comfy, wan, other, storage):
 
     result = made(storage)
     assert is_finite(result) and relative_error(made("bf16"), result) < 0.15
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("storage", ["int8", "fp8_e4m3fn"])
+def test_a_weight_of_zeros_is_zeros_in_each_dtype_that_patches_are_added_in(comfy, wan, storage, dtype):
+    """ComfyUI adds patches in fp16 on most NVIDIA cards, where the smallest number is too large to be as good as zero."""
+    module = load(comfy, wan, storage, "bf16").model.diffusion_model.blocks[0].ffn[0]
+    _set_rounded_to_nearest(module, torch.zeros(module.weight.shape, dtype=dtype))
+    assert module.weight.dequantize().float().abs().max() < 1e-30
 
 
 @pytest.mark.parametrize("storages", [("int8", "int8"), ("fp8_e4m3fn", "fp8_e4m3fn"), ("int8", "fp16")])

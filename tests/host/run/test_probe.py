@@ -6,6 +6,8 @@ import pytest
 import torch
 from halfsafe.nodes.host.probe import NotFinite, Probe
 
+SIGMAS = torch.tensor([1.0]), torch.tensor([0.5])
+
 
 class Memory:
     """torch's module of a device: bytes allocated now and at most, and when it was waited for."""
@@ -27,7 +29,8 @@ class Memory:
     def reset_peak_memory_stats(self, device) -> None:
         self.most = self.now
 
-    def synchronize(self) -> None:
+    def synchronize(self, device) -> None:
+        assert device == torch.device("cpu"), "the probe's own, not the current one"
         self.events.append("wait")
 
 
@@ -43,21 +46,30 @@ def test_the_peak_counts_from_the_first_step_on():
     memory.allocate(-5000)  # while loading
     probe = probe_on(memory)
 
-    def executor(model, conds, x):
+    def executor(model, conds, x, timestep):
         memory.events.append("call")
         memory.allocate(300)
         memory.allocate(-300)
         return [x]
 
-    for _ in range(2):
-        probe.step(executor, None, [], torch.ones(2))
+    for sigma in SIGMAS:
+        probe.step(executor, None, [], torch.ones(2), sigma)
     assert probe.extra_bytes() == 300 and len(probe.seconds) == 2
     assert memory.events == ["wait", "call", "wait"] * 2
 
 
+def test_parts_of_a_step_are_one_step():
+    """Context windows and SkipLayerGuidance make several such calls in a step."""
+    advanced = []
+    probe = probe_on(Memory(), lambda: advanced.append(1))
+    for sigma in (SIGMAS[0], SIGMAS[0], SIGMAS[1], SIGMAS[1], SIGMAS[1]):
+        probe.step(lambda model, conds, x, timestep: [x], None, [], torch.ones(2), sigma)
+    assert len(probe.seconds) == len(advanced) == 2 and all(seconds > 0 for seconds in probe.seconds)
+
+
 def test_a_device_that_tells_no_memory_has_no_peak():
-    probe = probe_on(SimpleNamespace(synchronize=lambda: None))
-    probe.step(lambda model, conds, x: [x], None, [], torch.ones(2))
+    probe = probe_on(SimpleNamespace(synchronize=lambda device: None))
+    probe.step(lambda model, conds, x, timestep: [x], None, [], torch.ones(2), SIGMAS[0])
     assert probe.extra_bytes() is None and probe.seconds[0] >= 0
 
 
@@ -71,13 +83,13 @@ def test_a_failed_step_is_made_once_more_under_watch():
         calls.append(x)
         return model.diffusion_model(x)
 
-    def executor(_, conds, x):
+    def executor(_, conds, x, timestep):
         inner = type("Executor", (), {"class_obj": model, "__call__": lambda self, x: apply(x)})()
         return [probe.inside(inner, x)]
 
-    probe.step(executor, model, [], torch.zeros(1, 4))
+    probe.step(executor, model, [], torch.zeros(1, 4), SIGMAS[0])
     with pytest.raises(NotFinite, match=r"^NaN or Inf in step 2, overflow in 0 \(matmul in fp32\)$"):
-        probe.step(executor, model, [], torch.full((1, 4), 1e30))
+        probe.step(executor, model, [], torch.full((1, 4), 1e30), SIGMAS[1])
     assert len(calls) == 3 and "forward" not in vars(layer)
 
 
@@ -86,4 +98,4 @@ def test_each_step_may_be_interrupted():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        probe_on(Memory(), stop).step(lambda *_: pytest.fail("called"), None, [], torch.ones(1))
+        probe_on(Memory(), stop).step(lambda *_: pytest.fail("called"), None, [], torch.ones(1), SIGMAS[0])

@@ -64,6 +64,15 @@ def test_the_cards_error_is_that_of_the_weights(tmp_path, storage):
     assert told == pytest.approx(relative_error(before["a.weight"], kept), rel=0.05)
 
 
+@pytest.mark.parametrize("size", [1e-18, 1e21])
+def test_the_cards_error_of_very_small_and_very_large_weights_is_a_number(tmp_path, size):
+    weights = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * size
+    save_file({"a.weight": weights, "a.bias": torch.zeros(64)}, tmp_path / "in.safetensors")
+    convert_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "fp8_e4m3fn", rules_from(preset="none"))
+    told = card_of(tmp_path / "out.safetensors")["relative_rms_error_of_16_rows_per_weight"]["fp8_e4m3fn"]
+    assert 0.01 < told < 0.05
+
+
 def test_converting_twice_gives_the_same_bytes_whatever_an_earlier_card_said(tmp_path):
     source, _ = model(tmp_path)
     for name in ("a", "b"):

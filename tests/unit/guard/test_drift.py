@@ -9,6 +9,11 @@ from halfsafe.precision.guard.log import CallPosition, GuardLog
 from halfsafe.precision.report.schema import BlockDrift, CheckReport
 
 
+@pytest.mark.parametrize(("error", "signal"), [(math.inf, 1.0), (math.nan, 1.0), (1.0, 0.0), (1e300, 1e-300)])
+def test_an_error_without_bounds_is_the_lowest_snr(error, signal):
+    assert drift.decibels(error, signal) == drift.LOWEST_DB
+
+
 @pytest.mark.parametrize("units", [1, 2, 7, 33, 57])
 @pytest.mark.parametrize("place", [0.0, 0.4, 0.99])
 def test_the_largest_of_n_is_found_in_log2_n_calls(units, place):

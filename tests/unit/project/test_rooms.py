@@ -10,7 +10,7 @@ import pytest
 from support.shipped import ROOT
 
 FLOORS = (
-    {"errors", "dtypes", "modes", "text", "amax", "nested", "oom"},
+    {"errors", "dtypes", "modes", "text", "amax", "nested", "oom", "snr"},
     {"files"},
     {"formats", "arithmetic"},
     {"devices"},
