@@ -144,7 +144,7 @@ def has_nan(weight: torch.Tensor) -> bool:
 
 def bad_patch(patcher, layer: str) -> str:
     """A sentence on the LoRA or other patch of a layer's weight that holds NaN or Inf; empty where none does."""
-    for key, patches in patcher.patches.items():
+    for key, patches in [*patcher.patches.items(), *patcher.get_combined_hook_patches(patcher.current_hooks).items()]:
         bad = any(not _finite(tensor) for patch in patches for tensor in _patch_tensors(patch))
         if bad and layer and key.startswith(f"diffusion_model.{layer}."):
             files = _bad_lora_files()

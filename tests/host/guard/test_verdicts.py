@@ -104,6 +104,15 @@ def test_a_bad_control_is_named(comfy, wan):
     assert error.value.verdict == "bad_input"
 
 
+def test_a_lora_of_a_hook_with_nan_is_not_blamed_on_the_model_s_file(comfy, wan):
+    hooks, delta = core("comfy.hooks"), torch.zeros(256, 1024)
+    delta[0, 0] = math.nan
+    group = hooks.create_hook_lora({"diffusion_model.blocks.0.ffn.2.diff": delta}, 1.0, 0.0)
+    cond = hooks.set_conds_props([families.conditioning("wan")], 1.0, "default", hooks=group)[0]
+    error = stopped_by(guarded(comfy, plain_fp16(comfy, wan)), cond=cond)
+    assert error.verdict == "bad_weights" and "A LoRA or other patch of 'blocks.0.ffn.2.weight'" in str(error)
+
+
 def test_a_batch_with_one_bad_row_goes_on_and_is_told(comfy, wan):
     cond = families.conditioning("wan", batch=2)
     cond[0][0][1] = math.nan
