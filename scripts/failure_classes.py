@@ -41,7 +41,7 @@ is `stopped`, and the advice says which of the two it is. The tests that try to 
 | verdict | given when | not given when |
 |---|---|---|
 | `recovered` | the call was NaN or Inf, and finite at a higher precision | |
-| `bad_input` | the input holds NaN, in the rows that are lost; or it holds Inf, and in fp32 the call is NaN or Inf with it and finite with a zero for each | it holds Inf on purpose, such as a mask; NaN is in other rows than the failure |
+| `bad_input` | the input holds NaN, in the rows that are lost; or it holds Inf, and in fp32 the call is NaN or Inf with it and finite with a zero for each; or in fp32 the call is NaN or Inf with the functions that nodes put into its blocks (GLIGEN, IP-Adapter), and finite without them | it holds Inf on purpose, such as a mask; NaN is in other rows than the failure |
 | `bad_weights` | the first operation that fails reads a weight or LoRA with NaN; or in fp32 the call is NaN or Inf, and finite with a zero for each NaN and Inf of the weights | no call reads it: a LoRA at strength 0, an unused buffer, a mask of -Inf among the buffers |
 | `device_fault` | the same call in the same arithmetic, not watched, is finite the second time; or the compiled call fails again and the eager one does not; or a test product is wrong | only watching it makes it finite; it draws random numbers |
 | `not_precision` | the call is NaN or Inf in fp32 too, attention included, its weights are no cause, and a test product in fp32 is right; or sigmas hold NaN; or every result of the model was finite and NaN arose between its calls | fp32 was not tried |
@@ -58,8 +58,8 @@ Where ComfyUI 0.30 runs weights during sampling other than in a call of the diff
 | text adapters: Anima's `llm_adapter`, LTX-AV's connectors, MiniMax's `condition_proj` and `token_refiner` | `extra_conds` in `comfy/model_base.py` | checked, located, repeated in fp32 | yes; their attention runs in the dtype of the values between layers |
 | noise augmentation of unCLIP, SDXL refiner and Stable Audio's time embedders | `encode_adm`, `extra_conds` | no: they run in fp32, outside of the diffusion model; the call's evidence names what they give | no |
 | ControlNet, T2I adapter | `get_control` in `comfy/controlnet.py` | what they give is checked; the report says that one ran | no |
-| model patches: DiffSynth, Fun and Uni3C control, USO, Anima LLLite | inside of the call, as `patches` | checked and repeated with the call, in fp32 where the values between layers are; the report names them | no |
-| GLIGEN's position net | `comfy/samplers.py`, before the call | no: what it gives changes the call, which is checked | no |
+| model patches: DiffSynth, Fun and Uni3C control, USO, Anima LLLite | inside of the call, as `patches` | checked and repeated with the call, in fp32 where the values between layers are; the report names them, and the verdict where only they make it NaN | no |
+| GLIGEN's position net | `comfy/samplers.py`, before the call | no: the call is checked with what it gives; where that makes it NaN, it is named | no |
 | masks, latents and images given as conditioning | `concat_cond`, `extra_conds` | no weights run; what is NaN is named at the call | no |
 | CLIP vision, style models, VAE, text encoders | their own nodes | Guard VAE, Guard CLIP; Check Finite behind the others | no |
 """

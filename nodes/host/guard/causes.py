@@ -1,5 +1,6 @@
 """Causes of NaN that no precision cures: what the model was given, and the weights it was loaded with."""
 
+import copy
 import math
 import operator
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ from ..run.modules import dequantized
 OURS = __name__.partition(".nodes.")[0]
 CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
 NAN_GIVEN = "It holds NaN, of which no result is finite."
+WITHOUT_PATCHES = "In fp32 the call is NaN or Inf with it, and finite without it."
+CALL_PATCHES = ("patches", "patches_replace")
+PATCH_ADVICE = "Look at the node that put it there, and at what that node was given: Check Finite before it tells of NaN and Inf."
 BETWEEN_CALLS = "The model's results were finite: it arose between its calls, in the sampler, the guidance (cfg) or a patch of either."
 
 
@@ -101,6 +105,30 @@ def without_nan(call: Call, suspect: Suspect) -> Call:
 def made_finite(call: Call, chosen: Sequence[Suspect]) -> Call:
     """The call with a zero for each NaN and Inf of the suspects."""
     return _changed(call, chosen, zeroed)
+
+
+def call_patches(call: Call) -> str:
+    """Name the functions that nodes have put into the model's blocks for a call, as GLIGEN and IP-Adapters do; empty for none."""
+    functions = {f"'{_name_of(one)}'" for key in CALL_PATCHES for one in _functions(call.options.get(key))}
+    return " and ".join(sorted(functions))
+
+
+def without_patches(call: Call) -> Call:
+    """The call without the functions that :func:`call_patches` names."""
+    bare = copy.copy(call)
+    bare.options = {key: value for key, value in call.options.items() if key not in CALL_PATCHES}
+    return bare
+
+
+def _functions(value) -> list:
+    if isinstance(value, (dict, list, tuple)):
+        return [one for inner in (value.values() if isinstance(value, dict) else value) for one in _functions(inner)]
+    return [value] if callable(value) else []
+
+
+def _name_of(function) -> str:
+    """GLIGEN's is ``Gligen._set_position.<locals>.func``: the name of what made it."""
+    return getattr(function, "__qualname__", type(function).__qualname__).partition(".")[0]
 
 
 def _changed(call: Call, chosen: Sequence[Suspect], change) -> Call:

@@ -20,17 +20,21 @@ from ..run.execution import is_compiled
 from ..run.modules import top_level_parts
 from .causes import (
     NAN_GIVEN,
+    PATCH_ADVICE,
+    WITHOUT_PATCHES,
     Blame,
     Suspect,
     bad_patch,
     bad_weight,
     bad_weights_of,
+    call_patches,
     finite_weights,
     has_nan,
     made_finite,
     opaque_attention,
     suspects,
     without_nan,
+    without_patches,
 )
 from .repeats import Repeats
 from .state import Guarded
@@ -124,7 +128,7 @@ class FailedCall:
             self._note(False, "stopped")
             return self.result
         try:
-            blame = self._weight_at_fault() or self._input_at_fault()
+            blame = self._weight_at_fault() or self._input_at_fault() or self._patch_at_fault()
         except RuntimeError as error:
             if not is_oom(error):
                 raise
@@ -199,8 +203,9 @@ class FailedCall:
     def _not_cured(self) -> torch.Tensor:
         if self.repeats.failed_in_fp32 is None:
             return self._give_up(self._untried())
-        blame = self._input_at_fault() or self._weight_at_fault(everywhere=True)
-        if not blame and not self.repeats.left and (self.suspects or bad_weights_of(self.model.diffusion_model)):
+        blame = self._input_at_fault() or self._weight_at_fault(everywhere=True) or self._patch_at_fault()
+        untold = self.suspects or bad_weights_of(self.model.diffusion_model) or call_patches(self.repeats.call)
+        if not blame and not self.repeats.left and untold:
             return self._give_up(self._untried())
         ok, detail = probes.canary(self.call.x.device, "fp32")
         if not ok:
@@ -225,6 +230,16 @@ class FailedCall:
                 names = " and the ".join(suspect.name for suspect in group)
                 return replace(group[0], name=names).blame(MADE_FINITE)
         return None
+
+    def _patch_at_fault(self) -> Blame | None:
+        """The functions that nodes put into the model's blocks, if the call is finite in fp32 without them and not with them."""
+        names = call_patches(self.repeats.call)
+        unknown = self.origin is not None and self.origin.kind == "unknown"
+        if not names or (self.repeats.failed_in_fp32 is None and not unknown) or not self.repeats.fails_in_fp32():
+            return None
+        if not self.repeats.finite_in_fp32(without_patches(self.repeats.call)):
+            return None
+        return Blame(Origin(f"model patch {names}", "", "input", "", math.nan), "bad_input", PATCH_ADVICE, WITHOUT_PATCHES)
 
     def _weight_at_fault(self, everywhere: bool = False) -> Blame | None:
         """The weight or patch without whose values that are not finite the call would be finite.

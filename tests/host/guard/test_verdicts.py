@@ -27,11 +27,11 @@ from support.probing import forget_probes
 MOST_CALLS = 4
 
 
-def stopped_by(model, **options) -> NonFinite:
-    """The error that ends a run, which took at most ``MOST_CALLS`` calls of the model."""
+def stopped_by(model, most: int = MOST_CALLS, **options) -> NonFinite:
+    """The error that ends a run, which took at most ``most`` calls of the model."""
     with Counted(model) as calls, pytest.raises(NonFinite) as error:
         families.sample(model, "wan", **options)
-    assert calls.count <= MOST_CALLS
+    assert calls.count <= most
     assert report_of(model).verdict == error.value.verdict
     return error.value
 
@@ -102,6 +102,22 @@ def test_a_bad_control_is_named(comfy, wan):
     with pytest.raises(NonFinite, match="ControlNet") as error:
         families.replay(model, call, control=control)
     assert error.value.verdict == "bad_input"
+
+
+class Gligen:
+    """As ComfyUI's adds in the blocks what it makes of a text encoder's NaN."""
+
+    def set_position(self):
+        given = torch.full((1,), math.nan)
+        return lambda block: {**block, "img": block["img"] + given.to(block["img"])}
+
+
+@pytest.mark.parametrize("on_nan", ["retry_higher", "stop"])
+def test_a_node_s_function_inside_of_the_model_that_gives_nan_is_named(comfy, wan, on_nan):
+    patched = plain_fp16(comfy, wan).clone()
+    patched.set_model_patch(Gligen().set_position(), "double_block")
+    error = stopped_by(guarded(comfy, patched, on_nan), most=MOST_CALLS + 1, steps=1)
+    assert error.verdict == "bad_input" and "model patch 'Gligen'" in str(error)
 
 
 def test_a_lora_of_a_hook_with_nan_is_not_blamed_on_the_model_s_file(comfy, wan):
