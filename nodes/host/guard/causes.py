@@ -172,7 +172,7 @@ def has_nan(weight: torch.Tensor) -> bool:
 
 def bad_patch(patcher, layer: str) -> str:
     """A sentence on the LoRA or other patch of a layer's weight that holds NaN or Inf; empty where none does."""
-    for key, patches in [*patcher.patches.items(), *patcher.get_combined_hook_patches(patcher.current_hooks).items()]:
+    for key, patches in _weight_patches(patcher):
         bad = any(not _finite(tensor) for patch in patches for tensor in _patch_tensors(patch))
         if bad and layer and key.startswith(f"diffusion_model.{layer}."):
             files = _bad_lora_files()
@@ -182,13 +182,18 @@ def bad_patch(patcher, layer: str) -> str:
     return ""
 
 
+def _weight_patches(patcher) -> list[tuple[str, list]]:
+    """(key of a weight, its LoRAs and other patches), of those that hooks have on now too."""
+    return [*patcher.patches.items(), *patcher.get_combined_hook_patches(patcher.current_hooks).items()]
+
+
 def bad_weight(patcher, name: str) -> str:
     """A sentence on a weight of the diffusion model that is not finite: what made it so and what to do."""
     if patch := bad_patch(patcher, name.rpartition(".")[0]):
         return patch
     model = getattr(patcher.model, "diffusion_model", patcher.model)
     weight = operator.attrgetter(name)(model)
-    if f"diffusion_model.{name}" in patcher.patches and not has_nan(weight):
+    if any(key == f"diffusion_model.{name}" for key, _ in _weight_patches(patcher)) and not has_nan(weight):
         return f"With its LoRA the weight '{name}' passes the range of {weight.dtype}: lower the strength, or load the model with storage bf16 or fp32."
     return f"The weight '{name}' of {_file_of(patcher) or 'the model'} holds NaN or Inf. {_advice_on(weight)}"
 

@@ -120,13 +120,14 @@ def test_a_node_s_function_inside_of_the_model_that_gives_nan_is_named(comfy, wa
     assert error.verdict == "bad_input" and "model patch 'Gligen'" in str(error)
 
 
-def test_a_lora_of_a_hook_with_nan_is_not_blamed_on_the_model_s_file(comfy, wan):
+@pytest.mark.parametrize(("value", "words"), [(math.nan, "A LoRA or other patch of 'blocks.0.ffn.2.weight'"), (1e6, "With its LoRA the weight")])
+def test_a_lora_of_a_hook_is_not_blamed_on_the_model_s_file(comfy, wan, value, words):
     hooks, delta = core("comfy.hooks"), torch.zeros(256, 1024)
-    delta[0, 0] = math.nan
+    delta[0, 0] = value
     group = hooks.create_hook_lora({"diffusion_model.blocks.0.ffn.2.diff": delta}, 1.0, 0.0)
     cond = hooks.set_conds_props([families.conditioning("wan")], 1.0, "default", hooks=group)[0]
     error = stopped_by(guarded(comfy, plain_fp16(comfy, wan)), cond=cond)
-    assert error.verdict == "bad_weights" and "A LoRA or other patch of 'blocks.0.ffn.2.weight'" in str(error)
+    assert error.verdict == "bad_weights" and words in str(error)
 
 
 def test_a_batch_with_one_bad_row_goes_on_and_is_told(comfy, wan):
