@@ -196,16 +196,17 @@ def test_simulated_device(comfy, wan, monkeypatch, profile):
     assert denoise(model).isfinite().all()
     record = model.attachments["halfsafe"]
     assert record.storage.requested == "auto"
-    assert record.storage.used == "as_file" and record.storage.reason
+    assert record.storage.used == STORAGE[profile] and record.storage.reason
     modes = {layer["mode"] for layer in report["layers"] if layer["class"] == "Linear"}
     assert modes == EXPECTED_MODES[profile], modes
 
 
+STORAGE = {"sm_61": "as_file", "sm_75": "fp16", "sm_86": "fp16", "sm_89": "fp16", "cpu": "as_file"}
 EXPECTED_MODES = {
     "sm_61": {"fp32"},
-    "sm_75": {"fp16"},
-    "sm_86": {"fp16"},
-    "sm_89": {"fp16"},
+    "sm_75": {"fp16_wide"},
+    "sm_86": {"fp16_wide"},
+    "sm_89": {"fp16_wide"},
     "cpu": {"fp32"},
 }
 
