@@ -193,7 +193,7 @@ def test_the_rules_give_loaders_and_compute_dtype_what_was_measured(comfy, path,
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
     (asked,), names = settings_from(setting), [(name, type(module).__name__) for name, module in model.model.diffusion_model.named_modules()]
     automatic = host._planned(model, Setting("as_file", "auto")).compute.choice.used
-    assert automatic == "fp16"
+    assert automatic == "fp16_safe"
     rules = rules_for(Row(asked, asked.storage), automatic, names)
     by_option = families.load(comfy, path, asked.storage, asked.compute)
     by_rules = families.load(comfy, path, "auto", "auto", rules)
@@ -265,19 +265,20 @@ def test_the_users_interrupt_stops_it(comfy, model):
 
 def failing(monkeypatch, error: Exception, *calls: int) -> None:
     """Make some runs of the sampler fail."""
-    real, count = host._sampled, iter(range(100))
+    real, count = host.sample, iter(range(100))
 
     def sampled(*args):
         if next(count) in calls:
             raise error
         return real(*args)
 
-    monkeypatch.setattr(host, "_sampled", sampled)
+    monkeypatch.setattr(host, "sample", sampled)
 
 
 @pytest.mark.parametrize(("error", "problem"), [
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"), "out of memory"),
     (NotImplementedError('"addmm" not implemented for \'Half\'\nmore'), '"addmm" not implemented for \'Half\''),
+    (RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nmore"), "CUBLAS_STATUS_NOT_SUPPORTED"),
 ])  # fmt: skip
 def test_a_setting_that_fails_is_a_row_and_the_next_goes_on(comfy, model, monkeypatch, error, problem):
     failing(monkeypatch, error, 1)
@@ -285,9 +286,15 @@ def test_a_setting_that_fails_is_a_row_and_the_next_goes_on(comfy, model, monkey
     assert [row.problem for row in found.rows] == [problem, ""] and problem in table and found.rows[1].works
 
 
-def test_another_error_is_raised(comfy, model, monkeypatch):
-    failing(monkeypatch, RuntimeError("a fault of the code"), 1)
-    with pytest.raises(RuntimeError, match="a fault of the code"):
+def test_an_error_of_the_reference_ends_the_node(comfy, model, monkeypatch):
+    failing(monkeypatch, RuntimeError("a fault"), 0)
+    with pytest.raises(HalfsafeError, match="cannot be compared with: a fault"):
+        measured(comfy, model, "int8/auto")
+
+
+def test_an_error_in_code_is_raised(comfy, model, monkeypatch):
+    failing(monkeypatch, TypeError("a fault of the code"), 1)
+    with pytest.raises(TypeError, match="a fault of the code"):
         measured(comfy, model, "int8/auto")
 
 
