@@ -18,6 +18,7 @@ NODE_IDS = {
     "HalfsafeLoadDiffusionModel",
     "HalfsafeLoadCheckpoint",
     "HalfsafeLoadCLIP",
+    "HalfsafeLoadControlNet",
     "HalfsafeLoadVAE",
     "HalfsafeSaveModel",
     "HalfsafeLayerRules",
