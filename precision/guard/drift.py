@@ -32,7 +32,7 @@ THRESHOLDS = {
     "4-bit products": 10.0,
     "step cache": 8.0,
 }
-"""Arithmetic -> SNR in dB below which a model of ``USUAL_LAYERS`` is told to drift: about 7 below the worst of clean runs
+"""Arithmetic, finest first -> SNR in dB below which a model of ``USUAL_LAYERS`` is told to drift: about 7 below the worst of clean runs
 (docs/drift.md). An fp32 model may multiply in TF32. 4-bit products are not measured."""
 USUAL_LAYERS = 32
 LOWEST_DB = -300.0
@@ -117,7 +117,8 @@ def arithmetic_named(mode: str) -> str:
 
 def coarsest(arithmetics: Iterable[str]) -> str:
     """The arithmetic of a model: the one among its layers' that is expected to be the farthest from fp32."""
-    return min(arithmetics, key=lambda name: THRESHOLDS.get(name, math.inf), default="fp32")
+    finest_first = list(THRESHOLDS)
+    return max((name for name in arithmetics if name in THRESHOLDS), key=finest_first.index, default="fp32")
 
 
 def threshold_of(arithmetic: str, layers: int) -> float:
