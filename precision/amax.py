@@ -4,16 +4,11 @@
 """
 
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 
 import numpy as np
 import torch
 
 from .dtypes import FP8_DTYPES
-
-CHUNK = 1 << 18
 
 
 def amax(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,43 +42,19 @@ def amax_value(tensor: torch.Tensor) -> float:
 
 
 def host_amax(tensor: torch.Tensor) -> float:
-    """Find the largest magnitude of a floating tensor in host memory: NaN if it holds a NaN, inf if an inf. Empty: 0.
-
-    Reads the bits as integers: magnitudes order like their bit patterns, NaN above inf. As signed integers the largest
-    is that of the positive numbers, as unsigned ones that of the negative. No copy, and no start of torch's threads,
-    which on a busy CPU costs more than a million elements do.
-    """
+    """Find the largest magnitude of a floating tensor in host memory: NaN if it holds a NaN, inf if an inf. Empty: 0."""
     if tensor.numel() == 0:
         return 0.0
-    signed, unsigned = (bits_of(tensor, sign) for sign in "iu")
-    sign_bit = 1 << (tensor.element_size() * 8 - 1)
-    if tensor.dtype in FP8_DTYPES and "fnuz" in str(tensor.dtype) and (unsigned == sign_bit).any():
+    if tensor.dtype in FP8_DTYPES:
+        return _fp8_amax(tensor)
+    lowest, largest = torch.aminmax(tensor)
+    return max(-lowest.item(), largest.item())
+
+
+def _fp8_amax(tensor: torch.Tensor) -> float:
+    """Read the codes as integers: magnitudes order like them, NaN above inf. Signed ones order the positive, unsigned the negative."""
+    codes = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    if "fnuz" in str(tensor.dtype) and (codes == 0x80).any():
         return math.nan
-
-    def largest_in(share: slice) -> int:
-        return max(max(int(signed[part].max()), int(unsigned[part].max()) - sign_bit) for part in chunks(share, CHUNK))
-
-    largest = max(in_parallel(largest_in, tensor.numel()))
-    return torch.from_numpy(np.array([max(largest, 0)], signed.dtype)).view(tensor.dtype).double().item()
-
-
-def bits_of(tensor: torch.Tensor, kind: str) -> np.ndarray:
-    """Give the bits of a tensor as flat integers, signed (``i``) or not (``u``); not copied."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().view(f"{kind}{tensor.element_size()}")
-
-
-def chunks(share: slice, size: int) -> Iterator[slice]:
-    """Cut a slice into slices of up to ``size`` elements."""
-    return (slice(start, min(start + size, share.stop)) for start in range(share.start, share.stop, size))
-
-
-def in_parallel(work: Callable[[slice], object], count: int) -> list:
-    """Do ``work`` on one slice of ``count`` elements for each thread that torch would use; on few elements, here."""
-    share = max(CHUNK, -(-count // torch.get_num_threads()))
-    parts = [slice(start, min(start + share, count)) for start in range(0, count, share)]
-    return [work(parts[0])] if len(parts) == 1 else list(_threads().map(work, parts))
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(torch.get_num_threads(), "halfsafe")
+    largest = max(int(codes.view(np.int8).max()), int(codes.max()) - 0x80, 0)
+    return torch.tensor(largest, dtype=torch.uint8).view(tensor.dtype).item()

@@ -13,9 +13,8 @@ import torch
 
 from ..amax import amax
 from ..dtypes import max_of
-from .fp8_cast import can_cast, cast_scaled
 
-PART = 1 << 20
+PART = 1 << 22
 MIN_SCALE_EXPONENT = -24
 SMALLEST_ACTIVATION_SCALE = {torch.float16: 2.0**-15}
 
@@ -43,25 +42,17 @@ def power_of_two_scale(amax: float, dtype: torch.dtype) -> float:
 def quantize(tensor: torch.Tensor, dtype: torch.dtype, amax: float) -> Quantized:
     """Quantize a finite tensor whose :func:`~halfsafe.precision.amax.host_amax` is ``amax``.
 
-    Works in chunks: beyond the result it needs 8 MB at most, whatever the size. The scale is exact and keeps every value in
+    Works in chunks: beyond the result it needs 32 MB at most, whatever the size. The scale is exact and keeps every value in
     range, so no clamp is needed and the result is the same on every torch version.
     """
     scale = power_of_two_scale(amax, dtype)
     data = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
-    if can_cast(tensor, dtype):
-        cast_scaled(tensor, data, 1 - math.frexp(scale)[1])
-    else:
-        _multiply(tensor, data, scale)
-    return Quantized(data, torch.tensor(scale, dtype=torch.float32))
-
-
-def _multiply(tensor: torch.Tensor, data: torch.Tensor, scale: float) -> None:
-    """Write ``tensor / scale`` into ``data``, by torch's own operations."""
     source, target = tensor.contiguous().view(-1), data.view(-1)
     exact = _scales_exactly(tensor.dtype, 1.0 / scale)
     scaled = _scratch(tensor.dtype if exact else torch.float32, tensor.device)
     for part, out in zip(source.split(PART), target.split(PART), strict=True):
         out.copy_(torch.mul(part if exact else part.float(), 1.0 / scale, out=scaled[: part.numel()]))
+    return Quantized(data, torch.tensor(scale, dtype=torch.float32))
 
 
 _scratches = threading.local()

@@ -140,10 +140,10 @@ def test_host_amax_sees_the_only_nan_of_fnuz():
     assert math.isnan(host_amax(torch.tensor([1.0, math.nan]).to(torch.float8_e4m3fnuz)))
 
 
-def test_host_amax_reads_every_chunk(monkeypatch):
-    monkeypatch.setattr(amax_module, "CHUNK", 16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, E4M3])
+def test_host_amax_finds_a_negative_number_at_every_place(dtype):
     for position in range(0, 50, 7):
-        values = torch.zeros(50)
+        values = torch.zeros(50).to(dtype)
         values[position] = -5.0
         assert host_amax(values) == 5.0
-    assert host_amax(torch.zeros(0)) == 0.0
+    assert host_amax(torch.zeros(0, dtype=dtype)) == 0.0 and host_amax(torch.full((9,), -0.0).to(dtype)) == 0.0
