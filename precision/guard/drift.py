@@ -180,17 +180,6 @@ def largest_by_halves(units: Sequence[str], error: Callable[[frozenset[str]], fl
     return units[0], whole
 
 
-def check_text(check: CheckReport) -> str:
-    """Describe a check in one line, for the log."""
-    when = f"Step {check.step}, sigma {check.sigma:.4g}: "
-    if check.left_out:
-        return f"{when}not compared with fp32. {check.left_out}"
-    blocks = ", ".join(f"{block.name} {block.snr_db:.1f}" for block in check.blocks)
-    lowest = f"; lowest after {blocks}" if blocks else ""
-    lora = f"; LoRAs {check.lora_snr_db:.1f} dB above the rounding of their 8-bit weights" if check.lora_snr_db is not None else ""
-    return f"{when}{check.snr_db:.1f} dB from the same call in fp32 ({check.arithmetic}: at least {check.threshold_db:.0f} expected){lowest}{lora}."
-
-
 def drift_event(check: CheckReport, position: CallPosition, cause: Cause, snr: float, threshold: float) -> GuardEvent:
     """Build the report's entry for a call that is farther from fp32 than its arithmetic explains, or that lost its LoRA."""
     if cause.op == WEIGHT and threshold == DROWNED_DB:

@@ -1,5 +1,6 @@
 """Write a report as plain text, repeated layers once with the blocks they are in."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -129,7 +130,7 @@ def _guard(guard: dict) -> list[str]:
     for event in guard["events"]:
         lines += wrapped(_event(event), "  ")
     for check in guard["checks"]:
-        lines += wrapped(_check(check), "  ")
+        lines += wrapped(check_text(check), "  ")
     if guard["rules"]:
         lines += ["  As rules for Layer Rules and Compute Dtype:", *(f"      {rule}" for rule in guard["rules"].splitlines())]
     return [*lines, *wrapped(guard["advice"], "  ")] if guard["advice"] else lines
@@ -152,8 +153,8 @@ def _control(control: dict) -> list[str]:
     return [*lines, *_without_effect(control["without_effect"]), *_layers(control["layers"]), *_kept(control)]
 
 
-def _check(check: dict) -> str:
-    """Write one comparison with fp32; an infinite SNR is null in the JSON."""
+def check_text(check: dict) -> str:
+    """Describe one comparison with fp32 in a line. An infinite SNR is null in the JSON."""
     if check["left_out"]:
         return f"{_when(check)}not compared with fp32. {check['left_out']}"
     blocks = ", ".join(f"{block['name']} {_decibels(block['snr_db'])}" for block in check["blocks"])
@@ -163,7 +164,7 @@ def _check(check: dict) -> str:
 
 
 def _decibels(value: float | None) -> str:
-    return "equal" if value is None else f"{value:.1f} dB"
+    return "equal" if value in (None, math.inf) else f"{value:.1f} dB"
 
 
 def _event(event: dict) -> str:

@@ -5,6 +5,7 @@ import copy
 import functools
 import logging
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import comfy.model_management
@@ -20,6 +21,7 @@ from ....precision.guard.log import CallPosition, GuardLog
 from ....precision.guard.policy import span_of
 from ....precision.modes import FP16_ACC16
 from ....precision.report.schema import CheckReport
+from ....precision.report.text import check_text
 from ..load.devices import is_oom
 from ..run.accumulation import layer_accumulation
 from ..run.attention import OVERRIDE
@@ -40,6 +42,7 @@ logger = logging.getLogger("halfsafe")
 OTHER_DEVICES = "The model runs on several devices side by side, whose calls share torch's flags."
 NO_MEMORY = "There was not enough memory for the call in fp32: take a smaller picture or batch for the check."
 INTERRUPTED = "It was interrupted."
+NOT_A_RESULT = "It went wrong, which the events tell of."
 NOT_FINITE = "The call in fp32 is NaN or Inf itself."
 NOTHING_RAN = "No layer ran in the call in fp32 either: something that keeps results stands in front of the model."
 QUANTIZED_OPS = ("fp8", "int8")
@@ -68,25 +71,27 @@ class BlockOutputs:
             self.samples.setdefault(name, []).append(taken)
 
 
-def check_of(call: Call, guarded: Guarded, log: GuardLog, setting: str) -> "DriftCheck | None":
-    """The check of a call about to be made, where this is one of the steps that ``setting`` asks for."""
+def check_of(call: Call, number: int, guarded: Guarded, log: GuardLog, setting: str) -> "DriftCheck | None":
+    """The check of a call about to be made, the log's ``number``th, where this is one of the steps that ``setting`` asks for."""
     step = step_of(call)
     if not drift.is_checked(setting, step, log.checked):
         return None
     log.checked.add(step)
-    return DriftCheck(call, guarded, log, step)
+    return DriftCheck(call, number, guarded, log, step)
 
 
 class DriftCheck:
-    """One call, compared with itself. Enter :meth:`watching` around the call, then give its result to :meth:`compare`."""
+    """One call, compared with itself. Enter :meth:`watching` around the call, then give its result to :meth:`compare`,
+    or :meth:`leave_out` one that is not finite.
+    """
 
-    def __init__(self, call: Call, guarded: Guarded, log: GuardLog, step: int):
+    def __init__(self, call: Call, number: int, guarded: Guarded, log: GuardLog, step: int):
         self.call = without_step_cache(call)
         self.guarded = guarded
         self.log = log
         self.model, self.patcher = call.model, call.model.current_patcher
         self.start = RandomStart.of(call.x.device)
-        self.report = CheckReport(log.calls, step, sigma_of(call), "")
+        self.report = CheckReport(number, step, sigma_of(call), "")
         self.blocks = BlockOutputs(self.model.diffusion_model)
         self.merged = MergedWeights(self.patcher)
         self.exact: torch.Tensor
@@ -105,8 +110,17 @@ class DriftCheck:
             self.report.left_out = INTERRUPTED
         except Exception as error:  # other packs' code may fail in a dtype that it never met
             self.report.left_out = NO_MEMORY if is_oom(error) else f"It failed in fp32: {error}"
+        self._tell_check()
+
+    def leave_out(self, why: str) -> None:
+        """Tell why this call is not compared; the next one of its step is."""
+        self.log.checked.discard(self.report.step)
+        self.report.left_out = why
+        self._tell_check()
+
+    def _tell_check(self) -> None:
         self.log.checks.append(self.report)
-        logger.info("Halfsafe check: %s", drift.check_text(self.report))
+        logger.info("Halfsafe check: %s", check_text(asdict(self.report)))
 
     def _compare(self, result: torch.Tensor) -> None:
         if is_on_several_devices(self.patcher):

@@ -26,7 +26,7 @@ from ..run.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
 from .causes import BETWEEN_CALLS, NAN_GIVEN, sampler_inputs
 from .clamps import ClampWatch
 from .conditions import GuardedConditions
-from .drift import check_of
+from .drift import NOT_A_RESULT, check_of
 from .failure import FailedCall, bad_rows, sigma_of
 from .notify import teller
 from .repeats import INSIDE, Repeats
@@ -78,13 +78,14 @@ class Guard:
             log.devices.add(str(guarded.device))
             self._check_device(call, guarded, log)
         start = RandomStart.of(call.x.device)
-        check = None if self.check == "off" else check_of(call, guarded, log, self.check)
+        check = None if self.check == "off" else check_of(call, number, guarded, log, self.check)
         with ClampWatch(guarded.watches_clamps) as watch, check.watching() if check else contextlib.nullcontext():
             result = call(**{INSIDE: guarded.layers and guarded.layers.call})
         sizes = torch.stack([amax(result), *watch.sizes(result.device)]).tolist()
-        if all(map(math.isfinite, sizes)) or log.given_up:
-            if check and math.isfinite(sizes[0]):
-                check.compare(result)
+        finite = all(map(math.isfinite, sizes))
+        if check:
+            check.compare(result) if finite else check.leave_out(NOT_A_RESULT)
+        if finite or log.given_up:
             return result
         repeats = Repeats(call, start, guarded, log, self.max_retries)
         return FailedCall(repeats, number, result, guarded, log, hidden=math.isfinite(sizes[0])).resolved()

