@@ -14,7 +14,7 @@ import torch
 GROUPS = (256, 64, 16)
 LARGEST_CODE = 127
 SMALLEST_SCALE = 1e-30
-BLOCK = 1 << 18
+BLOCK = 1 << 21
 
 
 def rotation_group(columns: int) -> int | None:
@@ -54,9 +54,9 @@ def rotated(rows: torch.Tensor, group: int) -> torch.Tensor:
 def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize rows ``(n, K)`` of any float dtype: int8 codes of the rotated rows, and their scales ``(n, 1)`` in fp32.
 
-    Works through blocks of up to ``BLOCK`` elements in the same memory: page faults of fresh memory and a cache that is too
-    small cost more than all but the rotation. The blocks are of like size: a BLAS may sum the few rows of a small rest in another
-    order. No clamp is needed: a value exceeds 127 scales by so little that it rounds to 127.
+    Works through blocks of up to ``BLOCK`` elements in the same memory. Fresh memory costs page faults, and small blocks wait at
+    an OpenMP barrier for each operation, on a busy CPU longer than they compute. The blocks are of like size: a BLAS may sum the
+    few rows of a small rest in another order. No clamp is needed: a value exceeds 127 scales by so little that it rounds to 127.
     """
     codes, scale = torch.empty_like(rows, dtype=torch.int8), rows.new_empty(len(rows), 1, dtype=torch.float32)
     if not rows.numel():
