@@ -13,12 +13,12 @@ from ...precision.plan.loaded import plan_loaded, with_foreign_layers
 from ...precision.plan.rules import Rules
 from .guard.encoders import vae_in
 from .load.devices import current_device
+from .lora.beside import keep_low_rank_beside
 from .report import model_facts, storages
 from .run.accumulation import with_accumulation
 from .run.compute import set_compute
 from .run.layers import activation_dtype, layers_of
 from .run.modules import only_multiplies
-from .run.patcher import keep_low_rank_beside
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

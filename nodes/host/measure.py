@@ -31,13 +31,13 @@ from .load.identity import metadata_of
 from .load.models import ATTACHMENT, load_weights
 from .load.progress import advancing
 from .load.save import BYPASS, LiveWeights
+from .lora.beside import keep_low_rank_beside
 from .probe import NotFinite, Probe
 from .report import model_facts, report_of, storages
 from .run.accumulation import accumulation_of, with_accumulation
 from .run.compute import compute_of, set_compute
 from .run.execution import COMPILE_KWARGS, is_on_several_devices
 from .run.layers import layers_of
-from .run.patcher import keep_low_rank_beside
 from .run.wrappers import ANALYSIS, GUARD, set_wrapper
 from .sampling import sample
 

@@ -32,14 +32,14 @@ from .guard.model import Guard, guard_of
 from .load.controlnet import loaded_controls
 from .load.devices import current_device
 from .load.models import ATTACHMENT
+from .lora.low_rank import LowRankModel
+from .lora.patcher import low_rank_reasons
 from .page import running_prompt, running_prompt_id, told_in
 from .run.accumulation import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
 from .run.control import planned_control
 from .run.kernels import DEQUANTIZED
 from .run.layers import activation_dtype, is_called_in_fp32, kernels_of, layers_of, modes_of
-from .run.low_rank import LowRankModel
-from .run.patcher import low_rank_reasons
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from halfsafe.nodes.host.run.low_rank import LowRankLayer
+from halfsafe.nodes.host.lora.low_rank import LowRankLayer
 from support.leaf_operations import FakeTensor, LeafOperations, aten
 from torch.nn.modules import module as hooks
 

@@ -24,8 +24,8 @@ from ....precision.plan.choice import Choice, LoadRecord
 from ....precision.plan.facts import file_dtype, layer_specs
 from ....precision.plan.held import weight_bytes
 from ....precision.plan.storage import plan_text_encoder
+from ..lora.beside import keep_low_rank_beside
 from ..run.modules import ask_for_plain_products
-from ..run.patcher import keep_low_rank_beside
 from .detection import dequantized_tensors, detect_model, stored_tensors
 from .devices import free_host_memory
 from .files import embedding_folders, open_model

@@ -24,8 +24,8 @@ from ....precision.plan.choice import LoadRecord, frozen
 from ....precision.plan.held import held_dtype, unpacked_dtype, weight_bytes
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
+from ..lora.beside import keep_low_rank_beside
 from ..run.compute import set_compute
-from ..run.patcher import keep_low_rank_beside
 from .detection import Detected, detect_model
 from .devices import compute_device, current_device, free_device_memory, free_host_memory
 from .files import open_model

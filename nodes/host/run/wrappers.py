@@ -22,7 +22,7 @@ The order of wrappers decides the order of a layer's forwards the other way roun
 the length of the call, around the forward it finds, so what an outer wrapper puts on a module runs inside of what an inner
 one puts there. One layer runs, from the outside in:
 
-0. that of a LoRA beside an 8-bit weight (``patcher.py``), which calls the next one and adds to its result;
+0. that of a LoRA beside an 8-bit weight (``lora/beside.py``), which calls the next one and adds to its result;
 1. the guard's escalated forward (``guard/escalation.py``); it is made outside of the other two and calls neither. Else:
 2. compute's (``compute.PlannedLayers``), which casts the input or multiplies by itself; where it casts, it then calls
 3. accumulation's (``accumulation._Run``), so an fp16 bound is checked on the input as it is multiplied; and that calls

@@ -11,9 +11,9 @@ from comfy.sd import load_diffusion_model, load_lora_for_models
 from comfy.utils import string_to_seed
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.nodes.host.run.adapters import low_rank
+from halfsafe.nodes.host.lora.adapters import low_rank
+from halfsafe.nodes.host.lora.patcher import LowRankBeside
 from halfsafe.nodes.host.run.compute import compute_of
-from halfsafe.nodes.host.run.patcher import LowRankBeside
 from halfsafe.precision.arithmetic.low_rank import LARGEST_SUM
 from support import families, model_files, tiny_models
 from support.families import load, with_compute

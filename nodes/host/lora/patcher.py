@@ -8,81 +8,25 @@ clones, savers and merges read it. What is not low-rank is merged as ComfyUI doe
 
 import contextlib
 import functools
-import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import comfy.model_base
 import comfy.utils
 import torch
-from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
 
 from ....precision.arithmetic.compiling import plain_name
-from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import patched
 from ....precision.dtypes import name_of
 from ....precision.errors import HalfsafeError
 from ....precision.modes import FP32
-from .adapters import LowRank, low_rank
-from .compute import compute_of
-from .conditions import adapts_text, conditions_through
-from .control_lora import DIFFUSION_MODEL, weights_as_numbers
-from .low_rank import LowRankModel, extend, low_rank_patcher
-from .modules import calling_layers, is_quantized
-from .wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
+from ..run.compute import compute_of
+from ..run.modules import is_quantized
+from ..run.wrappers import LOW_RANK
+from .low_rank import LowRankModel, low_rank_patcher
+from .patches import DIFFUSION_MODEL, Found, sorted_patches, strengths_of
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
-
-INJECTED = "halfsafe_low_rank"
-
-
-@dataclass
-class Found:
-    """What is done with a model's patches of 8-bit weights.
-
-    Attributes:
-        modules: key of a weight -> its layer.
-        beside: key -> low-rank changes, those of hooks included.
-        merged: key -> why the weight is quantized anew.
-        kept: the keys whose own patches are beside, and ``hooks`` the same for each hook.
-    """
-
-    modules: dict[str, torch.nn.Module] = field(default_factory=dict)
-    beside: dict[str, dict[tuple, LowRank]] = field(default_factory=dict)
-    merged: dict[str, str] = field(default_factory=dict)
-    kept: set[str] = field(default_factory=set)
-    hooks: set[tuple] = field(default_factory=set)
-
-
-def keep_low_rank_beside(patcher: "ModelPatcher") -> None:
-    """Make ``patcher``, a clone or a model just loaded, and all of its later clones add low-rank patches beside 8-bit weights."""
-    if isinstance(patcher, LowRankBeside) or not any(_is_8bit_matrix(module) for module in patcher.model.modules()):
-        return
-    extend(patcher, LowRankBeside)
-    if patcher.patches or patcher.hook_patches:
-        patcher.patches_uuid = uuid.uuid4()  # they are merged into the weights where a clone of ComfyUI's class is loaded
-    patcher.add_callback_with_key(CallbacksMP.ON_CLONE, LOW_RANK, _keep_in_clone)
-    if isinstance(patcher.model, comfy.model_base.BaseModel):
-        set_wrapper(patcher, LOW_RANK, _add_to_layers)
-        set_wrapper(patcher, LOW_RANK_OF_TEXT, _around_sampling, WrappersMP.OUTER_SAMPLE)
-    else:
-        patcher.set_injections(LOW_RANK, [PatcherInjection(_inject, _eject)])
-
-
-def _keep_in_clone(patcher: "ModelPatcher", clone: "ModelPatcher") -> None:
-    """A static clone of a dynamic model is of ComfyUI's own class."""
-    if not isinstance(clone, LowRankBeside):
-        extend(clone, LowRankBeside)
-
-
-def _is_8bit_matrix(module: torch.nn.Module) -> bool:
-    """Tell whether a module is a linear layer whose weight ComfyUI would round to 8 bits or less."""
-    weight = getattr(module, "weight", None)
-    if kind_of(module) != "linear" or not isinstance(weight, torch.Tensor) or weight.dim() != 2:
-        return False
-    return is_quantized(module) or (weight.is_floating_point() and weight.dtype.itemsize == 1)
 
 
 class LowRankBeside:
@@ -104,7 +48,7 @@ class LowRankBeside:
             return self._held
         state = self.patches_uuid, len(self.patches), tuple(map(id, self.hook_patches))
         if self._found is None or self._found[0] != state:
-            self._found = state, _sorted(self)
+            self._found = state, sorted_patches(self)
         return self._found[1]
 
     def leaves_weights_alone(self) -> bool:
@@ -140,7 +84,7 @@ class LowRankBeside:
             patches = self.patches if self._whole is None else self._whole
             pairs = [(key, patches[key]) for key in found.kept]
             pairs += [(key, patches) for key, patches in combined.items() if key in found.hooks]
-            self._strengths = found, state, _strengths(pairs)
+            self._strengths = found, state, strengths_of(pairs)
         return self._strengths[2]
 
     @contextlib.contextmanager
@@ -214,50 +158,17 @@ class LowRankBeside:
         return state
 
 
-def _sorted(patcher) -> Found:
-    found = Found()
-    for key, patches in patcher.patches.items():
-        if _sort(found, patcher.model, key, patches):
-            found.kept.add(key)
-    keys = {key for patches in patcher.hook_patches.values() for key in patches}
-    for key in keys:
-        if _sort(found, patcher.model, key, [patch for patches in patcher.hook_patches.values() for patch in patches.get(key, ())]):
-            found.hooks.add(key)
-    return found
+def _activations(patcher) -> torch.dtype | None:
+    return patcher.get_model_object("manual_cast_dtype") if hasattr(patcher.model, "manual_cast_dtype") else None
 
 
-def _sort(found: Found, model: torch.nn.Module, key: str, patches: list[tuple]) -> bool:
-    """Note what is done with the patches of one weight; tell whether they are kept beside it."""
-    module = _layer_of(model, key)
-    if module is None or not _is_8bit_matrix(module):
-        return False
-    found.modules[key] = module
-    changes = {}
-    for patch in patches:
-        change = low_rank(patch, tuple(module.weight.shape))
-        if isinstance(change, str):
-            found.merged[key] = change
-            return False
-        changes[change.key] = change
-    found.beside.setdefault(key, {}).update(changes)
-    return True
-
-
-def _layer_of(model: torch.nn.Module, key: str) -> torch.nn.Module | None:
-    layer, _, name = key.rpartition(".")
-    try:
-        return comfy.utils.get_attr(model, layer) if name == "weight" else None
-    except AttributeError:
-        return None
-
-
-def _strengths(pairs: list[tuple[str, list[tuple]]]) -> dict[tuple, float]:
-    strengths: dict[tuple, float] = {}
-    for key, patches in pairs:
-        for patch in patches:
-            slot = key, (id(patch[1]), patch[3] and tuple(patch[3]))
-            strengths[slot] = strengths.get(slot, 0.0) + patch[0]
-    return strengths
+def _multiplies_in_fp32(patcher, key: str) -> bool:
+    """Tell whether a layer that is given fp32 multiplies in fp32, and not in a 16-bit dtype or in 8 bits."""
+    compute, name = compute_of(patcher), plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")
+    if compute is None:
+        return True
+    decision = compute.plan.decisions.get(name)
+    return (decision.mode if decision else name_of(_activations(patcher) or torch.float32)) == FP32.name
 
 
 def _is_beside_a_weight(model: torch.nn.Module, name: str) -> bool:
@@ -277,66 +188,6 @@ def _set_rounded_to_nearest(module: torch.nn.Module, weight: torch.Tensor, **opt
     if not weight.any():
         weight = weight.clone().fill_(torch.finfo(torch.float32).tiny)  # 0 in fp16, which ComfyUI makes no NaN of
     return type(module).set_weight(module, weight, **{**options, "seed": 0})
-
-
-def _activations(patcher) -> torch.dtype | None:
-    return patcher.get_model_object("manual_cast_dtype") if hasattr(patcher.model, "manual_cast_dtype") else None
-
-
-def _multiplies_in_fp32(patcher, key: str) -> bool:
-    """Tell whether a layer that is given fp32 multiplies in fp32, and not in a 16-bit dtype or in 8 bits."""
-    compute, name = compute_of(patcher), plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")
-    if compute is None:
-        return True
-    decision = compute.plan.decisions.get(name)
-    return (decision.mode if decision else name_of(_activations(patcher) or torch.float32)) == FP32.name
-
-
-def _add_to_layers(executor, x, *args, **kwargs):
-    """ComfyUI's APPLY_MODEL wrapper: for the length of a call, layers with low-rank patches add them to their results."""
-    return _with_changes(executor.class_obj.current_patcher, x.device, functools.partial(executor, x, *args, **kwargs))
-
-
-def _around_sampling(executor, *args, **kwargs):
-    """ComfyUI's OUTER_SAMPLE wrapper: the same for layers that run on the text before the model's calls (``conditions.py``), and
-    for the weights that a ControlLora copies."""
-    extended = executor.class_obj.model_patcher
-    with contextlib.ExitStack() as held:
-        if isinstance(extended, LowRankBeside):
-            held.enter_context(weights_as_numbers(extended))
-        if adapts_text(extended.model):
-            add = functools.partial(_with_changes, extended, extended.load_device)
-            held.enter_context(conditions_through(extended.model, add))
-        return executor(*args, **kwargs)
-
-
-def _with_changes(extended, device: torch.device, call: Callable):
-    changes = extended.low_rank(device) if isinstance(extended, LowRankBeside) else None
-    if changes is None:
-        return call()
-    modules = extended.found().modules
-    patches = [layer.around(modules[key]) for key, layer in zip(changes.keys, changes.layers, strict=True)]
-    with patched(patches), calling_layers(modules.values()):
-        return call()
-
-
-def _inject(extended) -> None:
-    """Text encoders are called past all wrappers: their layers hold the patches for as long as the patcher is loaded."""
-    changes = extended.low_rank(extended.load_device)
-    if changes is None:
-        return
-    modules = extended.found().modules
-    held = vars(extended.model).setdefault(INJECTED, [])
-    for key, layer in zip(changes.keys, changes.layers, strict=True):
-        module, name, value = layer.around(modules[key])
-        module.__dict__[name] = value
-        held.append(module)
-
-
-def _eject(patcher) -> None:
-    """Also what another clone of the model injected: a clone of a patcher that is injected counts as injected too."""
-    for module in vars(patcher.model).pop(INJECTED, []):
-        module.__dict__.pop("forward", None)
 
 
 def kept_beside(extended) -> set[str]:

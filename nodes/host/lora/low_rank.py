@@ -1,9 +1,8 @@
 """Low-rank changes of a model's 8-bit weights as a model of their own, which ComfyUI loads, offloads and counts beside it."""
 
-import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import comfy.model_patcher
 import comfy.ops
@@ -11,8 +10,9 @@ import torch
 
 from ....precision.arithmetic.low_rank import add_outer_product, inner_product, joined
 from ....precision.arithmetic.patching import Patch
+from ..run.modules import core_weights
 from .adapters import LowRank
-from .modules import core_weights
+from .extension import extend
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -146,13 +146,3 @@ def low_rank_patcher(patcher: "ModelPatcher", modules: Mapping[str, torch.nn.Mod
         extend(found, _BuiltWhenLoaded)
         known[key] = found
     return found
-
-
-def extend(patcher: Any, extension: type) -> None:
-    """Make a ModelPatcher one of its own class with ``extension`` in front, under the same name; its clones will be the same."""
-    patcher.__class__ = _mixed(extension, patcher.__class__)
-
-
-@functools.cache
-def _mixed(extension: type, base: type) -> type:
-    return type(base.__name__, (extension, base), {"__module__": base.__module__})

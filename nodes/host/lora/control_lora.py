@@ -8,12 +8,11 @@ import comfy.utils
 import torch
 
 from ....precision.arithmetic.patching import patched
-from .modules import dequantized
+from ..run.modules import dequantized
+from .patches import DIFFUSION_MODEL
 
 if TYPE_CHECKING:
     from .patcher import LowRankBeside
-
-DIFFUSION_MODEL = "diffusion_model."
 
 
 class Numbers(Mapping[str, torch.Tensor]):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from halfsafe.nodes.host.run.patcher import _set_rounded_to_nearest
+from halfsafe.nodes.host.lora.patcher import _set_rounded_to_nearest
 from support import families
 from support.families import load
 from support.guarding import core, is_finite

@@ -1,0 +1,93 @@
+"""Keep low-rank patches of a loaded model beside its 8-bit weights, and add them to the layers' results around its calls."""
+
+import contextlib
+import functools
+import uuid
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import comfy.model_base
+import torch
+from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
+
+from ....precision.arithmetic.patching import patched
+from ..run.conditions import adapts_text, conditions_through
+from ..run.modules import calling_layers
+from ..run.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
+from .control_lora import weights_as_numbers
+from .extension import extend
+from .patcher import LowRankBeside
+from .patches import is_8bit_matrix
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+INJECTED = "halfsafe_low_rank"
+
+
+def keep_low_rank_beside(patcher: "ModelPatcher") -> None:
+    """Make ``patcher``, a clone or a model just loaded, and all of its later clones add low-rank patches beside 8-bit weights."""
+    if isinstance(patcher, LowRankBeside) or not any(is_8bit_matrix(module) for module in patcher.model.modules()):
+        return
+    extend(patcher, LowRankBeside)
+    if patcher.patches or patcher.hook_patches:
+        patcher.patches_uuid = uuid.uuid4()  # they are merged into the weights where a clone of ComfyUI's class is loaded
+    patcher.add_callback_with_key(CallbacksMP.ON_CLONE, LOW_RANK, _keep_in_clone)
+    if isinstance(patcher.model, comfy.model_base.BaseModel):
+        set_wrapper(patcher, LOW_RANK, _add_to_layers)
+        set_wrapper(patcher, LOW_RANK_OF_TEXT, _around_sampling, WrappersMP.OUTER_SAMPLE)
+    else:
+        patcher.set_injections(LOW_RANK, [PatcherInjection(_inject, _eject)])
+
+
+def _keep_in_clone(patcher: "ModelPatcher", clone: "ModelPatcher") -> None:
+    """A static clone of a dynamic model is of ComfyUI's own class."""
+    if not isinstance(clone, LowRankBeside):
+        extend(clone, LowRankBeside)
+
+
+def _add_to_layers(executor, x, *args, **kwargs):
+    """ComfyUI's APPLY_MODEL wrapper: for the length of a call, layers with low-rank patches add them to their results."""
+    return _with_changes(executor.class_obj.current_patcher, x.device, functools.partial(executor, x, *args, **kwargs))
+
+
+def _around_sampling(executor, *args, **kwargs):
+    """ComfyUI's OUTER_SAMPLE wrapper: the same for layers that run on the text before the model's calls (``conditions.py``), and
+    for the weights that a ControlLora copies."""
+    extended = executor.class_obj.model_patcher
+    with contextlib.ExitStack() as held:
+        if isinstance(extended, LowRankBeside):
+            held.enter_context(weights_as_numbers(extended))
+        if adapts_text(extended.model):
+            add = functools.partial(_with_changes, extended, extended.load_device)
+            held.enter_context(conditions_through(extended.model, add))
+        return executor(*args, **kwargs)
+
+
+def _with_changes(extended, device: torch.device, call: Callable):
+    changes = extended.low_rank(device) if isinstance(extended, LowRankBeside) else None
+    if changes is None:
+        return call()
+    modules = extended.found().modules
+    patches = [layer.around(modules[key]) for key, layer in zip(changes.keys, changes.layers, strict=True)]
+    with patched(patches), calling_layers(modules.values()):
+        return call()
+
+
+def _inject(extended) -> None:
+    """Text encoders are called past all wrappers: their layers hold the patches for as long as the patcher is loaded."""
+    changes = extended.low_rank(extended.load_device)
+    if changes is None:
+        return
+    modules = extended.found().modules
+    held = vars(extended.model).setdefault(INJECTED, [])
+    for key, layer in zip(changes.keys, changes.layers, strict=True):
+        module, name, value = layer.around(modules[key])
+        module.__dict__[name] = value
+        held.append(module)
+
+
+def _eject(patcher) -> None:
+    """Also what another clone of the model injected: a clone of a patcher that is injected counts as injected too."""
+    for module in vars(patcher.model).pop(INJECTED, []):
+        module.__dict__.pop("forward", None)
