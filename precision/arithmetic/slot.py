@@ -109,7 +109,8 @@ class Slot:
             return product if bias is None else product + bias
         if bias is None:
             return product.float().mul_(2.0**self.exponent) if self.exponent else product.float()
-        if product.dtype == torch.float32 and not product.requires_grad:
+        recorded = product.requires_grad or (bias.requires_grad and torch.is_grad_enabled())
+        if product.dtype == torch.float32 and not recorded:
             return product.mul_(2.0**self.exponent).add_(bias) if torch.compiler.is_compiling() else torch.add(
                 bias, product, alpha=2.0**self.exponent, out=product
             )

@@ -408,15 +408,16 @@ def test_a_call_that_measures_sums_asks_for_its_weight_once():
     assert len(weights.asked) == 1 and slot.terms == 16
 
 
-@pytest.mark.parametrize("trained", ["input", "weight"])
+@pytest.mark.parametrize("trained", ["input", "weight", "bias"])
 def test_a_gradient_goes_through_where_torch_has_none_for_fp32_results(trained):
     """On the meta device ``mm(out_dtype=)`` refuses as it does on CUDA: derivative for aten::mm is not implemented."""
-    module = torch.nn.Linear(64, 48, device="meta").requires_grad_(trained == "weight")
+    module = torch.nn.Linear(64, 48, device="meta").requires_grad_(False)
     ranges = Ranges()
     slot = ranges.slot("layer")
     ranges.calibrating, slot.gain = False, 1.0
-    x = torch.zeros(3, 64, device="meta", requires_grad=trained == "input")
+    x = torch.zeros(3, 64, device="meta")
+    of = (x if trained == "input" else getattr(module, trained)).requires_grad_()
     result = SafeOperation(module, slot, ranges, plain_weights, wide=True)(x)
     result.sum().backward()
-    assert (x if trained == "input" else module.weight).grad.shape
+    assert of.grad.shape
     assert result.dtype == torch.float32

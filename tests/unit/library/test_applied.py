@@ -244,6 +244,15 @@ def test_a_layer_by_itself_and_applied_inside_inference_mode_works_outside(stora
     assert layer.weight.grad is not None
 
 
+@pytest.mark.parametrize("compute", ["fp16_safe", "fp16", "bf16"])
+def test_a_model_is_called_as_it_is_and_its_biases_get_gradients(compute):
+    """Weights held in fp8 have no gradient, biases do."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).eval()
+    with apply(model, storage="fp8_e4m3fn", compute=compute):
+        model(torch.ones(2, 32)).float().sum().backward()
+    assert all(model[place].bias.grad is not None for place in (0, 2))
+
+
 def test_attention_kernels_of_torch_that_read_weights_are_left_to_themselves(mode):
     encoder = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval()
     model = nn.Sequential(nn.Linear(32, 32), encoder)
