@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from ..amax import norm_loses_nan
 
 SMALLEST_SIZE = 2.0**-120
+SMALLEST_HALF = 2.0**-24
+"""fp16's smallest number."""
 LARGEST_SUM = 2.0**14
 """What the magnitudes of a row of ``down`` add up to at most: a quarter of fp16's range, so that rounding cannot pass it."""
 ROOM = 8.0
@@ -88,7 +90,7 @@ def inner_product(x: torch.Tensor, down: torch.Tensor, scale: torch.Tensor) -> t
     if down.dtype != torch.float16:
         return (F.linear(x.to(down.dtype), down).float() * scale).to(down.dtype), None
     size = _size(x)
-    h = _half_product((x / size).to(torch.float16), down).float() * scale
+    h = _half_product(_scaled_down(x, size), down).float() * scale
     peak = _size(h)
     return (h / peak).to(torch.float16), peak * size
 
@@ -103,15 +105,20 @@ def add_outer_product(base: torch.Tensor, h: torch.Tensor, size: torch.Tensor | 
     return torch.addcmul(base, product, size).to(base.dtype)
 
 
+def _scaled_down(rows: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """``rows / size`` in fp16, divided in fp32 and rounded once. fp16 rows are copied once: their ``size`` is an fp16 number too."""
+    return (rows / (size.to(rows.dtype) if rows.dtype == torch.float16 else size)).to(torch.float16)
+
+
 def _half_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The product of fp16 operands; a CPU multiplies the rounded operands in fp32, as in ``linear.py``."""
     return F.linear(a.float(), b.float()) if a.device.type == "cpu" else F.linear(a, b)
 
 
 def _size(rows: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each row, ``(..., 1)`` in fp32, and never 0."""
+    """The largest magnitude of each row, ``(..., 1)`` in fp32, and never 0, nor in fp16 where the rows are."""
     if norm_loses_nan(rows.device):
         size = rows.abs().amax(-1, keepdim=True).float()
     else:
         size = torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True, dtype=torch.float32)
-    return size.clamp_(min=SMALLEST_SIZE)
+    return size.clamp_(min=SMALLEST_HALF if rows.dtype == torch.float16 else SMALLEST_SIZE)

@@ -16,6 +16,7 @@ from halfsafe.precision.arithmetic.low_rank import (
     normalized,
 )
 from support.measures import relative_error
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
 
@@ -88,6 +89,37 @@ def test_matrix_units_that_flush_subnormal_numbers_lose_nothing(monkeypatch, giv
 def flushed(tensor):
     half = tensor.half()
     return torch.where(half.abs() < torch.finfo(torch.float16).tiny, 0, half)
+
+
+class _Results(TorchDispatchMode):
+    """(size, dtype) of every tensor that an operation returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.seen.add((result.numel(), result.dtype))
+        return result
+
+
+def test_an_fp16_input_is_copied_in_fp16_alone(monkeypatch):
+    monkeypatch.setattr(low_rank, "_half_product", lambda a, b: a[..., :4] * b[:, 0])
+    x, made = torch.randn(3, 7, 96).half(), normalized(*factors(), torch.float16)
+    with _Results() as results:
+        inner_product(x, made.down, made.scale)
+    assert {dtype for size, dtype in results.seen if size == x.numel()} == {torch.float16}
+
+
+@pytest.mark.parametrize("exponent", range(-24, 17, 4))
+def test_an_fp16_input_is_divided_as_in_fp32(exponent):
+    """The same bits: zeros, subnormal numbers and the largest number included."""
+    x = (torch.randn(64, 96) * 2.0**exponent * torch.exp2(-40 * torch.rand(64, 96))).clamp(-65504, 65504).half()
+    x[0], x[1], x[2, 0] = 0.0, 2.0**-24, 65504.0
+    size = low_rank._size(x)
+    assert size.dtype == torch.float32 and torch.equal(size, x.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-24))
+    assert torch.equal(low_rank._scaled_down(x, size), (x.float() / size).half())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
