@@ -76,22 +76,17 @@ def apply(
     >>> bool((safe - exact).norm() < 1e-3 * exact.norm()), bool(overflowed.isfinite().all())
     (True, False)
 
-    fp8 storage, as a context; ``keep`` makes the way back exact:
-
-    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)).eval()
-    >>> before = model[0].weight.clone()
-    >>> with apply(model, storage="fp8_e4m3fn", rules="2 storage=bf16", keep=True), torch.inference_mode():
-    ...     y = model(torch.randn(4, 64))
-    ...     [str(model[index].weight.dtype) for index in (0, 2)]
-    ['torch.float8_e4m3fn', 'torch.bfloat16']
-    >>> torch.equal(model[0].weight, before)
-    True
+    :class:`Applied` has an example of fp8 storage.
     """
     if settings is not None:
         named = {"compute": compute, "storage": storage, "rules": rules, "keep": keep}
         return apply(module, **{**named, **_known(settings, named)})
     _check(module, compute, storage)
-    rules = rules if isinstance(rules, Rules) else rules_from(rules)
+    return _put_on(module, compute, storage, rules if isinstance(rules, Rules) else rules_from(rules), keep)
+
+
+def _put_on(module: torch.nn.Module, compute: str | None, storage: str | None, rules: Rules, keep: bool) -> Applied:
+    """Plan and exchange; put everything back where that fails."""
     layers, skipped = _layers(module)
     specs = [LayerSpec(name, type(layer).__name__, tuple(layer.weight.shape)) for name, layer in layers.items()]
     applied = Applied(module, skipped, keep)
@@ -130,6 +125,19 @@ class Applied:
     Attributes:
         kept: layer name -> why its weight is not stored as asked.
         skipped: layer name -> why it runs by its own forward.
+
+    fp8 storage, as a context; ``keep`` makes the way back exact:
+
+    >>> import torch
+    >>> from halfsafe.precision import apply
+    >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)).eval()
+    >>> before = model[0].weight.clone()
+    >>> with apply(model, storage="fp8_e4m3fn", rules="2 storage=bf16", keep=True), torch.inference_mode():
+    ...     y = model(torch.randn(4, 64))
+    ...     [str(model[index].weight.dtype) for index in (0, 2)]
+    ['torch.float8_e4m3fn', 'torch.bfloat16']
+    >>> torch.equal(model[0].weight, before)
+    True
     """
 
     def __init__(self, module: torch.nn.Module, skipped: Mapping[str, str], keep: bool):
