@@ -3,8 +3,8 @@
 A patch is ``(strength, value, strength of the model, offset, function)``, as ``ModelPatcher.add_patches`` keeps it.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter
@@ -37,8 +37,8 @@ class LowRank:
 
     @property
     def key(self) -> tuple:
-        """What tells this change from others of the same weight, for as long as the adapter lives."""
-        return id(self.adapter), self.offset
+        """The key of the patch that this change was made of."""
+        return key_of(self.adapter, self.offset)
 
     def factors(self, whole: Shape, dtype: torch.dtype) -> Factors:
         """Make the factors for a weight of shape ``whole``, with zeros where the change has no part."""
@@ -51,6 +51,7 @@ class LowRank:
 
 
 def _placed(tensor: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
+    """Pad an axis with zeros to ``size``, so that the tensor starts at ``start``."""
     shape = list(tensor.shape)
     shape[axis] = size
     whole = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
@@ -71,19 +72,25 @@ def low_rank(patch: tuple, whole: Shape) -> LowRank | str:
     found = read(value)
     if isinstance(found, str):
         return found
-    part = _narrowed(whole, offset)
+    part = _part(whole, offset)
     if found.shape != part:
         return f"a patch of shape {found.shape} for one of {part}"
-    return LowRank(value, found.rank, found.shape, found.alpha, found.make, offset and tuple(offset))
+    return replace(found, offset=offset and tuple(offset))
+
+
+def key_of(value: object, offset: Sequence[int] | None) -> tuple:
+    """Tell a patch from others of the same weight, for as long as its value lives."""
+    return id(value), offset and tuple(offset)
 
 
 def _kind(value: object) -> str:
+    """Name the kind of a patch's value, as ``calculate_weight`` of ``comfy/lora.py`` tells kinds apart."""
     if isinstance(value, tuple):
         return value[0] if len(value) == 2 and isinstance(value[0], str) else "diff"
     return getattr(value, "name", "weights of another model")
 
 
-def _narrowed(whole: Shape, offset: tuple[int, int, int] | None) -> Shape:
+def _part(whole: Shape, offset: tuple[int, int, int] | None) -> Shape:
     if offset is None:
         return whole
     return (offset[2], whole[1]) if offset[0] == 0 else (whole[0], offset[2])
@@ -125,7 +132,7 @@ def _lokr(adapter: LoKrAdapter) -> LowRank | str:
 
 
 def _pair(whole: torch.Tensor | None, down: torch.Tensor, up: torch.Tensor) -> Pair:
-    """(down, up) of a Kronecker factor, which is kept whole or as two: one of a whole one's is the identity."""
+    """Return (down, up) of a Kronecker factor; of one that is kept whole, the smaller of the two is the identity."""
     if whole is None:
         return down, up
     outputs, inputs = whole.shape[:2]
@@ -142,7 +149,7 @@ def _is_of_convolution(*tensors: torch.Tensor | None) -> bool:
 
 
 def _if_it_is_small(change: LowRank, kind: str) -> LowRank | str:
-    """Only where its two products are less than half of the weight's own."""
+    """Return a change whose two products are at most half of the weight's own, or say that it is larger."""
     outputs, inputs = change.shape
     if 2 * change.rank * (outputs + inputs) > outputs * inputs:
         return f"a {kind} of rank {change.rank}, which is not low for {outputs} x {inputs}"

@@ -41,53 +41,46 @@ def keep_low_rank_beside(patcher: "ModelPatcher") -> None:
 
 
 def _keep_in_clone(patcher: "ModelPatcher", clone: "ModelPatcher") -> None:
-    """A static clone of a dynamic model is of ComfyUI's own class."""
+    """Extend a clone of ComfyUI's own class, as a static clone of a dynamic model is."""
     if not isinstance(clone, LowRankBeside):
         extend(clone, LowRankBeside)
 
 
 def _add_to_layers(executor, x, *args, **kwargs):
-    """ComfyUI's APPLY_MODEL wrapper: for the length of a call, layers with low-rank patches add them to their results."""
+    """Wrap a model's call (ComfyUI's APPLY_MODEL): for its length, layers with low-rank changes add them to their results."""
     return _with_changes(executor.class_obj.current_patcher, x.device, functools.partial(executor, x, *args, **kwargs))
 
 
 def _around_sampling(executor, *args, **kwargs):
-    """ComfyUI's OUTER_SAMPLE wrapper: the same for layers that run on the text before the model's calls (``conditions.py``), and
-    for the weights that a ControlLora copies."""
-    extended = executor.class_obj.model_patcher
+    """Wrap sampling (ComfyUI's OUTER_SAMPLE): the same for layers that run on the text before the model's calls
+    (``run/conditions.py``), and for the weights that a ControlLora copies."""
+    patcher = executor.class_obj.model_patcher
     with contextlib.ExitStack() as held:
-        if isinstance(extended, LowRankBeside):
-            held.enter_context(weights_as_numbers(extended))
-        if adapts_text(extended.model):
-            add = functools.partial(_with_changes, extended, extended.load_device)
-            held.enter_context(conditions_through(extended.model, add))
+        if isinstance(patcher, LowRankBeside):
+            held.enter_context(weights_as_numbers(patcher))
+        if adapts_text(patcher.model):
+            add = functools.partial(_with_changes, patcher, patcher.load_device)
+            held.enter_context(conditions_through(patcher.model, add))
         return executor(*args, **kwargs)
 
 
-def _with_changes(extended, device: torch.device, call: Callable):
-    changes = extended.low_rank(device) if isinstance(extended, LowRankBeside) else None
-    if changes is None:
+def _with_changes(patcher: "ModelPatcher", device: torch.device, call: Callable):
+    """Call while layers with low-rank changes add them to their results."""
+    forwards = patcher.forwards(device) if isinstance(patcher, LowRankBeside) else []
+    if not forwards:
         return call()
-    modules = extended.found().modules
-    patches = [layer.around(modules[key]) for key, layer in zip(changes.keys, changes.layers, strict=True)]
-    with patched(patches), calling_layers(modules.values()):
+    with patched(forwards), calling_layers(patcher.sorted_patches().modules.values()):
         return call()
 
 
-def _inject(extended) -> None:
-    """Text encoders are called past all wrappers: their layers hold the patches for as long as the patcher is loaded."""
-    changes = extended.low_rank(extended.load_device)
-    if changes is None:
-        return
-    modules = extended.found().modules
-    held = vars(extended.model).setdefault(INJECTED, [])
-    for key, layer in zip(changes.keys, changes.layers, strict=True):
-        module, name, value = layer.around(modules[key])
-        module.__dict__[name] = value
-        held.append(module)
+def _inject(patcher: LowRankBeside) -> None:
+    """Put the forwards on layers for as long as the patcher is loaded: text encoders are called past all wrappers."""
+    for module, name, forward in patcher.forwards(patcher.load_device):
+        module.__dict__[name] = forward
+        vars(patcher.model).setdefault(INJECTED, []).append(module)
 
 
-def _eject(patcher) -> None:
-    """Also what another clone of the model injected: a clone of a patcher that is injected counts as injected too."""
+def _eject(patcher: "ModelPatcher") -> None:
+    """Take off what was injected, also by another clone of the model: a clone of an injected patcher counts as injected too."""
     for module in vars(patcher.model).pop(INJECTED, []):
         module.__dict__.pop("forward", None)

@@ -27,7 +27,7 @@ class Numbers(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         key, stored = f"{DIFFUSION_MODEL}{name}", self._state[name]
-        if key in self._patcher.found().kept:
+        if key in self._patcher.sorted_patches().kept:
             return dequantized(self._patcher.patch_weight_to_device(key, device_to=self._patcher.load_device, return_weight=True).data)
         is_quantized = name.endswith(".weight") and f"{name.removesuffix('weight')}comfy_quant" in self._state
         return dequantized(comfy.utils.get_attr(self._patcher.model, key).data) if is_quantized else stored

@@ -1,11 +1,11 @@
-"""Extend a ModelPatcher that ComfyUI made, without a name of its own that other nodes would have to know."""
+"""Extend a ModelPatcher that ComfyUI made by methods of ours."""
 
 import functools
 from typing import Any
 
 
 def extend(patcher: Any, extension: type) -> None:
-    """Make a ModelPatcher one of its own class with ``extension`` in front, under the same name; its clones will be the same."""
+    """Put a class in front of a ModelPatcher's own, under the same name; its later clones have it too."""
     patcher.__class__ = _mixed(extension, patcher.__class__)
 
 

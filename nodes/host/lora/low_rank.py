@@ -1,7 +1,7 @@
 """Low-rank changes of a model's 8-bit weights as a model of their own, which ComfyUI loads, offloads and counts beside it."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import comfy.model_patcher
@@ -43,8 +43,10 @@ class LowRankLayer(torch.nn.Module):
         return factors.scale
 
     def around(self, module: torch.nn.Module) -> Patch:
-        """A patch that runs the module's present forward and adds the changes. A graph compiled with it holds while the
-        forward is the same."""
+        """Return a patch that runs the module's present forward and adds the changes.
+
+        A graph that was compiled with it holds for as long as that forward is the same.
+        """
         forward = module.forward
         if self._forward != forward:
             self._forward = forward
@@ -89,8 +91,12 @@ class LowRankModel(torch.nn.Module):
         self._strengths: dict = {}
         self._scales: torch.Tensor | None = None
 
+    def by_key(self) -> Iterator[tuple[str, LowRankLayer]]:
+        """(key of a weight, its layer of changes) of each."""
+        return zip(self.keys, self.layers, strict=True)
+
     def nbytes(self) -> int:
-        """The size of the factors in bytes, built or not."""
+        """Return the size of the factors in bytes, built or not."""
         return sum(layer.rank * sum(layer.shape) for layer in self.layers) * self.dtype.itemsize
 
     def build(self) -> None:
@@ -108,21 +114,29 @@ class LowRankModel(torch.nn.Module):
         moved = self._scales is None or self._scales.device != device
         if not moved and strengths == self._strengths:
             return
-        slots = [(key, change) for key, layer in zip(self.keys, self.layers, strict=True) for change in layer.changes]
         with torch.inference_mode(False), torch.no_grad():
-            each = torch.tensor([strengths.get((key, change.key), 0.0) for key, change in slots], dtype=torch.float32)
-            scales = self._own * each.repeat_interleave(torch.tensor([change.rank for _, change in slots]))
+            scales = self._own * self._per_rank(strengths)
             if moved:
-                self._scales = scales.to(device)
-                for layer, scale in zip(self.layers, self._scales.split([layer.rank for layer in self.layers]), strict=True):
-                    layer.scale = scale
+                self._share_out(scales.to(device))
             else:
                 self._scales.copy_(scales)
         self._strengths = dict(strengths)
 
+    def _per_rank(self, strengths: dict[tuple, float]) -> torch.Tensor:
+        """Repeat the strength of each change as often as it has ranks."""
+        slots = [(key, change) for key, layer in self.by_key() for change in layer.changes]
+        each = torch.tensor([strengths.get((key, change.key), 0.0) for key, change in slots], dtype=torch.float32)
+        return each.repeat_interleave(torch.tensor([change.rank for _, change in slots]))
+
+    def _share_out(self, scales: torch.Tensor) -> None:
+        """Give each layer its part of the scales, as a view."""
+        self._scales = scales
+        for layer, scale in zip(self.layers, scales.split([layer.rank for layer in self.layers]), strict=True):
+            layer.scale = scale
+
 
 class _BuiltWhenLoaded:
-    """What a LowRankModel's ModelPatcher does more than ComfyUI's."""
+    """Extend a LowRankModel's ModelPatcher: the factors are made when they are first loaded."""
 
     if TYPE_CHECKING:
         model: LowRankModel

@@ -14,70 +14,73 @@ from typing import TYPE_CHECKING
 import comfy.utils
 import torch
 
-from ....precision.arithmetic.compiling import plain_name
-from ....precision.arithmetic.patching import patched
+from ....precision.arithmetic.patching import Patch, patched
 from ....precision.dtypes import name_of
 from ....precision.errors import HalfsafeError
 from ....precision.modes import FP32
 from ..run.compute import compute_of
 from ..run.modules import is_quantized
 from ..run.wrappers import LOW_RANK
-from .low_rank import LowRankModel, low_rank_patcher
-from .patches import DIFFUSION_MODEL, Found, sorted_patches, strengths_of
+from .low_rank import low_rank_patcher
+from .patches import SortedPatches, layer_name, sort_patches, strengths_of
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 
 class LowRankBeside:
-    """What is added to a ModelPatcher."""
+    """Extend a ModelPatcher: low-rank patches of 8-bit weights are left out of the weights and held as a model of their own.
+
+    A method without a description does what ComfyUI's own does.
+    """
 
     if TYPE_CHECKING:
         model: torch.nn.Module
         patches: dict
 
-    _found: tuple[tuple, Found] | None = None
-    _held: Found | None = None
+    _sorted: tuple[tuple, SortedPatches] | None = None
+    _held: SortedPatches | None = None
     _whole: dict | None = None
-    _strengths: tuple[Found, list, dict] | None = None
-    _low_rank: tuple[Found, "ModelPatcher"] | None = None
+    _strengths: tuple[SortedPatches, list, dict] | None = None
+    _low_rank: tuple[SortedPatches, "ModelPatcher"] | None = None
 
-    def found(self) -> Found:
+    def sorted_patches(self) -> SortedPatches:
         """Sort the patches of 8-bit weights; anew where patches were added."""
         if self._held is not None:
             return self._held
         state = self.patches_uuid, len(self.patches), tuple(map(id, self.hook_patches))
-        if self._found is None or self._found[0] != state:
-            self._found = state, sorted_patches(self)
-        return self._found[1]
+        if self._sorted is None or self._sorted[0] != state:
+            self._sorted = state, sort_patches(self)
+        return self._sorted[1]
 
     def leaves_weights_alone(self) -> bool:
         """Tell whether no patch is merged into any weight."""
-        return self.patches.keys() <= self.found().kept
+        return self.patches.keys() <= self.sorted_patches().kept
 
     def low_rank_patcher(self) -> "ModelPatcher | None":
-        """The ModelPatcher of the low-rank changes, if there are any."""
-        found = self.found()
+        """Return the ModelPatcher of the low-rank changes, if there are any."""
+        found = self.sorted_patches()
         if not found.beside:
             return None
         if self._low_rank is None or self._low_rank[0] is not found:
             changes = {key: tuple(slots.values()) for key, slots in found.beside.items()}
-            dtype = torch.bfloat16 if _activations(self) == torch.bfloat16 else torch.float16
+            dtype = torch.bfloat16 if _cast_dtype(self) == torch.bfloat16 else torch.float16
             self._low_rank = found, low_rank_patcher(self, found.modules, changes, dtype)
         return self._low_rank[1]
 
-    def low_rank(self, device: torch.device) -> LowRankModel | None:
-        """The low-rank changes, ready to be used with the hooks that are active now."""
+    def forwards(self, device: torch.device) -> list[Patch]:
+        """Make the forwards that add the low-rank changes on a device, with the hooks that are active now; none without changes."""
         patcher = self.low_rank_patcher()
         if patcher is None:
-            return None
+            return []
         patcher.model.set_strengths(self._current_strengths(), device)
-        for key, layer in zip(patcher.model.keys, patcher.model.layers, strict=True):
+        for key, layer in patcher.model.by_key():
             layer.in_fp32 = _multiplies_in_fp32(self, key)
-        return patcher.model
+        modules = self.sorted_patches().modules
+        return [layer.around(modules[key]) for key, layer in patcher.model.by_key()]
 
     def _current_strengths(self) -> dict[tuple, float]:
-        found, hooks = self.found(), self.current_hooks.hooks if self.current_hooks else []
+        found, hooks = self.sorted_patches(), self.current_hooks.hooks if self.current_hooks else []
         state = [(hook.hook_ref, hook.strength) for hook in hooks]
         if self._strengths is None or self._strengths[0] is not found or self._strengths[1] != state:
             combined = super().get_combined_hook_patches(self.current_hooks)
@@ -89,8 +92,8 @@ class LowRankBeside:
 
     @contextlib.contextmanager
     def _merging(self) -> Iterator[None]:
-        """Only what is merged into weights is among the patches."""
-        held, whole = self.found(), self.patches
+        """Leave only what is merged into weights among the patches while the context lasts."""
+        held, whole = self.sorted_patches(), self.patches
         self._held, self._whole = held, whole
         self.patches = {key: value for key, value in whole.items() if key not in held.kept}
         try:
@@ -101,8 +104,8 @@ class LowRankBeside:
     def load(self, *args, **kwargs):
         with self._merging():
             result = super().load(*args, **kwargs)
-        for key in self.found().merged:
-            module = self.found().modules[key]
+        for key in self.sorted_patches().merged:
+            module = self.sorted_patches().modules[key]
             if hasattr(module, "_v"):
                 module.seed_key = ""  # whose seed is 0: rounded to nearest (``resolve_cast_module_with_vbar`` in comfy/ops.py)
         return result
@@ -112,7 +115,7 @@ class LowRankBeside:
             return super().partially_unload(*args, **kwargs)
 
     def patch_weight_to_device(self, key, *args, **kwargs):
-        module = self.found().modules.get(key)
+        module = self.sorted_patches().modules.get(key)
         if module is None or not hasattr(module, "set_weight"):
             return super().patch_weight_to_device(key, *args, **kwargs)
         with patched([(module, "set_weight", functools.partial(_set_rounded_to_nearest, module))]):
@@ -120,7 +123,7 @@ class LowRankBeside:
 
     def get_combined_hook_patches(self, hooks):
         """What hooks merge into weights."""
-        beside = self.found().hooks
+        beside = self.sorted_patches().hooks
         return {key: value for key, value in super().get_combined_hook_patches(hooks).items() if key not in beside}
 
     def inject_model(self):
@@ -131,9 +134,9 @@ class LowRankBeside:
 
     def patch_hook_weight_to_device(self, hooks, combined_patches, key, *args, **kwargs):
         """ComfyUI cannot put an 8-bit weight back: its scale is copied into a copy (``copy_to_param`` in comfy/utils.py)."""
-        module = self.found().modules.get(key)
+        module = self.sorted_patches().modules.get(key)
         if module is not None and is_quantized(module):
-            problem = f"A hook changes '{key}' by {self.found().merged[key]}, which an 8-bit weight cannot take while the model runs."
+            problem = f"A hook changes '{key}' by {self.sorted_patches().merged[key]}, which an 8-bit weight cannot take while the model runs."
             raise HalfsafeError(problem, "Load the model with storage bf16, or use a LoRA of another kind.")
         super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
 
@@ -144,34 +147,36 @@ class LowRankBeside:
     def model_state_dict(self, filter_prefix=None):
         """Without the names that a quantized layer gives its scales, which are no attributes: ``get_key_patches`` reads them as such."""
         state = super().model_state_dict(filter_prefix)
-        return {name: tensor for name, tensor in state.items() if not _is_beside_a_weight(self.model, name)}
+        return {name: tensor for name, tensor in state.items() if not _is_no_attribute(self.model, name)}
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
         """With all patches merged: ComfyUI takes a weight that is loaded for one that is patched."""
         state = super().model_state_dict_for_saving(model, prefix)
-        for key in self.found().kept:
+        for key in self.sorted_patches().kept:
             name = key.removeprefix(prefix)
             if name in state:
                 weight = self.patch_weight_to_device(key, device_to=self.load_device, return_weight=True)
-                parts = weight.state_dict(name) if is_quantized(self.found().modules[key]) else {name: weight}
+                parts = weight.state_dict(name) if is_quantized(self.sorted_patches().modules[key]) else {name: weight}
                 state |= {part: tensor.to("cpu") for part, tensor in parts.items()}
         return state
 
 
-def _activations(patcher) -> torch.dtype | None:
+def _cast_dtype(patcher) -> torch.dtype | None:
+    """Return the dtype that a diffusion model's weights are cast to; None for a text encoder, or where they are not."""
     return patcher.get_model_object("manual_cast_dtype") if hasattr(patcher.model, "manual_cast_dtype") else None
 
 
 def _multiplies_in_fp32(patcher, key: str) -> bool:
     """Tell whether a layer that is given fp32 multiplies in fp32, and not in a 16-bit dtype or in 8 bits."""
-    compute, name = compute_of(patcher), plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")
+    compute = compute_of(patcher)
     if compute is None:
         return True
-    decision = compute.plan.decisions.get(name)
-    return (decision.mode if decision else name_of(_activations(patcher) or torch.float32)) == FP32.name
+    decision = compute.plan.decisions.get(layer_name(key))
+    return (decision.mode if decision else name_of(_cast_dtype(patcher) or torch.float32)) == FP32.name
 
 
-def _is_beside_a_weight(model: torch.nn.Module, name: str) -> bool:
+def _is_no_attribute(model: torch.nn.Module, name: str) -> bool:
+    """Tell whether a name of a state dict is that of a quantized weight's scale or format, which its layer has no attribute for."""
     layer, _, own = name.rpartition(".")
     if not own.startswith(("weight_", "comfy_quant")):
         return False
@@ -180,7 +185,7 @@ def _is_beside_a_weight(model: torch.nn.Module, name: str) -> bool:
 
 
 def _set_rounded_to_nearest(module: torch.nn.Module, weight: torch.Tensor, **options):
-    """ComfyUI's quantized layer takes a weight, its scale made anew. Seed 0 is no stochastic rounding.
+    """Set a quantized layer's weight by ComfyUI's own method, its scale made anew. Seed 0 is no stochastic rounding.
 
     A weight of zeros, as of the difference of two models, is given one number that is as good as zero: ComfyUI divides fp8 weights
     by their amax (``requantize_from_float`` with ``recalculate`` in ``comfy/quant_ops.py``), which makes NaN of them.
@@ -190,16 +195,17 @@ def _set_rounded_to_nearest(module: torch.nn.Module, weight: torch.Tensor, **opt
     return type(module).set_weight(module, weight, **{**options, "seed": 0})
 
 
-def kept_beside(extended) -> set[str]:
-    """The keys of the weights whose patches are added beside them; none for a ModelPatcher of ComfyUI's own class."""
-    return extended.found().kept if isinstance(extended, LowRankBeside) else set()
+def kept_beside(patcher: "ModelPatcher") -> set[str]:
+    """Return the keys of the weights whose patches are added beside them; none for a ModelPatcher of ComfyUI's own class."""
+    return patcher.sorted_patches().kept if isinstance(patcher, LowRankBeside) else set()
 
 
-def low_rank_reasons(extended) -> dict[str, str]:
-    """Layer name -> what was done with the patches of its 8-bit weight; none for a ModelPatcher of ComfyUI's own class."""
-    if not isinstance(extended, LowRankBeside):
+def low_rank_reasons(patcher: "ModelPatcher") -> dict[str, str]:
+    """Say by layer what was done with the patches of its 8-bit weight; nothing for a ModelPatcher of ComfyUI's own class."""
+    if not isinstance(patcher, LowRankBeside):
         return {}
-    found = extended.found()
-    beside = {key: f"LoRA of rank {sum(change.rank for change in slots.values())} added beside the weight" for key, slots in found.beside.items()}
-    merged = {key: f"weight quantized anew, rounded to nearest, with {reason} merged into it" for key, reason in found.merged.items()}
-    return {plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight"): text for key, text in (beside | merged).items()}
+    patches = patcher.sorted_patches()
+    ranks = {key: sum(change.rank for change in changes.values()) for key, changes in patches.beside.items()}
+    beside = {key: f"LoRA of rank {rank} added beside the weight" for key, rank in ranks.items()}
+    merged = {key: f"weight quantized anew, rounded to nearest, with {reason} merged into it" for key, reason in patches.merged.items()}
+    return {layer_name(key): text for key, text in (beside | merged).items()}

@@ -1,69 +1,81 @@
 """Sort the patches of 8-bit weights: low-rank ones are kept beside the weight, all others are merged into it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import comfy.utils
 import torch
 
+from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.linear import kind_of
 from ..run.modules import is_quantized
-from .adapters import LowRank, low_rank
+from .adapters import LowRank, key_of, low_rank
 
 if TYPE_CHECKING:
-    pass
+    from comfy.model_patcher import ModelPatcher
 
 DIFFUSION_MODEL = "diffusion_model."
 
 
 @dataclass
-class Found:
+class SortedPatches:
     """What is done with a model's patches of 8-bit weights.
 
     Attributes:
         modules: key of a weight -> its layer.
-        beside: key -> low-rank changes, those of hooks included.
+        beside: key -> the low-rank changes by their keys, those of hooks included.
         merged: key -> why the weight is quantized anew.
-        kept: the keys whose own patches are beside, and ``hooks`` the same for each hook.
+        kept: the keys of weights whose own patches are all kept beside them.
+        hooks: the keys of weights whose patches by hooks are.
     """
 
     modules: dict[str, torch.nn.Module] = field(default_factory=dict)
     beside: dict[str, dict[tuple, LowRank]] = field(default_factory=dict)
     merged: dict[str, str] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
-    hooks: set[tuple] = field(default_factory=set)
+    hooks: set[str] = field(default_factory=set)
 
 
-def sorted_patches(patcher) -> Found:
-    found = Found()
+def sort_patches(patcher: "ModelPatcher") -> SortedPatches:
+    """Sort a ModelPatcher's patches of 8-bit weights, its own and those of all its hooks."""
+    result = SortedPatches()
     for key, patches in patcher.patches.items():
-        if _sort(found, patcher.model, key, patches):
-            found.kept.add(key)
-    keys = {key for patches in patcher.hook_patches.values() for key in patches}
-    for key in keys:
-        if _sort(found, patcher.model, key, [patch for patches in patcher.hook_patches.values() for patch in patches.get(key, ())]):
-            found.hooks.add(key)
-    return found
+        if _sort(result, patcher.model, key, patches):
+            result.kept.add(key)
+    for key, patches in _hook_patches(patcher).items():
+        if _sort(result, patcher.model, key, patches):
+            result.hooks.add(key)
+    return result
 
 
-def _sort(found: Found, model: torch.nn.Module, key: str, patches: list[tuple]) -> bool:
+def _hook_patches(patcher: "ModelPatcher") -> dict[str, list[tuple]]:
+    joined: dict[str, list[tuple]] = {}
+    for by_key in patcher.hook_patches.values():
+        for key, patches in by_key.items():
+            joined.setdefault(key, []).extend(patches)
+    return joined
+
+
+def _sort(result: SortedPatches, model: torch.nn.Module, key: str, patches: list[tuple]) -> bool:
     """Note what is done with the patches of one weight; tell whether they are kept beside it."""
     module = _layer_of(model, key)
     if module is None or not is_8bit_matrix(module):
         return False
-    found.modules[key] = module
+    result.modules[key] = module
     changes = {}
     for patch in patches:
         change = low_rank(patch, tuple(module.weight.shape))
         if isinstance(change, str):
-            found.merged[key] = change
+            result.merged[key] = change
             return False
         changes[change.key] = change
-    found.beside.setdefault(key, {}).update(changes)
+    result.beside.setdefault(key, {}).update(changes)
     return True
 
 
 def _layer_of(model: torch.nn.Module, key: str) -> torch.nn.Module | None:
+    """Return the layer whose weight a key names; None for a bias, or a layer that the model does not have."""
     layer, _, name = key.rpartition(".")
     try:
         return comfy.utils.get_attr(model, layer) if name == "weight" else None
@@ -79,10 +91,16 @@ def is_8bit_matrix(module: torch.nn.Module) -> bool:
     return is_quantized(module) or (weight.is_floating_point() and weight.dtype.itemsize == 1)
 
 
-def strengths_of(pairs: list[tuple[str, list[tuple]]]) -> dict[tuple, float]:
+def strengths_of(pairs: Iterable[tuple[str, list[tuple]]]) -> dict[tuple, float]:
+    """Add up the strengths of equal patches: (key of the weight, key of the patch) -> strength."""
     strengths: dict[tuple, float] = {}
     for key, patches in pairs:
-        for patch in patches:
-            slot = key, (id(patch[1]), patch[3] and tuple(patch[3]))
-            strengths[slot] = strengths.get(slot, 0.0) + patch[0]
+        for strength, value, _, offset, _ in patches:
+            slot = key, key_of(value, offset)
+            strengths[slot] = strengths.get(slot, 0.0) + strength
     return strengths
+
+
+def layer_name(key: str) -> str:
+    """Return the name that plans and reports give the layer whose weight has this key."""
+    return plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")

@@ -201,7 +201,7 @@ def test_what_is_not_low_rank_is_rounded_to_nearest_and_named(comfy, wan, call, 
     assert "rounded to nearest" in reason and {"diff": "'diff'", "dora": "DoRA"}[kind] in reason
     both = with_lora(model, lora)
     families.replay(both, call)
-    assert both.found().merged.keys() == {KEY} and len(both.found().beside) == len(LAYERS) - 1
+    assert both.sorted_patches().merged.keys() == {KEY} and len(both.sorted_patches().beside) == len(LAYERS) - 1
 
 
 def test_a_merge_under_dynamic_vram_is_rounded_to_nearest(comfy, wan):
