@@ -69,7 +69,7 @@ class EscalatedLayers:
 
     def _patches(self) -> list[Patch]:
         own = {id(module): value for module, name, value in self.planned.patches if name == "forward"}
-        spans = [(part, "forward", self._span(own.get(id(part), forward_of(part)))) for part in self.spans.values()]
+        spans = [(part, "forward", self._span(name, own.get(id(part), forward_of(part)))) for name, part in self.spans.items()]
         return [*self._on_model(), *self.planned.patches, *spans]
 
     def _on_model(self) -> list[Patch]:
@@ -84,7 +84,7 @@ class EscalatedLayers:
             (sampling, "calculate_input", lambda sigma, noise: entry(sigma, noise).clone()),
         ]
 
-    def _span(self, forward: Callable) -> Callable:
+    def _span(self, name: str, forward: Callable) -> Callable:
         """A part's forward with fp32 between its layers; its result has the dtype it was given."""
 
         def run(*args, **kwargs):

@@ -46,9 +46,12 @@ class PreciseLayers(EscalatedLayers):
         self, guarded: Guarded, model: "BaseModel", own: Collection[str] | None = None, alone: Collection[str] = (), attention: bool = False
     ):
         self._alone = frozenset(alone)
-        self._own = frozenset(own or ()) if attention else frozenset()
-        self._inside_own = 0
-        super().__init__(*_escalated(guarded, model, own))
+        self._own = frozenset(own or ())
+        self._attention = attention
+        self._exact = 0
+        escalated = _escalated(guarded, model, own)
+        super().__init__(*escalated)
+        self.spans = {name: part for name, part in self.parts.items() if name in escalated[0].spans}
 
     def _plan(self, model: "BaseModel", escalation: Escalation, modes: dict[str, str]) -> ComputePlan:
         plan = super()._plan(model, escalation, modes)
@@ -61,29 +64,38 @@ class PreciseLayers(EscalatedLayers):
             return super().call(call, observing)
 
     def _patches(self) -> list[Patch]:
-        own = [(part, "forward", self._marked(forward_of(part))) for name, part in self.parts.items() if name in self._own]
-        return [*super()._patches(), *own]
+        patches = super()._patches()
+        forwards = {id(module): value for module, name, value in patches if name == "forward"}
+        parts = [part for name, part in self.parts.items() if self._attention and name in self._own]
+        return [*patches, *((part, "forward", self._attending(forwards.get(id(part), forward_of(part)))) for part in parts)]
 
-    def _marked(self, forward: Callable) -> Callable:
+    def _attending(self, forward: Callable) -> Callable:
+        """A part's forward with its attention in fp32."""
+
         def run(*args, **kwargs):
-            self._inside_own += 1
+            self._exact += 1
             try:
                 return forward(*args, **kwargs)
             finally:
-                self._inside_own -= 1
+                self._exact -= 1
 
         return run
 
-    def _span(self, forward: Callable) -> Callable:
+    def _span(self, name: str, forward: Callable) -> Callable:
+        """A part's forward in fp32; as the guard runs it where the part keeps its arithmetic."""
+        if name in self._own:
+            return super()._span(name, forward)
+        exact = self._attending(forward)
+
         def precise(*args, **kwargs):
             with CastsToFp32():
-                return forward(*args, **kwargs)
+                return exact(*args, **kwargs)
 
-        return super()._span(precise)
+        return super()._span(name, precise)
 
     def _attend(self, function: Callable, attention: Callable, q, k, v, heads, *args, **kwargs) -> torch.Tensor:
-        if not (self.whole or self._inside or self._inside_own):
-            return attention(q, k, v, heads, *args, **kwargs)
+        if not (self.whole or self._exact):
+            return super()._attend(function, attention, q, k, v, heads, *args, **kwargs)
         return run_in(torch.float32, full_precision_attention(function), q, k, v, heads, args, kwargs).to(q.dtype)
 
 
@@ -93,9 +105,9 @@ def _escalated(guarded: Guarded, model: "BaseModel", own: Collection[str] | None
         return ALL_IN_FP32, model, guarded.modes
     present = guarded.escalation
     spans = top_level_parts(model.diffusion_model).keys() - own
-    modes = {name: FP32.name if span_of(name, spans) else mode for name, mode in guarded.modes.items()}
-    kept = {name: mode for name, mode in present.layers.items() if not span_of(name, spans)}
-    return Escalation(kept, frozenset(spans) | present.spans), model, modes
+    modes = {name: FP32.name if present.whole or span_of(name, spans) else mode for name, mode in guarded.modes.items()}
+    kept = {name: mode for name, mode in present.layers.items() if not (present.whole or span_of(name, spans))}
+    return Escalation(kept, frozenset(spans) | present.spans, present.stream or present.whole), model, modes
 
 
 class MergedWeights:

@@ -139,6 +139,34 @@ def test_fp16_sums_of_many_products(comfy, files, monkeypatch):
     assert (event.layer, event.op) == ("blocks.1.ffn.2", "fp16_acc16 product")
 
 
+class FewLevels(torch.overrides.TorchFunctionMode):
+    """Products by one fp16 weight have few levels."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear and args[1].dtype == torch.float16 and torch.equal(args[1], self.weight):
+            step = result.abs().amax() / 4
+            return (result / step).round() * step
+        return result
+
+
+@pytest.mark.parametrize(("kind", "widened"), [("residual", "residual stream"), ("attention", "blocks.1")])
+def test_the_cause_in_a_model_that_the_guard_has_widened(comfy, files, kind, widened):
+    """What keeps its arithmetic while the cause is searched keeps what the guard has widened: else it overflows, or is exact."""
+    plain = load(comfy, scaled(files, f"widened_{kind}", families.OVERFLOWS["wan"][kind]), "fp16", "fp16")
+    model = guarded(comfy, plain)
+    families.sample(model, "wan", steps=1)
+    assert widened in report_of(model).escalations and "blocks.1.ffn.0" not in report_of(model).escalations
+    assert checked(comfy, plain)[0] == []
+    with FewLevels(plain.model.diffusion_model.blocks[1].ffn[0].weight):
+        event = found(comfy, plain)
+    assert (event.layer, event.op) == ("blocks.1.ffn.0", "fp16 product") and "nan" not in event.evidence
+
+
 def test_an_int8_product_that_is_wrong(comfy, files, monkeypatch):
     plain = load(comfy, files("wan"), "int8", "int8")
     assert checked(comfy, plain)[0] == []
