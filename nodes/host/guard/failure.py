@@ -121,7 +121,7 @@ class FailedCall:
         """What the node's setting gives for a call that no NaN it was given explains."""
         if self.log.on_nan == "retry_higher":
             return self._repeated()
-        if self.hidden and self.log.events:
+        if self.hidden and self.log.verdict != "clean":
             return self.result
         self._locate()
         if self.hidden:

@@ -27,6 +27,7 @@ from support.guarding import (
     raising_at,
     report_of,
     sample,
+    step_of,
 )
 from support.measures import relative_error
 from support.summing import accumulation
@@ -250,6 +251,34 @@ def test_clamped_values_are_told_and_change_nothing(comfy, clamping, on_nan):
     report = report_of(model)
     assert report.verdict == "stopped" and len(report.events) == 1 and report.extra_calls == 1
     assert (report.events[0].kind, report.events[0].recovered) == ("saturation", False)
+
+
+@pytest.mark.parametrize("on_nan", ["stop", "report"])
+def test_clamped_values_are_told_after_a_step_that_was_off(comfy, clamping, on_nan):
+    """Step 0 clamps nothing and its attention is coarse; from step 1 on the model clamps."""
+
+    def quiet_at_first(run, args, kwargs):
+        block, factor = run.class_obj.diffusion_model.double_blocks[0], 1.0 if step_of(args) else 2.0**18
+        weights = [mlp[2].weight.data for mlp in (block.img_mlp, block.txt_mlp)]
+        for weight in weights:
+            weight /= factor
+        try:
+            return run(*args, **kwargs)
+        finally:
+            for weight in weights:
+                weight *= factor
+
+    def coarse(function, *args, **kwargs):
+        result = function(*args, **kwargs)
+        return (result * 4).round() / 4
+
+    model = inside(plain_fp16(comfy, clamping), quiet_at_first)
+    model.model_options["transformer_options"]["optimized_attention_override"] = coarse
+    model = guarded(comfy, model, on_nan, check="first step")
+    families.sample(model, "flux", steps=3)
+    report = report_of(model)
+    assert [(event.kind, event.step) for event in report.events] == [("drift", 0), ("saturation", 1)]
+    assert report.verdict == "stopped"
 
 
 def test_a_bf16_model_with_nan_in_fp8_is_told_to_have_a_bad_weight(comfy, wan, models_dir):
