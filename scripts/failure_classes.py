@@ -57,7 +57,7 @@ Where ComfyUI 0.30 runs weights during sampling other than in a call of the diff
 |---|---|---|---|
 | text adapters: Anima's `llm_adapter`, LTX-AV's connectors, MiniMax's `condition_proj` and `token_refiner` | `extra_conds` in `comfy/model_base.py` | checked, located, repeated in fp32 | yes; their attention runs in the dtype of the values between layers |
 | noise augmentation of unCLIP, SDXL refiner and Stable Audio's time embedders | `encode_adm`, `extra_conds` | no: they run in fp32, outside of the diffusion model; the call's evidence names what they give | no |
-| ControlNet, T2I adapter | `get_control` in `comfy/controlnet.py` | what they give is checked; the report says that one ran | no |
+| ControlNet, T2I adapter | `get_control` in `comfy/controlnet.py` | what they give is checked; the report says that one ran | that of Load ControlNet; none for others |
 | model patches: DiffSynth, Fun and Uni3C control, USO, Anima LLLite | inside of the call, as `patches` | checked and repeated with the call, in fp32 where the values between layers are; the report names them, and the verdict where only they make it NaN | no |
 | GLIGEN's position net | `comfy/samplers.py`, before the call | no: the call is checked with what it gives; where that makes it NaN, it is named | no |
 | masks, latents and images given as conditioning | `concat_cond`, `extra_conds` | no weights run; what is NaN is named at the call | no |
