@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
+import comfy.ops
 import torch
 from comfy.quant_ops import QuantizedTensor
 from halfsafe.nodes.host.lora.low_rank import LowRankLayer
@@ -17,6 +20,8 @@ class Products(TorchDispatchMode):
     """Records, as the report names modes, the products made inside of each of ``layers`` (name -> module).
 
     ``beside``: the same of the LoRAs that are added to a layer's own product.
+    A product that ``linear_input_act`` of ``comfy/ops.py`` makes past a layer's forward, as in the MLPs of Wan and LTX-Video
+    from ComfyUI 0.33 on, is that layer's too.
     fp16_wide: both matrices are fp32 but hold only numbers that fp16 holds, which on a CPU is what ``fp16_safe`` multiplies.
     """
 
@@ -36,7 +41,26 @@ class Products(TorchDispatchMode):
             self._hooks.append(module.register_forward_hook(lambda *_: self._inside.pop() and None))
         self._hooks.append(every_module.register_module_forward_pre_hook(self._enter_beside))
         self._hooks.append(every_module.register_module_forward_hook(self._leave_beside))
+        self._input_act = mock.patch.object(comfy.ops, "linear_input_act", self._past_forward(comfy.ops.linear_input_act))
+        self._input_act.start()
         return super().__enter__()
+
+    def _past_forward(self, linear_input_act):
+        names = {id(module): name for name, module in self._layers.items()}
+
+        def run(linear, x, *args, **kwargs):
+            if id(linear) not in names:
+                return linear_input_act(linear, x, *args, **kwargs)
+            name = names[id(linear)]
+            before = len(self.made[name])
+            self._inside.append(name)
+            try:
+                return linear_input_act(linear, x, *args, **kwargs)
+            finally:
+                self._inside.pop()
+                self.made[name][before:] = _without_rotation(self.made[name][before:])
+
+        return run
 
     def _enter_beside(self, module, inputs) -> None:
         self._is_beside = self._is_beside or isinstance(module, LowRankLayer)
@@ -47,6 +71,7 @@ class Products(TorchDispatchMode):
     def __exit__(self, *exception):
         for hook in self._hooks:
             hook.remove()
+        self._input_act.stop()
         return super().__exit__(*exception)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -63,6 +88,12 @@ class Products(TorchDispatchMode):
         """Layer -> what it multiplied in; every call of a layer must have been alike."""
         assert all(len(set(made)) == 1 for made in self.made.values()), self.made
         return {name: made[0] for name, made in self.made.items()}
+
+
+def _without_rotation(made: list[str]) -> list[str]:
+    """What a layer multiplied, less the rotation of its input, a product of its own in ``int8_linear`` of comfy-kitchen's eager
+    backend. Where ``torch.nn.functional.linear`` leads there, the whole of it is one operation."""
+    return [mode for mode in made if mode == "int8"] or made
 
 
 def _mode(name: str, args: tuple) -> str:

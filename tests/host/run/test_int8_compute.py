@@ -54,17 +54,10 @@ def block_linears(model):
 
 
 def ran(model, call, layers):
-    """Layer -> the mode of its products in one call, and how many products of int8 by int8 that call made.
-
-    From ComfyUI 0.33 on ``linear_input_act`` multiplies the second Linear of Wan's MLP past its forward, where only the count
-    sees it, and only in int8.
-    """
+    """Layer -> the mode of its products in one call, and how many products of int8 by int8 that call made."""
     families.replay(model, call)
     with Products(layers) as products, Int8Products() as spy:
         families.replay(model, call)
-    past = {name for name, modes in products.made.items() if not modes and name.endswith(".ffn.2")}
-    for name in past:
-        products.made[name].append("int8")
     return products.modes(), len(spy)
 
 
