@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from unittest import mock
 
 import comfy.ops
@@ -41,8 +42,9 @@ class Products(TorchDispatchMode):
             self._hooks.append(module.register_forward_hook(lambda *_: self._inside.pop() and None))
         self._hooks.append(every_module.register_module_forward_pre_hook(self._enter_beside))
         self._hooks.append(every_module.register_module_forward_hook(self._leave_beside))
-        self._input_act = mock.patch.object(comfy.ops, "linear_input_act", self._past_forward(comfy.ops.linear_input_act))
-        self._input_act.start()
+        fused = getattr(comfy.ops, "linear_input_act", None)  # from ComfyUI 0.30 on
+        self._input_act = mock.patch.object(comfy.ops, "linear_input_act", self._past_forward(fused)) if fused else contextlib.nullcontext()
+        self._input_act.__enter__()
         return super().__enter__()
 
     def _past_forward(self, linear_input_act):
@@ -71,7 +73,7 @@ class Products(TorchDispatchMode):
     def __exit__(self, *exception):
         for hook in self._hooks:
             hook.remove()
-        self._input_act.stop()
+        self._input_act.__exit__(None, None, None)
         return super().__exit__(*exception)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
