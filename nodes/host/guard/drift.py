@@ -19,7 +19,7 @@ from ....precision.guard.drift import ATTENTION, BETWEEN, ONCE, OUTSIDE, STEP_CA
 from ....precision.guard.ladder import RandomStart
 from ....precision.guard.log import CallPosition, GuardLog
 from ....precision.guard.policy import span_of
-from ....precision.modes import FP16_ACC16
+from ....precision.modes import FP16_ACC16, FP32
 from ....precision.report.schema import CheckReport
 from ....precision.report.text import check_text
 from ..load.devices import is_oom
@@ -157,7 +157,9 @@ class DriftCheck:
         self.report.blocks = drift.worst_blocks(self.blocks.samples, exact.samples)
 
     def _run_exact(self, patches: Sequence[Patch]) -> torch.Tensor:
-        return self._run(PreciseLayers(self.guarded, self.model), patches, with_rounded_guidance(self.call, activation_dtype(self.patcher)))
+        widened = self.guarded.escalation
+        given = torch.float32 if widened.stream or widened.whole else activation_dtype(self.patcher)
+        return self._run(PreciseLayers(self.guarded, self.model), patches, with_rounded_guidance(self.call, given))
 
     def _run(self, layers: PreciseLayers | None, patches: Sequence[Patch] = (), call: Call | None = None) -> torch.Tensor:
         """Make the call once more, with the random numbers it had."""
@@ -257,6 +259,8 @@ def _summed_modes(patcher: "ModelPatcher") -> dict[str, str]:
 
 def _arithmetic(patcher: "ModelPatcher", guarded: Guarded) -> str:
     """The arithmetic of a model, as thresholds name it: the coarsest of its layers' and of the values between them."""
+    if guarded.escalation.whole:
+        return FP32.name
     modes = _summed_modes(patcher)
     found = {drift.arithmetic_named(mode) for mode in [guarded.stream, *(modes[name] for name in guarded.modes)]}
     kernels = kernels_of(patcher, modes).items()

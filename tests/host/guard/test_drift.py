@@ -6,6 +6,7 @@ from comfy.sd import load_diffusion_model, load_lora_for_models
 from halfsafe.nodes.host.run import compute
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
+from halfsafe.precision.devices import probes
 from support import families, model_files
 from support.families import load
 from support.fp8_products import fast_fp8_products
@@ -165,6 +166,16 @@ def test_the_cause_in_a_model_that_the_guard_has_widened(comfy, files, kind, wid
     with FewLevels(plain.model.diffusion_model.blocks[1].ffn[0].weight):
         event = found(comfy, plain)
     assert (event.layer, event.op) == ("blocks.1.ffn.0", "fp16 product") and "nan" not in event.evidence
+
+
+def test_embedded_guidance_of_a_model_that_the_guard_runs_in_fp32(comfy, files, monkeypatch):
+    """Flux' guidance of 3.5 is 3504 in bf16 and 3500 in fp32, which the guard gives the model here."""
+    monkeypatch.setattr(probes, "canary", lambda device, dtype: (dtype == "fp32", "simulated"))
+    model = guarded(comfy, load(comfy, files("flux"), "bf16", "bf16"), check="first step")
+    families.sample(model, "flux", steps=1)
+    (check,) = report_of(model).checks
+    assert [event.kind for event in report_of(model).events] == ["canary"]
+    assert check.arithmetic == "fp32" and check.snr_db > 100
 
 
 def test_an_int8_product_that_is_wrong(comfy, files, monkeypatch):
