@@ -170,21 +170,25 @@ class SafeOperation:
         return product.reshape(*x.shape[:-1], weight.shape[0])
 
     def _apply(self, x, weight, bias, *args, **kwargs) -> torch.Tensor:
-        module = self.module
-        if self.kind == "linear":
-            return F.linear(x, weight, bias)
-        if self.kind == "conv":
-            return module._conv_forward(x, weight, bias, *args, **kwargs)
-        dimensions = weight.dim() - 2
-        output_size = args[0] if args else kwargs.get("output_size")
-        padding = module._output_padding(
-            x, output_size, module.stride, module.padding, module.kernel_size, dimensions, module.dilation
-        )
-        convolve = TRANSPOSED[dimensions]
-        return convolve(x, weight, bias, module.stride, module.padding, padding, module.groups, module.dilation)
+        return multiplied(self.module, self.kind, x, weight, bias, *args, **kwargs)
 
     def _broadcast(self, bias: torch.Tensor) -> torch.Tensor:
         return bias if self.kind == "linear" else bias.reshape(-1, *[1] * len(self.module.kernel_size))
+
+
+def multiplied(module: torch.nn.Module, kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args, **kwargs):
+    """Multiply as a module of this kind does, by the weight and bias given, all of one dtype; other arguments as of its forward."""
+    if kind == "linear":
+        return F.linear(x, weight, bias)
+    if kind == "conv":
+        return module._conv_forward(x, weight, bias, *args, **kwargs)
+    dimensions = weight.dim() - 2
+    output_size = args[0] if args else kwargs.get("output_size")
+    padding = module._output_padding(
+        x, output_size, module.stride, module.padding, module.kernel_size, dimensions, module.dilation
+    )
+    convolve = TRANSPOSED[dimensions]
+    return convolve(x, weight, bias, module.stride, module.padding, padding, module.groups, module.dilation)
 
 
 def _needs_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:

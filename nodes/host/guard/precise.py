@@ -11,6 +11,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.attention import run_in
+from ....precision.arithmetic.linear import kind_of, multiplied
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.guard.drift import CastsToFp32
 from ....precision.guard.policy import ALL_IN_FP32, Escalation, span_of
@@ -138,24 +139,18 @@ class MergedWeights:
     def _patch(self, name: str, patched: bool) -> Patch:
         return self.modules[name], "forward", functools.partial(self._multiply, name, patched)
 
-    def _multiply(self, name: str, patched: bool, x: torch.Tensor) -> torch.Tensor:
+    def _multiply(self, name: str, patched: bool, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         module, key = self.modules[name], f"{DIFFUSION_MODEL}{name}.weight"
         weight = dequantized(self._unpatched(key, module).data.to(x.device)).float()
         if patched:
             weight = comfy.lora.calculate_weight(self._patches[key], weight, key, original_weights={key: [(weight.clone(),)]})
         with weights_of(module)(module, x.float(), torch.float32) as (_, bias):
-            return _product(module, x.float(), weight, bias).to(x.dtype)
+            return multiplied(module, kind_of(module), x.float(), weight, bias, *args, **kwargs).to(x.dtype)
 
     def _unpatched(self, key: str, module: torch.nn.Module) -> torch.Tensor:
         """The weight before any patch: ComfyUI keeps it where it merged LoRAs, else where a hook changed it."""
         merged, hooked = self._patcher.backup.get(key), self._patcher.hook_backup.get(key)
         return merged.weight if merged else hooked[0] if hooked else module.weight
-
-
-def _product(module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    if weight.dim() == 2:
-        return torch.nn.functional.linear(x, weight, bias)
-    return module._conv_forward(x, weight, bias)
 
 
 def _held(module: torch.nn.Module) -> torch.dtype:

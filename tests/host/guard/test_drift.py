@@ -1,11 +1,15 @@
 """Finite and wrong: what the guard's check finds, what it names, and that it changes nothing."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from comfy.sd import load_diffusion_model, load_lora_for_models
+from halfsafe.nodes.host.guard.precise import MergedWeights
 from halfsafe.nodes.host.run import compute
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
+from halfsafe.precision.arithmetic.patching import patched
 from halfsafe.precision.devices import probes
 from support import families, model_files
 from support.families import load
@@ -108,6 +112,30 @@ def test_a_lora_of_a_hook_drowned_by_requantizing(comfy, files):
     stock = load_diffusion_model(str(files("wan")), model_options={"dtype": torch.float8_e4m3fn})
     event = found(comfy, stock, cond=hooked(0.01))
     assert event.op == "weight quantized anew with its LoRA" and event.layer in LAYERS
+
+
+LAYERS_OF_EACH_KIND = {
+    "Linear": ((8, 6), (2, 8)),
+    "Conv2d": ((8, 6, 3), (2, 8, 5, 5)),
+    "ConvTranspose2d": ((8, 6, 2, 2), (2, 8, 5, 5)),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS_OF_EACH_KIND)
+def test_a_patched_layer_of_each_kind_multiplies_by_its_weight_in_fp32(kind):
+    sizes, shape = LAYERS_OF_EACH_KIND[kind]
+    layer = getattr(core("comfy.ops").manual_cast, kind)(*sizes, dtype=torch.bfloat16)
+    weight, added = (torch.randn(layer.weight.shape).bfloat16() for _ in range(2))
+    layer.weight, layer.bias = torch.nn.Parameter(weight), torch.nn.Parameter(torch.randn(6).bfloat16())
+    model = torch.nn.Module()
+    model.diffusion_model = torch.nn.ModuleDict({"layer": layer})
+    patches = {"diffusion_model.layer.weight": [(0.01, ("diff", (added,)), 1.0, None, None)]}
+    patcher = SimpleNamespace(model=model, patches=patches, current_hooks=None, get_combined_hook_patches=lambda hooks: {}, backup={}, hook_backup={})
+    merged, x = MergedWeights(patcher), torch.randn(shape)
+    exact = getattr(torch.nn, kind)(*sizes)
+    exact.weight, exact.bias = torch.nn.Parameter(weight.float() + 0.01 * added.float()), torch.nn.Parameter(layer.bias.float())
+    with torch.inference_mode(), patched(merged.exact(merged.modules)):
+        torch.testing.assert_close(layer(x), exact(x))
 
 
 class RoundsSums(torch.overrides.TorchFunctionMode):
