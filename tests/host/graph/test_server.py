@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -12,6 +13,10 @@ from pathlib import Path
 import bench_import
 import pytest
 from comfyui_server import Server, ServerError, make_base_directory
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from support import control_files
+from workflow import node
 
 ROOT = Path(__file__).absolute().parents[3]
 NODE_IDS = {
@@ -112,6 +117,81 @@ def test_interrupt_is_reported(server: Server) -> None:
     wait_until_running(server, prompt_id)
     server.interrupt()
     assert server.wait(prompt_id, timeout=60)["status"]["status_str"] == "error"
+
+
+def reported(outputs: dict) -> dict:
+    return json.loads(outputs["10"]["halfsafe_report"][0])
+
+
+def test_a_check_finds_a_stale_step_cache_and_a_cached_prompt_still_tells_it(server: Server) -> None:
+    graph = stock_graph()
+    graph["20"] = node("EasyCache", model=["1", 0], reuse_threshold=3.0, start_percent=0.0, end_percent=1.0, verbose=False)
+    graph["9"] = node("HalfsafeNaNGuard", model=["20", 0], on_nan="retry_higher", max_retries=8, check="every 5th step")
+    graph["10"] = node("HalfsafeReport", model=["9", 0], after=["6", 0])
+    graph["6"]["inputs"] |= {"model": ["9", 0], "steps": 12, "seed": 3}
+    before = len(server.log())
+    guard = reported(server.prompt(graph))["guard"]
+    assert [(check["step"], check["arithmetic"] == "step cache") for check in guard["checks"]] == [(0, False), (5, True), (10, True)]
+    assert [(event["kind"], event["step"], event["op"]) for event in guard["events"]] == [("drift", 5, "step cache"), ("drift", 10, "step cache")]
+    assert (guard["verdict"], guard["extra_calls"]) == ("clean", 3)
+    log = server.log()[before:]
+    assert log.count("Halfsafe check: step") == 3 and log.count("finite, but off: step cache adds most") == 2
+    assert reported(server.prompt(graph))["guard"] == guard
+    assert server.log()[before:].count("Halfsafe check:") == 3, "nothing ran again"
+    graph["9"]["inputs"]["check"] = "every step"
+    with pytest.raises(ServerError, match="check: 'every step' not in"):
+        server.prompt(graph)
+
+
+@pytest.fixture
+def control_net(small_models: Path) -> Path:
+    return control_files.sd15(small_models / "controlnet" / "control.safetensors")
+
+
+def controlled_graph(storage: str) -> dict:
+    """An SD 1.5 prompt with a ControlNet on a grey picture beside a guarded model."""
+    graph = stock_graph()
+    widths = {"width": 64, "height": 64, "batch_size": 1}
+    graph["1"] = node("CheckpointLoaderSimple", ckpt_name="sd15_checkpoint.safetensors")
+    graph["4"]["inputs"]["clip"], graph["7"]["inputs"]["vae"] = ["1", 1], ["1", 2]
+    graph["5"] = node("EmptyLatentImage", **widths)
+    graph["9"] = node("HalfsafeNaNGuard", model=["1", 0], on_nan="stop", max_retries=8)
+    graph["12"] = node("EmptyImage", **widths, color=8421504)
+    graph["13"] = node("HalfsafeLoadControlNet", control_net_name="control.safetensors", storage=storage, compute="fp16_safe")
+    prompts = {"positive": ["4", 0], "negative": ["4", 0]}
+    graph["14"] = node("ControlNetApplyAdvanced", **prompts, control_net=["13", 0], image=["12", 0], strength=1.0, start_percent=0.0, end_percent=1.0)
+    graph["6"]["inputs"] |= {"model": ["9", 0], "positive": ["14", 0], "negative": ["14", 1]}
+    graph["10"] = node("HalfsafeReport", model=["9", 0], after=["6", 0])
+    del graph["2"], graph["3"]
+    return graph
+
+
+def test_a_control_net_runs_beside_a_guarded_model_and_is_loaded_anew_once_its_file_changes(server: Server, control_net: Path) -> None:
+    pixels = []
+    graph = controlled_graph("fp8_e4m3fn")
+    for factor in (1, 3):
+        tensors = load_file(control_net)
+        save_file({name: value * factor if name.startswith("zero_convs") else value for name, value in tensors.items()}, control_net)
+        before = len(server.log())
+        for _ in range(2):
+            outputs = server.prompt(graph)
+            report = reported(outputs)
+            (control,) = report["control_nets"]
+            assert (control["file"], control["calls"], control["decisions"]["compute"]) == ("control.safetensors", 2, "fp16_safe")
+            modes = {layer["mode"] for layer in control["layers"] if layer["storage"] == "fp8_e4m3fn"}
+            assert modes == {"fp16_wide"} and report["guard"]["verdict"] == "clean"
+        assert server.log()[before:].count("control.safetensors: storage fp8_e4m3fn; compute fp16_safe") == 1
+        pixels.append(Image.open(io.BytesIO(server.view(outputs["8"]["images"][0]))).tobytes())
+    assert pixels[0] != pixels[1]
+
+
+def test_what_is_wrong_with_a_control_net_is_told(server: Server, control_net: Path) -> None:
+    control_net.write_bytes(control_net.read_bytes()[:-1000])
+    with pytest.raises(ServerError, match=r"HalfsafeLoadControlNet: .*control.safetensors: truncated: 1000 of \d+ bytes are missing"):
+        server.prompt(controlled_graph("int8"))
+    control_net.unlink()
+    with pytest.raises(ServerError, match="control_net_name: 'control.safetensors' not in"):
+        server.prompt(controlled_graph("int8"))
 
 
 def test_stop_ends_the_process(comfyui_dir: Path, tmp_path: Path) -> None:
