@@ -148,7 +148,7 @@ export class ReportPanel {
       if (this.#report) this.#drawTable(this.#report);
       this.table.querySelector(`button[data-key="${CSS.escape(key)}"]`)?.focus();
     };
-    const name = el("bdi", { text: row.name });
+    const name = nameOf(row.name);
     const count = several ? el("span", { class: "hs-times", text: `\u00d7${row.members.length}` }) : null;
     const label = expandable
       ? el("button", { type: "button", class: "hs-name", "aria-expanded": String(open), "data-key": key, onclick: toggle }, name, count)
@@ -164,17 +164,23 @@ function detailRows(row, several, modes) {
   return [
     el("tr", { role: "row", class: "hs-reason" }, reason),
     ...(several ? row.members : []).map((layer) => {
-      const element = layerRow(layer, el("span", { class: "hs-name" }, el("bdi", { text: layer.name })), modes, false);
+      const element = layerRow(layer, el("span", { class: "hs-name" }, nameOf(layer.name)), modes, false);
       element.classList.add("hs-member");
       return element;
     }),
   ];
 }
 
+/** A layer's name, which may go on in another line after a dot, but for a mere number or star. @param {string} name */
+function nameOf(name) {
+  const [first, ...rest] = name.split(/(?<=\.)(?=[^.]{2})/);
+  return el("bdi", {}, first, ...rest.flatMap((part) => [el("wbr"), part]));
+}
+
 /** @param {Layer} layer @param {HTMLElement} label @param {Report["modes"]} modes @param {boolean} escalated */
 function layerRow(layer, label, modes, escalated) {
   const plain = modes[layer.mode]?.label;
-  const note = [layer.name, plain && t(plain), layer.kernel, layer.reason, escalated && t("escalated by the guard")].filter(Boolean).join("\n");
+  const note = [layer.name, layer.class, plain && t(plain), layer.kernel, layer.reason, escalated && t("escalated by the guard")].filter(Boolean).join("\n");
   const mode = el("td", { role: "cell", "data-column": "mode" }, swatch(layer.mode), layer.mode);
   if (escalated) mode.append(el("span", { class: "hs-up", "aria-label": t("escalated by the guard"), text: "\u2191" }));
   return el(

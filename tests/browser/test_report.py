@@ -103,6 +103,21 @@ def test_rows_open_by_keyboard_and_say_why(ran: ComfyPage, report: dict) -> None
     assert ran.page.locator(".hs-reason").count() == 0
 
 
+@pytest.mark.parametrize("width", [330, 540, 900])
+def test_long_names_are_whole(ran: ComfyPage, report: dict, width: int, pictures: Path, cell: str) -> None:
+    rows = [{**row, "name": f"transformer_blocks.12.audio_to_video_attention.{row['name']}"} for row in report["view"]["rows"]]
+    ran.show_report({**report, "view": {**report["view"], "rows": rows}})
+    ran.zoom_to("HalfsafeReport", width, 640)
+    ran.screenshot(pictures, f"names-{width}-{cell}")
+    names = ran.evaluate("""() => [...document.querySelectorAll(".hs-table bdi")].map((name) => {
+        const next = [...name.closest("tr").cells].slice(1).find((cell) => cell.offsetWidth), box = name.getBoundingClientRect();
+        const below = next.getBoundingClientRect().top >= box.bottom - 1;
+        return { name: name.textContent, whole: name.scrollWidth <= name.clientWidth, apart: below || box.right <= next.getBoundingClientRect().left }; })""")
+    assert [name["name"] for name in names] == [row["name"] for row in rows]
+    assert [name for name in names if not (name["whole"] and name["apart"])] == []
+    ran.show_report(report)
+
+
 def test_nothing_overflows_at_320_pixels(ran: ComfyPage, pictures: Path, cell: str) -> None:
     ran.zoom_to("HalfsafeReport", 320, 640)
     ran.screenshot(pictures, f"report-320-{cell}")
