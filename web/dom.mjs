@@ -37,6 +37,11 @@ export function swatch(dtype) {
   return el("span", { class: "hs-swatch", style: background(dtype), "aria-hidden": "true" });
 }
 
+/** A guard's verdict; nothing is NaN where a check only found a drift, and yet not all is well. @param {string} verdict @param {({kind: string} | null)[]} events */
+export function verdictOf(verdict, events) {
+  return verdict === "clean" && events.some((event) => event?.kind === "drift") ? "drift" : verdict;
+}
+
 /** @param {string} verdict */
 export function verdictPill(verdict) {
   return el("span", { class: "hs-verdict", "data-verdict": verdict, text: verdictText(verdict) });

@@ -19,8 +19,11 @@ const PANEL_SIZE = [460, 480];
 const PANEL_MIN_HEIGHT = 240;
 
 const log = new RunLog(drawRun);
-/** @type {WeakMap<any, {panel: ReportPanel, output: any, report: import("./report.mjs").Report | null, promptId: string, seen: number}>} */
+/** @type {WeakMap<any, {panel: ReportPanel, output: any, report: import("./report.mjs").Report | null}>} */
 const panels = new WeakMap();
+/** A report's text -> the run that made it, and how many of that run's events it tells: the page makes panels anew at any time.
+ * @type {Map<string, {promptId: string, seen: number}>} */
+const told = new Map();
 /** @type {WeakMap<any, string>} */
 const badgeTexts = new WeakMap();
 /** @type {HTMLElement | null} */
@@ -63,7 +66,7 @@ function addPanel(node) {
   const widget = node.addDOMWidget("halfsafe_report", "halfsafe_report", panel.element, options);
   widget.serialize = false;
   node.setSize([Math.max(node.size[0], PANEL_SIZE[0]), Math.max(node.size[1], PANEL_SIZE[1])]);
-  panels.set(node, { panel, output: undefined, report: null, promptId: "", seen: 0 });
+  panels.set(node, { panel, output: undefined, report: null });
 }
 
 /** @param {any} node */
@@ -99,15 +102,15 @@ function showOutputs() {
 
 /** @param {any} detail of an `executed` event */
 function noteExecuted(detail) {
-  const id = String(detail.display_node ?? detail.node);
-  const { run } = log;
-  for (const node of ownNodes()) {
-    const entry = panels.get(node);
-    if (!entry || String(node.id) !== id.split(":").at(-1)) continue;
-    entry.promptId = detail.prompt_id;
-    entry.seen = run && run.promptId === detail.prompt_id ? run.events.length : 0;
-  }
+  const text = detail.output?.halfsafe_report?.[0];
+  if (text && log.run?.promptId === detail.prompt_id) told.set(text, { promptId: detail.prompt_id, seen: log.run.events.length });
   showOutputs();
+}
+
+/** @param {any} detail of an `execution_start` event */
+function noteStart(detail) {
+  told.clear();
+  log.start(detail.prompt_id);
 }
 
 /** The ids of the nodes a node's inputs come from, itself included. @param {any} node */
@@ -130,7 +133,8 @@ function drawRun() {
     const entry = panels.get(node);
     if (!entry) continue;
     const before = upstream(node);
-    const unseen = events.slice(entry.promptId === promptId ? entry.seen : 0);
+    const report = told.get(entry.output);
+    const unseen = events.slice(report?.promptId === promptId ? report.seen : 0);
     const live = unseen.filter(({ node_id: id }) => id === null || String(id).includes(":") || before.has(String(id)));
     entry.panel.showLive(live.length ? live : null);
   }
@@ -173,7 +177,7 @@ function on(event, act) {
 
 function listen() {
   on("halfsafe.guard", onGuard);
-  on("execution_start", (detail) => log.start(detail.prompt_id));
+  on("execution_start", noteStart);
   on("execution_success", (detail) => log.end(detail.prompt_id, "done"));
   on("execution_error", (detail) => log.end(detail.prompt_id, "failed"));
   on("execution_interrupted", (detail) => log.end(detail.prompt_id, "failed"));

@@ -1,6 +1,6 @@
 // @ts-check
 /** The report on its node: head, shares, guard, remarks and the table of layers. */
-import { el, firstOf, paint, shareBar, swatch, verdictPill } from "./dom.mjs";
+import { el, firstOf, paint, shareBar, swatch, verdictOf, verdictPill } from "./dom.mjs";
 import { checkText, deviceText, eventText, filterLayers, rowsOf, sortRows } from "./report.mjs";
 import { t } from "./words.mjs";
 
@@ -205,10 +205,10 @@ function emptyHint() {
 
 /** @param {Report} report */
 export function headOf(report) {
-  const { model, view } = report;
+  const { guard, model, view } = report;
   const size = t("{parameters} parameters, {size}", { parameters: view.parameters, size: view.size });
   return [
-    el("div", { class: "hs-title" }, el("strong", { text: model.class || t("unknown model") }), verdictPill(report.guard.verdict)),
+    el("div", { class: "hs-title" }, el("strong", { text: model.class || t("unknown model") }), verdictPill(verdictOf(guard.verdict, guard.events))),
     el("div", { class: "hs-sub", title: deviceText(report), text: deviceText(report) }),
     el("div", { class: "hs-sub", text: size }),
     shareBar(t("stored"), view.stored.map((part) => ({ ...part, detail: part.size }))),

@@ -69,10 +69,11 @@ export function eventText(event) {
 export function checkText(check) {
   if (check.left_out) return atStep(check, t("not compared with fp32. {why}", { why: check.left_out }));
   const blocks = check.blocks.map(({ name, snr_db }) => `${name} ${decibels(snr_db)}`).join(", ");
-  const values = { snr: decibels(check.snr_db), arithmetic: check.arithmetic, expected: decibels(check.threshold_db), blocks: blocks || "-" };
-  const line = t("{snr} from fp32 ({arithmetic}, at least {expected} expected), lowest after: {blocks}", values);
+  const values = { snr: decibels(check.snr_db), arithmetic: check.arithmetic, expected: decibels(check.threshold_db) };
+  const line = t("{snr} from fp32 ({arithmetic}, at least {expected} expected)", values);
+  const lowest = blocks && t("lowest after: {blocks}", { blocks });
   const lora = check.lora_snr_db === null ? "" : t("LoRAs {snr} above the rounding of their weights", { snr: decibels(check.lora_snr_db) });
-  return atStep(check, [line, lora].filter(Boolean).join("; "));
+  return atStep(check, [line, lowest, lora].filter(Boolean).join("; "));
 }
 
 /** @param {number | null} value */

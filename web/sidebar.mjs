@@ -1,6 +1,6 @@
 // @ts-check
 /** The sidebar tab: what the guards of the last run said, and the reports of this workflow in short. */
-import { el, firstOf, paint, verdictPill } from "./dom.mjs";
+import { el, firstOf, paint, verdictOf, verdictPill } from "./dom.mjs";
 import { adviceLine, headOf } from "./panel.mjs";
 import { t } from "./words.mjs";
 
@@ -38,7 +38,8 @@ function quiet(run) {
 function guardCard(id, guard, graph) {
   const summary = guard.message ? el("p", {}, guard.message, guard.advice ? el("span", { class: "hs-dim", text: ` ${guard.advice}` }) : null) : null;
   const events = el("div", { class: "hs-events" }, ...firstOf(guard.events.map((event) => adviceLine(event, guard.advice))));
-  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, verdictPill(guard.verdict)), summary, events);
+  const pill = verdictPill(verdictOf(guard.verdict, guard.events.map((message) => message.event)));
+  return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, pill), summary, events);
 }
 
 /** @param {NamedReport} entry @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */

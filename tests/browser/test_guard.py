@@ -21,6 +21,15 @@ PUT_GUARD_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.typ
     app.graph.add(guard);
     loader.connect(0, guard, "model"); guard.connect(0, of("KSampler"), "model"); guard.connect(0, of("HalfsafeReport"), "model"); }"""
 
+PUT_STALE_CACHE_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type);
+    const guard = LiteGraph.createNode("HalfsafeNaNGuard"), cache = LiteGraph.createNode("EasyCache");
+    const put = (node, values) => { for (const widget of node.widgets) widget.value = values[widget.name] ?? widget.value; };
+    put(guard, { check: "every 5th step" }); put(of("KSampler"), { steps: 12 });
+    put(cache, { reuse_threshold: 3.0, start_percent: 0.0, end_percent: 1.0 });
+    app.graph.add(guard); app.graph.add(cache);
+    of("HalfsafeLoadDiffusionModel").connect(0, cache, "model"); cache.connect(0, guard, "model");
+    guard.connect(0, of("KSampler"), "model"); guard.connect(0, of("HalfsafeReport"), "model"); }"""
+
 
 @pytest.fixture
 def comfy(open_module_page) -> ComfyPage:
@@ -123,3 +132,28 @@ def test_a_real_overflow_is_told_while_it_runs_and_in_the_report(open_module_pag
     comfy.screenshot(pictures, f"sidebar-{cell}")
     assert "WAN21" in comfy.page.inner_text(".hs-sidebar") and "finished" in comfy.page.inner_text(".hs-sidebar h3")
     comfy.evaluate(TOGGLE_TAB)
+
+
+def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(open_module_page: ComfyPage, pictures: Path, cell: str) -> None:
+    comfy = open_module_page
+    comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
+    comfy.make_small()
+    comfy.evaluate(PUT_STALE_CACHE_IN)
+    comfy.load(comfy.saved())
+    shown = comfy.record_toasts()
+    comfy.run()
+    assert [toast["summary"] for toast in shown()] == ["Halfsafe: drift, step cache, step 5", "Halfsafe: drift, step cache, step 10"]
+    comfy.page.wait_for_selector(".hs-guard .hs-event")
+    comfy.zoom_to("HalfsafeReport", 520, 640)
+    comfy.screenshot(pictures, f"drift-{cell}")
+    assert comfy.page.inner_text(".hs-title .hs-verdict") == "drift"
+    text = comfy.page.inner_text(".hs-guard")
+    assert "step 0, sigma 1" in text and text.count("lowest after: ") == 1 and "12 calls, 3 repeated" in text and "lower the threshold of the step cache" in text
+    comfy.evaluate(TOGGLE_TAB)
+    comfy.page.wait_for_selector(".hs-sidebar .hs-card .hs-verdict")
+    assert comfy.page.locator(".hs-sidebar .hs-verdict").all_inner_texts() == ["drift", "drift"]
+    comfy.evaluate(TOGGLE_TAB)
+    comfy.set("Comfy.Locale", "zh")
+    comfy.page.wait_for_function("() => [...document.querySelectorAll('.hs-verdict')].some((pill) => pill.textContent === '\u504f\u5dee')")
+    comfy.set("Comfy.Locale", "en")
+    comfy.page.wait_for_function("(text) => [...document.querySelectorAll('.hs-guard')].some((guard) => guard.innerText === text)", arg=text)
