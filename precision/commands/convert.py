@@ -18,6 +18,7 @@ from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
 from ..plan.rules import Rules
 from ..plan.storage import StorageDecision, plan_storage
+from .many import PART
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ def convert_file(
     began = time.perf_counter()
     file = open_checkpoint(source)
     _refuse_same_file(file, Path(target))
+    _refuse_name_of_a_part(Path(target))
     checkpoint = read_checkpoint(file, file.metadata, source)
     refuse_lora(checkpoint)
     decisions = decide(checkpoint, storage, rules)
@@ -86,6 +88,12 @@ def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, Stor
     prefix = model_prefix(checkpoint)
     decisions = plan_storage(layer_specs(checkpoint, prefix), storage, rules)
     return {prefix + name: decision for name, decision in decisions.items()}
+
+
+def _refuse_name_of_a_part(target: Path) -> None:
+    if PART.search(target.stem) and not target.stem.endswith("-of-00001"):
+        advice = f"Name it {PART.sub('', target.stem)}{target.suffix}."
+        raise CheckpointError(target, "named as a part, but would hold the whole model", advice=advice)
 
 
 def _refuse_same_file(file: TensorFile, target: Path) -> None:

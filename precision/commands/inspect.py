@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 
 import torch
@@ -22,6 +22,7 @@ from ..plan.families import UNKNOWN, model_name
 SATURATION_LIMIT = 1e-3
 SATURATION_MINIMUM = 1000
 _CHUNK = 1 << 22
+_OF_DATA = ("nan", "inf", "saturated")
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,14 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
         file.release(name)
         if progress:
             progress(tensor.nbytes)
-    return Scan(str(path), len(file), problems, remarks)
+    return Scan(str(path), len(file), _placed(problems, file), remarks)
+
+
+def _placed(findings: list[Finding], file: TensorFile) -> list[Finding]:
+    """Name the part of a sharded set that each tensor is in."""
+    if len(file.files) == 1:
+        return findings
+    return [replace(found, text=f"{found.text}, in {file.entries[found.tensor].file.name}") if found.kind in _OF_DATA else found for found in findings]
 
 
 def _scan_tensor(tensor: torch.Tensor, weight: StoredWeight, problems: list[Finding], remarks: list[Finding]) -> None:

@@ -8,12 +8,13 @@ NVIDIA ModelOpt and vLLM (``weight_scale``, ``input_scale``, ``k_scale``); DeepS
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..dtypes import FP8_DTYPES, name_of
 from ..errors import CheckpointError, NonFiniteWeight, UnconsumedScale
+from ..files.safetensors_file import TensorFile
 from ..files.strict_json import read_object
 from .encoding import STORAGE_OF, NonFiniteScale
 from .encodings import encoding_of, leaves_of
@@ -71,12 +72,15 @@ class _Reader:
         }
         self._check_leftovers(quantized)
         weights = {
-            name: quantized.get(name) or StoredWeight(name, tensor)
+            name: replace(quantized.get(name) or StoredWeight(name, tensor), file=self._file_of(name))
             for name, tensor in self.tensors.items()
             if name not in self.taken
         }
         notes = [f"{count} tensor{'s' * (count > 1)}: {remark}" for remark, count in self.remarks.items()]
         return Checkpoint(str(self.path), " + ".join(self.dialects) or "plain", lasting_metadata(self.metadata), weights, notes)
+
+    def _file_of(self, name: str) -> str:
+        return str(self.tensors.entries[name].file if isinstance(self.tensors, TensorFile) else self.path)
 
     def _settings(self) -> dict[str, dict]:
         """Layer name -> ComfyUI's per-layer JSON, from the header and from ``comfy_quant`` tensors, which win."""
@@ -179,9 +183,10 @@ class _Reader:
         try:
             encoding = encoding_of(data, tensors, settings)
         except NonFiniteScale as error:
-            raise NonFiniteWeight(self.path, str(error), f"{layer}.{error.leaf}", "The file is damaged: get it again.") from None
+            key = found[error.leaf]
+            raise NonFiniteWeight(self._file_of(key), str(error), key, "The file is damaged: get it again.") from None
         except ValueError as error:
-            raise CheckpointError(self.path, f"{declared}, but {error}", name, "The file is damaged: get it again.") from None
+            raise CheckpointError(self._file_of(name), f"{declared}, but {error}", name, "The file is damaged: get it again.") from None
         return StoredWeight(name, encoding.data, encoding=encoding)
 
     def _weight_scale(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor | None, str, str]:
@@ -228,16 +233,16 @@ class _Reader:
         if tensor.dtype == torch.uint8 and hasattr(torch, "float8_e8m0fnu"):
             tensor = tensor.view(torch.float8_e8m0fnu)
         if tensor.numel() == 0:
-            raise CheckpointError(self.path, "an empty scale", key)
+            raise CheckpointError(self._file_of(key), "an empty scale", key)
         scale = tensor.float()
         self._check_finite(key, scale)
         if scale.min() <= 0:
-            raise NonFiniteWeight(self.path, f"a scale of {scale.min().item():g}", key, "The file is damaged: get it again.")
+            raise NonFiniteWeight(self._file_of(key), f"a scale of {scale.min().item():g}", key, "The file is damaged: get it again.")
         return scale
 
     def _check_finite(self, key: str, scale: torch.Tensor) -> None:
         if not torch.isfinite(scale).all():
-            raise NonFiniteWeight(self.path, "a scale that is NaN or infinite", key, "The file is damaged: get it again.")
+            raise NonFiniteWeight(self._file_of(key), "a scale that is NaN or infinite", key, "The file is damaged: get it again.")
 
     def _check_leftovers(self, quantized: dict[str, StoredWeight]) -> None:
         parents = _parents(name for name, weight in quantized.items() if weight.quantized)

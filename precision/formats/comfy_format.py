@@ -131,11 +131,15 @@ def finite_bound(weight: StoredWeight, path) -> float:
     else:
         largest = 0.0 if weight.scale is None else float(torch.iinfo(weight.data.dtype).max + 1)
     if not math.isfinite(largest):
-        raise NonFiniteWeight(path, "holds NaN or Inf", weight.name, "The file is damaged: download it again.")
+        raise _damaged(weight, path, "holds NaN or Inf")
     bound = weight.bound(largest)
     if bound > max_of(torch.float32):
-        raise NonFiniteWeight(path, "exceeds the range of fp32", weight.name, "The file is damaged: download it again.")
+        raise _damaged(weight, path, "exceeds the range of fp32")
     return bound
+
+
+def _damaged(weight: StoredWeight, path, problem: str) -> NonFiniteWeight:
+    return NonFiniteWeight(weight.file or path, problem, weight.name, "The file is damaged: download it again.")
 
 
 def _requantization_error(weight: StoredWeight, dtype: torch.dtype, bound: float) -> float:
@@ -163,7 +167,7 @@ def tensors_of(weight: StoredWeight, plan: StoragePlan, path) -> dict[str, torch
         return {weight.name: weight.data, **weight.auxiliary}
     if largest > LARGEST_ROUNDED:
         problem = f"holds values up to {largest:.3g}, which round to infinity in {plan.storage}"
-        raise NonFiniteWeight(path, problem, weight.name, "The file is damaged: download it again.")
+        raise _damaged(weight, path, problem)
     dtype = dtype_named(plan.storage)
     if plan.storage not in QUANTIZED_NAMES:
         return {weight.name: weight.dequantize(dtype)}
@@ -199,7 +203,7 @@ def _int8(weight: StoredWeight, path) -> tuple[torch.Tensor, torch.Tensor]:
         for part, values in weight.parts():
             data[part], scale[part] = quantize_rows(values, rotation_group(columns))
     if not torch.isfinite(scale).all():
-        raise NonFiniteWeight(path, "exceeds the range of fp32 once rotated", weight.name, "The file is damaged: download it again.")
+        raise _damaged(weight, path, "exceeds the range of fp32 once rotated")
     return data, scale
 
 

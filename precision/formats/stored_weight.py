@@ -28,6 +28,7 @@ class StoredWeight:
         input_scale: fp32 0-dim activation multiplier, if the file has one.
         full_precision: the file asks for ``full_precision_matrix_mult``.
         encoding: the weight in one of ComfyUI's formats that are more than fp8 data and a scale.
+        file: the file that holds it, which of a sharded set is one of several.
     """
 
     name: str
@@ -37,6 +38,7 @@ class StoredWeight:
     input_scale: torch.Tensor | None = None
     full_precision: bool = False
     encoding: Encoding | None = None
+    file: str = ""
 
     @property
     def layer(self) -> str:

@@ -23,6 +23,16 @@ def changed(source: Path, target: Path, change: Callable[[dict], object], metada
     return target
 
 
+def in_parts(source: Path, folder: Path, stem: str) -> list[Path]:
+    """A model file in two, as diffusers saves a large one: the second has all that is of blocks."""
+    tensors = load_file(source)
+    blocks = {name: tensors.pop(name) for name in list(tensors) if "blocks" in name}
+    paths = [folder / f"{stem}-{number:05d}-of-00002.safetensors" for number in (1, 2)]
+    for path, part in zip(paths, (tensors, blocks), strict=True):
+        save_file(part, path)
+    return paths
+
+
 def in_dialect(source: Path, target: Path, write: Callable, prefix: str = "", **options) -> Path:
     """The Wan model of ``source`` with the layers of its blocks as ``write``, of `support.dialects`, stores them."""
     tensors = load_file(source)

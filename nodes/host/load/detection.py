@@ -14,6 +14,7 @@ from ....precision.arithmetic.linear import kind_of
 from ....precision.dtypes import name_of
 from ....precision.errors import CheckpointError
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
+from ....precision.formats.comfy_format import finite_bound
 from ....precision.formats.comfy_state import model_prefix
 from ....precision.plan.facts import LayerSpec, ModelFacts, facts_of
 
@@ -85,9 +86,19 @@ def _from_diffusers(checkpoint: Checkpoint) -> Checkpoint:
     """Rename a model to ComfyUI's names. Fused layers mix the weights of several, so quantized ones become bf16."""
     tensors = dequantized_tensors(checkpoint)
     converted = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or _from_diffusers_unet(tensors)
-    weights = {name: StoredWeight(name, tensor) for name, tensor in converted.items()}
+    renamed = {id(tensor): name for name, tensor in converted.items()}
+    if converted:
+        _check_fused(checkpoint, [name for name, tensor in tensors.items() if id(tensor) not in renamed])
+    files = {renamed.get(id(tensors[name])): weight.file for name, weight in checkpoint.weights.items()}
+    weights = {name: StoredWeight(name, tensor, file=files.get(name, "")) for name, tensor in converted.items()}
     note = "The file has diffusers' names: it was converted to ComfyUI's."
     return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
+
+
+def _check_fused(checkpoint: Checkpoint, names: list[str]) -> None:
+    """Find NaN and Inf in weights that become part of another, while their own names and files are known."""
+    for name in names:
+        finite_bound(checkpoint.weights[name], checkpoint.path)
 
 
 def dequantized_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

@@ -28,7 +28,7 @@ from ..lora.beside import keep_low_rank_beside
 from ..run.modules import ask_for_plain_products
 from .detection import dequantized_tensors, detect_model, stored_tensors
 from .devices import free_host_memory
-from .files import embedding_folders, open_model
+from .files import check_quantized_shapes, embedding_folders, of_fitting_shapes, open_model
 from .models import ATTACHMENT
 from .progress import byte_progress
 
@@ -54,14 +54,21 @@ def load_text_encoder(paths: Sequence[str], kind: str, storage: str, compute: st
     if not any(comfy.sd.detect_te_model(stored_tensors(file)) for file in files):
         raise CheckpointError(paths[0], "ComfyUI knows no text encoder like this", advice="Check that it is a text encoder.")
     converted = [_converted(file, storage) for file in files]
-    clip = comfy.sd.load_text_encoder_state_dicts(
-        [tensors for tensors, _ in converted],
-        embedding_directory=embedding_folders(),
-        clip_type=comfy.sd.CLIPType[kind.upper()],
-        model_options=_options([tensors for tensors, _ in converted], converted[0][1].used),
-        disable_dynamic=disable_dynamic,
-    )
+    with of_fitting_shapes(*paths):
+        clip = comfy.sd.load_text_encoder_state_dicts(
+            [tensors for tensors, _ in converted],
+            embedding_directory=embedding_folders(),
+            clip_type=_clip_type(kind),
+            model_options=_options([tensors for tensors, _ in converted], converted[0][1].used),
+            disable_dynamic=disable_dynamic,
+        )
+    check_quantized_shapes(clip.cond_stage_model, *paths)
     return _finished(clip, paths[0], compute, converted[0][1], (_text_encoder_patcher, (paths, kind, storage, compute)))
+
+
+def _clip_type(kind: str) -> comfy.sd.CLIPType:
+    """ComfyUI's type of that name; SDXL, which ComfyUI tells by its files, has none and is loaded as its own nodes do."""
+    return getattr(comfy.sd.CLIPType, kind.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION)
 
 
 def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool = False) -> CLIP | None:
@@ -72,15 +79,17 @@ def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool 
     if target is None or not encoder.weights:
         return None
     tensors, choice = _converted(encoder, storage)
-    clip = comfy.sd.CLIP(
-        target,
-        embedding_directory=embedding_folders(),
-        tokenizer_data=tensors,
-        parameters=comfy.utils.calculate_parameters(tensors),
-        state_dict=tensors,
-        model_options=_options([tensors], choice.used),
-        disable_dynamic=disable_dynamic,
-    )
+    with of_fitting_shapes(path):
+        clip = comfy.sd.CLIP(
+            target,
+            embedding_directory=embedding_folders(),
+            tokenizer_data=tensors,
+            parameters=comfy.utils.calculate_parameters(tensors),
+            state_dict=tensors,
+            model_options=_options([tensors], choice.used),
+            disable_dynamic=disable_dynamic,
+        )
+    check_quantized_shapes(clip.cond_stage_model, path)
     return _finished(clip, path, "auto", choice, (_checkpoint_text_encoder_patcher, (path, storage)))
 
 
@@ -189,7 +198,8 @@ def _checkpoint_vae_patcher(path: str, dtype: str, disable_dynamic: bool = False
 
 def _vae(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, dtype: str, factory: tuple) -> VAE:
     comfy_state.check_finite(tensors, checkpoint.path)
-    vae = comfy.sd.VAE(sd=tensors, metadata=checkpoint.metadata, dtype=None if dtype == "auto" else dtype_named(dtype))
+    with of_fitting_shapes(checkpoint.path):
+        vae = comfy.sd.VAE(sd=tensors, metadata=checkpoint.metadata, dtype=None if dtype == "auto" else dtype_named(dtype))
     if vae.first_stage_model is None:
         raise CheckpointError(checkpoint.path, "ComfyUI knows no VAE like this", advice="Check that the file is a VAE.")
     vae.patcher.cached_patcher_init = factory

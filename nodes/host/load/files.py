@@ -1,14 +1,21 @@
 """Model files: ComfyUI's folders, and the tensors in a file."""
 
+import contextlib
 import os
+import re
+from collections.abc import Iterator
 
 import comfy.memory_management
 import comfy.utils
 import folder_paths
+import torch
+from comfy.quant_ops import QuantizedTensor
 
 from ....precision.errors import CheckpointError
 from ....precision.files.safetensors_file import TensorFile, open_checkpoint
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
+
+_MISMATCH = re.compile(r"size mismatch for (\S+): .*?Size\(\[(.*?)\]\) from checkpoint, .*?Size\(\[(.*?)\]\)")
 
 
 def model_files(folder: str) -> list[str]:
@@ -39,6 +46,34 @@ def open_model(path: str) -> Checkpoint:
     """Read a model file's header, check it, and map its tensors; nothing is loaded yet."""
     file = open_checkpoint(path)
     return read_checkpoint(_tensors(file), file.metadata, path)
+
+
+@contextlib.contextmanager
+def of_fitting_shapes(*paths: str) -> Iterator[None]:
+    """Name the files where torch's ``load_state_dict``, which names tensors alone, finds shapes that the model has not."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = _MISMATCH.search(str(error))
+        if found is None:
+            raise
+        raise _misfit(", ".join(paths), *found.groups()) from error
+
+
+def check_quantized_shapes(model: torch.nn.Module, *paths: str) -> None:
+    """Find fp8 and int8 weights that do not fit their layers: ComfyUI takes any (``_load_quantized_module`` in comfy/ops.py)."""
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, QuantizedTensor) and str(module.quant_format).startswith(("float8", "int8")):
+            found, expected = weight._qdata.shape, weight.shape
+            if found != expected:
+                raise _misfit(", ".join(paths), f"{name}.weight", str([*found])[1:-1], str([*expected])[1:-1])
+
+
+def _misfit(path: str, tensor: str, found: str, expected: str) -> CheckpointError:
+    problem = f"of shape {found.replace(', ', 'x')}, where the model has {expected.replace(', ', 'x')}"
+    advice = "Parts of two models with the same file names? Download the model again, into a folder of its own."
+    return CheckpointError(path, problem, tensor, advice)
 
 
 def _tensors(file: TensorFile):

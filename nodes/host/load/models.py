@@ -28,7 +28,7 @@ from ..lora.beside import keep_low_rank_beside
 from ..run.compute import set_compute
 from .detection import Detected, detect_model
 from .devices import compute_device, current_device, free_device_memory, free_host_memory
-from .files import open_model
+from .files import check_quantized_shapes, of_fitting_shapes, open_model
 from .progress import byte_progress
 
 if TYPE_CHECKING:
@@ -53,12 +53,13 @@ def load_weights(checkpoint: Checkpoint, storage: str, compute: str, rules: Rule
     """Make a model of the weights of a diffusion model, which are not changed; see :func:`load_diffusion_model`."""
     detected = detect_model(checkpoint, only_diffusion_model=True)
     load = prepare(detected, storage, compute, rules)
-    patcher = comfy.sd.load_diffusion_model_state_dict(
-        dict(load.tensors),
-        model_options=operations_for(detected, load),
-        metadata=detected.checkpoint.metadata,
-        disable_dynamic=disable_dynamic,
-    )
+    with of_fitting_shapes(checkpoint.path):
+        patcher = comfy.sd.load_diffusion_model_state_dict(
+            dict(load.tensors),
+            model_options=operations_for(detected, load),
+            metadata=detected.checkpoint.metadata,
+            disable_dynamic=disable_dynamic,
+        )
     _finish(patcher, detected, load)
     return patcher
 
@@ -67,14 +68,15 @@ def load_checkpoint_model(path: str, storage: str, compute: str, rules: Rules, d
     """Load the diffusion model of a full checkpoint; see :func:`load_diffusion_model`."""
     detected = detect_model(open_model(path), only_diffusion_model=False)
     load = prepare(detected, storage, compute, rules)
-    patcher, *_ = comfy.sd.load_state_dict_guess_config(
-        dict(load.tensors),
-        output_vae=False,
-        output_clip=False,
-        model_options=operations_for(detected, load),
-        metadata=detected.checkpoint.metadata,
-        disable_dynamic=disable_dynamic,
-    )
+    with of_fitting_shapes(path):
+        patcher, *_ = comfy.sd.load_state_dict_guess_config(
+            dict(load.tensors),
+            output_vae=False,
+            output_clip=False,
+            model_options=operations_for(detected, load),
+            metadata=detected.checkpoint.metadata,
+            disable_dynamic=disable_dynamic,
+        )
     _finish(patcher, detected, load)
     patcher.cached_patcher_init = (load_checkpoint_model, (path, storage, compute, rules))
     return patcher
@@ -155,6 +157,7 @@ def _finish(patcher: ModelPatcher, detected: Detected, load: PreparedLoad) -> No
     model.manual_cast_dtype = dtype_named(plan.compute.activation_dtype)
     modules = dict(model.diffusion_model.named_modules())
     check_quantized(detected, modules, quantized_layers(load.tensors, detected.prefix))
+    check_quantized_shapes(model.diffusion_model, detected.checkpoint.path)
     compute_in_full_precision(modules)
     unpack_to(modules, dtype_named(plan.compute.weight_dtype))
     set_compute(patcher, plan.compute)

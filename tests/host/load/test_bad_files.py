@@ -76,6 +76,14 @@ def weight_in(tensors):
     return next(name for name in tensors if name.endswith(WEIGHT))
 
 
+def narrowed(wan, path):
+    def change(tensors):
+        name = weight_in(tensors)
+        tensors[name] = tensors[name][:, :240]
+
+    model_files.changed(wan, path, change)
+
+
 def unknown_architecture(wan, path):
     save_file({"encoder.layer_7.kernel": torch.ones(8, 8), "encoder.layer_7.weight": torch.ones(8, 8)}, path)
 
@@ -102,6 +110,7 @@ BAD = {
     "zero_scale": (with_scale("weight_scale", 0.0), r"blocks\.0\.ffn\.0\.weight_scale.*a scale of 0"),
     "lonely_scale": (with_scale("weight_scale", torch.ones(7, 3)), r"blocks\.0\.ffn\.0\.weight_scale.*fits no layout"),
     "strange_scale": (with_scale("blockwise_scale", torch.ones(2)), r"blocks\.0\.ffn\.0\.blockwise_scale"),
+    "narrowed": (narrowed, r"tensor 'blocks\.0\.ffn\.0\.weight': of shape 1024x240, where the model has 1024x256"),
     "unknown_architecture": (unknown_architecture, "does not know this architecture"),
     "no_tensors": (no_tensors, "does not know this architecture"),
     "lora": (lora, "LoRA"),
@@ -128,6 +137,38 @@ def load(comfy, node, name, storage="fp8_e4m3fn"):
     if node == "HalfsafeLoadDiffusionModel":
         return comfy.run(node, model_name=name, storage=storage, compute="bf16")
     return comfy.run(node, ckpt_name=name, storage=storage, compute="bf16", clip_storage="auto", vae_dtype="auto")
+
+
+def test_a_plain_weight_that_does_not_fit_is_named(comfy, models_dir, wan):
+    path = models_dir / "diffusion_models" / "bad-narrow.safetensors"
+    narrowed(wan, path)
+    with pytest.raises(CheckpointError, match=f"{path.name}: {BAD['narrowed'][1]}"):
+        load(comfy, "HalfsafeLoadDiffusionModel", path.name, "as_file")
+
+
+@pytest.mark.parametrize("storage", ["as_file", "int8"])
+@pytest.mark.parametrize(
+    ("node", "folder"),
+    [("HalfsafeLoadDiffusionModel", "diffusion_models"), ("HalfsafeLoadCheckpoint", "checkpoints")],
+)
+def test_the_damaged_part_of_a_model_in_parts_is_named(comfy, wan, checkpoint, models_dir, node, folder, storage):
+    source = wan if folder == "diffusion_models" else checkpoint
+    first, second = model_files.in_parts(source, models_dir / folder, "parts")
+    poisoned(float("nan"))(second, second)
+    with pytest.raises(CheckpointError, match=f"{second.name}: .*NaN or Inf"):
+        load(comfy, node, first.name, storage)
+
+
+@pytest.mark.parametrize("storage", ["as_file", "int8"])
+def test_an_encoder_s_weight_that_does_not_fit_is_named(comfy, models_dir, tmp_path, storage):
+    def narrow(tensors):
+        tensors[name] = tensors[name][:, :704]
+
+    name = "text_model.encoder.layers.5.mlp.fc1.weight"
+    path = models_dir / "text_encoders" / "bad-narrow.safetensors"
+    model_files.changed(tiny_models.clip_l(tmp_path / "clip.safetensors"), path, narrow)
+    with pytest.raises(CheckpointError, match=f"{path.name}: .*{name}': of shape 3072x704, where the model has 3072x768"):
+        comfy.run("HalfsafeLoadCLIP", clip_name1=path.name, type="sdxl", storage=storage, compute="auto")
 
 
 @pytest.mark.parametrize("name", ["truncated", "web_page", "nan"])

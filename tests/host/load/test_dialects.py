@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from halfsafe.precision.errors import NonFiniteWeight
 from safetensors.torch import load_file, save_file
 from support import dialects, model_files, tiny_models
 from support.denoise import denoise
@@ -152,6 +153,16 @@ def diffusers_flux(source, target):
             renamed[name] = (comfy.utils.swap_scale_shift(part) if change else part).clone()
     save_file(renamed, target)
     return target
+
+
+@pytest.mark.parametrize("name", ["transformer_blocks.0.attn.to_k.weight", "transformer_blocks.0.ff.net.2.weight"])
+def test_diffusers_names_and_parts_are_those_of_the_errors(comfy, folder, name):
+    """ComfyUI fuses the first with two others under a name that is in no file."""
+    whole = diffusers_flux(tiny_models.flux(folder / "flux-nan.safetensors"), folder / "flux-diffusers-nan.safetensors")
+    model_files.changed(whole, whole, lambda tensors: tensors[name].view(-1)[:1].fill_(float("nan")))
+    first, second = model_files.in_parts(whole, folder, f"flux-{len(name)}")
+    with pytest.raises(NonFiniteWeight, match=f"{second.name}: .*{name if 'to_k' in name else ''}"):
+        load(comfy, first, "bf16")
 
 
 def test_diffusers_names(comfy, folder):

@@ -149,6 +149,26 @@ def test_nan_is_an_error_wherever_it_is_and_leaves_no_file(tmp_path, storage, na
     assert not (tmp_path / "out.safetensors").exists()
 
 
+@pytest.mark.parametrize("fault", ["value", "scale"])
+def test_of_a_model_in_parts_the_damaged_one_is_named(tmp_path, fault):
+    first, second = (tmp_path / f"m-0000{number}-of-00002.safetensors" for number in (1, 2))
+    save_file({"blocks.0.norm.weight": torch.ones(64)}, first)
+    bad = {f"{LAYER}.weight": torch.full((64, 64), torch.nan)}
+    if fault == "scale":
+        bad = {f"{LAYER}.weight": torch.ones(64, 64).to(E4M3), f"{LAYER}.weight_scale": torch.tensor(torch.nan)}
+    save_file(bad, second)
+    with pytest.raises(NonFiniteWeight, match=f"{second.name}: tensor '{LAYER}"):
+        convert_file(first, tmp_path / "out.safetensors", "fp8_e4m3fn", NO_RULES)
+    assert second.name in scan_file(first).problems[0].text
+    assert sorted(tmp_path.iterdir()) == [first, second]
+
+
+def test_a_result_is_not_named_as_a_part_which_nothing_could_open(tmp_path):
+    with pytest.raises(CheckpointError, match=r"named as a part.*Name it out\.safetensors"):
+        convert_file(model(tmp_path)[0], tmp_path / "out-00001-of-00003.safetensors", "fp8_e4m3fn", NO_RULES)
+    assert os.listdir(tmp_path) == ["in.safetensors"]
+
+
 def test_loras_and_the_source_itself_are_refused(tmp_path):
     save_file({"a.lora_down.weight": torch.ones(4, 4)}, tmp_path / "lora.safetensors")
     with pytest.raises(CheckpointError, match="LoRA"):
