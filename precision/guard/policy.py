@@ -45,12 +45,20 @@ ENCODER_INPUTS = {
     "Text encoder encode": ("tokens", "A textual inversion embedding in the prompt holds NaN or Inf: leave it out, or get it again."),
 }
 
+ENCODER_ADVICE = {
+    "VAE": ("try another file, another tile size, or its decode on the CPU", "load the VAE with dtype bf16 or fp32"),
+    "Text encoder": (
+        "try another file, or leave LoRAs and embeddings out one by one",
+        "look for the node or pack that runs it in fp16: by itself ComfyUI runs it with fp32 activations",
+    ),
+}  # fmt: skip
+
 
 def encoder_not_cured(kind: str, on_nan: str) -> tuple[str, str]:
     """Decide (verdict, advice) for a VAE or text encoder, named ``kind``, whose input and weights are finite."""
     if on_nan == "retry_higher":
-        return "not_precision", f"No dtype cures this {kind}: try another file, another tile size, or its decode on the CPU."
-    return "stopped", f"Set on_nan to retry_higher, or load the {kind} with dtype bf16 or fp32."
+        return "not_precision", f"No dtype cures this {kind}: {ENCODER_ADVICE[kind][0]}."
+    return "stopped", f"Set on_nan to retry_higher, or {ENCODER_ADVICE[kind][1]}."
 
 
 class NonFinite(HalfsafeError):

@@ -6,11 +6,12 @@ import math
 import pytest
 import torch
 from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
+from halfsafe.nodes.host.load import encoders as load_encoders
 from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.guard.policy import NonFinite
 from safetensors.torch import load_file, save_file
 from support import tiny_models
-from support.guarding import is_finite
+from support.guarding import core, is_finite
 from support.measures import relative_error
 
 
@@ -246,6 +247,64 @@ def test_an_encoder_with_nan_is_bad_weights(comfy, clip):
         with torch.no_grad():
             weight[0, 0] = kept
     assert error.value.verdict == "bad_weights"
+
+
+def small_text_model(config: dict, layers: int) -> dict[str, torch.Tensor]:
+    """The weights of a CLIP text model of a width of 64."""
+    from comfy.clip_model import CLIPTextModel
+
+    fixed = {"hidden_act": "gelu", "max_position_embeddings": 77, "eos_token_id": 49407, "num_hidden_layers": layers}
+    shapes = tiny_models._shapes_of(tiny_models._on_meta(CLIPTextModel, config_dict=config | fixed))
+    return dict(tiny_models._tensors(shapes, torch.float16, layers))
+
+
+@pytest.fixture
+def two_encoders(comfy, models_dir, monkeypatch):
+    """SDXL's CLIP-L and CLIP-G, narrow; ComfyUI tells CLIP-G by its layer 30."""
+    config = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "projection_dim": 64}
+    options = load_encoders._options
+    small = {"clip_l_model_config": config, "clip_g_model_config": config}
+    monkeypatch.setattr(load_encoders, "_options", lambda *args: options(*args) | small)
+    monkeypatch.setattr(core("comfy.text_encoders.long_clipl"), "model_options_long_clip", lambda tensors, data, options: (data, options))
+    names = ["guard_small_l.safetensors", "guard_small_g.safetensors"]
+    for name, layers in zip(names, (12, 32), strict=True):
+        save_file(small_text_model(config, layers), models_dir / "text_encoders" / name)
+    return comfy.run("HalfsafeLoadCLIP", clip_name1=names[0], clip_name2=names[1], type="sdxl", storage="int8", compute="auto")[0]
+
+
+@pytest.mark.parametrize("part", ["clip_l", "clip_g"])
+def test_of_two_encoders_the_one_that_overflows_is_named_and_the_other_is_as_it_was(comfy, two_encoders, part):
+    (expected, given), model = encode(two_encoders)[0], two_encoders.cond_stage_model
+    layer = model.get_submodule(f"{part}.transformer.text_model.encoder.layers.5.mlp.fc2")
+
+    def in_half(module, args, result):
+        return result if getattr(model, "manual_cast_dtype", None) == torch.float32 else (result * 1e7).half().float() / 1e7
+
+    half = two_encoders.clone()
+    half.patcher.set_model_compute_dtype(torch.float16)
+    hook = layer.register_forward_hook(in_half)
+    try:
+        cured, rest = encode(guard_clip(comfy, half))[0]
+        raw, _ = encode(guard_clip(comfy, half, "report"))[0]
+        with pytest.raises(NonFinite, match=rf"first in {part}\..*layers\.5.*fp32 activations") as error:
+            encode(guard_clip(comfy, half, "stop"))
+    finally:
+        hook.remove()
+    other = slice(64, None) if part == "clip_l" else slice(64)
+    assert torch.equal(cured, expected) and torch.equal(rest["pooled_output"], given["pooled_output"])
+    assert torch.equal(raw[..., other], expected[..., other]) and not is_finite(raw)
+    assert error.value.verdict == "stopped"
+
+
+def test_no_tile_or_decode_is_advised_for_a_text_encoder(comfy, clip):
+    layer = clip.cond_stage_model.clip_l.transformer.text_model.encoder.layers[3].mlp.fc1
+    hook = layer.register_forward_hook(lambda module, args, result: result * math.inf)
+    try:
+        with pytest.raises(NonFinite, match=r"not_precision\. .*LoRAs") as error:
+            encode(guard_clip(comfy, clip))
+    finally:
+        hook.remove()
+    assert "tile" not in str(error.value) and "decode" not in str(error.value)
 
 
 def check(comfy, value, on_nan="report"):
