@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support import tiny_models
+from support import narrow, tiny_models
 from support.denoise import transformer_options
 
 CONTEXT_WIDTH = {"sdxl": 2048, "qwen_image": 3584, "z_image": 2560}
@@ -171,18 +171,24 @@ def _call_options(call: Call) -> dict:
 
 
 def write(family: str, folder: Path) -> Path:
-    """The family's clean model."""
+    """The family's clean model, at the width that ComfyUI gives it."""
     build = {**tiny_models.FAMILIES, **tiny_models.SLOW_FAMILIES}[family]
     return build(folder / f"{family}.safetensors")
 
 
+def write_narrow(family: str, folder: Path) -> Path:
+    """The family's clean model, narrower than ComfyUI has it where that is wide."""
+    build = {**tiny_models.FAMILIES, **narrow.FAMILIES}[family]
+    return build(folder / f"narrow_{family}.safetensors")
+
+
 def files_in(folder: Path, prefix: str) -> Callable[..., Path]:
-    """(family, kind) -> the file of that model, written when it is first asked for; kind None: the clean one."""
+    """(family, kind) -> the file of that model, written when it is first asked for; kind None: the clean one. Wide families are narrow."""
     made: dict[tuple, Path] = {}
 
     def get(family: str, kind: str | None = None) -> Path:
         if (family, None) not in made:
-            made[family, None] = write(family, folder)
+            made[family, None] = write_narrow(family, folder)
         if (family, kind) not in made:
             target = folder / f"{prefix}_{family}_{kind}.safetensors"
             made[family, kind] = write_scaled(made[family, None], target, OVERFLOWS[family][kind])

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import torch
-from support import families, tiny_models
+from support import families, narrow, tiny_models
 from support.tiny_models import _on_meta, _save, _shapes_of, _unet, sdxl_unet_config
 
 
@@ -27,6 +27,10 @@ LTXAV = {
     "cross_attention_dim": 256,
     "audio_attention_head_dim": 4,
     "audio_cross_attention_dim": 128,
+    "caption_channels": 32,
+    "connector_attention_head_dim": 8,
+    "connector_num_attention_heads": 4,
+    "connector_num_layers": 1,
 }
 
 
@@ -71,7 +75,7 @@ def segmind_vega(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) 
 
 def file_and_call(comfy, family: str, path: Path) -> families.Call:
     """Write a family's file and capture a call of its model."""
-    {**tiny_models.FAMILIES, **FAMILIES}[family](path)
+    {**tiny_models.FAMILIES, **narrow.FAMILIES, **FAMILIES}[family](path)
     return families.capture(families.load(comfy, path, "fp32"), family)
 
 

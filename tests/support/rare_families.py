@@ -1,24 +1,20 @@
 """Small models of families whose sizes ComfyUI fixes: its own classes, detection and conditioning, with smaller numbers.
 
 ComfyUI reads of their files which family they are and takes the sizes of the published model, of up to 17 billion parameters. Here
-the file's metadata names smaller ones, and ``small_sizes`` puts those into what ComfyUI has detected.
+the file's metadata names smaller ones: see `support/small_sizes.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from support import held_out
+from support import held_out, small_sizes
 from support.families import noise
-from support.tiny_models import _on_meta, _save, _shapes_of, _tensors
+from support.tiny_models import _save, _shapes_of, _tensors
 
-SIZES = "sizes"
 CLASSES = {
     "hidream": "comfy.ldm.hidream.model.HiDreamImageTransformer2DModel",
     "ace15": "comfy.ldm.ace.ace_step15.AceStepConditionGenerationModel",
@@ -57,10 +53,6 @@ SMALL = {
         **dict(guidance_embed=False, byt5=True, meanflow=False, use_cond_type_embedding=True, vision_in_dim=1152, meanflow_sum=True),
     },
 }  # fmt: skip
-LTXAV = {
-    **held_out.LTXAV,
-    **dict(caption_channels=32, connector_attention_head_dim=8, connector_num_attention_heads=4, connector_num_layers=1),
-}
 LOUD = {
     "hidream": {r"single_stream_blocks\.0\.block\.attn1\.to_out\.weight": 1e6},
     "ace15": {r"decoder\.layers\.1\.mlp\.down_proj\.weight": 1e6},
@@ -78,20 +70,16 @@ WIDTH = {"hidream": 64, "ace15": 64, "omnigen2": 64, "pixart": 64, "mochi": 64, 
 def write(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
     """Write a family's file, with the sizes it needs in its metadata."""
     import comfy.ops
-    from comfy.ldm.lightricks.av_model import LTXAVModel
 
-    if family == "minimax_h3":
-        return held_out.minimax_h3(path, dtype, seed)
-    if family == "ltxav":
-        shapes = _shapes_of(_on_meta(LTXAVModel, **LTXAV))
-        return _save(path, shapes, dtype, seed, metadata={"config": json.dumps({"transformer": LTXAV})})
+    if family in ("minimax_h3", "ltxav"):
+        return getattr(held_out, family)(path, dtype, seed, held_out.metadata(family))
     module, _, name = CLASSES[family].rpartition(".")
     build = getattr(importlib.import_module(module), name)
     shapes = _shapes_of(build(**SMALL[family], dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init))
     if family != "stable_audio":
-        return _save(path, shapes, dtype, seed, metadata={SIZES: json.dumps(SMALL[family])})
+        return _save(path, shapes, dtype, seed, metadata=small_sizes.metadata(SMALL[family]))
     tensors = dict(_tensors(shapes, dtype, seed)) | _embedders_of_seconds(seed)
-    save_file(tensors, str(path), metadata={SIZES: json.dumps(SMALL[family])})
+    save_file(tensors, str(path), metadata=small_sizes.metadata(SMALL[family]))
     return path
 
 
@@ -101,24 +89,6 @@ def _embedders_of_seconds(seed: int) -> dict[str, torch.Tensor]:
     shapes = _shapes_of(NumberConditioner(768))
     made = {start: _tensors(shapes, torch.float32, seed) for start in ("seconds_start", "seconds_total")}
     return {f"conditioner.conditioners.{start}.{name}": tensor for start, tensors in made.items() for name, tensor in tensors}
-
-
-@contextlib.contextmanager
-def small_sizes() -> Iterator[None]:
-    """What ComfyUI detects has the sizes that a file's metadata names."""
-    from comfy import model_detection
-
-    original = model_detection.detect_unet_config
-
-    def detect(state_dict, prefix, metadata=None):
-        config = original(state_dict, prefix, metadata=metadata)
-        return config and {**config, **json.loads((metadata or {}).get(SIZES, "{}"))}
-
-    model_detection.detect_unet_config = detect
-    try:
-        yield
-    finally:
-        model_detection.detect_unet_config = original
 
 
 def conditioning(family: str, batch: int = 1, length: int = 16, seed: int = 1) -> list:

@@ -5,7 +5,7 @@ seeded, with variance 1/fan_in, so that outputs stay finite and far from zero. `
 need only torch; the others build ComfyUI's own module on the meta device to read its shapes.
 
 `qwen_image` and `z_image` have fixed widths in ComfyUI: one block of each is already 0.4 and 1.1 billion parameters.
-Chroma (0.6 billion) and a full SDXL checkpoint (CLIP-G alone is 0.7 billion) are left out for the same reason.
+`support/narrow.py` makes narrow ones. Chroma (0.6 billion) and a full SDXL checkpoint (CLIP-G alone is 0.7 billion) are left out for the same reason.
 """
 
 from __future__ import annotations
@@ -144,12 +144,7 @@ def z_image(path: Path, dtype: torch.dtype = torch.bfloat16, layers: int = 2, se
     """Write a Z-Image model of the real width with two layers and the four refiner blocks ComfyUI expects."""
     from comfy.ldm.lumina.model import NextDiT
 
-    config = {
-        **dict(patch_size=2, in_channels=16, dim=3840, cap_feat_dim=2560, n_layers=layers, qk_norm=True),
-        **dict(n_heads=30, n_kv_heads=30, axes_dims=[32, 48, 48], axes_lens=[1536, 512, 512], rope_theta=256.0),
-        **dict(ffn_dim_multiplier=8.0 / 3.0, z_image_modulation=True, time_scale=1000.0, pad_tokens_multiple=32),
-    }
-    return _stream(path, _shapes_of(_on_meta(NextDiT, **config)), dtype, seed)
+    return _stream(path, _shapes_of(_on_meta(NextDiT, **z_image_config(heads=30, layers=layers))), dtype, seed)
 
 
 def sdxl(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
@@ -213,6 +208,15 @@ def clip_l_shapes() -> Shapes:
         shapes |= _norm(f"{layer}layer_norm1", 768) | _norm(f"{layer}layer_norm2", 768)
         shapes |= _linear(f"{layer}mlp.fc1", 768, 3072) | _linear(f"{layer}mlp.fc2", 3072, 768)
     return shapes
+
+
+def z_image_config(heads: int, layers: int = 2) -> dict:
+    """What ComfyUI makes of a Z-Image file, with so many heads of 128 channels; Z-Image has 30."""
+    return {
+        **dict(patch_size=2, in_channels=16, dim=128 * heads, cap_feat_dim=2560, n_layers=layers, qk_norm=True),
+        **dict(n_heads=heads, n_kv_heads=heads, axes_dims=[32, 48, 48], axes_lens=[1536, 512, 512], rope_theta=256.0),
+        **dict(ffn_dim_multiplier=8.0 / 3.0, z_image_modulation=True, time_scale=1000.0, pad_tokens_multiple=32),
+    }
 
 
 def sd15_unet_config() -> dict:

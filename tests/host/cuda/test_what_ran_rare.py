@@ -9,12 +9,6 @@ from support.matmul_spy import MatmulSpy, differences
 from support.measures import relative_error
 
 
-@pytest.fixture(autouse=True)
-def small_sizes():
-    with rare_families.small_sizes():
-        yield
-
-
 @pytest.fixture(scope="module")
 def files(models_dir):
     """family -> its file."""

@@ -13,7 +13,6 @@ from halfsafe.precision.arithmetic.patching import patched
 from halfsafe.precision.devices import probes
 from support import families, model_files
 from support.families import load
-from support.fp8_products import fast_fp8_products
 from support.guarding import core, guarded, inside, int8_attention, report_of
 from support.summing import accumulation
 
@@ -47,10 +46,9 @@ def test_fp8_activations_clipped_at_448(comfy, files, monkeypatch):
     path = scaled(files, "loud", {r"blocks\.0\.ffn\.0\.weight": 3000, r"blocks\.0\.ffn\.2\.weight": 1 / 1000})
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
     plain = load(comfy, path, "fp8_e4m3fn", "fp8")
-    with fast_fp8_products():
-        assert checked(comfy, plain)[0] == []
-        monkeypatch.setattr(compute, "activation_scale", lambda rows, dtype: torch.ones(()))
-        event = found(comfy, plain)
+    assert checked(comfy, plain)[0] == []
+    monkeypatch.setattr(compute, "activation_scale", lambda rows, dtype: torch.ones(()))
+    event = found(comfy, plain)
     assert (event.layer, event.op, event.from_mode) == ("blocks.0.ffn.2", "fp8 product", "fp8")
 
 

@@ -25,7 +25,7 @@ def model_of(comfy, models_dir):
         if family not in state:
             state.clear()
             folder = models_dir / "diffusion_models"
-            clean = tiny_models.wan(folder / "auto_wan.safetensors", blocks=1) if family == "wan" else families.write(family, folder)
+            clean = tiny_models.wan(folder / "auto_wan.safetensors", blocks=1) if family == "wan" else families.write_narrow(family, folder)
             path = families.write_scaled(clean, folder / "auto_scaled.safetensors", families.OVERFLOWS[family][KINDS[family]])
             exact = load(comfy, path, "fp32")
             call = families.capture(exact, family)

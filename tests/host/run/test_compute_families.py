@@ -3,18 +3,11 @@
 import pytest
 import torch
 from halfsafe.nodes.host.run.compute import compute_of
-from support import families, tiny_models
+from support import families
 from support.measures import relative_error
 from torch.utils.flop_counter import FlopCounterMode
 
-SLOW = {("sdxl", "clean"), ("sdxl", "ffn"), ("sdxl", "residual"), ("sdxl", "embedding"), ("sdxl", "attention")}
-CASES = [
-    pytest.param(family, kind, marks=pytest.mark.slow)
-    if family in tiny_models.SLOW_FAMILIES or (family, kind) in SLOW
-    else (family, kind)
-    for family, kinds in families.OVERFLOWS.items()
-    for kind in ("clean", *kinds)
-]
+CASES = [(family, kind) for family, kinds in families.OVERFLOWS.items() for kind in ("clean", *kinds)]
 CORE_CLAMPS = ("flux", "hunyuan_video", "z_image")
 FUNCTIONS = ("attention_pytorch", "attention_split", "attention_sub_quad", "attention_basic")
 MODULES = {"wan": "comfy.ldm.wan.model", "flux": "comfy.ldm.flux.math", "sdxl": "comfy.ldm.modules.attention"}
@@ -28,7 +21,7 @@ def model_of(comfy, models_dir):
     def build(family, kind):
         if state.get("family") != family:
             state.clear()
-            path = families.write(family, models_dir / "diffusion_models")
+            path = families.write_narrow(family, models_dir / "diffusion_models")
             state.update(family=family, clean=path, call=families.capture(families.load(comfy, path, "fp32"), family))
         path = state["clean"]
         if kind != "clean":
