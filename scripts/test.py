@@ -30,8 +30,9 @@ TIERS = {
     "gpu": "tests/gpu",
 }
 # How a tier's tests are shared out between two processes. Long files are not the ones with many tests, so the files keep their order.
-BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
-IN_TWO_PROCESSES = {"unit": BY_FILE, "host": BY_FILE, "compile": BY_FILE, "browser": ("--dist", "loadgroup")}
+IN_ORDER = "--no-loadscope-reorder"
+BY_FILE, BY_GROUP = ("--dist", "loadfile", IN_ORDER), ("--dist", "loadgroup", IN_ORDER)
+IN_TWO_PROCESSES = {"unit": BY_FILE, "host": BY_GROUP, "compile": BY_FILE, "browser": BY_GROUP}
 ONE_THREAD_EACH = ("unit", "host", "compile")
 
 

@@ -42,8 +42,9 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in MODEL_FOLDERS:
         (models / name).mkdir()
     environment = Environment(Path(sys.executable), Path(os.environ["COMFYUI_DIR"]))
+    write_models(environment, models, *MODELS)
     for name, folder in MODELS.items():
-        write_models(environment, models / folder, name)
+        (models / f"{name}.safetensors").rename(models / folder / f"{name}.safetensors")
     return models
 
 

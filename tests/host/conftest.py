@@ -20,7 +20,7 @@ from support.cuda_rules import CudaRules, HostReads
 HERE = Path(__file__).parent
 ROOT = HERE.absolute().parents[1]
 LONG = (
-    *("graph/interplay", "graph/analysis", "graph/measure", "run/low_rank", "run/compute_families", "guard/hunt", "guard/drift_clean"),
+    *("graph/interplay", "graph/analysis", "graph/measure", "lora/low_rank", "run/compute_families", "guard/hunt", "guard/drift_clean"),
     *("load/loaders", "guard/guard", "cuda/what_ran", "cuda/what_ran_families"),
     *("compile/compile_attention", "compile/guard", "compile/low_rank", "compile/compute"),
 )
