@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-COMPILER = "aot_eager"
+COMPILER = "aot_eager"  # dynamo's graphs and then the functional ones of AOTAutograd, in twice the time of "eager"
 
 
 def compiled(model, keys=("diffusion_model",), backend=COMPILER):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from halfsafe.nodes.host.run.compute import compute_of
 from support import families
-from support.compiling import compiled
+from support.compiling import COMPILER, compiled
 from support.families import load, with_compute
 from support.measures import relative_error
 from torch._dynamo.utils import counters
@@ -23,9 +23,9 @@ def planned_and_compiled(comfy, overflowing, order, **options):
     return with_compute(comfy, compiled(load(comfy, overflowing, "as_file", "bf16"), **options), "fp16_safe")
 
 
-@pytest.mark.parametrize("order", ["plan first", "compile first"])
-def test_one_graph_no_break_and_no_recompilation(comfy, overflowing, reference, order):
-    model = planned_and_compiled(comfy, overflowing, order)
+@pytest.mark.parametrize(("order", "backend"), [("plan first", "eager"), ("compile first", COMPILER)])
+def test_one_graph_no_break_and_no_recompilation(comfy, overflowing, reference, order, backend):
+    model = planned_and_compiled(comfy, overflowing, order, backend=backend)
     for _ in range(2):
         assert relative_error(reference, families.sample(model, "wan", steps=4)) < 2e-3
         assert counters["stats"]["unique_graphs"] == 1
@@ -34,7 +34,7 @@ def test_one_graph_no_break_and_no_recompilation(comfy, overflowing, reference, 
 
 def test_blocks_compiled_on_their_own(comfy, overflowing, reference):
     keys = [f"diffusion_model.blocks.{index}" for index in range(2)]
-    model = planned_and_compiled(comfy, overflowing, "compile first", keys=keys)
+    model = planned_and_compiled(comfy, overflowing, "compile first", keys=keys, backend="eager")
     for _ in range(2):
         assert relative_error(reference, families.sample(model, "wan", steps=4)) < 2e-3
         assert counters["stats"]["unique_graphs"] <= len(keys)
@@ -44,7 +44,7 @@ def test_blocks_compiled_on_their_own(comfy, overflowing, reference):
 
 
 def test_a_later_overflow_is_right_and_compiles_once_more(comfy, overflowing, fp32, call):
-    model = planned_and_compiled(comfy, overflowing, "plan first")
+    model = planned_and_compiled(comfy, overflowing, "plan first", backend="eager")
     families.replay(model, call)
     families.replay(model, call)
     with torch.inference_mode(False):  # as the captured text is: torch.compile tells the two apart
@@ -57,7 +57,7 @@ def test_a_later_overflow_is_right_and_compiles_once_more(comfy, overflowing, fp
 
 
 def test_the_compiled_model_is_left_without_patches(comfy, overflowing):
-    model = planned_and_compiled(comfy, overflowing, "plan first")
+    model = planned_and_compiled(comfy, overflowing, "plan first", backend="eager")
     families.sample(model, "wan", steps=2)
     assert not any("forward" in module.__dict__ for module in model.model.diffusion_model.modules())
 

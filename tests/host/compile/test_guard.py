@@ -8,7 +8,7 @@ import torch._dynamo
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.run.accumulation import accumulation_of
 from support import families
-from support.compiling import compiled
+from support.compiling import COMPILER, compiled
 from support.families import load
 from support.guarding import core, guarded, inside, plain_fp16, report_of, sample, step_of
 from support.measures import relative_error
@@ -16,18 +16,20 @@ from support.summing import accumulation
 from torch._dynamo.utils import counters
 
 KEYS = {"whole": ["diffusion_model"], "blocks": ["diffusion_model.blocks.0", "diffusion_model.blocks.1"]}
+BACKENDS = {"whole": "eager", "blocks": COMPILER}
 
 
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("order", ["guard first", "compile first"])
 def test_a_compiled_clean_model_is_compiled_as_without_the_guard(comfy, wan, one_graph, order, keys):
     plain = plain_fp16(comfy, wan)
-    unguarded = compiled(plain, KEYS[keys])
+    how = {"keys": KEYS[keys], "backend": BACKENDS[keys]}
+    unguarded = compiled(plain, **how)
     expected = families.sample(unguarded, "wan")
     graphs = counters["stats"]["unique_graphs"]
     torch._dynamo.reset()
     counters.clear()
-    model = compiled(guarded(comfy, plain), KEYS[keys]) if order == "guard first" else guarded(comfy, compiled(plain, KEYS[keys]))
+    model = compiled(guarded(comfy, plain), **how) if order == "guard first" else guarded(comfy, compiled(plain, **how))
     for _ in range(2):
         assert torch.equal(families.sample(model, "wan"), expected)
         assert counters["stats"]["unique_graphs"] == graphs
@@ -40,7 +42,8 @@ def test_a_compiled_clean_model_is_compiled_as_without_the_guard(comfy, wan, one
 def test_a_compiled_model_that_overflows_is_cured(comfy, overflowing, fp32, one_graph, order, keys):
     reference = families.sample(fp32, "wan")
     plain = plain_fp16(comfy, overflowing)
-    model = compiled(guarded(comfy, plain), KEYS[keys]) if order == "guard first" else guarded(comfy, compiled(plain, KEYS[keys]))
+    how = {"keys": KEYS[keys], "backend": BACKENDS[keys]}
+    model = compiled(guarded(comfy, plain), **how) if order == "guard first" else guarded(comfy, compiled(plain, **how))
     assert relative_error(reference, families.sample(model, "wan")) < 0.02
     report = report_of(model)
     assert report.verdict == "recovered" and report.extra_calls == 2

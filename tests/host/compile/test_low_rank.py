@@ -5,7 +5,7 @@ import uuid
 import pytest
 from comfy.sd import load_lora_for_models
 from support import families, model_files
-from support.compiling import compiled
+from support.compiling import COMPILER, compiled
 from support.families import load
 from support.measures import relative_error
 from torch._dynamo.utils import counters
@@ -15,8 +15,8 @@ LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024), "blocks.
 
 
 @pytest.mark.parametrize("order", ["lora first", "compile first"])
-@pytest.mark.parametrize(("storage", "compute"), [("fp8_e4m3fn", "fp16_safe"), ("int8", "auto")])
-def test_a_strength_compiles_nothing_anew(comfy, wan, call, order, storage, compute):
+@pytest.mark.parametrize(("storage", "compute", "backend"), [("fp8_e4m3fn", "fp16_safe", "eager"), ("int8", "auto", COMPILER)])
+def test_a_strength_compiles_nothing_anew(comfy, wan, call, order, storage, compute, backend):
     tensors = model_files.lora(LAYERS, size=0.05)
     model, exact = load(comfy, wan, storage, compute), load(comfy, wan, "fp32", "fp32")
     floor = relative_error(families.replay(exact, call), families.replay(model, call))
@@ -24,7 +24,7 @@ def test_a_strength_compiles_nothing_anew(comfy, wan, call, order, storage, comp
     def with_lora(start, strength):
         return load_lora_for_models(start, None, tensors, strength, 0.0)[0]
 
-    first = compiled(with_lora(model, 1.0)) if order == "lora first" else with_lora(compiled(model), 1.0)
+    first = compiled(with_lora(model, 1.0), backend=backend) if order == "lora first" else with_lora(compiled(model, backend=backend), 1.0)
     for strength in (1.0, 2.5, 1.0):
         model = at(first, strength)
         for _ in range(2):

@@ -119,11 +119,10 @@ def test_a_controlnet(comfy, checkpoint, control, stack, strength):
 
 
 @stacks
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_the_core_node_of_torch_compile(comfy, overflowing, stack, backend):
+def test_the_core_node_of_torch_compile(comfy, overflowing, stack):
     torch._dynamo.reset()
     reference, model = pair(comfy, overflowing, stack)
-    compiled = core("comfy_extras.nodes_torch_compile").TorchCompileModel.execute(model, backend).args[0]
+    compiled = core("comfy_extras.nodes_torch_compile").TorchCompileModel.execute(model, "aot_eager").args[0]
     expected = families.sample(reference, "wan")
     for _ in range(2):
         assert relative_error(expected, families.sample(compiled, "wan")) < BOUND

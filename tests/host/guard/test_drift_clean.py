@@ -21,7 +21,20 @@ ARITHMETICS = {
 @pytest.mark.parametrize("family", families.OVERFLOWS)
 def test_a_clean_run_is_silent(comfy, models_dir, monkeypatch, family):
     path = families.write_narrow(family, models_dir / "diffusion_models")
-    for arithmetic, (storage, compute, profile) in ARITHMETICS.items():
+    clean_in(comfy, monkeypatch, family, path, ARITHMETICS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "arithmetics"), [("qwen_image", ["bf16", "fp8 storage"]), ("z_image", ["int8"])])
+def test_a_clean_run_at_the_width_of_the_published_model_is_silent(comfy, models_dir, monkeypatch, family, arithmetics):
+    path = families.write(family, models_dir / "diffusion_models")
+    clean_in(comfy, monkeypatch, family, path, arithmetics)
+    path.unlink()
+
+
+def clean_in(comfy, monkeypatch, family, path, arithmetics):
+    for arithmetic in arithmetics:
+        storage, compute, profile = ARITHMETICS[arithmetic]
         monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", profile)
         plain = families.load(comfy, path, storage, compute)
         plain = accumulation(comfy, plain, fp16_accumulation="on") if arithmetic == "fp16 sums" else plain

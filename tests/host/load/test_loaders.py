@@ -150,15 +150,9 @@ def test_vae_decodes_the_picture(comfy, models_dir, name, shape, dtype, bound):
     assert dtype != "bf16" or error > 1e-4, "bf16 changed nothing"
 
 
-def family_files():
-    slow = [pytest.param(name, marks=pytest.mark.slow) for name in tiny_models.SLOW_FAMILIES]
-    return [*tiny_models.FAMILIES, *slow]
-
-
-@pytest.mark.parametrize("family", family_files())
+@pytest.mark.parametrize("family", families.OVERFLOWS)
 def test_every_family_in_fp8(comfy, models_dir, family):
-    make = (tiny_models.FAMILIES | tiny_models.SLOW_FAMILIES)[family]
-    path = make(models_dir / "diffusion_models" / f"{family}.safetensors")
+    path = families.write_narrow(family, models_dir / "diffusion_models")
     (model,) = comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage="fp8_e4m3fn", compute="bf16")
     path.unlink()
     report = json.loads(comfy.run("HalfsafeReport", model=model)[1])
