@@ -98,6 +98,11 @@ def sizes_of_files() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def fast_fp8_products() -> Iterator[None]:
     """fp8 products take as long as others."""
+    import torch
+
+    if not hasattr(torch.library, "get_kernel"):  # torch 2.8 hands out no kernel of its own
+        yield
+        return
     library = fp8_products.make_fast()
     yield
     library._destroy()

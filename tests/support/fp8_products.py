@@ -23,6 +23,7 @@ def make_fast() -> torch.library.Library:
         return (result if bias is None else result + bias.float()).to(row.dtype)
 
     library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings(action="ignore"):  # of an operator that has a kernel already
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of an operator that has a kernel already
         library.impl("_scaled_mm", scaled_mm, "CPU")
     return library
