@@ -142,10 +142,12 @@ class ComfyPage:
         self.evaluate(code, [node_type, width, height])
         self.page.wait_for_timeout(400)
 
-    def screenshot(self, folder: Path, name: str) -> None:
-        """Keep a picture of the page as it looks at rest."""
+    def screenshot(self, folder: Path | None, name: str) -> None:
+        """Bring the page to rest and keep a picture of it, where there is a folder for it."""
         self.page.mouse.move(760, 900)
         self.evaluate("() => { document.activeElement?.blur(); document.querySelectorAll('.hs-scroll').forEach((e) => e.scrollTo(0, 0)); }")
+        if folder is None:
+            return
         self.page.wait_for_timeout(200)
         folder.mkdir(parents=True, exist_ok=True)
         self.page.screenshot(path=folder / f"{name}.png")
