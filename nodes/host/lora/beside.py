@@ -64,20 +64,20 @@ def _around_sampling(executor, *args, **kwargs):
         return executor(*args, **kwargs)
 
 
-def _with_changes(patcher: "ModelPatcher", device: torch.device, call: Callable):
+def _with_changes(extended: "ModelPatcher", device: torch.device, call: Callable):
     """Call while layers with low-rank changes add them to their results."""
-    forwards = patcher.forwards(device) if isinstance(patcher, LowRankBeside) else []
+    forwards = extended.forwards(device) if isinstance(extended, LowRankBeside) else []
     if not forwards:
         return call()
-    with patched(forwards), calling_layers(patcher.sorted_patches().modules.values()):
+    with patched(forwards), calling_layers(extended.sorted_patches().modules.values()):
         return call()
 
 
-def _inject(patcher: LowRankBeside) -> None:
+def _inject(extended: LowRankBeside) -> None:
     """Put the forwards on layers for as long as the patcher is loaded: text encoders are called past all wrappers."""
-    for module, name, forward in patcher.forwards(patcher.load_device):
+    for module, name, forward in extended.forwards(extended.load_device):
         module.__dict__[name] = forward
-        vars(patcher.model).setdefault(INJECTED, []).append(module)
+        vars(extended.model).setdefault(INJECTED, []).append(module)
 
 
 def _eject(patcher: "ModelPatcher") -> None:

@@ -195,16 +195,16 @@ def _set_rounded_to_nearest(module: torch.nn.Module, weight: torch.Tensor, **opt
     return type(module).set_weight(module, weight, **{**options, "seed": 0})
 
 
-def kept_beside(patcher: "ModelPatcher") -> set[str]:
+def kept_beside(extended: "ModelPatcher") -> set[str]:
     """Return the keys of the weights whose patches are added beside them; none for a ModelPatcher of ComfyUI's own class."""
-    return patcher.sorted_patches().kept if isinstance(patcher, LowRankBeside) else set()
+    return extended.sorted_patches().kept if isinstance(extended, LowRankBeside) else set()
 
 
-def low_rank_reasons(patcher: "ModelPatcher") -> dict[str, str]:
+def low_rank_reasons(extended: "ModelPatcher") -> dict[str, str]:
     """Say by layer what was done with the patches of its 8-bit weight; nothing for a ModelPatcher of ComfyUI's own class."""
-    if not isinstance(patcher, LowRankBeside):
+    if not isinstance(extended, LowRankBeside):
         return {}
-    patches = patcher.sorted_patches()
+    patches = extended.sorted_patches()
     ranks = {key: sum(change.rank for change in changes.values()) for key, changes in patches.beside.items()}
     beside = {key: f"LoRA of rank {rank} added beside the weight" for key, rank in ranks.items()}
     merged = {key: f"weight quantized anew, rounded to nearest, with {reason} merged into it" for key, reason in patches.merged.items()}
