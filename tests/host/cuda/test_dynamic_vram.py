@@ -118,3 +118,17 @@ def test_a_lora_is_added_in_fp32(comfy, wan, way, size):
         return
     with dynamic_vram(model, way, patches), core_weights(module, x, torch.float16) as (weight, _):
         assert weight.dtype == torch.float16 and torch.equal(weight, expected)
+
+
+@pytest.mark.parametrize("way", ["transferred", "resident"])
+@pytest.mark.parametrize(("storage", "compute"), [("int8", "int8"), ("fp8_e4m3fn", "fp16_safe")])
+@torch.inference_mode()
+def test_a_lora_on_a_weight_of_zeros_is_all_there_is(comfy, wan, models_dir, call, storage, compute, way):
+    """ComfyUI quantizes the sum of weight and LoRA anew, with a scale of its own: that of the zeros would lose it."""
+    name = "blocks.0.ffn.0.weight"
+    path = model_files.changed(wan, models_dir / "diffusion_models" / "zeros_dynamic.safetensors", lambda tensors: tensors[name].zero_())
+    expected = families.replay(lora(load(comfy, path, "as_file", "fp32")), call)
+    without, model = families.replay(load(comfy, path, "as_file", "fp32"), call), load(comfy, path, storage, compute)
+    with dynamic_vram(model, way, lora(model).patches):
+        results = twice(model, call)
+    assert all(relative_error(expected, result) < relative_error(expected, without) / 4 for result in results)
