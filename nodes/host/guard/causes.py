@@ -25,6 +25,10 @@ OURS = __name__.partition(".nodes.")[0]
 CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
 NAN_GIVEN = "It holds NaN, of which no result is finite."
 WITHOUT_PATCHES = "In fp32 the call is NaN or Inf with it, and finite without it."
+CONTROL_ADVICE = (
+    "Load the ControlNet with compute fp32 or fp16_safe in Load ControlNet (Halfsafe), lower its strength, or look at its picture "
+    "with Check Finite. If its file holds NaN, get it again."
+)
 CALL_PATCHES = ("patches", "patches_replace")
 PATCH_ADVICE = "Look at the node that put it there, and at what that node was given: Check Finite before it tells of NaN and Inf."
 BETWEEN_CALLS = "The model's results were finite: it arose between its calls, in the sampler, the guidance (cfg) or a patch of either."
@@ -47,6 +51,7 @@ class Suspect:
     name: str
     values: tuple[torch.Tensor, ...]
     verdict: str = "bad_input"
+    advice: str | None = None
 
     @property
     def origin(self) -> Origin:
@@ -63,7 +68,7 @@ class Suspect:
 
     def blame(self, evidence: str) -> Blame:
         """Blame it for the failure."""
-        return Blame(self.origin, self.verdict, None, BETWEEN_CALLS if self.name == "sampler" else evidence)
+        return Blame(self.origin, self.verdict, self.advice, BETWEEN_CALLS if self.name == "sampler" else evidence)
 
 
 def suspects(call: Call, first: bool) -> list[Suspect]:
@@ -72,7 +77,7 @@ def suspects(call: Call, first: bool) -> list[Suspect]:
         _suspect("sigma", call.t, "not_precision"),
         _suspect(_conditioning(call.c_crossattn, call.options), call.c_crossattn),
         _suspect("c_concat (image conditioning)", call.c_concat),
-        _suspect("ControlNet output", call.control),
+        _suspect("ControlNet output", call.control, advice=CONTROL_ADVICE),
         *(_suspect(f"conditioning '{name}'", value) for name, value in call.extra.items()),
         _suspect("latent", call.x) if first else _suspect("sampler", call.x, "not_precision"),
     ]
@@ -92,9 +97,9 @@ def sampler_inputs(noise, latent_image, sigmas, denoise_mask, conds: dict) -> li
     return [suspect for suspect in found if suspect and any(torch.isnan(value).any() for value in suspect.values)]
 
 
-def _suspect(name: str, values, verdict: str = "bad_input") -> Suspect | None:
+def _suspect(name: str, values, verdict: str = "bad_input", advice: str | None = None) -> Suspect | None:
     bad = tuple(tensor for tensor in tensors_in(values) if not _finite(tensor))
-    return Suspect(name, bad, verdict) if bad else None
+    return Suspect(name, bad, verdict, advice) if bad else None
 
 
 def without_nan(call: Call, suspect: Suspect) -> Call:

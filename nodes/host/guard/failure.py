@@ -115,7 +115,7 @@ class FailedCall:
         if rows:
             position, blame = self._position(rows), suspect.blame(NAN_GIVEN)
             self._lose(rows)
-            self.log.give_up(position, blame.origin, blame.verdict, evidence=blame.evidence)
+            self.log.give_up(position, blame.origin, blame.verdict, blame.advice, evidence=blame.evidence)
 
     def _as_asked(self) -> torch.Tensor:
         """What the node's setting gives for a call that no NaN it was given explains."""
@@ -228,7 +228,8 @@ class FailedCall:
         for group in groups[:MOST_SUSPECTS]:
             if self.repeats.finite_in_fp32(made_finite(self.repeats.call, group)):
                 names = " and the ".join(suspect.name for suspect in group)
-                return replace(group[0], name=names).blame(MADE_FINITE)
+                advice = group[0].advice if len(group) == 1 else None
+                return replace(group[0], name=names, advice=advice).blame(MADE_FINITE)
         return None
 
     def _patch_at_fault(self) -> Blame | None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from halfsafe.precision.guard.policy import NonFinite
-from support import families
+from support import families, tiny_models
 from support.families import load
 from support.guarding import core, guarded, is_finite, plain_fp16, report_of
 from support.measures import relative_error
@@ -294,3 +294,15 @@ def test_a_mask_with_nan_is_named_and_not_the_sampler(comfy, wan):
             model, noise, 2, 1.0, "euler", "simple", cond, cond, torch.zeros_like(noise), noise_mask=mask, seed=1
         )
     assert error.value.verdict == "bad_input"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_advised_of_a_control_net_can_be_done(comfy, models_dir, value):
+    """Check Finite takes no CONTROL_NET: it cannot stand behind the node that made it."""
+    path = tiny_models.sd15_unet(models_dir / "diffusion_models" / "evidence_sd15.safetensors")
+    control = core("comfy.controlnet").ControlBase()
+    control.get_control = lambda *args: {"middle": [torch.full((1, 320, 8, 8), value)]}
+    text, model = [[torch.randn(1, 16, 768), {"control": control}]], guarded(comfy, plain_fp16(comfy, path))
+    start = families.noise(model)
+    with pytest.raises(NonFinite, match=r"ControlNet output.*bad_input\. Load the ControlNet with compute fp32"):
+        core("comfy.sample").sample(model, start, 1, 1.0, "euler", "simple", text, text, torch.zeros_like(start), seed=1)
