@@ -180,11 +180,12 @@ class Session:
 
 
 def snr_db(reference: torch.Tensor, result: torch.Tensor) -> float:
-    """Compute the SNR of a result in dB: inf when equal, -inf when it holds NaN or inf."""
-    noise = (result.double() - reference.double()).square().sum().item()
+    """Compute the SNR of a result in dB: inf when equal, -inf when it holds NaN or inf. On the host: Metal has no float64."""
+    exact = reference.cpu().double()
+    noise = (result.cpu().double() - exact).square().sum().item()
     if not math.isfinite(noise):
         return -math.inf
-    return decibels(noise, reference.double().square().sum().item())
+    return decibels(noise, exact.square().sum().item())
 
 
 def analyze(session: Session, run: Run, target_db: float, pin: bool = True) -> Analysis:

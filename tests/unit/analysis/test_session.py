@@ -18,12 +18,19 @@ from halfsafe.precision.formats.quantize import dequantize, quantize
 from halfsafe.precision.plan.rules import compile_pattern, parse, rules_from
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.broken_arithmetic import NoFloat64
 from support.measures import relative_error
 from support.plain_weights import plain_weights
 
 FP8 = Candidate("fp8_e4m3fn")
 OUTLIER = 2.0**17
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_an_snr_is_computed_on_the_host():
+    given, found = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.5])
+    with NoFloat64():
+        assert a.snr_db(given, found) == pytest.approx(20.0) and a.snr_db(given, given) == math.inf
 
 
 def normal(*shape, seed=0):
