@@ -11,10 +11,12 @@ from functools import cache
 
 import torch
 
+from .scratch import scratch
+
 GROUPS = (256, 64, 16)
 LARGEST_CODE = 127
 SMALLEST_SCALE = 1e-30
-BLOCK = 1 << 21
+BLOCK = 1 << 20
 
 
 def rotation_group(columns: int) -> int | None:
@@ -54,18 +56,18 @@ def rotated(rows: torch.Tensor, group: int) -> torch.Tensor:
 def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize rows ``(n, K)`` of any float dtype: int8 codes of the rotated rows, and their scales ``(n, 1)`` in fp32.
 
-    Works through blocks of up to ``BLOCK`` elements in the same memory. Fresh memory costs page faults, and small blocks wait at
-    an OpenMP barrier for each operation, on a busy CPU longer than they compute. The blocks are of like size: a BLAS may sum the
-    few rows of a small rest in another order. No clamp is needed: a value exceeds 127 scales by so little that it rounds to 127.
+    Works through blocks of up to ``BLOCK`` elements: smaller ones wait at an OpenMP barrier for each operation, on a busy CPU
+    longer than they compute. The blocks are of like size: a BLAS may sum the few rows of a small rest in another order. No clamp
+    is needed: a value exceeds 127 scales by so little that it rounds to 127.
     """
     codes, scale = torch.empty_like(rows, dtype=torch.int8), rows.new_empty(len(rows), 1, dtype=torch.float32)
     if not rows.numel():
         return codes, scale
     count = -(-len(rows) // max(1, BLOCK // rows.shape[1]))
-    exact, values = (rows.new_empty(-(-len(rows) // count), rows.shape[1], dtype=torch.float32) for _ in range(2))
+    exact, values = scratch(2, max(BLOCK, rows.shape[1]), torch.float32, rows.device)
     turn = hadamard(group).to(rows.device).T
     for block, code, s in zip(*(tensor.tensor_split(count) for tensor in (rows, codes, scale)), strict=True):
-        source, turned = exact[: len(block)], values[: len(block)]
+        source, turned = (tensor[: block.numel()].view(block.shape) for tensor in (exact, values))
         torch.mm(source.copy_(block).view(-1, group), turn, out=turned.view(-1, group))
         torch.div(torch.abs(turned, out=source).amax(1, keepdim=True), LARGEST_CODE, out=s).clamp_(min=SMALLEST_SCALE)
         code.copy_(turned.div_(s).round_())

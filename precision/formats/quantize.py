@@ -6,13 +6,13 @@ already on an fp8 grid survives being scaled again.
 """
 
 import math
-import threading
 from dataclasses import dataclass
 
 import torch
 
 from ..amax import amax
 from ..dtypes import max_of
+from .scratch import scratch
 
 PART = 1 << 22
 MIN_SCALE_EXPONENT = -24
@@ -49,23 +49,10 @@ def quantize(tensor: torch.Tensor, dtype: torch.dtype, amax: float) -> Quantized
     data = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     source, target = tensor.contiguous().view(-1), data.view(-1)
     exact = _scales_exactly(tensor.dtype, 1.0 / scale)
-    scaled = _scratch(tensor.dtype if exact else torch.float32, tensor.device)
+    (scaled,) = scratch(1, PART, tensor.dtype if exact else torch.float32, tensor.device)
     for part, out in zip(source.split(PART), target.split(PART), strict=True):
         out.copy_(torch.mul(part if exact else part.float(), 1.0 / scale, out=scaled[: part.numel()]))
     return Quantized(data, torch.tensor(scale, dtype=torch.float32))
-
-
-_scratches = threading.local()
-
-
-def _scratch(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``PART`` elements to compute in, the same each time in a thread: fresh memory's page faults would take as long as the
-    multiplication. Made outside of inference mode, or it could not be written to there later."""
-    held = getattr(_scratches, "held", None)
-    if held is None or (held.dtype, held.device) != (dtype, device):
-        with torch.inference_mode(False):
-            _scratches.held = held = torch.empty(PART, dtype=dtype, device=device)
-    return held
 
 
 def _scales_exactly(dtype: torch.dtype, factor: float) -> bool:

@@ -1,9 +1,11 @@
 """INT8 with rotated inputs, bit for bit beside comfy-kitchen's own eager functions, and what it costs beside fp8."""
 
+import threading
+
 import pytest
 import torch
 from halfsafe.precision.errors import NonFiniteWeight
-from halfsafe.precision.formats import int8
+from halfsafe.precision.formats import int8, scratch
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.comfy_format import plan_weight, specs_of, tensors_of
 from halfsafe.precision.formats.comfy_state import state_dict
@@ -71,6 +73,17 @@ def test_a_weight_of_several_parts_is_that_of_one():
     found = as_int8(weight)
     assert torch.equal(found["weight"], codes) and torch.equal(found["weight_scale"], scale)
     assert torch.equal(read(found).dequantize(torch.float32), kitchen.dequantize_int8_convrot_weight(codes, scale, 256))
+
+
+def test_rows_wider_than_a_block_and_calls_in_any_grad_mode_use_the_same_memory(monkeypatch):
+    weight = weight_of((3, 512))
+    expected = int8.quantize_rows(weight, 256)
+    monkeypatch.setattr(int8, "BLOCK", 256)
+    monkeypatch.setattr(scratch, "_held", threading.local())
+    with torch.inference_mode():
+        int8.quantize_rows(weight, 256)
+    found = int8.quantize_rows(weight.requires_grad_(), 256)
+    assert all(torch.equal(*pair) and not pair[0].requires_grad for pair in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 64])

@@ -5,6 +5,7 @@ import pytest
 import torch
 from halfsafe.precision.amax import host_amax
 from halfsafe.precision.formats import quantize as q
+from halfsafe.precision.formats import scratch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.measures import relative_error, sqnr_db
@@ -78,7 +79,7 @@ def test_quantizing_twice_changes_nothing():
 
 def test_quantize_writes_every_chunk(monkeypatch):
     monkeypatch.setattr(q, "PART", 16)
-    monkeypatch.setattr(q, "_scratches", threading.local())
+    monkeypatch.setattr(scratch, "_held", threading.local())
     weight = torch.arange(1.0, 51.0)
     assert relative_error(weight, round_trip(weight, E4M3)) < 0.03
 
@@ -96,7 +97,7 @@ def test_error_measures():
 
 
 def test_quantizes_in_any_grad_mode_one_after_the_other(monkeypatch):
-    monkeypatch.setattr(q, "_scratches", threading.local())
+    monkeypatch.setattr(scratch, "_held", threading.local())
     weight = torch.randn(8, 8)
     with torch.inference_mode():
         expected = q.quantize(weight, torch.float8_e4m3fn, host_amax(weight))
