@@ -24,7 +24,7 @@ PUT_GUARD_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.typ
 PUT_STALE_CACHE_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type);
     const guard = LiteGraph.createNode("HalfsafeNaNGuard"), cache = LiteGraph.createNode("EasyCache");
     const put = (node, values) => { for (const widget of node.widgets) widget.value = values[widget.name] ?? widget.value; };
-    put(guard, { check: "every 5th step" }); put(of("KSampler"), { steps: 12 });
+    put(guard, { check: "every 5th step" }); put(of("KSampler"), { steps: 6, cfg: 6 });
     put(cache, { reuse_threshold: 3.0, start_percent: 0.0, end_percent: 1.0 });
     app.graph.add(guard); app.graph.add(cache);
     of("HalfsafeLoadDiffusionModel").connect(0, cache, "model"); cache.connect(0, guard, "model");
@@ -142,15 +142,14 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(open_
     comfy.load(comfy.saved())
     shown = comfy.record_toasts()
     comfy.run()
-    summaries = [toast["summary"] for toast in shown()]
-    assert summaries and set(summaries) <= {"Halfsafe: drift, step cache, step 5", "Halfsafe: drift, step cache, step 10"}
+    assert [toast["summary"] for toast in shown()] == ["Halfsafe: drift, step cache, step 5"]
     comfy.page.wait_for_selector(".hs-guard .hs-event")
     comfy.zoom_to("HalfsafeReport", 520, 640)
     comfy.screenshot(pictures, f"drift-{cell}")
     assert comfy.page.inner_text(".hs-title .hs-verdict") == "drift"
     text = comfy.page.inner_text(".hs-guard")
-    assert text.count("lower the threshold of the step cache") == len(summaries)
-    assert "step 0, sigma 1" in text and text.count("lowest after: ") == 1 and "12 calls, 3 repeated" in text and "lower the threshold of the step cache" in text
+    assert text.count("lower the threshold of the step cache") == 1 and text.count("lowest after: ") == 1, text
+    assert "6 calls, 2 repeated" in text and "step 0, sigma 1" in text, text
     comfy.evaluate(TOGGLE_TAB)
     comfy.page.wait_for_selector(".hs-sidebar .hs-card .hs-verdict")
     assert comfy.page.locator(".hs-sidebar .hs-verdict").all_inner_texts() == ["drift", "drift"]
