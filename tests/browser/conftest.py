@@ -23,6 +23,7 @@ FRONTENDS = ("pinned", "newest")
 RENDERERS = ("canvas", "nodes2")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.parent == Path(__file__).parent]
     for item in ours:  # a process and a server for each page
@@ -83,9 +84,9 @@ def cell(request: pytest.FixtureRequest, server: Server, vue: bool) -> str:
     return f"{'newest' if '--front-end-root' in server.extra_args else 'pinned'}-{RENDERERS[vue]}"
 
 
-@pytest.fixture(scope="module")
-def open_module_page(browser, server: Server, vue: bool) -> Iterator:
-    """ComfyUI's page, dark, for the tests of one file."""
+@pytest.fixture(scope="session")
+def opened_page(browser, server: Server, vue: bool) -> Iterator:
+    """ComfyUI's page, dark, for all tests of one cell: opening one takes longer than most tests."""
     from browser.comfy_page import ComfyPage
 
     context = browser.new_context(viewport={"width": 1500, "height": 950})
@@ -95,17 +96,17 @@ def open_module_page(browser, server: Server, vue: bool) -> Iterator:
 
 
 @pytest.fixture
-def comfy(open_module_page):
-    """That page; tests of one file share it."""
-    return open_module_page
+def comfy(opened_page):
+    """That page; tests share it."""
+    return opened_page
 
 
 @pytest.fixture(autouse=True)
-def nothing_goes_wrong(open_module_page) -> Iterator[None]:
+def nothing_goes_wrong(opened_page) -> Iterator[None]:
     """No error, no warning and no failed request of the pack's files in the page, after each test."""
-    open_module_page.problems.clear()
+    opened_page.problems.clear()
     yield
-    assert not open_module_page.problems
+    assert not opened_page.problems
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ DROP = """(text) => { const files = new DataTransfer(); files.items.add(new File
     document.querySelector("#graph-canvas").dispatchEvent(new DragEvent("drop", options)); }"""
 
 
-def test_dropped_workflow_runs_to_a_picture_and_a_report(open_module_page: ComfyPage, pictures: Path, cell: str) -> None:
-    comfy = open_module_page
+def test_dropped_workflow_runs_to_a_picture_and_a_report(opened_page: ComfyPage, pictures: Path, cell: str) -> None:
+    comfy = opened_page
     comfy.load(json.loads((WORKFLOWS / "quick-fp8.json").read_text(encoding="utf-8")))
     comfy.make_small()
     text = json.dumps(comfy.saved())

@@ -32,11 +32,11 @@ PUT_STALE_CACHE_IN = """() => { const of = (type) => app.graph.nodes.find((n) =>
 
 
 @pytest.fixture
-def comfy(open_module_page) -> ComfyPage:
+def comfy(opened_page) -> ComfyPage:
     """A page with a report and a guard node on it, the guard before the report."""
-    open_module_page.add("HalfsafeLoadDiffusionModel", "HalfsafeNaNGuard", "HalfsafeReport")
-    open_module_page.evaluate("() => { const [load, guard, report] = app.graph.nodes; load.connect(0, guard, 'model'); guard.connect(0, report, 'model'); }")
-    return open_module_page
+    opened_page.add("HalfsafeLoadDiffusionModel", "HalfsafeNaNGuard", "HalfsafeReport")
+    opened_page.evaluate("() => { const [load, guard, report] = app.graph.nodes; load.connect(0, guard, 'model'); guard.connect(0, report, 'model'); }")
+    return opened_page
 
 
 def guard_id(comfy: ComfyPage) -> str:
@@ -109,8 +109,8 @@ def test_the_sidebar_tells_the_last_run(comfy: ComfyPage, pictures: Path, cell: 
     comfy.page.wait_for_selector(".hs-sidebar", state="detached")
 
 
-def test_a_real_overflow_is_told_while_it_runs_and_in_the_report(open_module_page: ComfyPage, pictures: Path, cell: str) -> None:
-    comfy = open_module_page
+def test_a_real_overflow_is_told_while_it_runs_and_in_the_report(opened_page: ComfyPage, pictures: Path, cell: str) -> None:
+    comfy = opened_page
     comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
     comfy.make_small()
     comfy.evaluate(PUT_GUARD_IN)
@@ -134,8 +134,8 @@ def test_a_real_overflow_is_told_while_it_runs_and_in_the_report(open_module_pag
     comfy.evaluate(TOGGLE_TAB)
 
 
-def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(open_module_page: ComfyPage, pictures: Path, cell: str) -> None:
-    comfy = open_module_page
+def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opened_page: ComfyPage, pictures: Path, cell: str) -> None:
+    comfy = opened_page
     comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
     comfy.make_small()
     comfy.evaluate(PUT_STALE_CACHE_IN)

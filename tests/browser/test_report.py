@@ -19,20 +19,20 @@ CELLS = """() => [...document.querySelectorAll(".hs-table tbody tr:not(.hs-reaso
 
 
 @pytest.fixture(scope="module")
-def small_workflow(open_module_page) -> dict:
+def small_workflow(opened_page) -> dict:
     """The shared workflow with the small models, as the page saves it."""
-    comfy = open_module_page
+    comfy = opened_page
     comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
     comfy.make_small()
     return comfy.saved()
 
 
 @pytest.fixture(scope="module")
-def ran(open_module_page, small_workflow: dict) -> ComfyPage:
+def ran(opened_page, small_workflow: dict) -> ComfyPage:
     """The page after one run of that workflow."""
-    open_module_page.load(small_workflow)
-    open_module_page.run()
-    return open_module_page
+    opened_page.load(small_workflow)
+    opened_page.run()
+    return opened_page
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A file in one process, and all that need the server or its models in one, which begins with them."""
     ours = [item for item in items if HERE in item.path.parents]
