@@ -9,6 +9,7 @@ from PIL import Image, ImageDraw, ImageFont
 from ..text import count_text, size_text
 from .colours import MODE_COLOURS, OTHER, STORAGE_COLOURS, SUM_COLOURS
 from .schema import GuardReport, Report
+from .text import verdict_shown
 
 WIDTH = 1024
 MARGIN = 32
@@ -159,7 +160,8 @@ def _height(exponent: float) -> int:
 def _guard(canvas: Canvas, guard: GuardReport) -> None:
     if guard.verdict == "off":
         return
-    canvas.text(MARGIN, f"guard: {guard.verdict}, {guard.calls} calls, {guard.extra_calls} repeated", 16)
+    verdict = verdict_shown(guard.verdict, (event.kind for event in guard.events))
+    canvas.text(MARGIN, f"guard: {verdict}, {guard.calls} calls, {guard.extra_calls} repeated", 16)
     canvas.y += 28
     for event in guard.events[:EVENTS_SHOWN]:
         op = f" ({event.op})" if event.op and event.op != event.layer else ""

@@ -124,7 +124,8 @@ def _without_effect(entries: list[dict]) -> list[str]:
 def _guard(guard: dict) -> list[str]:
     if guard["verdict"] == "off":
         return []
-    lines = [f"Guard: {guard['verdict']} ({guard['calls']} calls, {guard['extra_calls']} repeated)"]
+    verdict = verdict_shown(guard["verdict"], (event["kind"] for event in guard["events"]))
+    lines = [f"Guard: {verdict} ({guard['calls']} calls, {guard['extra_calls']} repeated)"]
     for layer, mode in guard["escalations"].items():
         lines += wrapped(f"{layer} -> {mode}", "  ")
     for event in guard["events"]:
@@ -134,6 +135,11 @@ def _guard(guard: dict) -> list[str]:
     if guard["rules"]:
         lines += ["  As rules for Layer Rules and Compute Dtype:", *(f"      {rule}" for rule in guard["rules"].splitlines())]
     return [*lines, *wrapped(guard["advice"], "  ")] if guard["advice"] else lines
+
+
+def verdict_shown(verdict: str, kinds: Iterable[str]) -> str:
+    """Return what people read as the verdict: "drift" where nothing was NaN and an event's kind is drift."""
+    return "drift" if verdict == "clean" and "drift" in kinds else verdict
 
 
 def _encoders(encoders: list[dict]) -> list[str]:

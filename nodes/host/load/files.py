@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import comfy.memory_management
 import comfy.utils
@@ -57,7 +57,8 @@ def of_fitting_shapes(*paths: str) -> Iterator[None]:
         found = _MISMATCH.search(str(error))
         if found is None:
             raise
-        raise _misfit(", ".join(paths), *found.groups()) from error
+        tensor, shape, expected = found[1], *([int(size) for size in re.findall(r"\d+", sizes)] for sizes in found.groups()[1:])
+        raise _misfit(paths, tensor, shape, expected) from error
 
 
 def check_quantized_shapes(model: torch.nn.Module, *paths: str) -> None:
@@ -67,13 +68,24 @@ def check_quantized_shapes(model: torch.nn.Module, *paths: str) -> None:
         if isinstance(weight, QuantizedTensor) and str(module.quant_format).startswith(("float8", "int8")):
             found, expected = weight._qdata.shape, weight.shape
             if found != expected:
-                raise _misfit(", ".join(paths), f"{name}.weight", str([*found])[1:-1], str([*expected])[1:-1])
+                raise _misfit(paths, f"{name}.weight", found, expected)
 
 
-def _misfit(path: str, tensor: str, found: str, expected: str) -> CheckpointError:
-    problem = f"of shape {found.replace(', ', 'x')}, where the model has {expected.replace(', ', 'x')}"
+def _misfit(paths: Sequence[str], tensor: str, shape: Sequence[int], expected: Sequence[int]) -> CheckpointError:
+    problem = f"of shape {'x'.join(map(str, shape))}, where the model has {'x'.join(map(str, expected))}"
     advice = "Parts of two models with the same file names? Download the model again, into a folder of its own."
-    return CheckpointError(path, problem, tensor, advice)
+    return CheckpointError(_file_with(tensor, shape, paths), problem, tensor, advice)
+
+
+def _file_with(tensor: str, shape: Sequence[int], paths: Sequence[str]) -> str:
+    """Return the file, or the part of a model in parts, that holds a tensor of the loaded model; all files where several may.
+
+    A tensor has another prefix in the model than in its file: ``model.diffusion_model.`` and the like.
+    """
+    entries = (item for path in paths for item in open_checkpoint(path).entries.items())
+    alike = ((name, entry) for name, entry in entries if entry.shape == tuple(shape))
+    files = {str(entry.file) for name, entry in alike if name.endswith(tensor) or tensor.endswith(name)}
+    return files.pop() if len(files) == 1 else ", ".join(paths)
 
 
 def _tensors(file: TensorFile):

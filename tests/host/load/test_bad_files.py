@@ -160,6 +160,19 @@ def test_the_damaged_part_of_a_model_in_parts_is_named(comfy, wan, checkpoint, m
 
 
 @pytest.mark.parametrize("storage", ["as_file", "int8"])
+@pytest.mark.parametrize(
+    ("node", "folder"),
+    [("HalfsafeLoadDiffusionModel", "diffusion_models"), ("HalfsafeLoadCheckpoint", "checkpoints")],
+)
+def test_the_part_with_a_weight_that_does_not_fit_is_named(comfy, wan, checkpoint, models_dir, node, folder, storage):
+    source = wan if folder == "diffusion_models" else checkpoint
+    first, second = model_files.in_parts(source, models_dir / folder, "narrow")
+    narrowed(second, second)
+    with pytest.raises(CheckpointError, match=f"{second.name}: .*of shape [0-9]+x240"):
+        load(comfy, node, first.name, storage)
+
+
+@pytest.mark.parametrize("storage", ["as_file", "int8"])
 def test_an_encoder_s_weight_that_does_not_fit_is_named(comfy, models_dir, tmp_path, storage):
     def narrow(tensors):
         tensors[name] = tensors[name][:, :704]

@@ -173,6 +173,17 @@ def test_the_text_tells_guard_flags_and_settings_without_effect():
     assert flag.split() == ["fp16_accumulation", "auto", "off", "off"]
 
 
+def test_a_run_without_nan_that_drifted_is_not_called_clean(monkeypatch):
+    event = report.GuardEvent(5, 5, 0.75, "", "step cache", "drift", [], "", "", False, "7 dB.", 7.0, 8.0, "Leave it out.")
+    found = report.Report(guard=report.GuardReport("clean", 6, 2, events=[event]))
+    assert "Guard: drift (6 calls, 2 repeated)" in found.to_text()
+    drawn, draw = [], chart.Canvas.text
+    monkeypatch.setattr(chart.Canvas, "text", lambda canvas, x, text, *rest: drawn.append(text) or draw(canvas, x, text, *rest))
+    chart.chart(found)
+    assert "guard: drift, 6 calls, 2 repeated" in drawn
+    assert "Guard: clean (6 calls, 0 repeated)" in report.Report(guard=report.GuardReport("clean", 6)).to_text()
+
+
 def test_the_text_tells_what_the_guards_of_encoders_saw():
     vae = report.EncoderReport("8", "VAE", "recovered", ["VAE decode: repeated in bf16: finite."])
     lines = report.Report(encoders=[vae, report.EncoderReport("9", "text encoder")]).to_text().splitlines()
