@@ -12,10 +12,11 @@ from support.small_sizes import metadata
 from support.tiny_models import _on_meta, _save, _shapes_of, _unet, sdxl_unet_config, z_image_config
 
 
-def sdxl(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
-    """Write an SDXL UNet 64 channels wide instead of 320, with one head instead of five."""
-    sizes = {"model_channels": 64}
-    return _save(path, _shapes_of(_unet(sdxl_unet_config() | sizes)), dtype, seed, metadata=metadata(sizes, {"model_channels": 320}))
+def sdxl(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0, shallow: bool = True) -> Path:
+    """Write an SDXL UNet 64 channels wide instead of 320, with one head instead of five; ``shallow``: 2 blocks where it has 10."""
+    config = sdxl_unet_config()
+    sizes = {"model_channels": 64} | ({"transformer_depth": [0, 0, 1, 1, 2, 2]} if shallow else {})
+    return _save(path, _shapes_of(_unet(config | sizes)), dtype, seed, metadata=metadata(sizes, {key: config[key] for key in sizes}))
 
 
 def qwen_image(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:

@@ -277,13 +277,17 @@ def test_layers_that_run_on_the_text_before_the_models_calls(comfy, models_dir):
     modules = dict(exact.model.diffusion_model.named_modules())
     shapes = {name: tuple(modules[name].weight.shape) for name in (f"llm_adapter.blocks.{b}.mlp.{i}" for b in (0, 1) for i in (0, 2))}
     tensors = model_files.lora(shapes, rank=8)
-    expected = families.sample(with_lora(exact, tensors, 300.0), "anima", cond=cond, steps=1)
-    effect = relative_error(families.sample(exact, "anima", cond=cond, steps=1), expected)
+
+    def latent_of(model):
+        return families.sample(model, "anima", cond=cond, steps=1)
+
+    plain, expected = latent_of(exact), latent_of(with_lora(exact, tensors, 300.0))
+    effect = relative_error(plain, expected)
     for compute in ("auto", "fp16_safe"):
         model = load(comfy, path, "int8", compute)
+        floor = relative_error(plain, latent_of(model))
         for ours in (with_lora(model, tensors, 300.0), guarded(comfy, with_lora(model, tensors, 300.0))):
-            error = relative_error(expected, families.sample(ours, "anima", cond=cond, steps=1))
-            floor = relative_error(families.sample(exact, "anima", cond=cond, steps=1), families.sample(model, "anima", cond=cond, steps=1))
+            error = relative_error(expected, latent_of(ours))
             assert error < 1.1 * floor < 0.8 * (floor**2 + effect**2) ** 0.5, "without the LoRA both add up"
             assert "LoRA of rank 8" in next(layer["reason"] for layer in families.report(comfy, ours)["layers"] if layer["name"] in shapes)
             assert not any("LowRank" in note for note in families.report(comfy, ours)["notes"])
