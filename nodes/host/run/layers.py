@@ -85,12 +85,15 @@ def _multiplies_as_stored(patcher, name: str, module: torch.nn.Module, activatio
     """Tell whether ComfyUI's own forward multiplies a quantized weight as it is. ``kept``: whatever the model's compute dtype.
 
     Up to ComfyUI 0.33 a weight whose input stays unquantized, as int8, is not dequantized where fp8 ones are: if its dtype is
-    the activation dtype.
+    the activation dtype. Since 0.38, whose layers have ``can_use_quantized_matmul``, ``_full_precision_mm`` holds for all.
     """
     if kind_of(module) is None or module.weight_function:
         return False
     forced = not kept and getattr(module, "comfy_force_cast_weights", False)
-    if not forced and not module.bias_function and not patcher.get_model_object(f"diffusion_model.{name}._full_precision_mm"):
+    full_precision = patcher.get_model_object(f"diffusion_model.{name}._full_precision_mm")
+    if full_precision and not kept and hasattr(module, "can_use_quantized_matmul"):
+        return False
+    if not forced and not module.bias_function and not full_precision:
         return True
     quantizes_input = comfy.quant_ops.QUANT_ALGOS[module.quant_format].get("quantize_input", True)
     return not quantizes_input and name_of(module.weight.dtype) == activations

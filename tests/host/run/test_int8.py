@@ -97,6 +97,21 @@ def test_the_report_tells_where_comfyui_dequantizes_by_itself(comfy, file, call)
     assert set(products.values()) == {"fp16"} and products == reported(comfy, model)
 
 
+@pytest.mark.parametrize(("newest", "product"), [(False, "int8"), (True, "fp32")])
+@torch.inference_mode()
+def test_full_precision_products_of_int8_are_reported_as_each_comfyui_makes_them(comfy, file, call, monkeypatch, newest, product):
+    """ComfyUI 0.38 dequantizes an int8 weight that ``_full_precision_mm`` is set on; those before it do so with fp8 only."""
+    model = families.stock(file, torch.bfloat16)
+    for module in layers_of(model).values():
+        monkeypatch.setattr(module, "_full_precision_mm", True)
+        if newest:
+            forward = module._forward
+            monkeypatch.setattr(type(module), "can_use_quantized_matmul", lambda *_: False, raising=False)
+            monkeypatch.setattr(module, "_forward", lambda x, weight, bias, forward=forward: forward(x, weight.dequantize(), bias))
+    products = made(model, call)
+    assert set(products.values()) == {product} and products == reported(comfy, model)
+
+
 @torch.inference_mode()
 def test_int8_by_itself_is_torchs_int8_product(comfy, file, call, monkeypatch):
     seen, product = [], torch._int_mm
