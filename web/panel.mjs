@@ -1,7 +1,7 @@
 // @ts-check
 /** The report on its node: head, shares, guard, remarks and the table of layers. */
 import { el, firstOf, paint, shareBar, swatch, verdictOf, verdictPill } from "./dom.mjs";
-import { checkText, deviceText, eventText, filterLayers, rowsOf, sortRows } from "./report.mjs";
+import { checkText, controlText, deviceText, eventText, filterLayers, rowsOf, sortRows } from "./report.mjs";
 import { t } from "./words.mjs";
 
 /**
@@ -251,11 +251,23 @@ function eventLine(recovered, text, advice = "") {
 function remarksOf(report) {
   const without = report.without_effect.map(({ setting, reason }) => el("li", {}, el("code", { text: setting }), ` ${reason}`));
   const notes = report.notes.map((note) => el("li", { text: note }));
-  return [remark(t("Without effect here"), without), remark(t("Notes"), notes)].filter((part) => part !== null);
+  const controls = report.control_nets.map((control) => el("li", { text: controlText(control) }));
+  const remarks = [
+    remark(t("Without effect here"), without),
+    remark(t("Guards of VAEs and text encoders"), report.encoders.map(encoderLine), report.encoders.some(({ verdict }) => verdict !== "clean")),
+    remark(t("ControlNets"), controls),
+    remark(t("Notes"), notes),
+  ];
+  return remarks.filter((part) => part !== null);
+}
+
+/** @param {import("./report.mjs").Encoder} encoder */
+function encoderLine({ kind, node, verdict, messages, advice }) {
+  return el("li", {}, `${kind} (${t("node {node}", { node })}) `, verdictPill(verdict), ` ${[...messages, advice].join(" ")}`);
 }
 
 /** @param {string} title @param {HTMLElement[]} items */
-function remark(title, items) {
+function remark(title, items, open = false) {
   if (!items.length) return null;
-  return el("details", { class: "hs-remark" }, el("summary", { text: `${title} (${items.length})` }), el("ul", {}, ...items));
+  return el("details", { class: "hs-remark", open }, el("summary", { text: `${title} (${items.length})` }), el("ul", {}, ...items));
 }

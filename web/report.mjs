@@ -7,8 +7,10 @@ import { t } from "./words.mjs";
  * @typedef {{call: number, step: number, sigma: number | null, layer: string, op: string, kind: string, from: string, to: string, recovered: boolean, evidence: string, advice: string}} GuardEvent
  * @typedef {{step: number, sigma: number | null, arithmetic: string, snr_db: number | null, threshold_db: number | null, lora_snr_db: number | null, blocks: {name: string, snr_db: number | null}[], left_out: string}} Check
  * @typedef {{verdict: string, calls: number, extra_calls: number, escalations: Record<string, string>, events: GuardEvent[], checks: Check[]}} Guard
+ * @typedef {{node: string, kind: string, verdict: string, messages: string[], advice: string}} Encoder
+ * @typedef {{file: string, class: string, calls: number | null, layers: Layer[], notes: string[]}} Control
  * @typedef {{parameters: string, size: string, stored: {name: string, share: number, size: string}[], computed: {name: string, share: number, layers: number}[], rows: {name: string, layers: number[]}[]}} View
- * @typedef {{version: number, device: any, model: any, layers: Layer[], without_effect: {setting: string, reason: string}[], notes: string[], guard: Guard, modes: Record<string, {label: string, colour: string}>, storages: Record<string, {colour: string}>, rules: string, view: View}} Report
+ * @typedef {{version: number, device: any, model: any, layers: Layer[], without_effect: {setting: string, reason: string}[], notes: string[], guard: Guard, encoders: Encoder[], control_nets: Control[], modes: Record<string, {label: string, colour: string}>, storages: Record<string, {colour: string}>, rules: string, view: View}} Report
  * @typedef {Layer & {members: Layer[]}} Row
  */
 
@@ -74,6 +76,13 @@ export function checkText(check) {
   const lowest = blocks && t("lowest after: {blocks}", { blocks });
   const lora = check.lora_snr_db === null ? "" : t("LoRAs {snr} above the rounding of their weights", { snr: decibels(check.lora_snr_db) });
   return atStep(check, [line, lowest, lora].filter(Boolean).join("; "));
+}
+
+/** One line on a ControlNet that ran beside the model. @param {Control} control */
+export function controlText(control) {
+  const ran = control.calls === null ? "" : t("{calls} calls", { calls: control.calls });
+  const layers = control.layers.length ? t("{count} layers", { count: control.layers.length }) : "";
+  return [[`${control.file}: ${control.class}`, ran, layers].filter(Boolean).join(", "), ...control.notes].join(". ");
 }
 
 /** @param {number | null} value */

@@ -138,6 +138,22 @@ def test_text_stands_out_in_each_theme(ran: ComfyPage, theme: str, pictures: Pat
     assert worst["ratio"] >= 4.5, worst
 
 
+def test_guards_of_encoders_and_control_nets_are_on_the_report(ran: ComfyPage, report: dict, pictures: Path, cell: str) -> None:
+    vae = {"node": "8", "kind": "VAE", "verdict": "recovered", "messages": ["VAE decode: repeated in bf16: finite."], "advice": "Keep it so."}
+    control = {"file": "depth.safetensors", "class": "ControlNet", "calls": 4, "layers": report["layers"][:2], "notes": ["Stored in fp8."]}
+    ran.show_report({**report, "encoders": [vae, {**vae, "node": "9", "verdict": "clean"}], "control_nets": [control]})
+    panel = ran.page.locator(".hs-panel")
+    assert "VAE (node 8) recovered VAE decode: repeated in bf16: finite. Keep it so." in " ".join(panel.inner_text().split())
+    assert "VAE (node 9) clean" in " ".join(panel.inner_text().split())
+    panel.locator("summary", has_text="ControlNets (1)").click()
+    assert "depth.safetensors: ControlNet, 4 calls, 2 layers. Stored in fp8." in panel.inner_text()
+    ran.screenshot(pictures, f"encoders-{cell}")
+    assert ran.evaluate(CONTRAST)["ratio"] >= 4.5
+    ran.show_report({**report, "encoders": [{**vae, "verdict": "clean"}]})
+    assert "VAE (node" not in panel.inner_text() and "Guards of VAEs and text encoders (1)" in panel.inner_text()
+    ran.show_report(report)
+
+
 def test_copied_rules_are_rules(ran: ComfyPage, report: dict) -> None:
     changed = {**report, "layers": [dict(layer) for layer in report["layers"]], "guard": {**report["guard"], "verdict": "recovered"}}
     for layer in changed["layers"]:
