@@ -48,12 +48,12 @@ def test_fp32_attention_after_a_plain_run(comfy, plain, call, operands):
     families.replay(plain, call)
     operands.clear()
     families.replay(plain, call)
-    assert operands == [torch.float16] * 4
+    assert operands == [torch.float16] * 2
     wide = accumulation(comfy, plain, attention="fp32")
     for _ in range(2):
         operands.clear()
         families.replay(wide, call)
-        assert operands == [torch.float32] * 4
+        assert operands == [torch.float32] * 2
     assert run_of(wide).attention.met == {torch.float16}
 
 

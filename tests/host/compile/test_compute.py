@@ -3,7 +3,7 @@
 import pytest
 import torch
 from halfsafe.nodes.host.run.compute import compute_of
-from support import families
+from support import families, tiny_models
 from support.compiling import COMPILER, compiled
 from support.families import load, with_compute
 from support.measures import relative_error
@@ -32,9 +32,11 @@ def test_one_graph_no_break_and_no_recompilation(comfy, overflowing, reference, 
         assert sum(counters["graph_break"].values()) == 0
 
 
-def test_blocks_compiled_on_their_own(comfy, overflowing, reference):
+def test_blocks_compiled_on_their_own(comfy, models_dir):
+    path = tiny_models.wan_overflowing(models_dir / "diffusion_models" / "blocks_on_their_own.safetensors", blocks=2)
+    reference = families.sample(load(comfy, path, "fp32", "fp32"), "wan", steps=4)
     keys = [f"diffusion_model.blocks.{index}" for index in range(2)]
-    model = planned_and_compiled(comfy, overflowing, "compile first", keys=keys, backend="eager")
+    model = planned_and_compiled(comfy, path, "compile first", keys=keys, backend="eager")
     for _ in range(2):
         assert relative_error(reference, families.sample(model, "wan", steps=4)) < 2e-3
         assert counters["stats"]["unique_graphs"] <= len(keys)

@@ -7,7 +7,7 @@ import torch
 import torch._dynamo
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.run.accumulation import accumulation_of
-from support import families
+from support import families, tiny_models
 from support.compiling import COMPILER, compiled
 from support.families import load
 from support.guarding import core, guarded, inside, plain_fp16, report_of, sample, step_of
@@ -19,10 +19,15 @@ KEYS = {"whole": ["diffusion_model"], "blocks": ["diffusion_model.blocks.0", "di
 BACKENDS = {"whole": "eager", "blocks": COMPILER}
 
 
+def written(models_dir, keys, write):
+    """A model of as many blocks as are compiled one by one, or of one."""
+    return write(models_dir / "diffusion_models" / f"{write.__name__}_{keys}.safetensors", blocks=len(KEYS[keys]))
+
+
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("order", ["guard first", "compile first"])
-def test_a_compiled_clean_model_is_compiled_as_without_the_guard(comfy, wan, one_graph, order, keys):
-    plain = plain_fp16(comfy, wan)
+def test_a_compiled_clean_model_is_compiled_as_without_the_guard(comfy, models_dir, one_graph, order, keys):
+    plain = plain_fp16(comfy, written(models_dir, keys, tiny_models.wan))
     how = {"keys": KEYS[keys], "backend": BACKENDS[keys]}
     unguarded = compiled(plain, **how)
     expected = families.sample(unguarded, "wan")
@@ -39,9 +44,10 @@ def test_a_compiled_clean_model_is_compiled_as_without_the_guard(comfy, wan, one
 
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("order", ["guard first", "compile first"])
-def test_a_compiled_model_that_overflows_is_cured(comfy, overflowing, fp32, one_graph, order, keys):
-    reference = families.sample(fp32, "wan")
-    plain = plain_fp16(comfy, overflowing)
+def test_a_compiled_model_that_overflows_is_cured(comfy, models_dir, one_graph, order, keys):
+    path = written(models_dir, keys, tiny_models.wan_overflowing)
+    reference = families.sample(load(comfy, path, "fp32", "fp32"), "wan")
+    plain = plain_fp16(comfy, path)
     how = {"keys": KEYS[keys], "backend": BACKENDS[keys]}
     model = compiled(guarded(comfy, plain), **how) if order == "guard first" else guarded(comfy, compiled(plain, **how))
     assert relative_error(reference, families.sample(model, "wan")) < 0.02

@@ -11,7 +11,7 @@ from support.measures import relative_error
 from torch._dynamo.utils import counters
 
 pytestmark = pytest.mark.usefixtures("one_graph")
-LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024), "blocks.1.self_attn.v": (256, 256)}
+LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.0.ffn.2": (256, 1024), "blocks.0.self_attn.v": (256, 256)}
 
 
 @pytest.mark.parametrize("order", ["lora first", "compile first"])

@@ -119,9 +119,10 @@ def test_a_controlnet(comfy, checkpoint, control, stack, strength):
 
 
 @stacks
-def test_the_core_node_of_torch_compile(comfy, overflowing, stack):
+def test_the_core_node_of_torch_compile(comfy, models_dir, stack):
     torch._dynamo.reset()
-    reference, model = pair(comfy, overflowing, stack)
+    path = tiny_models.wan_overflowing(models_dir / "diffusion_models" / "compiled_by_core.safetensors", blocks=1)
+    reference, model = pair(comfy, path, stack)
     compiled = core("comfy_extras.nodes_torch_compile").TorchCompileModel.execute(model, "aot_eager").args[0]
     expected = families.sample(reference, "wan")
     for _ in range(2):
