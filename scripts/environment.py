@@ -198,8 +198,6 @@ def _install(python: Path, comfyui: Path) -> None:
 def install_packages(python: Path, title: str, packages: Sequence[str]) -> None:
     """Install packages with uv where there is one; with pip else, and where uv fails, which reads no setting of pip's.
 
-    Neither compiles to bytecode: most modules are never imported, and compiling all took a third of the time.
-
     Raises:
         SetupError: they could not be installed.
     """
@@ -209,7 +207,7 @@ def install_packages(python: Path, title: str, packages: Sequence[str]) -> None:
             return
         except SetupError as error:
             print(f"{error}\nGoing on with pip.", flush=True)
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--no-compile"]
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     run_step(f"Installing {title}", [*pip, *packages])
 
 
