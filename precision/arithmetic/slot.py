@@ -98,7 +98,8 @@ class Slot:
             return (x * self.cell.scale()[0]).to(torch.float16)
         if not self.exponent:
             return x.to(torch.float16)
-        if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+        recorded = x.requires_grad and torch.is_grad_enabled()
+        if torch.compiler.is_compiling() or recorded or not converts_results(x.device):
             return (x * 2.0**-self.exponent).to(torch.float16)
         return torch.mul(x, 2.0**-self.exponent, out=torch.empty_like(x, dtype=torch.float16))
 
@@ -154,3 +155,10 @@ class Slot:
         if math.isfinite(magnitude):
             self.stays_wide = self.stays_wide or 2.0**HEADROOM_BITS * magnitude * row_sum + 2.0 * bias > FP16_MAX
         self.returns_fp16 = math.isfinite(magnitude) and not (self.stays_wide or self.in_fp32 or self.exponent)
+
+
+def converts_results(device: torch.device) -> bool:
+    """Tell whether an element-wise kernel of a device writes a result in another dtype than its operands'."""
+    # Metal has kernels for operands and results of one dtype, from torch 2.8 on for ``mul`` too (PyTorch #152515): "Failed to
+    # create function state object for: mul_dense_scalar_half_float". Nobody has tried the other devices.
+    return device.type in ("cpu", "cuda")
