@@ -161,8 +161,8 @@ def _print(options: argparse.Namespace, data: dict, text: str) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
+    from .precision.commands.file_text import inspection_text
     from .precision.commands.inspect import inspect_file
-    from .precision.commands.text import inspection_text
 
     inspection = inspect_file(options.file)
     _print(options, inspection.to_json(), inspection_text(inspection))
@@ -170,9 +170,9 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _scan(options: argparse.Namespace) -> int:
+    from .precision.commands.file_text import scan_text
     from .precision.commands.inspect import Scan, scan_file
     from .precision.commands.many import bytes_in, for_each, models_in
-    from .precision.commands.text import scan_text
 
     files = models_in(options.files)
     if len(files) == 1:
@@ -186,8 +186,8 @@ def _scan(options: argparse.Namespace) -> int:
 
 
 def _scan_one(options: argparse.Namespace, file: Path) -> int:
+    from .precision.commands.file_text import scan_text
     from .precision.commands.inspect import scan_file
-    from .precision.commands.text import scan_text
     from .precision.files.safetensors_file import open_checkpoint
 
     progress = Progress(open_checkpoint(file).data_bytes, "read")
@@ -197,8 +197,8 @@ def _scan_one(options: argparse.Namespace, file: Path) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    from .precision.commands.file_text import conversion_text
     from .precision.commands.many import bytes_in, for_each, models_in, targets_in
-    from .precision.commands.text import conversion_text
     from .precision.plan.rules import rules_from
 
     rules = rules_from(_rules_text(options.rules), options.preset)
@@ -263,11 +263,11 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from .precision.commands import doctor
+    from .precision.commands import core_names, doctor
 
     diagnosis, text = doctor.diagnose(), ""
     if comfyui := options.comfyui or _comfyui_around():
-        found = diagnosis["comfyui"] = _core_names().report(comfyui)
+        found = diagnosis["comfyui"] = core_names.report(comfyui)
         text = doctor.core_text(found)
     _print(options, diagnosis, doctor.to_text(diagnosis) + text)
     return 0
@@ -277,14 +277,6 @@ def _comfyui_around() -> Path | None:
     """The ComfyUI that has this folder among its custom nodes."""
     folder = Path(__file__).absolute().parents[2]
     return folder if (folder / "comfy" / "ops.py").is_file() else None
-
-
-def _core_names():
-    """The module ``nodes/host/core_names.py``; its package cannot be imported outside of ComfyUI."""
-    spec = spec_from_file_location("core_names", Path(__file__).absolute().parent / "nodes" / "host" / "core_names.py")
-    sys.modules[spec.name] = module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

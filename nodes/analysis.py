@@ -3,10 +3,10 @@
 import torch
 from comfy_api.latest import io, ui
 
+from ..precision.analysis.analysis_chart import analysis_chart
+from ..precision.analysis.analysis_rules import analysis_text, rules_of
 from ..precision.analysis.candidates import CANDIDATES
-from ..precision.analysis.chart import analysis_chart
-from ..precision.analysis.rules import analysis_text, rules_of
-from .host import analysis as host
+from .host.measure import analysis as host
 from .host.run.layers import compute_name
 from .inputs import CATEGORY, RulesType
 

@@ -8,7 +8,7 @@ from comfy_api.latest import io
 
 from ..precision.plan.goal import GOALS
 from ..precision.plan.rules import Rules
-from .host import arithmetic
+from .host import planned
 from .host.badge import badge, model_words
 from .inputs import CATEGORY, RulesType, compute_input
 
@@ -36,7 +36,7 @@ class ComputeDtype(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: ModelPatcher, compute: str, rules: Rules | None = None) -> io.NodeOutput:
-        model = arithmetic.with_compute(model, compute, rules or Rules())
+        model = planned.with_compute(model, compute, rules or Rules())
         return io.NodeOutput(model, ui=badge(*model_words(model)))
 
 
@@ -76,7 +76,7 @@ class AutoPrecision(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: ModelPatcher, goal: str, clip: CLIP | None = None, vae: VAE | None = None) -> io.NodeOutput:
-        model, vae, why = arithmetic.with_goal(model, goal, clip, vae)
+        model, vae, why = planned.with_goal(model, goal, clip, vae)
         return io.NodeOutput(model, clip, vae, why, ui=badge(*model_words(model)))
 
 

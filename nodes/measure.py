@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import torch
 from comfy_api.latest import io, ui
 
-from ..precision.analysis.settings import DEFAULT_SETTINGS, settings_from
-from ..precision.analysis.tradeoffs_chart import tradeoffs_chart
-from ..precision.analysis.tradeoffs_text import table_text
 from ..precision.errors import HalfsafeError
-from .host import measure as host
+from ..precision.measure.settings import DEFAULT_SETTINGS, settings_from
+from ..precision.measure.tradeoffs_chart import tradeoffs_chart
+from ..precision.measure.tradeoffs_text import table_text
+from .host.measure import tradeoffs as host
 from .inputs import CATEGORY, RulesType
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from comfy_api.latest import io, ui
 
 from ..precision.commands import doctor
 from ..precision.devices.detect import PROFILE_NAMES
-from ..precision.report.chart import chart
+from ..precision.report.report_chart import chart
 from .host import report as host
 from .host.load.devices import current_device
 from .inputs import CATEGORY

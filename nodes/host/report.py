@@ -17,7 +17,7 @@ from ...precision.modes import FP16_ACC16, FP32, INT8
 from ...precision.plan.accumulation import EXACT_SUMS
 from ...precision.plan.choice import LoadRecord
 from ...precision.plan.facts import LayerSpec, ModelFacts, most
-from ...precision.report.rules import CALLED_IN_FP32
+from ...precision.report.report_rules import CALLED_IN_FP32
 from ...precision.report.schema import (
     ControlReport,
     EncoderReport,
@@ -28,6 +28,7 @@ from ...precision.report.schema import (
     WithoutEffect,
     device_section,
 )
+from .facts.kernels import DEQUANTIZED
 from .guard.model import Guard, guard_of
 from .load.controlnet import loaded_controls
 from .load.devices import current_device
@@ -38,7 +39,6 @@ from .page import running_prompt, running_prompt_id, told_in
 from .run.accumulation import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
 from .run.control import planned_control
-from .run.kernels import DEQUANTIZED
 from .run.layers import activation_dtype, is_called_in_fp32, kernels_of, layers_of, modes_of
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ..arithmetic.patching import Patch, patched
 from ..errors import HalfsafeError
 from ..snr import decibels
 from .candidates import Candidate
-from .measure import Measure, MeasuredForward, weight_error
+from .layer_error import Measure, MeasuredForward, weight_error
 from .results import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
 from .search import MAX_TRIALS, RETRIALS, Search, group_of, power
 

@@ -12,8 +12,8 @@ from ..arithmetic import flags
 from ..devices.detect import Device
 from ..dtypes import name_of
 from ..plan.accumulation import PARTS
-from .rules import rules_text
-from .text import report_text
+from .report_rules import rules_text
+from .report_text import report_text
 from .view import legend_of_modes, legend_of_storages, view_of
 
 VERSION = 1

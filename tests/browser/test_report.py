@@ -9,7 +9,7 @@ import pytest
 from browser.comfy_page import ComfyPage
 from comfyui_server import Server
 from halfsafe.precision.plan.rules import parse
-from halfsafe.precision.report.rules import rules_text
+from halfsafe.precision.report.report_rules import rules_text
 
 WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "quick-fp8.json"
 ROWS = ".hs-table tbody tr:not(.hs-reason)"

@@ -44,7 +44,7 @@ IN_A_CHECK = {"guard/drift"}
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/repeats", "guard/causes", "guard/escalation._numbers", "guard/finite"}
 ONCE_PER_DEVICE = {"devices/probes"}
 HOST_MEMORY = {"precision/amax._fp8_amax", "precision/amax.host_amax"}
-ANALYSIS = {"analysis/session", "analysis/measure", "analysis/candidates", "formats/quantize"}
+ANALYSIS = {"analysis/session", "analysis/layer_error", "analysis/candidates", "formats/quantize"}
 ALLOWED_READS = frozenset(ONCE_PER_CALL | CALIBRATING | AFTER_A_FAILURE | IN_A_CHECK | ONCE_PER_DEVICE | HOST_MEMORY | ANALYSIS)
 
 

@@ -11,9 +11,9 @@ from random import Random
 
 import torch
 from halfsafe.precision.commands.convert import convert_file, decide
+from halfsafe.precision.commands.file_text import conversion_text, inspection_text, scan_text
 from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.commands.plan import plan_file
-from halfsafe.precision.commands.text import conversion_text, inspection_text, scan_text
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from halfsafe.precision.dtypes import STORAGE_OPTIONS
@@ -23,7 +23,7 @@ from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.comfy_state import state_dict
 from halfsafe.precision.plan.presets import PRESETS
 from halfsafe.precision.plan.rules import parse, rules_from
-from halfsafe.precision.report.chart import chart
+from halfsafe.precision.report.report_chart import chart
 from halfsafe.precision.report.schema import GuardEvent, KeptHigh, LayerReport, Report, WithoutEffect
 from support.measures import relative_error
 

@@ -20,14 +20,14 @@ from ....precision.guard.ladder import RandomStart
 from ....precision.guard.log import CallPosition, GuardLog
 from ....precision.guard.policy import span_of
 from ....precision.modes import FP16_ACC16, FP32
+from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport
-from ....precision.report.text import check_text
+from ..facts.kernels import DEQUANTIZED
 from ..load.devices import is_oom
 from ..run.accumulation import layer_accumulation
 from ..run.attention import OVERRIDE
 from ..run.call import Call
 from ..run.execution import is_compiled, is_on_several_devices
-from ..run.kernels import DEQUANTIZED
 from ..run.layers import activation_dtype, kernels_of, modes_of
 from ..run.modules import top_level_parts
 from .failure import images_of, sigma_of, step_of

@@ -24,7 +24,7 @@ from ....precision.dtypes import dtype_named, name_of
 from ....precision.formats.quantize import activation_scale
 from ....precision.modes import FP8, FP16, FP16_WIDE, INT8, MODE_OF
 from ....precision.plan.compute import ComputeDecision, ComputePlan
-from ....precision.plan.results import largest_fp16_result
+from ....precision.plan.fp16_results import largest_fp16_result
 from .attention import attending, full_precision_attention, in_one_dtype, is_fused
 from .call import Call
 from .conditions import Make, adapts_text, conditions_through

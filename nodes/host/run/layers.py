@@ -9,11 +9,11 @@ from ....precision.arithmetic.linear import kind_of
 from ....precision.dtypes import FP8_NAMES, name_of
 from ....precision.formats.encoding import STORAGE_OF
 from ....precision.modes import FP8, FP32, INT8
+from ..facts.kernels import DEQUANTIZED, kernel_of_product
+from ..facts.own_casts import FP32 as CAST_TO_FP32
+from ..facts.own_casts import own_cast
 from .compute import FP8_RESULT, compute_of, has_changed_weight
-from .kernels import DEQUANTIZED, kernel_of_product
 from .modules import is_quantized, modules_of
-from .own_casts import FP32 as CAST_TO_FP32
-from .own_casts import own_cast
 
 PRODUCTS = {**dict.fromkeys(FP8_NAMES, FP8.name), "int8": INT8.name, "w4a8": INT8.name}
 """Storage -> mode of ComfyUI's own product; 4-bit products have no mode."""

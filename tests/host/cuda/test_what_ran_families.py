@@ -44,7 +44,7 @@ def test_the_report_is_what_ran(comfy, made, monkeypatch, family, storage):
 
 
 def test_casts_that_model_code_makes_are_read_from_it():
-    from halfsafe.nodes.host.run.own_casts import _casts_in
+    from halfsafe.nodes.host.facts.own_casts import _casts_in
 
     patches = {"patch_embedding": "fp32"}
     assert _casts_in(WanModel) == patches

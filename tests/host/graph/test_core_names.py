@@ -2,17 +2,10 @@
 
 import logging
 
-import pytest
+from halfsafe.precision.commands import core_names
 
 
-@pytest.fixture
-def core_names(pack):
-    import importlib
-
-    return importlib.import_module(f"{pack.__name__}.nodes.host.core_names")
-
-
-def test_this_comfyui_has_every_name(core_names, comfyui_dir):
+def test_this_comfyui_has_every_name(comfyui_dir):
     assert core_names.names_missing(comfyui_dir) == [] and core_names.names_unread(comfyui_dir) == []
 
 

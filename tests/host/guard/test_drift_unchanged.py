@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from halfsafe.nodes.host.guard.drift import NOT_A_RESULT
-from halfsafe.precision.report.text import report_text
+from halfsafe.precision.report.report_text import report_text
 from support import families
 from support.families import load
 from support.guarding import Counted, core, guarded, inside, int8_attention, left_on, raising_at, report_of, sample

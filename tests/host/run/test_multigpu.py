@@ -111,7 +111,7 @@ def test_the_test_product_is_made_on_each_device(comfy, wan, split, monkeypatch)
 
 
 def test_source_is_parsed_by_one_thread_at_a_time(monkeypatch):
-    from halfsafe.nodes.host.run import own_casts
+    from halfsafe.nodes.host.facts import own_casts
 
     parse, inside, most = own_casts._sources, [], []
 

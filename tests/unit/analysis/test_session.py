@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from halfsafe.precision.amax import host_amax
 from halfsafe.precision.analysis import session as a
+from halfsafe.precision.analysis.analysis_chart import COLOURS, analysis_chart
+from halfsafe.precision.analysis.analysis_rules import analysis_text, patterns, rule_lines, rules_of
 from halfsafe.precision.analysis.candidates import CANDIDATES, PART, Candidate, parts, with_fp16_sums
-from halfsafe.precision.analysis.chart import COLOURS, analysis_chart
-from halfsafe.precision.analysis.measure import crest_factor, output_error, sample, weight_error
-from halfsafe.precision.analysis.rules import analysis_text, patterns, rule_lines, rules_of
+from halfsafe.precision.analysis.layer_error import crest_factor, output_error, sample, weight_error
 from halfsafe.precision.analysis.search import Search, group_of, power
 from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
@@ -509,7 +509,7 @@ def test_the_chart_shows_every_outcome(count):
 
 def test_a_picture_says_in_words_what_has_no_decibels(monkeypatch):
     written = []
-    monkeypatch.setattr("halfsafe.precision.analysis.chart.Canvas.text", lambda canvas, x, text, *_: written.append(text))
+    monkeypatch.setattr("halfsafe.precision.analysis.analysis_chart.Canvas.text", lambda canvas, x, text, *_: written.append(text))
     analysis_chart(a.Analysis(FP8, 25.0, [], math.inf, -math.inf, 3))
     assert any("no error at all" in text and "NaN or Inf" in text for text in written)
     assert not any(f"{word} dB" in text for text in written for word in ("exact", "overflow", "inf", "-"))

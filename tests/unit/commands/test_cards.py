@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from halfsafe.precision.commands.convert import convert_file
+from halfsafe.precision.commands.file_text import inspection_text
 from halfsafe.precision.commands.inspect import inspect_file
-from halfsafe.precision.commands.text import inspection_text
 from halfsafe.precision.files.fingerprint import fingerprint
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.card import HALFSAFE

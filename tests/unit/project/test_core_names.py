@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from halfsafe import __main__ as cli
+from halfsafe.precision.commands import core_names
 from support.shipped import ROOT
-
-SPEC = importlib.util.spec_from_file_location("halfsafe_core_names", ROOT / "nodes" / "host" / "core_names.py")
-core_names = importlib.util.module_from_spec(SPEC)
-sys.modules[SPEC.name] = core_names
-SPEC.loader.exec_module(core_names)
 
 COMFY = ("comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "nodes")
 OBJECTS = {"patcher": "comfy.model_patcher.ModelPatcher", "current_patcher": "comfy.model_patcher.ModelPatcher", "vae": "comfy.sd.VAE", "clip": "comfy.sd.CLIP", "bar": "comfy.utils.ProgressBar"}

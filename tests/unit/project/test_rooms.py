@@ -10,16 +10,16 @@ import pytest
 from support.shipped import ROOT
 
 FLOORS = (
-    {"errors", "dtypes", "modes", "text", "amax", "nested", "oom", "snr"},
+    {"errors", "dtypes", "modes", "text", "amax", "nested", "oom", "snr", "images"},
     {"files"},
     {"formats", "arithmetic"},
     {"devices"},
     {"plan"},
     {"library", "report"},
-    {"guard", "analysis", "commands"},
+    {"guard", "analysis", "measure", "commands"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-HOST_ROOMS = ("run", "lora", "load", "guard")
+HOST_ROOMS = ("facts", "run", "lora", "load", "guard", "measure")
 """Those of ``nodes/host``, from the bottom: none imports one that stands after it."""
 
 

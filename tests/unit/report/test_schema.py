@@ -11,7 +11,7 @@ import torch
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.modes import MODES
-from halfsafe.precision.report import chart
+from halfsafe.precision.report import report_chart as chart
 from halfsafe.precision.report import schema as report
 from halfsafe.precision.text import count_patterns, grouped, number_ranges, pattern_of, size_text
 

@@ -5,7 +5,7 @@ import json
 import pytest
 from halfsafe.precision.modes import MODES
 from halfsafe.precision.plan.rules import parse
-from halfsafe.precision.report.rules import CALLED_IN_FP32, rules_text
+from halfsafe.precision.report.report_rules import CALLED_IN_FP32, rules_text
 from halfsafe.precision.report.schema import GuardReport, LayerReport, ModelReport, Report
 
 

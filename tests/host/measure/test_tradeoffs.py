@@ -5,11 +5,11 @@ import weakref
 
 import pytest
 import torch
-from halfsafe.nodes.host import measure as host
-from halfsafe.nodes.host.probe import Probe
-from halfsafe.precision.analysis.settings import Setting, settings_from
-from halfsafe.precision.analysis.tradeoffs import Row, rules_for
+from halfsafe.nodes.host.measure import tradeoffs as host
+from halfsafe.nodes.host.measure.step_timer import Probe
 from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.measure.settings import Setting, settings_from
+from halfsafe.precision.measure.tradeoffs import Row, rules_for
 from halfsafe.precision.plan.rules import parse
 from support import families, tiny_models
 from support.matmul_spy import MatmulSpy

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
-from ..report.chart import BACKGROUND, INNER, MARGIN, MUTED, TEXT, WIDTH, Canvas, font_of, legend, shortened
+from ..report.report_chart import BACKGROUND, INNER, MARGIN, MUTED, TEXT, WIDTH, Canvas, font_of, legend, shortened
+from .analysis_rules import crest_text, decibel_text, whole_decibel_text
 from .results import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
-from .rules import crest_text, decibel_text, whole_decibel_text
 
 HEIGHT = 260
 AXIS = 40

@@ -10,24 +10,24 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ...precision.analysis.candidates import Candidate, with_fp16_sums
-from ...precision.analysis.results import Analysis
-from ...precision.analysis.search import MAX_TRIALS, RETRIALS
-from ...precision.analysis.session import CONFIRMATIONS, Session, Subject, analyze
-from ...precision.arithmetic.compiling import compile_disabled
-from ...precision.arithmetic.linear import kind_of
-from ...precision.arithmetic.patching import Patch
-from ...precision.formats.comfy_format import can_be_quantized
-from ...precision.formats.int8 import rotation_group
-from ...precision.modes import INT8
-from ...precision.plan.rules import Rules, rules_from
-from .load.devices import current_device
-from .load.progress import advancing
-from .run.accumulation import accumulation_of, with_accumulation
-from .run.compute import compute_of, set_compute
-from .run.layers import activation_dtype
-from .run.modules import core_weights, exchanged, matrix_layers, only_multiplies
-from .run.wrappers import ANALYSIS, GUARD, set_wrapper
+from ....precision.analysis.candidates import Candidate, with_fp16_sums
+from ....precision.analysis.results import Analysis
+from ....precision.analysis.search import MAX_TRIALS, RETRIALS
+from ....precision.analysis.session import CONFIRMATIONS, Session, Subject, analyze
+from ....precision.arithmetic.compiling import compile_disabled
+from ....precision.arithmetic.linear import kind_of
+from ....precision.arithmetic.patching import Patch
+from ....precision.formats.comfy_format import can_be_quantized
+from ....precision.formats.int8 import rotation_group
+from ....precision.modes import INT8
+from ....precision.plan.rules import Rules, rules_from
+from ..load.devices import current_device
+from ..load.progress import advancing
+from ..run.accumulation import accumulation_of, with_accumulation
+from ..run.compute import compute_of, set_compute
+from ..run.layers import activation_dtype
+from ..run.modules import core_weights, exchanged, matrix_layers, only_multiplies
+from ..run.wrappers import ANALYSIS, GUARD, set_wrapper
 from .sampling import sample
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...precision.guard.localize import Localizer, Origin
+from ....precision.guard.localize import Localizer, Origin
 
 
 class NotFinite(Exception):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from halfsafe.precision.errors import HalfsafeError
-from halfsafe.precision.report.images import compare, compare_text, difference_image, luma, ssim
+from halfsafe.precision.images import compare, compare_text, difference_image, luma, ssim
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..report.chart import BACKGROUND, BEYOND, INNER, MARGIN, MUTED, TEXT, WIDTH, Canvas, font_of, shortened
+from ..analysis.analysis_chart import GRID, GRID_DB, TOP_DB
+from ..report.report_chart import BACKGROUND, BEYOND, INNER, MARGIN, MUTED, TEXT, WIDTH, Canvas, font_of, shortened
 from ..text import size_text
-from .chart import GRID, GRID_DB, TOP_DB
 from .tradeoffs import Measurements, Row, pareto_front
 from .tradeoffs_text import seconds_text, snr_text
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from halfsafe.precision.analysis.settings import Setting, settings_from
-from halfsafe.precision.analysis.tradeoffs import Measurements, Row, best_for, pareto_front, rules_for
-from halfsafe.precision.analysis.tradeoffs_chart import FRONT, OTHER, tradeoffs_chart
-from halfsafe.precision.analysis.tradeoffs_text import seconds_text, table_text
 from halfsafe.precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
+from halfsafe.precision.measure.settings import Setting, settings_from
+from halfsafe.precision.measure.tradeoffs import Measurements, Row, best_for, pareto_front, rules_for
+from halfsafe.precision.measure.tradeoffs_chart import FRONT, OTHER, tradeoffs_chart
+from halfsafe.precision.measure.tradeoffs_text import seconds_text, table_text
 from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.rules import parse, rules_from
 from halfsafe.precision.plan.storage import plan_storage
-from halfsafe.precision.report.chart import BEYOND
+from halfsafe.precision.report.report_chart import BEYOND
 
 MIB = 1 << 20
 LAYERS = [("blocks.0.ffn.0", "Linear"), ("blocks.0.norm3", "LayerNorm"), ("time_embedding.0", "Linear"), ("head.head", "Linear")]

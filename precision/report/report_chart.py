@@ -8,8 +8,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from ..text import count_text, size_text
 from .colours import MODE_COLOURS, OTHER, STORAGE_COLOURS, SUM_COLOURS
+from .report_text import verdict_shown
 from .schema import GuardReport, Report
-from .text import verdict_shown
 
 WIDTH = 1024
 MARGIN = 32

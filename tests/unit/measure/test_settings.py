@@ -1,10 +1,10 @@
 """Candidates as text: pairs of options, errors by line, and what a device cannot do."""
 
 import pytest
-from halfsafe.precision.analysis.settings import DEFAULT_SETTINGS, Setting, settings_from, why_not
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from halfsafe.precision.errors import CandidateError, HalfsafeError
+from halfsafe.precision.measure.settings import DEFAULT_SETTINGS, Setting, settings_from, why_not
 
 
 def test_lines_are_read_in_order_and_each_setting_once():

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping
 
+from ..analysis.analysis_rules import whole_decibel_text
 from ..plan.goal import GOALS
 from ..text import size_text, wrapped
-from .rules import whole_decibel_text
 from .tradeoffs import CLOSE, FLOORS, Measurements, Row, pareto_front
 
 HEADER = ("    setting", "s/step", "memory", "weights", "SNR dB", "what ran")

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from halfsafe.nodes.host import analysis as host
-from halfsafe.nodes.host.sampling import sample
+from halfsafe.nodes.host.measure import analysis as host
+from halfsafe.nodes.host.measure.sampling import sample
+from halfsafe.precision.analysis.analysis_rules import rules_of
 from halfsafe.precision.analysis.candidates import Candidate
 from halfsafe.precision.analysis.results import BARRED, CHOSEN, KEPT
-from halfsafe.precision.analysis.rules import rules_of
 from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from halfsafe.nodes.host.probe import NotFinite, Probe
+from halfsafe.nodes.host.measure.step_timer import NotFinite, Probe
 
 SIGMAS = torch.tensor([1.0]), torch.tensor([0.5])
 

@@ -1,0 +1,1 @@
+"""What is known of a loaded model before anything is put on it."""

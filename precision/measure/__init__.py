@@ -1,0 +1,1 @@
+"""Settings of one model compared by speed, memory and error."""
