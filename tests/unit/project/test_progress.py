@@ -52,20 +52,81 @@ def test_a_set_up_step_tells_the_last_line_and_the_bytes(capsys) -> None:
     assert "3 MB; Downloading torch" in capsys.readouterr().out
 
 
-def test_uv_is_used_where_it_is_there_and_pip_where_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
+def test_the_bytes_of_a_folder_that_vanishes_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "kept").write_bytes(bytes(7))
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "deep" / "lost").touch()
+    vanish, size = os.scandir, os.lstat
 
-    def run(title: str, command: list[str]) -> None:
+    def scan(path: str):
+        if Path(path).name == "gone":
+            raise FileNotFoundError(path)
+        return vanish(path)
+
+    def look(path: str):
+        if Path(path).name == "lost":
+            raise FileNotFoundError(path)
+        return size(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    monkeypatch.setattr(os, "lstat", look)
+    assert progress.folder_bytes(tmp_path) == 7
+
+
+@pytest.fixture
+def installs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of an installation into an environment without uv; those of a program in `fails` fail."""
+
+    class Commands(list):
+        fails = ()
+
+    commands = Commands()
+
+    def run(title: str, command: list[str], **_: object) -> None:
         commands.append(command)
-        if "uv" in Path(command[0]).name and len(commands) == 2:
-            raise environment.SetupError("uv finds no index")
+        if Path(command[0]).stem in commands.fails or title in commands.fails:
+            raise environment.SetupError(f"{title} failed")
 
     monkeypatch.setattr(environment, "run_step", run)
+    monkeypatch.setattr(environment, "_indexes", lambda _: ["--find-links", "wheels"])
+    monkeypatch.setattr(environment.shutil, "which", lambda _: None)
+    (tmp_path / "bin").mkdir()
+    return commands
+
+
+def test_uv_is_taken_from_the_path_else_installed(installs: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "bin" / "python"
+    environment.install_packages(python, "torch", ["torch"])
+    assert installs[0][-1] == environment.UV
+    assert Path(installs[1][0]).parent == python.parent and installs[1][-3:] == ["--find-links", "wheels", "torch"]
     monkeypatch.setattr(environment.shutil, "which", {"uv": "/bin/uv"}.get)
-    environment.install_packages(Path("python"), "torch", ["torch"])
-    environment.install_packages(Path("python"), "torch", ["torch"])
-    assert [command[:4] for command in commands] == [
-        ["/bin/uv", "pip", "install", "--python"],
-        ["/bin/uv", "pip", "install", "--python"],
-        ["python", "-m", "pip", "install"],
-    ]
+    environment.install_packages(python, "torch", ["torch"])
+    assert installs[2][:5] == ["/bin/uv", "pip", "install", "--python", str(python)] and len(installs) == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"], "the cache went with it"
+
+
+@pytest.mark.parametrize("missing", ["uv", "Installing uv"])
+def test_pip_installs_where_uv_fails_or_cannot_be_had(installs: list, tmp_path: Path, missing: str) -> None:
+    installs.fails = (missing,)
+    environment.install_packages(tmp_path / "bin" / "python", "torch", ["torch"])
+    assert installs[-1][1:4] == ["-m", "pip", "install"] and installs[-1][-1] == "torch"
+
+
+def test_uv_looks_where_pip_would(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kept = tmp_path / "pip.conf"
+    kept.write_text("[global]\nindex-url = https://first/simple\nextra-index-url = https://a/simple\n  file:///b\nretries = 3\n", encoding="utf-8")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(kept))
+    monkeypatch.setenv("PIP_FIND_LINKS", "/wheels")
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    options = environment._indexes(Path(sys.executable))
+    found = set(zip(options[::2], options[1::2], strict=True))
+    assert {("--index-url", "https://first/simple"), ("--extra-index-url", "https://a/simple"), ("--extra-index-url", "file:///b"), ("--find-links", "/wheels")} <= found
+    assert "3" not in options
+
+
+def test_no_process_is_kept_from_keeping_its_bytecode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert "PYTHONDONTWRITEBYTECODE" not in environment.clean_environ()
+    assert environment.clean_environ(PYTHONDONTWRITEBYTECODE="1")["PYTHONDONTWRITEBYTECODE"] == "1"
