@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..files.safetensors_file import TensorFile, open_checkpoint
+from ..files.safetensors_file import open_checkpoint
+from ..files.tensor_file import TensorFile
 from ..formats.card import Origin, source_of
 from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_format import StoragePlan, storage_name

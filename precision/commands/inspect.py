@@ -10,7 +10,8 @@ import torch
 from ..amax import host_amax
 from ..dtypes import FP8_DTYPES, FP16_MAX, max_of, name_of
 from ..errors import CheckpointError
-from ..files.safetensors_file import TensorFile, open_checkpoint
+from ..files.safetensors_file import open_checkpoint
+from ..files.tensor_file import TensorFile
 from ..formats.card import card_in
 from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_state import model_shapes

@@ -2,7 +2,7 @@
 
 import hashlib
 
-from .safetensors_file import TensorFile
+from .tensor_file import TensorFile
 
 SAMPLE = 4096
 

@@ -1,4 +1,4 @@
-"""Safetensors files: lazily mapped reading of one file or a sharded set, and atomic streamed writing.
+"""Safetensors files: reading one file or a sharded set, and atomic streamed writing.
 
 The library's ``safe_open`` is not used: it opens no sharded sets, cannot give back the pages of a tensor, and its errors
 name neither file nor tensor. Its ``save_file`` needs all tensors in memory at once.
@@ -7,9 +7,7 @@ name neither file nor tensor. Its ``save_file`` needs all tensors in memory at o
 import mmap
 import os
 import re
-import stat
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,56 +16,9 @@ import torch
 from ..errors import CheckpointError
 from .atomic_write import os_errors_as, replacing, require_space
 from .safetensors_header import MAX_HEADER, Entry, TensorSpec, header_bytes, layout, parse_json, read_header
+from .tensor_file import TensorFile, map_pages, open_regular
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.(safetensors|sft))")
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-
-
-class TensorFile(Mapping[str, torch.Tensor]):
-    """The tensors of a file or of a sharded set, in file order, as views of mapped pages.
-
-    A tensor costs no memory of its own until it is written to; the pages are private, so that never reaches the file.
-    """
-
-    def __init__(self, path: Path, metadata: dict[str, str], entries: dict[str, Entry], maps: dict[Path, mmap.mmap]):
-        self.path = path
-        self.metadata = metadata
-        self.entries = entries
-        self._maps = maps
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        entry = self.entries[name]
-        dtype = entry.torch_dtype
-        if entry.start == entry.end:
-            return torch.empty(entry.shape, dtype=dtype)
-        count = (entry.end - entry.start) // dtype.itemsize
-        return torch.frombuffer(self._maps[entry.file], dtype=dtype, count=count, offset=entry.start).view(entry.shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    @property
-    def files(self) -> list[Path]:
-        """Every file of the set."""
-        return list(self._maps)
-
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of all tensors together."""
-        return sum(entry.end - entry.start for entry in self.entries.values())
-
-    def release(self, name: str) -> None:
-        """Let the system drop the pages of a tensor that is no longer needed; reading it again reads the file again."""
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        entry = self.entries[name]
-        start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = entry.end // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > start:
-            self._maps[entry.file].madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 def open_checkpoint(path: str | os.PathLike) -> TensorFile:
@@ -96,7 +47,7 @@ def _open_siblings(path: Path, shard: re.Match) -> TensorFile:
 
 
 def _open_index(path: Path) -> TensorFile:
-    with _open_regular(path) as file, os_errors_as(path, "read"):
+    with open_regular(path) as file, os_errors_as(path, "read"):
         if os.fstat(file.fileno()).st_size > MAX_HEADER:
             raise CheckpointError(path, "an index of more than 100 MB", advice="Download it again.")
         index = parse_json(path, file.read(), "text")
@@ -132,33 +83,10 @@ def _open_files(path: Path, files: list[Path]) -> TensorFile:
 
 
 def _map_file(path: Path, maps: dict[Path, mmap.mmap]) -> tuple[dict[str, str], dict[str, Entry]]:
-    with _open_regular(path) as file, os_errors_as(path, "read"):
+    with open_regular(path) as file, os_errors_as(path, "read"):
         metadata, entries = read_header(path, file, os.fstat(file.fileno()).st_size)
-        try:
-            maps[path] = _map(file)
-        except OSError as error:
-            raise CheckpointError(path, f"cannot be mapped into memory ({error.strerror})") from error
+        maps[path] = map_pages(path, file)
     return metadata, entries
-
-
-def _map(file: BinaryIO) -> mmap.mmap:
-    if sys.platform == "linux":
-        # Private and writable counts against the commit limit unless it reserves nothing.
-        return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-
-def _open_regular(path: Path) -> BinaryIO:
-    try:
-        mode = os.stat(path).st_mode
-        if stat.S_ISDIR(mode):
-            raise CheckpointError(path, "a folder, not a file", advice="Give the .safetensors or .index.json file in it.")
-        if not stat.S_ISREG(mode):
-            raise CheckpointError(path, "not a regular file")
-        return open(path, "rb")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise CheckpointError(path, f"cannot be opened ({reason})", advice="Check the path.") from None
 
 
 def write_safetensors(

@@ -129,8 +129,7 @@ def _entries(path: Path, header: dict, start: int, size: int) -> dict[str, Entry
 
 
 def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
-    if len(name) > MAX_NAME or not name.isprintable():
-        raise CheckpointError(path, "its name is too long or cannot be shown", ascii(name[:80])[1:-1], "Download it again.")
+    check_name(path, name)
     try:
         code, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
         valid = isinstance(code, str) and isinstance(shape, list) and all(_is_size(n) for n in (*shape, start, end))
@@ -140,6 +139,12 @@ def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
         raise CheckpointError(path, "its entry in the header is malformed", name, "Download it again.")
     _check_span(path, name, code, shape, start, end)
     return Entry(path, code, tuple(shape), base + start, base + end)
+
+
+def check_name(path: Path, name: str) -> None:
+    """Raise CheckpointError for a tensor's name that errors and reports could not show."""
+    if len(name) > MAX_NAME or not name.isprintable():
+        raise CheckpointError(path, "its name is too long or cannot be shown", ascii(name[:80])[1:-1], "Download it again.")
 
 
 def _is_size(value: object) -> bool:

@@ -11,8 +11,8 @@ import torch
 
 from ..dtypes import QUANTIZED_NAMES
 from ..files.fingerprint import fingerprint
-from ..files.safetensors_file import TensorFile
 from ..files.strict_json import read_object
+from ..files.tensor_file import TensorFile
 from .comfy_format import AS_FILE, StoragePlan, storage_name
 from .encoding import STORAGE_OF
 from .encodings import SINCE

@@ -14,8 +14,8 @@ import torch
 
 from ..dtypes import FP8_DTYPES, name_of
 from ..errors import CheckpointError, NonFiniteWeight, UnconsumedScale
-from ..files.safetensors_file import TensorFile
 from ..files.strict_json import read_object
+from ..files.tensor_file import TensorFile
 from .encoding import STORAGE_OF, NonFiniteScale
 from .encodings import encoding_of, leaves_of
 from .foreign import reject_foreign

@@ -12,7 +12,8 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 
 from ....precision.errors import CheckpointError
-from ....precision.files.safetensors_file import TensorFile, open_checkpoint
+from ....precision.files.safetensors_file import open_checkpoint
+from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
 
 _MISMATCH = re.compile(r"size mismatch for (\S+): .*?Size\(\[(.*?)\]\) from checkpoint, .*?Size\(\[(.*?)\]\)")

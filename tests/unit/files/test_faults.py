@@ -12,7 +12,7 @@ import torch
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.errors import CheckpointError
-from halfsafe.precision.files import atomic_write, safetensors_file
+from halfsafe.precision.files import atomic_write, safetensors_file, tensor_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import save_file
@@ -92,7 +92,7 @@ def test_what_is_no_system_error_comes_through_and_leaves_no_other_file(source, 
 @contextmanager
 def unreadable(monkeypatch, after: int):
     """Files whose reads fail from the given one on."""
-    opened = safetensors_file._open_regular
+    opened = safetensors_file.open_regular
 
     class Failing:
         def __init__(self, file):
@@ -114,7 +114,7 @@ def unreadable(monkeypatch, after: int):
             return getattr(self.file, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(safetensors_file, "_open_regular", lambda path: Failing(opened(path)))
+        patch.setattr(safetensors_file, "open_regular", lambda path: Failing(opened(path)))
         yield
 
 
@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_mapped_is_told(source, monkeypatch):
     def refuse(file):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    monkeypatch.setattr(safetensors_file, "_map", refuse)
+    monkeypatch.setattr(tensor_file, "_map", refuse)
     with pytest.raises(CheckpointError, match="mapped"):
         open_checkpoint(source)
 

@@ -1,0 +1,100 @@
+"""Tensors as views of a model file's mapped pages, whatever the format of the file."""
+
+import mmap
+import os
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from ..errors import CheckpointError
+from .safetensors_header import Entry
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+class TensorFile(Mapping[str, torch.Tensor]):
+    """The tensors of a file or of a sharded set, in file order, as views of mapped pages.
+
+    A tensor costs no memory of its own until it is written to; the pages are private, so that never reaches the file.
+    """
+
+    def __init__(self, path: Path, metadata: dict[str, str], entries: dict[str, Entry], maps: dict[Path, mmap.mmap]):
+        self.path = path
+        self.metadata = metadata
+        self.entries = entries
+        self._maps = maps
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        entry = self.entries[name]
+        dtype = entry.torch_dtype
+        if entry.start == entry.end:
+            return torch.empty(entry.shape, dtype=dtype)
+        count = (entry.end - entry.start) // dtype.itemsize
+        return torch.frombuffer(self._maps[entry.file], dtype=dtype, count=count, offset=entry.start).view(entry.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def files(self) -> list[Path]:
+        """Every file of the set."""
+        return list(self._maps)
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(entry.end - entry.start for entry in self.entries.values())
+
+    def release(self, name: str) -> None:
+        """Let the system drop the pages of a tensor that is no longer needed; reading it again reads the file again."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        entry = self.entries[name]
+        start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = entry.end // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > start:
+            self._maps[entry.file].madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading.
+
+    Raises:
+        CheckpointError: there is none, it cannot be read, or it is a folder or a device.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            raise CheckpointError(path, "a folder, not a file", advice="Give the .safetensors, .gguf or .index.json file in it.")
+        if not stat.S_ISREG(mode):
+            raise CheckpointError(path, "not a regular file")
+        return open(path, "rb")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise CheckpointError(path, f"cannot be opened ({reason})", advice="Check the path.") from None
+
+
+def map_pages(path: Path, file: BinaryIO) -> mmap.mmap:
+    """Map an open file; what is written to the pages never reaches it.
+
+    Raises:
+        CheckpointError: the system refuses.
+    """
+    try:
+        return _map(file)
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be mapped into memory ({error.strerror})") from error
+
+
+def _map(file: BinaryIO) -> mmap.mmap:
+    if sys.platform == "linux":
+        # Private and writable counts against the commit limit unless it reserves nothing.
+        return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
