@@ -7,7 +7,7 @@ from ..precision.analysis.analysis_chart import analysis_chart
 from ..precision.analysis.analysis_rules import analysis_text, rules_of
 from ..precision.analysis.candidates import CANDIDATES
 from .host.measure import analysis as host
-from .host.run.layers import compute_name
+from .host.run.layer_modes import compute_name
 from .inputs import CATEGORY, RulesType
 
 

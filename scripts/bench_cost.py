@@ -276,8 +276,8 @@ class _Executor:
 
 
 def _safe(model, way: str):
+    from halfsafe.nodes.host.facts.layers import matrix_layers
     from halfsafe.nodes.host.run.compute import Compute
-    from halfsafe.nodes.host.run.modules import matrix_layers
     from halfsafe.precision.plan.choice import Choice
     from halfsafe.precision.plan.compute import ComputeDecision, ComputePlan
 
@@ -289,7 +289,8 @@ class _sums:
     """Every Linear with fp16 sums that its bound proves, its input scaled or not."""
 
     def __init__(self, model, way: str):
-        from halfsafe.nodes.host.run.modules import exchanged, matrix_layers, weights_of
+        from halfsafe.nodes.host.facts.layers import matrix_layers
+        from halfsafe.nodes.host.run.modules import exchanged, weights_of
         from halfsafe.precision.arithmetic.fp16_accumulation import (
             WORTH_SCALING,
             AccumulationSlot,

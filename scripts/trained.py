@@ -132,7 +132,7 @@ def shapes_model(args: argparse.Namespace) -> Trained:
 
     comfy = load_comfy(args)
     import comfy.sd as loaders
-    from halfsafe.nodes.host.run.modules import matrix_layers
+    from halfsafe.nodes.host.facts.layers import matrix_layers
     from halfsafe.precision.arithmetic.patching import patched
     from halfsafe.precision.plan.rules import rules_from
     from support import families, shapes, tiny_models

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 import torch
 
 from ...precision.dtypes import name_of
-from .report import storage_of
+from .facts.model_facts import storage_of
 from .run.accumulation import accumulation_of
 from .run.compute import compute_of
 from .run.control import planned_control
-from .run.layers import compute_name
+from .run.layer_modes import compute_name
 
 KEY = "halfsafe_badge"
 

@@ -11,13 +11,14 @@ from ...precision.plan.compute import ComputePlan
 from ...precision.plan.goal import plan_for_goal
 from ...precision.plan.loaded import plan_loaded, with_foreign_layers
 from ...precision.plan.rules import Rules
-from .guard.encoders import vae_in
+from .facts.layers import activation_dtype, layers_of
+from .facts.model_facts import model_facts, storages
+from .guard.encoders import unguarded
 from .load.devices import current_device
+from .load.encoders import vae_in
 from .lora.beside import keep_low_rank_beside
-from .report import model_facts, storages
 from .run.accumulation import with_accumulation
 from .run.compute import set_compute
-from .run.layers import activation_dtype, layers_of
 from .run.modules import only_multiplies
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def with_goal(patcher: ModelPatcher, goal: str, clip: CLIP | None, vae: VAE | No
     if clip is not None:
         lines.append("text encoder: unchanged; ComfyUI runs it with fp32 activations, once per prompt")
     if vae is not None and goal == "quality":
-        vae = vae_in(vae, torch.float32)
+        vae = vae_in(unguarded(vae), torch.float32)
         lines.append("VAE: fp32")
     elif vae is not None:
         lines.append(f"VAE: unchanged, {str(vae.vae_dtype).removeprefix('torch.')}")

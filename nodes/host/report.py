@@ -6,17 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import comfy.quant_ops
-import torch
-
 from ...precision.devices.detect import why_int8_is_slow
 from ...precision.dtypes import name_of
-from ...precision.formats.encoding import STORAGE_OF
 from ...precision.guard.policy import CURED
 from ...precision.modes import FP16_ACC16, FP32, INT8
 from ...precision.plan.accumulation import EXACT_SUMS
-from ...precision.plan.choice import LoadRecord
-from ...precision.plan.facts import LayerSpec, ModelFacts, most
+from ...precision.plan.choice import ATTACHMENT, LoadRecord
 from ...precision.report.report_rules import CALLED_IN_FP32
 from ...precision.report.schema import (
     ControlReport,
@@ -29,17 +24,18 @@ from ...precision.report.schema import (
     device_section,
 )
 from .facts.kernels import DEQUANTIZED
+from .facts.layers import activation_dtype, layers_of
+from .facts.model_facts import bytes_by_storage, parameter_count, storage_of
 from .guard.model import Guard, guard_of
 from .load.controlnet import loaded_controls
 from .load.devices import current_device
-from .load.models import ATTACHMENT
 from .lora.low_rank import LowRankModel
 from .lora.patcher import low_rank_reasons
 from .page import running_prompt, running_prompt_id, told_in
 from .run.accumulation import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
 from .run.control import planned_control
-from .run.layers import activation_dtype, is_called_in_fp32, kernels_of, layers_of, modes_of
+from .run.layer_modes import is_called_in_fp32, kernels_of, modes_of
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase
@@ -56,7 +52,9 @@ def report_of(patcher: ModelPatcher) -> Report:
     """Report on a model, from its modules and from what its plan found in the calls made so far."""
     record, compute, layers = patcher.attachments.get(ATTACHMENT), compute_of(patcher), _layers(patcher)
     _add_patches(layers, low_rank_reasons(patcher))
-    report = Report(device_section(current_device()), _model_report(patcher), layers, flags_of(patcher))
+    sizes = bytes_by_storage(patcher)
+    model = ModelReport(type(patcher.model).__name__, parameter_count(patcher), sum(sizes.values()), sizes)
+    report = Report(device_section(current_device()), model, layers, flags_of(patcher))
     if guard := guard_of(patcher):
         report.guard = guard.report(patcher)
         report.ranges = guard.ranges(patcher)
@@ -175,21 +173,6 @@ def _escalate(layers: list[LayerReport], modes: dict[str, str]) -> None:
             layer.kernel = layer.kernel if stays_int8 else layer.kernel and DEQUANTIZED
 
 
-def model_facts(patcher: ModelPatcher) -> ModelFacts:
-    """Collect what a compute plan needs to know of a model in memory."""
-    layers = tuple(LayerSpec(name, type(module).__name__, tuple(module.weight.shape)) for name, module in layers_of(patcher))
-    sizes = _model_report(patcher)
-    supported = tuple(name_of(dtype) for dtype in patcher.model.model_config.supported_inference_dtypes)
-    return ModelFacts(layers, sizes.parameters, most(sizes.bytes_by_storage), supported)
-
-
-def storages(patcher: ModelPatcher) -> dict[str, str]:
-    """Return the storage of each layer's weight, by layer name; bytes that another loader packed are in none that we know."""
-    weights = ((name, module.weight) for name, module in layers_of(patcher))
-    known = ((name, weight) for name, weight in weights if isinstance(weight, comfy.quant_ops.QuantizedTensor) or weight.is_floating_point())
-    return {name: storage_of(weight) for name, weight in known}
-
-
 def _layer_report(patcher, name: str, module, record, compute, modes: dict[str, str], sums: dict) -> LayerReport:
     stream, mode = name_of(activation_dtype(patcher)), modes[name]
     decision = compute.plan.decisions.get(name) if compute else None
@@ -202,27 +185,6 @@ def _layer_report(patcher, name: str, module, record, compute, modes: dict[str, 
     reason = "; ".join(dict.fromkeys(filter(None, reasons)))
     mode = FP16_ACC16.name if accumulation == "fp16" else mode
     return LayerReport(name, type(module).__name__, storage_of(module.weight), mode, accumulation, stream, reason)
-
-
-def storage_of(tensor: torch.Tensor) -> str:
-    """Name the storage of a weight, quantized or not."""
-    if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
-        return name_of(tensor.dtype)
-    formats = comfy.quant_ops.QUANT_ALGOS.items()
-    held = next((name for name, algorithm in formats if algorithm["comfy_tensor_layout"] == tensor._layout_cls), "quantized")
-    return STORAGE_OF.get(held, held)
-
-
-def _model_report(patcher: ModelPatcher) -> ModelReport:
-    report = ModelReport(cls=type(patcher.model).__name__)
-    for parameter in patcher.model.diffusion_model.parameters():
-        quantized = isinstance(parameter, comfy.quant_ops.QuantizedTensor)
-        size = (parameter._qdata if quantized else parameter).nbytes
-        storage = storage_of(parameter)
-        report.parameters += parameter.numel()
-        report.weight_bytes += size
-        report.bytes_by_storage[storage] = report.bytes_by_storage.get(storage, 0) + size
-    return report
 
 
 def _unmet(record: LoadRecord, layers: list[LayerReport]) -> Iterator[tuple[str, str]]:

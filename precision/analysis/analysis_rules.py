@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from ..formats.comfy_format import can_be_quantized
+from ..layer_names import pattern_of
 from ..modes import INT8, MODES
 from ..plan.presets import DEFAULT_PRESET
 from ..plan.rules import Rules, compile_pattern, rules_from
-from ..text import pattern_of, size_text, wrapped
+from ..text import size_text, wrapped
 from .results import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
 
 WORST = 16

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TypeVar
 
+ATTACHMENT = "halfsafe"
+"""The key of a loaded model's :class:`LoadRecord` in ComfyUI's ``attachments``."""
 Value = TypeVar("Value")
 
 

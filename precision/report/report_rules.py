@@ -3,10 +3,10 @@
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
+from ..layer_names import pattern_of
 from ..modes import MODES
 from ..plan.facts import multiplies
 from ..plan.rules import compile_pattern
-from ..text import pattern_of
 
 CALLED_IN_FP32 = "the model's own code casts its input to fp32"
 """The reason of a layer that runs in fp32 whatever is asked for, which no rule has to repeat."""

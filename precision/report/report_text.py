@@ -4,7 +4,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 
-from ..text import count_patterns, count_text, grouped, on_off, size_text, wrapped
+from ..layer_names import count_patterns, grouped
+from ..text import count_text, on_off, size_text, wrapped
 
 NAME_WIDTH = 36
 SETUP = ("class", "storage", "mode", "accumulation", "stream", "kernel")

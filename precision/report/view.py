@@ -3,9 +3,10 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
+from ..layer_names import count_patterns, group_name, pattern_of
 from ..modes import MODES
 from ..plan.facts import multiplies
-from ..text import count_patterns, count_text, group_name, pattern_of, size_text
+from ..text import count_text, size_text
 from .colours import STORAGE_COLOURS, hex_of
 
 

@@ -15,7 +15,7 @@ from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.guard.finite import zeroed
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.nested import tensors_in
-from ..load.models import ATTACHMENT
+from ....precision.plan.choice import ATTACHMENT
 from ..page import running_prompt
 from ..run.attention import OVERRIDE, overridden
 from ..run.call import Call

@@ -23,13 +23,13 @@ from ....precision.modes import FP16_ACC16, FP32
 from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport
 from ..facts.kernels import DEQUANTIZED
-from ..load.devices import is_oom
+from ..facts.layers import activation_dtype, top_level_parts
 from ..run.accumulation import layer_accumulation
 from ..run.attention import OVERRIDE
 from ..run.call import Call
 from ..run.execution import is_compiled, is_on_several_devices
-from ..run.layers import activation_dtype, kernels_of, modes_of
-from ..run.modules import top_level_parts
+from ..run.layer_modes import kernels_of, modes_of
+from ..run.oom import is_oom
 from .failure import images_of, sigma_of, step_of
 from .precise import MergedWeights, PreciseLayers, learning_apart, with_rounded_guidance, without_step_cache
 from .repeats import INSIDE

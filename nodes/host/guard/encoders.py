@@ -18,6 +18,7 @@ from ....precision.guard.log import CallPosition, GuardLog, encoder_sentence, ev
 from ....precision.guard.policy import ENCODER_INPUTS, encoder_not_cured
 from ....precision.nested import replaced, tensors_in
 from ..load.devices import current_device
+from ..load.encoders import vae_in
 from ..run.modules import ask_for_plain_products
 from .causes import NAN_GIVEN, bad_weight
 from .failure import FAILS_IN_FP32, SAME_AGAIN
@@ -120,15 +121,6 @@ def guard_clip(clip, on_nan: str, node_id: str | None = None):
     return guarded
 
 
-def vae_in(vae, dtype: torch.dtype):
-    """A copy of the VAE, not guarded, that computes in ``dtype``. Its weights stay as they are and are cast at use."""
-    clone = _unguarded(vae)
-    clone.patcher = vae.patcher.clone()
-    clone.patcher.set_model_compute_dtype(dtype)
-    clone.vae_dtype = dtype
-    return clone
-
-
 def _clip_in(clip, dtype: torch.dtype):
     clone = clip.clone()
     clone.__class__ = _plain_class(type(clip))
@@ -152,7 +144,7 @@ def _plain_class(kind: type) -> type:
 
 def _run_vae(vae, name: str, *args, **kwargs):
     def attempt(dtype: torch.dtype | None, given):
-        one = vae_in(vae, dtype) if dtype else _unguarded(vae)
+        one = vae_in(unguarded(vae), dtype) if dtype else unguarded(vae)
         sizes = _watched_output(one)
         result = getattr(one, name)(*given[0], **given[1])
         return result, _worst([*sizes, *map(amax_value, tensors_in(result))])
@@ -164,7 +156,7 @@ def _run_vae(vae, name: str, *args, **kwargs):
 
 def _run_clip(clip, name: str, tokens, *args, **kwargs):
     def attempt(dtype: torch.dtype | None, given):
-        one = _clip_in(clip, dtype) if dtype else _unguarded(clip)
+        one = _clip_in(clip, dtype) if dtype else unguarded(clip)
         result = getattr(one, name)(given, *args, **kwargs)
         return result, _worst(map(amax_value, tensors_in(result)))
 
@@ -191,7 +183,8 @@ class _GuardedCLIP(_Guarded):
         return clone
 
 
-def _unguarded(guarded):
+def unguarded(guarded):
+    """Return a copy of a VAE or text encoder whose results are not checked."""
     plain = copy.copy(guarded)
     plain.__class__ = _plain_class(type(guarded))
     return plain

@@ -14,11 +14,12 @@ from ....precision.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.nested import cast_arguments, floats_in
 from ....precision.plan.choice import Choice
 from ....precision.plan.compute import ComputeDecision, ComputePlan
+from ..facts.layers import modules_of, top_level_parts
 from ..run.attention import attending, forward_of, full_precision_attention, in_one_dtype, is_fused
 from ..run.call import Call
 from ..run.compute import PlannedLayers
 from ..run.conditions import Make
-from ..run.modules import modules_of, only_multiplies, top_level_parts
+from ..run.modules import only_multiplies
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel

@@ -14,10 +14,10 @@ from ....precision.guard.ladder import escalation_after, first_finite, model_run
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog, event_of
 from ....precision.guard.policy import COMPILED, NO_MEMORY, Escalation
-from ..load.devices import is_oom
+from ..facts.layers import top_level_parts
 from ..run.call import Call
 from ..run.execution import is_compiled
-from ..run.modules import top_level_parts
+from ..run.oom import is_oom
 from .causes import (
     NAN_GIVEN,
     PATCH_ADVICE,

@@ -20,7 +20,7 @@ from ....precision.report.schema import GuardReport
 from ..page import running_prompt_id
 from ..run.call import Call
 from ..run.conditions import Make, adapts_text, conditions_through
-from ..run.layers import settings_of
+from ..run.layer_modes import settings_of
 from ..run.per_model import PerModel, branch_of, patches_of
 from ..run.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
 from .causes import BETWEEN_CALLS, NAN_GIVEN, sampler_inputs

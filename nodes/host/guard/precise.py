@@ -17,13 +17,14 @@ from ....precision.guard.drift import CastsToFp32
 from ....precision.guard.policy import ALL_IN_FP32, Escalation, span_of
 from ....precision.modes import FP32
 from ....precision.plan.compute import ComputeDecision, ComputePlan
+from ..facts.layers import matrix_layers, top_level_parts
 from ..lora.patcher import kept_beside
 from ..lora.patches import DIFFUSION_MODEL
 from ..run.accumulation import accumulation_of
 from ..run.attention import forward_of, full_precision_attention
 from ..run.call import Call
 from ..run.compute import compute_of
-from ..run.modules import dequantized, matrix_layers, only_multiplies, top_level_parts, weights_of
+from ..run.modules import dequantized, only_multiplies, weights_of
 from .escalation import EscalatedLayers
 from .state import Guarded
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 from ....precision.dtypes import name_of
 from ....precision.guard.localize import Origin
 from ....precision.guard.policy import Escalation
+from ..facts.layers import activation_dtype, matrix_layers
 from ..run.execution import is_compiled
-from ..run.layers import activation_dtype, modes_of, settings_of
-from ..run.modules import matrix_layers
+from ..run.layer_modes import modes_of, settings_of
 from ..run.per_model import hooks_of, patches_of
 from .clamps import clamps_in_fp16
 from .escalation import EscalatedLayers

@@ -8,7 +8,6 @@ import torch
 
 from ....precision.devices import memory
 from ....precision.devices.detect import Device, detect
-from ....precision.oom import is_oom as is_oom_of_torch
 
 
 def compute_device() -> torch.device:
@@ -60,12 +59,3 @@ def free_host_memory() -> int:
     free = int(comfy.model_management.get_free_memory(torch.device("cpu")))
     limit = memory.available_memory()
     return free if limit is None else min(free, limit)
-
-
-def is_oom(error: BaseException) -> bool:
-    """Tell whether an error means that a device has no memory left.
-
-    ComfyUI's own test comes first, as it also clears the error CUDA has pending. On torch 2.8 and later it takes the plain
-    RuntimeError of MPS for another.
-    """
-    return comfy.model_management.is_oom(error) or is_oom_of_torch(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from ....precision.dtypes import QUANTIZED_NAMES, dtype_named, name_of
 from ....precision.errors import CheckpointError
 from ....precision.formats import comfy_state
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
-from ....precision.plan.choice import Choice, LoadRecord
+from ....precision.plan.choice import ATTACHMENT, Choice, LoadRecord
 from ....precision.plan.facts import file_dtype, layer_specs
 from ....precision.plan.held import weight_bytes
 from ....precision.plan.storage import plan_text_encoder
@@ -29,7 +30,6 @@ from ..run.modules import ask_for_plain_products
 from .detection import dequantized_tensors, detect_model, stored_tensors
 from .devices import free_host_memory
 from .files import check_quantized_shapes, embedding_folders, of_fitting_shapes, open_model
-from .models import ATTACHMENT
 from .progress import byte_progress
 
 if TYPE_CHECKING:
@@ -204,3 +204,12 @@ def _vae(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, dtype: str, f
         raise CheckpointError(checkpoint.path, "ComfyUI knows no VAE like this", advice="Check that the file is a VAE.")
     vae.patcher.cached_patcher_init = factory
     return vae
+
+
+def vae_in(vae: VAE, dtype: torch.dtype) -> VAE:
+    """Return a copy of a VAE that computes in ``dtype``. Its weights stay as they are and are cast at use."""
+    clone = copy.copy(vae)
+    clone.patcher = vae.patcher.clone()
+    clone.patcher.set_model_compute_dtype(dtype)
+    clone.vae_dtype = dtype
+    return clone

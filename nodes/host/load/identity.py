@@ -18,7 +18,7 @@ from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.formats.card import source_of
 from ....precision.formats.metadata import lasting_metadata
 from ....precision.formats.stored_weight import StoredWeight
-from .models import ATTACHMENT
+from ....precision.plan.choice import ATTACHMENT
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

@@ -20,7 +20,7 @@ from ....precision.formats import comfy_state
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import can_be_quantized, exceeds_fp16
 from ....precision.formats.encodings import SINCE
-from ....precision.plan.choice import LoadRecord, frozen
+from ....precision.plan.choice import ATTACHMENT, LoadRecord, frozen
 from ....precision.plan.held import held_dtype, unpacked_dtype, weight_bytes
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
@@ -34,7 +34,6 @@ from .progress import byte_progress
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-ATTACHMENT = "halfsafe"
 logger = logging.getLogger("halfsafe")
 
 

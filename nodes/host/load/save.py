@@ -18,7 +18,7 @@ from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
 from ....precision.plan.facts import LayerSpec
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import plan_storage
-from ..run.modules import modules_of
+from ..facts.layers import modules_of
 from .files import output_path
 from .identity import difference, marks_of, metadata_of, source_of_model
 from .progress import byte_progress

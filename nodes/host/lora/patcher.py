@@ -18,8 +18,8 @@ from ....precision.arithmetic.patching import Patch, patched
 from ....precision.dtypes import name_of
 from ....precision.errors import HalfsafeError
 from ....precision.modes import FP32
+from ..facts.layers import is_quantized
 from ..run.compute import compute_of
-from ..run.modules import is_quantized
 from ..run.wrappers import LOW_RANK
 from .low_rank import low_rank_patcher
 from .patches import SortedPatches, layer_name, sort_patches, strengths_of

@@ -9,7 +9,7 @@ import torch
 
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.linear import kind_of
-from ..run.modules import is_quantized
+from ..facts.layers import is_quantized
 from .adapters import LowRank, key_of, low_rank
 
 if TYPE_CHECKING:

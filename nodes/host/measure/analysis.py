@@ -21,12 +21,12 @@ from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.formats.int8 import rotation_group
 from ....precision.modes import INT8
 from ....precision.plan.rules import Rules, rules_from
+from ..facts.layers import activation_dtype, matrix_layers
 from ..load.devices import current_device
 from ..load.progress import advancing
 from ..run.accumulation import accumulation_of, with_accumulation
 from ..run.compute import compute_of, set_compute
-from ..run.layers import activation_dtype
-from ..run.modules import core_weights, exchanged, matrix_layers, only_multiplies
+from ..run.modules import core_weights, exchanged, only_multiplies
 from ..run.wrappers import ANALYSIS, GUARD, set_wrapper
 from .sampling import sample
 

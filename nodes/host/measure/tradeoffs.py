@@ -20,23 +20,26 @@ from ....precision.errors import HalfsafeError
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.measure.settings import Setting, why_not
 from ....precision.measure.tradeoffs import Measurements, Row
+from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.compute import SAFE
 from ....precision.plan.facts import multiplies
 from ....precision.plan.goal import SUMS
 from ....precision.plan.rules import Rules, rules_from
 from ....precision.plan.storage import LoadPlan, plan_load
-from ..load.devices import current_device, free_device_memory, is_oom
+from ..facts.layers import layers_of
+from ..facts.model_facts import model_facts, storages
+from ..load.devices import current_device, free_device_memory
 from ..load.identity import metadata_of
-from ..load.models import ATTACHMENT, load_weights
+from ..load.models import load_weights
 from ..load.progress import advancing
 from ..load.save import BYPASS, LiveWeights
 from ..lora.beside import keep_low_rank_beside
 from ..planned import with_compute
-from ..report import model_facts, report_of, storages
+from ..report import report_of
 from ..run.accumulation import accumulation_of, with_accumulation
 from ..run.compute import compute_of, set_compute
 from ..run.execution import COMPILE_KWARGS, is_on_several_devices
-from ..run.layers import layers_of
+from ..run.oom import is_oom
 from ..run.wrappers import ANALYSIS, GUARD, set_wrapper
 from .sampling import sample
 from .step_timer import NotFinite, Probe

@@ -23,14 +23,15 @@ from ....precision.plan.accumulation import (
     Request,
     plan_accumulation,
 )
-from ....precision.report.schema import flag_report, flag_reports
+from ....precision.plan.flag_report import flag_report, flag_reports
+from ..facts.layers import modules_of
 from . import fast_accumulation
 from .attention import attending, full_precision_attention, is_fused
 from .call import Call
 from .compute import compute_of, needs_fp32_accumulation
 from .execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer
-from .layers import modes_of, settings_of
-from .modules import exchanged, modules_of, only_multiplies, weights_of
+from .layer_modes import modes_of, settings_of
+from .modules import exchanged, only_multiplies, weights_of
 from .per_model import PerModel
 from .wrappers import ACCUMULATION, set_wrapper
 

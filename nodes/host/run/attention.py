@@ -9,8 +9,8 @@ import torch
 
 from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch, patched
+from ..facts.layers import top_level_parts
 from .call import Call
-from .modules import top_level_parts
 
 OVERRIDE = "optimized_attention_override"
 UNFUSED = ("attention_basic", "attention_split", "attention_sub_quad")

@@ -25,20 +25,12 @@ from ....precision.formats.quantize import activation_scale
 from ....precision.modes import FP8, FP16, FP16_WIDE, INT8, MODE_OF
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ....precision.plan.fp16_results import largest_fp16_result
+from ..facts.layers import is_quantized, modules_of
 from .attention import attending, full_precision_attention, in_one_dtype, is_fused
 from .call import Call
 from .conditions import Make, adapts_text, conditions_through
 from .execution import switches_by_layer
-from .modules import (
-    calling_layers,
-    exchanged,
-    has_own_forward,
-    is_quantized,
-    modules_of,
-    only_multiplies,
-    quantized_weights,
-    weights_of,
-)
+from .modules import calling_layers, exchanged, has_own_forward, only_multiplies, quantized_weights, weights_of
 from .per_model import PerModel
 from .wrappers import COMPUTE, set_wrapper
 

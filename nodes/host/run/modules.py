@@ -1,4 +1,4 @@
-"""Find the modules of a loaded model by name, tell whose forward they run, and lend their weights."""
+"""Exchange the forwards of a loaded model's modules, and provide their weights in a dtype."""
 
 import contextlib
 import inspect
@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import comfy.ops
 import torch
 import torch.nn.functional as F
-from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequential
 from comfy.quant_ops import QuantizedTensor
 
-from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.linear import WeightProvider, kind_of
 from ....precision.arithmetic.patching import Patch, SharedScope, patched
+from ..facts.layers import is_quantized
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -21,42 +20,6 @@ if TYPE_CHECKING:
 CAST_PARAMETERS = inspect.signature(comfy.ops.cast_bias_weight).parameters
 PATCHES_IN_FP32 = {"compute_dtype": torch.float32} if "compute_dtype" in CAST_PARAMETERS else {}
 """LoRAs of dynamic VRAM are added in fp32, as ComfyUI adds them in an fp32 model; its own default is the weight's dtype."""
-
-
-def modules_of(model) -> dict[str, torch.nn.Module]:
-    """Name -> module of everything in ComfyUI's model, by the names it has when nothing is compiled."""
-    return {plain_name(name): module for name, module in model.diffusion_model.named_modules()}
-
-
-def matrix_layers(model) -> Iterator[tuple[str, torch.nn.Module]]:
-    """(name, module) of the layers that multiply, in model order."""
-    for name, module in modules_of(model).items():
-        if kind_of(module) and isinstance(getattr(module, "weight", None), torch.Tensor) and module.weight.dim() > 1:
-            yield name, module
-
-
-def top_level_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Name -> module of the parts a diffusion model is made of: its blocks, and what stands beside their lists.
-
-    A UNet's blocks are lists themselves, whose items ComfyUI calls one by one.
-    """
-    parts: dict[str, torch.nn.Module] = {}
-    for name, child in model.named_children():
-        if isinstance(child, (torch.nn.ModuleList, TimestepEmbedSequential)):
-            parts |= {f"{name}.{inner}": module for inner, module in _items(child)}
-        elif any(isinstance(module, torch.nn.ModuleList) for module in child.children()):
-            parts |= {f"{name}.{inner}": module for inner, module in top_level_parts(child).items()}
-        else:
-            parts[name] = child
-    return {plain_name(name): module for name, module in parts.items()}
-
-
-def _items(container: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, item in container.named_children():
-        if isinstance(item, TimestepEmbedSequential):
-            yield from ((f"{name}.{inner}", module) for inner, module in item.named_children())
-        else:
-            yield name, item
 
 
 def has_own_forward(module: torch.nn.Module) -> bool:
@@ -121,11 +84,6 @@ def ask_for_plain_products(patcher: "ModelPatcher") -> None:
         if is_quantized(module) and hasattr(module, "_forward"):
             patcher.add_object_patch(f"{name}._full_precision_mm", True)
             patcher.add_object_patch(f"{name}._forward", _dequantized_linear)
-
-
-def is_quantized(module: torch.nn.Module) -> bool:
-    """Tell whether a module's weight is in one of ComfyUI's quantized formats."""
-    return isinstance(getattr(module, "weight", None), QuantizedTensor)
 
 
 def _dequantized_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

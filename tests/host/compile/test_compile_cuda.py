@@ -5,10 +5,10 @@ import types
 
 import pytest
 import torch
+from halfsafe.nodes.host.facts.layers import matrix_layers
 from halfsafe.nodes.host.run.attention import attending
 from halfsafe.nodes.host.run.call import Call
 from halfsafe.nodes.host.run.compute import PlannedLayers
-from halfsafe.nodes.host.run.modules import matrix_layers
 from halfsafe.precision.arithmetic.patching import patched
 from halfsafe.precision.plan.choice import Choice
 from halfsafe.precision.plan.compute import ComputeDecision, ComputePlan

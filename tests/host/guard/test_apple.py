@@ -9,7 +9,7 @@ import pytest
 import torch
 from comfy import model_management
 from halfsafe.nodes.host.guard.clamps import ClampWatch
-from halfsafe.nodes.host.load.devices import is_oom
+from halfsafe.nodes.host.run.oom import is_oom
 from halfsafe.precision import amax as amax_module
 from halfsafe.precision.guard.policy import NonFinite
 from support import families

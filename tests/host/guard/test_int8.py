@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+from halfsafe.nodes.host.facts.layers import modules_of
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.nodes.host.run.modules import modules_of
 from halfsafe.precision.guard.policy import Escalation
 from support import dialects, families, model_files
 from support.families import load

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 import torch
+from halfsafe.nodes.host.facts.layers import modules_of
 from halfsafe.nodes.host.run import fast_accumulation
-from halfsafe.nodes.host.run.modules import modules_of
 from halfsafe.precision.plan.rules import rules_from
 from support import families
 from support.families import load, report

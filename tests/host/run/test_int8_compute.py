@@ -4,8 +4,8 @@ import pytest
 import torch
 from comfy import ops as comfy_ops
 from comfy.sd import load_bypass_lora_for_models, load_lora_for_models
+from halfsafe.nodes.host.facts.layers import modules_of
 from halfsafe.nodes.host.run.compute import compute_of
-from halfsafe.nodes.host.run.modules import modules_of
 from halfsafe.precision.arithmetic.patching import patched
 from halfsafe.precision.dtypes import COMPUTE_OPTIONS
 from halfsafe.precision.plan.rules import rules_from

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from halfsafe.precision.arithmetic import flags
-from halfsafe.precision.report import schema as report
+from halfsafe.precision.plan.flag_report import flag_report
 
 MATMUL = torch.backends.cuda.matmul
 
@@ -287,6 +287,6 @@ def test_tf32_is_read_by_its_new_name_where_the_old_one_refuses(value, monkeypat
 )
 def test_tf32_is_reported_by_whatever_name_it_was_set(start, told, on):
     begin(start)
-    entry = report.flag_report("tf32", "unchanged", "Why.")
+    entry = flag_report("tf32", "unchanged", "Why.")
     assert told in entry["reason"] and "not known" not in entry["reason"]
     assert entry["outside"] is entry["in_scope"] is on

@@ -10,10 +10,12 @@ import pytest
 import torch
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.devices import detect as devices
+from halfsafe.precision.layer_names import count_patterns, grouped, number_ranges, pattern_of
 from halfsafe.precision.modes import MODES
+from halfsafe.precision.plan.flag_report import flag_report, flag_reports
 from halfsafe.precision.report import report_chart as chart
 from halfsafe.precision.report import schema as report
-from halfsafe.precision.text import count_patterns, grouped, number_ranges, pattern_of, size_text
+from halfsafe.precision.text import size_text
 
 CONTRACT = """
 {"version": 1,
@@ -61,7 +63,7 @@ def wan(blocks=30, kept=(0, 1, 29)):
     high = [report.KeptHigh(layer.name, layer.reason) for layer in layers if layer.reason]
     sizes = {"fp8_e4m3fn": 3 * 1024**3, "fp16": 1024**3}
     model = report.ModelReport("WAN21", 3_000_000_000, 4 * 1024**3, sizes)
-    return report.Report(model=model, layers=layers, kept_high=high, flags=report.flag_reports())
+    return report.Report(model=model, layers=layers, kept_high=high, flags=flag_reports())
 
 
 def test_json_is_the_contracts_key_for_key_in_its_order():
@@ -214,7 +216,7 @@ def test_text_fits_a_hundred_columns_whatever_the_names():
     setup = ("CausalConv3dWithLongName", "fp8_e4m3fn", "fp16_acc16", "fp16", "fp32")
     full.layers += [report.LayerReport(name, *setup, "why " * 60)]
     full.kept_high += [report.KeptHigh(f"{name[:60]}.{index}", "reason " * 40) for index in range(9)]
-    full.flags = report.flag_reports()
+    full.flags = flag_reports()
     full.without_effect += [report.WithoutEffect("setting", "word " * 60)]
     text = full.to_text()
     assert name in text
@@ -303,31 +305,31 @@ def test_a_flag_report_shows_the_present_flags(monkeypatch):
         allow_fp16_reduced_precision_reduction=False, allow_bf16_reduced_precision_reduction=False,
     )  # fmt: skip
     monkeypatch.setattr(torch.backends.cuda, "matmul", matmul)
-    assert report.flag_report("fp16_accumulation") == {
+    assert flag_report("fp16_accumulation") == {
         "requested": "unchanged", "in_scope": True, "outside": True, "reason": "No accumulation node is attached.",
     }  # fmt: skip
-    assert report.flag_report("reduced_precision_reduction")["in_scope"] is False
-    tf32 = report.flag_report("tf32", "off", "Asked for.")
+    assert flag_report("reduced_precision_reduction")["in_scope"] is False
+    tf32 = flag_report("tf32", "off", "Asked for.")
     assert (tf32["requested"], tf32["in_scope"]) == ("off", torch.backends.cudnn.allow_tf32)
     assert tf32["reason"].startswith("Asked for. Outside: matmul off, convolution")
 
 
 def test_a_report_from_inside_of_a_models_call_tells_what_is_outside():
-    before = report.flag_report("tf32")
+    before = flag_report("tf32")
     with flags.flags_set({"tf32_matmul": True, "tf32_convolution": False}):
-        assert report.flag_report("tf32") == before
+        assert flag_report("tf32") == before
 
 
 def test_a_flag_torch_does_not_have_is_null_and_explained(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "matmul", types.SimpleNamespace())
-    entry = report.flag_report("fp16_accumulation")
+    entry = flag_report("fp16_accumulation")
     assert entry["in_scope"] is None and entry["outside"] is None
     assert "has no such flag" in entry["reason"]
 
 
 def test_all_four_settings_are_reported_and_nothing_is_changed():
     before = flags.read_flags()
-    entries = report.flag_reports()
+    entries = flag_reports()
     assert list(entries) == ["fp16_accumulation", "reduced_precision_reduction", "tf32", "fp8_fast_accumulation"]
     for entry in entries.values():
         assert entry["requested"] == "unchanged" and entry["in_scope"] == entry["outside"]

@@ -1,6 +1,4 @@
-"""The layers of a model in memory: which there are, and how each multiplies."""
-
-from collections.abc import Iterator
+"""How each layer of a model in memory multiplies, from its plan and its calls."""
 
 import comfy.quant_ops
 import torch
@@ -10,18 +8,13 @@ from ....precision.dtypes import FP8_NAMES, name_of
 from ....precision.formats.encoding import STORAGE_OF
 from ....precision.modes import FP8, FP32, INT8
 from ..facts.kernels import DEQUANTIZED, kernel_of_product
+from ..facts.layers import activation_dtype, is_quantized, layers_of
 from ..facts.own_casts import FP32 as CAST_TO_FP32
 from ..facts.own_casts import own_cast
 from .compute import FP8_RESULT, compute_of, has_changed_weight
-from .modules import is_quantized, modules_of
 
 PRODUCTS = {**dict.fromkeys(FP8_NAMES, FP8.name), "int8": INT8.name, "w4a8": INT8.name}
 """Storage -> mode of ComfyUI's own product; 4-bit products have no mode."""
-
-
-def activation_dtype(patcher) -> torch.dtype:
-    """Return the dtype of the model's activations: its manual cast dtype, else that of its weights."""
-    return patcher.get_model_object("manual_cast_dtype") or patcher.model.get_dtype()
 
 
 def compute_name(patcher) -> str:
@@ -33,13 +26,6 @@ def compute_name(patcher) -> str:
 def settings_of(patcher) -> tuple:
     """What a call's arithmetic depends on beside the weights: the compute plan and the activation dtype."""
     return compute_of(patcher), name_of(activation_dtype(patcher))
-
-
-def layers_of(patcher) -> Iterator[tuple[str, torch.nn.Module]]:
-    """(name, module) of every module with a weight."""
-    for name, module in modules_of(patcher.model).items():
-        if isinstance(getattr(module, "weight", None), torch.Tensor):
-            yield name, module
 
 
 def modes_of(patcher) -> dict[str, str]:

@@ -1,0 +1,54 @@
+"""What a plan needs to know of a model in memory: its layers, its weights and what they are stored in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import comfy.quant_ops
+import torch
+
+from ....precision.dtypes import name_of
+from ....precision.formats.encoding import STORAGE_OF
+from ....precision.plan.facts import LayerSpec, ModelFacts, most
+from .layers import layers_of
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+
+def model_facts(patcher: ModelPatcher) -> ModelFacts:
+    """Collect what a compute plan needs to know of a model in memory."""
+    layers = tuple(LayerSpec(name, type(module).__name__, tuple(module.weight.shape)) for name, module in layers_of(patcher))
+    supported = tuple(name_of(dtype) for dtype in patcher.model.model_config.supported_inference_dtypes)
+    return ModelFacts(layers, parameter_count(patcher), most(bytes_by_storage(patcher)), supported)
+
+
+def storages(patcher: ModelPatcher) -> dict[str, str]:
+    """Return the storage of each layer's weight, by layer name; bytes that another loader packed are in none that we know."""
+    weights = ((name, module.weight) for name, module in layers_of(patcher))
+    known = ((name, weight) for name, weight in weights if isinstance(weight, comfy.quant_ops.QuantizedTensor) or weight.is_floating_point())
+    return {name: storage_of(weight) for name, weight in known}
+
+
+def storage_of(tensor: torch.Tensor) -> str:
+    """Name the storage of a weight, quantized or not."""
+    if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
+        return name_of(tensor.dtype)
+    formats = comfy.quant_ops.QUANT_ALGOS.items()
+    held = next((name for name, algorithm in formats if algorithm["comfy_tensor_layout"] == tensor._layout_cls), "quantized")
+    return STORAGE_OF.get(held, held)
+
+
+def parameter_count(patcher: ModelPatcher) -> int:
+    """Count the parameters of a model."""
+    return sum(parameter.numel() for parameter in patcher.model.diffusion_model.parameters())
+
+
+def bytes_by_storage(patcher: ModelPatcher) -> dict[str, int]:
+    """Count the bytes of a model's weights in each storage, as loaded."""
+    sizes: dict[str, int] = {}
+    for parameter in patcher.model.diffusion_model.parameters():
+        quantized = isinstance(parameter, comfy.quant_ops.QuantizedTensor)
+        storage = storage_of(parameter)
+        sizes[storage] = sizes.get(storage, 0) + (parameter._qdata if quantized else parameter).nbytes
+    return sizes

@@ -1,0 +1,66 @@
+"""Names of repeated layers: patterns, and groups of layers that share one."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+BLOCK_WORDS = ("block", "blocks", "layer", "layers")
+
+
+def pattern_of(name: str) -> str:
+    """Replace block numbers in a layer name by ``*``: the first number, and any after a word like blocks or layers."""
+    parts, seen = name.split("."), False
+    for place, part in enumerate(parts):
+        if part.isdecimal() and len(part) < 10 and (not seen or parts[place - 1].split("_")[-1] in BLOCK_WORDS):
+            parts[place], seen = "*", True
+    return ".".join(parts)
+
+
+def count_patterns(names: Iterable[str]) -> Counter[str]:
+    """Count the names that share each pattern."""
+    return Counter(map(pattern_of, names))
+
+
+def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group names by their pattern, in the order given."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        groups[pattern_of(name)].append(name)
+    return groups
+
+
+def group_name(pattern: str, members: list[str], total: int) -> str:
+    """Name some of the ``total`` layers that share a pattern: ``blocks.*.ffn.0``, or ``blocks.[0-2,39].ffn.0`` for a part."""
+    if len(members) == 1:
+        return members[0]
+    if len(members) == total or pattern.count("*") != 1:
+        return pattern
+    return pattern.replace("*", f"[{number_ranges(_numbers(pattern, members))}]")
+
+
+def grouped(names: Iterable[str], totals: Counter[str]) -> list[str]:
+    """Join names by pattern, with their number: ``blocks.*.ffn.0 x30``, or ``... x2 of 6`` where the numbers do not show."""
+    return [_counted(pattern, members, totals[pattern]) for pattern, members in by_pattern(names).items()]
+
+
+def _counted(pattern: str, members: list[str], total: int) -> str:
+    name = group_name(pattern, members, total)
+    if len(members) == 1:
+        return name
+    return f"{name} x{len(members)}" + (f" of {total}" if name == pattern and len(members) < total else "")
+
+
+def _numbers(pattern: str, members: list[str]) -> list[int]:
+    number = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
+    return [int(found[1]) for member in members if (found := number.fullmatch(member))]
+
+
+def number_ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 39] -> "0-2,39"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
