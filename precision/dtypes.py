@@ -31,8 +31,8 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FP16_MAX = 65504.0
-FP8_NAMES = ("fp8_e4m3fn", "fp8_e5m2")
-QUANTIZED_NAMES = (*FP8_NAMES, "int8")
+QUANTIZED_NAMES = tuple(name for name in STORAGE_OPTIONS if name in DTYPES and DTYPES[name].itemsize == 1)
+FP8_NAMES = tuple(name for name in QUANTIZED_NAMES if DTYPES[name].is_floating_point)
 FP8_DTYPES = frozenset(DTYPES[name] for name in DTYPES if name.startswith("fp8"))
 
 

@@ -16,9 +16,9 @@ from ..formats.card import card_in
 from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_state import model_shapes
 from ..formats.encoding import Encoding
-from ..formats.encodings import SINCE
+from ..formats.families import UNKNOWN, model_name
+from ..formats.registry import FORMATS
 from ..formats.stored_weight import NUMBERS, StoredWeight
-from ..plan.families import UNKNOWN, model_name
 
 SATURATION_LIMIT = 1e-3
 SATURATION_MINIMUM = 1000
@@ -148,8 +148,8 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
         (clipped, "no input scale: where the GPU multiplies in fp8, activations are clipped at 448"),
     )
     found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
-    formats = Counter(w.encoding.settings["format"] for w in checkpoint.weights.values() if w.encoding is not None)
-    return [*found, *(f"{count} layers: {name} needs ComfyUI {SINCE[name]} or later." for name, count in formats.items())]
+    formats = Counter(w.encoding.format for w in checkpoint.weights.values() if w.encoding is not None)
+    return [*found, *(f"{count} layers: {name} needs ComfyUI {FORMATS[name].since} or later." for name, count in formats.items())]
 
 
 def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:

@@ -8,8 +8,8 @@ from ..devices.detect import Device
 from ..files.safetensors_file import open_checkpoint
 from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_state import model_prefix, model_shapes, refuse_lora
+from ..formats.families import family_of, model_name
 from ..plan.facts import ModelFacts, facts_of, layer_specs
-from ..plan.families import family_of, model_name
 from ..plan.goal import plan_for_goal, storage_for_goal
 from ..plan.held import planned_bytes
 from ..plan.rules import rules_from

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..errors import UnknownProfile
+from ..formats.registry import FORMAT_OF_STORAGE
 from ..text import size_text
 from .hardware import default_device, hardware_name, indexed, profile_of
 from .names import code_of
@@ -22,7 +23,6 @@ PROFILE_VARIABLE = "HALFSAFE_DEVICE_PROFILE"
 GIB = 1024**3
 ACTIVATION_ROOM = 2 * GIB
 UNQUANTIZED = ("fp16", "bf16", "fp32", "fp64")
-FP8_FILES = ("nvfp4", "mxfp8")
 INT8_COMPUTE = ("auto", "int8")
 """Compute options under which weights held in int8 multiply in int8."""
 
@@ -239,7 +239,8 @@ def why_int8_is_slow(device: Device) -> str:
 
 
 def _quantized_storage(device: Device, file_dtype: str) -> tuple[str, str]:
-    needs_fp8 = file_dtype.startswith("fp8") or file_dtype in FP8_FILES
+    row = FORMAT_OF_STORAGE.get(file_dtype)
+    needs_fp8 = row.needs_fp8 if row else file_dtype.startswith("fp8")  # the fnuz dtypes are no format of ComfyUI
     if needs_fp8 and not device.capabilities["fp8_storage"]:
         return _half(device), f"The file is {file_dtype}. {device.reason('fp8_storage')}"
     return "as_file", f"The file is already {file_dtype}."

@@ -14,17 +14,15 @@ from ..files.fingerprint import fingerprint
 from ..files.strict_json import read_object
 from ..files.tensor_file import TensorFile
 from .comfy_format import AS_FILE, StoragePlan, storage_name
-from .encoding import STORAGE_OF
-from .encodings import SINCE
 from .int8 import dequantize_rows, rotation_group
 from .metadata import CARD_KEY
+from .registry import FORMAT_OF_STORAGE, FORMATS
 from .stored_weight import StoredWeight
 
 HALFSAFE = "1.1.0"
 SAMPLED = ((1, 4), (3, 4))
 ROWS = 8
 ROOM = 32
-_FORMAT_OF = {storage: declared for declared, storage in STORAGE_OF.items() if storage in QUANTIZED_NAMES}
 
 
 @dataclass(frozen=True)
@@ -68,10 +66,10 @@ class Card:
         """Take note of a weight that will be in the file, before the first :meth:`metadata`."""
         self._storages[storage_name(weight, plan)] += 1
         self._changes |= plan.storage not in (AS_FILE, weight.storage) or (plan.storage != AS_FILE and weight.granularity != "tensor")
-        if plan.storage in _FORMAT_OF:
-            self._formats.add(_FORMAT_OF[plan.storage])
+        if plan.storage in QUANTIZED_NAMES:
+            self._formats.add(FORMAT_OF_STORAGE[plan.storage].name)
         elif plan.storage == AS_FILE and weight.encoding is not None:
-            self._formats.add(weight.encoding.settings["format"])
+            self._formats.add(weight.encoding.format)
 
     def metadata(self) -> dict[str, str]:
         """The metadata's entry, of one length whatever was measured since the first."""
@@ -97,7 +95,7 @@ class Card:
         errors = {storage: round(math.sqrt(error / total), 6) for storage, (error, total) in self._sums.items() if total}
         values = {
             "halfsafe": HALFSAFE,
-            "needs_comfyui": max((SINCE[name] for name in self._formats if name in SINCE), key=_numbers, default=None),
+            "needs_comfyui": max((FORMATS[name].since for name in self._formats), key=_numbers, default=None),
             "asked_storage": self._origin.asked,
             "weights": dict(sorted(self._storages.items())),
             "rules": {"presets": list(dict.fromkeys(self._origin.presets)), "lines": list(self._origin.rules)},

@@ -16,10 +16,11 @@ from ..dtypes import FP8_DTYPES, name_of
 from ..errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from ..files.strict_json import read_object
 from ..files.tensor_file import TensorFile
-from .encoding import STORAGE_OF, NonFiniteScale
-from .encodings import encoding_of, leaves_of
+from .encoded import encoding_of
+from .encoding import NonFiniteScale
 from .foreign import reject_foreign
 from .metadata import QUANTIZATION_KEY, lasting_metadata
+from .registry import FORMATS
 from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, granularity_of
 
 READS_UP_TO = "0.38"
@@ -161,7 +162,7 @@ class _Reader:
             return "int8_tensorwise"
         if not isinstance(declared, str):
             raise CheckpointError(self.path, "its comfy_quant names no format", name)
-        if declared not in STORAGE_OF and ("num_experts" in settings or not declared.startswith("float8_")):
+        if declared not in FORMATS and ("num_experts" in settings or not declared.startswith("float8_")):
             problem = f"in the format {declared[:80]!r}, which no ComfyUI up to {READS_UP_TO} reads and Halfsafe does not know"
             raise CheckpointError(self.path, problem, name, "Update ComfyUI and Halfsafe, or use another version of the model.")
         return declared
@@ -177,7 +178,7 @@ class _Reader:
 
     def _encoded(self, name: str, data: torch.Tensor, settings: dict) -> StoredWeight:
         layer, declared = _layer(name), settings["format"]
-        found = {leaf: f"{layer}.{leaf}" for leaf in leaves_of(declared) if f"{layer}.{leaf}" in self.tensors}
+        found = {leaf: f"{layer}.{leaf}" for leaf in FORMATS[declared].leaves if f"{layer}.{leaf}" in self.tensors}
         tensors = {leaf: self.tensors[key] for leaf, key in found.items()}
         self.taken.update(found.values())
         try:

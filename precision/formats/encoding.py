@@ -7,17 +7,6 @@ import torch
 
 from .int8 import is_rotation_group
 
-STORAGE_OF = {
-    "float8_e4m3fn": "fp8_e4m3fn",
-    "float8_e5m2": "fp8_e5m2",
-    "nvfp4": "nvfp4",
-    "mxfp8": "mxfp8",
-    "int8_tensorwise": "int8",
-    "convrot_w4a4": "int4",
-    "asym_w4a8_int8": "w4a8",
-    "awq_w4a16": "awq4",
-}
-
 
 class NonFiniteScale(ValueError):
     """The tensor ``leaf`` holds NaN, Inf, or a negative number where none can be."""
@@ -65,9 +54,15 @@ class Encoding:
     def check(self) -> None:
         """Raise ValueError unless the tensors' shapes fit :attr:`shape`."""
 
+    @classmethod
+    def read(cls, data: torch.Tensor, tensors: dict[str, torch.Tensor], settings: dict) -> "Encoding":
+        """Make the weight of the tensors as a file has them."""
+        return cls(data, tensors, settings)
+
     @property
-    def storage(self) -> str:
-        return STORAGE_OF[self.settings["format"]]
+    def format(self) -> str:
+        """The format's name, a key of ``registry.FORMATS``."""
+        return self.settings["format"]
 
     @property
     def shape(self) -> tuple[int, ...]:

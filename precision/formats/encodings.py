@@ -5,7 +5,6 @@ Layouts: ComfyUI ``comfy/ops.py`` (``_load_quantized_module``), ``comfy/quant_op
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,18 +13,7 @@ import torch
 from ..amax import host_amax
 from .encoding import Encoding, from_tiles, halves, setting
 from .int8 import dequantize_rows, rotated
-from .w4a8 import W4a8
 
-SINCE = {
-    "float8_e4m3fn": "0.4.0",
-    "float8_e5m2": "0.8.0",
-    "nvfp4": "0.8.0",
-    "mxfp8": "0.18.0",
-    "int8_tensorwise": "0.27.0",
-    "convrot_w4a4": "0.28.0",
-    "asym_w4a8_int8": "0.31.0",
-    "awq_w4a16": "0.38.1",
-}
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -185,81 +173,3 @@ class Fp8(Encoding):
 
     def bound(self) -> float:
         return host_amax(self.data) * self._numbers("weight_scale").max().item()
-
-
-@dataclass(frozen=True)
-class Experts(Encoding):
-    """A bank of experts' weights (``num_experts``), ``(experts, rows, columns)``: each tensor has a first dimension of that size."""
-
-    def __post_init__(self):
-        if self.data.dim() != 3 or not self.data.numel():
-            raise ValueError(f"a bank of experts of shape {tuple(self.data.shape)}")
-        self._experts  # noqa: B018
-
-    @cached_property
-    def _experts(self) -> list[Encoding]:
-        cls, count = _CLASSES[self.settings["format"]], self.data.shape[0]
-        return [cls(self.data[i], {name: _of_expert(t, i, count) for name, t in self.tensors.items()}, self.settings) for i in range(count)]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self._experts), *self._experts[0].shape)
-
-    def rows(self, part: slice) -> torch.Tensor:
-        each = self.shape[1]
-        first, last = part.start // each, (part.stop - 1) // each
-        slices = [slice(max(part.start - i * each, 0), min(part.stop - i * each, each)) for i in range(first, last + 1)]
-        return torch.cat([self._experts[i].rows(rows) for i, rows in enumerate(slices, first)])
-
-    def bound(self) -> float:
-        return max(expert.bound() for expert in self._experts)
-
-
-_CLASSES = {
-    "float8_e4m3fn": Fp8, "float8_e5m2": Fp8, "nvfp4": Nvfp4, "mxfp8": Mxfp8, "int8_tensorwise": Int8,
-    "convrot_w4a4": Int4, "asym_w4a8_int8": W4a8, "awq_w4a16": Awq4,
-}  # fmt: skip
-_AS_BYTES = {
-    "nvfp4": ("weight_scale", "float8_e4m3fn"),
-    "mxfp8": ("weight_scale", "float8_e8m0fnu"),
-    "asym_w4a8_int8": ("weight_s_rel", "float8_e4m3fn"),
-}
-
-
-def leaves_of(format: str) -> tuple[str, ...]:
-    """The tensors beside ``<layer>.weight`` that ComfyUI reads for a format, by the last part of their names."""
-    return (*_CLASSES[format].needs, *_CLASSES[format].may_have)
-
-
-def encoding_of(data: torch.Tensor, tensors: Mapping[str, torch.Tensor], settings: dict) -> Encoding:
-    """The weight that ``data``, the tensors of :func:`leaves_of` that a file has, and ``comfy_quant`` stand for.
-
-    Raises:
-        ValueError: one is missing or does not fit the format; the message says why.
-    """
-    cls = _CLASSES[settings["format"]]
-    missing = next((leaf for leaf in cls.needs if leaf not in tensors), None)
-    if missing:
-        raise ValueError(f"without its {missing}")
-    tensors = {name: _typed(tensor, settings["format"], name) for name, tensor in tensors.items()}
-    if "num_experts" in settings:
-        return Experts(data, tensors, settings)
-    return Int8.read(data, tensors, settings) if cls is Int8 else cls(data, tensors, settings)
-
-
-def _typed(tensor: torch.Tensor, format: str, leaf: str) -> torch.Tensor:
-    """Scales that a file holds as bytes, as ComfyUI reads them."""
-    name, dtype = _AS_BYTES.get(format, ("", ""))
-    if leaf != name or tensor.dtype != torch.uint8:
-        return tensor
-    if not hasattr(torch, dtype):
-        raise ValueError(f"torch {torch.__version__} has no {dtype}")
-    return tensor.view(getattr(torch, dtype))
-
-
-def _of_expert(tensor: torch.Tensor, index: int, count: int) -> torch.Tensor:
-    if tensor.dim() == 0:
-        return tensor
-    if tensor.shape[0] != count:
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} for {count} experts")
-    return tensor[index]

@@ -9,6 +9,7 @@ import torch
 
 from ..dtypes import FP8_DTYPES, name_of
 from .encoding import Encoding
+from .registry import FORMATS
 
 CHUNK = 1 << 20
 EIGHT_BIT = FP8_DTYPES | {torch.int8}
@@ -52,7 +53,7 @@ class StoredWeight:
     @property
     def storage(self) -> str:
         """The storage name: ``bf16``, ``fp8_e4m3fn``, ``int8``, ``nvfp4``."""
-        return name_of(self.data.dtype) if self.encoding is None else self.encoding.storage
+        return name_of(self.data.dtype) if self.encoding is None else FORMATS[self.encoding.format].storage
 
     @property
     def quantized(self) -> bool:

@@ -11,9 +11,9 @@ from ..arithmetic.linear import kind_of
 from ..devices.detect import detect
 from ..dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS, name_of
 from ..errors import HalfsafeError
+from ..formats.families import family_of
 from ..plan.compute import ComputePlan, plan_compute
 from ..plan.facts import LayerSpec, ModelFacts, most
-from ..plan.families import family_of
 from ..plan.rules import Rules, rules_from
 from ..plan.storage import StorageDecision, plan_storage
 from .computation import CastOperation, Computation

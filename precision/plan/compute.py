@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..devices.detect import Device, auto_compute
-from ..dtypes import FP8_NAMES
+from ..dtypes import FP8_NAMES, QUANTIZED_NAMES
+from ..formats.registry import FORMAT_OF_STORAGE
 from ..modes import FP8, INT8, MODE_OF
 from .accumulation import MatmulProfile, fp16_sums_inert
 from .choice import Choice, frozen
@@ -12,11 +13,11 @@ from .facts import LayerSpec, ModelFacts
 from .rules import Rules
 
 SAFE = "fp16_safe"
-PRODUCTS = {FP8.name: FP8_NAMES, INT8.name: (INT8.name,)}
+WEIGHTS_FOR = {
+    mode.name: tuple(name for name in QUANTIZED_NAMES if FORMAT_OF_STORAGE[name].mode is mode) for mode in (FP8, INT8)
+}
 """Compute options that multiply quantized weights as they are stored -> the storages of such weights."""
-QUANTIZED_PRODUCTS = (INT8.name, "int4", "w4a8", "nvfp4", "mxfp8")
-"""Storages, beside fp8, whose layers multiply quantized operands by themselves in ComfyUI."""
-LEAVES_QUANTIZED = ("auto", *PRODUCTS)
+LEAVES_QUANTIZED = ("auto", *WEIGHTS_FOR)
 """Compute options that ask for no dtype: weights in other formats multiply in their own way."""
 FP8_MULTIPLE = 16
 
@@ -95,8 +96,8 @@ def plan_compute(
         if decision:
             decisions[layer.name] = decision
         without_effect += [entry for entry in (problem, inert) if entry and entry not in without_effect]
-    if compute in PRODUCTS and storages is not None and not without_effect and not set(stored.values()) & {*PRODUCTS[compute]}:
-        why = f"no weight of this model is stored in {compute}: load it with storage {PRODUCTS[compute][0]}"
+    if compute in WEIGHTS_FOR and storages is not None and not without_effect and not set(stored.values()) & {*WEIGHTS_FOR[compute]}:
+        why = f"no weight of this model is stored in {compute}: load it with storage {WEIGHTS_FOR[compute][0]}"
         without_effect.append((f"compute={compute}", why))
     if any(decision.stream == "fp32" for decision in decisions.values()):
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
@@ -108,7 +109,7 @@ def _choose(facts: ModelFacts, device: Device, compute: str) -> tuple[Choice, li
     automatic, reason = auto_compute(device, facts.supported, facts.file_dtype)
     if compute == "auto":
         return Choice(compute, automatic, reason), [], []
-    if compute in PRODUCTS:
+    if compute in WEIGHTS_FOR:
         if not device.capabilities[f"{compute}_matmul"]:
             why = f"{device.profile.name} has no {compute} matmul: {compute} weights are computed in {automatic}"
             return Choice(compute, automatic, why), [(f"compute={compute}", why)], []
@@ -136,12 +137,12 @@ def _decide(
     found = compute or stream
     reason = found[1].reason or str(found[1]) if found else ""
     problem = None
-    if wanted in PRODUCTS and (why := _why_no_product(wanted, layer, device, storage)):
+    if wanted in WEIGHTS_FOR and (why := _why_no_product(wanted, layer, device, storage)):
         # What nobody asked for is no setting without effect: int8 weights on a device that has no int8 matmul.
         problem = (str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}") if compute or wanted == FP8.name else None
         wanted, reason, compute = _without(wanted, layer, choice, device, storage), why, None
     stream_value = stream[0] if stream else "same"
-    if storage in QUANTIZED_PRODUCTS and wanted != INT8.name:
+    if _multiplies_quantized(storage) and wanted != INT8.name:
         if storage != INT8.name and not compute and choice.requested in LEAVES_QUANTIZED:
             return None, problem
         reason = reason or f"its {storage} weight is dequantized, as {choice.requested} was asked for"
@@ -149,6 +150,12 @@ def _decide(
     if wanted == choice.used and stream_value == "same" and choice.used != SAFE:
         return (ComputeDecision(MODE_OF[wanted], "same", reason), problem) if problem else (None, None)
     return ComputeDecision(MODE_OF[wanted], stream_value, reason), problem
+
+
+def _multiplies_quantized(storage: str) -> bool:
+    """Tell whether ComfyUI multiplies quantized operands for a weight stored so, other than by its fp8 product."""
+    row = FORMAT_OF_STORAGE.get(storage)
+    return row is not None and row.quantizes_operands and row.mode is not FP8
 
 
 def _product_of(storage: str, choice: Choice, fp8_matmul: bool) -> str:
@@ -192,7 +199,7 @@ def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[tupl
 
 def _why_no_product(product: str, layer: LayerSpec, device: Device, storage: str) -> str | None:
     """Say why a layer cannot multiply in fp8 or int8 here; None where it can."""
-    if storage not in PRODUCTS[product]:
+    if storage not in WEIGHTS_FOR[product]:
         return f"its weight is stored in {storage or '16 bit'}, not in {product}"
     if not device.capabilities[f"{product}_matmul"]:
         return f"{device.profile.name} has no {product} matmul, so the weight is dequantized: {device.reason(f'{product}_matmul')}"

@@ -10,22 +10,14 @@ try:
 except ImportError:
     registry = None
 
-from ....precision.dtypes import FP8_NAMES
+from ....precision.formats.registry import FORMAT_OF_STORAGE, Format
+from ....precision.modes import FP8
 
 NATIVE, EAGER, DEQUANTIZED = "native", "eager", "dequantized"
-FUNCTIONS = {
-    "int8": "int8_linear",
-    "int4": "convrot_w4a4_linear",
-    "w4a8": "w4a8_int8_linear",
-    "awq4": "gemv_awq_w4a16",
-    "nvfp4": "scaled_mm_nvfp4",
-    "mxfp8": "scaled_mm_mxfp8",
-}
-"""Storage -> comfy-kitchen's name of the product."""
 ROWS = 32
 
 
-def kernel_of_product(storage: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+def kernel_of_product(row: Format | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     """Name the kernel that multiplies a weight as it is stored: ``native`` or ``eager``.
 
     An fp8 product is torch's own ``_scaled_mm``, which a CPU emulates. The others are comfy-kitchen's, in the first of its
@@ -33,22 +25,23 @@ def kernel_of_product(storage: str, shape: torch.Size, dtype: torch.dtype, devic
     backends off (``comfy/quant_ops.py``).
 
     Args:
+        row: the weight's format; None for one that has no row.
         shape: of the weight, (outputs, inputs).
         dtype: of the layer's input and result.
         device: where the model runs.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" or row is None:
         return EAGER
-    if storage in FP8_NAMES:
+    if row.mode is FP8:
         return NATIVE
-    return NATIVE if _backend(FUNCTIONS.get(storage, ""), shape, dtype, device) not in ("", "eager") else EAGER
+    return NATIVE if _backend(row.product, shape, dtype, device) not in ("", "eager") else EAGER
 
 
 def _backend(function: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     """The backend that comfy-kitchen takes; only its int8 product is asked for with the arguments of a call."""
     if registry is None:
         return ""
-    arguments = _int8_call(shape, dtype, device) if function == FUNCTIONS["int8"] else None
+    arguments = _int8_call(shape, dtype, device) if function == FORMAT_OF_STORAGE["int8"].product else None
     try:
         return registry.get_capable_backend(function, arguments)
     except RuntimeError:

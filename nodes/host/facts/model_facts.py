@@ -8,7 +8,7 @@ import comfy.quant_ops
 import torch
 
 from ....precision.dtypes import name_of
-from ....precision.formats.encoding import STORAGE_OF
+from ....precision.formats.registry import FORMATS
 from ....precision.plan.facts import LayerSpec, ModelFacts, most
 from .layers import layers_of
 
@@ -36,7 +36,7 @@ def storage_of(tensor: torch.Tensor) -> str:
         return name_of(tensor.dtype)
     formats = comfy.quant_ops.QUANT_ALGOS.items()
     held = next((name for name, algorithm in formats if algorithm["comfy_tensor_layout"] == tensor._layout_cls), "quantized")
-    return STORAGE_OF.get(held, held)
+    return FORMATS[held].storage if held in FORMATS else held
 
 
 def parameter_count(patcher: ModelPatcher) -> int:

@@ -19,7 +19,7 @@ from ....precision.errors import CheckpointError
 from ....precision.formats import comfy_state
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import can_be_quantized, exceeds_fp16
-from ....precision.formats.encodings import SINCE
+from ....precision.formats.registry import FORMATS
 from ....precision.plan.choice import ATTACHMENT, LoadRecord, frozen
 from ....precision.plan.held import held_dtype, unpacked_dtype, weight_bytes
 from ....precision.plan.rules import Rules
@@ -127,14 +127,14 @@ def _storages(detected: Detected, plan: LoadPlan) -> dict[str, str]:
 
 def _too_new(weight: StoredWeight) -> str:
     """The format of a weight that this ComfyUI does not have, whose own loader fails on it with a KeyError; or ""."""
-    declared = "" if weight.encoding is None else weight.encoding.settings["format"]
+    declared = "" if weight.encoding is None else weight.encoding.format
     return "" if declared in comfy.quant_ops.QUANT_ALGOS else declared
 
 
 def _too_new_notes(detected: Detected, plan: LoadPlan) -> list[str]:
     counts = Counter(_too_new(weight) for weight in detected.checkpoint.weights.values())
     unpacked = f"were unpacked to {unpacked_dtype(plan)}"
-    return [f"{n} layers in {name}, which ComfyUI has from {SINCE[name]} on, {unpacked}." for name, n in counts.items() if name]
+    return [f"{n} layers in {name}, which ComfyUI has from {FORMATS[name].since} on, {unpacked}." for name, n in counts.items() if name]
 
 
 def quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:

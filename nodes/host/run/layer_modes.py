@@ -4,17 +4,14 @@ import comfy.quant_ops
 import torch
 
 from ....precision.arithmetic.linear import kind_of
-from ....precision.dtypes import FP8_NAMES, name_of
-from ....precision.formats.encoding import STORAGE_OF
+from ....precision.dtypes import name_of
+from ....precision.formats.registry import FORMATS, Format
 from ....precision.modes import FP8, FP32, INT8
 from ..facts.kernels import DEQUANTIZED, kernel_of_product
 from ..facts.layers import activation_dtype, is_quantized, layers_of
 from ..facts.own_casts import FP32 as CAST_TO_FP32
 from ..facts.own_casts import own_cast
 from .compute import FP8_RESULT, compute_of, has_changed_weight
-
-PRODUCTS = {**dict.fromkeys(FP8_NAMES, FP8.name), "int8": INT8.name, "w4a8": INT8.name}
-"""Storage -> mode of ComfyUI's own product; 4-bit products have no mode."""
 
 
 def compute_name(patcher) -> str:
@@ -42,8 +39,10 @@ def _mode(patcher, name: str, module: torch.nn.Module, activations: str, planned
         return planned
     cast = own_cast(patcher.model.diffusion_model, name)
     given = activations if not cast else FP32.name if cast == CAST_TO_FP32 else name_of(module.weight.dtype)
-    product = PRODUCTS.get(_storage(module), "")
-    return product if product and _multiplies_as_stored(patcher, name, module, given, kept=bool(planned)) else given
+    row = _format(module)
+    if row is None or row.mode is None or not _multiplies_as_stored(patcher, name, module, given, kept=bool(planned)):
+        return given
+    return row.mode.name
 
 
 def kernels_of(patcher, modes: dict[str, str]) -> dict[str, str]:
@@ -53,18 +52,18 @@ def kernels_of(patcher, modes: dict[str, str]) -> dict[str, str]:
 
 
 def _kernel(patcher, name: str, module: torch.nn.Module, mode: str) -> str:
-    storage, compute, dtype = _storage(module), compute_of(patcher), activation_dtype(patcher)
-    if storage in PRODUCTS:
-        as_stored = mode == PRODUCTS[storage]
+    row, compute, dtype = _format(module), compute_of(patcher), activation_dtype(patcher)
+    if row is not None and row.mode is not None:
+        as_stored = mode == row.mode.name
     else:
         exchanged = compute is not None and name in compute.plan.decisions
         as_stored = not exchanged and _multiplies_as_stored(patcher, name, module, name_of(dtype), kept=False)
-    return kernel_of_product(storage, module.weight.shape, dtype, patcher.load_device) if as_stored else DEQUANTIZED
+    return kernel_of_product(row, module.weight.shape, dtype, patcher.load_device) if as_stored else DEQUANTIZED
 
 
-def _storage(module: torch.nn.Module) -> str:
-    """The storage of a weight in one of ComfyUI's quantized formats; empty for any other."""
-    return STORAGE_OF.get(getattr(module, "quant_format", None) or "", "") if is_quantized(module) else ""
+def _format(module: torch.nn.Module) -> Format | None:
+    """Return the format of a quantized weight; None for any other, and for one of ComfyUI's that has no row."""
+    return FORMATS.get(getattr(module, "quant_format", None) or "") if is_quantized(module) else None
 
 
 def _multiplies_as_stored(patcher, name: str, module: torch.nn.Module, activations: str, kept: bool) -> bool:

@@ -119,14 +119,14 @@ def test_a_sharded_set_is_one_model(comfy, folder, wan, reference, floors, name)
 
 def test_comfyuis_formats_are_handed_to_it_or_unpacked_where_it_is_too_old(comfy, folder, wan):
     from comfy.quant_ops import QUANT_ALGOS
-    from halfsafe.precision.formats.encoding import STORAGE_OF
+    from halfsafe.precision.formats.registry import FORMATS
 
     path = model_files.in_dialect(wan, folder / "native.safetensors", dialects.native)
     model = load(comfy, path)
     held = {layer["storage"] for layer in report(comfy, model)["layers"]}
-    known = {storage for declared, storage in STORAGE_OF.items() if declared in QUANT_ALGOS and storage in dialects.NATIVE}
+    known = {row.storage for row in FORMATS.values() if row.name in QUANT_ALGOS and row.storage in dialects.NATIVE}
     assert {"nvfp4", "mxfp8", "int8", "int4"} <= known <= held
-    too_new = [declared for declared, storage in STORAGE_OF.items() if storage in dialects.NATIVE and declared not in QUANT_ALGOS]
+    too_new = [row.name for row in FORMATS.values() if row.storage in dialects.NATIVE and row.name not in QUANT_ALGOS]
     notes = " ".join(model.attachments["halfsafe"].notes)
     assert all(f"layers in {declared}, which ComfyUI has from" in notes for declared in too_new)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from halfsafe.precision.commands.plan import plan_file
 from halfsafe.precision.devices import detect as devices
-from halfsafe.precision.plan.families import FAMILIES, UNKNOWN, family_of
+from halfsafe.precision.formats.families import FAMILIES, UNKNOWN, family_of
 from safetensors.torch import save_file
 
 

@@ -9,8 +9,7 @@ from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
-from halfsafe.precision.formats.encoding import STORAGE_OF
-from halfsafe.precision.formats.encodings import SINCE
+from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.plan.rules import Rules
 from support import dialects
 from support.measures import relative_error
@@ -44,7 +43,7 @@ def by_kitchen(name: str, weight: torch.Tensor):
         "mxfp8": (layouts.TensorCoreMXFP8Layout, {}),
     }[name]
     data, params = layout.quantize(weight, **options)
-    settings = {"format": next(key for key, value in STORAGE_OF.items() if value == name)} | options
+    settings = {"format": FORMAT_OF_STORAGE[name].name} | options
     settings.pop("per_channel", None)
     tensors = {f"weight{suffix}": tensor for suffix, tensor in layout.state_dict_tensors(data, params).items()}
     return tensors | {"comfy_quant": dialects.comfy_quant_bytes(settings)}, layout.dequantize(data, params)
@@ -139,9 +138,9 @@ def test_an_unchanged_layer_keeps_every_byte(tmp_path, name):
 @pytest.mark.parametrize("name", dialects.NATIVE)
 def test_inspect_names_the_format_and_the_comfyui_that_reads_it(tmp_path, name):
     found = inspect_file(dialects.in_format(tmp_path / "in.safetensors", *dialects.reference(), name))
-    declared = next(key for key, value in STORAGE_OF.items() if value == name)
+    row = FORMAT_OF_STORAGE[name]
     assert found.scales == {name: 2} and found.parameters == 2 * (256 * 384 + 256) and not found.problems
-    assert any(declared in line and SINCE[declared] in line for line in found.in_comfyui)
+    assert any(row.name in line and row.since in line for line in found.in_comfyui)
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ def test_a_weight_of_several_parts_is_that_of_one():
 
 def test_rows_wider_than_a_block_and_calls_in_any_grad_mode_use_the_same_memory(monkeypatch):
     weight = weight_of((3, 512))
-    expected = int8.quantize_rows(weight, 256)
     monkeypatch.setattr(int8, "BLOCK", 256)
+    expected = int8.quantize_rows(weight, 256)
     monkeypatch.setattr(scratch, "_held", threading.local())
     with torch.inference_mode():
         int8.quantize_rows(weight, 256)

@@ -1,7 +1,7 @@
 """Names of models, by the shapes of the real files."""
 
 import pytest
-from halfsafe.precision.plan.families import FAMILIES, UNKNOWN, VARIANTS, model_name
+from halfsafe.precision.formats.families import FAMILIES, UNKNOWN, VARIANTS, model_name
 
 FAMILY_TENSORS = {family.name: dict.fromkeys(family.names, (8, 8)) for family in FAMILIES}
 CONTEXT = "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"

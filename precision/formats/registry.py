@@ -1,0 +1,70 @@
+"""The quantization formats of ComfyUI: a row each, with all that differs between them.
+
+Names, tensors and versions: ComfyUI ``comfy/quant_ops.py`` (``QUANT_ALGOS``); products: comfy-kitchen's ``tensor/*.py``.
+``tests/host/load/test_registry.py`` holds the rows against both.
+"""
+
+from dataclasses import dataclass
+
+from ..modes import FP8, INT8, Mode
+from .encoding import Encoding
+from .encodings import Awq4, Fp8, Int4, Int8, Mxfp8, Nvfp4
+from .w4a8 import W4a8
+
+
+@dataclass(frozen=True)
+class Format:
+    """One quantization format of ComfyUI.
+
+    Attributes:
+        name: as ``comfy_quant`` declares it in a file.
+        storage: as nodes, rules and reports call it.
+        since: the first ComfyUI with it.
+        encoding: reads its tensors.
+        colour: RGB, in pictures and on the page.
+        product: comfy-kitchen's function that multiplies such a weight; empty for fp8, which torch's ``_scaled_mm`` does.
+        mode: the arithmetic of ComfyUI's own product; None where no row of ``precision/modes.py`` says it.
+        quantizes_operands: that product multiplies quantized operands; else it unpacks the weight as it goes.
+        needs_fp8: some of its tensors are fp8, which a device has to hold.
+        byte_scale: the scale that a file may hold as bytes, and the name of its dtype in torch.
+    """
+
+    name: str
+    storage: str
+    since: str
+    encoding: type[Encoding]
+    colour: tuple[int, int, int]
+    product: str = ""
+    mode: Mode | None = None
+    quantizes_operands: bool = True
+    needs_fp8: bool = False
+    byte_scale: tuple[str, str] | None = None
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """The tensors beside ``<layer>.weight`` that ComfyUI reads, by the last part of their names."""
+        return (*self.encoding.needs, *self.encoding.may_have)
+
+
+_ROWS = (
+    Format("float8_e4m3fn", "fp8_e4m3fn", "0.4.0", Fp8, FP8.colour, mode=FP8, needs_fp8=True),
+    Format("float8_e5m2", "fp8_e5m2", "0.8.0", Fp8, (220, 104, 46), mode=FP8, needs_fp8=True),
+    Format(
+        "nvfp4", "nvfp4", "0.8.0", Nvfp4, (236, 214, 92), "scaled_mm_nvfp4",
+        needs_fp8=True, byte_scale=("weight_scale", "float8_e4m3fn"),
+    ),
+    Format(
+        "mxfp8", "mxfp8", "0.18.0", Mxfp8, (190, 108, 70), "scaled_mm_mxfp8",
+        needs_fp8=True, byte_scale=("weight_scale", "float8_e8m0fnu"),
+    ),
+    Format("int8_tensorwise", "int8", "0.27.0", Int8, INT8.colour, "int8_linear", mode=INT8),
+    Format("convrot_w4a4", "int4", "0.28.0", Int4, (112, 156, 120), "convrot_w4a4_linear"),
+    Format(
+        "asym_w4a8_int8", "w4a8", "0.31.0", W4a8, (198, 226, 140), "w4a8_int8_linear", mode=INT8,
+        needs_fp8=True, byte_scale=("weight_s_rel", "float8_e4m3fn"),
+    ),
+    Format("awq_w4a16", "awq4", "0.38.1", Awq4, (160, 132, 200), "gemv_awq_w4a16", quantizes_operands=False),
+)  # fmt: skip
+
+FORMATS = {row.name: row for row in _ROWS}
+FORMAT_OF_STORAGE = {row.storage: row for row in _ROWS}
