@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 from ..dtypes import QUANTIZED_NAMES
 from ..plan.goal import GOALS
@@ -18,6 +19,27 @@ BY_ITSELF = ("auto", "int8")
 """Compute options that a loader on ``auto`` follows by itself, given the weights."""
 
 
+class ProblemKind(Enum):
+    """What kept a setting from being measured, or spoiled its result."""
+
+    UNSUPPORTED = "the device cannot do what the setting asks for"
+    NO_MEMORY = "the device or the host has no memory left"
+    REFUSED = "an error that names the cause"
+    NOT_FINITE = "NaN or Inf in a step"
+    STEPS_SKIPPED = "the sampler did not call the model in each step"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Why a setting was not measured, or what is wrong with its result; ``text``: in words, for the table."""
+
+    kind: ProblemKind
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
 @dataclass(frozen=True)
 class Row:
     """One setting and what was measured of it.
@@ -30,7 +52,7 @@ class Row:
         snr_db: of the final latent against the reference; None where there is none.
         storages: storage -> bytes of weights.
         modes: mode -> number of layers that multiplied so.
-        problem: why it was not measured, or what is wrong with its result.
+        problem: why it was not measured, or what is wrong with its result; None where nothing is.
     """
 
     setting: Setting
@@ -41,7 +63,7 @@ class Row:
     snr_db: float | None = None
     storages: Mapping[str, int] = field(default_factory=dict)
     modes: Mapping[str, int] = field(default_factory=dict)
-    problem: str = ""
+    problem: Problem | None = None
 
     @property
     def bytes(self) -> int:
@@ -51,7 +73,7 @@ class Row:
     @property
     def works(self) -> bool:
         """Tell whether it ran and its result is finite."""
-        return not self.problem and self.snr_db is not None and self.snr_db > -math.inf
+        return self.problem is None and self.snr_db is not None and self.snr_db > -math.inf
 
 
 @dataclass(frozen=True)

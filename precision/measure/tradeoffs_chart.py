@@ -102,7 +102,7 @@ def _row(canvas: Canvas, name: str, row: Row, goals: str, scale: tuple[float, in
     time, memory, snr, last = (MARGIN + x for x in COLUMNS.values())
     canvas.text(MARGIN, shortened(name, COLUMNS["seconds per step"] - 8, 15), 15)
     if row.problem:
-        canvas.text(time, shortened(row.problem, WIDTH - MARGIN - time, 15), 15, BEYOND)
+        canvas.text(time, shortened(row.problem.text, WIDTH - MARGIN - time, 15), 15, BEYOND)
         canvas.y += ROW
         return
     _bar(canvas, time, row.seconds / scale[0], colour, seconds_text(row.seconds))

@@ -40,9 +40,9 @@ def _table(found: Measurements) -> list[str]:
 
 def _cells(row: Row, name: str, snr: str) -> tuple[str, ...]:
     if not row.modes:
-        return name, "-", "-", "-", "-", row.problem
+        return name, "-", "-", "-", "-", str(row.problem or "")
     ran = f"weights {shares_text(row.storages)}; layers {counts_text(row.modes)}"
-    return name, seconds_text(row.seconds), size_text(row.bytes), size_text(row.weight_bytes), snr, row.problem or ran
+    return name, seconds_text(row.seconds), size_text(row.bytes), size_text(row.weight_bytes), snr, str(row.problem or ran)
 
 
 def seconds_text(seconds: float | None) -> str:

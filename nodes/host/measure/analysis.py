@@ -24,10 +24,10 @@ from ....precision.plan.rules import Rules, rules_from
 from ..facts.layers import activation_dtype, matrix_layers
 from ..load.devices import current_device
 from ..load.progress import advancing
-from ..run.accumulation import accumulation_of, with_accumulation
-from ..run.compute import compute_of, set_compute
+from ..run.compute import compute_of
 from ..run.modules import core_weights, exchanged, only_multiplies
-from ..run.wrappers import ANALYSIS, GUARD, set_wrapper
+from ..run.wrappers import ANALYSIS, set_wrapper
+from .bare_clone import bare_clone
 from .sampling import sample
 
 if TYPE_CHECKING:
@@ -131,18 +131,8 @@ def _sums_in_fp16(module: torch.nn.Module, dtype: torch.dtype, x: torch.Tensor) 
 
 
 def _prepared(patcher: ModelPatcher, session: Session) -> ModelPatcher:
-    """Clone the model so that its calls go through the session, innermost of all wrappers.
-
-    The clone has no guards, as they would hide overflows, and plans of its own, so that the model's plans learn nothing
-    from trials.
-    """
-    clone, compute, accumulation = patcher.clone(), compute_of(patcher), accumulation_of(patcher)
-    if accumulation:
-        clone = with_accumulation(clone, accumulation.request)
-    if compute:
-        set_compute(clone, compute.plan)
-    for kind, key in [(kind, key) for kind, found in clone.wrappers.items() for key in found if str(key).startswith(GUARD)]:
-        clone.remove_wrappers_with_key(kind, key)
+    """Clone the model so that its calls go through the session, innermost of all wrappers."""
+    clone = bare_clone(patcher)
     stream = activation_dtype(patcher)
     set_wrapper(clone, ANALYSIS, functools.partial(_watched, session, stream))
     clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, functools.partial(_step, session))

@@ -10,11 +10,11 @@ import torch
 from ....precision.guard.localize import Localizer, Origin
 
 
-class NotFinite(Exception):
+class StepNotFinite(Exception):
     """A step gave NaN or Inf; the message names the step, and the layer where it began."""
 
 
-class Probe:
+class StepTimer:
     """ComfyUI's wrappers around the steps of one run. Steps are timed on an idle device.
 
     Args:
@@ -36,7 +36,7 @@ class Probe:
         """ComfyUI's CALC_COND_BATCH wrapper: one step with all of its conditionings, or a part of it (context windows, SkipLayerGuidance).
 
         Raises:
-            NotFinite: its result is not finite. The step was then made once more, to find the layer.
+            StepNotFinite: its result is not finite. The step was then made once more, to find the layer.
         """
         self._begin(float(timestep.flatten()[0]))
         start = self._now()
@@ -46,7 +46,7 @@ class Probe:
             return results
         self._locating = True
         executor(model, conds, x, timestep, *args)
-        raise NotFinite(f"NaN or Inf in step {len(self.seconds)}{_where(self._origin)}")
+        raise StepNotFinite(f"NaN or Inf in step {len(self.seconds)}{_where(self._origin)}")
 
     def inside(self, executor, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """ComfyUI's APPLY_MODEL wrapper, innermost: watches every operation once a step has failed."""

@@ -16,10 +16,10 @@ from comfy.patcher_extension import WrappersMP
 from ....precision.analysis.session import snr_db
 from ....precision.arithmetic.compiling import compile_disabled
 from ....precision.devices.detect import UNQUANTIZED
-from ....precision.errors import HalfsafeError
+from ....precision.errors import HalfsafeError, MemoryShortage
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.measure.settings import Setting, why_not
-from ....precision.measure.tradeoffs import Measurements, Row
+from ....precision.measure.tradeoffs import Measurements, Problem, ProblemKind, Row
 from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.compute import SAFE
 from ....precision.plan.facts import multiplies
@@ -36,19 +36,19 @@ from ..load.save import BYPASS, LiveWeights
 from ..lora.beside import keep_low_rank_beside
 from ..planned import with_compute
 from ..report import report_of
-from ..run.accumulation import accumulation_of, with_accumulation
+from ..run.accumulation import with_accumulation
 from ..run.compute import compute_of, set_compute
-from ..run.execution import COMPILE_KWARGS, is_on_several_devices
+from ..run.execution import is_on_several_devices
 from ..run.oom import is_oom
-from ..run.wrappers import ANALYSIS, GUARD, set_wrapper
+from ..run.wrappers import ANALYSIS, set_wrapper
+from .bare_clone import bare_clone
 from .sampling import sample
-from .step_timer import NotFinite, Probe
+from .step_timer import StepNotFinite, StepTimer
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 STEPS = 2
-COMPILE_KEY = "torch.compile"
 LOADED = "as_file"
 
 
@@ -93,7 +93,7 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
 def _reference(stage: Stage, advance: Callable[[], object]) -> Row:
     """Sample the reference, in fp32, or in fp16_safe where fp32 does not fit."""
     row = stage.row(Setting(LOADED, "fp32"), advance, is_reference=True)
-    if not row.modes and "memory" in row.problem and current_device().capabilities["fp16"]:
+    if row.problem and row.problem.kind is ProblemKind.NO_MEMORY and current_device().capabilities["fp16"]:
         row = stage.row(Setting(LOADED, SAFE), lambda: None, is_reference=True)
     if row.problem:
         problem = f"The reference, {row.setting}, cannot be compared with: {row.problem}."
@@ -112,14 +112,12 @@ class Stage:
     def row(self, setting: Setting, advance: Callable[[], object], is_reference: bool = False) -> Row:
         """Measure a setting. What this device, its memory or the model's weights do not allow is a row that says why."""
         if why := why_not(setting, current_device()):
-            return Row(setting, problem=why)
+            return Row(setting, problem=Problem(ProblemKind.UNSUPPORTED, why))
         _clear_device()
         try:
             return self._measured(setting, advance, is_reference)
-        except (HalfsafeError, NotImplementedError) as error:
-            return Row(setting, problem=_first_line(error))
-        except RuntimeError as error:  # a kernel that this device or its driver refuses
-            return Row(setting, problem="out of memory" if is_oom(error) else _first_line(error))
+        except (HalfsafeError, RuntimeError) as error:  # RuntimeError: a kernel that this device or its driver refuses
+            return Row(setting, problem=_problem_of(error))
         finally:
             _clear_device()
 
@@ -127,32 +125,35 @@ class Stage:
         model, storage = _prepared(self.patcher, setting)
         if is_reference:
             model = with_accumulation(model, SUMS["quality"][0])
-        probe = Probe(model.load_device, advance)
-        set_wrapper(model, ANALYSIS, probe.inside)
-        model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, probe.step)
-        snr, problem = None, ""
+        timer = StepTimer(model.load_device, advance)
+        set_wrapper(model, ANALYSIS, timer.inside)
+        model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, timer.step)
+        snr, problem = None, None
         try:
             given = self.inputs
             latents = sample(model, given.positive, given.negative, given.latent, given.seed, STEPS)
             self.reference = latents if is_reference else self.reference
             snr = min(map(snr_db, self.reference, latents))
-        except NotFinite as error:
-            snr, problem = float("-inf"), str(error)
-        return _row(setting, storage, model, probe, snr, problem)
+        except StepNotFinite as error:
+            snr, problem = float("-inf"), Problem(ProblemKind.NOT_FINITE, str(error))
+        return _row(setting, storage, model, timer, snr, problem)
 
 
-def _row(setting: Setting, storage: str, model: ModelPatcher, probe: Probe, snr: float, problem: str) -> Row:
+def _row(setting: Setting, storage: str, model: ModelPatcher, timer: StepTimer, snr: float | None, problem: Problem | None) -> Row:
     report = report_of(model)
     modes = Counter(layer.mode for layer in report.layers if multiplies(layer.cls))
-    seconds = probe.seconds[-1] if len(probe.seconds) == STEPS else None
+    seconds = timer.seconds[-1] if len(timer.seconds) == STEPS else None
     if seconds is None and not problem:
-        problem = f"{len(probe.seconds)} of {STEPS} steps called the model: leave step caches out"
+        problem = Problem(ProblemKind.STEPS_SKIPPED, f"{len(timer.seconds)} of {STEPS} steps called the model: leave step caches out")
     held = report.model
-    return Row(setting, storage, seconds, held.weight_bytes, probe.extra_bytes(), snr, held.bytes_by_storage, modes, problem)
+    return Row(setting, storage, seconds, held.weight_bytes, timer.extra_bytes(), snr, held.bytes_by_storage, modes, problem)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+def _problem_of(error: Exception) -> Problem:
+    text = str(error).partition("\n")[0] or type(error).__name__
+    if isinstance(error, MemoryShortage):
+        return Problem(ProblemKind.NO_MEMORY, text)
+    return Problem(ProblemKind.NO_MEMORY, "out of memory") if is_oom(error) else Problem(ProblemKind.REFUSED, text)
 
 
 def _clear_device() -> None:
@@ -164,7 +165,7 @@ def _clear_device() -> None:
 
 def _prepared(patcher: ModelPatcher, setting: Setting) -> tuple[ModelPatcher, str]:
     """Return a clone of the model, or of one with other weights, that follows a setting; and the storage to ask a loader for."""
-    bare, wanted = _bare(patcher), _planned(patcher, setting).storage.used
+    bare, wanted = bare_clone(patcher), _planned(patcher, setting).storage.used
     if wanted in (LOADED, _held(patcher)):
         record = patcher.attachments.get(ATTACHMENT)
         return with_compute(bare, setting.compute, Rules()), record.storage.used if record else LOADED
@@ -183,18 +184,6 @@ def _held(patcher: ModelPatcher) -> str:
     """Name what the loaded weights are stored in: the quantized storages where there are any, else that of most."""
     quantized = {*storages(patcher).values()} - {*UNQUANTIZED}
     return " and ".join(sorted(quantized)) or model_facts(patcher).file_dtype
-
-
-def _bare(patcher: ModelPatcher) -> ModelPatcher:
-    """Clone the model without guards, which would hide overflows, without torch.compile, and with flags' plans of its own."""
-    clone, accumulation = patcher.clone(), accumulation_of(patcher)
-    if accumulation:
-        clone = with_accumulation(clone, accumulation.request)
-    for kind, found in clone.wrappers.items():
-        for key in [key for key in found if str(key).startswith(GUARD) or key == COMPILE_KEY]:
-            clone.remove_wrappers_with_key(kind, key)
-    clone.model_options.pop(COMPILE_KWARGS, None)
-    return clone
 
 
 def _checkpoint(patcher: ModelPatcher) -> Checkpoint:

@@ -1,10 +1,10 @@
-"""The probe of Measure Precisions: what it times, counts and finds, on a device that tells its memory."""
+"""The timer of Measure Precisions: what it times, counts and finds, on a device that tells its memory."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from halfsafe.nodes.host.measure.step_timer import NotFinite, Probe
+from halfsafe.nodes.host.measure.step_timer import StepNotFinite, StepTimer
 
 SIGMAS = torch.tensor([1.0]), torch.tensor([0.5])
 
@@ -30,21 +30,21 @@ class Memory:
         self.most = self.now
 
     def synchronize(self, device) -> None:
-        assert device == torch.device("cpu"), "the probe's own, not the current one"
+        assert device == torch.device("cpu"), "the timer's own, not the current one"
         self.events.append("wait")
 
 
-def probe_on(memory, advance=lambda: None) -> Probe:
-    probe = Probe(torch.device("cpu"), advance)
-    probe._memory = memory
-    return probe
+def timer_on(memory, advance=lambda: None) -> StepTimer:
+    timer = StepTimer(torch.device("cpu"), advance)
+    timer._memory = memory
+    return timer
 
 
 def test_the_peak_counts_from_the_first_step_on():
     memory = Memory()
     memory.allocate(5000)
     memory.allocate(-5000)  # while loading
-    probe = probe_on(memory)
+    timer = timer_on(memory)
 
     def executor(model, conds, x, timestep):
         memory.events.append("call")
@@ -53,31 +53,31 @@ def test_the_peak_counts_from_the_first_step_on():
         return [x]
 
     for sigma in SIGMAS:
-        probe.step(executor, None, [], torch.ones(2), sigma)
-    assert probe.extra_bytes() == 300 and len(probe.seconds) == 2
+        timer.step(executor, None, [], torch.ones(2), sigma)
+    assert timer.extra_bytes() == 300 and len(timer.seconds) == 2
     assert memory.events == ["wait", "call", "wait"] * 2
 
 
 def test_parts_of_a_step_are_one_step():
     """Context windows and SkipLayerGuidance make several such calls in a step."""
     advanced = []
-    probe = probe_on(Memory(), lambda: advanced.append(1))
+    timer = timer_on(Memory(), lambda: advanced.append(1))
     for sigma in (SIGMAS[0], SIGMAS[0], SIGMAS[1], SIGMAS[1], SIGMAS[1]):
-        probe.step(lambda model, conds, x, timestep: [x], None, [], torch.ones(2), sigma)
-    assert len(probe.seconds) == len(advanced) == 2 and all(seconds > 0 for seconds in probe.seconds)
+        timer.step(lambda model, conds, x, timestep: [x], None, [], torch.ones(2), sigma)
+    assert len(timer.seconds) == len(advanced) == 2 and all(seconds > 0 for seconds in timer.seconds)
 
 
 def test_a_device_that_tells_no_memory_has_no_peak():
-    probe = probe_on(SimpleNamespace(synchronize=lambda device: None))
-    probe.step(lambda model, conds, x, timestep: [x], None, [], torch.ones(2), SIGMAS[0])
-    assert probe.extra_bytes() is None and probe.seconds[0] >= 0
+    timer = timer_on(SimpleNamespace(synchronize=lambda device: None))
+    timer.step(lambda model, conds, x, timestep: [x], None, [], torch.ones(2), SIGMAS[0])
+    assert timer.extra_bytes() is None and timer.seconds[0] >= 0
 
 
 def test_a_failed_step_is_made_once_more_under_watch():
     layer = torch.nn.Linear(4, 4)
     torch.nn.init.constant_(layer.weight, 1e30)
     model = SimpleNamespace(diffusion_model=torch.nn.Sequential(layer))
-    calls, probe = [], probe_on(Memory())
+    calls, timer = [], timer_on(Memory())
 
     def apply(x):
         calls.append(x)
@@ -85,11 +85,11 @@ def test_a_failed_step_is_made_once_more_under_watch():
 
     def executor(_, conds, x, timestep):
         inner = type("Executor", (), {"class_obj": model, "__call__": lambda self, x: apply(x)})()
-        return [probe.inside(inner, x)]
+        return [timer.inside(inner, x)]
 
-    probe.step(executor, model, [], torch.zeros(1, 4), SIGMAS[0])
-    with pytest.raises(NotFinite, match=r"^NaN or Inf in step 2, overflow in 0 \(matmul in fp32\)$"):
-        probe.step(executor, model, [], torch.full((1, 4), 1e30), SIGMAS[1])
+    timer.step(executor, model, [], torch.zeros(1, 4), SIGMAS[0])
+    with pytest.raises(StepNotFinite, match=r"^NaN or Inf in step 2, overflow in 0 \(matmul in fp32\)$"):
+        timer.step(executor, model, [], torch.full((1, 4), 1e30), SIGMAS[1])
     assert len(calls) == 3 and "forward" not in vars(layer)
 
 
@@ -98,4 +98,4 @@ def test_each_step_may_be_interrupted():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        probe_on(Memory(), stop).step(lambda *_: pytest.fail("called"), None, [], torch.ones(1), SIGMAS[0])
+        timer_on(Memory(), stop).step(lambda *_: pytest.fail("called"), None, [], torch.ones(1), SIGMAS[0])

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 from halfsafe.nodes.host.measure import tradeoffs as host
-from halfsafe.nodes.host.measure.step_timer import Probe
+from halfsafe.nodes.host.measure.step_timer import StepTimer
 from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.measure.settings import Setting, settings_from
 from halfsafe.precision.measure.tradeoffs import Row, rules_for
@@ -65,19 +65,19 @@ class Watched:
     def __init__(self, patch: pytest.MonkeyPatch):
         self.products: list[dict] = []
         self.weights: list[dict] = []
-        real = Probe.step
+        real = StepTimer.step
 
-        def step(probe, executor, model, *args):
-            if not probe.seconds:
-                return real(probe, executor, model, *args)
+        def step(timer, executor, model, *args):
+            if not timer.seconds:
+                return real(timer, executor, model, *args)
             with MatmulSpy(model.diffusion_model) as spy:
-                result = real(probe, executor, model, *args)
+                result = real(timer, executor, model, *args)
             layers = {name: module for name, module in model.diffusion_model.named_modules() if type(module).__name__ in MATRICES}
             self.products.append({name: made for name, made in spy.by_layer().items() if name in layers})
             self.weights.append({name: getattr(module.weight, "_qdata", module.weight).dtype for name, module in layers.items()})
             return result
 
-        patch.setattr(Probe, "step", step)
+        patch.setattr(StepTimer, "step", step)
 
 
 def as_the_row_says(row: Row, products: dict) -> bool:
@@ -149,7 +149,7 @@ def test_an_overflow_is_shown_with_its_layer_and_the_rest_goes_on(comfy, path):
     guarded = comfy.run("HalfsafeNaNGuard", model=model, on_nan="retry_higher", max_retries=8)[0]
     found, table, rules, _ = measured(comfy, guarded, "as_file/fp16", "as_file/fp16_safe")
     overflowing, safe = found.rows
-    assert overflowing.snr_db == -math.inf and overflowing.problem == "NaN or Inf in step 1, overflow in blocks.0.ffn.2 (matmul in fp16)"
+    assert overflowing.snr_db == -math.inf and str(overflowing.problem) == "NaN or Inf in step 1, overflow in blocks.0.ffn.2 (matmul in fp16)"
     assert safe.works and safe.snr_db > 40 and "NaN" in table and all(best is safe for best in found.best.values())
     assert str(rules.own[0]).startswith("* storage=as_file compute=fp16_safe")
 
@@ -158,7 +158,7 @@ def test_what_the_device_cannot_is_a_row_with_the_reason(comfy, model, monkeypat
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
     found, table, *_ = measured(comfy, model, "as_file/bf16", "fp8_e4m3fn/fp8", "as_file/fp16")
     assert [row.works for row in found.rows] == [False, False, True]
-    assert all(row.problem.startswith("not on RTX 20xx, T4 (Turing): ") and row.problem in table for row in found.rows[:2])
+    assert all(row.problem.text.startswith("not on RTX 20xx, T4 (Turing): ") and row.problem.text in table for row in found.rows[:2])
 
 
 def test_a_model_loaded_in_fp8_is_compared_with_its_own_weights(comfy, path):
@@ -283,12 +283,18 @@ def failing(monkeypatch, error: Exception, *calls: int) -> None:
 def test_a_setting_that_fails_is_a_row_and_the_next_goes_on(comfy, model, monkeypatch, error, problem):
     failing(monkeypatch, error, 1)
     found, table, *_ = measured(comfy, model, "fp32/fp32", "int8/auto")
-    assert [row.problem for row in found.rows] == [problem, ""] and problem in table and found.rows[1].works
+    assert str(found.rows[0].problem) == problem and found.rows[1].problem is None and problem in table and found.rows[1].works
 
 
 def test_an_error_of_the_reference_ends_the_node(comfy, model, monkeypatch):
     failing(monkeypatch, RuntimeError("a fault"), 0)
     with pytest.raises(HalfsafeError, match="cannot be compared with: a fault"):
+        measured(comfy, model, "int8/auto")
+
+
+def test_words_of_an_error_do_not_decide_what_it_is(comfy, model, monkeypatch):
+    failing(monkeypatch, RuntimeError("unsupported memory format option"), 0)
+    with pytest.raises(HalfsafeError, match="as_file/fp32, cannot be compared with: unsupported memory format"):
         measured(comfy, model, "int8/auto")
 
 

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from halfsafe.precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from halfsafe.precision.measure.settings import Setting, settings_from
-from halfsafe.precision.measure.tradeoffs import Measurements, Row, best_for, pareto_front, rules_for
+from halfsafe.precision.measure.tradeoffs import (
+    Measurements,
+    Problem,
+    ProblemKind,
+    Row,
+    best_for,
+    pareto_front,
+    rules_for,
+)
 from halfsafe.precision.measure.tradeoffs_chart import FRONT, OTHER, tradeoffs_chart
 from halfsafe.precision.measure.tradeoffs_text import seconds_text, table_text
 from halfsafe.precision.plan.facts import LayerSpec
@@ -20,7 +28,7 @@ MIB = 1 << 20
 LAYERS = [("blocks.0.ffn.0", "Linear"), ("blocks.0.norm3", "LayerNorm"), ("time_embedding.0", "Linear"), ("head.head", "Linear")]
 
 
-def row(text: str, seconds=1.0, mib=100, snr=40.0, extra=None, problem="") -> Row:
+def row(text: str, seconds=1.0, mib=100, snr=40.0, extra=None, problem=None) -> Row:
     (setting,) = settings_from(text)
     storage = "as_file" if setting.storage == "auto" else setting.storage
     return Row(setting, storage, seconds, mib * MIB, extra, snr, {storage: mib * MIB}, {setting.compute: 3}, problem)
@@ -31,8 +39,8 @@ SLOW = row("as_file/bf16", 2.0, 100, 50.0)
 FAST = row("fp8_e4m3fn/fp8", 0.9, 52, 22.0)
 SMALL = row("int8/auto", 1.0, 50, 38.0)
 WORSE = row("fp8_e4m3fn/auto", 2.5, 53, 30.0)
-BAD = replace(row("as_file/fp16", None, snr=-math.inf), problem="NaN or Inf in step 1, overflow in blocks.0.ffn.2 (matmul in fp16)")
-CANNOT = Row(Setting("int8", "int8"), problem="not on Volta: no int8")
+BAD = replace(row("as_file/fp16", None, snr=-math.inf), problem=Problem(ProblemKind.NOT_FINITE, "NaN or Inf in step 1, overflow in blocks.0.ffn.2 (matmul in fp16)"))
+CANNOT = Row(Setting("int8", "int8"), problem=Problem(ProblemKind.UNSUPPORTED, "not on Volta: no int8"))
 ROWS = [SLOW, FAST, SMALL, WORSE, BAD, CANNOT]
 
 
@@ -55,7 +63,7 @@ def test_the_front_agrees_with_all_pairs_compared():
 
 
 def test_a_latent_that_is_not_finite_is_nothing_that_works():
-    assert not replace(BAD, problem="").works and replace(BAD, problem="", snr_db=-3.0, seconds=1.0).works
+    assert not replace(BAD, problem=None).works and replace(BAD, problem=None, snr_db=-3.0, seconds=1.0).works
 
 
 def test_each_goal_gets_its_best():
@@ -113,8 +121,8 @@ def test_the_table_has_the_figures_of_every_row():
     header, *body = cells(table_text(found()))
     assert header == ["setting", "s/step", "memory", "weights", "SNR dB", "what ran"]
     assert body[0] == ["* 1 as_file/bf16", "2.00", "100.00 MiB", "100.00 MiB", "50.0", "weights as_file 100 %; layers bf16 3"]
-    assert body[4] == ["5 as_file/fp16", "-", "100.00 MiB", "100.00 MiB", "NaN", BAD.problem]
-    assert body[5] == ["6 int8/int8", "-", "-", "-", "-", CANNOT.problem]
+    assert body[4] == ["5 as_file/fp16", "-", "100.00 MiB", "100.00 MiB", "NaN", str(BAD.problem)]
+    assert body[5] == ["6 int8/int8", "-", "-", "-", "-", str(CANNOT.problem)]
     assert body[6][:2] == ["as_file/fp32 (reference)", "4.00"]
     assert [line[0][0] == "*" for line in body] == [True, True, True, False, False, False, False]
 
