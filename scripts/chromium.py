@@ -14,7 +14,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from environment import SetupError, cache_folder, clean_environ, run_step
+from environment import SetupError, cache_folder, clean_environ, newest_frontend, run_step
 from progress import stage
 
 COMMANDS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge", "microsoft-edge")
@@ -192,3 +192,8 @@ def _check_it_runs(python: Path, program: Path) -> None:
         done = subprocess.run([str(python), "-c", TRY, str(program)], capture_output=True, text=True, env=clean_environ(), check=False)
     if done.returncode:
         raise SetupError(f"{program.name} does not start:\n{done.stderr.strip()[-1500:]}")
+
+
+if __name__ == "__main__":  # fetches what the browser tests need, for scripts/test.py while other tests run
+    newest_frontend(Path(sys.argv[1]))
+    provide_chromium(Path(sys.argv[1]))

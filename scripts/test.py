@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from chromium import provide_chromium
+import chromium
 from environment import (
     ROOT,
     Environment,
@@ -29,10 +32,10 @@ TIERS = {
     "browser": "tests/browser",
     "gpu": "tests/gpu",
 }
-# How a tier's tests are shared out between two processes. Long files are not the ones with many tests, so the files keep their order.
-IN_ORDER = "--no-loadscope-reorder"
-BY_FILE, BY_GROUP = ("--dist", "loadfile", IN_ORDER), ("--dist", "loadgroup", IN_ORDER)
-IN_TWO_PROCESSES = {"unit": BY_FILE, "host": BY_GROUP, "compile": BY_FILE, "browser": BY_GROUP}
+# How a tier's tests are shared out between two processes: each begins with a half, and the one that ends first takes tests from
+# the end of the other's. A page's tests share its server.
+STEALING = ("--dist", "worksteal")
+IN_TWO_PROCESSES = {"unit": STEALING, "host": STEALING, "compile": STEALING, "browser": ("--dist", "loadgroup", "--no-loadscope-reorder")}
 ONE_THREAD_EACH = ("unit", "host", "compile")
 
 
@@ -53,9 +56,11 @@ def main() -> int:
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1
-    results = _check_style(environment) if options.tier is None else []
-    for tier in _tiers(options.tier, environment):
-        results.append(_run_tier(tier, environment, pytest_args))
+    tiers = _tiers(options.tier, environment)
+    with _fetching_browser(environment, tiers):
+        results = _check_style(environment) if options.tier is None else []
+        for tier in tiers:
+            results.append(_run_tier(tier, environment, pytest_args))
     return _report(results, required=options.tier)
 
 
@@ -72,6 +77,20 @@ def _tiers(wanted: str | None, environment: Environment) -> list[str]:
         return [wanted]
     has_gpu_tests = (ROOT / TIERS["gpu"]).is_dir()
     return ["unit", "host", "compile", "browser"] + (["gpu"] if has_gpu_tests and accelerator(environment.python) == "cuda" else [])
+
+
+@contextlib.contextmanager
+def _fetching_browser(environment: Environment, tiers: list[str]) -> Iterator[None]:
+    """Fetch the browser and the newest page while other tiers run. Its tier fetches what this could not, and tells why."""
+    if "browser" not in tiers[1:]:
+        yield
+        return
+    command = [sys.executable, chromium.__file__, str(environment.python)]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=clean_environ())
+    try:
+        yield
+    finally:
+        process.wait()
 
 
 def _check_style(environment: Environment) -> list[Result]:
@@ -113,7 +132,7 @@ def _workers(tier: str) -> list[str]:
 def _tier_environ(tier: str, environment: Environment) -> dict[str, str]:
     more = {"OMP_NUM_THREADS": "1"} if tier in ONE_THREAD_EACH else {}
     if tier == "browser":
-        more = {"CHROMIUM": str(provide_chromium(environment.python)), "HALFSAFE_FRONTEND": str(newest_frontend(environment.python))}
+        more = {"CHROMIUM": str(chromium.provide_chromium(environment.python)), "HALFSAFE_FRONTEND": str(newest_frontend(environment.python))}
     return clean_environ(PYTHONUNBUFFERED="1", HALFSAFE_STRICT="1", COMFYUI_DIR=str(environment.comfyui), **more)
 
 

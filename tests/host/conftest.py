@@ -14,16 +14,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from comfyui_server import MODEL_FOLDERS, Server, make_base_directory
-from support import families, fp8_products, inprocess, small_sizes, tiny_models
+from support import families, fast_products, inprocess, small_sizes, tiny_models
 from support.cuda_rules import CudaRules, HostReads
 
 HERE = Path(__file__).parent
 ROOT = HERE.absolute().parents[1]
-LONG = (
-    *("graph/interplay", "graph/analysis", "graph/measure", "lora/low_rank", "run/compute_families", "guard/hunt", "guard/drift_clean"),
-    *("load/loaders", "guard/guard", "cuda/what_ran", "cuda/what_ran_families"),
-    *("compile/compile_attention", "compile/guard", "compile/low_rank", "compile/compute"),
-)
 COMFYUI = Path(os.environ["COMFYUI_DIR"]).resolve() if os.environ.get("COMFYUI_DIR") else None
 MISSING = "set COMFYUI_DIR to a ComfyUI folder, or run scripts/test.py"
 _base = tempfile.TemporaryDirectory(prefix="halfsafe-host-")
@@ -63,22 +58,10 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return None
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's, which reads the groups
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist shares them out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file in one process, and all that need the server or its models in one, which begins with them."""
-    ours = [item for item in items if HERE in item.path.parents]
-    serving = {item.path for item in ours if not {"server", "small_models"}.isdisjoint(item.fixturenames)}
-    for item in ours:
-        item.add_marker(pytest.mark.xdist_group("server" if item.path in serving else str(item.path)))
-    items.sort(key=lambda item: _place(item, serving))
-
-
-def _place(item: pytest.Item, serving: set[Path]) -> int:
-    """Long groups first, so that both processes end at about the same time."""
-    if item.path in serving:
-        return 0
-    name = f"{item.path.parent.name}/{item.path.stem.removeprefix('test_')}"
-    return 1 + (LONG.index(name) if name in LONG else len(LONG))
+    """Put the tests that need the server or its models first: the process that begins with them keeps them, and the other takes tests from the end."""
+    items.sort(key=lambda item: {"server", "small_models"}.isdisjoint(item.fixturenames))
 
 
 def pytest_sessionfinish() -> None:
@@ -97,14 +80,14 @@ def sizes_of_files() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fast_fp8_products() -> Iterator[None]:
-    """fp8 products take as long as others."""
+def fast_matmuls() -> Iterator[None]:
+    """Products of fp8 and fp16 take as long as those of fp32."""
     import torch
 
     if not hasattr(torch.library, "get_kernel"):  # torch 2.8 hands out no kernel of its own
         yield
         return
-    library = fp8_products.make_fast()
+    library = fast_products.make_fast()
     yield
     library._destroy()
 

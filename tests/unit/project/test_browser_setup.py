@@ -135,6 +135,23 @@ def test_the_browser_tier_is_part_of_every_run() -> None:
     assert test_script._tiers(None, environment.Environment(PYTHON, Path()))[:4] == ["unit", "host", "compile", "browser"]
 
 
+@pytest.mark.parametrize(("tiers", "started"), [(["unit", "host", "browser"], True), (["browser"], False), (["unit"], False)])
+def test_the_browser_is_fetched_while_other_tiers_run(monkeypatch: pytest.MonkeyPatch, tiers: list, started: bool) -> None:
+    commands: list = []
+
+    class Process:
+        def __init__(self, command: list[str], **_: object) -> None:
+            commands.append(command)
+
+        def wait(self) -> None:
+            commands.append("waited for")
+
+    monkeypatch.setattr(test_script.subprocess, "Popen", Process)
+    with test_script._fetching_browser(environment.Environment(PYTHON, Path()), tiers):
+        assert len(commands) == started
+    assert commands == ([[sys.executable, chromium.__file__, str(PYTHON)], "waited for"] if started else [])
+
+
 def test_a_download_that_breaks_in_any_way_is_told_with_the_rest(steps: list, nothing_installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(python: Path) -> Path:
         raise OSError("no space left on device")
