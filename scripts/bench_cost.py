@@ -291,22 +291,22 @@ class _sums:
     def __init__(self, model, way: str):
         from halfsafe.nodes.host.facts.layers import matrix_layers
         from halfsafe.nodes.host.run.modules import exchanged, weights_of
+        from halfsafe.precision.arithmetic.calibration import Calibration
         from halfsafe.precision.arithmetic.fp16_accumulation import (
             WORTH_SCALING,
-            AccumulationSlot,
             Fp16AccumulationLinear,
+            SumBound,
         )
         from halfsafe.precision.arithmetic.linear import kind_of
-        from halfsafe.precision.arithmetic.ranges import Ranges
 
-        self.ranges, self.patches = Ranges(), []
+        self.calibration, self.patches = Calibration(), []
         scaled = way.endswith("scaled")
         size, fewest = (2.0**10, WORTH_SCALING) if scaled else (1.0, 0)
         for name, module in matrix_layers(model):
             if kind_of(module) == "linear" and module.out_features >= fewest:
-                slot = self.ranges.slots[name] = AccumulationSlot(name)
-                slot.prove = functools.partial(_proven_with, slot.prove, size)
-                operation = Fp16AccumulationLinear(module, module.forward, slot, self.ranges, weights_of(module))
+                sums = self.calibration.add(SumBound(name))
+                sums.prove = functools.partial(_proven_with, sums.prove, size)
+                operation = Fp16AccumulationLinear(module, module.forward, sums, self.calibration, weights_of(module))
                 self.patches += exchanged(module, operation.__call__)
 
     def __call__(self, call, *args):
@@ -314,11 +314,11 @@ class _sums:
         from halfsafe.precision.arithmetic.patching import patched
 
         with patched(self.patches), flags_set({"fp16_accumulation": False}):
-            return self.ranges.run(lambda: call(*args))
+            return self.calibration.run(lambda: call(*args))
 
 
 def _proven_with(prove: Callable, size: float, *_, **how) -> None:
-    prove(amax=size, norm=1e9, row_sum=300.0, row_norm=1e9, **how)
+    prove(largest=size, norm=1e9, row_sum=300.0, row_norm=1e9, **how)
 
 
 @contextlib.contextmanager

@@ -44,14 +44,14 @@ def _row(tokens: int, inputs: int, outputs: int) -> dict:
 
 def _safe(layer, x) -> Callable:
     """A call of a layer whose range was measured already."""
+    from halfsafe.precision.arithmetic.calibration import Calibration
     from halfsafe.precision.arithmetic.linear import SafeOperation
-    from halfsafe.precision.arithmetic.ranges import Ranges
     from support.plain_weights import plain_weights
 
-    ranges = Ranges()
-    operation = SafeOperation(layer, ranges.slot("layer"), ranges, plain_weights)
-    ranges.run(lambda: operation(x))
-    return lambda: ranges.run(lambda: operation(x))
+    calibration = Calibration()
+    operation = SafeOperation(layer, calibration.scale("layer"), calibration, plain_weights)
+    calibration.run(lambda: operation(x))
+    return lambda: calibration.run(lambda: operation(x))
 
 
 def _times(sides: dict[str, Callable]) -> dict:

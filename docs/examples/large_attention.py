@@ -5,8 +5,8 @@ large in themselves are computed in fp32; all others are left alone.
 """
 
 import torch
-from halfsafe.precision.arithmetic.attention import BoundedAttention
-from halfsafe.precision.arithmetic.ranges import Ranges
+from halfsafe.precision.arithmetic.attention import BoundedAttention, Kernels
+from halfsafe.precision.arithmetic.calibration import Calibration
 
 HEADS, TOKENS, SIZE = 4, 64, 64
 
@@ -32,16 +32,16 @@ def main() -> dict[str, tuple[float, float, str]]:
     found = {}
     for kind in ("ordinary keys", "keys with an offset", "large keys"):
         q, k, v = (torch.randn(1, HEADS, TOKENS, SIZE).half() + 1, keys(kind), torch.randn(1, HEADS, TOKENS, SIZE).half())
-        bounded = BoundedAttention(Ranges())
+        bounded = BoundedAttention(Calibration())
         exact = attention(q.double(), k.double(), v.double(), HEADS)
 
         def call(bounded=bounded, q=q, k=k, v=v):
             bounded.begin()
-            return bounded(attention, attention, q, k, v, HEADS, fused=False)
+            return bounded(Kernels(attention, attention, fused=False), q, k, v, HEADS)
 
         with torch.inference_mode():
-            plain, ours = attention(q, k, v, HEADS), bounded.ranges.run(call)
-        found[kind] = (relative_error(exact, plain), relative_error(exact, ours), bounded.slots[0].mode)
+            plain, ours = attention(q, k, v, HEADS), bounded.calibration.run(call)
+        found[kind] = (relative_error(exact, plain), relative_error(exact, ours), bounded.states[0].mode)
         print(f"{kind}: plain fp16 error {found[kind][0]:.4%}, bounded {found[kind][1]:.4%} ({found[kind][2]})")
     return found
 

@@ -6,13 +6,14 @@ import torch
 
 from .patching import SharedScope
 
-# torch's stance is one for the process, and each ``set_stance`` puts back what it found: threads that overlap would leave
-# the other's.
+# torch's stance is one for the process, and each ``set_stance`` puts back what it found: threads that overlap would
+# leave the other's.
 _disabled = SharedScope(lambda: torch.compiler.set_stance("force_eager"))
 
 
 def compile_disabled() -> AbstractContextManager[object]:
-    """Run compiled code as plain torch inside, on every thread. Changes nothing before torch 2.6, which has no stance."""
+    """Run compiled code as plain torch inside, on every thread. Changes nothing before torch 2.6, which has no
+    stance."""
     return _disabled if hasattr(torch.compiler, "set_stance") else nullcontext()
 
 

@@ -20,7 +20,8 @@ UNREADABLE = (AttributeError, RuntimeError)
 
 @dataclass(frozen=True)
 class FlagSetting:
-    """One setting: ``read`` gives its exact state, ``write`` takes that or a bool, ``is_on`` reads a state as a bool."""
+    """One setting: ``read`` gives its exact state, ``write`` takes that or a bool, ``is_on`` reads a state as a
+    bool."""
 
     name: str
     read: Callable[[], Any]
@@ -65,7 +66,8 @@ def _pair(name: str) -> FlagSetting:
 
 @dataclass(frozen=True)
 class _Tf32State:
-    """``old``: the legacy bool, None where it refuses to be read; ``new``: fp32_precision, None where torch has none."""
+    """``old``: the legacy bool, None where it refuses to be read; ``new``: fp32_precision, None where torch has
+    none."""
 
     old: bool | None
     new: str | None
@@ -229,7 +231,8 @@ _scopes = _Scopes()
 
 @contextmanager
 def flags_set(wanted: Mapping[str, bool]) -> Iterator[None]:
-    """Hold the flags of ``SETTINGS`` named in ``wanted`` at these values; those this torch does not have are left alone."""
+    """Hold the flags of ``SETTINGS`` named in ``wanted`` at these values; those this torch does not have are left
+    alone."""
     key = object()
     try:
         _scopes.enter(key, wanted)
@@ -239,8 +242,9 @@ def flags_set(wanted: Mapping[str, bool]) -> Iterator[None]:
 
 
 def fp32_accumulation() -> AbstractContextManager[None]:
-    """Keep fp16 accumulation off, for fp16 products with fp32 results, which cuBLAS refuses while it is on (ATen CUDABlas.cpp,
-    allowFP16AccumulationCuBLAS). A graph of torch.compile cannot switch flags: inside of one nothing changes."""
+    """Keep fp16 accumulation off, for fp16 products with fp32 results, which cuBLAS refuses while it is on (ATen
+    CUDABlas.cpp, allowFP16AccumulationCuBLAS). A graph of torch.compile cannot switch flags: inside of one nothing
+    changes."""
     if torch.compiler.is_compiling() or _scopes.holds("fp16_accumulation", False):
         return nullcontext()
     return flags_set({"fp16_accumulation": False})

@@ -1,8 +1,8 @@
 """Which linear layers may keep their sums in fp16: those whose partial sums are proven to stay in its range.
 
 Every partial sum of ``x . w`` is at most ``amax(x) * max_row ||w||_1`` and at most ``max ||x_row|| * max ||w_row||_2``
-(Cauchy-Schwarz), in whatever order the products are added. Rounding is covered by the margin of 2: adding ``p`` to a sum
-moves the rounded sum by at most ``2 |p|``, for if ``|p|`` is below half a unit in the last place the sum stays.
+(Cauchy-Schwarz), in whatever order the products are added. Rounding is covered by the margin of 2: adding ``p`` to a
+sum moves the rounded sum by at most ``2 |p|``, for if ``|p|`` is below half a unit in the last place the sum stays.
 """
 
 import math
@@ -15,23 +15,28 @@ import torch.nn.functional as F
 from ..amax import amax
 from ..dtypes import FP16_MAX
 from . import flags
+from .calibration import Calibration
 from .linear import WeightProvider
-from .ranges import Ranges, largest_row_norm
-from .slot import FLOOR_BITS, Slot
+from .norms import largest_row_norm, weight_norms
+from .operand_scale import ScaledOperand
+from .proofs import FLOOR_BITS, MARGIN
 
-MARGIN = 2.0
 MAX_EXPONENT = 6
 WORTH_SCALING = 1024
-"""Outputs below which a scaled layer gains less by fp16 sums than the pass that scales its input costs: 6 bytes per input
-element against 2 operations per output at twice the speed. An RTX 4090 breaks even at 924, a 3090 at 455 (scripts/bench_cost.py)."""
+"""Outputs below which a scaled layer gains less by fp16 sums than the pass that scales its input costs: 6 bytes per
+input element against 2 operations per output at twice the speed. An RTX 4090 breaks even at 924, a 3090 at 455
+(scripts/bench_cost.py)."""
 FP16_ACCUMULATION = "fp16_accumulation"
 NOT_MEASURED = "fp32 sums until a call has proven more"
 LABELS = {"amax": ("amax", "||w||1"), "norm": ("||x||", "||w||2")}
 
 
-class AccumulationSlot(Slot):
-    """One layer's proof. ``terms``: products per sum (K); ``scales``: its exponent is not 0; ``by``: which of the two bounds
-    is the smaller one."""
+class SumBound(ScaledOperand):
+    """Prove that no partial sum of a Linear's products passes fp16's range, from norms of its input and of its weight.
+
+    ``terms``: products per sum (K), 0 until measured. ``gain``: the weight's norm in the smaller of the two bounds,
+    ``by`` which that is. ``proven``: it fits, or does with the input scaled, which ``scales``.
+    """
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -45,38 +50,35 @@ class AccumulationSlot(Slot):
 
     def forget(self) -> None:
         """Begin anew, for a model whose operands are others now."""
-        self.proven, self.largest, self._largest = False, 0.0, dict.fromkeys(self._largest, 0.0)
+        super().forget()
+        self.proven, self._largest = False, dict.fromkeys(self._largest, 0.0)
 
     @property
     def limit(self) -> float:
         """The largest magnitude the proof holds for."""
         return FP16_MAX * 2.0**self.exponent / (MARGIN * self.gain) if self.gain else math.inf
 
-    def magnitude(self, values: list[float]) -> float:
-        """What was recorded, which is of the input before it is scaled."""
-        return values[0]
-
     def holds(self, magnitude: float) -> bool:
         """Tell whether a later call's magnitude is inside the proof; one that was never measured holds nothing."""
         return self.proven and magnitude <= self.limit
 
-    def prove(self, amax: float, norm: float, row_sum: float, row_norm: float, terms: int, can_scale: bool) -> None:
+    def prove(self, largest: float, norm: float, row_sum: float, row_norm: float, terms: int, can_scale: bool) -> None:
         """Decide from the largest input met so far and the weight; a NaN or inf input teaches nothing.
 
         Args:
-            amax, norm: largest magnitude of the input and largest norm of its rows.
+            largest, norm: largest magnitude of the input and largest norm of its rows.
             row_sum, row_norm: largest 1-norm and 2-norm of the weight's rows.
             terms: products per sum.
             can_scale: it pays to scale the input by a power of two.
         """
-        if not math.isfinite(amax) or not math.isfinite(norm):
+        if not math.isfinite(largest) or not math.isfinite(norm):
             return
         self.terms = terms
-        self._largest = {"amax": max(amax, self._largest["amax"]), "norm": max(norm, self._largest["norm"])}
+        self._largest = {"amax": max(largest, self._largest["amax"]), "norm": max(norm, self._largest["norm"])}
         gains = {"amax": row_sum, "norm": row_norm}
         self.by = min(gains, key=lambda by: self._largest[by] * gains[by])
         self.gain = gains[self.by]
-        self.exponent = needed_exponent(self._largest[self.by] * self.gain)  # type: ignore[assignment]  # inf: none fits
+        self.exponent = needed_exponent(self.bound)
         scalable = can_scale and self._largest["amax"] >= 2.0 ** (self.exponent - FLOOR_BITS)
         self.scales = self.exponent != 0
         self.proven = self.exponent == 0 or (self.exponent <= MAX_EXPONENT and scalable)
@@ -88,7 +90,7 @@ class AccumulationSlot(Slot):
         return self._largest[self.by] * self.gain
 
     def magnitude_of(self, x: torch.Tensor) -> torch.Tensor:
-        """What the proof depends on: the largest element or row norm of an input, 0-dim fp32."""
+        """Return what the proof depends on, the largest element or row norm of an input, 0-dim fp32."""
         return amax(x) if self.by == "amax" else largest_row_norm(x)
 
     def _reason(self, can_scale: bool) -> str:
@@ -96,30 +98,27 @@ class AccumulationSlot(Slot):
         numbers = f"{of_input} {self._largest[self.by]:.3g}, {of_weight} {self.gain:.3g}, K {self.terms}"
         bound = f"bound {self.bound:.4g} of {FP16_MAX:.0f} ({numbers})"
         if not self.proven:
-            return f"fp32 sums: {bound}" + ("" if can_scale else f", too few outputs to gain by scaling ({WORTH_SCALING})")
+            few = "" if can_scale else f", too few outputs to gain by scaling ({WORTH_SCALING})"
+            return f"fp32 sums: {bound}{few}"
         return f"fp16 sums: {bound}" + (f", input scaled by 2^-{self.exponent}" if self.exponent else "")
 
 
 def needed_exponent(bound: float) -> float:
-    """0 where the bound fits with its margin, else the power of two that makes it fit twice over, so that it may grow."""
+    """Return 0 where the bound fits with its margin, else the power of two that makes it fit twice over, so that it may
+    grow."""
     if bound * MARGIN <= FP16_MAX:
         return 0
     return math.ceil(math.log2(bound * 2 * MARGIN / FP16_MAX)) if math.isfinite(bound) else math.inf
 
 
-def weight_norms(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest 1-norm and 2-norm of the rows of a weight (outputs, K), each 0-dim fp32."""
-    return tuple(torch.linalg.vector_norm(weight, order, dim=-1, dtype=torch.float32).amax() for order in (1, 2))
-
-
 class Fp16AccumulationLinear:
-    """Run a Linear with fp16 accumulation where its slot has a proof, inside a scope in which the flag is off.
+    """Run a Linear with fp16 accumulation where its sums are proven to fit, inside a scope in which the flag is off.
 
     Args:
         module: the Linear.
         forward: what the module runs otherwise.
-        slot: its proof.
-        ranges: the model's calibration.
+        sums: its proof.
+        calibration: the model's calibration.
         weights: as for ``SafeOperation``; None where the module's weight cannot be had, and so no proof.
         by_layer: switch the flag around this layer; else it is as the scope has it.
     """
@@ -128,49 +127,49 @@ class Fp16AccumulationLinear:
         self,
         module: torch.nn.Module,
         forward: Callable[..., torch.Tensor],
-        slot: AccumulationSlot,
-        ranges: Ranges,
+        sums: SumBound,
+        calibration: Calibration,
         weights: WeightProvider | None,
         by_layer: bool = True,
     ):
         self.module = module
         self.forward = forward
-        self.slot = slot
-        self.ranges = ranges
+        self.sums = sums
+        self.calibration = calibration
         self.weights = weights
         self.by_layer = by_layer
         if weights is None:
-            slot.reason = f"fp32 sums: {type(module).__name__} multiplies in its own way"
+            sums.reason = f"fp32 sums: {type(module).__name__} multiplies in its own way"
 
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if x.dtype != torch.float16 or self.weights is None:
             return self.forward(x, *args, **kwargs)
-        if self.ranges.calibrating:
-            self.slot.device = x.device
+        if self.calibration.calibrating:
+            self.sums.recorder.device = x.device
             return self._calibrate(x)
-        if not self.slot.proven:
-            if not self.by_layer and not self.slot.terms:
-                self.slot.record(x.new_full((), math.inf, dtype=torch.float32))
+        if not self.sums.proven:
+            if not self.by_layer and not self.sums.terms:
+                self.sums.recorder.record(x.new_full((), math.inf, dtype=torch.float32))
             return self.forward(x, *args, **kwargs)
-        self.slot.record(self.slot.magnitude_of(x))
+        self.sums.recorder.record(self.sums.magnitude_of(x))
         with flags.switched(FP16_ACCUMULATION, True) if self.by_layer else nullcontext():
-            return self._scaled(x) if self.slot.scales else self.forward(x, *args, **kwargs)
+            return self._scaled(x) if self.sums.scales else self.forward(x, *args, **kwargs)
 
     def _calibrate(self, x: torch.Tensor) -> torch.Tensor:
         """Calibrate and multiply with one and the same weight, for the reason told at ``SafeOperation._calibrate``."""
         with self.weights(self.module, x, torch.float16) as (weight, bias):
             numbers = torch.stack([amax(x), largest_row_norm(x), *weight_norms(weight)]).tolist()
-            self.slot.prove(*numbers, terms=weight.shape[-1], can_scale=weight.shape[0] >= WORTH_SCALING)
+            self.sums.prove(*numbers, terms=weight.shape[-1], can_scale=weight.shape[0] >= WORTH_SCALING)
             return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """The product of a scaled input. Scaling back and the bias are part of the matmul, but in a compiled graph."""
+        """Multiply a scaled input. Scaling back and the bias are part of the matmul, but in a compiled graph."""
         with self.weights(self.module, x, torch.float16, torch.float16) as (weight, bias):
-            scaled = self.slot.scaled(x)
-            if torch.compiler.is_compiling() and self.slot.cell is not None:
-                product = F.linear(scaled, weight).mul_(self.slot.cell.scale()[1])
+            scaled = self.sums.scaled(x)
+            if torch.compiler.is_compiling() and self.sums.recorder.entry is not None:
+                product = F.linear(scaled, weight).mul_(self.sums.recorder.entry.scale()[1])
                 return product if bias is None else product.add_(bias)
             summand, beta = (weight.new_empty(1), 0) if bias is None else (bias, 1)
             rows = scaled.reshape(-1, weight.shape[1])
-            product = torch.addmm(summand, rows, weight.t(), beta=beta, alpha=2.0**self.slot.exponent)
+            product = torch.addmm(summand, rows, weight.t(), beta=beta, alpha=2.0**self.sums.exponent)
             return product.reshape(*x.shape[:-1], -1)

@@ -1,12 +1,13 @@
 """Matmuls and convolutions with fp16 operands, fp32 accumulation and results that cannot overflow.
 
-``fp16``: the result is proven to fit fp16 and may be returned in it, which costs no more than a plain fp16 model's layer but the
-cast and the amax of an operand. Otherwise results are fp32. ``fp16_wide``: the operand fits fp16 and the result is fp32. ``fp16_scaled``: the operand is first scaled by an exact power
-of two. Where the device can only return fp16, as for every convolution, the scale also keeps the result in range: a sum of
-products is at most ``amax(x) * max_row ||w||_1``. That proves the result of every algorithm that adds up these products:
-direct, as a matrix product, implicit or not. It proves nothing of a convolution by Winograd's algorithm that keeps transformed
-inputs in fp16: 4 times larger for F(2x2, 3x3), which the two bits left at the measurement hold until the input grows, and
-100 times for F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). What overflows there gives Inf or NaN, not a wrong number.
+``fp16``: the result is proven to fit fp16 and may be returned in it, which costs no more than a plain fp16 model's
+layer but the cast and the amax of an operand. Otherwise results are fp32. ``fp16_wide``: the operand fits fp16 and the
+result is fp32. ``fp16_scaled``: the operand is first scaled by an exact power of two. Where the device can only return
+fp16, as for every convolution, the scale also keeps the result in range: a sum of products is at most ``amax(x) *
+max_row ||w||_1``. That proves the result of every algorithm that adds up these products: direct, as a matrix product,
+implicit or not. It proves nothing of a convolution by Winograd's algorithm that keeps transformed inputs in fp16: 4
+times larger for F(2x2, 3x3), which the two bits left at the measurement hold until the input grows, and 100 times for
+F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). What overflows there gives Inf or NaN, not a wrong number.
 """
 
 import math
@@ -19,9 +20,9 @@ import torch.nn.functional as F
 from ..amax import amax
 from ..dtypes import TORCH_VERSION
 from ..modes import FP16, FP16_SCALED, FP16_WIDE, FP32
+from .calibration import Calibration
 from .flags import fp32_accumulation
-from .ranges import Ranges
-from .slot import Slot
+from .operand_scale import OperandScale
 
 WeightProvider = Callable[..., AbstractContextManager]
 """Called with a module, its input, the weight's dtype and, where it is not fp32, the bias's."""
@@ -39,11 +40,12 @@ def kind_of(module: torch.nn.Module) -> str | None:
 
 
 def has_wide_output(device: torch.device, kind: str) -> bool:
-    """Tell whether fp16 operands can give an fp32 result: on CUDA for matrix products from torch 2.8 on (PyTorch #150812).
+    """Tell whether fp16 operands can give an fp32 result: on CUDA for matrix products from torch 2.8 on (PyTorch
+    #150812).
 
-    A CPU has no fp16 units to gain from; it multiplies the rounded operands in fp32, which is the same arithmetic. ROCm and
-    XPU have taken ``mm(out_dtype=...)`` lately, in versions that nobody has tried it with here, and scale instead. Never
-    ``addmm`` or ``baddbmm``: with ``out_dtype`` they cannot be traced (PyTorch #163880).
+    A CPU has no fp16 units to gain from; it multiplies the rounded operands in fp32, which is the same arithmetic. ROCm
+    and XPU have taken ``mm(out_dtype=...)`` lately, in versions that nobody has tried it with here, and scale instead.
+    Never ``addmm`` or ``baddbmm``: with ``out_dtype`` they cannot be traced (PyTorch #163880).
     """
     if device.type == "cpu":
         return True
@@ -55,28 +57,29 @@ class SafeOperation:
 
     Args:
         module: a Linear, Conv or ConvTranspose.
-        slot: where its magnitudes are kept; ``slot.in_fp32`` once the layer was found to need fp32.
-        ranges: the model's calibration.
-        weights: lends ``(weight, bias)`` of the module on the input's device, the weight in the dtype asked for and the
-            bias in fp32, or in the dtype given last.
-        wide: whether the device returns fp32 from fp16 operands; None to ask it. For tests of CUDA's path on a CPU.
-        largest_fp16: return fp16 while the result is proven to fit it and no larger than this when measured. None: always
+        scale: how its operand is scaled, and what is proven of it; ``scale.in_fp32`` once the layer was found to need
             fp32.
+        calibration: the model's.
+        weights: provides ``(weight, bias)`` of the module on the input's device, the weight in the dtype asked for and
+            the bias in fp32, or in the dtype given last.
+        wide: whether the device returns fp32 from fp16 operands; None to ask it. For tests of CUDA's path on a CPU.
+        largest_fp16: return fp16 while the result is proven to fit it and no larger than this when measured. None:
+            always fp32.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
-        slot: Slot,
-        ranges: Ranges,
+        scale: OperandScale,
+        calibration: Calibration,
         weights: WeightProvider,
         wide: bool | None = None,
         largest_fp16: float | None = None,
     ):
         self.module = module
         self.kind = kind_of(module)
-        self.slot = slot
-        self.ranges = ranges
+        self.scale = scale
+        self.calibration = calibration
         self.weights = weights
         self.wide = wide
         self.largest_fp16 = largest_fp16
@@ -84,22 +87,22 @@ class SafeOperation:
     @property
     def mode(self) -> str:
         """The report's mode the layer runs in, as its last calibration left it."""
-        if self.slot.in_fp32:
+        if self.scale.in_fp32:
             return FP32.name
-        if self.slot.returns_fp16:
+        if self.scale.result.proven:
             return FP16.name
-        return FP16_SCALED.name if self.slot.exponent else FP16_WIDE.name
+        return FP16_SCALED.name if self.scale.exponent else FP16_WIDE.name
 
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """``x``: the module's input, any float dtype. Returns fp32, or fp16 where that is proven."""
-        if self.ranges.calibrating:
+        if self.calibration.calibrating:
             result = self._calibrate(x, *args, **kwargs)
-            self.slot.flops += matmul_flops(result, self.module, self.kind)
+            self.calibration.flops[self.scale.name] += matmul_flops(result, self.module, self.kind)
             return result
-        if self.slot.in_fp32:
+        if self.scale.in_fp32:
             return self._fp32(x, *args, **kwargs)
-        operand = self.ranges.operand(self.slot, x)
-        if self.slot.returns_fp16:
+        operand = self.calibration.operands.operand(self.scale, x)
+        if self.scale.result.proven:
             with self.weights(self.module, operand, torch.float16, torch.float16) as (weight, bias):
                 return self._fp16(operand, weight, bias, *args, **kwargs)
         with self.weights(self.module, operand, torch.float16) as (weight, bias):
@@ -108,20 +111,22 @@ class SafeOperation:
     def _calibrate(self, x, *args, **kwargs) -> torch.Tensor:
         """Calibrate and multiply with one and the same weight, which is asked for once.
 
-        ComfyUI adds a LoRA to a weight that it prefetched in place (``resolve_cast_module_with_vbar`` in ``comfy/ops.py``):
-        asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is asked for in
-        fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.
+        ComfyUI adds a LoRA to a weight that it prefetched in place (``resolve_cast_module_with_vbar`` in
+        ``comfy/ops.py``): asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to
+        in place, is asked for in fp16 as in later calls, so that it is rounded alike and the first run of a seed equals
+        the next.
         """
-        self.ranges.check(x)
+        self.calibration.results.note_operand(x)
         plain = type(self.module.weight) in (torch.Tensor, torch.nn.Parameter)
-        self.slot.device = x.device
+        self.scale.recorder.device = x.device
         with self.weights(self.module, x, torch.float32 if plain else torch.float16) as (weight, bias):
             half = weight.to(torch.float16)
-            self.slot.in_fp32 = self.slot.in_fp32 or not fits_fp16(half)
-            if not self.slot.in_fp32:
+            self.scale.in_fp32 = self.scale.in_fp32 or not fits_fp16(half)
+            if not self.scale.in_fp32:
                 self._fit(x, half, bias)
-            if not self.slot.in_fp32:
-                return self._first_product(self.ranges.calibrated_operand(self.slot, x), half, bias, *args, **kwargs)
+            if not self.scale.in_fp32:
+                operand = self.calibration.operands.calibrated_operand(self.scale, x)
+                return self._first_product(operand, half, bias, *args, **kwargs)
             if plain:
                 return self._apply(x.float(), weight, bias, *args, **kwargs)
         return self._fp32(x, *args, **kwargs)
@@ -129,20 +134,20 @@ class SafeOperation:
     def _fit(self, x: torch.Tensor, half: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Choose the scale of the input, and whether the result is proven to fit fp16."""
         magnitude, wide = amax(x).item(), self._is_wide(x.device)
-        returns_fp16 = self.largest_fp16 is not None and self.ranges.fp16_results
+        returns_fp16 = self.largest_fp16 is not None and self.calibration.results.allowed
         row_sum = 1.0 if wide and not returns_fp16 else largest_row_sum(half, self.kind)
-        self.slot.calibrate(magnitude, 1.0 if wide else row_sum)
+        self.scale.calibrate(magnitude, 1.0 if wide else row_sum)
         if returns_fp16:
-            self.slot.prove_result(magnitude, row_sum, 0.0 if bias is None else amax(bias).item())
+            self.scale.prove_result(magnitude, row_sum, 0.0 if bias is None else amax(bias).item())
 
     def _first_product(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         """The product of a call that calibrates: in fp16 only if it is not larger there than allowed."""
-        if self.slot.returns_fp16:
+        if self.scale.result.proven:
             result = self._fp16(operand, weight, None if bias is None else bias.to(torch.float16), *args, **kwargs)
             if amax(result).item() <= self.largest_fp16:
-                self.ranges.returned_fp16(self.slot)
+                self.calibration.results.note_result(self.scale.result)
                 return result
-            self.slot.returns_fp16, self.slot.stays_wide = False, True
+            self.scale.result.refute()
         return self._wide(operand, weight, bias, *args, **kwargs)
 
     def _fp32(self, x, *args, **kwargs) -> torch.Tensor:
@@ -156,7 +161,7 @@ class SafeOperation:
     def _wide(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         with fp32_accumulation():
             product = self._product(operand, weight, *args, **kwargs)
-        return self.slot.unscaled(product, None if bias is None else self._broadcast(bias))
+        return self.scale.unscaled(product, None if bias is None else self._broadcast(bias))
 
     def _is_wide(self, device: torch.device) -> bool:
         return has_wide_output(device, self.kind) if self.wide is None else self.wide
@@ -176,8 +181,11 @@ class SafeOperation:
         return bias if self.kind == "linear" else bias.reshape(-1, *[1] * len(self.module.kernel_size))
 
 
-def multiplied(module: torch.nn.Module, kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args, **kwargs):
-    """Multiply as a module of this kind does, by the weight and bias given, all of one dtype; other arguments as of its forward."""
+def multiplied(
+    module: torch.nn.Module, kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args, **kwargs
+) -> torch.Tensor:
+    """Multiply as a module of this kind does, by the weight and bias given, all of one dtype; other arguments as of its
+    forward."""
     if kind == "linear":
         return F.linear(x, weight, bias)
     if kind == "conv":
@@ -192,7 +200,8 @@ def multiplied(module: torch.nn.Module, kind: str, x: torch.Tensor, weight: torc
 
 
 def _needs_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Tell whether autograd records this product: ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to 2.11)."""
+    """Tell whether autograd records this product: ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to
+    2.11)."""
     return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
 
 

@@ -1,13 +1,16 @@
-"""A low-rank change of a weight, added beside the product instead of into the weight: ``y = W x + up (scale * (down x))``.
+"""A low-rank change of a weight, added beside the product instead of into the weight: ``y = W x + up (scale * (down
+x))``.
 
-What an 8-bit weight holds is on a grid; a LoRA that is added to it and rounded again moves the weight by whole steps of that
-grid, and the rounding of the sum is new noise of the grid's size. Two thin products beside it lose nothing of either.
+What an 8-bit weight holds is on a grid; a LoRA that is added to it and rounded again moves the weight by whole steps of
+that grid, and the rounding of the sum is new noise of the grid's size. Two thin products beside it lose nothing of
+either.
 
-The factors are normalized by powers of two, which is exact: rows of ``down`` to a sum of magnitudes of at most ``LARGEST_SUM``,
-columns of ``up`` to a largest magnitude of at most 1. Inputs of both products are brought to a largest magnitude of 1 where
-they are in fp16. So no partial sum of ``down x`` passes ``LARGEST_SUM``, and none of ``up h`` the rank: neither product can
-overflow, in whatever precision it is accumulated. Nor does it lose small numbers: a sum of 1 would leave most of a wide ``down``
-below fp16's smallest normal number, and the matrix units of MI200 read those as zero ("Numerical accuracy" in PyTorch's notes).
+The factors are normalized by powers of two, which is exact: rows of ``down`` to a sum of magnitudes of at most
+``LARGEST_SUM``, columns of ``up`` to a largest magnitude of at most 1. Inputs of both products are brought to a largest
+magnitude of 1 where they are in fp16. So no partial sum of ``down x`` passes ``LARGEST_SUM``, and none of ``up h`` the
+rank: neither product can overflow, in whatever precision it is accumulated. Nor does it lose small numbers: a sum of 1
+would leave most of a wide ``down`` below fp16's smallest normal number, and the matrix units of MI200 read those as
+zero ("Numerical accuracy" in PyTorch's notes).
 """
 
 import math
@@ -22,7 +25,8 @@ SMALLEST_SIZE = 2.0**-120
 SMALLEST_HALF = 2.0**-24
 """fp16's smallest number."""
 LARGEST_SUM = 2.0**14
-"""What the magnitudes of a row of ``down`` add up to at most: a quarter of fp16's range, so that rounding cannot pass it."""
+"""What the magnitudes of a row of ``down`` add up to at most: a quarter of fp16's range, so that rounding cannot pass
+it."""
 ROOM = 8.0
 """A row's size may pass fp16's largest number by this much where its products do not."""
 
@@ -43,7 +47,8 @@ class Factors:
 
 
 def normalized(down: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> Factors:
-    """Normalize ``down`` ``(rank, inputs)`` and ``up`` ``(outputs, rank)``, any float dtype, to factors in ``dtype``."""
+    """Normalize ``down`` ``(rank, inputs)`` and ``up`` ``(outputs, rank)``, any float dtype, to factors in
+    ``dtype``."""
     down, up = down.float(), up.float()
     down_exponent = _exponent(down.abs().sum(1) / LARGEST_SUM)
     up_exponent = _exponent(up.abs().amax(0))
@@ -65,7 +70,8 @@ def joined(parts: list[Factors]) -> Factors:
 
 
 def hadamard_factors(downs: list[torch.Tensor], ups: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(down, up) of ``(up1 @ down1) * (up2 @ down2)``, of rank ``r1 * r2``: the row-wise and column-wise Kronecker products."""
+    """(down, up) of ``(up1 @ down1) * (up2 @ down2)``, of rank ``r1 * r2``: the row-wise and column-wise Kronecker
+    products."""
     down = (downs[0].float()[:, None] * downs[1].float()[None]).flatten(0, 1)
     up = (ups[0].float()[:, :, None] * ups[1].float()[:, None]).flatten(1)
     return down, up
@@ -77,7 +83,8 @@ def kronecker_factors(downs: list[torch.Tensor], ups: list[torch.Tensor]) -> tup
 
 
 def inner_product(x: torch.Tensor, down: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``scale * (down x)`` as ``(h, size)``, ready to be multiplied by ``up``; ``size``: what to multiply that by, per row.
+    """``scale * (down x)`` as ``(h, size)``, ready to be multiplied by ``up``; ``size``: what to multiply that by, per
+    row.
 
     Args:
         x: ``(..., inputs)``, any float dtype.
@@ -106,7 +113,8 @@ def add_outer_product(base: torch.Tensor, h: torch.Tensor, size: torch.Tensor | 
 
 
 def _scaled_down(rows: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    """``rows / size`` in fp16, divided in fp32 and rounded once. fp16 rows are copied once: their ``size`` is an fp16 number too."""
+    """``rows / size`` in fp16, divided in fp32 and rounded once. fp16 rows are copied once: their ``size`` is an fp16
+    number too."""
     return (rows / (size.to(rows.dtype) if rows.dtype == torch.float16 else size)).to(torch.float16)
 
 

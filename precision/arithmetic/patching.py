@@ -32,7 +32,8 @@ def patched(patches: Iterable[Patch]) -> Iterator[None]:
 
 
 class SharedScope:
-    """Hold a setting of the whole process while any thread is inside: the first to enter sets it, the last to leave restores it.
+    """Hold a setting of the whole process while any thread is inside: the first to enter sets it, the last to leave
+    restores it.
 
     Args:
         make: gives the context manager that sets and restores, once for each time that nobody was inside.

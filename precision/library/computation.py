@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch.utils._pytree import tree_map
 
+from ..arithmetic.calibration import Calibration
 from ..arithmetic.linear import SafeOperation, WeightProvider
 from ..arithmetic.patching import Patch, patched
-from ..arithmetic.ranges import Ranges
 from ..dtypes import dtype_named
 from ..plan.compute import MODE_OF, SAFE, ComputeDecision, ComputePlan
 
@@ -35,7 +35,7 @@ class Computation:
         self, module: torch.nn.Module, plan: ComputePlan, layers: Mapping[str, torch.nn.Module], weights: WeightProvider
     ):
         self.forward = module.forward
-        self.ranges = Ranges()
+        self.calibration = Calibration()
         self.activations = dtype_named(plan.activation_dtype)
         self.safe: dict[str, SafeOperation] = {}
         self.decisions = {name: plan.decisions.get(name) or _follow(plan) for name in layers}
@@ -55,13 +55,13 @@ class Computation:
         mode = self.decisions[name].mode
         if mode != MODE_OF[SAFE]:
             return CastOperation(layer, weights, dtype_named(mode))
-        self.safe[name] = SafeOperation(layer, self.ranges.slot(name), self.ranges, weights)
+        self.safe[name] = SafeOperation(layer, self.calibration.scale(name), self.calibration, weights)
         return self.safe[name]
 
     def __call__(self, *args, **kwargs):
         args, kwargs = tree_map(self._cast, (args, kwargs))
         with patched([*self.patches, *self._cast_tensors()]):
-            return self.ranges.run(lambda: self.forward(*args, **kwargs))
+            return self.calibration.run(lambda: self.forward(*args, **kwargs))
 
     def _cast(self, value):
         return value.to(self.activations) if torch.is_tensor(value) and value.is_floating_point() else value

@@ -50,8 +50,8 @@ def test_fp16_safe_with_cuda_graphs_of_single_blocks(comfy, overflowing, referen
     model = blocks_with_cuda_graphs(load(comfy, overflowing, "as_file", "fp16_safe"))
     for _ in range(3):
         assert relative_error(reference, families.sample(model, "wan").cpu()) < 0.01
-    ranges = compute_of(model).runs.last(model.model).ranges
-    assert ranges.repeats == 0 and ranges.largest()
+    calibration = compute_of(model).runs.last(model.model).calibration
+    assert calibration.repeats == 0 and calibration.largest()
     assert DRY or counters["inductor"]["cudagraph_skips"] == 0
 
 
@@ -62,7 +62,7 @@ def test_bounded_attention_with_cuda_graphs_of_single_blocks(comfy, overflowing)
     for _ in range(3):
         assert relative_error(expected, families.sample(model, "wan").cpu()) < 0.02
     run = accumulation_of(model).runs.last(model.model)
-    assert run.ranges.repeats == 0 and run.attention.slots
+    assert run.calibration.repeats == 0 and run.attention.states
 
 
 def test_the_whole_model_is_one_graph(comfy, overflowing, reference):

@@ -1,13 +1,13 @@
-"""The kernels the pack counts on, on a real device: results, ranges and what the flags do."""
+"""The kernels the pack counts on, on a real device: results, calibration and what the flags do."""
 
 import math
 
 import pytest
 import torch
 from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from halfsafe.precision.arithmetic.linear import SafeOperation, has_wide_output
-from halfsafe.precision.arithmetic.ranges import Ranges
 from halfsafe.precision.devices import probes
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.plan.accumulation import PARTS
@@ -16,11 +16,11 @@ from support.plain_weights import plain_weights
 
 
 def safe(module, x, calls=3):
-    ranges = Ranges()
-    operation = SafeOperation(module, ranges.slot("layer"), ranges, plain_weights)
+    calibration = Calibration()
+    operation = SafeOperation(module, calibration.scale("layer"), calibration, plain_weights)
     for _ in range(calls):
-        result = ranges.run(lambda: operation(x))
-    return result, ranges
+        result = calibration.run(lambda: operation(x))
+    return result, calibration
 
 
 @pytest.fixture
@@ -33,11 +33,11 @@ def linear(device):
 def test_a_product_with_fp16_operands_is_finite_and_close_at_any_size(device, linear, size):
     x = torch.randn(64, 4096, device=device) * size
     with torch.inference_mode():
-        result, ranges = safe(linear, x)
+        result, calibration = safe(linear, x)
         reference = linear.double()(x.double())
     assert result.dtype == torch.float32
     assert relative_error(reference, result) < 1e-3
-    assert ranges.repeats == 0
+    assert calibration.repeats == 0
 
 
 @pytest.mark.parametrize("size", [1.0, 1e6])

@@ -4,9 +4,9 @@ import pytest
 import torch
 from halfsafe.nodes.host.run.compute import compute_of
 from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from halfsafe.precision.arithmetic.linear import SafeOperation, has_wide_output
-from halfsafe.precision.arithmetic.ranges import Ranges
 from halfsafe.precision.devices.detect import PROFILE_VARIABLE, detect
 from support import families, tiny_models
 from support.families import load
@@ -38,8 +38,8 @@ def as_nvidia(device, monkeypatch):
 def safe_linear(device):
     torch.manual_seed(0)
     layer = torch.nn.Linear(1024, 256, bias=False).to(device)
-    ranges = Ranges()
-    return layer, ranges, SafeOperation(layer, ranges.slot("layer"), ranges, plain_weights)
+    calibration = Calibration()
+    return layer, calibration, SafeOperation(layer, calibration.scale("layer"), calibration, plain_weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -58,10 +58,10 @@ def test_products_run_while_reduced_precision_reduction_is_off(device, dtype):
 
 
 def test_a_product_with_a_wide_output_runs_while_reduced_precision_reduction_is_off(device):
-    layer, ranges, operation = safe_linear(device)
+    layer, calibration, operation = safe_linear(device)
     x = torch.randn(64, 1024, device=device)
     with torch.inference_mode(), flags.flags_set(dict.fromkeys(REDUCTIONS, False)):
-        results = [ranges.run(lambda: operation(x)) for _ in range(2)]
+        results = [calibration.run(lambda: operation(x)) for _ in range(2)]
     exact = layer.weight.double() @ x.double().t()
     assert all(relative_error(exact.t(), result) < 1e-3 for result in results)
 
@@ -78,10 +78,10 @@ def test_the_node_turns_it_off_around_a_whole_model(comfy, clean, as_nvidia):
 
 def test_fp16_operands_with_a_wide_output_under_the_flag_of_fast(device):
     """``--fast`` sets the flag for the whole process."""
-    layer, ranges, operation = safe_linear(device)
+    layer, calibration, operation = safe_linear(device)
     x = torch.randn(64, 1024, device=device)
     with started_with([FP16_ACCUMULATION], True), torch.inference_mode():
-        results = [ranges.run(lambda: operation(x)) for _ in range(2)]
+        results = [calibration.run(lambda: operation(x)) for _ in range(2)]
     exact = layer.weight.double() @ x.double().t()
     assert all(relative_error(exact.t(), result) < 1e-3 for result in results)
 
@@ -123,23 +123,23 @@ def test_fp16_sums_act_where_a_model_gains_by_them(comfy, clean, gaining):
 
 @pytest.mark.parametrize("size", [1.0, 1e6])
 def test_fp16_operands_compile_into_one_graph(device, size):
-    layer, ranges, operation = safe_linear(device)
+    layer, calibration, operation = safe_linear(device)
     x = torch.randn(64, 1024, device=device) * size
     with torch.inference_mode():
-        ranges.run(lambda: operation(x))
+        calibration.run(lambda: operation(x))
         compiled = torch.compile(lambda x: operation(x), fullgraph=True, backend="aot_eager")
-        result = ranges.run(lambda: compiled(x))
-    assert ranges.repeats == 0
+        result = calibration.run(lambda: compiled(x))
+    assert calibration.repeats == 0
     assert relative_error((layer.weight.double() @ x.double().t()).t(), result) < 1e-3
 
 
 def test_the_compiled_product_has_a_wide_output_where_torch_has_one(device):
     if not has_wide_output(device, "linear"):
         pytest.skip("this torch has no mm(out_dtype=...) here")
-    layer, ranges, operation = safe_linear(device)
+    layer, calibration, operation = safe_linear(device)
     x = torch.full((16, 1024), 16.0, device=device)
     with torch.inference_mode():
         layer.weight.fill_(16.0)
-        ranges.run(lambda: operation(x))
-        result = ranges.run(lambda: torch.compile(lambda x: operation(x), fullgraph=True, backend="aot_eager")(x))
+        calibration.run(lambda: operation(x))
+        result = calibration.run(lambda: torch.compile(lambda x: operation(x), fullgraph=True, backend="aot_eager")(x))
     assert (result == 16.0 * 16.0 * 1024).all(), "262144 does not fit fp16"

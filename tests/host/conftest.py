@@ -28,11 +28,11 @@ if COMFYUI:
     inprocess.setup_comfyui(COMFYUI, Path(_base.name), "--cpu")
 
 
-ONCE_PER_CALL = {"arithmetic/cells.read", "guard/model.__call__"}
+ONCE_PER_CALL = {"arithmetic/amax_buffer.read", "guard/model.__call__"}
 CALIBRATING = {
     "arithmetic/linear._calibrate", "arithmetic/linear.fits_fp16", "arithmetic/linear.largest_row_sum",
-    "arithmetic/linear._fit", "arithmetic/linear._first_product", "arithmetic/ranges.check", "arithmetic/ranges._are_equal",
-    "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._calibrate", "arithmetic/attention._choose_bound",
+    "arithmetic/linear._fit", "arithmetic/linear._first_product", "arithmetic/result_bound.note_operand", "arithmetic/operand_sharing._are_equal",
+    "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._calibrate", "arithmetic/attention_bounds.calibrate",
     "arithmetic/attention._in_first_mode_that_fits", "arithmetic/attention._rather_smoothed",
 }  # fmt: skip
 IN_A_CHECK = {"guard/drift"}

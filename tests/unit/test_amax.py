@@ -6,8 +6,8 @@ import pytest
 import torch
 from halfsafe.precision import amax as amax_module
 from halfsafe.precision.amax import amax, amax_value, host_amax, norm_loses_nan
+from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.linear import SafeOperation, fits_fp16
-from halfsafe.precision.arithmetic.ranges import Ranges
 from halfsafe.precision.formats.quantize import activation_scale
 from halfsafe.precision.guard.localize import Localizer, first_bad_weight
 from support.broken_arithmetic import NormsLoseNaN
@@ -96,11 +96,11 @@ def test_an_fp8_scale_shows_nan_where_norms_lose_it(as_on_mps):
 
 
 def test_a_call_with_nan_in_it_is_repeated_where_norms_lose_it(as_on_mps):
-    ranges, layer = Ranges(), torch.nn.Linear(8, 8)
-    operation = SafeOperation(layer, ranges.slot("layer"), ranges, plain_weights)
+    calibration, layer = Calibration(), torch.nn.Linear(8, 8)
+    operation = SafeOperation(layer, calibration.scale("layer"), calibration, plain_weights)
     for x in (torch.ones(2, 8), torch.ones(2, 8), torch.ones(2, 8).index_fill(0, torch.tensor([1]), math.nan)):
-        ranges.run(lambda x=x: operation(x))
-    assert ranges.repeats == 1
+        calibration.run(lambda x=x: operation(x))
+    assert calibration.repeats == 1
 
 
 @pytest.mark.parametrize(

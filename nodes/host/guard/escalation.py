@@ -15,7 +15,7 @@ from ....precision.nested import cast_arguments, floats_in
 from ....precision.plan.choice import Choice
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..facts.layers import modules_of, top_level_parts
-from ..run.attention import attending, forward_of, full_precision_attention, in_one_dtype, is_fused
+from ..run.attention import attending, forward_of, full_precision_attention, in_one_dtype, kernels_of
 from ..run.call import Call
 from ..run.compute import PlannedLayers
 from ..run.conditions import Make
@@ -108,7 +108,7 @@ class EscalatedLayers:
         plain = full_precision_attention(function)
         if self.whole:
             return in_one_dtype(plain, *args, **kwargs)
-        return self.planned.attention(plain, plain, *args, fused=is_fused(plain), **kwargs)
+        return self.planned.attention(kernels_of(plain, plain), *args, **kwargs)
 
 
 class RangeObserver:

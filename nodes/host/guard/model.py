@@ -173,7 +173,7 @@ class Guard:
     def ranges(self, patcher: "ModelPatcher") -> dict[str, float]:
         """Layer -> the largest magnitude it was given, of the layers that run wider."""
         guarded = self.states.last_of(patcher)
-        return guarded.layers.planned.ranges.largest() if guarded and guarded.layers else {}
+        return guarded.layers.planned.calibration.largest() if guarded and guarded.layers else {}
 
     def _log(self, patcher: "ModelPatcher") -> GuardLog:
         return self._logs.get(self._branch(patcher)) or self._keep(patcher, self._new_log())

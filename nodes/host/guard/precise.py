@@ -10,7 +10,7 @@ import comfy.lora
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.arithmetic.attention import run_in
+from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.arithmetic.linear import kind_of, multiplied
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.guard.drift import CastsToFp32
@@ -98,7 +98,7 @@ class PreciseLayers(EscalatedLayers):
     def _attend(self, function: Callable, attention: Callable, q, k, v, heads, *args, **kwargs) -> torch.Tensor:
         if not (self.whole or self._exact):
             return super()._attend(function, attention, q, k, v, heads, *args, **kwargs)
-        return run_in(torch.float32, full_precision_attention(function), q, k, v, heads, args, kwargs).to(q.dtype)
+        return AttentionCall(q, k, v, heads, args, kwargs).run_in(torch.float32, full_precision_attention(function)).to(q.dtype)
 
 
 def _escalated(guarded: Guarded, model: "BaseModel", own: Collection[str] | None) -> tuple[Escalation, "BaseModel", dict[str, str]]:

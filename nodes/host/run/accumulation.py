@@ -7,11 +7,11 @@ import torch
 
 from ....precision.arithmetic import flags
 from ....precision.arithmetic.attention import BoundedAttention
+from ....precision.arithmetic.calibration import Calibration
 from ....precision.arithmetic.compiling import compile_disabled
-from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, AccumulationSlot, Fp16AccumulationLinear
+from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16AccumulationLinear, SumBound
 from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch, patched
-from ....precision.arithmetic.ranges import Ranges
 from ....precision.devices.detect import detect
 from ....precision.modes import FP8, FP16, FP16_WIDE, INT8
 from ....precision.plan.accumulation import (
@@ -26,7 +26,7 @@ from ....precision.plan.accumulation import (
 from ....precision.plan.flag_report import flag_report, flag_reports
 from ..facts.layers import modules_of
 from . import fast_accumulation
-from .attention import attending, full_precision_attention, is_fused
+from .attention import attending, kernels_of
 from .call import Call
 from .compute import compute_of, needs_fp32_accumulation
 from .execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer
@@ -71,7 +71,7 @@ class Accumulation:
                 return call()
 
         with patched(run.patches), attending(executor.class_obj, call, run.attend):
-            return run.ranges.run(once) if run.watches else once()
+            return run.calibration.run(once) if run.watches else once()
 
     def plan_for(self, patcher) -> AccumulationPlan:
         """The plan its calls followed, else the one the next call will."""
@@ -85,13 +85,13 @@ class _Run:
     def __init__(self, request: Request, model):
         patcher = model.current_patcher
         self.plan = plan = plan_accumulation(request, detect(patcher.load_device), _matmul_profile(patcher))
-        self.ranges = Ranges()
+        self.calibration = Calibration()
         self.operations: dict[str, Fp16AccumulationLinear] = {}
         if plan.proving or plan.naming:
             self.operations = dict(self._operations(patcher))
         self.modules = {name: operation.module for name, operation in self.operations.items()}
         auto = plan.attention == "auto"
-        self.attention = BoundedAttention(self.ranges, not auto) if plan.attention in ("auto", "fp32") else None
+        self.attention = BoundedAttention(self.calibration, not auto) if plan.attention in ("auto", "fp32") else None
         self.watches = bool(self.operations) or auto
         self.refused_fp8: fast_accumulation.Refused = {}
         self._patches: list[Patch] = [patch for op in self.operations.values() for patch in exchanged(op.module, op.__call__)]
@@ -100,13 +100,13 @@ class _Run:
         modes, ruled = _modes_of(patcher), _ruled(patcher)
         for name, module in modules_of(patcher.model).items():
             if modes.get(name) == FP16.name and kind_of(module) == "linear" and name not in ruled:
-                slot = self.ranges.slots[name] = AccumulationSlot(name)
+                sums = self.calibration.add(SumBound(name))
                 weights = weights_of(module) if only_multiplies(module) else None
-                yield name, Fp16AccumulationLinear(module, module.forward, slot, self.ranges, weights, not self.plan.whole)
+                yield name, Fp16AccumulationLinear(module, module.forward, sums, self.calibration, weights, not self.plan.whole)
 
     @property
     def patches(self) -> list[Patch]:
-        return self._patches if self.plan.proving or self.ranges.calibrating else []
+        return self._patches if self.plan.proving or self.calibration.calibrating else []
 
     @contextlib.contextmanager
     def scope(self):
@@ -118,16 +118,16 @@ class _Run:
             scopes.enter_context(flags.flags_set(held))
             if _is_fp8_fast(self.plan):
                 scopes.enter_context(fast_accumulation.fast_accumulation(self.refused_fp8))
-            if self.plan.whole and self.watches and self.ranges.calibrating:
+            if self.plan.whole and self.watches and self.calibration.calibrating:
                 scopes.enter_context(compile_disabled())
             yield
 
     @property
     def all_in_fp16(self) -> bool:
         """Tell whether every matmul may accumulate in fp16; only asked where the flag cannot be switched by layer."""
-        if not self.plan.whole or self.ranges.calibrating:
+        if not self.plan.whole or self.calibration.calibrating:
             return False
-        return self._attention_is_known and all(op.weights and op.slot.proven for op in self._used())
+        return self._attention_is_known and all(op.weights and op.sums.proven for op in self._used())
 
     @property
     def _attention_is_known(self) -> bool:
@@ -135,7 +135,7 @@ class _Run:
 
     def _used(self) -> list[Fp16AccumulationLinear]:
         """The layers that met fp16 inputs, and those whose weight is out of reach."""
-        return [op for op in self.operations.values() if op.slot.terms or not op.weights]
+        return [op for op in self.operations.values() if op.sums.terms or not op.weights]
 
     @property
     def attend(self) -> Callable | None:
@@ -143,30 +143,29 @@ class _Run:
         return self._attend if self.attention else None
 
     def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
-        how = {"fused": is_fused(function), "foreign": attention is not function}
-        return self.attention(attention, full_precision_attention(function), *args, **how, **kwargs)
+        return self.attention(kernels_of(function, attention), *args, **kwargs)
 
     def accumulation(self) -> dict[str, tuple[str, str]]:
         """Layer name -> (accumulation, reason)."""
         on = self.plan.naming
         whole = self.all_in_fp16 if self.plan.whole else True
         return {
-            name: ("fp16" if on or (op.slot.proven and whole) else "fp32", _reason(op.slot.reason, on, whole))
+            name: ("fp16" if on or (op.sums.proven and whole) else "fp32", _reason(op.sums.reason, on, whole))
             for name, op in self.operations.items()
         }
 
     def unproven(self) -> list[str]:
-        return [] if self.ranges.calibrating else [op.slot.name for op in self._used() if not op.slot.proven]
+        return [] if self.calibration.calibrating else [op.sums.name for op in self._used() if not op.sums.proven]
 
     def state_text(self) -> str:
         """Say in one line how many layers accumulate in fp16; empty before the first call."""
         used = self._used()
-        if not self.plan.proving or self.ranges.calibrating:
+        if not self.plan.proving or self.calibration.calibrating:
             return ""
-        proven = [op.slot for op in used if op.slot.proven]
-        scaled = sum(slot.exponent > 0 for slot in proven)
+        proven = [op.sums for op in used if op.sums.proven]
+        scaled = sum(sums.exponent > 0 for sums in proven)
         line = f"{len(proven)} of {len(used)} fp16 layers are proven ({scaled} with their input scaled)"
-        line += f"; {self.ranges.repeats} calls were repeated."
+        line += f"; {self.calibration.repeats} calls were repeated."
         if not self.plan.whole:
             return line
         outcome = "on for all" if self.all_in_fp16 else "off"
@@ -303,6 +302,6 @@ def _notes(run: _Run) -> list[str]:
     names = run.unproven()
     if not names:
         return []
-    lines = [f"{name} ({run.operations[name].slot.reason.removeprefix('fp32 sums: ')})" for name in names[:NAMED]]
+    lines = [f"{name} ({run.operations[name].sums.reason.removeprefix('fp32 sums: ')})" for name in names[:NAMED]]
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return [f"fp16_accumulation=on, not proven safe in {len(names)} layers: {'; '.join(lines)}{more}"]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import comfy.ldm.modules.attention
 import torch
 
+from ....precision.arithmetic.attention import Kernels
 from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch, patched
 from ..facts.layers import top_level_parts
@@ -73,6 +74,11 @@ def _entry(forward: Callable, override: Callable) -> Callable:
 def is_fused(function: Callable) -> bool:
     """Tell whether an attention keeps its scores in fp32 registers."""
     return function.__name__ not in UNFUSED
+
+
+def kernels_of(function: Callable, attention: Callable) -> Kernels:
+    """Describe an attention of ComfyUI's, ``function``, in whose place ``attention`` would run."""
+    return Kernels(attention, full_precision_attention(function), is_fused(function), attention is not function)
 
 
 def full_precision_attention(function: Callable) -> Callable:

@@ -13,20 +13,19 @@ import torch.nn.functional as F
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.attention import SafeAttention
+from ....precision.arithmetic.calibration import Calibration
 from ....precision.arithmetic.compiling import compile_disabled
 from ....precision.arithmetic.flags import flags_set, fp32_accumulation
 from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from ....precision.arithmetic.linear import SafeOperation, kind_of, matmul_flops
 from ....precision.arithmetic.patching import Patch, patched
-from ....precision.arithmetic.ranges import Ranges
-from ....precision.arithmetic.slot import Slot
 from ....precision.dtypes import dtype_named, name_of
 from ....precision.formats.quantize import activation_scale
 from ....precision.modes import FP8, FP16, FP16_WIDE, INT8, MODE_OF
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ....precision.plan.fp16_results import largest_fp16_result
 from ..facts.layers import is_quantized, modules_of
-from .attention import attending, full_precision_attention, in_one_dtype, is_fused
+from .attention import attending, in_one_dtype, kernels_of
 from .call import Call
 from .conditions import Make, adapts_text, conditions_through
 from .execution import switches_by_layer
@@ -78,7 +77,7 @@ class Compute:
         run, adapter = self.runs.last_of(patcher), self.adapters.last_of(patcher)
         modes = {name: decision.mode for name, decision in self.plan.decisions.items()}
         modes |= run.modes() if run else {}
-        return modes | ({name: mode for name, mode in adapter.modes().items() if adapter.ranges.slot(name).flops} if adapter else {})
+        return modes | ({name: mode for name, mode in adapter.modes().items() if adapter.calibration.flops[name]} if adapter else {})
 
     def modes_by_device(self, patcher: "ModelPatcher") -> dict[str, dict[str, str]]:
         """Device -> layer name -> mode, as found in the calls of each device that made some (MultiGPU)."""
@@ -100,7 +99,7 @@ class Compute:
     def ranges(self, patcher: "ModelPatcher") -> dict[str, float]:
         """Layer name -> the largest magnitude it was given, of the layers that are watched."""
         run = self.runs.last_of(patcher)
-        return run.ranges.largest() if run else {}
+        return run.calibration.largest() if run else {}
 
     def fp16_share_text(self, patcher: "ModelPatcher") -> str:
         """Say in one line what share of the matmul FLOPs has fp16 operands; empty before a call and without any."""
@@ -110,7 +109,7 @@ class Compute:
             return ""
         in_int8 = any(decision.mode == INT8.name for decision in self.plan.decisions.values())
         work = "matrix work outside of int8 layers" if in_int8 else "matrix work"
-        return f"{share:.1%} of the {work} has fp16 operands; {run.ranges.repeats} calls were repeated"
+        return f"{share:.1%} of the {work} has fp16 operands; {run.calibration.repeats} calls were repeated"
 
 
 class PlannedLayers:
@@ -129,9 +128,9 @@ class PlannedLayers:
         self._model = weakref.ref(model)
         self.is_safe = plan.is_safe
         self.mixes_fp32_in = plan.mixes_fp32_in
-        self.ranges = Ranges()
-        self.ranges.fp16_results = fp16_results
-        self.attention = SafeAttention(self.ranges)
+        self.calibration = Calibration()
+        self.calibration.results.allowed = fp16_results
+        self.attention = SafeAttention(self.calibration)
         self.operations: dict[str, SafeOperation] = {}
         self.in_own_way: dict[str, CastOperation] = {}
         self.not_in_int8: dict[str, str] = {}
@@ -154,16 +153,17 @@ class PlannedLayers:
             self.patches += [(module, "comfy_cast_weights", True) for module in others]
 
     def _forward(self, name: str, module: torch.nn.Module, decision: ComputeDecision):
-        slot = self.ranges.slot(name)
         if decision.mode == FP8.name and not has_own_forward(module):
             return _out_as(decision, Fp8Linear(module))
         if decision.mode == FP16_WIDE.name and only_multiplies(module):
             largest = None if decision.stream == "fp32" else largest_fp16_result(name)
-            operation = self.operations[name] = SafeOperation(module, slot, self.ranges, weights_of(module), largest_fp16=largest)
+            operation = self.operations[name] = SafeOperation(
+                module, self.calibration.scale(name), self.calibration, weights_of(module), largest_fp16=largest
+            )
             # A method and not the object, for which torch.compile would make a graph of its own.
             return operation.__call__ if self.is_safe else _out_as(decision, operation.__call__)
         # Made inside of accumulation's wrapper, so this forward is accumulation's where that has one (wrappers.PLACES).
-        cast = CastOperation(module, module.forward, _own_dtype(module, self._castable(decision.mode)), slot, self.ranges)
+        cast = CastOperation(module, module.forward, _own_dtype(module, self._castable(decision.mode)), name, self.calibration)
         if name_of(cast.dtype) != decision.mode:
             self.in_own_way[name] = cast
         return _out_as(decision, cast)
@@ -181,11 +181,11 @@ class PlannedLayers:
 
         def once():
             self.attention.begin()
-            plain = compile_disabled() if self.ranges.calibrating else nullcontext()
+            plain = compile_disabled() if self.calibration.calibrating else nullcontext()
             with fp32_accumulation() if off else nullcontext(), plain, self.calling:
                 return call()
 
-        return self.ranges.run(once)
+        return self.calibration.run(once)
 
     @property
     def attend(self) -> Callable | None:
@@ -194,7 +194,7 @@ class PlannedLayers:
 
     def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
         if self.is_safe:
-            return self.attention(attention, full_precision_attention(function), *args, fused=is_fused(function), **kwargs)
+            return self.attention(kernels_of(function, attention), *args, **kwargs)
         return in_one_dtype(attention, *args, **kwargs)
 
     def modes(self) -> dict[str, str]:
@@ -202,10 +202,10 @@ class PlannedLayers:
         return self.not_in_int8 | own | {name: operation.mode for name, operation in self.operations.items()}
 
     def fp16_share(self) -> float | None:
-        slots = self.ranges.slots.values()
-        total = sum(slot.flops for slot in slots)
-        fp16 = sum(operation.slot.flops for operation in self.operations.values() if not operation.slot.in_fp32)
-        fp16 += self.attention.slot.flops - self.attention.fp32_flops
+        flops = self.calibration.flops
+        total = sum(flops.values())
+        fp16 = sum(flops[name] for name, operation in self.operations.items() if not operation.scale.in_fp32)
+        fp16 += self.attention.fp16_flops
         return fp16 / total if total else None
 
 
@@ -233,17 +233,17 @@ class CastOperation:
         forward: what the module runs otherwise, accumulation's forward included (``wrappers.PLACES``).
     """
 
-    def __init__(self, module: torch.nn.Module, forward: Callable, dtype: torch.dtype, slot: Slot, ranges: Ranges):
+    def __init__(self, module: torch.nn.Module, forward: Callable, dtype: torch.dtype, name: str, calibration: Calibration):
         self.module = module
         self.forward = forward
         self.dtype = dtype
-        self.slot = slot
-        self.ranges = ranges
+        self.name = name
+        self.calibration = calibration
 
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         result = self.forward(x.to(self.dtype), *args, **kwargs)
-        if self.ranges.calibrating:
-            self.slot.flops += matmul_flops(result, self.module, kind_of(self.module))
+        if self.calibration.calibrating:
+            self.calibration.flops[self.name] += matmul_flops(result, self.module, kind_of(self.module))
         return result
 
 

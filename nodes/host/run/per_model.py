@@ -64,8 +64,8 @@ class PerModel(Generic[Run]):
         if patches != model.current_weight_patches_uuid:
             self._patches[run] = model.current_weight_patches_uuid
             self._runs[model][0].branches = {self._branch(model.current_patcher)}
-            if hasattr(run, "ranges"):
-                run.ranges.measure_anew()
+            if hasattr(run, "calibration"):
+                run.calibration.recalibrate()
         return run
 
     def _found(self, model: torch.nn.Module) -> Run:

@@ -74,8 +74,8 @@ def test_every_compiled_attention_is_watched(comfy, plain, call):
     run = run_of(bounded)
     run.attention.scores.largest = 0.0
     families.replay(bounded, call)
-    assert run.ranges.repeats == 0
-    assert run.attention.scores.largest == pytest.approx(max(slot.bound for slot in run.attention.slots), rel=1e-2)
+    assert run.calibration.repeats == 0
+    assert run.attention.scores.largest == pytest.approx(max(state.bound for state in run.attention.states), rel=1e-2)
 
 
 def test_a_bound_that_is_passed_is_compiled_once_and_repeated_once(comfy, plain, call, operands, monkeypatch):
@@ -87,8 +87,8 @@ def test_a_bound_that_is_passed_is_compiled_once_and_repeated_once(comfy, plain,
     for _ in range(4):
         operands.clear()
         families.replay(bounded, call)
-    assert run.ranges.repeats == 1
-    assert {slot.mode for slot in run.attention.slots} == {"fp32"} and set(operands) == {torch.float32}
+    assert run.calibration.repeats == 1
+    assert {state.mode for state in run.attention.states} == {"fp32"} and set(operands) == {torch.float32}
     assert counters["stats"]["unique_graphs"] == graphs + 1
 
 
@@ -112,7 +112,7 @@ def test_compute_and_accumulation_share_the_attention_of_a_compiled_model(comfy,
     model = accumulation(comfy, compiled(load(comfy, overflowing, "as_file", "fp16_safe"), KEYS[keys]), attention="auto")
     for _ in range(3):
         assert relative_error(reference, families.replay(model, call)) < 2e-3
-    assert run_of(model).attention.slots and compute_of(model).runs.last(model.model).attention.slot.largest > 0
+    assert run_of(model).attention.states and compute_of(model).runs.last(model.model).attention.slot.largest > 0
     assert not any("forward" in module.__dict__ for module in model.model.diffusion_model.modules())
 
 
@@ -137,6 +137,6 @@ def test_twelve_measurements_give_few_graphs_and_right_results(comfy, overflowin
         reference = families.replay(fp32, call, c_crossattn=text)
         for _ in range(2):
             assert relative_error(reference, families.replay(model, call, c_crossattn=text)) < 2e-3
-    ranges = compute_of(model).runs.last(model.model).ranges
+    ranges = compute_of(model).runs.last(model.model).calibration
     assert ranges.repeats >= 8, "the texts were to be measured"
     assert counters["stats"]["unique_graphs"] <= 3 and not counters["recompile_limit"]

@@ -32,11 +32,11 @@ def wan_on_cuda():
 
 def seen(run, device):
     """What the first call would find, without numbers to find it from."""
-    for slot in run.ranges.slots.values():
-        slot.device, slot.gain = device, 1.0
+    for proof in run.calibration.proofs.values():
+        proof.recorder.device, proof.gain = device, 1.0
     run.attention.calls_in_fp32 = [False] * 4
-    run.ranges._place()
-    run.ranges.calibrating = False
+    run.calibration._place()
+    run.calibration.calibrating = False
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])

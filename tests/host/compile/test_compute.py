@@ -54,7 +54,7 @@ def test_a_later_overflow_is_right_and_compiles_once_more(comfy, overflowing, fp
     reference = families.replay(fp32, call, c_crossattn=text)
     for _ in range(3):
         assert relative_error(reference, families.replay(model, call, c_crossattn=text)) < 2e-3
-    assert compute_of(model).runs.of(model.model).ranges.repeats == 1
+    assert compute_of(model).runs.of(model.model).calibration.repeats == 1
     assert counters["stats"]["unique_graphs"] == 2
 
 

@@ -123,7 +123,7 @@ def test_a_step_cache_does_not_stand_in_for_a_repeat_that_measures_attention(com
     with scaled_from(3, model, model.model.diffusion_model.blocks[0].self_attn.norm_q, 1000.0) as loud:
         families.sample(cached(loud), "wan", steps=8)
     run = accumulation_of(model).runs.last(model.model)
-    assert run.attention.slots[0].mode == "fp32" and run.ranges.repeats == 1
+    assert run.attention.states[0].mode == "fp32" and run.calibration.repeats == 1
 
 
 def test_a_step_cache_does_not_stand_in_for_a_repeat_that_measures_escalated_layers(comfy, overflowing):
@@ -132,4 +132,4 @@ def test_a_step_cache_does_not_stand_in_for_a_repeat_that_measures_escalated_lay
     with scaled_from(3, model, model.model.diffusion_model.blocks[0].ffn[1], 1e-7) as quiet:
         families.sample(cached(quiet), "wan", steps=8)
     assert report_of(model).verdict == "clean"
-    assert guard_of(model).states.last(model.model).layers.planned.ranges.repeats == 1
+    assert guard_of(model).states.last(model.model).layers.planned.calibration.repeats == 1

@@ -299,4 +299,4 @@ def test_a_strength_that_changes_repeats_no_later_call(comfy, wan, call, lora):
         ours = with_lora(model, lora, strength) if strength else model
         for _ in range(2):
             families.replay(ours, call)
-        assert compute_of(ours).runs.last_of(ours).ranges.repeats == 0
+        assert compute_of(ours).runs.last_of(ours).calibration.repeats == 0

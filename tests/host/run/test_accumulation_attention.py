@@ -63,9 +63,9 @@ def test_every_attention_function_of_core_is_right_where_plain_fp16_is_not(comfy
             run.attention.begin()
             return function(*tensors, 4, transformer_options=options)
 
-        errors = [relative_error(exact, run.ranges.run(call)) for _ in range(2)]
+        errors = [relative_error(exact, run.calibration.run(call)) for _ in range(2)]
     assert max(errors) <= 2e-3
-    assert run.attention.slots[0].mode == mode and run.ranges.repeats == 0
+    assert run.attention.states[0].mode == mode and run.calibration.repeats == 0
     if mode == "smooth-K":
         assert not plain <= 2e-3, "plain fp16 was to fail"
 
@@ -88,7 +88,7 @@ def test_an_override_that_overflows_is_off_for_one_attention_only(comfy, base, c
         met.clear()
         assert relative_error(reference, families.replay(ours, call)) < 2e-3
     assert len(met) == 3, "the other attentions keep the override"
-    modes = [slot.mode for slot in accumulation_of(ours).runs.last(ours.model).attention.slots]
+    modes = [state.mode for state in accumulation_of(ours).runs.last(ours.model).attention.states]
     assert modes == ["unchanged", "unchanged", "fp32", "unchanged"]
     assert model.model_options["transformer_options"][OVERRIDE] is sage_like
     assert "attention 2: fp32" in report(comfy, ours)["decisions"]["attention"]

@@ -93,9 +93,9 @@ def test_a_louder_step_is_repeated_without_the_layers_it_disproves(comfy, base, 
     for _ in range(2):
         seen, _ = products(ours, call)
     count, run = len(seen), accumulation_of(ours).runs.last(ours.model)
-    assert run.ranges.repeats == 0
+    assert run.calibration.repeats == 0
     seen, _ = products(ours, call, c_crossattn=call.args[3] * 2000)
-    assert run.ranges.repeats == 1 and len(seen) == 2 * count
+    assert run.calibration.repeats == 1 and len(seen) == 2 * count
     assert not any(on for _, on in seen[count:]), "the repeated call summed in fp16"
     assert "scaled by 2^-" in layers_of(comfy, ours)[UNPROVEN]["reason"]
     assert "1 calls were repeated" in report(comfy, ours)["flags"][FP16_ACCUMULATION]["reason"]

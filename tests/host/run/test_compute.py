@@ -33,7 +33,7 @@ def test_fp16_safe_is_finite_and_closer_than_bf16(comfy, overflowing, reference,
 
 
 def repeats(model):
-    return compute_of(model).runs.of(model.model).ranges.repeats
+    return compute_of(model).runs.of(model.model).calibration.repeats
 
 
 def test_an_overflow_of_a_later_call_in_one_row_repeats_that_call_once(comfy, wan, call_of_two):
@@ -131,8 +131,8 @@ def test_the_ranges_of_a_call_are_read_in_one_transfer(comfy, wan, call_of_two, 
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor))
     families.replay(model, call_of_two)
-    slots = compute_of(model).runs.of(model.model).ranges.slots
-    assert reads == [(sum(slot.width for slot in slots.values()),)]
+    proofs = compute_of(model).runs.of(model.model).calibration.proofs
+    assert reads == [(sum(proof.width for proof in proofs.values()),)]
 
 
 def held_by_the_pack():

@@ -59,7 +59,7 @@ def test_the_work_it_counts_is_all_the_matrix_work_there_is(comfy, model_of, fam
     model = families.load(comfy, path, "as_file", "fp16_safe")
     families.replay(model, call)
     run = compute_of(model).runs.of(model.model)
-    assert sum(slot.flops for slot in run.ranges.slots.values()) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert sum(run.calibration.flops.values()) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -36,7 +36,7 @@ def test_a_lora_acts_and_its_strength_can_change(comfy, overflowing, lora, call,
         assert (relative_error(plain, reference) > 0.01) == (strength > 0)
         result = families.replay(with_lora(comfy, model, lora, strength), call)
         assert relative_error(reference, result) < bound, strength
-        assert compute_of(model).runs.of(model.model).ranges.repeats == 0, "other weights are measured, not found out"
+        assert compute_of(model).runs.of(model.model).calibration.repeats == 0, "other weights are measured, not found out"
 
 
 def test_a_lora_in_bypass_mode_is_not_lost(comfy, overflowing, lora, call):

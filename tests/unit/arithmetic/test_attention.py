@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from halfsafe.precision.arithmetic.attention import AS_IS, FP32, SMOOTH, BoundedAttention, smoothed
-from halfsafe.precision.arithmetic.ranges import Ranges
+from halfsafe.precision.arithmetic.attention import AS_IS, FP32, SMOOTH, BoundedAttention, Kernels
+from halfsafe.precision.arithmetic.attention_bounds import smoothed
+from halfsafe.precision.arithmetic.calibration import Calibration
 from support.measures import relative_error
 
 
@@ -25,16 +26,16 @@ def onediff_454(offset, size=1.0):
 
 
 def attend(tensors, attention=fp16_math, calls=2, **how):
-    ranges = Ranges()
-    bound = BoundedAttention(ranges)
+    calibration = Calibration()
+    bound = BoundedAttention(calibration)
 
     def call():
         bound.begin()
-        return bound(attention, fp16_math, *tensors, 4, fused=False, **how)
+        return bound(Kernels(attention, fp16_math, fused=False), *tensors, 4, **how)
 
     with torch.inference_mode():
-        results = [ranges.run(call) for _ in range(calls)]
-    return results, bound, ranges
+        results = [calibration.run(call) for _ in range(calls)]
+    return results, bound, calibration
 
 
 @pytest.mark.parametrize("offset", [100.0, 300.0, 3000.0])
@@ -42,16 +43,16 @@ def test_keys_with_a_large_offset_are_smoothed(offset):
     tensors = onediff_454(offset)
     exact = exact_attention(*tensors)
     plain = relative_error(exact, fp16_math(*tensors, 4))
-    results, bound, ranges = attend(tensors)
+    results, bound, calibration = attend(tensors)
     assert not plain < 1e-2
-    assert bound.slots[0].mode == SMOOTH and ranges.repeats == 0
+    assert bound.states[0].mode == SMOOTH and calibration.repeats == 0
     assert max(relative_error(exact, result) for result in results) < 2e-3
 
 
 def test_scores_that_are_truly_large_are_computed_in_fp32():
     tensors = onediff_454(0.0, size=100.0)
     results, bound, _ = attend(tensors)
-    assert bound.slots[0].mode == FP32
+    assert bound.states[0].mode == FP32
     assert max(relative_error(exact_attention(*tensors), result) for result in results) < 2e-3
     assert "1 in fp16: 0 unchanged, 0 smooth-K, 1 fp32; attention 0: fp32, score bound" in bound.summary()
 
@@ -59,7 +60,7 @@ def test_scores_that_are_truly_large_are_computed_in_fp32():
 def test_scores_that_fit_are_left_alone():
     tensors = onediff_454(0.0)
     results, bound, _ = attend(tensors)
-    assert bound.slots[0].mode == AS_IS
+    assert bound.states[0].mode == AS_IS
     assert all(torch.equal(result, fp16_math(*tensors, 4)) for result in results)
 
 
@@ -70,17 +71,17 @@ def test_smoothing_changes_no_softmax():
 
 def test_scores_that_grow_later_are_seen_and_the_call_repeated():
     state = {"tensors": onediff_454(0.0)}
-    ranges = Ranges()
-    bound = BoundedAttention(ranges)
+    calibration = Calibration()
+    bound = BoundedAttention(calibration)
 
     def call():
         bound.begin()
-        return bound(fp16_math, fp16_math, *state["tensors"], 4, fused=False)
+        return bound(Kernels(fp16_math, fp16_math, fused=False), *state["tensors"], 4)
 
-    ranges.run(call)
+    calibration.run(call)
     state["tensors"] = onediff_454(3000.0)
-    assert relative_error(exact_attention(*state["tensors"]), ranges.run(call)) < 2e-3
-    assert ranges.repeats == 1
+    assert relative_error(exact_attention(*state["tensors"]), calibration.run(call)) < 2e-3
+    assert calibration.repeats == 1
 
 
 @pytest.mark.parametrize("mask", [torch.float16, torch.bool])
@@ -94,9 +95,9 @@ def test_masks_hide_the_same_tokens_in_every_mode(mask):
     for tensors in (onediff_454(0.0), onediff_454(3000.0), onediff_454(0.0, 100.0)):
         q, k, v = (tensor.float() for tensor in tensors)
         exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=~hidden)
-        ranges = Ranges()
-        bound = BoundedAttention(ranges)
-        result = ranges.run(lambda b=bound, t=tensors: b(masked, masked, *t, 4, mask=given_mask))
+        calibration = Calibration()
+        bound = BoundedAttention(calibration)
+        result = calibration.run(lambda b=bound, t=tensors: b(Kernels(masked, masked), *t, 4, mask=given_mask))
         assert relative_error(exact, result) < 2e-3
 
 
@@ -105,22 +106,22 @@ def test_an_override_whose_result_is_not_finite_is_off_for_that_attention_only()
         result = fp16_math(q, k, v, heads)
         return result * float("inf") if v.abs().max() > 10 else result
 
-    ranges = Ranges()
-    bound = BoundedAttention(ranges)
+    calibration = Calibration()
+    bound = BoundedAttention(calibration)
     quiet, loud = onediff_454(0.0), (*onediff_454(0.0)[:2], onediff_454(0.0)[2] * 100)
 
     def call(second):
         bound.begin()
-        return [bound(quantized, fp16_math, *tensors, 4, foreign=True) for tensors in (quiet, second)]
+        return [bound(Kernels(quantized, fp16_math, foreign=True), *tensors, 4) for tensors in (quiet, second)]
 
-    first = ranges.run(lambda: call(loud))
-    assert [slot.mode for slot in bound.slots] == [AS_IS, FP32]
+    first = calibration.run(lambda: call(loud))
+    assert [state.mode for state in bound.states] == [AS_IS, FP32]
     assert all(torch.isfinite(result).all() for result in first)
-    ranges = Ranges()
-    bound = BoundedAttention(ranges)
-    ranges.run(lambda: call(quiet))
-    assert all(torch.isfinite(result).all() for result in ranges.run(lambda: call(loud))), "an overflow at a later step"
-    assert ranges.repeats == 1
+    calibration = Calibration()
+    bound = BoundedAttention(calibration)
+    calibration.run(lambda: call(quiet))
+    assert all(torch.isfinite(result).all() for result in calibration.run(lambda: call(loud))), "an overflow at a later step"
+    assert calibration.repeats == 1
 
 
 def test_fp32_means_always_and_wider_attention_is_left_alone():
@@ -131,10 +132,10 @@ def test_fp32_means_always_and_wider_attention_is_left_alone():
         return q
 
     tensors = onediff_454(0.0)
-    always = BoundedAttention(Ranges(), always_fp32=True)
-    assert always(attention, attention, *tensors, 4).dtype == torch.float16
+    always = BoundedAttention(Calibration(), always_fp32=True)
+    assert always(Kernels(attention, attention), *tensors, 4).dtype == torch.float16
     for dtype in (torch.bfloat16, torch.float32):
-        watching = BoundedAttention(Ranges())
-        watching(attention, attention, *(tensor.to(dtype) for tensor in tensors), 4)
-        assert not watching.slots and "nothing to do" in watching.summary()
+        watching = BoundedAttention(Calibration())
+        watching(Kernels(attention, attention), *(tensor.to(dtype) for tensor in tensors), 4)
+        assert not watching.states and "nothing to do" in watching.summary()
     assert dtypes == [torch.float32, torch.bfloat16, torch.float32]

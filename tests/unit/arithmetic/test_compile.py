@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from halfsafe.precision.arithmetic import linear as operations
-from halfsafe.precision.arithmetic.attention import BoundedAttention, SafeAttention
-from halfsafe.precision.arithmetic.fp16_accumulation import AccumulationSlot, Fp16AccumulationLinear
+from halfsafe.precision.arithmetic.attention import BoundedAttention, Kernels, SafeAttention
+from halfsafe.precision.arithmetic.calibration import Calibration
+from halfsafe.precision.arithmetic.fp16_accumulation import Fp16AccumulationLinear, SumBound
 from halfsafe.precision.arithmetic.linear import SafeOperation
-from halfsafe.precision.arithmetic.ranges import Ranges
 from support.plain_weights import plain_weights
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
@@ -34,43 +34,43 @@ def attention(q, k, v, heads, **kwargs):
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
 
 
-def measured(ranges, device, exponent=0):
+def measured(calibration, device, exponent=0):
     """What a first call would find, without numbers to find it from."""
-    for slot in ranges.slots.values():
-        slot.device, slot.gain, slot.exponent, slot.proven, slot.scales = device, 1.0, exponent, True, exponent != 0
-    ranges._place()
-    ranges.calibrating = False
+    for proof in calibration.proofs.values():
+        proof.recorder.device, proof.gain, proof.exponent, proof.proven, proof.scales = device, 1.0, exponent, True, exponent != 0
+    calibration._place()
+    calibration.calibrating = False
 
 
-def safe(module, ranges, wide=None):
+def safe(module, calibration, wide=None):
     """The module, its forward exchanged as in a model."""
     for name, layer in module.named_modules():
         if operations.kind_of(layer):
-            layer.forward = SafeOperation(layer, ranges.slot(name), ranges, plain_weights, wide).__call__
+            layer.forward = SafeOperation(layer, calibration.scale(name), calibration, plain_weights, wide).__call__
     return module
 
 
 class Block(torch.nn.Module):
     """A transformer block with two attentions."""
 
-    def __init__(self, ranges, width=32):
+    def __init__(self, calibration, width=32):
         super().__init__()
         self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width, bias=False)
         self.ffn = torch.nn.Sequential(torch.nn.Linear(width, 2 * width), torch.nn.GELU(), torch.nn.Linear(2 * width, width))
-        self.attention = SafeAttention(ranges)
+        self.attention = SafeAttention(calibration)
         self.attention.calls_in_fp32 = [False, False]
 
     def forward(self, x):
         self.attention.begin()
         for _ in range(2):
             q, k, v = self.qkv(F.layer_norm(x, x.shape[-1:])).chunk(3, -1)
-            x = x + self.out(self.attention(attention, attention, q, k, v, 4))
+            x = x + self.out(self.attention(Kernels(attention, attention), q, k, v, 4))
         return x + self.ffn(x)
 
 
-CONVOLUTION = (lambda ranges: torch.nn.Conv2d(4, 8, 3, padding=1), (2, 4, 9, 9))
-TRANSPOSED = (lambda ranges: torch.nn.ConvTranspose2d(4, 8, 3, stride=2), (2, 4, 9, 9))
-LINEARS = (lambda ranges: torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=bias) for bias in (True, False, True))), (2, 5, 16))
+CONVOLUTION = (lambda calibration: torch.nn.Conv2d(4, 8, 3, padding=1), (2, 4, 9, 9))
+TRANSPOSED = (lambda calibration: torch.nn.ConvTranspose2d(4, 8, 3, stride=2), (2, 4, 9, 9))
+LINEARS = (lambda calibration: torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=bias) for bias in (True, False, True))), (2, 5, 16))
 BLOCK = (Block, (1, 12, 32))
 
 
@@ -80,11 +80,11 @@ BLOCK = (Block, (1, 12, 32))
 def test_on_cuda_there_is_one_graph_and_no_break(build, shape, wide):
     """``fullgraph`` raises at the first break."""
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        ranges = Ranges()
+        calibration = Calibration()
         with CUDA:
-            module = safe(build(ranges), ranges, wide)
+            module = safe(build(calibration), calibration, wide)
             x = torch.empty(shape)
-        measured(ranges, x.device)
+        measured(calibration, x.device)
         counter = CompileCounter()
         result = torch.compile(module, backend=counter, fullgraph=True)(x)
         assert counter.frame_count == 1
@@ -101,10 +101,10 @@ def test_on_cuda_the_products_of_a_linear_are_of_fp16_operands_with_an_fp32_resu
         return graph
 
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
-        ranges = Ranges()
+        calibration = Calibration()
         with torch.device(device):
-            module, x = safe(torch.nn.Linear(16, 16), ranges), torch.empty(2, 16)
-        measured(ranges, x.device)
+            module, x = safe(torch.nn.Linear(16, 16), calibration), torch.empty(2, 16)
+        measured(calibration, x.device)
         torch.compile(module, backend=kept, fullgraph=True)(x)
     wide = [node for node in graphs[0].graph.nodes if node.target is torch.mm and node.kwargs == {"out_dtype": torch.float32}]
     assert len(wide) == (device == "cuda")
@@ -114,18 +114,18 @@ def test_on_cuda_the_products_of_a_linear_are_of_fp16_operands_with_an_fp32_resu
 @pytest.mark.parametrize("exponent", [0, 2])
 def test_bounded_sums_and_attention_on_cuda(exponent):
     with FakeTensorMode(allow_non_fake_inputs=True):
-        ranges = Ranges()
+        calibration = Calibration()
         with CUDA:
             module, x = torch.nn.Linear(32, 32, dtype=torch.float16), torch.empty(1, 8, 32, dtype=torch.float16)
-        slot = ranges.slots["sums"] = AccumulationSlot("sums")
-        module.forward = Fp16AccumulationLinear(module, module.forward, slot, ranges, plain_weights, by_layer=False).__call__
-        bounded = BoundedAttention(ranges)
-        measured(ranges, x.device, exponent)
+        sums = calibration.add(SumBound("sums"))
+        module.forward = Fp16AccumulationLinear(module, module.forward, sums, calibration, plain_weights, by_layer=False).__call__
+        bounded = BoundedAttention(calibration)
+        measured(calibration, x.device, exponent)
 
         def run(x):
             bounded.begin()
             q = module(x)
-            return bounded(attention, attention, q, q, q, 4)
+            return bounded(Kernels(attention, attention), q, q, q, 4)
 
         assert torch.compile(run, backend="eager", fullgraph=True)(x).dtype == torch.float16
 
@@ -141,21 +141,22 @@ def test_what_a_graph_writes_to_is_at_a_static_address(bounded):
         found.append((set(about.mutated_inp_runtime_indices), set(about.static_input_indices)))
         return graph
 
-    ranges, x = Ranges(), torch.randn(1, 8, 32)
-    module = torch.nn.Linear(32, 32) if bounded else safe(torch.nn.Linear(32, 32), ranges)
-    of_all = BoundedAttention(ranges) if bounded else SafeAttention(ranges)
+    calibration, x = Calibration(), torch.randn(1, 8, 32)
+    module = torch.nn.Linear(32, 32) if bounded else safe(torch.nn.Linear(32, 32), calibration)
+    of_all = BoundedAttention(calibration) if bounded else SafeAttention(calibration)
 
     def run(x):
         of_all.begin()
         q = module(x)
-        return of_all(attention, attention, q.half(), q.half(), q.half(), 4) if bounded else of_all(attention, attention, q, q, q, 4)
+        q = q.half() if bounded else q
+        return of_all(Kernels(attention, attention), q, q, q, 4)
 
     with torch.inference_mode():
-        ranges.run(lambda: run(x))
-        ranges.run(lambda: torch.compile(run, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(x))
+        calibration.run(lambda: run(x))
+        calibration.run(lambda: torch.compile(run, backend=aot_autograd(fw_compiler=compiler), fullgraph=True)(x))
     [(written, static)] = found
     assert written and written <= static
-    assert ranges.repeats == 0
+    assert calibration.repeats == 0
 
 
 class CudaGraphs:
@@ -185,10 +186,10 @@ class CudaGraphs:
 def test_parts_that_are_cuda_graphs_are_watched(inference):
     """What each of two compiled parts has recorded is right after both have run, NaN and inf too."""
     torch.manual_seed(0)
-    ranges, backend = Ranges(), CudaGraphs()
-    parts = [safe(torch.nn.Sequential(torch.nn.Linear(16, 16)), ranges), safe(torch.nn.Sequential(torch.nn.Linear(16, 16)), ranges)]
-    slots = [ranges.slot("0"), ranges.slot("second")]
-    parts[1][0].forward = SafeOperation(parts[1][0], slots[1], ranges, plain_weights).__call__
+    calibration, backend = Calibration(), CudaGraphs()
+    parts = [safe(torch.nn.Sequential(torch.nn.Linear(16, 16)), calibration), torch.nn.Sequential(torch.nn.Linear(16, 16))]
+    scales = [calibration.proofs["0"], calibration.scale("second")]
+    parts[1][0].forward = SafeOperation(parts[1][0], scales[1], calibration, plain_weights).__call__
     compiled = [torch.compile(part, backend=backend) for part in parts]
     x = torch.randn(4, 16)
 
@@ -196,15 +197,15 @@ def test_parts_that_are_cuda_graphs_are_watched(inference):
         return parts[1](parts[0](x))
 
     with torch.inference_mode(inference), torch.set_grad_enabled(False):
-        expected = ranges.run(lambda: call(parts, x))
-        for slot in slots:
-            slot.largest = 0.0
+        expected = calibration.run(lambda: call(parts, x))
+        for scale in scales:
+            scale.largest = 0.0
         for _ in range(3):
-            assert torch.equal(ranges.run(lambda: call(compiled, x)), expected)
+            assert torch.equal(calibration.run(lambda: call(compiled, x)), expected)
         sizes = [x.abs().max().item(), parts[0](x).abs().max().item()]
-        assert ranges.repeats == 0 and backend.runs == 6
-        assert [slot.largest for slot in slots] == pytest.approx(sizes, rel=2**-11)
+        assert calibration.repeats == 0 and backend.runs == 6
+        assert [scale.largest for scale in scales] == pytest.approx(sizes, rel=2**-11)
         for bad in (math.nan, math.inf):
-            ranges._recorded(lambda bad=bad: call(compiled, torch.full((4, 16), bad)))
-            assert not ranges._held()
-            assert all(not math.isfinite(slot.cell.view.item()) for slot in slots)
+            calibration._recorded(lambda bad=bad: call(compiled, torch.full((4, 16), bad)))
+            assert not calibration._all_hold()
+            assert all(not math.isfinite(scale.recorder.entry.view.item()) for scale in scales)

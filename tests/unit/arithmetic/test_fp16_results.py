@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from halfsafe.precision.arithmetic.attention import SafeAttention
+from halfsafe.precision.arithmetic.attention import Kernels, SafeAttention
+from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.linear import SafeOperation
-from halfsafe.precision.arithmetic.ranges import Ranges
 from halfsafe.precision.dtypes import FP16_MAX
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,10 +17,10 @@ from support.plain_weights import plain_weights
 
 
 def layers(*modules, largest=FP16_MAX):
-    ranges = Ranges()
-    ranges.fp16_results = True
+    calibration = Calibration()
+    calibration.results.allowed = True
     named = enumerate(modules)
-    return ranges, [SafeOperation(m, ranges.slot(f"{i}"), ranges, plain_weights, largest_fp16=largest) for i, m in named]
+    return calibration, [SafeOperation(m, calibration.scale(f"{i}"), calibration, plain_weights, largest_fp16=largest) for i, m in named]
 
 
 def linear(inputs=64, outputs=64, bias=True, scale=1.0):
@@ -33,21 +33,21 @@ def linear(inputs=64, outputs=64, bias=True, scale=1.0):
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_proven_result_is_fp16_and_as_close_as_that_is(bias):
     module = linear(bias=bias)
-    ranges, (operation,) = layers(module)
+    calibration, (operation,) = layers(module)
     x = torch.randn(5, 64)
     for _ in range(2):
-        result = ranges.run(lambda: operation(x))
+        result = calibration.run(lambda: operation(x))
         assert result.dtype == torch.float16 and relative_error(module(x), result) < 1e-3
-    assert operation.mode == "fp16" and ranges.repeats == 0
+    assert operation.mode == "fp16" and calibration.repeats == 0
 
 
 @pytest.mark.parametrize("size", [1e3, 1e5, 1e9])
 def test_a_result_that_may_not_fit_is_fp32(size):
     module = linear(scale=30.0)
-    ranges, (operation,) = layers(module)
+    calibration, (operation,) = layers(module)
     x = torch.randn(5, 64) * size
     for _ in range(2):
-        result = ranges.run(lambda: operation(x))
+        result = calibration.run(lambda: operation(x))
         assert result.dtype == torch.float32 and relative_error(module(x), result) < 1e-3
     assert operation.mode in ("fp16_wide", "fp16_scaled")
 
@@ -59,35 +59,35 @@ def test_no_input_inside_of_the_range_passes_fp16(inputs, outputs, size, bias, s
     generator = torch.Generator().manual_seed(seed)
     module = torch.nn.Linear(inputs, outputs).requires_grad_(False)
     module.weight.data, module.bias.data = torch.randn(outputs, inputs, generator=generator) * size**0.5, torch.full((outputs,), bias)
-    ranges, (operation,) = layers(module)
-    ranges.run(lambda: operation(torch.randn(3, inputs, generator=generator)))
-    if not operation.slot.returns_fp16:
+    calibration, (operation,) = layers(module)
+    calibration.run(lambda: operation(torch.randn(3, inputs, generator=generator)))
+    if not operation.scale.result.proven:
         return
     row = module.weight.half().float().abs().sum(1).argmax()
-    worst = module.weight[row].sign().unsqueeze(0) * operation.slot.limit
-    repeats = ranges.repeats
-    assert ranges.run(lambda: operation(worst)).isfinite().all() and ranges.repeats <= repeats + 1
+    worst = module.weight[row].sign().unsqueeze(0) * operation.scale.limit
+    repeats = calibration.repeats
+    assert calibration.run(lambda: operation(worst)).isfinite().all() and calibration.repeats <= repeats + 1
     assert (worst.double() @ module.weight.double().T + bias).abs().max() < FP16_MAX
 
 
 def test_a_bias_that_fp16_does_not_hold_keeps_the_result_in_fp32():
     module = linear()
     module.bias.data[3] = 1e6
-    ranges, (operation,) = layers(module)
-    result = ranges.run(lambda: operation(torch.ones(2, 64)))
+    calibration, (operation,) = layers(module)
+    result = calibration.run(lambda: operation(torch.ones(2, 64)))
     assert result.dtype == torch.float32 and result.isfinite().all()
 
 
 def test_an_input_that_grows_out_of_the_proof_is_repeated_with_fp32_results():
     module = linear()
-    ranges, (operation,) = layers(module)
-    ranges.run(lambda: operation(torch.ones(4, 64)))
-    assert operation.slot.returns_fp16
+    calibration, (operation,) = layers(module)
+    calibration.run(lambda: operation(torch.ones(4, 64)))
+    assert operation.scale.result.proven
     large = torch.randn(4, 64) * 1e4
     for _ in range(2):
-        result = ranges.run(lambda: operation(large))
+        result = calibration.run(lambda: operation(large))
         assert result.dtype == torch.float32 and relative_error(module(large), result) < 1e-3
-    assert ranges.repeats == 1
+    assert calibration.repeats == 1
 
 
 def gated(operations, join):
@@ -105,30 +105,30 @@ JOINS = {
 def test_a_product_of_two_results_that_overflows_gives_fp16_results_up(join, later):
     """Each factor fits, as in SDXL's GEGLU; ComfyUI clamps what overflows in Z-Image."""
     modules = [linear(scale=4.0) for _ in range(3)]
-    ranges, operations = layers(*modules)
+    calibration, operations = layers(*modules)
     call, plain = gated(operations, JOINS[join]), gated(modules, JOINS["overflows"])
     x = torch.randn(4, 64) * 200
     if later:
-        ranges.run(lambda: call(x * 1e-2))
-        assert operations[0].slot.returns_fp16
+        calibration.run(lambda: call(x * 1e-2))
+        assert operations[0].scale.result.proven
     for _ in range(2):
-        assert relative_error(plain(x), ranges.run(lambda: call(x))) < 2e-3
-    assert not any(operation.slot.returns_fp16 for operation in operations[:2])
-    assert ranges.repeats == later
+        assert relative_error(plain(x), calibration.run(lambda: call(x))) < 2e-3
+    assert not any(operation.scale.result.proven for operation in operations[:2])
+    assert calibration.repeats == later
 
 
 def test_factors_larger_than_allowed_are_fp32_from_the_start():
     modules = [linear(scale=4.0) for _ in range(3)]
-    ranges, operations = layers(*modules, largest=128.0)
+    calibration, operations = layers(*modules, largest=128.0)
     call, x = gated(operations, JOINS["overflows"]), torch.randn(4, 64) * 200
-    assert relative_error(gated(modules, JOINS["overflows"])(x), ranges.run(lambda: call(x))) < 2e-3
-    assert ranges.fp16_results and not operations[0].slot.returns_fp16
+    assert relative_error(gated(modules, JOINS["overflows"])(x), calibration.run(lambda: call(x))) < 2e-3
+    assert calibration.results.allowed and not operations[0].scale.result.proven
 
 
 def test_model_code_that_takes_no_fp16_beside_fp32_is_given_fp32():
     """As HiDream's experts do: scatter_reduce_ of fp16 into a sum in fp32 (``comfy/ldm/hidream/model.py``)."""
     module = linear()
-    ranges, (operation,) = layers(module)
+    calibration, (operation,) = layers(module)
 
     def call():
         return torch.zeros(4, 64).scatter_reduce_(0, torch.zeros(4, 64, dtype=torch.long), operation(torch.ones(4, 64)), reduce="sum")
@@ -136,14 +136,14 @@ def test_model_code_that_takes_no_fp16_beside_fp32_is_given_fp32():
     with pytest.raises(RuntimeError):
         torch.zeros(4, 64).scatter_reduce_(0, torch.zeros(4, 64, dtype=torch.long), torch.ones(4, 64).half(), reduce="sum")
     for _ in range(2):
-        assert ranges.run(call).isfinite().all()
-    assert not ranges.fp16_results
+        assert calibration.run(call).isfinite().all()
+    assert not calibration.results.allowed
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("on purpose"), RuntimeError("MPS backend out of memory (MPS allocated: 19.13 GiB)")])
 def test_running_out_of_memory_is_no_reason_to_try_again(error):
     module, calls = linear(), []
-    ranges, (operation,) = layers(module)
+    calibration, (operation,) = layers(module)
 
     def call():
         operation(torch.ones(2, 64))
@@ -151,7 +151,7 @@ def test_running_out_of_memory_is_no_reason_to_try_again(error):
         raise error
 
     with pytest.raises(RuntimeError) as raised:
-        ranges.run(call)
+        calibration.run(call)
     assert raised.value is error
     assert len(calls) == 1
 
@@ -169,10 +169,10 @@ class Launches(LeafOperations):
         return func(*args, **kwargs)
 
 
-def launched(ranges, call):
+def launched(calibration, call):
     with torch.no_grad():
-        ranges.run(call)
-        ranges._recorded(lambda: None)
+        calibration.run(call)
+        calibration._recorded(lambda: None)
         with Launches() as launches:
             call()
     return launches.names
@@ -182,38 +182,38 @@ AMAX, CAST = "linalg_vector_norm.out", "_to_copy"
 
 
 def test_a_proven_layer_costs_a_cast_and_an_amax_and_nothing_for_its_result():
-    ranges, (operation,) = layers(linear())
+    calibration, (operation,) = layers(linear())
     operation.module.half()
     x = torch.randn(2, 5, 64)
-    assert launched(ranges, lambda: operation(x)) == [CAST, AMAX, "addmm"]
-    ranges, (operation,) = layers(operation.module)
+    assert launched(calibration, lambda: operation(x)) == [CAST, AMAX, "addmm"]
+    calibration, (operation,) = layers(operation.module)
     half = x.half()
-    assert launched(ranges, lambda: operation(half)) == [AMAX, "addmm"]
+    assert launched(calibration, lambda: operation(half)) == [AMAX, "addmm"]
 
 
 def test_layers_with_one_input_cast_and_measure_it_once():
-    ranges, operations = layers(*(linear() for _ in range(3)))
+    calibration, operations = layers(*(linear() for _ in range(3)))
     for operation in operations:
         operation.module.half()
     x = torch.randn(2, 5, 64)
-    assert launched(ranges, lambda: [operation(x) for operation in operations]) == [CAST, AMAX, *["addmm"] * 3]
-    assert all(operation.slot.largest == pytest.approx(x.abs().max().item(), rel=2**-11) for operation in operations)
+    assert launched(calibration, lambda: [operation(x) for operation in operations]) == [CAST, AMAX, *["addmm"] * 3]
+    assert all(operation.scale.largest == pytest.approx(x.abs().max().item(), rel=2**-11) for operation in operations)
 
 
 def test_a_shared_input_is_held_to_the_narrowest_range():
     modules = [linear(), linear(scale=500.0)]
-    ranges, operations = layers(*modules)
+    calibration, operations = layers(*modules)
     x = torch.randn(4, 64) * 0.1
-    ranges.run(lambda: [operation(x) for operation in operations])
-    assert [operation.slot.returns_fp16 for operation in operations] == [True, True]
-    results = ranges.run(lambda: [operation(x * 100) for operation in operations])
-    assert ranges.repeats == 1 and results[1].dtype == torch.float32
+    calibration.run(lambda: [operation(x) for operation in operations])
+    assert [operation.scale.result.proven for operation in operations] == [True, True]
+    results = calibration.run(lambda: [operation(x * 100) for operation in operations])
+    assert calibration.repeats == 1 and results[1].dtype == torch.float32
     assert relative_error(modules[1](x * 100), results[1]) < 1e-3
 
 
 def test_an_input_written_to_between_two_layers_is_cast_twice():
     modules = [linear(), linear()]
-    ranges, operations = layers(*modules)
+    calibration, operations = layers(*modules)
 
     def call(x):
         return operations[0](x), operations[1](x.mul_(2.0))
@@ -221,16 +221,16 @@ def test_an_input_written_to_between_two_layers_is_cast_twice():
     for _ in range(2):
         x = torch.randn(4, 64)
         expected = modules[1](x * 2)
-        assert relative_error(expected, ranges.run(lambda x=x: call(x.clone()))[1]) < 1e-3
+        assert relative_error(expected, calibration.run(lambda x=x: call(x.clone()))[1]) < 1e-3
 
 
 def test_a_layer_that_runs_twice_in_a_call_keeps_the_larger_of_both():
-    ranges, (operation,) = layers(linear())
+    calibration, (operation,) = layers(linear())
     for sizes in ((1.0, 1.0), (3.0, 2.0), (2.0, 4.0)):
-        ranges.run(lambda sizes=sizes: [operation(torch.full((2, 64), size)) for size in sizes])
-        assert operation.slot.largest >= max(sizes)
-    ranges._recorded(lambda: [operation(torch.full((2, 64), size)) for size in (math.inf, 1.0)])
-    assert not ranges._held()
+        calibration.run(lambda sizes=sizes: [operation(torch.full((2, 64), size)) for size in sizes])
+        assert operation.scale.largest >= max(sizes)
+    calibration._recorded(lambda: [operation(torch.full((2, 64), size)) for size in (math.inf, 1.0)])
+    assert not calibration._all_hold()
 
 
 def sdpa(q, k, v, heads, **kwargs):
@@ -240,51 +240,51 @@ def sdpa(q, k, v, heads, **kwargs):
 
 
 def attend(projections, x):
-    ranges, operations = layers(*projections)
-    attention, sdpa.dtypes = SafeAttention(ranges), []
+    calibration, operations = layers(*projections)
+    attention, sdpa.dtypes = SafeAttention(calibration), []
 
     def call():
         attention.begin()
-        return attention(sdpa, sdpa, *(operation(x) for operation in operations), 4)
+        return attention(Kernels(sdpa, sdpa), *(operation(x) for operation in operations), 4)
 
-    return ranges, operations, call
+    return calibration, operations, call
 
 
 def test_attention_of_fp16_results_casts_nothing_and_takes_three_kernels_more():
     projections = [linear() for _ in range(3)]
-    ranges, operations, call = attend(projections, torch.randn(1, 7, 64))
+    calibration, operations, call = attend(projections, torch.randn(1, 7, 64))
     for operation in operations:
         operation.module.half()
-    names = launched(ranges, call)
+    names = launched(calibration, call)
     assert names.count(CAST) == 1 and names.count(AMAX) == 4
-    assert ranges.run(call).dtype == torch.float16 and set(sdpa.dtypes) == {torch.float16}
+    assert calibration.run(call).dtype == torch.float16 and set(sdpa.dtypes) == {torch.float16}
 
 
 def test_the_layers_before_large_scores_return_fp32():
     """q and k are then rounded once, as they are multiplied, and not twice."""
     torch.manual_seed(0)
     x = torch.randn(1, 7, 64)
-    ranges, operations, call = attend([linear(scale=20.0), linear(scale=20.0), linear()], x)
-    results = [ranges.run(call) for _ in range(2)]
-    assert not any(operation.slot.returns_fp16 for operation in operations) and ranges.fp16_results
+    calibration, operations, call = attend([linear(scale=20.0), linear(scale=20.0), linear()], x)
+    results = [calibration.run(call) for _ in range(2)]
+    assert not any(operation.scale.result.proven for operation in operations) and calibration.results.allowed
     assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_an_operand_of_an_attention_that_is_not_finite_is_seen(bad):
     x = torch.randn(1, 7, 64)
-    ranges, _, call = attend([linear() for _ in range(3)], x)
-    ranges.run(call)
+    calibration, _, call = attend([linear() for _ in range(3)], x)
+    calibration.run(call)
     x[0, 3, 5] = bad
-    ranges._recorded(call)
-    assert not ranges._held()
+    calibration._recorded(call)
+    assert not calibration._all_hold()
 
 
 @pytest.mark.parametrize("growth", [20.0, 40.0, 80.0, 200.0])
 def test_what_a_clamp_of_model_code_leaves_of_an_overflow_is_no_operand(growth):
     """As Lumina's gated feed-forward clamps in fp16 (``clamp_fp16`` in ``comfy/ldm/lumina/model.py``)."""
     gate, up, down = linear(bias=False), linear(bias=False), linear(bias=False)
-    ranges, (w1, w3, w2) = layers(gate, up, down)
+    calibration, (w1, w3, w2) = layers(gate, up, down)
     x = torch.randn(8, 64) * 20
 
     def clamped(x):
@@ -294,44 +294,44 @@ def test_what_a_clamp_of_model_code_leaves_of_an_overflow_is_no_operand(growth):
         return w2(clamped(F.silu(w1(x)) * w3(x)))
 
     for factor in (1.0, 1.0, growth, growth):
-        result = ranges.run(lambda factor=factor: call(x * factor))
+        result = calibration.run(lambda factor=factor: call(x * factor))
         exact = down(F.silu(gate(x * factor)) * up(x * factor))
         assert relative_error(exact, result) < 2e-3
 
 
 def test_an_error_that_fp16_results_do_not_cause_leaves_them_on():
-    ranges, (operation,) = layers(linear())
+    calibration, (operation,) = layers(linear())
     x = torch.randn(5, 64)
-    expected = ranges.run(lambda: operation(x))
+    expected = calibration.run(lambda: operation(x))
 
     def failing():
         operation(x)
         raise RuntimeError("interrupted")
 
     with pytest.raises(RuntimeError, match="interrupted"):
-        ranges.run(failing)
-    assert torch.equal(ranges.run(lambda: operation(x)), expected) and operation.mode == "fp16"
+        calibration.run(failing)
+    assert torch.equal(calibration.run(lambda: operation(x)), expected) and operation.mode == "fp16"
 
 
 def test_layers_that_share_an_operand_scale_it_alike_or_cast_it_themselves():
     """The first runs twice in a call, and its second input needs another scale."""
     first, second = linear(bias=False), linear(bias=False)
-    ranges = Ranges()
-    one, other = (SafeOperation(m, ranges.slot(name), ranges, plain_weights) for name, m in (("a", first), ("b", second)))
+    calibration = Calibration()
+    one, other = (SafeOperation(m, calibration.scale(name), calibration, plain_weights) for name, m in (("a", first), ("b", second)))
     x, large = torch.randn(4, 64), torch.randn(4, 64)
     large *= 30000 / large.abs().max()
     for _ in range(3):
-        results = ranges.run(lambda: (one(x), other(x), one(large)))
+        results = calibration.run(lambda: (one(x), other(x), one(large)))
         for result, exact in zip(results, (first(x), second(x), first(large)), strict=True):
             assert relative_error(exact, result) < 2e-3
 
 
 def test_after_measuring_anew_calls_are_not_repeated():
-    ranges, _, call = attend([linear() for _ in range(3)], torch.randn(1, 7, 64))
-    results = [ranges.run(call) for _ in range(2)]
-    ranges.measure_anew()
-    results += [ranges.run(call) for _ in range(3)]
-    assert ranges.repeats == 0 and all(torch.equal(results[1], result) for result in results[2:])
+    calibration, _, call = attend([linear() for _ in range(3)], torch.randn(1, 7, 64))
+    results = [calibration.run(call) for _ in range(2)]
+    calibration.recalibrate()
+    results += [calibration.run(call) for _ in range(3)]
+    assert calibration.repeats == 0 and all(torch.equal(results[1], result) for result in results[2:])
 
 
 def test_a_mask_that_comes_after_the_measured_call_bounds_the_scores_too():
@@ -346,13 +346,13 @@ def test_a_mask_that_comes_after_the_measured_call_bounds_the_scores_too():
     def masked(q, k, v, heads, mask=None, **kwargs):
         return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), None if mask is None else mask.float()).to(q.dtype)
 
-    ranges = Ranges()
-    attention = SafeAttention(ranges)
+    calibration = Calibration()
+    attention = SafeAttention(calibration)
 
     def call(mask):
         attention.begin()
-        return attention(masked, masked, q, k, v, 1, mask=mask)
+        return attention(Kernels(masked, masked), q, k, v, 1, mask=mask)
 
-    ranges.run(lambda: call(None))
+    calibration.run(lambda: call(None))
     for _ in range(2):
-        assert relative_error(masked(q, k, v, 1, mask), ranges.run(lambda: call(mask))) < 1e-2
+        assert relative_error(masked(q, k, v, 1, mask), calibration.run(lambda: call(mask))) < 1e-2

@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from halfsafe.precision.arithmetic import flags
-from halfsafe.precision.arithmetic.attention import SafeAttention
+from halfsafe.precision.arithmetic.attention import Kernels, SafeAttention
+from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.compiling import compile_disabled
-from halfsafe.precision.arithmetic.fp16_accumulation import AccumulationSlot, Fp16AccumulationLinear
+from halfsafe.precision.arithmetic.fp16_accumulation import Fp16AccumulationLinear, SumBound
 from halfsafe.precision.arithmetic.linear import SafeOperation, has_wide_output, largest_row_sum
-from halfsafe.precision.arithmetic.ranges import Ranges
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.measures import relative_error
@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def safe(module, wide=None):
-    ranges = Ranges()
-    return SafeOperation(module, ranges.slot("layer"), ranges, plain_weights, wide), ranges
+    calibration = Calibration()
+    return SafeOperation(module, calibration.scale("layer"), calibration, plain_weights, wide), calibration
 
 
 MODULES = {
@@ -42,12 +42,12 @@ def test_finite_and_close_to_fp32_at_every_magnitude(name, size, wide):
     torch.manual_seed(0)
     build, shape = MODULES[name]
     module = build()
-    operation, ranges = safe(module, wide)
+    operation, calibration = safe(module, wide)
     x = torch.randn(shape) * size
     with torch.inference_mode():
         reference = module(x)
         for _ in range(2):
-            result = ranges.run(lambda: operation(x))
+            result = calibration.run(lambda: operation(x))
             assert result.dtype == torch.float32
             assert relative_error(reference, result) < 1e-3
 
@@ -55,56 +55,56 @@ def test_finite_and_close_to_fp32_at_every_magnitude(name, size, wide):
 @pytest.mark.parametrize("wide", [True, False])
 def test_an_overflow_after_the_first_call_is_seen_and_the_call_repeated(wide):
     module = torch.nn.Linear(64, 64)
-    operation, ranges = safe(module, wide)
+    operation, calibration = safe(module, wide)
     with torch.inference_mode():
-        ranges.run(lambda: operation(torch.ones(4, 64)))
+        calibration.run(lambda: operation(torch.ones(4, 64)))
         large = torch.randn(4, 64) * 1e6
-        assert relative_error(module(large), ranges.run(lambda: operation(large))) < 1e-3
-        assert ranges.repeats == 1
-        ranges.run(lambda: operation(large))
-        ranges.run(lambda: operation(torch.ones(4, 64)))
-    assert ranges.repeats == 1, "what was learnt was forgotten"
+        assert relative_error(module(large), calibration.run(lambda: operation(large))) < 1e-3
+        assert calibration.repeats == 1
+        calibration.run(lambda: operation(large))
+        calibration.run(lambda: operation(torch.ones(4, 64)))
+    assert calibration.repeats == 1, "what was learnt was forgotten"
 
 
 def test_a_clean_call_is_made_once():
     calls = []
     module = torch.nn.Linear(8, 8)
-    operation, ranges = safe(module)
+    operation, calibration = safe(module)
 
     def call():
         calls.append(1)
         return operation(torch.ones(2, 8))
 
     for _ in range(5):
-        ranges.run(call)
+        calibration.run(call)
     assert len(calls) == 5
 
 
 def test_nan_input_is_not_repaired_and_repeats_once_per_call():
-    operation, ranges = safe(torch.nn.Linear(8, 8))
+    operation, calibration = safe(torch.nn.Linear(8, 8))
     bad = torch.full((2, 8), float("nan"))
-    ranges.run(lambda: operation(torch.ones(2, 8)))
-    assert ranges.run(lambda: operation(bad)).isnan().all()
-    assert ranges.repeats == 1
+    calibration.run(lambda: operation(torch.ones(2, 8)))
+    assert calibration.run(lambda: operation(bad)).isnan().all()
+    assert calibration.repeats == 1
 
 
 def test_a_weight_beyond_fp16_runs_in_fp32():
     module = torch.nn.Linear(8, 8)
     module.weight.data[0, 0] = 1e6
-    operation, ranges = safe(module)
+    operation, calibration = safe(module)
     x = torch.randn(3, 8)
     with torch.inference_mode():
         for _ in range(2):
-            assert relative_error(module(x), ranges.run(lambda: operation(x))) < 1e-6
-    assert operation.slot.in_fp32
+            assert relative_error(module(x), calibration.run(lambda: operation(x))) < 1e-6
+    assert operation.scale.in_fp32
 
 
 def test_the_input_is_never_written_to():
-    operation, ranges = safe(torch.nn.Linear(8, 8), wide=False)
+    operation, calibration = safe(torch.nn.Linear(8, 8), wide=False)
     x = torch.randn(3, 8) * 1e6
     before = x.clone()
     with torch.inference_mode():
-        ranges.run(lambda: operation(x))
+        calibration.run(lambda: operation(x))
     assert torch.equal(x, before)
 
 
@@ -116,12 +116,12 @@ def test_no_partial_sum_of_a_scaled_product_passes_fp16(inputs, outputs, size, s
     module.weight.data = torch.randn(outputs, inputs, generator=generator) * size
     x = torch.randn(3, inputs, generator=generator) * size
     x[0] = x.abs().max() * module.weight[0].sign()
-    operation, ranges = safe(module, wide=False)
+    operation, calibration = safe(module, wide=False)
     with torch.inference_mode():
-        ranges.run(lambda: operation(x))
-    if operation.slot.in_fp32:
+        calibration.run(lambda: operation(x))
+    if operation.scale.in_fp32:
         return
-    scaled = x.double() * 2.0**-operation.slot.exponent
+    scaled = x.double() * 2.0**-operation.scale.exponent
     partial = (scaled.unsqueeze(1) * module.weight.double().unsqueeze(0)).cumsum(-1)
     assert partial.abs().max() <= 65504 and scaled.abs().max() <= 65504
 
@@ -134,12 +134,12 @@ def test_no_partial_sum_of_a_scaled_convolution_passes_fp16(inputs, outputs, ker
     module.weight.data = torch.randn(module.weight.shape, generator=generator) * size
     x = torch.randn(2, inputs, 5, 4, generator=generator) * size
     x[0, :, :kernel, :kernel] = x.abs().max() * module.weight[0].sign()
-    operation, ranges = safe(module, wide=False)
+    operation, calibration = safe(module, wide=False)
     with torch.inference_mode():
-        ranges.run(lambda: operation(x))
-    if operation.slot.in_fp32:
+        calibration.run(lambda: operation(x))
+    if operation.scale.in_fp32:
         return
-    scaled = x.double() * 2.0**-operation.slot.exponent
+    scaled = x.double() * 2.0**-operation.scale.exponent
     columns = F.unfold(scaled, kernel, padding=1)
     partial = (module.weight.double().reshape(outputs, -1, 1) * columns.unsqueeze(1)).cumsum(2)
     assert partial.abs().max() <= 65504 and scaled.abs().max() <= 65504
@@ -150,20 +150,20 @@ def test_no_partial_sum_of_a_scaled_convolution_passes_fp16(inputs, outputs, ker
 def test_small_inputs_are_not_rounded_to_nothing(wide, sizes):
     torch.manual_seed(0)
     module = torch.nn.Linear(64, 48, bias=False)
-    operation, ranges = safe(module, wide)
+    operation, calibration = safe(module, wide)
     for size in sizes:
         x = torch.randn(3, 64) * size
         with torch.inference_mode():
-            assert relative_error(module(x), ranges.run(lambda x=x: operation(x))) < 1e-3
+            assert relative_error(module(x), calibration.run(lambda x=x: operation(x))) < 1e-3
 
 
 def test_a_weight_below_fp16_runs_in_fp32():
     module = torch.nn.Linear(8, 8, bias=False)
     module.weight.data *= 1e-7
-    operation, ranges = safe(module)
+    operation, calibration = safe(module)
     x = torch.randn(3, 8)
     with torch.inference_mode():
-        assert relative_error(module(x), ranges.run(lambda: operation(x))) < 1e-6
+        assert relative_error(module(x), calibration.run(lambda: operation(x))) < 1e-6
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -172,21 +172,21 @@ def test_twelve_measurements_need_one_graph_and_give_the_same_as_without_it(wide
 
     torch.manual_seed(0)
     module, counter = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), CompileCounter()
-    ranges = Ranges()
-    operations = [SafeOperation(layer, ranges.slot(name), ranges, plain_weights, wide) for name, layer in module.named_children()]
+    calibration = Calibration()
+    operations = [SafeOperation(layer, calibration.scale(name), calibration, plain_weights, wide) for name, layer in module.named_children()]
     run = torch.compile(lambda x: operations[1](operations[0](x)), backend=counter)
     x, exponents = torch.randn(4, 64), set()
 
     def call(size):
-        with compile_disabled() if ranges.calibrating else contextlib.nullcontext():
+        with compile_disabled() if calibration.calibrating else contextlib.nullcontext():
             return run(x * 10.0**size)
 
     with torch.inference_mode():
         for size in range(0, 36, 3):
-            result, repeated = (ranges.run(functools.partial(call, size)) for _ in range(2))
+            result, repeated = (calibration.run(functools.partial(call, size)) for _ in range(2))
             assert torch.equal(result, repeated) and relative_error(module(x * 10.0**size), result) < 1e-3
-            exponents.add(tuple(operation.slot.exponent for operation in operations))
-    assert ranges.repeats >= 9 and len(exponents) >= 10, "each size was to be measured"
+            exponents.add(tuple(operation.scale.exponent for operation in operations))
+    assert calibration.repeats >= 9 and len(exponents) >= 10, "each size was to be measured"
     assert counter.frame_count == 1
     torch._dynamo.reset()
 
@@ -210,8 +210,8 @@ def on_simulated_cuda(build, shape):
     """What CUDA is asked for by a calibrated layer, by FakeTensor: nothing is multiplied."""
     with FakeTensorMode(allow_non_fake_inputs=True), FlagAtProducts() as products, torch.inference_mode():
         with torch.device("cuda"):
-            operation, ranges = safe(build())
-        ranges.calibrating, operation.slot.gain = False, 1.0
+            operation, calibration = safe(build())
+        calibration.calibrating, operation.scale.gain = False, 1.0
         assert operation(torch.empty(shape, device="cuda")).dtype == torch.float32
     return products.seen
 
@@ -245,12 +245,12 @@ def test_largest_row_sum_bounds_every_output():
 
 
 def test_work_counts_two_operations_per_weight_and_position():
-    operation, ranges = safe(torch.nn.Linear(64, 48))
-    ranges.run(lambda: operation(torch.ones(2, 5, 64)))
-    assert operation.slot.flops == 2 * 10 * 64 * 48
-    operation, ranges = safe(torch.nn.Conv2d(8, 12, 3, padding=1))
-    ranges.run(lambda: operation(torch.ones(2, 8, 9, 9)))
-    assert operation.slot.flops == 2 * (2 * 9 * 9 * 12) * (8 * 3 * 3)
+    operation, calibration = safe(torch.nn.Linear(64, 48))
+    calibration.run(lambda: operation(torch.ones(2, 5, 64)))
+    assert calibration.flops["layer"] == 2 * 10 * 64 * 48
+    operation, calibration = safe(torch.nn.Conv2d(8, 12, 3, padding=1))
+    calibration.run(lambda: operation(torch.ones(2, 8, 9, 9)))
+    assert calibration.flops["layer"] == 2 * (2 * 9 * 9 * 12) * (8 * 3 * 3)
 
 
 def sdpa(q, k, v, heads, mask=None, **kwargs):
@@ -264,15 +264,15 @@ def sdpa(q, k, v, heads, mask=None, **kwargs):
 def attend(size_qk, size_v=1.0, mask=None):
     torch.manual_seed(0)
     sdpa.dtypes = []
-    ranges = Ranges()
-    attention = SafeAttention(ranges)
+    calibration = Calibration()
+    attention = SafeAttention(calibration)
     q, k, v = torch.randn(2, 7, 32) * size_qk, torch.randn(2, 7, 32) * size_qk, torch.randn(2, 7, 32) * size_v
 
     def call():
         attention.begin()
-        return attention(sdpa, sdpa, q, k, v, 4, mask=mask)
+        return attention(Kernels(sdpa, sdpa), q, k, v, 4, mask=mask)
 
-    results = [ranges.run(call) for _ in range(2)]
+    results = [calibration.run(call) for _ in range(2)]
     reference = sdpa(q, k, v, 4, mask=mask)
     return max(relative_error(reference, result) for result in results), sdpa.dtypes[0], results[0].dtype
 
@@ -289,16 +289,16 @@ def test_attention_uses_fp16_where_it_is_safe_and_fp32_where_not(size_qk, size_v
 
 @pytest.mark.parametrize(("fused", "dtype"), [(True, torch.float16), (False, torch.float32)])
 def test_unfused_attention_is_judged_by_its_scores_before_they_are_scaled(fused, dtype):
-    ranges = Ranges()
-    attention = SafeAttention(ranges)
+    calibration = Calibration()
+    attention = SafeAttention(calibration)
     sdpa.dtypes = []
     q = k = torch.full((1, 3, 64), 25.0)
 
     def call():
         attention.begin()
-        return attention(sdpa, sdpa, q, k, torch.ones(1, 3, 64), 1, fused=fused)
+        return attention(Kernels(sdpa, sdpa, fused=fused), q, k, torch.ones(1, 3, 64), 1)
 
-    ranges.run(call)
+    calibration.run(call)
     assert sdpa.dtypes == [dtype]
 
 
@@ -309,8 +309,8 @@ def test_attention_of_tiny_values_is_not_rounded_to_nothing(size_v):
 
 
 def test_a_mask_outweighs_every_score():
-    ranges = Ranges()
-    attention = SafeAttention(ranges)
+    calibration = Calibration()
+    attention = SafeAttention(calibration)
     sdpa.dtypes = []
     q = torch.full((1, 1, 16), 80.0)
     k = torch.stack([-q[:, 0], q[:, 0]], dim=1)
@@ -319,9 +319,9 @@ def test_a_mask_outweighs_every_score():
 
     def call():
         attention.begin()
-        return attention(sdpa, sdpa, q, k, v, 1, mask=mask)
+        return attention(Kernels(sdpa, sdpa), q, k, v, 1, mask=mask)
 
-    assert torch.equal(ranges.run(call), torch.ones(1, 1, 16)), "the hidden token was seen"
+    assert torch.equal(calibration.run(call), torch.ones(1, 1, 16)), "the hidden token was seen"
 
 
 def test_attention_mask_of_another_dtype_hides_the_same_tokens():
@@ -332,25 +332,25 @@ def test_attention_mask_of_another_dtype_hides_the_same_tokens():
 
 
 def test_attention_that_outgrows_fp16_later_is_repeated_in_fp32():
-    ranges, size = Ranges(), 1.0
-    attention = SafeAttention(ranges)
+    calibration, size = Calibration(), 1.0
+    attention = SafeAttention(calibration)
     sdpa.dtypes = []
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 5, 16) for _ in range(3))
 
     def call():
         attention.begin()
-        return attention(sdpa, sdpa, q * size, k * size, v, 2)
+        return attention(Kernels(sdpa, sdpa), q * size, k * size, v, 2)
 
-    ranges.run(call)
+    calibration.run(call)
     size = 1e3
-    assert torch.isfinite(ranges.run(call)).all()
+    assert torch.isfinite(calibration.run(call)).all()
     assert sdpa.dtypes == [torch.float16, torch.float16, torch.float32]
 
 
 def test_a_kernel_of_16_bit_is_given_no_attention_that_runs_in_fp32():
-    ranges = Ranges()
-    attention, kernel_saw = SafeAttention(ranges), []
+    calibration = Calibration()
+    attention, kernel_saw = SafeAttention(calibration), []
 
     def kernel(q, k, v, heads, **kwargs):
         kernel_saw.append(q.dtype)
@@ -358,11 +358,11 @@ def test_a_kernel_of_16_bit_is_given_no_attention_that_runs_in_fp32():
 
     def call():
         attention.begin()
-        return [attention(kernel, sdpa, q, q, q, 4) for q in (torch.ones(1, 3, 32), torch.ones(1, 3, 32) * 1e5)]
+        return [attention(Kernels(kernel, sdpa), q, q, q, 4) for q in (torch.ones(1, 3, 32), torch.ones(1, 3, 32) * 1e5)]
 
     sdpa.dtypes = []
     for _ in range(2):
-        ranges.run(call)
+        calibration.run(call)
     assert kernel_saw == [torch.float16] * 2 and sdpa.dtypes == [torch.float16, torch.float32] * 2
 
 
@@ -383,17 +383,17 @@ class PatchedInPlace:
 def test_a_calibrating_call_asks_for_its_weight_once(size):
     """1e6: the layer turns out to need fp32."""
     weights = PatchedInPlace(torch.eye(16), torch.full((16, 16), size))
-    ranges, x = Ranges(), torch.randn(4, 16)
-    operation = SafeOperation(torch.nn.Linear(16, 16, bias=False), ranges.slot("layer"), ranges, weights)
+    calibration, x = Calibration(), torch.randn(4, 16)
+    operation = SafeOperation(torch.nn.Linear(16, 16, bias=False), calibration.scale("layer"), calibration, weights)
     with torch.inference_mode():
-        result = ranges.run(lambda: operation(x))
+        result = calibration.run(lambda: operation(x))
         assert relative_error(x @ (torch.eye(16) + size), result) < 1e-3
-    assert ranges.slots["layer"].in_fp32 == (size > 65504)
+    assert operation.scale.in_fp32 == (size > 65504)
     assert len(weights.asked) == 1
 
 
 def test_a_call_that_measures_sums_asks_for_its_weight_once():
-    weights, ranges, x = PatchedInPlace(torch.eye(16), torch.ones(16, 16)), Ranges(), torch.ones(4, 16).half()
+    weights, calibration, x = PatchedInPlace(torch.eye(16), torch.ones(16, 16)), Calibration(), torch.ones(4, 16).half()
     module = torch.nn.Linear(16, 16, bias=False)
 
     def forward(x):
@@ -401,23 +401,23 @@ def test_a_call_that_measures_sums_asks_for_its_weight_once():
             return F.linear(x, weight, bias)
 
     module.forward = forward
-    slot = ranges.slots["layer"] = AccumulationSlot("layer")
-    operation = Fp16AccumulationLinear(module, module.forward, slot, ranges, weights)
+    sums = calibration.add(SumBound("layer"))
+    operation = Fp16AccumulationLinear(module, module.forward, sums, calibration, weights)
     with torch.inference_mode():
-        assert torch.equal(ranges.run(lambda: operation(x)), F.linear(x, (torch.eye(16) + 1).half()))
-    assert len(weights.asked) == 1 and slot.terms == 16
+        assert torch.equal(calibration.run(lambda: operation(x)), F.linear(x, (torch.eye(16) + 1).half()))
+    assert len(weights.asked) == 1 and sums.terms == 16
 
 
 @pytest.mark.parametrize("trained", ["input", "weight", "bias"])
 def test_a_gradient_goes_through_where_torch_has_none_for_fp32_results(trained):
     """On the meta device ``mm(out_dtype=)`` refuses as it does on CUDA: derivative for aten::mm is not implemented."""
     module = torch.nn.Linear(64, 48, device="meta").requires_grad_(False)
-    ranges = Ranges()
-    slot = ranges.slot("layer")
-    ranges.calibrating, slot.gain = False, 1.0
+    calibration = Calibration()
+    scale = calibration.scale("layer")
+    calibration.calibrating, scale.gain = False, 1.0
     x = torch.zeros(3, 64, device="meta")
     of = (x if trained == "input" else getattr(module, trained)).requires_grad_()
-    result = SafeOperation(module, slot, ranges, plain_weights, wide=True)(x)
+    result = SafeOperation(module, scale, calibration, plain_weights, wide=True)(x)
     result.sum().backward()
     assert of.grad.shape
     assert result.dtype == torch.float32

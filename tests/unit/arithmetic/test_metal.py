@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from halfsafe.precision.arithmetic import slot as slot_module
+from halfsafe.precision.arithmetic import operand_scale as operand_scale_module
+from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.linear import SafeOperation
-from halfsafe.precision.arithmetic.ranges import Ranges
-from halfsafe.precision.arithmetic.slot import Slot, converts_results
+from halfsafe.precision.arithmetic.operand_scale import OperandScale, converts_results
 from support.measures import relative_error
 from support.metal_rules import MetalRules
 from support.plain_weights import plain_weights
@@ -21,7 +21,7 @@ LAYERS = {
 @pytest.fixture
 def as_on_metal(monkeypatch):
     """CPU tensors stand for those of a Mac."""
-    monkeypatch.setattr(slot_module, "converts_results", lambda device: False)
+    monkeypatch.setattr(operand_scale_module, "converts_results", lambda device: False)
     with MetalRules():
         yield
 
@@ -46,20 +46,20 @@ def test_the_rule_raises_for_a_result_in_another_dtype_only():
 def test_a_scaled_layer_runs_on_metal(as_on_metal, layer, size):
     torch.manual_seed(0)
     build, shape = LAYERS[layer]
-    module, ranges, x = build(), Ranges(), torch.randn(shape) * size
-    operation = SafeOperation(module, ranges.slot("layer"), ranges, plain_weights, wide=False)
+    module, calibration, x = build(), Calibration(), torch.randn(shape) * size
+    operation = SafeOperation(module, calibration.scale("layer"), calibration, plain_weights, wide=False)
     with torch.inference_mode():
         exact = module(x)
         for _ in range(2):
-            assert relative_error(exact, ranges.run(lambda: operation(x))) < 1e-3
-    assert size == 1 or operation.slot.exponent > 0
+            assert relative_error(exact, calibration.run(lambda: operation(x))) < 1e-3
+    assert size == 1 or operation.scale.exponent > 0
 
 
 def test_a_tensor_of_an_apple_gpu_is_scaled_as_metal_can():
-    slot = Slot("layer")
-    slot.calibrate(1e6)
+    scale = OperandScale("layer")
+    scale.calibrate(1e6)
     with FakeTensorMode(), MetalRules():
-        scaled = slot.scaled(torch.empty(4, 4, device="mps"))
+        scaled = scale.scaled(torch.empty(4, 4, device="mps"))
     assert (scaled.dtype, scaled.device.type) == (torch.float16, "mps")
 
 

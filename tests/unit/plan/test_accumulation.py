@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 from halfsafe.precision.arithmetic import flags, fp16_accumulation
-from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, AccumulationSlot, Fp16AccumulationLinear
-from halfsafe.precision.arithmetic.ranges import Ranges
+from halfsafe.precision.arithmetic.calibration import Calibration
+from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16AccumulationLinear, SumBound
 from halfsafe.precision.devices.detect import PROFILE_NAMES, detect
 from halfsafe.precision.plan.accumulation import PARTS, MatmulProfile, Request, plan_accumulation
 from hypothesis import given, settings
@@ -27,9 +27,9 @@ def small_layers_are_worth_scaling(monkeypatch):
 
 
 def bounded(module, by_layer=True):
-    ranges = Ranges()
-    slot = ranges.slots["layer"] = AccumulationSlot("layer")
-    return Fp16AccumulationLinear(module, module.forward, slot, ranges, plain_weights, by_layer), slot, ranges
+    calibration = Calibration()
+    sums = calibration.add(SumBound("layer"))
+    return Fp16AccumulationLinear(module, module.forward, sums, calibration, plain_weights, by_layer), sums, calibration
 
 
 def half_linear(weight, bias=None):
@@ -81,12 +81,12 @@ def test_no_order_of_adding_overflows_a_layer_called_safe(terms, of_x, of_w, bou
     x = SHAPES[of_x](3, terms, generator=generator)
     x = x * (2.0**bound_bits / (x.abs().max() * weight.half().float().abs().sum(1).max() + 1e-6))
     x = x.clamp(-65504, 65504).half()
-    operation, slot, ranges = bounded(half_linear(weight))
+    operation, sums, calibration = bounded(half_linear(weight))
     with torch.inference_mode():
-        ranges.run(lambda: operation(x))
-    if not slot.proven:
+        calibration.run(lambda: operation(x))
+    if not sums.proven:
         return
-    scaled = (x * 2.0**-slot.exponent).double()
+    scaled = (x * 2.0**-sums.exponent).double()
     products = scaled.unsqueeze(1) * weight.half().double().unsqueeze(0)
     for order in ORDERS.values():
         for group in (1, 16):
@@ -97,11 +97,11 @@ def test_no_order_of_adding_overflows_a_layer_called_safe(terms, of_x, of_w, bou
 def test_what_is_not_called_safe_does_overflow_in_a_bad_order():
     x, weight = torch.full((2, 4096), 16.0).half(), torch.full((3, 4096), 16.0)
     weight[:, 2048:] = -16.0
-    operation, slot, ranges = bounded(half_linear(weight))
-    ranges.run(lambda: operation(x))
+    operation, sums, calibration = bounded(half_linear(weight))
+    calibration.run(lambda: operation(x))
     products = x.double().unsqueeze(1) * weight.double().unsqueeze(0)
     assert not torch.isfinite(fp16_sums(products, 16)[0]).all()
-    assert slot.exponent > 0 or not slot.proven
+    assert sums.exponent > 0 or not sums.proven
 
 
 BOUNDS = {  # bound -> (proven, exponent)
@@ -112,26 +112,26 @@ BOUNDS = {  # bound -> (proven, exponent)
 
 @pytest.mark.parametrize(("bound", "expected"), BOUNDS.items())
 def test_margin_two_then_scaling_up_to_two_to_the_six_then_fp32(bound, expected):
-    slot = AccumulationSlot("layer")
-    slot.prove(amax=10.0, norm=1e9, row_sum=bound / 10, row_norm=1e9, terms=5, can_scale=True)
-    assert slot.proven is expected[0]
-    assert expected[1] is None or slot.exponent == expected[1]
-    assert slot.reason.startswith("fp16 sums" if expected[0] else "fp32 sums")
+    sums = SumBound("layer")
+    sums.prove(largest=10.0, norm=1e9, row_sum=bound / 10, row_norm=1e9, terms=5, can_scale=True)
+    assert sums.proven is expected[0]
+    assert expected[1] is None or sums.exponent == expected[1]
+    assert sums.reason.startswith("fp16 sums" if expected[0] else "fp32 sums")
 
 
 def test_the_smaller_bound_counts_and_is_told():
-    slot = AccumulationSlot("layer")
-    slot.prove(amax=12.3, norm=1e6, row_sum=416.26, row_norm=50.0, terms=1536, can_scale=True)
-    assert slot.reason == "fp16 sums: bound 5120 of 65504 (amax 12.3, ||w||1 416, K 1536)"
-    slot = AccumulationSlot("layer")
-    slot.prove(amax=12.3, norm=100.0, row_sum=1e6, row_norm=50.0, terms=1536, can_scale=True)
-    assert slot.reason == "fp16 sums: bound 5000 of 65504 (||x|| 100, ||w||2 50, K 1536)"
+    sums = SumBound("layer")
+    sums.prove(largest=12.3, norm=1e6, row_sum=416.26, row_norm=50.0, terms=1536, can_scale=True)
+    assert sums.reason == "fp16 sums: bound 5120 of 65504 (amax 12.3, ||w||1 416, K 1536)"
+    sums = SumBound("layer")
+    sums.prove(largest=12.3, norm=100.0, row_sum=1e6, row_norm=50.0, terms=1536, can_scale=True)
+    assert sums.reason == "fp16 sums: bound 5000 of 65504 (||x|| 100, ||w||2 50, K 1536)"
 
 
 def test_an_input_too_small_to_scale_exactly_is_not_scaled():
-    slot = AccumulationSlot("layer")
-    slot.prove(amax=2.0**-10, norm=1e9, row_sum=1e6 * 2.0**10, row_norm=1e9, terms=5, can_scale=True)
-    assert not slot.proven
+    sums = SumBound("layer")
+    sums.prove(largest=2.0**-10, norm=1e9, row_sum=1e6 * 2.0**10, row_norm=1e9, terms=5, can_scale=True)
+    assert not sums.proven
 
 
 @pytest.mark.parametrize("bias", [None, torch.randn(24)])
@@ -140,12 +140,12 @@ def test_the_result_is_the_layers_own_scaled_or_not(size, bias):
     torch.manual_seed(0)
     module = half_linear(torch.randn(24, 64) * 16, bias)
     x = (torch.randn(2, 5, 64) * size).half()
-    operation, slot, ranges = bounded(module)
+    operation, sums, calibration = bounded(module)
     with torch.inference_mode():
         exact = torch.nn.functional.linear(x.double(), module.weight.double(), None if bias is None else module.bias.double())
         for _ in range(2):
-            assert relative_error(exact, ranges.run(lambda: operation(x))) < 1e-3
-    assert slot.proven and (slot.exponent > 0) is (size > 1)
+            assert relative_error(exact, calibration.run(lambda: operation(x))) < 1e-3
+    assert sums.proven and (sums.exponent > 0) is (size > 1)
 
 
 def watched(module, seen):
@@ -161,9 +161,9 @@ def watched(module, seen):
 
 def test_the_flag_is_on_for_a_proven_layer_and_for_no_other():
     seen, wild = [], []
-    safe_op, _, ranges = bounded(watched(half_linear(torch.ones(4, 8)), seen))
+    safe_op, _, calibration = bounded(watched(half_linear(torch.ones(4, 8)), seen))
     module = watched(half_linear(torch.full((4, 8), 6e4)), wild)
-    wild_op = Fp16AccumulationLinear(module, module.forward, AccumulationSlot("wild"), ranges, plain_weights)
+    wild_op = Fp16AccumulationLinear(module, module.forward, SumBound("wild"), calibration, plain_weights)
     x = torch.full((2, 8), 6e3).half()
 
     def call():
@@ -172,15 +172,15 @@ def test_the_flag_is_on_for_a_proven_layer_and_for_no_other():
             wild_op(x)
 
     for _ in range(3):
-        ranges.run(call)
+        calibration.run(call)
     assert seen == [True, True] and wild == [False] * 2, "the first call multiplies by itself the weight that it measured"
     assert flags.is_on(FP16_ACCUMULATION) is False
 
 
 def test_an_error_inside_a_layer_leaves_the_flag_off():
     module = half_linear(torch.ones(4, 8))
-    operation, _, ranges = bounded(module)
-    ranges.run(lambda: operation(torch.ones(2, 8).half()))
+    operation, _, calibration = bounded(module)
+    calibration.run(lambda: operation(torch.ones(2, 8).half()))
 
     def fail(x):
         assert flags.is_on(FP16_ACCUMULATION) is True
@@ -194,37 +194,37 @@ def test_an_error_inside_a_layer_leaves_the_flag_off():
 
 
 def test_a_call_that_outgrows_its_proof_is_repeated_and_proven_anew():
-    operation, slot, ranges = bounded(half_linear(torch.ones(4, 64)))
+    operation, sums, calibration = bounded(half_linear(torch.ones(4, 64)))
     with torch.inference_mode():
-        ranges.run(lambda: operation(torch.ones(2, 64).half()))
-        assert slot.proven and slot.exponent == 0
+        calibration.run(lambda: operation(torch.ones(2, 64).half()))
+        assert sums.proven and sums.exponent == 0
         for size, repeats in ((400.0, 0), (600.0, 1), (1000.0, 1), (1.0, 1), (6e4, 2)):
-            result = ranges.run(lambda size=size: operation(torch.full((2, 64), size).half()))
-            assert ranges.repeats == repeats, size
-    assert not slot.proven and result.isinf().all(), "the result itself is past fp16"
+            result = calibration.run(lambda size=size: operation(torch.full((2, 64), size).half()))
+            assert calibration.repeats == repeats, size
+    assert not sums.proven and result.isinf().all(), "the result itself is past fp16"
 
 
 def test_a_nan_input_teaches_nothing():
-    operation, slot, ranges = bounded(half_linear(torch.ones(4, 8)))
-    ranges.run(lambda: operation(torch.ones(2, 8).half()))
-    assert ranges.run(lambda: operation(torch.full((2, 8), float("nan")).half())).isnan().all()
-    assert ranges.repeats == 1 and slot.proven
-    ranges.run(lambda: operation(torch.ones(2, 8).half()))
-    assert ranges.repeats == 1
+    operation, sums, calibration = bounded(half_linear(torch.ones(4, 8)))
+    calibration.run(lambda: operation(torch.ones(2, 8).half()))
+    assert calibration.run(lambda: operation(torch.full((2, 8), float("nan")).half())).isnan().all()
+    assert calibration.repeats == 1 and sums.proven
+    calibration.run(lambda: operation(torch.ones(2, 8).half()))
+    assert calibration.repeats == 1
 
 
 def test_inputs_that_are_not_fp16_are_left_alone():
-    operation, slot, ranges = bounded(torch.nn.Linear(8, 4))
+    operation, sums, calibration = bounded(torch.nn.Linear(8, 4))
     for _ in range(2):
-        ranges.run(lambda: operation(torch.ones(2, 8)))
-    assert not slot.proven and slot.terms == 0
+        calibration.run(lambda: operation(torch.ones(2, 8)))
+    assert not sums.proven and sums.terms == 0
 
 
 def test_a_layer_first_met_later_is_measured_where_all_depend_on_it():
-    operation, slot, ranges = bounded(half_linear(torch.ones(4, 8)), by_layer=False)
-    ranges.run(lambda: None)
-    ranges.run(lambda: operation(torch.ones(2, 8).half()))
-    assert slot.proven and ranges.repeats == 1
+    operation, sums, calibration = bounded(half_linear(torch.ones(4, 8)), by_layer=False)
+    calibration.run(lambda: None)
+    calibration.run(lambda: operation(torch.ones(2, 8).half()))
+    assert sums.proven and calibration.repeats == 1
 
 
 def emulated_error(terms, promote=0):

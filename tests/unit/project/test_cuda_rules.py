@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from halfsafe.precision.arithmetic.cells import NOTHING, Cells
+from halfsafe.precision.arithmetic.amax_buffer import NOTHING, AmaxBuffer
 from support.cuda_rules import CudaRules, HostReads
 from support.summing import started_with
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -158,16 +158,16 @@ def test_the_rules_hold_for_fake_cuda_tensors_and_two_devices_raise():
 
 
 @pytest.fixture
-def cells():
-    return Cells(1, torch.device("cpu"))
+def buffer():
+    return AmaxBuffer(1, torch.device("cpu"))
 
 
-def test_a_read_by_the_pack_raises_outside_of_the_allowed_places(cells):
-    with HostReads(frozenset()), pytest.raises(RuntimeError, match="synchronizing CUDA operation: tolist in arithmetic/cells.read"):
-        cells.read()
-    with HostReads(frozenset({"arithmetic/cells.read"})) as reads:
-        assert cells.read() == [NOTHING]
-    assert reads.places == ["arithmetic/cells.read"]
+def test_a_read_by_the_pack_raises_outside_of_the_allowed_places(buffer):
+    with HostReads(frozenset()), pytest.raises(RuntimeError, match="synchronizing CUDA operation: tolist in arithmetic/amax_buffer.read"):
+        buffer.read()
+    with HostReads(frozenset({"arithmetic/amax_buffer.read"})) as reads:
+        assert buffer.read() == [NOTHING]
+    assert reads.places == ["arithmetic/amax_buffer.read"]
 
 
 def test_reads_of_others_are_not_the_packs():

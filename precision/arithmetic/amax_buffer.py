@@ -1,0 +1,122 @@
+"""Amax values of a model's operations, kept on the device at fixed addresses and read back once per model call.
+
+A CUDA graph overwrites its results when it runs again ("accessing tensor output of CUDAGraphs that has been
+overwritten"), so what it records goes into tensors made outside of it. And a number read from a tensor is no constant
+of the graph: how an operand is scaled can change without a new compilation, and blocks of a model can share one graph.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from ..amax import amax, norm_loses_nan
+
+NOTHING = -1.0
+
+
+class AmaxBuffer:
+    """Hold one record and one power of two for each of several operations on one device.
+
+    Args:
+        count: how many records.
+        device: where the operations run.
+    """
+
+    def __init__(self, count: int, device: torch.device):
+        # Only a tensor made outside of inference mode can be written to both inside and outside of it.
+        with torch.inference_mode(False):
+            self.records = torch.full((count,), NOTHING, dtype=torch.float32, device=device)
+            self.scales = torch.ones((2, count), dtype=torch.float32, device=device)
+            self.entries = [Entry(self, index) for index in range(count)]
+        self.call = 0
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self.call += 1
+        if "torch._dynamo" in sys.modules:  # importing it takes seconds; before that nothing is compiled
+            for tensor in (self.records, self.scales):
+                torch._dynamo.mark_static_address(tensor, guard=False)
+        self.records.fill_(NOTHING)
+
+    def set_exponents(self, exponents: Sequence[float]) -> None:
+        """Set the exponent of each record, from which ``Entry.scale`` is had."""
+        pairs = [[2.0**-exponent for exponent in exponents], [2.0**exponent for exponent in exponents]]
+        self.scales.copy_(torch.tensor(pairs, dtype=torch.float32))
+
+    def read(self) -> list[float]:
+        """Return every record, ``NOTHING`` where the operation did not run: one transfer and one synchronization."""
+        return self.records.tolist()
+
+
+class Entry:
+    """Address one record of a buffer. A graph is given the index as a tensor, so that it holds for every operation."""
+
+    def __init__(self, buffer: AmaxBuffer, index: int):
+        self.buffer = buffer
+        self.device = buffer.records.device
+        self.at = torch.tensor([index], device=self.device)
+        self.view = buffer.records[index]
+        self.written = -1
+
+    def write_amax(self, tensor: torch.Tensor) -> None:
+        """Record the amax of a tensor, in one kernel where it is the first record of the call; not in a compiled
+        graph."""
+        if self.written == self.buffer.call or tensor.numel() == 0 or norm_loses_nan(tensor.device):
+            self.record(amax(tensor))
+        else:
+            self.written = self.buffer.call
+            torch.linalg.vector_norm(tensor.detach(), math.inf, dtype=torch.float32, out=self.view)
+
+    def write_row_norm(self, x: torch.Tensor) -> None:
+        """Record the largest 2-norm of the rows of ``x``, in two kernels; not in a compiled graph."""
+        norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32)
+        torch.amax(norms, tuple(range(norms.dim())), out=self.view)
+
+    def record(self, magnitude: torch.Tensor) -> None:
+        """Keep the larger of ``magnitude`` (0-dim fp32) and what is recorded already; NaN stays."""
+        magnitude = magnitude.detach()
+        if not torch.compiler.is_compiling():
+            torch.maximum(self.view, magnitude, out=self.view)
+            return
+        records = self.buffer.records
+        records.index_copy_(0, self.at, torch.maximum(records.index_select(0, self.at), magnitude.reshape(1)))
+
+    def scale(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``2**-exponent`` and ``2**exponent``, each 0-dim fp32."""
+        down, up = self.buffer.scales.index_select(1, self.at).unbind()
+        return down.reshape(()), up.reshape(())
+
+
+class Recorder:
+    """Record numbers of one operation during a model call, without a synchronisation.
+
+    ``device``: where it was measured, None before that. ``entries``: its records there, ``entry`` the first.
+    ``missed``: it ran in this call on a device where it has none.
+    """
+
+    def __init__(self) -> None:
+        self.device: torch.device | None = None
+        self.entries: list[Entry] = []
+        self.entry: Entry | None = None
+        self.missed = False
+
+    def place(self, entries: list[Entry]) -> None:
+        """Record there from now on."""
+        self.entries, self.entry = entries, entries[0]
+
+    def record(self, magnitude: torch.Tensor) -> None:
+        """Keep the larger of ``magnitude`` (0-dim fp32) and what this call has recorded already; NaN stays."""
+        if self.entry is None or self.entry.device != magnitude.device:
+            self.missed = True
+        else:
+            self.entry.record(magnitude)
+
+    def record_amax(self, tensor: torch.Tensor, alone: bool) -> None:
+        """Record the amax of a tensor. ``alone``: nothing but eager code records here, which takes one kernel instead
+        of two."""
+        if torch.compiler.is_compiling() or not alone or self.entry is None or self.entry.device != tensor.device:
+            self.record(amax(tensor))
+        else:
+            self.entry.write_amax(tensor)

@@ -1,0 +1,80 @@
+"""Operands that several operations have in common, such as the input of q, k and v: cast and recorded once."""
+
+from typing import NamedTuple
+
+import torch
+
+from .operand_scale import OperandScale
+
+
+class LastOperand(NamedTuple):
+    """The operand made last: of which tensor, by whose scale, as multiplied, and how many operations are still to share
+    it."""
+
+    x: torch.Tensor
+    scale: OperandScale
+    operand: torch.Tensor
+    left: int = 0
+
+
+class SharedOperands:
+    """Make the operands of a model's operations.
+
+    A call that calibrates finds out who shares an operand: who is given the very same tensor next, not written to in
+    between.
+    """
+
+    def __init__(self) -> None:
+        self._last: LastOperand | None = None
+        self._uses: dict[OperandScale, int] = {}
+        self._first: dict[OperandScale, OperandScale] = {}
+        self._sharing: dict[OperandScale, list[OperandScale]] = {}
+
+    def begin(self, calibrating: bool) -> None:
+        """Start a call. One that calibrates forgets who shares an operand."""
+        self._last = None
+        if calibrating:
+            self._uses, self._first, self._sharing = {}, {}, {}
+
+    def end(self) -> None:
+        """Let go of the tensors of the call."""
+        self._last = None
+
+    def sharing(self, proof: object) -> list[OperandScale]:
+        """Return the scales of the operations after this one that take over its operand and its record."""
+        return self._sharing.get(proof, [])  # type: ignore[call-overload]  # proofs of other kinds share nothing
+
+    def operand(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` as it is multiplied: in fp16, scaled, recorded."""
+        if torch.compiler.is_compiling():
+            operand = scale.scaled(x)
+            scale.record(x, operand, alone=False)
+            return operand
+        last = self._last
+        if last is not None and last.x is x and self._first.get(scale) is last.scale and _scale_alike(last, scale):
+            self._last = last._replace(left=last.left - 1) if last.left > 1 else None
+            return last.operand
+        operand, sharing = scale.scaled(x), self._sharing.get(scale)
+        scale.record(x, operand, alone=self._uses.get(scale) == 1)
+        self._last = LastOperand(x, scale, operand, len(sharing)) if sharing else None
+        return operand
+
+    def calibrated_operand(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
+        """Return the same in a call that calibrates, without a record."""
+        operand, last = scale.scaled(x), self._last
+        self._uses[scale] = self._uses.get(scale, 0) + 1
+        if self._uses[scale] == 1 and last is not None and last.x is x and _are_equal(last, scale, operand):
+            self._first[scale] = last.scale
+            self._sharing.setdefault(last.scale, []).append(scale)
+        else:
+            self._first.pop(scale, None)
+            self._last = LastOperand(x, scale, operand)
+        return operand
+
+
+def _are_equal(last: LastOperand, scale: OperandScale, operand: torch.Tensor) -> bool:
+    return last.scale is not scale and _scale_alike(last, scale) and torch.equal(last.operand, operand)
+
+
+def _scale_alike(last: LastOperand, scale: OperandScale) -> bool:
+    return last.scale.exponent == scale.exponent

@@ -1,0 +1,102 @@
+"""Which results may be fp16: those proven to fit it, as long as what model code makes of them fits it too."""
+
+import math
+
+import torch
+
+from ..amax import amax
+from ..dtypes import FP16_MAX
+from .proofs import HEADROOM_BITS
+
+RESULT_MARGIN = 2.0
+
+
+class ResultBound:
+    """Prove that the result of an operation fits fp16: it is at most ``row_sum`` times the amax of its operand, plus
+    ``bias``.
+
+    ``proven``: it does, with room to grow. ``refuted``: once it did not, or fp16 was too coarse for it.
+    """
+
+    def __init__(self) -> None:
+        self.row_sum = 1.0
+        self.bias = 0.0
+        self.proven = False
+        self.refuted = False
+
+    def prove(self, magnitude: float, row_sum: float, bias: float) -> None:
+        """Decide from a measured operand.
+
+        Args:
+            magnitude: of the operand.
+            row_sum: the largest 1-norm of the weight's rows.
+            bias: the largest magnitude of the bias.
+        """
+        self.row_sum, self.bias = row_sum, bias
+        if math.isfinite(magnitude):
+            self.refuted = self.refuted or 2.0**HEADROOM_BITS * magnitude * row_sum + 2.0 * bias > FP16_MAX
+        self.proven = math.isfinite(magnitude) and not self.refuted
+
+    def refute(self) -> None:
+        """Give the proof up until the model's operands are others."""
+        self.proven, self.refuted = False, True
+
+    @property
+    def limit(self) -> float:
+        """The largest magnitude of the operand that the proof holds for."""
+        return (FP16_MAX / RESULT_MARGIN - self.bias) / self.row_sum
+
+
+class Fp16Results:
+    """Choose which operations of a model return fp16, in calls that calibrate.
+
+    What model code makes of two fp16 results can still overflow, and is then the operand of a later operation, whose
+    record shows it: fp16 results are given up for the model. ``allowed``: any result may be fp16.
+    """
+
+    def __init__(self) -> None:
+        self.allowed = False
+        self._bounds: list[ResultBound] = []
+        self._block: list[ResultBound] = []
+        self._overflowed = False
+        self._widened = False
+
+    def bound(self) -> ResultBound:
+        """Make the bound of one more operation."""
+        self._bounds.append(ResultBound())
+        return self._bounds[-1]
+
+    @property
+    def any_proven(self) -> bool:
+        return any(bound.proven for bound in self._bounds)
+
+    def begin(self) -> None:
+        """Start a call that calibrates, in which nothing is proven yet."""
+        self._overflowed, self._widened, self._block = False, False, []
+        for bound in self._bounds:
+            bound.proven = False
+
+    def note_result(self, bound: ResultBound) -> None:
+        """Count an operation that has returned fp16 to the block of operations that runs."""
+        self._block.append(bound)
+
+    def note_operand(self, operand: torch.Tensor) -> None:
+        """Look for an overflow in an operand, which an fp16 result may be the reason of.
+
+        ComfyUI clamps what overflows in some models (``clamp_fp16`` in ``comfy/ldm/lumina/model.py``): fp16's largest
+        number counts as not finite.
+        """
+        if self.any_proven:
+            limit = FP16_MAX if operand.dtype == torch.float16 else math.inf
+            self._overflowed = self._overflowed or not amax(operand).item() < limit
+
+    def close_block(self, coarse: bool) -> None:
+        """End the block of operations that ran. ``coarse``: fp16 is too coarse for what is made of their results."""
+        for bound in self._block if coarse else ():
+            bound.refuted = self._widened = True
+        self._block = []
+
+    def conclude(self) -> bool:
+        """Give up what the call has refuted; return whether that was anything, so that the call must be made again."""
+        self.allowed = self.allowed and not self._overflowed
+        return self._overflowed or self._widened

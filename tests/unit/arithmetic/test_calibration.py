@@ -1,0 +1,148 @@
+import math
+
+import pytest
+import torch
+from halfsafe.precision.amax import amax
+from halfsafe.precision.arithmetic.calibration import Calibration
+from halfsafe.precision.arithmetic.operand_scale import OperandScale
+from halfsafe.precision.dtypes import FP16_MAX
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(st.floats(1e-30, 1e30), st.floats(1.0, 6e4))
+def test_a_fitted_operand_has_room_to_grow_and_keeps_its_precision(size, gain):
+    scale = OperandScale("layer")
+    scale.calibrate(size, gain)
+    scaled = size * 2.0**-scale.exponent * gain
+    assert scaled * 2**16 > FP16_MAX / 2**16 and scaled <= FP16_MAX / 4
+    assert scale.holds(size * 4)
+
+
+def test_an_operand_that_fits_is_not_scaled():
+    for size in (1e-3, 1.0, 1e4):
+        scale = OperandScale("layer")
+        scale.calibrate(size)
+        assert scale.exponent == 0
+
+
+def test_nothing_is_held_before_a_measurement_nor_ever_a_nan():
+    scale = OperandScale("layer")
+    assert not scale.holds(0.0) and not scale.holds(1.0)
+    scale.calibrate(1.0)
+    assert scale.holds(0.0) and scale.holds(1.0)
+    assert not any(map(scale.holds, (math.nan, math.inf, FP16_MAX * 2, 1e-9)))
+
+
+def test_magnitudes_that_keep_swinging_end_in_fp32():
+    scale = OperandScale("layer")
+    for _ in range(3):
+        scale.calibrate(1e12)
+        scale.calibrate(1e-12)
+    assert scale.in_fp32
+
+
+def test_a_layer_first_reached_at_a_later_call_is_measured():
+    calibration, calls = Calibration(), []
+    a, b = calibration.scale("a"), calibration.scale("b")
+
+    def first():
+        return a.calibrate(1.0)
+
+    def later():
+        calls.append(calibration.calibrating)
+        b.recorder.record(torch.tensor(1.0)) if not calibration.calibrating else b.calibrate(1.0)
+
+    calibration.run(first)
+    calibration.run(later)
+    assert calls == [False, True] and calibration.repeats == 1
+
+
+def test_an_error_while_measuring_measures_again():
+    calibration = Calibration()
+    with pytest.raises(KeyError):
+        calibration.run(lambda: {}["missing"])
+    assert calibration.calibrating
+    assert calibration.run(lambda: calibration.calibrating)
+    assert calibration.run(lambda: not calibration.calibrating)
+
+
+@pytest.fixture(params=[True, False], ids=["made in inference mode", "made outside"])
+def placed(request):
+    """The calibration of two operations after their first call, and the scale of each."""
+    calibration = Calibration()
+    scales = [calibration.scale("a"), calibration.scale("b")]
+
+    def measured():
+        for scale in scales:
+            scale.recorder.device = torch.device("cpu")
+            scale.calibrate(1.0)
+
+    with torch.inference_mode(request.param):
+        calibration.run(measured)
+    return calibration, scales
+
+
+def recorded(scale, *values):
+    for value in values:
+        scale.recorder.record(torch.tensor(value))
+
+
+@pytest.mark.parametrize("inference", [True, False])
+def test_records_keep_the_largest_and_nan(placed, inference):
+    calibration, (a, b) = placed
+    with torch.inference_mode(inference):
+        calibration.run(lambda: recorded(a, 1.0, 3.0, 2.0))
+        assert a.largest == 3 and b.largest == 1 and calibration.repeats == 0
+        for values in ((5.0, math.nan, 7.0), (math.inf, 1.0), (math.nan, math.inf)):
+            calibration._recorded(lambda values=values: recorded(b, *values))
+            assert not calibration._all_hold()
+        assert b.recorder.entry.view.isnan()
+
+
+def test_only_what_ran_is_checked(placed):
+    calibration, (a, b) = placed
+    b.gain = None
+    calibration.run(lambda: recorded(a, 1.0))
+    assert calibration.repeats == 0
+    calibration._recorded(lambda: recorded(b, 1.0))
+    assert not calibration._all_hold()
+
+
+def test_zeros_are_held_once_they_were_met(placed):
+    """A zero may be what fp16 leaves of a small number: only a calibration sees the difference."""
+    calibration, (a, _) = placed
+    calibration._recorded(lambda: recorded(a, 0.0))
+    assert not calibration._all_hold()
+    a.calibrate(0.0)
+    calibration._recorded(lambda: recorded(a, 0.0))
+    assert calibration._all_hold()
+
+
+def test_a_record_that_needs_no_gradient_is_kept_of_one_that_does(placed):
+    calibration, (a, _) = placed
+    calibration.run(lambda: a.recorder.record(amax(torch.ones(3, requires_grad=True) * 2)))
+    assert a.largest == 2
+
+
+def test_an_operation_that_has_moved_is_measured_there(placed):
+    calibration, (a, _) = placed
+    calibration._recorded(lambda: a.recorder.record(torch.ones((), device="meta")))
+    assert not calibration._all_hold()
+
+
+def test_slots_keep_their_addresses_until_there_is_a_new_one(placed):
+    calibration, (a, b) = placed
+    before = a.recorder.entry.buffer.records.data_ptr()
+    calibration._calibrated(lambda: a.calibrate(1e9))
+    assert a.recorder.entry.buffer.records.data_ptr() == before and a.recorder.entry.scale()[1] == 2.0**a.exponent
+    new = calibration.scale("c")
+    new.recorder.device = torch.device("cpu")
+    calibration._calibrated(lambda: new.calibrate(1.0))
+    calibration.run(lambda: [recorded(scale, float(size)) for size, scale in enumerate((a, b, new), 5)])
+    assert [scale.largest for scale in (a, b, new)] == [1e9, 6, 7]
+
+
+def test_magnitude_of_nothing_is_zero():
+    assert amax(torch.zeros(0, 3)) == 0
+    assert amax(torch.tensor([1.0, -7.0], dtype=torch.bfloat16)) == 7
