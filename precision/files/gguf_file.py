@@ -27,6 +27,7 @@ from .tensor_file import TensorFile, map_pages, open_regular
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
+ARCHITECTURE = "general.architecture"
 SHAPE_KEY = "comfy.gguf.orig_shape."
 AGAIN = "Download it again."
 _PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf$")
@@ -53,9 +54,11 @@ class GgufFile(TensorFile):
         super().__init__(path, metadata, entries, maps)
         self.packed = packed
 
-    def type_of(self, name: str) -> str:
-        """Name the type of a tensor as GGUF does: ``Q4_K``, ``F16``."""
-        return self.packed[name].type if name in self.packed else self.entries[name].dtype
+    def dtype_name(self, name: str) -> str:
+        return self.packed[name].type if name in self.packed else super().dtype_name(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.packed[name].shape if name in self.packed else super().shape(name)
 
 
 def library(path: str | os.PathLike) -> ModuleType:
@@ -88,8 +91,10 @@ def open_gguf(path: Path) -> GgufFile:
     metadata = _texts(reader)
     _refuse_others(path, metadata, reader)
     entries, packed = {}, {}
+    linear = _written_as_convolutions(metadata, reader)
     for tensor in sorted(reader.tensors, key=lambda tensor: tensor.data_offset):
-        entries[tensor.name], quantized = _entry(path, tensor, _shape(path, reader, tensor))
+        shape = _shape(path, reader, tensor)
+        entries[tensor.name], quantized = _entry(path, tensor, shape[:2] if tensor.name in linear else shape)
         if quantized:
             packed[tensor.name] = quantized
     _check_overlaps(path, entries)
@@ -108,7 +113,7 @@ def _read(path: Path) -> Any:
 
 
 @functools.cache
-def _checked_reader(gguf: ModuleType) -> type:
+def _checked_reader(gguf: Any) -> type:
     """Make the library's reader, which trusts every size in a file, check them before it follows one.
 
     Without it a truncated file fails in numpy, and the length of an array of metadata, which it walks item by item, may keep
@@ -177,7 +182,7 @@ def _refuse_others(path: Path, metadata: dict[str, str], reader: Any) -> None:
     parts = reader.fields.get(gguf.Keys.Split.LLM_KV_SPLIT_COUNT)
     if parts is not None and int(parts.parts[-1][0]) > 1:
         raise CheckpointError(path, f"one of {int(parts.parts[-1][0])} parts of a split GGUF file", advice=_JOIN)
-    architecture = metadata.get(gguf.Keys.General.ARCHITECTURE, "")
+    architecture = metadata.get(ARCHITECTURE, "")
     if architecture in gguf.MODEL_ARCH_NAMES.values():
         problem = f"a language model or text encoder (architecture {architecture}), not a diffusion model"
         raise CheckpointError(path, problem, advice="Load it with CLIPLoader (GGUF) of ComfyUI-GGUF.")
@@ -193,6 +198,15 @@ def _shape(path: Path, reader: Any, tensor: Any) -> tuple[int, ...]:
         problem = f"of {tensor.n_elements} values, but its metadata says it was of shape {_text(shape)}"
         raise CheckpointError(path, problem, tensor.name, AGAIN)
     return shape
+
+
+def _written_as_convolutions(metadata: dict[str, str], reader: Any) -> set[str]:
+    """Find the linear layers of an SDXL that stable-diffusion.cpp wrote, with two dimensions of one more (ComfyUI-GGUF ``loader.py``)."""
+    names = {tensor.name: tensor for tensor in reader.tensors}
+    if ARCHITECTURE in metadata or not any(name.endswith("label_emb.0.0.weight") for name in names):
+        return set()
+    projections = (name for name in names if name.endswith((".proj_in.weight", ".proj_out.weight")))
+    return {name for name in projections if all(int(size) == 1 for size in names[name].shape[:-2])}
 
 
 def _text(shape: Sequence[int]) -> str:

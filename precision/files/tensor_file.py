@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 import torch
 
+from ..dtypes import name_of
 from ..errors import CheckpointError
 from .safetensors_header import Entry
 
@@ -41,6 +42,14 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def dtype_name(self, name: str) -> str:
+        """Name what a tensor is stored in: ``bf16``, ``uint8``."""
+        return name_of(self.entries[name].torch_dtype)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of what a tensor holds."""
+        return self.entries[name].shape
 
     @property
     def files(self) -> list[Path]:

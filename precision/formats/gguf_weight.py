@@ -44,23 +44,30 @@ class GgufWeight:
         if not _is_unpacked(self.type):
             raise ValueError(f"gguf {version('gguf')} does not unpack this type")
 
-    def values(self, first: int, last: int) -> torch.Tensor:
-        """Return the values from ``first`` to before ``last``, counted row by row, in fp32."""
+    def rows(self, part: slice) -> torch.Tensor:
+        """Return some rows of the weight, seen as a matrix of its last dimension, in fp32."""
+        columns = self.shape[-1] if self.shape else 1
+        return self._values(part.start * columns, part.stop * columns).view(-1, columns)
+
+    def bound(self) -> float:
+        """Return an upper bound on the magnitude of the weight, up to 512 times too large; NaN or Inf if it holds one."""
+        return self._bound
+
+    @functools.cached_property
+    def _bound(self) -> float:
+        scales = scale_offsets(self.type)
+        if not scales:
+            return max((host_amax(self._values(*run)) for run in _runs(0, math.prod(self.shape))), default=0.0)
+        blocks = self.data.view(-1, _block(self.type)[1])
+        return LARGEST_FACTOR * sum(host_amax(blocks[:, at : at + 2].contiguous().view(torch.float16)) for at in scales)
+
+    def _values(self, first: int, last: int) -> torch.Tensor:
         block = _block(self.type)[0]
         begin = first // block
         result = torch.empty((-(-last // block) - begin) * block)
         for start, end in _runs(begin * block, begin * block + len(result)):
             result[start - begin * block : end - begin * block] = self._unpacked(start // block, end // block)
         return result[first - begin * block : last - begin * block]
-
-    @functools.cached_property
-    def bound(self) -> float:
-        """Upper bound on the magnitude of the weight, up to 512 times too large; NaN or Inf if it holds one."""
-        scales = scale_offsets(self.type)
-        if not scales:
-            return max((host_amax(self.values(*run)) for run in _runs(0, math.prod(self.shape))), default=0.0)
-        blocks = self.data.view(-1, _block(self.type)[1])
-        return LARGEST_FACTOR * sum(host_amax(blocks[:, at : at + 2].contiguous().view(torch.float16)) for at in scales)
 
     def _unpacked(self, first: int, last: int) -> torch.Tensor:
         size = _block(self.type)[1]

@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from halfsafe.precision.dtypes import name_of
 from halfsafe.precision.errors import CheckpointError
 from halfsafe.precision.files import gguf_file
 from halfsafe.precision.files.gguf_file import Packed, open_gguf
@@ -41,7 +42,7 @@ def refused(path, match):
 def test_plain_tensors_are_mapped_in_their_own_dtype(tmp_path, kind):
     file = open_gguf(gguf_files.write(tmp_path / "in.gguf", tensors(kind)))
     (name,) = file
-    assert file.packed == {} and file.type_of(name) == kind
+    assert file.packed == {} and file.dtype_name(name) == name_of(PLAIN[kind]) and file.shape(name) == (24, 64)
     assert torch.equal(file[name], WEIGHT.to(PLAIN[kind])) and file[name].dtype == PLAIN[kind]
 
 
@@ -50,7 +51,7 @@ def test_quantized_tensors_are_bytes_with_a_type_and_a_shape(tmp_path, kind):
     written = tensors(kind)
     file = open_gguf(gguf_files.write(tmp_path / "in.gguf", written))
     (name,) = file
-    assert file.packed == {name: Packed(kind, (24, 64))} and file.type_of(name) == kind
+    assert file.packed == {name: Packed(kind, (24, 64))} and file.dtype_name(name) == kind and file.shape(name) == (24, 64)
     assert file[name].numpy().tobytes() == written[name][1].tobytes()
 
 
@@ -281,3 +282,14 @@ def test_headers_damaged_at_random_are_read_or_refused(tmp_path, path):
                 assert file[name].numel() == np.prod(file.entries[name].shape)
             outcomes.add("read")
     assert outcomes == {"refused", "read"}
+
+
+SDXL = {"label_emb.0.0.weight": (4, 8), "a.proj_in.weight": (8, 8, 1, 1), "a.proj_out.weight": (8, 8, 1, 1), "a.skip.weight": (8, 4, 1, 1)}
+
+
+@pytest.mark.parametrize(("arch", "names", "dimensions"), [(None, SDXL, 2), ("sdxl", SDXL, 4), (None, [*SDXL][1:], 4)])
+def test_linear_layers_of_an_old_sdxl_lose_their_dimensions_of_one(tmp_path, arch, names, dimensions):
+    written = {name: ("F16", np.ones(SDXL[name], np.float16)) for name in names}
+    file = open_gguf(gguf_files.write(tmp_path / "in.gguf", written, arch=arch))
+    shapes = {name: file[name].dim() for name in names if name.startswith("a.")}
+    assert shapes == {"a.proj_in.weight": dimensions, "a.proj_out.weight": dimensions, "a.skip.weight": 4}
