@@ -24,7 +24,7 @@ class LayerRules(io.ComfyNode):
                     default="",
                     tooltip=(
                         "<pattern> <key>=<value> ...  # comment\n"
-                        "Pattern: a glob over layer names (blocks.0.*), re:<regex>, or class:<module class>.\n"
+                        "Pattern: a glob over layer names (blocks.0.*), re:<regex>, class:<module class>, or role:<role in the model>.\n"
                         "Keys: storage, compute, accumulation, stream."
                     ),
                 ),

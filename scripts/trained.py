@@ -133,6 +133,7 @@ def shapes_model(args: argparse.Namespace) -> Trained:
     comfy = load_comfy(args)
     import comfy.sd as loaders
     from halfsafe.nodes.host.facts.layers import matrix_layers
+    from halfsafe.nodes.host.facts.model_facts import model_facts
     from halfsafe.precision.arithmetic.patching import patched
     from halfsafe.precision.plan.rules import rules_from
     from support import families, shapes, tiny_models
@@ -141,7 +142,7 @@ def shapes_model(args: argparse.Namespace) -> Trained:
     cond = encoder.encode_from_tokens_scheduled(encoder.tokenize(shapes.Shape("blue", "star", "pink").prompt()))
     shutil.copy(shapes.MODEL, comfy.folder)
     model = families.load(comfy, comfy.folder / shapes.MODEL.name, "fp32", "fp32")
-    kept = rules_from()
+    kept = rules_from().on(model_facts(model).layers)
     layers = {name: module for name, module in matrix_layers(model.model) if module.weight.dim() == 2 and not kept.setting("storage", name, "Linear")}
 
     def run(product: Product) -> torch.Tensor:

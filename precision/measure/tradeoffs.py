@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from ..dtypes import QUANTIZED_NAMES
+from ..plan.facts import LayerSpec
 from ..plan.goal import GOALS
-from ..plan.presets import DEFAULT_PRESET
-from ..plan.rules import Rules, preset_rules, rules_from
+from ..plan.rules import Rules, rules_from
 from .settings import Setting
 
 FLOORS = {"balanced": 25.0, "speed": 20.0, "memory": 20.0}
@@ -84,7 +84,7 @@ class Measurements:
         device: what a person calls it.
         held: storage of the loaded weights.
         automatic: what compute ``auto`` stands for here.
-        layers: (name, class) of the model's layers.
+        layers: the model's, with the shapes of their weights.
         shape: of the latent.
         reference: what the others are compared with; its own SNR is inf.
     """
@@ -93,7 +93,7 @@ class Measurements:
     model: str
     held: str
     automatic: str
-    layers: Sequence[tuple[str, str]]
+    layers: Sequence[LayerSpec]
     shape: tuple[int, ...]
     seed: int
     reference: Row
@@ -144,7 +144,7 @@ def best_for(goal: str, rows: Iterable[Row]) -> Row | None:
     return min(fair, key=lambda row: row.seconds * row.bytes)
 
 
-def rules_for(row: Row, automatic: str, layers: Sequence[tuple[str, str]]) -> Rules:
+def rules_for(row: Row, automatic: str, layers: Sequence[LayerSpec]) -> Rules:
     """Write a row as rules for a loader, or for Compute Dtype, whose own options are ``auto``.
 
     The first line is for all layers. Rules change layers of a model that computes as ``automatic``: where another dtype is asked
@@ -155,6 +155,7 @@ def rules_for(row: Row, automatic: str, layers: Sequence[tuple[str, str]]) -> Ru
     computed = "" if compute in BY_ITSELF else f" compute={compute}" if compute in ("fp8", automatic) else f" compute={compute} stream=fp32"
     lines = [f"* storage={row.storage}{computed}  # measured: {row.setting}"]
     if row.storage in QUANTIZED_NAMES:
-        kept = (rule for rule in preset_rules(DEFAULT_PRESET) if any(rule.matches(*layer) for layer in layers))
-        lines += [str(rule) for rule in kept]
+        preset = rules_from().on(layers)
+        matching = {rule for layer in layers for rule in preset.matching(layer.name, layer.cls)}
+        lines += [str(rule) for rule in preset.presets if rule in matching]
     return rules_from("\n".join(lines))

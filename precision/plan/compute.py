@@ -84,6 +84,7 @@ def plan_compute(
     weights can multiply in fp8, and quantized weights multiply quantized until a dtype is asked for.
     """
     choice, without_effect, notes = _choose(facts, device, compute)
+    rules = rules.on(facts.layers)
     fp8_matmul = _multiplies_in_fp8(facts, device, compute)
     stored = storages or {}
     decisions: dict[str, ComputeDecision] = {}
@@ -182,9 +183,9 @@ def _sums(layer: LayerSpec, mode: str, device: Device, rules: Rules) -> tuple[st
 
 def rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[tuple[str, str]]:
     """List (rule, reason) for the user's own compute and stream rules that match only layers without a matmul."""
-    found = []
+    found, roles = [], rules.on(layers).roles
     for rule in (rule for rule in rules.own if {"compute", "stream"} & dict(rule.settings).keys()):
-        matched = [layer for layer in layers if rule.matches(layer.name, layer.cls)]
+        matched = [layer for layer in layers if rule.matches(layer.name, layer.cls, roles.get(layer.name, ""))]
         if matched and not any(layer.multiplies for layer in matched):
             classes = ", ".join(sorted({layer.cls for layer in matched}))
             found.append((str(rule), f"{classes} multiplies no matrices: it follows the stream"))
@@ -194,7 +195,7 @@ def rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[tup
 def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[tuple[str, str]]:
     """List (rule, reason) for the user's own rules that match none of these layers."""
     pairs = [(layer.name, layer.cls) for layer in layers]
-    return [(str(rule), "the pattern matches no layer of this model") for rule in rules.without_match(pairs)]
+    return [(str(rule), "the pattern matches no layer of this model") for rule in rules.on(layers).without_match(pairs)]
 
 
 def _why_no_product(product: str, layer: LayerSpec, device: Device, storage: str) -> str | None:

@@ -1,11 +1,16 @@
-"""Layers that do not survive low precision, as patterns over ComfyUI's layer names, with the role of each.
+"""Layers that do not survive low precision, as patterns over their role and ComfyUI's layer names, with what each is.
 
-The roles are those that vLLM-Omni, NVIDIA ModelOpt, SDNQ and DiffSynth-Studio keep in 16 bit for diffusion transformers;
-the first and last blocks and the outlier-heavy projections of the family presets follow ModelOpt and SGLang #23155.
+What a model's structure shows comes first (``role:``, see ``structure.py``) and holds for any model. Names say which of these
+a layer is, and find what structure does not show: those that vLLM-Omni, NVIDIA ModelOpt, SDNQ and DiffSynth-Studio keep in
+16 bit for diffusion transformers. The first and last blocks and the outlier-heavy projections of the family presets follow
+ModelOpt and SGLang #23155.
 """
+
+from .structure import MODULATION, OUTSIDE
 
 DEFAULT_PRESET = "keep sensitive layers"
 
+_OUTSIDE_BLOCKS = "outside the repeated blocks"
 _TIMESTEP = "timestep, guidance and pooled embedding"
 _PATCH = "patch and input projection"
 _TEXT = "text and caption projection"
@@ -15,6 +20,8 @@ _EMBEDDING = "embedding"
 _EDGE = "first or last block"
 
 _SENSITIVE = (
+    (f"role:{OUTSIDE}", _OUTSIDE_BLOCKS),
+    (f"role:{MODULATION}", _MODULATION),
     ("class:Embedding", _EMBEDDING),
     ("*pos_embed*", _EMBEDDING),
     ("*time_in*", _TIMESTEP),
@@ -43,6 +50,8 @@ _SENSITIVE = (
     ("*byt5_in*", _TEXT),
     ("*vision_in*", _TEXT),
     ("*_mod.*", _MODULATION),
+    ("*.mod_[xy]", _MODULATION),
+    (r"re:\.mapper(_\w+)?$", _MODULATION),
     ("*modulation*", _MODULATION),
     ("*adaln*", _MODULATION),
     ("*adaLN*", _MODULATION),
@@ -73,6 +82,7 @@ PRESETS = {
 }
 
 TEXT_ENCODER = (
+    (f"role:{OUTSIDE}", _OUTSIDE_BLOCKS),
     ("class:Embedding", _EMBEDDING),
     ("*lm_head*", _OUTPUT),
     ("*text_projection*", _OUTPUT),

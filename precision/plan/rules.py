@@ -1,15 +1,18 @@
 """Rules: patterns over layers that set storage, compute, accumulation and stream. Text in, object out, text again."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import cached_property
 
 from ..dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from ..errors import HalfsafeError, RuleError
+from .facts import LayerSpec
 from .presets import DEFAULT_PRESET, PRESETS, TEXT_ENCODER
+from .structure import ROLES, roles_of
 
+PREFIXES = ("re:", "class:", "role:")
 VALUES = {
     "storage": STORAGE_OPTIONS[1:],
     "compute": COMPUTE_OPTIONS[1:],
@@ -28,17 +31,22 @@ class Rule:
     preset: str = ""
 
     @cached_property
-    def _matcher(self) -> Callable[[str, str], object]:
+    def _matcher(self) -> Callable[[str, str, str], object]:
         return compile_pattern(self.pattern)
 
     @cached_property
     def _beginning(self) -> str:
         """What a layer's name begins with where the pattern can match: it spares compiling most patterns of long lists."""
-        return "" if self.pattern.startswith(("re:", "class:")) else re.split(r"[*?\[]", self.pattern, maxsplit=1)[0]
+        return "" if self.pattern.startswith(PREFIXES) else re.split(r"[*?\[]", self.pattern, maxsplit=1)[0]
 
-    def matches(self, name: str, cls: str) -> bool:
-        """Tell whether the pattern matches the layer ``name`` (inside the diffusion model) of module class ``cls``."""
-        return name.startswith(self._beginning) and bool(self._matcher(name, cls))
+    def matches(self, name: str, cls: str, role: str = "") -> bool:
+        """Tell whether the pattern matches the layer ``name`` (inside the diffusion model) of class ``cls`` and a role."""
+        return name.startswith(self._beginning) and bool(self._matcher(name, cls, role))
+
+    @property
+    def asks_for_role(self) -> bool:
+        """Tell whether the pattern is about a layer's role in its model."""
+        return self.pattern.startswith("role:")
 
     def __str__(self) -> str:
         settings = " ".join(f"{key}={value}" for key, value in self.settings)
@@ -47,28 +55,48 @@ class Rule:
 
 @dataclass(frozen=True)
 class Rules:
-    """Presets first, then the user's own lines; among those that match a layer and set a key, the last one wins."""
+    """Presets first, then the user's own lines; among those that match a layer and set a key, the last one wins.
+
+    Attributes:
+        names: of the presets.
+        roles: layer name -> its role in the model that the rules are asked about; see :meth:`on`.
+    """
 
     presets: tuple[Rule, ...] = ()
     own: tuple[Rule, ...] = ()
     names: tuple[str, ...] = field(default=(), compare=False)
+    roles: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def all(self) -> tuple[Rule, ...]:
         return self.presets + self.own
 
+    def on(self, layers: Iterable[LayerSpec]) -> "Rules":
+        """Return the rules with the roles of a model's layers, which the patterns ``role:...`` are about."""
+        layers = tuple(layers)
+        if layers not in self._on:
+            asked = any(rule.asks_for_role for rule in self.all)
+            self._on[layers] = replace(self, roles=roles_of(layers)) if asked else self
+        return self._on[layers]
+
+    @cached_property
+    def _on(self) -> dict[tuple[LayerSpec, ...], "Rules"]:
+        """A model's layers -> these rules with their roles, of the models asked for so far."""
+        return {}
+
     def setting(self, key: str, name: str, cls: str) -> tuple[str, Rule] | None:
         """Look up the value of ``key`` for a layer and the rule that sets it; None where no rule does."""
-        for rule in reversed(self._matching(name, cls)):
+        for rule in reversed(self.matching(name, cls)):
             value = dict(rule.settings).get(key)
             if value is not None:
                 return value, rule
         return None
 
-    def _matching(self, name: str, cls: str) -> tuple[Rule, ...]:
+    def matching(self, name: str, cls: str) -> tuple[Rule, ...]:
+        """List the rules that match a layer."""
         layer = name, cls
         if layer not in self._known:
-            self._known[layer] = tuple(rule for rule in self.all if rule.matches(name, cls))
+            self._known[layer] = tuple(rule for rule in self.all if rule.matches(name, cls, self.roles.get(name, "")))
         return self._known[layer]
 
     @cached_property
@@ -78,7 +106,7 @@ class Rules:
 
     def without_match(self, layers: Iterable[tuple[str, str]]) -> list[Rule]:
         """List the user's own rules that match none of the ``(name, class)`` pairs."""
-        matching = {id(rule) for layer in layers for rule in self._matching(*layer)}
+        matching = {id(rule) for layer in layers for rule in self.matching(*layer)}
         return [rule for rule in self.own if id(rule) not in matching]
 
     def to_text(self) -> str:
@@ -134,6 +162,8 @@ def _parse_line(number: int, words: list[str], reason: str) -> Rule:
         raise RuleError(number, f"'{pattern}' sets nothing", "Write: <pattern> <key>=<value>, e.g. blocks.0.* storage=bf16.")
     if "=" in pattern and not pattern.startswith("re:"):
         raise RuleError(number, f"'{pattern}' stands where the pattern should be", "Write: <pattern> <key>=<value>.")
+    if pattern.startswith("role:") and pattern[5:] not in ROLES:
+        raise RuleError(number, f"'{pattern[5:]}' is no role of a layer", f"Roles are: {', '.join(ROLES)}.")
     try:
         if pattern.startswith("re:"):
             compile_pattern(pattern)
@@ -151,16 +181,21 @@ def _parse_setting(number: int, setting: str) -> tuple[str, str]:
     return key, value
 
 
-def compile_pattern(pattern: str) -> Callable[[str, str], object]:
-    """Compile a test on (layer name, module class) from a glob, ``re:<regex>`` (searched) or ``class:<glob over classes>``."""
+def compile_pattern(pattern: str) -> Callable[..., object]:
+    """Compile a test on (layer name, module class, role).
+
+    A pattern is a glob over names, ``re:<regex>`` (searched in the name), ``class:<glob over classes>`` or ``role:<role>``.
+    """
     if pattern.startswith("re:"):
         search = re.compile(pattern[3:]).search
-        return lambda name, cls: search(name)
+        return lambda name, cls, role="": search(name)
     if pattern.startswith("class:"):
         match = re.compile(translate(pattern[6:])).match
-        return lambda name, cls: match(cls)
+        return lambda name, cls, role="": match(cls)
+    if pattern.startswith("role:"):
+        return lambda name, cls, role="": role == pattern[5:]
     match = re.compile(translate(pattern)).match
-    return lambda name, cls: match(name)
+    return lambda name, cls, role="": match(name)
 
 
 TEXT_ENCODER_RULES = tuple(_keep_rules(TEXT_ENCODER, "text encoder"))

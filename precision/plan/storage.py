@@ -35,6 +35,7 @@ class LoadPlan:
 
 def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Mapping[str, StorageDecision]:
     """Decide the storage of each layer, by name, for a model that is asked to be stored in ``storage``."""
+    rules = rules.on(layers)
     return frozen({layer.name: _decide_storage(layer, storage, rules) for layer in layers})
 
 

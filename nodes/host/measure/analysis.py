@@ -22,6 +22,7 @@ from ....precision.formats.int8 import rotation_group
 from ....precision.modes import INT8
 from ....precision.plan.rules import Rules, rules_from
 from ..facts.layers import activation_dtype, matrix_layers
+from ..facts.model_facts import model_facts
 from ..load.devices import current_device
 from ..load.progress import advancing
 from ..run.compute import compute_of
@@ -75,7 +76,7 @@ def class_name(patcher: ModelPatcher) -> str:
 
 def subjects_of(patcher: ModelPatcher, candidate: Candidate) -> list[Subject]:
     """List every layer that multiplies, in model order."""
-    preset = rules_from()
+    preset = rules_from().on(model_facts(patcher).layers)
     return [
         Subject(name, type(module).__name__, module, _role(preset, name, module), _why_barred(module, candidate))
         for name, module in matrix_layers(patcher.model)

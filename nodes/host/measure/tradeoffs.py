@@ -26,7 +26,6 @@ from ....precision.plan.facts import multiplies
 from ....precision.plan.goal import SUMS
 from ....precision.plan.rules import Rules, rules_from
 from ....precision.plan.storage import LoadPlan, plan_load
-from ..facts.layers import layers_of
 from ..facts.model_facts import model_facts, storages
 from ..load.devices import current_device, free_device_memory
 from ..load.identity import metadata_of
@@ -84,7 +83,7 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
             rows.append(stage.row(setting, advancing(bar)))
     bar.update_absolute(bar.total)
     automatic = _planned(patcher, Setting(LOADED, "auto")).compute.choice.used
-    layers = [(name, type(module).__name__) for name, module in layers_of(patcher)]
+    layers = model_facts(patcher).layers
     shape = tuple(inputs.latent["samples"].shape)
     device, name = current_device().label, type(patcher.model).__name__
     return Measurements(device, name, _held(patcher), automatic, layers, shape, inputs.seed, reference, rows)

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from halfsafe.nodes.host.facts.model_facts import model_facts
 from halfsafe.nodes.host.measure import tradeoffs as host
 from halfsafe.nodes.host.measure.step_timer import StepTimer
 from halfsafe.precision.errors import HalfsafeError
@@ -191,10 +192,10 @@ def layers(comfy, model) -> dict:
 @pytest.mark.parametrize("setting", ["int8/auto", "int8/bf16", "fp8_e4m3fn/fp16_safe", "fp16/fp16", "fp8_e5m2/fp32"])
 def test_the_rules_give_loaders_and_compute_dtype_what_was_measured(comfy, path, model, monkeypatch, setting):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
-    (asked,), names = settings_from(setting), [(name, type(module).__name__) for name, module in model.model.diffusion_model.named_modules()]
+    (asked,) = settings_from(setting)
     automatic = host._planned(model, Setting("as_file", "auto")).compute.choice.used
     assert automatic == "fp16_safe"
-    rules = rules_for(Row(asked, asked.storage), automatic, names)
+    rules = rules_for(Row(asked, asked.storage), automatic, model_facts(model).layers)
     by_option = families.load(comfy, path, asked.storage, asked.compute)
     by_rules = families.load(comfy, path, "auto", "auto", rules)
     loaded = families.with_compute(comfy, families.load(comfy, path, asked.storage, "auto"), "auto", rules)

@@ -25,7 +25,12 @@ from halfsafe.precision.plan.storage import plan_storage
 from halfsafe.precision.report.report_chart import BEYOND
 
 MIB = 1 << 20
-LAYERS = [("blocks.0.ffn.0", "Linear"), ("blocks.0.norm3", "LayerNorm"), ("time_embedding.0", "Linear"), ("head.head", "Linear")]
+LAYERS = [
+    LayerSpec("blocks.0.ffn.0", "Linear", (64, 64)),
+    LayerSpec("blocks.0.norm3", "LayerNorm", (64,)),
+    LayerSpec("time_embedding.0", "Linear", (64, 64)),
+    LayerSpec("head.head", "Linear", (64, 64)),
+]
 
 
 def row(text: str, seconds=1.0, mib=100, snr=40.0, extra=None, problem=None) -> Row:
@@ -95,13 +100,12 @@ def test_nothing_that_works_is_no_best(goal):
 @pytest.mark.parametrize("compute", COMPUTE_OPTIONS)
 def test_rules_store_each_layer_as_the_loader_with_that_storage(storage, compute):
     rules = rules_for(row(f"{storage}/{compute}"), "bf16", LAYERS)
-    specs = [LayerSpec(name, cls, (64, 64) if cls == "Linear" else (64,)) for name, cls in LAYERS]
-    wanted = plan_storage(specs, storage, rules_from())
-    made = plan_storage(specs, "as_file", rules)
+    wanted = plan_storage(LAYERS, storage, rules_from())
+    made = plan_storage(LAYERS, "as_file", rules)
     assert {name: one.storage for name, one in made.items()} == {name: one.storage for name, one in wanted.items()}
-    computed = rules.setting("compute", *LAYERS[0])
+    computed = rules.setting("compute", LAYERS[0].name, LAYERS[0].cls)
     assert (computed[0] if computed else "auto") == ("auto" if compute == "int8" else compute)
-    stream = rules.setting("stream", *LAYERS[0])
+    stream = rules.setting("stream", LAYERS[0].name, LAYERS[0].cls)
     assert (stream is not None and stream[0] == "fp32") == (compute in ("fp16", "fp16_safe", "fp32"))
 
 

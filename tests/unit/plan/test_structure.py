@@ -1,0 +1,151 @@
+"""Roles of layers by names and shapes: what is in the repeated blocks, what is outside, and what modulates them."""
+
+from math import prod
+
+import pytest
+from halfsafe.precision.plan.facts import LayerSpec
+from halfsafe.precision.plan.structure import MODULATION, OUTSIDE, roles_of, stacks_of
+
+WIDTH = 64
+
+
+def linears(sizes: dict[str, tuple[int, int]]) -> list[LayerSpec]:
+    return [LayerSpec(name, "Linear", shape) for name, shape in sizes.items()]
+
+
+def block(prefix: str, width: int = WIDTH, **more: tuple[int, int]) -> list[LayerSpec]:
+    """Attention with a fused qkv, and a plain MLP."""
+    sizes = {"attn.qkv": (3 * width, width), "attn.out": (width, width), "mlp.0": (4 * width, width), "mlp.2": (width, 4 * width)}
+    return linears({f"{prefix}.{name.replace('__', '.')}": shape for name, shape in (sizes | more).items()})
+
+
+def stack(name: str, count: int, width: int = WIDTH, **more: tuple[int, int]) -> list[LayerSpec]:
+    return [layer for index in range(count) for layer in block(f"{name}.{index}", width, **more)]
+
+
+def named(role: str, layers: list[LayerSpec]) -> set[str]:
+    return {name for name, found in roles_of(layers).items() if found == role}
+
+
+FIRST, LAST = linears({"first": (WIDTH, 16)}), linears({"last.linear": (16, WIDTH)})
+
+
+def test_what_lies_outside_the_blocks_is_outside_whatever_it_is_called():
+    layers = [*FIRST, *stack("whatever", 4), *LAST]
+    assert roles_of(layers) == {"first": OUTSIDE, "last.linear": OUTSIDE}
+
+
+def test_a_model_without_blocks_has_no_roles():
+    assert roles_of(linears({"0": (64, 64), "2": (64, 64), "head": (8, 64)})) == {}
+
+
+def test_layers_that_multiply_nothing_have_no_role():
+    norms = [LayerSpec("norm", "LayerNorm", (WIDTH,)), LayerSpec("table", "Embedding", (9, WIDTH))]
+    assert roles_of([*norms, *stack("blocks", 3)]) == {}
+
+
+def test_a_numbered_list_of_single_layers_is_no_stack():
+    mappers = linears({f"caption_projection.{index}.linear": (WIDTH, 32) for index in range(6)})
+    assert named(OUTSIDE, [*mappers, *stack("blocks", 3)]) == {layer.name for layer in mappers}
+
+
+@pytest.mark.parametrize("names", [("double_blocks", "single_blocks"), ("blocks.block", "net.block")])
+def test_several_stacks_are_found(names):
+    first, second = (stack(name, count) for name, count in zip(names, (3, 5), strict=True))
+    assert sorted(map(len, stacks_of([*FIRST, *first, *second]))) == [3, 5]
+    assert named(OUTSIDE, [*FIRST, *first, *second]) == {"first"}
+
+
+def test_blocks_numbered_in_a_word_are_a_stack():
+    layers = [layer for index in range(4) for layer in block(f"blocks.block{index}")]
+    assert [len(found) for found in stacks_of(layers)] == [4]
+
+
+def test_a_unet_whose_levels_differ_in_width_is_its_blocks():
+    inputs = [LayerSpec("input_blocks.0.0", "Conv2d", (64, 4, 3, 3))]
+    for index, width in enumerate((64, 64, 128, 128), 1):
+        inputs += linears({f"input_blocks.{index}.0.in_layers.2": (width, width), f"input_blocks.{index}.0.out_layers.3": (width, width)})
+        inputs += block(f"input_blocks.{index}.1.transformer_blocks.0", width) if width > 64 else []
+    resnets = [linears({f"middle_block.{index}.{name}": (128, 128) for name in ("in_layers.2", "out_layers.3")}) for index in (0, 2)]
+    middle = [*resnets[0], *block("middle_block.1.transformer_blocks.0", 128), *resnets[1]]
+    layers = [*inputs, *middle, LayerSpec("out.2", "Conv2d", (4, 64, 3, 3)), *linears({"time_embed.0": (256, 64)})]
+    assert named(OUTSIDE, layers) == {"input_blocks.0.0", "out.2", "time_embed.0"}
+
+
+def test_the_first_and_last_of_plain_sequential_layers_are_outside():
+    embedder = linears({"0.table": (WIDTH, 16), "0.position": (WIDTH, 8)})
+    blocks = [layer for index in range(1, 6) for layer in block(str(index))]
+    head = linears({"6.proj": (WIDTH, WIDTH), "6.out": (16, WIDTH)})
+    assert named(OUTSIDE, [*embedder, *blocks, *head]) == {layer.name for layer in (*embedder, *head)}
+
+
+def test_one_block_is_the_body_of_a_small_model():
+    assert named(OUTSIDE, [*FIRST, *stack("blocks", 1), *LAST]) == {"first", "last.linear"}
+
+
+def test_blocks_inside_blocks_do_not_count():
+    experts = {f"experts__{index}__{name}": (WIDTH, WIDTH) for index in range(9) for name in ("up", "down")}
+    assert named(OUTSIDE, [*FIRST, *stack("blocks", 3, **experts)]) == {"first"}
+
+
+def test_a_short_stack_of_few_weights_is_a_refiner_and_one_of_many_is_not():
+    small, large = stack("refiner", 2, WIDTH // 2), stack("refiner", 2)
+    assert named(OUTSIDE, [*small, *stack("blocks", 24)]) == {layer.name for layer in small}
+    assert named(OUTSIDE, [*large, *stack("blocks", 24)]) == set()
+    assert named(OUTSIDE, [*small, *stack("blocks", 6)]) == set()
+
+
+def test_stacks_of_one_length_are_treated_alike_and_shorter_ones_by_themselves():
+    body = stack("blocks", 30)
+    twins = [*stack("a_refiner", 2, 48), *stack("b_refiner", 2, 48)]
+    embedder = linears({"t_embedder.1.linear_1": (WIDTH, 16), "t_embedder.1.linear_2": (WIDTH, WIDTH)})
+    weights = sum(prod(layer.shape) for layer in (*body, *twins))
+    one = sum(prod(layer.shape) for layer in twins) / 2
+    assert one < 0.05 * weights < 2 * one
+    assert named(OUTSIDE, [*embedder, *twins, *body]) == {layer.name for layer in embedder}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("adaLN.1", (6 * WIDTH, WIDTH)),
+        ("img_mod.1", (12 * WIDTH, WIDTH)),
+        ("norm1.linear", (4 * WIDTH, 16)),
+        ("visual.out_layer", (9 * WIDTH, 16)),
+        ("cond", (3 * WIDTH, 16)),
+    ],
+)
+def test_modulation_is_found_by_its_shape(name, shape):
+    layers = stack("blocks", 4, **{name.replace(".", "__"): shape})
+    if shape == (4 * WIDTH, 16):
+        layers = [layer for layer in layers if ".mlp" not in layer.name] + _gated(4)
+    assert named(MODULATION, layers) == {f"blocks.{index}.{name}" for index in range(4)}
+
+
+def _gated(count: int, hidden: int = 3 * WIDTH // 2) -> list[LayerSpec]:
+    sizes = {"ff.w1": (hidden, WIDTH), "ff.w3": (hidden, WIDTH), "ff.w2": (WIDTH, hidden)}
+    return linears({f"blocks.{index}.{name}": shape for index in range(count) for name, shape in sizes.items()})
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"mlp.fc1": (8 * WIDTH, WIDTH), "mlp.fc2": (WIDTH, 4 * WIDTH)},
+        {"linear1": (7 * WIDTH, WIDTH), "linear2": (WIDTH, 5 * WIDTH)},
+        {"linear1": (9 * WIDTH, WIDTH), "linear2": (WIDTH, 4 * WIDTH)},
+        {"attn.qkv": (6 * WIDTH, WIDTH), "attn.out": (WIDTH, 2 * WIDTH), "q": (WIDTH, WIDTH)},
+        {"mlp.gate": (4 * WIDTH, WIDTH), "mlp.up": (4 * WIDTH, WIDTH), "mlp.down": (WIDTH, 4 * WIDTH)},
+        {"cross.kv": (2 * WIDTH, 48), "cross.q": (WIDTH, WIDTH), "cross.out": (WIDTH, WIDTH)},
+        {"qkv_x": (3 * WIDTH, WIDTH), "qkv_y": (3 * WIDTH, WIDTH // 2), "out_x": (WIDTH, WIDTH), "out_y": (WIDTH // 2, WIDTH)},
+    ],
+    ids=["gated", "flux", "flux2", "wide attention", "gate and up", "cross attention", "two streams"],
+)
+def test_projections_and_mlps_are_no_modulation(sizes):
+    layers = linears({f"blocks.{index}.{name}": shape for index in range(4) for name, shape in sizes.items()})
+    assert roles_of([*layers, *FIRST]) == {"first": OUTSIDE}
+
+
+def test_what_shapes_cannot_tell_is_left_to_the_names():
+    fused_like_qkv = stack("blocks", 4, modulation__lin=(3 * WIDTH, WIDTH))
+    as_large_as_the_mlp = stack("blocks", 4, adaLN__1=(4 * WIDTH, 16))
+    assert named(MODULATION, fused_like_qkv) == named(MODULATION, as_large_as_the_mlp) == set()
