@@ -6,7 +6,8 @@ from comfy_api.latest import io, ui
 from ..precision.errors import HalfsafeError
 from ..precision.guard.drift import CHECKS
 from ..precision.guard.finite import not_finite
-from ..precision.guard.policy import ON_NAN, NonFinite
+from ..precision.guard.policy import ON_NAN
+from ..precision.guard.verdicts import NonFinite
 from .host.badge import badge, model_words
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import with_guard
@@ -142,7 +143,7 @@ class CheckFinite(io.ComfyNode):
         found = not_finite(value)
         text = "\n".join(map(str, found)) or "Finite: no NaN and no Inf."
         if found and on_nan == "stop":
-            raise NonFinite(text, "stopped", CHECK_ADVICE)
+            raise NonFinite(text, advice=CHECK_ADVICE)
         return io.NodeOutput(value, not found, text, ui=ui.PreviewText(text))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...precision.devices.detect import why_int8_is_slow
 from ...precision.dtypes import name_of
-from ...precision.guard.policy import CURED
+from ...precision.guard.verdicts import CURED
 from ...precision.modes import FP16_ACC16, FP32, INT8
 from ...precision.plan.accumulation import EXACT_SUMS
 from ...precision.plan.choice import ATTACHMENT, LoadRecord

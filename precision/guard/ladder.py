@@ -1,41 +1,14 @@
 """Repeats of a failed call, each in a higher precision than the one before, until a result is finite."""
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import torch
 
 from ..modes import FP16_WIDE
 from .localize import Origin
 from .policy import ALL_IN_FP32, Escalation, ObservedRanges, escalate, escalate_to_fp32
-
-Rung = TypeVar("Rung")
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Repeat(Generic[Rung, Result]):
-    """A repeat that gave a finite result, and the rung it ran at."""
-
-    rung: Rung
-    result: Result
-
-
-def first_finite(rungs: Sequence[Rung], attempt: Callable[[Rung], tuple[Result, float]]) -> Repeat[Rung, Result] | None:
-    """Repeat a call at each rung in turn until its result is finite; None if it is at none.
-
-    Args:
-        attempt: runs the call at a rung: (result, its largest magnitude). Each starts with the same random state.
-    """
-    for rung in rungs:
-        with random_state_kept():
-            result, amax = attempt(rung)
-        if math.isfinite(amax):
-            return Repeat(rung, result)
-    return None
 
 
 def random_state_kept():
@@ -67,7 +40,7 @@ class RandomStart:
             yield
 
 
-def model_rungs(modes: Mapping[str, str], stream: str, present: Escalation) -> list[Escalation]:
+def model_steps(modes: Mapping[str, str], stream: str, present: Escalation) -> list[Escalation]:
     """List the escalations to repeat a diffusion model's call in, the last all in fp32; none where all of it was already.
 
     A model whose layers are in fp32 is repeated too: its attention may be a kernel of 16 or 8 bits.
@@ -87,7 +60,7 @@ def safe_escalation(modes: Mapping[str, str]) -> Escalation:
     return Escalation(dict.fromkeys(modes, FP16_WIDE.name), stream=True)
 
 
-def encoder_rungs(dtype: torch.dtype, has_bf16: bool) -> list[torch.dtype]:
+def encoder_steps(dtype: torch.dtype, has_bf16: bool) -> list[torch.dtype]:
     """List the dtypes to repeat a VAE or text encoder in, that is in ``dtype``.
 
     The first is ``dtype`` itself, but for fp16, which overflows again. bf16 loses precision: only where the device has it.

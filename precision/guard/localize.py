@@ -197,7 +197,16 @@ def _plain_alias(func, result):
 def first_bad_weight(module: torch.nn.Module) -> str | None:
     """The name of a parameter or buffer of ``module`` that holds NaN or Inf."""
     named = [*module.named_parameters(), *module.named_buffers()]
-    return next((name for name, tensor in named if not math.isfinite(amax_value(getattr(tensor, "_qdata", tensor)))), None)
+    return next((name for name, tensor in named if not math.isfinite(amax_value(stored(tensor)))), None)
+
+
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the data of a quantized weight as it is stored, without its scales; any other tensor as it is.
+
+    comfy-kitchen's ``QuantizedTensor`` gives its layout, and that its plain tensors (``comfy_kitchen/tensor/base.py``).
+    """
+    layout = getattr(tensor, "layout_cls", None)
+    return tensor if layout is None else layout.get_plain_tensors(tensor)[0]
 
 
 def bad_tokens(result: torch.Tensor) -> str:
@@ -220,5 +229,5 @@ def _key(tensor: torch.Tensor) -> int:
 
 def _storages(model: torch.nn.Module) -> dict[int, str]:
     named = [*model.named_parameters(), *model.named_buffers()]
-    plain = ((plain_name(name), getattr(tensor, "_qdata", tensor)) for name, tensor in named)
+    plain = ((plain_name(name), stored(tensor)) for name, tensor in named)
     return {_key(tensor): name for name, tensor in plain if tensor.numel()}

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from ..report.schema import CheckReport, GuardEvent, GuardReport
 from .localize import Origin
-from .policy import ADVICE, CURED, Escalation, NonFinite
+from .policy import Escalation
+from .verdicts import ADVICE, CLEAN, CURED, NonFinite
 
 
 @dataclass
@@ -108,7 +109,7 @@ class GuardLog:
     prompt: str | None = None
     calls: int = 0
     extra_calls: int = 0
-    verdict: str = "clean"
+    verdict: str = CLEAN
     events: list[GuardEvent] = field(default_factory=list)
     advice: str = ""
     given_up: bool = False
@@ -167,7 +168,7 @@ class GuardLog:
 
     def tell_verdict(self) -> None:
         """Sum up a sampler's run, unless there is nothing to tell."""
-        if self.verdict != "clean":
+        if self.verdict != CLEAN:
             events, repeats = _count(len(self.events), "event"), _count(self.extra_calls, "repeated call")
             self.notify("verdict", self.verdict, f"Guard: {self.verdict}, {events}, {repeats}.", self.advice)
 

@@ -1,4 +1,4 @@
-"""Decide what runs in higher precision after a non-finite result, what the guard says of it, and what to try.
+"""Decide what runs in higher precision after a result that is not finite.
 
 Nothing here runs a model. A failed call is retried in ``fp16_safe``: fp16 matmul operands, everything else fp32. It cannot
 overflow and reveals every layer's amax; later calls upcast only the layers that need it.
@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..dtypes import FP16_MAX
-from ..errors import HalfsafeError
 from ..modes import FP16, FP16_WIDE, FP32, MODES, modes_named
 from .localize import Origin
 
@@ -17,60 +16,6 @@ LIMIT = FP16_MAX / 2
 STREAM = "residual stream"
 WHOLE_MODEL = "whole model"
 EVENT = "halfsafe.guard"
-CURED = ("clean", "recovered")
-ADVICE = {
-    "recovered": "Nothing to do. The rules in the report make the next run start that way.",
-    "stopped": "Set on_nan to retry_higher, or put Compute Dtype with fp16_safe (or bf16, where the device has it) before the sampler.",
-    "bad_weights": "Get the file again or leave it out: no precision repairs a weight that is NaN or Inf.",
-    "bad_input": "Look at the node that made it; Check Finite behind that node names the first one that is not finite.",
-    "not_precision": "No dtype cures this: try another sampler or scheduler, more steps, a lower cfg.",
-    "device_fault": (
-        "The device or its driver gave a wrong result, not the model: try another driver or torch, "
-        "--disable-dynamic-vram, --disable-async-offload, or a device that is not overclocked."
-    ),
-}
-
-COMPILED = (
-    "torch.compile runs this model, and without it the same call is finite: leave the compile node out, or compile with "
-    "another backend. Otherwise it is the device or its driver."
-)
-NO_MEMORY = (
-    "There was not enough memory to repeat it in a higher precision: put Compute Dtype with fp16_safe (or bf16, where the "
-    "device has it) before the sampler, or take a smaller picture or batch."
-)
-
-ENCODER_INPUTS = {
-    "VAE decode": ("latent", "It was so before the VAE: see what NaN Guard on the model says, or put one there; or Check Finite behind the node that made it."),
-    "VAE encode": ("image", "It was so before the VAE: put Check Finite behind the node that made it."),
-    "Text encoder encode": ("tokens", "A textual inversion embedding in the prompt holds NaN or Inf: leave it out, or get it again."),
-}
-
-ENCODER_ADVICE = {
-    "VAE": ("try another file, another tile size, or its decode on the CPU", "load the VAE with dtype bf16 or fp32"),
-    "Text encoder": (
-        "try another file, or leave LoRAs and embeddings out one by one",
-        "look for the node or pack that runs it in fp16: by itself ComfyUI runs it with fp32 activations",
-    ),
-}  # fmt: skip
-
-
-def encoder_not_cured(kind: str, on_nan: str) -> tuple[str, str]:
-    """Decide (verdict, advice) for a VAE or text encoder, named ``kind``, whose input and weights are finite."""
-    if on_nan == "retry_higher":
-        return "not_precision", f"No dtype cures this {kind}: {ENCODER_ADVICE[kind][0]}."
-    return "stopped", f"Set on_nan to retry_higher, or {ENCODER_ADVICE[kind][1]}."
-
-
-class NonFinite(HalfsafeError):
-    """A model, VAE or text encoder gave NaN or Inf, and the run was stopped.
-
-    Args:
-        verdict: of the report's verdicts.
-    """
-
-    def __init__(self, problem: str, verdict: str, advice: str = ""):
-        super().__init__(f"{problem} Verdict: {verdict}.", advice or ADVICE[verdict])
-        self.verdict = verdict
 
 
 @dataclass(frozen=True)

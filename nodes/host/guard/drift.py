@@ -30,9 +30,8 @@ from ..run.call import Call
 from ..run.execution import is_compiled, is_on_several_devices
 from ..run.layer_modes import kernels_of, modes_of
 from ..run.oom import is_oom
-from .failure import images_of, sigma_of, step_of
+from .failure import INSIDE, images_of, sigma_of, step_of
 from .precise import MergedWeights, PreciseLayers, learning_apart, with_rounded_guidance, without_step_cache
-from .repeats import INSIDE
 from .state import Guarded
 
 if TYPE_CHECKING:

@@ -3,105 +3,138 @@
 import copy
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ....precision.amax import amax_value
+from ....precision.arithmetic.patching import patched
 from ....precision.dtypes import name_of
-from ....precision.guard.finite import zeroed
-from ....precision.guard.ladder import encoder_rungs, first_finite, random_state_kept
+from ....precision.guard.case import Case
+from ....precision.guard.failed_call import Attempt, Circumstances, FailedCall
+from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite, rows_not_finite
+from ....precision.guard.ladder import RandomStart, encoder_steps
 from ....precision.guard.localize import Localizer, Origin
-from ....precision.guard.log import CallPosition, GuardLog, encoder_sentence, event_of
-from ....precision.guard.policy import ENCODER_INPUTS, encoder_not_cured
+from ....precision.guard.log import CallPosition, GuardLog, encoder_sentence
+from ....precision.guard.wording import ENCODER_INPUTS, ENCODERS
 from ....precision.nested import replaced, tensors_in
 from ..load.devices import current_device
 from ..load.encoders import vae_in
 from ..run.modules import ask_for_plain_products
-from .causes import NAN_GIVEN, bad_weight
-from .failure import FAILS_IN_FP32, SAME_AGAIN
-from .notify import teller
+from ..run.oom import is_oom
+from .causes import LoadedWeights
+from .notify import notifier
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 ATTRIBUTE = "halfsafe_guard"
-INPUT_MADE_FINITE = "In fp32 the result is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
-WEIGHT_READ = "The first operation whose result is NaN or Inf reads it."
-Attempt = Callable[[torch.dtype | None, Any], tuple[Any, float]]
+Run = Callable[[torch.dtype | None, Any], tuple[Any, float]]
 
 
 class EncoderGuard:
-    """How one VAE or text encoder is guarded, and its log."""
+    """How one VAE or text encoder, named ``kind``, is guarded, and its log."""
 
     def __init__(self, kind: str, on_nan: str, node_id: str | None):
         self.kind = kind
-        self.on_nan = on_nan
-        self.log = GuardLog(on_nan, teller(node_id), functools.partial(encoder_sentence, kind=kind))
+        self.log = GuardLog(on_nan, notifier(node_id), functools.partial(encoder_sentence, kind=kind))
 
-    def run(self, action: str, attempt: Attempt, model: torch.nn.Module, patcher: "ModelPatcher", dtype: torch.dtype, given):
-        """``attempt(None, given)``, or in a higher dtype if its result is not finite.
+    def run(self, action: str, run: Run, patcher: "ModelPatcher", dtype: torch.dtype, given: Any) -> Any:
+        """Return ``run(None, given)``, or the result in a higher dtype where that is not finite.
 
         Args:
             action: decode, encode ...
-            attempt: makes the result in a dtype, None for as it is: (result, largest magnitude before any clamp).
-            model: what ``attempt`` runs, and ``patcher`` its patcher.
+            run: makes the result in a dtype, None for as it is: (result, largest magnitude before any clamp).
+            patcher: of what it runs.
             given: what went in.
+
+        Raises:
+            NonFinite: there is no finite result, or the guard is to stop.
         """
-        self.log.calls += 1
-        result, largest = attempt(None, given)
+        number = self.log.begin_call()
+        self.log.begin_run()
+        start = RandomStart.of(patcher.load_device)
+        result, largest = run(None, given)
         if math.isfinite(largest):
             return result
-        lost = _nan_rows(given, result)
-        if lost:
-            self._blame_input(action, dtype, result, lost, NAN_GIVEN)
-        rest = _bad_rows(result) - lost
-        return self._resolved(action, attempt, model, patcher, dtype, given, result, lost) if rest or not lost else result
+        about = _circumstances(f"{self.kind} {action}", dtype, patcher, CallPosition(number), _rows_of(result))
+        call = EncoderCall(self.kind, run, patcher, dtype, about)
+        return Case(call, start, self.log, given, result).resolved()
 
-    def _resolved(self, action: str, attempt: Attempt, model, patcher: "ModelPatcher", dtype: torch.dtype, given, result, lost: set[int]):
-        """What to go on with where rows failed that were given no NaN; ``lost``: those that were."""
-        good = replaced(given, _without_nan) if lost else given
-        overflow = Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan)
-        rungs = encoder_rungs(dtype, current_device().capabilities["bf16"]) if self.on_nan == "retry_higher" else []
-        repeat = first_finite(rungs, lambda rung: attempt(None if rung == dtype else rung, good))
-        if repeat:
-            self._recovered(overflow, dtype, repeat.rung)
-            return _with_nan(repeat.result, lost)
-        rows = _bad_rows(result)
-        if self._needs_finite_input(attempt, good, dtype):
-            return self._blame_input(action, dtype, result, rows, INPUT_MADE_FINITE)
-        origin = _located(model, attempt, good) or overflow
-        if origin.kind == "weights":
-            return self._give_up(origin, "bad_weights", bad_weight(patcher, origin.op), dtype, result, rows, WEIGHT_READ)
-        verdict = encoder_not_cured(self.kind, self.on_nan)
-        return self._give_up(origin, *verdict, dtype, result, rows, FAILS_IN_FP32 if rungs else "")
 
-    def _blame_input(self, action: str, dtype: torch.dtype, result, rows: set[int], evidence: str):
-        name, advice = ENCODER_INPUTS[f"{self.kind} {action}"]
-        return self._give_up(Origin(name, "", "input", "", math.nan), "bad_input", advice, dtype, result, rows, evidence)
+def _circumstances(
+    name: str, dtype: torch.dtype, patcher: "ModelPatcher", position: CallPosition, batch: int
+) -> Circumstances[torch.dtype]:
+    """Gather what is known of a failed call: ``name`` is what did it (VAE decode ...), ``batch`` the rows of its result."""
+    return Circumstances(
+        position,
+        batch=batch,
+        images=batch,
+        device=patcher.load_device,
+        steps=encoder_steps(dtype, current_device().capabilities["bf16"]),
+        in_fp32=torch.float32,
+        present=dtype,
+        locates_first=False,
+        nowhere=Origin(name, "", "overflow", name_of(dtype), math.nan),
+    )
 
-    def _needs_finite_input(self, attempt: Attempt, given, dtype: torch.dtype) -> bool:
-        """Tell whether the result is finite in fp32 with a zero for each Inf of the input, and not with the input as it is."""
-        if all(math.isfinite(amax_value(tensor)) for tensor in tensors_in(given)):
-            return False
-        higher = None if dtype == torch.float32 else torch.float32
-        if self.on_nan != "retry_higher" and math.isfinite(attempt(higher, given)[1]):
-            return False
-        return math.isfinite(attempt(higher, replaced(given, lambda value: zeroed(value) if value.is_floating_point() else value))[1])
 
-    def _recovered(self, origin: Origin, dtype: torch.dtype, higher: torch.dtype) -> None:
-        event = event_of(CallPosition(self.log.calls), origin, name_of(dtype), name_of(higher), True)
-        if higher == dtype:
-            self.log.note(replace(event, evidence=SAME_AGAIN), origin, "device_fault")
-        else:
-            self.log.note(event, origin, "recovered", "")
+class EncoderCall(FailedCall[Any, torch.dtype, Any]):
+    """One call of a VAE or text encoder, which is in ``dtype``."""
 
-    def _give_up(self, origin: Origin, verdict: str, advice: str, dtype: torch.dtype, result, rows: set[int], evidence: str):
-        position = CallPosition(self.log.calls, batch_rows=sorted(rows), spoils_all=len(rows) >= _rows_of(result))
-        self.log.give_up(position, origin, verdict, advice, name_of(dtype), evidence)
-        return result
+    def __init__(self, kind: str, run: Run, patcher: "ModelPatcher", dtype: torch.dtype, about: Circumstances[torch.dtype]):
+        self.wording = ENCODERS[kind]
+        self.weights = LoadedWeights(patcher)
+        self.dtype, self.about = dtype, about
+        self._run = run
+
+    def run(self, given: Any) -> Attempt:
+        """Make the call again as it was."""
+        return Attempt(*self._run(None, given))
+
+    def watched(self, given: Any) -> tuple[Attempt, Origin | None]:
+        """Make the call again as it was with every operation watched: (attempt, what failed)."""
+        localizer = Localizer(self.weights.model)
+        with localizer.watching():
+            attempt = self.run(given)
+        found = [localizer.origin(tensor) for tensor in tensors_in(attempt.result)]
+        return attempt, next(filter(None, found), None)
+
+    def run_at(self, step: torch.dtype, given: Any, zeroed: Sequence[str] = ()) -> Attempt:
+        """Make the call again in a dtype. ``zeroed``: weights that get a zero for each NaN and Inf."""
+        with patched(self.weights.zeroed(zeroed)):
+            return Attempt(*self._run(None if step == self.dtype else step, given))
+
+    def inputs(self, given: Any) -> list[NotFiniteInput]:
+        """List what is not finite of what the call was given, under the one name that people know it by."""
+        name, advice = ENCODER_INPUTS[self.about.nowhere.layer]
+        return inputs_not_finite([(name, given)], {name: advice})
+
+    def replaced(self, given: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """Return a copy of what the call was given with ``function`` of each tensor in its place."""
+        return replaced(given, function)
+
+    def rows(self, result: Any) -> set[int]:
+        """List the rows of a result that are not finite; every row where a clamp has hidden what is not."""
+        tensors = tensors_in(result)
+        return set(rows_not_finite(tensors[0]) if tensors else ()) or set(range(_rows_of(result)))
+
+    def with_nan(self, result: Any, rows: set[int]) -> Any:
+        """Return a copy of a result with NaN in these rows."""
+        index = torch.tensor(sorted(rows))
+        return replaced(result, lambda value: value.index_fill(0, index.to(value.device), math.nan))
+
+    def modes(self, origin: Origin | None, step: torch.dtype | None = None) -> tuple[str, str]:
+        """Return (dtype in which the call failed, dtype that cured it)."""
+        return name_of(self.dtype), name_of(step or self.dtype)
+
+    def keep(self, step: torch.dtype, attempt: Attempt, origin: Origin | None) -> None:
+        """Leave the next call as it is: it may well be finite in its own dtype."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Tell whether an error means that a repeat found no memory, in ComfyUI's words too."""
+        return is_oom(error)
 
 
 def guard_vae(vae, on_nan: str, node_id: str | None = None):
@@ -143,7 +176,7 @@ def _plain_class(kind: type) -> type:
 
 
 def _run_vae(vae, name: str, *args, **kwargs):
-    def attempt(dtype: torch.dtype | None, given):
+    def run(dtype: torch.dtype | None, given):
         one = vae_in(unguarded(vae), dtype) if dtype else unguarded(vae)
         sizes = _watched_output(one)
         result = getattr(one, name)(*given[0], **given[1])
@@ -151,18 +184,18 @@ def _run_vae(vae, name: str, *args, **kwargs):
 
     guard: EncoderGuard = getattr(vae, ATTRIBUTE)
     action = name.removesuffix("_tiled")
-    return guard.run(action, attempt, vae.first_stage_model, vae.patcher, vae.vae_dtype, [list(args), kwargs])
+    return guard.run(action, run, vae.patcher, vae.vae_dtype, [list(args), kwargs])
 
 
 def _run_clip(clip, name: str, tokens, *args, **kwargs):
-    def attempt(dtype: torch.dtype | None, given):
+    def run(dtype: torch.dtype | None, given):
         one = _clip_in(clip, dtype) if dtype else unguarded(clip)
         result = getattr(one, name)(given, *args, **kwargs)
         return result, _worst(map(amax_value, tensors_in(result)))
 
     guard: EncoderGuard = getattr(clip, ATTRIBUTE)
     dtype = clip.patcher.object_patches.get("manual_cast_dtype") or torch.float32
-    return guard.run("encode", attempt, clip.cond_stage_model, clip.patcher, dtype, tokens)
+    return guard.run("encode", run, clip.patcher, dtype, tokens)
 
 
 class _GuardedVAE(_Guarded):
@@ -206,44 +239,7 @@ def _worst(sizes) -> float:
     return max(sizes, key=lambda size: size if math.isfinite(size) else math.inf, default=0.0)
 
 
-def _located(model: torch.nn.Module, attempt: Attempt, given) -> Origin | None:
-    """What made the result of one more attempt non-finite."""
-    localizer = Localizer(model)
-    with random_state_kept(), localizer.watching():
-        result, _ = attempt(None, given)
-    found = [localizer.origin(tensor) for tensor in tensors_in(result)]
-    return next(filter(None, found), None)
-
-
-def _nan_rows(given, result) -> set[int]:
-    """The rows of a result that were given NaN."""
-    rows, batch = set(), _rows_of(result)
-    for tensor in tensors_in(given):
-        if torch.isnan(tensor).any():
-            bad = torch.isnan(tensor.flatten(1)).any(1).nonzero().flatten().tolist() if tensor.dim() > 1 else []
-            rows |= set(bad) if tensor.dim() > 1 and len(tensor) == batch else set(range(batch))
-    return rows
-
-
-def _bad_rows(result) -> set[int]:
-    """The rows of a result that hold NaN or Inf; every row where a clamp has hidden what does."""
-    tensors = tensors_in(result)
-    rows = (~torch.isfinite(tensors[0].flatten(1))).any(1).nonzero().flatten().tolist() if tensors else []
-    return set(rows) or set(range(_rows_of(result)))
-
-
 def _rows_of(result) -> int:
     tensors = tensors_in(result)
     return len(tensors[0]) if tensors else 1
 
-
-def _without_nan(value: torch.Tensor) -> torch.Tensor:
-    return torch.where(torch.isnan(value), torch.zeros_like(value), value) if value.is_floating_point() else value
-
-
-def _with_nan(result, rows: set[int]):
-    """A VAE's result with NaN in the rows that were lost."""
-    if not rows:
-        return result
-    index = torch.tensor(sorted(rows))
-    return replaced(result, lambda value: value.index_fill(0, index.to(value.device), math.nan))

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.amax import amax, amax_value
+from ....precision.amax import amax
 from ....precision.devices import probes
+from ....precision.guard.around import blame_between_calls, blame_device, blame_inputs
+from ....precision.guard.case import Case
 from ....precision.guard.ladder import RandomStart
-from ....precision.guard.localize import Origin
-from ....precision.guard.log import CallPosition, GuardLog, event_of
-from ....precision.guard.policy import ADVICE, ALL_IN_FP32, Escalation
-from ....precision.nested import tensors_in
+from ....precision.guard.log import CallPosition, GuardLog
+from ....precision.guard.policy import ALL_IN_FP32, Escalation
 from ....precision.report.schema import GuardReport
 from ..page import running_prompt_id
 from ..run.call import Call
@@ -23,13 +23,12 @@ from ..run.conditions import Make, adapts_text, conditions_through
 from ..run.layer_modes import settings_of
 from ..run.per_model import PerModel, branch_of, patches_of
 from ..run.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
-from .causes import BETWEEN_CALLS, NAN_GIVEN, sampler_inputs
+from . import text_adapter
+from .causes import sampler_inputs
 from .clamps import ClampWatch
-from .conditions import GuardedConditions
 from .drift import NOT_A_RESULT, check_of
-from .failure import FailedCall, bad_rows, sigma_of
-from .notify import teller
-from .repeats import INSIDE, Repeats
+from .failure import INSIDE, ModelCall, sigma_of
+from .notify import notifier
 from .state import Guarded
 
 if TYPE_CHECKING:
@@ -67,7 +66,6 @@ class Guard:
         self.check = check
         self.states: PerModel[Guarded] = PerModel(lambda model: Guarded(model, on_nan == "retry_higher"), _settings)
         self._logs: dict[tuple, GuardLog] = {}
-        self._adapting: GuardedConditions | None = None
 
     def __call__(self, executor, *args, **kwargs):
         call = Call(executor, *args, **kwargs)
@@ -87,8 +85,8 @@ class Guard:
             check.compare(result) if finite else check.leave_out(NOT_A_RESULT)
         if finite or log.given_up:
             return result
-        repeats = Repeats(call, start, guarded, log, self.max_retries)
-        return FailedCall(repeats, number, result, guarded, log, hidden=math.isfinite(sizes[0])).resolved()
+        failed = ModelCall(call, number, result, guarded, hidden=math.isfinite(sizes[0]))
+        return Case(failed, start, log, call, result, self.max_retries).resolved()
 
     def inside(self, executor, *args, **kwargs):
         """Make a call inside of all other wrappers, as the guard's outermost one asked for in the call's options."""
@@ -102,13 +100,10 @@ class Guard:
         guider = executor.class_obj
         log = self._begin(guider.model_patcher)
         try:
-            for suspect in sampler_inputs(noise, latent_image, sigmas, denoise_mask, guider.conds):
-                rows = suspect.nan_rows(len(noise))
-                position = CallPosition(0, batch_rows=sorted(rows), spoils_all=len(rows | log.lost) >= len(noise))
-                log.give_up(position, suspect.origin, suspect.verdict, evidence=NAN_GIVEN)
+            blame_inputs(log, sampler_inputs(noise, latent_image, sigmas, denoise_mask, guider.conds), len(noise))
             with self._inside_conditions(guider.model_patcher):
                 result = executor(noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
-            self._check_result(log, result, sigmas)
+            blame_between_calls(log, result, sigmas)
             return result
         finally:
             log.tell_verdict()
@@ -120,7 +115,7 @@ class Guard:
         if not adapts_text(model):
             yield
             return
-        with conditions_through(model, lambda make: self._adapting.inside(make) if self._adapting else make()):
+        with conditions_through(model, text_adapter.inside):
             yield
 
     def conditions(self, executor, *args, **kwargs):
@@ -132,20 +127,7 @@ class Guard:
             return executor(*args, **kwargs)
 
     def _checked(self, patcher: "ModelPatcher", make: Make) -> dict:
-        self._adapting = GuardedConditions(patcher.model, self.states.of(patcher.model), self._log(patcher), self.max_retries)
-        try:
-            return self._adapting.checked(make)
-        finally:
-            self._adapting = None
-
-    def _check_result(self, log: GuardLog, result: torch.Tensor, sigmas: torch.Tensor) -> None:
-        """Blame what stands between the model's calls for images that are not finite though no call failed for them."""
-        bad = [] if log.given_up else [tensor for tensor in tensors_in(result) if not math.isfinite(amax_value(tensor))]
-        rows = sorted(set(bad_rows(bad[0])) - log.lost) if bad else []
-        if rows:
-            position = CallPosition(log.calls, len(sigmas) - 1, float(sigmas[-1]), rows, len(log.lost.union(rows)) >= len(bad[0]))
-            origin = Origin("sampler", "", "nan", "fp32", math.nan)
-            log.give_up(position, origin, "not_precision", mode="fp32", evidence=BETWEEN_CALLS)
+        return text_adapter.checked(make, patcher.model, self.states.of(patcher.model), self._log(patcher), self.max_retries)
 
     def report(self, patcher: "ModelPatcher") -> GuardReport:
         """What was seen in the last prompt that ran a patcher, or a clone that differs in what changes no arithmetic.
@@ -192,7 +174,7 @@ class Guard:
         return log
 
     def _new_log(self, prompt: str | None = None) -> GuardLog:
-        return GuardLog(self.on_nan, teller(self.node_id, prompt), prompt=prompt)
+        return GuardLog(self.on_nan, notifier(self.node_id, prompt), prompt=prompt)
 
     def _begin(self, patcher: "ModelPatcher") -> GuardLog:
         """The log of a sampler's run: a new one, unless it is of the same prompt."""
@@ -209,16 +191,8 @@ class Guard:
         ok, detail = probes.canary(guarded.device, guarded.stream)
         if ok:
             return
-        cured = self.on_nan == "retry_higher"
-        if cured:
+        if blame_device(log, CallPosition(log.calls, 0, sigma_of(call)), guarded.device, guarded.stream, detail):
             guarded.remember(ALL_IN_FP32)
-        origin = Origin("", "matmul", "canary", guarded.stream, math.nan)
-        position = CallPosition(log.calls, 0, sigma_of(call))
-        event = event_of(position, origin, guarded.stream, "fp32" if cured else guarded.stream, cured)
-        message, advice = f"A test product on {guarded.device} is wrong.", f"{detail}. {ADVICE['device_fault']}"
-        error = log.note(event, origin, "device_fault", advice, message)
-        if self.on_nan == "stop":
-            raise error
 
 
 def _settings(patcher: "ModelPatcher") -> tuple:

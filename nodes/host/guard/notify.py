@@ -4,20 +4,21 @@ import functools
 import logging
 
 from ....precision.guard.log import Notify
+from ....precision.guard.verdicts import asks_for_action
 from ....precision.report.schema import GuardEvent
 from ..page import running_prompt_id, tell_page
 
 logger = logging.getLogger("halfsafe")
 
 
-def teller(node_id: str | None, prompt: str | None = None) -> Notify:
-    """Give what tells the user of the events of a node, in ``prompt`` or else the one that runs at the time."""
-    return functools.partial(_tell, node_id, prompt)
+def notifier(node_id: str | None, prompt: str | None = None) -> Notify:
+    """Return what notifies the user of the events of a node, in ``prompt`` or else the one that runs at the time."""
+    return functools.partial(_notify, node_id, prompt)
 
 
-def _tell(
+def _notify(
     node_id: str | None, prompt: str | None, kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None
 ) -> None:
     if event:
-        logger.warning("Halfsafe guard: %s %s", message, "" if verdict == "recovered" else advice)
+        logger.warning("Halfsafe guard: %s %s", message, advice if asks_for_action(verdict) else "")
     tell_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event)

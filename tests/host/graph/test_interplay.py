@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._dynamo
 from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
-from halfsafe.precision.guard.policy import NonFinite
+from halfsafe.precision.guard.verdicts import NonFinite
 from safetensors.torch import load_file, save_file
 from support import families, model_files, tiny_models
 from support.families import load

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from halfsafe.precision.guard.policy import NonFinite
+from halfsafe.precision.guard.verdicts import NonFinite
 from support import families, tiny_models
 from support.families import load
 from support.guarding import guarded, is_finite, left_on, plain_fp16, report_of
@@ -91,3 +91,66 @@ def test_a_text_with_nan_is_still_blamed(comfy, clean):
     with pytest.raises(NonFinite, match="positive conditioning") as error:
         run(model, text(math.nan))
     assert error.value.verdict == "bad_input"
+
+
+def flaky(model, monkeypatch, bad_calls: set[int], change=lambda text: text * math.nan) -> list[int]:
+    """Damage the text that the model's adapter gives in some of its calls; returns the numbers of the calls made so far."""
+    adapter, made = model.model.diffusion_model, []
+    adapt = adapter.preprocess_text_embeds
+
+    def run(*args, **kwargs):
+        made.append(len(made) + 1)
+        text = adapt(*args, **kwargs)
+        return change(text) if made[-1] in bad_calls else text
+
+    monkeypatch.setattr(adapter, "preprocess_text_embeds", run, raising=False)
+    return made
+
+
+def test_an_adapter_that_is_finite_the_second_time_is_the_device(comfy, clean, monkeypatch):
+    plain = plain_fp16(comfy, clean)
+    expected = run(plain)
+    flaky(plain, monkeypatch, {1})
+    model = guarded(comfy, plain)
+    assert torch.equal(run(model), expected), "the result of the same arithmetic is taken"
+    report = report_of(model)
+    assert report.verdict == "device_fault" and "driver" in report.advice and not report.escalations
+    (event,) = report.events
+    assert event.recovered and event.from_mode == event.to_mode == "fp16" and "The same call" in event.evidence
+    assert report.extra_calls == 2, "once watched, once as it was"
+
+
+def test_an_adapter_that_is_finite_only_while_it_is_watched_is_no_device_fault(comfy, clean, monkeypatch):
+    plain = plain_fp16(comfy, clean)
+    flaky(plain, monkeypatch, {1, 3})
+    model = guarded(comfy, plain)
+    assert is_finite(run(model))
+    assert report_of(model).verdict == "recovered"
+
+
+def test_an_adapter_with_a_weight_of_nan_is_bad_weights(comfy, clean):
+    plain = plain_fp16(comfy, clean)
+    weight = plain.model.diffusion_model.llm_adapter.blocks[1].mlp[0].weight
+    kept = weight[0, 0].clone()
+    weight[0, 0] = math.nan
+    try:
+        with pytest.raises(NonFinite, match=r"llm_adapter\.blocks\.1\.mlp\.0\.weight") as error:
+            run(guarded(comfy, plain))
+    finally:
+        weight[0, 0] = kept
+    assert error.value.verdict == "bad_weights"
+
+
+def test_an_adapter_that_no_precision_cures_is_told_so(comfy, clean, monkeypatch):
+    plain = plain_fp16(comfy, clean)
+    flaky(plain, monkeypatch, set(range(1, 99)))
+    with pytest.raises(NonFinite, match="fp32 too") as error:
+        run(guarded(comfy, plain))
+    assert error.value.verdict == "not_precision"
+
+
+def test_without_repeats_the_adapter_says_that_they_are_what_is_missing(comfy, overflowing):
+    model = guarded(comfy, plain_fp16(comfy, overflowing), max_retries=0)
+    with pytest.raises(NonFinite, match="max_retries") as error:
+        run(model)
+    assert error.value.verdict == "stopped" and report_of(model).extra_calls == 0

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from halfsafe.precision.guard.policy import NonFinite
+from halfsafe.precision.guard.verdicts import NonFinite
 from support import families, rare_families
 from support.families import load
 from support.guarding import guarded, is_finite, left_on, plain_fp16, report_of

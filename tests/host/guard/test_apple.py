@@ -11,7 +11,7 @@ from comfy import model_management
 from halfsafe.nodes.host.guard.clamps import ClampWatch
 from halfsafe.nodes.host.run.oom import is_oom
 from halfsafe.precision import amax as amax_module
-from halfsafe.precision.guard.policy import NonFinite
+from halfsafe.precision.guard.verdicts import NonFinite
 from support import families
 from support.broken_arithmetic import NormsLoseNaN
 from support.families import load

@@ -8,7 +8,7 @@ import pytest
 import torch
 from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
 from halfsafe.precision.arithmetic.patching import patched
-from halfsafe.precision.guard.policy import NonFinite
+from halfsafe.precision.guard.verdicts import NonFinite
 from safetensors.torch import load_file, save_file
 from support import dialects, families, model_files, tiny_models
 from support.broken_arithmetic import HalfProductsAreZero, SumsInFp16

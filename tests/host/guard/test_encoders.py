@@ -8,7 +8,7 @@ import torch
 from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
 from halfsafe.nodes.host.load import encoders as load_encoders
 from halfsafe.precision.errors import HalfsafeError
-from halfsafe.precision.guard.policy import NonFinite
+from halfsafe.precision.guard.verdicts import NonFinite
 from safetensors.torch import load_file, save_file
 from support import tiny_models
 from support.guarding import core, is_finite

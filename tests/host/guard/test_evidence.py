@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from halfsafe.precision.guard.policy import NonFinite
+from halfsafe.precision.guard.verdicts import NonFinite
 from support import families, tiny_models
 from support.families import load
 from support.guarding import core, guarded, is_finite, plain_fp16, report_of

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from halfsafe.nodes.host.guard.failure import INSIDE
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.nodes.host.guard.repeats import INSIDE
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from halfsafe.precision.guard.policy import Escalation

@@ -12,7 +12,8 @@ import torch
 from comfy_execution.utils import CurrentNodeContext
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.guard.state import learned_of
-from halfsafe.precision.guard.policy import Escalation, NonFinite
+from halfsafe.precision.guard.policy import Escalation
+from halfsafe.precision.guard.verdicts import NonFinite
 from safetensors.torch import load_file, save_file
 from support import families
 from support.families import load

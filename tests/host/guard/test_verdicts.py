@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from halfsafe.nodes.host.guard import causes
-from halfsafe.precision.guard.policy import NonFinite
+from halfsafe.precision.guard.verdicts import NonFinite
 from safetensors.torch import save_file
 from support import families, tiny_models
 from support.broken_arithmetic import HalfProductsAreZero

@@ -1,15 +1,12 @@
 """The order in which a failed call is repeated, and where that ends."""
 
-import math
-
 import pytest
 import torch
 from halfsafe.precision.guard.ladder import (
     RandomStart,
-    encoder_rungs,
+    encoder_steps,
     escalation_after,
-    first_finite,
-    model_rungs,
+    model_steps,
     safe_escalation,
 )
 from halfsafe.precision.guard.localize import Origin
@@ -17,30 +14,6 @@ from halfsafe.precision.guard.policy import ALL_IN_FP32, Escalation, ObservedRan
 
 MODES = {"blocks.0.up": "fp16", "blocks.0.down": "fp16"}
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-
-
-def test_the_first_finite_result_is_taken_and_no_rung_after_it_runs():
-    ran = []
-
-    def attempt(rung):
-        ran.append(rung)
-        return f"result {rung}", {1: math.nan, 2: math.inf, 3: 5.0, 4: 6.0}[rung]
-
-    repeat = first_finite([1, 2, 3, 4], attempt)
-    assert (repeat.rung, repeat.result, ran) == (3, "result 3", [1, 2, 3])
-    assert first_finite([1, 2], attempt) is None and first_finite([], attempt) is None
-
-
-def test_each_attempt_draws_the_same_random_numbers_and_leaves_them():
-    drawn = []
-
-    def attempt(rung):
-        drawn.append(torch.rand(()).item())
-        return None, math.nan
-
-    before = torch.get_rng_state()
-    first_finite([1, 2, 3], attempt)
-    assert len(set(drawn)) == 1 and torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_repeat_draws_what_the_call_drew_and_takes_nothing():
@@ -54,7 +27,7 @@ def test_a_repeat_draws_what_the_call_drew_and_takes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("modes", "stream", "present", "rungs"),
+    ("modes", "stream", "present", "steps"),
     [
         (MODES, "fp16", Escalation(), [safe_escalation(MODES), ALL_IN_FP32]),
         (MODES, "fp16", Escalation(stream=True), [safe_escalation(MODES), ALL_IN_FP32]),
@@ -63,16 +36,16 @@ def test_a_repeat_draws_what_the_call_drew_and_takes_nothing():
         ({"up": "fp32"}, "fp32", Escalation(), [ALL_IN_FP32]),
     ],
 )
-def test_a_model_is_repeated_safely_in_fp16_then_in_fp32(modes, stream, present, rungs):
-    assert model_rungs(modes, stream, present) == rungs
+def test_a_model_is_repeated_safely_in_fp16_then_in_fp32(modes, stream, present, steps):
+    assert model_steps(modes, stream, present) == steps
 
 
 @pytest.mark.parametrize(
-    ("dtype", "has_bf16", "rungs"),
+    ("dtype", "has_bf16", "steps"),
     [(F16, True, [BF16, F32]), (F16, False, [F32]), (BF16, True, [BF16, F32]), (F32, True, [F32])],
 )
-def test_an_encoder_is_repeated_as_it_is_unless_it_overflows_again(dtype, has_bf16, rungs):
-    assert encoder_rungs(dtype, has_bf16) == rungs
+def test_an_encoder_is_repeated_as_it_is_unless_it_overflows_again(dtype, has_bf16, steps):
+    assert encoder_steps(dtype, has_bf16) == steps
 
 
 def test_what_fp32_alone_cured_is_all_in_fp32_where_the_safe_fp16_was_tried():

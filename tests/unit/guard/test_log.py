@@ -8,7 +8,7 @@ import re
 import pytest
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog, encoder_sentence, event_of, sentence
-from halfsafe.precision.guard.policy import ADVICE, NonFinite
+from halfsafe.precision.guard.verdicts import ADVICE, NonFinite
 
 ORIGIN = Origin("blocks.0.down", "matmul", "overflow", "fp16", 489.2)
 

@@ -7,14 +7,13 @@ from halfsafe.precision.dtypes import FP16_MAX
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of, sentence
 from halfsafe.precision.guard.policy import (  # fmt: skip
-    ADVICE,
     Escalation,
-    NonFinite,
     ObservedRanges,
     escalate,
     escalate_to_fp32,
     span_of,
 )
+from halfsafe.precision.guard.verdicts import ADVICE, NonFinite
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.report.schema import VERDICTS
 

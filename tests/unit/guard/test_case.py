@@ -1,0 +1,276 @@
+"""What is decided on a call that failed, whoever made it: a call of a few numbers, damaged in each of the ways there are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from halfsafe.precision.devices import probes
+from halfsafe.precision.guard.case import Case
+from halfsafe.precision.guard.failed_call import Attempt, Circumstances, FailedCall
+from halfsafe.precision.guard.inputs import inputs_not_finite, rows_not_finite
+from halfsafe.precision.guard.ladder import RandomStart
+from halfsafe.precision.guard.localize import Origin
+from halfsafe.precision.guard.log import CallPosition, GuardLog
+from halfsafe.precision.guard.verdicts import NonFinite
+from halfsafe.precision.guard.wording import MODEL
+
+BAD = torch.full((2, 3), math.inf)
+GOOD = torch.ones(2, 3)
+OVERFLOW = Origin("blocks.0", "matmul", "overflow", "fp16", 400.0)
+UNKNOWN = Origin("blocks.0", "add", "unknown", "fp16", math.nan)
+
+
+@dataclass
+class OneWeight:
+    """A model of one weight, ``blocks.0.weight``."""
+
+    value: torch.Tensor = field(default_factory=lambda: torch.ones(1))
+    patch: str = ""
+
+    def not_finite(self) -> dict[str, torch.Tensor]:
+        return {} if torch.isfinite(self.value).all() else {"blocks.0.weight": self.value}
+
+    def has_nan(self, name: str) -> bool:
+        return bool(torch.isnan(self.value).any())
+
+    def sentence(self, name: str) -> str:
+        return f"The weight '{name}' holds NaN or Inf."
+
+    def patch_sentence(self, layer: str) -> str:
+        return self.patch
+
+
+class Fake(FailedCall):
+    """A call of a dict of tensors; ``result`` gives what it returns, of what it is given, how it is run and what is zeroed.
+
+    ``ran``: how it was run: "as it was", "watched" or a step, in this order.
+    """
+
+    wording = MODEL
+
+    def __init__(self, result: Callable, origin: Origin | None = OVERFLOW, weights: OneWeight | None = None, patches: str = "", **about):
+        self.result, self.origin, self.names = result, origin, patches
+        self.weights = weights or OneWeight()
+        self.ran: list[str] = []
+        self.kept: list[str] = []
+        values = {"batch": 2, "images": 2, "steps": ["fp16_safe", "fp32"], "in_fp32": "fp32", "device": torch.device("cpu")} | about
+        self.about = Circumstances(CallPosition(1, 3, 0.5), **values)
+
+    def _made(self, how: str, given: dict, zeroed=()) -> Attempt:
+        self.ran.append(how)
+        result = self.result(given, how, zeroed)
+        return Attempt(result, result.abs().amax().item())
+
+    def run(self, given):
+        return self._made("as it was", given)
+
+    def watched(self, given):
+        return self._made("watched", given), self.origin
+
+    def run_at(self, step, given, zeroed=()):
+        return self._made(step, given, zeroed)
+
+    def inputs(self, given):
+        return inputs_not_finite(given.items())
+
+    def replaced(self, given, function):
+        return {name: function(value) for name, value in given.items()}
+
+    def rows(self, result):
+        return set(rows_not_finite(result))
+
+    def with_nan(self, result, rows):
+        return result.index_fill(0, torch.tensor(sorted(rows)), math.nan)
+
+    def modes(self, origin, step=None):
+        return "fp16", self.kept[-1] if self.kept else "fp16"
+
+    def keep(self, step, attempt, origin):
+        self.kept.append(step)
+
+    def patches(self, given):
+        return self.names
+
+    def without_patches(self, given):
+        return {**given, "bare": GOOD}
+
+
+def resolve(call: Fake, on_nan: str = "retry_higher", most: int | None = 8, given=None, result: torch.Tensor = BAD):
+    """(log, result, error) of a case."""
+    log = GuardLog(on_nan)
+    case = Case(call, RandomStart.of(torch.device("cpu")), log, given or {"text": GOOD}, result, most)
+    try:
+        return log, case.resolved(), None
+    except NonFinite as error:
+        return log, None, error
+
+
+def finite_at(*hows: str) -> Callable:
+    return lambda given, how, zeroed: GOOD if how in hows else BAD
+
+
+def test_the_first_step_that_is_finite_is_kept_and_none_after_it_runs():
+    call = Fake(finite_at("fp16_safe", "fp32"))
+    log, result, _ = resolve(call)
+    assert torch.equal(result, GOOD) and call.ran == ["watched", "fp16_safe"] and call.kept == ["fp16_safe"]
+    (event,) = log.events
+    assert log.verdict == "recovered" and (event.layer, event.to_mode, event.recovered) == ("blocks.0", "fp16_safe", True)
+    assert (event.step, event.batch_rows, log.extra_calls) == (3, [0, 1], 2)
+
+
+def test_every_repeat_draws_what_the_call_drew_and_leaves_the_random_numbers():
+    drawn = []
+
+    def result(given, how, zeroed):
+        drawn.append(torch.rand(()).item())
+        return BAD
+
+    before = torch.get_rng_state()
+    resolve(Fake(result))
+    assert len(drawn) == 3 and len(set(drawn)) == 1 and torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("finite", "about", "verdict", "ran"),
+    [
+        (["watched", "as it was"], {}, "device_fault", ["watched", "as it was"]),
+        (["watched"], {"compiled": True}, "device_fault", ["watched", "as it was"]),
+        (["watched", "fp32"], {}, "recovered", ["watched", "as it was", "fp16_safe", "fp32"]),
+        (["bf16"], {"locates_first": False, "steps": ["bf16", "fp32"], "present": "bf16"}, "device_fault", ["bf16"]),
+        (["fp32"], {"locates_first": False, "steps": ["bf16", "fp32"], "present": "bf16"}, "recovered", ["bf16", "fp32"]),
+        ([], {"locates_first": False}, "not_precision", ["fp16_safe", "fp32", "watched"]),
+        ([], {}, "not_precision", ["watched", "fp16_safe", "fp32"]),
+        ([], {"steps": []}, "not_precision", ["watched"]),
+    ],
+)
+def test_a_verdict_follows_from_what_is_finite(finite, about, verdict, ran):
+    call = Fake(finite_at(*finite), **about)
+    log, _, _ = resolve(call)
+    assert log.verdict == verdict and call.ran == ran and log.extra_calls == len(ran)
+
+
+def test_a_device_whose_product_in_fp32_is_wrong_is_blamed_before_the_model(monkeypatch):
+    monkeypatch.setattr(probes, "canary", lambda device, dtype: (False, f"{dtype} matmul is wrong"))
+    log, _, error = resolve(Fake(finite_at()))
+    assert error.verdict == "device_fault" and log.events[0].evidence == "A test product in fp32 is wrong."
+
+
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 8])
+def test_no_more_repeats_are_made_than_allowed_and_without_them_no_verdict_is_given(most):
+    call = Fake(finite_at())
+    _, _, error = resolve(call, most=most)
+    assert len(call.ran) <= most
+    assert error.verdict == ("not_precision" if most >= 3 else "stopped")
+    assert ("max_retries" in str(error)) == (most < 3)
+
+
+def test_nan_in_one_row_is_blamed_for_that_row_and_the_other_is_cured():
+    given = {"text": torch.tensor([[1.0], [math.nan]])}
+    seen = []
+
+    def result(given, how, zeroed):
+        seen.append(given["text"])
+        return GOOD if how == "fp32" else torch.cat([BAD[:1], GOOD[:1]])
+
+    log, result_, _ = resolve(Fake(result), given=given)
+    assert torch.equal(result_[0], GOOD[0]) and torch.isnan(result_[1]).all()
+    assert all(torch.isfinite(text).all() for text in seen), "a repeat is not given the NaN"
+    assert [(event.kind, event.layer, event.batch_rows) for event in log.events] == [("input", "text", [1]), ("overflow", "blocks.0", [0])]
+    assert log.verdict == "bad_input" and log.lost == {1}
+
+
+def test_a_row_that_was_lost_before_is_not_told_again():
+    log = GuardLog("retry_higher", lost={1})
+    result = torch.cat([GOOD[:1], BAD[:1]])
+    call = Fake(finite_at())
+    assert Case(call, RandomStart.of(torch.device("cpu")), log, {"text": GOOD}, result, 8).resolved() is result
+    assert not log.events and not call.ran
+
+
+@pytest.mark.parametrize("on_nan", ["retry_higher", "stop", "report"])
+def test_of_two_infinite_inputs_the_one_without_which_it_is_finite_is_named(on_nan):
+    given = {"mask": torch.full((1,), -math.inf), "text": torch.full((1,), math.inf)}
+    call = Fake(lambda given, how, zeroed: GOOD if torch.isfinite(given["text"]).all() else BAD, UNKNOWN)
+    log, _, _ = resolve(call, on_nan, given=given)
+    assert log.verdict == "bad_input" and log.events[0].layer == "text" and "finite with a zero" in log.events[0].evidence
+
+
+def test_an_infinite_input_that_does_no_harm_is_not_blamed():
+    call = Fake(finite_at("fp16_safe"))
+    log, _, _ = resolve(call, given={"mask": torch.full((1,), -math.inf)})
+    assert log.verdict == "recovered"
+
+
+def test_an_input_that_the_sampler_made_is_no_bad_input():
+    log, _, _ = resolve(Fake(finite_at()), given={"sigma": torch.full((2,), math.nan)})
+    assert log.verdict == "not_precision" and log.events[0].layer == "sigma"
+
+
+@pytest.mark.parametrize("on_nan", ["retry_higher", "stop"])
+def test_a_weight_that_the_failed_operation_reads_is_blamed_for_its_nan_at_once(on_nan):
+    origin = Origin("blocks.0", "blocks.0.weight", "weights", "fp16", math.nan)
+    call = Fake(finite_at(), origin, OneWeight(torch.tensor([math.nan])))
+    _, _, error = resolve(call, on_nan)
+    assert error.verdict == "bad_weights" and call.ran == ["watched"] and "holds NaN" in str(error)
+
+
+def test_a_weight_with_inf_is_blamed_where_a_zero_for_it_cures_and_not_else():
+    weights = OneWeight(torch.tensor([math.inf]))
+    call = Fake(lambda given, how, zeroed: GOOD if zeroed == ["blocks.0.weight"] else BAD, weights=weights)
+    _, _, error = resolve(call)
+    assert error.verdict == "bad_weights" and "zero for each" in str(error)
+    assert resolve(Fake(finite_at(), weights=weights))[2].verdict == "not_precision"
+
+
+def test_a_patch_that_the_failed_operation_reads_is_blamed():
+    _, _, error = resolve(Fake(finite_at(), UNKNOWN, OneWeight(patch="A LoRA holds NaN.")))
+    assert error.verdict == "bad_weights" and "A LoRA holds NaN." in str(error)
+
+
+def test_a_node_s_function_without_which_the_call_is_finite_is_blamed():
+    call = Fake(lambda given, how, zeroed: GOOD if "bare" in given else BAD, patches="'Gligen'")
+    _, _, error = resolve(call)
+    assert error.verdict == "bad_input" and "model patch 'Gligen'" in str(error)
+
+
+@pytest.mark.parametrize(("on_nan", "raised"), [("stop", True), ("report", False)])
+def test_without_retries_the_layer_is_named_and_the_result_stays(on_nan, raised):
+    log, result, error = resolve(Fake(finite_at("fp16_safe")), on_nan)
+    assert log.verdict == "stopped" and log.events[0].layer == "blocks.0" and not log.events[0].recovered
+    assert bool(error) == raised and (raised or result is BAD)
+
+
+@pytest.mark.parametrize("on_nan", ["retry_higher", "stop", "report"])
+def test_without_memory_for_a_repeat_no_verdict_is_given(on_nan):
+    def result(given, how, zeroed):
+        if how == "fp32":
+            raise torch.OutOfMemoryError("no memory")
+        return BAD
+
+    call = Fake(result, UNKNOWN)
+    call.is_out_of_memory = lambda error: isinstance(error, torch.OutOfMemoryError)
+    given, log = {"text": torch.full((1,), math.inf)}, GuardLog(on_nan)
+    case = Case(call, RandomStart.of(torch.device("cpu")), log, given, BAD, 8)
+    if on_nan == "report":
+        assert case.resolved() is BAD
+    else:
+        with pytest.raises((NonFinite, torch.OutOfMemoryError)):
+            case.resolved()
+    assert log.verdict == "stopped" and "memory" in log.advice
+
+
+def test_what_a_clamp_hid_is_told_once_and_the_result_stays():
+    log = GuardLog("report")
+    for _ in range(2):
+        case = Case(Fake(finite_at(), hidden=True), RandomStart.of(torch.device("cpu")), log, {"text": GOOD}, GOOD, 8)
+        assert case.resolved() is GOOD
+    assert len(log.events) == 1 and log.verdict == "stopped"
+
+
+def test_a_result_of_all_images_at_once_names_none():
+    log, _, error = resolve(Fake(finite_at(), images=0))
+    assert error.verdict == "not_precision" and log.events[0].batch_rows == [] and log.given_up
