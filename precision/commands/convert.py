@@ -3,22 +3,23 @@
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
 from ..files.safetensors_file import open_checkpoint
 from ..files.tensor_file import TensorFile
-from ..formats.card import Origin, source_of
+from ..formats.card import Provenance, card_entry, source_of
 from ..formats.checkpoint import Checkpoint, read_checkpoint
-from ..formats.comfy_format import StoragePlan, storage_name
+from ..formats.comfy_format import WeightPlan
 from ..formats.comfy_state import model_prefix, refuse_lora, write_weights
 from ..formats.metadata import CARD_KEY
 from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
 from ..plan.rules import Rules
 from ..plan.storage import StorageDecision, plan_storage
+from ..plan.weights import plan_weights
 from .many import PART
 
 
@@ -59,10 +60,12 @@ def convert_file(
     checkpoint = read_checkpoint(file, file.metadata, source)
     refuse_lora(checkpoint)
     decisions = decide(checkpoint, storage, rules)
-    wanted = {name: decision.storage for name, decision in decisions.items()}
-    metadata = {"format": "pt"} | checkpoint.metadata
-    origin = Origin(source_of(file), storage, rules.names, [str(rule) for rule in rules.own], card=file.metadata.get(CARD_KEY, ""))
-    plans = write_weights(target, checkpoint.weights, wanted, metadata, progress, source, file.release, origin)
+    asked = {f"{name}.weight": decision.storage for name, decision in decisions.items()}
+    plans = plan_weights(checkpoint.weights, asked, source)
+    lines = [str(rule) for rule in rules.own]
+    provenance = Provenance(source_of(file), storage, rules.names, lines, card=file.metadata.get(CARD_KEY, ""))
+    metadata = {"format": "pt"} | checkpoint.metadata | card_entry(provenance, plans.values())
+    write_weights(target, checkpoint.weights, plans, metadata, source, _done(file, progress))
     if progress:
         progress(file.data_bytes - sum(weight.data.nbytes for weight in checkpoint.weights.values()))
     return ConvertSummary(
@@ -72,15 +75,26 @@ def convert_file(
         source_bytes=file.data_bytes,
         target_bytes=os.path.getsize(target),
         seconds=time.perf_counter() - began,
-        weights=dict(Counter(storage_name(checkpoint.weights[name], plan) for name, plan in plans.items())),
+        weights=dict(Counter(plan.stored for plan in plans.values())),
         kept=[(name, decision.reason) for name, decision in decisions.items() if decision.kept],
         notes=_notes(checkpoint, rules, plans),
     )
 
 
-def _notes(checkpoint: Checkpoint, rules: Rules, plans: dict[str, StoragePlan]) -> list[str]:
+def _done(file: TensorFile, progress: Callable[[int], None] | None) -> Callable[[str, int], None]:
+    """Return what to do once a weight of a file is written: give its pages back, and tell the progress."""
+
+    def done(name: str, size: int) -> None:
+        file.release(name)
+        if progress:
+            progress(size)
+
+    return done
+
+
+def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, WeightPlan]) -> list[str]:
     idle = rules_without_effect(layer_specs(checkpoint, model_prefix(checkpoint)), rules)
-    otherwise = [f"{name}: {plan.note}" for name, plan in plans.items() if plan.note]
+    otherwise = [f"{name}: {plan.reason}" for name, plan in plans.items() if plan.reason]
     return [*checkpoint.notes, *(f"{rule}: {why}" for rule, why in idle), *otherwise]
 
 

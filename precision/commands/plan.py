@@ -9,11 +9,12 @@ from ..files.safetensors_file import open_checkpoint
 from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_state import model_prefix, model_shapes, refuse_lora
 from ..formats.families import family_of, model_name
+from ..formats.registry import FORMATS
 from ..plan.facts import ModelFacts, facts_of, layer_specs
 from ..plan.goal import plan_for_goal, storage_for_goal
-from ..plan.held import planned_bytes
 from ..plan.rules import rules_from
 from ..plan.storage import LoadPlan, plan_load
+from ..plan.weights import plan_model
 from ..report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
 
 
@@ -56,7 +57,8 @@ def _report(
     storages: dict[str, str],
     reason: str,
 ) -> Report:
-    size = planned_bytes(checkpoint, plan, prefix)
+    layers = {f"{prefix}{layer.name}.weight": layer.name for layer in facts.layers}
+    size = plan_model(checkpoint, plan, layers, prefix, FORMATS, read=False).bytes
     report = Report(device_section(device), ModelReport(model_name(model_shapes(checkpoint)), facts.parameters, size))
     report.layers = [_layer(layer.name, layer.cls, storages[layer.name], plan) for layer in facts.layers]
     report.kept_high = [KeptHigh(name, decision.reason) for name, decision in plan.decisions.items() if decision.kept]

@@ -7,7 +7,7 @@ name neither file nor tensor. Its ``save_file`` needs all tensors in memory at o
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -94,15 +94,11 @@ def write_safetensors(
     specs: Sequence[TensorSpec],
     tensors: Iterable[tuple[str, torch.Tensor]],
     metadata: dict[str, str],
-    final: Callable[[], dict[str, str]] | None = None,
 ) -> None:
     """Write the tensors that ``specs`` announce, holding one at a time. ``tensors`` may come in any order.
 
     Wide dtypes lie first, as safetensors' own writer lays them. Until everything is on the disk an existing file stays
     as it is, and no new one appears: not after an exception, and on Linux not after a kill either.
-
-    Args:
-        final: the metadata as known once all tensors are made; its header must be as long as that of ``metadata``.
 
     Raises:
         CheckpointError: the disk is too small or full, or the folder cannot be written to.
@@ -117,8 +113,6 @@ def write_safetensors(
         with os_errors_as(path, "written"):
             file.write(header)
         _write_all(path, file, len(header), spans, tensors)
-        if final:
-            _write_again(path, file, header, header_bytes(spans, final()))
 
 
 def _real_path(path: str | os.PathLike) -> Path:
@@ -126,14 +120,6 @@ def _real_path(path: str | os.PathLike) -> Path:
         return Path(os.path.realpath(path))
     except (OSError, ValueError) as error:
         raise CheckpointError(path, f"cannot be written ({error})", advice="Check the path.") from None
-
-
-def _write_again(path: Path, file: BinaryIO, header: bytes, final: bytes) -> None:
-    if len(final) != len(header):
-        raise ValueError(f"the final header has {len(final)} bytes, room is for {len(header)}")
-    with os_errors_as(path, "written"):
-        file.seek(0)
-        file.write(final)
 
 
 def _write_all(path: Path, file: BinaryIO, base: int, spans: dict, tensors: Iterable) -> None:

@@ -3,30 +3,27 @@
 import json
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
 
-import torch
-
-from ..dtypes import QUANTIZED_NAMES
 from ..files.fingerprint import fingerprint
 from ..files.strict_json import read_object
 from ..files.tensor_file import TensorFile
-from .comfy_format import AS_FILE, StoragePlan, storage_name
-from .int8 import dequantize_rows, rotation_group
+from .comfy_format import ROWS, SAMPLED, WeightPlan
 from .metadata import CARD_KEY
-from .registry import FORMAT_OF_STORAGE, FORMATS
-from .stored_weight import StoredWeight
+from .registry import FORMATS
 
-HALFSAFE = "1.1.0"
-SAMPLED = ((1, 4), (3, 4))
-ROWS = 8
-ROOM = 32
+WHAT_ERROR = f"relative_rms_error_of_{ROWS * len(SAMPLED)}_rows_per_weight"
+_VERSION = re.compile(r'^version = "(.+)"$', re.MULTILINE)
 
 
 @dataclass(frozen=True)
-class Origin:
+class Provenance:
     """What a file is made from.
 
     Attributes:
@@ -51,78 +48,45 @@ def source_of(file: TensorFile) -> dict[str, object]:
     return {"file": file.path.name, "bytes": size, "sha256_of_header_and_4096_bytes_of_each_tensor": fingerprint(file)}
 
 
-class Card:
-    """The card of a file that is being written. The errors come last, into room that was kept for them."""
-
-    def __init__(self, origin: Origin):
-        self._origin = origin
-        self._storages: Counter[str] = Counter()
-        self._formats: set[str] = set()
-        self._sums: dict[str, list[float]] = {}
-        self._length = 0
-        self._changes = False
-
-    def count(self, weight: StoredWeight, plan: StoragePlan) -> None:
-        """Take note of a weight that will be in the file, before the first :meth:`metadata`."""
-        self._storages[storage_name(weight, plan)] += 1
-        self._changes |= plan.storage not in (AS_FILE, weight.storage) or (plan.storage != AS_FILE and weight.granularity != "tensor")
-        if plan.storage in QUANTIZED_NAMES:
-            self._formats.add(FORMAT_OF_STORAGE[plan.storage].name)
-        elif plan.storage == AS_FILE and weight.encoding is not None:
-            self._formats.add(weight.encoding.format)
-
-    def metadata(self) -> dict[str, str]:
-        """The metadata's entry, of one length whatever was measured since the first."""
-        if self._origin.card and not self._changes:
-            return {CARD_KEY: self._origin.card}
-        text = self._json()
-        length = len(json.dumps(text))  # as the header holds it, with its quotes escaped
-        self._length = self._length or length + len(WHAT_ERROR) + ROOM * (1 + len(QUANTIZED_NAMES))
-        return {CARD_KEY: text + " " * (self._length - length)}
-
-    def measure(self, weight: StoredWeight, storage: str, made: Mapping[str, torch.Tensor]) -> None:
-        """Compare some rows of a quantized weight's tensors with the weight that they were made of."""
-        data = made[weight.name]
-        if storage not in QUANTIZED_NAMES or data is weight.data:
-            return
-        sums = self._sums.setdefault(storage, [0.0, 0.0])
-        for part in _parts(weight.shape[0]):
-            exact = weight.rows(part).double()  # squares of small weights are zero in fp32, of large ones Inf
-            sums[0] += (_values(data, made[f"{weight.layer}.weight_scale"], part) - exact).square().sum().item()
-            sums[1] += exact.square().sum().item()
-
-    def _json(self) -> str:
-        errors = {storage: round(math.sqrt(error / total), 6) for storage, (error, total) in self._sums.items() if total}
-        values = {
-            "halfsafe": HALFSAFE,
-            "needs_comfyui": max((FORMATS[name].since for name in self._formats), key=_numbers, default=None),
-            "asked_storage": self._origin.asked,
-            "weights": dict(sorted(self._storages.items())),
-            "rules": {"presets": list(dict.fromkeys(self._origin.presets)), "lines": list(self._origin.rules)},
-            "merged_patches": self._origin.patched,
-            "source": dict(self._origin.source),
-        }
-        return json.dumps({**values, **({WHAT_ERROR: errors} if errors else {})})
+def card_entry(provenance: Provenance, plans: Iterable[WeightPlan]) -> dict[str, str]:
+    """Make the card of a file of these weights, as an entry of its metadata."""
+    plans = list(plans)
+    if provenance.card and not any(plan.changes for plan in plans):
+        return {CARD_KEY: provenance.card}
+    formats = {plan.format for plan in plans if plan.format}
+    errors = _errors(plans)
+    values = {
+        "halfsafe": pack_version(),
+        "needs_comfyui": max((FORMATS[name].since for name in formats), key=_numbers, default=None),
+        "asked_storage": provenance.asked,
+        "weights": dict(sorted(Counter(plan.stored for plan in plans).items())),
+        "rules": {"presets": list(dict.fromkeys(provenance.presets)), "lines": list(provenance.rules)},
+        "merged_patches": provenance.patched,
+        "source": dict(provenance.source),
+        **({WHAT_ERROR: errors} if errors else {}),
+    }
+    return {CARD_KEY: json.dumps(values)}
 
 
-WHAT_ERROR = f"relative_rms_error_of_{ROWS * len(SAMPLED)}_rows_per_weight"
+def _errors(plans: Iterable[WeightPlan]) -> dict[str, float]:
+    """Return the relative error of the weights in each storage that was measured; none where all of them are zero."""
+    sums: dict[str, tuple[float, float]] = {}
+    for plan in plans:
+        error, values = sums.get(plan.storage, (0.0, 0.0))
+        sums[plan.storage] = error + plan.error.error, values + plan.error.values
+    return {storage: round(math.sqrt(error / values), 6) for storage, (error, values) in sums.items() if values}
 
 
-def _parts(rows: int) -> list[slice]:
-    """Two runs of rows, or all of them where there are few."""
-    if rows <= ROWS * len(SAMPLED):
-        return [slice(0, rows)]
-    return [slice(start, start + ROWS) for start in (rows * over // under - ROWS // 2 for over, under in SAMPLED)]
+@cache
+def pack_version() -> str:
+    """Return this pack's version: of its folder's pyproject.toml, else of the package that pip installed."""
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    found = _VERSION.search(project.read_text(encoding="utf-8")) if project.is_file() else None
+    return found[1] if found else version("halfsafe")
 
 
-def _values(data: torch.Tensor, scale: torch.Tensor, part: slice) -> torch.Tensor:
-    if data.dtype == torch.int8:
-        return dequantize_rows(data[part], scale[part], rotation_group(data.shape[1]))
-    return data[part].float() * scale
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
+def _numbers(version_text: str) -> tuple[int, ...]:
+    return tuple(map(int, version_text.split(".")))
 
 
 def card_in(metadata: Mapping[str, str]) -> dict | None:

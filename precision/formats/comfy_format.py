@@ -11,30 +11,59 @@ from dataclasses import dataclass
 import torch
 
 from ..amax import host_amax
-from ..dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
+from ..dtypes import FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
 from ..errors import NonFiniteWeight
 from ..files.safetensors_header import TensorSpec
-from .int8 import quantize_rows, rotation_group, why_not_int8
+from .int8 import dequantize_rows, quantize_rows, rotation_group
 from .quantize import quantize
 from .stored_weight import StoredWeight, comfy_quant_tensor
 
-REQUANTIZATION_LIMIT = {"fp8_e4m3fn": 0.04, "fp8_e5m2": 0.08}
 LARGEST_ROUNDED = max_of(torch.float32) / 2
 ERROR_SAMPLE = 8
+SAMPLED = ((1, 4), (3, 4))
+ROWS = 8
 AS_FILE = "as_file"
-_OF_FNUZ = {"fp8_e4m3fnuz": "fp8_e4m3fn", "fp8_e5m2fnuz": "fp8_e5m2"}
+OF_FNUZ = {"fp8_e4m3fnuz": "fp8_e4m3fn", "fp8_e5m2fnuz": "fp8_e5m2"}
 
 
 @dataclass(frozen=True)
-class StoragePlan:
-    """What a weight is stored in (``as_file``: unchanged), and why not as asked."""
+class SampledError:
+    """The squared error of some rows of a weight as it is stored, and their squared values, each summed; zeros where unmeasured."""
+
+    error: float = 0.0
+    values: float = 0.0
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """What one weight is stored in.
+
+    Attributes:
+        storage: what is made of it; ``as_file``: it stays as it is.
+        stored: the storage name that it has then.
+        reason: why it is not stored as asked; empty where it is.
+        format: the quantization format that it is in then; empty where it is in none.
+        changes: its values or its scale are not those of the source.
+        specs: the tensors that hold it.
+        error: of the values that it is stored with.
+    """
 
     storage: str
-    note: str | None = None
+    stored: str
+    reason: str
+    format: str
+    changes: bool
+    specs: tuple[TensorSpec, ...]
+    error: SampledError = SampledError()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(spec.bytes for spec in self.specs)
 
 
 def can_be_quantized(cls: str = "Linear", dimensions: int = 2) -> bool:
-    """Tell whether ComfyUI can hold a layer's weight in fp8: 2-D weights of ``Linear`` modules only.
+    """Tell whether ComfyUI can hold a layer's weight in fp8 or int8: 2-D weights of ``Linear`` modules only.
 
     Of the other operations of ``mixed_precision_ops`` (``comfy/ops.py``) none but a bank of experts reads a scale.
 
@@ -43,68 +72,6 @@ def can_be_quantized(cls: str = "Linear", dimensions: int = 2) -> bool:
         dimensions: of the weight.
     """
     return cls == "Linear" and dimensions == 2
-
-
-def plan_weight(weight: StoredWeight, storage: str, path) -> StoragePlan:
-    """What a weight will be stored in. Looks into the data only where the answer depends on it.
-
-    Args:
-        storage: ``as_file`` (or ``auto``), or a dtype name.
-
-    Raises:
-        NonFiniteWeight: the weight holds NaN or Inf.
-    """
-    if weight.data.numel() == 0 or (weight.scale is None and not weight.is_number and weight.encoding is None):
-        return StoragePlan(AS_FILE)
-    storage = _resolved(weight, storage)
-    if storage == AS_FILE or (weight.encoding is not None and storage == weight.storage):
-        return StoragePlan(AS_FILE)
-    if storage in FP8_NAMES:
-        return _plan_fp8(weight, storage, path)
-    if storage == "int8":
-        return _plan_int8(weight)
-    if storage == "fp16" and exceeds_fp16(weight, path):
-        return StoragePlan("bf16", f"kept in bf16: values exceed fp16's {FP16_MAX:.0f}")
-    return StoragePlan(AS_FILE if storage == weight.storage and weight.scale is None else storage)
-
-
-def _resolved(weight: StoredWeight, storage: str) -> str:
-    if storage not in ("auto", AS_FILE):
-        return storage
-    if weight.encoding is not None:
-        return AS_FILE
-    own = name_of(weight.data.dtype)
-    return _OF_FNUZ.get(own, "bf16" if own == "int8" else own)
-
-
-def _not_linear(weight: StoredWeight, storage: str) -> StoragePlan | None:
-    """What a weight stays in because ComfyUI cannot hold it quantized; None for the weight of a Linear layer."""
-    if can_be_quantized(dimensions=len(weight.shape)) and weight.name.endswith(".weight"):
-        return None
-    return StoragePlan(_unquantized(weight), f"ComfyUI holds only the weights of Linear layers in {storage}")
-
-
-def _unquantized(weight: StoredWeight) -> str:
-    return "bf16" if weight.quantized else AS_FILE
-
-
-def _plan_int8(weight: StoredWeight) -> StoragePlan:
-    if (kept := _not_linear(weight, "int8")) is not None:
-        return kept
-    if why := why_not_int8(weight.shape[1]):
-        return StoragePlan(_unquantized(weight), why)
-    return StoragePlan("int8")
-
-
-def _plan_fp8(weight: StoredWeight, storage: str, path) -> StoragePlan:
-    if (kept := _not_linear(weight, "fp8")) is not None:
-        return kept
-    if weight.encoding is not None or weight.granularity in ("row", "block") or weight.data.dtype == torch.int8:
-        error = _requantization_error(weight, dtype_named(storage), _fp8_amax(weight, finite_bound(weight, path)))
-        if error > REQUANTIZATION_LIMIT[storage]:
-            many = weight.storage if weight.encoding is not None else f"{weight.scale.numel()}"
-            return StoragePlan("bf16", f"kept in bf16: one scale instead of {many} costs {error:.1%}")
-    return StoragePlan(storage)
 
 
 def exceeds_fp16(weight: StoredWeight, path) -> bool:
@@ -124,8 +91,8 @@ def finite_bound(weight: StoredWeight, path) -> float:
     Raises:
         NonFiniteWeight: it holds NaN or Inf, or exceeds fp32's range.
     """
-    if weight.encoding is not None:
-        largest = weight.encoding.bound()
+    if weight.coded is not None:
+        largest = weight.coded.bound()
     elif weight.is_number:
         largest = host_amax(weight.data)
     else:
@@ -142,42 +109,75 @@ def _damaged(weight: StoredWeight, path, problem: str) -> NonFiniteWeight:
     return NonFiniteWeight(weight.file or path, problem, weight.name, "The file is damaged: download it again.")
 
 
-def _requantization_error(weight: StoredWeight, dtype: torch.dtype, bound: float) -> float:
-    """What bringing a weight to one scale costs, measured on a sample of its rows.
+def requantization_error(weight: StoredWeight, storage: str, path) -> float:
+    """Measure what bringing a weight to one fp8 scale costs, on a sample of its rows.
 
-    The root mean square of each row's relative error: a small output channel counts like a large one.
+    Returns:
+        The root mean square of each row's relative error: a small output channel counts like a large one.
+
+    Raises:
+        NonFiniteWeight: it holds NaN or Inf.
     """
-    squares, rows = 0.0, 0
+    largest, squares, rows = _fp8_amax(weight, finite_bound(weight, path)), 0.0, 0
     for _, part in weight.parts(sample=ERROR_SAMPLE):
-        quantized = quantize(part, dtype, bound)
+        quantized = quantize(part, dtype_named(storage), largest)
         error = (quantized.data.float() * quantized.scale - part).square().sum(1)
         squares += (error / part.square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)).sum().item()
         rows += part.shape[0]
     return math.sqrt(squares / rows)
 
 
-def tensors_of(weight: StoredWeight, plan: StoragePlan, path) -> dict[str, torch.Tensor]:
+def sampled_error(weight: StoredWeight, storage: str, path) -> SampledError:
+    """Compare some rows of a weight, quantized to ``storage``, with their own values; zeros where none is quantized.
+
+    Raises:
+        NonFiniteWeight: it is stored in fp8 and holds NaN or Inf.
+    """
+    if storage not in QUANTIZED_NAMES or _stays(weight, dtype_named(storage)):
+        return SampledError()
+    largest = 0.0 if storage == "int8" else _fp8_amax(weight, finite_bound(weight, path))
+    error = values = 0.0
+    for part in _sampled_rows(weight.shape[0]):
+        rows = weight.rows(part)
+        exact = rows.double()  # squares of small weights are zero in fp32, of large ones Inf
+        error += (_quantized_values(rows, storage, largest) - exact).square().sum().item()
+        values += exact.square().sum().item()
+    return SampledError(error, values)
+
+
+def _sampled_rows(rows: int) -> list[slice]:
+    """Two runs of rows, or all of them where there are few."""
+    if rows <= ROWS * len(SAMPLED):
+        return [slice(0, rows)]
+    return [slice(start, start + ROWS) for start in (rows * over // under - ROWS // 2 for over, under in SAMPLED)]
+
+
+def _quantized_values(rows: torch.Tensor, storage: str, largest: float) -> torch.Tensor:
+    if storage == "int8":
+        group = rotation_group(rows.shape[1])
+        codes, scale = quantize_rows(rows, group)
+        return dequantize_rows(codes, scale, group)
+    quantized = quantize(rows, dtype_named(storage), largest)
+    return quantized.data.float() * quantized.scale
+
+
+def tensors_of(weight: StoredWeight, storage: str, path) -> dict[str, torch.Tensor]:
     """A weight's tensors in ComfyUI's format, by full name. fp8 with one scale stays as it is; other scales become one.
 
     Raises:
         NonFiniteWeight: the weight holds NaN or Inf.
     """
     largest = finite_bound(weight, path)
-    if plan.storage == AS_FILE:
+    if storage == AS_FILE:
         return {weight.name: weight.data, **weight.auxiliary}
     if largest > LARGEST_ROUNDED:
-        problem = f"holds values up to {largest:.3g}, which round to infinity in {plan.storage}"
+        problem = f"holds values up to {largest:.3g}, which round to infinity in {storage}"
         raise _damaged(weight, path, problem)
-    dtype = dtype_named(plan.storage)
-    if plan.storage not in QUANTIZED_NAMES:
+    dtype = dtype_named(storage)
+    if storage not in QUANTIZED_NAMES:
         return {weight.name: weight.dequantize(dtype)}
-    data, scale = _int8(weight, path) if plan.storage == "int8" else _fp8(weight, dtype, largest)
+    data, scale = _int8(weight, path) if storage == "int8" else _fp8(weight, dtype, largest)
     return {weight.name: data, f"{weight.layer}.weight_scale": scale, **_beside_quantized(weight, dtype)}
-
-
-def storage_name(weight: StoredWeight, plan: StoragePlan) -> str:
-    """The storage name of a plan, also of an unchanged weight."""
-    return weight.storage if plan.storage == AS_FILE else plan.storage
 
 
 def _beside_quantized(weight: StoredWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -196,7 +196,7 @@ def _beside_quantized(weight: StoredWeight, dtype: torch.dtype) -> dict[str, tor
 
 def _int8(weight: StoredWeight, path) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weight.shape
-    if weight.granularity == "none" and weight.encoding is None:
+    if weight.plain:
         data, scale = quantize_rows(weight.data, rotation_group(columns))
     else:
         data, scale = torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, 1)
@@ -208,17 +208,18 @@ def _int8(weight: StoredWeight, path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fp8_amax(weight: StoredWeight, bound: float) -> float:
-    """The amax that one fp8 scale is made for. An encoding's bound is loose: its values are looked at."""
-    return bound if weight.encoding is None else max(part.abs().max().item() for _, part in weight.parts())
+    """Return the amax that one fp8 scale is made for. The bound of one that is coded is loose: its values are looked at."""
+    return bound if weight.coded is None else max(part.abs().max().item() for _, part in weight.parts())
 
 
-def _fp8(weight: StoredWeight, dtype: torch.dtype, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _fp8(weight: StoredWeight, dtype: torch.dtype, bound: float) -> tuple[torch.Tensor, torch.Tensor]:
     if (unchanged := _as_it_is(weight, dtype)) is not None:
         return unchanged
-    if weight.granularity == "none" and weight.encoding is None:
+    largest = _fp8_amax(weight, bound)
+    if weight.plain:
         quantized = quantize(weight.data, dtype, largest)
         return quantized.data, quantized.scale
-    data, largest = torch.empty(weight.shape, dtype=dtype), _fp8_amax(weight, largest)
+    data = torch.empty(weight.shape, dtype=dtype)
     target = weight.matrix(data)
     for rows, part in weight.parts():
         quantized = quantize(part, dtype, largest)
@@ -228,24 +229,25 @@ def _fp8(weight: StoredWeight, dtype: torch.dtype, largest: float) -> tuple[torc
 
 def _as_it_is(weight: StoredWeight, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Data and scale of a weight that is in fp8 ``dtype`` with one scale, or in its fnuz sibling; None for others."""
-    if weight.encoding is not None or weight.granularity not in ("none", "tensor"):
+    if not _stays(weight, dtype):
         return None
-    scale = torch.tensor(1.0) if weight.scale is None else weight.scale
-    if weight.data.dtype == dtype:
-        return weight.data, scale
-    if _OF_FNUZ.get(name_of(weight.data.dtype)) == name_of(dtype):
-        # The values of an fnuz format fit its sibling with the same scale; only its last subnormal bit is lost.
-        return weight.data.to(dtype), scale
-    return None
+    # The values of an fnuz format fit its sibling with the same scale; only its last subnormal bit is lost.
+    return weight.data.to(dtype), torch.tensor(1.0) if weight.scale is None else weight.scale
 
 
-def specs_of(weight: StoredWeight, plan: StoragePlan) -> list[TensorSpec]:
+def _stays(weight: StoredWeight, dtype: torch.dtype) -> bool:
+    """Tell whether a weight is in fp8 ``dtype`` with one scale, or in its fnuz sibling."""
+    own = OF_FNUZ.get(name_of(weight.data.dtype), name_of(weight.data.dtype))
+    return weight.coded is None and weight.granularity in ("none", "tensor") and own == name_of(dtype) != "int8"
+
+
+def specs_of(weight: StoredWeight, storage: str) -> list[TensorSpec]:
     """The tensors that :func:`tensors_of` will give, without making them."""
     tensors = {weight.name: weight.data, **weight.auxiliary}
-    if plan.storage != AS_FILE:
-        dtype = dtype_named(plan.storage)
+    if storage != AS_FILE:
+        dtype = dtype_named(storage)
         tensors = {weight.name: torch.empty(weight.shape, dtype=dtype, device="meta")}
-        if plan.storage in QUANTIZED_NAMES:
-            scale = torch.empty((weight.shape[0], 1) if plan.storage == "int8" else (), device="meta")
+        if storage in QUANTIZED_NAMES:
+            scale = torch.empty((weight.shape[0], 1) if storage == "int8" else (), device="meta")
             tensors |= {f"{weight.layer}.weight_scale": scale, **_beside_quantized(weight, dtype)}
     return [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]

@@ -5,42 +5,35 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from ..dtypes import QUANTIZED_NAMES
 from ..errors import CheckpointError
 from ..files.safetensors_file import write_safetensors
-from .card import Card, Origin
-from .checkpoint import Checkpoint, StoredWeight, looks_like_scale
-from .comfy_format import AS_FILE, StoragePlan, finite_bound, plan_weight, specs_of, tensors_of
+from .checkpoint import Checkpoint, StoredWeight
+from .comfy_format import WeightPlan, finite_bound, tensors_of
 
 MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")
 
 
 def state_dict(
-    checkpoint: Checkpoint,
-    storages: Mapping[str, str],
-    progress: Callable[[int], None] | None = None,
-    plans: Mapping[str, StoragePlan] | None = None,
-) -> tuple[dict[str, torch.Tensor], list[tuple[str, str]]]:
-    """The checkpoint in ComfyUI's format, made weight by weight; and (tensor, note) where it is not stored as asked.
+    checkpoint: Checkpoint, plans: Mapping[str, WeightPlan], progress: Callable[[int], None] | None = None
+) -> dict[str, torch.Tensor]:
+    """Make the tensors of a checkpoint in ComfyUI's format, weight by weight, as they are planned.
 
     Weights that do not change stay views of the file; every weight is checked for NaN and Inf.
 
     Args:
-        storages: full layer name (without ``.weight``) -> storage; other tensors stay as in the file.
+        plans: tensor name -> plan, for every weight.
         progress: called with the bytes of the file just dealt with.
-        plans: what :func:`plan_weights` made of ``storages``, where it was asked already.
+
+    Raises:
+        NonFiniteWeight: a weight holds NaN or Inf.
     """
-    plans = plans or plan_weights(checkpoint.weights, storages, checkpoint.path)
-    result, notes = {}, []
+    result = {}
     for name, weight in checkpoint.weights.items():
-        plan = plans[name]
-        result.update(tensors_of(weight, plan, checkpoint.path))
-        if plan.note:
-            notes.append((name, plan.note))
+        result.update(tensors_of(weight, plans[name].storage, checkpoint.path))
         if progress:
             progress(weight.data.nbytes)
-    return result, notes
+    return result
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], path) -> None:
@@ -49,54 +42,31 @@ def check_finite(tensors: Mapping[str, torch.Tensor], path) -> None:
         finite_bound(StoredWeight(name, tensor), path)
 
 
-def storage_to_make(weight: StoredWeight, wanted: str) -> str:
-    """``wanted``, or ``as_file`` from one 16- or 32-bit dtype to another: ComfyUI casts as it loads, with no second copy."""
-    return wanted if wanted in QUANTIZED_NAMES or weight.scale is not None or weight.quantized else AS_FILE
-
-
 def write_weights(
     target: str | os.PathLike,
     weights: Mapping[str, StoredWeight],
-    storages: Mapping[str, str],
+    plans: Mapping[str, WeightPlan],
     metadata: dict[str, str],
-    progress: Callable[[int], None] | None,
-    origin: str | os.PathLike,
-    release: Callable[[str], None] = lambda name: None,
-    made_from: Origin | None = None,
-) -> dict[str, StoragePlan]:
-    """Write weights to a file in ComfyUI's format, one at a time; each is asked for twice, first for its size.
+    path,
+    done: Callable[[str, int], None] = lambda name, size: None,
+) -> None:
+    """Write weights to a file in ComfyUI's format as they are planned, making one at a time.
 
     Args:
-        storages: full layer name -> storage; other tensors stay as they are.
-        origin: what errors name as the place of a bad weight.
-        release: called with the name of a weight that is written.
-        made_from: what the card in the file's metadata tells of its making.
-
-    Returns:
-        What each weight was stored in.
+        path: what errors name as the place of a bad weight.
+        done: called with the name of each weight that is written, and the bytes it had.
 
     Raises:
         NonFiniteWeight: a weight holds NaN or Inf.
         CheckpointError: the target cannot be written.
     """
-    plans, specs, card = {}, [], Card(made_from or Origin())
-    for weight, plan in _planned(weights, storages, origin):
-        plans[weight.name] = plan
-        specs += specs_of(weight, plan)
-        card.count(weight, plan)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in weights.items():
-            made = tensors_of(weight, plans[name], origin)
-            card.measure(weight, plans[name].storage, made)
-            yield from made.items()
-            del made  # before the next one is made
-            release(name)
-            if progress:
-                progress(weight.data.nbytes)
+            yield from tensors_of(weight, plans[name].storage, path).items()
+            done(name, weight.data.nbytes)
 
-    write_safetensors(target, specs, tensors(), metadata | card.metadata(), lambda: metadata | card.metadata())
-    return plans
+    write_safetensors(target, [spec for plan in plans.values() for spec in plan.specs], tensors(), metadata)
 
 
 def model_prefix(checkpoint: Checkpoint) -> str:
@@ -117,22 +87,3 @@ def refuse_lora(checkpoint: Checkpoint) -> None:
     name = next((name for name in checkpoint.weights if "lora_" in name), None)
     if name is not None:
         raise CheckpointError(checkpoint.path, "a LoRA, which is applied in 16 bit", name, "Convert the model instead.")
-
-
-def plan_weights(weights: Mapping[str, StoredWeight], storages: Mapping[str, str], path) -> dict[str, StoragePlan]:
-    """Decide what each weight will be stored in, by tensor name; looks into the data only where the answer depends on it.
-
-    Args:
-        storages: full layer name (without ``.weight``) -> storage; other tensors stay as they are.
-    """
-    return {weight.name: plan for weight, plan in _planned(weights, storages, path)}
-
-
-def _planned(weights: Mapping[str, StoredWeight], storages: Mapping[str, str], path) -> Iterator[tuple[StoredWeight, StoragePlan]]:
-    """Every weight and what it will be stored in; 16 bit where a tensor beside it would be taken for its scale."""
-    beside_scales = {name.rpartition(".")[0] for name in weights if looks_like_scale(name)}
-    for weight in weights.values():
-        plan = plan_weight(weight, storages.get(weight.layer, AS_FILE), path)
-        if plan.storage in QUANTIZED_NAMES and not weight.quantized and weight.layer in beside_scales:
-            plan = StoragePlan("bf16" if weight.scale is not None else AS_FILE, "a tensor beside it is named like a scale")
-        yield weight, plan

@@ -72,7 +72,17 @@ class ComputePlan:
     @property
     def weight_dtype(self) -> str:
         """The dtype that weights which are not quantized are best kept in."""
-        return "fp16" if self.is_safe else self.choice.used
+        return weight_dtype_of(self.choice.used)
+
+
+def weight_dtype_of(compute: str) -> str:
+    """Name the dtype that weights which are not quantized are best kept in for a resolved compute option."""
+    return "fp16" if compute == SAFE else compute
+
+
+def choose_compute(facts: ModelFacts, device: Device, compute: str) -> Choice:
+    """Resolve ``compute`` for a model as a whole, without its layers."""
+    return _choose(facts, device, compute)[0]
 
 
 def plan_compute(

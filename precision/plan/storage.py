@@ -9,18 +9,26 @@ from ..formats.comfy_format import can_be_quantized
 from ..formats.int8 import why_not_int8
 from ..text import size_text
 from .choice import Choice, frozen
-from .compute import ComputePlan, plan_compute, rules_without_effect
+from .compute import SAFE, ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype_of
 from .facts import LayerSpec, ModelFacts
 from .rules import TEXT_ENCODER_RULES, Rules
 
 
 @dataclass(frozen=True)
 class StorageDecision:
-    """``storage``: a storage name or ``as_file``; ``kept``: the rules or the format kept it from 8 bits."""
+    """What a layer's weight is to be stored in.
+
+    Attributes:
+        storage: a storage name or ``as_file``.
+        reason: why that is not what was asked for the whole model; empty where it is.
+        kept: the rules or the format kept it from 8 bits.
+        quantizable: ComfyUI can hold it quantized.
+    """
 
     storage: str
     reason: str
     kept: bool = False
+    quantizable: bool = True
 
 
 @dataclass(frozen=True)
@@ -36,21 +44,33 @@ class LoadPlan:
 def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Mapping[str, StorageDecision]:
     """Decide the storage of each layer, by name, for a model that is asked to be stored in ``storage``."""
     rules = rules.on(layers)
-    return frozen({layer.name: _decide_storage(layer, storage, rules) for layer in layers})
+    return frozen({layer.name: decide_layer(layer, storage, rules) for layer in layers})
 
 
-def _decide_storage(layer: LayerSpec, storage: str, rules: Rules) -> StorageDecision:
+def decide_layer(layer: LayerSpec, storage: str, rules: Rules) -> StorageDecision:
+    """Decide what a layer is stored in by its name, its class and its weight's shape, and say why."""
     found = rules.setting("storage", layer.name, layer.cls)
     if found and found[1].preset and storage not in QUANTIZED_NAMES:
         found = None  # presets guard layers against 8 bits only
     wanted, reason = (found[0], found[1].reason or str(found[1])) if found else (storage, "")
-    if wanted in QUANTIZED_NAMES and not can_be_quantized(layer.cls, len(layer.shape)):
-        kind = "fp8" if wanted in FP8_NAMES else wanted
-        return StorageDecision("as_file", f"{layer.cls}: only Linear weights are held in {kind}", kept=len(layer.shape) > 1)
-    if wanted == "int8" and (why := why_not_int8(layer.shape[1])):
-        return StorageDecision("as_file", why, kept=True)
-    kept = storage in QUANTIZED_NAMES and wanted not in QUANTIZED_NAMES and len(layer.shape) > 1
-    return StorageDecision(wanted, reason, kept=kept)
+    matrix, quantizable = len(layer.shape) > 1, can_be_quantized(layer.cls, len(layer.shape))
+    if wanted in QUANTIZED_NAMES and (why := why_not_quantized(wanted, layer.shape, layer.cls)):
+        return StorageDecision("as_file", why, matrix, quantizable)
+    kept = storage in QUANTIZED_NAMES and wanted not in QUANTIZED_NAMES and matrix
+    return StorageDecision(wanted, reason, kept, quantizable)
+
+
+def why_not_quantized(storage: str, shape: Sequence[int], cls: str = "") -> str:
+    """Say why a weight cannot be stored in fp8 or int8; "" where it can be.
+
+    Args:
+        shape: of the weight.
+        cls: the class of its layer; empty where a file alone tells of it.
+    """
+    kind = "fp8" if storage in FP8_NAMES else storage
+    if not can_be_quantized(cls or "Linear", len(shape)):
+        return f"{cls}: only Linear weights are held in {kind}" if cls else f"ComfyUI holds only the weights of Linear layers in {kind}"
+    return why_not_int8(shape[1]) if storage == "int8" else ""
 
 
 def plan_load(
@@ -60,8 +80,8 @@ def plan_load(
 
     ``free_device_bytes``: memory left on the device, None where weights live in host memory anyway.
     """
-    base = plan_compute(facts, device, compute, Rules())
-    choice = _choose_storage(facts, device, storage, base, free_device_bytes)
+    computed = choose_compute(facts, device, compute)
+    choice = _choose_storage(facts, device, storage, computed, free_device_bytes)
     decisions = plan_storage(facts.layers, choice.used, rules)
     storages = {name: facts.file_dtype if d.storage == "as_file" else d.storage for name, d in decisions.items()}
     storages |= facts.formats
@@ -86,15 +106,13 @@ def plan_text_encoder(
     return choice, plan_storage(layers, choice.used, Rules(presets=TEXT_ENCODER_RULES))
 
 
-def _choose_storage(
-    facts: ModelFacts, device: Device, storage: str, compute: ComputePlan, free_device_bytes: int | None
-) -> Choice:
+def _choose_storage(facts: ModelFacts, device: Device, storage: str, compute: Choice, free_device_bytes: int | None) -> Choice:
     if storage != "auto":
         return Choice(storage, storage)
-    used, reason = auto_storage(device, 2 * facts.parameters, facts.file_dtype, free_device_bytes, compute.choice.requested)
-    enough = compute.weight_dtype
+    used, reason = auto_storage(device, 2 * facts.parameters, facts.file_dtype, free_device_bytes, compute.requested)
+    enough = weight_dtype_of(compute.used)
     if used == "as_file" and facts.file_dtype == "fp32" and enough != "fp32":
-        used, reason = enough, f"an fp32 file computed in {compute.choice.used} needs no more than {enough}"
-    if used == "as_file" and facts.file_dtype == "bf16" and compute.is_safe:
-        used, reason = enough, f"{compute.choice.used} multiplies in {enough}: converted once, not at every step"
+        used, reason = enough, f"an fp32 file computed in {compute.used} needs no more than {enough}"
+    if used == "as_file" and facts.file_dtype == "bf16" and compute.used == SAFE:
+        used, reason = enough, f"{compute.used} multiplies in {enough}: converted once, not at every step"
     return Choice(storage, used, reason)

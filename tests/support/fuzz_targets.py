@@ -20,12 +20,12 @@ from halfsafe.precision.dtypes import STORAGE_OPTIONS
 from halfsafe.precision.errors import CheckpointError, HalfsafeError, RuleError
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
-from halfsafe.precision.formats.comfy_state import state_dict
 from halfsafe.precision.plan.presets import PRESETS
 from halfsafe.precision.plan.rules import parse, rules_from
 from halfsafe.precision.report.report_chart import chart
 from halfsafe.precision.report.schema import GuardEvent, KeptHigh, LayerReport, Report, WithoutEffect
 from support.measures import relative_error
+from support.storing import in_storages
 
 from . import mutations
 
@@ -100,7 +100,7 @@ def _same_in_memory(path: Path, target: Path, storage: str, rules) -> None:
     file, written = open_checkpoint(path), open_checkpoint(target)
     checkpoint = read_checkpoint(file, file.metadata, path)
     wanted = {name: decision.storage for name, decision in decide(checkpoint, storage, rules).items()}
-    tensors, _ = state_dict(checkpoint, wanted)
+    tensors, _ = in_storages(checkpoint, wanted)
     if set(tensors) != set(written):
         raise Wrong(f"in memory and in the file: {set(tensors) ^ set(written)}")
     for name, tensor in tensors.items():

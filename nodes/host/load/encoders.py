@@ -11,26 +11,26 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import comfy.model_management
+import comfy.quant_ops
 import comfy.sd
 import comfy.utils
 import nodes
 import torch
 
-from ....precision.devices.memory import require_memory
 from ....precision.dtypes import QUANTIZED_NAMES, dtype_named, name_of
 from ....precision.errors import CheckpointError
 from ....precision.formats import comfy_state
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.plan.choice import ATTACHMENT, Choice, LoadRecord
 from ....precision.plan.facts import file_dtype, layer_specs
-from ....precision.plan.held import weight_bytes
 from ....precision.plan.storage import plan_text_encoder
+from ....precision.plan.weights import plan_encoder
 from ..lora.beside import keep_low_rank_beside
 from ..run.modules import ask_for_plain_products
 from .detection import dequantized_tensors, detect_model, stored_tensors
 from .devices import free_host_memory
 from .files import check_quantized_shapes, embedding_folders, of_fitting_shapes, open_model
-from .progress import byte_progress
+from .tensors import load_tensors
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -124,13 +124,10 @@ def _converted(checkpoint: Checkpoint, storage: str) -> tuple[dict[str, torch.Te
     choice, decisions = plan_text_encoder(
         layer_specs(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free_host_memory()
     )
-    weights = (weight for weight in checkpoint.weights.values() if weight.layer in decisions)
-    storages = {weight.layer: comfy_state.storage_to_make(weight, decisions[weight.layer].storage) for weight in weights}
-    plans = comfy_state.plan_weights(checkpoint.weights, storages, checkpoint.path)
-    made = {name: plan.storage for name, plan in plans.items()}
-    held = default if choice.used in (*QUANTIZED_NAMES, "as_file") else choice.used
-    require_memory(weight_bytes(checkpoint.weights, made, held), f"Loading {checkpoint.path}", free_host_memory())
-    tensors, _ = comfy_state.state_dict(checkpoint, storages, byte_progress(checkpoint.weights.values()), plans)
+    planned = plan_encoder(checkpoint, choice, decisions, default, comfy.quant_ops.QUANT_ALGOS)
+    for note in planned.notes:
+        logger.info("Halfsafe: %s: %s", checkpoint.path, note)
+    tensors = load_tensors(checkpoint, planned)
     return {**tensors, **_missing_projections(tensors)}, choice
 
 

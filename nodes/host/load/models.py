@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -13,23 +13,19 @@ import comfy.quant_ops
 import comfy.sd
 import torch
 
-from ....precision.devices.memory import require_memory
-from ....precision.dtypes import FP8_DTYPES, QUANTIZED_NAMES, dtype_named
+from ....precision.dtypes import dtype_named
 from ....precision.errors import CheckpointError
-from ....precision.formats import comfy_state
-from ....precision.formats.checkpoint import Checkpoint, StoredWeight
-from ....precision.formats.comfy_format import can_be_quantized, exceeds_fp16
-from ....precision.formats.registry import FORMATS
+from ....precision.formats.checkpoint import Checkpoint
 from ....precision.plan.choice import ATTACHMENT, LoadRecord, frozen
-from ....precision.plan.held import held_dtype, unpacked_dtype, weight_bytes
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
+from ....precision.plan.weights import plan_model
 from ..lora.beside import keep_low_rank_beside
 from ..run.compute import set_compute
 from .detection import Detected, detect_model
-from .devices import compute_device, current_device, free_device_memory, free_host_memory
+from .devices import compute_device, current_device, free_device_memory
 from .files import check_quantized_shapes, of_fitting_shapes, open_model
-from .progress import byte_progress
+from .tensors import load_tensors
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -88,53 +84,21 @@ class PreparedLoad:
     plan: LoadPlan
     tensors: dict[str, torch.Tensor]
     dtype: torch.dtype
-    notes: list[str]
+    notes: Sequence[str]
 
 
 def prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> PreparedLoad:
+    """Plan a model and make its tensors.
+
+    Raises:
+        NonFiniteWeight: a weight holds NaN or Inf.
+        MemoryShortage: the weights do not fit into the host's memory.
+    """
     device, checkpoint = current_device(), detected.checkpoint
     free = None if device.simulated else free_device_memory()
     plan = plan_load(detected.facts, device, storage, compute, rules, free)
-    storages = _storages(detected, plan)
-    plans = comfy_state.plan_weights(checkpoint.weights, storages, checkpoint.path)
-    inside = {name: weight for name, weight in checkpoint.weights.items() if name.startswith(detected.prefix)}
-    made = {name: plans[name].storage for name in inside}
-    held = held_dtype(inside, made, plan)
-    require_memory(weight_bytes(inside, made, held), f"Loading {checkpoint.path}", free_host_memory())
-    kept = (weight for name, weight in inside.items() if made[name] not in QUANTIZED_NAMES and not weight.encoding)
-    if held == "fp16" and any(exceeds_fp16(weight, checkpoint.path) for weight in kept):
-        held = "bf16"
-    tensors, otherwise = comfy_state.state_dict(checkpoint, storages, byte_progress(checkpoint.weights.values()), plans)
-    notes = [*_too_new_notes(detected, plan), *(f"{name}: {note}" for name, note in otherwise)]
-    return PreparedLoad(plan, tensors, dtype_named(held), notes)
-
-
-def _storages(detected: Detected, plan: LoadPlan) -> dict[str, str]:
-    """Choose the storage of each weight in the file; those in fp8 that ComfyUI cannot hold go to 16 bit."""
-    quantizable = {layer.name for layer in detected.facts.layers if can_be_quantized(layer.cls, len(layer.shape))}
-
-    def storage(name: str, weight: StoredWeight) -> str:
-        layer = detected.layer_names.get(name, "")
-        wanted = plan.decisions[layer].storage if layer in plan.decisions else "as_file"
-        if weight.encoding is None and weight.data.dtype in FP8_DTYPES:
-            return wanted if layer in quantizable or not name.startswith(detected.prefix) else unpacked_dtype(plan)
-        if wanted == "as_file" and _too_new(weight):
-            return unpacked_dtype(plan)
-        return comfy_state.storage_to_make(weight, wanted)
-
-    return {weight.layer: storage(name, weight) for name, weight in detected.checkpoint.weights.items()}
-
-
-def _too_new(weight: StoredWeight) -> str:
-    """The format of a weight that this ComfyUI does not have, whose own loader fails on it with a KeyError; or ""."""
-    declared = "" if weight.encoding is None else weight.encoding.format
-    return "" if declared in comfy.quant_ops.QUANT_ALGOS else declared
-
-
-def _too_new_notes(detected: Detected, plan: LoadPlan) -> list[str]:
-    counts = Counter(_too_new(weight) for weight in detected.checkpoint.weights.values())
-    unpacked = f"were unpacked to {unpacked_dtype(plan)}"
-    return [f"{n} layers in {name}, which ComfyUI has from {FORMATS[name].since} on, {unpacked}." for name, n in counts.items() if name]
+    weights = plan_model(checkpoint, plan, detected.layer_names, detected.prefix, comfy.quant_ops.QUANT_ALGOS)
+    return PreparedLoad(plan, load_tensors(checkpoint, weights), dtype_named(weights.dtype), weights.notes)
 
 
 def quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:

@@ -13,11 +13,12 @@ import torch
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.errors import HalfsafeError
 from ....precision.formats import comfy_state
-from ....precision.formats.card import Origin
+from ....precision.formats.card import Provenance, card_entry
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
 from ....precision.plan.facts import LayerSpec
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import plan_storage
+from ....precision.plan.weights import plan_weights
 from ..facts.layers import modules_of
 from .files import output_path
 from .identity import difference, marks_of, metadata_of, source_of_model
@@ -84,13 +85,16 @@ def save_model(
     path, name = output_path(filename_prefix)
     weights = LiveWeights(patcher)
     decisions = plan_storage(_layers(patcher, weights), "as_file" if storage == "auto" else storage, rules)
-    storages = {layer: decision.storage for layer, decision in decisions.items()}
+    plans = plan_weights(weights, {f"{layer}.weight": decision.storage for layer, decision in decisions.items()}, name)
     metadata = metadata_of(patcher, prompt, extra)
     if changed := difference(patcher, weights.stored, metadata):
         logger.warning("Halfsafe: %s: ComfyUI will load this file as another model: %s", name, changed)
     patched = sum(name.startswith(PREFIX) for name in patcher.patches)
-    origin = Origin(source_of_model(patcher), storage, rules.names, [str(rule) for rule in rules.own], patched)
-    comfy_state.write_weights(path, weights, storages, metadata, byte_progress(weights.stored.values()), name, made_from=origin)
+    lines = [str(rule) for rule in rules.own]
+    provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched)
+    progress = byte_progress(weights.stored.values())
+    metadata |= card_entry(provenance, plans.values())
+    comfy_state.write_weights(path, weights, plans, metadata, name, lambda _, size: progress(size))
     return name
 
 

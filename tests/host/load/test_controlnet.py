@@ -200,9 +200,9 @@ def test_other_files_are_refused_by_name(comfy, control_file, models_dir, wan):
 
 
 def test_a_file_that_does_not_fit_is_refused_before_it_is_read(comfy, control_file, monkeypatch):
-    from halfsafe.nodes.host.load import models
+    from halfsafe.nodes.host.load import tensors
 
-    monkeypatch.setattr(models, "free_host_memory", lambda: 1000)
+    monkeypatch.setattr(tensors, "free_host_memory", lambda: 1000)
     with pytest.raises(MemoryShortage, match="sd15.safetensors"):
         load(comfy, control_file("sd15"))
 

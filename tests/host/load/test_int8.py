@@ -7,12 +7,12 @@ import pytest
 import torch
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
-from halfsafe.precision.formats.comfy_state import state_dict
 from safetensors.torch import load_file, save_file
 from support import model_files
 from support.denoise import denoise
 from support.families import stock
 from support.measures import relative_error
+from support.storing import in_storages
 
 QUANTIZED = comfy.quant_ops.QuantizedTensor
 
@@ -26,7 +26,7 @@ def folder(models_dir):
 def ours(wan, folder):
     file = open_checkpoint(wan)
     checkpoint = read_checkpoint(file, file.metadata, wan)
-    tensors, notes = state_dict(checkpoint, dict.fromkeys(model_files.WAN_LINEARS, "int8"))
+    tensors, notes = in_storages(checkpoint, dict.fromkeys(model_files.WAN_LINEARS, "int8"))
     assert not notes
     save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "int8.safetensors")
     return folder / "int8.safetensors"

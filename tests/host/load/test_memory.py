@@ -24,11 +24,10 @@ def profile(monkeypatch):
 @pytest.fixture
 def said(monkeypatch):
     """The bytes each load said it needs, in order."""
-    from halfsafe.nodes.host.load import encoders, models
+    from halfsafe.nodes.host.load import tensors
 
     asked = []
-    for module in (models, encoders):
-        monkeypatch.setattr(module, "require_memory", lambda needed, what, free: asked.append(needed))
+    monkeypatch.setattr(tensors, "require_memory", lambda needed, what, free: asked.append(needed))
     return asked
 
 

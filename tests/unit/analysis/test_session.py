@@ -13,7 +13,6 @@ from halfsafe.precision.analysis.layer_error import crest_factor, output_error, 
 from halfsafe.precision.analysis.search import Search, group_of, power
 from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
-from halfsafe.precision.formats.comfy_format import plan_weight, tensors_of
 from halfsafe.precision.formats.quantize import dequantize, quantize
 from halfsafe.precision.plan.rules import compile_pattern, parse, rules_from
 from hypothesis import given, settings
@@ -21,6 +20,7 @@ from hypothesis import strategies as st
 from support.broken_arithmetic import NoFloat64
 from support.measures import relative_error
 from support.plain_weights import plain_weights
+from support.storing import tensors_in
 
 FP8 = Candidate("fp8_e4m3fn")
 OUTLIER = 2.0**17
@@ -130,7 +130,7 @@ def test_the_weight_is_that_of_the_packs_own_quantizer():
 
 def test_int8_is_that_of_the_packs_own_files_and_products_cost_the_inputs_error_too():
     stored = StoredWeight("a.weight", normal(48, 128))
-    held = read_checkpoint(tensors_of(stored, plan_weight(stored, "int8", "m"), "m"), {}, "m").weights["a.weight"]
+    held = read_checkpoint(tensors_in(stored, "int8"), {}, "m").weights["a.weight"]
     weights, products = Candidate("int8", products=False), Candidate("int8")
     assert torch.equal(weights.weight(stored.data), held.dequantize(torch.float32))
     layer, x = torch.nn.Linear(128, 48), normal(64, 128, seed=1)

@@ -11,7 +11,8 @@ from halfsafe.precision.commands.file_text import inspection_text
 from halfsafe.precision.commands.inspect import inspect_file
 from halfsafe.precision.files.fingerprint import fingerprint
 from halfsafe.precision.files.safetensors_file import open_checkpoint
-from halfsafe.precision.formats.card import HALFSAFE
+from halfsafe.precision.formats import card
+from halfsafe.precision.formats.card import pack_version
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.metadata import CARD_KEY
 from halfsafe.precision.plan.rules import rules_from
@@ -42,7 +43,7 @@ def test_the_card_tells_how_a_file_was_made(tmp_path):
     number = card["source"].pop("sha256_of_header_and_4096_bytes_of_each_tensor")
     assert number == fingerprint(open_checkpoint(source)) and len(number) == 64
     assert card == {
-        "halfsafe": HALFSAFE,
+        "halfsafe": pack_version(),
         "needs_comfyui": "0.27.0",
         "asked_storage": "fp8_e4m3fn",
         "weights": {"bf16": 1, "fp16": 1, "fp32": 1, "fp8_e4m3fn": 1, "int8": 1},
@@ -108,6 +109,11 @@ def test_inspect_takes_any_text_where_a_card_may_be(tmp_path, text):
     assert "\x1b" not in inspection_text(inspect_file(tmp_path / "a.safetensors"))
 
 
-def test_the_cards_version_is_the_packs():
+def test_the_version_is_that_of_the_packs_folder_and_else_of_the_installed_package(monkeypatch, tmp_path):
     project = (Path(__file__).absolute().parents[3] / "pyproject.toml").read_text(encoding="utf-8")
-    assert f'version = "{HALFSAFE}"' in project
+    assert f'\nversion = "{pack_version()}"\n' in project
+    pack_version.cache_clear()
+    monkeypatch.setattr(card, "__file__", str(tmp_path / "halfsafe" / "precision" / "formats" / "card.py"))
+    monkeypatch.setattr(card, "version", {"halfsafe": "7.0"}.get)
+    assert pack_version() == "7.0"
+    pack_version.cache_clear()

@@ -15,13 +15,15 @@ from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
-from halfsafe.precision.formats.comfy_state import state_dict, storage_to_make
 from halfsafe.precision.formats.metadata import CARD_KEY
+from halfsafe.precision.formats.registry import FORMATS
 from halfsafe.precision.plan.rules import rules_from
+from halfsafe.precision.plan.weights import Memory, plan_weights
 from safetensors.torch import load_file, save_file
 from support import dialects
 from support.dialects import E4M3, E5M2
 from support.measures import relative_error
+from support.storing import in_storages
 
 ROOT = Path(__file__).resolve().parents[3]
 LAYER = "blocks.0.ffn.0"
@@ -72,7 +74,7 @@ def test_file_and_memory_give_the_same(tmp_path):
     convert_file(source, tmp_path / "out.safetensors", "fp8_e4m3fn", NO_RULES)
     file = open_checkpoint(source)
     wanted = dict.fromkeys(["blocks.0.ffn.0", "blocks.0.ffn.2", "time_embedding.0"], "fp8_e4m3fn")
-    in_memory, _ = state_dict(read_checkpoint(file, file.metadata, source), wanted)
+    in_memory, _ = in_storages(read_checkpoint(file, file.metadata, source), wanted)
     on_disk = load_file(tmp_path / "out.safetensors")
     assert set(in_memory) == set(on_disk)
     assert all(torch.equal(on_disk[name].float(), tensor.float()) for name, tensor in in_memory.items())
@@ -334,4 +336,5 @@ def test_scan_remarks_on_zero_weights_and_rows_in_range(tmp_path):
 )
 def test_what_comfyui_casts_itself_is_not_made_twice(dtype, scale, wanted, made):
     weight = StoredWeight("a.weight", torch.zeros(4, 4, dtype=dtype), scale, "none" if scale is None else "tensor")
-    assert storage_to_make(weight, wanted) == made
+    plan = plan_weights({"a.weight": weight}, {"a.weight": wanted}, "m", Memory(FORMATS, "bf16"))["a.weight"]
+    assert plan.storage == made

@@ -7,12 +7,11 @@ import torch
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
-from halfsafe.precision.formats.comfy_format import plan_weight, tensors_of
-from halfsafe.precision.formats.comfy_state import state_dict
 from halfsafe.precision.formats.stored_weight import StoredWeight, block_size, granularity_of
 from support import dialects
 from support.dialects import E4M3, E5M2
 from support.measures import relative_error
+from support.storing import in_storages, plan_of, tensors_in
 
 LAYER = "blocks.0.ffn.0"
 WEIGHT = f"{LAYER}.weight"
@@ -31,8 +30,7 @@ def read_dict(tensors, metadata=None):
 
 def stored(weight, storage):
     """What a weight is stored in when asked to be stored in ``storage``, and its tensors."""
-    plan = plan_weight(weight, storage, "model.safetensors")
-    return plan, tensors_of(weight, plan, "model.safetensors")
+    return plan_of(weight, storage), tensors_in(weight, storage)
 
 
 def as_comfyui_reads(tensors, layer):
@@ -138,7 +136,7 @@ def test_reads_every_dialect_at_the_formats_floor(dialect):
 
 def test_gives_comfyuis_format_from_every_dialect(dialect):
     checkpoint, weights, biases, (*_, floor) = dialect
-    tensors, notes = state_dict(checkpoint, dict.fromkeys(weights, "as_file"))
+    tensors, notes = in_storages(checkpoint, dict.fromkeys(weights, "as_file"))
     assert notes == []
     for layer, weight in weights.items():
         assert f"{layer}.comfy_quant" in tensors
@@ -149,7 +147,7 @@ def test_gives_comfyuis_format_from_every_dialect(dialect):
 @pytest.mark.parametrize("storage, dtype", [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)])
 def test_dequantizes_every_dialect(dialect, storage, dtype):
     checkpoint, weights, _, (_, _, floor, _) = dialect
-    tensors, _ = state_dict(checkpoint, dict.fromkeys(weights, storage))
+    tensors, _ = in_storages(checkpoint, dict.fromkeys(weights, storage))
     assert set(tensors) == set(checkpoint.weights)
     for layer, weight in weights.items():
         assert tensors[f"{layer}.weight"].dtype == dtype
@@ -160,7 +158,7 @@ def test_one_scale_and_the_same_fp8_passes_through_byte_for_byte(tmp_path):
     weights, biases = dialects.reference()
     path = dialects.scaled_fp8(tmp_path / "a.safetensors", weights, biases, input_scale=0.25)
     file = open_checkpoint(path)
-    tensors, _ = state_dict(read(path), dict.fromkeys(weights, "fp8_e4m3fn"))
+    tensors, _ = in_storages(read(path), dict.fromkeys(weights, "fp8_e4m3fn"))
     assert torch.equal(tensors[WEIGHT].view(torch.uint8), file[WEIGHT].view(torch.uint8))
     assert torch.equal(tensors[f"{LAYER}.weight_scale"], file[f"{LAYER}.scale_weight"])
     assert tensors[f"{LAYER}.input_scale"].item() == 0.25
@@ -169,14 +167,14 @@ def test_one_scale_and_the_same_fp8_passes_through_byte_for_byte(tmp_path):
 def test_other_fp8_is_requantized(tmp_path):
     weights, biases = dialects.reference()
     path = dialects.comfy_quant(tmp_path / "a.safetensors", weights, biases)
-    tensors, _ = state_dict(read(path), dict.fromkeys(weights, "fp8_e5m2"))
+    tensors, _ = in_storages(read(path), dict.fromkeys(weights, "fp8_e5m2"))
     assert tensors[WEIGHT].dtype == E5M2
     assert relative_error(weights[LAYER], as_comfyui_reads(tensors, LAYER)) < 0.065
 
 
 def test_unscaled_fp8_gets_a_scale_of_one(tmp_path):
     weights, biases = dialects.reference()
-    tensors, _ = state_dict(read(dialects.plain(tmp_path / "a.safetensors", weights, biases, E4M3)), {})
+    tensors, _ = in_storages(read(dialects.plain(tmp_path / "a.safetensors", weights, biases, E4M3)), {})
     assert tensors[f"{LAYER}.weight_scale"].item() == 1.0
 
 
@@ -189,7 +187,7 @@ def test_legacy_marker_has_a_prefix_and_asks_for_full_precision(tmp_path, prefix
     checkpoint = read(path)
     assert not any("scaled_fp8" in name for name in checkpoint.weights)
     assert checkpoint.weights[prefix + WEIGHT].full_precision is full
-    tensors, _ = state_dict(checkpoint, {})
+    tensors, _ = in_storages(checkpoint, {})
     settings = json.loads(tensors[f"{prefix}{LAYER}.comfy_quant"].numpy().tobytes())
     assert settings == {"format": "float8_e4m3fn"} | ({"full_precision_matrix_mult": True} if full else {})
 
@@ -231,7 +229,7 @@ def test_wrong_declared_format_yields_to_the_data(tmp_path):
     path = dialects.comfy_quant(tmp_path / "a.safetensors", weights, biases, E5M2, {"format": "float8_e4m3fn"})
     checkpoint = read(path)
     assert any("float8_e4m3fn" in note for note in checkpoint.notes)
-    tensors, _ = state_dict(checkpoint, {})
+    tensors, _ = in_storages(checkpoint, {})
     assert relative_error(weights[LAYER], as_comfyui_reads(tensors, LAYER)) < E5M2_FLOOR
 
 
@@ -252,11 +250,11 @@ def test_comfyuis_own_formats_pass_untouched_and_are_unpacked_where_asked(tmp_pa
     path = dialects.native(tmp_path / "a.safetensors", weights, biases)
     file, checkpoint = open_checkpoint(path), read(path)
     assert [checkpoint.weights[f"{layer}.weight"].storage for layer in layers] == list(dialects.NATIVE)
-    tensors, notes = state_dict(checkpoint, dict.fromkeys(layers, "as_file"))
+    tensors, notes = in_storages(checkpoint, dict.fromkeys(layers, "as_file"))
     assert notes == [] and set(tensors) == set(file)
     for name, tensor in file.items():
         assert torch.equal(tensors[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), name
-    tensors, notes = state_dict(checkpoint, dict.fromkeys(layers, "bf16"))
+    tensors, notes = in_storages(checkpoint, dict.fromkeys(layers, "bf16"))
     assert notes == [] and all(relative_error(weights[layer], tensors[f"{layer}.weight"]) < 0.25 for layer in layers)
 
 
@@ -264,7 +262,7 @@ def test_int8_with_a_scale_and_no_format_is_dequantized():
     data = torch.randint(-127, 128, (8, 16), dtype=torch.int8)
     scale = torch.rand(8, 1) + 0.1
     checkpoint = read_dict({WEIGHT: data, f"{LAYER}.weight_scale": scale, "ids": torch.zeros(3, dtype=torch.int8)})
-    tensors, _ = state_dict(checkpoint, {})
+    tensors, _ = in_storages(checkpoint, {})
     assert torch.equal(tensors[WEIGHT], (data * scale).bfloat16())
     assert tensors["ids"].dtype == torch.int8
 
@@ -346,7 +344,7 @@ def test_rows_too_far_apart_for_one_scale_stay_in_bf16_with_a_note(storage):
     weight = torch.randn(64, 128) * torch.tensor([1.0, spread]).repeat(32)[:, None]
     data, scale = dialects.per_row(weight)
     plan, tensors = stored(StoredWeight(WEIGHT, data, scale, "row"), storage)
-    assert plan.storage == "bf16" and "64" in plan.note
+    assert plan.storage == "bf16" and "64" in plan.reason
     rows = zip(weight, tensors[WEIGHT], strict=True)
     assert max(relative_error(row, found) for row, found in rows) < 0.04
 
@@ -355,14 +353,14 @@ def test_rows_a_thousand_times_apart_share_one_scale():
     weight = torch.randn(64, 128) * torch.tensor([1.0, 2.0**-10]).repeat(32)[:, None]
     data, scale = dialects.per_row(weight)
     plan, _ = stored(StoredWeight(WEIGHT, data, scale, "row"), "as_file")
-    assert plan.storage == "fp8_e4m3fn" and plan.note is None
+    assert plan.storage == "fp8_e4m3fn" and plan.reason == ""
 
 
 def test_fp16_keeps_what_passes_its_range_in_bf16():
     data = torch.ones(8, 8, dtype=torch.bfloat16)
     data[0, 0] = 70000
     plan, tensors = stored(StoredWeight(WEIGHT, data), "fp16")
-    assert plan.storage == "bf16" and "65504" in plan.note
+    assert plan.storage == "bf16" and "65504" in plan.reason
     assert torch.equal(tensors[WEIGHT], data)
 
 
@@ -370,7 +368,7 @@ def test_fp16_keeps_what_passes_its_range_in_bf16():
 def test_fp8_that_comfyui_cannot_hold_becomes_bf16_exactly(name, shape):
     data = torch.randn(shape).to(E4M3)
     plan, tensors = stored(StoredWeight(name, data), "as_file")
-    assert list(tensors) == [name] and plan.note
+    assert list(tensors) == [name] and plan.reason
     assert torch.equal(tensors[name].float(), data.float())
 
 

@@ -15,7 +15,6 @@ from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
-from halfsafe.precision.formats.comfy_state import state_dict
 from halfsafe.precision.formats.stored_weight import comfy_quant_tensor, granularity_of
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.report.schema import LayerReport, Report
@@ -24,6 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from support import bad_worker, fuzz_targets, mutations
 from support.dialects import E4M3
+from support.storing import in_storages
 
 NO_RULES = rules_from("", "none")
 LAYER = "blocks.0.ffn.0"
@@ -181,7 +181,7 @@ def test_a_weight_beside_a_tensor_named_like_a_scale_stays_in_16_bit(tmp_path, l
     assert inspect_file(out.path).problems == []
     checkpoint = read_checkpoint(open_checkpoint(path), {}, path)
     wanted = {name: decision.storage for name, decision in decide(checkpoint, "fp8_e4m3fn", NO_RULES).items()}
-    assert set(state_dict(checkpoint, wanted)[0]) == set(out)
+    assert set(in_storages(checkpoint, wanted)[0]) == set(out)
 
 
 def test_bare_exponents_are_no_weight_to_quantize(tmp_path):

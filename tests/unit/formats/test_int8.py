@@ -7,11 +7,10 @@ import torch
 from halfsafe.precision.errors import NonFiniteWeight
 from halfsafe.precision.formats import int8, scratch
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
-from halfsafe.precision.formats.comfy_format import plan_weight, specs_of, tensors_of
-from halfsafe.precision.formats.comfy_state import state_dict
 from halfsafe.precision.formats.stored_weight import CHUNK
 from support import dialects
 from support.measures import relative_error
+from support.storing import in_storages, plan_of, tensors_in
 
 kitchen = pytest.importorskip("comfy_kitchen.backends.eager.quantization")
 NAME = "blocks.0.ffn.0.weight"
@@ -24,7 +23,7 @@ def weight_of(shape, std=0.02):
 
 def as_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     stored = StoredWeight(NAME, weight)
-    return {name.rpartition(".")[2]: tensor for name, tensor in tensors_of(stored, plan_weight(stored, "int8", "m"), "m").items()}
+    return {name.rpartition(".")[2]: tensor for name, tensor in tensors_in(stored, "int8").items()}
 
 
 def read(tensors: dict[str, torch.Tensor]) -> StoredWeight:
@@ -98,7 +97,7 @@ def test_int8_is_three_times_closer_than_fp8_at_the_same_size():
     weight = weight_of((256, 3072))
     ours = read(as_int8(weight)).dequantize(torch.float32)
     stored = StoredWeight(NAME, weight)
-    fp8 = read_checkpoint(tensors_of(stored, plan_weight(stored, "fp8_e4m3fn", "m"), "m"), {}, "m").weights[NAME]
+    fp8 = read_checkpoint(tensors_in(stored, "fp8_e4m3fn"), {}, "m").weights[NAME]
     assert 3 * relative_error(weight, ours) < relative_error(weight, fp8.dequantize(torch.float32))
 
 
@@ -126,16 +125,16 @@ def test_values_that_overflow_once_rotated_are_an_error():
 
 
 def test_a_layer_that_no_rotation_fits_is_not_quantized():
-    plan = plan_weight(StoredWeight(NAME, torch.randn(4, 100)), "int8", "m")
-    assert plan.storage == "as_file" and "100" in plan.note
+    plan = plan_of(StoredWeight(NAME, torch.randn(4, 100)), "int8")
+    assert plan.storage == "as_file" and "100" in plan.reason
     data, scale = dialects.per_tensor(torch.randn(4, 100))
-    assert plan_weight(StoredWeight(NAME, data, scale, "tensor"), "int8", "m").storage == "bf16"
+    assert plan_of(StoredWeight(NAME, data, scale, "tensor"), "int8").storage == "bf16"
 
 
 @pytest.mark.parametrize(("name", "shape"), [("conv.weight", (4, 16, 3, 3)), ("norm.weight", (256,)), ("table", (4, 256))])
 def test_what_comfyui_cannot_hold_in_int8_stays(name, shape):
-    plan = plan_weight(StoredWeight(name, torch.randn(shape)), "int8", "m")
-    assert plan.storage == "as_file" and "int8" in plan.note
+    plan = plan_of(StoredWeight(name, torch.randn(shape)), "int8")
+    assert plan.storage == "as_file" and "int8" in plan.reason
 
 
 @pytest.mark.parametrize("source", ["per_tensor", "per_row", "per_block"])
@@ -143,7 +142,7 @@ def test_from_every_fp8_granularity(source):
     weight = weight_of((256, 384))
     data, scale = getattr(dialects, source)(weight)
     stored = read_checkpoint({NAME: data, "blocks.0.ffn.0.weight_scale": scale}, {}, "m")
-    tensors, notes = state_dict(stored, {"blocks.0.ffn.0": "int8"})
+    tensors, notes = in_storages(stored, {"blocks.0.ffn.0": "int8"})
     exact = stored.weights[NAME].dequantize(torch.float32)
     found = read_checkpoint(tensors, {}, "m").weights[NAME]
     assert not notes and found.storage == "int8"
@@ -152,9 +151,8 @@ def test_from_every_fp8_granularity(source):
 
 def test_announced_tensors_are_those_that_are_made():
     stored = StoredWeight(NAME, weight_of((8, 64)))
-    plan = plan_weight(stored, "int8", "m")
-    made = tensors_of(stored, plan, "m")
-    assert [(s.name, s.dtype, s.shape) for s in specs_of(stored, plan)] == [(n, t.dtype, tuple(t.shape)) for n, t in made.items()]
+    made = tensors_in(stored, "int8")
+    assert [(s.name, s.dtype, s.shape) for s in plan_of(stored, "int8").specs] == [(n, t.dtype, tuple(t.shape)) for n, t in made.items()]
 
 
 def test_no_rows_have_no_codes():

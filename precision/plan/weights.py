@@ -1,0 +1,247 @@
+"""What each weight of a model is stored in, why not as asked, and the bytes it takes: in a file, and in memory.
+
+The rules of a user and the modules of a model are asked before, layer by layer (``plan/storage.py``); here every tensor is
+looked at with its scales, its values where they decide, and what holds it afterwards.
+"""
+
+from collections import Counter
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from ..dtypes import FP8_DTYPES, FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, name_of
+from ..formats.checkpoint import Checkpoint, StoredWeight, looks_like_scale
+from ..formats.comfy_format import (
+    AS_FILE,
+    OF_FNUZ,
+    SampledError,
+    WeightPlan,
+    exceeds_fp16,
+    requantization_error,
+    sampled_error,
+    specs_of,
+)
+from ..formats.registry import FORMAT_OF_STORAGE, FORMATS
+from .choice import Choice
+from .facts import most
+from .storage import LoadPlan, StorageDecision, why_not_quantized
+
+REQUANTIZATION_LIMIT = {"fp8_e4m3fn": 0.04, "fp8_e5m2": 0.08}
+BESIDE_SCALE = "a tensor beside it is named like a scale"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a ComfyUI that weights are loaded into can hold.
+
+    Attributes:
+        formats: the names of its quantization formats.
+        unpacked: the dtype for weights that leave 8 bits or fewer because it cannot hold them so.
+        not_linear: the model's tensors that are the weight of no Linear module, which alone holds fp8 with a scale.
+    """
+
+    formats: Container[str]
+    unpacked: str
+    not_linear: Container[str] = ()
+
+    def lacks(self, weight: StoredWeight) -> bool:
+        """Tell whether a weight is in a format that this ComfyUI does not have: its own loader fails on it with a KeyError."""
+        return weight.packed is not None or (weight.encoding is not None and weight.encoding.format not in self.formats)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The weights of a model that will be in memory.
+
+    Attributes:
+        plans: tensor name -> plan, in the order of the file.
+        dtype: of the weights that are not quantized; ComfyUI has one for them all.
+        bytes: what the model takes.
+        notes: formats that were unpacked because ComfyUI lacks them, and what is not stored as asked.
+    """
+
+    plans: Mapping[str, WeightPlan]
+    dtype: str
+    bytes: int
+    notes: tuple[str, ...]
+
+
+def plan_weights(
+    weights: Mapping[str, StoredWeight], asked: Mapping[str, str], path, memory: Memory | None = None, read: bool = True
+) -> dict[str, WeightPlan]:
+    """Decide what each weight is stored in. Reads values only where the answer depends on them.
+
+    Args:
+        asked: tensor name -> storage; the others stay as they are.
+        path: what errors name as the place of a bad weight.
+        memory: what the weights are loaded into; None for a file, which holds every format, and whose card gets errors.
+        read: False to decide by shapes and dtypes alone.
+
+    Raises:
+        NonFiniteWeight: a weight whose values were read holds NaN or Inf.
+    """
+    beside_scales = {name.rpartition(".")[0] for name in weights if looks_like_scale(name)}
+    plans = {}
+    for name, weight in weights.items():
+        storage, reason = _decide(weight, asked.get(name, AS_FILE), path, memory, read)
+        if storage in QUANTIZED_NAMES and not weight.quantized and weight.layer in beside_scales:
+            storage, reason = "bf16" if weight.scale is not None else AS_FILE, BESIDE_SCALE
+        plans[name] = _plan(weight, storage, reason, sampled_error(weight, storage, path) if memory is None else SampledError())
+    return plans
+
+
+def _plan(weight: StoredWeight, storage: str, reason: str, error: SampledError) -> WeightPlan:
+    made = storage != AS_FILE
+    stored = storage if made else weight.storage
+    declared = stored in FORMAT_OF_STORAGE and (made or weight.encoding is not None)
+    return WeightPlan(
+        storage,
+        stored,
+        reason,
+        format=FORMAT_OF_STORAGE[stored].name if declared else "",
+        changes=made and (storage != weight.storage or weight.granularity != "tensor"),
+        specs=tuple(specs_of(weight, storage)),
+        error=error,
+    )
+
+
+def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read: bool) -> tuple[str, str]:
+    """Return what is made of one weight, and why that is not what was asked for."""
+    if weight.data.numel() == 0 or (weight.scale is None and not weight.is_number and weight.coded is None):
+        return AS_FILE, ""
+    storage = _wanted(weight, asked, memory)
+    if storage == AS_FILE or (weight.encoding is not None and storage == weight.storage):
+        return AS_FILE, ""
+    if storage in QUANTIZED_NAMES:
+        return _quantized(weight, storage, path, read)
+    if storage == "fp16" and read and exceeds_fp16(weight, path):
+        return "bf16", f"kept in bf16: values exceed fp16's {FP16_MAX:.0f}"
+    return AS_FILE if storage == weight.storage and weight.scale is None else storage, ""
+
+
+def _wanted(weight: StoredWeight, asked: str, memory: Memory | None) -> str:
+    """Return the storage to make if the weight allows it, or ``as_file``."""
+    if memory is not None:
+        fp8 = weight.coded is None and weight.data.dtype in FP8_DTYPES
+        if (fp8 and weight.name in memory.not_linear) or (asked == AS_FILE and memory.lacks(weight)):
+            return memory.unpacked
+        if asked not in QUANTIZED_NAMES and weight.scale is None and not weight.quantized:
+            return AS_FILE  # ComfyUI casts from one 16- or 32-bit dtype to another as it loads, with no second copy
+    if asked not in ("auto", AS_FILE):
+        return asked
+    if weight.packed is not None:
+        return "bf16"
+    if weight.encoding is not None:
+        return AS_FILE
+    own = name_of(weight.data.dtype)
+    return OF_FNUZ.get(own, "bf16" if own == "int8" else own)
+
+
+def _quantized(weight: StoredWeight, storage: str, path, read: bool) -> tuple[str, str]:
+    why = why_not_quantized(storage, weight.shape if weight.name.endswith(".weight") else ())
+    if why:
+        return "bf16" if weight.quantized else AS_FILE, why
+    many = weight.coded is not None or weight.granularity in ("row", "block") or weight.data.dtype == torch.int8
+    if storage in FP8_NAMES and read and many:
+        error = requantization_error(weight, storage, path)
+        if error > REQUANTIZATION_LIMIT[storage]:
+            scales = weight.storage if weight.scale is None else str(weight.scale.numel())
+            return "bf16", f"kept in bf16: one scale instead of {scales} costs {error:.1%}"
+    return storage, ""
+
+
+def unpacked_dtype(plan: LoadPlan) -> str:
+    """Name the dtype for weights that leave 8 bits or fewer: 16 bit, which holds them, also where fp32 is computed in."""
+    return plan.compute.weight_dtype if dtype_named(plan.compute.weight_dtype).itemsize == 2 else "bf16"
+
+
+def plan_model(
+    checkpoint: Checkpoint, plan: LoadPlan, layers: Mapping[str, str], prefix: str, formats: Container[str], read: bool = True
+) -> MemoryPlan:
+    """Plan the weights of a file whose model, below ``prefix``, will be loaded as ``plan`` says.
+
+    Args:
+        layers: tensor name -> layer of the model, for the weights of layers.
+        formats: the names of ComfyUI's quantization formats.
+        read: as for :func:`plan_weights`.
+    """
+    inside = {name: weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
+    decided = {name: plan.decisions[layers[name]] for name in inside if layers.get(name) in plan.decisions}
+    linear = {name for name, decision in decided.items() if decision.quantizable}
+    memory = Memory(formats, unpacked_dtype(plan), inside.keys() - linear)
+    asked = {name: decision.storage for name, decision in decided.items()}
+    plans = plan_weights(checkpoint.weights, asked, checkpoint.path, memory, read)
+    dtype = common_dtype(inside, plans, plan)
+    if dtype == "fp16" and read and _any_exceeds_fp16(inside, plans, checkpoint.path):
+        dtype = "bf16"
+    return _memory_plan(checkpoint, plans, memory, inside, dtype)
+
+
+def plan_encoder(
+    checkpoint: Checkpoint, choice: Choice, decisions: Mapping[str, StorageDecision], default: str, formats: Container[str]
+) -> MemoryPlan:
+    """Plan the weights of a text encoder's file, by layer as ``decisions`` say.
+
+    Args:
+        choice: the storage of the whole encoder; where that is no dtype, what is not quantized is in ``default``.
+        formats: the names of ComfyUI's quantization formats.
+    """
+    dtype = default if choice.used in (*QUANTIZED_NAMES, AS_FILE) else choice.used
+    memory = Memory(formats, default if dtype_named(default).itemsize == 2 else "bf16")
+    named = ((name, decisions.get(weight.layer)) for name, weight in checkpoint.weights.items())
+    asked = {name: decision.storage for name, decision in named if decision}
+    plans = plan_weights(checkpoint.weights, asked, checkpoint.path, memory)
+    return _memory_plan(checkpoint, plans, memory, checkpoint.weights, dtype)
+
+
+def common_dtype(weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], plan: LoadPlan) -> str:
+    """Name the dtype of the weights that are not quantized; ComfyUI has one for them all.
+
+    A dtype asked for by rules for all layers, or as storage, is that dtype. Beside quantized weights the others are converted
+    to what they are computed in, unless that is wider than they are in the file: ComfyUI casts those at each use.
+    """
+    by_layer = {decision.storage for decision in plan.decisions.values()}
+    for asked in [*(by_layer if len(by_layer) == 1 else ()), plan.storage.used]:
+        if asked not in (AS_FILE, *QUANTIZED_NAMES):
+            return asked
+    sizes: Counter[str] = Counter()
+    for name, weight in weights.items():
+        if weight.is_number and not weight.quantized and plans[name].storage == AS_FILE:
+            sizes[weight.storage] += prod(weight.shape)
+    if not sizes:
+        return unpacked_dtype(plan)
+    own, computed = most(sizes), plan.compute.weight_dtype
+    untouched = plan.storage.used == AS_FILE and not any(_is_quantized(weights[name], plans[name]) for name in weights)
+    return own if untouched or dtype_named(computed).itemsize > dtype_named(own).itemsize else computed
+
+
+def _any_exceeds_fp16(weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], path) -> bool:
+    unquantized = (w for name, w in weights.items() if plans[name].storage not in QUANTIZED_NAMES and w.coded is None)
+    return any(exceeds_fp16(weight, path) for weight in unquantized)
+
+
+def _memory_plan(
+    checkpoint: Checkpoint, plans: dict[str, WeightPlan], memory: Memory, inside: Mapping[str, StoredWeight], dtype: str
+) -> MemoryPlan:
+    weights = checkpoint.weights.values()
+    lacking = Counter(weight.encoding.format for weight in weights if weight.encoding and memory.lacks(weight))
+    unpacked = [
+        f"{count} layers in {name}, which ComfyUI has from {FORMATS[name].since} on, were unpacked to {memory.unpacked}."
+        for name, count in lacking.items()
+    ]
+    otherwise = [f"{name}: {plan.reason}" for name, plan in plans.items() if plan.reason]
+    size = sum(_bytes(weight, plans[name], dtype) for name, weight in inside.items())
+    return MemoryPlan(plans, dtype, size, (*unpacked, *otherwise))
+
+
+def _is_quantized(weight: StoredWeight, plan: WeightPlan) -> bool:
+    return plan.storage in QUANTIZED_NAMES or (plan.storage == AS_FILE and weight.quantized)
+
+
+def _bytes(weight: StoredWeight, plan: WeightPlan, dtype: str) -> int:
+    """Count the bytes of a weight once loaded: ComfyUI casts what is not quantized, and is a number, to ``dtype``."""
+    if _is_quantized(weight, plan) or not (weight.is_number or weight.quantized):
+        return plan.bytes
+    return prod(weight.shape) * dtype_named(dtype).itemsize

@@ -1,0 +1,24 @@
+"""Weights and checkpoints stored as asked, through the plan that decides it."""
+
+import torch
+from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
+from halfsafe.precision.formats.comfy_format import WeightPlan, tensors_of
+from halfsafe.precision.formats.comfy_state import state_dict
+from halfsafe.precision.plan.weights import plan_weights
+
+
+def plan_of(weight: StoredWeight, storage: str) -> WeightPlan:
+    """What one weight is stored in when asked to be stored in ``storage``, as in a file."""
+    return plan_weights({weight.name: weight}, {weight.name: storage}, "m")[weight.name]
+
+
+def tensors_in(weight: StoredWeight, storage: str) -> dict[str, torch.Tensor]:
+    """The tensors of one weight that is asked to be stored in ``storage``."""
+    return tensors_of(weight, plan_of(weight, storage).storage, "m")
+
+
+def in_storages(checkpoint: Checkpoint, storages: dict[str, str]) -> tuple[dict[str, torch.Tensor], list[tuple[str, str]]]:
+    """A checkpoint's tensors, its layers in these storages, and (tensor, why it is not stored as asked)."""
+    asked = {f"{layer}.weight": storage for layer, storage in storages.items()}
+    plans = plan_weights(checkpoint.weights, asked, checkpoint.path)
+    return state_dict(checkpoint, plans), [(name, plan.reason) for name, plan in plans.items() if plan.reason]

@@ -1,0 +1,140 @@
+"""What the weights of a model are stored in once loaded, and the bytes that this takes."""
+
+import pytest
+import torch
+from halfsafe.precision.devices import detect as devices
+from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
+from halfsafe.precision.formats.encoded import encoding_of
+from halfsafe.precision.formats.registry import FORMATS
+from halfsafe.precision.plan.choice import Choice
+from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
+from halfsafe.precision.plan.rules import Rules, rules_from
+from halfsafe.precision.plan.storage import plan_load, plan_storage
+from halfsafe.precision.plan.weights import Memory, plan_encoder, plan_model, plan_weights, unpacked_dtype
+from support import dialects
+
+LAYERS = [
+    LayerSpec("blocks.0.ffn.0", "Linear", (64, 32)),
+    LayerSpec("blocks.0.norm3", "LayerNorm", (32,)),
+    LayerSpec("time_embedding.0", "Linear", (32, 32)),
+    LayerSpec("patch_embedding", "Conv3d", (32, 16, 1, 2, 2)),
+]
+FFN, KEPT = 64 * 32, 32 + 32 * 32 + 32 * 16 * 4
+
+
+def weights(dtype=torch.bfloat16, prefix="", **others):
+    tensors = {f"{layer.name}.weight": torch.zeros(layer.shape, dtype=dtype) for layer in LAYERS}
+    named = {prefix + name: tensor for name, tensor in {**tensors, **others}.items()}
+    return {name: StoredWeight(name, tensor) for name, tensor in named.items()}
+
+
+def plan(storage, compute, file_dtype="bf16", rules="", preset=None):
+    facts = ModelFacts(LAYERS, 10**6, file_dtype, ("bf16", "fp32"))
+    asked = rules_from(rules) if preset is None else rules_from(rules, preset)
+    return plan_load(facts, devices.detect(profile="sm_86"), storage, compute, asked, None)
+
+
+def in_memory(stored, load, prefix="", formats=FORMATS, read=True):
+    names = {f"{prefix}{layer.name}.weight": layer.name for layer in LAYERS}
+    return plan_model(Checkpoint("file", "plain", {}, stored, []), load, names, prefix, formats, read)
+
+
+@pytest.mark.parametrize(
+    ("file", "storage", "compute", "dtype"),
+    [
+        (torch.bfloat16, "fp8_e4m3fn", "fp32", "bf16"),
+        (torch.bfloat16, "fp8_e4m3fn", "fp16", "fp16"),
+        (torch.float16, "int8", "fp32", "fp16"),
+        (torch.float32, "int8", "fp32", "fp32"),
+        (torch.float32, "int8", "bf16", "bf16"),
+        (torch.bfloat16, "as_file", "fp32", "bf16"),
+        (torch.bfloat16, "fp32", "bf16", "fp32"),
+    ],
+)
+def test_what_is_not_quantized_is_no_wider_than_in_the_file_unless_asked(file, storage, compute, dtype):
+    stored = weights(file)
+    assert in_memory(stored, plan(storage, compute)).dtype == dtype
+
+
+@pytest.mark.parametrize(("storage", "rules", "dtype"), [
+    ("auto", "* storage=fp16", "fp16"),
+    ("fp32", "* storage=fp16", "fp16"),
+    ("as_file", "* storage=fp16\nblocks.* storage=as_file", "bf16"),
+    ("fp32", "blocks.* storage=fp16", "fp32"),
+    ("as_file", "* storage=as_file", "bf16"),
+])  # fmt: skip
+def test_a_rule_for_all_layers_names_the_dtype_they_are_held_in(storage, rules, dtype):
+    assert in_memory(weights(), plan(storage, "bf16", rules=rules)).dtype == dtype
+
+
+def test_beside_weights_that_are_quantized_in_the_file_others_are_as_they_are():
+    stored = weights(**{"blocks.0.ffn.0.weight": torch.zeros(64, 32, dtype=torch.float8_e4m3fn)})
+    assert in_memory(stored, plan("as_file", "fp32", "fp8_e4m3fn")).dtype == "bf16"
+
+
+def test_fp8_unpacked_for_fp32_is_16_bit():
+    stored = weights(torch.float8_e4m3fn)
+    assert in_memory(stored, plan("as_file", "fp32", "fp8_e4m3fn")).dtype == unpacked_dtype(plan("as_file", "fp32")) == "bf16"
+
+
+def test_bytes_count_quantized_weights_with_their_scales_and_the_rest_as_they_are_in_memory():
+    stored = weights(position=torch.zeros(5, dtype=torch.int64))
+    scales = in_memory(stored, plan("int8", "bf16")).bytes - (FFN + 2 * KEPT + 40)
+    assert 64 * 4 <= scales < 64 * 4 + 100
+
+
+@pytest.mark.parametrize("read", [True, False])
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_the_bytes_of_a_model_leave_out_the_rest_of_its_file(compute, read):
+    found = in_memory(weights(prefix="net.") | weights(), plan("fp8_e4m3fn", compute), "net.", read=read)
+    assert FFN + 2 * KEPT < found.bytes < FFN + 2 * KEPT + 100
+
+
+def test_a_model_that_would_be_in_fp16_is_in_bf16_where_a_weight_exceeds_it():
+    stored = weights()
+    assert in_memory(stored, plan("as_file", "fp16")).dtype == "bf16" and in_memory(stored, plan("fp8_e4m3fn", "fp16")).dtype == "fp16"
+    stored["time_embedding.0.weight"].data[0, 0] = 1e5
+    assert in_memory(stored, plan("fp8_e4m3fn", "fp16")).dtype == "bf16"
+    assert in_memory(stored, plan("fp8_e4m3fn", "fp16"), read=False).dtype == "fp16"
+
+
+def test_fp8_of_a_layer_that_holds_no_scale_is_unpacked_and_that_of_another_part_of_the_file_stays():
+    stored = weights(torch.float8_e4m3fn, "net.") | weights(torch.float8_e4m3fn)
+    plans = in_memory(stored, plan("as_file", "fp16", "fp8_e4m3fn"), "net.").plans
+    assert {name: plans[name].storage for name in plans if "ffn" in name or "patch" in name} == {
+        "net.blocks.0.ffn.0.weight": "fp8_e4m3fn", "net.patch_embedding.weight": "fp16",
+        "blocks.0.ffn.0.weight": "fp8_e4m3fn", "patch_embedding.weight": "bf16",
+    }  # fmt: skip
+
+
+def encoded(name):
+    tensors = dialects.NATIVE[name](torch.randn(64, 32).repeat(1, 8))
+    row, settings = FORMATS, {}
+    row = next(row for row in FORMATS.values() if row.storage == name)
+    settings = {"format": row.name, "group_size": 64 if name == "awq4" else 16, "convrot_groupsize": 256}
+    leaves = {leaf: tensors[leaf] for leaf in row.leaves if leaf in tensors}
+    weight = encoding_of(tensors["weight"], leaves, settings)
+    return StoredWeight("blocks.0.ffn.0.weight", weight.data, encoding=weight), row
+
+
+@pytest.mark.parametrize("name", ["awq4", "nvfp4"])
+def test_a_format_that_comfyui_lacks_is_unpacked_with_a_note_for_models_and_encoders(name):
+    weight, row = encoded(name)
+    checkpoint, lacking = Checkpoint("file", "plain", {}, {weight.name: weight}, []), FORMATS.keys() - {row.name}
+    choice, decisions = Choice("as_file", "as_file"), plan_storage(LAYERS, "as_file", Rules())
+    for formats, storage in ((FORMATS, "as_file"), (lacking, "bf16")):
+        model = in_memory(checkpoint.weights, plan("as_file", "bf16"), formats=formats)
+        encoder = plan_encoder(checkpoint, choice, decisions, "bf16", formats)
+        assert model.plans[weight.name].storage == encoder.plans[weight.name].storage == storage
+        assert model.notes == encoder.notes and len(model.notes) == (storage == "bf16")
+    assert f"1 layers in {row.name}, which ComfyUI has from {row.since} on, were unpacked to bf16." in model.notes
+
+
+def test_without_reading_nothing_is_known_of_values():
+    weight = StoredWeight("a.weight", torch.full((4, 4), float("nan")))
+    asked = {"a.weight": "fp16"}
+    quantized = StoredWeight("a.weight", torch.full((4, 4), 400.0).to(torch.float8_e4m3fn), torch.tensor(1e9), "tensor")
+    memory = Memory(FORMATS, "bf16")
+    assert plan_weights({"a.weight": weight}, asked, "m", memory, read=False)["a.weight"].storage == "as_file"
+    for read, storage in ((False, "fp16"), (True, "bf16")):
+        assert plan_weights({"a.weight": quantized}, asked, "m", memory, read)["a.weight"].storage == storage
