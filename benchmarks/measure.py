@@ -1,4 +1,4 @@
-"""One measurement in a process of its own: `measure.py NAME FILE FOLDER` prints seconds and memory as JSON.
+"""One measurement in a process of its own: `python -m benchmarks.measure NAME FILE FOLDER` prints seconds and memory as JSON.
 
 Memory is the anonymous resident memory of this process (RssAnon on Linux), sampled by a thread, above what it was
 before the work began: pages mapped from the model file are not in it. Null where the system does not tell it.
@@ -19,7 +19,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).absolute().parent.parent
+from setup.environment import ROOT
+
 SAMPLING_SECONDS = 0.002
 
 

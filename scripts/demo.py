@@ -13,10 +13,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from comfyui_server import PACK_NAME, Server, ServerError, make_base_directory
-from environment import ROOT, Environment, SetupError, accelerator, clean_environ, prepare, write_models
-from progress import stage as told
-from workflow import WorkflowError, ask_for, bypass, shrink, small_file, substitute_files, to_prompt, written_back
+from setup.comfyui_server import PACK_NAME, Server, ServerError, make_base_directory
+from setup.environment import ROOT, Environment, SetupError, accelerator, clean_environ, prepare, write_models
+from setup.progress import stage as told
+from setup.workflow import WorkflowError, ask_for, bypass, shrink, small_file, substitute_files, to_prompt, written_back
 
 MODELS = {"model_name": "diffusion_models", "clip_name1": "text_encoders", "vae_name": "vae"}
 SHAPES = ROOT / "tests" / "support" / "shapes.py"

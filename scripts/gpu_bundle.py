@@ -5,7 +5,7 @@
     python3 scripts/gpu_bundle.py run .gpu --out RESULTS              # there, in under ten minutes
 
 The machine brings Python, torch and the packages in `BROUGHT`; the checkout travels too. `run` installs the folder's wheels
-for itself, runs tests/gpu and scripts/bench_gpu.py and leaves `tests.json`, `gpu.json` and the logs in RESULTS. It exits
+for itself, runs tests/gpu and benchmarks/gpu.py and leaves `tests.json`, `gpu.json` and the logs in RESULTS. It exits
 with 1 where a test fails or a part could not run; a missed target is in `gpu.json`.
 """
 
@@ -26,8 +26,8 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-import reporting
-from environment import ROOT, Environment, SetupError, find_comfyui
+from setup import machine
+from setup.environment import ROOT, Environment, SetupError, find_comfyui
 
 MIB = 1 << 20
 LIMIT = 60 * MIB
@@ -112,7 +112,7 @@ def build(folder: Path, comfyui: Path | None, python: str) -> None:
         (folder / "stubs" / name).mkdir(parents=True)
         (folder / "stubs" / name / "__init__.py").write_text(STUB, encoding="utf-8")
     wheels = sorted(wheel.name for wheel in (folder / "wheels").iterdir())
-    about = {"python": python, "comfyui": reporting.comfyui_version(comfyui), "wheels": wheels}
+    about = {"python": python, "comfyui": machine.comfyui_version(comfyui), "wheels": wheels}
     (folder / "bundle.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     taken = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     print(f"{folder}: {taken / MIB:.1f} MiB, ComfyUI {about['comfyui']}, {len(wheels)} wheels for Python {python}")
@@ -185,10 +185,10 @@ def run(folder: Path, out: Path, dry: bool) -> int:
         parts = {"tests": [*pytest, "tests/gpu", f"--ignore={DYNAMIC_VRAM}", f"--junitxml={work / 'tests.xml'}"]}
         if DYNAMIC_VRAM.exists():
             parts["dynamic_vram"] = [*pytest, str(DYNAMIC_VRAM), f"--junitxml={work / 'dynamic_vram.xml'}"]
-        bench = [sys.executable, "scripts/bench_gpu.py", "--comfyui", comfyui, "--out", str(out / "gpu.json")]
+        bench = [sys.executable, "-m", "benchmarks.gpu", "--comfyui", comfyui, "--out", str(out / "gpu.json")]
         parts["bench"] = [*bench, *(["--dry-run"] if dry else ["--seconds", str(SECONDS["bench"] - 30)])]
         about = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))
-        result = reporting.gpu_conditions(Environment(Path(sys.executable), Path(comfyui))) | {"bundle": about, "dry_run": dry}
+        result = machine.gpu_conditions(Environment(Path(sys.executable), Path(comfyui))) | {"bundle": about, "dry_run": dry}
         for part, command in parts.items():
             code = logged(command, environ, out / f"{part}.log", SECONDS[part] * (DRY_TIMES_AS_LONG if dry else 1))
             result[part] = {"exit_code": code} | outcome(work / f"{part}.xml")

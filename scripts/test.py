@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import chromium
-from environment import (
+from setup import chromium
+from setup.environment import (
     ROOT,
     Environment,
     SetupError,
@@ -23,7 +23,7 @@ from environment import (
     newest_frontend,
     prepare,
 )
-from progress import run_shown
+from setup.progress import run_shown
 
 TIERS = {
     "unit": "tests/unit",
@@ -85,8 +85,9 @@ def _fetching_browser(environment: Environment, tiers: list[str]) -> Iterator[No
     if "browser" not in tiers[1:]:
         yield
         return
-    command = [sys.executable, chromium.__file__, str(environment.python)]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=clean_environ())
+    command = [sys.executable, "-m", chromium.__name__, str(environment.python)]
+    quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, cwd=ROOT / "scripts", env=clean_environ(), **quiet)
     try:
         yield
     finally:

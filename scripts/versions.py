@@ -21,9 +21,9 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import environment
-from environment import ROOT, SetupError, clean_environ
-from reporting import comfyui_version
+from setup import environment
+from setup.environment import ROOT, SetupError, clean_environ
+from setup.machine import comfyui_version
 
 TORCH = ("2.8.0", "2.11.0", "newest")
 LIBRARIES = ("numpy", "safetensors", "Pillow", "comfy-kitchen", "packaging")

@@ -25,7 +25,7 @@ MAX_EXPONENT = 6
 WORTH_SCALING = 1024
 """Outputs below which a scaled layer gains less by fp16 sums than the pass that scales its input costs: 6 bytes per
 input element against 2 operations per output at twice the speed. An RTX 4090 breaks even at 924, a 3090 at 455
-(scripts/bench_cost.py)."""
+(benchmarks/cost.py)."""
 FP16_ACCUMULATION = "fp16_accumulation"
 NOT_MEASURED = "fp32 sums until a call has proven more"
 LABELS = {"amax": ("amax", "||w||1"), "norm": ("||x||", "||w||2")}

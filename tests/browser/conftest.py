@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from comfyui_server import MODEL_FOLDERS, Server, make_base_directory
-from environment import Environment, write_models
+from setup.comfyui_server import MODEL_FOLDERS, Server, make_base_directory
+from setup.environment import Environment, write_models
 
 ROOT = Path(__file__).absolute().parents[2]
 NEEDED = ("COMFYUI_DIR", "HALFSAFE_FRONTEND", "CHROMIUM")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from browser.comfy_page import ComfyPage, without_positions
-from comfyui_server import Server
-from workflow import _declared_inputs, _is_widget
+from setup.comfyui_server import Server
+from setup.workflow import _declared_inputs, _is_widget
 
 PANEL = "halfsafe_report"
 ROOT = Path(__file__).absolute().parents[2]

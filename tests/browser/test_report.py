@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from browser.comfy_page import ComfyPage
-from comfyui_server import Server
 from halfsafe.precision.plan.rules import parse
 from halfsafe.precision.report.report_rules import rules_text
+from setup.comfyui_server import Server
 
 WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "quick-fp8.json"
 ROWS = ".hs-table tbody tr:not(.hs-reason)"

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from comfyui_server import make_base_directory
+from setup.comfyui_server import make_base_directory
 from support import inprocess
 
 ROOT = Path(__file__).absolute().parents[2]

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from comfyui_server import MODEL_FOLDERS, Server, make_base_directory
+from setup.comfyui_server import MODEL_FOLDERS, Server, make_base_directory
 from support import families, fast_products, inprocess, small_sizes, tiny_models
 from support.cuda_rules import CudaRules, HostReads
 

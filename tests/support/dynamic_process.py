@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from comfyui_server import make_base_directory
+from setup.comfyui_server import make_base_directory
 from support import inprocess
 
 ROOT = Path(__file__).absolute().parents[2]

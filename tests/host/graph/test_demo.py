@@ -9,9 +9,9 @@ from pathlib import Path
 
 import demo
 import pytest
-from comfyui_server import PACK_NAME, Server, make_base_directory
-from environment import Environment
-from workflow import substitute_files, to_prompt
+from setup.comfyui_server import PACK_NAME, Server, make_base_directory
+from setup.environment import Environment
+from setup.workflow import substitute_files, to_prompt
 
 ROOT = Path(__file__).absolute().parents[3]
 

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 import pytest
-from comfyui_server import Server
+from setup.comfyui_server import Server
 
 GOLDEN = Path(__file__).absolute().parents[2] / "golden" / "object_info.json"
 FILE_LISTS = ("model_name", "ckpt_name", "vae_name", "control_net_name", "clip_name1", "clip_name2", "clip_name3", "clip_name4")

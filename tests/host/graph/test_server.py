@@ -5,17 +5,15 @@ from __future__ import annotations
 import io
 import json
 import re
-import sys
 import time
 from pathlib import Path
 
-import bench_import
 import pytest
-from comfyui_server import Server, ServerError, make_base_directory
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from setup.comfyui_server import Server, ServerError, make_base_directory
+from setup.workflow import node
 from support import control_files
-from workflow import node
 
 ROOT = Path(__file__).absolute().parents[3]
 NODE_IDS = {
@@ -71,20 +69,10 @@ def wait_until_running(server: Server, prompt_id: str, seconds: float = 60) -> N
         time.sleep(0.05)
 
 
-def test_the_pack_imports_without_a_failure_and_stop_ends_the_process(comfyui_dir: Path, tmp_path: Path) -> None:
-    server = Server(comfyui_dir, make_base_directory(tmp_path, ROOT)).start()
-    server.stop()
-    log = server.log()
-    assert "Halfsafe-Pack" in log, "ComfyUI did not see the pack"
+def test_the_pack_imports_without_a_failure(server: Server) -> None:
+    log, ready, _ = server.log().partition("To see the GUI go to")
+    assert ready and "Halfsafe-Pack" in log, "ComfyUI did not see the pack"
     assert not re.search(r"IMPORT FAILED|Cannot import|Traceback", log), log
-    assert server.process.poll() is not None
-    with pytest.raises(OSError):
-        server.get("/system_stats")
-
-
-def test_pack_imports_fast(comfyui_dir: Path) -> None:
-    medians = bench_import.figures(Path(sys.executable), comfyui_dir, runs=1)["medians"]
-    assert medians["cpu_seconds"] <= 1.0, "the pack slows ComfyUI's start"
 
 
 def test_the_packs_nodes_are_registered(server: Server) -> None:

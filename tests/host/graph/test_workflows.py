@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from comfyui_server import Server
+from setup.comfyui_server import Server
+from setup.workflow import ask_for, bypass, shrink, small_file, substitute_files, to_prompt
 from support import shapes
-from workflow import ask_for, bypass, shrink, small_file, substitute_files, to_prompt
 
 WORKFLOWS = sorted((Path(__file__).absolute().parents[3] / "workflows").glob("*.json"))
 ASKED = shapes.Shape("blue", "star", "pink")

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import aiohttp
 import pytest
-from comfyui_server import Server, error_text
 from safetensors.torch import load_file, save_file
+from setup.comfyui_server import Server, error_text
+from setup.workflow import node
 from support import tiny_models
-from workflow import node
 
 MODEL = "guarded_overflowing.safetensors"
 

@@ -4,9 +4,9 @@ import time
 
 import pytest
 import torch
-from comfyui_server import ServerError
 from halfsafe.precision.errors import CheckpointError, MemoryShortage
 from safetensors.torch import save_file
+from setup.comfyui_server import ServerError
 from support import model_files, tiny_models
 
 WEIGHT = "blocks.0.ffn.0.weight"

@@ -7,11 +7,10 @@ import os
 import sys
 from pathlib import Path
 
-import chromium
-import environment
 import pytest
+from setup import chromium, environment
 
-SPEC = importlib.util.spec_from_file_location("halfsafe_test_script", Path(environment.__file__).with_name("test.py"))
+SPEC = importlib.util.spec_from_file_location("halfsafe_test_script", environment.ROOT / "scripts" / "test.py")
 test_script = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = test_script
 SPEC.loader.exec_module(test_script)
@@ -149,7 +148,7 @@ def test_the_browser_is_fetched_while_other_tiers_run(monkeypatch: pytest.Monkey
     monkeypatch.setattr(test_script.subprocess, "Popen", Process)
     with test_script._fetching_browser(environment.Environment(PYTHON, Path()), tiers):
         assert len(commands) == started
-    assert commands == ([[sys.executable, chromium.__file__, str(PYTHON)], "waited for"] if started else [])
+    assert commands == ([[sys.executable, "-m", "setup.chromium", str(PYTHON)], "waited for"] if started else [])
 
 
 def test_a_download_that_breaks_in_any_way_is_told_with_the_rest(steps: list, nothing_installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:

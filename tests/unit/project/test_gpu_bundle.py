@@ -9,10 +9,10 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-import bench_gpu
 import gpu_bundle
 import pytest
-from environment import SetupError
+from halfsafe.benchmarks import gpu
+from setup.environment import SetupError
 
 
 def make_comfyui(folder: Path) -> Path:
@@ -142,8 +142,8 @@ def test_a_command_out_of_time_leaves_its_log(tmp_path: Path) -> None:
 
 def test_targets_are_told_for_the_rows_that_are_there() -> None:
     rows = {"fp16": {"seconds": 1.0}, "fp16_safe": {"seconds_to_fp16": 2.0, "device_seconds_to_fp16": 1.2}}
-    assert bench_gpu._targets(rows)["fp16_safe_to_fp16"] == {"limit": 1.25, "measured": 1.2, "met": True}
+    assert gpu._targets(rows)["fp16_safe_to_fp16"] == {"limit": 1.25, "measured": 1.2, "met": True}
     rows |= {"fp16, guarded": {"seconds_to_fp16": 1.05}, "fp32": {"seconds_to_fp16": 4.8}}
-    targets = bench_gpu._targets(rows)
+    targets = gpu._targets(rows)
     assert targets["guard"] == {"limit": 1.02, "measured": 1.05, "met": False}
     assert targets["fp32_to_fp16_safe"] == {"limit": 3.0, "measured": 4.0, "met": True}

@@ -8,9 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-import environment
-import progress
 import pytest
+from setup import environment, progress
 
 SECONDS = progress.HEARTBEAT_SECONDS
 SLOW = "import time; print('half', flush=True); time.sleep(0.6); print('done', flush=True); raise SystemExit(3)"

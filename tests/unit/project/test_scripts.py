@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
 
-import bench
-import bench_peers
-import environment
-import peers_table
 import pytest
-from comfyui_server import Server, ServerError, error_text, link_pack, make_base_directory
-from workflow import WorkflowError, shrink, small_file, substitute_files, to_prompt, written_back
+from halfsafe.benchmarks import files
+from setup import environment
+from setup.comfyui_server import Server, ServerError, error_text, link_pack, make_base_directory
+from setup.workflow import WorkflowError, shrink, small_file, substitute_files, to_prompt, written_back
 
 ROOT = Path(__file__).absolute().parents[3]
 
@@ -77,7 +74,7 @@ def test_lock_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
-        f"import pathlib, environment\nwith environment._locked(pathlib.Path({str(lock)!r})): print('in')"
+        f"import pathlib\nfrom setup import environment\nwith environment._locked(pathlib.Path({str(lock)!r})): print('in')"
     )
     with environment._locked(lock):
         waiting = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -114,6 +111,29 @@ def test_server_that_ends_at_once_reports_its_log(tmp_path: Path) -> None:
     (tmp_path / "main.py").write_text("raise SystemExit('no torch here')", encoding="utf-8")
     with pytest.raises(ServerError, match="no torch here"):
         Server(tmp_path, tmp_path).start()
+
+
+ANSWERING = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+print("begins")
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Answer).serve_forever()
+"""
+
+
+def test_stop_ends_the_server_and_keeps_its_log(tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(ANSWERING, encoding="utf-8")
+    server = Server(tmp_path, tmp_path).start()
+    assert server.get("/system_stats") == b"{}" and server.process.poll() is None
+    server.stop()
+    assert server.process.poll() is not None and server.log().startswith("begins")
+    with pytest.raises(OSError):
+        server.get("/system_stats")
 
 
 def test_failed_prompt_names_its_node() -> None:
@@ -188,128 +208,13 @@ def test_shrinking_lowers_sizes_and_nothing_else() -> None:
     assert inputs == {"width": 256, "steps": 1, "cfg": 6.0, "length": True}
 
 
-@pytest.fixture
-def packs_module(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("peers_packs")
-
-
-@pytest.fixture
-def peers_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A comparison with one peer whose measurements are taken from a list, in order; what was asked is in `asked`."""
-    bench = bench_peers.Bench(environment.Environment(Path(sys.executable), tmp_path), tmp_path, {"KJNodes": tmp_path}, [])
-    bench.answers, bench.asked = {}, []
-
-    def measure(name: str, **job: object) -> dict:
-        bench.asked.append(job["side"])
-        return bench.answers[job["side"]].pop(0)
-
-    monkeypatch.setattr(bench, "measure", measure)
-    return bench
-
-
-def test_a_peer_that_is_not_given_is_left_out_and_named(peers_bench, tmp_path: Path) -> None:
-    assert set(peers_bench.there(bench_peers.SUMS)) == {
-        "Halfsafe Accumulation",
-        "KJNodes ModelPatchTorchSettings",
-        "KJNodes DiffusionModelLoaderKJ",
-    }
-    found = bench_peers.conditions(environment.Environment(Path(sys.executable), make_versioned(tmp_path)), peers_bench.packs)
-    assert found["left_out"] == ["GGUF: not given (--gguf DIR)", "WanVideoWrapper: not given (--wrapper DIR)"]
-
-
-def make_versioned(folder: Path) -> Path:
-    (folder / "comfyui_version.py").write_text('__version__ = "0.0.0"', encoding="utf-8")
-    return folder
-
-
-def test_sides_take_turns_and_the_one_that_fails_is_not_repeated(peers_bench) -> None:
-    peers_bench.answers = {
-        "Halfsafe": [{"seconds": 1.0, "error": None}, {"seconds": 5.0, "error": None}, {"seconds": 2.0, "error": None}],
-        "KJNodes": [{"fails": "ValueError: no"}],
-    }
-    rows = peers_bench.in_turns("load", {"ours": {"side": "Halfsafe"}, "theirs": {"side": "KJNodes"}}, runs=3)
-    assert rows == [{"name": "ours", "seconds": 2.0, "error": None}, {"name": "theirs", "fails": "ValueError: no"}]
-    assert peers_bench.asked == ["Halfsafe", "KJNodes", "Halfsafe", "Halfsafe"]
-
-
-def test_exact_figures_take_one_process_for_each_pack(peers_bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bench_peers.EXACT, "nan", {"A": {"side": "KJNodes"}, "B": {"side": "Halfsafe"}, "C": {"side": "KJNodes"}})
-    asked = []
-
-    def measure(name: str, side: str, parts: list[dict]) -> dict:
-        asked.append((name, side))
-        return {"rows": [{"name": part["name"], "measure": part["measure"]} for part in parts]}
-
-    monkeypatch.setattr(peers_bench, "measure", measure)
-    rows = peers_bench.exact(["fp8_product", "nan"])
-    assert [row["name"] for row in rows["nan"]] == ["A", "B", "C"]
-    assert {row["measure"] for row in rows["fp8_product"]} == {"fp8_product"}
-    assert sorted(asked) == [("several", "ComfyUI"), ("several", "Halfsafe"), ("several", "KJNodes")]
-
-
-def test_what_a_peer_cannot_do_stands_under_the_table_in_full() -> None:
-    done = {"seconds": 1.0, "cpu_seconds": 0.5, "anonymous_bytes": None, "weight_bytes": 2e9, "error": None, "import_cpu_seconds": 0.25}
-    text = peers_table.loads(
-        [
-            {"name": "works", **done},
-            {"name": "loads", **done, "error": 0.0389, "call_fails": "AssertionError: assert e"},
-            {"name": "does not", "fails": "ValueError: not a scaled fp8 model"},
-        ]
-    )
-    assert "| works | 1.00 | 0.50 | - | 2.00 GB | - | - | NaN | 0.25 |" in text
-    assert "loads, its own call: AssertionError: assert e; the error is of its stored weights" in text
-    assert "does not: ValueError: not a scaled fp8 model" in text
-
-
-def test_the_same_error_of_several_options_is_written_once() -> None:
-    cells = [("fp16", "fp32", {"error": 0.25}), ("fp16", "fp16", {"fails": "E: x"}), ("bf16", "fp16", {"fails": "E: x"})]
-    rows = [{"storage": storage, "compute": compute, **found} for storage, compute, found in cells]
-    text = peers_table.options([{"name": "Peer", "rows": rows}])
-    assert "| fp16 | fp32 | 0.25 |" in text
-    assert "| bf16 | fp16 | a |" in text
-    assert text.count("E: x") == 1
-
-
-def test_a_flag_left_behind_counts_against_its_node() -> None:
-    kept = {"asked": True, "inside": True, "restored": True}
-    lost = kept | {"restored": False}
-    rows = [{"end": "finishes", **kept}, {"end": "finishes", **lost}, {"end": "raises", **lost}]
-    text = peers_table.accumulation([{"name": "Node", "rows": rows, "two_models": {"right": False}}])
-    assert "| Node | 3 of 3 | 1 of 2 | 0 of 1 | not run | wrong |" in text
-
-
-def test_errors_of_peers_name_no_folder_of_the_machine(packs_module, tmp_path: Path) -> None:
-    def fail() -> dict:
-        raise FileNotFoundError(f"no {tmp_path / 'models' / 'a.gguf'}")
-
-    found = packs_module.Host(tmp_path, {}).attempt(fail)["fails"]
-    assert found.startswith("FileNotFoundError: no .../models/a.gguf (test_scripts.py:")
-    assert str(tmp_path) not in found
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "kind"),
-    [
-        ("blocks.0.ffn.0.weight", (8960, 1536), "Q8_0"),
-        ("blocks.0.ffn.0.bias", (8960,), "F32"),
-        ("blocks.0.modulation", (1, 6, 1536), "F32"),
-        ("patch_embedding.weight", (1536, 16, 1, 2, 2), "F32"),
-        ("text_embedding.0.weight", (1536, 4096), "BF16"),
-        ("head.head.weight", (64, 1536), "BF16"),
-    ],
-)
-def test_q8_file_keeps_what_the_converter_keeps(packs_module, name: str, shape: tuple, kind: str) -> None:
-    assert packs_module.gguf_type(name, shape) == kind
-
-
 def test_int8_is_compared_with_fp8_and_with_the_other() -> None:
     runs = {
         side: [{"seconds": seconds * factor, "cpu_seconds": seconds, "anonymous_bytes": 100, "weight_bytes": 100} for factor in (1.0, 1.1, 3.0)]
         for side, seconds in (("halfsafe", 2.0), ("int8", 5.0), ("other", 1.0))
     }
-    summary = {side: bench._summary(taken) for side, taken in runs.items()}
+    summary = {side: files._summary(taken) for side, taken in runs.items()}
     assert summary["int8"]["seconds"] == 5.5, "the median, which one disturbed run does not move"
-    assert bench._ratios(runs, summary, "int8", "other") == {"seconds": 5.0, "cpu_seconds": 5.0, "anonymous_bytes": 1.0, "weight_bytes": 1.0, "best_seconds": 5.0}
-    found = bench._targets("load", summary)
+    assert files._ratios(runs, summary, "int8", "other") == {"seconds": 5.0, "cpu_seconds": 5.0, "anonymous_bytes": 1.0, "weight_bytes": 1.0, "best_seconds": 5.0}
+    found = files._targets("load", summary)
     assert found["int8_to_fp8"] == {"limit": 2.0, "measured": 2.5, "met": False} and found["int8_memory_to_weights"]["met"]

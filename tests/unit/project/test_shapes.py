@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from setup.workflow import ask_for, bypass, to_prompt
 from support import shapes
-from workflow import ask_for, bypass, to_prompt
 
 EVERYTHING = shapes.all_shapes()
 

@@ -7,10 +7,11 @@ import math
 from collections.abc import Iterator
 
 import torch
-from bench_cost_cards import Kernel
 from support.fake_cuda import NO_KERNEL
 from support.leaf_operations import LeafOperations, aten
 from torch.utils._pytree import tree_leaves
+
+from .cost_cards import Kernel
 
 NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 PRODUCTS = {aten.mm.default: 0, aten.mm.dtype: 0, aten.addmm.default: 1, aten.bmm.default: 0, aten.convolution.default: 0}

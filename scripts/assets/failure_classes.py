@@ -1,4 +1,4 @@
-"""Print the table of failure classes, measured now: `python scripts/failure_classes.py --comfyui DIR > docs/failure-classes.md`."""
+"""Print the table of failure classes, measured now: `python scripts/assets/failure_classes.py --comfyui DIR > docs/failure-classes.md`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import xml.etree.ElementTree as ElementTree
 from importlib.metadata import version
 from pathlib import Path
 
-ROOT = Path(__file__).absolute().parents[1]
+ROOT = Path(__file__).absolute().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 from support.failure_classes import Measured, table  # noqa: E402
 
@@ -21,7 +21,7 @@ HEAD = """# Failures that users report, and what the guard does about them
 
 Each class is made to happen in a real ComfyUI with small models of random weights, on a CPU. Errors are relative to the same
 model in fp32 ("no result": the run ended with an error, as it should). "extra calls": how often the model ran again. Classes that
-no test makes say why. Measured with torch {torch} on {machine} by `scripts/failure_classes.py`; the tests are in
+no test makes say why. Measured with torch {torch} on {machine} by `scripts/assets/failure_classes.py`; the tests are in
 `tests/host/guard/test_classes.py`, which fail when a verdict or an error bound no longer holds.
 
 "simulated": what a device or another pack would do is imitated, so the row shows what the guard does, not that the device does so.

@@ -1,4 +1,4 @@
-"""Hundreds of prompts in one ComfyUI: `python scripts/soak.py --comfyui DIR [--prompts N] [--save]`.
+"""Hundreds of prompts in one ComfyUI: `python -m benchmarks soak --comfyui DIR [--prompts N] [--save]`.
 
 A real server runs small models in fp16 and fp8, in turns: clean ones, ones that overflow and are rescued, ones that are
 stopped by the guard and ones that are interrupted. After each prompt its memory, threads and open files are read, and
@@ -18,10 +18,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import reporting
-from comfyui_server import Server, ServerError, error_text, make_base_directory
-from environment import ROOT, Environment, write_models
-from workflow import node
+from setup import machine
+from setup.comfyui_server import Server, ServerError, error_text, make_base_directory
+from setup.environment import ROOT, Environment, write_models
+from setup.workflow import node
+
+from . import reporting
 
 MODELS = {"diffusion_models": ("wan", "wan_overflowing"), "text_encoders": ("clip_l",), "vae": ("wan_vae",)}
 SLOPE_LIMIT = 256 * 1024
@@ -159,7 +161,7 @@ def main() -> int:
 def _result(environment: Environment, samples: list[dict], without: bool) -> dict:
     curve = [round(sample["anonymous_bytes"] / 1e6, 1) for sample in samples]
     about = {"benchmark": "soak", "prompts": len(samples), "nodes": "ComfyUI" if without else "Halfsafe"}
-    return reporting.conditions(environment) | about | figures(samples) | {"anonymous_megabytes": curve}
+    return machine.conditions(environment) | about | figures(samples) | {"anonymous_megabytes": curve}
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from progress import folder_bytes, last_line, stage
+from .progress import folder_bytes, last_line, stage
 
-ROOT = Path(__file__).absolute().parent.parent
+ROOT = Path(__file__).absolute().parents[2]
 VENV = ROOT / ".venv"
 TINY_MODELS = ROOT / "tests" / "support" / "tiny_models.py"
 TORCH = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")

@@ -1,4 +1,4 @@
-"""Everything a GPU is needed for, in one go: `python scripts/bench_gpu.py --comfyui DIR [--save]`.
+"""Everything a GPU is needed for, in one go: `python -m benchmarks gpu --comfyui DIR [--save]`.
 
 A Wan2.1-1.3B-shaped model in every arithmetic, each in turns with plain fp16: time and error of a denoiser call against
 fp32, kernels, the peak of device memory, what the guard and fp16 sums cost or gain; then single layers of larger models.
@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import reporting
-from bench_clock import CALLS, kernels, timed
-from bench_gpu_layers import layer_rows
-from bench_host import load_comfy
-from environment import Environment
+from setup import machine
+from setup.environment import Environment
+
+from . import reporting
+from .clock import CALLS, kernels, timed
+from .gpu_layers import layer_rows
+from .host import load_comfy
 
 PLAIN = "fp16"
 STORAGE = {"fp32": "fp32", "fp16": "fp16", "fp16_safe": "fp16", "bf16": "as_file", "fp8": "fp8_e4m3fn"}
@@ -37,7 +39,7 @@ def main() -> int:
     comfy = load_comfy(args, on_cpu=args.dry_run)
     from support import tiny_models
 
-    result = reporting.gpu_conditions(Environment(Path(sys.executable), args.comfyui.resolve()))
+    result = machine.gpu_conditions(Environment(Path(sys.executable), args.comfyui.resolve()))
     result |= {"benchmark": "gpu", "dry_run": args.dry_run, "latent": [args.frames, args.size, args.size], "pairs": args.runs}
     result |= {"rows": [], "layers": [], "left_out": [], "targets": {}}
     path = comfy.folder / "model.safetensors"

@@ -14,8 +14,8 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from environment import SetupError, cache_folder, clean_environ, newest_frontend, run_step
-from progress import stage
+from .environment import SetupError, cache_folder, clean_environ, newest_frontend, run_step
+from .progress import stage
 
 COMMANDS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge", "microsoft-edge")
 PLACES = {
@@ -194,6 +194,6 @@ def _check_it_runs(python: Path, program: Path) -> None:
         raise SetupError(f"{program.name} does not start:\n{done.stderr.strip()[-1500:]}")
 
 
-if __name__ == "__main__":  # fetches what the browser tests need, for scripts/test.py while other tests run
+if __name__ == "__main__":  # scripts/test.py fetches what the browser tests need so, while other tests run
     newest_frontend(Path(sys.argv[1]))
     provide_chromium(Path(sys.argv[1]))

@@ -1,11 +1,11 @@
-"""Single Linear layers of real models on a GPU: time and kernels beside plain fp16. See bench_gpu.py."""
+"""Single Linear layers of real models on a GPU: time and kernels beside plain fp16. See gpu.py."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator
 
-from bench_clock import kernels, timed
+from .clock import kernels, timed
 
 # Tokens, inputs and outputs: a video of 81 frames at 480p, a picture of 1024 x 1024.
 LAYERS = {

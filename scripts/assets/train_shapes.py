@@ -1,6 +1,6 @@
 """Train the model of tests/assets: a HunyuanVideo small enough to commit that draws coloured shapes in ComfyUI.
 
-    COMFYUI_DIR=<folder> .venv/bin/python scripts/train_shapes.py
+    COMFYUI_DIR=<folder> .venv/bin/python scripts/assets/train_shapes.py
 
 HunyuanVideo, because its text tokens sit at position zero: the model learns from them where in the picture it is, and
 draws after a few hundred steps. Its text encoder is the seeded random CLIP-L of `tests/support/tiny_models.py`: the
@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-ROOT = Path(__file__).absolute().parent.parent
+ROOT = Path(__file__).absolute().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from support import inprocess, shapes, tiny_models  # noqa: E402

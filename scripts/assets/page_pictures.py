@@ -1,6 +1,6 @@
 """Take the README's pictures of ComfyUI's page: the graph, the report, a toast and the sidebar, after a real run that overflows.
 
-    COMFYUI_DIR=<folder> HALFSAFE_FRONTEND=<folder> CHROMIUM=<program> .venv/bin/python scripts/page_pictures.py
+    COMFYUI_DIR=<folder> HALFSAFE_FRONTEND=<folder> CHROMIUM=<program> .venv/bin/python scripts/assets/page_pictures.py
 
 The variables are those of the browser tests; `scripts/test.py` says how they are found.
 """

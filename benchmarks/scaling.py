@@ -1,4 +1,4 @@
-"""How the pack's own work grows with the model: `python scripts/bench_scaling.py --comfyui DIR [--save] [--large]`.
+"""How the pack's own work grows with the model: `python -m benchmarks scaling --comfyui DIR [--save] [--large]`.
 
 Files with the shapes of Wan2.1 and more blocks, streamed in bf16. For each, in processes of their own: loading to fp8,
 converting to fp8, planning, attaching a plan with the bookkeeping of the first call, and attaching a guard with the
@@ -22,9 +22,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import reporting
-from comfyui_server import make_base_directory
-from environment import ROOT, Environment, clean_environ
+from setup import machine
+from setup.comfyui_server import make_base_directory
+from setup.environment import ROOT, Environment, clean_environ
+
+from . import reporting
+from .measure import AnonymousMemory, set_up
 
 SIZES = {"0.1": (1024, 4, 4096), "0.4": (1536, 7, 8960), "1.4": (1536, 30, 8960)}
 LARGE = {"5": (3072, 30, 14336)}
@@ -35,9 +38,6 @@ EXPONENT_LIMIT, FREE_GIGABYTES = 1.15, 14
 
 def measure(step: str, path: Path, base: Path) -> dict:
     """Seconds and peak bytes of one step, in a process that has not imported ComfyUI yet."""
-    sys.path.append(str(ROOT / "benchmarks"))
-    from measure import set_up
-
     set_up(base)
     from support import inprocess
 
@@ -46,8 +46,6 @@ def measure(step: str, path: Path, base: Path) -> dict:
 
 
 def _timed(work, repeats: int = 1) -> dict:
-    from measure import AnonymousMemory
-
     taken = []
     with AnonymousMemory() as memory:
         for _ in range(repeats):
@@ -140,8 +138,8 @@ def run(environment: Environment, folder: Path, sizes: dict) -> list[dict]:
 
 def _child(environment: Environment, action: str, path: Path, *rest: str) -> str:
     environ = clean_environ(COMFYUI_DIR=str(environment.comfyui), PYTHONDONTWRITEBYTECODE="1")
-    command = [str(environment.python), __file__, "--child", action, str(path), *rest]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
+    command = [str(environment.python), "-m", "benchmarks.scaling", "--child", action, str(path), *rest]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ, check=False)
     if done.returncode:
         raise SystemExit(f"{action} {' '.join(rest)} failed:\n{done.stderr}")
     return done.stdout.splitlines()[-1]
@@ -195,7 +193,7 @@ def main() -> int:
     found = exponents(rows)
     targets = {step: reporting.target(value, EXPONENT_LIMIT) for step, value in found.items()}
     about = {"benchmark": "scaling", "model": "Wan2.1 shapes, bf16, in the page cache"}
-    result = reporting.conditions(environment) | about | {"rows": rows, "exponents": found, "targets": targets}
+    result = machine.conditions(environment) | about | {"rows": rows, "exponents": found, "targets": targets}
     if options.save:
         reporting.save(result)
     print(as_table(rows), json.dumps({"exponents": found}, indent=2), sep="\n")

@@ -1,4 +1,4 @@
-"""The guard's benchmark: what it costs on clean runs, and what it makes of models that overflow. See bench_compute.py."""
+"""The guard's benchmark: what it costs on clean runs, and what it makes of models that overflow. See compute.py."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import statistics
 import sys
 import time
 
-import reporting
-from bench_host import load_comfy
+from . import reporting
+from .host import load_comfy
 
 LIMIT, ERROR_LIMIT, STEPS = 1.02, 0.02, 20
 

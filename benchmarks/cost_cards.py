@@ -1,4 +1,4 @@
-"""How long a kernel takes on a card, estimated from its operations and its bytes; bench_cost.py tells the assumptions."""
+"""How long a kernel takes on a card, estimated from its operations and its bytes; cost.py tells the assumptions."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import reporting
-from bench_host import load_comfy
+from . import reporting
+from .host import load_comfy
 
 EFFECTS = (6e-4, 1e-3, 5e-3, 1e-2, 5e-2)
 RANK = 16

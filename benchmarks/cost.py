@@ -1,6 +1,6 @@
 """What `fp16_safe` and fp16 sums cost beside plain fp16, counted on fake CUDA tensors at the shapes of large models.
 
-`python scripts/bench_cost.py --comfyui DIR [--json] [--save] [--models NAME ...]`; no GPU, no weights. Counted: every kernel of one
+`python -m benchmarks cost --comfyui DIR [--json] [--save] [--models NAME ...]`; no GPU, no weights. Counted: every kernel of one
 denoiser call of ComfyUI's own model, its bytes, and each read by the host, by layer. The counted state is a clean model's: every
 range fits. The times are estimates from the counts, for these assumptions:
 
@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from unittest import mock
 
-import reporting
-from bench_compute import conditions
-from bench_cost_cards import CARDS, LAUNCH, READ, Card, Kernel
-from bench_host import load_comfy
+from . import reporting
+from .compute import conditions
+from .cost_cards import CARDS, LAUNCH, READ, Card, Kernel
+from .host import load_comfy
 
 SUMS_GAIN = ("2080 Ti", "3090", "4090")
 LIMITS = {"Wan 1.3B": 1.10, "Wan 14B": 1.10, "Flux": 1.10, "SDXL": 1.25, "Qwen-Image": 1.10}
@@ -352,13 +352,13 @@ def _rope_in_one_kernel() -> Iterator[None]:
 
 
 def _costs(inner):
-    from bench_cost_kernels import Costs
+    from .cost_kernels import Costs
 
     return Costs(inner)
 
 
 def _inside_layer(name: str):
-    from bench_cost_kernels import inside
+    from .cost_kernels import inside
 
     return inside(name)
 

@@ -1,4 +1,4 @@
-"""How long ComfyUI takes to import the pack: `python scripts/bench.py import`, or this file with `--comfyui DIR`.
+"""How long ComfyUI takes to import the pack: `python -m benchmarks load import`, or this file with `--comfyui DIR`.
 
 Each run is a fresh process in which ComfyUI itself is imported already, as it is when it loads custom nodes; the pack is
 loaded through ComfyUI's own `load_custom_node` and its nodes are asked for. Bytecode is in place, as after the first start.
@@ -14,9 +14,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import reporting
-from comfyui_server import make_base_directory
-from environment import ROOT, clean_environ
+from setup.comfyui_server import make_base_directory
+from setup.environment import ROOT, clean_environ
+
+from . import reporting
 
 LIMIT = 0.2
 IN_COMFYUI = """

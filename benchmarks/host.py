@@ -9,14 +9,14 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-ROOT = Path(__file__).absolute().parent.parent
+from setup.environment import ROOT
 
 
 def load_comfy(args: argparse.Namespace, on_cpu: bool = True) -> SimpleNamespace:
     """A ComfyUI and this pack in this process, with a models folder that goes away with it."""
-    sys.path[:] = [str(ROOT / "tests"), str(ROOT / "scripts"), *(p for p in sys.path if Path(p).absolute() != ROOT)]
+    sys.path[:] = [str(ROOT / "tests"), *(p for p in sys.path if Path(p).absolute() != ROOT)]
     import conftest  # noqa: F401  it makes the pack importable as `halfsafe`
-    from comfyui_server import make_base_directory
+    from setup.comfyui_server import make_base_directory
     from support import inprocess
 
     keep = tempfile.TemporaryDirectory(prefix="halfsafe-bench-")

@@ -1,6 +1,6 @@
 """Compute benchmarks in a real ComfyUI, each with its alternative in the same run: safe16, fp8mm, patch, guard and lora.
 
-`python scripts/bench_compute.py safe16 --comfyui DIR [--json] [--save]`, or `run_safe16(args)` and its siblings, in a
+`python -m benchmarks safe16 safe16 --comfyui DIR [--json] [--save]`, or `run_safe16(args)` and its siblings, in a
 process that has not imported ComfyUI yet. `args.comfyui`: a ComfyUI folder; `args.slow`: the large families too.
 
 Prints a table of errors (safe16, guard, lora) or the targets, with `--json` everything; exits with 2 where a target is missed.
@@ -16,11 +16,13 @@ import sys
 import time
 from pathlib import Path
 
-import reporting
-from bench_guard import run_guard
-from bench_host import load_comfy
-from bench_lora import run_lora
-from environment import Environment
+from setup import machine
+from setup.environment import Environment
+
+from . import reporting
+from .guard import run_guard
+from .host import load_comfy
+from .lora import run_lora
 
 SAFE16_LIMIT, FP8_LIMIT, PATCH_LIMIT = 0.6, 0.03, 1.01
 
@@ -121,7 +123,7 @@ def run_patch(args: argparse.Namespace) -> dict:
 
 def conditions(args: argparse.Namespace) -> dict:
     """What this process measures with."""
-    return reporting.conditions(Environment(Path(sys.executable), args.comfyui.resolve()))
+    return machine.conditions(Environment(Path(sys.executable), args.comfyui.resolve()))
 
 
 RUNS = {"safe16": run_safe16, "fp8mm": run_fp8mm, "patch": run_patch, "guard": run_guard, "lora": run_lora}

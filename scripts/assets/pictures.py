@@ -1,6 +1,6 @@
 """Draw the thumbnails of the workflows and the pictures of the README with the shapes model, in a real ComfyUI.
 
-    COMFYUI_DIR=<folder> .venv/bin/python scripts/pictures.py
+    COMFYUI_DIR=<folder> .venv/bin/python scripts/assets/pictures.py
 
 `page_pictures.py` beside it takes the README's pictures of ComfyUI's page.
 """
@@ -16,12 +16,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from comfyui_server import Server, make_base_directory
-from workflow import ask_for, bypass, shrink, small_file, substitute_files, to_prompt, written_back
+ROOT = Path(__file__).absolute().parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
-ROOT = Path(__file__).absolute().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-
+from setup.comfyui_server import Server, make_base_directory  # noqa: E402
+from setup.workflow import ask_for, bypass, shrink, small_file, substitute_files, to_prompt, written_back  # noqa: E402
 from support import shapes, tiny_models  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
