@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from ..devices.detect import Device, auto_compute
 from ..dtypes import FP8_NAMES, QUANTIZED_NAMES
 from ..formats.registry import FORMAT_OF_STORAGE
-from ..modes import FP8, INT8, MODE_OF
+from ..modes import FP8, FP16, INT8, MODE_OF
 from .accumulation import MatmulProfile, fp16_sums_inert
 from .choice import Choice, frozen
 from .facts import LayerSpec, ModelFacts
@@ -53,6 +53,11 @@ class ComputePlan:
     fp8_matmul: bool = False
     without_effect: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of_layers(cls, decisions: Mapping[str, ComputeDecision]) -> "ComputePlan":
+        """Plan these layers alone, whatever the model around them was planned to compute in."""
+        return cls(Choice(FP16.name, FP16.name), decisions)
 
     @property
     def is_safe(self) -> bool:

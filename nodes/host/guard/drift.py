@@ -30,8 +30,9 @@ from ..run.call import Call
 from ..run.execution import is_compiled, is_on_several_devices
 from ..run.layer_modes import kernels_of, modes_of
 from ..run.oom import is_oom
+from .escalation import EscalatedLayers
 from .failure import INSIDE, images_of, sigma_of, step_of
-from .precise import MergedWeights, PreciseLayers, learning_apart, with_rounded_guidance, without_step_cache
+from .precise import MergedWeights, learning_apart, precise_layers, with_rounded_guidance, without_step_cache
 from .state import Guarded
 
 if TYPE_CHECKING:
@@ -158,9 +159,9 @@ class DriftCheck:
     def _run_exact(self, patches: Sequence[Patch]) -> torch.Tensor:
         widened = self.guarded.escalation
         given = torch.float32 if widened.stream or widened.whole else activation_dtype(self.patcher)
-        return self._run(PreciseLayers(self.guarded, self.model), patches, with_rounded_guidance(self.call, given))
+        return self._run(precise_layers(self.guarded, self.model), patches, with_rounded_guidance(self.call, given))
 
-    def _run(self, layers: PreciseLayers | None, patches: Sequence[Patch] = (), call: Call | None = None) -> torch.Tensor:
+    def _run(self, layers: EscalatedLayers | None, patches: Sequence[Patch] = (), call: Call | None = None) -> torch.Tensor:
         """Make the call once more, with the random numbers it had."""
         self.report.repeats += 1
         self.log.extra_calls += 1
@@ -215,7 +216,7 @@ class DriftCheck:
 
     def _with_own(self, own: frozenset[str], alone: Collection[str] = (), attention: bool = False) -> float:
         """The error where these blocks keep their arithmetic, but for the layers ``alone``, and all others are exact."""
-        layers = PreciseLayers(self.guarded, self.model, own, alone, attention)
+        layers = precise_layers(self.guarded, self.model, own, alone, attention)
         exact = [name for name in self.merged.modules if name in alone or not span_of(name, own)]
         return self._error(self._run(layers, self.merged.exact(exact)))
 

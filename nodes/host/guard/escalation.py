@@ -1,7 +1,7 @@
 """A model of which some parts run wider than by themselves: what the guard puts on it for the length of a call."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,6 @@ from ....precision.arithmetic.patching import Patch, patched
 from ....precision.guard.policy import Escalation, ObservedRanges, span_of
 from ....precision.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.nested import cast_arguments, floats_in
-from ....precision.plan.choice import Choice
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..facts.layers import modules_of, top_level_parts
 from ..run.attention import attending, forward_of, full_precision_attention, in_one_dtype, kernels_of
@@ -24,6 +23,8 @@ from ..run.modules import only_multiplies
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
 
+    from .precise import ExactParts
+
 CAST = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -34,29 +35,33 @@ class EscalatedLayers:
         escalation: what runs wider.
         model: ComfyUI's BaseModel, with nothing of ours on it at the moment.
         modes: layer -> mode without the escalation, for the layers that multiply.
+        exact: the parts that a check runs in fp32 on top of it.
     """
 
-    def __init__(self, escalation: Escalation, model: "BaseModel", modes: dict[str, str]):
+    def __init__(
+        self, escalation: Escalation, model: "BaseModel", modes: dict[str, str], exact: "ExactParts | None" = None
+    ):
         self.parts = top_level_parts(model.diffusion_model)
         self.everywhere = escalation.stream or escalation.whole
-        self.spans = {name: part for name, part in self.parts.items() if name in escalation.spans and not self.everywhere}
-        plan = self._plan(model, escalation, {name: mode for name, mode in modes.items() if self._widens(name)})
-        self.decided = {name: decision.mode for name, decision in plan.decisions.items()}
-        self.planned = PlannedLayers(plan, model, self._widens)
+        wide = not self.everywhere or exact is not None
+        self.spans = {name: part for name, part in self.parts.items() if wide and name in escalation.spans}
+        widened = {name: mode for name, mode in modes.items() if self._widens(name)}
+        decisions = _decisions(modules_of(model), escalation, widened) | (exact.decisions if exact else {})
+        self.decided = {name: decision.mode for name, decision in decisions.items()}
+        self.planned = PlannedLayers(ComputePlan.of_layers(decisions), model, self._widens)
         self.whole = escalation.whole
+        self._exact = exact
         self._inside = 0
         self._model = model if self.everywhere else None
-
-    def _plan(self, model: "BaseModel", escalation: Escalation, modes: dict[str, str]) -> ComputePlan:
-        return _plan(model, escalation, modes)
 
     def _widens(self, name: str) -> bool:
         return self.everywhere or bool(span_of(name, self.spans))
 
     def call(self, call: Call, observing: Sequence[Patch] = ()) -> torch.Tensor:
         """Make a call inside of whatever wrappers others have, with the patches ``observing`` on top of the model's."""
-        attend = self._attend if self.everywhere or self.spans else None
-        with patched([*self._patches(), *observing]), attending(call.model, call, attend), _sums_in_fp32(self.everywhere):
+        attend = self._attend if self.everywhere or self.spans or self._exact else None
+        exact = self._exact.everywhere() if self._exact else contextlib.nullcontext()
+        with exact, patched([*self._patches(), *observing]), attending(call.model, call, attend), _sums_in_fp32(self.everywhere):
             return self.planned.call(call)
 
     def around(self, make: Make) -> dict:
@@ -69,9 +74,16 @@ class EscalatedLayers:
         return self.decided | self.planned.modes()
 
     def _patches(self) -> list[Patch]:
-        own = {id(module): value for module, name, value in self.planned.patches if name == "forward"}
-        spans = [(part, "forward", self._span(name, own.get(id(part), forward_of(part)))) for name, part in self.spans.items()]
-        return [*self._on_model(), *self.planned.patches, *spans]
+        own = forwards_in(self.planned.patches)
+        given = {name: own.get(id(part), forward_of(part)) for name, part in self.parts.items()}
+        wrapped = {name: self._part(name, forward) for name, forward in given.items()}
+        blocks = [(part, "forward", wrapped[name]) for name, part in self.parts.items() if wrapped[name] is not given[name]]
+        return [*self._on_model(), *self.planned.patches, *blocks]
+
+    def _part(self, name: str, forward: Callable) -> Callable:
+        """Wrap a top-level part's forward as the escalation and the check ask for."""
+        exact = self._exact.forward(name, forward) if self._exact else forward
+        return self._span(exact) if name in self.spans else exact
 
     def _on_model(self) -> list[Patch]:
         """Cast the model's entry to fp32 and clone its input. In fp16 that cast copies the input; in fp32 it is a no-op, and
@@ -85,7 +97,7 @@ class EscalatedLayers:
             (sampling, "calculate_input", lambda sigma, noise: entry(sigma, noise).clone()),
         ]
 
-    def _span(self, name: str, forward: Callable) -> Callable:
+    def _span(self, forward: Callable) -> Callable:
         """A part's forward with fp32 between its layers; its result has the dtype it was given."""
 
         def run(*args, **kwargs):
@@ -103,6 +115,8 @@ class EscalatedLayers:
         return run
 
     def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
+        if self._exact and self._exact.is_inside:
+            return self._exact.attention(function, *args, **kwargs)
         if not (self.everywhere or self._inside):
             return attention(*args, **kwargs)
         plain = full_precision_attention(function)
@@ -120,7 +134,7 @@ class RangeObserver:
         self._spans: dict[str, torch.Tensor] = {}
         self._attention = layers.planned.attention
         self._with_full_attention: set[str] = set()
-        forwards = {id(module): value for module, name, value in layers.planned.patches if name == "forward"}
+        forwards = forwards_in(layers.planned.patches)
         modules = layers.planned.modules.items()
         own = {id(module): self._measured_layer(name, forwards[id(module)]) for name, module in modules}
         parts = [(part, self._measured_part(name, own.get(id(part), part.forward))) for name, part in layers.parts.items()]
@@ -160,12 +174,17 @@ def _sums_in_fp32(here: bool) -> contextlib.AbstractContextManager:
     return fp32_accumulation() if here else contextlib.nullcontext()
 
 
-def _plan(model, escalation: Escalation, modes: dict[str, str]) -> ComputePlan:
-    if escalation.whole:
-        modes = dict.fromkeys(modes, FP32.name)
-    modules = modules_of(model)
-    decisions = {name: _decision({**modes, **escalation.layers}[name], modules[name]) for name in modes}
-    return ComputePlan(Choice("fp16", "fp16"), decisions)
+def forwards_in(patches: Sequence[Patch]) -> dict[int, Callable]:
+    """Return id of a module -> the forward that patches put on it."""
+    return {id(module): value for module, name, value in patches if name == "forward"}
+
+
+def _decisions(
+    modules: Mapping[str, torch.nn.Module], escalation: Escalation, modes: Mapping[str, str]
+) -> dict[str, ComputeDecision]:
+    """Decide what layers with these modes run in; in fp32 where the escalation is of the whole model."""
+    modes = dict.fromkeys(modes, FP32.name) if escalation.whole else modes
+    return {name: _decision(escalation.layers.get(name, mode), modules[name]) for name, mode in modes.items()}
 
 
 def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:

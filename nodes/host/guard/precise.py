@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
 import comfy.lora
@@ -14,14 +14,15 @@ from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.arithmetic.linear import kind_of, multiplied
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.guard.drift import CastsToFp32
+from ....precision.guard.localize import stored
 from ....precision.guard.policy import ALL_IN_FP32, Escalation, span_of
 from ....precision.modes import FP32
-from ....precision.plan.compute import ComputeDecision, ComputePlan
+from ....precision.plan.compute import ComputeDecision
 from ..facts.layers import matrix_layers, top_level_parts
 from ..lora.patcher import kept_beside
 from ..lora.patches import DIFFUSION_MODEL
 from ..run.accumulation import accumulation_of
-from ..run.attention import forward_of, full_precision_attention
+from ..run.attention import full_precision_attention
 from ..run.call import Call
 from ..run.compute import compute_of
 from ..run.modules import dequantized, only_multiplies, weights_of
@@ -35,81 +36,67 @@ if TYPE_CHECKING:
 GUIDANCE_FACTOR = 1000.0
 
 
-class PreciseLayers(EscalatedLayers):
-    """One model in fp32 between and in its layers, core's own attention included.
+class ExactParts:
+    """The parts of a model that a check runs in fp32, core's own attention included; the others keep their arithmetic.
 
     Args:
-        own: the blocks that keep their arithmetic; None for a model that is in fp32 as a whole, its code between blocks too.
+        own: the blocks that keep theirs; None for a model that is in fp32 as a whole, its code between blocks too.
         alone: layers of those blocks that run in fp32 all the same, and return the dtype they were given.
         attention: so does the attention in those blocks.
     """
 
-    def __init__(
-        self, guarded: Guarded, model: "BaseModel", own: Collection[str] | None = None, alone: Collection[str] = (), attention: bool = False
-    ):
-        self._alone = frozenset(alone)
-        self._own = frozenset(own or ())
+    def __init__(self, own: Collection[str] | None = None, alone: Collection[str] = (), attention: bool = False):
+        self.decisions = dict.fromkeys(alone, ComputeDecision(FP32.name, "same", "exchanged by the check"))
+        self._own = own
         self._attention = attention
-        self._exact = 0
-        escalated = _escalated(guarded, model, own)
-        super().__init__(*escalated)
-        self.spans = {name: part for name, part in self.parts.items() if name in escalated[0].spans}
+        self._depth = 0
 
-    def _plan(self, model: "BaseModel", escalation: Escalation, modes: dict[str, str]) -> ComputePlan:
-        plan = super()._plan(model, escalation, modes)
-        decision = ComputeDecision(FP32.name, "same", "exchanged by the check")
-        return ComputePlan(plan.choice, {**plan.decisions, **dict.fromkeys(self._alone, decision)})
+    def everywhere(self) -> contextlib.AbstractContextManager:
+        """A context of a whole call: where all of the model is in fp32, so is what its code casts."""
+        return CastsToFp32() if self._own is None else contextlib.nullcontext()
 
-    def call(self, call: Call, observing: Sequence[Patch] = ()) -> torch.Tensor:
-        """Make a call inside of whatever wrappers others have."""
-        with CastsToFp32() if self.whole else contextlib.nullcontext():
-            return super().call(call, observing)
-
-    def _patches(self) -> list[Patch]:
-        patches = super()._patches()
-        forwards = {id(module): value for module, name, value in patches if name == "forward"}
-        parts = [part for name, part in self.parts.items() if self._attention and name in self._own]
-        return [*patches, *((part, "forward", self._attending(forwards.get(id(part), forward_of(part)))) for part in parts)]
-
-    def _attending(self, forward: Callable) -> Callable:
-        """A part's forward with its attention in fp32."""
+    def forward(self, name: str, forward: Callable) -> Callable:
+        """Wrap a part's forward so that it runs in fp32, or its attention alone where the part keeps its arithmetic."""
+        if self._own is None or (name in self._own and not self._attention):
+            return forward
+        casts = contextlib.nullcontext if name in self._own else CastsToFp32
 
         def run(*args, **kwargs):
-            self._exact += 1
+            self._depth += 1
             try:
-                return forward(*args, **kwargs)
+                with casts():
+                    return forward(*args, **kwargs)
             finally:
-                self._exact -= 1
+                self._depth -= 1
 
         return run
 
-    def _span(self, name: str, forward: Callable) -> Callable:
-        """A part's forward in fp32; as the guard runs it where the part keeps its arithmetic."""
-        if name in self._own:
-            return super()._span(name, forward)
-        exact = self._attending(forward)
+    @property
+    def is_inside(self) -> bool:
+        """Tell whether an attention that is called now is to run in fp32."""
+        return self._own is None or self._depth > 0
 
-        def precise(*args, **kwargs):
-            with CastsToFp32():
-                return exact(*args, **kwargs)
-
-        return super()._span(name, precise)
-
-    def _attend(self, function: Callable, attention: Callable, q, k, v, heads, *args, **kwargs) -> torch.Tensor:
-        if not (self.whole or self._exact):
-            return super()._attend(function, attention, q, k, v, heads, *args, **kwargs)
+    def attention(self, function: Callable, q, k, v, heads, *args, **kwargs) -> torch.Tensor:
+        """Run core's own attention in fp32; its result has the dtype of ``q``."""
         return AttentionCall(q, k, v, heads, args, kwargs).run_in(torch.float32, full_precision_attention(function)).to(q.dtype)
 
 
-def _escalated(guarded: Guarded, model: "BaseModel", own: Collection[str] | None) -> tuple[Escalation, "BaseModel", dict[str, str]]:
-    """The escalation, model and modes that EscalatedLayers are made of; what the guard has widened stays so in ``own`` too."""
+def precise_layers(
+    guarded: Guarded, model: "BaseModel", own: Collection[str] | None = None, alone: Collection[str] = (), attention: bool = False
+) -> EscalatedLayers:
+    """Put a model in fp32 between and in its layers, but for the blocks ``own``; ``alone``, ``attention``: see ExactParts.
+
+    What the guard has widened stays so in ``own`` too.
+    """
+    exact = ExactParts(own, alone, attention)
     if own is None:
-        return ALL_IN_FP32, model, guarded.modes
+        return EscalatedLayers(ALL_IN_FP32, model, guarded.modes, exact)
     present = guarded.escalation
-    spans = top_level_parts(model.diffusion_model).keys() - own
-    modes = {name: FP32.name if present.whole or span_of(name, spans) else mode for name, mode in guarded.modes.items()}
-    kept = {name: mode for name, mode in present.layers.items() if not (present.whole or span_of(name, spans))}
-    return Escalation(kept, frozenset(spans) | present.spans, present.stream or present.whole), model, modes
+    blocks = top_level_parts(model.diffusion_model).keys() - own
+    modes = {name: FP32.name if present.whole or span_of(name, blocks) else mode for name, mode in guarded.modes.items()}
+    kept = {name: mode for name, mode in present.layers.items() if not (present.whole or span_of(name, blocks))}
+    escalation = Escalation(kept, frozenset(blocks) | present.spans, present.stream or present.whole)
+    return EscalatedLayers(escalation, model, modes, exact)
 
 
 class MergedWeights:
@@ -155,7 +142,7 @@ class MergedWeights:
 
 
 def _held(module: torch.nn.Module) -> torch.dtype:
-    return getattr(module.weight, "_qdata", module.weight).dtype
+    return stored(module.weight).dtype
 
 
 @contextlib.contextmanager
