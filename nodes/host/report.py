@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...precision.devices.detect import why_int8_is_slow
 from ...precision.dtypes import name_of
+from ...precision.formats.checkpoint import dialect_text
 from ...precision.guard.verdicts import CURED
 from ...precision.modes import FP16_ACC16, FP32, INT8
 from ...precision.plan.accumulation import EXACT_SUMS
@@ -109,7 +110,7 @@ def _add_record(report: Report | ControlReport, record: LoadRecord) -> None:
     """Add what was decided when the file was loaded."""
     report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
     report.without_effect = [WithoutEffect(*entry) for entry in (*record.without_effect, *_unmet(record, report.layers))]
-    report.decisions = {"file": f"{Path(record.file).name}, {record.dialect}", "storage": str(record.storage)}
+    report.decisions = {"file": f"{Path(record.file).name}, {dialect_text(record.dialects)}", "storage": str(record.storage)}
     report.notes += record.notes
 
 
