@@ -226,7 +226,7 @@ def _count(name: str, way: str) -> Counted:
         reads.places, reads.foreign = [], 0
         with _costs(inner).watching() as costs:
             run(*call, **given)
-        modes = run.modes()
+        modes = run.observed_modes()
     return Counted(costs.seen, len(reads.places), modes, costs.inputs, costs.outputs)
 
 
@@ -264,7 +264,7 @@ class _executed:
         return self.wrapper(call, x, t, None, None, None, options)
 
     def modes(self) -> dict[str, str]:
-        return self.wrapper.modes(self.model.current_patcher) if self.way == "fp16_safe" else {}
+        return self.wrapper.observed_modes(self.model.current_patcher) if self.way == "fp16_safe" else {}
 
 
 class _Executor:

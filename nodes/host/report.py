@@ -36,7 +36,7 @@ from .page import messages_in, running_prompt, running_prompt_id
 from .run.accumulation import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
 from .run.control import planned_control
-from .run.layer_modes import is_called_in_fp32, kernels_of, modes_of
+from .run.layer_modes import is_called_in_fp32, kernels_of, observed_modes_of
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase
@@ -98,7 +98,7 @@ def _listed(modes: dict[str, str]) -> str:
 
 
 def _layers(patcher: ModelPatcher) -> list[LayerReport]:
-    record, compute, modes = patcher.attachments.get(ATTACHMENT), compute_of(patcher), modes_of(patcher)
+    record, compute, modes = patcher.attachments.get(ATTACHMENT), compute_of(patcher), observed_modes_of(patcher)
     kernels, sums = kernels_of(patcher, modes), layer_accumulation(patcher)
     layers = [_layer_report(patcher, name, module, record, compute, modes, sums) for name, module in layers_of(patcher)]
     for layer in layers:

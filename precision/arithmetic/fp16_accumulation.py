@@ -116,7 +116,7 @@ class Fp16AccumulationLinear:
 
     Args:
         module: the Linear.
-        forward: what the module runs otherwise.
+        inner: what the module runs otherwise.
         sums: its proof.
         calibration: the model's calibration.
         weights: as for ``SafeOperation``; None where the module's weight cannot be had, and so no proof.
@@ -126,14 +126,14 @@ class Fp16AccumulationLinear:
     def __init__(
         self,
         module: torch.nn.Module,
-        forward: Callable[..., torch.Tensor],
+        inner: Callable[..., torch.Tensor],
         sums: SumBound,
         calibration: Calibration,
         weights: WeightProvider | None,
         by_layer: bool = True,
     ):
         self.module = module
-        self.forward = forward
+        self.inner = inner
         self.sums = sums
         self.calibration = calibration
         self.weights = weights
@@ -141,19 +141,22 @@ class Fp16AccumulationLinear:
         if weights is None:
             sums.reason = f"fp32 sums: {type(module).__name__} multiplies in its own way"
 
+    def __repr__(self) -> str:
+        return f"Fp16AccumulationLinear({'proven' if self.sums.proven else 'not proven'})"
+
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if x.dtype != torch.float16 or self.weights is None:
-            return self.forward(x, *args, **kwargs)
+            return self.inner(x, *args, **kwargs)
         if self.calibration.calibrating:
             self.sums.recorder.device = x.device
             return self._calibrate(x)
         if not self.sums.proven:
             if not self.by_layer and not self.sums.terms:
                 self.sums.recorder.record(x.new_full((), math.inf, dtype=torch.float32))
-            return self.forward(x, *args, **kwargs)
+            return self.inner(x, *args, **kwargs)
         self.sums.recorder.record(self.sums.magnitude_of(x))
         with flags.switched(FP16_ACCUMULATION, True) if self.by_layer else nullcontext():
-            return self._scaled(x) if self.sums.scales else self.forward(x, *args, **kwargs)
+            return self._scaled(x) if self.sums.scales else self.inner(x, *args, **kwargs)
 
     def _calibrate(self, x: torch.Tensor) -> torch.Tensor:
         """Calibrate and multiply with one and the same weight, for the reason told at ``SafeOperation._calibrate``."""

@@ -85,13 +85,17 @@ class SafeOperation:
         self.largest_fp16 = largest_fp16
 
     @property
-    def mode(self) -> str:
-        """The report's mode the layer runs in, as its last calibration left it."""
+    def observed_mode(self) -> str:
+        """The mode the layer was found to run in by its last calibration; planned is ``fp16_wide``
+        (``PlannedLayers``)."""
         if self.scale.in_fp32:
             return FP32.name
         if self.scale.result.proven:
             return FP16.name
         return FP16_SCALED.name if self.scale.exponent else FP16_WIDE.name
+
+    def __repr__(self) -> str:
+        return f"SafeOperation({self.observed_mode})"
 
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """``x``: the module's input, any float dtype. Returns fp32, or fp16 where that is proven."""

@@ -5,90 +5,99 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch.utils._pytree import tree_map
 
-from ..arithmetic.calibration import Calibration
-from ..arithmetic.linear import SafeOperation, WeightProvider
+from ..arithmetic.linear import WeightProvider
 from ..arithmetic.patching import Patch, patched
+from ..arithmetic.planned import CastResult, PlannedLayers
 from ..dtypes import dtype_named
-from ..plan.compute import MODE_OF, SAFE, ComputeDecision, ComputePlan
-
-
-class CastOperation:
-    """A layer's own forward, its weights in ``dtype``, by default that of its input."""
-
-    def __init__(self, layer: torch.nn.Module, weights: WeightProvider, dtype: torch.dtype | None = None):
-        self.layer = layer
-        self.weights = weights
-        self.dtype = dtype
-
-    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        dtype = self.dtype or x.dtype
-        with self.weights(self.layer, x, dtype) as (weight, bias):
-            lent = [(self.layer, "weight", weight), (self.layer, "bias", None if bias is None else bias.to(dtype))]
-            with patched(lent):
-                return type(self.layer).forward(self.layer, x.to(dtype), *args, **kwargs)
+from ..plan.compute import ComputeDecision, ComputePlan
 
 
 class Computation:
-    """A module's forward under a plan: in one activation dtype, each layer as decided."""
+    """Run a module under a plan: in one activation dtype, each layer as decided; one without a decision follows the
+    plan.
+
+    Args:
+        module: the module; its own forward is what is called.
+        plan: what to do.
+        layers: name -> module of those that the plan is for.
+        weights: provides their weights and biases.
+    """
 
     def __init__(
         self, module: torch.nn.Module, plan: ComputePlan, layers: Mapping[str, torch.nn.Module], weights: WeightProvider
     ):
-        self.forward = module.forward
-        self.calibration = Calibration()
         self.activations = dtype_named(plan.activation_dtype)
-        self.safe: dict[str, SafeOperation] = {}
-        self.decisions = {name: plan.decisions.get(name) or _follow(plan) for name in layers}
-        self.patches: list[Patch] = []
-        for name, layer in layers.items():
-            operation = self._operation(name, layer, weights)
-            dtype = torch.float32 if self.decisions[name].stream == "fp32" else self.activations
-            self.patches.append((layer, "forward", CastResult(operation, dtype)))
-            if layer is module:
-                self.forward = self.patches[-1][2]
-        left = [inner for inner in module.modules() if id(inner) not in set(map(id, layers.values()))]
+        decisions = {name: plan.decisions.get(name) or plan.following for name in layers}
+        self.layers = PlannedLayers(decisions, layers, TorchLayers(weights), self.activations, plan.is_safe)
+        own = {layer: forward for layer, _, forward in self.layers.patches}
+        self.forward = own.get(module, module.forward)
+        left = [inner for inner in module.modules() if inner not in own]
         embeddings = [inner for inner in left if isinstance(inner, torch.nn.Embedding)]
         self.others = [inner for inner in left if not isinstance(inner, torch.nn.Embedding)]
+        self.patches = list(self.layers.patches)
         self.patches += [(inner, "forward", CastResult(inner.forward, self.activations)) for inner in embeddings]
-
-    def _operation(self, name: str, layer: torch.nn.Module, weights: WeightProvider) -> Callable:
-        mode = self.decisions[name].mode
-        if mode != MODE_OF[SAFE]:
-            return CastOperation(layer, weights, dtype_named(mode))
-        self.safe[name] = SafeOperation(layer, self.calibration.scale(name), self.calibration, weights)
-        return self.safe[name]
 
     def __call__(self, *args, **kwargs):
         args, kwargs = tree_map(self._cast, (args, kwargs))
         with patched([*self.patches, *self._cast_tensors()]):
-            return self.calibration.run(lambda: self.forward(*args, **kwargs))
+            return self.layers.calibration.run(lambda: self.forward(*args, **kwargs))
 
     def _cast(self, value):
         return value.to(self.activations) if torch.is_tensor(value) and value.is_floating_point() else value
 
     def _cast_tensors(self) -> Iterator[Patch]:
-        """The parameters and buffers of other modules, such as norms, in the activation dtype where they are not."""
+        """Cast the parameters and buffers of other modules, such as norms, that are not in the activation dtype."""
         for module in self.others:
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and tensor.is_floating_point() and tensor.dtype != self.activations:
                     yield module, name, tensor.to(self.activations)
 
     def modes(self) -> dict[str, str]:
-        """Map layer names to modes."""
-        return {name: self.safe[name].mode if name in self.safe else d.mode for name, d in self.decisions.items()}
+        """Return layer -> the mode it was last found to run in."""
+        return self.layers.observed_modes()
+
+    def __repr__(self) -> str:
+        return repr(self.layers)
 
 
-class CastResult:
-    """A forward whose result is cast to ``dtype``."""
+class TorchLayers:
+    """Say how torch's own layers multiply: by weights that they are provided with
+    (``arithmetic.planned.LayerHost``)."""
 
-    def __init__(self, forward: Callable, dtype: torch.dtype):
-        self.forward = forward
-        self.dtype = dtype
+    def __init__(self, weights: WeightProvider):
+        self._weights = weights
 
-    def __call__(self, *args, **kwargs) -> torch.Tensor:
-        return self.forward(*args, **kwargs).to(self.dtype)
+    def weights(self, layer: torch.nn.Module) -> WeightProvider:
+        """Return the provider: every such layer does no more than multiply."""
+        return self._weights
+
+    def own_forward(self, layer: torch.nn.Module, mode: str) -> tuple[Callable[..., torch.Tensor], torch.dtype]:
+        """Return the class's forward, with the weight in the mode's dtype."""
+        return ProvidedWeights(layer, self._weights).__call__, dtype_named(mode)
+
+    def product(self, layer: torch.nn.Module, mode: str) -> None:
+        """Return None: there are no other products."""
+
+    def largest_fp16(self, name: str, decision: ComputeDecision) -> None:
+        """Return None: what stands between a module's layers is not known."""
+
+    def patches(self, layer: torch.nn.Module, decision: ComputeDecision, forward: Callable) -> list[Patch]:
+        """Return the patch of the layer's forward."""
+        return [(layer, "forward", forward)]
 
 
-def _follow(plan: ComputePlan) -> ComputeDecision:
-    """The decision for a layer that a plan has none for."""
-    return ComputeDecision(plan.activation_dtype, "same", "")
+class ProvidedWeights:
+    """Run the forward of a layer's class with its weight and bias in the dtype of the input."""
+
+    def __init__(self, layer: torch.nn.Module, weights: WeightProvider):
+        self.layer = layer
+        self.weights = weights
+
+    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        with self.weights(self.layer, x, x.dtype) as (weight, bias):
+            bias = None if bias is None else bias.to(x.dtype)
+            with patched([(self.layer, "weight", weight), (self.layer, "bias", bias)]):
+                return type(self.layer).forward(self.layer, x, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self.layer).__name__}.forward"

@@ -75,6 +75,11 @@ class ComputePlan:
         return "fp32" if self.is_safe else self.choice.used
 
     @property
+    def following(self) -> ComputeDecision:
+        """The decision for a layer that there is none for: it runs in the dtype of the activations."""
+        return ComputeDecision(self.activation_dtype, "same", "")
+
+    @property
     def weight_dtype(self) -> str:
         """The dtype that weights which are not quantized are best kept in."""
         return weight_dtype_of(self.choice.used)

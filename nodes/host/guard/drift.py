@@ -28,7 +28,7 @@ from ..run.accumulation import layer_accumulation
 from ..run.attention import OVERRIDE
 from ..run.call import Call
 from ..run.execution import is_compiled, is_on_several_devices
-from ..run.layer_modes import kernels_of, modes_of
+from ..run.layer_modes import kernels_of, observed_modes_of
 from ..run.oom import is_oom
 from .escalation import EscalatedLayers
 from .failure import INSIDE, images_of, sigma_of, step_of
@@ -254,7 +254,7 @@ class DriftCheck:
 def _summed_modes(patcher: "ModelPatcher") -> dict[str, str]:
     """Layer -> mode, with fp16 sums as the mode of their own that they are."""
     sums = layer_accumulation(patcher)
-    return {name: FP16_ACC16.name if sums.get(name, ("", ""))[0] == "fp16" else mode for name, mode in modes_of(patcher).items()}
+    return {name: FP16_ACC16.name if sums.get(name, ("", ""))[0] == "fp16" else mode for name, mode in observed_modes_of(patcher).items()}
 
 
 def _arithmetic(patcher: "ModelPatcher", guarded: Guarded) -> str:

@@ -16,7 +16,7 @@ from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..facts.layers import modules_of, top_level_parts
 from ..run.attention import attending, forward_of, full_precision_attention, in_one_dtype, kernels_of
 from ..run.call import Call
-from ..run.compute import PlannedLayers
+from ..run.compute import PlannedModel
 from ..run.conditions import Make
 from ..run.modules import only_multiplies
 
@@ -48,7 +48,7 @@ class EscalatedLayers:
         widened = {name: mode for name, mode in modes.items() if self._widens(name)}
         decisions = _decisions(modules_of(model), escalation, widened) | (exact.decisions if exact else {})
         self.decided = {name: decision.mode for name, decision in decisions.items()}
-        self.planned = PlannedLayers(ComputePlan.of_layers(decisions), model, self._widens)
+        self.planned = PlannedModel(ComputePlan.of_layers(decisions), model, self._widens)
         self.whole = escalation.whole
         self._exact = exact
         self._inside = 0
@@ -71,7 +71,7 @@ class EscalatedLayers:
 
     def modes(self) -> dict[str, str]:
         """Layer -> the mode it runs in now."""
-        return self.decided | self.planned.modes()
+        return self.decided | self.planned.observed_modes()
 
     def _patches(self) -> list[Patch]:
         own = forwards_in(self.planned.patches)

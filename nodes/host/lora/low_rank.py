@@ -34,7 +34,7 @@ class LowRankLayer(torch.nn.Module):
         self.shape = tuple(module.weight.shape)
         self.in_fp32 = False
         self.scale: torch.Tensor | None = None
-        self._forward = module.forward
+        self.inner = module.forward
 
     def build(self, dtype: torch.dtype) -> torch.Tensor:
         """Make the factors; return their scales, without strengths."""
@@ -48,13 +48,13 @@ class LowRankLayer(torch.nn.Module):
         A graph that was compiled with it holds for as long as that forward is the same.
         """
         forward = module.forward
-        if self._forward != forward:
-            self._forward = forward
+        if self.inner != forward:
+            self.inner = forward
         return module, "forward", self.run
 
     def run(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Stand in for the layer's forward."""
-        return self(x, self._forward(x, *args, **kwargs))
+        return self(x, self.inner(x, *args, **kwargs))
 
     def forward(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         """Add the changes' product with ``x`` to the layer's own result; in fp32 where that is proven to fit fp16 without them."""

@@ -1,4 +1,5 @@
-"""Carry out an accumulation request on a ModelPatcher: flags, fp16 accumulation and attention, during each model call."""
+"""Carry out an accumulation request on a ModelPatcher: flags, fp16 accumulation and attention, during each model
+call."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16Ac
 from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.devices.detect import detect
-from ....precision.modes import FP8, FP16, FP16_WIDE, INT8
+from ....precision.modes import FP8, FP16, INT8
 from ....precision.plan.accumulation import (
     EXACT_SUMS,
     NO_SWITCH,
@@ -30,7 +31,7 @@ from .attention import attending, kernels_of
 from .call import Call
 from .compute import compute_of, needs_fp32_accumulation
 from .execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer
-from .layer_modes import modes_of, settings_of
+from .layer_modes import planned_modes_of, settings_of
 from .modules import exchanged, only_multiplies, weights_of
 from .per_model import PerModel
 from .wrappers import ACCUMULATION, set_wrapper
@@ -76,7 +77,7 @@ class Accumulation:
     def plan_for(self, patcher) -> AccumulationPlan:
         """The plan its calls followed, else the one the next call will."""
         run = self.runs.last_of(patcher)
-        return run.plan if run else plan_accumulation(self.request, detect(patcher.load_device), _matmul_profile(patcher))
+        return run.plan if run else _planned(self.request, patcher)
 
 
 class _Run:
@@ -84,7 +85,7 @@ class _Run:
 
     def __init__(self, request: Request, model):
         patcher = model.current_patcher
-        self.plan = plan = plan_accumulation(request, detect(patcher.load_device), _matmul_profile(patcher))
+        self.plan = plan = _planned(request, patcher)
         self.calibration = Calibration()
         self.operations: dict[str, Fp16AccumulationLinear] = {}
         if plan.proving or plan.naming:
@@ -94,15 +95,17 @@ class _Run:
         self.attention = BoundedAttention(self.calibration, not auto) if plan.attention in ("auto", "fp32") else None
         self.watches = bool(self.operations) or auto
         self.refused_fp8: fast_accumulation.Refused = {}
-        self._patches: list[Patch] = [patch for op in self.operations.values() for patch in exchanged(op.module, op.__call__)]
+        patches = (exchanged(operation.module, operation.__call__) for operation in self.operations.values())
+        self._patches: list[Patch] = [patch for of_one in patches for patch in of_one]
 
     def _operations(self, patcher) -> Iterator[tuple[str, Fp16AccumulationLinear]]:
-        modes, ruled = _modes_of(patcher), _ruled(patcher)
+        modes, ruled = planned_modes_of(patcher), _ruled(patcher)
         for name, module in modules_of(patcher.model).items():
             if modes.get(name) == FP16.name and kind_of(module) == "linear" and name not in ruled:
                 sums = self.calibration.add(SumBound(name))
                 weights = weights_of(module) if only_multiplies(module) else None
-                yield name, Fp16AccumulationLinear(module, module.forward, sums, self.calibration, weights, not self.plan.whole)
+                by_layer = not self.plan.whole
+                yield name, Fp16AccumulationLinear(module, module.forward, sums, self.calibration, weights, by_layer)
 
     @property
     def patches(self) -> list[Patch]:
@@ -179,20 +182,16 @@ def _reason(reason: str, on: bool, whole: bool) -> str:
     return reason if whole else reason.replace("fp16 sums: ", "fp32 sums, as not all layers are proven: ")
 
 
+def _planned(request: Request, patcher) -> AccumulationPlan:
+    return plan_accumulation(request, detect(patcher.load_device), _matmul_profile(patcher))
+
+
 def _is_fp8_fast(plan: AccumulationPlan) -> bool:
     return plan.fp8_fast and not fast_accumulation.why_unavailable()
 
 
-def _modes_of(patcher) -> dict[str, str]:
-    """Layer name -> mode, of layers that may return fp32 the mode they were planned in: their sums are never in fp16."""
-    compute, modes = compute_of(patcher), modes_of(patcher)
-    decisions = compute.plan.decisions if compute else {}
-    wide = (name for name, decision in decisions.items() if decision.mode == FP16_WIDE.name)
-    return modes | {name: FP16_WIDE.name for name in wide if modes.get(name) == FP16.name}
-
-
 def _matmul_profile(patcher) -> MatmulProfile:
-    modes = _modes_of(patcher)
+    modes = planned_modes_of(patcher)
     multiplying = {modes.get(name) for name, module in modules_of(patcher.model).items() if kind_of(module)}
     return MatmulProfile(frozenset(multiplying - {None}), is_compiled(patcher), is_on_several_devices(patcher))
 
@@ -203,13 +202,15 @@ def _settings(patcher) -> tuple:
 
 def _ruled(patcher) -> dict[str, tuple[str, str]]:
     """Layer name -> (accumulation, reason) of the layers that a rule of the compute plan decides."""
-    return {name: (sums, f"{sums} sums by rule") for name, sums in _asked_by_rule(patcher).items() if switches_by_layer(patcher)}
+    asked = _asked_by_rule(patcher) if switches_by_layer(patcher) else {}
+    return {name: (sums, f"{sums} sums by rule") for name, sums in asked.items()}
 
 
 def _asked_by_rule(patcher) -> dict[str, str]:
     """Layer name -> the accumulation that a rule asks for."""
     compute = compute_of(patcher)
-    return {name: decision.sums for name, decision in compute.plan.decisions.items() if decision.sums} if compute else {}
+    decisions = compute.plan.decisions if compute else {}
+    return {name: decision.sums for name, decision in decisions.items() if decision.sums}
 
 
 def _inert_rules(patcher) -> list[tuple[str, str]]:
@@ -224,13 +225,13 @@ def _named(names: list[str]) -> str:
 
 
 def layer_accumulation(patcher) -> dict[str, tuple[str, str]]:
-    """Layer name -> (accumulation, reason) of the layers whose products can sum in anything but fp32, and of int8 layers:
-    exact int32 sums, scaled in fp32, are listed as fp32."""
+    """Layer name -> (accumulation, reason) of the layers whose products can sum in anything but fp32, and of int8
+    layers: exact int32 sums, scaled in fp32, are listed as fp32."""
     return _planned_accumulation(patcher) | _ruled(patcher)
 
 
 def _planned_accumulation(patcher) -> dict[str, tuple[str, str]]:
-    accumulation, modes, modules = accumulation_of(patcher), _modes_of(patcher), modules_of(patcher.model)
+    accumulation, modes, modules = accumulation_of(patcher), planned_modes_of(patcher), modules_of(patcher.model)
     run = accumulation.runs.last_of(patcher) if accumulation else None
     plan = accumulation.plan_for(patcher) if accumulation else AccumulationPlan(Request())
     sums = {name: ("fp32", EXACT_SUMS) for name, mode in modes.items() if mode == INT8.name}

@@ -20,7 +20,8 @@ UNFUSED = ("attention_basic", "attention_split", "attention_sub_quad")
 def overridden(options: dict, run: Callable) -> dict:
     """``transformer_options`` whose attentions are ``run(function, attention, *args, **kwargs)``.
 
-    ``function`` is ComfyUI's own; ``attention`` is what would run in its place otherwise: itself, or an earlier override.
+    ``function`` is ComfyUI's own; ``attention`` is what would run in its place otherwise: itself, or an earlier
+    override.
     """
     previous = options.get(OVERRIDE)
 
@@ -35,9 +36,10 @@ def overridden(options: dict, run: Callable) -> dict:
 def attending(model: torch.nn.Module, call: Call, run: Callable | None) -> Iterator[None]:
     """Give a model's call ``run`` as its attention, as ``overridden`` does; None changes nothing.
 
-    ComfyUI's TorchCompileModel drops every guard on ``transformer_options`` (comfy_extras/nodes_torch_compile.py): a graph
-    compiled without an override would run with one, and one compiled with it would never see what it depends on change. So
-    the parts that may be compiled have a forward of our own for the length of the call, which holds the override itself.
+    ComfyUI's TorchCompileModel drops every guard on ``transformer_options`` (comfy_extras/nodes_torch_compile.py): a
+    graph compiled without an override would run with one, and one compiled with it would never see what it depends on
+    change. So the parts that may be compiled have a forward of our own for the length of the call, which holds the
+    override itself.
     """
     if run is None:
         yield
@@ -82,7 +84,8 @@ def kernels_of(function: Callable, attention: Callable) -> Kernels:
 
 
 def full_precision_attention(function: Callable) -> Callable:
-    """An attention that takes fp32 and keeps its precision: itself, or ComfyUI's default for a kernel of 16 bit or less."""
+    """An attention that takes fp32 and keeps its precision: itself, or ComfyUI's default for a kernel of 16 bit or
+    less."""
     if function.__name__ in (*UNFUSED, "attention_pytorch"):
         return function
     return comfy.ldm.modules.attention.attention_pytorch

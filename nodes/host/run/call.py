@@ -16,8 +16,8 @@ class Call:
     """Hold the arguments of an APPLY_MODEL wrapper; calling it runs the model. ``options``: ``transformer_options``;
     ``model``: the model it runs.
 
-    EasyCache (``comfy_extras/nodes_easycache.py``) keeps each call's result to replace a later one; its state is restored
-    before a repeat, so that the repeat sees what the first call saw.
+    EasyCache (``comfy_extras/nodes_easycache.py``) keeps each call's result to replace a later one; its state is
+    restored before a repeat, so that the repeat sees what the first call saw.
     """
 
     def __init__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **extra):
@@ -53,15 +53,16 @@ class Call:
     def forget_dtype(self) -> None:
         """Let the next call be in another dtype.
 
-        EasyCache resets itself when its input's dtype changes, and that reset leaves it skipping all later steps. Without
-        ``state_metadata`` it does not compare dtypes.
+        EasyCache resets itself when its input's dtype changes, and that reset leaves it skipping all later steps.
+        Without ``state_metadata`` it does not compare dtypes.
         """
         if self._cache is not None:
             self._cache.state_metadata = None
 
 
 def _fresh(control: dict | None) -> dict | None:
-    """Copy a ControlNet's lists of outputs: a UNet pops from them (``apply_control`` in ComfyUI's ``openaimodel.py``)."""
+    """Copy a ControlNet's lists of outputs: a UNet pops from them (``apply_control`` in ComfyUI's
+    ``openaimodel.py``)."""
     if control is None:
         return None
     return {name: list(values) if isinstance(values, list) else values for name, values in control.items()}

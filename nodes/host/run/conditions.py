@@ -1,4 +1,5 @@
-"""Work of a diffusion model's own layers that ComfyUI does once per run, in ``extra_conds``, outside of the model's calls.
+"""Work of a diffusion model's own layers that ComfyUI does once per run, in ``extra_conds``, outside of the model's
+calls.
 
 ComfyUI 0.30 runs text adapters there: Anima, LTX-AV and MiniMax in ``comfy/model_base.py``, each through its model's
 ``preprocess_text_embeds``.

@@ -1,4 +1,5 @@
-"""A compute plan on the model of a ControlNet: ComfyUI calls that past all wrappers, so its own forward sets and resets it."""
+"""A compute plan on the model of a ControlNet: ComfyUI calls that past all wrappers, so its own forward sets and resets
+it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ OPTIONS = "transformer_options"
 
 
 def plan_control(control: ControlNet, plan: ComputePlan, dtype: torch.dtype) -> None:
-    """Make a ControlNet that was just loaded, and all of its later copies, run as planned with activations in ``dtype``.
+    """Make a ControlNet that was just loaded, and all of its later copies, run as planned with activations in
+    ``dtype``.
 
     ComfyUI's copies share the model and its ModelPatcher, so both hold the plan.
     """
@@ -44,7 +46,8 @@ def planned_control(control: Any) -> PlannedControl | None:
 class PlannedControl:
     """The forward of a ControlNet's model. Plans and reports take it for a model of ComfyUI's ``BaseModel``.
 
-    It holds neither the model nor its patcher: it is among the model's attributes, and both are freed when ComfyUI drops them.
+    It holds neither the model nor its patcher: it is among the model's attributes, and both are freed when ComfyUI
+    drops them.
     ``calls``: how often the ControlNet ran, its copies on other devices included.
     """
 
@@ -108,8 +111,8 @@ class ControlPatcher:
 
 
 def _casting(base: torch.nn.Module | None) -> Iterator[Patch]:
-    """Have the model beside a ControlNet cast its weights: Qwen-Image Fun's calls layers of it (comfy/ldm/qwen_image/controlnet.py),
-    with activations in a dtype of its own."""
+    """Have the model beside a ControlNet cast its weights: Qwen-Image Fun's calls layers of it
+    (comfy/ldm/qwen_image/controlnet.py), with activations in a dtype of its own."""
     for part in base.modules() if base else ():
         if hasattr(part, "comfy_cast_weights"):
             yield part, "comfy_cast_weights", True

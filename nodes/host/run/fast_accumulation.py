@@ -1,7 +1,8 @@
 """fp8 products with fast accumulation, for as long as a scope is open: a handler in comfy-kitchen's layout registry.
 
-comfy-kitchen passes ``use_fast_accum=False``. The handlers here stand in front of its own for ComfyUI's two fp8 layouts and
-hand every call on to them, unless this thread is inside a scope. They are there only while a scope is open somewhere.
+comfy-kitchen passes ``use_fast_accum=False``. The handlers here stand in front of its own for ComfyUI's two fp8 layouts
+and hand every call on to them, unless this thread is inside a scope. They are there only while a scope is open
+somewhere.
 """
 
 import contextlib
@@ -105,7 +106,8 @@ _registered = SharedScope(_handlers_registered)
 
 @contextlib.contextmanager
 def fast_accumulation(refused: Refused) -> Iterator[None]:
-    """Run this thread's fp8 matmuls with fast accumulation; those torch refuses run as they are and are noted in ``refused``."""
+    """Run this thread's fp8 matmuls with fast accumulation; those torch refuses run as they are and are noted in
+    ``refused``."""
     with _registered:
         token = active.set(refused)
         try:

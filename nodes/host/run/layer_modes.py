@@ -11,7 +11,8 @@ from ..facts.kernels import DEQUANTIZED, kernel_of_product
 from ..facts.layers import activation_dtype, is_quantized, layers_of
 from ..facts.own_casts import FP32 as CAST_TO_FP32
 from ..facts.own_casts import own_cast
-from .compute import FP8_RESULT, compute_of, has_changed_weight
+from .compute import compute_of
+from .core_layers import FP8_RESULT, has_changed_weight
 
 
 def compute_name(patcher) -> str:
@@ -25,28 +26,40 @@ def settings_of(patcher) -> tuple:
     return compute_of(patcher), name_of(activation_dtype(patcher))
 
 
-def modes_of(patcher) -> dict[str, str]:
-    """Layer name -> the report's mode, from the model's plan and what its calls have shown."""
-    compute, activations = compute_of(patcher), name_of(activation_dtype(patcher))
-    planned = compute.modes(patcher) if compute else {}
-    return {name: _mode(patcher, name, module, activations, planned.get(name, "")) for name, module in layers_of(patcher)}
+def planned_modes_of(patcher) -> dict[str, str]:
+    """Return layer -> the mode it was planned in; of those that no plan decides, the one ComfyUI runs them in."""
+    compute = compute_of(patcher)
+    return _modes(patcher, compute.planned_modes(patcher) if compute else {})
 
 
-def _mode(patcher, name: str, module: torch.nn.Module, activations: str, planned: str) -> str:
-    if planned == FP8.name and has_changed_weight(module):
+def observed_modes_of(patcher) -> dict[str, str]:
+    """Return layer -> the report's mode: what its calls have shown, and what is planned before that."""
+    compute = compute_of(patcher)
+    return _modes(patcher, compute.observed_modes(patcher) if compute else {})
+
+
+def _modes(patcher, decided: dict[str, str]) -> dict[str, str]:
+    activations = name_of(activation_dtype(patcher))
+    layers = layers_of(patcher)
+    return {name: _mode(patcher, name, module, activations, decided.get(name, "")) for name, module in layers}
+
+
+def _mode(patcher, name: str, module: torch.nn.Module, activations: str, decided: str) -> str:
+    if decided == FP8.name and has_changed_weight(module):
         return FP8_RESULT if activations == FP32.name else activations
-    if planned and planned != INT8.name:
-        return planned
+    if decided and decided != INT8.name:
+        return decided
     cast = own_cast(patcher.model.diffusion_model, name)
     given = activations if not cast else FP32.name if cast == CAST_TO_FP32 else name_of(module.weight.dtype)
     row = _format(module)
-    if row is None or row.mode is None or not _multiplies_as_stored(patcher, name, module, given, kept=bool(planned)):
+    if row is None or row.mode is None or not _multiplies_as_stored(patcher, name, module, given, kept=bool(decided)):
         return given
     return row.mode.name
 
 
 def kernels_of(patcher, modes: dict[str, str]) -> dict[str, str]:
-    """Layer name -> the report's kernel, of the layers whose weights are quantized. ``modes``: of :func:`modes_of`."""
+    """Layer name -> the report's kernel, of the layers whose weights are quantized. ``modes``: of
+    :func:`observed_modes_of`."""
     quantized = {name: module for name, module in layers_of(patcher) if is_quantized(module)}
     return {name: _kernel(patcher, name, module, modes[name]) for name, module in quantized.items()}
 
@@ -67,10 +80,12 @@ def _format(module: torch.nn.Module) -> Format | None:
 
 
 def _multiplies_as_stored(patcher, name: str, module: torch.nn.Module, activations: str, kept: bool) -> bool:
-    """Tell whether ComfyUI's own forward multiplies a quantized weight as it is. ``kept``: whatever the model's compute dtype.
+    """Tell whether ComfyUI's own forward multiplies a quantized weight as it is. ``kept``: whatever the model's compute
+    dtype.
 
-    Up to ComfyUI 0.33 a weight whose input stays unquantized, as int8, is not dequantized where fp8 ones are: if its dtype is
-    the activation dtype. Since 0.38, whose layers have ``can_use_quantized_matmul``, ``_full_precision_mm`` holds for all.
+    Up to ComfyUI 0.33 a weight whose input stays unquantized, as int8, is not dequantized where fp8 ones are: if its
+    dtype is the activation dtype. Since 0.38, whose layers have ``can_use_quantized_matmul``, ``_full_precision_mm``
+    holds for all.
     """
     if kind_of(module) is None or module.weight_function:
         return False

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 CAST_PARAMETERS = inspect.signature(comfy.ops.cast_bias_weight).parameters
 PATCHES_IN_FP32 = {"compute_dtype": torch.float32} if "compute_dtype" in CAST_PARAMETERS else {}
-"""LoRAs of dynamic VRAM are added in fp32, as ComfyUI adds them in an fp32 model; its own default is the weight's dtype."""
+"""LoRAs of dynamic VRAM are added in fp32, as ComfyUI adds them in an fp32 model; its own default is the weight's
+dtype."""
 
 
 def has_own_forward(module: torch.nn.Module) -> bool:
@@ -31,8 +32,8 @@ def has_own_forward(module: torch.nn.Module) -> bool:
 def exchanged(module: torch.nn.Module, forward: Callable) -> list[Patch]:
     """Route all of a layer's matmuls through ``forward``.
 
-    ``_full_precision_mm`` also turns off the two paths of ``comfy/ops.py`` that bypass ``forward``: its own fp8 matmul and,
-    since ComfyUI 0.38, an fp16 matmul taken while fp16 accumulation is on.
+    ``_full_precision_mm`` also turns off the two paths of ``comfy/ops.py`` that bypass ``forward``: its own fp8 matmul
+    and, since ComfyUI 0.38, an fp16 matmul taken while fp16 accumulation is on.
     """
     patches = [(module, "forward", forward), (module, "_full_precision_mm", True)]
     return [*patches, (module, "_forward", _dequantized_linear)] if is_quantized(module) else patches
@@ -69,9 +70,9 @@ _input_act = SharedScope(_input_act_calls_layers)
 def calling_layers(modules: Iterable[torch.nn.Module]) -> contextlib.AbstractContextManager:
     """Have ``linear_input_act`` of ``comfy/ops.py`` call layers whose forward we exchanged, on every thread.
 
-    ComfyUI's own multiplies by a layer's int8 weight itself (MiniMax; from 0.33 on the MLPs of Wan and LTX-Video too), and
-    dequantizes it where its dtype is not the input's, as in an fp32 stream: there the layer is called, which keeps int8.
-    Changes nothing where no module is quantized.
+    ComfyUI's own multiplies by a layer's int8 weight itself (MiniMax; from 0.33 on the MLPs of Wan and LTX-Video too),
+    and dequantizes it where its dtype is not the input's, as in an fp32 stream: there the layer is called, which keeps
+    int8. Changes nothing where no module is quantized.
     """
     if not hasattr(comfy.ops, "linear_input_act") or not any(map(is_quantized, modules)):
         return contextlib.nullcontext()
@@ -113,7 +114,8 @@ def weights_of(module: torch.nn.Module) -> WeightProvider:
 def core_weights(
     module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype = torch.float32
 ) -> contextlib.AbstractContextManager[tuple]:
-    """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype``: as they are where they lie ready, else by ``cast_weights``.
+    """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype``: as they are where they lie ready, else by
+    ``cast_weights``.
 
     ComfyUI's cast takes longer on the host than a small matmul does on a GPU.
     """
@@ -128,7 +130,8 @@ def core_weights(
 
 @contextlib.contextmanager
 def cast_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype) -> Iterator[tuple]:
-    """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype`` through ComfyUI's cast: offload, LoRA, quantization.
+    """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype`` through ComfyUI's cast: offload, LoRA,
+    quantization.
 
     A LoRA added at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is asked for.
     """

@@ -1,4 +1,5 @@
-"""Keep what a wrapper learns of each model it runs, for as long as the model lives, apart for each state of the model."""
+"""Keep what a wrapper learns of each model it runs, for as long as the model lives, apart for each state of the
+model."""
 
 import itertools
 import weakref
@@ -31,7 +32,8 @@ Branch = tuple
 
 @dataclass
 class _Kept(Generic[Run]):
-    """The run of one state. ``branches``: those of the patchers that made its calls; ``device``: where they are made."""
+    """The run of one state. ``branches``: those of the patchers that made its calls; ``device``: where they are
+    made."""
 
     state: tuple
     run: Run
@@ -44,8 +46,8 @@ class PerModel(Generic[Run]):
 
     Args:
         make: builds the run of a model as it is now.
-        settings: extra cache key of a ModelPatcher, compared for equality. Patches of weights, active hooks and the forwards
-            found on the run's modules are always part of the key.
+        settings: extra cache key of a ModelPatcher, compared for equality. Patches of weights, active hooks and the
+            forwards found on the run's modules are always part of the key.
     """
 
     def __init__(self, make: Callable[[torch.nn.Module], Run], settings: Callable[["ModelPatcher"], tuple] = lambda _: ()):
@@ -57,7 +59,8 @@ class PerModel(Generic[Run]):
     def of(self, model: torch.nn.Module) -> Run:
         """The run for the model as it is now; the last few states are remembered.
 
-        It measures anew where LoRAs beside the weights are others now, which change no weight but what layers are given.
+        It measures anew where LoRAs beside the weights are others now, which change no weight but what layers are
+        given.
         """
         run = self._found(model)
         patches = self._patches.setdefault(run, model.current_weight_patches_uuid)
@@ -110,7 +113,8 @@ class PerModel(Generic[Run]):
 
     def _state(self, model: torch.nn.Module, run: Run) -> tuple:
         patcher = model.current_patcher
-        # By identity: they belong to a wrapper around this one or to a LoRA in bypass mode (comfy/weight_adapter/bypass.py).
+        # By identity: they belong to a wrapper around this one or to a LoRA in bypass mode
+        # (comfy/weight_adapter/bypass.py).
         forwards = [id(module.__dict__["forward"]) for module in run.modules.values() if has_own_forward(module)]
         beside = getattr(patcher, "leaves_weights_alone", None)
         weights = None if beside and beside() else model.current_weight_patches_uuid
@@ -138,7 +142,8 @@ def branch_of(patcher: "ModelPatcher") -> tuple[int, int]:
 
 
 def patches_of(patcher: "ModelPatcher") -> int:
-    """Hash a patcher's weight patches by their tensors: ComfyUI assigns a new ``patches_uuid`` per run when hooks are active."""
+    """Hash a patcher's weight patches by their tensors: ComfyUI assigns a new ``patches_uuid`` per run when hooks are
+    active."""
     known = _patches_known.get(patcher)
     if known is None or known[0] != patcher.patches_uuid:
         patches = tuple((key, patch[0], _number_of(patch[1])) for key, all_of_it in patcher.patches.items() for patch in all_of_it)

@@ -8,7 +8,7 @@ import torch
 from halfsafe.nodes.host.facts.layers import matrix_layers
 from halfsafe.nodes.host.run.attention import attending
 from halfsafe.nodes.host.run.call import Call
-from halfsafe.nodes.host.run.compute import PlannedLayers
+from halfsafe.nodes.host.run.compute import PlannedModel
 from halfsafe.precision.arithmetic.patching import patched
 from halfsafe.precision.plan.choice import Choice
 from halfsafe.precision.plan.compute import ComputeDecision, ComputePlan
@@ -49,7 +49,7 @@ def test_one_graph_whose_products_have_fp16_operands_and_fp32_results(comfy, one
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         model, (x, t, text), plan = wan_on_cuda()
-        run = PlannedLayers(plan, model)
+        run = PlannedModel(plan, model)
         seen(run, x.device)
         options = {"guard_filter_fn": core("comfy_extras.nodes_torch_compile").skip_torch_compile_dict}
         compiled = torch.compile(model.diffusion_model, backend=kept, fullgraph=fullgraph, options=options)

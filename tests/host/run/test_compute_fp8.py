@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from comfy.quant_ops import QuantizedTensor
 from comfy.sd import load_bypass_lora_for_models
-from halfsafe.nodes.host.run.compute import Fp8Linear, compute_of
+from halfsafe.nodes.host.run.compute import compute_of
+from halfsafe.nodes.host.run.core_layers import Fp8Linear
 from halfsafe.nodes.host.run.modules import core_weights
 from halfsafe.precision.arithmetic.linear import kind_of
 from halfsafe.precision.plan.rules import rules_from

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from halfsafe.nodes.host.run.compute import PlannedLayers, compute_of
+from halfsafe.nodes.host.run.compute import PlannedModel, compute_of
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from halfsafe.precision.plan.rules import rules_from
@@ -150,7 +150,7 @@ def test_a_rule_on_sums_holds_for_its_layer_alone(comfy, wan, call, monkeypatch,
 def test_a_plan_with_a_rule_on_sums_is_freed_without_a_garbage_collection(comfy, wan):
     """It holds weights, which would stay in the device's memory."""
     model = with_compute(comfy, load(comfy, wan, "fp16", "fp16"), "fp16", rules_from(f"{LAYER} accumulation=fp16", "none"))
-    layers = PlannedLayers(compute_of(model).plan, model.model)
+    layers = PlannedModel(compute_of(model).plan, model.model)
     dropped = weakref.ref(layers)
     gc.disable()
     try:

@@ -52,7 +52,7 @@ def test_a_lora_in_bypass_mode_is_not_lost(comfy, overflowing, lora, call):
     assert relative_error(plain, reference) > 0.01
     planned = bypassed(model)
     assert relative_error(reference, families.replay(planned, call)) < 4e-3
-    assert compute_of(planned).modes(planned)["blocks.0.ffn.2"] == "fp32"
+    assert compute_of(planned).observed_modes(planned)["blocks.0.ffn.2"] == "fp32"
 
 
 class Int8Ops(manual_cast):
@@ -98,7 +98,7 @@ def test_layers_of_torch_s_own_classes_multiply_in_fp16_too(comfy, overflowing, 
     planned = with_compute(comfy, model, "fp16_safe")
     for _ in range(2):
         assert relative_error(reference, families.replay(planned, call)) < 2e-3
-    assert compute_of(planned).modes(planned)["blocks.0.ffn.0"].startswith("fp16")
+    assert compute_of(planned).observed_modes(planned)["blocks.0.ffn.0"].startswith("fp16")
 
 
 def test_control_residuals_of_a_unet(comfy, models_dir):
