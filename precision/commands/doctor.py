@@ -10,15 +10,16 @@ from ..devices.detect import PROFILE_VARIABLE, Device, auto_compute, detect, sma
 from ..devices.hardware import hardware_name
 from ..devices.probes import fp8_cast, probe
 from ..devices.profiles import CAPABILITIES
+from ..formats.families import family_named
 from ..report.schema import device_section
 from ..text import on_off, wrapped
 
-# Compute dtypes in the order of ComfyUI's supported_inference_dtypes, and the dtype their files usually have.
+# What people call it -> its family, and the dtype its files usually have.
 TYPICAL_MODELS = {
-    "Wan 2.1, 2.2": (("fp16", "bf16", "fp32"), "bf16"),
-    "SDXL": (("fp16", "bf16", "fp32"), "fp16"),
-    "Z-Image, Qwen-Image": (("bf16", "fp32"), "bf16"),
-    "Flux": (("bf16", "fp16", "fp32"), "bf16"),
+    "Wan 2.1, 2.2": ("Wan", "bf16"),
+    "SDXL": ("SD or SDXL", "fp16"),
+    "Z-Image, Qwen-Image": ("Qwen-Image", "bf16"),
+    "Flux": ("Flux", "bf16"),
 }
 NOT_PROBED = "Simulated profile: the table decides, nothing was probed."
 
@@ -75,8 +76,8 @@ def _capability(device: Device, name: str) -> dict:
 
 
 def _auto(device: Device, model: str) -> dict:
-    supported, file_dtype = TYPICAL_MODELS[model]
-    compute, reason = auto_compute(device, supported, file_dtype)
+    family, file_dtype = TYPICAL_MODELS[model]
+    compute, reason = auto_compute(device, family_named(family).supported, file_dtype)
     return {"model": model, "file": file_dtype, "compute": compute, "reason": reason}
 
 

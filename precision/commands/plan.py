@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..devices.detect import Device
 from ..files.safetensors_file import open_checkpoint
-from ..formats.checkpoint import Checkpoint, dialect_text, read_checkpoint
+from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_state import model_prefix, model_shapes, refuse_lora
 from ..formats.families import family_of, model_name
 from ..formats.registry import FORMATS
@@ -32,7 +32,7 @@ def plan_file(path: str | os.PathLike, device: Device, goal: str = "balanced", d
     checkpoint = read_checkpoint(file, file.metadata, path)
     refuse_lora(checkpoint)
     prefix = model_prefix(checkpoint)
-    family = family_of(name.removeprefix(prefix) for name in checkpoint.weights)
+    family = family_of(model_shapes(checkpoint))
     facts = facts_of(checkpoint, prefix, layer_specs(checkpoint, prefix), family.supported)
     storage, why = storage_for_goal(device, goal, frozenset({facts.file_dtype}))
     plan = plan_load(facts, device, storage, "auto", rules_from(), device_memory)
@@ -65,7 +65,7 @@ def _report(
     problems = [*plan.without_effect, *plan.compute.without_effect]
     report.without_effect = [WithoutEffect(setting, why) for setting, why in problems]
     report.decisions = {
-        "file": f"{Path(checkpoint.path).name}, {dialect_text(checkpoint.dialects)}",
+        "file": f"{Path(checkpoint.path).name}, {checkpoint.dialect}",
         "storage": str(plan.storage),
         "compute": f"{plan.compute.choice.used}: {reason}",
     }

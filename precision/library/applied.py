@@ -292,7 +292,7 @@ def _plan(module: torch.nn.Module, specs: list[LayerSpec], compute: str, rules: 
     for parameter in module.parameters():
         name = name_of(parameter.dtype)
         sizes[name] = sizes.get(name, 0) + parameter.numel()
-    family = family_of(name for name, _ in module.named_parameters())
+    family = family_of({name: tuple(parameter.shape) for name, parameter in module.named_parameters()})
     facts = ModelFacts(tuple(specs), sum(sizes.values()), most(sizes), family.supported)
     device = next((parameter.device for parameter in module.parameters()), None)
     return plan_compute(facts, detect(device), compute, rules)

@@ -11,9 +11,12 @@ from ..formats.checkpoint import Checkpoint, StoredWeight
 MATRIX_CLASSES = ("Linear", "Conv")
 # Last parts of the names of lookup tables in comfy/ldm, comfy/text_encoders and comfy/clip_model.py, none with a bias, ...
 _TABLE = re.compile(r"emb|token|^(shared|relative_attention_bias|reference_points|wte|wpe|codebook|trainable_cond_mask)$")
-# ... and modules whose own ``weight`` is a plain 2-D parameter: the gates and routers of experts (HiDream, Hunyuan3D,
-# gpt-oss), Fourier features (Stable Audio) and the motion encoder of Wan Animate.
-_BARE = re.compile(r"(^|\.)(gate|router|timestep_features|motion_encoder\.enc\.fc\.\d+|motion_encoder\.dec\.direction)$")
+# ... and modules whose own ``weight`` is a plain 2-D parameter: Fourier features (Stable Audio), the motion encoder of Wan
+# Animate, and the gates and routers of experts (HiDream, Hunyuan3D, gpt-oss), which have one row for each of few experts
+# where a gate of Krea 2 is a linear layer.
+_BARE = re.compile(r"(^|\.)(timestep_features|motion_encoder\.enc\.fc\.\d+|motion_encoder\.dec\.direction)$")
+_ROUTER = re.compile(r"(^|\.)(gate|router)$")
+INPUTS_PER_EXPERT = 8
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def _inferred_class(name: str, weight: StoredWeight, has_bias: bool) -> str:
     dimensions = len(weight.shape)
     if dimensions != 2:
         return f"Conv{dimensions - 2}d" if 3 <= dimensions <= 5 else "Norm"
-    if _BARE.search(name):
+    if _BARE.search(name) or (_ROUTER.search(name) and INPUTS_PER_EXPERT * weight.shape[0] <= weight.shape[1]):
         return "Parameter"
     return "Embedding" if not has_bias and _TABLE.search(name.rsplit(".", 1)[-1]) else "Linear"
 

@@ -114,6 +114,7 @@ MODELS: dict[str, tuple[str, dict]] = {
     "Wan 2.2 Animate 14B": ("wan.model_animate.AnimateWanModel", _WAN_IMAGE | dict(model_type="animate")),
     "Wan 2.2 speech to video 14B": ("wan.model.WanModel_S2V", _WAN_LARGE | dict(model_type="s2v")),
     "Flux.1 dev": (_FLUX_MODEL, _FLUX),
+    "Flux.1 Fill": (_FLUX_MODEL, _FLUX | dict(in_channels=96)),
     "Flux.2 dev": (_FLUX_MODEL, _FLUX2),
     "Chroma": ("chroma.model.Chroma", _CHROMA),
     "Qwen-Image": ("qwen_image.model.QwenImageTransformer2DModel", dict(in_channels=64)),
@@ -135,6 +136,7 @@ MODELS: dict[str, tuple[str, dict]] = {
     "PixArt Sigma": ("pixart.pixartms.PixArtMS", dict(model_max_length=300, micro_condition=False)),
     "HunyuanDiT": ("hydit.models.HunYuanDiT", dict(hidden_size=1408, depth=40, mlp_ratio=4.3637)),
     "Hunyuan Video 1.5": (_HUNYUAN_MODEL, _HUNYUAN15),
+    "Hunyuan Video 1.5 upscaler": (_HUNYUAN_MODEL, _HUNYUAN15 | dict(in_channels=98)),
     "Hunyuan Image 2.1": (_HUNYUAN_MODEL, _HUNYUAN_IMAGE),
     "Hunyuan3D 2": ("hunyuan3d.model.Hunyuan3Dv2", {}),
     "Hunyuan3D 2.1": ("hunyuan3dv2_1.hunyuandit.HunYuanDiTPlain", dict(guidance_cond_proj_dim=None)),
@@ -164,6 +166,8 @@ MODELS: dict[str, tuple[str, dict]] = {
     "PixelDiT": ("pixeldit.model.PixDiT_T2I", {}),
     "PiD": ("pixeldit.pid.PidNet", {}),
 }
+# They read tensors while they are built, which the meta device has not; their weights are memory that is never touched.
+COMPUTES_WHILE_BUILT = ("ACE-Step 1.5", "PixArt Sigma")
 
 
 @cache
@@ -174,8 +178,9 @@ def built(name: str) -> torch.nn.Module:
     path, config = MODELS[name]
     module, _, cls = path.rpartition(".")
     build = getattr(importlib.import_module(f"comfy.ldm.{module}"), cls)
-    with torch.device("meta"):
-        return build(**config, dtype=torch.bfloat16, device="meta", operations=comfy.ops.disable_weight_init)
+    device = "cpu" if name in COMPUTES_WHILE_BUILT else "meta"
+    with torch.device(device):
+        return build(**config, dtype=torch.bfloat16, device=device, operations=comfy.ops.disable_weight_init)
 
 
 def layers(name: str) -> list:

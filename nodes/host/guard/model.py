@@ -106,7 +106,7 @@ class Guard:
             blame_between_calls(log, result, sigmas)
             return result
         finally:
-            log.notify_verdict()
+            log.tell_verdict()
 
     @contextlib.contextmanager
     def _inside_conditions(self, patcher: "ModelPatcher"):

@@ -187,9 +187,7 @@ def _own(checkpoint: Checkpoint, options: dict, storage: str, compute: str) -> C
     asked = [f"{name}={value}" for name, value in (("storage", storage), ("compute", compute)) if value not in AS_IT_IS]
     without_effect = tuple((setting, why) for setting in asked)
     choice = Choice(storage, "as_file", why)
-    _loaded[control] = LoadRecord(
-        checkpoint.path, checkpoint.dialects, choice, without_effect=without_effect, notes=tuple(checkpoint.notes)
-    )
+    _loaded[control] = LoadRecord(checkpoint.path, checkpoint.dialect, choice, without_effect=without_effect, notes=tuple(checkpoint.notes))
     logger.info("Halfsafe: %s: loaded as ComfyUI does: %s", checkpoint.path, why)
     return control
 

@@ -167,7 +167,7 @@ def record_of(detected: Detected, plan: LoadPlan, notes: list[str]) -> LoadRecor
     decisions = plan.decisions.items()
     return LoadRecord(
         file=detected.checkpoint.path,
-        dialects=detected.checkpoint.dialects,
+        dialect=detected.checkpoint.dialect,
         storage=plan.storage,
         reasons=frozen({name: decision.reason for name, decision in decisions if decision.reason}),
         kept=frozen({name: decision.reason for name, decision in decisions if decision.kept}),

@@ -33,7 +33,7 @@ BARE = {
 def quantized(weights: dict[str, torch.Tensor], storage: str = "fp8_e4m3fn") -> set[str]:
     """The tensors that would be quantized with no rule to keep them."""
     stored = {name: StoredWeight(name, tensor) for name, tensor in weights.items()}
-    layers = layer_specs(Checkpoint("", (), {}, stored, []))
+    layers = layer_specs(Checkpoint("", "", {}, stored, []))
     decisions = plan_storage(layers, storage, rules_from("", "none"))
     return {f"{name}.weight" for name, decision in decisions.items() if decision.storage == storage}
 
@@ -92,7 +92,8 @@ def test_every_lookup_table_that_comfyui_makes_is_known():
 
 
 def test_weights_that_are_a_module_s_own_parameter_are_no_linear_layers():
-    assert quantized({name: torch.empty(64, 64, device="meta") for name in BARE}) == set()
+    assert quantized({name: torch.empty(8, 2048, device="meta") for name in BARE}) == set()
+    assert quantized({"blocks.0.attn.gate.weight": torch.empty(2048, 2048, device="meta")}) == {"blocks.0.attn.gate.weight"}
 
 
 @pytest.mark.parametrize("storage", ["fp8_e4m3fn", "int8"])

@@ -79,9 +79,10 @@ def test_memory_stores_in_fp8_and_reads_as_text_and_json(wan):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_each_family_is_told_by_its_names(family):
-    assert family_of([*family.names, "something.else"]) == family
-    assert family_of(family.names[:-1]) != family
+    shapes = dict.fromkeys(family.names, (8, 8)) | {name: (8, axes[1]) for name, axes in family.sizes.items()}
+    assert family_of(shapes | {"something.else": (8, 8)}) == family
+    assert family_of({name: shapes[name] for name in family.names[:-1]}) != family
 
 
 def test_a_family_that_is_not_known_is_not_taken_to_be_safe_in_fp16():
-    assert family_of(["a.weight"]) is UNKNOWN and "fp16" not in UNKNOWN.supported
+    assert family_of({"a.weight": (8, 8)}) is UNKNOWN and "fp16" not in UNKNOWN.supported
