@@ -30,8 +30,8 @@ class LoadDiffusionModel(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=files.model_files("diffusion_models"),
-                    tooltip="A .safetensors file in models/diffusion_models; fp8, int8 and ComfyUI's other quantization formats, sharded or with diffusers' names too.",
+                    options=files.diffusion_model_files(),
+                    tooltip="A .safetensors or .gguf file in models/diffusion_models; fp8, int8 and ComfyUI's other quantization formats, sharded or with diffusers' names too.",
                 ),
                 storage_input(),
                 compute_input(),

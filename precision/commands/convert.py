@@ -19,7 +19,7 @@ from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
 from ..plan.rules import Rules
 from ..plan.storage import StorageDecision, plan_storage
-from ..plan.weights import plan_weights
+from ..plan.weights import packed_notes, plan_weights
 from .many import PART
 
 
@@ -67,7 +67,7 @@ def convert_file(
     metadata = {"format": "pt"} | checkpoint.metadata | card_entry(provenance, plans.values())
     write_weights(target, checkpoint.weights, plans, metadata, source, _done(file, progress))
     if progress:
-        progress(file.data_bytes - sum(weight.data.nbytes for weight in checkpoint.weights.values()))
+        progress(file.data_bytes - sum(weight.file_bytes for weight in checkpoint.weights.values()))
     return ConvertSummary(
         source=str(source),
         target=str(target),
@@ -95,7 +95,7 @@ def _done(file: TensorFile, progress: Callable[[int], None] | None) -> Callable[
 def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, WeightPlan]) -> list[str]:
     idle = rules_without_effect(layer_specs(checkpoint, model_prefix(checkpoint)), rules)
     otherwise = [f"{name}: {plan.reason}" for name, plan in plans.items() if plan.reason]
-    return [*checkpoint.notes, *(f"{rule}: {why}" for rule, why in idle), *otherwise]
+    return [*checkpoint.notes, *packed_notes(checkpoint, plans), *(f"{rule}: {why}" for rule, why in idle), *otherwise]
 
 
 def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, StorageDecision]:

@@ -1,7 +1,7 @@
 """What a model file is (inspect) and whether its numbers are sound (scan)."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 
@@ -15,7 +15,6 @@ from ..files.tensor_file import TensorFile
 from ..formats.card import card_in
 from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_state import model_shapes
-from ..formats.encoding import Encoding
 from ..formats.families import UNKNOWN, model_name
 from ..formats.registry import FORMATS
 from ..formats.stored_weight import NUMBERS, StoredWeight
@@ -118,8 +117,8 @@ def _model(checkpoint: Checkpoint) -> str | None:
 
 def _dtypes(file: TensorFile) -> dict[str, dict[str, int]]:
     result: dict[str, dict[str, int]] = {}
-    for entry in file.entries.values():
-        row = result.setdefault(name_of(entry.torch_dtype), {"tensors": 0, "bytes": 0})
+    for name, entry in file.entries.items():
+        row = result.setdefault(file.dtype_name(name), {"tensors": 0, "bytes": 0})
         row["tensors"] += 1
         row["bytes"] += entry.end - entry.start
     return dict(sorted(result.items(), key=lambda item: -item[1]["bytes"]))
@@ -135,7 +134,7 @@ def _scales(weights: list[StoredWeight]) -> dict[str, int]:
 
 def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     """ComfyUI 0.29 to 0.38: ``utils.convert_old_quants``, ``ops._load_quantized_module``, ``model_base`` (unexpected keys)."""
-    quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.encoding is None]
+    quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.coded is None]
     known = any(name in checkpoint.dialect for name in ("comfy_quant", "_quantization_metadata", "scaled_fp8"))
     scaled = [weight for weight in quantized if weight.scale is not None]
     clipped = [w for w in scaled if known and w.input_scale is None and not w.full_precision]
@@ -149,6 +148,7 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     )
     found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
     formats = Counter(w.encoding.format for w in checkpoint.weights.values() if w.encoding is not None)
+    found += ["GGUF files are not read; the nodes of ComfyUI-GGUF read them."] if checkpoint.dialect.startswith("GGUF") else []
     return [*found, *(f"{count} layers: {name} needs ComfyUI {FORMATS[name].since} or later." for name, count in formats.items())]
 
 
@@ -167,8 +167,8 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
         problems.append(Finding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
     for name, tensor in file.items():
         weight = weights.get(name, StoredWeight(name, tensor))
-        if weight.encoding is not None:
-            _scan_encoded(weight, weight.encoding, problems)
+        if weight.coded is not None:
+            _scan_coded(weight, problems)
         elif tensor.dtype in NUMBERS:
             _scan_tensor(tensor, weight, problems, remarks)
         file.release(name)
@@ -187,7 +187,7 @@ def _placed(findings: list[Finding], file: TensorFile) -> list[Finding]:
 def _scan_tensor(tensor: torch.Tensor, weight: StoredWeight, problems: list[Finding], remarks: list[Finding]) -> None:
     largest = host_amax(tensor)
     if not largest < float("inf"):
-        problems += _non_finite(weight.name, tensor)
+        problems += _non_finite(weight.name, tensor.reshape(-1).split(_CHUNK))
     elif largest == 0 and tensor.dim() > 1:
         remarks.append(Finding(weight.name, "zero", f"all {tensor.numel()} values are zero"))
     elif tensor.dtype in FP8_DTYPES and largest == max_of(tensor.dtype):
@@ -196,12 +196,14 @@ def _scan_tensor(tensor: torch.Tensor, weight: StoredWeight, problems: list[Find
         _fp16_range(weight, weight.bound(largest), problems)
 
 
-def _scan_encoded(weight: StoredWeight, encoding: Encoding, problems: list[Finding]) -> None:
-    bound = encoding.bound()
+def _scan_coded(weight: StoredWeight, problems: list[Finding]) -> None:
+    bound = weight.bound(0.0)
     if bound < float("inf"):
         _fp16_range(weight, bound, problems)
+    elif weight.packed is not None:
+        problems += _non_finite(weight.name, (part for _, part in weight.parts()))
     else:
-        problems += _non_finite(weight.name, weight.data)
+        problems += _non_finite(weight.name, weight.data.reshape(-1).split(_CHUNK))
 
 
 def _fp16_range(weight: StoredWeight, bound: float, problems: list[Finding]) -> None:
@@ -209,14 +211,15 @@ def _fp16_range(weight: StoredWeight, bound: float, problems: list[Finding]) -> 
         problems.append(Finding(weight.name, "fp16_range", "values past 65504: infinite once cast to fp16"))
 
 
-def _non_finite(name: str, tensor: torch.Tensor) -> list[Finding]:
-    counts = Counter()
-    for part in tensor.reshape(-1).split(_CHUNK):
-        values = part.float() if tensor.dtype in FP8_DTYPES else part
+def _non_finite(name: str, parts: Iterable[torch.Tensor]) -> list[Finding]:
+    counts, total = Counter(), 0
+    for part in parts:
+        values = part.float() if part.dtype in FP8_DTYPES else part
+        total += part.numel()
         counts["nan"] += int(values.isnan().sum())
         counts["inf"] += int(values.isinf().sum())
     return [
-        Finding(name, kind, f"{count} of {tensor.numel()} values are {'NaN' if kind == 'nan' else 'infinite'}")
+        Finding(name, kind, f"{count} of {total} values are {'NaN' if kind == 'nan' else 'infinite'}")
         for kind, count in counts.items()
         if count
     ]

@@ -10,11 +10,11 @@ from ..formats.checkpoint import Checkpoint, read_checkpoint
 from ..formats.comfy_state import model_prefix, model_shapes, refuse_lora
 from ..formats.families import family_of, model_name
 from ..formats.registry import FORMATS
-from ..plan.facts import ModelFacts, facts_of, layer_specs
+from ..plan.facts import ModelFacts, facts_of, layer_specs, packed_types
 from ..plan.goal import plan_for_goal, storage_for_goal
 from ..plan.rules import rules_from
 from ..plan.storage import LoadPlan, plan_load
-from ..plan.weights import plan_model
+from ..plan.weights import plan_model, unpacked_dtype
 from ..report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
 
 
@@ -45,6 +45,8 @@ def plan_file(path: str | os.PathLike, device: Device, goal: str = "balanced", d
 def _storage_in(plan: LoadPlan, checkpoint: Checkpoint, prefix: str, layer: str) -> str:
     storage = plan.decisions[layer].storage
     weight = checkpoint.weights[f"{prefix}{layer}.weight"]
+    if storage == "as_file" and weight.packed is not None:
+        return unpacked_dtype(plan)
     return weight.storage if storage == "as_file" else storage
 
 
@@ -60,7 +62,8 @@ def _report(
     layers = {f"{prefix}{layer.name}.weight": layer.name for layer in facts.layers}
     size = plan_model(checkpoint, plan, layers, prefix, FORMATS, read=False).bytes
     report = Report(device_section(device), ModelReport(model_name(model_shapes(checkpoint)), facts.parameters, size))
-    report.layers = [_layer(layer.name, layer.cls, storages[layer.name], plan) for layer in facts.layers]
+    types = packed_types(checkpoint, layers)
+    report.layers = [_layer(layer.name, layer.cls, storages[layer.name], plan, types.get(layer.name, "")) for layer in facts.layers]
     report.kept_high = [KeptHigh(name, decision.reason) for name, decision in plan.decisions.items() if decision.kept]
     problems = [*plan.without_effect, *plan.compute.without_effect]
     report.without_effect = [WithoutEffect(setting, why) for setting, why in problems]
@@ -73,9 +76,9 @@ def _report(
     return report
 
 
-def _layer(name: str, cls: str, storage: str, plan: LoadPlan) -> LayerReport:
+def _layer(name: str, cls: str, storage: str, plan: LoadPlan, source: str) -> LayerReport:
     decision = plan.compute.decisions.get(name)
     stream = plan.compute.activation_dtype
-    reasons = [plan.decisions[name].reason, decision.reason if decision else ""]
+    reasons = [source, plan.decisions[name].reason, decision.reason if decision else ""]
     reason = "; ".join(dict.fromkeys(filter(None, reasons)))
     return LayerReport(name, cls, storage, decision.mode if decision else stream, "fp32", stream, reason)

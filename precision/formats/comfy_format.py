@@ -208,8 +208,8 @@ def _int8(weight: StoredWeight, path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _fp8_amax(weight: StoredWeight, bound: float) -> float:
-    """Return the amax that one fp8 scale is made for. The bound of one that is coded is loose: its values are looked at."""
-    return bound if weight.coded is None else max(part.abs().max().item() for _, part in weight.parts())
+    """Return the amax that one fp8 scale is made for. The bound of a weight that is unpacked is loose."""
+    return bound if weight.coded is None else weight.amax
 
 
 def _fp8(weight: StoredWeight, dtype: torch.dtype, bound: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,7 +32,7 @@ def state_dict(
     for name, weight in checkpoint.weights.items():
         result.update(tensors_of(weight, plans[name].storage, checkpoint.path))
         if progress:
-            progress(weight.data.nbytes)
+            progress(weight.file_bytes)
     return result
 
 
@@ -64,7 +64,7 @@ def write_weights(
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, weight in weights.items():
             yield from tensors_of(weight, plans[name].storage, path).items()
-            done(name, weight.data.nbytes)
+            done(name, weight.file_bytes)
 
     write_safetensors(target, [spec for plan in plans.values() for spec in plan.specs], tensors(), metadata)
 

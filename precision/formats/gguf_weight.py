@@ -50,7 +50,7 @@ class GgufWeight:
         return self._values(part.start * columns, part.stop * columns).view(-1, columns)
 
     def bound(self) -> float:
-        """Return an upper bound on the magnitude of the weight, up to 512 times too large; NaN or Inf if it holds one."""
+        """Return an upper bound on the magnitude of the weight, hundreds of times too large for most types; NaN or Inf if it holds one."""
         return self._bound
 
     @functools.cached_property

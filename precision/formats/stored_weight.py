@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -121,6 +122,11 @@ class StoredWeight:
         if self.coded is not None:
             return self.coded.bound()
         return amax if self.scale is None else amax * self.scale.max().item()
+
+    @cached_property
+    def amax(self) -> float:
+        """The largest magnitude of the weight, for which all of it is read."""
+        return max(part.abs().max().item() for _, part in self.parts())
 
     def exceeds(self, limit: float, bound: float) -> bool:
         """Tell whether a value of the weight exceeds ``limit``, given its :meth:`bound`. Reads the weight only where that leaves it open."""

@@ -86,8 +86,9 @@ def plan_weights(
     plans = {}
     for name, weight in weights.items():
         storage, reason = _decide(weight, asked.get(name, AS_FILE), path, memory, read)
-        if storage in QUANTIZED_NAMES and not weight.quantized and weight.layer in beside_scales:
-            storage, reason = "bf16" if weight.scale is not None else AS_FILE, BESIDE_SCALE
+        becomes_quantized = storage in QUANTIZED_NAMES and (weight.packed is not None or not weight.quantized)
+        if becomes_quantized and weight.layer in beside_scales:
+            storage, reason = _not_quantized(weight), BESIDE_SCALE
         plans[name] = _plan(weight, storage, reason, sampled_error(weight, storage, path) if memory is None else SampledError())
     return plans
 
@@ -123,6 +124,9 @@ def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read:
 
 def _wanted(weight: StoredWeight, asked: str, memory: Memory | None) -> str:
     """Return the storage to make if the weight allows it, or ``as_file``."""
+    if weight.packed is not None:
+        unpacked = "bf16" if memory is None else memory.unpacked
+        return unpacked if asked in ("auto", AS_FILE) else asked
     if memory is not None:
         fp8 = weight.coded is None and weight.data.dtype in FP8_DTYPES
         if (fp8 and weight.name in memory.not_linear) or (asked == AS_FILE and memory.lacks(weight)):
@@ -142,14 +146,18 @@ def _wanted(weight: StoredWeight, asked: str, memory: Memory | None) -> str:
 def _quantized(weight: StoredWeight, storage: str, path, read: bool) -> tuple[str, str]:
     why = why_not_quantized(storage, weight.shape if weight.name.endswith(".weight") else ())
     if why:
-        return "bf16" if weight.quantized else AS_FILE, why
-    many = weight.coded is not None or weight.granularity in ("row", "block") or weight.data.dtype == torch.int8
+        return _not_quantized(weight), why
+    many = weight.encoding is not None or weight.granularity in ("row", "block") or weight.data.dtype == torch.int8
     if storage in FP8_NAMES and read and many:
         error = requantization_error(weight, storage, path)
         if error > REQUANTIZATION_LIMIT[storage]:
             scales = weight.storage if weight.scale is None else str(weight.scale.numel())
             return "bf16", f"kept in bf16: one scale instead of {scales} costs {error:.1%}"
     return storage, ""
+
+
+def _not_quantized(weight: StoredWeight) -> str:
+    return "bf16" if weight.quantized or weight.scale is not None else AS_FILE
 
 
 def unpacked_dtype(plan: LoadPlan) -> str:
@@ -206,6 +214,8 @@ def common_dtype(weights: Mapping[str, StoredWeight], plans: Mapping[str, Weight
     for asked in [*(by_layer if len(by_layer) == 1 else ()), plan.storage.used]:
         if asked not in (AS_FILE, *QUANTIZED_NAMES):
             return asked
+    if any(weight.packed is not None for weight in weights.values()):
+        return unpacked_dtype(plan)
     sizes: Counter[str] = Counter()
     for name, weight in weights.items():
         if weight.is_number and not weight.quantized and plans[name].storage == AS_FILE:
@@ -218,7 +228,7 @@ def common_dtype(weights: Mapping[str, StoredWeight], plans: Mapping[str, Weight
 
 
 def _any_exceeds_fp16(weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], path) -> bool:
-    unquantized = (w for name, w in weights.items() if plans[name].storage not in QUANTIZED_NAMES and w.coded is None)
+    unquantized = (w for name, w in weights.items() if plans[name].storage not in QUANTIZED_NAMES and w.encoding is None)
     return any(exceeds_fp16(weight, path) for weight in unquantized)
 
 
@@ -231,9 +241,20 @@ def _memory_plan(
         f"{count} layers in {name}, which ComfyUI has from {FORMATS[name].since} on, were unpacked to {memory.unpacked}."
         for name, count in lacking.items()
     ]
+    unpacked += packed_notes(checkpoint, plans)
     otherwise = [f"{name}: {plan.reason}" for name, plan in plans.items() if plan.reason]
     size = sum(_bytes(weight, plans[name], dtype) for name, weight in inside.items())
     return MemoryPlan(plans, dtype, size, (*unpacked, *otherwise))
+
+
+def packed_notes(checkpoint: Checkpoint, plans: Mapping[str, WeightPlan]) -> list[str]:
+    """Say what became of weights in formats that no ComfyUI holds."""
+    counts = Counter((w.packed.type, plans[name].stored) for name, w in checkpoint.weights.items() if w.packed is not None)
+    anew = "quantized anew to {}, whose error is added to that of the file"
+    return [
+        f"{count} weights in {kind} were {(anew if stored in QUANTIZED_NAMES else 'unpacked to {}').format(stored)}."
+        for (kind, stored), count in counts.items()
+    ]
 
 
 def _is_quantized(weight: StoredWeight, plan: WeightPlan) -> bool:

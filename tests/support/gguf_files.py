@@ -1,15 +1,20 @@
 """GGUF files as ComfyUI-GGUF's tools write them, by the library's own writer, and blocks of every type it unpacks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from safetensors.torch import load_file, save_file
 
 ASKED_FOR = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 """The types that diffusion models come in."""
+
+MINIMUM = {"Q4_1": -7.5, "Q5_1": -15.5, "Q2_K": 1.5, "Q4_K": 7.5, "Q5_K": 15.5}
+"""The second fp16 number of a block, in units of the first, that gives random numbers a mean of about 0."""
 
 
 def unpacked_types() -> list[str]:
@@ -26,19 +31,27 @@ def _unpacks(kind: GGMLQuantizationType) -> bool:
 
 
 def blocks(kind: str, shape: tuple[int, ...], seed: int = 0, std: float = 0.02) -> np.ndarray:
-    """Rows of bytes of a quantized weight with random numbers and finite scales; the library cannot quantize to every type."""
+    """Rows of bytes of a quantized weight of random numbers, about 0 and of a standard deviation where the type has fp16 numbers.
+
+    The library cannot quantize to every type that it unpacks.
+    """
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     random = np.random.default_rng(seed)
-    count = int(np.prod(shape)) // block
-    data = random.integers(0, 256, (count, size), dtype=np.uint8)
-    for offset in halves_of(kind):
-        data[:, offset : offset + 2] = (random.random((count, 1)) * std / 50).astype(np.float16).view(np.uint8)
+    data = random.integers(0, 256, (int(np.prod(shape)) // block, size), dtype=np.uint8)
     if kind == "MXFP4":
         data[:, 0] = 120
     if kind == "IQ1_M":
         # The upper halves of four bytes make one fp16 number, here 0x1400.
         data[:, 49:56:2] = data[:, 49:56:2] & 15 | np.array([0x00, 0x00, 0x40, 0x10], dtype=np.uint8)
+    scale = random.uniform(0.5, 1.0, (len(data), 1))
+    _set_halves(data, kind, scale / 64)
+    _set_halves(data, kind, scale / 64 * std / values(data, kind).std().item())
     return data.reshape(*shape[:-1], -1)
+
+
+def _set_halves(data: np.ndarray, kind: str, scale: np.ndarray) -> None:
+    for at, factor in zip(halves_of(kind), (1.0, MINIMUM.get(kind, 0.0)), strict=False):
+        data[:, at : at + 2] = (factor * scale).astype(np.float16).view(np.uint8)
 
 
 def halves_of(kind: str) -> list[int]:
@@ -78,3 +91,36 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def of_model(
+    source: Path, target: Path, kinds: Sequence[str], reference: Path | None = None, reshape: bool = False, **options
+) -> Path:
+    """Write the model of a safetensors file, its weights in one type after another, and what they unpack to in fp32 to ``reference``.
+
+    As ComfyUI-GGUF's converter does, vectors, small tensors, modulations and rows of no whole blocks are F32; with
+    ``reshape`` the latter become rows of 256. Types that the library cannot quantize to get random numbers of the weight's
+    standard deviation.
+    """
+    written, shapes, turn = {}, {}, cycle(kinds)
+    for name, weight in load_file(source).items():
+        if reshape and weight.dim() > 1 and weight.numel() % 256 == 0 and weight.shape[-1] % 256:
+            shapes[name] = tuple(weight.shape)
+            weight = weight.reshape(-1, 256)
+        whole = weight.dim() < 2 or weight.numel() <= 1024 or "modulation" in name or weight.shape[-1] % 256
+        written[name] = _in_type(weight.float(), "F32" if whole else next(turn), len(written))
+    if reference:
+        save_file({name: values(data, kind).contiguous() for name, (kind, data) in written.items()}, reference)
+
+    def add_shapes(writer: gguf.GGUFWriter) -> None:
+        for name, shape in shapes.items():
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", shape)
+
+    return write(target, written, fields=add_shapes, **options)
+
+
+def _in_type(weight: torch.Tensor, kind: str, seed: int) -> tuple[str, np.ndarray]:
+    try:
+        return kind, quantized(weight, kind)
+    except NotImplementedError:
+        return kind, blocks(kind, tuple(weight.shape), seed, weight.std().item())

@@ -84,15 +84,21 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 def _from_diffusers(checkpoint: Checkpoint) -> Checkpoint:
     """Rename a model to ComfyUI's names. Fused layers mix the weights of several, so quantized ones become bf16."""
+    if not _renamed({name: tensor.to("meta") for name, tensor in stored_tensors(checkpoint).items()}):
+        return checkpoint
     tensors = dequantized_tensors(checkpoint)
-    converted = comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or _from_diffusers_unet(tensors)
-    renamed = {id(tensor): name for name, tensor in converted.items()}
-    if converted:
-        _check_fused(checkpoint, [name for name, tensor in tensors.items() if id(tensor) not in renamed])
-    files = {renamed.get(id(tensors[name])): weight.file for name, weight in checkpoint.weights.items()}
+    converted = _renamed(tensors)
+    names = {id(tensor): name for name, tensor in converted.items()}
+    _check_fused(checkpoint, [name for name, tensor in tensors.items() if id(tensor) not in names])
+    files = {names.get(id(tensors[name])): weight.file for name, weight in checkpoint.weights.items()}
     weights = {name: StoredWeight(name, tensor, file=files.get(name, "")) for name, tensor in converted.items()}
     note = "The file has diffusers' names: it was converted to ComfyUI's."
     return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
+
+
+def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors by ComfyUI's names, where theirs are diffusers' and of a model that ComfyUI knows; else none."""
+    return comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or _from_diffusers_unet(tensors)
 
 
 def _check_fused(checkpoint: Checkpoint, names: list[str]) -> None:
@@ -102,9 +108,9 @@ def _check_fused(checkpoint: Checkpoint, names: list[str]) -> None:
 
 
 def dequantized_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return every tensor by name, those quantized with a scale in bf16."""
+    """Return every tensor by name, those quantized with a scale, and packed ones, in bf16."""
     return {
-        name: weight.dequantize(torch.bfloat16) if weight.scale is not None else weight.data
+        name: weight.dequantize(torch.bfloat16) if weight.scale is not None or weight.packed is not None else weight.data
         for name, weight in checkpoint.weights.items()
     }
 

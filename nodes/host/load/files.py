@@ -12,6 +12,7 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 
 from ....precision.errors import CheckpointError
+from ....precision.files.gguf_file import SUFFIX, GgufFile
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
@@ -22,6 +23,16 @@ _MISMATCH = re.compile(r"size mismatch for (\S+): .*?Size\(\[(.*?)\]\) from chec
 def model_files(folder: str) -> list[str]:
     """The names ComfyUI lists for a model folder such as ``diffusion_models``."""
     return folder_paths.get_filename_list(folder)
+
+
+def diffusion_model_files() -> list[str]:
+    """The names ComfyUI lists for ``diffusion_models``, and the GGUF files in the same folders, which it leaves out.
+
+    No folder kind is registered for them, as ``unet_gguf`` is by ComfyUI-GGUF: it would be listed among ComfyUI's own.
+    """
+    found = (folder_paths.recursive_search(folder, [".git"])[0] for folder in folder_paths.get_folder_paths("diffusion_models"))
+    gguf = (name for names in found for name in folder_paths.filter_files_extensions(names, [SUFFIX]))
+    return sorted({*model_files("diffusion_models"), *gguf})
 
 
 def model_path(folder: str, name: str) -> str:
@@ -83,15 +94,15 @@ def _file_with(tensor: str, shape: Sequence[int], paths: Sequence[str]) -> str:
 
     A tensor has another prefix in the model than in its file: ``model.diffusion_model.`` and the like.
     """
-    entries = (item for path in paths for item in open_checkpoint(path).entries.items())
-    alike = ((name, entry) for name, entry in entries if entry.shape == tuple(shape))
-    files = {str(entry.file) for name, entry in alike if name.endswith(tensor) or tensor.endswith(name)}
+    opened = ((file, name) for path in paths for file in [open_checkpoint(path)] for name in file)
+    alike = ((file, name) for file, name in opened if file.shape(name) == tuple(shape))
+    files = {str(file.entries[name].file) for file, name in alike if name.endswith(tensor) or tensor.endswith(name)}
     return files.pop() if len(files) == 1 else ", ".join(paths)
 
 
 def _tensors(file: TensorFile):
     # Dynamic VRAM streams from disk the tensors that ComfyUI mapped itself.
-    mapped_by_core = getattr(comfy.memory_management, "aimdo_enabled", False)
+    mapped_by_core = getattr(comfy.memory_management, "aimdo_enabled", False) and not isinstance(file, GgufFile)
     codes = {entry.dtype for entry in file.entries.values()}
     if mapped_by_core and len({entry.file for entry in file.entries.values()}) == 1 and codes <= comfy.utils._TYPES.keys():
         return comfy.utils.load_torch_file(str(file.path))

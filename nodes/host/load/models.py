@@ -17,6 +17,7 @@ from ....precision.dtypes import dtype_named
 from ....precision.errors import CheckpointError
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.plan.choice import ATTACHMENT, LoadRecord, frozen
+from ....precision.plan.facts import packed_types
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
 from ....precision.plan.weights import plan_model
@@ -165,11 +166,15 @@ def unpack_to(modules: dict, dtype: torch.dtype) -> None:
 
 def record_of(detected: Detected, plan: LoadPlan, notes: list[str]) -> LoadRecord:
     decisions = plan.decisions.items()
+    reasons = packed_types(detected.checkpoint, detected.layer_names)
+    for name, decision in decisions:
+        if decision.reason:
+            reasons[name] = "; ".join(filter(None, (reasons.get(name), decision.reason)))
     return LoadRecord(
         file=detected.checkpoint.path,
         dialect=detected.checkpoint.dialect,
         storage=plan.storage,
-        reasons=frozen({name: decision.reason for name, decision in decisions if decision.reason}),
+        reasons=frozen(reasons),
         kept=frozen({name: decision.reason for name, decision in decisions if decision.kept}),
         asked=frozen({name: decision.storage for name, decision in decisions if decision.storage != "as_file"}),
         without_effect=plan.without_effect,
