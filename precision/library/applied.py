@@ -16,8 +16,9 @@ from ..plan.compute import ComputePlan, plan_compute, rules_without_effect
 from ..plan.facts import LayerSpec, ModelFacts, most
 from ..plan.rules import Rules, rules_from
 from ..plan.storage import StorageDecision, plan_storage
-from .computation import Computation
-from .weights import StoredWeight, compute_weight, give_back, parameters, why_not_stored
+from .called import Called, CastResult, OwnForward
+from .computation import Computation, PlannedForward
+from .weights import StoredWeight, give_back, parameters, read_in, store, why_not_stored
 
 COMPUTE_DTYPES = tuple(option for option in COMPUTE_OPTIONS if option not in ("fp8", "int8"))
 STORAGE_DTYPES = tuple(option for option in STORAGE_OPTIONS[2:] if option != "int8")
@@ -38,8 +39,9 @@ def apply(
 ) -> Applied:
     """Give a module a compute dtype, a storage dtype, or both, until the result's ``remove()``.
 
-    ``compute`` exchanges the forward of the module for one that casts floating inputs and, for the length of a call,
-    exchanges those of its layers; its result is in the activation dtype, which is fp32 for ``fp16_safe``. ``storage``
+    ``compute`` exchanges the forwards of Linear and convolution layers, and has every other parameter and buffer read in the
+    activation dtype, which is fp32 for ``fp16_safe`` and that of the results. Other methods than ``forward`` compute so too;
+    ``forward`` also casts its floating inputs, but for timesteps. Autocast does not act inside. ``storage``
     holds the weights of its Linear and convolution layers in another dtype and computes them in the module's own each time
     they are read: what reads ``layer.weight`` gets a tensor in that dtype, which is no parameter, and what is written into
     it is lost. The module can be copied, pickled, moved, cast and shared by threads. Its state dict has the names and
@@ -103,8 +105,12 @@ def _put_on(module: torch.nn.Module, compute: str | None, storage: str | None, r
         with torch.inference_mode(False), torch.no_grad():
             if storage:
                 applied.store(layers, plan_storage(specs, storage, rules), keep)
+                if not (applied.stored or applied.kept):
+                    applied.without_effect.append((f"storage={storage}", "it changes no weight of this module"))
             if plan:
                 applied.compute(plan, layers)
+                if not applied.modes():
+                    applied.without_effect.append((f"compute={compute}", "no layer of this module can be planned"))
     except BaseException:
         applied.remove()
         raise
@@ -158,6 +164,7 @@ class Applied:
         self.without_effect = list(without_effect)
         self._module = module
         self._layers: list[torch.nn.Module] = []
+        self._read: list[torch.nn.Module] = []
         self._computation: Computation | None = None
         self._forwards: list[tuple[torch.nn.Module, Callable | None]] = []
         module.__dict__[HANDLE] = self
@@ -184,7 +191,7 @@ class Applied:
         elif weight.dtype != dtype_named(storage):
             stored = StoredWeight(weight, storage, keep)
             for layer in layers:
-                compute_weight(layer, stored)
+                store(layer, stored)
             self._layers += layers
             self.stored.update(dict.fromkeys(names, storage))
 
@@ -195,8 +202,21 @@ class Applied:
         self.skipped.update((name, reason) for name, reason in reasons.items() if reason)
         self.without_effect += plan.without_effect
         planned = {name: layer for name, layer in layers.items() if not reasons[name]}
-        self._computation = Computation(self._module, plan, planned, parameters)
-        self._exchange(self._module, self._computation)
+        self._computation = Computation(plan, planned, parameters)
+        for inner in list(self._module.modules()):
+            self._read_in(inner, self._computation.activations)
+        for layer, forward in self._computation.forwards:
+            self._exchange(layer, forward)
+        self._exchange(self._module, Called(self._module, self._computation))
+
+    def _read_in(self, inner: torch.nn.Module, dtype: torch.dtype) -> None:
+        """Have a module's tensors read in the activation dtype; an embedding would cast its whole table, not what it looks up."""
+        tensors = (*inner._parameters.values(), *inner._buffers.values(), *inner._modules.values())
+        if isinstance(inner, torch.nn.Embedding):
+            self._exchange(inner, CastResult(inner, dtype))
+        elif not isinstance(inner, StoredWeight) and any(_has_other_dtype(tensor, dtype) for tensor in tensors):
+            self._read.append(inner)
+            read_in(inner, dtype)
 
     def _exchange(self, module: torch.nn.Module, forward: Callable) -> None:
         self._forwards.append((module, module.__dict__.get("forward")))
@@ -208,7 +228,7 @@ class Applied:
         One of fp16, bf16, fp32, ``fp16_wide`` (fp16 operands, fp32 result) and ``fp16_scaled`` (the same, its input
         scaled by a power of two). Empty without a compute dtype.
         """
-        return self._computation.modes() if self._computation else {}
+        return self._computation.layers.observed_modes() if self._computation else {}
 
     def remove(self) -> None:
         """Put the module's forward and weights back. A second call does nothing."""
@@ -219,7 +239,9 @@ class Applied:
                 module.__dict__["forward"] = forward
         with torch.inference_mode(False), torch.no_grad():
             give_back(self._layers)
-        self._layers.clear()
+        for inner in self._read:
+            read_in(inner, None)
+        self._layers, self._read = [], []
         if self._module.__dict__.get(HANDLE) is self:
             del self._module.__dict__[HANDLE]
 
@@ -246,6 +268,8 @@ def _check(module: torch.nn.Module, compute: str | None, storage: str | None, ru
         raise HalfsafeError("The module, or a part of it, is scripted.", "Apply to the module that was given to torch.jit.")
     if HANDLE in module.__dict__:
         raise HalfsafeError("Something is applied to this module already.", "Remove it first: restore(module).")
+    if compute and any(isinstance(inner.__dict__.get("forward"), (PlannedForward, OwnForward)) for inner in module.modules()):
+        raise HalfsafeError("The module or a part of it has a compute dtype.", "Apply one to the whole, with rules for its parts.")
     for rule in rules.own:
         for key, value in rule.settings:
             if value not in {"compute": COMPUTE_DTYPES, "storage": ("as_file", *STORAGE_DTYPES)}.get(key, (value,)):
@@ -266,12 +290,19 @@ def _class_of(layer: torch.nn.Module) -> str:
     return "Linear" if isinstance(layer, torch.nn.Linear) else type(layer).__name__
 
 
+def _has_other_dtype(tensor: object, dtype: torch.dtype) -> bool:
+    tensor = tensor.like if isinstance(tensor, StoredWeight) else tensor
+    return isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != dtype
+
+
 def _why_not_planned(layer: torch.nn.Module, fused: bool) -> str:
     """Say why a layer has to run by its own forward; empty where it has not."""
     if fused:
         return "a fused kernel of torch reads its weight without calling it"
     if not type(layer).forward.__module__.startswith("torch.nn.modules.") or "forward" in layer.__dict__:
         return "it has a forward of its own"
+    if not layer.weight.is_floating_point() or layer.weight.numel() == 0:
+        return f"its weight is {name_of(layer.weight.dtype)} of {layer.weight.numel()} values"
     return "" if "weight" in layer._parameters or isinstance(layer._modules.get("weight"), StoredWeight) else COMPUTED
 
 

@@ -1,68 +1,73 @@
-"""The forward of a plain torch module under a compute plan."""
+"""The layers of a plain torch module under a compute plan, wherever and in whatever thread they are called."""
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
-from ..arithmetic.linear import WeightProvider
-from ..arithmetic.patching import Patch, patched
-from ..arithmetic.planned import CastResult, PlannedLayers
+from ..arithmetic.compiling import compile_disabled
+from ..arithmetic.linear import WeightProvider, kind_of, multiplied
+from ..arithmetic.patching import Patch
+from ..arithmetic.planned import PlannedLayers
 from ..dtypes import dtype_named
 from ..plan.compute import ComputeDecision, ComputePlan
 
 
 class Computation:
-    """Run a module under a plan: in one activation dtype, each layer as decided; one without a decision follows the
-    plan.
+    """Carry out a plan on layers; one without a decision follows the plan. Threads take turns where layers are measured.
 
     Args:
-        module: the module; its own forward is what is called.
         plan: what to do.
         layers: name -> module of those that the plan is for.
         weights: provides their weights and biases.
     """
 
-    def __init__(
-        self, module: torch.nn.Module, plan: ComputePlan, layers: Mapping[str, torch.nn.Module], weights: WeightProvider
-    ):
+    def __init__(self, plan: ComputePlan, layers: Mapping[str, torch.nn.Module], weights: WeightProvider):
         self.activations = dtype_named(plan.activation_dtype)
+        self._lock = Lock()
+        self._running: int | None = None
         decisions = {name: plan.decisions.get(name) or plan.following for name in layers}
         self.layers = PlannedLayers(decisions, layers, TorchLayers(weights), self.activations, plan.is_safe)
-        own = {layer: forward for layer, _, forward in self.layers.patches}
-        self.forward = own.get(module, module.forward)
-        left = [inner for inner in module.modules() if inner not in own]
-        embeddings = [inner for inner in left if isinstance(inner, torch.nn.Embedding)]
-        self.others = [inner for inner in left if not isinstance(inner, torch.nn.Embedding)]
-        self.patches = list(self.layers.patches)
-        self.patches += [(inner, "forward", CastResult(inner.forward, self.activations)) for inner in embeddings]
+        self.layers.calibration.calibrating = bool(self.layers.operations)
+        self.forwards = [(layer, PlannedForward(inner, self)) for layer, _, inner in self.layers.patches]
 
-    def __call__(self, *args, **kwargs):
-        args, kwargs = tree_map(self._cast, (args, kwargs))
-        with patched([*self.patches, *self._cast_tensors()]):
-            return self.layers.calibration.run(lambda: self.forward(*args, **kwargs))
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Make a call of the module, or of a layer by itself, and check what was measured in it."""
+        if not self.layers.operations:
+            return call()
+        # A check reads numbers back, which no graph can. Parts that are compiled by themselves stay so.
+        return (torch._dynamo.disable(self._run) if torch.compiler.is_compiling() else self._run)(call)
 
-    def _cast(self, value):
-        return value.to(self.activations) if torch.is_tensor(value) and value.is_floating_point() else value
+    def _run(self, call: Callable[[], Any]) -> Any:
+        calibration = self.layers.calibration
+        with self._lock:
+            if self._running is not None:
+                return call()
+            self._running = threading.get_ident()
+            try:
+                if calibration.calibrating and torch.is_grad_enabled():
+                    with torch.no_grad():  # a checkpoint has to save the same tensors when it makes the call again
+                        calibration.run(lambda: self._once(call))
+                return calibration.run(lambda: self._once(call))
+            finally:
+                self._running = None
 
-    def _cast_tensors(self) -> Iterator[Patch]:
-        """Cast the parameters and buffers of other modules, such as norms, that are not in the activation dtype."""
-        for module in self.others:
-            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None and tensor.is_floating_point() and tensor.dtype != self.activations:
-                    yield module, name, tensor.to(self.activations)
+    def _once(self, call: Callable[[], Any]) -> Any:
+        has_graphs = "torch._dynamo" in sys.modules
+        with compile_disabled() if has_graphs and self.layers.calibration.calibrating else nullcontext():
+            return call()
 
-    def modes(self) -> dict[str, str]:
-        """Return layer -> the mode it was last found to run in."""
-        return self.layers.observed_modes()
-
-    def __repr__(self) -> str:
-        return repr(self.layers)
+    @property
+    def is_running(self) -> bool:
+        """Tell whether this is part of a call that is checked; a graph guards the answer, not the thread."""
+        return self._running is not None and (torch.compiler.is_compiling() or self._running == threading.get_ident())
 
 
 class TorchLayers:
-    """Say how torch's own layers multiply: by weights that they are provided with
-    (``arithmetic.planned.LayerHost``)."""
+    """Say how torch's own layers multiply: by weights they are provided with (``arithmetic.planned.LayerHost``)."""
 
     def __init__(self, weights: WeightProvider):
         self._weights = weights
@@ -72,7 +77,7 @@ class TorchLayers:
         return self._weights
 
     def own_forward(self, layer: torch.nn.Module, mode: str) -> tuple[Callable[..., torch.Tensor], torch.dtype]:
-        """Return the class's forward, with the weight in the mode's dtype."""
+        """Return a product with the weight in its input's dtype, and the mode's dtype."""
         return ProvidedWeights(layer, self._weights).__call__, dtype_named(mode)
 
     def product(self, layer: torch.nn.Module, mode: str) -> None:
@@ -87,17 +92,56 @@ class TorchLayers:
 
 
 class ProvidedWeights:
-    """Run the forward of a layer's class with its weight and bias in the dtype of the input."""
+    """Multiply as a layer does, by its weight and bias in the dtype of the input."""
 
     def __init__(self, layer: torch.nn.Module, weights: WeightProvider):
         self.layer = layer
+        self.kind = kind_of(layer) or "linear"
         self.weights = weights
 
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         with self.weights(self.layer, x, x.dtype) as (weight, bias):
             bias = None if bias is None else bias.to(x.dtype)
-            with patched([(self.layer, "weight", weight), (self.layer, "bias", bias)]):
-                return type(self.layer).forward(self.layer, x, *args, **kwargs)
+            return multiplied(self.layer, self.kind, x, weight, bias, *args, **kwargs)
 
     def __repr__(self) -> str:
         return f"{type(self.layer).__name__}.forward"
+
+
+class PlannedForward:
+    """Call a layer's planned forward without autocast. A layer that another method than the module's ``forward`` calls is a
+    call by itself."""
+
+    def __init__(self, inner: Callable[..., torch.Tensor], computation: Computation):
+        self.inner = inner
+        self.computation = computation
+
+    def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        with without_autocast(input.device.type):
+            if self.computation.is_running:
+                return self.inner(input, *args, **kwargs)
+            return self.computation.run(lambda: self.inner(input, *args, **kwargs))
+
+    def __repr__(self) -> str:
+        return "PlannedForward"
+
+
+def without_autocast(device: str) -> AbstractContextManager[object]:
+    """Keep autocast from acting inside."""
+    return torch.amp.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+class Lock:
+    """Lock, as ``threading.RLock``; a copy, and what is pickled, gets a lock of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple:
+        return Lock, ()

@@ -19,6 +19,7 @@ from ..errors import HalfsafeError
 from ..formats.quantize import Quantized, dequantize, power_of_two_scale, quantize
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+READ_IN = "_halfsafe_read_in"
 STORABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SMALLEST_AMAX = 4.0
 """Times a dtype's smallest normal number: below, a weight loses more than the rounding of its storage dtype."""
@@ -70,22 +71,23 @@ class StoredWeight(torch.nn.Module):
         """Leave it to the layer, which is given the weight's own key."""
 
 
-class _Computed:
-    """The ``weight`` of a layer: a tensor in the module's own dtype, computed anew for each read."""
+class ComputesTensors(torch.nn.Module):
+    """What :func:`_computing` adds to a module's class: its tensors are computed when they are read.
 
-    def __get__(self, layer: torch.nn.Module | None, owner: type) -> Any:
-        return self if layer is None else layer._modules["weight"].read()
+    A stored weight is read in the module's own dtype; where a compute dtype is set, this and every other floating tensor of
+    the module is read in that.
+    """
 
-
-class ComputesWeight(torch.nn.Module):
-    """What :func:`compute_weight` adds to a layer's class."""
-
-    weight = _Computed()
+    def __getattr__(self, name: str) -> Any:
+        value, dtype = super().__getattr__(name), self.__dict__.get(READ_IN)
+        if isinstance(value, StoredWeight):
+            return value.read(dtype)
+        cast = dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if cast else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight":
-            storage = self._modules["weight"].storage
-            raise HalfsafeError(f"A weight that is stored in {storage} cannot be set.", "Remove the storage first: restore(module).")
+        if stored := _stored(self, name):
+            raise HalfsafeError(f"A {name} that is stored in {stored.storage} cannot be set.", "First: restore(module).")
         super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
@@ -95,9 +97,11 @@ class ComputesWeight(torch.nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict, prefix: str, metadata: dict, strict: bool, missing: list, unexpected: list, errors: list
     ) -> None:
-        key, stored = f"{prefix}weight", self._modules["weight"]
-        rest = {name: value for name, value in state_dict.items() if name != key}
+        key, stored = f"{prefix}weight", _stored(self)
+        rest = {name: value for name, value in state_dict.items() if name != key or stored is None}
         super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
+        if stored is None:
+            return
         if key not in state_dict:
             missing.append(key)
         elif problem := _why_not_loaded(key, state_dict[key], stored):
@@ -108,9 +112,9 @@ class ComputesWeight(torch.nn.Module):
 
 @functools.cache
 def _computing(cls: type) -> type:
-    """Return a subclass of a layer's class, of the same name, whose ``weight`` is computed."""
+    """Return a subclass of a module's class, of the same name."""
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (ComputesWeight, cls), names)
+    return type(cls.__name__, (ComputesTensors, cls), names)
 
 
 def _plain(cls: type) -> type:
@@ -122,22 +126,49 @@ def _new(cls: type) -> torch.nn.Module:
     return object.__new__(_computing(cls))
 
 
-def compute_weight(layer: torch.nn.Module, stored: StoredWeight) -> None:
+def _stored(module: torch.nn.Module, name: str = "weight") -> StoredWeight | None:
+    found = module._modules.get(name)
+    return found if isinstance(found, StoredWeight) else None
+
+
+def computes(module: torch.nn.Module) -> None:
+    """Have a module compute its tensors."""
+    if not isinstance(module, ComputesTensors):
+        module.__class__ = _computing(type(module))  # type: ignore[arg-type]  # a class is hashable
+
+
+def computes_no_more(module: torch.nn.Module) -> None:
+    """Give a module its own class again, unless something of it is computed still."""
+    if READ_IN not in module.__dict__ and _stored(module) is None:
+        module.__class__ = _plain(type(module))
+
+
+def store(layer: torch.nn.Module, stored: StoredWeight) -> None:
     """Have a layer compute its weight from a stored one, where it had a parameter."""
     del layer._parameters["weight"]
     layer._modules["weight"] = stored
-    layer.__class__ = _computing(type(layer))  # type: ignore[arg-type]  # a class is hashable
+    computes(layer)
 
 
 def give_back(layers: Iterable[torch.nn.Module]) -> None:
     """Give layers their weights as parameters again, tied ones tied."""
-    parameters: dict[StoredWeight, torch.nn.Parameter] = {}
+    found: dict[StoredWeight, torch.nn.Parameter] = {}
     for layer in layers:
         stored, others = layer._modules.pop("weight"), dict(layer._parameters)
-        layer.__class__ = _plain(type(layer))
         layer._parameters.clear()
-        layer._parameters["weight"] = parameters.setdefault(stored, stored.parameter())
+        layer._parameters["weight"] = found.setdefault(stored, stored.parameter())
         layer._parameters.update(others)
+        computes_no_more(layer)
+
+
+def read_in(module: torch.nn.Module, dtype: torch.dtype | None) -> None:
+    """Have every floating tensor of a module read in ``dtype``; None ends it."""
+    if dtype is None:
+        del module.__dict__[READ_IN]
+        computes_no_more(module)
+    else:
+        module.__dict__[READ_IN] = dtype
+        computes(module)
 
 
 def why_not_stored(name: str, weight: torch.Tensor, storage: str) -> str:
@@ -171,7 +202,13 @@ def _why_not_loaded(key: str, weight: torch.Tensor, stored: StoredWeight) -> str
 
 @contextmanager
 def parameters(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple]:
-    """Give a layer's weight in ``dtype`` and its bias in fp32, both on the input's device."""
-    stored = module._modules.get("weight")
-    weight = stored.read(dtype) if isinstance(stored, StoredWeight) else module.weight.to(dtype)
-    yield weight.to(x.device), None if module.bias is None else module.bias.to(x.device, torch.float32)
+    """Give a layer's weight in ``dtype`` and its bias in fp32, both on the input's device, each rounded once."""
+    stored, bias = _stored(module), _own(module, "bias")
+    weight = stored.read(dtype) if stored else _own(module, "weight").to(dtype)
+    yield weight.to(x.device), None if bias is None else bias.to(x.device, torch.float32)
+
+
+def _own(module: torch.nn.Module, name: str) -> Any:
+    """Return a parameter in its own dtype, or what else has its name."""
+    found = module._parameters.get(name)
+    return getattr(module, name) if found is None else found

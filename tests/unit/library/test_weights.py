@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-import sys
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -15,6 +13,7 @@ import torch.nn.functional as F
 from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.library.applied import Applied, apply, restore
 from support.measures import relative_error
+from support.threads import in_threads
 from torch import nn
 
 STORAGES = ["fp8_e4m3fn", "fp8_e5m2", "fp16", "bf16"]
@@ -131,43 +130,15 @@ def test_code_that_reads_weights_runs_in_the_dtype_of_the_module(cls, storage, d
         assert weight_bytes(model) < before or dtype.itemsize == stored_size
 
 
-@pytest.mark.parametrize("settings", [{"storage": "fp8_e4m3fn"}, {"storage": "fp8_e4m3fn", "compute": "fp16_safe"}], ids=str)
-def test_a_first_parameter_and_a_weight_have_the_dtype_of_the_module(settings):
+def test_a_first_parameter_and_a_weight_have_the_dtype_of_the_module():
     model = made(FirstParameter, torch.bfloat16)
-    apply(model, **settings)
+    apply(model, storage="fp8_e4m3fn")
     assert next(model.parameters()).dtype == model.up.weight.dtype == torch.bfloat16
     assert type(model.up).__name__ == "Linear" and isinstance(model.up, nn.Linear)
 
 
-@pytest.fixture
-def impatient():
-    """Threads are switched as often as Python can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(before)
-
-
-def in_threads(call: Callable[[], torch.Tensor], threads: int = 4, times: int = 30) -> list:
-    found: list = []
-
-    def run():
-        for _ in range(times):
-            try:
-                found.append(call())
-            except Exception as error:  # every error is a failure of the test
-                found.append(error)
-
-    running = [threading.Thread(target=run) for _ in range(threads)]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join()
-    return found
-
-
 @pytest.mark.parametrize("cls", [FeedForward, Windows, LowRank])
-def test_threads_that_share_a_module_get_the_same_results(cls, impatient):
+def test_threads_that_share_a_module_get_the_same_results(cls):
     model = made(cls)
     original = model.state_dict()
     with apply(model, storage="fp8_e4m3fn", keep=True):
