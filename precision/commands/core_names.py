@@ -1,7 +1,7 @@
-"""Every name of ComfyUI that ``nodes/host`` uses, with the arguments it passes, and whether a ComfyUI has them.
+"""Every name of ComfyUI that ``nodes/`` uses, with the arguments it passes, and whether a ComfyUI has them.
 
 ``names_missing`` reads ComfyUI's source and imports nothing, so that any version's files can be asked, also a few of them.
-The table follows ``nodes/host``: ``tests/unit/project/test_core_names.py`` compares both.
+``core_uses`` reads the names from the source of ``nodes/``; those with arguments stand here.
 """
 
 import ast
@@ -11,35 +11,21 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-USED = [
-    "comfy.cldm.cldm.ControlNet",
-    "comfy.cli_args.args",
-    "comfy.controlnet.ControlBase",
-    "comfy.controlnet.ControlNet.control_model",
-    "comfy.controlnet.ControlNet.control_model_wrapped",
+from .core_uses import used_names
+
+ANY = "*"
+BY_HAND = [
     "comfy.controlnet.ControlNet.load_device",
-    "comfy.controlnet.ControlNet.manual_cast_dtype",
-    "comfy.controlnet.ControlNetSD35",
     "comfy.controlnet.controlnet_load_state_dict(module, tensors)",
     "comfy.controlnet.load_controlnet_state_dict(tensors, model_options=)",
     "comfy.controlnet.load_t2i_adapter(tensors, model_options=)",
-    "comfy.ldm.modules.attention.attention_pytorch",
-    "comfy.ldm.modules.diffusionmodules.openaimodel.TimestepEmbedSequential",
     "comfy.lora.calculate_weight(patches, weight, key, original_weights=)",
     "comfy.model_base.BaseModel.apply_model(x, t, c_concat, c_crossattn, control, transformer_options)",
-    "comfy.model_base.BaseModel.current_patcher",
-    "comfy.model_base.BaseModel.diffusion_model",
     "comfy.model_base.BaseModel.get_dtype()",
-    "comfy.model_base.BaseModel.manual_cast_dtype",
-    "comfy.model_base.BaseModel.model_config",
-    "comfy.model_base.BaseModel.model_type",
-    "comfy.model_base.ModelType.EDM",
-    "comfy.model_base.ModelType.V_PREDICTION",
     "comfy.model_detection.convert_diffusers_mmdit(state_dict, output_prefix)",
     "comfy.model_detection.model_config_from_diffusers_unet(state_dict)",
     "comfy.model_detection.model_config_from_unet(state_dict, prefix, metadata=)",
     "comfy.model_detection.unet_prefix_from_state_dict(state_dict)",
-    "comfy.model_management.InterruptProcessingException",
     "comfy.model_management.get_free_memory(device)",
     "comfy.model_management.get_torch_device()",
     "comfy.model_management.interrupt_current_processing()",
@@ -55,102 +41,56 @@ USED = [
     "comfy.model_patcher.ModelPatcher.add_callback_with_key(kind, key, callback)",
     "comfy.model_patcher.ModelPatcher.add_object_patch(name, object)",
     "comfy.model_patcher.ModelPatcher.add_wrapper_with_key(kind, key, wrapper)",
-    "comfy.model_patcher.ModelPatcher.attachments",
-    "comfy.model_patcher.ModelPatcher.backup",
-    "comfy.model_patcher.ModelPatcher.cached_patcher_init",
     "comfy.model_patcher.ModelPatcher.clone(model_override=)",
-    "comfy.model_patcher.ModelPatcher.current_hooks",
-    "comfy.model_patcher.ModelPatcher.force_cast_weights",
     "comfy.model_patcher.ModelPatcher.get_clone_model_override()",
     "comfy.model_patcher.ModelPatcher.get_combined_hook_patches(hooks)",
     "comfy.model_patcher.ModelPatcher.get_model_object(name)",
-    "comfy.model_patcher.ModelPatcher.hook_backup",
-    "comfy.model_patcher.ModelPatcher.hook_patches",
     "comfy.model_patcher.ModelPatcher.inject_model()",
-    "comfy.model_patcher.ModelPatcher.injections",
     "comfy.model_patcher.ModelPatcher.load()",
-    "comfy.model_patcher.ModelPatcher.load_device",
-    "comfy.model_patcher.ModelPatcher.model",
-    "comfy.model_patcher.ModelPatcher.model_options",
     "comfy.model_patcher.ModelPatcher.model_patches_models()",
     "comfy.model_patcher.ModelPatcher.model_size()",
     "comfy.model_patcher.ModelPatcher.model_state_dict(filter_prefix)",
     "comfy.model_patcher.ModelPatcher.model_state_dict_for_saving(model, prefix)",
-    "comfy.model_patcher.ModelPatcher.object_patches",
-    "comfy.model_patcher.ModelPatcher.offload_device",
     "comfy.model_patcher.ModelPatcher.partially_unload(device)",
     "comfy.model_patcher.ModelPatcher.patch_hook_weight_to_device(hooks, combined_patches, key, original_weights, memory_counter)",
     "comfy.model_patcher.ModelPatcher.patch_weight_to_device(key, device_to=, return_weight=)",
-    "comfy.model_patcher.ModelPatcher.patches",
-    "comfy.model_patcher.ModelPatcher.patches_uuid",
     "comfy.model_patcher.ModelPatcher.remove_wrappers_with_key(kind, key)",
     "comfy.model_patcher.ModelPatcher.set_attachments(key, attachment)",
     "comfy.model_patcher.ModelPatcher.set_injections(key, injections)",
     "comfy.model_patcher.ModelPatcher.set_model_compute_dtype(dtype)",
     "comfy.model_patcher.ModelPatcher.size",
     "comfy.model_patcher.ModelPatcher.use_ejected()",
-    "comfy.model_patcher.ModelPatcher.wrappers",
-    "comfy.model_sampling.ModelSamplingContinuousEDM",
-    "comfy.model_sampling.V_PREDICTION",
     "comfy.ops.cast_bias_weight(module, dtype=, device=, bias_dtype=, offloadable=, want_requant=)",
-    "comfy.ops.disable_weight_init",
     "comfy.ops.manual_cast.Linear(inputs, outputs, bias=, device=, dtype=)",
     "comfy.ops.pick_operations(weight_dtype, compute_dtype, load_device=, model_config=)",
     "comfy.ops.run_every_op()",
     "comfy.ops.uncast_bias_weight(module, weight, bias, stream)",
-    "comfy.patcher_extension.CallbacksMP.ON_CLONE",
     "comfy.patcher_extension.PatcherInjection(inject, eject)",
-    "comfy.patcher_extension.WrappersMP.APPLY_MODEL",
-    "comfy.patcher_extension.WrappersMP.CALC_COND_BATCH",
-    "comfy.patcher_extension.WrappersMP.OUTER_SAMPLE",
-    "comfy.quant_ops.QUANT_ALGOS",
-    "comfy.quant_ops.QuantizedTensor",
-    "comfy.quant_ops.register_layout_op",
     "comfy.sample.fix_empty_latent_channels(model, latent, downscale_ratio_spacial=, downscale_ratio_temporal=)",
     "comfy.sample.prepare_noise(latent, seed, batch_index)",
     "comfy.sample.sample(model, noise, steps, cfg, sampler, scheduler, positive, negative, latent)",
     "comfy.sd.CLIP(target, embedding_directory=, tokenizer_data=, parameters=, state_dict=, model_options=, disable_dynamic=)",
     "comfy.sd.CLIP.clone()",
-    "comfy.sd.CLIP.cond_stage_model",
-    "comfy.sd.CLIP.patcher",
-    "comfy.sd.CLIPType",
     "comfy.sd.VAE(sd=, metadata=, dtype=)",
-    "comfy.sd.VAE.first_stage_model",
-    "comfy.sd.VAE.patcher",
-    "comfy.sd.VAE.process_output",
-    "comfy.sd.VAE.vae_dtype",
     "comfy.sd.detect_te_model(state_dict)",
     "comfy.sd.load_diffusion_model_state_dict(state_dict, model_options=, metadata=, disable_dynamic=)",
     "comfy.sd.load_state_dict_guess_config(state_dict, output_vae=, output_clip=, model_options=, metadata=, disable_dynamic=)",
     "comfy.sd.load_text_encoder_state_dicts(state_dicts, embedding_directory=, clip_type=, model_options=, disable_dynamic=)",
-    "comfy.supported_models.QwenImage.supported_inference_dtypes",
     "comfy.supported_models.SDXL.clip_target(state_dict=)",
-    "comfy.supported_models_base.BASE.custom_operations",
     "comfy.supported_models_base.BASE.get_model(state_dict, prefix, device=)",
     "comfy.supported_models_base.BASE.process_clip_state_dict(state_dict)",
     "comfy.supported_models_base.BASE.process_unet_state_dict(state_dict)",
     "comfy.supported_models_base.BASE.process_vae_state_dict(state_dict)",
     "comfy.supported_models_base.BASE.set_inference_dtype(dtype, manual_cast_dtype)",
-    "comfy.supported_models_base.BASE.supported_inference_dtypes",
-    "comfy.supported_models_base.BASE.unet_config",
-    "comfy.supported_models_base.BASE.vae_key_prefix",
     "comfy.utils.ProgressBar(total)",
-    "comfy.utils.ProgressBar.total",
     "comfy.utils.ProgressBar.update(value)",
     "comfy.utils.ProgressBar.update_absolute(value, total)",
-    "comfy.utils._TYPES",
     "comfy.utils.calculate_parameters(state_dict)",
     "comfy.utils.clip_text_transformers_convert(state_dict, prefix_from, prefix_to)",
     "comfy.utils.get_attr(model, name)",
     "comfy.utils.load_torch_file(path)",
     "comfy.utils.state_dict_prefix_replace(state_dict, replace_prefix=, filter_keys=)",
     "comfy.utils.unet_to_diffusers(unet_config)",
-    "comfy.weight_adapter.LoHaAdapter",
-    "comfy.weight_adapter.LoKrAdapter",
-    "comfy.weight_adapter.LoRAAdapter",
-    "comfy_api.latest.ComfyExtension",
-    "comfy_api.latest.io",
-    "comfy_api.latest.ui",
     "comfy_execution.utils.get_executing_context()",
     "folder_paths.filter_files_extensions(files, extensions)",
     "folder_paths.get_filename_list(folder)",
@@ -159,20 +99,30 @@ USED = [
     "folder_paths.get_output_directory()",
     "folder_paths.get_save_image_path(prefix, folder)",
     "folder_paths.recursive_search(folder, excluded)",
-    "nodes.CLIPLoader.INPUT_TYPES",
-    "nodes.DualCLIPLoader.INPUT_TYPES",
-    "server.PromptServer.client_id",
-    "server.PromptServer.instance",
-    "server.PromptServer.prompt_queue",
     "server.PromptServer.send_sync(event, data, client_id)",
 ]
-# What is used where it is there, and what happens where it is not.
+"""Names with the arguments that are passed to them, of methods that are replaced too, and attributes of objects without a name
+of their own in the source; the other names are read from it."""
 IF_THERE = {
-    "comfy.ops.INPUT_ACT_EAGER": "no layer is called with a fused activation",
     "comfy.ops.linear_input_act(linear, x, input_act)": "no layer is called with a fused activation",
     "comfy.ops.cast_bias_weight(module, compute_dtype=)": "LoRAs of dynamic VRAM are added in the weight's dtype",
     "comfy.memory_management.aimdo_enabled": "files are mapped by Halfsafe itself",
+    "comfy.quant_ops.ck": "int8 products are taken to gain nothing: comfy-kitchen is not told of",
+    "comfy.model_patcher.ModelPatcher.additional_models": "no model runs on several devices",
+    "comfy.model_patcher.ModelPatcher.is_multigpu_base_clone": "no model runs on several devices",
+    "comfy.ops.*.can_use_quantized_matmul": "full precision holds for the formats that quantize a layer's input",
+    "comfy.ops.*.pre_quant_scale": "no layer scales its input before it multiplies",
 }
+"""What is used where it is there, and what happens where it is not."""
+
+
+@cache
+def used() -> list[str]:
+    """List what ``nodes/`` uses of every ComfyUI, in order: with arguments where they are known."""
+    covered = {row.partition("(")[0] for row in [*BY_HAND, *IF_THERE]}
+    methods = {row.partition("(")[0].rpartition(".")[2] for row in BY_HAND if row.partition("(")[0] not in used_names()}
+    read = (name for name in used_names() if name not in covered and name.rpartition(".")[2] not in methods)
+    return sorted([*BY_HAND, *read])
 
 
 @dataclass(frozen=True)
@@ -183,13 +133,14 @@ class Missing:
     why: str
 
 
-def names_missing(root: Path, names: Iterable[str] = tuple(USED)) -> list[Missing]:
+def names_missing(root: Path, names: Iterable[str] | None = None) -> list[Missing]:
     """Find the names that the ComfyUI in a folder does not have; those of modules the folder lacks are left out.
 
     Args:
         root: a ComfyUI folder, or one that holds some of its files at their places.
-        names: rows of :data:`USED`; ``f(a, b=)`` passes one argument by position and one by name.
+        names: rows of :func:`used`, all of them if None; ``f(a, b=)`` passes one argument by position and one by name.
     """
+    names = used() if names is None else names
     return [Missing(name, why) for name in names if (why := _why_missing(root, name))]
 
 
@@ -199,7 +150,7 @@ def report(root: Path) -> dict:
     return {
         "folder": str(root),
         "version": version.read_text(encoding="utf-8").split('"')[-2] if version.is_file() else None,
-        "used": list(USED),
+        "used": used(),
         "missing": [vars(missing) for missing in names_missing(root)],
         "unread": names_unread(root),
         "absent": {missing.name: IF_THERE[missing.name] for missing in names_missing(root, IF_THERE)},
@@ -208,13 +159,15 @@ def report(root: Path) -> dict:
 
 def names_unread(root: Path) -> list[str]:
     """List the names of the table whose module the folder has no file for, and which were therefore not checked."""
-    return [name for name in USED if _split(root, name)[0] is None]
+    return [name for name in used() if _split(root, name)[0] is None]
 
 
 def _why_missing(root: Path, row: str) -> str:
     module, path = _split(root, row.partition("(")[0])
     if module is None:
         return ""
+    if path[0] == ANY:
+        return "" if path[1] in _mentions(module) else f"{module.relative_to(root).as_posix()} mentions no {path[1]}"
     found = _find(module, path)
     if found is None:
         return f"{module.relative_to(root).as_posix()} has no {'.'.join(path)}"
@@ -239,6 +192,16 @@ class _Found:
     node: ast.AST | None = None
     arguments: ast.arguments | None = None
     bound: bool = False
+
+
+@cache
+def _mentions(file: Path) -> frozenset[str]:
+    """Return the attributes that a file reads, sets, defines or probes for, of whatever object."""
+    nodes = list(ast.walk(_tree(file)))
+    named = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    probed = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    bound = {name for node in nodes for name in _bound_names(node)}
+    return frozenset({node.attr for node in nodes if isinstance(node, ast.Attribute)} | named | probed | bound)
 
 
 @cache

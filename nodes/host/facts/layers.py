@@ -8,6 +8,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.linear import kind_of
+from ..core import CAST_DTYPE
 
 
 def modules_of(model) -> dict[str, torch.nn.Module]:
@@ -60,4 +61,4 @@ def is_quantized(module: torch.nn.Module) -> bool:
 
 def activation_dtype(patcher) -> torch.dtype:
     """Return the dtype of the model's activations: its manual cast dtype, else that of its weights."""
-    return patcher.get_model_object("manual_cast_dtype") or patcher.model.get_dtype()
+    return patcher.get_model_object(CAST_DTYPE) or patcher.model.get_dtype()

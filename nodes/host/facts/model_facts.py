@@ -10,6 +10,7 @@ import torch
 from ....precision.dtypes import name_of
 from ....precision.formats.registry import FORMATS
 from ....precision.plan.facts import LayerSpec, ModelFacts, most
+from ..core import is_in_layout
 from .layers import layers_of
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def storage_of(tensor: torch.Tensor) -> str:
     if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
         return name_of(tensor.dtype)
     formats = comfy.quant_ops.QUANT_ALGOS.items()
-    held = next((name for name, algorithm in formats if algorithm["comfy_tensor_layout"] == tensor._layout_cls), "quantized")
+    held = next((name for name, algorithm in formats if is_in_layout(tensor, algorithm["comfy_tensor_layout"])), "quantized")
     return FORMATS[held].storage if held in FORMATS else held
 
 
@@ -48,7 +49,6 @@ def bytes_by_storage(patcher: ModelPatcher) -> dict[str, int]:
     """Count the bytes of a model's weights in each storage, as loaded."""
     sizes: dict[str, int] = {}
     for parameter in patcher.model.diffusion_model.parameters():
-        quantized = isinstance(parameter, comfy.quant_ops.QuantizedTensor)
         storage = storage_of(parameter)
-        sizes[storage] = sizes.get(storage, 0) + (parameter._qdata if quantized else parameter).nbytes
+        sizes[storage] = sizes.get(storage, 0) + parameter.nbytes  # of a quantized one without its scales
     return sizes

@@ -8,6 +8,8 @@ import threading
 
 import torch
 
+from ..core import casts_weights
+
 FP32 = "fp32"
 OWN_WEIGHT = "weight"
 TIMES = ("t", "timestep", "timesteps")
@@ -33,7 +35,7 @@ def _own_cast(model: torch.nn.Module, name: str) -> str:
     holder = type(model.get_submodule(owner))
     if cast := _casts_in(holder).get(leaf, ""):  # type: ignore[arg-type]  # a class is hashable
         return cast
-    of_time = leaf in _called_with_time(holder) and not hasattr(model.get_submodule(name), "comfy_cast_weights")  # type: ignore[arg-type]
+    of_time = leaf in _called_with_time(holder) and not casts_weights(model.get_submodule(name))  # type: ignore[arg-type]
     return FP32 if of_time or _is_made_in_fp32(model, name) else ""
 
 

@@ -19,6 +19,7 @@ from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog, encoder_sentence
 from ....precision.guard.wording import ENCODER_INPUTS, ENCODERS
 from ....precision.nested import replaced, tensors_in
+from ..core import CAST_DTYPE
 from ..load.devices import current_device
 from ..load.encoders import vae_in
 from ..run.modules import ask_for_plain_products
@@ -194,7 +195,7 @@ def _run_clip(clip, name: str, tokens, *args, **kwargs):
         return result, _worst(map(amax_value, tensors_in(result)))
 
     guard: EncoderGuard = getattr(clip, ATTRIBUTE)
-    dtype = clip.patcher.object_patches.get("manual_cast_dtype") or torch.float32
+    dtype = clip.patcher.object_patches.get(CAST_DTYPE) or torch.float32
     return guard.run("encode", run, clip.patcher, dtype, tokens)
 
 

@@ -13,6 +13,7 @@ from ....precision.guard.policy import Escalation, ObservedRanges, span_of
 from ....precision.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.nested import cast_arguments, floats_in
 from ....precision.plan.compute import ComputeDecision, ComputePlan
+from ..core import scaled_input, with_cast_dtype, with_scaled_input
 from ..facts.layers import modules_of, top_level_parts
 from ..run.attention import attending, forward_of, full_precision_attention, in_one_dtype, kernels_of
 from ..run.call import Call
@@ -91,10 +92,10 @@ class EscalatedLayers:
         if self._model is None:
             return []
         sampling = self._model.model_sampling
-        entry = sampling.calculate_input
+        entry = scaled_input(sampling)
         return [
-            (self._model, "manual_cast_dtype", torch.float32),
-            (sampling, "calculate_input", lambda sigma, noise: entry(sigma, noise).clone()),
+            with_cast_dtype(self._model, torch.float32),
+            with_scaled_input(sampling, lambda sigma, noise: entry(sigma, noise).clone()),
         ]
 
     def _span(self, forward: Callable) -> Callable:

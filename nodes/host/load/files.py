@@ -16,6 +16,7 @@ from ....precision.files.gguf_file import SUFFIX, GgufFile
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
+from ..core import quantization_format
 
 _MISMATCH = re.compile(r"size mismatch for (\S+): .*?Size\(\[(.*?)\]\) from checkpoint, .*?Size\(\[(.*?)\]\)")
 
@@ -77,8 +78,8 @@ def check_quantized_shapes(model: torch.nn.Module, *paths: str) -> None:
     """Find fp8 and int8 weights that do not fit their layers: ComfyUI takes any (``_load_quantized_module`` in comfy/ops.py)."""
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
-        if isinstance(weight, QuantizedTensor) and str(module.quant_format).startswith(("float8", "int8")):
-            found, expected = weight._qdata.shape, weight.shape
+        if isinstance(weight, QuantizedTensor) and quantization_format(module).startswith(("float8", "int8")):
+            found, expected = weight.storage_shape, weight.shape
             if found != expected:
                 raise _misfit(paths, f"{name}.weight", found, expected)
 

@@ -21,6 +21,7 @@ from ....precision.plan.facts import packed_types
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
 from ....precision.plan.weights import plan_model
+from ..core import quantization_format, set_cast_dtype, set_full_precision
 from ..lora.beside import keep_low_rank_beside
 from ..run.compute import set_compute
 from .detection import Detected, detect_model
@@ -118,7 +119,7 @@ def operations_for(detected: Detected, load: PreparedLoad) -> dict:
 
 def _finish(patcher: ModelPatcher, detected: Detected, load: PreparedLoad) -> None:
     model, plan = patcher.model, load.plan
-    model.manual_cast_dtype = dtype_named(plan.compute.activation_dtype)
+    set_cast_dtype(model, dtype_named(plan.compute.activation_dtype))
     modules = dict(model.diffusion_model.named_modules())
     check_quantized(detected, modules, quantized_layers(load.tensors, detected.prefix))
     check_quantized_shapes(model.diffusion_model, detected.checkpoint.path)
@@ -152,8 +153,8 @@ def check_quantized(detected: Detected, modules: dict, layers: list[str]) -> Non
 def compute_in_full_precision(modules: dict) -> None:
     """Turn ComfyUI's own fp8 matmul off: it clips activations at 448 where a file has no scale for them. Ours is planned."""
     for module in modules.values():
-        if str(getattr(module, "quant_format", None)).startswith("float8"):
-            module._full_precision_mm = True
+        if quantization_format(module).startswith("float8"):
+            set_full_precision(module)
 
 
 def unpack_to(modules: dict, dtype: torch.dtype) -> None:

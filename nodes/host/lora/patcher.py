@@ -18,6 +18,15 @@ from ....precision.arithmetic.patching import Patch, patched
 from ....precision.dtypes import name_of
 from ....precision.errors import HalfsafeError
 from ....precision.modes import FP32
+from ..core import (
+    CAST_DTYPE,
+    has_cast_dtype,
+    is_in_dynamic_memory,
+    round_to_nearest,
+    set_weight_by_class,
+    sets_own_weight,
+    with_weight_setter,
+)
 from ..facts.layers import is_quantized
 from ..run.compute import compute_of
 from ..run.wrappers import LOW_RANK
@@ -106,8 +115,8 @@ class LowRankBeside:
             result = super().load(*args, **kwargs)
         for key in self.sorted_patches().merged:
             module = self.sorted_patches().modules[key]
-            if hasattr(module, "_v"):
-                module.seed_key = ""  # whose seed is 0: rounded to nearest (``resolve_cast_module_with_vbar`` in comfy/ops.py)
+            if is_in_dynamic_memory(module):
+                round_to_nearest(module)
         return result
 
     def partially_unload(self, *args, **kwargs):
@@ -116,9 +125,9 @@ class LowRankBeside:
 
     def patch_weight_to_device(self, key, *args, **kwargs):
         module = self.sorted_patches().modules.get(key)
-        if module is None or not hasattr(module, "set_weight"):
+        if module is None or not sets_own_weight(module):
             return super().patch_weight_to_device(key, *args, **kwargs)
-        with patched([(module, "set_weight", functools.partial(_set_rounded_to_nearest, module))]):
+        with patched([with_weight_setter(module, functools.partial(_set_rounded_to_nearest, module))]):
             return super().patch_weight_to_device(key, *args, **kwargs)
 
     def get_combined_hook_patches(self, hooks):
@@ -163,7 +172,7 @@ class LowRankBeside:
 
 def _cast_dtype(patcher) -> torch.dtype | None:
     """Return the dtype that a diffusion model's weights are cast to; None for a text encoder, or where they are not."""
-    return patcher.get_model_object("manual_cast_dtype") if hasattr(patcher.model, "manual_cast_dtype") else None
+    return patcher.get_model_object(CAST_DTYPE) if has_cast_dtype(patcher.model) else None
 
 
 def _multiplies_in_fp32(patcher, key: str) -> bool:
@@ -192,7 +201,7 @@ def _set_rounded_to_nearest(module: torch.nn.Module, weight: torch.Tensor, **opt
     """
     if not weight.any():
         weight = weight.clone().fill_(torch.finfo(torch.float32).tiny)  # 0 in fp16, which ComfyUI makes no NaN of
-    return type(module).set_weight(module, weight, **{**options, "seed": 0})
+    return set_weight_by_class(module, weight, **{**options, "seed": 0})
 
 
 def kept_beside(extended: "ModelPatcher") -> set[str]:

@@ -21,6 +21,7 @@ from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.formats.int8 import rotation_group
 from ....precision.modes import INT8
 from ....precision.plan.rules import Rules, rules_from
+from ..core import casting, casts_weights, with_weight_function
 from ..facts.layers import activation_dtype, matrix_layers
 from ..facts.model_facts import model_facts
 from ..load.devices import current_device
@@ -95,7 +96,7 @@ def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
         return "with a number of inputs that no rotation of 256, 64 or 16 divides"
     if kind_of(module) == "transposed":
         return "transposed convolutions, which are not analysed"
-    if not hasattr(module, "weight_function") or not only_multiplies(module):
+    if not casts_weights(module) or not only_multiplies(module):
         return "of another node or loader, which multiply in their own way"
     return ""
 
@@ -103,14 +104,14 @@ def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
 def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
     """Return patches that make one of ComfyUI's layers compute as the candidate, LoRAs and offloading included."""
     if candidate.stores:
-        stored = [(module, "weight_function", [*module.weight_function, candidate.weight])]
+        stored = [with_weight_function(module, candidate.weight)]
         return [*stored, (module, "forward", _of_rounded(module.forward, candidate))] if candidate.rounds_inputs else stored
     forward = _sums_in_fp16 if candidate.sums_in_fp16 and kind_of(module) == "linear" else _cast
 
     def call(x, *args, **kwargs):
         return forward(module, candidate.dtype, x, *args, **kwargs).to(x.dtype)
 
-    return [*exchanged(module, call), (module, "comfy_cast_weights", True)]
+    return [*exchanged(module, call), *casting(module)]
 
 
 def _of_rounded(forward: Callable, candidate: Candidate) -> Callable:

@@ -26,6 +26,7 @@ from ....precision.plan.facts import multiplies
 from ....precision.plan.goal import SUMS
 from ....precision.plan.rules import Rules, rules_from
 from ....precision.plan.storage import LoadPlan, plan_load
+from ..core import CAST_DTYPE
 from ..facts.model_facts import model_facts, storages
 from ..load.devices import current_device, free_device_memory
 from ..load.identity import metadata_of
@@ -194,7 +195,7 @@ def _checkpoint(patcher: ModelPatcher) -> Checkpoint:
 def _on_other_weights(patcher: ModelPatcher, fresh: ModelPatcher) -> ModelPatcher:
     """Clone a patcher, LoRAs and all, onto another model of the same architecture. Patches of single modules are left behind."""
     clone = patcher.clone(model_override=fresh.get_clone_model_override())
-    own = [name for name in clone.object_patches if name.startswith(("diffusion_model", "manual_cast_dtype"))]
+    own = [name for name in clone.object_patches if name.startswith(("diffusion_model", CAST_DTYPE))]
     for name in own:
         del clone.object_patches[name]
     clone.force_cast_weights = fresh.force_cast_weights

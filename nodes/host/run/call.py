@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from ....precision.nested import replaced
+from ..core import forget_call
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
 
 
 class Call:
-    """Hold the arguments of an APPLY_MODEL wrapper; calling it runs the model. ``options``: ``transformer_options``;
-    ``model``: the model it runs.
+    """Hold the arguments of an APPLY_MODEL wrapper, those of ``BaseModel.apply_model``; calling it runs the model.
+
+    ``options``: ``transformer_options``; ``model``: the model it runs.
 
     EasyCache (``comfy_extras/nodes_easycache.py``) keeps each call's result to replace a later one; its state is
     restored before a repeat, so that the repeat sees what the first call saw.
@@ -57,7 +59,7 @@ class Call:
         Without ``state_metadata`` it does not compare dtypes.
         """
         if self._cache is not None:
-            self._cache.state_metadata = None
+            forget_call(self._cache)
 
 
 def _fresh(control: dict | None) -> dict | None:

@@ -17,6 +17,7 @@ from ....precision.arithmetic.patching import patched
 from ....precision.arithmetic.planned import PlannedLayers
 from ....precision.modes import FP16, FP16_WIDE, INT8, MODE_OF
 from ....precision.plan.compute import ComputeDecision, ComputePlan
+from ..core import casting
 from ..facts.layers import is_quantized, modules_of
 from .attention import attending, in_one_dtype, kernels_of
 from .call import Call
@@ -143,8 +144,7 @@ class PlannedModel:
             self.patches += int8_patches(self.modules[name], plan.decisions[name])
         self.calling = calling_layers(self.modules.values())
         if plan.mixes_fp32_in:
-            others = (module for name, module in named.items() if inside(name))
-            self.patches += [(module, "comfy_cast_weights", True) for module in others if hasattr(module, "comfy_cast_weights")]
+            self.patches += [patch for name, module in named.items() if inside(name) for patch in casting(module)]
 
     def call(self, call: Call | Make):
         """Make one call of the model, or of its text adapter, its patches set; it is repeated with calibration when a

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from ....precision.arithmetic.patching import patched
+from .. import core
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
@@ -21,12 +22,12 @@ Make = Callable[[], dict]
 
 def adapts_text(model: "BaseModel") -> bool:
     """Tell whether ComfyUI runs layers of this model on the text before it calls the model."""
-    return hasattr(model.diffusion_model, "preprocess_text_embeds")
+    return core.adapts_text(model.diffusion_model)
 
 
 @contextlib.contextmanager
 def conditions_through(model: "BaseModel", run: Callable[[Make], dict]) -> Iterator[None]:
     """Hand each ``extra_conds`` of a model to ``run`` while the context lasts; what is set last runs first."""
-    original = model.extra_conds
-    with patched([(model, "extra_conds", lambda **kwargs: run(functools.partial(original, **kwargs)))]):
+    original = core.extra_conditions(model)
+    with patched([core.with_extra_conditions(model, lambda **kwargs: run(functools.partial(original, **kwargs)))]):
         yield

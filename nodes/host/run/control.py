@@ -14,6 +14,7 @@ import comfy.utils
 import torch
 
 from ....precision.arithmetic.patching import Patch, patched
+from ..core import casting, set_control_dtype, weight_state
 from .attention import OVERRIDE, overridden
 from .compute import Compute, set_compute
 
@@ -32,7 +33,8 @@ def plan_control(control: ControlNet, plan: ComputePlan, dtype: torch.dtype) -> 
 
     ComfyUI's copies share the model and its ModelPatcher, so both hold the plan.
     """
-    control.manual_cast_dtype = control.control_model.dtype = dtype
+    set_control_dtype(control, dtype)
+    control.control_model.dtype = dtype  # ComfyUI casts inputs to it (``get_control`` in comfy/controlnet.py)
     control.control_model.__dict__["forward"] = PlannedControl(control.control_model, control.control_model_wrapped, plan, dtype)
     set_compute(control.control_model_wrapped, plan)
 
@@ -79,7 +81,7 @@ class PlannedControl:
 
     @property
     def current_weight_patches_uuid(self):
-        return self.diffusion_model.current_weight_patches_uuid
+        return weight_state(self.diffusion_model)
 
     def get_dtype(self) -> torch.dtype:
         return self.manual_cast_dtype
@@ -114,8 +116,7 @@ def _casting(base: torch.nn.Module | None) -> Iterator[Patch]:
     """Have the model beside a ControlNet cast its weights: Qwen-Image Fun's calls layers of it
     (comfy/ldm/qwen_image/controlnet.py), with activations in a dtype of its own."""
     for part in base.modules() if base else ():
-        if hasattr(part, "comfy_cast_weights"):
-            yield part, "comfy_cast_weights", True
+        yield from casting(part)
 
 
 def _attending(module: torch.nn.Module, attend: Callable | None) -> Iterator[Patch]:

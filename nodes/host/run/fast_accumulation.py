@@ -18,6 +18,7 @@ except ImportError:
     TABLE = None
 
 from ....precision.arithmetic.patching import SharedScope
+from ....precision.guard.localize import stored
 
 ATEN = torch.ops.aten
 LAYOUTS = ("TensorCoreFP8E4M3Layout", "TensorCoreFP8E5M2Layout")
@@ -65,9 +66,9 @@ def _handler(op, layout: type):
         if not all(isinstance(tensor, comfy.quant_ops.QuantizedTensor) for tensor in (left, right)):
             return original(qt, args, kwargs)
         try:
-            return _multiply(left, right, bias, kwargs.get("out_dtype", left._params.orig_dtype))
+            return _multiply(left, right, bias, kwargs.get("out_dtype", left.params.orig_dtype))
         except RuntimeError as error:
-            refused[tuple(right._qdata.t().shape)] = str(error).partition("\n")[0]
+            refused[tuple(reversed(right.storage_shape))] = str(error).partition("\n")[0]
             return original(qt, args, kwargs)
 
     return handle
@@ -75,10 +76,10 @@ def _handler(op, layout: type):
 
 def _multiply(left, right, bias, out_dtype: torch.dtype) -> torch.Tensor:
     result = torch._scaled_mm(
-        left._qdata.contiguous(),
-        right._qdata,
-        scale_a=left._params.scale,
-        scale_b=right._params.scale,
+        stored(left).contiguous(),
+        stored(right),
+        scale_a=left.params.scale,
+        scale_b=right.params.scale,
         bias=bias,
         out_dtype=out_dtype,
         use_fast_accum=True,

@@ -7,6 +7,14 @@ from ....precision.arithmetic.linear import kind_of
 from ....precision.dtypes import name_of
 from ....precision.formats.registry import FORMATS, Format
 from ....precision.modes import FP8, FP32, INT8
+from ..core import (
+    FULL_PRECISION,
+    bias_functions,
+    dequantizes_any_format,
+    is_forced_to_cast,
+    quantization_format,
+    weight_functions,
+)
 from ..facts.kernels import DEQUANTIZED, kernel_of_product
 from ..facts.layers import activation_dtype, is_quantized, layers_of
 from ..facts.own_casts import FP32 as CAST_TO_FP32
@@ -76,7 +84,7 @@ def _kernel(patcher, name: str, module: torch.nn.Module, mode: str) -> str:
 
 def _format(module: torch.nn.Module) -> Format | None:
     """Return the format of a quantized weight; None for any other, and for one of ComfyUI's that has no row."""
-    return FORMATS.get(getattr(module, "quant_format", None) or "") if is_quantized(module) else None
+    return FORMATS.get(quantization_format(module)) if is_quantized(module) else None
 
 
 def _multiplies_as_stored(patcher, name: str, module: torch.nn.Module, activations: str, kept: bool) -> bool:
@@ -87,15 +95,15 @@ def _multiplies_as_stored(patcher, name: str, module: torch.nn.Module, activatio
     dtype is the activation dtype. Since 0.38, whose layers have ``can_use_quantized_matmul``, ``_full_precision_mm``
     holds for all.
     """
-    if kind_of(module) is None or module.weight_function:
+    if kind_of(module) is None or weight_functions(module):
         return False
-    forced = not kept and getattr(module, "comfy_force_cast_weights", False)
-    full_precision = patcher.get_model_object(f"diffusion_model.{name}._full_precision_mm")
-    if full_precision and not kept and hasattr(module, "can_use_quantized_matmul"):
+    forced = not kept and is_forced_to_cast(module)
+    full_precision = patcher.get_model_object(f"diffusion_model.{name}.{FULL_PRECISION}")
+    if full_precision and not kept and dequantizes_any_format(module):
         return False
-    if not forced and not module.bias_function and not full_precision:
+    if not forced and not bias_functions(module) and not full_precision:
         return True
-    quantizes_input = comfy.quant_ops.QUANT_ALGOS[module.quant_format].get("quantize_input", True)
+    quantizes_input = comfy.quant_ops.QUANT_ALGOS[quantization_format(module)].get("quantize_input", True)
     return not quantizes_input and name_of(module.weight.dtype) == activations
 
 

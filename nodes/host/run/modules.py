@@ -12,6 +12,20 @@ from comfy.quant_ops import QuantizedTensor
 
 from ....precision.arithmetic.linear import WeightProvider, kind_of
 from ....precision.arithmetic.patching import Patch, SharedScope, patched
+from ..core import (
+    FULL_PRECISION,
+    PRODUCT,
+    OnlyCalled,
+    bias_functions,
+    casts_weights,
+    forwards_of_class,
+    full_precision,
+    has_product,
+    is_in_dynamic_memory,
+    scales_input,
+    weight_functions,
+    with_product,
+)
 from ..facts.layers import is_quantized
 
 if TYPE_CHECKING:
@@ -35,8 +49,8 @@ def exchanged(module: torch.nn.Module, forward: Callable) -> list[Patch]:
     ``_full_precision_mm`` also turns off the two paths of ``comfy/ops.py`` that bypass ``forward``: its own fp8 matmul
     and, since ComfyUI 0.38, an fp16 matmul taken while fp16 accumulation is on.
     """
-    patches = [(module, "forward", forward), (module, "_full_precision_mm", True)]
-    return [*patches, (module, "_forward", _dequantized_linear)] if is_quantized(module) else patches
+    patches = [(module, "forward", forward), full_precision(module)]
+    return [*patches, with_product(module, _dequantized_linear)] if is_quantized(module) else patches
 
 
 @contextlib.contextmanager
@@ -45,23 +59,10 @@ def _input_act_calls_layers() -> Iterator[None]:
 
     def run(linear, x, *args, **kwargs):
         of_other_dtype = is_quantized(linear) and linear.weight.dtype != x.dtype
-        return original(_Called(linear) if has_own_forward(linear) or of_other_dtype else linear, x, *args, **kwargs)
+        return original(OnlyCalled(linear) if has_own_forward(linear) or of_other_dtype else linear, x, *args, **kwargs)
 
     with patched([(comfy.ops, "linear_input_act", run)]):
         yield
-
-
-class _Called:
-    """A layer without a weight to read, in all versions of ``linear_input_act``: it can only be called."""
-
-    weight = None
-    _full_precision_mm = True
-
-    def __init__(self, linear: torch.nn.Module):
-        self._linear = linear
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._linear(x)
 
 
 _input_act = SharedScope(_input_act_calls_layers)
@@ -82,9 +83,9 @@ def calling_layers(modules: Iterable[torch.nn.Module]) -> contextlib.AbstractCon
 def ask_for_plain_products(patcher: "ModelPatcher") -> None:
     """Make the quantized layers of a patcher's model dequantize their weights for as long as it is loaded."""
     for name, module in patcher.model.named_modules():
-        if is_quantized(module) and hasattr(module, "_forward"):
-            patcher.add_object_patch(f"{name}._full_precision_mm", True)
-            patcher.add_object_patch(f"{name}._forward", _dequantized_linear)
+        if is_quantized(module) and has_product(module):
+            patcher.add_object_patch(f"{name}.{FULL_PRECISION}", True)
+            patcher.add_object_patch(f"{name}.{PRODUCT}", _dequantized_linear)
 
 
 def _dequantized_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -100,15 +101,14 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
 
 def only_multiplies(module: torch.nn.Module) -> bool:
     """Tell whether the module does no more than cast its weights and multiply: ComfyUI's and torch's own classes."""
-    if has_own_forward(module) or hasattr(module, "pre_quant_scale") or kind_of(module) is None:
+    if has_own_forward(module) or scales_input(module) or kind_of(module) is None:
         return False
-    methods = (getattr(type(module), name, None) for name in ("forward", "forward_comfy_cast_weights", "_forward"))
-    return all(method.__module__.startswith((comfy.ops.__name__, "torch.nn.")) for method in methods if method)
+    return all(method.__module__.startswith((comfy.ops.__name__, "torch.nn.")) for method in forwards_of_class(module))
 
 
 def weights_of(module: torch.nn.Module) -> WeightProvider:
     """Return the provider of such a module's weight in a dtype and its bias in fp32."""
-    return core_weights if hasattr(module, "comfy_cast_weights") else torch_weights
+    return core_weights if casts_weights(module) else torch_weights
 
 
 def core_weights(
@@ -120,9 +120,9 @@ def core_weights(
     ComfyUI's cast takes longer on the host than a small matmul does on a GPU.
     """
     weight, bias = module.weight, module.bias
-    ready = type(weight) is torch.nn.Parameter and weight.dtype == dtype and weight.device == x.device and not hasattr(module, "_v")
+    ready = type(weight) is torch.nn.Parameter and weight.dtype == dtype and weight.device == x.device and not is_in_dynamic_memory(module)
     ready = ready and not torch.compiler.is_compiling() and (bias is None or bias.device == x.device)
-    if ready and not module.weight_function and not module.bias_function:
+    if ready and not weight_functions(module) and not bias_functions(module):
         comfy.ops.run_every_op()
         return contextlib.nullcontext((weight, None if bias is None else bias.to(bias_dtype)))
     return cast_weights(module, x, dtype, bias_dtype)
@@ -136,7 +136,7 @@ def cast_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, b
     A LoRA added at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is asked for.
     """
     comfy.ops.run_every_op()
-    asked = torch.float32 if module.weight_function else dtype
+    asked = torch.float32 if weight_functions(module) else dtype
     weight, bias, cuda_stream = comfy.ops.cast_bias_weight(
         module, dtype=asked, device=x.device, bias_dtype=bias_dtype, offloadable=True, **PATCHES_IN_FP32
     )

@@ -11,6 +11,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....precision.nested import tensors_in
+from ..core import weight_state
 from .attention import OVERRIDE
 from .modules import has_own_forward
 
@@ -63,9 +64,9 @@ class PerModel(Generic[Run]):
         given.
         """
         run = self._found(model)
-        patches = self._patches.setdefault(run, model.current_weight_patches_uuid)
-        if patches != model.current_weight_patches_uuid:
-            self._patches[run] = model.current_weight_patches_uuid
+        patches = self._patches.setdefault(run, weight_state(model))
+        if patches != weight_state(model):
+            self._patches[run] = weight_state(model)
             self._runs[model][0].branches = {self._branch(model.current_patcher)}
             if hasattr(run, "calibration"):
                 run.calibration.recalibrate()
@@ -117,7 +118,7 @@ class PerModel(Generic[Run]):
         # (comfy/weight_adapter/bypass.py).
         forwards = [id(module.__dict__["forward"]) for module in run.modules.values() if has_own_forward(module)]
         beside = getattr(patcher, "leaves_weights_alone", None)
-        weights = None if beside and beside() else model.current_weight_patches_uuid
+        weights = None if beside and beside() else weight_state(model)
         return weights, hooks_of(patcher), *self._settings(patcher), forwards
 
 

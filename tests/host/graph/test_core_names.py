@@ -2,11 +2,12 @@
 
 import logging
 
-from halfsafe.precision.commands import core_names
+from halfsafe.precision.commands import core_names, core_uses
 
 
 def test_this_comfyui_has_every_name(comfyui_dir):
-    assert core_names.names_missing(comfyui_dir) == [] and core_names.names_unread(comfyui_dir) == []
+    missing = {f"{found.name}: {found.why}": core_uses.used_names().get(found.name) for found in core_names.names_missing(comfyui_dir)}
+    assert missing == {} and core_names.names_unread(comfyui_dir) == [], f"change these files: {missing}"
 
 
 def test_a_wrong_device_profile_is_told_at_start_up(pack, monkeypatch, caplog):

@@ -4,50 +4,66 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 
 import pytest
 from halfsafe import __main__ as cli
-from halfsafe.precision.commands import core_names
+from halfsafe.precision.commands import core_names, core_uses
 from support.shipped import ROOT
 
-COMFY = ("comfy", "comfy_api", "comfy_execution", "folder_paths", "server", "nodes")
-OBJECTS = {"patcher": "comfy.model_patcher.ModelPatcher", "current_patcher": "comfy.model_patcher.ModelPatcher", "vae": "comfy.sd.VAE", "clip": "comfy.sd.CLIP", "bar": "comfy.utils.ProgressBar"}
-PLAIN = [row.partition("(")[0] for row in [*core_names.USED, *core_names.IF_THERE]]
+OTHER_FILES = sorted(path for path in core_uses.NODES.rglob("*.py") if path != core_uses.CORE)
+MODULE_ATTRIBUTES = {attribute for _, attribute in core_uses.module_attributes()}
 
 
-def dotted(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        base = dotted(node.value)
-        return f"{base}.{node.attr}" if base else ""
-    return node.id if isinstance(node, ast.Name) else ""
+def test_the_source_uses_what_the_table_has() -> None:
+    files = core_uses.used_names()
+    assert len(core_names.used()) > 150 and sorted(set(core_names.used())) == core_names.used()
+    assert files["comfy.ops.*.comfy_cast_weights"] == ("nodes/host/core.py",)
+    assert "nodes/host/run/modules.py" in files["comfy.ops.cast_bias_weight"]
+    assert set(map(plain, core_names.IF_THERE)) <= set(files)
 
 
-def used_names() -> set[str]:
-    """Every dotted name of ComfyUI in `nodes`, imported or read, and the attributes read of its objects."""
-    found = set()
-    for path in (ROOT / "nodes").rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        modules = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names if a.name.split(".")[0] in COMFY}
-        froms = [n for n in nodes if isinstance(n, ast.ImportFrom) and not n.level and n.module.split(".")[0] in COMFY]
-        found |= {f"{n.module}.{a.name}" for n in froms for a in n.names}
-        for node in nodes:
-            if isinstance(node, ast.Attribute):
-                name = dotted(node)
-                found |= {name} if any(name.startswith(f"{module}.") and name not in modules for module in modules) else set()
-                owner = OBJECTS.get(dotted(node.value).rpartition(".")[2])
-                found |= {f"{owner}.{node.attr}"} if owner else set()
-    return {name for name in found if not any(module.startswith(f"{name}.") for module in PLAIN) and "__" not in name}
+def plain(row: str) -> str:
+    return row.partition("(")[0]
 
 
-def test_the_table_has_every_name_that_the_source_uses() -> None:
-    found = used_names()
-    assert len(found) > 70
-    assert {name for name in found if not any(name == row or name.startswith(f"{row}.") for row in PLAIN)} == set()
+def test_no_row_outlives_its_use() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in core_uses.NODES.rglob("*.py"))
+    words = set(re.findall(r"\w+", source))
+    assert {row for row in core_names.BY_HAND if plain(row).rpartition(".")[2] not in words} == set()
 
 
-def test_no_name_is_listed_twice_or_out_of_order() -> None:
-    assert sorted(set(core_names.USED)) == core_names.USED
+def test_each_attribute_of_a_module_is_known() -> None:
+    assert {"comfy_cast_weights", "weight_function", "_v", "quant_format", "current_weight_patches_uuid"} <= MODULE_ATTRIBUTES
+    assert len(MODULE_ATTRIBUTES) > 15
+
+
+@pytest.mark.parametrize("path", OTHER_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_attributes_of_comfyuis_modules_are_touched_in_core_py_alone(path: Path) -> None:
+    assert touched(ast.parse(path.read_text(encoding="utf-8"))) == []
+
+
+def touched(tree: ast.Module) -> list[str]:
+    """Attributes of ComfyUI's modules that a file reads, sets or names, those of its own objects left out."""
+    attributes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr in MODULE_ATTRIBUTES)
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    named = [text for text in texts if text.rpartition(".")[2] in MODULE_ATTRIBUTES]
+    return named + [ast.unparse(node) for node in attributes if ast.unparse(node.value) != "self"]
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["module.comfy_cast_weights = True", "hasattr(module, '_v')", "patched([(module, 'set_weight', f)])", "f'{name}._full_precision_mm'", "len(module.weight_function)"],
+)  # fmt: skip
+def test_what_touches_one_is_found(code: str) -> None:
+    assert len(touched(ast.parse(code))) == 1
+
+
+def test_no_file_of_the_nodes_reads_a_private_attribute_of_comfy_kitchens_tensors() -> None:
+    private = re.compile(r"\b_qdata\b|\._params\b|\b_layout_cls\b")
+    found = {path.name for path in core_uses.NODES.rglob("*.py") if private.search(path.read_text(encoding="utf-8"))}
+    assert found == set()
 
 
 @pytest.fixture
@@ -59,7 +75,8 @@ def comfyui(tmp_path: Path) -> Path:
         "try:\n    from kitchen import Tensor\nexcept ImportError:\n    class Tensor: pass\n"
         "class Base:\n    def held(self, x): pass\n    here: int = 1\n"
         "class Layer(Base):\n    def __init__(self, size):\n        self.size = size\n        Layer.instance = self\n"
-        "    @staticmethod\n    def made(x): pass\n    @property\n    def shape(self): pass\n",
+        "    @staticmethod\n    def made(x): pass\n    @property\n    def shape(self): pass\n"
+        "def load(m):\n    m.nested = hasattr(m, 'probed')\n",
         encoding="utf-8",
     )
     return tmp_path
@@ -67,7 +84,7 @@ def comfyui(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "row",
-    ["run(a, c=)", "run(a, b, c=)", "Tensor", "Layer(size)", "Layer.size", "Layer.instance", "Layer.held(x)", "Layer.made(x)", "Layer.here", "Layer.shape"],
+    ["run(a, c=)", "run(a, b, c=)", "Tensor", "Layer(size)", "Layer.size", "Layer.instance", "Layer.held(x)", "Layer.made(x)", "Layer.here", "Layer.shape", "*.size", "*.instance", "*.held", "*.probed", "*.nested"],
 )  # fmt: skip
 def test_what_is_there_is_found(comfyui: Path, row: str) -> None:
     assert core_names.names_missing(comfyui, [f"comfy.ops.{row}"]) == []
@@ -76,7 +93,7 @@ def test_what_is_there_is_found(comfyui: Path, row: str) -> None:
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ("gone", "comfy/ops.py has no gone"), ("Layer.gone", "comfy/ops.py has no Layer.gone"), ("run(a)", "missing a required argument: 'c'"),
+        ("gone", "comfy/ops.py has no gone"), ("*.gone", "comfy/ops.py mentions no gone"), ("*.siz", "comfy/ops.py mentions no siz"), ("Layer.gone", "comfy/ops.py has no Layer.gone"), ("run(a)", "missing a required argument: 'c'"),
         ("run(a, c=, d=)", "unexpected keyword argument 'd'"), ("run(a, b, x, c=)", "too many positional arguments"),
         ("Layer()", "missing a required argument: 'size'"), ("Layer.held()", "missing a required argument: 'x'"), ("Layer.made()", "missing a required argument: 'x'"),
     ],

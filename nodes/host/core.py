@@ -1,0 +1,204 @@
+"""The attributes of ComfyUI's modules that are read and set here, by name: no other file touches them.
+
+ComfyUI sets most of them from outside of the class or probes for them with ``hasattr``, so that a renamed one raises no error.
+Each annotation names the file of ComfyUI that has its attributes; ``precision/commands/core_uses.py`` reads both from this
+source, and the contract test looks every attribute up in that file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+from comfy.quant_ops import QuantizedTensor, get_layout_class
+
+from ...precision.arithmetic.patching import Patch
+
+Layer = Annotated[torch.nn.Module, "comfy.ops"]
+LayerAttribute = Annotated[str, "comfy.ops"]
+Model = Annotated[torch.nn.Module, "comfy.model_base"]
+ModelAttribute = Annotated[str, "comfy.model_base"]
+PatchedModel = Annotated[torch.nn.Module, "comfy.model_patcher"]
+Sampling = Annotated[torch.nn.Module, "comfy.model_sampling"]
+Control = Annotated[Any, "comfy.controlnet"]
+StepCache = Annotated[Any, "comfy_extras.nodes_easycache"]
+
+FULL_PRECISION: LayerAttribute = "_full_precision_mm"
+PRODUCT: LayerAttribute = "_forward"
+FORWARDS = ("forward", "forward_comfy_cast_weights", PRODUCT)
+CAST_DTYPE: ModelAttribute = "manual_cast_dtype"
+
+
+class OnlyCalled:
+    """A layer without a weight to read, in all versions of ``linear_input_act`` of ``comfy/ops.py``: it can only be called."""
+
+    weight = None
+    _full_precision_mm = True
+
+    def __init__(self, layer: torch.nn.Module):
+        self._layer = layer
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._layer(x)
+
+
+def casts_weights(layer: Layer) -> bool:
+    """Tell whether a module is one of ComfyUI's operations, which can cast their weights to their input's dtype."""
+    return hasattr(layer, "comfy_cast_weights")
+
+
+def casting(layer: Layer) -> list[Patch]:
+    """Return what makes an operation of ComfyUI's cast its weights; nothing for another module."""
+    return [(layer, "comfy_cast_weights", True)] if casts_weights(layer) else []
+
+
+def weight_functions(layer: Layer) -> list[Callable]:
+    """Return what ComfyUI runs on a layer's weight at each call, such as a LoRA that is not merged."""
+    return layer.weight_function
+
+
+def bias_functions(layer: Layer) -> list[Callable]:
+    """Return what ComfyUI runs on a layer's bias at each call."""
+    return layer.bias_function
+
+
+def with_weight_function(layer: Layer, function: Callable) -> Patch:
+    """Return what makes ComfyUI run one more function on a layer's weight at each call, after the others."""
+    return layer, "weight_function", [*layer.weight_function, function]
+
+
+def full_precision(layer: Layer) -> Patch:
+    """Return what turns off ComfyUI's own quantized matmul in a layer."""
+    return layer, "_full_precision_mm", True
+
+
+def set_full_precision(layer: Layer) -> None:
+    """Turn off ComfyUI's own quantized matmul in a layer for good."""
+    layer._full_precision_mm = True
+
+
+def has_product(layer: Layer) -> bool:
+    """Tell whether a layer of ComfyUI's has its matmul as a method of its own, as quantized Linears do."""
+    return hasattr(layer, "_forward")
+
+
+def with_product(layer: Layer, product: Callable) -> Patch:
+    """Return what makes a quantized Linear multiply by ``product``."""
+    return layer, "_forward", product
+
+
+def forwards_of_class(layer: Layer) -> list[Callable]:
+    """List the methods of a layer's class that its call runs through."""
+    methods = (getattr(type(layer), name, None) for name in FORWARDS)
+    return [method for method in methods if method]
+
+
+def quantization_format(layer: Layer) -> str:
+    """Return ComfyUI's name of the quantization format that a layer was loaded in; "" for none."""
+    return getattr(layer, "quant_format", None) or ""
+
+
+def is_forced_to_cast(layer: Layer) -> bool:
+    """Tell whether the model's compute dtype was changed, for which ComfyUI dequantizes the weights of its layers."""
+    return getattr(layer, "comfy_force_cast_weights", False)
+
+
+def not_forced_to_cast(layer: Layer) -> Patch:
+    """Return what makes a layer multiply as it is stored though the model's compute dtype was changed."""
+    return layer, "comfy_force_cast_weights", False
+
+
+def dequantizes_any_format(layer: Layer) -> bool:
+    """Tell whether full precision holds for every format, as from ComfyUI 0.38 on, and not only for those that quantize inputs."""
+    return hasattr(layer, "can_use_quantized_matmul")
+
+
+def scales_input(layer: Layer) -> bool:
+    """Tell whether a layer multiplies its input by a scale of its own before the matmul, as AWQ's do."""
+    return hasattr(layer, "pre_quant_scale")
+
+
+def is_in_dynamic_memory(layer: Layer) -> bool:
+    """Tell whether dynamic VRAM holds a layer's weight, and moves it to the device at its calls."""
+    return hasattr(layer, "_v")
+
+
+def round_to_nearest(layer: Layer) -> None:
+    """Let dynamic VRAM round a merged weight to nearest: an empty key is seed 0 (``resolve_cast_module_with_vbar``)."""
+    layer.seed_key = ""
+
+
+def sets_own_weight(layer: Layer) -> bool:
+    """Tell whether a layer stores a merged weight by a method of its own, as quantized ones do."""
+    return hasattr(layer, "set_weight")
+
+
+def with_weight_setter(layer: Layer, setter: Callable) -> Patch:
+    """Return what makes a layer store a merged weight by ``setter``."""
+    return layer, "set_weight", setter
+
+
+def set_weight_by_class(layer: Layer, weight: torch.Tensor, **options: Any) -> Any:
+    """Store a merged weight by the method of a layer's class."""
+    return type(layer).set_weight(layer, weight, **options)
+
+
+def weight_state(model: PatchedModel) -> Any:
+    """Return what ComfyUI identifies the patches by that are in a model's weights now."""
+    return model.current_weight_patches_uuid
+
+
+def has_cast_dtype(model: Model) -> bool:
+    """Tell whether a model casts its weights to one dtype; text encoders do not."""
+    return hasattr(model, "manual_cast_dtype")
+
+
+def set_cast_dtype(model: Model, dtype: torch.dtype) -> None:
+    """Set the dtype that a model casts its weights and inputs to."""
+    model.manual_cast_dtype = dtype
+
+
+def with_cast_dtype(model: Model, dtype: torch.dtype) -> Patch:
+    """Return what makes a model cast its weights and inputs to a dtype."""
+    return model, "manual_cast_dtype", dtype
+
+
+def extra_conditions(model: Model) -> Callable[..., dict]:
+    """Return the method that makes a model's conditions of text, once per run."""
+    return model.extra_conds
+
+
+def with_extra_conditions(model: Model, function: Callable[..., dict]) -> Patch:
+    """Return what makes a model take its conditions from ``function``."""
+    return model, "extra_conds", function
+
+
+def adapts_text(diffusion_model: Model) -> bool:
+    """Tell whether a diffusion model has layers that ComfyUI runs on the text before it calls the model."""
+    return hasattr(diffusion_model, "preprocess_text_embeds")
+
+
+def scaled_input(sampling: Sampling) -> Callable:
+    """Return the method that scales a noisy latent for the model."""
+    return sampling.calculate_input
+
+
+def with_scaled_input(sampling: Sampling, function: Callable) -> Patch:
+    """Return what makes a model's latent be scaled by ``function``."""
+    return sampling, "calculate_input", function
+
+
+def set_control_dtype(control: Control, dtype: torch.dtype) -> None:
+    """Set the dtype that a ControlNet casts its inputs and weights to."""
+    control.manual_cast_dtype = dtype
+
+
+def forget_call(cache: StepCache) -> None:
+    """Let EasyCache take the next call in another dtype or of another size: without metadata it compares neither."""
+    cache.state_metadata = None
+
+
+def is_in_layout(tensor: QuantizedTensor, name: str) -> bool:
+    """Tell whether a quantized weight is in the layout that ComfyUI registered under a name."""
+    return tensor.layout_cls is get_layout_class(name)
