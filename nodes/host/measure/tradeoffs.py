@@ -189,7 +189,7 @@ def _held(patcher: ModelPatcher) -> str:
 def _checkpoint(patcher: ModelPatcher) -> Checkpoint:
     """The loaded weights without LoRAs, as a file of them would be read; they are not copied."""
     weights = {name: weight.moved("cpu") for name, weight in LiveWeights(patcher).stored.items()}
-    return Checkpoint(f"the loaded {type(patcher.model).__name__}", "loaded", metadata_of(patcher, None, None), weights, [])
+    return Checkpoint(f"the loaded {type(patcher.model).__name__}", ("loaded",), metadata_of(patcher, None, None), weights, [])
 
 
 def _on_other_weights(patcher: ModelPatcher, fresh: ModelPatcher) -> ModelPatcher:
