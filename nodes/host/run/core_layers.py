@@ -15,6 +15,7 @@ from ....precision.formats.quantize import activation_scale
 from ....precision.modes import FP8, FP16_WIDE, FP32
 from ....precision.plan.compute import ComputeDecision
 from ....precision.plan.fp16_results import largest_fp16_result
+from ..core import bias_functions, casting, not_forced_to_cast, weight_functions
 from ..facts.layers import is_quantized
 from .modules import exchanged, has_own_forward, only_multiplies, quantized_weights, weights_of
 
@@ -70,7 +71,7 @@ class CoreLayers:
         weights."""
         if decision.sums:
             forward = SumsByRule(decision.sums, forward, self._switching).__call__
-        cast = [(layer, "comfy_cast_weights", True)] if hasattr(layer, "comfy_cast_weights") else []
+        cast = casting(layer)
         return [*exchanged(layer, forward), *cast]
 
 
@@ -124,7 +125,7 @@ class SumsByRule:
 
 def has_changed_weight(module: torch.nn.Module) -> bool:
     """Tell whether a LoRA is added at each call, or has left the weight in 16 bit."""
-    return not is_quantized(module) or bool(module.weight_function or module.bias_function)
+    return not is_quantized(module) or bool(weight_functions(module) or bias_functions(module))
 
 
 def int8_patches(module: torch.nn.Module, decision: ComputeDecision) -> list[Patch]:
@@ -134,6 +135,6 @@ def int8_patches(module: torch.nn.Module, decision: ComputeDecision) -> list[Pat
     With an fp32 result its input is cast: a result in the dtype of a 16-bit input would be rounded, or past fp16's
     range, before it is widened.
     """
-    kept = [(module, "comfy_force_cast_weights", False)]
+    kept = [not_forced_to_cast(module)]
     forward = module.forward
     return [*kept, (module, "forward", lambda x: forward(x.float()))] if decision.stream == FP32.name else kept
