@@ -8,6 +8,7 @@ sum moves the rounded sum by at most ``2 |p|``, for if ``|p|`` is below half a u
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -27,15 +28,43 @@ WORTH_SCALING = 1024
 input element against 2 operations per output at twice the speed. An RTX 4090 breaks even at 924, a 3090 at 455
 (benchmarks/cost.py)."""
 FP16_ACCUMULATION = "fp16_accumulation"
-NOT_MEASURED = "fp32 sums until a call has proven more"
 LABELS = {"amax": ("amax", "||w||1"), "norm": ("||x||", "||w||2")}
+
+
+@dataclass(frozen=True)
+class SumEvidence:
+    """Keep what a proof of sums was decided from.
+
+    Attributes:
+        by: ``amax`` or ``norm``, of the input and the weight: the one with the smaller bound.
+        of_input, of_weight: these two.
+        terms: products per sum (K).
+        exponent: the input is scaled by ``2**-exponent``; 0 also where it is not proven.
+        worth_scaling: scaling would pay.
+    """
+
+    by: str
+    of_input: float
+    of_weight: float
+    terms: int
+    exponent: float = 0
+    worth_scaling: bool = True
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        input_norm, weight_norm = LABELS[self.by]
+        numbers = f"{input_norm} {self.of_input:.3g}, {weight_norm} {self.of_weight:.3g}, K {self.terms}"
+        bound = f"bound {self.of_input * self.of_weight:.4g} of {FP16_MAX:.0f} ({numbers})"
+        few = "" if self.worth_scaling else f", too few outputs to gain by scaling ({WORTH_SCALING})"
+        return bound + few + (f", input scaled by 2^-{self.exponent}" if self.exponent else "")
 
 
 class SumBound(ScaledOperand):
     """Prove that no partial sum of a Linear's products passes fp16's range, from norms of its input and of its weight.
 
     ``terms``: products per sum (K), 0 until measured. ``gain``: the weight's norm in the smaller of the two bounds,
-    ``by`` which that is. ``proven``: it fits, or does with the input scaled, which ``scales``.
+    ``by`` which that is. ``proven``: it fits, or does with the input scaled, which ``scales``. ``evidence``: what
+    decided that, None until measured.
     """
 
     def __init__(self, name: str):
@@ -45,7 +74,7 @@ class SumBound(ScaledOperand):
         self.scales = False
         self.by = "amax"
         self.proven = False
-        self.reason = NOT_MEASURED
+        self.evidence: SumEvidence | None = None
         self._largest = {"amax": 0.0, "norm": 0.0}
 
     def forget(self) -> None:
@@ -82,7 +111,9 @@ class SumBound(ScaledOperand):
         scalable = can_scale and self._largest["amax"] >= 2.0 ** (self.exponent - FLOOR_BITS)
         self.scales = self.exponent != 0
         self.proven = self.exponent == 0 or (self.exponent <= MAX_EXPONENT and scalable)
-        self.reason = self._reason(can_scale)
+        exponent = self.exponent if self.proven else 0
+        of_input = self._largest[self.by]
+        self.evidence = SumEvidence(self.by, of_input, self.gain, terms, exponent, can_scale or self.proven)
 
     @property
     def bound(self) -> float:
@@ -92,15 +123,6 @@ class SumBound(ScaledOperand):
     def magnitude_of(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the proof depends on, the largest element or row norm of an input, 0-dim fp32."""
         return amax(x) if self.by == "amax" else largest_row_norm(x)
-
-    def _reason(self, can_scale: bool) -> str:
-        of_input, of_weight = LABELS[self.by]
-        numbers = f"{of_input} {self._largest[self.by]:.3g}, {of_weight} {self.gain:.3g}, K {self.terms}"
-        bound = f"bound {self.bound:.4g} of {FP16_MAX:.0f} ({numbers})"
-        if not self.proven:
-            few = "" if can_scale else f", too few outputs to gain by scaling ({WORTH_SCALING})"
-            return f"fp32 sums: {bound}{few}"
-        return f"fp16 sums: {bound}" + (f", input scaled by 2^-{self.exponent}" if self.exponent else "")
 
 
 def needed_exponent(bound: float) -> float:
@@ -138,8 +160,6 @@ class Fp16AccumulationLinear:
         self.calibration = calibration
         self.weights = weights
         self.by_layer = by_layer
-        if weights is None:
-            sums.reason = f"fp32 sums: {type(module).__name__} multiplies in its own way"
 
     def __repr__(self) -> str:
         return f"Fp16AccumulationLinear({'proven' if self.sums.proven else 'not proven'})"

@@ -153,8 +153,8 @@ class _Run:
         on = self.plan.naming
         whole = self.all_in_fp16 if self.plan.whole else True
         return {
-            name: ("fp16" if on or (op.sums.proven and whole) else "fp32", _reason(op.sums.reason, on, whole))
-            for name, op in self.operations.items()
+            name: described(operation, on or (operation.sums.proven and whole))
+            for name, operation in self.operations.items()
         }
 
     def unproven(self) -> list[str]:
@@ -176,10 +176,27 @@ class _Run:
         return f"{line} Under torch.compile or on several devices it cannot be switched layer by layer: {outcome}."
 
 
-def _reason(reason: str, on: bool, whole: bool) -> str:
-    if on:
-        return reason.replace("fp32 sums: ", "fp16 sums as asked, not proven: ")
-    return reason if whole else reason.replace("fp16 sums: ", "fp32 sums, as not all layers are proven: ")
+HOW = {
+    (True, True): "fp16 sums",
+    (False, False): "fp32 sums",
+    (False, True): "fp16 sums as asked, not proven",
+    (True, False): "fp32 sums, as not all layers are proven",
+}
+"""(a layer is proven, its sums are in fp16) -> how the reason begins."""
+NOT_MEASURED = "fp32 sums until a call has proven more"
+
+
+def described(operation: Fp16AccumulationLinear, in_fp16: bool) -> tuple[str, str]:
+    """Return (accumulation, reason) of a layer."""
+    why, how = _why(operation), HOW[operation.sums.proven, in_fp16]
+    return "fp16" if in_fp16 else "fp32", f"{how}: {why}" if why else NOT_MEASURED
+
+
+def _why(operation: Fp16AccumulationLinear) -> str:
+    """Say what a layer's sums were decided by; empty before a call."""
+    if operation.weights is None:
+        return f"{type(operation.module).__name__} multiplies in its own way"
+    return str(operation.sums.evidence or "")
 
 
 def _planned(request: Request, patcher) -> AccumulationPlan:
@@ -303,6 +320,6 @@ def _notes(run: _Run) -> list[str]:
     names = run.unproven()
     if not names:
         return []
-    lines = [f"{name} ({run.operations[name].sums.reason.removeprefix('fp32 sums: ')})" for name in names[:NAMED]]
+    lines = [f"{name} ({_why(run.operations[name])})" for name in names[:NAMED]]
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return [f"fp16_accumulation=on, not proven safe in {len(names)} layers: {'; '.join(lines)}{more}"]

@@ -4,8 +4,10 @@ import threading
 
 import pytest
 import torch
-from halfsafe.nodes.host.run.accumulation import accumulation_of
+from halfsafe.nodes.host.run.accumulation import accumulation_of, described
 from halfsafe.precision.arithmetic import flags, fp16_accumulation
+from halfsafe.precision.arithmetic.calibration import Calibration
+from halfsafe.precision.arithmetic.fp16_accumulation import Fp16AccumulationLinear, SumBound
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files
 from support.families import Call, load, report, with_compute
@@ -191,3 +193,18 @@ def test_on_several_devices_all_or_none(comfy, base, call, ampere, monkeypatch):
     families.replay(ours, call)
     seen, _ = products(ours, call)
     assert seen and all(on for _, on in seen)
+
+
+@pytest.mark.parametrize(("norm", "in_fp16", "how"), [
+    (1.0, True, "fp16 sums: bound 1 of"), (1.0, False, "fp32 sums, as not all layers are proven: bound 1 of"),
+    (1e9, True, "fp16 sums as asked, not proven: bound 1e+09 of"), (1e9, False, "fp32 sums: bound 1e+09 of"),
+])  # fmt: skip
+def test_a_reason_says_how_a_layer_sums_and_by_which_numbers(norm, in_fp16, how):
+    module, sums = torch.nn.Linear(2, 2), SumBound("layer")
+    operation = Fp16AccumulationLinear(module, module.forward, sums, Calibration(), weights=lambda *args: None)
+    assert described(operation, in_fp16)[1] == "fp32 sums until a call has proven more"
+    sums.prove(largest=norm, norm=1e12, row_sum=1.0, row_norm=1.0, terms=2, can_scale=True)
+    accumulation, reason = described(operation, in_fp16)
+    assert accumulation == ("fp16" if in_fp16 else "fp32") and reason.startswith(how)
+    unknown = Fp16AccumulationLinear(module, module.forward, SumBound("own"), Calibration(), weights=None)
+    assert described(unknown, False) == ("fp32", "fp32 sums: Linear multiplies in its own way")

@@ -116,16 +116,16 @@ def test_margin_two_then_scaling_up_to_two_to_the_six_then_fp32(bound, expected)
     sums.prove(largest=10.0, norm=1e9, row_sum=bound / 10, row_norm=1e9, terms=5, can_scale=True)
     assert sums.proven is expected[0]
     assert expected[1] is None or sums.exponent == expected[1]
-    assert sums.reason.startswith("fp16 sums" if expected[0] else "fp32 sums")
+    assert ("input scaled by" in str(sums.evidence)) is (expected[0] and expected[1] > 0)
 
 
 def test_the_smaller_bound_counts_and_is_told():
     sums = SumBound("layer")
     sums.prove(largest=12.3, norm=1e6, row_sum=416.26, row_norm=50.0, terms=1536, can_scale=True)
-    assert sums.reason == "fp16 sums: bound 5120 of 65504 (amax 12.3, ||w||1 416, K 1536)"
+    assert str(sums.evidence) == "bound 5120 of 65504 (amax 12.3, ||w||1 416, K 1536)"
     sums = SumBound("layer")
     sums.prove(largest=12.3, norm=100.0, row_sum=1e6, row_norm=50.0, terms=1536, can_scale=True)
-    assert sums.reason == "fp16 sums: bound 5000 of 65504 (||x|| 100, ||w||2 50, K 1536)"
+    assert str(sums.evidence) == "bound 5000 of 65504 (||x|| 100, ||w||2 50, K 1536)"
 
 
 def test_an_input_too_small_to_scale_exactly_is_not_scaled():
@@ -186,7 +186,7 @@ def test_an_error_inside_a_layer_leaves_the_flag_off():
         assert flags.is_on(FP16_ACCUMULATION) is True
         raise KeyboardInterrupt
 
-    operation.forward = fail
+    operation.inner = fail
     with flags.flags_set({FP16_ACCUMULATION: False}):
         with pytest.raises(KeyboardInterrupt):
             operation(torch.ones(2, 8).half())
