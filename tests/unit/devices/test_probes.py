@@ -45,7 +45,15 @@ def test_all_probes_run_on_a_cpu():
     ]  # fmt: skip
     assert named(results, "fp8_cast").ok and named(results, "fp16_gemm").ok and named(results, "bf16_gemm").ok
     assert named(results, "fp16_accumulation").ok is None
-    assert named(results, "int8_matmul").ok and named(results, "int8_kernels").ok is None
+    assert named(results, "int8_kernels").ok is None
+
+
+def test_the_probe_of_int8_products_tells_whether_they_are_right_here():
+    """Without VNNI, torch 2.11's product of int8 saturates in 16 bits on a CPU."""
+    left, right = torch.full((32, 64), -128, dtype=torch.int8), torch.full((64, 32), 127, dtype=torch.int8)
+    left[::2], right[:, ::2] = 127, -128
+    right_here = torch.equal(torch._int_mm(left, right), left.int() @ right.int())
+    assert probes.int8_matmul(CPU)[0] == right_here
 
 
 def test_fp8_matmul_on_a_cpu_is_called_emulated():
