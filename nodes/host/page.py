@@ -1,4 +1,4 @@
-"""Tell the open page what guards have to say while a prompt runs, and keep that for the report of the same prompt."""
+"""Send the open page what guards have to say while a prompt runs, and keep that for the report of the same prompt."""
 
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
@@ -6,7 +6,7 @@ from server import PromptServer
 from ...precision.guard.policy import EVENT
 from ...precision.report.schema import GuardEvent, plain
 
-_told: dict[str | None, list[dict]] = {}
+_messages: dict[str | None, list[dict]] = {}
 
 
 def running_prompt_id() -> str | None:
@@ -24,7 +24,7 @@ def running_prompt() -> dict:
     return next((item[2] for item in running if item[1] == prompt_id), {})
 
 
-def tell_page(
+def send_to_page(
     node_id: str | None, prompt: str | None, kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None
 ) -> None:
     """Send a guard's event or a run's verdict to the page that queued the prompt, if there is one."""
@@ -38,11 +38,11 @@ def tell_page(
 
 def _keep(message: dict) -> None:
     """Keep a message with those of its prompt; those of an earlier prompt are dropped."""
-    if message["prompt_id"] not in _told:
-        _told.clear()
-    _told.setdefault(message["prompt_id"], []).append(message)
+    if message["prompt_id"] not in _messages:
+        _messages.clear()
+    _messages.setdefault(message["prompt_id"], []).append(message)
 
 
-def told_in(prompt: str | None) -> list[dict]:
+def messages_in(prompt: str | None) -> list[dict]:
     """Return the messages that guards have sent in a prompt, if it is the last one in which any did."""
-    return _told.get(prompt, []) if prompt else []
+    return _messages.get(prompt, []) if prompt else []

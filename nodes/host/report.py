@@ -31,7 +31,7 @@ from .load.controlnet import loaded_controls
 from .load.devices import current_device
 from .lora.low_rank import LowRankModel
 from .lora.patcher import low_rank_reasons
-from .page import running_prompt, running_prompt_id, told_in
+from .page import messages_in, running_prompt, running_prompt_id
 from .run.accumulation import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
 from .run.control import planned_control
@@ -128,10 +128,10 @@ def control_report(control: ControlBase, record: LoadRecord) -> ControlReport:
 
 
 def encoder_reports() -> list[EncoderReport]:
-    """Report what the Guard VAE and Guard CLIP nodes of the running prompt have told so far."""
-    told = told_in(running_prompt_id())
+    """Report what the Guard VAE and Guard CLIP nodes of the running prompt have sent so far."""
+    sent = messages_in(running_prompt_id())
     guards = ((node_id, ENCODER_GUARDS.get(node["class_type"])) for node_id, node in running_prompt().items())
-    return [_encoder_report(node_id, kind, [m for m in told if m["node_id"] == node_id]) for node_id, kind in guards if kind]
+    return [_encoder_report(node_id, kind, [m for m in sent if m["node_id"] == node_id]) for node_id, kind in guards if kind]
 
 
 def _encoder_report(node_id: str, kind: str, messages: list[dict]) -> EncoderReport:

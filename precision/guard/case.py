@@ -106,7 +106,7 @@ class Case(Generic[Given, Step, Result]):
             return Diagnosis(self._place, STOPPED, self.call.wording.no_memory)
 
     def _repeated(self) -> Result:
-        """A repeat needs more memory than the call did: ComfyUI's own message would not tell that there was one."""
+        """Cure the call, and say so where a repeat, which needs more memory than the call did, finds none."""
         try:
             return self._in_higher_precision()
         except RuntimeError as error:
@@ -125,7 +125,7 @@ class Case(Generic[Given, Step, Result]):
         return self._up_the_ladder()
 
     def _finite_again(self, watched: Attempt[Result]) -> Result:
-        """What to do where the call was finite with every operation watched: once more exactly as it was, to tell why."""
+        """Repeat a call that was finite with every operation watched once more exactly as it was, to learn why."""
         if not self.repeats.may_take(1):
             return self._up_the_ladder()
         plain = self.repeats.run(self.given)

@@ -10,7 +10,7 @@ LISTED = 8
 
 
 @dataclass(frozen=True)
-class NotFinite:
+class Finding:
     """A tensor that holds NaN or Inf. ``rows``: the places along its first dimension that do."""
 
     name: str
@@ -27,17 +27,17 @@ class NotFinite:
 
 
 def zeroed(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with a zero for each NaN and Inf: what a cause is told by, never a cure."""
+    """A copy with a zero for each NaN and Inf: it shows a cause and is never a cure."""
     return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
 
 
-def not_finite(values) -> list[NotFinite]:
+def not_finite(values) -> list[Finding]:
     """What is not finite among the tensors of nested lists, tuples and dicts, named by their places in it."""
     found = (_check(leaf, name) for name, leaf in leaves(values) if isinstance(leaf, torch.Tensor))
     return [finding for finding in found if finding]
 
 
-def _check(tensor: torch.Tensor, name: str) -> NotFinite | None:
+def _check(tensor: torch.Tensor, name: str) -> Finding | None:
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -47,4 +47,4 @@ def _check(tensor: torch.Tensor, name: str) -> NotFinite | None:
     if not bad.any():
         return None
     nan = int(torch.isnan(rows).sum())
-    return NotFinite(name, nan, int(bad.sum()) - nan, tensor.numel(), tuple(bad.any(1).nonzero().flatten().tolist()))
+    return Finding(name, nan, int(bad.sum()) - nan, tensor.numel(), tuple(bad.any(1).nonzero().flatten().tolist()))

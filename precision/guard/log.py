@@ -89,7 +89,7 @@ def _silent(kind: str, verdict: str, message: str, advice: str, event: GuardEven
 
 @dataclass
 class GuardLog:
-    """The events of one model, VAE or text encoder, told as they happen.
+    """The events of one model, VAE or text encoder; the user is notified of each as it happens.
 
     Args:
         on_nan: the node's setting, which decides whether a run without a cure is stopped.
@@ -129,7 +129,7 @@ class GuardLog:
     def note(
         self, event: GuardEvent, origin: Origin | None, verdict: str, advice: str | None = None, message: str = ""
     ) -> NonFinite:
-        """Add an event and tell it. Returns the error to raise if the run is to end with it.
+        """Add an event and notify the user. Returns the error to raise if the run is to end with it.
 
         A verdict is never replaced by a milder one of the same run.
         """
@@ -156,7 +156,7 @@ class GuardLog:
             raise error
 
     def note_drift(self, event: GuardEvent, message: str) -> None:
-        """Add and tell that a finite call is off. The verdict stays: it is on NaN and Inf."""
+        """Add that a finite call is off and notify the user. The verdict stays: it is on NaN and Inf."""
         self.events.append(event)
         self.notify("event", self.verdict, message, event.advice, event)
 
@@ -166,7 +166,7 @@ class GuardLog:
         self.lost.clear()
         self.checked.clear()
 
-    def tell_verdict(self) -> None:
+    def notify_verdict(self) -> None:
         """Sum up a sampler's run, unless there is nothing to tell."""
         if self.verdict != CLEAN:
             events, repeats = _count(len(self.events), "event"), _count(self.extra_calls, "repeated call")

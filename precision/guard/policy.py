@@ -24,41 +24,41 @@ class Escalation:
 
     Args:
         layers: layer -> mode it runs in.
-        spans: the top-level parts of the model whose values between layers are fp32; they return the stream's dtype.
+        blocks: the top-level parts of the model whose values between layers are fp32; they return the stream's dtype.
         stream: all values between layers are fp32.
         whole: everything is fp32.
     """
 
     layers: Mapping[str, str] = field(default_factory=dict)
-    spans: frozenset[str] = frozenset()
+    blocks: frozenset[str] = frozenset()
     stream: bool = False
     whole: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.layers or self.spans or self.stream or self.whole)
+        return bool(self.layers or self.blocks or self.stream or self.whole)
 
     def __or__(self, other: "Escalation") -> "Escalation":
         """What runs wider in either: of a layer that both name, the mode that is nearer to fp32."""
         nearer = {layer: max(self.layers.get(layer, mode), mode, key=_order) for layer, mode in other.layers.items()}
-        spans = self.spans | other.spans
-        return Escalation({**self.layers, **nearer}, spans, self.stream or other.stream, self.whole or other.whole)
+        blocks = self.blocks | other.blocks
+        return Escalation({**self.layers, **nearer}, blocks, self.stream or other.stream, self.whole or other.whole)
 
     def named(self) -> dict[str, str]:
-        """What the report lists: layers with their modes, or the span, stream or model as a whole."""
+        """What the report lists: layers with their modes, or the block, stream or model as a whole."""
         if self.whole:
             return {WHOLE_MODEL: FP32.name}
-        parts = {STREAM: FP32.name} if self.stream else {span: FP32.name for span in self.spans if not self._has_layer_in(span)}
+        parts = {STREAM: FP32.name} if self.stream else {block: FP32.name for block in self.blocks if not self._has_layer_in(block)}
         return {**self.layers, **parts}
 
-    def _has_layer_in(self, span: str) -> bool:
-        return any(layer == span or layer.startswith(f"{span}.") for layer in self.layers)
+    def _has_layer_in(self, block: str) -> bool:
+        return any(layer == block or layer.startswith(f"{block}.") for layer in self.layers)
 
     def rules(self) -> str:
         """The same as lines for Layer Rules, for a model that is given to Compute Dtype."""
         if self.whole:
             return "* compute=fp32 stream=fp32"
-        inner = sorted(self.spans - self.layers.keys())
-        lines = ["* stream=fp32"] if self.stream else [f"{span}.* stream=fp32" for span in inner]
+        inner = sorted(self.blocks - self.layers.keys())
+        lines = ["* stream=fp32"] if self.stream else [f"{block}.* stream=fp32" for block in inner]
         return "\n".join([*lines, *(f"{layer} {MODES[mode].rule} stream=fp32" for layer, mode in self.layers.items())])
 
 
@@ -75,12 +75,12 @@ class ObservedRanges:
 
     Args:
         layers: layer -> the larger of its largest input and result.
-        spans: top-level part -> its largest result.
+        blocks: top-level part -> its largest result.
         attention: the top-level parts with an attention whose bound passes fp16's range.
     """
 
     layers: Mapping[str, float] = field(default_factory=dict)
-    spans: Mapping[str, float] = field(default_factory=dict)
+    blocks: Mapping[str, float] = field(default_factory=dict)
     attention: frozenset[str] = frozenset()
 
 
@@ -97,27 +97,27 @@ def escalate(present: Escalation, observed: ObservedRanges, origin: Origin | Non
     culprit = origin.layer if origin else ""
     if culprit in modes and origin.multiplies and culprit not in wide:
         wide[culprit] = _relieved(modes[culprit])
-    spans = {span for span in (span_of(name, observed.spans) for name in [*wide, culprit]) if span}
+    blocks = {block for block in (block_of(name, observed.blocks) for name in [*wide, culprit]) if block}
     if origin and "attention" in origin.op:
-        spans |= observed.attention
+        blocks |= observed.attention
     grown = Escalation(
         {**present.layers, **wide},
-        present.spans | spans,
-        present.stream or any(size > LIMIT for size in observed.spans.values()) or not (wide or spans),
+        present.blocks | blocks,
+        present.stream or any(size > LIMIT for size in observed.blocks.values()) or not (wide or blocks),
         present.whole,
     )
     if grown != present:
         return grown
-    return Escalation(grown.layers, grown.spans, True, present.stream)
+    return Escalation(grown.layers, grown.blocks, True, present.stream)
 
 
-def escalate_to_fp32(present: Escalation, origin: Origin | None, modes: Mapping[str, str], spans) -> Escalation:
+def escalate_to_fp32(present: Escalation, origin: Origin | None, modes: Mapping[str, str], blocks) -> Escalation:
     """The escalation after a failed call that only fp32 cured: the part it happened in, else everything."""
-    span = span_of(origin.layer, spans) if origin else ""
-    if not span or span in present.spans:
+    block = block_of(origin.layer, blocks) if origin else ""
+    if not block or block in present.blocks:
         return ALL_IN_FP32
-    inside = {name: FP32.name for name in modes if span_of(name, [span])}
-    return Escalation({**present.layers, **inside}, present.spans | {span}, present.stream)
+    inside = {name: FP32.name for name in modes if block_of(name, [block])}
+    return Escalation({**present.layers, **inside}, present.blocks | {block}, present.stream)
 
 
 def _relieved(mode: str) -> str:
@@ -126,7 +126,7 @@ def _relieved(mode: str) -> str:
     return (FP16 if lowered else FP16_WIDE).name
 
 
-def span_of(layer: str, spans) -> str:
+def block_of(layer: str, blocks) -> str:
     """The top-level part a module is in; empty where it is in none."""
-    inside = (span for span in spans if layer == span or layer.startswith(f"{span}."))
+    inside = (block for block in blocks if layer == block or layer.startswith(f"{block}."))
     return max(inside, key=len, default="")

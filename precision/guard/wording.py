@@ -45,7 +45,7 @@ class Wording:
 
     Args:
         no_memory: what to do where a repeat found no memory.
-        cured: the evidence of a call that a higher precision cured; empty where the event's modes tell it.
+        cured: the evidence of a call that a higher precision cured; empty where the event's modes show it.
         fails_in_fp32: the evidence that no precision cures it.
         input_made_finite: the evidence that an input with Inf is at fault.
         advice: verdict -> what to do, where that is another thing than ``verdicts.ADVICE`` has.

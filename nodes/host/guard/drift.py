@@ -18,7 +18,7 @@ from ....precision.guard import drift
 from ....precision.guard.drift import ATTENTION, BETWEEN, ONCE, OUTSIDE, STEP_CACHE, WEIGHT, Cause
 from ....precision.guard.ladder import RandomStart
 from ....precision.guard.log import CallPosition, GuardLog
-from ....precision.guard.policy import span_of
+from ....precision.guard.policy import block_of
 from ....precision.modes import FP16_ACC16, FP32
 from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport
@@ -57,7 +57,7 @@ class BlockOutputs:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """While the context lasts, blocks are watched by hooks: their forwards, which others tell a model's state by, stay."""
+        """While the context lasts, blocks are watched by hooks: their forwards, by which others know a model's state, stay."""
         handles = [part.register_forward_hook(functools.partial(self._note, name)) for name, part in self._parts.items()]
         try:
             yield
@@ -102,7 +102,7 @@ class DriftCheck:
         return contextlib.nullcontext() if is_compiled(self.patcher) else self.blocks.watched()
 
     def compare(self, result: torch.Tensor) -> None:
-        """Compare the call's result with the same call in fp32; whatever goes wrong is told, and the run goes on."""
+        """Compare the call's result with the same call in fp32; whatever goes wrong is logged, and the run goes on."""
         try:
             self._compare(result)
         except comfy.model_management.InterruptProcessingException:
@@ -110,15 +110,15 @@ class DriftCheck:
             self.report.left_out = INTERRUPTED
         except Exception as error:  # other packs' code may fail in a dtype that it never met
             self.report.left_out = NO_MEMORY if is_oom(error) else f"It failed in fp32: {error}"
-        self._tell_check()
+        self._log_check()
 
     def leave_out(self, why: str) -> None:
         """Tell why this call is not compared; the next one of its step is."""
         self.log.checked.discard(self.report.step)
         self.report.left_out = why
-        self._tell_check()
+        self._log_check()
 
-    def _tell_check(self) -> None:
+    def _log_check(self) -> None:
         self.log.checks.append(self.report)
         logger.info("Halfsafe check: %s", check_text(asdict(self.report)))
 
@@ -132,11 +132,11 @@ class DriftCheck:
                 return
             lora = self._drowned_lora()
             if lora:
-                self._tell(lora, self.report.lora_snr_db, drift.DROWNED_DB)
+                self._log_drift(lora, self.report.lora_snr_db, drift.DROWNED_DB)
             if self.report.snr_db < self.report.threshold_db:
                 cause = self._cause(self._error(result))
                 if not (lora and cause.op == WEIGHT):
-                    self._tell(cause, self.report.snr_db, self.report.threshold_db)
+                    self._log_drift(cause, self.report.snr_db, self.report.threshold_db)
 
     def _measure(self, result: torch.Tensor) -> None:
         merged = self.merged
@@ -173,7 +173,7 @@ class DriftCheck:
     def _error(self, result: torch.Tensor) -> float:
         return sum(drift.row_errors(result, self.exact, self.call.x)[0])
 
-    def _tell(self, cause: Cause, snr: float, threshold: float) -> None:
+    def _log_drift(self, cause: Cause, snr: float, threshold: float) -> None:
         position = CallPosition(self.report.call, self.report.step, self.report.sigma, self.rows)
         event = drift.drift_event(self.report, position, cause, snr, threshold)
         self.log.note_drift(event, drift.drift_sentence(event))
@@ -217,13 +217,13 @@ class DriftCheck:
     def _with_own(self, own: frozenset[str], alone: Collection[str] = (), attention: bool = False) -> float:
         """The error where these blocks keep their arithmetic, but for the layers ``alone``, and all others are exact."""
         layers = precise_layers(self.guarded, self.model, own, alone, attention)
-        exact = [name for name in self.merged.modules if name in alone or not span_of(name, own)]
+        exact = [name for name in self.merged.modules if name in alone or not block_of(name, own)]
         return self._error(self._run(layers, self.merged.exact(exact)))
 
     def _in_a_block(self, whole: float) -> Cause:
         parts = list(self.blocks.samples or top_level_parts(self.model.diffusion_model))
         part, found = drift.largest_by_halves(parts, self._with_own, whole)
-        layers = [name for name in self.guarded.modes if span_of(name, [part])]
+        layers = [name for name in self.guarded.modes if block_of(name, [part])]
         if layers == [part]:
             return self._product(part, found / whole)
         if not layers:

@@ -9,7 +9,7 @@ import torch
 from ....precision.amax import amax
 from ....precision.arithmetic.flags import fp32_accumulation
 from ....precision.arithmetic.patching import Patch, patched
-from ....precision.guard.policy import Escalation, ObservedRanges, span_of
+from ....precision.guard.policy import Escalation, ObservedRanges, block_of
 from ....precision.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.nested import cast_arguments, floats_in
 from ....precision.plan.compute import ComputeDecision, ComputePlan
@@ -45,7 +45,7 @@ class EscalatedLayers:
         self.parts = top_level_parts(model.diffusion_model)
         self.everywhere = escalation.stream or escalation.whole
         wide = not self.everywhere or exact is not None
-        self.spans = {name: part for name, part in self.parts.items() if wide and name in escalation.spans}
+        self.blocks = {name: part for name, part in self.parts.items() if wide and name in escalation.blocks}
         widened = {name: mode for name, mode in modes.items() if self._widens(name)}
         decisions = _decisions(modules_of(model), escalation, widened) | (exact.decisions if exact else {})
         self.decided = {name: decision.mode for name, decision in decisions.items()}
@@ -56,11 +56,11 @@ class EscalatedLayers:
         self._model = model if self.everywhere else None
 
     def _widens(self, name: str) -> bool:
-        return self.everywhere or bool(span_of(name, self.spans))
+        return self.everywhere or bool(block_of(name, self.blocks))
 
     def call(self, call: Call, observing: Sequence[Patch] = ()) -> torch.Tensor:
         """Make a call inside of whatever wrappers others have, with the patches ``observing`` on top of the model's."""
-        attend = self._attend if self.everywhere or self.spans or self._exact else None
+        attend = self._attend if self.everywhere or self.blocks or self._exact else None
         exact = self._exact.everywhere() if self._exact else contextlib.nullcontext()
         with exact, patched([*self._patches(), *observing]), attending(call.model, call, attend), _sums_in_fp32(self.everywhere):
             return self.planned.call(call)
@@ -84,7 +84,7 @@ class EscalatedLayers:
     def _part(self, name: str, forward: Callable) -> Callable:
         """Wrap a top-level part's forward as the escalation and the check ask for."""
         exact = self._exact.forward(name, forward) if self._exact else forward
-        return self._span(exact) if name in self.spans else exact
+        return self._widened_block(exact) if name in self.blocks else exact
 
     def _on_model(self) -> list[Patch]:
         """Cast the model's entry to fp32 and clone its input. In fp16 that cast copies the input; in fp32 it is a no-op, and
@@ -98,7 +98,7 @@ class EscalatedLayers:
             with_scaled_input(sampling, lambda sigma, noise: entry(sigma, noise).clone()),
         ]
 
-    def _span(self, forward: Callable) -> Callable:
+    def _widened_block(self, forward: Callable) -> Callable:
         """A part's forward with fp32 between its layers; its result has the dtype it was given."""
 
         def run(*args, **kwargs):
@@ -132,7 +132,7 @@ class RangeObserver:
 
     def __init__(self, layers: EscalatedLayers):
         self._layers: dict[str, torch.Tensor] = {}
-        self._spans: dict[str, torch.Tensor] = {}
+        self._blocks: dict[str, torch.Tensor] = {}
         self._attention = layers.planned.attention
         self._with_full_attention: set[str] = set()
         forwards = forwards_in(layers.planned.patches)
@@ -154,7 +154,7 @@ class RangeObserver:
         def run(*args, **kwargs):
             first = self._attention.index
             result = forward(*args, **kwargs)
-            self._note(self._spans, name, result)
+            self._note(self._blocks, name, result)
             if any(self._attention.calls_in_fp32[first : self._attention.index]):
                 self._with_full_attention.add(name)
             return result
@@ -168,7 +168,7 @@ class RangeObserver:
 
     def ranges(self) -> ObservedRanges:
         """Read the magnitudes back from the device."""
-        return ObservedRanges(_numbers(self._layers), _numbers(self._spans), frozenset(self._with_full_attention))
+        return ObservedRanges(_numbers(self._layers), _numbers(self._blocks), frozenset(self._with_full_attention))
 
 
 def _sums_in_fp32(here: bool) -> contextlib.AbstractContextManager:

@@ -106,7 +106,7 @@ class Guard:
             blame_between_calls(log, result, sigmas)
             return result
         finally:
-            log.tell_verdict()
+            log.notify_verdict()
 
     @contextlib.contextmanager
     def _inside_conditions(self, patcher: "ModelPatcher"):

@@ -6,7 +6,7 @@ import logging
 from ....precision.guard.log import Notify
 from ....precision.guard.verdicts import asks_for_action
 from ....precision.report.schema import GuardEvent
-from ..page import running_prompt_id, tell_page
+from ..page import running_prompt_id, send_to_page
 
 logger = logging.getLogger("halfsafe")
 
@@ -21,4 +21,4 @@ def _notify(
 ) -> None:
     if event:
         logger.warning("Halfsafe guard: %s %s", message, advice if asks_for_action(verdict) else "")
-    tell_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event)
+    send_to_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event)

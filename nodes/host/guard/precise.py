@@ -15,7 +15,7 @@ from ....precision.arithmetic.linear import kind_of, multiplied
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.guard.drift import CastsToFp32
 from ....precision.guard.localize import stored
-from ....precision.guard.policy import ALL_IN_FP32, Escalation, span_of
+from ....precision.guard.policy import ALL_IN_FP32, Escalation, block_of
 from ....precision.modes import FP32
 from ....precision.plan.compute import ComputeDecision
 from ..facts.layers import matrix_layers, top_level_parts
@@ -93,9 +93,9 @@ def precise_layers(
         return EscalatedLayers(ALL_IN_FP32, model, guarded.modes, exact)
     present = guarded.escalation
     blocks = top_level_parts(model.diffusion_model).keys() - own
-    modes = {name: FP32.name if present.whole or span_of(name, blocks) else mode for name, mode in guarded.modes.items()}
-    kept = {name: mode for name, mode in present.layers.items() if not (present.whole or span_of(name, blocks))}
-    escalation = Escalation(kept, frozenset(blocks) | present.spans, present.stream or present.whole)
+    modes = {name: FP32.name if present.whole or block_of(name, blocks) else mode for name, mode in guarded.modes.items()}
+    kept = {name: mode for name, mode in present.layers.items() if not (present.whole or block_of(name, blocks))}
+    escalation = Escalation(kept, frozenset(blocks) | present.blocks, present.stream or present.whole)
     return EscalatedLayers(escalation, model, modes, exact)
 
 

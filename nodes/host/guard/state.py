@@ -23,7 +23,7 @@ class Learned(dict[tuple, Escalation]):
     """What guards have learned of one model: state of the model -> escalation."""
 
     def __deepcopy__(self, memo: dict) -> "Learned":
-        """A copy of the model for another device begins with nothing: a state is told by objects that are not copied."""
+        """A copy of the model for another device begins with nothing: a state is known by objects that are not copied."""
         return Learned()
 
 

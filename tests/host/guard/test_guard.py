@@ -100,13 +100,13 @@ def test_a_failure_under_an_escalation_is_located_too(comfy, files, call_of_two)
     reference = families.replay(load(comfy, files("wan"), "fp32", "fp32"), call_of_two, c_crossattn=text)
     model = guarded(comfy, plain_fp16(comfy, files("wan")))
     assert is_finite(families.replay(model, call_of_two))
-    guard_of(model).states.last(model.model).grow(Escalation(spans=frozenset({"blocks.1"})))
+    guard_of(model).states.last(model.model).grow(Escalation(blocks=frozenset({"blocks.1"})))
     assert relative_error(reference, families.replay(model, call_of_two, c_crossattn=text)) < 0.02
     (event,) = report_of(model).events
     assert (event.op, event.kind, event.recovered) == ("cast", "overflow", True)
 
 
-@pytest.mark.parametrize("escalation", [Escalation(), Escalation(spans=frozenset({"blocks.1"}))])
+@pytest.mark.parametrize("escalation", [Escalation(), Escalation(blocks=frozenset({"blocks.1"}))])
 def test_the_model_is_given_nothing_of_the_guards(comfy, files, escalation):
     """Beside what it would be given without one: a wrapper may hand the same options to another model, or use them twice."""
     seen, given = [], []

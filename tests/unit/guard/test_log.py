@@ -43,11 +43,11 @@ def test_a_run_ends_where_nothing_is_left_to_save_or_the_node_says_so(on_nan, sp
 def test_a_verdict_is_told_once_with_the_counts():
     told = Told()
     log = GuardLog(notify=told)
-    log.tell_verdict()
+    log.notify_verdict()
     assert told == []
     log.note(event_of(CallPosition(1), ORIGIN, "fp16", "fp16_wide", True), ORIGIN, "recovered")
     log.extra_calls = 2
-    log.tell_verdict()
+    log.notify_verdict()
     assert told[1] == ("verdict", "recovered", "Guard: recovered, 1 event, 2 repeated calls.", ADVICE["recovered"])
 
 

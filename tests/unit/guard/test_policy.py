@@ -9,9 +9,9 @@ from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of, sente
 from halfsafe.precision.guard.policy import (  # fmt: skip
     Escalation,
     ObservedRanges,
+    block_of,
     escalate,
     escalate_to_fp32,
-    span_of,
 )
 from halfsafe.precision.guard.verdicts import ADVICE, NonFinite
 from halfsafe.precision.plan.rules import rules_from
@@ -21,8 +21,8 @@ MODES = {"embed": "fp16", "blocks.0.up": "fp16", "blocks.0.down": "fp16", "block
 SMALL = ObservedRanges(dict.fromkeys(MODES, 10.0), {"embed": 10.0, "blocks.0": 10.0, "blocks.1": 10.0})
 
 
-def seen(layers=None, spans=None, attention=()):
-    return ObservedRanges({**SMALL.layers, **(layers or {})}, {**SMALL.spans, **(spans or {})}, frozenset(attention))
+def seen(layers=None, blocks=None, attention=()):
+    return ObservedRanges({**SMALL.layers, **(layers or {})}, {**SMALL.blocks, **(blocks or {})}, frozenset(attention))
 
 
 def product(layer, mode="fp16"):
@@ -53,7 +53,7 @@ def test_sums_in_fp16_of_a_layer_whose_values_fit_go_back_to_fp32_sums():
 def test_an_attention_widens_every_part_that_has_one_like_it():
     origin = Origin("blocks.0.attn", "attention by sage", "overflow", "fp16", 500.0)
     grown = escalate(Escalation(), seen(attention=["blocks.0", "blocks.1"]), origin, MODES)
-    assert grown.spans == {"blocks.0", "blocks.1"} and not grown.layers
+    assert grown.blocks == {"blocks.0", "blocks.1"} and not grown.layers
 
 
 @pytest.mark.parametrize(("size", "widened"), [(FP16_MAX / 2 - 1, False), (FP16_MAX / 2 + 1, True)])
@@ -79,10 +79,10 @@ def test_it_always_goes_up_and_ends():
 
 
 def test_only_fp32_helped():
-    grown = escalate_to_fp32(Escalation(), product("blocks.1.up", "fp8"), MODES, SMALL.spans)
+    grown = escalate_to_fp32(Escalation(), product("blocks.1.up", "fp8"), MODES, SMALL.blocks)
     assert grown == Escalation({"blocks.1.up": "fp32", "blocks.1.down": "fp32"}, frozenset({"blocks.1"}))
-    assert escalate_to_fp32(grown, product("blocks.1.up"), MODES, SMALL.spans).whole
-    assert escalate_to_fp32(Escalation(), None, MODES, SMALL.spans).whole
+    assert escalate_to_fp32(grown, product("blocks.1.up"), MODES, SMALL.blocks).whole
+    assert escalate_to_fp32(Escalation(), None, MODES, SMALL.blocks).whole
 
 
 @pytest.mark.parametrize(
@@ -99,13 +99,13 @@ def test_escalations_are_rules(escalation):
     rules = rules_from(escalation.rules(), "none")
     for layer, mode in escalation.layers.items():
         assert rules.setting("compute", layer, "Linear")[0] == {"fp32": "fp32"}.get(mode, "fp16_safe")
-    for span in escalation.spans - escalation.layers.keys():
-        assert rules.setting("stream", f"{span}.anything", "Linear")[0] == "fp32"
+    for block in escalation.blocks - escalation.layers.keys():
+        assert rules.setting("stream", f"{block}.anything", "Linear")[0] == "fp32"
 
 
-@pytest.mark.parametrize(("layer", "span"), [("blocks.1.up", "blocks.1"), ("blocks.10.up", ""), ("embed", "embed"), ("", "")])
-def test_span_of(layer, span):
-    assert span_of(layer, SMALL.spans) == span
+@pytest.mark.parametrize(("layer", "block"), [("blocks.1.up", "blocks.1"), ("blocks.10.up", ""), ("embed", "embed"), ("", "")])
+def test_block_of(layer, block):
+    assert block_of(layer, SMALL.blocks) == block
 
 
 def test_the_worst_verdict_of_a_run_stays():
