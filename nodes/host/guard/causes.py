@@ -2,7 +2,7 @@
 
 import copy
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import folder_paths
 import torch
@@ -71,6 +71,19 @@ def without_patches(call: Call) -> Call:
     bare = copy.copy(call)
     bare.options = {key: value for key, value in call.options.items() if key not in CALL_PATCHES}
     return bare
+
+
+def with_patches(options: dict, change: Callable[[Callable], Callable]) -> dict:
+    """Copy ``transformer_options`` with ``change`` of each function that nodes have put into the model's blocks."""
+    return options | {key: _each(options[key], change) for key in CALL_PATCHES if options.get(key)}
+
+
+def _each(value: object, change: Callable[[Callable], Callable]) -> object:
+    if isinstance(value, dict):
+        return {key: _each(inner, change) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_each(inner, change) for inner in value]
+    return change(value) if callable(value) else value
 
 
 def _functions(value: object) -> list:

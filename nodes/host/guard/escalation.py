@@ -9,6 +9,7 @@ import torch
 from ....precision.amax import amax
 from ....precision.arithmetic.flags import fp32_accumulation
 from ....precision.arithmetic.patching import Patch, patched
+from ....precision.guard.casting import promoting
 from ....precision.guard.policy import Escalation, ObservedRanges, block_of
 from ....precision.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.nested import cast_arguments, floats_in
@@ -19,7 +20,9 @@ from ..run.attention import attending, forward_of, full_precision_attention, in_
 from ..run.call import Call
 from ..run.compute import PlannedModel
 from ..run.conditions import Make
+from ..run.execution import is_compiled
 from ..run.modules import only_multiplies
+from .causes import with_patches
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
@@ -62,6 +65,8 @@ class EscalatedLayers:
         """Make a call inside of whatever wrappers others have, with the patches ``observing`` on top of the model's."""
         attend = self._attend if self.everywhere or self.blocks or self._exact else None
         exact = self._exact.everywhere() if self._exact else contextlib.nullcontext()
+        if attend and not is_compiled(call.model.current_patcher):  # a graph is made anew for each function it has not met
+            call.options = with_patches(call.options, promoting)
         with exact, patched([*self._patches(), *observing]), attending(call.model, call, attend), _sums_in_fp32(self.everywhere):
             return self.planned.call(call)
 

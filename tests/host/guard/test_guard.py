@@ -345,3 +345,32 @@ def test_a_model_of_another_loader(comfy, models_dir):
     model = guarded(comfy, stock)
     assert relative_error(reference, families.sample(model, "wan")) < 0.02
     assert report_of(model).verdict == "recovered"
+
+
+class IPAdapter:
+    """As other packs' nodes do: a layer of its own in fp16, applied to what runs in the model's block."""
+
+    def __init__(self):
+        self.weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(3)).half() / 256
+
+    def __call__(self, block: dict) -> dict:
+        return {**block, "img": block["img"] + torch.nn.functional.linear(block["img"], self.weight)}
+
+
+def with_adapter(comfy, path):
+    patched = plain_fp16(comfy, path).clone()
+    patched.set_model_patch(IPAdapter(), "double_block")
+    return patched
+
+
+def test_what_a_patch_brings_in_fp16_runs_in_a_repeat_in_fp32(comfy, overflowing):
+    model = guarded(comfy, with_adapter(comfy, overflowing))
+    assert is_finite(families.sample(model, "wan")), "steps after the cured one run wider too"
+    assert report_of(model).verdict == "recovered"
+
+
+def test_what_a_patch_brings_in_fp16_is_compared_by_the_check(comfy, wan):
+    model = guarded(comfy, with_adapter(comfy, wan), check="first step")
+    assert torch.equal(families.sample(model, "wan", steps=1), families.sample(with_adapter(comfy, wan), "wan", steps=1))
+    (check,) = report_of(model).checks
+    assert not check.left_out and check.snr_db > 40

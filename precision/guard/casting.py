@@ -1,0 +1,44 @@
+"""Let code that holds 16-bit tensors of its own run on activations that were widened to fp32."""
+
+from collections.abc import Callable
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from ..nested import replaced, tensors_in
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class PromotesFloats(TorchFunctionMode):
+    """While it is on, an operation that is given several float dtypes gets all of them in fp32.
+
+    Products, convolutions, norms and attention refuse to mix dtypes; elementwise operations promote by themselves. What writes
+    into one of its arguments is left alone: that has a dtype already.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        dtypes = {tensor.dtype for tensor in tensors_in((args, kwargs))}
+        if len(dtypes.intersection(FLOATS)) < 2 or _writes(func, kwargs):
+            return func(*args, **kwargs)
+        return func(*replaced(tuple(args), _float), **replaced(kwargs, _float))
+
+
+def promoting(function: Callable) -> Callable:
+    """Wrap a function so that its operations promote, and so that what it returns is fp32 where it is 16-bit."""
+
+    def run(*args, **kwargs):
+        with PromotesFloats():
+            return replaced(function(*args, **kwargs), _float)
+
+    return run
+
+
+def _writes(func: Callable, kwargs: dict) -> bool:
+    name = getattr(func, "__name__", "")
+    return "out" in kwargs or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def _float(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in FLOATS else tensor

@@ -1,0 +1,43 @@
+"""Code of others that holds 16-bit tensors, on activations in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from halfsafe.precision.guard.casting import PromotesFloats, promoting
+
+X = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2)).half()
+MIXED = {
+    "linear": lambda: F.linear(X, W),
+    "matmul": lambda: X @ W,
+    "method": lambda: X.matmul(W),
+    "norm": lambda: F.layer_norm(X, (8,), W[0]),
+    "convolution": lambda: F.conv1d(X, W[:4, :4].unsqueeze(-1)),
+    "attention": lambda: F.scaled_dot_product_attention(X, X.half(), X.half()),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_operations_that_refuse_two_dtypes_run_in_the_wider(name):
+    with pytest.raises(RuntimeError):
+        MIXED[name]()
+    with PromotesFloats():
+        assert MIXED[name]().dtype == torch.float32
+
+
+def test_what_is_of_one_dtype_stays_so_and_what_is_written_to_keeps_its_own():
+    with PromotesFloats():
+        assert F.linear(X.half(), W).dtype == torch.float16
+        target = torch.zeros(2, 4, 8, dtype=torch.float16)
+        target.copy_(X)
+        target[0] = X[0]
+        target += X
+    assert target.dtype == torch.float16 and torch.equal(target[1], (X[1].half().float() + X[1]).half())
+
+
+def test_what_a_function_returns_is_in_fp32():
+    run = promoting(lambda block: {**block, "img": W, "ids": torch.arange(2)})
+    result = run({"img": X})
+    assert result["img"].dtype == torch.float32 and result["ids"].dtype == torch.int64
