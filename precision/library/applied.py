@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..arithmetic.linear import kind_of
+from ..arithmetic.planned import CastResult, PlannedLayers
 from ..devices.detect import detect
 from ..dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS, dtype_named, name_of
 from ..errors import HalfsafeError
@@ -16,8 +17,7 @@ from ..plan.compute import ComputePlan, plan_compute, rules_without_effect
 from ..plan.facts import LayerSpec, ModelFacts, most
 from ..plan.rules import Rules, rules_from
 from ..plan.storage import StorageDecision, plan_storage
-from .called import Called, CastResult, OwnForward
-from .computation import Computation, PlannedForward
+from .computation import Called, Calls, PlannedForward, TorchLayers
 from .weights import StoredWeight, give_back, parameters, read_in, store, why_not_stored
 
 COMPUTE_DTYPES = tuple(option for option in COMPUTE_OPTIONS if option not in ("fp8", "int8"))
@@ -165,7 +165,7 @@ class Applied:
         self._module = module
         self._layers: list[torch.nn.Module] = []
         self._read: list[torch.nn.Module] = []
-        self._computation: Computation | None = None
+        self._planned: PlannedLayers | None = None
         self._forwards: list[tuple[torch.nn.Module, Callable | None]] = []
         module.__dict__[HANDLE] = self
 
@@ -202,18 +202,22 @@ class Applied:
         self.skipped.update((name, reason) for name, reason in reasons.items() if reason)
         self.without_effect += plan.without_effect
         planned = {name: layer for name, layer in layers.items() if not reasons[name]}
-        self._computation = Computation(plan, planned, parameters)
+        decisions = {name: plan.decisions.get(name) or plan.following for name in planned}
+        dtype = dtype_named(plan.activation_dtype)
+        self._planned = PlannedLayers(decisions, planned, TorchLayers(parameters), dtype, plan.is_safe)
+        self._planned.calibration.calibrating = bool(self._planned.operations)
+        calls = Calls(self._planned.calibration if self._planned.operations else None)
         for inner in list(self._module.modules()):
-            self._read_in(inner, self._computation.activations)
-        for layer, forward in self._computation.forwards:
-            self._exchange(layer, forward)
-        self._exchange(self._module, Called(self._module, self._computation))
+            self._read_in(inner, dtype)
+        for layer, _, forward in self._planned.patches:
+            self._exchange(layer, PlannedForward(forward, calls))
+        self._exchange(self._module, Called(self._module, dtype, calls))
 
     def _read_in(self, inner: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Have a module's tensors read in the activation dtype; an embedding would cast its whole table, not what it looks up."""
+        """Have a module's tensors read in the activation dtype; an embedding would cast its whole table at each call."""
         tensors = (*inner._parameters.values(), *inner._buffers.values(), *inner._modules.values())
         if isinstance(inner, torch.nn.Embedding):
-            self._exchange(inner, CastResult(inner, dtype))
+            self._exchange(inner, PlannedForward(CastResult(inner.forward, dtype), Calls(None)))
         elif not isinstance(inner, StoredWeight) and any(_has_other_dtype(tensor, dtype) for tensor in tensors):
             self._read.append(inner)
             read_in(inner, dtype)
@@ -228,7 +232,7 @@ class Applied:
         One of fp16, bf16, fp32, ``fp16_wide`` (fp16 operands, fp32 result) and ``fp16_scaled`` (the same, its input
         scaled by a power of two). Empty without a compute dtype.
         """
-        return self._computation.layers.observed_modes() if self._computation else {}
+        return self._planned.observed_modes() if self._planned else {}
 
     def remove(self) -> None:
         """Put the module's forward and weights back. A second call does nothing."""
@@ -268,7 +272,7 @@ def _check(module: torch.nn.Module, compute: str | None, storage: str | None, ru
         raise HalfsafeError("The module, or a part of it, is scripted.", "Apply to the module that was given to torch.jit.")
     if HANDLE in module.__dict__:
         raise HalfsafeError("Something is applied to this module already.", "Remove it first: restore(module).")
-    if compute and any(isinstance(inner.__dict__.get("forward"), (PlannedForward, OwnForward)) for inner in module.modules()):
+    if compute and any(isinstance(inner.__dict__.get("forward"), (PlannedForward, Called)) for inner in module.modules()):
         raise HalfsafeError("The module or a part of it has a compute dtype.", "Apply one to the whole, with rules for its parts.")
     for rule in rules.own:
         for key, value in rule.settings:

@@ -1,69 +1,107 @@
-"""The layers of a plain torch module under a compute plan, wherever and in whatever thread they are called."""
+"""How a plain torch module is called under a compute plan, and its layers, by whatever method and in whatever thread."""
 
+import inspect
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
+from ..arithmetic.calibration import Calibration
 from ..arithmetic.compiling import compile_disabled
 from ..arithmetic.linear import WeightProvider, kind_of, multiplied
 from ..arithmetic.patching import Patch
-from ..arithmetic.planned import PlannedLayers
 from ..dtypes import dtype_named
-from ..plan.compute import ComputeDecision, ComputePlan
+from ..plan.compute import ComputeDecision
 
 
-class Computation:
-    """Carry out a plan on layers; one without a decision follows the plan. Threads take turns where layers are measured.
+class Calls:
+    """Make the calls of a module, and of single layers of it, and check what each has measured. Threads take turns.
 
     Args:
-        plan: what to do.
-        layers: name -> module of those that the plan is for.
-        weights: provides their weights and biases.
+        calibration: what its layers measure; None where none does.
     """
 
-    def __init__(self, plan: ComputePlan, layers: Mapping[str, torch.nn.Module], weights: WeightProvider):
-        self.activations = dtype_named(plan.activation_dtype)
+    def __init__(self, calibration: Calibration | None):
+        self.calibration = calibration
         self._lock = Lock()
-        self._running: int | None = None
-        decisions = {name: plan.decisions.get(name) or plan.following for name in layers}
-        self.layers = PlannedLayers(decisions, layers, TorchLayers(weights), self.activations, plan.is_safe)
-        self.layers.calibration.calibrating = bool(self.layers.operations)
-        self.forwards = [(layer, PlannedForward(inner, self)) for layer, _, inner in self.layers.patches]
-
-    def run(self, call: Callable[[], Any]) -> Any:
-        """Make a call of the module, or of a layer by itself, and check what was measured in it."""
-        if not self.layers.operations:
-            return call()
-        # A check reads numbers back, which no graph can. Parts that are compiled by themselves stay so.
-        return (torch._dynamo.disable(self._run) if torch.compiler.is_compiling() else self._run)(call)
-
-    def _run(self, call: Callable[[], Any]) -> Any:
-        calibration = self.layers.calibration
-        with self._lock:
-            if self._running is not None:
-                return call()
-            self._running = threading.get_ident()
-            try:
-                if calibration.calibrating and torch.is_grad_enabled():
-                    with torch.no_grad():  # a checkpoint has to save the same tensors when it makes the call again
-                        calibration.run(lambda: self._once(call))
-                return calibration.run(lambda: self._once(call))
-            finally:
-                self._running = None
-
-    def _once(self, call: Callable[[], Any]) -> Any:
-        has_graphs = "torch._dynamo" in sys.modules
-        with compile_disabled() if has_graphs and self.layers.calibration.calibrating else nullcontext():
-            return call()
+        self._thread: int | None = None
 
     @property
     def is_running(self) -> bool:
-        """Tell whether this is part of a call that is checked; a graph guards the answer, not the thread."""
-        return self._running is not None and (torch.compiler.is_compiling() or self._running == threading.get_ident())
+        """Tell whether this is part of a call. A graph depends on there being one, not on the thread."""
+        return self._thread is not None and (torch.compiler.is_compiling() or self._thread == threading.get_ident())
+
+    def make(self, call: Callable[[], Any]) -> Any:
+        """Make a call, or go on with the one that this is part of."""
+        if self.calibration is None or self.is_running:
+            return call()
+        # A check reads numbers back, which no graph can. Parts that are compiled by themselves stay so.
+        make = torch._dynamo.disable(self._make) if torch.compiler.is_compiling() else self._make
+        return make(self.calibration, call)
+
+    def _make(self, calibration: Calibration, call: Callable[[], Any]) -> Any:
+        has_graphs = "torch._dynamo" in sys.modules  # importing it takes seconds
+
+        def once() -> Any:
+            with compile_disabled() if has_graphs and calibration.calibrating else nullcontext():
+                return call()
+
+        with self._lock:
+            self._thread = threading.get_ident()
+            try:
+                if calibration.calibrating and torch.is_grad_enabled():
+                    with torch.no_grad():  # a checkpoint has to save the same tensors when it makes the call again
+                        calibration.run(once)
+                return calibration.run(once)
+            finally:
+                self._thread = None
+
+
+class Called:
+    """Call a module with its inputs cast, so that autocast does not act inside and what is measured is checked.
+
+    Timesteps are left as they are, as models cast what they make of them: inputs of one dimension or none beside larger
+    ones, and what a module calls a timestep.
+    """
+
+    def __init__(self, module: torch.nn.Module, dtype: torch.dtype, calls: Calls):
+        self.inner = module.forward
+        self.dtype = dtype
+        self.calls = calls
+        self.names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    def __call__(self, *args, **kwargs) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if _is_floating(leaf)]
+        dims = max([0, *(min(2, tensor.dim()) for tensor in tensors)])
+        names = [*self.names, *[""] * len(args)]
+        args = tuple(self._cast(name, value, dims) for name, value in zip(names, args, strict=False))
+        kwargs = {name: self._cast(name, value, dims) for name, value in kwargs.items()}
+        with without_autocast(tensors[0].device.type if tensors else "cpu"):
+            return self.calls.make(lambda: self.inner(*args, **kwargs))
+
+    def _cast(self, name: str, value: Any, dims: int) -> Any:
+        if "timestep" in name:
+            return value
+        return tree_map(lambda leaf: leaf.to(self.dtype) if _is_floating(leaf) and leaf.dim() >= dims else leaf, value)
+
+
+class PlannedForward:
+    """Call a layer's planned forward, without autocast; by itself where another method than ``forward`` calls it."""
+
+    def __init__(self, inner: Callable[..., torch.Tensor], calls: Calls):
+        self.inner = inner
+        self.calls = calls
+
+    def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        with without_autocast(input.device.type):
+            return self.calls.make(lambda: self.inner(input, *args, **kwargs))
+
+    def __repr__(self) -> str:
+        return type(self).__name__
 
 
 class TorchLayers:
@@ -108,24 +146,6 @@ class ProvidedWeights:
         return f"{type(self.layer).__name__}.forward"
 
 
-class PlannedForward:
-    """Call a layer's planned forward without autocast. A layer that another method than the module's ``forward`` calls is a
-    call by itself."""
-
-    def __init__(self, inner: Callable[..., torch.Tensor], computation: Computation):
-        self.inner = inner
-        self.computation = computation
-
-    def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        with without_autocast(input.device.type):
-            if self.computation.is_running:
-                return self.inner(input, *args, **kwargs)
-            return self.computation.run(lambda: self.inner(input, *args, **kwargs))
-
-    def __repr__(self) -> str:
-        return "PlannedForward"
-
-
 def without_autocast(device: str) -> AbstractContextManager[object]:
     """Keep autocast from acting inside."""
     return torch.amp.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
@@ -145,3 +165,7 @@ class Lock:
 
     def __reduce__(self) -> tuple:
         return Lock, ()
+
+
+def _is_floating(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()

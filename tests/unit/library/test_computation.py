@@ -188,6 +188,24 @@ def test_a_module_is_compiled_and_applied_to_in_any_order(order, settings):
     assert torch.equal(model(some()), exact) or "storage" in settings
 
 
+@pytest.mark.parametrize("compute", ["bf16", "fp32"])
+def test_a_plan_that_measures_nothing_is_one_graph(compute):
+    torch._dynamo.reset()
+    model = made()
+    apply(model, compute=compute, storage="fp8_e4m3fn")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(some()), model(some()))
+
+
+def test_a_copy_of_a_part_takes_no_other_part_along():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(10))).eval()
+    apply(model, compute="fp16_safe")
+    exact = model[0](some().reshape(-1, 64))
+    part = pickle.dumps(model[0])
+    assert len(part) < 3 * model[0].weight.nbytes
+    assert torch.equal(pickle.loads(part)(some().reshape(-1, 64)), exact)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
 @pytest.mark.parametrize("compute", ["fp16_safe", "bf16"])
 @pytest.mark.parametrize("calls", [0, 1])
