@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...precision.devices.detect import why_int8_is_slow
 from ...precision.dtypes import name_of
+from ...precision.formats.checkpoint import dialect_text
 from ...precision.guard.verdicts import CURED
 from ...precision.modes import FP16_ACC16, FP32, INT8
 from ...precision.plan.accumulation import EXACT_SUMS
@@ -27,18 +28,16 @@ from .facts.kernels import DEQUANTIZED
 from .facts.layers import activation_dtype, layers_of
 from .facts.model_facts import bytes_by_storage, parameter_count, storage_of
 from .guard.model import Guard, guard_of
-from .load.controlnet import loaded_controls
+from .load.control_runs import LoadedControl, controls_of
 from .load.devices import current_device
 from .lora.low_rank import LowRankModel
 from .lora.patcher import low_rank_reasons
 from .page import messages_in, running_prompt, running_prompt_id
 from .run.accumulation import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
-from .run.control import planned_control
 from .run.layer_modes import is_called_in_fp32, kernels_of, observed_modes_of
 
 if TYPE_CHECKING:
-    from comfy.controlnet import ControlBase
     from comfy.model_patcher import ModelPatcher
 
 PATCHED_BY = (
@@ -74,7 +73,7 @@ def report_of(patcher: ModelPatcher) -> Report:
     report.notes += [PATCHED_BY.format(type(model.model).__name__) for model in patcher.model_patches_models() if not isinstance(model.model, LowRankModel)]
     report.notes += _modes_elsewhere(patcher, {layer.name: layer.mode for layer in layers}, compute, guard)
     report.encoders = encoder_reports()
-    report.control_nets = [control_report(control, record) for control, record in loaded_controls().items()]
+    report.control_nets = [control_report(control) for control in controls_of(patcher.model)]
     names = {layer.name for layer in layers}
     report.ranges = {name: largest for name, largest in report.ranges.items() if name in names}
     return report
@@ -109,13 +108,14 @@ def _add_record(report: Report | ControlReport, record: LoadRecord) -> None:
     """Add what was decided when the file was loaded."""
     report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
     report.without_effect = [WithoutEffect(*entry) for entry in (*record.without_effect, *_unmet(record, report.layers))]
-    report.decisions = {"file": f"{Path(record.file).name}, {record.dialect}", "storage": str(record.storage)}
+    report.decisions = {"file": f"{Path(record.file).name}, {dialect_text(record.dialects)}", "storage": str(record.storage)}
     report.notes += record.notes
 
 
-def control_report(control: ControlBase, record: LoadRecord) -> ControlReport:
+def control_report(control: LoadedControl) -> ControlReport:
     """Report on a ControlNet that was loaded here, and on the calls that were made of it or of its copies."""
-    report, planned = ControlReport(Path(record.file).name, type(control).__name__), planned_control(control)
+    record, planned = control.record, control.planned
+    report = ControlReport(Path(record.file).name, control.cls)
     if planned is None:
         _add_record(report, record)
         return report

@@ -11,7 +11,7 @@ from ..errors import CheckpointError
 from ..files.safetensors_file import open_checkpoint
 from ..files.tensor_file import TensorFile
 from ..formats.card import Provenance, card_entry, source_of
-from ..formats.checkpoint import Checkpoint, read_checkpoint
+from ..formats.checkpoint import Checkpoint, dialect_text, read_checkpoint
 from ..formats.comfy_format import WeightPlan
 from ..formats.comfy_state import model_prefix, refuse_lora, write_weights
 from ..formats.metadata import CARD_KEY
@@ -71,7 +71,7 @@ def convert_file(
     return ConvertSummary(
         source=str(source),
         target=str(target),
-        dialect=checkpoint.dialect,
+        dialect=dialect_text(checkpoint.dialects),
         source_bytes=file.data_bytes,
         target_bytes=os.path.getsize(target),
         seconds=time.perf_counter() - began,

@@ -15,6 +15,7 @@ from .core_uses import used_names
 
 ANY = "*"
 BY_HAND = [
+    "comfy.controlnet.ControlBase.pre_run(model, percent_to_timestep_function)",
     "comfy.controlnet.ControlNet.load_device",
     "comfy.controlnet.controlnet_load_state_dict(module, tensors)",
     "comfy.controlnet.load_controlnet_state_dict(tensors, model_options=)",

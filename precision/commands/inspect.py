@@ -13,15 +13,23 @@ from ..errors import CheckpointError
 from ..files.safetensors_file import open_checkpoint
 from ..files.tensor_file import TensorFile
 from ..formats.card import card_in
-from ..formats.checkpoint import Checkpoint, read_checkpoint
+from ..formats.checkpoint import (
+    COMFY_QUANT,
+    SCALED_FP8,
+    Checkpoint,
+    dialect_text,
+    read_checkpoint,
+)
 from ..formats.comfy_state import model_shapes
 from ..formats.families import UNKNOWN, model_name
+from ..formats.metadata import QUANTIZATION_KEY
 from ..formats.registry import FORMATS
 from ..formats.stored_weight import NUMBERS, StoredWeight
 
 SATURATION_LIMIT = 1e-3
 SATURATION_MINIMUM = 1000
 _CHUNK = 1 << 22
+COMFYUI_READS = frozenset({COMFY_QUANT, QUANTIZATION_KEY, SCALED_FP8})
 _OF_DATA = ("nan", "inf", "saturated")
 
 
@@ -95,7 +103,7 @@ def inspect_file(path) -> Inspection:
     weights = list(checkpoint.weights.values()) if checkpoint else []
     return Inspection(
         file=str(path),
-        dialect=checkpoint.dialect if checkpoint else None,
+        dialect=dialect_text(checkpoint.dialects) if checkpoint else None,
         bytes=file.data_bytes,
         parameters=sum(prod(weight.shape) for weight in weights),
         tensors=len(file),
@@ -135,10 +143,10 @@ def _scales(weights: list[StoredWeight]) -> dict[str, int]:
 def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     """ComfyUI 0.29 to 0.38: ``utils.convert_old_quants``, ``ops._load_quantized_module``, ``model_base`` (unexpected keys)."""
     quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.coded is None]
-    known = any(name in checkpoint.dialect for name in ("comfy_quant", "_quantization_metadata", "scaled_fp8"))
+    known = not COMFYUI_READS.isdisjoint(checkpoint.dialects)
     scaled = [weight for weight in quantized if weight.scale is not None]
     clipped = [w for w in scaled if known and w.input_scale is None and not w.full_precision]
-    e5m2 = [w for w in scaled if "scaled_fp8" in checkpoint.dialect and w.data.dtype == torch.float8_e5m2]
+    e5m2 = [w for w in scaled if SCALED_FP8 in checkpoint.dialects and w.data.dtype == torch.float8_e5m2]
     statements = (
         ([] if known else scaled, "the scale is dropped: the weight is wrong by that factor and the image is noise"),
         (e5m2, "read as e4m3fn: values past 448 become NaN and the image is black"),
@@ -148,7 +156,7 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     )
     found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
     formats = Counter(w.encoding.format for w in checkpoint.weights.values() if w.encoding is not None)
-    found += ["GGUF files are not read; the nodes of ComfyUI-GGUF read them."] if checkpoint.dialect.startswith("GGUF") else []
+    found += ["GGUF files are not read; the nodes of ComfyUI-GGUF read them."] if "GGUF" in checkpoint.dialects else []
     return [*found, *(f"{count} layers: {name} needs ComfyUI {FORMATS[name].since} or later." for name, count in formats.items())]
 
 

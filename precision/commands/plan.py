@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..devices.detect import Device
 from ..files.safetensors_file import open_checkpoint
-from ..formats.checkpoint import Checkpoint, read_checkpoint
+from ..formats.checkpoint import Checkpoint, dialect_text, read_checkpoint
 from ..formats.comfy_state import model_prefix, model_shapes, refuse_lora
 from ..formats.families import family_of, model_name
 from ..formats.registry import FORMATS
@@ -68,7 +68,7 @@ def _report(
     problems = [*plan.without_effect, *plan.compute.without_effect]
     report.without_effect = [WithoutEffect(setting, why) for setting, why in problems]
     report.decisions = {
-        "file": f"{Path(checkpoint.path).name}, {checkpoint.dialect}",
+        "file": f"{Path(checkpoint.path).name}, {dialect_text(checkpoint.dialects)}",
         "storage": str(plan.storage),
         "compute": f"{plan.compute.choice.used}: {reason}",
     }

@@ -7,7 +7,7 @@ NVIDIA ModelOpt and vLLM (``weight_scale``, ``input_scale``, ``k_scale``); DeepS
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +25,7 @@ from .metadata import QUANTIZATION_KEY, lasting_metadata
 from .registry import FORMATS
 from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, granularity_of
 
+COMFY_QUANT, SCALED_FP8 = "comfy_quant", "scaled_fp8"
 READS_UP_TO = "0.38"
 _SCALE_LEAF = re.compile(r"(^|_)scales?(_|$)")
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "weight_scale_2", "scale_input")
@@ -36,14 +37,21 @@ _CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale", "pro
 class Checkpoint:
     """A model file understood: its weights in file order, scales and markers consumed.
 
-    ``notes``: what was repaired or assumed while reading, one sentence each.
+    Attributes:
+        dialects: the quantization formats of the file, in the order found; none in one that is not quantized.
+        notes: what was repaired or assumed while reading, one sentence each.
     """
 
     path: str
-    dialect: str
+    dialects: tuple[str, ...]
     metadata: dict[str, str]
     weights: dict[str, StoredWeight]
     notes: list[str]
+
+
+def dialect_text(dialects: Sequence[str]) -> str:
+    """Write the quantization formats of a file for people."""
+    return " + ".join(dialects) or "plain"
 
 
 def read_checkpoint(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None, path) -> Checkpoint:
@@ -80,7 +88,7 @@ class _Reader:
             if name not in self.taken
         }
         notes = [f"{count} tensor{'s' * (count > 1)}: {remark}" for remark, count in self.remarks.items()]
-        return Checkpoint(str(self.path), " + ".join(self.dialects) or "plain", lasting_metadata(self.metadata), weights, notes)
+        return Checkpoint(str(self.path), tuple(self.dialects), lasting_metadata(self.metadata), weights, notes)
 
     def _file_of(self, name: str) -> str:
         return str(self.tensors.entries[name].file if isinstance(self.tensors, TensorFile) else self.path)
@@ -121,8 +129,8 @@ class _Reader:
         for name, tensor in self.tensors.items():
             if name == "scaled_fp8" or name.endswith(".scaled_fp8"):
                 self.taken.add(name)
-                self.dialects["scaled_fp8"] += 1
-                markers[name.removesuffix("scaled_fp8")] = tensor.numel() == 2
+                self.dialects[SCALED_FP8] += 1
+                markers[name.removesuffix(SCALED_FP8)] = tensor.numel() == 2
         return markers
 
     def _is_owner(self, name: str, tensor: torch.Tensor) -> bool:
@@ -140,7 +148,7 @@ class _Reader:
         layer = _layer(name)
         settings = self.settings.get(layer) if layer else None
         if settings is not None:
-            self.dialects["comfy_quant" if f"{layer}.comfy_quant" in self.tensors else QUANTIZATION_KEY] += 1
+            self.dialects[COMFY_QUANT if f"{layer}.comfy_quant" in self.tensors else QUANTIZATION_KEY] += 1
             declared = self._format(name, data, settings)
             if not self._is_fp8_linear(name, data, settings, declared):
                 return self._encoded(name, data, settings | {"format": declared})
@@ -148,7 +156,7 @@ class _Reader:
         if settings is None and data.dtype in EIGHT_BIT:
             self.dialects[dialect] += 1
         full = bool(settings and settings.get("full_precision_matrix_mult")) or (
-            dialect == "scaled_fp8" and self._asks_full_precision(name)
+            dialect == SCALED_FP8 and self._asks_full_precision(name)
         )
         return StoredWeight(name, data, scale, granularity, self._input_scale(layer), full)
 
@@ -216,7 +224,7 @@ class _Reader:
         if granularity is None:
             shapes = f"{tuple(scale.shape)} fits no layout of a weight of shape {tuple(data.shape)}"
             raise UnconsumedScale(self.path, f"a scale of shape {shapes}", key, "Report the tool that wrote this file.")
-        if dialect == "scaled_fp8" and data.dtype == torch.float8_e5m2:
+        if dialect == SCALED_FP8 and data.dtype == torch.float8_e5m2:
             self.remarks["e5m2 under a scaled_fp8 marker, which ComfyUI reads as e4m3fn; read as e5m2"] += 1
         return _shaped(scale, granularity), granularity, dialect
 
@@ -294,7 +302,7 @@ def _weight_scale_names(name: str) -> list[tuple[str, str]]:
     """Where the scale of a weight may be, and the dialect that puts it there."""
     names = [(f"{name}_scale", "weight_scale"), (f"{name}_scale_inv", "weight_scale_inv")]
     layer = _layer(name)
-    return names if layer is None else [*names, (f"{layer}.scale_weight", "scaled_fp8"), (f"{layer}.scale", "scale")]
+    return names if layer is None else [*names, (f"{layer}.scale_weight", SCALED_FP8), (f"{layer}.scale", "scale")]
 
 
 def looks_like_scale(name: str) -> bool:

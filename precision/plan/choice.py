@@ -33,7 +33,7 @@ class LoadRecord:
     """One load.
 
     Attributes:
-        dialect: the quantization formats of the file.
+        dialects: the quantization formats of the file.
         reasons: layer name -> why it is stored as it is.
         kept: layer name -> why it is not in fp8 though fp8 was asked for.
         asked: layer name -> the storage that was decided, for the layers that are not left as in the file.
@@ -42,7 +42,7 @@ class LoadRecord:
     """
 
     file: str
-    dialect: str
+    dialects: tuple[str, ...]
     storage: Choice
     reasons: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)

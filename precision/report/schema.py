@@ -176,7 +176,7 @@ class Report:
         notes: what was repaired or assumed, and what may go wrong.
         ranges: layer -> the largest magnitude it was given so far, of the layers whose inputs are watched.
         encoders: the guarded VAEs and text encoders of the prompt.
-        control_nets: those that the Load ControlNet node loaded and that are in use.
+        control_nets: those that the Load ControlNet node loaded and that the model was sampled with.
     """
 
     device: dict = field(default_factory=dict)

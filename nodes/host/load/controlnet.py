@@ -7,10 +7,8 @@ which model it builds and which tensor each of its layers gets, and once to buil
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,7 +33,9 @@ from ....precision.plan.choice import Choice, LoadRecord
 from ....precision.plan.rules import Rules
 from ..run.control import plan_control
 from . import detection, models
+from .control_runs import loaded_control, note_runs
 from .files import open_model
+from .quiet import quiet
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase, ControlNet
@@ -51,12 +51,6 @@ WHY_OWN = {
 SHUFFLE = ("_shuffle", "_shuffle_fp16")
 FROM_THE_MODEL = ("x_embedder.", "orig_y_embedder.")
 logger = logging.getLogger("halfsafe")
-_loaded: weakref.WeakKeyDictionary[ControlBase, LoadRecord] = weakref.WeakKeyDictionary()
-
-
-def loaded_controls() -> dict[ControlBase, LoadRecord]:
-    """The control nets that were loaded here and are still in use."""
-    return dict(_loaded)
 
 
 def load_control_net(path: str, storage: str, compute: str, rules: Rules) -> ControlBase:
@@ -75,7 +69,7 @@ def load_control_net(path: str, storage: str, compute: str, rules: Rules) -> Con
         control = _planned(checkpoint, built, options, storage, compute, rules)
     else:
         control = _own(checkpoint, options, storage, compute)
-    for setting, reason in _loaded[control].without_effect:
+    for setting, reason in loaded_control(control).record.without_effect:
         logger.warning("Halfsafe: %s: %s has no effect: %s", path, setting, reason)
     return control
 
@@ -108,7 +102,7 @@ def _build(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], options: di
     """Run ComfyUI's loader without loading a weight. ``meta``: build the model without memory for them."""
     built = _Built(tensors)
     try:
-        with patched(_stand_ins(built, options.get("dtype", torch.bfloat16), meta)), _quiet(meta):
+        with patched(_stand_ins(built, options.get("dtype", torch.bfloat16), meta)), quiet(logging.CRITICAL if meta else logging.NOTSET):
             built.control = comfy.controlnet.load_controlnet_state_dict(dict(tensors), model_options=options)
     except Exception as error:  # a file of another kind fails in as many ways as the loader has lines
         raise _unknown(checkpoint, error) from error
@@ -139,17 +133,6 @@ def _stand_ins(built: _Built, dtype: torch.dtype, meta: bool) -> Iterator[tuple]
     yield comfy.model_management, "unet_dtype", unet_dtype
     if meta:
         yield comfy.model_management, "unet_offload_device", lambda: torch.device("meta")
-
-
-@contextmanager
-def _quiet(meta: bool) -> Iterator[None]:
-    """Silence ComfyUI's log of a model that only lends its module classes, errors too: what cannot be loaded is raised."""
-    root, level = logging.getLogger(), logging.getLogger().level
-    root.setLevel(logging.CRITICAL if meta else level)
-    try:
-        yield
-    finally:
-        root.setLevel(level)
 
 
 def _unknown(checkpoint: Checkpoint, error: Exception | None = None) -> CheckpointError:
@@ -187,7 +170,9 @@ def _own(checkpoint: Checkpoint, options: dict, storage: str, compute: str) -> C
     asked = [f"{name}={value}" for name, value in (("storage", storage), ("compute", compute)) if value not in AS_IT_IS]
     without_effect = tuple((setting, why) for setting in asked)
     choice = Choice(storage, "as_file", why)
-    _loaded[control] = LoadRecord(checkpoint.path, checkpoint.dialect, choice, without_effect=without_effect, notes=tuple(checkpoint.notes))
+    notes = tuple(checkpoint.notes)
+    record = LoadRecord(checkpoint.path, checkpoint.dialects, choice, without_effect=without_effect, notes=notes)
+    note_runs(control, record)
     logger.info("Halfsafe: %s: loaded as ComfyUI does: %s", checkpoint.path, why)
     return control
 
@@ -265,7 +250,7 @@ def _finish(control: ControlNet, detected: detection.Detected, load: models.Prep
     plan_control(control, plan.compute, dtype_named(plan.compute.activation_dtype))
     record = models.record_of(detected, plan, [*models.weightless_note(detected), *load.notes])
     control.control_model_wrapped.set_attachments(models.ATTACHMENT, record)
-    _loaded[control] = record
+    note_runs(control, record)
     storage = str(plan.storage).removesuffix(".")
     logger.info("Halfsafe: %s: storage %s; compute %s", record.file, storage, plan.compute.choice)
     for reason, count in Counter(record.kept.values()).items():

@@ -1,7 +1,5 @@
 """Which model a state dict is, by ComfyUI's own detection, and the module class of each of its layers."""
 
-import contextlib
-import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +15,7 @@ from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import finite_bound
 from ....precision.formats.comfy_state import model_prefix
 from ....precision.plan.facts import LayerSpec, ModelFacts, facts_of
+from .quiet import quiet
 
 
 @dataclass(frozen=True)
@@ -156,24 +155,12 @@ def _modules(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.nn.
     """Build the model without weights, and return its modules by name."""
     config.set_inference_dtype(torch.bfloat16, None)
     config.custom_operations = comfy.ops.disable_weight_init
-    with _quiet():
+    with quiet():
         try:
             model = config.get_model(stored_tensors(checkpoint), prefix, device=torch.device("meta"))
         except RuntimeError:  # ACE-Step 1.5 reads numbers of its own buffers (``FSQ`` in ComfyUI's comfy/ldm/ace/ace_step15.py)
             model = config.get_model(stored_tensors(checkpoint), prefix, device=torch.device("cpu"))
     return dict(model.diffusion_model.named_modules())
-
-
-@contextlib.contextmanager
-def _quiet():
-    """Silence ComfyUI's log of each model it builds, for one that only lends its module classes."""
-    logger = logging.getLogger()
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _hint(checkpoint: Checkpoint, only_diffusion_model: bool) -> str:

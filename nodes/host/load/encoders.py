@@ -155,7 +155,7 @@ def _options(encoders: Sequence[dict[str, torch.Tensor]], storage: str) -> dict:
 
 def _finished(clip: CLIP, path: str, compute: str, storage: Choice, factory: tuple) -> CLIP:
     without_effect = () if compute in ("auto", "fp32") else ((f"compute={compute}", FP32_ACTIVATIONS),)
-    record = LoadRecord(path, "", storage, without_effect=without_effect)
+    record = LoadRecord(path, (), storage, without_effect=without_effect)
     clip.patcher.set_attachments(ATTACHMENT, record)
     clip.patcher.cached_patcher_init = factory
     keep_low_rank_beside(clip.patcher)

@@ -173,7 +173,7 @@ def record_of(detected: Detected, plan: LoadPlan, notes: list[str]) -> LoadRecor
             reasons[name] = "; ".join(filter(None, (reasons.get(name), decision.reason)))
     return LoadRecord(
         file=detected.checkpoint.path,
-        dialect=detected.checkpoint.dialect,
+        dialects=detected.checkpoint.dialects,
         storage=plan.storage,
         reasons=frozen(reasons),
         kept=frozen({name: decision.reason for name, decision in decisions if decision.kept}),

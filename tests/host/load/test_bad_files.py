@@ -247,13 +247,12 @@ def live_bytes() -> int:
 
 def test_too_little_memory_is_refused_before_a_weight_is_read(comfy, models_dir, wan, monkeypatch):
     from halfsafe.nodes.host.load import tensors
-    from halfsafe.precision.formats import comfy_state
 
     def must_not_run(*_):
         raise AssertionError("a weight was read")
 
     monkeypatch.setattr(tensors, "free_host_memory", lambda: 1_000_000)
-    monkeypatch.setattr(comfy_state, "state_dict", must_not_run)
+    monkeypatch.setattr(tensors, "state_dict", must_not_run)
     with pytest.raises(MemoryShortage, match=r"wan_clean\.safetensors.*needs .* of memory"):
         load(comfy, "HalfsafeLoadDiffusionModel", wan.name)
 

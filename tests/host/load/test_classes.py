@@ -33,7 +33,7 @@ BARE = {
 def quantized(weights: dict[str, torch.Tensor], storage: str = "fp8_e4m3fn") -> set[str]:
     """The tensors that would be quantized with no rule to keep them."""
     stored = {name: StoredWeight(name, tensor) for name, tensor in weights.items()}
-    layers = layer_specs(Checkpoint("", "", {}, stored, []))
+    layers = layer_specs(Checkpoint("", (), {}, stored, []))
     decisions = plan_storage(layers, storage, rules_from("", "none"))
     return {f"{name}.weight" for name, decision in decisions.items() if decision.storage == storage}
 

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from comfy.controlnet import ControlNet
 from comfy.model_management import unload_all_models
 from comfy.ops import disable_weight_init
-from halfsafe.nodes.host.load.controlnet import loaded_controls
+from halfsafe.nodes.host.load.control_runs import controls_of, loaded_control
 from halfsafe.nodes.host.report import control_report
 from halfsafe.nodes.host.run.control import planned_control
 from halfsafe.nodes.host.run.execution import switches_by_layer
@@ -94,7 +95,7 @@ def test_error_is_that_of_a_model(comfy, control_file, kind, storage, compute, b
 
 def reported(control):
     """The report of a control net, and its layers by name."""
-    report = control_report(control, loaded_controls()[control])
+    report = control_report(loaded_control(control))
     return report, {layer.name: layer for layer in report.layers}
 
 
@@ -257,11 +258,11 @@ def test_results_are_the_same_after_unloading(comfy, control_file):
 def test_a_dropped_control_net_is_freed(comfy, control_file):
     control = load(comfy, control_file("sd15"), "fp8_e4m3fn", "fp16_safe")
     give(control, "sd15")
-    module, before = weakref.ref(control.control_model), len(loaded_controls())
+    module, loaded = weakref.ref(control.control_model), weakref.ref(loaded_control(control))
     unload_all_models()
     del control
     gc.collect()
-    assert module() is None and len(loaded_controls()) == before - 1
+    assert module() is None and loaded() is None
 
 
 def sample(comfy, model, control, seed=1):
@@ -281,9 +282,24 @@ def test_whole_run_with_a_control_net_and_its_report(comfy, control_file, models
     control = load(comfy, control_file("sd15"), "fp8_e4m3fn", "fp16_safe")
     assert 0 < relative_error(expected, sample(comfy, model, control)) < 0.05
     text, data, _ = comfy.run("HalfsafeReport", model=model)
-    (found,) = [entry for entry in json.loads(data)["control_nets"] if entry["calls"] and entry["decisions"]["storage"] == "fp8_e4m3fn"]
+    found = next(entry for entry in json.loads(data)["control_nets"] if entry["decisions"]["storage"] == "fp8_e4m3fn")
     assert found["calls"] == 2 and {"fp16_wide"} <= {layer["mode"] for layer in found["layers"]} and found["kept_high"]
     assert "ControlNet sd15.safetensors: ControlNet, ran 2 times" in text
+
+
+def test_a_report_lists_the_control_nets_that_ran_with_its_model_alone(comfy, control_file, models_dir):
+    path = tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "sd15_controlled.safetensors")
+    settings = {"storage": "as_file", "clip_storage": "auto", "vae_dtype": "auto"}
+    one, other = (comfy.run("HalfsafeLoadCheckpoint", ckpt_name=path.name, compute=name, **settings)[0] for name in ("fp32", "bf16"))
+    first, second, idle = (load(comfy, control_file("sd15"), storage) for storage in ("fp8_e4m3fn", "bf16", "int8"))
+    sample(comfy, one, first)
+    sample(comfy, one.clone(), first.copy().copy())
+    second.copy().set_previous_controlnet(first.copy()).pre_run(other.model, lambda percent: percent)
+    assert controls_of(one.model) == [loaded_control(first)] and loaded_control(idle) not in controls_of(other.model)
+    assert {*controls_of(other.model)} == {loaded_control(first), loaded_control(second)}
+    assert type(first.copy()) is type(first) is ControlNet
+    listed = json.loads(comfy.run("HalfsafeReport", model=one)[1])["control_nets"]
+    assert [entry["decisions"]["storage"] for entry in listed] == ["fp8_e4m3fn"] and listed[0]["calls"] == 4
 
 
 def write_adapter(path):

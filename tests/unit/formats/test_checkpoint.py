@@ -124,7 +124,7 @@ def dialect(request, tmp_path):
 
 def test_reads_every_dialect_at_the_formats_floor(dialect):
     checkpoint, weights, biases, (name, granularity, floor, _) = dialect
-    assert checkpoint.dialect == name
+    assert checkpoint.dialects == (name,)
     assert set(checkpoint.weights) == {f"{layer}.{leaf}" for layer in weights for leaf in ("weight", "bias")}
     for layer, weight in weights.items():
         stored = checkpoint.weights[f"{layer}.weight"]

@@ -42,8 +42,8 @@ def test_a_packed_weight_is_planned_as_one_in_16_bit_and_named_by_its_type(tmp_p
 
 
 def test_the_dialect_lists_the_types(tmp_path):
-    assert read(tmp_path, mixed()).dialect == "GGUF + Q8_0 + Q4_0 + Q4_K + Q5_K + Q6_K + IQ4_XS"
-    assert read(tmp_path, {"a.weight": ("F16", np.ones((4, 8), np.float16))}).dialect == "GGUF"
+    assert read(tmp_path, mixed()).dialects == ("GGUF", "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+    assert read(tmp_path, {"a.weight": ("F16", np.ones((4, 8), np.float16))}).dialects == ("GGUF",)
 
 
 def test_a_reshaped_weight_of_a_convolution_has_its_values_in_order(tmp_path):

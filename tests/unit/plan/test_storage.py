@@ -123,7 +123,7 @@ def test_rules_that_cannot_act_are_reported():
 
 def checkpoint(**tensors):
     weights = {name: StoredWeight(name, tensor) for name, tensor in tensors.items()}
-    return Checkpoint("file", "plain", {}, weights, [])
+    return Checkpoint("file", (), {}, weights, [])
 
 
 def test_classes_are_inferred_without_a_model():

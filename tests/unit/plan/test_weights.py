@@ -37,7 +37,7 @@ def plan(storage, compute, file_dtype="bf16", rules="", preset=None):
 
 def in_memory(stored, load, prefix="", formats=FORMATS, read=True):
     names = {f"{prefix}{layer.name}.weight": layer.name for layer in LAYERS}
-    return plan_model(Checkpoint("file", "plain", {}, stored, []), load, names, prefix, formats, read)
+    return plan_model(Checkpoint("file", (), {}, stored, []), load, names, prefix, formats, read)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def encoded(name):
 @pytest.mark.parametrize("name", ["awq4", "nvfp4"])
 def test_a_format_that_comfyui_lacks_is_unpacked_with_a_note_for_models_and_encoders(name):
     weight, row = encoded(name)
-    checkpoint, lacking = Checkpoint("file", "plain", {}, {weight.name: weight}, []), FORMATS.keys() - {row.name}
+    checkpoint, lacking = Checkpoint("file", (), {}, {weight.name: weight}, []), FORMATS.keys() - {row.name}
     choice, decisions = Choice("as_file", "as_file"), plan_storage(LAYERS, "as_file", Rules())
     for formats, storage in ((FORMATS, "as_file"), (lacking, "bf16")):
         model = in_memory(checkpoint.weights, plan("as_file", "bf16"), formats=formats)

@@ -1,0 +1,68 @@
+"""Which ControlNets that were loaded here ran with which model."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ....precision.plan.choice import LoadRecord
+from ..run.control import PlannedControl, planned_control
+
+if TYPE_CHECKING:
+    from comfy.controlnet import ControlNet
+    from comfy.model_base import BaseModel
+
+_ran: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[LoadedControl, None]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedControl:
+    """A ControlNet that was loaded here, with all of its copies.
+
+    Attributes:
+        cls: the name of ComfyUI's class.
+        record: what was decided when it was loaded.
+        planned: its planned model; None where ComfyUI runs it as it is.
+    """
+
+    cls: str
+    record: LoadRecord
+    planned: PlannedControl | None
+
+
+def note_runs(control: ControlNet, record: LoadRecord) -> None:
+    """Note from now on which models a ControlNet, or a copy of it, is sampled with."""
+    _follow(control, LoadedControl(type(control).__name__, record, planned_control(control)))
+
+
+def loaded_control(control: ControlNet) -> LoadedControl:
+    """Return what is known of a ControlNet that was loaded here, or of a copy of it."""
+    return vars(control)["halfsafe"]
+
+
+def controls_of(model: BaseModel) -> list[LoadedControl]:
+    """Return the ControlNets still in use that a model was sampled with, in the order of their first runs."""
+    return list(_ran.get(model, ()))
+
+
+def _follow(control: ControlNet, loaded: LoadedControl) -> ControlNet:
+    """Set methods on the object itself: its class stays ComfyUI's, which other packs compare (``type(control) == ControlNet``)."""
+    vars(control).update(
+        halfsafe=loaded,
+        pre_run=functools.partial(_pre_run, control, loaded),
+        copy=functools.partial(_copy, control, loaded),
+    )
+    return control
+
+
+def _pre_run(control: ControlNet, loaded: LoadedControl, model: BaseModel, *args: Any) -> None:
+    """Note the model: the sampler gives it to each ControlNet of its conditions (``pre_run_control`` in comfy/samplers.py)."""
+    _ran.setdefault(model, weakref.WeakKeyDictionary())[loaded] = None
+    type(control).pre_run(control, model, *args)
+
+
+def _copy(control: ControlNet, loaded: LoadedControl) -> ControlNet:
+    """Copy a ControlNet as ComfyUI does for every node that applies it: its copy is a new object without these methods."""
+    return _follow(type(control).copy(control), loaded)
