@@ -4,24 +4,26 @@ import pytest
 import torch
 from halfsafe.precision.plan.rules import rules_from
 from support import families
-from support.compiling import compiled
+from support.compiling import COMPILER, compiled
 from support.families import load
 from support.int8_spy import Int8Products
 from support.measures import relative_error
 from torch._dynamo.utils import counters
 
 pytestmark = pytest.mark.usefixtures("one_graph")
+ONE_IN_FP32 = "blocks.0.ffn.2 compute=int8 stream=fp32"
 
 
-@pytest.mark.parametrize("compute", ["int8", "fp16_safe"])
-@pytest.mark.parametrize("text", ["", "blocks.0.ffn.2 compute=int8 stream=fp32"])
-def test_a_compiled_int8_model_multiplies_as_it_does_uncompiled(comfy, wan, call, monkeypatch, compute, text):
+@pytest.mark.parametrize(
+    ("compute", "text", "backend"), [("int8", "", COMPILER), ("int8", ONE_IN_FP32, "eager"), ("fp16_safe", ONE_IN_FP32, "eager")]
+)
+def test_a_compiled_int8_model_multiplies_as_it_does_uncompiled(comfy, wan, call, monkeypatch, compute, text, backend):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
     plain = load(comfy, wan, "int8", compute, rules_from(text))
     families.replay(plain, call)
     with Int8Products() as expected:
         reference = families.replay(plain, call)
-    model = compiled(load(comfy, wan, "int8", compute, rules_from(text)))
+    model = compiled(load(comfy, wan, "int8", compute, rules_from(text)), backend=backend)
     for _ in range(3):
         with Int8Products() as spy:
             result = families.replay(model, call)

@@ -123,7 +123,7 @@ def test_the_core_node_of_torch_compile(comfy, models_dir, stack):
     torch._dynamo.reset()
     path = tiny_models.wan_overflowing(models_dir / "diffusion_models" / "compiled_by_core.safetensors", blocks=1)
     reference, model = pair(comfy, path, stack)
-    compiled = core("comfy_extras.nodes_torch_compile").TorchCompileModel.execute(model, "aot_eager").args[0]
+    compiled = core("comfy_extras.nodes_torch_compile").TorchCompileModel.execute(model, "eager").args[0]
     expected = families.sample(reference, "wan")
     for _ in range(2):
         assert relative_error(expected, families.sample(compiled, "wan")) < BOUND
