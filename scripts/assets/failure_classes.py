@@ -22,7 +22,7 @@ HEAD = """# Failures that users report, and what the guard does about them
 Each class is made to happen in a real ComfyUI with small models of random weights, on a CPU. Errors are relative to the same
 model in fp32 ("no result": the run ended with an error, as it should). "extra calls": how often the model ran again. Classes that
 no test makes say why. Measured with torch {torch} on {machine} by `scripts/assets/failure_classes.py`; the tests are in
-`tests/host/guard/test_classes.py`, which fail when a verdict or an error bound no longer holds.
+`tests/host/guard/test_failure_classes.py`, which fail when a verdict or an error bound no longer holds.
 
 "simulated": what a device or another pack would do is imitated, so the row shows what the guard does, not that the device does so.
 "clean" with a large error: nothing is NaN or Inf, so the guard's watch on each call cannot see it. Its input `check` compares a call
@@ -36,7 +36,7 @@ FOOT = """
 A verdict is given after its evidence, which each event names in its field `evidence` and in its message. A repeat begins with the
 random numbers of the call. Where the repeats that the evidence needs are not allowed (`max_retries`) or find no memory, the verdict
 is `stopped`, and the advice says which of the two it is. The tests that try to provoke a verdict falsely are in
-`tests/host/guard/test_evidence.py`.
+`tests/host/guard/test_failure_evidence.py`.
 
 | verdict | given when | not given when |
 |---|---|---|
@@ -73,7 +73,7 @@ def measure(comfyui: Path) -> list[Measured]:
     """
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
-        test = "tests/host/guard/test_classes.py"
+        test = "tests/host/guard/test_failure_classes.py"
         command = [sys.executable, "-m", "pytest", "-q", test, f"--junitxml={results}"]
         environ = {**os.environ, "COMFYUI_DIR": str(comfyui), "HALFSAFE_STRICT": "1"}
         done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=False)

@@ -1,6 +1,6 @@
 """The classes of precision failures that users of diffusion models report, and what is known of those no test here makes.
 
-``tests/host/guard/test_classes.py`` makes the others happen and measures them; ``scripts/assets/failure_classes.py`` prints both.
+``tests/host/guard/test_failure_classes.py`` makes the others happen and measures them; ``scripts/assets/failure_classes.py`` prints both.
 """
 
 from __future__ import annotations

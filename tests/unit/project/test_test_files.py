@@ -1,0 +1,38 @@
+"""The names of the tests: each says which file of the product it tests, so that whoever edits that file finds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.shipped import ROOT
+
+THEMES = ("host/compile", "host/cuda", "host/graph", "unit/project", "browser", "gpu")
+"""Folders of tests that go through the whole product; the folder's name says what they hold."""
+PRODUCT = {path.stem for folder in ("precision", "nodes") for path in (ROOT / folder).rglob("*.py")} - {"__init__"} | {"__main__"}
+TESTS = [path.relative_to(ROOT / "tests") for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+
+
+def names_a_file(test: str) -> bool:
+    """Whether `test_<file>.py` or `test_<file>_<theme>.py` names a file of the product."""
+    words = test.removeprefix("test_").removesuffix(".py")
+    return any(words == name or words.startswith(f"{name}_") for name in PRODUCT)
+
+
+def test_a_name_that_tells_nothing_is_seen() -> None:
+    assert names_a_file("test_causes.py") and names_a_file("test_causes_inputs.py")
+    assert not names_a_file("test_hunt.py") and not names_a_file("test_causeless.py")
+
+
+@pytest.mark.parametrize("path", [path for path in TESTS if path.parent.as_posix() not in THEMES], ids=str)
+def test_a_test_is_named_for_the_file_it_tests(path: Path) -> None:
+    assert names_a_file(path.name), f"call {path} test_<file>.py or test_<file>_<theme>.py, after a file of precision/ or nodes/"
+
+
+def test_no_theme_stands_for_a_folder_that_is_gone() -> None:
+    assert [theme for theme in THEMES if not list((ROOT / "tests" / theme).glob("test_*.py"))] == []
+
+
+def test_the_guide_names_every_file_of_support() -> None:
+    guide = (ROOT / "tests" / "support" / "README.md").read_text(encoding="utf-8")
+    assert [path.stem for path in (ROOT / "tests" / "support").glob("*.py") if f"`{path.stem}`" not in guide] == []
