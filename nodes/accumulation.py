@@ -21,7 +21,7 @@ def _choice(name: str, options: tuple[str, ...], default: str, tooltip: str, adv
 
 class Accumulation(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeAccumulation",
             display_name="Accumulation (Halfsafe)",

@@ -15,7 +15,7 @@ class AnalyzeLayers(io.ComfyNode):
     KEEP = "keep high"
 
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeAnalyzeLayers",
             display_name="Analyze Layers (Halfsafe)",

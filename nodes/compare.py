@@ -8,7 +8,7 @@ from .inputs import CATEGORY
 
 class CompareImages(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeCompareImages",
             display_name="Compare Images (Halfsafe)",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class ComputeDtype(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeComputeDtype",
             display_name="Compute Dtype (Halfsafe)",
@@ -42,7 +42,7 @@ class ComputeDtype(io.ComfyNode):
 
 class AutoPrecision(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeAutoPrecision",
             display_name="Auto Precision (Halfsafe)",

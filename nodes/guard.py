@@ -31,7 +31,7 @@ def on_nan_input() -> io.Combo.Input:
 
 class NaNGuard(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeNaNGuard",
             display_name="NaN Guard (Halfsafe)",
@@ -74,7 +74,7 @@ class NaNGuard(io.ComfyNode):
 
 class GuardVAE(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeGuardVAE",
             display_name="Guard VAE (Halfsafe)",
@@ -93,7 +93,7 @@ class GuardVAE(io.ComfyNode):
 
 class GuardCLIP(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeGuardCLIP",
             display_name="Guard CLIP (Halfsafe)",
@@ -112,7 +112,7 @@ class GuardCLIP(io.ComfyNode):
 
 class CheckFinite(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         value = io.MatchType.Template("value", [io.Latent, io.Image, io.Conditioning])
         return io.Schema(
             node_id="HalfsafeCheckFinite",

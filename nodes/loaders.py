@@ -19,7 +19,7 @@ def vae_dtype_input(name: str) -> io.Combo.Input:
 
 class LoadDiffusionModel(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeLoadDiffusionModel",
             display_name="Load Diffusion Model (Halfsafe)",
@@ -53,7 +53,7 @@ class LoadDiffusionModel(io.ComfyNode):
 
 class LoadCheckpoint(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeLoadCheckpoint",
             display_name="Load Checkpoint (Halfsafe)",
@@ -89,7 +89,7 @@ class LoadCheckpoint(io.ComfyNode):
 
 class LoadCLIP(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         names = files.model_files("text_encoders")
         more = [
             io.Combo.Input(
@@ -133,7 +133,7 @@ class LoadCLIP(io.ComfyNode):
 
 class LoadControlNet(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeLoadControlNet",
             display_name="Load ControlNet (Halfsafe)",
@@ -167,7 +167,7 @@ class LoadControlNet(io.ComfyNode):
 
 class LoadVAE(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeLoadVAE",
             display_name="Load VAE (Halfsafe)",

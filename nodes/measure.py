@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 class MeasurePrecisions(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeMeasurePrecisions",
             display_name="Measure Precisions (Halfsafe)",

@@ -10,6 +10,7 @@ from ..precision.devices.detect import PROFILE_NAMES
 from ..precision.report.report_chart import chart
 from .host import report as host
 from .host.load.devices import current_device
+from .host.page import encoder_reports
 from .inputs import CATEGORY
 
 REPORT_KEY = "halfsafe_report"
@@ -17,7 +18,7 @@ REPORT_KEY = "halfsafe_report"
 
 class Report(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeReport",
             display_name="Precision Report (Halfsafe)",
@@ -40,7 +41,7 @@ class Report(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, after=None) -> io.NodeOutput:
-        report = host.report_of(model)
+        report = host.report_of(model, encoder_reports())
         text = report.to_text()
         image = torch.from_numpy(chart(report)).unsqueeze(0)
         data = json.dumps(report.to_json(), allow_nan=False)
@@ -51,7 +52,7 @@ class DeviceInfo(io.ComfyNode):
     THIS_DEVICE = "this device"
 
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeDeviceInfo",
             display_name="Device Info (Halfsafe)",

@@ -10,7 +10,7 @@ from .inputs import CATEGORY, RulesType
 
 class LayerRules(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeLayerRules",
             display_name="Layer Rules (Halfsafe)",

@@ -19,7 +19,7 @@ STORAGE_TOOLTIP = "How the weights are stored. auto and as_file keep what the mo
 
 class SaveModel(io.ComfyNode):
     @classmethod
-    def define_schema(cls):
+    def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeSaveModel",
             display_name="Save Model (Halfsafe)",

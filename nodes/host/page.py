@@ -4,8 +4,10 @@ from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from ...precision.guard.policy import EVENT
-from ...precision.report.schema import GuardEvent, plain
+from ...precision.guard.verdicts import CURED
+from ...precision.report.schema import EncoderReport, GuardEvent, plain
 
+ENCODER_GUARDS = {"HalfsafeGuardVAE": "VAE", "HalfsafeGuardCLIP": "text encoder"}
 _messages: dict[str | None, list[dict]] = {}
 
 
@@ -46,3 +48,19 @@ def _keep(message: dict) -> None:
 def messages_in(prompt: str | None) -> list[dict]:
     """Return the messages that guards have sent in a prompt, if it is the last one in which any did."""
     return _messages.get(prompt, []) if prompt else []
+
+
+def encoder_reports() -> list[EncoderReport]:
+    """Report what the Guard VAE and Guard CLIP nodes of the running prompt have sent so far."""
+    sent = messages_in(running_prompt_id())
+    guards = ((node_id, ENCODER_GUARDS.get(node["class_type"])) for node_id, node in running_prompt().items())
+    return [_encoder_report(node_id, kind, [m for m in sent if m["node_id"] == node_id]) for node_id, kind in guards if kind]
+
+
+def _encoder_report(node_id: str, kind: str, messages: list[dict]) -> EncoderReport:
+    """Make the report of one guard: the first verdict that is no recovery stands, else the last one."""
+    report = EncoderReport(node_id, kind, messages=[message["message"] for message in messages])
+    for message in messages:
+        if report.verdict in CURED:
+            report.verdict, report.advice = message["verdict"], message["advice"]
+    return report

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from ...precision.devices.detect import why_int8_is_slow
 from ...precision.dtypes import name_of
 from ...precision.formats.checkpoint import dialect_text
-from ...precision.guard.verdicts import CURED
 from ...precision.modes import FP16_ACC16, FP32, INT8
 from ...precision.plan.accumulation import EXACT_SUMS
 from ...precision.plan.choice import ATTACHMENT, LoadRecord
-from ...precision.report.report_rules import CALLED_IN_FP32
 from ...precision.report.schema import (
     ControlReport,
     EncoderReport,
@@ -32,7 +32,6 @@ from .load.control_runs import LoadedControl, controls_of
 from .load.devices import current_device
 from .lora.low_rank import LowRankModel
 from .lora.patcher import low_rank_reasons
-from .page import messages_in, running_prompt, running_prompt_id
 from .run.accumulation import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
 from .run.layer_modes import is_called_in_fp32, kernels_of, observed_modes_of
@@ -44,20 +43,27 @@ PATCHED_BY = (
     "A model patch ({}) runs inside of this model's calls: they are checked and repeated with it, its own layers are in no plan."
 )
 LISTED = 3
-ENCODER_GUARDS = {"HalfsafeGuardVAE": "VAE", "HalfsafeGuardCLIP": "text encoder"}
+CALLED_IN_FP32 = "the model's own code casts its input to fp32"
+WIDENED = "widened by the guard"
+Reasons = dict[str, list[str]]
+"""Layer name -> why it is as it is, a text each; they are joined when the report is made."""
 
 
-def report_of(patcher: ModelPatcher) -> Report:
-    """Report on a model, from its modules and from what its plan found in the calls made so far."""
-    record, compute, layers = patcher.attachments.get(ATTACHMENT), compute_of(patcher), _layers(patcher)
-    _add_patches(layers, low_rank_reasons(patcher))
+def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> Report:
+    """Report on a model, from its modules and from what its plan found in the calls made so far.
+
+    ``encoders``: what the guards of VAEs and text encoders told in the same prompt.
+    """
+    record, compute, (layers, reasons) = patcher.attachments.get(ATTACHMENT), compute_of(patcher), _layers(patcher)
+    for name, reason in low_rank_reasons(patcher).items():
+        reasons.setdefault(name, []).append(reason)
     sizes = bytes_by_storage(patcher)
     model = ModelReport(type(patcher.model).__name__, parameter_count(patcher), sum(sizes.values()), sizes)
     report = Report(device_section(current_device()), model, layers, flags_of(patcher))
     if guard := guard_of(patcher):
         report.guard = guard.report(patcher)
         report.ranges = guard.ranges(patcher)
-        _escalate(layers, guard.modes(patcher))
+        _escalate(layers, reasons, guard.modes(patcher))
         report.notes += guard.remarks(patcher)
     if record:
         _add_record(report, record)
@@ -72,10 +78,11 @@ def report_of(patcher: ModelPatcher) -> Report:
     report.notes += [*notes, *_int8_notes(layers)]
     report.notes += [PATCHED_BY.format(type(model.model).__name__) for model in patcher.model_patches_models() if not isinstance(model.model, LowRankModel)]
     report.notes += _modes_elsewhere(patcher, {layer.name: layer.mode for layer in layers}, compute, guard)
-    report.encoders = encoder_reports()
+    report.encoders = list(encoders)
     report.control_nets = [control_report(control) for control in controls_of(patcher.model)]
     names = {layer.name for layer in layers}
     report.ranges = {name: largest for name, largest in report.ranges.items() if name in names}
+    _write_reasons(layers, reasons)
     return report
 
 
@@ -95,13 +102,26 @@ def _listed(modes: dict[str, str]) -> str:
     return first + (f" and {len(modes) - LISTED} more layers in another mode than here" if len(modes) > LISTED else "")
 
 
-def _layers(patcher: ModelPatcher) -> list[LayerReport]:
+def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
     record, compute, modes = patcher.attachments.get(ATTACHMENT), compute_of(patcher), observed_modes_of(patcher)
     kernels, sums = kernels_of(patcher, modes), layer_accumulation(patcher)
-    layers = [_layer_report(patcher, name, module, record, compute, modes, sums) for name, module in layers_of(patcher)]
+    layers = [_layer_report(patcher, name, module, compute, modes, sums) for name, module in layers_of(patcher)]
     for layer in layers:
         layer.kernel = kernels.get(layer.name, "")
-    return layers
+    return layers, {layer.name: _reasons(layer, record, compute, sums) for layer in layers}
+
+
+def _reasons(layer: LayerReport, record: LoadRecord | None, compute: Compute | None, sums: dict) -> list[str]:
+    """List why a layer is stored, computed and summed as it is; empty texts are for what needs no reason."""
+    decision = compute.plan.decisions.get(layer.name) if compute else None
+    stored, computed = record.reasons.get(layer.name, "") if record else "", decision.reason if decision else ""
+    return [stored, computed, sums.get(layer.name, ("", ""))[1], CALLED_IN_FP32 if layer.called_in_fp32 else ""]
+
+
+def _write_reasons(layers: list[LayerReport], reasons: Reasons) -> None:
+    """Join the reasons of each layer for its report."""
+    for layer in layers:
+        layer.reason = "; ".join(dict.fromkeys(filter(None, reasons[layer.name])))
 
 
 def _add_record(report: Report | ControlReport, record: LoadRecord) -> None:
@@ -120,26 +140,11 @@ def control_report(control: LoadedControl) -> ControlReport:
         _add_record(report, record)
         return report
     patcher, report.calls = planned.current_patcher, planned.calls
-    report.cls, report.layers = type(planned.diffusion_model).__name__, _layers(patcher)
+    report.cls, (report.layers, reasons) = type(planned.diffusion_model).__name__, _layers(patcher)
+    _write_reasons(report.layers, reasons)
     _add_record(report, record)
     _add_plan(report, planned.compute, patcher)
     report.notes += _int8_notes(report.layers)
-    return report
-
-
-def encoder_reports() -> list[EncoderReport]:
-    """Report what the Guard VAE and Guard CLIP nodes of the running prompt have sent so far."""
-    sent = messages_in(running_prompt_id())
-    guards = ((node_id, ENCODER_GUARDS.get(node["class_type"])) for node_id, node in running_prompt().items())
-    return [_encoder_report(node_id, kind, [m for m in sent if m["node_id"] == node_id]) for node_id, kind in guards if kind]
-
-
-def _encoder_report(node_id: str, kind: str, messages: list[dict]) -> EncoderReport:
-    """The first verdict that is no recovery stands, else the last one."""
-    report = EncoderReport(node_id, kind, messages=[message["message"] for message in messages])
-    for message in messages:
-        if report.verdict in CURED:
-            report.verdict, report.advice = message["verdict"], message["advice"]
     return report
 
 
@@ -156,35 +161,29 @@ def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPa
     report.notes += compute.plan.notes
 
 
-def _add_patches(layers: list[LayerReport], reasons: dict[str, str]) -> None:
-    """Say of each layer what was done with its LoRAs."""
-    for layer in layers:
-        layer.reason = "; ".join(filter(None, [layer.reason, reasons.get(layer.name)]))
-
-
-def _escalate(layers: list[LayerReport], modes: dict[str, str]) -> None:
+def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str]) -> None:
     """Set the modes that the guard runs layers in now."""
     for layer in layers:
         if layer.name in modes:
             layer.mode, layer.accumulation, layer.stream = modes[layer.name], "fp32", "fp32"
             stays_int8 = layer.mode == INT8.name
-            reasons = [reason for reason in layer.reason.split("; ") if stays_int8 or reason != EXACT_SUMS]
-            layer.reason = "; ".join(filter(None, [*reasons, "widened by the guard"]))
+            kept = [reason for reason in reasons[layer.name] if stays_int8 or reason != EXACT_SUMS]
+            reasons[layer.name] = [*kept, WIDENED]
             layer.kernel = layer.kernel if stays_int8 else layer.kernel and DEQUANTIZED
 
 
-def _layer_report(patcher, name: str, module, record, compute, modes: dict[str, str], sums: dict) -> LayerReport:
+def _layer_report(
+    patcher: ModelPatcher, name: str, module: torch.nn.Module, compute: Compute | None, modes: dict[str, str], sums: dict
+) -> LayerReport:
     stream, mode = name_of(activation_dtype(patcher)), modes[name]
     decision = compute.plan.decisions.get(name) if compute else None
-    accumulation, why = sums.get(name, ("fp32", ""))
-    reasons = [record.reasons.get(name, "") if record else "", decision.reason if decision else "", why]
-    if decision is None and mode == FP32.name and is_called_in_fp32(patcher.model.diffusion_model, name):
-        reasons.append(CALLED_IN_FP32)
+    accumulation, _ = sums.get(name, ("fp32", ""))
+    by_code = decision is None and mode == FP32.name and is_called_in_fp32(patcher.model.diffusion_model, name)
     if decision and decision.stream == "fp32":
         stream = "fp32"
-    reason = "; ".join(dict.fromkeys(filter(None, reasons)))
     mode = FP16_ACC16.name if accumulation == "fp16" else mode
-    return LayerReport(name, type(module).__name__, storage_of(module.weight), mode, accumulation, stream, reason)
+    cls, storage = type(module).__name__, storage_of(module.weight)
+    return LayerReport(name, cls, storage, mode, accumulation, stream, called_in_fp32=by_code)
 
 
 def _unmet(record: LoadRecord, layers: list[LayerReport]) -> Iterator[tuple[str, str]]:

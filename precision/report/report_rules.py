@@ -1,23 +1,21 @@
 """A report as lines for Layer Rules: what runs in another mode than most, and what the guard has changed."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from ..layer_names import pattern_of
 from ..modes import MODES
 from ..plan.facts import multiplies
 from ..plan.rules import compile_pattern
 
-CALLED_IN_FP32 = "the model's own code casts its input to fp32"
-"""The reason of a layer that runs in fp32 whatever is asked for, which no rule has to repeat."""
 
-
-def rules_text(report: Mapping) -> str:
+def rules_text(report: Mapping, fixed: Collection[str] = ()) -> str:
     """Write the lines that repeat what a report found, in its JSON form; empty where all layers run alike.
 
-    First the layers whose mode is not the most common one, then the guard's escalations, which win.
+    First the layers whose mode is not the most common one, then the guard's escalations, which win. ``fixed``: the layers whose
+    mode the model's own code sets whatever is asked for, which no rule has to repeat.
     """
-    asked = (layer for layer in report["layers"] if multiplies(layer["class"]) and CALLED_IN_FP32 not in layer["reason"])
+    asked = (layer for layer in report["layers"] if multiplies(layer["class"]) and layer["name"] not in fixed)
     modes = {layer["name"]: layer["mode"] for layer in asked}
     most, guard = usual_mode(modes.values()), report["guard"]
     others = {name: mode for name, mode in modes.items() if mode != most and name not in guard["escalations"]}

@@ -19,6 +19,7 @@ VERDICTS = (
     "clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault", "off",
 )  # fmt: skip
 
+NOT_IN_JSON = {"json": False}
 JSON_NAMES = {"cls": "class", "from_mode": "from", "to_mode": "to"}
 
 
@@ -28,7 +29,8 @@ class LayerReport:
 
     ``mode``: a name in ``modes.MODES``. ``accumulation``: int8 products are added exactly in int32, which is listed as fp32.
     ``kernel``: for a quantized weight ``native``, a kernel of the device for its format; ``eager``, torch's general
-    operations; or ``dequantized``, the weight is unpacked and the product runs in ``mode``.
+    operations; or ``dequantized``, the weight is unpacked and the product runs in ``mode``. ``called_in_fp32``: the model's own
+    code casts its input to fp32, which no rule has to repeat.
     """
 
     name: str
@@ -39,6 +41,7 @@ class LayerReport:
     stream: str
     reason: str = ""
     kernel: str = ""
+    called_in_fp32: bool = field(default=False, metadata=NOT_IN_JSON)
 
 
 @dataclass
@@ -200,7 +203,8 @@ class Report:
         """
         data = {"version": VERSION, **plain(self)}
         legends = {"modes": legend_of_modes(), "storages": legend_of_storages()}
-        return {**data, **legends, "rules": rules_text(data), "view": view_of(data)}
+        fixed = {layer.name for layer in self.layers if layer.called_in_fp32}
+        return {**data, **legends, "rules": rules_text(data, fixed), "view": view_of(data)}
 
     def to_text(self) -> str:
         """Write the report as plain text of 100 columns, to paste into an issue."""
@@ -210,7 +214,8 @@ class Report:
 def plain(value):
     """Convert a value to JSON types: walk dataclasses, mappings and sequences, unpack scalars of torch and numpy."""
     if hasattr(value, "__dataclass_fields__"):
-        return {JSON_NAMES.get(item.name, item.name): plain(getattr(value, item.name)) for item in fields(value)}
+        written = (item for item in fields(value) if item.metadata.get("json", True))
+        return {JSON_NAMES.get(item.name, item.name): plain(getattr(value, item.name)) for item in written}
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):

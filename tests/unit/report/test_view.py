@@ -1,11 +1,12 @@
 """What the page shows of a report, and the rules that repeat it, are derived on the server."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from halfsafe.precision.modes import MODES
 from halfsafe.precision.plan.rules import parse
-from halfsafe.precision.report.report_rules import CALLED_IN_FP32, rules_text
+from halfsafe.precision.report.report_rules import rules_text
 from halfsafe.precision.report.schema import GuardReport, LayerReport, ModelReport, Report
 
 
@@ -87,5 +88,7 @@ def test_layers_that_multiply_nothing_or_run_in_no_mode_have_no_rule():
 
 
 def test_a_layer_that_model_code_itself_calls_in_fp32_needs_no_rule():
-    embedding = LayerReport("patch_embedding", "Conv3d", "bf16", "fp32", "fp32", "bf16", CALLED_IN_FP32)
-    assert Report(layers=[*blocks(3), embedding]).to_json()["rules"] == ""
+    embedding = LayerReport("patch_embedding", "Conv3d", "bf16", "fp32", "fp32", "bf16", "in any words", called_in_fp32=True)
+    report = Report(layers=[*blocks(3), embedding]).to_json()
+    assert report["rules"] == "" and "called_in_fp32" not in report["layers"][-1]
+    assert "patch_embedding" in Report(layers=[*blocks(3), replace(embedding, called_in_fp32=False)]).to_json()["rules"]
