@@ -1,7 +1,7 @@
 """A pipeline in the manner of diffusers, its weights kept in fp8 and computed in bf16, layer by layer.
 
-The rules decide which layers may be fp8. A weight is stored as fp8 data and one power-of-two scale, and computed in bf16
-each time it is read. The plain cast, without a scale, is what diffusers' `layerwise_casting` does.
+The rules decide which layers may be fp8. A weight is stored as fp8 data and one power-of-two scale, and
+computed in bf16 each time it is read. The plain cast, without a scale, is what diffusers' `layerwise_casting` does.
 """
 
 import copy
@@ -94,7 +94,9 @@ def weight_bytes(pipe: Pipeline) -> int:
 def main() -> dict[str, float]:
     torch.manual_seed(0)
     pipe = Pipeline()
-    for block in pipe.transformer.blocks:  # small weights behind large norms: fp8 without a scale rounds them to few values
+    for (
+        block
+    ) in pipe.transformer.blocks:  # small weights behind large norms: fp8 without a scale rounds them to few values
         block.norm.weight.data.mul_(100)
         block.up.weight.data.mul_(0.1)
         block.down.weight.data.mul_(0.1)
@@ -104,7 +106,11 @@ def main() -> dict[str, float]:
         exact = pipe(tokens, noise)
         print(f"fp32: {weight_bytes(pipe) / 1e6:.2f} MB of weights")
         print(f"fp8 with scales: {weight_bytes(stored_in_fp8(pipe)) / 1e6:.2f} MB of weights")
-        for name, small in (("fp8 with scales", stored_in_fp8(pipe)), ("fp8 by a plain cast", cast_to_fp8(pipe)), ("bf16", in_bf16(pipe))):
+        for name, small in (
+            ("fp8 with scales", stored_in_fp8(pipe)),
+            ("fp8 by a plain cast", cast_to_fp8(pipe)),
+            ("bf16", in_bf16(pipe)),
+        ):
             errors[name] = relative_error(exact, small(tokens, noise))
             print(f"{name}, computed in bf16: error {errors[name]:.2%}")
     return errors

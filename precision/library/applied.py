@@ -26,6 +26,7 @@ STORAGE_DTYPES = tuple(option for option in STORAGE_OPTIONS[2:] if option != "in
 FUSED = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
 HANDLE = "_halfsafe_applied"
 COMPUTED = "its weight is computed when it is read"
+NONE_PLANNED = "every layer runs by its own forward, on tensors that are read in the activation dtype"
 
 
 def apply(
@@ -39,31 +40,34 @@ def apply(
 ) -> Applied:
     """Give a module a compute dtype, a storage dtype, or both, until the result's ``remove()``.
 
-    ``compute`` exchanges the forwards of Linear and convolution layers, and has every other parameter and buffer read in the
-    activation dtype, which is fp32 for ``fp16_safe`` and that of the results. Other methods than ``forward`` compute so too;
-    ``forward`` also casts its floating inputs, but for timesteps. Autocast does not act inside. ``storage``
-    holds the weights of its Linear and convolution layers in another dtype and computes them in the module's own each time
-    they are read: what reads ``layer.weight`` gets a tensor in that dtype, which is no parameter, and what is written into
-    it is lost. The module can be copied, pickled, moved, cast and shared by threads. Its state dict has the names and
-    dtypes it had before, so it is as large as before too, and one that is loaded is stored.
+    ``storage`` holds the weights of Linear and convolution layers in another dtype and computes them in the module's
+    own each time they are read: what reads ``layer.weight`` gets a tensor, no parameter, and what is written into it is
+    lost. The module can be copied, pickled, moved, cast and shared by threads. Its state dict has the names and dtypes
+    it had before, so it is as large as before too, and one that is loaded is stored.
+
+    ``compute`` exchanges the forwards of these layers, and has every other parameter and buffer read in the activation
+    dtype, which is fp32 for ``fp16_safe`` and that of the results. Other methods than ``forward`` compute so too;
+    ``forward`` also casts its floating inputs, but for timesteps. Autocast does not act inside. torch.compile makes one
+    graph of the module; with ``fp16_safe`` only of parts that are compiled by themselves.
 
     Args:
         module: in evaluation mode, in a floating dtype and on any device but meta; not compiled and not scripted.
-        settings: the other arguments as a mapping of plain data, such as ``{"compute": "fp16_safe", "storage": "fp8_e4m3fn"}``,
-            which win over those given by name; :func:`portable_apply` takes them to another process.
-        compute: ``fp16_safe`` (fp16 matmul operands, fp32 between layers, cannot overflow), ``fp16``, ``bf16``, ``fp32``,
-            or ``auto`` for what the module's device is fast at. None leaves the arithmetic alone.
+        settings: the other arguments as a mapping of plain data, such as ``{"compute": "fp16_safe"}``, which win over
+            those given by name; :func:`portable_apply` takes them to another process.
+        compute: ``fp16_safe`` (fp16 matmul operands, fp32 between layers, cannot overflow), ``fp16``, ``bf16``,
+            ``fp32``, or ``auto`` for what the module's device is fast at. None leaves the arithmetic alone.
         storage: ``fp8_e4m3fn`` or ``fp8_e5m2`` with one scale per tensor (Linear layers only), ``fp16``, ``bf16`` or
-            ``fp32``. None leaves the weights alone. ``kept`` of the result names the weights that stay as they are: those that
-            rules keep, tied ones that are not all stored alike, and values that the dtype would not hold.
-        rules: exceptions per layer, as text on top of the default preset, which keeps sensitive layers out of fp8, or from
-            :func:`rules_from`. ``without_effect`` of the result names those that this call does not follow.
+            ``fp32``. None leaves the weights alone. ``kept`` of the result names the weights that stay as they are:
+            those that rules keep, tied ones that are not all stored alike, and values that the dtype would not hold.
+        rules: exceptions per layer, as text on top of the default preset, which keeps sensitive layers out of fp8, or
+            from :func:`rules_from`. ``without_effect`` of the result names those that this call does not follow.
         keep: hold the original weights in host memory, so that ``remove()`` restores them bit by bit. Without it,
-            ``remove()`` can only return what the storage dtype holds. Both in the dtype that the module was cast to since.
+            ``remove()`` can only return what the storage dtype holds. Both in the dtype the module was cast to since.
 
     Raises:
-        HalfsafeError: no such setting or dtype, the module is compiled or scripted or has been applied to already, a weight is
-            on the meta device or holds NaN or Inf, or a rule asks for what no module can have. The module is as it was.
+        HalfsafeError: no such setting or dtype, the module is compiled or scripted, something is applied to it or a
+            compute dtype to a part of it, a weight is on the meta device or holds NaN or Inf, or a rule asks for what
+            no module can have. The module is as it was.
 
     ``fp16_safe`` is right where the module's own fp16 overflows:
 
@@ -95,7 +99,11 @@ def apply(
 
 def _put_on(module: torch.nn.Module, compute: str | None, storage: str | None, rules: Rules, keep: bool) -> Applied:
     """Plan and exchange; put everything back where that fails."""
-    layers = {name: layer for name, layer in module.named_modules() if kind_of(layer) and torch.is_tensor(getattr(layer, "weight", None))}
+    layers = {
+        name: layer
+        for name, layer in module.named_modules()
+        if kind_of(layer) and torch.is_tensor(getattr(layer, "weight", None))
+    }
     if on_meta := [name for name, layer in layers.items() if layer.weight.is_meta]:
         raise HalfsafeError(f"{on_meta[0]}.weight is on the meta device: it has no values.", "Load the weights first.")
     specs = [LayerSpec(name, _class_of(layer), tuple(layer.weight.shape)) for name, layer in layers.items()]
@@ -110,7 +118,7 @@ def _put_on(module: torch.nn.Module, compute: str | None, storage: str | None, r
             if plan:
                 applied.compute(plan, layers)
                 if not applied.modes():
-                    applied.without_effect.append((f"compute={compute}", "no layer of this module can be planned"))
+                    applied.without_effect.append((f"compute={compute}", NONE_PLANNED))
     except BaseException:
         applied.remove()
         raise
@@ -169,7 +177,9 @@ class Applied:
         self._forwards: list[tuple[torch.nn.Module, Callable | None]] = []
         module.__dict__[HANDLE] = self
 
-    def store(self, layers: Mapping[str, torch.nn.Module], decisions: Mapping[str, StorageDecision], keep: bool) -> None:
+    def store(
+        self, layers: Mapping[str, torch.nn.Module], decisions: Mapping[str, StorageDecision], keep: bool
+    ) -> None:
         """Store the weights of layers as decided, tied ones together; :func:`apply` does it."""
         self.kept.update((name, decision.reason) for name, decision in decisions.items() if decision.kept)
         wanted = {name: decision.storage for name, decision in decisions.items() if decision.storage != "as_file"}
@@ -214,7 +224,7 @@ class Applied:
         self._exchange(self._module, Called(self._module, dtype, calls))
 
     def _read_in(self, inner: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Have a module's tensors read in the activation dtype; an embedding would cast its whole table at each call."""
+        """Have a module's tensors read in ``dtype``; an embedding would cast its whole table at each call."""
         tensors = (*inner._parameters.values(), *inner._buffers.values(), *inner._modules.values())
         if isinstance(inner, torch.nn.Embedding):
             self._exchange(inner, PlannedForward(CastResult(inner.forward, dtype), Calls(None)))
@@ -265,23 +275,33 @@ def _known(settings: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, An
 def _check(module: torch.nn.Module, compute: str | None, storage: str | None, rules: Rules) -> None:
     for setting, value, allowed in (("compute", compute, COMPUTE_DTYPES), ("storage", storage, STORAGE_DTYPES)):
         if value is not None and value not in allowed:
-            raise HalfsafeError(f"{setting}='{value}' cannot be applied to a module.", f"Use one of: {', '.join(allowed)}.")
+            raise HalfsafeError(
+                f"{setting}='{value}' cannot be applied to a module.", f"Use one of: {', '.join(allowed)}."
+            )
     if hasattr(module, "_orig_mod"):
         raise HalfsafeError("The module is compiled.", "Apply to the module that was given to torch.compile.")
     if any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules()):
-        raise HalfsafeError("The module, or a part of it, is scripted.", "Apply to the module that was given to torch.jit.")
+        raise HalfsafeError(
+            "The module, or a part of it, is scripted.", "Apply to the module that was given to torch.jit."
+        )
     if HANDLE in module.__dict__:
         raise HalfsafeError("Something is applied to this module already.", "Remove it first: restore(module).")
-    if compute and any(isinstance(inner.__dict__.get("forward"), (PlannedForward, Called)) for inner in module.modules()):
-        raise HalfsafeError("The module or a part of it has a compute dtype.", "Apply one to the whole, with rules for its parts.")
+    if compute and any(
+        isinstance(inner.__dict__.get("forward"), (PlannedForward, Called)) for inner in module.modules()
+    ):
+        raise HalfsafeError(
+            "The module or a part of it has a compute dtype.", "Apply one to the whole, with rules for its parts."
+        )
     for rule in rules.own:
         for key, value in rule.settings:
             if value not in {"compute": COMPUTE_DTYPES, "storage": ("as_file", *STORAGE_DTYPES)}.get(key, (value,)):
-                raise HalfsafeError(f"The rule '{rule}' cannot be applied to a module.", "Take another value, or leave it out.")
+                raise HalfsafeError(
+                    f"The rule '{rule}' cannot be applied to a module.", "Take another value, or leave it out."
+                )
 
 
 def _holders(module: torch.nn.Module) -> list[list[str]]:
-    """List, for each parameter, the modules that have it as their ``weight``, and the names of other parameters it is."""
+    """List, for each parameter, the modules that have it as ``weight``, and its names where it is none."""
     found: dict[int, list[str]] = {}
     for name, inner in module.named_modules():
         for key, parameter in inner._parameters.items():

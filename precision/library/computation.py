@@ -1,4 +1,4 @@
-"""How a plain torch module is called under a compute plan, and its layers, by whatever method and in whatever thread."""
+"""Call a plain torch module under a compute plan, and its layers, by whatever method and in whatever thread."""
 
 import inspect
 import sys

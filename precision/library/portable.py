@@ -25,7 +25,9 @@ def portable_apply() -> Callable:
         import sys
 
         if "halfsafe" not in sys.modules and importlib.util.find_spec("halfsafe") is None:
-            spec = importlib.util.spec_from_file_location("halfsafe", f"{folder}/__init__.py", submodule_search_locations=[folder])
+            spec = importlib.util.spec_from_file_location(
+                "halfsafe", f"{folder}/__init__.py", submodule_search_locations=[folder]
+            )
             sys.modules["halfsafe"] = package = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]  # a file's spec
             spec.loader.exec_module(package)  # type: ignore[union-attr]
         importlib.import_module("halfsafe.precision.library.applied").apply(module, settings)

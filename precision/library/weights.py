@@ -1,8 +1,8 @@
 """Weights of plain torch modules in a storage dtype, computed in the module's own dtype each time they are read.
 
-``torch.nn.utils.parametrize`` computes weights too, and was tried (torch 2.11): it refuses to pickle whole modules; its state
-dict loads elsewhere with ``strict=False`` and without the weight, as ``from_pretrained`` does; ``half()`` casts its fp8 data and
-its scale; tied weights become two.
+``torch.nn.utils.parametrize`` computes weights too, and was tried (torch 2.11): it refuses to pickle whole modules; its
+state dict loads elsewhere with ``strict=False`` and without the weight; ``half()`` casts its fp8 data and its scale;
+tied weights become two.
 """
 
 import functools
@@ -28,8 +28,8 @@ SMALLEST_AMAX = 4.0
 class StoredWeight(torch.nn.Module):
     """A weight in a storage dtype, in fp8 with a power-of-two scale. Layers with tied weights share one.
 
-    Buffers are integers, which ``half()`` and its like do not cast. ``like`` holds no values: its dtype, which they do cast, is
-    the one to read in. No tensor of it is in a state dict: that has the weight as it is read.
+    Buffers are integers, which ``half()`` and its like do not cast. ``like`` holds no values: its dtype, which they do
+    cast, is the one to read in. No tensor of it is in a state dict: that has the weight as it is read.
     """
 
     def __init__(self, weight: torch.nn.Parameter, storage: str, keep: bool):
@@ -43,7 +43,11 @@ class StoredWeight(torch.nn.Module):
     def store(self, weight: torch.Tensor) -> None:
         """Hold a weight that :func:`why_not_stored` has nothing against."""
         dtype, scaled = dtype_named(self.storage), self.storage in FP8_NAMES
-        found = quantize(weight, dtype, amax_value(weight)) if scaled else Quantized(weight.detach().to(dtype), torch.ones(()))
+        found = (
+            quantize(weight, dtype, amax_value(weight))
+            if scaled
+            else Quantized(weight.detach().to(dtype), torch.ones(()))
+        )
         self.register_buffer("bits", found.data.view(BITS[dtype.itemsize]), persistent=False)
         self.register_buffer("scale_bits", found.scale.to(weight.device).view(torch.int32), persistent=False)
         # In a tuple, where torch does not look for parameters. A device's weight is kept in host memory.
@@ -52,10 +56,14 @@ class StoredWeight(torch.nn.Module):
     def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the weight in ``dtype``, by default the module's own."""
         data, dtype = self.bits.view(dtype_named(self.storage)), dtype or self.like.dtype
-        return dequantize(data, self.scale_bits.view(torch.float32), dtype) if self.storage in FP8_NAMES else data.to(dtype)
+        return (
+            dequantize(data, self.scale_bits.view(torch.float32), dtype)
+            if self.storage in FP8_NAMES
+            else data.to(dtype)
+        )
 
     def parameter(self) -> torch.nn.Parameter:
-        """Return the original if it was kept, else the weight as it is read, in the dtype and on the device the module has now."""
+        """Return the original if it was kept, else the weight as it is read, in the module's present dtype and device."""
         data = self.original[0] if self.original else self.read()
         if isinstance(data, torch.nn.Parameter) and (data.dtype, data.device) == (self.like.dtype, self.like.device):
             return data
@@ -74,8 +82,8 @@ class StoredWeight(torch.nn.Module):
 class ComputesTensors(torch.nn.Module):
     """What :func:`_computing` adds to a module's class: its tensors are computed when they are read.
 
-    A stored weight is read in the module's own dtype; where a compute dtype is set, this and every other floating tensor of
-    the module is read in that.
+    A stored weight is read in the module's own dtype; where a compute dtype is set, this and every other floating
+    tensor of the module is read in that.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -87,7 +95,9 @@ class ComputesTensors(torch.nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if stored := _stored(self, name):
-            raise HalfsafeError(f"A {name} that is stored in {stored.storage} cannot be set.", "First: restore(module).")
+            raise HalfsafeError(
+                f"A {name} that is stored in {stored.storage} cannot be set.", "First: restore(module)."
+            )
         super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:

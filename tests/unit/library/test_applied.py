@@ -1,4 +1,4 @@
-"""One call puts dtypes on a module of plain torch and one takes them off: judged at the operation, by value, by identity."""
+"""One call puts dtypes on a module and one takes them off: judged at the operation, by value, by identity."""
 
 import copy
 import doctest
@@ -160,7 +160,11 @@ def test_a_weight_beyond_fp16_is_not_stored_in_it(model):
     assert model.blocks[1].up.weight.dtype == torch.float32 and "7e+04" in handle.kept["blocks.1.up"]
 
 
-SETTINGS = [{"compute": "fp16_safe"}, {"storage": "fp8_e4m3fn", "keep": True}, {"storage": "fp16", "compute": "bf16", "keep": True}]
+SETTINGS = [
+    {"compute": "fp16_safe"},
+    {"storage": "fp8_e4m3fn", "keep": True},
+    {"storage": "fp16", "compute": "bf16", "keep": True},
+]
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
@@ -260,7 +264,9 @@ def test_a_copy_of_an_applied_module_has_a_life_of_its_own(model, mode):
     for kept, own in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
         assert torch.equal(kept, own) and kept.dtype == own.dtype
     assert not any("forward" in module.__dict__ for module in twin.modules())
-    assert relative_error(exact, twin(*inputs())) < 1e-6, "equal weights elsewhere in memory may be summed in another order"
+    assert relative_error(exact, twin(*inputs())) < 1e-6, (
+        "equal weights elsewhere in memory may be summed in another order"
+    )
 
 
 def test_a_module_is_not_kept_alive_by_what_is_on_it():

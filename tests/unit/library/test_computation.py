@@ -99,7 +99,9 @@ def test_weights_that_are_read_have_the_dtype_of_activations(cls, compute, dtype
 
 
 @pytest.mark.parametrize("compute", ["fp16", "bf16"])
-@pytest.mark.parametrize("timestep", [torch.tensor([937.3, 12.7]), torch.full((2, 8), 937.3), torch.tensor(937.3)], ids=["1-D", "2-D", "0-D"])
+@pytest.mark.parametrize(
+    "timestep", [torch.tensor([937.3, 12.7]), torch.full((2, 8), 937.3), torch.tensor(937.3)], ids=["1-D", "2-D", "0-D"]
+)
 @pytest.mark.parametrize("named", [True, False])
 def test_timesteps_are_not_rounded(compute, timestep, named):
     model, x = made(Timed), some() if timestep.dim() != 1 else some()[:, 0]
@@ -156,13 +158,28 @@ def test_threads_that_begin_together_and_call_other_methods_are_right():
     apply(model, compute="fp16_safe", storage="fp16")
     found = in_threads(lambda: (model(some()), model.decode(some())), times=10)
     assert len(found) == 40 and all(isinstance(pair, tuple) for pair in found)
-    assert max(relative_error(called, pair[0]) for pair in found) < 3e-3 > max(relative_error(decoded, pair[1]) for pair in found)
+    assert (
+        max(relative_error(called, pair[0]) for pair in found)
+        < 3e-3
+        > max(relative_error(decoded, pair[1]) for pair in found)
+    )
 
 
-ORDERS = ["apply, compile", "compile, apply", "call, apply, compile", "compile, call, apply", "apply, call, compile", "parts"]
+ORDERS = [
+    "apply, compile",
+    "compile, apply",
+    "call, apply, compile",
+    "compile, call, apply",
+    "apply, call, compile",
+    "parts",
+]
 
 
-@pytest.mark.parametrize("settings", [{"compute": "fp16_safe"}, {"compute": "bf16"}, {"compute": "fp16_safe", "storage": "fp8_e4m3fn"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{"compute": "fp16_safe"}, {"compute": "bf16"}, {"compute": "fp16_safe", "storage": "fp8_e4m3fn"}],
+    ids=str,
+)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_module_is_compiled_and_applied_to_in_any_order(order, settings):
     torch._dynamo.reset()
@@ -206,7 +223,9 @@ def test_a_copy_of_a_part_takes_no_other_part_along():
     assert torch.equal(pickle.loads(part)(some().reshape(-1, 64)), exact)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
 @pytest.mark.parametrize("compute", ["fp16_safe", "bf16"])
 @pytest.mark.parametrize("calls", [0, 1])
 def test_a_copy_computes_by_itself(copied, compute, calls):
@@ -229,7 +248,12 @@ def test_layers_are_called_by_keyword_and_may_be_empty(compute):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.one, self.none, self.back, self.conv = nn.Linear(32, 32), nn.Linear(32, 0), nn.Linear(0, 32), nn.Conv1d(8, 8, 1)
+            self.one, self.none, self.back, self.conv = (
+                nn.Linear(32, 32),
+                nn.Linear(32, 0),
+                nn.Linear(0, 32),
+                nn.Conv1d(8, 8, 1),
+            )
 
         def forward(self, x):
             return self.conv(input=self.one(input=x) + self.back(self.none(x)))
@@ -278,7 +302,7 @@ def test_a_setting_without_any_layer_to_act_on_is_reported():
     model[0].forward = lambda *args, **kwargs: forward(*args, **kwargs)
     exact = model(some())
     handle = apply(model, compute="fp16_safe")
-    assert dict(handle.without_effect) == {"compute=fp16_safe": "no layer of this module can be planned"}
+    assert "every layer runs by its own forward" in dict(handle.without_effect)["compute=fp16_safe"]
     assert set(handle.skipped) == {"0"} and torch.equal(model(some()), exact)
     nothing = apply(nn.Sequential(nn.Embedding(4, 4)), storage="fp8_e4m3fn", compute="bf16")
     assert set(dict(nothing.without_effect)) == {"storage=fp8_e4m3fn", "compute=bf16"}

@@ -51,7 +51,9 @@ def test_the_package_itself_gives_the_library(tmp_path):
 
 @pytest.fixture(scope="module")
 def ray():
-    ray = pytest.importorskip("ray", reason="RAY IS NOT INSTALLED: the test with two Ray actors did not run (pip install ray)")
+    ray = pytest.importorskip(
+        "ray", reason="RAY IS NOT INSTALLED: the test with two Ray actors did not run (pip install ray)"
+    )
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray
     ray.shutdown()

@@ -1,4 +1,4 @@
-"""Stored weights are computed when they are read: judged beside code that reads, copies, saves, loads, casts and ties them."""
+"""Stored weights are computed when they are read: judged beside code that reads, copies, saves, casts, ties them."""
 
 from __future__ import annotations
 
@@ -169,14 +169,19 @@ def test_a_state_dict_that_is_loaded_while_applied_is_stored(storage, keep, assi
     restore(model)
     error = relative_error(other(some()), model(some()))
     assert error == 0 if keep else error < BOUND[storage]
-    assert {parameter.data_ptr() for parameter in model.parameters()} & {p.data_ptr() for p in other.parameters()} == set()
+    assert {parameter.data_ptr() for parameter in model.parameters()} & {
+        p.data_ptr() for p in other.parameters()
+    } == set()
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (lambda state: state.pop("wo.weight"), 'Missing key.*"wo.weight"'),
-        (lambda state: state.update({"wo.weight": torch.zeros(3, 3)}), r"wo\.weight: size mismatch, \(3, 3\) for \(32, 64\)"),
+        (
+            lambda state: state.update({"wo.weight": torch.zeros(3, 3)}),
+            r"wo\.weight: size mismatch, \(3, 3\) for \(32, 64\)",
+        ),
         (lambda state: state["wo.weight"].fill_(float("nan")), r"wo\.weight holds NaN"),
         (lambda state: state["wo.weight"].fill_(7e4), r"wo\.weight: values up to 7e\+04 are too large for fp16"),
         (lambda state: state.update({"wo.scale": torch.ones(1)}), 'Unexpected key.*"wo.scale"'),
@@ -225,7 +230,9 @@ def test_a_module_that_is_cast_while_applied_and_restored_has_one_dtype(storage,
     apply(model, storage=storage, keep=keep)
     codes = [buffer.clone() for buffer in model.buffers()]
     model.to(dtype)
-    assert all(torch.equal(buffer, code) for buffer, code in zip(model.buffers(), codes, strict=True)), "no code is cast"
+    assert all(torch.equal(buffer, code) for buffer, code in zip(model.buffers(), codes, strict=True)), (
+        "no code is cast"
+    )
     assert model.wi.weight.dtype == dtype and relative_error(exact, model(some(dtype))) < BOUND[storage] + 0.01
     restore(model)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
@@ -235,7 +242,12 @@ def test_a_module_that_is_cast_while_applied_and_restored_has_one_dtype(storage,
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table, self.one, self.two, self.head = nn.Embedding(64, 32), nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 64)
+        self.table, self.one, self.two, self.head = (
+            nn.Embedding(64, 32),
+            nn.Linear(32, 32),
+            nn.Linear(32, 32),
+            nn.Linear(32, 64),
+        )
         self.two.weight, self.head.weight = self.one.weight, self.table.weight
 
     def forward(self, tokens):
@@ -320,7 +332,11 @@ def test_a_weight_is_stored_right_or_kept(storage, dtype, amax):
         return
     handle = apply(layer, storage=storage)
     assert relative_error(weight, layer.weight) < BOUND[storage] / 2
-    assert bool(handle.stored) or bool(handle.kept) or storage == {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
+    assert (
+        bool(handle.stored)
+        or bool(handle.kept)
+        or storage == {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)
+    )
     if 1e-3 <= amax <= 300 and dtype == torch.float32:
         assert handle.stored == {"": storage}
 
@@ -329,7 +345,9 @@ def test_a_weight_of_zeros_or_of_no_values_is_stored():
     model = nn.Sequential(nn.Linear(32, 0), nn.Linear(0, 32), nn.Linear(32, 32)).eval()
     model[2].weight.zero_()
     handle = apply(model, storage="fp8_e4m3fn")
-    assert len(handle.stored) == 3 and torch.equal(model(some()), (model[1].bias @ model[2].weight.T + model[2].bias).expand(8, -1))
+    assert len(handle.stored) == 3 and torch.equal(
+        model(some()), (model[1].bias @ model[2].weight.T + model[2].bias).expand(8, -1)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.float8_e4m3fn])
@@ -338,11 +356,16 @@ def test_a_weight_that_holds_codes_or_complex_numbers_is_kept(dtype, storage):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).eval()
     model[0].weight = nn.Parameter(model[0].weight.to(dtype), requires_grad=False)
     handle = apply(model, storage=storage)
-    assert set(handle.stored) == {"1"} and str(dtype).removeprefix("torch.").split("_")[0].replace("float", "fp") in handle.kept["0"]
+    assert (
+        set(handle.stored) == {"1"}
+        and str(dtype).removeprefix("torch.").split("_")[0].replace("float", "fp") in handle.kept["0"]
+    )
     assert model[0].weight.dtype == dtype
 
 
-@pytest.mark.parametrize("settings", [{"storage": "fp8_e4m3fn"}, {"storage": "bf16"}, {"compute": "fp16_safe"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"storage": "fp8_e4m3fn"}, {"storage": "bf16"}, {"compute": "fp16_safe"}], ids=str
+)
 def test_a_module_on_the_meta_device_is_refused_and_can_be_applied_to_later(settings):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).to("meta").eval()
     for _ in range(2):
