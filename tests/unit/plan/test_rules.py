@@ -1,7 +1,9 @@
 import pytest
 from halfsafe.precision.errors import HalfsafeError, RuleError
+from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.presets import PRESETS
 from halfsafe.precision.plan.rules import Rules, parse, rules_from
+from halfsafe.precision.plan.storage import plan_text_encoder
 
 
 def storage_of(rules, name, cls="Linear"):
@@ -66,6 +68,7 @@ def test_comments_and_blank_lines():
         ("a storage=fp4", "'fp4' is not a valid value for storage"),
         ("a storage=auto", "'auto' is not a valid value for storage"),
         ("storage=bf16 a", "where the pattern should be"),
+        ("role:inside storage=bf16", "'inside' is no role.*outside, modulation"),
         ("re:( storage=bf16", "not a regular expression"),
         ("a storage=bf16 nonsense", "nonsense"),
     ],
@@ -132,6 +135,40 @@ def test_default_preset_leaves_the_bulk_of_each_family(family, name):
 def test_family_presets_keep_what_the_default_keeps():
     for preset in set(PRESETS) - {"none"}:
         assert set(PRESETS["keep sensitive layers"]) <= set(PRESETS[preset])
+
+
+KREA = [
+    LayerSpec("first", "Linear", (64, 16)),
+    *(LayerSpec(f"blocks.{index}.{name}", "Linear", (64, 64)) for index in range(3) for name in ("wq", "wo")),
+    LayerSpec("last.linear", "Linear", (16, 64)),
+]
+
+
+def storages(rules):
+    return {layer.name: storage_of(rules.on(KREA), layer.name) for layer in KREA if not layer.name.startswith("blocks.1")}
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_but_none_keeps_what_lies_outside_the_blocks_and_says_so(preset):
+    rules = rules_from("", preset)
+    kept = {name for name, storage in storages(rules).items() if storage == "as_file" and not name.startswith("blocks")}
+    assert kept == (set() if preset == "none" else {"first", "last.linear"})
+    if kept:
+        assert rules.on(KREA).setting("storage", "first", "Linear")[1].reason == "outside the repeated blocks"
+        assert storages(rules_from(rules.to_text(), "none")) == storages(rules)
+
+
+def test_own_rules_win_over_the_structure_and_may_be_about_it():
+    found = storages(rules_from("role:outside storage=int8\nlast.* storage=bf16"))
+    assert (found["first"], found["last.linear"], found["blocks.0.wq"]) == ("int8", "bf16", None)
+    assert [str(rule) for rule in rules_from("role:modulation storage=int8").on(KREA).without_match([("first", "Linear")])] == [
+        "role:modulation storage=int8"
+    ]
+
+
+def test_text_encoders_keep_what_lies_outside_the_blocks():
+    _, decisions = plan_text_encoder(KREA, "fp8_e4m3fn", "fp16", "fp16", 1, 10)
+    assert {name for name, decision in decisions.items() if decision.kept} == {"first", "last.linear"}
 
 
 def test_rules_are_values():

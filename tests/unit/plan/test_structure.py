@@ -105,7 +105,24 @@ def test_a_short_stack_of_few_weights_is_a_refiner_and_one_of_many_is_not():
     small, large = stack("refiner", 2, WIDTH // 2), stack("refiner", 2)
     assert named(OUTSIDE, [*small, *stack("blocks", 24)]) == {layer.name for layer in small}
     assert named(OUTSIDE, [*large, *stack("blocks", 24)]) == set()
-    assert named(OUTSIDE, [*small, *stack("blocks", 6)]) == set()
+    assert named(OUTSIDE, [*stack("refiner", 2, WIDTH // 8), *stack("blocks", 6)]) == set()
+
+
+def test_short_stacks_count_together_and_without_their_modulation():
+    body = stack("blocks", 30)
+    one, two = stack("connector", 1, 72), stack("refiner", 2, 50)
+    assert all(sum(prod(layer.shape) for layer in side) < 0.045 * sum(prod(layer.shape) for layer in body) for side in (one, two))
+    embedder = linears({"connector.0.norm": (72, 72), "connector.0.scale": (72, 72)})
+    assert named(OUTSIDE, [*two, *body]) == {layer.name for layer in two}
+    assert named(OUTSIDE, [*one, *embedder, *two, *body]) == {layer.name for layer in (*one, *embedder)}
+    modulated = stack("refiner", 2, 50, adaLN=(12 * 50, 50))
+    assert sum(prod(layer.shape) for layer in modulated) > 0.06 * sum(prod(layer.shape) for layer in body)
+    assert named(OUTSIDE, [*modulated, *body]) == {layer.name for layer in modulated}
+
+
+def test_blocks_of_which_each_is_a_little_different_are_a_stack():
+    layers = [layer for index in range(2) for layer in block(f"vace_blocks.{index}", **{f"only_{'ab'[index]}": (WIDTH, WIDTH)})]
+    assert [len(found) for found in stacks_of(layers)] == [2]
 
 
 def test_stacks_of_one_length_are_treated_alike_and_shorter_ones_by_themselves():
