@@ -49,7 +49,7 @@ class Session:
 
     Args:
         subjects: the layers by name.
-        weights: lends a layer's (weight, bias), see ``SafeOperation``.
+        weights: provides a layer's (weight, bias), see ``SafeOperation``.
         change: returns the patches that make a module compute as the candidate.
         advance: called before each call; may raise.
     """

@@ -53,7 +53,7 @@ def has_wide_output(device: torch.device, kind: str) -> bool:
 
 
 class SafeOperation:
-    """One module's forward with fp16 operands: finite wherever fp32 is.
+    """Run one module's forward with fp16 operands: finite wherever fp32 is.
 
     Args:
         module: a Linear, Conv or ConvTranspose.
@@ -145,7 +145,7 @@ class SafeOperation:
             self.scale.prove_result(magnitude, row_sum, 0.0 if bias is None else amax(bias).item())
 
     def _first_product(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
-        """The product of a call that calibrates: in fp16 only if it is not larger there than allowed."""
+        """Multiply in a call that calibrates: in fp16 only if it is not larger there than allowed."""
         if self.scale.result.proven:
             result = self._fp16(operand, weight, None if bias is None else bias.to(torch.float16), *args, **kwargs)
             if amax(result).item() <= self.largest_fp16:
@@ -186,16 +186,16 @@ class SafeOperation:
 
 
 def multiplied(
-    module: torch.nn.Module, kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args, **kwargs
+    module: torch.nn.Module, kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args, **how
 ) -> torch.Tensor:
     """Multiply as a module of this kind does, by the weight and bias given, all of one dtype; other arguments as of its
     forward."""
     if kind == "linear":
         return F.linear(x, weight, bias)
     if kind == "conv":
-        return module._conv_forward(x, weight, bias, *args, **kwargs)
+        return module._conv_forward(x, weight, bias, *args, **how)
     dimensions = weight.dim() - 2
-    output_size = args[0] if args else kwargs.get("output_size")
+    output_size = args[0] if args else how.get("output_size")
     padding = module._output_padding(
         x, output_size, module.stride, module.padding, module.kernel_size, dimensions, module.dilation
     )

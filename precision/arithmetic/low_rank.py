@@ -58,7 +58,7 @@ def normalized(down: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> Fact
 
 
 def _exponent(sizes: torch.Tensor) -> torch.Tensor:
-    """The exponents of the smallest powers of two that reach ``sizes``; 0 for what is not finite."""
+    """Return the exponents of the smallest powers of two that reach ``sizes``; 0 for what is not finite."""
     return torch.where(torch.isfinite(sizes), torch.frexp(sizes).exponent, 0)
 
 
@@ -66,19 +66,20 @@ def joined(parts: list[Factors]) -> Factors:
     """Join the factors of several changes of one weight into those of their sum."""
     if len(parts) == 1:
         return parts[0]
-    return Factors(*(torch.cat([getattr(part, name) for part in parts], axis) for name, axis in (("down", 0), ("up", 1), ("scale", 0))))
+    axes = {"down": 0, "up": 1, "scale": 0}
+    return Factors(**{name: torch.cat([getattr(part, name) for part in parts], axis) for name, axis in axes.items()})
 
 
 def hadamard_factors(downs: list[torch.Tensor], ups: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(down, up) of ``(up1 @ down1) * (up2 @ down2)``, of rank ``r1 * r2``: the row-wise and column-wise Kronecker
-    products."""
+    """Return (down, up) of ``(up1 @ down1) * (up2 @ down2)``, of rank ``r1 * r2``: the row-wise and column-wise
+    Kronecker products."""
     down = (downs[0].float()[:, None] * downs[1].float()[None]).flatten(0, 1)
     up = (ups[0].float()[:, :, None] * ups[1].float()[:, None]).flatten(1)
     return down, up
 
 
 def kronecker_factors(downs: list[torch.Tensor], ups: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """(down, up) of ``kron(up1 @ down1, up2 @ down2)``, of rank ``r1 * r2``."""
+    """Return (down, up) of ``kron(up1 @ down1, up2 @ down2)``, of rank ``r1 * r2``."""
     return torch.kron(*(down.float() for down in downs)), torch.kron(*(up.float() for up in ups))
 
 
@@ -119,12 +120,12 @@ def _scaled_down(rows: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
 
 
 def _half_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product of fp16 operands; a CPU multiplies the rounded operands in fp32, as in ``linear.py``."""
+    """Multiply fp16 operands; a CPU multiplies the rounded operands in fp32, as in ``linear.py``."""
     return F.linear(a.float(), b.float()) if a.device.type == "cpu" else F.linear(a, b)
 
 
 def _size(rows: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each row, ``(..., 1)`` in fp32, and never 0, nor in fp16 where the rows are."""
+    """Return the largest magnitude of each row, ``(..., 1)`` in fp32, and never 0, nor in fp16 where the rows are."""
     if norm_loses_nan(rows.device):
         size = rows.abs().amax(-1, keepdim=True).float()
     else:

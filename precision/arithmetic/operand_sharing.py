@@ -8,8 +8,8 @@ from .operand_scale import OperandScale
 
 
 class LastOperand(NamedTuple):
-    """The operand made last: of which tensor, by whose scale, as multiplied, and how many operations are still to share
-    it."""
+    """Keep the operand made last: of which tensor, by whose scale, as multiplied, and how many operations are still to
+    share it."""
 
     x: torch.Tensor
     scale: OperandScale

@@ -41,7 +41,8 @@ HELD_OFF = "Held off while this model runs: its fp16 products have fp32 results,
 
 
 def with_accumulation(patcher, request: Request):
-    """A clone of the model that runs as requested; what the request leaves unchanged is as an earlier node asked."""
+    """Return a clone of the model that runs as requested; what the request leaves unchanged is as an earlier node
+    asked."""
     clone = patcher.clone()
     if request.changes_nothing:
         return clone
@@ -53,12 +54,13 @@ def with_accumulation(patcher, request: Request):
 
 
 def accumulation_of(patcher) -> "Accumulation | None":
-    """The request's executor on a patcher, if it has one."""
+    """Return the request's executor on a patcher, if it has one."""
     return patcher.attachments.get(ACCUMULATION)
 
 
 class Accumulation:
-    """ComfyUI's APPLY_MODEL wrapper for one request. It keeps what it learns of each model it runs, not the model."""
+    """Wrap the calls of models (ComfyUI's APPLY_MODEL) for one request. It keeps what it learns of each model it runs,
+    not the model."""
 
     def __init__(self, request: Request):
         self.request = request
@@ -75,13 +77,13 @@ class Accumulation:
             return run.calibration.run(once) if run.watches else once()
 
     def plan_for(self, patcher) -> AccumulationPlan:
-        """The plan its calls followed, else the one the next call will."""
+        """Return the plan its calls followed, else the one the next call will."""
         run = self.runs.last_of(patcher)
         return run.plan if run else _planned(self.request, patcher)
 
 
 class _Run:
-    """One model under a request: its plan, its patches and what its calls have shown."""
+    """Keep one model under a request: its plan, its patches and what its calls have shown."""
 
     def __init__(self, request: Request, model):
         patcher = model.current_patcher
@@ -113,7 +115,7 @@ class _Run:
 
     @contextlib.contextmanager
     def scope(self):
-        """Around one call of the model."""
+        """Hold the flags for the length of one call of the model."""
         if self.attention:
             self.attention.begin()
         held = {**self.plan.flags, FP16_ACCUMULATION: self.all_in_fp16} if self.plan.proving else self.plan.flags
@@ -137,19 +139,20 @@ class _Run:
         return self.attention is not None and not self.attention.unfused
 
     def _used(self) -> list[Fp16AccumulationLinear]:
-        """The layers that met fp16 inputs, and those whose weight is out of reach."""
+        """Return the layers that met fp16 inputs, and those whose weight is out of reach."""
         return [op for op in self.operations.values() if op.sums.terms or not op.weights]
 
     @property
     def attend(self) -> Callable | None:
-        """Bounded attention, to stand around whatever override is there already; None where none was asked for."""
+        """Return bounded attention, to stand around whatever override is there already; None where none was asked
+        for."""
         return self._attend if self.attention else None
 
     def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
         return self.attention(kernels_of(function, attention), *args, **kwargs)
 
     def accumulation(self) -> dict[str, tuple[str, str]]:
-        """Layer name -> (accumulation, reason)."""
+        """Return layer -> (accumulation, reason)."""
         on = self.plan.naming
         whole = self.all_in_fp16 if self.plan.whole else True
         return {
@@ -218,20 +221,20 @@ def _settings(patcher) -> tuple:
 
 
 def _ruled(patcher) -> dict[str, tuple[str, str]]:
-    """Layer name -> (accumulation, reason) of the layers that a rule of the compute plan decides."""
+    """Return layer -> (accumulation, reason) of the layers that a rule of the compute plan decides."""
     asked = _asked_by_rule(patcher) if switches_by_layer(patcher) else {}
     return {name: (sums, f"{sums} sums by rule") for name, sums in asked.items()}
 
 
 def _asked_by_rule(patcher) -> dict[str, str]:
-    """Layer name -> the accumulation that a rule asks for."""
+    """Return layer -> the accumulation that a rule asks for."""
     compute = compute_of(patcher)
     decisions = compute.plan.decisions if compute else {}
     return {name: decision.sums for name, decision in decisions.items() if decision.sums}
 
 
 def _inert_rules(patcher) -> list[tuple[str, str]]:
-    """(setting, reason) of the rules on accumulation of a model whose layers cannot differ in it."""
+    """Return (setting, reason) of the rules on accumulation of a model whose layers cannot differ in it."""
     asked = {} if switches_by_layer(patcher) else _asked_by_rule(patcher)
     layers = {sums: [name for name in asked if asked[name] == sums] for sums in asked.values()}
     return [(f"accumulation={sums}", f"{NO_SWITCH}: {_named(names)}") for sums, names in layers.items()]
@@ -242,7 +245,7 @@ def _named(names: list[str]) -> str:
 
 
 def layer_accumulation(patcher) -> dict[str, tuple[str, str]]:
-    """Layer name -> (accumulation, reason) of the layers whose products can sum in anything but fp32, and of int8
+    """Return layer -> (accumulation, reason) of the layers whose products can sum in anything but fp32, and of int8
     layers: exact int32 sums, scaled in fp32, are listed as fp32."""
     return _planned_accumulation(patcher) | _ruled(patcher)
 
@@ -281,7 +284,7 @@ def _held_off(patcher) -> bool:
 
 
 def flags_of(patcher) -> dict[str, dict]:
-    """The report's ``flags``: each setting as requested, inside and outside of the model's calls."""
+    """Make the report's ``flags``: each setting as requested, inside and outside of the model's calls."""
     accumulation = accumulation_of(patcher)
     if accumulation is None:
         found = flag_reports()
@@ -302,7 +305,7 @@ def flags_of(patcher) -> dict[str, dict]:
 
 
 def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str], list[str]]:
-    """What the report adds for a request: settings without effect, decisions, notes."""
+    """Return what the report adds for a request: settings without effect, decisions, notes."""
     accumulation = accumulation_of(patcher)
     if accumulation is None:
         return _inert_rules(patcher), {}, []
@@ -316,7 +319,7 @@ def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str], list[str
 
 
 def _notes(run: _Run) -> list[str]:
-    """The layers that sum in fp16 because it was asked for, though their bound passes fp16's range."""
+    """Name the layers that sum in fp16 because it was asked for, though their bound passes fp16's range."""
     names = run.unproven()
     if not names:
         return []

@@ -57,12 +57,12 @@ def _entries(model: torch.nn.Module, override: Callable) -> Iterator[Patch]:
 
 
 def forward_of(part: torch.nn.Module) -> Callable:
-    """A part's forward, past an entry that holds the attention of an outer wrapper."""
+    """Return a part's forward, past an entry that holds the attention of an outer wrapper."""
     return getattr(part.forward, "behind", part.forward)
 
 
 def _entry(forward: Callable, override: Callable) -> Callable:
-    """A part's forward with this override in its options; the newest override holds the earlier ones."""
+    """Make a part's forward with this override in its options; the newest override holds the earlier ones."""
 
     def run(*args, transformer_options=None, **kwargs):
         if transformer_options is not None:
@@ -84,8 +84,8 @@ def kernels_of(function: Callable, attention: Callable) -> Kernels:
 
 
 def full_precision_attention(function: Callable) -> Callable:
-    """An attention that takes fp32 and keeps its precision: itself, or ComfyUI's default for a kernel of 16 bit or
-    less."""
+    """Return an attention that takes fp32 and keeps its precision: itself, or ComfyUI's default for a kernel of 16 bit
+    or less."""
     if function.__name__ in (*UNFUSED, "attention_pytorch"):
         return function
     return comfy.ldm.modules.attention.attention_pytorch

@@ -22,7 +22,10 @@ class Call:
     restored before a repeat, so that the repeat sees what the first call saw.
     """
 
-    def __init__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **extra):
+    # The arguments of ComfyUI's APPLY_MODEL wrappers, by its names (``apply_model`` in comfy/model_base.py).
+    def __init__(
+        self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **extra
+    ):
         self.executor: Callable = executor
         self.model: BaseModel = executor.class_obj
         self.x: torch.Tensor = x
@@ -46,7 +49,7 @@ class Call:
         return self.executor(*arguments, **self.extra)
 
     def replaced(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Call":
-        """A copy of the call with ``function`` of each tensor that the model is given in its place."""
+        """Return a copy of the call with ``function`` of each tensor that the model is given in its place."""
         call = copy.copy(self)
         for name in ("x", "t", "c_concat", "c_crossattn", "control", "extra"):
             setattr(call, name, replaced(getattr(self, name), function))

@@ -47,12 +47,13 @@ def set_compute(patcher, plan: ComputePlan) -> None:
 
 
 def compute_of(patcher) -> "Compute | None":
-    """The plan's executor on a patcher, if it has one."""
+    """Return the plan's executor on a patcher, if it has one."""
     return patcher.attachments.get(COMPUTE)
 
 
 class Compute:
-    """ComfyUI's APPLY_MODEL wrapper for one plan. It keeps what it learns of each model it runs, not the model."""
+    """Wrap the calls of models (ComfyUI's APPLY_MODEL) for one plan. It keeps what it learns of each model it runs, not
+    the model."""
 
     def __init__(self, plan: ComputePlan):
         self.plan = plan
@@ -84,7 +85,7 @@ class Compute:
         return {device: run.observed_modes() for device, run in self.runs.by_device(patcher).items()}
 
     def sampling(self, executor, *args, **kwargs):
-        """Around a sampler's run: what the model does with its text before its calls follows the plan too."""
+        """Wrap a sampler's run: what the model does with its text before its calls follows the plan too."""
         model = executor.class_obj.model_patcher.model
         if not adapts_text(model):
             return executor(*args, **kwargs)

@@ -35,18 +35,20 @@ def plan_control(control: ControlNet, plan: ComputePlan, dtype: torch.dtype) -> 
     """
     set_control_dtype(control, dtype)
     control.control_model.dtype = dtype  # ComfyUI casts inputs to it (``get_control`` in comfy/controlnet.py)
-    control.control_model.__dict__["forward"] = PlannedControl(control.control_model, control.control_model_wrapped, plan, dtype)
-    set_compute(control.control_model_wrapped, plan)
+    patcher = control.control_model_wrapped
+    control.control_model.__dict__["forward"] = PlannedControl(control.control_model, patcher, plan, dtype)
+    set_compute(patcher, plan)
 
 
 def planned_control(control: Any) -> PlannedControl | None:
-    """The planned model of a control net; None where ComfyUI loaded it or runs it as it is."""
+    """Return the planned model of a control net; None where ComfyUI loaded it or runs it as it is."""
     forward = vars(getattr(control, "control_model", None) or control).get("forward")
     return forward if isinstance(forward, PlannedControl) else None
 
 
 class PlannedControl:
-    """The forward of a ControlNet's model. Plans and reports take it for a model of ComfyUI's ``BaseModel``.
+    """Run a ControlNet's model in place of its forward. Plans and reports take it for a model of ComfyUI's
+    ``BaseModel``.
 
     It holds neither the model nor its patcher: it is among the model's attributes, and both are freed when ComfyUI
     drops them.
@@ -94,7 +96,7 @@ class PlannedControl:
 
 
 class ControlPatcher:
-    """The ModelPatcher of a planned ControlNet, with ``model`` as a diffusion model's has it."""
+    """Stand for the ModelPatcher of a planned ControlNet, with ``model`` as a diffusion model's has it."""
 
     def __init__(self, patcher: ModelPatcher, model: PlannedControl):
         self._patcher = patcher
@@ -133,7 +135,7 @@ def _signature(forward: Callable) -> inspect.Signature:
 
 
 def _with_attention(part: torch.nn.Module, attend: Callable) -> Callable:
-    """A part's forward with ``attend`` in its options, unless what is around it has put it there."""
+    """Make a part's forward with ``attend`` in its options, unless what is around it has put it there."""
     forward, arguments = part.forward, _signature(type(part).forward).bind
 
     def run(*args, **kwargs):

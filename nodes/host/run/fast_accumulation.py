@@ -28,7 +28,7 @@ active: ContextVar[Refused | None] = ContextVar("halfsafe_fp8_fast_accumulation"
 
 
 def why_unavailable() -> str:
-    """Why fast accumulation cannot be reached in this ComfyUI; "" where it can."""
+    """Say why fast accumulation cannot be reached in this ComfyUI; "" where it can."""
     if TABLE is None or not all(op in TABLE and _original(op) for op in OPERANDS):
         return "this comfy-kitchen has no registry of fp8 products that Halfsafe knows"
     return ""
@@ -50,7 +50,8 @@ def _layouts() -> list[type]:
 
 
 def _original(op, layout: type | None = None):
-    """The handler that a layout has or inherits: comfy-kitchen's own, unless somebody has put theirs in front of it."""
+    """Return the handler that a layout has or inherits: comfy-kitchen's own, unless somebody has put theirs in front of
+    it."""
     parents = (layout or _layouts()[0]).__mro__
     return next((TABLE[op][parent] for parent in parents if parent in TABLE[op]), None)
 

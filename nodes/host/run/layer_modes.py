@@ -24,13 +24,13 @@ from .core_layers import FP8_RESULT, has_changed_weight
 
 
 def compute_name(patcher) -> str:
-    """The compute option a model runs with."""
+    """Return the compute option a model runs with."""
     compute = compute_of(patcher)
     return compute.plan.choice.used if compute else name_of(activation_dtype(patcher))
 
 
 def settings_of(patcher) -> tuple:
-    """What a call's arithmetic depends on beside the weights: the compute plan and the activation dtype."""
+    """Return what a call's arithmetic depends on beside the weights: the compute plan and the activation dtype."""
     return compute_of(patcher), name_of(activation_dtype(patcher))
 
 
@@ -66,7 +66,7 @@ def _mode(patcher, name: str, module: torch.nn.Module, activations: str, decided
 
 
 def kernels_of(patcher, modes: dict[str, str]) -> dict[str, str]:
-    """Layer name -> the report's kernel, of the layers whose weights are quantized. ``modes``: of
+    """Return layer -> the report's kernel, of the layers whose weights are quantized. ``modes``: of
     :func:`observed_modes_of`."""
     quantized = {name: module for name, module in layers_of(patcher) if is_quantized(module)}
     return {name: _kernel(patcher, name, module, modes[name]) for name, module in quantized.items()}

@@ -89,13 +89,13 @@ def ask_for_plain_products(patcher: "ModelPatcher") -> None:
 
 
 def _dequantized_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """The product inside of ComfyUI's quantized Linear. An int8 weight left quantized multiplies in int8 whatever
+    """Multiply as inside of ComfyUI's quantized Linear. An int8 weight left quantized multiplies in int8 whatever
     ``_full_precision_mm`` says, up to ComfyUI 0.33 (``forward_comfy_cast_weights`` in ``comfy/ops.py``)."""
     return F.linear(x, dequantized(weight), bias)
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """A weight as plain numbers, in the dtype it has."""
+    """Return a weight as plain numbers, in the dtype it has."""
     return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
 
 
@@ -114,14 +114,15 @@ def weights_of(module: torch.nn.Module) -> WeightProvider:
 def core_weights(
     module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype = torch.float32
 ) -> contextlib.AbstractContextManager[tuple]:
-    """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype``: as they are where they lie ready, else by
+    """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``: as they are where they lie ready, else by
     ``cast_weights``.
 
     ComfyUI's cast takes longer on the host than a small matmul does on a GPU.
     """
     weight, bias = module.weight, module.bias
-    ready = type(weight) is torch.nn.Parameter and weight.dtype == dtype and weight.device == x.device and not is_in_dynamic_memory(module)
-    ready = ready and not torch.compiler.is_compiling() and (bias is None or bias.device == x.device)
+    ready = type(weight) is torch.nn.Parameter and weight.dtype == dtype and not is_in_dynamic_memory(module)
+    ready = ready and weight.device == x.device and (bias is None or bias.device == x.device)
+    ready = ready and not torch.compiler.is_compiling()
     if ready and not weight_functions(module) and not bias_functions(module):
         comfy.ops.run_every_op()
         return contextlib.nullcontext((weight, None if bias is None else bias.to(bias_dtype)))
@@ -129,8 +130,10 @@ def core_weights(
 
 
 @contextlib.contextmanager
-def cast_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype) -> Iterator[tuple]:
-    """Lend a module's weight in ``dtype`` and its bias in ``bias_dtype`` through ComfyUI's cast: offload, LoRA,
+def cast_weights(
+    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype
+) -> Iterator[tuple]:
+    """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype`` through ComfyUI's cast: offload, LoRA,
     quantization.
 
     A LoRA added at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is asked for.
@@ -148,7 +151,7 @@ def cast_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, b
 
 @contextlib.contextmanager
 def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> Iterator[tuple]:
-    """Lend a quantized layer's weight as stored, LoRA merged, and its bias, both for an input in the dtype of ``x``.
+    """Provide a quantized layer's weight as stored, LoRA merged, and its bias, both for an input in the dtype of ``x``.
 
     The weight is asked for in its own dtype: ``cast_bias_weight`` dequantizes it in any other.
     """
@@ -164,7 +167,9 @@ def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> Iterator[tupl
 
 
 @contextlib.contextmanager
-def torch_weights(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype=torch.float32) -> Iterator[tuple]:
-    """Lend the weight and bias of a module of torch's own classes, as custom model code may hold."""
+def torch_weights(
+    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype = torch.float32
+) -> Iterator[tuple]:
+    """Provide the weight and bias of a module of torch's own classes, as custom model code may hold."""
     bias = None if module.bias is None else module.bias.to(x.device, bias_dtype)
     yield module.weight.to(x.device, dtype), bias

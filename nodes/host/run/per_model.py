@@ -22,7 +22,7 @@ KEPT = 4
 
 
 class ModelRun(Protocol):
-    """What a wrapper learned of one model. ``modules``: the modules it patches by name."""
+    """Keep what a wrapper learned of one model. ``modules``: the modules it patches by name."""
 
     modules: dict[str, torch.nn.Module]
 
@@ -33,7 +33,7 @@ Branch = tuple
 
 @dataclass
 class _Kept(Generic[Run]):
-    """The run of one state. ``branches``: those of the patchers that made its calls; ``device``: where they are
+    """Keep the run of one state. ``branches``: those of the patchers that made its calls; ``device``: where they are
     made."""
 
     state: tuple
@@ -51,14 +51,16 @@ class PerModel(Generic[Run]):
             forwards found on the run's modules are always part of the key.
     """
 
-    def __init__(self, make: Callable[[torch.nn.Module], Run], settings: Callable[["ModelPatcher"], tuple] = lambda _: ()):
+    def __init__(
+        self, make: Callable[[torch.nn.Module], Run], settings: Callable[["ModelPatcher"], tuple] = lambda _: ()
+    ):
         self._make = make
         self._settings = settings
         self._runs: weakref.WeakKeyDictionary[torch.nn.Module, list[_Kept[Run]]] = weakref.WeakKeyDictionary()
         self._patches: weakref.WeakKeyDictionary[Run, object] = weakref.WeakKeyDictionary()
 
     def of(self, model: torch.nn.Module) -> Run:
-        """The run for the model as it is now; the last few states are remembered.
+        """Return the run for the model as it is now; the last few states are remembered.
 
         It measures anew where LoRAs beside the weights are others now, which change no weight but what layers are
         given.
@@ -88,20 +90,22 @@ class PerModel(Generic[Run]):
         return _Kept(self._state(model, run), run)
 
     def last(self, model: torch.nn.Module) -> Run | None:
-        """The run of the model's last call, if it made one, whichever patcher it was of."""
+        """Return the run of the model's last call, if it made one, whichever patcher it was of."""
         runs = self._runs.get(model)
         return runs[0].run if runs else None
 
     def last_of(self, patcher: "ModelPatcher") -> Run | None:
-        """The run of the last call that was made with a patcher or a clone that runs as it does, if there was one."""
+        """Return the run of the last call that was made with a patcher or a clone that runs as it does, if there was
+        one."""
         return next(iter(self.runs_of(patcher)), None)
 
     def runs_of(self, patcher: "ModelPatcher") -> list[Run]:
-        """The runs of a patcher's branch, the last first; then those of its clones on other devices (MultiGPU)."""
+        """Return the runs of a patcher's branch, the last first; then those of its clones on other devices
+        (MultiGPU)."""
         return [kept.run for runs in self._by_device(patcher) for kept in runs]
 
     def by_device(self, patcher: "ModelPatcher") -> dict[str, Run]:
-        """Device -> the last run of a patcher's branch there, its own first."""
+        """Return device -> the last run of a patcher's branch there, its own first."""
         return {runs[0].device: runs[0].run for runs in self._by_device(patcher) if runs}
 
     def _by_device(self, patcher: "ModelPatcher") -> list[list[_Kept[Run]]]:
@@ -147,12 +151,13 @@ def patches_of(patcher: "ModelPatcher") -> int:
     active."""
     known = _patches_known.get(patcher)
     if known is None or known[0] != patcher.patches_uuid:
-        patches = tuple((key, patch[0], _number_of(patch[1])) for key, all_of_it in patcher.patches.items() for patch in all_of_it)
+        pairs = [(key, patch) for key, patches in patcher.patches.items() for patch in patches]
+        patches = tuple((key, patch[0], _number_of(patch[1])) for key, patch in pairs)
         known = _patches_known[patcher] = (patcher.patches_uuid, hash(patches))
     return known[1]
 
 
 def _number_of(patch) -> int:
-    """A number that no other patch's tensors ever have: object ids are used again once a LoRA is freed."""
+    """Return a number that no other patch's tensors ever have: object ids are used again once a LoRA is freed."""
     tensors = tensors_in([getattr(patch, "weights", patch)])
     return _numbers.setdefault(tensors[0], next(_count)) if tensors else id(patch)
