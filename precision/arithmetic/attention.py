@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ..amax import amax
-from .attention_bounds import LARGEST_SCORE, AttentionBound, AttentionCall, AttentionRange, ScoreBound
+from .attention_bounds import AttentionBound, AttentionCall, AttentionRange, ScoreBound
 from .calibration import Calibration
 
 AS_IS, SMOOTH, FP32 = "unchanged", "smooth-K", "fp32"
@@ -111,7 +111,7 @@ class BoundedAttention:
             bound = tried.score_bound().item()
             if mode == AS_IS:
                 state.bound = bound if math.isfinite(bound) else state.bound
-            if bound > LARGEST_SCORE and math.isfinite(bound):
+            if math.isfinite(bound) and not self.scores.holds(bound):
                 continue
             if mode == AS_IS and not call.fused and _rather_smoothed(bound, call):
                 continue

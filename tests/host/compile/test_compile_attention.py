@@ -4,7 +4,7 @@ import pytest
 import torch
 from halfsafe.nodes.host.run.accumulation import accumulation_of
 from halfsafe.nodes.host.run.compute import compute_of
-from halfsafe.precision.arithmetic import attention
+from halfsafe.precision.arithmetic import attention_bounds
 from support import families, tiny_models
 from support.compiling import compiled
 from support.families import load
@@ -83,7 +83,7 @@ def test_a_bound_that_is_passed_is_compiled_once_and_repeated_once(comfy, plain,
     for _ in range(2):
         families.replay(bounded, call)
     run, graphs = run_of(bounded), counters["stats"]["unique_graphs"]
-    monkeypatch.setattr(attention, "LARGEST_SCORE", 1e-6)
+    monkeypatch.setattr(attention_bounds, "LARGEST_SCORE", 1e-6)
     for _ in range(4):
         operands.clear()
         families.replay(bounded, call)
@@ -112,7 +112,7 @@ def test_compute_and_accumulation_share_the_attention_of_a_compiled_model(comfy,
     model = accumulation(comfy, compiled(load(comfy, overflowing, "as_file", "fp16_safe"), KEYS[keys]), attention="auto")
     for _ in range(3):
         assert relative_error(reference, families.replay(model, call)) < 2e-3
-    assert run_of(model).attention.states and compute_of(model).runs.last(model.model).attention.slot.largest > 0
+    assert run_of(model).attention.states and compute_of(model).runs.last(model.model).attention.range.largest > 0
     assert not any("forward" in module.__dict__ for module in model.model.diffusion_model.modules())
 
 
@@ -137,6 +137,6 @@ def test_twelve_measurements_give_few_graphs_and_right_results(comfy, overflowin
         reference = families.replay(fp32, call, c_crossattn=text)
         for _ in range(2):
             assert relative_error(reference, families.replay(model, call, c_crossattn=text)) < 2e-3
-    ranges = compute_of(model).runs.last(model.model).calibration
-    assert ranges.repeats >= 8, "the texts were to be measured"
+    calibration = compute_of(model).runs.last(model.model).calibration
+    assert calibration.repeats >= 8, "the texts were to be measured"
     assert counters["stats"]["unique_graphs"] <= 3 and not counters["recompile_limit"]
