@@ -1,36 +1,13 @@
 """Numeric core of Halfsafe: torch, numpy and safetensors, on any ``nn.Module``, without ComfyUI.
 
 The names below are what most users need; each is imported when it is first asked for, so that importing this package
-costs nothing. Everything else is in the sub-packages: ``files`` and ``formats`` (what is on disk and what it holds), ``devices``, ``plan`` (rules and
-decisions), ``arithmetic`` (operations and their overflow bounds), ``guard``, ``analysis``, ``report``, ``commands``.
+costs nothing. Everything else is in the sub-packages: ``files`` and ``formats`` (what is on disk and what it holds), ``devices``,
+``plan`` (rules and decisions), ``arithmetic`` (operations and their overflow bounds), ``guard``, ``analysis``, ``measure``,
+``report``, ``commands``.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .commands.convert import convert_file
-    from .commands.inspect import inspect_file, scan_file
-    from .commands.plan import plan_file
-    from .devices.detect import detect
-    from .errors import HalfsafeError
-    from .library.applied import Applied, apply, restore
-    from .library.portable import portable_apply
-    from .plan.rules import rules_from
-
-__all__ = [
-    "Applied",
-    "HalfsafeError",
-    "apply",
-    "convert_file",
-    "detect",
-    "inspect_file",
-    "plan_file",
-    "portable_apply",
-    "restore",
-    "rules_from",
-    "scan_file",
-]
+from typing import Any
 
 _HOMES = {
     "Applied": "library.applied",
@@ -45,9 +22,10 @@ _HOMES = {
     "rules_from": "plan.rules",
     "scan_file": "commands.inspect",
 }
+__all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)
