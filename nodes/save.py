@@ -24,8 +24,17 @@ class SaveModel(io.ComfyNode):
             node_id="HalfsafeSaveModel",
             display_name="Save Model (Halfsafe)",
             category=CATEGORY,
-            description="Save a model with its LoRAs merged, in scaled fp8, int8 or another dtype; stock loaders read the file.",
-            search_aliases=["save fp8", "save int8", "quantize model", "convert fp8", "merge lora", "export", "precision"],
+            description="Save a model with its LoRAs merged, in scaled fp8, int8 or another dtype; "
+            "stock loaders read the file.",
+            search_aliases=[
+                "save fp8",
+                "save int8",
+                "quantize model",
+                "convert fp8",
+                "merge lora",
+                "export",
+                "precision",
+            ],
             is_output_node=True,
             hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
             inputs=[
@@ -33,7 +42,8 @@ class SaveModel(io.ComfyNode):
                 io.String.Input(
                     "filename_prefix",
                     default="diffusion_models/halfsafe",
-                    tooltip="Below ComfyUI's output folder. Files under diffusion_models/ appear in the loaders at once.",
+                    tooltip="Below ComfyUI's output folder. "
+                    "Files under diffusion_models/ appear in the loaders at once.",
                 ),
                 storage_input(tooltip=STORAGE_TOOLTIP, default="fp8_e4m3fn"),
                 rules_input(),

@@ -45,7 +45,8 @@ def convert_file(
     rules: Rules,
     progress: Callable[[int], None] | None = None,
 ) -> ConvertSummary:
-    """Convert a file, or a sharded set into one file, holding one weight at a time. Every weight is checked for NaN/Inf.
+    """Convert a file, or a sharded set into one file, holding one weight at a time. Every weight is checked for
+    NaN/Inf.
 
     Args:
         progress: called with the bytes of the source just dealt with, :attr:`TensorFile.data_bytes` in all.

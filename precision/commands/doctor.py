@@ -114,7 +114,10 @@ def to_text(diagnosis: dict) -> str:
 def core_text(core: dict) -> str:
     """What a ComfyUI has of the names that Halfsafe uses, as plain text, 100 columns."""
     known = len(core["used"]) - len(core["missing"]) - len(core["unread"])
-    lines = [f"ComfyUI {core['version'] or 'of unknown version'} in {core['folder']}: {known} of {len(core['used'])} names found"]
+    lines = [
+        f"ComfyUI {core['version'] or 'of unknown version'} in {core['folder']}: "
+        f"{known} of {len(core['used'])} names found"
+    ]
     lines += [f"  {entry['name']}: {entry['why']}" for entry in core["missing"]]
     lines += [f"  {name}: not checked, its file is not there" for name in core["unread"]]
     lines += [f"  {name}: not in this version: {effect}" for name, effect in core["absent"].items()]

@@ -141,7 +141,9 @@ def _scales(weights: list[StoredWeight]) -> dict[str, int]:
 
 
 def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
-    """ComfyUI 0.29 to 0.38: ``utils.convert_old_quants``, ``ops._load_quantized_module``, ``model_base`` (unexpected keys)."""
+    """ComfyUI 0.29 to 0.38: ``utils.convert_old_quants``, ``ops._load_quantized_module``, ``model_base`` (unexpected
+    keys).
+    """
     quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.coded is None]
     known = not COMFYUI_READS.isdisjoint(checkpoint.dialects)
     scaled = [weight for weight in quantized if weight.scale is not None]
@@ -157,7 +159,10 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
     formats = Counter(w.encoding.format for w in checkpoint.weights.values() if w.encoding is not None)
     found += ["GGUF files are not read; the nodes of ComfyUI-GGUF read them."] if "GGUF" in checkpoint.dialects else []
-    return [*found, *(f"{count} layers: {name} needs ComfyUI {FORMATS[name].since} or later." for name, count in formats.items())]
+    return [
+        *found,
+        *(f"{count} layers: {name} needs ComfyUI {FORMATS[name].since} or later." for name, count in formats.items()),
+    ]
 
 
 def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
@@ -189,7 +194,12 @@ def _placed(findings: list[Finding], file: TensorFile) -> list[Finding]:
     """Name the part of a sharded set that each tensor is in."""
     if len(file.files) == 1:
         return findings
-    return [replace(found, text=f"{found.text}, in {file.entries[found.tensor].file.name}") if found.kind in _OF_DATA else found for found in findings]
+    return [
+        replace(found, text=f"{found.text}, in {file.entries[found.tensor].file.name}")
+        if found.kind in _OF_DATA
+        else found
+        for found in findings
+    ]
 
 
 def _scan_tensor(tensor: torch.Tensor, weight: StoredWeight, problems: list[Finding], remarks: list[Finding]) -> None:

@@ -29,12 +29,16 @@ class Outcome(Generic[Result]):
 
 
 def for_each(
-    files: Sequence[Path], work: Callable[[Path, Callable[[int], None]], Result], jobs: int, progress: Callable[[int], None]
+    files: Sequence[Path],
+    work: Callable[[Path, Callable[[int], None]], Result],
+    jobs: int,
+    progress: Callable[[int], None],
 ) -> list[Outcome[Result]]:
-    """Run ``work(file, progress)`` on each file, ``jobs`` at a time in threads; the outcomes are in the order of the files.
+    """Run ``work(file, progress)`` on each file, ``jobs`` at a time in threads; the outcomes are in the order of the
+    files.
 
-    Numbers are read, rounded and written by torch and the system without Python's lock, so threads are enough. ``progress``
-    is called from one thread at a time. An interrupt ends the files under way at their next tensor.
+    Numbers are read, rounded and written by torch and the system without Python's lock, so threads are enough.
+    ``progress`` is called from one thread at a time. An interrupt ends the files under way at their next tensor.
     """
     lock, stopped = threading.Lock(), threading.Event()
 
@@ -94,6 +98,8 @@ def targets_in(folder: Path, sources: Sequence[Path]) -> dict[Path, Path]:
     taken: dict[Path, Path] = {}
     for source, target in targets.items():
         if target in taken:
-            raise HalfsafeError(f"{taken[target]} and {source} would both become {target}.", "Convert them into two folders.")
+            raise HalfsafeError(
+                f"{taken[target]} and {source} would both become {target}.", "Convert them into two folders."
+            )
         taken[target] = source
     return targets

@@ -18,7 +18,9 @@ from ..plan.weights import plan_model, unpacked_dtype
 from ..report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
 
 
-def plan_file(path: str | os.PathLike, device: Device, goal: str = "balanced", device_memory: int | None = None) -> Report:
+def plan_file(
+    path: str | os.PathLike, device: Device, goal: str = "balanced", device_memory: int | None = None
+) -> Report:
     """Plan a file for a device, and return the report the loaded model would give, each layer with its reason.
 
     Args:
@@ -63,7 +65,9 @@ def _report(
     size = plan_model(checkpoint, plan, layers, prefix, FORMATS, read=False).bytes
     report = Report(device_section(device), ModelReport(model_name(model_shapes(checkpoint)), facts.parameters, size))
     types = packed_types(checkpoint, layers)
-    report.layers = [_layer(layer.name, layer.cls, storages[layer.name], plan, types.get(layer.name, "")) for layer in facts.layers]
+    report.layers = [
+        _layer(layer.name, layer.cls, storages[layer.name], plan, types.get(layer.name, "")) for layer in facts.layers
+    ]
     report.kept_high = [KeptHigh(name, decision.reason) for name, decision in plan.decisions.items() if decision.kept]
     problems = [*plan.without_effect, *plan.compute.without_effect]
     report.without_effect = [WithoutEffect(setting, why) for setting, why in problems]

@@ -126,9 +126,10 @@ def _verdict(profile: DeviceProfile, probes: tuple[Probe, ...], capability: str)
 def auto_compute(device: Device, supported: Sequence[str], file_dtype: str) -> tuple[str, str]:
     """Choose the compute option that ``auto`` stands for, and say why.
 
-    ``fp16_safe`` takes the place of fp16 where its cost is estimated, on NVIDIA: a LoRA or a finetune can take any model out of
-    fp16's range, and a black picture costs the whole run. So it does where it costs most, SDXL on an H100 or a B200, which are
-    bound by launches: 12 and 7 ms a call by estimate, and whoever asks for fp16 gets it. bf16 stays where it is the model's
+    ``fp16_safe`` takes the place of fp16 where its cost is estimated, on NVIDIA: a LoRA or a finetune can take any
+    model out of fp16's range, and a black picture costs the whole run. So it does where it costs most, SDXL on an H100
+    or a B200, which are bound by launches: 12 and 7 ms a call by estimate, and whoever asks for fp16 gets it. bf16
+    stays where it is the model's
     own: it has the range of fp32.
 
     Args:

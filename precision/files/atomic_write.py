@@ -36,7 +36,11 @@ def os_errors_as(path: Path, verb: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        advice = "Free some space." if error.errno in _DISK_FULL else "Check the disk and the folder, or the connection to them."
+        advice = (
+            "Free some space."
+            if error.errno in _DISK_FULL
+            else "Check the disk and the folder, or the connection to them."
+        )
         raise CheckpointError(path, f"cannot be {verb} ({error.strerror or error})", advice=advice) from error
 
 

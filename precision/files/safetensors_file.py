@@ -1,7 +1,7 @@
 """Safetensors files: reading one file or a sharded set, and atomic streamed writing.
 
-The library's ``safe_open`` is not used: it opens no sharded sets, cannot give back the pages of a tensor, and its errors
-name neither file nor tensor. Its ``save_file`` needs all tensors in memory at once.
+The library's ``safe_open`` is not used: it opens no sharded sets, cannot give back the pages of a tensor, and its
+errors name neither file nor tensor. Its ``save_file`` needs all tensors in memory at once.
 """
 
 import mmap
@@ -62,7 +62,9 @@ def _open_index(path: Path) -> TensorFile:
     whole = _open_files(path, [path.with_name(shard) for shard in dict.fromkeys(shards.values())])
     missing = next((name for name in shards if name not in whole.entries), None)
     if missing is not None:
-        raise CheckpointError(path, f"not in {shards[missing]}, where the index places it", missing, "Download it again.")
+        raise CheckpointError(
+            path, f"not in {shards[missing]}, where the index places it", missing, "Download it again."
+        )
     return whole
 
 

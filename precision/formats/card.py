@@ -99,9 +99,14 @@ def card_in(metadata: Mapping[str, str]) -> dict | None:
 
 def card_lines(card: Mapping[str, object]) -> list[str]:
     """A card as text, a line for each of its values; errors also in dB."""
-    lines = [f"{name.replace('_', ' ')}: {json.dumps(value)}" for name, value in card.items() if value and name != WHAT_ERROR]
+    lines = [
+        f"{name.replace('_', ' ')}: {json.dumps(value)}" for name, value in card.items() if value and name != WHAT_ERROR
+    ]
     errors = card.get(WHAT_ERROR)
     pairs = errors.items() if isinstance(errors, dict) else ()
     numbers = [(storage, error) for storage, error in pairs if isinstance(error, (int, float)) and error > 0]
     what = WHAT_ERROR.replace("_", " ")
-    return [*lines, *(f"{what}: {storage} {error:.2%} ({-20 * math.log10(error):.1f} dB)" for storage, error in numbers)]
+    return [
+        *lines,
+        *(f"{what}: {storage} {error:.2%} ({-20 * math.log10(error):.1f} dB)" for storage, error in numbers),
+    ]

@@ -28,7 +28,7 @@ OF_FNUZ = {"fp8_e4m3fnuz": "fp8_e4m3fn", "fp8_e5m2fnuz": "fp8_e5m2"}
 
 @dataclass(frozen=True)
 class SampledError:
-    """The squared error of some rows of a weight as it is stored, and their squared values, each summed; zeros where unmeasured."""
+    """Squared error of some rows of a weight as it is stored, and squared values, summed; zeros where unmeasured."""
 
     error: float = 0.0
     values: float = 0.0
@@ -181,7 +181,7 @@ def tensors_of(weight: StoredWeight, storage: str, path) -> dict[str, torch.Tens
 
 
 def _beside_quantized(weight: StoredWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What stands beside data and scale: how ComfyUI is to read them, and the scale of the layer's input if that is known."""
+    """Make what stands beside data and scale: their ``comfy_quant``, and the scale of the layer's input if known."""
     if dtype == torch.int8:
         settings = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": rotation_group(weight.shape[1])}
         return {f"{weight.layer}.comfy_quant": comfy_quant_tensor(settings)}

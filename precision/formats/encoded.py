@@ -12,7 +12,7 @@ from .registry import FORMATS, Format
 
 @dataclass(frozen=True)
 class Experts(Encoding):
-    """A bank of experts' weights (``num_experts``), ``(experts, rows, columns)``: each tensor's first dimension is of that size."""
+    """A bank of experts' weights, ``(experts, rows, columns)``; each tensor's first dimension is ``num_experts``."""
 
     def __post_init__(self):
         if self.data.dim() != 3 or not self.data.numel():

@@ -1,7 +1,8 @@
-"""The quantization formats of ComfyUI in which a weight is more than fp8 data and scales: their tensors and their values.
+"""The quantization formats of ComfyUI in which a weight is more than fp8 data and scales: their tensors and their
+values.
 
-Layouts: ComfyUI ``comfy/ops.py`` (``_load_quantized_module``), ``comfy/quant_ops.py`` (``QUANT_ALGOS``) and comfy-kitchen's
-``tensor/*.py``. Every value is computed in fp32, some rows at a time.
+Layouts: ComfyUI ``comfy/ops.py`` (``_load_quantized_module``), ``comfy/quant_ops.py`` (``QUANT_ALGOS``) and
+comfy-kitchen's ``tensor/*.py``. Every value is computed in fp32, some rows at a time.
 """
 
 import math
@@ -28,7 +29,9 @@ class Int8(Encoding):
 
     @classmethod
     def read(cls, data: torch.Tensor, tensors: dict[str, torch.Tensor], settings: dict) -> "Int8":
-        """With ``weight_scale`` in the shape that ComfyUI multiplies by, and ``convrot`` where also its embeddings look."""
+        """With ``weight_scale`` in the shape that ComfyUI multiplies by, and ``convrot`` where also its embeddings
+        look.
+        """
         scale = tensors["weight_scale"]
         if scale.dim() == 1 or (scale.numel() == 1 and len(data) > 1):
             tensors = {"weight_scale": scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1)}
@@ -71,7 +74,8 @@ class Int4(Encoding):
 
 @dataclass(frozen=True)
 class Nvfp4(Encoding):
-    """Two e2m1 numbers a byte, the high half first; ``weight_scale`` e4m3 for each 16 inputs, ``weight_scale_2`` for all.
+    """Two e2m1 numbers a byte, the high half first; ``weight_scale`` e4m3 for each 16 inputs, ``weight_scale_2`` for
+    all.
 
     ``pre_quant_scale`` (columns,), which ComfyUI multiplies the layer's inputs by, is part of the weight here.
     """
@@ -134,7 +138,9 @@ class Mxfp8(Encoding):
 
 @dataclass(frozen=True)
 class Awq4(Encoding):
-    """Two unsigned numbers a byte, the low half first: ``(number - 8) * weight_scale + weight_zeros``, both (groups, rows)."""
+    """Two unsigned numbers a byte, the low half first: ``(number - 8) * weight_scale + weight_zeros``, both (groups,
+    rows).
+    """
 
     needs = ("weight_scale", "weight_zeros")
     signed = ("weight_scale", "weight_zeros")

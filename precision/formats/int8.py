@@ -1,10 +1,10 @@
 """INT8 with rotated inputs and one scale per row: ComfyUI's ``int8_tensorwise`` with ``convrot``.
 
-A weight's rows are cut into groups of ``G`` inputs and each group is multiplied by a normalized regular Hadamard matrix,
-which spreads an outlier over its group (ConvRot, arXiv 2512.03673). Inputs are rotated the same way before a matmul, so
-``(x R)(W R)^T = x W^T``. Everything is computed in fp32 and equals comfy-kitchen's eager
-``quantize_int8_convrot_weight`` of an fp32 weight bit for bit. For a bf16 or fp16 weight comfy-kitchen rotates and divides
-in that dtype, which rounds once more: its codes differ from these by one step here and there.
+A weight's rows are cut into groups of ``G`` inputs and each group is multiplied by a normalized regular Hadamard
+matrix, which spreads an outlier over its group (ConvRot, arXiv 2512.03673). Inputs are rotated the same way before a
+matmul, so ``(x R)(W R)^T = x W^T``. Everything is computed in fp32 and equals comfy-kitchen's eager
+``quantize_int8_convrot_weight`` of an fp32 weight bit for bit. For a bf16 or fp16 weight comfy-kitchen rotates and
+divides in that dtype, which rounds once more: its codes differ from these by one step here and there.
 """
 
 from functools import cache
@@ -56,9 +56,9 @@ def rotated(rows: torch.Tensor, group: int) -> torch.Tensor:
 def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize rows ``(n, K)`` of any float dtype: int8 codes of the rotated rows, and their scales ``(n, 1)`` in fp32.
 
-    Works through blocks of up to ``BLOCK`` elements: smaller ones wait at an OpenMP barrier for each operation, on a busy CPU
-    longer than they compute. The blocks are of like size: a BLAS may sum the few rows of a small rest in another order. No clamp
-    is needed: a value exceeds 127 scales by so little that it rounds to 127.
+    Works through blocks of up to ``BLOCK`` elements: smaller ones wait at an OpenMP barrier for each operation, on a
+    busy CPU longer than they compute. The blocks are of like size: a BLAS may sum the few rows of a small rest in
+    another order. No clamp is needed: a value exceeds 127 scales by so little that it rounds to 127.
     """
     codes, scale = torch.empty_like(rows, dtype=torch.int8), rows.new_empty(len(rows), 1, dtype=torch.float32)
     if not rows.numel():

@@ -7,6 +7,8 @@ CARD_KEY = "halfsafe"
 
 
 def lasting_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata that stays true once weights are converted: without ComfyUI's table of quantized layers and our
-    card, which are written anew, and hashes of the tensors (``modelspec.hash_sha256``, ``sshs_model_hash``)."""
-    return {key: value for key, value in metadata.items() if key not in (QUANTIZATION_KEY, CARD_KEY) and "hash" not in key}
+    """Return the metadata that stays true once weights are converted: without ComfyUI's table of quantized layers and
+    our card, which are written anew, and hashes of the tensors (``modelspec.hash_sha256``, ``sshs_model_hash``)."""
+    return {
+        key: value for key, value in metadata.items() if key not in (QUANTIZATION_KEY, CARD_KEY) and "hash" not in key
+    }

@@ -27,25 +27,25 @@ class Quantized:
     scale: torch.Tensor
 
 
-def power_of_two_scale(amax: float, dtype: torch.dtype) -> float:
-    """The smallest power of two that brings a finite ``amax`` into the range of an fp8 dtype; 1.0 for an amax of 0.
+def power_of_two_scale(largest: float, dtype: torch.dtype) -> float:
+    """Return the smallest power of two that brings a finite ``largest`` into the range of an fp8 dtype; 1.0 for zeros.
 
     Never below 2^-24, the smallest fp16 number: ComfyUI casts the scale to the compute dtype before it multiplies.
     """
-    if amax == 0:
+    if largest == 0:
         return 1.0
-    mantissa, exponent = math.frexp(amax / max_of(dtype))
+    mantissa, exponent = math.frexp(largest / max_of(dtype))
     return math.ldexp(1.0, max(exponent - 1 if mantissa == 0.5 else exponent, MIN_SCALE_EXPONENT))
 
 
 @torch.no_grad()
-def quantize(tensor: torch.Tensor, dtype: torch.dtype, amax: float) -> Quantized:
-    """Quantize a finite tensor whose :func:`~halfsafe.precision.amax.host_amax` is ``amax``.
+def quantize(tensor: torch.Tensor, dtype: torch.dtype, largest: float) -> Quantized:
+    """Quantize a finite tensor whose :func:`~halfsafe.precision.amax.host_amax` is ``largest``.
 
-    Works in chunks: beyond the result it needs 32 MB at most, whatever the size. The scale is exact and keeps every value in
-    range, so no clamp is needed and the result is the same on every torch version.
+    Works in chunks: beyond the result it needs 32 MB at most, whatever the size. The scale is exact and keeps every
+    value in range, so no clamp is needed and the result is the same on every torch version.
     """
-    scale = power_of_two_scale(amax, dtype)
+    scale = power_of_two_scale(largest, dtype)
     data = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     source, target = tensor.contiguous().view(-1), data.view(-1)
     exact = _scales_exactly(tensor.dtype, 1.0 / scale)
@@ -56,20 +56,23 @@ def quantize(tensor: torch.Tensor, dtype: torch.dtype, amax: float) -> Quantized
 
 
 def _scales_exactly(dtype: torch.dtype, factor: float) -> bool:
-    """Tell whether ``dtype`` holds the product with a power of two: bf16 always, fp16 when it scales up (to 57344 at most)."""
+    """Tell whether ``dtype`` holds the product with a power of two: bf16 always, fp16 when it scales up (to 57344 at
+    most).
+    """
     return dtype == torch.bfloat16 or (dtype == torch.float16 and factor >= 1)
 
 
 def activation_scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The 0-dim fp32 scale that brings a tensor into the range of an fp8 dtype, computed on its device.
+    """Return the 0-dim fp32 scale that brings a tensor into the range of an fp8 dtype, computed on its device.
 
     Never so small that ``1 / scale`` passes the range of the tensor's own dtype, in which comfy-kitchen's eager kernel
-    multiplies by it (``quantize_per_tensor_fp8``): inf times 0 is NaN. The smallest scale is 2^-15 for fp16, because 2^15
-    is the largest power of two that fp16 holds (2^16 passes 65504), and 2^-126, the smallest normal number, for bf16 and
-    fp32. A scale is raised to it only where amax is below 448 * 2^-15 = 0.0137; the largest value is a normal number of
-    e4m3fn, whose smallest is 2^-6, for every amax from 2^-21 on.
+    multiplies by it (``quantize_per_tensor_fp8``): inf times 0 is NaN. The smallest scale is 2^-15 for fp16, because
+    2^15 is the largest power of two that fp16 holds (2^16 passes 65504), and 2^-126, the smallest normal number, for
+    bf16 and fp32. A scale is raised to it only where amax is below 448 * 2^-15 = 0.0137; the largest value is a normal
+    number of e4m3fn, whose smallest is 2^-6, for every amax from 2^-21 on.
 
-    NaN or inf where the tensor holds one, so that the product shows it: an fp8 cast would turn inf into the largest number.
+    NaN or inf where the tensor holds one, so that the product shows it: an fp8 cast would turn inf into the largest
+    number.
     """
     scale = amax(tensor) / max_of(dtype)
     return scale.clamp(min=SMALLEST_ACTIVATION_SCALE.get(tensor.dtype, 2.0**-126))

@@ -1,7 +1,7 @@
 """The quantization formats of ComfyUI: a row each, with all that differs between them.
 
-Names, tensors and versions: ComfyUI ``comfy/quant_ops.py`` (``QUANT_ALGOS``); products: comfy-kitchen's ``tensor/*.py``.
-``tests/host/load/test_registry.py`` holds the rows against both.
+Names, tensors and versions: ComfyUI ``comfy/quant_ops.py`` (``QUANT_ALGOS``); products: comfy-kitchen's
+``tensor/*.py``. ``tests/host/load/test_registry.py`` holds the rows against both.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ class Format:
         since: the first ComfyUI with it.
         encoding: reads its tensors.
         colour: RGB, in pictures and on the page.
-        product: comfy-kitchen's function that multiplies such a weight; empty for fp8, which torch's ``_scaled_mm`` does.
+        product: comfy-kitchen's function that multiplies such a weight; empty for fp8, which torch's ``_scaled_mm``
+            does.
         mode: the arithmetic of ComfyUI's own product; None where no row of ``precision/modes.py`` says it.
         quantizes_operands: that product multiplies quantized operands; else it unpacks the weight as it goes.
         needs_fp8: some of its tensors are fp8, which a device has to hold.

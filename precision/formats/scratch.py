@@ -10,8 +10,8 @@ _held = threading.local()
 def scratch(count: int, size: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Give ``count`` tensors of ``size`` elements, the same each time in a thread until others are asked for.
 
-    Page faults of fresh memory take as long as a multiplication, and large tensors that come and go between weights that stay
-    leave holes in the heap. Made outside of inference mode, or they could not be written to there later.
+    Page faults of fresh memory take as long as a multiplication, and large tensors that come and go between weights
+    that stay leave holes in the heap. Made outside of inference mode, or they could not be written to there later.
     """
     kind = count, size, dtype, device
     if getattr(_held, "kind", None) != kind:

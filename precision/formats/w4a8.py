@@ -1,4 +1,6 @@
-"""ComfyUI's ``asym_w4a8_int8``: 4- or 6-bit codes for numbers on an int8 grid (comfy-kitchen ``tensor/w4a8_int8.py``)."""
+"""ComfyUI's ``asym_w4a8_int8``: 4- or 6-bit codes for numbers on an int8 grid (comfy-kitchen
+``tensor/w4a8_int8.py``).
+"""
 
 import math
 from dataclasses import dataclass
@@ -54,7 +56,9 @@ class W4a8(Encoding):
 
     def rows(self, part: slice) -> torch.Tensor:
         columns = self.shape[1]
-        numbers = self._values(self._codes(self.data[part], columns)).reshape(-1, columns // self._group_size, self._group_size)
+        numbers = self._values(self._codes(self.data[part], columns)).reshape(
+            -1, columns // self._group_size, self._group_size
+        )
         numbers = numbers.mul_(self._numbers("weight_s_rel")[part].unsqueeze(2)).round_().clamp_(-127, 127)
         numbers = numbers.mul_(self._numbers("weight_s_channel")[part].reshape(-1, 1, 1))
         if "weight_correction" in self.tensors:
@@ -64,7 +68,9 @@ class W4a8(Encoding):
     def _codes(self, data: torch.Tensor, columns: int) -> torch.Tensor:
         codes = halves(data[:, : columns // 2])
         if self._bits == 6:
-            top = data[:, columns // 2 :].view(torch.uint8).unsqueeze(2) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+            top = data[:, columns // 2 :].view(torch.uint8).unsqueeze(2) >> torch.tensor(
+                [0, 2, 4, 6], dtype=torch.uint8
+            )
             codes = codes | (top & 3).reshape(-1, columns) << 4
         return codes
 
@@ -74,5 +80,7 @@ class W4a8(Encoding):
         return codes.float() - (1 << self._bits - 1)
 
     def bound(self) -> float:
-        correction = self._numbers("weight_correction").abs().max().item() if "weight_correction" in self.tensors else 0.0
+        correction = (
+            self._numbers("weight_correction").abs().max().item() if "weight_correction" in self.tensors else 0.0
+        )
         return (127 * self._numbers("weight_s_channel").max().item() + correction) * math.sqrt(self._group())

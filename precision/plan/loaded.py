@@ -13,7 +13,12 @@ STORAGE_RULE = "the model is loaded already: give rules on storage to a loader o
 
 
 def plan_loaded(
-    facts: ModelFacts, device: Device, compute: str, rules: Rules, storages: Mapping[str, str], foreign: Mapping[str, str]
+    facts: ModelFacts,
+    device: Device,
+    compute: str,
+    rules: Rules,
+    storages: Mapping[str, str],
+    foreign: Mapping[str, str],
 ) -> ComputePlan:
     """Resolve ``compute`` for a model in memory, and list the rules that cannot act on it.
 

@@ -69,7 +69,11 @@ def why_not_quantized(storage: str, shape: Sequence[int], cls: str = "") -> str:
     """
     kind = "fp8" if storage in FP8_NAMES else storage
     if not can_be_quantized(cls or "Linear", len(shape)):
-        return f"{cls}: only Linear weights are held in {kind}" if cls else f"ComfyUI holds only the weights of Linear layers in {kind}"
+        return (
+            f"{cls}: only Linear weights are held in {kind}"
+            if cls
+            else f"ComfyUI holds only the weights of Linear layers in {kind}"
+        )
     return why_not_int8(shape[1]) if storage == "int8" else ""
 
 
@@ -100,13 +104,17 @@ def plan_text_encoder(
     if storage == "auto" and (file_storage.startswith("fp8") or file_storage == "quantized"):
         choice = Choice(storage, "as_file", "the file is quantized already")
     elif storage == "auto" and needed > free_bytes:
-        choice = Choice(storage, "fp8_e4m3fn", f"{size_text(needed)} in 16 bit, {size_text(free_bytes)} of memory are free")
+        choice = Choice(
+            storage, "fp8_e4m3fn", f"{size_text(needed)} in 16 bit, {size_text(free_bytes)} of memory are free"
+        )
     elif storage == "auto":
         choice = Choice(storage, default, "ComfyUI's default for text encoders")
     return choice, plan_storage(layers, choice.used, Rules(presets=TEXT_ENCODER_RULES))
 
 
-def _choose_storage(facts: ModelFacts, device: Device, storage: str, compute: Choice, free_device_bytes: int | None) -> Choice:
+def _choose_storage(
+    facts: ModelFacts, device: Device, storage: str, compute: Choice, free_device_bytes: int | None
+) -> Choice:
     if storage != "auto":
         return Choice(storage, storage)
     used, reason = auto_storage(device, 2 * facts.parameters, facts.file_dtype, free_device_bytes, compute.requested)

@@ -1,7 +1,7 @@
 """What each weight of a model is stored in, why not as asked, and the bytes it takes: in a file, and in memory.
 
-The rules of a user and the modules of a model are asked before, layer by layer (``plan/storage.py``); here every tensor is
-looked at with its scales, its values where they decide, and what holds it afterwards.
+The rules of a user and the modules of a model are asked before, layer by layer (``plan/storage.py``); here every
+tensor is looked at with its scales, its values where they decide, and what holds it afterwards.
 """
 
 from collections import Counter
@@ -47,7 +47,8 @@ class Memory:
     not_linear: Container[str] = ()
 
     def lacks(self, weight: StoredWeight) -> bool:
-        """Tell whether a weight is in a format that this ComfyUI does not have: its own loader fails on it with a KeyError."""
+        """Tell whether a weight is in a format that this ComfyUI does not have."""
+        # Its own loader fails on one with a KeyError (``_load_quantized_module`` in comfy/ops.py).
         return weight.packed is not None or (weight.encoding is not None and weight.encoding.format not in self.formats)
 
 
@@ -89,7 +90,8 @@ def plan_weights(
         becomes_quantized = storage in QUANTIZED_NAMES and (weight.packed is not None or not weight.quantized)
         if becomes_quantized and weight.layer in beside_scales:
             storage, reason = _not_quantized(weight), BESIDE_SCALE
-        plans[name] = _plan(weight, storage, reason, sampled_error(weight, storage, path) if memory is None else SampledError())
+        error = sampled_error(weight, storage, path) if memory is None else SampledError()
+        plans[name] = _plan(weight, storage, reason, error)
     return plans
 
 
@@ -161,12 +163,17 @@ def _not_quantized(weight: StoredWeight) -> str:
 
 
 def unpacked_dtype(plan: LoadPlan) -> str:
-    """Name the dtype for weights that leave 8 bits or fewer: 16 bit, which holds them, also where fp32 is computed in."""
+    """Name the dtype for weights that leave 8 bits or fewer: a 16-bit one, also where fp32 is computed in."""
     return plan.compute.weight_dtype if dtype_named(plan.compute.weight_dtype).itemsize == 2 else "bf16"
 
 
 def plan_model(
-    checkpoint: Checkpoint, plan: LoadPlan, layers: Mapping[str, str], prefix: str, formats: Container[str], read: bool = True
+    checkpoint: Checkpoint,
+    plan: LoadPlan,
+    layers: Mapping[str, str],
+    prefix: str,
+    formats: Container[str],
+    read: bool = True,
 ) -> MemoryPlan:
     """Plan the weights of a file whose model, below ``prefix``, will be loaded as ``plan`` says.
 
@@ -188,7 +195,11 @@ def plan_model(
 
 
 def plan_encoder(
-    checkpoint: Checkpoint, choice: Choice, decisions: Mapping[str, StorageDecision], default: str, formats: Container[str]
+    checkpoint: Checkpoint,
+    choice: Choice,
+    decisions: Mapping[str, StorageDecision],
+    default: str,
+    formats: Container[str],
 ) -> MemoryPlan:
     """Plan the weights of a text encoder's file, by layer as ``decisions`` say.
 
@@ -207,8 +218,9 @@ def plan_encoder(
 def common_dtype(weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], plan: LoadPlan) -> str:
     """Name the dtype of the weights that are not quantized; ComfyUI has one for them all.
 
-    A dtype asked for by rules for all layers, or as storage, is that dtype. Beside quantized weights the others are converted
-    to what they are computed in, unless that is wider than they are in the file: ComfyUI casts those at each use.
+    A dtype asked for by rules for all layers, or as storage, is that dtype. Beside quantized weights the others are
+    converted to what they are computed in, unless that is wider than they are in the file: ComfyUI casts those at each
+    use.
     """
     by_layer = {decision.storage for decision in plan.decisions.values()}
     for asked in [*(by_layer if len(by_layer) == 1 else ()), plan.storage.used]:
@@ -228,7 +240,9 @@ def common_dtype(weights: Mapping[str, StoredWeight], plans: Mapping[str, Weight
 
 
 def _any_exceeds_fp16(weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], path) -> bool:
-    unquantized = (w for name, w in weights.items() if plans[name].storage not in QUANTIZED_NAMES and w.encoding is None)
+    unquantized = (
+        w for name, w in weights.items() if plans[name].storage not in QUANTIZED_NAMES and w.encoding is None
+    )
     return any(exceeds_fp16(weight, path) for weight in unquantized)
 
 
@@ -238,7 +252,8 @@ def _memory_plan(
     weights = checkpoint.weights.values()
     lacking = Counter(weight.encoding.format for weight in weights if weight.encoding and memory.lacks(weight))
     unpacked = [
-        f"{count} layers in {name}, which ComfyUI has from {FORMATS[name].since} on, were unpacked to {memory.unpacked}."
+        f"{count} layers in {name}, which ComfyUI has from {FORMATS[name].since} on, "
+        f"were unpacked to {memory.unpacked}."
         for name, count in lacking.items()
     ]
     unpacked += packed_notes(checkpoint, plans)
@@ -249,7 +264,9 @@ def _memory_plan(
 
 def packed_notes(checkpoint: Checkpoint, plans: Mapping[str, WeightPlan]) -> list[str]:
     """Say what became of weights in formats that no ComfyUI holds."""
-    counts = Counter((w.packed.type, plans[name].stored) for name, w in checkpoint.weights.items() if w.packed is not None)
+    counts = Counter(
+        (w.packed.type, plans[name].stored) for name, w in checkpoint.weights.items() if w.packed is not None
+    )
     anew = "quantized anew to {}, whose error is added to that of the file"
     return [
         f"{count} weights in {kind} were {(anew if stored in QUANTIZED_NAMES else 'unpacked to {}').format(stored)}."

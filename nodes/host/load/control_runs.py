@@ -48,7 +48,8 @@ def controls_of(model: BaseModel) -> list[LoadedControl]:
 
 
 def _follow(control: ControlNet, loaded: LoadedControl) -> ControlNet:
-    """Set methods on the object itself: its class stays ComfyUI's, which other packs compare (``type(control) == ControlNet``)."""
+    """Set methods on the object itself."""
+    # Its class stays ComfyUI's: other packs ask for ``type(control) == ControlNet``.
     vars(control).update(
         halfsafe=loaded,
         pre_run=functools.partial(_pre_run, control, loaded),
@@ -58,11 +59,12 @@ def _follow(control: ControlNet, loaded: LoadedControl) -> ControlNet:
 
 
 def _pre_run(control: ControlNet, loaded: LoadedControl, model: BaseModel, *args: Any) -> None:
-    """Note the model: the sampler gives it to each ControlNet of its conditions (``pre_run_control`` in comfy/samplers.py)."""
+    """Note the model that a sampler gives to each ControlNet of its conditions, then do as ComfyUI does."""
+    # ``pre_run_control`` in comfy/samplers.py; the call of a ControlNet's own model does not say which model it is for.
     _ran.setdefault(model, weakref.WeakKeyDictionary())[loaded] = None
     type(control).pre_run(control, model, *args)
 
 
 def _copy(control: ControlNet, loaded: LoadedControl) -> ControlNet:
-    """Copy a ControlNet as ComfyUI does for every node that applies it: its copy is a new object without these methods."""
+    """Copy a ControlNet as ComfyUI does for every node that applies it, with these methods."""
     return _follow(type(control).copy(control), loaded)

@@ -1,7 +1,8 @@
 """ControlNets through ComfyUI's own loader, in the storage and compute dtype that a plan chose.
 
-ComfyUI's loader tells the kind of a file and renames its tensors for it. It is run twice without the weights: once to learn
-which model it builds and which tensor each of its layers gets, and once to build that model with the plan's operations.
+ComfyUI's loader tells the kind of a file and renames its tensors for it. It is run twice without the weights: once to
+learn which model it builds and which tensor each of its layers gets, and once to build that model with the plan's
+operations.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def _without_prefix(checkpoint: Checkpoint) -> Checkpoint:
 class _Built:
     """What ComfyUI's loader made of the tensors ``given`` to it.
 
-    ``tensors``: what it would have loaded into the model, by the model's names; ``supported``: dtypes the model works in.
+    ``tensors``: what it would have loaded into the model, by the model's names; ``supported``: dtypes the model works
+    in.
     """
 
     given: dict[str, torch.Tensor]
@@ -102,7 +104,10 @@ def _build(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], options: di
     """Run ComfyUI's loader without loading a weight. ``meta``: build the model without memory for them."""
     built = _Built(tensors)
     try:
-        with patched(_stand_ins(built, options.get("dtype", torch.bfloat16), meta)), quiet(logging.CRITICAL if meta else logging.NOTSET):
+        with (
+            patched(_stand_ins(built, options.get("dtype", torch.bfloat16), meta)),
+            quiet(logging.CRITICAL if meta else logging.NOTSET),
+        ):
             built.control = comfy.controlnet.load_controlnet_state_dict(dict(tensors), model_options=options)
     except Exception as error:  # a file of another kind fails in as many ways as the loader has lines
         raise _unknown(checkpoint, error) from error
@@ -110,8 +115,8 @@ def _build(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], options: di
 
 
 def _stand_ins(built: _Built, dtype: torch.dtype, meta: bool) -> Iterator[tuple]:
-    """What is put in place of ComfyUI's functions while it builds: ``unet_dtype``, as ``load_controlnet_sd35`` reads no option
-    for it, and all that would read a tensor's data."""
+    """What is put in place of ComfyUI's functions while it builds: ``unet_dtype``, as ``load_controlnet_sd35`` reads
+    no option for it, and all that would read a tensor's data."""
     make = comfy.cldm.cldm.ControlNet
 
     def unet_dtype(*args, supported_dtypes=(torch.float16, torch.bfloat16, torch.float32), **kwargs):
@@ -177,7 +182,9 @@ def _own(checkpoint: Checkpoint, options: dict, storage: str, compute: str) -> C
     return control
 
 
-def _planned(checkpoint: Checkpoint, first: _Built, options: dict, storage: str, compute: str, rules: Rules) -> ControlNet:
+def _planned(
+    checkpoint: Checkpoint, first: _Built, options: dict, storage: str, compute: str, rules: Rules
+) -> ControlNet:
     detected = _detected(_renamed(checkpoint, first), first)
     load = models.prepare(detected, storage, compute, rules)
     built = _build(checkpoint, _without_data(checkpoint), options | models.operations_for(detected, load))
@@ -193,7 +200,8 @@ def _planned(checkpoint: Checkpoint, first: _Built, options: dict, storage: str,
 def _renamed(checkpoint: Checkpoint, built: _Built) -> Checkpoint:
     """The checkpoint under the model's names, without what the model has no place for.
 
-    ComfyUI fuses layers of some files with diffusers' names: quantized weights, each with a scale of its own, become bf16.
+    ComfyUI fuses layers of some files with diffusers' names: quantized weights, each with a scale of its own, become
+    bf16.
     """
     sources = {id(tensor): name for name, tensor in built.given.items()}
     if all(id(tensor) in sources for tensor in built.tensors.values()):
@@ -221,7 +229,9 @@ def _fitting(checkpoint: Checkpoint, weights: dict[str, StoredWeight], built: _B
 
 def _detected(checkpoint: Checkpoint, built: _Built) -> detection.Detected:
     module = built.control.control_model
-    supported = built.supported or comfy.supported_models.QwenImage.supported_inference_dtypes  # load_controlnet_qwen_fun names none
+    supported = (
+        built.supported or comfy.supported_models.QwenImage.supported_inference_dtypes
+    )  # load_controlnet_qwen_fun names none
     config = SimpleNamespace(supported_inference_dtypes=supported)
     names = {name: name.removesuffix(".weight") for name in checkpoint.weights if name.endswith(".weight")}
     facts = detection.facts_of_modules(checkpoint, dict(module.named_modules()), names, "", config)
@@ -235,8 +245,8 @@ def _absent(module: torch.nn.Module, tensors: Mapping[str, object]) -> list[str]
 
 
 def _zeros(first: _Built, load: models.PreparedLoad) -> dict[str, torch.Tensor]:
-    """Weights for the layers that the file has none for: ComfyUI's quantized layers have no weight before they are given one.
-    An SD3.5 ControlNet gets some from the model when it runs."""
+    """Weights for the layers that the file has none for: ComfyUI's quantized layers have no weight before they are
+    given one. An SD3.5 ControlNet gets some from the model when it runs."""
     module = first.control.control_model
     shapes = {f"{name}.weight": module.get_submodule(name).weight.shape for name in _absent(module, load.tensors)}
     return {name: torch.zeros(shape, dtype=load.dtype) for name, shape in shapes.items()}

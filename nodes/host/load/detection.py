@@ -56,7 +56,9 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     renamed = _renamed_tensors(config, checkpoint, prefix)
     names = _layer_names(renamed, checkpoint, prefix)
     missing = [name for name, module in modules.items() if kind_of(module) and f"{name}.weight" not in renamed]
-    return Detected(checkpoint, prefix, config, facts_of_modules(checkpoint, modules, names, prefix, config), names, missing)
+    return Detected(
+        checkpoint, prefix, config, facts_of_modules(checkpoint, modules, names, prefix, config), names, missing
+    )
 
 
 def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
@@ -70,7 +72,9 @@ def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
 
 
 def _config(checkpoint: Checkpoint, prefix: str):
-    return comfy.model_detection.model_config_from_unet(stored_tensors(checkpoint), prefix, metadata=checkpoint.metadata)
+    return comfy.model_detection.model_config_from_unet(
+        stored_tensors(checkpoint), prefix, metadata=checkpoint.metadata
+    )
 
 
 def stored_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -96,7 +100,9 @@ def _from_diffusers(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors by ComfyUI's names, where theirs are diffusers' and of a model that ComfyUI knows; else none."""
+    """Return the tensors by ComfyUI's names, where theirs are diffusers' and of a model that ComfyUI knows; else
+    none.
+    """
     return comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or _from_diffusers_unet(tensors)
 
 
@@ -109,7 +115,9 @@ def _check_fused(checkpoint: Checkpoint, names: list[str]) -> None:
 def dequantized_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """Return every tensor by name, those quantized with a scale, and packed ones, in bf16."""
     return {
-        name: weight.dequantize(torch.bfloat16) if weight.scale is not None or weight.packed is not None else weight.data
+        name: weight.dequantize(torch.bfloat16)
+        if weight.scale is not None or weight.packed is not None
+        else weight.data
         for name, weight in checkpoint.weights.items()
     }
 
@@ -158,7 +166,9 @@ def _modules(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.nn.
     with quiet():
         try:
             model = config.get_model(stored_tensors(checkpoint), prefix, device=torch.device("meta"))
-        except RuntimeError:  # ACE-Step 1.5 reads numbers of its own buffers (``FSQ`` in ComfyUI's comfy/ldm/ace/ace_step15.py)
+        except (
+            RuntimeError
+        ):  # ACE-Step 1.5 reads numbers of its own buffers (``FSQ`` in ComfyUI's comfy/ldm/ace/ace_step15.py)
             model = config.get_model(stored_tensors(checkpoint), prefix, device=torch.device("cpu"))
     return dict(model.diffusion_model.named_modules())
 
@@ -166,7 +176,9 @@ def _modules(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.nn.
 def _hint(checkpoint: Checkpoint, only_diffusion_model: bool) -> str:
     if any("lora" in name for name in checkpoint.weights):
         return "It looks like a LoRA: load it with a LoRA loader."
-    if any(name.startswith(("text_model.", "encoder.block.", "model.layers.", "shared.")) for name in checkpoint.weights):
+    if any(
+        name.startswith(("text_model.", "encoder.block.", "model.layers.", "shared.")) for name in checkpoint.weights
+    ):
         return "It looks like a text encoder: load it with Load CLIP."
     if any(name.startswith(("decoder.conv", "decoder.mid", "decoder.middle")) for name in checkpoint.weights):
         return "It looks like a VAE: load it with Load VAE."

@@ -18,7 +18,8 @@ def compute_device() -> torch.device:
 def current_device() -> Device:
     """Describe ComfyUI's compute device, or the profile that ``HALFSAFE_DEVICE_PROFILE`` asks for.
 
-    Unlike a device that is detected without ComfyUI, it gains nothing from int8 where comfy-kitchen has no kernel for it.
+    Unlike a device that is detected without ComfyUI, it gains nothing from int8 where comfy-kitchen has no kernel for
+    it.
     """
     device = detect(compute_device())
     if device.simulated or not (device.capabilities["int8_matmul_gains"] or device.profile.vendor == "amd"):

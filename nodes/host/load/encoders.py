@@ -48,11 +48,15 @@ def text_encoder_types() -> list[str]:
     return [*single, *(name for name in dual if name not in single)]
 
 
-def load_text_encoder(paths: Sequence[str], kind: str, storage: str, compute: str, disable_dynamic: bool = False) -> CLIP:
+def load_text_encoder(
+    paths: Sequence[str], kind: str, storage: str, compute: str, disable_dynamic: bool = False
+) -> CLIP:
     """Make a CLIP of one to four text encoder files. ``kind``: one of :func:`text_encoder_types`."""
     files = [_open_clip_split(open_model(path)) for path in paths]
     if not any(comfy.sd.detect_te_model(stored_tensors(file)) for file in files):
-        raise CheckpointError(paths[0], "ComfyUI knows no text encoder like this", advice="Check that it is a text encoder.")
+        raise CheckpointError(
+            paths[0], "ComfyUI knows no text encoder like this", advice="Check that it is a text encoder."
+        )
     converted = [_converted(file, storage) for file in files]
     with of_fitting_shapes(*paths):
         clip = comfy.sd.load_text_encoder_state_dicts(
@@ -67,7 +71,9 @@ def load_text_encoder(paths: Sequence[str], kind: str, storage: str, compute: st
 
 
 def _clip_type(kind: str) -> comfy.sd.CLIPType:
-    """ComfyUI's type of that name; SDXL, which ComfyUI tells by its files, has none and is loaded as its own nodes do."""
+    """ComfyUI's type of that name; SDXL, which ComfyUI tells by its files, has none and is loaded as its own nodes
+    do.
+    """
     return getattr(comfy.sd.CLIPType, kind.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION)
 
 
@@ -93,7 +99,9 @@ def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool 
     return _finished(clip, path, "auto", choice, (_checkpoint_text_encoder_patcher, (path, storage)))
 
 
-def _text_encoder_patcher(paths: Sequence[str], kind: str, storage: str, compute: str, disable_dynamic: bool = False) -> ModelPatcher:
+def _text_encoder_patcher(
+    paths: Sequence[str], kind: str, storage: str, compute: str, disable_dynamic: bool = False
+) -> ModelPatcher:
     return load_text_encoder(paths, kind, storage, compute, disable_dynamic).patcher
 
 
@@ -196,7 +204,9 @@ def _checkpoint_vae_patcher(path: str, dtype: str, disable_dynamic: bool = False
 def _vae(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, dtype: str, factory: tuple) -> VAE:
     comfy_state.check_finite(tensors, checkpoint.path)
     with of_fitting_shapes(checkpoint.path):
-        vae = comfy.sd.VAE(sd=tensors, metadata=checkpoint.metadata, dtype=None if dtype == "auto" else dtype_named(dtype))
+        vae = comfy.sd.VAE(
+            sd=tensors, metadata=checkpoint.metadata, dtype=None if dtype == "auto" else dtype_named(dtype)
+        )
     if vae.first_stage_model is None:
         raise CheckpointError(checkpoint.path, "ComfyUI knows no VAE like this", advice="Check that the file is a VAE.")
     vae.patcher.cached_patcher_init = factory

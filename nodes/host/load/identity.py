@@ -65,7 +65,8 @@ def _sampling_marks(patcher: ModelPatcher) -> dict[str, torch.Tensor]:
 
 
 def metadata_of(patcher: ModelPatcher, prompt: dict | None, extra: dict | None) -> dict[str, str]:
-    """Compose the metadata of a saved file: that of the file the model came from, and this workflow in place of its own.
+    """Compose the metadata of a saved file: that of the file the model came from, and this workflow in place of its
+    own.
 
     ComfyUI's detection reads it: the ``config`` of LTX-Video, LTX-2, Wan and MiniMax H3 (``comfy/model_detection.py``).
     The workflow is left out where ComfyUI's user switched that off.
@@ -77,7 +78,7 @@ def metadata_of(patcher: ModelPatcher, prompt: dict | None, extra: dict | None) 
 
 
 def source_of_model(patcher: ModelPatcher) -> dict[str, object]:
-    """Describe the file that a model was loaded from, where that is known; by its name alone where it cannot be read any more."""
+    """Describe the file that a model was loaded from, if known; by its name alone where it is gone."""
     path = _source_path(patcher)
     try:
         return source_of(open_checkpoint(path)) if path else {}
@@ -92,7 +93,7 @@ def _source_path(patcher: ModelPatcher) -> str:
 
 
 def _source_metadata(patcher: ModelPatcher) -> Mapping[str, str]:
-    """Return the metadata of the file a model came from; for stock loaders' models read again from where they noted it."""
+    """Return the metadata of the file a model came from; that of a stock loader's model is read again."""
     record = patcher.attachments.get(ATTACHMENT)
     if record is not None:
         return record.metadata
@@ -104,7 +105,7 @@ def _source_metadata(patcher: ModelPatcher) -> Mapping[str, str]:
 
 
 def difference(patcher: ModelPatcher, weights: Mapping[str, StoredWeight], metadata: Mapping[str, str]) -> str:
-    """Say in what the model that ComfyUI will detect in a saved file is another than the one saved; empty when in nothing."""
+    """Say in what ComfyUI will detect another model in a saved file than the one saved; empty when in nothing."""
     tensors = {name: weight.data for name, weight in weights.items()}
     found = comfy.model_detection.model_config_from_unet(tensors, "", metadata=dict(metadata))
     own = patcher.model.model_config

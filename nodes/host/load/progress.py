@@ -14,7 +14,7 @@ def byte_progress(weights: Iterable[StoredWeight]) -> Callable[[int], None]:
 
 
 def advancing(bar: comfy.utils.ProgressBar) -> Callable:
-    """A function that moves the bar on, by one or the number it is given; raises ComfyUI's interrupt when the user stops."""
+    """Return a function that moves the bar on, by one or its argument, and raises ComfyUI's interrupt."""
 
     def advance(done: int = 1) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()

@@ -77,7 +77,9 @@ def save_model(
         HalfsafeError: the disk is full, the model holds NaN or Inf, or it has a LoRA that cannot be merged.
     """
     if BYPASS in patcher.injections:
-        raise HalfsafeError("A bypass LoRA acts while the model runs and has no merged weights.", "Use a normal LoRA loader.")
+        raise HalfsafeError(
+            "A bypass LoRA acts while the model runs and has no merged weights.", "Use a normal LoRA loader."
+        )
     if not filename_prefix.strip("/ "):
         raise HalfsafeError("The filename prefix is empty.", "Give the file a name, such as diffusion_models/my_model.")
     if "\0" in filename_prefix:
@@ -100,5 +102,7 @@ def save_model(
 
 def _layers(patcher: ModelPatcher, weights: LiveWeights) -> list[LayerSpec]:
     classes = {name: type(module).__name__ for name, module in modules_of(patcher.model).items()}
-    stored = ((name.removesuffix(".weight"), weight) for name, weight in weights.stored.items() if name.endswith(".weight"))
+    stored = (
+        (name.removesuffix(".weight"), weight) for name, weight in weights.stored.items() if name.endswith(".weight")
+    )
     return [LayerSpec(name, classes[name], weight.shape) for name, weight in stored if name in classes]
