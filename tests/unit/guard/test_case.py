@@ -197,6 +197,7 @@ def test_of_two_infinite_inputs_the_one_without_which_it_is_finite_is_named(on_n
     call = Fake(lambda given, how, zeroed: GOOD if torch.isfinite(given["text"]).all() else BAD, UNKNOWN)
     log, _, _ = resolve(call, on_nan, given=given)
     assert log.verdict == "bad_input" and log.events[0].layer == "text" and "finite with a zero" in log.events[0].evidence
+    assert "fp16_safe" not in call.ran, "what came in with the inputs is tried in fp32 alone"
 
 
 def test_an_infinite_input_that_does_no_harm_is_not_blamed():
