@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
@@ -163,6 +164,23 @@ def test_threads_that_begin_together_and_call_other_methods_are_right():
         < 3e-3
         > max(relative_error(decoded, pair[1]) for pair in found)
     )
+
+
+def test_a_call_that_is_measured_is_waited_for_by_other_threads():
+    model, waits = made(), []
+    apply(model, compute="fp16_safe")
+    other = threading.Thread(target=lambda: model.decode(some(size=1e3)))
+
+    def meet(module, args):
+        if threading.current_thread() is not other and not waits:
+            other.start()
+            other.join(1.0)
+            waits.append(other.is_alive())
+
+    model.norm.register_forward_pre_hook(meet)
+    model(some())
+    other.join()
+    assert waits == [True]
 
 
 ORDERS = [
