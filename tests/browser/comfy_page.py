@@ -148,7 +148,7 @@ class ComfyPage:
         self.evaluate("() => { document.activeElement?.blur(); document.querySelectorAll('.hs-scroll').forEach((e) => e.scrollTo(0, 0)); }")
         if folder is None:
             return
-        self.page.wait_for_timeout(200)
+        self.page.wait_for_timeout(1000)
         folder.mkdir(parents=True, exist_ok=True)
         self.page.screenshot(path=folder / f"{name}.png")
 

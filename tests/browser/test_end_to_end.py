@@ -26,7 +26,6 @@ def test_dropped_workflow_runs_to_a_picture_and_a_report(opened_page: ComfyPage,
     comfy.page.wait_for_selector(".hs-table tbody tr", state="attached", timeout=120_000)
     code = "() => { const node = app.graph.nodes.find((n) => n.type === 'SaveImage'); return app.nodeOutputs[node.id]?.images?.[0]; }"
     comfy.page.wait_for_function(code, timeout=60_000)
-    comfy.page.wait_for_timeout(1000)
     comfy.screenshot(pictures, f"end-to-end-{cell}")
     width = "async (file) => { const image = new Image(); image.src = `/view?${new URLSearchParams(file)}`; await image.decode(); return image.naturalWidth; }"
     assert comfy.evaluate(width, comfy.evaluate(code)) == 64

@@ -55,7 +55,6 @@ def test_an_event_shows_a_toast_and_a_line(comfy: ComfyPage, pictures: Path, cel
     tell(comfy, "one")
     comfy.page.wait_for_selector("text=Halfsafe: overflow in blocks.0.ffn.2, step 0")
     comfy.page.wait_for_selector(".hs-guard .hs-event")
-    comfy.page.wait_for_timeout(600)
     comfy.screenshot(pictures, f"toast-{cell}")
     assert "repeated in fp16_wide" in comfy.page.inner_text(".hs-guard")
 
@@ -99,7 +98,6 @@ def test_the_sidebar_tells_the_last_run(comfy: ComfyPage, pictures: Path, cell: 
     tell(comfy, "six", kind="verdict", event=None, message="2 events in 2 layers, all recovered.", advice="Nothing to do.")
     comfy.evaluate(TOGGLE_TAB)
     comfy.page.wait_for_selector(".hs-sidebar .hs-card")
-    comfy.page.wait_for_timeout(300)
     comfy.screenshot(pictures, f"sidebar-guard-{cell}")
     text = comfy.page.inner_text(".hs-sidebar")
     assert "recovered" in text and "blocks.1.ffn.2 overflowed" in text and "Nothing to do." in text
