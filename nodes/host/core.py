@@ -1,8 +1,8 @@
 """The attributes of ComfyUI's modules that are read and set here, by name: no other file touches them.
 
-ComfyUI sets most of them from outside of the class or probes for them with ``hasattr``, so that a renamed one raises no error.
-Each annotation names the file of ComfyUI that has its attributes; ``precision/commands/core_uses.py`` reads both from this
-source, and the contract test looks every attribute up in that file.
+ComfyUI sets most of them from outside of the class or probes for them with ``hasattr``, so that a renamed one raises no
+error. Each annotation names the file of ComfyUI that has its attributes; ``precision/commands/core_uses.py`` reads both from
+this source, and the contract test looks every attribute up in that file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CAST_DTYPE: ModelAttribute = "manual_cast_dtype"
 
 
 class OnlyCalled:
-    """A layer without a weight to read, in all versions of ``linear_input_act`` of ``comfy/ops.py``: it can only be called."""
+    """A layer without a weight to read: ``linear_input_act`` of ``comfy/ops.py``, in all versions, can only call it."""
 
     weight = None
     _full_precision_mm = True
@@ -110,7 +110,10 @@ def not_forced_to_cast(layer: Layer) -> Patch:
 
 
 def dequantizes_any_format(layer: Layer) -> bool:
-    """Tell whether full precision holds for every format, as from ComfyUI 0.38 on, and not only for those that quantize inputs."""
+    """Tell whether full precision holds for every format, as from ComfyUI 0.38 on.
+
+    Before, it holds for those that quantize a layer's input.
+    """
     return hasattr(layer, "can_use_quantized_matmul")
 
 
