@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_jobs(scan)
     convert = _command(commands, "convert", _convert, "write a file in ComfyUI's own quantization format")
     convert.add_argument(
-        "sources", type=Path, nargs="+", metavar="source", help=".safetensors file, .index.json, or one part of a sharded set"
+        "sources", type=Path, nargs="+", metavar="source", help=".safetensors or .gguf file, .index.json, or one part of a sharded set"
     )
     convert.add_argument("target", type=Path, help=".safetensors file to write, or a folder for files of the same names")
     _add_jobs(convert)

@@ -210,6 +210,8 @@ class _Reader:
             weight = GgufWeight(packed.type, packed.shape, data)
         except ValueError as error:
             raise CheckpointError(self.path, f"{packed.type}, but {error}", name, "Use a file in another type, such as Q8_0.") from None
+        if not data.numel():
+            return StoredWeight(name, torch.empty(packed.shape, dtype=torch.bfloat16))
         return StoredWeight(name, torch.empty(packed.shape, dtype=torch.bfloat16, device="meta"), packed=weight)
 
     def _weight_scale(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor | None, str, str]:

@@ -13,9 +13,10 @@ import comfy.quant_ops
 import comfy.sd
 import torch
 
-from ....precision.dtypes import dtype_named
+from ....precision.dtypes import QUANTIZED_NAMES, dtype_named
 from ....precision.errors import CheckpointError
 from ....precision.formats.checkpoint import Checkpoint
+from ....precision.formats.comfy_format import AS_FILE
 from ....precision.plan.choice import ATTACHMENT, LoadRecord, frozen
 from ....precision.plan.facts import packed_types
 from ....precision.plan.rules import Rules
@@ -24,6 +25,7 @@ from ....precision.plan.weights import plan_model
 from ..core import quantization_format, set_cast_dtype, set_full_precision
 from ..lora.beside import keep_low_rank_beside
 from ..run.compute import set_compute
+from .copies import freed_once_copied
 from .detection import Detected, detect_model
 from .devices import compute_device, current_device, free_device_memory
 from .files import check_quantized_shapes, of_fitting_shapes, open_model
@@ -50,7 +52,7 @@ def load_weights(checkpoint: Checkpoint, storage: str, compute: str, rules: Rule
     """Make a model of the weights of a diffusion model, which are not changed; see :func:`load_diffusion_model`."""
     detected = detect_model(checkpoint, only_diffusion_model=True)
     load = prepare(detected, storage, compute, rules)
-    with of_fitting_shapes(checkpoint.path):
+    with of_fitting_shapes(checkpoint.path), freed_once_copied(load.unpacked):
         patcher = comfy.sd.load_diffusion_model_state_dict(
             dict(load.tensors),
             model_options=operations_for(detected, load),
@@ -85,6 +87,7 @@ class PreparedLoad:
 
     plan: LoadPlan
     tensors: dict[str, torch.Tensor]
+    unpacked: list[torch.Tensor]
     dtype: torch.dtype
     notes: Sequence[str]
 
@@ -100,7 +103,10 @@ def prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> Pre
     free = None if device.simulated else free_device_memory()
     plan = plan_load(detected.facts, device, storage, compute, rules, free)
     weights = plan_model(checkpoint, plan, detected.layer_names, detected.prefix, comfy.quant_ops.QUANT_ALGOS)
-    return PreparedLoad(plan, load_tensors(checkpoint, weights), dtype_named(weights.dtype), weights.notes)
+    tensors = load_tensors(checkpoint, weights)
+    names = (name for name, found in weights.plans.items() if found.storage not in (AS_FILE, *QUANTIZED_NAMES))
+    unpacked = [tensors[name] for name in names if tensors[name] is not checkpoint.weights[name].data]
+    return PreparedLoad(plan, tensors, unpacked, dtype_named(weights.dtype), weights.notes)
 
 
 def quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:

@@ -118,6 +118,47 @@ def test_the_memory_is_checked_for_what_is_made(comfy, wan_gguf, of_bf16_file, m
         families.load(comfy, wan_gguf, "as_file", "bf16")
 
 
+def test_unpacked_weights_are_freed_once_the_model_has_them(comfy, wan_gguf, monkeypatch):
+    """ComfyUI copies them into its modules: the model would be in memory twice."""
+    from halfsafe.nodes.host.load import models
+
+    made, own = [], torch.nn.Module._load_from_state_dict
+    original = models.load_tensors
+    monkeypatch.setattr(models, "load_tensors", lambda *given: made.append(original(*given)) or made[-1])
+    model = families.load(comfy, wan_gguf, "as_file", "bf16")
+    sizes = {name: made[0][name].untyped_storage().nbytes() for name in packed_in(wan_gguf)}
+    assert set(sizes.values()) == {0} and weights_of(model).keys() == made[0].keys()
+    assert torch.nn.Module._load_from_state_dict is own
+
+
+def test_what_a_model_gets_twice_or_takes_over_is_not_freed(comfy):
+    from halfsafe.nodes.host.load.copies import freed_once_copied
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = (torch.nn.Parameter(torch.zeros(4)) for _ in range(3))
+
+    shared, single = torch.ones(4), torch.full((4,), 2.0)
+    with freed_once_copied([shared, single]):
+        copied, taken = Two(), Two()
+        taken.load_state_dict({"a": single, "b": shared, "c": shared}, assign=True)
+        assert single.untyped_storage().nbytes() == shared.untyped_storage().nbytes() == 16
+        copied.load_state_dict({"a": single, "b": shared, "c": shared})
+    assert (single.untyped_storage().nbytes(), shared.untyped_storage().nbytes()) == (0, 16)
+    assert [parameter[0].item() for parameter in copied.parameters()] == [2.0, 1.0, 1.0]
+
+
+def test_an_error_leaves_torch_as_it_was(comfy):
+    from halfsafe.nodes.host.load.copies import _made, freed_once_copied
+
+    own = torch.nn.Module._load_from_state_dict
+    with pytest.raises(RuntimeError), freed_once_copied([torch.ones(4)]):
+        assert torch.nn.Module._load_from_state_dict is not own and _made
+        raise RuntimeError
+    assert torch.nn.Module._load_from_state_dict is own and not _made
+
+
 def test_a_prefix_of_the_names_is_taken_off(comfy, wan, folder, wan_gguf):
     prefixed = {f"model.diffusion_model.{name}": tensor for name, tensor in load_file(wan).items()}
     save_file(prefixed, folder / "prefixed.safetensors")

@@ -1,6 +1,7 @@
 """Commands on GGUF files: what they show of the types, and what becomes of the values."""
 
 import json
+from random import Random
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file
-from support import gguf_files, tiny_models
+from support import fuzz_targets, gguf_files, tiny_models
 from support.measures import relative_error
 
 KINDS = ("Q8_0", "Q4_K", "Q6_K", "IQ4_XS", "Q5_1")
@@ -150,6 +151,29 @@ def test_every_command_refuses_a_text_encoder(tmp_path, command):
     path = gguf_files.write(tmp_path / "in.gguf", {"token_embd.weight": ("F32", np.ones((2, 2), np.float32))}, arch="t5encoder")
     with pytest.raises(CheckpointError, match="text encoder"):
         command(path)
+
+
+@pytest.mark.parametrize("target", ["read", "inspect", "scan", "convert", "plan"])
+def test_files_damaged_at_random_are_read_right_or_refused(tmp_path, target):
+    tensors = {f"blocks.{number}.ffn.0.weight": (kind, gguf_files.blocks(kind, (16, 256))) for number, kind in enumerate(KINDS)}
+    whole = gguf_files.write(tmp_path / "whole.gguf", tensors | {"a.bias": ("F32", np.ones(8, np.float32)), "b.weight": ("BF16", np.ones((4, 16), np.uint8))})
+    content, path = whole.read_bytes(), tmp_path / "in.gguf"
+    header = min(entry.start for entry in open_checkpoint(whole).entries.values())
+    outcomes = set()
+    for case in range(120):
+        random, damaged = Random(case), bytearray(content)
+        end = random.choice((header, len(content)))
+        for _ in range(random.choice((1, 2, 8))):
+            at = random.randrange(end)
+            damaged[at] = random.choice((0, 1, 0x7C, 0x7E, 0x80, 0xFF, damaged[at] ^ 1 << random.randrange(8)))
+        path.write_bytes(damaged)
+        outcomes.add(fuzz_targets.judge(target, path, random))
+    assert "ok" in outcomes and len(outcomes) > 1
+
+
+def test_a_weight_without_values_stays_one(tmp_path):
+    path = gguf_files.write(tmp_path / "in.gguf", {"a.weight": ("Q8_0", np.zeros((0, 34), np.uint8)), "b.weight": ("F32", np.ones(2, np.float32))})
+    assert convert(path, tmp_path / "out.safetensors", "as_file")[1].weights["a.weight"].shape == (0, 32)
 
 
 def test_a_source_that_is_the_target_is_refused(tmp_path):
