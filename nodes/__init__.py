@@ -9,7 +9,8 @@ from ..precision.devices.names import drop_wrong_name
 from . import accumulation, analysis, compare, compute, guard, loaders, measure, report, rules, save
 from .host.kitchen import warn_once
 
-NODES: list[type[io.ComfyNode]] = [*loaders.NODES, *save.NODES, *rules.NODES, *compute.NODES, *accumulation.NODES, *guard.NODES, *report.NODES, *analysis.NODES, *compare.NODES, *measure.NODES]
+FILES = (loaders, save, rules, compute, accumulation, guard, report, analysis, compare, measure)
+NODES: list[type[io.ComfyNode]] = [node for file in FILES for node in file.NODES]
 
 
 class HalfsafeExtension(ComfyExtension):

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from .host.types import ModelPatcher
 
 
-def _choice(name: str, options: tuple[str, ...], default: str, tooltip: str, advanced: bool | None = None) -> io.Combo.Input:
+def _choice(
+    name: str, options: tuple[str, ...], default: str, tooltip: str, advanced: bool | None = None
+) -> io.Combo.Input:
     return io.Combo.Input(name, options=list(options), default=default, tooltip=tooltip, advanced=advanced)
 
 
@@ -26,8 +28,14 @@ class Accumulation(io.ComfyNode):
             node_id="HalfsafeAccumulation",
             display_name="Accumulation (Halfsafe)",
             category=CATEGORY,
-            description="How products are summed while this model runs. torch's own switches are back as they were after each call.",
-            search_aliases=["fp16 accumulation", "fast fp16", "tf32", "fp16_fast", "noise", "black image", "torch settings", "precision"],
+            description=(
+                "How products are summed while this model runs. "
+                "torch's own switches are back as they were after each call."
+            ),
+            search_aliases=[
+                "fp16 accumulation", "fast fp16", "tf32", "fp16_fast",
+                "noise", "black image", "torch settings", "precision",
+            ],
             has_intermediate_output=True,
             inputs=[
                 io.Model.Input("model", tooltip="The model; it is not changed, the output is a patched clone."),
@@ -37,17 +45,19 @@ class Accumulation(io.ComfyNode):
                     "on: in all layers; those that are not proven are named in the report."
                 )),
                 _choice("reduced_precision_reduction", SWITCH_OPTIONS, UNCHANGED, (
-                    "Partial results of fp16 and bf16 products in 16 bit. torch allows it by default; off is a little slower and more precise."
+                    "Partial results of fp16 and bf16 products in 16 bit. "
+                    "torch allows it by default; off is a little slower and more precise."
                 ), advanced=True),
                 _choice("tf32", SWITCH_OPTIONS, UNCHANGED, (
-                    "fp32 products and convolutions rounded to TF32: faster and less precise. Needs RTX 30 or newer and fp32 compute."
+                    "fp32 products and convolutions rounded to TF32: faster and less precise. "
+                    "Needs RTX 30 or newer and fp32 compute."
                 ), advanced=True),
                 _choice("fp8_fast_accumulation", FP16_OPTIONS, "auto", (
                     "Add up fp8 products with fewer bits, RTX 40 and Hopper. auto: off, for quality."
                 ), advanced=True),
                 _choice("attention", ATTENTION_OPTIONS, "auto", (
-                    "Attention in fp16. auto: left alone where its scores fit; else keys are smoothed, which leaves the result the same, "
-                    "or that attention is computed in fp32.\n"
+                    "Attention in fp16. auto: left alone where its scores fit; "
+                    "else keys are smoothed, which leaves the result the same, or that attention is computed in fp32.\n"
                     "fp32: all of it in fp32, slower."
                 )),
             ],

@@ -20,24 +20,51 @@ class AnalyzeLayers(io.ComfyNode):
             node_id="HalfsafeAnalyzeLayers",
             display_name="Analyze Layers (Halfsafe)",
             category=CATEGORY,
-            description="Measure on your own prompt which layers survive a lower precision, and get rules that keep the others.",
-            search_aliases=["layer analysis", "sensitivity", "mixed precision", "fp8 quality", "which layers", "quantization error", "snr"],
+            description=(
+                "Measure on your own prompt which layers survive a lower precision, and get rules that keep the others."
+            ),
+            search_aliases=[
+                "layer analysis",
+                "sensitivity",
+                "mixed precision",
+                "fp8 quality",
+                "which layers",
+                "quantization error",
+                "snr",
+            ],
             inputs=[
-                io.Model.Input("model", tooltip="The model in the precision to compare with, from any loader, LoRAs included. It is not changed."),
-                io.Conditioning.Input("positive", tooltip="A prompt like those you use: layers are measured on what they meet with it."),
+                io.Model.Input(
+                    "model",
+                    tooltip=(
+                        "The model in the precision to compare with, "
+                        "from any loader, LoRAs included. It is not changed."
+                    ),
+                ),
+                io.Conditioning.Input(
+                    "positive", tooltip="A prompt like those you use: layers are measured on what they meet with it."
+                ),
                 io.Latent.Input(
                     "latent_image",
-                    tooltip="The size to measure at, as for a sampler. A small one is much faster; it costs up to 98 model calls.",
+                    tooltip=(
+                        "The size to measure at, as for a sampler. "
+                        "A small one is much faster; it costs up to 98 model calls."
+                    ),
                 ),
                 io.Int.Input(
-                    "seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=False, tooltip="The noise. The same seed gives the same rules."
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=False,
+                    tooltip="The noise. The same seed gives the same rules.",
                 ),
                 io.Combo.Input(
                     "candidate",
                     options=list(CANDIDATES),
                     default="fp8_e4m3fn",
                     tooltip=(
-                        "fp8, int8: weights stored so; rules for a loader or Save Model. int8 multiplies in int8 too, unless the model asks for a dtype.\n"
+                        "fp8, int8: weights stored so; rules for a loader or Save Model. "
+                        "int8 multiplies in int8 too, unless the model asks for a dtype.\n"
                         "fp16, bf16: products of layers in it; rules for Compute Dtype.\n"
                         "fp16_acc16: fp16 with fp16 sums; a layer that overflows is not chosen."
                     ),
@@ -48,7 +75,10 @@ class AnalyzeLayers(io.ComfyNode):
                     min=0.0,
                     max=120.0,
                     step=0.5,
-                    tooltip="How close the model's output has to stay: 20 dB is an error of 10 %, 25 of 5.6 %, 30 of 3.2 %, 40 of 1 %.",
+                    tooltip=(
+                        "How close the model's output has to stay: "
+                        "20 dB is an error of 10 %, 25 of 5.6 %, 30 of 3.2 %, 40 of 1 %."
+                    ),
                 ),
                 io.Conditioning.Input("negative", optional=True, tooltip="Measured too when given, at twice the time."),
                 io.Combo.Input(
@@ -58,7 +88,8 @@ class AnalyzeLayers(io.ComfyNode):
                     optional=True,
                     advanced=True,
                     tooltip=(
-                        "keep high: embeddings, modulation, first and last layers stay as they are, whatever is measured.\n"
+                        "keep high: embeddings, modulation, "
+                        "first and last layers stay as they are, whatever is measured.\n"
                         "measure: they are chosen like the others, which may save more."
                     ),
                 ),

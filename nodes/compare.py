@@ -13,11 +13,29 @@ class CompareImages(io.ComfyNode):
             node_id="HalfsafeCompareImages",
             display_name="Compare Images (Halfsafe)",
             category=CATEGORY,
-            description="PSNR, largest error and SSIM of two images of the same size, and their difference as a picture.",
-            search_aliases=["psnr", "ssim", "image difference", "diff", "compare precision", "quality", "fp8 vs fp16", "a/b"],
+            description=(
+                "PSNR, largest error and SSIM of two images of the same size, and their difference as a picture."
+            ),
+            search_aliases=[
+                "psnr",
+                "ssim",
+                "image difference",
+                "diff",
+                "compare precision",
+                "quality",
+                "fp8 vs fp16",
+                "a/b",
+            ],
             inputs=[
-                io.Image.Input("reference", tooltip="The image to compare with, for example of the model in bf16. One, or as many as candidates."),
-                io.Image.Input("candidate", tooltip="The image to judge, of the same size, made with the same seed and settings."),
+                io.Image.Input(
+                    "reference",
+                    tooltip=(
+                        "The image to compare with, for example of the model in bf16. One, or as many as candidates."
+                    ),
+                ),
+                io.Image.Input(
+                    "candidate", tooltip="The image to judge, of the same size, made with the same seed and settings."
+                ),
             ],
             outputs=[io.String.Output(display_name="text"), io.Image.Output(display_name="difference")],
         )

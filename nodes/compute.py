@@ -23,13 +23,26 @@ class ComputeDtype(io.ComfyNode):
             node_id="HalfsafeComputeDtype",
             display_name="Compute Dtype (Halfsafe)",
             category=CATEGORY,
-            description="Choose the dtype a model computes in, for all layers or by rules. Works on any loader's model.",
-            search_aliases=["compute dtype", "fp16", "bf16", "fp16 safe", "black image", "old gpu", "precision", "manual cast"],
+            description=(
+                "Choose the dtype a model computes in, for all layers or by rules. Works on any loader's model."
+            ),
+            search_aliases=[
+                "compute dtype",
+                "fp16",
+                "bf16",
+                "fp16 safe",
+                "black image",
+                "old gpu",
+                "precision",
+                "manual cast",
+            ],
             has_intermediate_output=True,
             inputs=[
                 io.Model.Input("model", tooltip="The model; it is not changed, the output is a patched clone."),
                 compute_input(),
-                RulesType.Input("rules", optional=True, tooltip="Exceptions per layer: compute=... and stream=... of Layer Rules."),
+                RulesType.Input(
+                    "rules", optional=True, tooltip="Exceptions per layer: compute=... and stream=... of Layer Rules."
+                ),
             ],
             outputs=[io.Model.Output()],
         )
@@ -47,7 +60,9 @@ class AutoPrecision(io.ComfyNode):
             node_id="HalfsafeAutoPrecision",
             display_name="Auto Precision (Halfsafe)",
             category=CATEGORY,
-            description="Choose the arithmetic for this device and goal, and say why. The same workflow runs on every device.",
+            description=(
+                "Choose the arithmetic for this device and goal, and say why. The same workflow runs on every device."
+            ),
             search_aliases=["auto dtype", "best precision", "speed", "low vram", "quality", "fp8", "fp16"],
             has_intermediate_output=True,
             inputs=[
@@ -58,12 +73,16 @@ class AutoPrecision(io.ComfyNode):
                     default="balanced",
                     tooltip=(
                         "balanced: a dtype this device is fast at; on NVIDIA none that can overflow.\n"
-                        "quality: fp16 products with an fp32 stream where fp16 is fast, fp32 elsewhere; the VAE in fp32.\n"
-                        "speed: int8 or fp8 products where the device gains and weights are held so, else also plain fp16.\n"
+                        "quality: fp16 products with an fp32 stream where fp16 is fast, "
+                        "fp32 elsewhere; the VAE in fp32.\n"
+                        "speed: int8 or fp8 products "
+                        "where the device gains and weights are held so, else also plain fp16.\n"
                         "memory: the smallest activations the model is safe in."
                     ),
                 ),
-                io.Clip.Input("clip", optional=True, tooltip="Passed through; ComfyUI runs text encoders with fp32 activations."),
+                io.Clip.Input(
+                    "clip", optional=True, tooltip="Passed through; ComfyUI runs text encoders with fp32 activations."
+                ),
                 io.Vae.Input("vae", optional=True, tooltip="With goal quality: a copy that works in fp32."),
             ],
             outputs=[

@@ -13,7 +13,10 @@ from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import with_guard
 from .inputs import CATEGORY
 
-CHECK_ADVICE = "The node before this one made it, or was given it: put Check Finite before that node too, or NaN Guard on the model."
+CHECK_ADVICE = (
+    "The node before this one made it, or was given it: "
+    "put Check Finite before that node too, or NaN Guard on the model."
+)
 
 
 def on_nan_input() -> io.Combo.Input:
@@ -36,8 +39,19 @@ class NaNGuard(io.ComfyNode):
             node_id="HalfsafeNaNGuard",
             display_name="NaN Guard (Halfsafe)",
             category=CATEGORY,
-            description="Check every step for NaN and Inf: find the layer, repeat it in a higher precision, or say what else is wrong.",
-            search_aliases=["black image", "nan", "inf", "overflow", "invalid value encountered in cast", "fp16 fix", "no half"],
+            description=(
+                "Check every step for NaN and Inf: "
+                "find the layer, repeat it in a higher precision, or say what else is wrong."
+            ),
+            search_aliases=[
+                "black image",
+                "nan",
+                "inf",
+                "overflow",
+                "invalid value encountered in cast",
+                "fp16 fix",
+                "no half",
+            ],
             inputs=[
                 io.Model.Input("model", tooltip="The model; the output is a guarded clone. Works with any loader."),
                 on_nan_input(),
@@ -47,7 +61,10 @@ class NaNGuard(io.ComfyNode):
                     min=0,
                     max=64,
                     advanced=True,
-                    tooltip="How often one step may be repeated. A cure takes three at most: to find the layer, in fp16_safe, in fp32. Telling another cause may take a few more.",
+                    tooltip=(
+                        "How often one step may be repeated. A cure takes three at most: "
+                        "to find the layer, in fp16_safe, in fp32. Telling another cause may take a few more."
+                    ),
                 ),
                 io.Combo.Input(
                     "check",
@@ -55,8 +72,9 @@ class NaNGuard(io.ComfyNode):
                     default="off",
                     optional=True,
                     tooltip=(
-                        "Make a step's call once more in fp32 and compare: finds what is finite and wrong. Below what the model's dtypes explain, "
-                        "the layer, attention or cache that adds most is named, for about ten more calls. The picture stays as it is.\n"
+                        "Make a step's call once more in fp32 and compare: finds what is finite and wrong. "
+                        "Below what the model's dtypes explain, the layer, attention or cache that adds most is named, "
+                        "for about ten more calls. The picture stays as it is.\n"
                         "every 5th step: at steps 0, 5, 10 ... of the sampler, one call each."
                     ),
                 ),
@@ -139,7 +157,9 @@ class CheckFinite(io.ComfyNode):
     @classmethod
     def execute(cls, value, on_nan) -> io.NodeOutput:
         if not isinstance(value, (torch.Tensor, dict, list)):
-            raise HalfsafeError(f"Check Finite was given a {type(value).__name__}.", "Connect a LATENT, IMAGE or CONDITIONING.")
+            raise HalfsafeError(
+                f"Check Finite was given a {type(value).__name__}.", "Connect a LATENT, IMAGE or CONDITIONING."
+            )
         found = not_finite(value)
         text = "\n".join(map(str, found)) or "Finite: no NaN and no Inf."
         if found and on_nan == "stop":

@@ -7,18 +7,20 @@ from ..precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 CATEGORY = "precision"
 RulesType = io.Custom("HALFSAFE_RULES")
 STORAGE_TOOLTIP = (
-    "How weights are kept in memory. auto: as in the file; where 16 bit does not fit the GPU, int8 if this GPU is faster "
-    "with it, else fp8_e4m3fn. "
-    "fp8 and int8 halve the memory of 16 bit; int8 is closer to the original and takes longer to make. "
-    "Norms, embeddings and other sensitive layers stay high (see rules)."
+    "How weights are kept in memory. auto: as in the file; where 16 bit does not fit the GPU, "
+    "int8 if this GPU is faster with it, else fp8_e4m3fn. fp8 and int8 halve the memory of 16 bit; int8 is closer "
+    "to the original and takes longer to make. Norms, embeddings and other sensitive layers stay high (see rules)."
 )
 COMPUTE_TOOLTIP = (
-    "The dtype of the maths. auto: bf16 where it is native and the model prefers it, else fp16_safe; fp16 on GPUs not from NVIDIA "
-    "if the model is safe in it; fp32 where fp16 is slow. fp16_safe: fp16 products with an fp32 stream, cannot overflow. fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); elsewhere it has no effect, and the report says so. "
-    "int8: a diffusion model's int8 weights multiply in int8, a scale per token, the rest as with auto. "
-    "auto and fp8 do the same; any other choice dequantizes them."
+    "The dtype of the maths. auto: bf16 where it is native and the model prefers it, else fp16_safe; "
+    "fp16 on GPUs not from NVIDIA if the model is safe in it; fp32 where fp16 is slow. fp16_safe: "
+    "fp16 products with an fp32 stream, cannot overflow. fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); "
+    "elsewhere it has no effect, and the report says so. int8: a diffusion model's int8 weights multiply in int8, "
+    "a scale per token, the rest as with auto. auto and fp8 do the same; any other choice dequantizes them."
 )
-RULES_TOOLTIP = "Exceptions per layer, from Halfsafe Layer Rules. Without it the preset 'keep sensitive layers' applies."
+RULES_TOOLTIP = (
+    "Exceptions per layer, from Halfsafe Layer Rules. Without it the preset 'keep sensitive layers' applies."
+)
 
 
 def storage_input(name: str = "storage", tooltip: str = STORAGE_TOOLTIP, default: str = "auto") -> io.Combo.Input:

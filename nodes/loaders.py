@@ -9,7 +9,8 @@ from .inputs import CATEGORY, compute_input, rules_input, storage_input
 
 NO_FILE = "none"
 VAE_DTYPE_TOOLTIP = (
-    "The dtype the VAE works in. auto: ComfyUI's choice. fp32 usually cures black images from a VAE, at twice the memory."
+    "The dtype the VAE works in. "
+    "auto: ComfyUI's choice. fp32 usually cures black images from a VAE, at twice the memory."
 )
 
 
@@ -25,13 +26,27 @@ class LoadDiffusionModel(io.ComfyNode):
             display_name="Load Diffusion Model (Halfsafe)",
             category=CATEGORY,
             description="Load a diffusion model in scaled fp8, int8 or another dtype, sensitive layers kept high.",
-            search_aliases=["fp8", "fp8 scaled", "int8", "unet loader", "dtype", "precision", "low vram", "quantize", "bf16", "fp16"],
+            search_aliases=[
+                "fp8",
+                "fp8 scaled",
+                "int8",
+                "unet loader",
+                "dtype",
+                "precision",
+                "low vram",
+                "quantize",
+                "bf16",
+                "fp16",
+            ],
             has_intermediate_output=True,
             inputs=[
                 io.Combo.Input(
                     "model_name",
                     options=files.diffusion_model_files(),
-                    tooltip="A .safetensors or .gguf file in models/diffusion_models; fp8, int8 and ComfyUI's other quantization formats, sharded or with diffusers' names too.",
+                    tooltip=(
+                        "A .safetensors or .gguf file in models/diffusion_models; "
+                        "fp8, int8 and ComfyUI's other quantization formats, sharded or with diffusers' names too."
+                    ),
                 ),
                 storage_input(),
                 compute_input(),
@@ -63,11 +78,16 @@ class LoadCheckpoint(io.ComfyNode):
             has_intermediate_output=True,
             inputs=[
                 io.Combo.Input(
-                    "ckpt_name", options=files.model_files("checkpoints"), tooltip="A .safetensors file in models/checkpoints."
+                    "ckpt_name",
+                    options=files.model_files("checkpoints"),
+                    tooltip="A .safetensors file in models/checkpoints.",
                 ),
                 storage_input(),
                 compute_input(),
-                storage_input("clip_storage", "How the text encoder's weights are kept. auto: as ComfyUI does, fp8 if memory is short."),
+                storage_input(
+                    "clip_storage",
+                    "How the text encoder's weights are kept. auto: as ComfyUI does, fp8 if memory is short.",
+                ),
                 vae_dtype_input("vae_dtype"),
                 rules_input(),
             ],
@@ -110,8 +130,15 @@ class LoadCLIP(io.ComfyNode):
             has_intermediate_output=True,
             inputs=[
                 io.Combo.Input("clip_name1", options=names, tooltip="A .safetensors file in models/text_encoders."),
-                io.Combo.Input("type", options=encoders.text_encoder_types(), tooltip="The model family the encoder is for."),
-                storage_input(tooltip="How the weights are kept. auto: as ComfyUI does, fp8 if memory is short. fp8 and int8 save memory, not time."),
+                io.Combo.Input(
+                    "type", options=encoders.text_encoder_types(), tooltip="The model family the encoder is for."
+                ),
+                storage_input(
+                    tooltip=(
+                        "How the weights are kept. "
+                        "auto: as ComfyUI does, fp8 if memory is short. fp8 and int8 save memory, not time."
+                    )
+                ),
                 compute_input(),
                 *more,
             ],
@@ -124,7 +151,9 @@ class LoadCLIP(io.ComfyNode):
         return files.version_of("text_encoders", *names)
 
     @classmethod
-    def execute(cls, clip_name1, type, storage, compute, clip_name2=NO_FILE, clip_name3=NO_FILE, clip_name4=NO_FILE) -> io.NodeOutput:
+    def execute(
+        cls, clip_name1, type, storage, compute, clip_name2=NO_FILE, clip_name3=NO_FILE, clip_name4=NO_FILE
+    ) -> io.NodeOutput:
         names = [name for name in (clip_name1, clip_name2, clip_name3, clip_name4) if name != NO_FILE]
         paths = [files.model_path("text_encoders", name) for name in names]
         clip = encoders.load_text_encoder(paths, type, storage, compute)
@@ -139,13 +168,26 @@ class LoadControlNet(io.ComfyNode):
             display_name="Load ControlNet (Halfsafe)",
             category=CATEGORY,
             description="Load a ControlNet in scaled fp8, int8 or another dtype, sensitive layers kept high.",
-            search_aliases=["controlnet", "control net", "controlnet fp8", "fp8", "int8", "quantize", "dtype", "precision", "low vram"],
+            search_aliases=[
+                "controlnet",
+                "control net",
+                "controlnet fp8",
+                "fp8",
+                "int8",
+                "quantize",
+                "dtype",
+                "precision",
+                "low vram",
+            ],
             has_intermediate_output=True,
             inputs=[
                 io.Combo.Input(
                     "control_net_name",
                     options=files.model_files("controlnet"),
-                    tooltip="A .safetensors file in models/controlnet, of any kind that ComfyUI's own loader knows; quantized ones too.",
+                    tooltip=(
+                        "A .safetensors file in models/controlnet, "
+                        "of any kind that ComfyUI's own loader knows; quantized ones too."
+                    ),
                 ),
                 storage_input(),
                 compute_input(),
@@ -176,7 +218,9 @@ class LoadVAE(io.ComfyNode):
             search_aliases=["vae fp32", "vae dtype", "no-half-vae", "fp32-vae", "black image", "precision"],
             has_intermediate_output=True,
             inputs=[
-                io.Combo.Input("vae_name", options=files.model_files("vae"), tooltip="A .safetensors file in models/vae."),
+                io.Combo.Input(
+                    "vae_name", options=files.model_files("vae"), tooltip="A .safetensors file in models/vae."
+                ),
                 vae_dtype_input("dtype"),
             ],
             outputs=[io.Vae.Output()],

@@ -25,15 +25,40 @@ class MeasurePrecisions(io.ComfyNode):
             node_id="HalfsafeMeasurePrecisions",
             display_name="Measure Precisions (Halfsafe)",
             category=CATEGORY,
-            description="Try storage and compute dtypes on your own model and prompt: time per step, memory and error of each, and the best for a goal.",
-            search_aliases=["benchmark", "which precision", "fastest dtype", "compare fp8 int8 bf16", "speed test", "vram", "snr", "pareto"],
+            description=(
+                "Try storage and compute dtypes on your own model and prompt: "
+                "time per step, memory and error of each, and the best for a goal."
+            ),
+            search_aliases=[
+                "benchmark",
+                "which precision",
+                "fastest dtype",
+                "compare fp8 int8 bf16",
+                "speed test",
+                "vram",
+                "snr",
+                "pareto",
+            ],
             inputs=[
-                io.Model.Input("model", tooltip="The model, LoRAs included, loaded as_file to compare storages. It is not changed."),
+                io.Model.Input(
+                    "model", tooltip="The model, LoRAs included, loaded as_file to compare storages. It is not changed."
+                ),
                 io.Conditioning.Input("positive", tooltip="A prompt like those you use."),
                 io.Latent.Input(
-                    "latent_image", tooltip="The size to measure at, as for a sampler: time and memory hold for this size. Each candidate costs two steps."
+                    "latent_image",
+                    tooltip=(
+                        "The size to measure at, as for a sampler: time and memory hold for this size. "
+                        "Each candidate costs two steps."
+                    ),
                 ),
-                io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=False, tooltip="The noise, the same for every candidate."),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=False,
+                    tooltip="The noise, the same for every candidate.",
+                ),
                 io.String.Input(
                     "candidates",
                     multiline=True,
@@ -43,7 +68,9 @@ class MeasurePrecisions(io.ComfyNode):
                         "as_file: the weights as loaded. What this device cannot do is told in the table."
                     ),
                 ),
-                io.Conditioning.Input("negative", optional=True, tooltip="Sampled too when given, with cfg 4, at twice the time."),
+                io.Conditioning.Input(
+                    "negative", optional=True, tooltip="Sampled too when given, with cfg 4, at twice the time."
+                ),
             ],
             outputs=[
                 io.String.Output(display_name="table"),
@@ -63,7 +90,9 @@ class MeasurePrecisions(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(cls, model: ModelPatcher, positive, latent_image: dict, seed: int, candidates: str, negative=None) -> io.NodeOutput:
+    def execute(
+        cls, model: ModelPatcher, positive, latent_image: dict, seed: int, candidates: str, negative=None
+    ) -> io.NodeOutput:
         inputs = host.Inputs(positive, negative, latent_image, seed)
         found = host.measure_model(model, inputs, settings_from(candidates))
         text = table_text(found)

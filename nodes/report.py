@@ -29,7 +29,9 @@ class Report(io.ComfyNode):
             inputs=[
                 io.Model.Input("model", tooltip="The model to report on, as the sampler gets it."),
                 io.AnyType.Input(
-                    "after", optional=True, tooltip="Anything, for example the sampled latent: the report then runs after it."
+                    "after",
+                    optional=True,
+                    tooltip="Anything, for example the sampled latent: the report then runs after it.",
                 ),
             ],
             outputs=[

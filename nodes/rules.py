@@ -24,7 +24,8 @@ class LayerRules(io.ComfyNode):
                     default="",
                     tooltip=(
                         "<pattern> <key>=<value> ...  # comment\n"
-                        "Pattern: a glob over layer names (blocks.0.*), re:<regex>, class:<module class>, or role:<role in the model>.\n"
+                        "Pattern: a glob over layer names (blocks.0.*), "
+                        "re:<regex>, class:<module class>, or role:<role in the model>.\n"
                         "Keys: storage, compute, accumulation, stream."
                     ),
                 ),
@@ -32,7 +33,10 @@ class LayerRules(io.ComfyNode):
                     "preset",
                     options=list(PRESETS),
                     default=DEFAULT_PRESET,
-                    tooltip="Layers to keep as in the file, before your own lines. The family presets keep more than the default.",
+                    tooltip=(
+                        "Layers to keep as in the file, before your own lines. "
+                        "The family presets keep more than the default."
+                    ),
                 ),
                 RulesType.Input("previous", optional=True, tooltip="Rules to build on; lines here win over them."),
             ],
