@@ -1,7 +1,7 @@
 """Command line: ``python -m halfsafe inspect | scan | convert | plan | doctor``. ComfyUI never imports this file.
 
-``python path/to/halfsafe`` is the same. Exit code 0: done; 1: ``scan`` found problems; 2: an error, told in one line on stderr;
-of several files the worst.
+``python path/to/halfsafe`` is the same. Exit code 0: done; 1: ``scan`` found problems; 2: an error, told in one line on
+stderr; of several files the worst.
 """
 
 import argparse
@@ -18,7 +18,7 @@ NEEDED = ("torch", "numpy", "safetensors")
 
 
 def _missing() -> str:
-    """What to install, in one line; "" where everything is there."""
+    """Say what to install, in one line; "" where everything is there."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if not missing:
         return ""
@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def gigabytes(text: str) -> int:
-    """An amount of memory as bytes; argparse names this function where it is none."""
+    """Parse an amount of memory to bytes; argparse names this function where it is none."""
     count = float(text) * 1e9
     if not 0 <= count < math.inf:
         raise ValueError
@@ -131,7 +131,7 @@ def gigabytes(text: str) -> int:
 
 
 def jobs(text: str) -> int:
-    """A number of files to work on at a time; argparse names this function where it is none."""
+    """Parse a number of files to work on at a time; argparse names this function where it is none."""
     if int(text) < 1:
         raise ValueError
     return int(text)
@@ -142,7 +142,7 @@ def _add_jobs(command: argparse.ArgumentParser) -> None:
 
 
 def device(text: str) -> str:
-    """A device's name or code as the code."""
+    """Return the code of a device given by name or code."""
     try:
         return code_of(text)
     except UnknownProfile as error:
@@ -274,7 +274,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _comfyui_around() -> Path | None:
-    """The ComfyUI that has this folder among its custom nodes."""
+    """Find the ComfyUI that has this folder among its custom nodes."""
     folder = Path(__file__).absolute().parents[2]
     return folder if (folder / "comfy" / "ops.py").is_file() else None
 

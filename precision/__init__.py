@@ -1,9 +1,9 @@
 """Numeric core of Halfsafe: torch, numpy and safetensors, on any ``nn.Module``, without ComfyUI.
 
 The names below are what most users need; each is imported when it is first asked for, so that importing this package
-costs nothing. Everything else is in the sub-packages: ``files`` and ``formats`` (what is on disk and what it holds), ``devices``,
-``plan`` (rules and decisions), ``arithmetic`` (operations and their overflow bounds), ``guard``, ``analysis``, ``measure``,
-``report``, ``commands``.
+costs nothing. Everything else is in the sub-packages: ``files`` and ``formats`` (what is on disk and what it holds),
+``devices``, ``plan`` (rules and decisions), ``arithmetic`` (operations and their overflow bounds), ``guard``,
+``analysis``, ``measure``, ``report``, ``commands``.
 """
 
 from importlib import import_module

@@ -1,6 +1,8 @@
-"""The largest magnitude of a tensor, on every device: NaN where it holds one, else inf where it holds one, 0 where empty.
+"""The largest magnitude of a tensor, on every device: NaN where it holds one, else inf where it holds one,
+0 where empty.
 
-:func:`amax` leaves the number on the device; :func:`amax_value` waits for the device; :func:`host_amax` reads host memory.
+:func:`amax` leaves the number on the device; :func:`amax_value` waits for the device;
+:func:`host_amax` reads host memory.
 """
 
 import math
@@ -12,7 +14,8 @@ from .dtypes import FP8_DTYPES
 
 
 def amax(tensor: torch.Tensor) -> torch.Tensor:
-    """Find the largest magnitude of an fp16, bf16 or fp32 tensor, 0-dim fp32 on its device, without a synchronisation."""
+    """Find the largest magnitude of an fp16, bf16 or fp32 tensor, 0-dim fp32 on its device,
+    without a synchronisation."""
     if tensor.numel() == 0:
         return tensor.new_zeros((), dtype=torch.float32)
     if norm_loses_nan(tensor.device):
@@ -24,14 +27,15 @@ def norm_loses_nan(device: torch.device) -> bool:
     """Tell whether the infinity norm of a device passes over NaN, as Metal's ``max`` does in torch's kernel of it.
 
     That kernel (``norm`` in aten/src/ATen/native/mps/kernels/ReduceOps.metal) also reduces a whole tensor in one thread
-    group. ``amax`` there is MPSGraph's reduction that propagates NaN (aten/src/ATen/native/mps/operations/ReduceOps.mm).
-    Elsewhere the norm takes one pass and ``abs().amax()`` two.
+    group. ``amax`` there is MPSGraph's reduction that propagates NaN
+    (aten/src/ATen/native/mps/operations/ReduceOps.mm). Elsewhere the norm takes one pass and ``abs().amax()`` two.
     """
     return device.type == "mps"
 
 
 def amax_value(tensor: torch.Tensor) -> float:
-    """Read back the largest magnitude of any tensor, which waits for its device; 0 where it holds no floats or no data."""
+    """Read back the largest magnitude of any tensor, which waits for its device;
+    0 where it holds no floats or no data."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0 or tensor.device.type == "meta":
         return 0.0
     if tensor.is_complex():
@@ -42,7 +46,8 @@ def amax_value(tensor: torch.Tensor) -> float:
 
 
 def host_amax(tensor: torch.Tensor) -> float:
-    """Find the largest magnitude of a floating tensor in host memory: NaN if it holds a NaN, inf if an inf. Empty: 0."""
+    """Find the largest magnitude of a floating tensor in host memory: NaN if it holds a NaN, inf if an inf.
+    Empty: 0."""
     if tensor.numel() == 0:
         return 0.0
     if tensor.dtype in FP8_DTYPES:
@@ -52,7 +57,8 @@ def host_amax(tensor: torch.Tensor) -> float:
 
 
 def _fp8_amax(tensor: torch.Tensor) -> float:
-    """Read the codes as integers: magnitudes order like them, NaN above inf. Signed ones order the positive, unsigned the negative."""
+    """Read the codes as integers: magnitudes order like them, NaN above inf.
+    Signed ones order the positive, unsigned the negative."""
     codes = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     if "fnuz" in str(tensor.dtype) and (codes == 0x80).any():
         return math.nan

@@ -8,7 +8,7 @@ from .errors import HalfsafeError
 
 
 def torch_version() -> tuple[int, int]:
-    """(major, minor) of the running torch."""
+    """Return (major, minor) of the running torch."""
     major, minor = re.findall(r"\d+", str(torch.__version__))[:2]
     return int(major), int(minor)
 
@@ -37,7 +37,7 @@ FP8_DTYPES = frozenset(DTYPES[name] for name in DTYPES if name.startswith("fp8")
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The torch dtype of a storage or compute name such as ``fp8_e4m3fn`` or ``bf16``."""
+    """Return the torch dtype of a storage or compute name such as ``fp8_e4m3fn`` or ``bf16``."""
     try:
         return DTYPES[name]
     except KeyError:
@@ -45,10 +45,10 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name used in nodes, rules and reports; torch's own name for dtypes that store no weights."""
+    """Return the name used in nodes, rules and reports; torch's own name for dtypes that store no weights."""
     return NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def max_of(dtype: torch.dtype) -> float:
-    """The largest finite value of a floating dtype (448 for e4m3fn, 240 for e4m3fnuz, 65504 for fp16)."""
+    """Return the largest finite value of a floating dtype (448 for e4m3fn, 240 for e4m3fnuz, 65504 for fp16)."""
     return torch.finfo(dtype).max

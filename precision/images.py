@@ -79,12 +79,14 @@ def psnr(mean_square: float) -> float:
 
 
 def ssim(a: torch.Tensor, b: torch.Tensor, finite: torch.Tensor | None = None) -> float:
-    """Compute the mean structural similarity of the luma of two images (height, width, channels) in 0..1: 1 when identical.
+    """Compute the mean structural similarity of the luma of two images (height, width, channels) in 0..1:
+    1 when identical.
 
     Wang, Bovik, Sheikh and Simoncelli, "Image quality assessment: from error visibility to structural similarity", IEEE
-    Transactions on Image Processing 13(4), 2004: a Gaussian window of 11 x 11 with sigma 1.5, K1 = 0.01, K2 = 0.03, over
-    the places where the whole window is inside the image. In an image smaller than that the window is as large as the image.
-    Channels beyond three, such as alpha, do not count. ``finite``: (height, width); windows with any other pixel are left out.
+    Transactions on Image Processing 13(4), 2004: a Gaussian window of 11 x 11 with sigma 1.5, K1 = 0.01, K2 = 0.03,
+    over the places where the whole window is inside the image. In an image smaller than that the window is as large as
+    the image. Channels beyond three, such as alpha, do not count. ``finite``: (height, width);
+    windows with any other pixel are left out.
     """
     if finite is None:
         finite = torch.ones(a.shape[:2], dtype=torch.bool)
@@ -105,7 +107,8 @@ def ssim(a: torch.Tensor, b: torch.Tensor, finite: torch.Tensor | None = None) -
 
 
 def luma(image: torch.Tensor) -> torch.Tensor:
-    """Convert (height, width, channels) to luma (height, width), ITU-R BT.601; with fewer than three, the first channel."""
+    """Convert (height, width, channels) to luma (height, width), ITU-R BT.601;
+    with fewer than three, the first channel."""
     if image.shape[-1] < 3:
         return image[..., 0]
     return image[..., :3] @ torch.tensor(LUMA, dtype=image.dtype)
@@ -120,8 +123,8 @@ def _gaussian(length: int) -> torch.Tensor:
 def difference_image(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Draw the absolute difference, amplified: (batch, height, width, 3), and the factor.
 
-    One factor for the whole batch brings the largest difference to 0.9; it is 255 at most. A difference in alpha shows in
-    all three channels. A pixel that is NaN or Inf in either image is magenta.
+    One factor for the whole batch brings the largest difference to 0.9; it is 255 at most. A difference in alpha shows
+    in all three channels. A pixel that is NaN or Inf in either image is magenta.
     """
     pairs = [(a.detach().cpu().float(), b.detach().cpu().float()) for a, b in _pairs(reference, candidate)]
     differences = torch.stack([(a - b).abs() for a, b in pairs])
@@ -150,7 +153,8 @@ def compare_text(differences: list[Difference], gain: float) -> str:
 
 
 def _mean(differences: list[Difference]) -> Difference:
-    """Average the images' figures: PSNR of the mean squared error, mean SSIM, the largest of the largest differences."""
+    """Average the images' figures: PSNR of the mean squared error, mean SSIM,
+    the largest of the largest differences."""
     known = [one for one in differences if not math.isnan(one.largest)]
     bad = tuple(sum(one.bad[which] for one in differences) for which in (0, 1))
     if not known:

@@ -30,7 +30,8 @@ def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def group_name(pattern: str, members: list[str], total: int) -> str:
-    """Name some of the ``total`` layers that share a pattern: ``blocks.*.ffn.0``, or ``blocks.[0-2,39].ffn.0`` for a part."""
+    """Name some of the ``total`` layers that share a pattern:
+    ``blocks.*.ffn.0``, or ``blocks.[0-2,39].ffn.0`` for a part."""
     if len(members) == 1:
         return members[0]
     if len(members) == total or pattern.count("*") != 1:
@@ -39,7 +40,8 @@ def group_name(pattern: str, members: list[str], total: int) -> str:
 
 
 def grouped(names: Iterable[str], totals: Counter[str]) -> list[str]:
-    """Join names by pattern, with their number: ``blocks.*.ffn.0 x30``, or ``... x2 of 6`` where the numbers do not show."""
+    """Join names by pattern, with their number: ``blocks.*.ffn.0 x30``,
+    or ``... x2 of 6`` where the numbers do not show."""
     return [_counted(pattern, members, totals[pattern]) for pattern, members in by_pattern(names).items()]
 
 
@@ -56,7 +58,7 @@ def _numbers(pattern: str, members: list[str]) -> list[int]:
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """[0, 1, 2, 39] -> "0-2,39"."""
+    """Write numbers as ranges: [0, 1, 2, 39] -> "0-2,39"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

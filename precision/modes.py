@@ -74,5 +74,6 @@ MODE_OF = _by_option()
 
 
 def modes_named(names: Iterable[str]) -> list[Mode]:
-    """The modes with these names. A model can compute in dtypes that are no mode, such as fp64: those are left out."""
+    """Return the modes with these names. A model can compute in dtypes that are no mode, such as fp64:
+    those are left out."""
     return [MODES[name] for name in names if name in MODES]

@@ -30,7 +30,8 @@ def floats_in(values) -> list[torch.Tensor]:
 
 
 def cast_arguments(values, dtypes: tuple[torch.dtype, ...], dtype: torch.dtype):
-    """Cast the tensors in one of ``dtypes`` to ``dtype``, in nested tuples and lists; dicts, which may be written to, stay."""
+    """Cast the tensors in one of ``dtypes`` to ``dtype``, in nested tuples and lists;
+    dicts, which may be written to, stay."""
     if isinstance(values, torch.Tensor):
         return values.to(dtype) if values.dtype in dtypes else values
     return type(values)(cast_arguments(value, dtypes, dtype) for value in values) if type(values) in (tuple, list) else values

@@ -8,8 +8,8 @@ CUDA_OUT_OF_MEMORY = 2
 def is_oom(error: BaseException) -> bool:
     """Tell whether an error means that a device has no memory left.
 
-    torch's allocators raise OutOfMemoryError, CUDA itself an AcceleratorError with ``cudaErrorMemoryAllocation``, and MPS
-    a plain RuntimeError (aten/src/ATen/mps/MPSAllocator.mm).
+    torch's allocators raise OutOfMemoryError, CUDA itself an AcceleratorError with ``cudaErrorMemoryAllocation``, and
+    MPS a plain RuntimeError (aten/src/ATen/mps/MPSAllocator.mm).
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True

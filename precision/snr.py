@@ -4,7 +4,8 @@ import math
 
 
 def decibels(noise: float, signal: float) -> float:
-    """Compute ``10 log10(signal / noise)``: inf without noise, -inf for noise that is not finite or without a signal."""
+    """Compute ``10 log10(signal / noise)``: inf without noise,
+    -inf for noise that is not finite or without a signal."""
     if noise == 0:
         return math.inf
     if not math.isfinite(noise) or signal == 0:

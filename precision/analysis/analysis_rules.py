@@ -20,14 +20,15 @@ NUMBERED = 3
 def rules_of(analysis: Analysis) -> Rules:
     """Return the choice as rules on top of the default preset.
 
-    For a storage: the layers to keep, for a loader or saver with that storage. For a mode: the layers that compute in it,
-    for a model that otherwise computes like the one analysed.
+    For a storage: the layers to keep, for a loader or saver with that storage. For a mode: the layers that compute in
+    it, for a model that otherwise computes like the one analysed.
     """
     return rules_from("\n".join(rule_lines(analysis)))
 
 
 def rule_lines(analysis: Analysis) -> list[str]:
-    """Write the lines of :func:`rules_of`; a pattern covers several layers only where it matches none it would change."""
+    """Write the lines of :func:`rules_of`; a pattern covers several layers only where it matches none it would
+    change."""
     if analysis.candidate.stores:
         kept = [layer for layer in analysis.layers if _would_be_stored(layer)]
         raised = [layer for layer in analysis.chosen if layer.sensitive]
@@ -38,7 +39,8 @@ def rule_lines(analysis: Analysis) -> list[str]:
 
 
 def _would_be_stored(layer: LayerResult) -> bool:
-    """True for a layer that was not chosen, yet that a loader would store as the candidate: no preset keeps it."""
+    """Tell whether this is a layer that was not chosen, yet that a loader would store as the candidate:
+    no preset keeps it."""
     return layer.status != CHOSEN and not layer.sensitive and can_be_quantized(layer.cls)
 
 

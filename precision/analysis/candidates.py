@@ -18,15 +18,16 @@ SUM_LENGTH = 16
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of ``CANDIDATES``. fp8 and int8: round the stored weight. The others: round operands and result of the matmul.
+    """One of ``CANDIDATES``. fp8 and int8: round the stored weight. The others:
+    round operands and result of the matmul.
 
     With fp16 accumulation partial sums are rounded to fp16 too, as often as a tensor core does. A convolution never
     accumulates in fp16.
 
     Args:
         name: one of ``CANDIDATES``.
-        products: of int8: the layer multiplies in int8, its input rotated and quantized with a scale per token. The int32 sums
-            of such a product are exact, so that a product of the rounded operands differs by rounding alone.
+        products: of int8: the layer multiplies in int8, its input rotated and quantized with a scale per token. The
+            int32 sums of such a product are exact, so that a product of the rounded operands differs by rounding alone.
     """
 
     name: str
@@ -51,7 +52,8 @@ class Candidate:
         return not self.stores and MODES[self.name].sums_in_fp16
 
     def rounded(self, weight: torch.Tensor, amax: float) -> torch.Tensor:
-        """Round a weight, or a part of one, as this candidate stores it; the dtype stays. ``amax``: :func:`amax_value` of the whole weight."""
+        """Round a weight, or a part of one, as this candidate stores it; the dtype stays. ``amax``:
+        :func:`amax_value` of the whole weight."""
         if not self.stores:
             return weight.to(self.dtype).to(weight.dtype)
         if self.name == INT8.name:
@@ -72,7 +74,8 @@ class Candidate:
         return result
 
     def error(self, module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias, amax: float, exact: torch.Tensor):
-        """Return the error this candidate adds to ``exact``, a layer's fp32 output for ``x``; not finite on overflow."""
+        """Return the error this candidate adds to ``exact``, a layer's fp32 output for ``x``;
+        not finite on overflow."""
         held = self.rounded(weight, amax)
         if self.rounds_inputs:
             return multiply(module, self.input(x), held, bias) - exact
@@ -104,7 +107,8 @@ def multiply(module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bia
 
 
 def with_fp16_sums(x: torch.Tensor, weight: torch.Tensor, bias) -> torch.Tensor:
-    """Multiply ``x`` (..., K) by ``weight`` (N, K), rounding sums to fp16 every ``SUM_LENGTH`` products, as tensor cores do.
+    """Multiply ``x`` (..., K) by ``weight`` (N, K), rounding sums to fp16 every ``SUM_LENGTH`` products,
+    as tensor cores do.
 
     Returns fp16; a sum above 65504 is inf.
     """

@@ -1,4 +1,5 @@
-"""Measure the error of one layer in a lower precision: of its weight, and of its output on samples of its real inputs."""
+"""Measure the error of one layer in a lower precision: of its weight,
+and of its output on samples of its real inputs."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -76,7 +77,8 @@ def sample(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 def crest_factor(x: torch.Tensor) -> float:
     """Compute amax / rms of a layer's input: about 4 to 5 for normal values, large where few channels are; 0 for zeros.
 
-    An integer format's steps are as wide as its largest value asks: with a crest factor of 127 the usual value is one step.
+    An integer format's steps are as wide as its largest value asks:
+    with a crest factor of 127 the usual value is one step.
     """
     power = torch.linalg.vector_norm(x, dtype=torch.float32).item()
     return amax(x).item() * math.sqrt(x.numel()) / power if power else 0.0

@@ -36,11 +36,13 @@ class LayerResult:
 
 @dataclass
 class Analysis:
-    """The result of :func:`analyze`. ``snr_db``: end to end with the ``chosen`` layers, the worst call; inf for no error.
+    """The result of :func:`analyze`. ``snr_db``: end to end with the ``chosen`` layers, the worst call;
+    inf for no error.
 
-    ``all_db``: the same with all ``all_count`` layers that are not sensitive. ``calls``: model calls made, of them ``reference_calls``
-    unchanged. ``complete``: the search ended by itself, not by its bound on trials. ``free_db``: the SNR of a free run's result with
-    the ``chosen`` layers; ``free_runs`` were made, and ``dropped`` layers kept because of them.
+    ``all_db``: the same with all ``all_count`` layers that are not sensitive. ``calls``: model calls made, of them
+    ``reference_calls`` unchanged. ``complete``: the search ended by itself, not by its bound on trials. ``free_db``:
+    the SNR of a free run's result with the ``chosen`` layers;
+    ``free_runs`` were made, and ``dropped`` layers kept because of them.
     """
 
     candidate: Candidate

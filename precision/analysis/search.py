@@ -1,7 +1,7 @@
 """Search for the largest set of layers whose noise stays below a bound, in as few trials as possible.
 
-The rounding errors of different layers are independent, so their noise powers add up in the model's output. One trial of
-a set therefore tells about its complement in a larger set too.
+The rounding errors of different layers are independent, so their noise powers add up in the model's output. One trial
+of a set therefore tells about its complement in a larger set too.
 """
 
 import math
@@ -24,8 +24,8 @@ class Search:
 
     Args:
         measure: names -> SNR in dB.
-        damage: the noise power expected of each layer, in any unit. It says where to try, and where trying ends: at segments of
-            which no layer fits, should its share of their noise be ``DOUBT`` times less than expected.
+        damage: the noise power expected of each layer, in any unit. It says where to try, and where trying ends: at
+            segments of which no layer fits, should its share of their noise be ``DOUBT`` times less than expected.
     """
 
     def __init__(self, measure: Callable[[frozenset[str]], float], damage: Mapping[str, float]):
@@ -38,8 +38,8 @@ class Search:
     def choose(self, ordered: Sequence[Group], target_db: float, trials: int = MAX_TRIALS) -> frozenset[str]:
         """Choose a set whose measured SNR is ``target_db`` or better, in at most so many more ``trials``.
 
-        Takes the longest prefix of ``ordered`` that reaches it, then segments of the rest that still do on top, halving those
-        that fail.
+        Takes the longest prefix of ``ordered`` that reaches it, then segments of the rest that still do on top,
+        halving those that fail.
         """
         self.most = self.trials + trials
         bound = power(target_db)
@@ -78,7 +78,8 @@ class Search:
         return self.noise(ordered[:high]) - start, bound - start
 
     def _crossing(self, ordered: Sequence[Group], low: int, high: int, bound: float) -> int:
-        """Guess the longest prefix within ``bound`` between two measured ones, their difference shared out by damage."""
+        """Guess the longest prefix within ``bound`` between two measured ones,
+        their difference shared out by damage."""
         noise, room = self._between(ordered, low, high, bound)
         if not math.isfinite(noise):
             return (low + high) // 2
@@ -133,6 +134,7 @@ def _halves(segment: list[Group]) -> tuple[list[Group], list[Group]]:
 
 
 def group_of(name: str) -> str:
-    """Return the key of layers decided as one: q, k and v of an attention share it, any other layer has its own name."""
+    """Return the key of layers decided as one: q, k and v of an attention share it,
+    any other layer has its own name."""
     *parent, last = name.split(".")
     return ".".join([*parent, _PROJECTION.sub(r"\1\2qkv", last, count=1)])

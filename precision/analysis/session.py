@@ -1,9 +1,9 @@
 """Find which layers of a model survive a lower precision, on the model's own calls.
 
 Each layer is measured by itself first: the error of its weight, and of its output on its real inputs. Then layers are
-added in order of damage per byte, and sets are tried end to end on one of the same calls, the weakest. Segments that fail are
-halved, as in ``onnxconverter_common.auto_convert_mixed_precision``. The choice then has to hold on all calls, and in a free
-run, whose calls get the model's own results: there errors of early calls add up.
+added in order of damage per byte, and sets are tried end to end on one of the same calls, the weakest. Segments that
+fail are halved, as in ``onnxconverter_common.auto_convert_mixed_precision``. The choice then has to hold on all calls,
+and in a free run, whose calls get the model's own results: there errors of early calls add up.
 """
 
 import math
@@ -102,7 +102,8 @@ class Session:
         return min(self.known[changed], key=self.known[changed].__getitem__)
 
     def _trial(self, run: Run, changed: frozenset[str], calls: Sequence[int]) -> None:
-        """Make those of the calls that were not made before; the sampler is given the reference's results for the others."""
+        """Make those of the calls that were not made before;
+        the sampler is given the reference's results for the others."""
         known = self.known.setdefault(changed, {})
         self._index, self._changed, self._only = 0, changed, frozenset(calls) - known.keys()
         if self._only:
@@ -180,7 +181,8 @@ class Session:
 
 
 def snr_db(reference: torch.Tensor, result: torch.Tensor) -> float:
-    """Compute the SNR of a result in dB: inf when equal, -inf when it holds NaN or inf. On the host: Metal has no float64."""
+    """Compute the SNR of a result in dB: inf when equal, -inf when it holds NaN or inf. On the host:
+    Metal has no float64."""
     exact = reference.cpu().double()
     noise = (result.cpu().double() - exact).square().sum().item()
     if not math.isfinite(noise):
@@ -193,7 +195,8 @@ def analyze(session: Session, run: Run, target_db: float, pin: bool = True) -> A
 
     Args:
         session: after its :meth:`Session.reference`.
-        run: makes all calls of the model through ``session.step`` and ``session.inside``, and returns what they lead to.
+        run: makes all calls of the model through ``session.step`` and ``session.inside``,
+            and returns what they lead to.
         pin: keep layers with a sensitive role; else they are measured and chosen like the others.
     """
     layers = [_result(subject, session.measures[name], pin) for name, subject in session.subjects.items()]
@@ -213,8 +216,8 @@ def analyze(session: Session, run: Run, target_db: float, pin: bool = True) -> A
 def _confirmed(session: Session, run: Run, search: Search, groups: list[tuple[str, ...]], analysis: Analysis) -> frozenset[str]:
     """Choose layers that hold the target on all calls and in a free run.
 
-    Where a choice misses it on a call, some of its layers have to hold it there. Where it misses it in a free run, they have to
-    be better on the weakest call by as much, and by less where that leaves some to spare.
+    Where a choice misses it on a call, some of its layers have to hold it there. Where it misses it in a free run, they
+    have to be better on the weakest call by as much, and by less where that leaves some to spare.
     """
     target = goal = analysis.target_db
     found: dict[frozenset[str], tuple[float, float]] = {frozenset(): (math.inf, math.inf)}

@@ -44,8 +44,9 @@ def _read_pair(name: str) -> tuple[bool, bool] | bool:
 
 
 def _write_pair(name: str, value: tuple[bool, bool] | bool) -> None:
-    """A bool leaves split-k allowed, which reduces in fp32 while the flag is off. Without it cuBLAS refuses every half
-    product that has no cublasLt epilogue (ATen CUDABlas.cpp, DisallowReducedPrecisionDisallowSplitK)."""
+    """Set a pair of flags; a bool leaves split-k allowed, which reduces in fp32 while the flag is off. Without it
+    cuBLAS refuses every half product that has no cublasLt epilogue (ATen CUDABlas.cpp,
+    DisallowReducedPrecisionDisallowSplitK)."""
     if isinstance(value, bool) and _has_split_k():
         value = (value, True)
     setattr(_matmul(), f"allow_{name}", value)
@@ -111,7 +112,7 @@ SETTINGS = {
 
 
 def state_of(name: str) -> object | None:
-    """The exact state of a setting, to compare or to write back; None where this torch does not have it."""
+    """Return the exact state of a setting, to compare or to write back; None where this torch does not have it."""
     try:
         return SETTINGS[name].read()
     except UNREADABLE:
@@ -146,12 +147,12 @@ class Flag:
 
 
 def read_flags() -> dict[str, Flag]:
-    """The flags that decide how sums are kept, read without changing any."""
+    """Read the flags that decide how sums are kept, without changing any."""
     return {name: read_flag(name) for name in PATHS}
 
 
 def read_flag(name: str) -> Flag:
-    """One flag of ``PATHS``, by torch's older or newer names."""
+    """Read one flag of ``PATHS``, by torch's older or newer names."""
     value = is_on(name) if name in SETTINGS else _get_path(PATHS[name])
     detail = f"torch {torch.__version__} has no such flag" if value is None else f"torch.backends.{PATHS[name]}"
     return Flag(name, value, detail)
@@ -204,7 +205,7 @@ class _Scopes:
         return False
 
     def _newest(self, name: str) -> dict[int, bool]:
-        """Thread -> what its newest scope that names the setting holds it at."""
+        """Map each thread to the value in its newest scope that names the setting."""
         return {thread: wanted[name] for _, thread, wanted in self._open if name in wanted}
 
     def _apply(self, names: Iterable[str]) -> None:
@@ -259,6 +260,6 @@ def switched(name: str, value: bool) -> AbstractContextManager[None]:
 
 
 def outside(name: str) -> bool | None:
-    """What a setting is outside of every open scope; None where this torch does not have it."""
+    """Return what a setting is outside of every open scope; None where this torch does not have it."""
     state = _scopes.outside(name)
     return None if state is None else SETTINGS[name].is_on(state)

@@ -31,7 +31,7 @@ TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
-    """``linear``, ``conv``, ``transposed``, or None for a module that multiplies no matrices."""
+    """Return ``linear``, ``conv`` or ``transposed``; None for a module that multiplies no matrices."""
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
         return "linear"
     if isinstance(module, torch.nn.modules.conv._ConvTransposeNd):
@@ -98,7 +98,7 @@ class SafeOperation:
         return f"SafeOperation({self.observed_mode})"
 
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """``x``: the module's input, any float dtype. Returns fp32, or fp16 where that is proven."""
+        """Run the layer on ``x``, of any float dtype; return fp32, or fp16 where that is proven."""
         if self.calibration.calibrating:
             result = self._calibrate(x, *args, **kwargs)
             self.calibration.flops[self.scale.name] += matmul_flops(result, self.module, self.kind)
@@ -210,7 +210,8 @@ def _needs_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def largest_row_sum(weight: torch.Tensor, kind: str) -> float:
-    """``max ||w||_1`` over the output channels: the largest factor by which a layer can raise ``amax`` of its input."""
+    """Compute ``max ||w||_1`` over the output channels: the largest factor by which a layer can raise ``amax``
+    of its input."""
     outputs = weight.transpose(0, 1) if kind == "transposed" else weight
     rows = outputs.reshape(outputs.shape[0], -1)
     return max(1.0, torch.linalg.vector_norm(rows, 1, dim=1, dtype=torch.float32).max().item())

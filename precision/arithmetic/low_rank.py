@@ -84,8 +84,8 @@ def kronecker_factors(downs: list[torch.Tensor], ups: list[torch.Tensor]) -> tup
 
 
 def inner_product(x: torch.Tensor, down: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``scale * (down x)`` as ``(h, size)``, ready to be multiplied by ``up``; ``size``: what to multiply that by, per
-    row.
+    """Compute ``scale * (down x)`` as ``(h, size)``, ready to be multiplied by ``up``; ``size``:
+    what to multiply that by, per row.
 
     Args:
         x: ``(..., inputs)``, any float dtype.
@@ -104,7 +104,8 @@ def inner_product(x: torch.Tensor, down: torch.Tensor, scale: torch.Tensor) -> t
 
 
 def add_outer_product(base: torch.Tensor, h: torch.Tensor, size: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
-    """``base + size * (up h)`` in the dtype of ``base`` ``(..., outputs)``, for what :func:`inner_product` gave."""
+    """Compute ``base + size * (up h)`` in the dtype of ``base`` ``(..., outputs)``,
+    for what :func:`inner_product` gave."""
     if size is None:
         return (base + F.linear(h, up)).to(base.dtype)
     product = _half_product(h, up)
@@ -114,8 +115,8 @@ def add_outer_product(base: torch.Tensor, h: torch.Tensor, size: torch.Tensor | 
 
 
 def _scaled_down(rows: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    """``rows / size`` in fp16, divided in fp32 and rounded once. fp16 rows are copied once: their ``size`` is an fp16
-    number too."""
+    """Compute ``rows / size`` in fp16, divided in fp32 and rounded once. fp16 rows are copied once:
+    their ``size`` is an fp16 number too."""
     return (rows / (size.to(rows.dtype) if rows.dtype == torch.float16 else size)).to(torch.float16)
 
 

@@ -1,7 +1,7 @@
 """Every name of ComfyUI that ``nodes/`` uses, with the arguments it passes, and whether a ComfyUI has them.
 
-``names_missing`` reads ComfyUI's source and imports nothing, so that any version's files can be asked, also a few of them.
-``core_uses`` reads the names from the source of ``nodes/``; those with arguments stand here.
+``names_missing`` reads ComfyUI's source and imports nothing, so that any version's files can be asked, also a few of
+them. ``core_uses`` reads the names from the source of ``nodes/``; those with arguments stand here.
 """
 
 import ast
@@ -102,8 +102,8 @@ BY_HAND = [
     "folder_paths.recursive_search(folder, excluded)",
     "server.PromptServer.send_sync(event, data, client_id)",
 ]
-"""Names with the arguments that are passed to them, of methods that are replaced too, and attributes of objects without a name
-of their own in the source; the other names are read from it."""
+"""Names with the arguments that are passed to them, of methods that are replaced too, and attributes of objects without
+a name of their own in the source; the other names are read from it."""
 IF_THERE = {
     "comfy.ops.linear_input_act(linear, x, input_act)": "no layer is called with a fused activation",
     "comfy.ops.cast_bias_weight(module, compute_dtype=)": "LoRAs of dynamic VRAM are added in the weight's dtype",
@@ -146,7 +146,7 @@ def names_missing(root: Path, names: Iterable[str] | None = None) -> list[Missin
 
 
 def report(root: Path) -> dict:
-    """What a ComfyUI folder has of the table, for ``doctor``. JSON-safe."""
+    """Report what a ComfyUI folder has of the table, for ``doctor``. JSON-safe."""
     version = root / "comfyui_version.py"
     return {
         "folder": str(root),
@@ -176,7 +176,7 @@ def _why_missing(root: Path, row: str) -> str:
 
 
 def _split(root: Path, name: str) -> tuple[Path | None, list[str]]:
-    """The file of the module a dotted name begins with, and the rest of the name."""
+    """Find the file of the module a dotted name begins with, and the rest of the name."""
     parts = name.partition("(")[0].split(".")
     for length in range(len(parts) - 1, 0, -1):
         base = root.joinpath(*parts[:length])
@@ -223,7 +223,7 @@ def _find(file: Path, path: list[str]) -> _Found | None:
 
 
 def _inherited(file: Path, node: ast.AST, name: str) -> _Found | None:
-    """A class's member, or that of a base in the same file."""
+    """Find a class's member, or that of a base in the same file."""
     if found := _member(node, name):
         return found
     for base in getattr(node, "bases", []):
@@ -234,7 +234,8 @@ def _inherited(file: Path, node: ast.AST, name: str) -> _Found | None:
 
 
 def _member(scope: ast.AST, name: str) -> _Found | None:
-    """What a module or class defines under a name; the last definition counts, an import or a value has no arguments."""
+    """Find what a module or class defines under a name; the last definition counts,
+    an import or a value has no arguments."""
     found = None
     for node in _statements(scope):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name:
@@ -249,7 +250,8 @@ def _member(scope: ast.AST, name: str) -> _Found | None:
 
 
 def _statements(scope: ast.AST) -> Iterator[ast.AST]:
-    """The statements of a module or class, those inside of if, try and with, and what methods assign to ``self``."""
+    """Yield the statements of a module or class, those inside of if, try and with,
+    and what methods assign to ``self``."""
     for node in ast.iter_child_nodes(scope):
         yield node
         if isinstance(node, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):

@@ -1,7 +1,7 @@
 """The names of ComfyUI that ``nodes/`` uses, read from its source, so that none is missing and none outlives its use.
 
-Attributes of ComfyUI's modules have no class to look them up in, as they are set from outside or probed for: they are read
-and set in ``nodes/host/core.py`` alone, whose annotations name the file of ComfyUI that has them.
+Attributes of ComfyUI's modules have no class to look them up in, as they are set from outside or probed for: they are
+read and set in ``nodes/host/core.py`` alone, whose annotations name the file of ComfyUI that has them.
 """
 
 import ast
@@ -21,7 +21,8 @@ OBJECTS = {
     "vae": "comfy.sd.VAE", "clip": "comfy.sd.CLIP", "bar": "comfy.utils.ProgressBar",
     "config": "comfy.supported_models_base.BASE", "server": "server.PromptServer",
 }  # fmt: skip
-"""Variables and attributes that hold the same class of ComfyUI's wherever they stand in ``nodes/``; the longest name counts."""
+"""Variables and attributes that hold the same class of ComfyUI's wherever they stand in ``nodes/``;
+the longest name counts."""
 OURS = ("by_key", "set_strengths", "forwards", "sorted_patches")
 """Of the classes of ``lora/``, whose objects stand in the place of a ModelPatcher and its model."""
 KITCHENS = "QuantizedTensor"
@@ -32,8 +33,8 @@ PROBES = ("getattr", "hasattr", "setattr")
 def used_names() -> dict[str, tuple[str, ...]]:
     """Map every name of ComfyUI in the source to the files of ``nodes/`` that use it.
 
-    Names are what is imported, what is read of it, and attributes of its objects. ``comfy.ops.*.seed_key`` is an attribute of a
-    module, which ``comfy/ops.py`` mentions. What torch gives every module is left out.
+    Names are what is imported, what is read of it, and attributes of its objects. ``comfy.ops.*.seed_key`` is an
+    attribute of a module, which ``comfy/ops.py`` mentions. What torch gives every module is left out.
     """
     files = {path: _tree(path) for path in sorted(NODES.rglob("*.py"))}
     ours = {*dir(torch.nn.Module), *OURS}
@@ -67,7 +68,7 @@ def module_attributes() -> frozenset[tuple[str, str]]:
 
 
 def _alias(node: ast.stmt) -> Iterator[tuple[str, str]]:
-    """(name, file) of an alias ``Layer = Annotated[torch.nn.Module, "comfy.ops"]``."""
+    """Yield (name, file) of an alias ``Layer = Annotated[torch.nn.Module, "comfy.ops"]``."""
     if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript) and isinstance(node.value.slice, ast.Tuple)):
         return
     if _dotted(node.value.value) == "Annotated":
@@ -75,7 +76,7 @@ def _alias(node: ast.stmt) -> Iterator[tuple[str, str]]:
 
 
 def _constant(node: ast.stmt) -> Iterator[tuple[str, str]]:
-    """(annotation, text) of a constant ``CAST_DTYPE: ModelAttribute = "manual_cast_dtype"``."""
+    """Yield (annotation, text) of a constant ``CAST_DTYPE: ModelAttribute = "manual_cast_dtype"``."""
     if isinstance(node, ast.AnnAssign) and node.value:
         yield from ((_dotted(node.annotation), text) for text in _texts(node.value))
 
@@ -100,7 +101,8 @@ def _names_in(tree: ast.Module) -> Iterator[str]:
 
 
 def _names_of(node: ast.Attribute, modules: set[str], imported: dict[str, str]) -> Iterator[str]:
-    """Yield the name of ComfyUI that an attribute stands for: of an imported module, an imported class, or a known object."""
+    """Yield the name of ComfyUI that an attribute stands for:
+    of an imported module, an imported class, or a known object."""
     name = _dotted(node)
     if any(name.startswith(f"{module}.") and name not in modules for module in modules):
         yield name
@@ -120,7 +122,7 @@ def _without_methods(name: str) -> str:
 
 
 def _annotated(function: ast.FunctionDef) -> list[tuple[str, str]]:
-    """(parameter, name of its annotation) of a function."""
+    """List (parameter, name of its annotation) of a function."""
     parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
     return [(parameter.arg, _annotation(parameter.annotation)) for parameter in parameters]
 
@@ -132,7 +134,8 @@ def _annotation(node: ast.AST | None) -> str:
 
 
 def _attributes_of(function: ast.FunctionDef, parameter: str) -> Iterator[str]:
-    """Yield the attributes that a function reads or sets of a parameter or its class, in code, by probes and in patches."""
+    """Yield the attributes that a function reads or sets of a parameter or its class, in code,
+    by probes and in patches."""
     for node in ast.walk(function):
         if isinstance(node, ast.Attribute) and _is_parameter(node.value, parameter):
             yield node.attr

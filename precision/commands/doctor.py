@@ -25,7 +25,7 @@ NOT_PROBED = "Simulated profile: the table decides, nothing was probed."
 
 
 def diagnose(device: torch.device | Device | None = None) -> dict:
-    """Everything about this machine that decides precision. JSON-safe; changes nothing.
+    """Collect everything about this machine that decides precision. JSON-safe; changes nothing.
 
     Args:
         device: the device to look at, or one detected already; the default accelerator, else the CPU, when None.
@@ -49,7 +49,8 @@ def diagnose(device: torch.device | Device | None = None) -> dict:
 
 
 def describe(profile: str | None = None) -> dict:
-    """One profile, or this device when None: its capabilities with reasons, and what ``auto`` chooses. JSON-safe.
+    """Describe one profile, or this device when None: its capabilities with reasons,
+    and what ``auto`` chooses. JSON-safe.
 
     Raises:
         UnknownProfile: no such profile.
@@ -82,7 +83,7 @@ def _auto(device: Device, model: str) -> dict:
 
 
 def _too_large(device: Device) -> dict:
-    """What storage ``auto`` takes where 16-bit weights do not fit."""
+    """Say what storage ``auto`` takes where 16-bit weights do not fit."""
     if device.profile.type in ("cpu", "mps"):
         return {"storage": "as_file", "reason": "There is no separate GPU memory to fit weights into."}
     storage, reason = smallest_storage(device)
@@ -103,7 +104,7 @@ def _devices() -> list[dict]:
 
 
 def to_text(diagnosis: dict) -> str:
-    """The result of ``diagnose`` or ``describe`` as plain text, 100 columns."""
+    """Format the result of ``diagnose`` or ``describe`` as plain text, 100 columns."""
     sections = (
         _machine(diagnosis), _device(diagnosis), _capabilities(diagnosis), _probes(diagnosis), _autos(diagnosis),
         _flags(diagnosis),
@@ -112,7 +113,7 @@ def to_text(diagnosis: dict) -> str:
 
 
 def core_text(core: dict) -> str:
-    """What a ComfyUI has of the names that Halfsafe uses, as plain text, 100 columns."""
+    """Format what a ComfyUI has of the names that Halfsafe uses as plain text, 100 columns."""
     known = len(core["used"]) - len(core["missing"]) - len(core["unread"])
     lines = [
         f"ComfyUI {core['version'] or 'of unknown version'} in {core['folder']}: "

@@ -9,7 +9,7 @@ SHOWN = 30
 
 
 def inspection_text(inspection: Inspection) -> str:
-    """A few lines on what a file holds, then problems, ComfyUI's view, and notes."""
+    """Describe in a few lines what a file holds, then problems, ComfyUI's view, and notes."""
     lines = [
         inspection.file,
         f"  dialect     {inspection.dialect or 'unknown'}",
@@ -30,7 +30,7 @@ def inspection_text(inspection: Inspection) -> str:
 
 
 def scan_text(scan: Scan) -> str:
-    """Problems, then remarks, one line each."""
+    """List problems, then remarks, one line each."""
     verdict = f"{len(scan.problems)} problems" if scan.problems else "no problem found"
     lines = [f"{scan.file}: {scan.tensors} tensors, {verdict}"]
     lines += _section("problems", [_line(finding) for finding in scan.problems])
@@ -38,7 +38,7 @@ def scan_text(scan: Scan) -> str:
 
 
 def conversion_text(summary: ConvertSummary) -> str:
-    """What was written, how fast, and what is not stored as asked."""
+    """Describe what was written, how fast, and what is not stored as asked."""
     rate = summary.source_bytes / max(summary.seconds, 1e-9)
     lines = [
         f"{summary.target}: {size_text(summary.source_bytes)} ({summary.dialect}) to {size_text(summary.target_bytes)}"

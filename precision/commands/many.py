@@ -24,7 +24,7 @@ class Outcome(Generic[Result]):
     error: Exception | None = None
 
     def to_json(self, of_result: Callable[[Result], dict]) -> dict:
-        """The result as JSON-safe data, or ``{"file": ..., "error": ...}``."""
+        """Return the result as JSON-safe data, or ``{"file": ..., "error": ...}``."""
         return {"file": str(self.file), "error": str(self.error)} if self.result is None else of_result(self.result)
 
 
@@ -75,7 +75,7 @@ def bytes_in(files: Iterable[Path]) -> int:
 
 
 def models_in(files: Sequence[Path]) -> list[Path]:
-    """The files without all but one part of each sharded model, which any part opens as a whole."""
+    """Return the files without all but one part of each sharded model, which any part opens as a whole."""
     models: dict[object, Path] = {}
     for number, file in enumerate(files):
         models.setdefault((file.parent, _stem(file)) if PART.search(file.stem) else number, file)
@@ -83,13 +83,13 @@ def models_in(files: Sequence[Path]) -> list[Path]:
 
 
 def _stem(source: Path) -> str:
-    """The name of the model that a file, or a part of one, holds."""
+    """Return the name of the model that a file, or a part of one, holds."""
     name = source.name.removesuffix(".index.json")
     return PART.sub("", name.rpartition(".")[0] or name)
 
 
 def targets_in(folder: Path, sources: Sequence[Path]) -> dict[Path, Path]:
-    """Source -> the file of the same name in a folder, as .safetensors.
+    """Map each source to the file of the same name in a folder, as .safetensors.
 
     Raises:
         HalfsafeError: two sources would have the same target.

@@ -67,11 +67,11 @@ class Device:
         return self.profile.label
 
     def reason(self, capability: str) -> str:
-        """Why a capability is on or off."""
+        """Say why a capability is on or off."""
         return self.reasons[capability]
 
     def without(self, capability: str, reason: str) -> "Device":
-        """The same device with a capability off, for a reason that the table and the probes cannot know."""
+        """Return the same device with a capability off, for a reason that the table and the probes cannot know."""
         capabilities = {**self.capabilities, capability: False}
         return replace(self, capabilities=capabilities, reasons={**self.reasons, capability: reason})
 

@@ -23,7 +23,7 @@ GFX_ROWS = (
 
 
 def default_device() -> torch.device:
-    """The first accelerator torch can use, else the CPU."""
+    """Return the first accelerator torch can use, else the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     xpu = getattr(torch, "xpu", None)
@@ -33,7 +33,7 @@ def default_device() -> torch.device:
 
 
 def indexed(device: torch.device) -> torch.device:
-    """The same device with its index, so that ``cuda`` and ``cuda:0`` are probed once."""
+    """Return the same device with its index, so that ``cuda`` and ``cuda:0`` are probed once."""
     device = torch.device(device)
     if device.index is not None or device.type not in ("cuda", "xpu"):
         return device
@@ -41,7 +41,7 @@ def indexed(device: torch.device) -> torch.device:
 
 
 def hardware_name(device: torch.device) -> str:
-    """The name the driver gives, e.g. "NVIDIA GeForce RTX 3090"."""
+    """Return the name the driver gives, e.g. "NVIDIA GeForce RTX 3090"."""
     if device.type in ("cuda", "xpu"):
         return getattr(torch, device.type).get_device_name(device)
     if device.type == "mps":
@@ -53,13 +53,13 @@ def hardware_name(device: torch.device) -> str:
 
 
 def metal_name() -> str:
-    """The Metal device's name, e.g. "Apple M3 Pro"; "" where this torch cannot tell."""
+    """Return the Metal device's name, e.g. "Apple M3 Pro"; "" where this torch cannot tell."""
     get_name = getattr(torch.backends.mps, "get_name", None)
     return get_name() if get_name else ""
 
 
 def profile_of(device: torch.device) -> DeviceProfile:
-    """The nearest row for a real device, adjusted and with a note where the row is not exact. Probes nothing."""
+    """Return the nearest row for a real device, adjusted and with a note where the row is not exact. Probes nothing."""
     if device.type == "cuda":
         return _amd_profile(device) if torch.version.hip else _nvidia_profile(device)
     if device.type == "mps":
@@ -72,7 +72,7 @@ def profile_of(device: torch.device) -> DeviceProfile:
 
 
 def noted(profile: DeviceProfile, note: str, **changes) -> DeviceProfile:
-    """A row with a remark about how it was chosen, and changed entries; ``notes`` extends the row's."""
+    """Return a row with a remark about how it was chosen, and changed entries; ``notes`` extends the row's."""
     notes = {**profile.notes, **changes.pop("notes", {}), "match": note}
     return dataclasses.replace(profile, notes=notes, **changes)
 
@@ -92,7 +92,7 @@ def _nvidia_profile(device: torch.device) -> DeviceProfile:
 
 
 def nvidia_row(capability: tuple[int, int]) -> DeviceProfile:
-    """The highest row not above a compute capability: (8, 7) -> sm_86, (7, 2) -> sm_70, (10, 3) -> sm_100."""
+    """Return the highest row not above a compute capability: (8, 7) -> sm_86, (7, 2) -> sm_70, (10, 3) -> sm_100."""
     rows = {_compute_capability(name): row for name, row in PROFILES.items() if name.startswith("sm_")}
     oldest, newest = min(rows), max(rows)
     below = [row for row in rows if row <= capability]
@@ -110,7 +110,7 @@ def _compute_capability(name: str) -> tuple[int, int]:
 
 
 def without_fp16(row: DeviceProfile, name: str) -> DeviceProfile:
-    """A row for a chip whose fp16 results are wrong."""
+    """Return the row for a chip whose fp16 results are wrong."""
     reason = f"{name} gives wrong or NaN fp16 results, so nothing is computed in fp16."
     int8 = "No tensor cores: int8 gains against fp32, the only other arithmetic here (INT8-Fast PR #61)."
     notes = {**row.notes, "fp16": reason, "fp16_accumulation": reason, "int8_matmul_gains": int8}
@@ -119,7 +119,7 @@ def without_fp16(row: DeviceProfile, name: str) -> DeviceProfile:
 
 
 def without_int8_gains(row: DeviceProfile) -> DeviceProfile:
-    """The row for Blackwell Ultra, whose int8 units were all but left out."""
+    """Return the row for Blackwell Ultra, whose int8 units were all but left out."""
     reason = "B300 multiplies int8 at a fifteenth of its fp16 rate: 0.15 against 2.25 POPS (NVIDIA Blackwell brief)."
     notes = {**row.notes, "int8_matmul_gains": reason}
     return dataclasses.replace(row, label="B300 (Blackwell Ultra)", int8_matmul_gains=False, notes=notes)
@@ -130,7 +130,7 @@ def _amd_profile(device: torch.device) -> DeviceProfile:
 
 
 def amd_row(arch: str) -> DeviceProfile:
-    """The row for a gcnArchName such as gfx1103, gfx942 or gfx950."""
+    """Return the row for a gcnArchName such as gfx1103, gfx942 or gfx950."""
     row = next((row for prefix, row in GFX_ROWS if arch.startswith(prefix)), None)
     if row == "gfx1030":
         return before_rdna3(arch)
@@ -142,7 +142,7 @@ def amd_row(arch: str) -> DeviceProfile:
 
 
 def before_rdna3(arch: str) -> DeviceProfile:
-    """RDNA2 and older, Vega: fast fp16, no bf16, no fp8 or int8 matmul."""
+    """Return the row of RDNA2 and older, and of Vega: fast fp16, no bf16, no fp8 or int8 matmul."""
     notes = {"bf16": f"{arch} has no bf16; torch emulates it.", "int8_matmul": f"{arch} has no int8 matrix units."}
     note = f"{arch} has no row; RDNA3's is used without bf16."
     changes = {"bf16_native": False, "int8_matmul": False}
@@ -150,7 +150,7 @@ def before_rdna3(arch: str) -> DeviceProfile:
 
 
 def cdna4(arch: str) -> DeviceProfile:
-    """gfx950: MI300's row with the OCP fp8 formats in place of fnuz."""
+    """Return the row of gfx950: MI300's with the OCP fp8 formats in place of fnuz."""
     notes = {"fp8_matmul": "fp8 matmul units for the OCP formats; needs ROCm 6.5 or later."}
     changes = {"fp8_matmul": True, "fp8_matmul_gains": True, "fp8_formats": OCP_FP8}
     note = f"{arch} has no row; MI300's is used with e4m3fn and e5m2 in place of fnuz."

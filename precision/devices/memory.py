@@ -15,7 +15,8 @@ _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def available_memory() -> int | None:
-    """Count the bytes this process can still take without swapping or being killed; None where the system does not tell.
+    """Count the bytes this process can still take without swapping or being killed;
+    None where the system does not tell.
 
     Linux: the least of ``MemAvailable`` and what each cgroup above the process has left, file cache counted as free.
     Windows: ``GlobalMemoryStatusEx``, physical memory and what may still be committed.
@@ -58,7 +59,8 @@ def _cgroup_rooms() -> Iterator[int]:
 
 
 def _rooms_above(root: Path, path: str, files: tuple[str, str, str]) -> Iterator[int]:
-    """What each limited cgroup has left, from the process's own up to ``root``, which a container sees as its own."""
+    """Yield the bytes that each limited cgroup has left, from the process's own up to ``root``,
+    which a container sees as its own."""
     folder = root / path.lstrip("/")
     for group in (folder, *folder.parents):
         if group == root or root in group.parents:

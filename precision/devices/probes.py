@@ -26,7 +26,7 @@ class Probe:
 
 
 def run_probes(device: torch.device, fp8_format: str = "fp8_e4m3fn") -> tuple[Probe, ...]:
-    """All probes on a real device, each executed once per device and process, again where memory was lacking.
+    """Run all probes on a real device, each once per device and process, again where memory was lacking.
 
     Args:
         device: where to run, with an index if it has several.
@@ -49,7 +49,7 @@ _kept: dict[tuple, Probe] = {}
 
 
 def _once(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Probe:
-    """:func:`probe`, whose result is kept for the process unless memory was lacking."""
+    """Run :func:`probe`; the result is kept for the process unless memory was lacking."""
     key = (name, args)
     if key not in _kept or _kept[key].detail == NO_MEMORY:
         _kept[key] = probe(name, check, *args)
@@ -57,7 +57,8 @@ def _once(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Pr
 
 
 def canary(device: torch.device, name: str) -> tuple[bool, str]:
-    """Tell whether a small product in ``fp16``, ``bf16`` or ``fp32`` is right on a device, and what it gave. Once per process."""
+    """Tell whether a small product in ``fp16``, ``bf16`` or ``fp32`` is right on a device, and what it gave.
+    Once per process."""
     result = _once(f"{name}_canary", gemm, device, name)
     return result.ok is not False, result.detail
 
@@ -74,7 +75,7 @@ def probe(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Pr
 
 
 def first_line(error: Exception) -> str:
-    """The first line of a torch error, cut to 160 characters."""
+    """Return the first line of a torch error, cut to 160 characters."""
     lines = str(error).splitlines() or [""]
     return lines[0][:160]
 
@@ -97,7 +98,7 @@ def _round_trip(values: torch.Tensor, device: torch.device, dtype: torch.dtype) 
 
 
 def fp8_matmul(device: torch.device, fmt: str) -> tuple[bool, str]:
-    """A 32x32 scaled fp8 matmul of small integers, where the right answer is exact."""
+    """Try a 32x32 scaled fp8 matmul of small integers, where the right answer is exact."""
     left = (torch.arange(32 * 32).reshape(32, 32) % 5 - 2).float()
     right = (torch.arange(32 * 32).reshape(32, 32) % 7 - 3).float()
     result = scaled_mm(left.to(device).to(dtype_named(fmt)), right.t().contiguous().to(device).to(dtype_named(fmt)).t())
@@ -107,7 +108,8 @@ def fp8_matmul(device: torch.device, fmt: str) -> tuple[bool, str]:
 
 
 def scaled_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """``left @ right`` in bf16 for fp8 operands with scale 1: left (M, K) row-major, right (K, N) column-major."""
+    """Compute ``left @ right`` in bf16 for fp8 operands with scale 1:
+    left (M, K) row-major, right (K, N) column-major."""
     one = torch.ones((), dtype=torch.float32, device=left.device)
     if left.device.type == "mps":
         tensorwise = torch.nn.functional.ScalingType.TensorWise
@@ -117,7 +119,8 @@ def scaled_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def int8_matmul(device: torch.device) -> tuple[bool, str]:
-    """A 32x64x32 int8 matmul over the whole range of int8. cuBLASLt needs M > 16, and K and N that are multiples of 8."""
+    """Try a 32x64x32 int8 matmul over the whole range of int8.
+    cuBLASLt needs M > 16, and K and N that are multiples of 8."""
     codes = torch.arange(32 * 64).remainder(256).sub(128).to(torch.int8)
     left, right = codes.reshape(32, 64), codes.flip(0).reshape(64, 32)
     result = torch._int_mm(left.to(device), right.to(device))
@@ -127,7 +130,8 @@ def int8_matmul(device: torch.device) -> tuple[bool, str]:
 
 
 def int8_kernels(device: torch.device) -> tuple[bool | None, str]:
-    """Tell whether torch's CUDA is new enough: ComfyUI turns comfy-kitchen's CUDA kernels off below 13 (comfy/quant_ops.py)."""
+    """Tell whether torch's CUDA is new enough: ComfyUI turns comfy-kitchen's CUDA kernels off below 13
+    (comfy/quant_ops.py)."""
     if device.type != "cuda" or not torch.version.cuda:
         return None, "comfy-kitchen has CUDA kernels for NVIDIA only"
     new_enough = int(torch.version.cuda.split(".")[0]) >= 13
@@ -135,7 +139,7 @@ def int8_kernels(device: torch.device) -> tuple[bool | None, str]:
 
 
 def gemm(device: torch.device, name: str) -> tuple[bool, str]:
-    """A 32x256x32 matmul against fp64: catches devices whose half precision GEMM gives zeros or garbage."""
+    """Compare a 32x256x32 matmul with fp64: this catches devices whose half precision GEMM gives zeros or garbage."""
     dtype = dtype_named(name)
     left = torch.arange(32 * 256, dtype=torch.float64).sin().reshape(32, 256).to(dtype)
     right = torch.arange(256 * 32, dtype=torch.float64).cos().reshape(256, 32).to(dtype)
@@ -172,7 +176,7 @@ def _said_by(source: str, answer: bool) -> tuple[bool, str]:
 
 
 def cpu_bf16() -> bool:
-    """bf16 instructions in the CPU. oneDNN alone says yes from plain AVX512, where bf16 is emulated."""
+    """Tell whether the CPU has bf16 instructions. oneDNN alone says yes from plain AVX512, where bf16 is emulated."""
     try:
         supported = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):
@@ -195,7 +199,7 @@ def fp16_accumulation(device: torch.device) -> tuple[bool | None, str]:
 
 
 def accumulation_operands(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp16 operands (64, 4096) and (4096, 64) whose product is 0 and whose partial sums reach 524288."""
+    """Return fp16 operands (64, 4096) and (4096, 64) whose product is 0 and whose partial sums reach 524288."""
     left = torch.full((64, 4096), 16.0, dtype=torch.float16, device=device)
     right = torch.full((4096, 64), 16.0, dtype=torch.float16, device=device)
     right[2048:] = -16.0

@@ -72,8 +72,8 @@ class DeviceProfile:
         int8_matmul: int8 operands can be multiplied.
         int8_matmul_gains: int8 matmul is faster than 16 bit, with comfy-kitchen's kernels.
         scaling: scale granularities an fp8 matmul takes: tensor, row, block (1x128, 128x128), mx (1x32).
-        fp16_safe_cost: how much longer than fp16 ``fp16_safe`` takes, least and most of the models of benchmarks/results/cost.json
-            on cards of this kind; "" where it was not estimated.
+        fp16_safe_cost: how much longer than fp16 ``fp16_safe`` takes, least and most of the models of
+            benchmarks/results/cost.json on cards of this kind; "" where it was not estimated.
         needs_torch: capability -> first (major, minor) of torch that has it on this device.
         notes: capability -> one sentence; other keys are remarks about the device.
     """
@@ -103,7 +103,7 @@ class DeviceProfile:
         return {name: self.table(name) and not self.missing_torch(name) for name in CAPABILITIES}
 
     def table(self, capability: str) -> bool:
-        """The row's own entry, whatever torch is running."""
+        """Return the row's own entry, whatever torch is running."""
         return getattr(self, CAPABILITY_FIELDS[capability])
 
     def missing_torch(self, capability: str) -> str | None:
@@ -114,7 +114,7 @@ class DeviceProfile:
         return f"Needs torch {needed[0]}.{needed[1]}; this is {torch.__version__}."
 
     def reason(self, capability: str) -> str:
-        """Why the capability is expected to be on or off, as a sentence."""
+        """Say why the capability is expected to be on or off, as a sentence."""
         on = self.table(capability)
         missing = self.missing_torch(capability) if on else None
         return missing or self.notes.get(capability) or REASONS[capability, on]
@@ -246,7 +246,7 @@ PROFILE_NAMES = tuple(PROFILES)
 
 
 def profile_named(name: str) -> DeviceProfile:
-    """The row of a profile name such as ``sm_86``.
+    """Return the row of a profile name such as ``sm_86``.
 
     Raises:
         UnknownProfile: no row has that name; the message lists those that exist.

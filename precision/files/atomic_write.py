@@ -46,7 +46,8 @@ def os_errors_as(path: Path, verb: str) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to that becomes ``path`` when the block ends, flushed to the disk; after an exception it is gone.
+    """Open a file to write to that becomes ``path`` when the block ends, flushed to the disk;
+    after an exception it is gone.
 
     On Linux it has no name until then, so that nothing is left of it after a kill either.
 
@@ -75,7 +76,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _open_part(folder: Path) -> tuple[int, Path | None]:
-    """A new file without a name where the system has such files, else a temporary one and its path. Both locked."""
+    """Open a new file without a name where the system has such files, else a temporary one and its path.
+    Both locked."""
     descriptor = _open_unnamed(folder)
     part = None
     if descriptor is None:

@@ -8,7 +8,8 @@ SAMPLE = 4096
 
 
 def fingerprint(file: TensorFile) -> str:
-    """SHA-256 of each part's header, and of the first 4096 bytes of each tensor's data in the order of the headers.
+    """Return the SHA-256 of each part's header, and of the first 4096 bytes of each tensor's data
+    in the order of the headers.
 
     The header is all that precedes the first tensor.
     Files of one architecture have one header; a finetune changes some of the first bytes of nearly every tensor.

@@ -1,8 +1,8 @@
 """GGUF files: the header as the library ``gguf`` reads it, the tensors mapped as they lie in the file.
 
 Numbers of types, sizes of blocks and the layout of the header are the library's (https://pypi.org/project/gguf). What a
-diffusion model adds to them is ComfyUI-GGUF's (city96, ``loader.py`` and ``tools/convert.py``): tensors have ComfyUI's own
-names, and one that was reshaped for its blocks has its shape in the field ``comfy.gguf.orig_shape.<name>``.
+diffusion model adds to them is ComfyUI-GGUF's (city96, ``loader.py`` and ``tools/convert.py``): tensors have ComfyUI's
+own names, and one that was reshaped for its blocks has its shape in the field ``comfy.gguf.orig_shape.<name>``.
 """
 
 import functools
@@ -39,7 +39,8 @@ _DAMAGED = (ValueError, KeyError, IndexError, TypeError, OverflowError)
 
 @dataclass(frozen=True)
 class Packed:
-    """What the bytes of a quantized tensor stand for: the library's name of the type (``Q4_K``), and the weight's shape."""
+    """What the bytes of a quantized tensor stand for: the library's name of the type (``Q4_K``),
+    and the weight's shape."""
 
     type: str
     shape: tuple[int, ...]
@@ -78,8 +79,8 @@ def open_gguf(path: Path) -> GgufFile:
     """Open a GGUF file of a diffusion model.
 
     Raises:
-        CheckpointError: the file is missing, damaged, truncated, a part of one, big-endian, not of a diffusion model, or the
-            library that reads it is.
+        CheckpointError: the file is missing, damaged, truncated, a part of one, big-endian, not of a diffusion model,
+            or the library that reads it is.
     """
     with open_regular(path) as file, os_errors_as(path, "read"):
         head = file.read(512)
@@ -116,8 +117,8 @@ def _read(path: Path) -> Any:
 def _checked_reader(gguf: Any) -> type:
     """Make the library's reader, which trusts every size in a file, check them before it follows one.
 
-    Without it a truncated file fails in numpy, and the length of an array of metadata, which it walks item by item, may keep
-    it busy for hours (``GGUFReader._get_field_parts``).
+    Without it a truncated file fails in numpy, and the length of an array of metadata, which it walks item by item, may
+    keep it busy for hours (``GGUFReader._get_field_parts``).
     """
 
     class Reader(gguf.GGUFReader):
@@ -151,7 +152,8 @@ def _bytes_of(dtype: Any) -> int:
 
 
 def _check(path: Path, gguf: ModuleType, field: Any) -> int:
-    """Return the offset at which a tensor ends, counted from the first one, once its name, type and shape are plausible."""
+    """Return the offset at which a tensor ends, counted from the first one, once its name,
+    type and shape are plausible."""
     _, _, _, dimensions, kind, offset = field.parts
     check_name(path, field.name)
     try:
@@ -189,7 +191,8 @@ def _refuse_others(path: Path, metadata: dict[str, str], reader: Any) -> None:
 
 
 def _shape(path: Path, reader: Any, tensor: Any) -> tuple[int, ...]:
-    """The shape of a tensor's weight, which GGML writes last dimension first, or notes where the tensor was reshaped."""
+    """Return the shape of a tensor's weight, which GGML writes last dimension first,
+    or notes where the tensor was reshaped."""
     field = reader.fields.get(SHAPE_KEY + tensor.name)
     if field is None:
         return tuple(int(size) for size in reversed(tensor.shape))
@@ -201,7 +204,8 @@ def _shape(path: Path, reader: Any, tensor: Any) -> tuple[int, ...]:
 
 
 def _written_as_convolutions(metadata: dict[str, str], reader: Any) -> set[str]:
-    """Find the linear layers of an SDXL that stable-diffusion.cpp wrote, with two dimensions of one more (ComfyUI-GGUF ``loader.py``)."""
+    """Find the linear layers of an SDXL that stable-diffusion.cpp wrote,
+    with two dimensions of one more (ComfyUI-GGUF ``loader.py``)."""
     names = {tensor.name: tensor for tensor in reader.tensors}
     if ARCHITECTURE in metadata or not any(name.endswith("label_emb.0.0.weight") for name in names):
         return set()
@@ -214,7 +218,7 @@ def _text(shape: Sequence[int]) -> str:
 
 
 def _entry(path: Path, tensor: Any, shape: tuple[int, ...]) -> tuple[Entry, Packed | None]:
-    """Where a tensor lies. GGUF's plain types have the names of those of safetensors; others are bytes."""
+    """Return where a tensor lies. GGUF's plain types have the names of those of safetensors; others are bytes."""
     kind, start = tensor.tensor_type.name, int(tensor.data_offset)
     end = start + int(tensor.n_bytes)
     if kind in TORCH_DTYPES:

@@ -75,7 +75,7 @@ class TensorSpec:
 
 
 def read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, str], dict[str, Entry]]:
-    """The metadata and the tensors, in file order, of a file of ``size`` bytes that is open at its beginning.
+    """Read the metadata and the tensors, in file order, of a file of ``size`` bytes that is open at its beginning.
 
     Raises:
         CheckpointError: it is no safetensors file, or damaged, or its tensors do not fill it exactly.
@@ -95,7 +95,7 @@ def read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, str], 
 
 
 def parse_json(path: Path, text: bytes, part: str) -> dict:
-    """The JSON object that a part of a file is, or CheckpointError."""
+    """Parse the JSON object that a part of a file is, or raise CheckpointError."""
     try:
         return read_object(text)
     except ValueError as error:
@@ -165,7 +165,8 @@ def _check_span(path: Path, name: str, code: str, shape: list[int], start: int, 
 
 
 def layout(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, int]]:
-    """Each tensor's name -> it and its offset after the header, wide dtypes first, so that every tensor is aligned.
+    """Map each tensor's name to it and its offset in bytes after the header, wide dtypes first,
+    so that every tensor is aligned.
 
     Raises:
         ValueError: a name occurs twice.
@@ -180,7 +181,7 @@ def layout(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, int]]:
 
 
 def header_bytes(spans: dict[str, tuple[TensorSpec, int]], metadata: dict[str, str]) -> bytes:
-    """The file up to its first tensor, whose place is a multiple of 8, for a :func:`layout`."""
+    """Return the file up to its first tensor, whose place is a multiple of 8, for a :func:`layout`."""
     table: dict[str, dict] = {"__metadata__": metadata} if metadata else {}
     for spec, start in spans.values():
         offsets = [start, start + spec.bytes]

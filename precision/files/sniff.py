@@ -18,7 +18,7 @@ _STARTS = (
 
 
 def describe_other_format(head: bytes) -> tuple[str, str]:
-    """Problem and advice for a file that begins with ``head`` and has no plausible safetensors header."""
+    """Return problem and advice for a file that begins with ``head`` and has no plausible safetensors header."""
     if not head:
         return "empty, 0 bytes", f"{_AGAIN}."
     for start, problem, advice in _STARTS:

@@ -43,7 +43,7 @@ class Provenance:
 
 
 def source_of(file: TensorFile) -> dict[str, object]:
-    """A file by name, size in bytes of all its parts, and ``fingerprint``."""
+    """Describe a file by name, size in bytes of all its parts, and ``fingerprint``."""
     size = sum(os.path.getsize(part) for part in file.files)
     return {"file": file.path.name, "bytes": size, "sha256_of_header_and_4096_bytes_of_each_tensor": fingerprint(file)}
 
@@ -90,7 +90,7 @@ def _numbers(version_text: str) -> tuple[int, ...]:
 
 
 def card_in(metadata: Mapping[str, str]) -> dict | None:
-    """The card of a file by its metadata; None where it has none that can be read."""
+    """Read the card of a file by its metadata; None where it has none that can be read."""
     try:
         return read_object(metadata[CARD_KEY])
     except (KeyError, ValueError):
@@ -98,7 +98,7 @@ def card_in(metadata: Mapping[str, str]) -> dict | None:
 
 
 def card_lines(card: Mapping[str, object]) -> list[str]:
-    """A card as text, a line for each of its values; errors also in dB."""
+    """Format a card as text, a line for each of its values; errors also in dB."""
     lines = [
         f"{name.replace('_', ' ')}: {json.dumps(value)}" for name, value in card.items() if value and name != WHAT_ERROR
     ]

@@ -94,7 +94,7 @@ class _Reader:
         return str(self.tensors.entries[name].file if isinstance(self.tensors, TensorFile) else self.path)
 
     def _settings(self) -> dict[str, dict]:
-        """Layer name -> ComfyUI's per-layer JSON, from the header and from ``comfy_quant`` tensors, which win."""
+        """Map layer names to ComfyUI's per-layer JSON, from the header and from ``comfy_quant`` tensors, which win."""
         settings = {}
         if QUANTIZATION_KEY in self.metadata:
             layers = self._json(self.metadata[QUANTIZATION_KEY], QUANTIZATION_KEY).get("layers")
@@ -124,7 +124,7 @@ class _Reader:
             raise CheckpointError(self.path, str(error), where) from None
 
     def _legacy_markers(self) -> dict[str, bool]:
-        """Prefix of each ``scaled_fp8`` marker -> whether it asks for full precision (two elements)."""
+        """Map the prefix of each ``scaled_fp8`` marker to whether it asks for full precision (two elements)."""
         markers = {}
         for name, tensor in self.tensors.items():
             if name == "scaled_fp8" or name.endswith(".scaled_fp8"):
@@ -165,7 +165,8 @@ class _Reader:
         return prefix is not None and self.full_precision[prefix]
 
     def _format(self, name: str, data: torch.Tensor, settings: dict) -> str:
-        """The format that ``comfy_quant`` declares. Early INT8 files name none (ComfyUI issue 14722): told by their data."""
+        """Return the format that ``comfy_quant`` declares. Early INT8 files name none (ComfyUI issue 14722):
+        told by their data."""
         declared = settings.get("format")
         if declared is None and data.dtype == torch.int8 and f"{_layer(name)}.weight_scale" in self.tensors:
             self.remarks["comfy_quant without a format, read as int8_tensorwise; ComfyUI refuses it"] += 1
@@ -201,7 +202,7 @@ class _Reader:
         return StoredWeight(name, encoding.data, encoding=encoding)
 
     def _as_stored(self, name: str, data: torch.Tensor) -> StoredWeight:
-        """A tensor without a scale of its own, unpacked later where a GGUF file has it in blocks."""
+        """Read a tensor without a scale of its own, unpacked later where a GGUF file has it in blocks."""
         packed = self.tensors.packed.get(name) if isinstance(self.tensors, GgufFile) else None
         if packed is None:
             return StoredWeight(name, data)
@@ -301,7 +302,7 @@ def _layer(name: str) -> str | None:
 
 
 def _weight_scale_names(name: str) -> list[tuple[str, str]]:
-    """Where the scale of a weight may be, and the dialect that puts it there."""
+    """List where the scale of a weight may be, and the dialect that puts it there."""
     names = [(f"{name}_scale", "weight_scale"), (f"{name}_scale_inv", "weight_scale_inv")]
     layer = _layer(name)
     return names if layer is None else [*names, (f"{layer}.scale_weight", SCALED_FP8), (f"{layer}.scale", "scale")]
@@ -321,7 +322,7 @@ def _shaped(scale: torch.Tensor, granularity: str) -> torch.Tensor:
 
 
 def _parents(names) -> set[str]:
-    """Every module that holds one of the tensors, itself or further down, the whole model excepted."""
+    """Return every module that holds one of the tensors, itself or further down, the whole model excepted."""
     parents = set()
     for name in names:
         while name := name.rpartition(".")[0]:

@@ -86,7 +86,7 @@ def exceeds_fp16(weight: StoredWeight, path) -> bool:
 
 
 def finite_bound(weight: StoredWeight, path) -> float:
-    """Upper bound on the magnitude of the dequantized weight; its amax where there is one scale.
+    """Return an upper bound on the magnitude of the dequantized weight; its amax where there is one scale.
 
     Raises:
         NonFiniteWeight: it holds NaN or Inf, or exceeds fp32's range.
@@ -146,7 +146,7 @@ def sampled_error(weight: StoredWeight, storage: str, path) -> SampledError:
 
 
 def _sampled_rows(rows: int) -> list[slice]:
-    """Two runs of rows, or all of them where there are few."""
+    """Return two runs of rows, or all of them where there are few."""
     if rows <= ROWS * len(SAMPLED):
         return [slice(0, rows)]
     return [slice(start, start + ROWS) for start in (rows * over // under - ROWS // 2 for over, under in SAMPLED)]
@@ -162,7 +162,8 @@ def _quantized_values(rows: torch.Tensor, storage: str, largest: float) -> torch
 
 
 def tensors_of(weight: StoredWeight, storage: str, path) -> dict[str, torch.Tensor]:
-    """A weight's tensors in ComfyUI's format, by full name. fp8 with one scale stays as it is; other scales become one.
+    """Make a weight's tensors in ComfyUI's format, by full name. fp8 with one scale stays as it is;
+    other scales become one.
 
     Raises:
         NonFiniteWeight: the weight holds NaN or Inf.
@@ -228,7 +229,8 @@ def _fp8(weight: StoredWeight, dtype: torch.dtype, bound: float) -> tuple[torch.
 
 
 def _as_it_is(weight: StoredWeight, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Data and scale of a weight that is in fp8 ``dtype`` with one scale, or in its fnuz sibling; None for others."""
+    """Return data and scale of a weight that is in fp8 ``dtype`` with one scale, or in its fnuz sibling;
+    None for others."""
     if not _stays(weight, dtype):
         return None
     # The values of an fnuz format fit its sibling with the same scale; only its last subnormal bit is lost.
@@ -242,7 +244,7 @@ def _stays(weight: StoredWeight, dtype: torch.dtype) -> bool:
 
 
 def specs_of(weight: StoredWeight, storage: str) -> list[TensorSpec]:
-    """The tensors that :func:`tensors_of` will give, without making them."""
+    """Describe the tensors that :func:`tensors_of` will give, without making them."""
     tensors = {weight.name: weight.data, **weight.auxiliary}
     if storage != AS_FILE:
         dtype = dtype_named(storage)

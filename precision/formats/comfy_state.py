@@ -70,7 +70,8 @@ def write_weights(
 
 
 def model_prefix(checkpoint: Checkpoint) -> str:
-    """What precedes the diffusion model's own names in the file; as in ComfyUI's ``unet_prefix_from_state_dict``."""
+    """Return what precedes the diffusion model's own names in the file; as in ComfyUI's
+    ``unet_prefix_from_state_dict``."""
     names = list(checkpoint.weights)
     inside = next((prefix for prefix in MODEL_PREFIXES if any(name.startswith(prefix) for name in names)), None)
     return inside or next((prefix for prefix in WHOLE_PREFIXES if all(name.startswith(prefix) for name in names)), "")

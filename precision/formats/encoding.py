@@ -69,15 +69,15 @@ class Encoding:
         return (self.data.shape[0], self.data.shape[1] * self.per_byte)
 
     def rows(self, part: slice) -> torch.Tensor:
-        """Some rows of the weight in fp32, ``(n, columns)``."""
+        """Dequantize some rows of the weight to fp32, ``(n, columns)``."""
         raise NotImplementedError
 
     def bound(self) -> float:
-        """Upper bound on the magnitude of the weight; NaN if it holds a NaN."""
+        """Return an upper bound on the magnitude of the weight; NaN if it holds a NaN."""
         raise NotImplementedError
 
     def moved(self, device: torch.device | str) -> "Encoding":
-        """The same on a device."""
+        """Return the same on a device."""
         return type(self)(self.data.to(device), {name: t.to(device) for name, t in self.tensors.items()}, self.settings)
 
     def _numbers(self, name: str) -> torch.Tensor:
@@ -99,20 +99,20 @@ class Encoding:
 
 
 def setting(settings: dict, key: str, default: object) -> object:
-    """A value of ``comfy_quant``, which has it at the top or under ``params``, as ComfyUI reads it."""
+    """Return a value of ``comfy_quant``, which has it at the top or under ``params``, as ComfyUI reads it."""
     params = settings.get("params")
     return settings.get(key, params.get(key, default) if isinstance(params, dict) else default)
 
 
 def halves(data: torch.Tensor, high_first: bool = False) -> torch.Tensor:
-    """Rows of bytes ``(n, b)`` as rows of their halves ``(n, 2 b)``, each 0 to 15."""
+    """Split rows of bytes ``(n, b)`` into rows of their halves ``(n, 2 b)``, each 0 to 15."""
     bytes_ = data.contiguous().view(torch.uint8)
     low, high = bytes_ & 15, bytes_ >> 4
     return torch.stack((high, low) if high_first else (low, high), 2).reshape(len(data), -1)
 
 
 def from_tiles(scales: torch.Tensor, rows: int, columns: int, name: str) -> torch.Tensor:
-    """Block scales ``(rows, columns)`` from cuBLAS' layout: tiles of 128 x 4, each as 32 rows of 4 x 4.
+    """Return block scales ``(rows, columns)`` from cuBLAS' layout: tiles of 128 x 4, each as 32 rows of 4 x 4.
 
     https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
     """

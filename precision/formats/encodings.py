@@ -29,8 +29,8 @@ class Int8(Encoding):
 
     @classmethod
     def read(cls, data: torch.Tensor, tensors: dict[str, torch.Tensor], settings: dict) -> "Int8":
-        """With ``weight_scale`` in the shape that ComfyUI multiplies by, and ``convrot`` where also its embeddings
-        look.
+        """Read a weight with ``weight_scale`` in the shape that ComfyUI multiplies by,
+        and ``convrot`` where also its embeddings look.
         """
         scale = tensors["weight_scale"]
         if scale.dim() == 1 or (scale.numel() == 1 and len(data) > 1):

@@ -121,7 +121,8 @@ VARIANTS: tuple[tuple[str, str, dict[str, dict[int, int]]], ...] = (
 
 
 def model_name(shapes: Shapes) -> str:
-    """Name a diffusion model as people do, Wan 2.1 1.3B or SDXL, by its tensors' shapes; its family's name where that is all."""
+    """Name a diffusion model as people do, Wan 2.1 1.3B or SDXL, by its tensors' shapes;
+    its family's name where that is all."""
     family = family_of(shapes)
     fitting = (name for of, name, wanted in VARIANTS if of == family.name and _fits(shapes, wanted))
     return next(fitting, family.name)

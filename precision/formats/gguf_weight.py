@@ -15,7 +15,8 @@ import torch
 from ..amax import host_amax
 
 AT_ONCE = 1 << 17
-"""Values that one call of the library unpacks: it goes over them many times, so that they should stay in the processor's cache."""
+"""Values that one call of the library unpacks: it goes over them many times,
+so that they should stay in the processor's cache."""
 
 LARGEST_FACTOR = 4096
 """No type multiplies one of its fp16 numbers by more: Q6_K does by an 8-bit scale and a 6-bit number, 128 * 32."""
@@ -50,7 +51,8 @@ class GgufWeight:
         return self._values(part.start * columns, part.stop * columns).view(-1, columns)
 
     def bound(self) -> float:
-        """Return an upper bound on the magnitude of the weight, hundreds of times too large for most types; NaN or Inf if it holds one."""
+        """Return an upper bound on the magnitude of the weight, hundreds of times too large for most types;
+        NaN or Inf if it holds one."""
         return self._bound
 
     @functools.cached_property
@@ -91,7 +93,8 @@ def _block(kind: str) -> tuple[int, int]:
 
 
 def _unpack(data: torch.Tensor, kind: str) -> torch.Tensor:
-    """Unpack blocks, given to the library as one row: it goes through 16 rows at a time, and would through 16 blocks."""
+    """Unpack blocks, given to the library as one row: it goes through 16 rows at a time,
+    and would through 16 blocks."""
     import numpy as np
 
     gguf = _gguf()
@@ -112,7 +115,8 @@ def _is_unpacked(kind: str) -> bool:
 
 @functools.cache
 def scale_offsets(kind: str) -> tuple[int, ...]:
-    """Find where a block of a type has fp16 numbers: a NaN there makes values NaN. Empty where its scales are no fp16 numbers."""
+    """Find where a block of a type has fp16 numbers: a NaN there makes values NaN.
+    Empty where its scales are no fp16 numbers."""
     return tuple(at for at in range(_block(kind)[1] - 1) if _unpack(_with_nan(kind, at), kind).isnan().any())
 
 

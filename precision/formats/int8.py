@@ -20,7 +20,8 @@ BLOCK = 1 << 20
 
 
 def rotation_group(columns: int) -> int | None:
-    """The largest group that divides a weight's number of inputs, or None: without rotation, outliers ruin int8."""
+    """Return the largest group that divides a weight's number of inputs, or None:
+    without rotation, outliers ruin int8."""
     return next((group for group in GROUPS if columns and columns % group == 0), None)
 
 
@@ -38,7 +39,7 @@ def is_rotation_group(size: object) -> bool:
 
 @cache
 def hadamard(size: int) -> torch.Tensor:
-    """The normalized regular Hadamard matrix of ``size``, a power of 4; fp32, symmetric and its own inverse."""
+    """Return the normalized regular Hadamard matrix of ``size``, a power of 4; fp32, symmetric and its own inverse."""
     with torch.inference_mode(False):
         base = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
         matrix = base
@@ -48,7 +49,7 @@ def hadamard(size: int) -> torch.Tensor:
 
 
 def rotated(rows: torch.Tensor, group: int) -> torch.Tensor:
-    """fp32 rows ``(n, K)`` with every ``group`` of columns rotated. Rotating twice gives the rows again."""
+    """Rotate every ``group`` of columns of fp32 rows ``(n, K)``. Rotating twice gives the rows again."""
     return torch.matmul(rows.reshape(-1, group), hadamard(group).to(rows.device).T).reshape(rows.shape)
 
 
@@ -75,6 +76,6 @@ def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
 
 
 def dequantize_rows(codes: torch.Tensor, scale: torch.Tensor, group: int | None) -> torch.Tensor:
-    """The fp32 rows that int8 codes ``(n, K)`` stand for; ``group``: None for a weight that is not rotated."""
+    """Return the fp32 rows that int8 codes ``(n, K)`` stand for; ``group``: None for a weight that is not rotated."""
     values = codes.float().mul_(scale)
     return values if group is None else rotated(values, group)

@@ -79,5 +79,5 @@ def activation_scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``data * scale`` for one scale per tensor, multiplied in fp32 and cast to ``dtype``."""
+    """Compute ``data * scale`` for one scale per tensor, multiplied in fp32 and cast to ``dtype``."""
     return (data.float() * scale).to(dtype)

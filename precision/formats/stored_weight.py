@@ -31,8 +31,8 @@ class StoredWeight:
         input_scale: fp32 0-dim activation multiplier, if the file has one.
         full_precision: the file asks for ``full_precision_matrix_mult``.
         encoding: the weight in one of ComfyUI's formats that are more than fp8 data and a scale.
-        packed: the weight in a format that no ComfyUI holds. ``data`` then has the weight's shape and a 16-bit dtype, and no
-            memory: what it would be in a file that is not quantized.
+        packed: the weight in a format that no ComfyUI holds. ``data`` then has the weight's shape and a 16-bit dtype,
+            and no memory: what it would be in a file that is not quantized.
         file: the file that holds it, which of a sharded set is one of several.
     """
 
@@ -96,14 +96,14 @@ class StoredWeight:
         return tensors | {f"{self.layer}.comfy_quant": comfy_quant_tensor(self.encoding.settings)}
 
     def moved(self, device: torch.device | str) -> "StoredWeight":
-        """The same weight on a device."""
+        """Return the same weight on a device."""
         scale = None if self.scale is None else self.scale.to(device)
         encoding = None if self.encoding is None else self.encoding.moved(device)
         return replace(self, data=self.data.to(device), scale=scale, encoding=encoding)
 
     def parts(self, sample: int | None = None) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The weight in fp32, some rows at a time: slices of :meth:`matrix` and their values. Up to 4 MB each, of like size:
-        a BLAS may sum the few rows of a small rest in another order. The rows of a 2-D weight stay whole.
+        """Yield the weight in fp32, some rows at a time: slices of :meth:`matrix` and their values. Up to 4 MB each, of
+        like size: a BLAS may sum the few rows of a small rest in another order. The rows of a 2-D weight stay whole.
 
         ``sample``: give at most twice so many parts, spread evenly over the weight.
         """
@@ -114,11 +114,11 @@ class StoredWeight:
             yield part, self._values(part)
 
     def rows(self, part: slice) -> torch.Tensor:
-        """Some rows of :meth:`matrix`, in fp32."""
+        """Return some rows of :meth:`matrix`, in fp32."""
         return self._values(part)
 
     def bound(self, amax: float) -> float:
-        """Upper bound on ``|weight|`` for ``|data| <= amax``. Tight where there is one scale."""
+        """Return an upper bound on ``|weight|`` for ``|data| <= amax``. Tight where there is one scale."""
         if self.coded is not None:
             return self.coded.bound()
         return amax if self.scale is None else amax * self.scale.max().item()
@@ -129,13 +129,14 @@ class StoredWeight:
         return max(part.abs().max().item() for _, part in self.parts())
 
     def exceeds(self, limit: float, bound: float) -> bool:
-        """Tell whether a value of the weight exceeds ``limit``, given its :meth:`bound`. Reads the weight only where that leaves it open."""
+        """Tell whether a value of the weight exceeds ``limit``, given its :meth:`bound`.
+        Reads the weight only where that leaves it open."""
         if bound <= limit or (self.coded is None and self.granularity in ("none", "tensor")):
             return bound > limit
         return any(part.abs().max() > limit for _, part in self.parts())
 
     def matrix(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the weight's shape as the 2-D view that :meth:`parts` slices."""
+        """View a tensor of the weight's shape as the 2-D view that :meth:`parts` slices."""
         return tensor.reshape(self._matrix_shape)
 
     @property
@@ -162,7 +163,8 @@ class StoredWeight:
         return part * scale if self.data.dtype == torch.float32 else part.mul_(scale)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight in ``dtype``; beyond the result this takes 16 MB. Unscaled data of that dtype is not copied."""
+        """Dequantize the weight to ``dtype``; beyond the result this takes 16 MB.
+        Unscaled data of that dtype is not copied."""
         if self.plain:
             return self.data.to(dtype)
         result = torch.empty(self.shape, dtype=dtype)
@@ -173,9 +175,10 @@ class StoredWeight:
 
 
 def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
-    """How far one entry of ``scale`` reaches over a weight of ``shape``; None where they do not fit.
+    """Say how far one entry of ``scale`` reaches over a weight of ``shape``; None where they do not fit.
 
-    ``row``: the scale's shape is the beginning of the weight's, with ones after it: ``(N,)``, ``(N, 1)``, ``(E, N, 1)``.
+    ``row``: the scale's shape is the beginning of the weight's, with ones after it:
+    ``(N,)``, ``(N, 1)``, ``(E, N, 1)``.
     """
     if scale.numel() == 1:
         return "tensor"
@@ -190,7 +193,8 @@ def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
 
 
 def block_size(size: int, count: int) -> int | None:
-    """The block length that cuts ``size`` into ``count`` blocks, the last possibly short; None where there is none.
+    """Return the block length that cuts ``size`` into ``count`` blocks, the last possibly short;
+    None where there is none.
 
     128 where that fits (DeepSeek, Qwen, vLLM), else the exact divisor, else the next power of two.
     """
@@ -204,5 +208,5 @@ def block_size(size: int, count: int) -> int | None:
 
 
 def comfy_quant_tensor(settings: dict) -> torch.Tensor:
-    """ComfyUI's ``<layer>.comfy_quant``: JSON as uint8."""
+    """Make ComfyUI's ``<layer>.comfy_quant``: JSON as uint8."""
     return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)

@@ -40,7 +40,8 @@ def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tenso
 
 
 def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mode: str, detail: str) -> bool:
-    """Blame a device whose test product in ``mode`` is wrong, as ``detail`` says. Returns whether to run all in fp32 from now on.
+    """Blame a device whose test product in ``mode`` is wrong, as ``detail`` says.
+    Returns whether to run all in fp32 from now on.
 
     Raises:
         NonFinite: the guard is to stop.

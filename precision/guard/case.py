@@ -1,6 +1,8 @@
-"""What to do with a call that gave NaN or Inf, whoever made it: what explains it, whether a higher precision cures it, the verdict.
+"""What to do with a call that gave NaN or Inf, whoever made it:
+what explains it, whether a higher precision cures it, the verdict.
 
-Whoever makes calls (of a model, a VAE, a text encoder, a text adapter) gives a :class:`FailedCall`; every decision is here.
+Whoever makes calls (of a model, a VAE, a text encoder, a text adapter) gives a :class:`FailedCall`;
+every decision is here.
 """
 
 from dataclasses import replace
@@ -76,7 +78,8 @@ class Case(Generic[Given, Step, Result]):
         self.lost |= rows
 
     def _lose_rows_given_nan(self, one: NotFiniteInput) -> None:
-        """Blame an input's NaN for the rows that were given it, and go on with the others as if it were finite there."""
+        """Blame an input's NaN for the rows that were given it,
+        and go on with the others as if it were finite there."""
         rows = one.nan_rows(self.call.about.batch) & self.rows
         self.given = self.call.replaced(self.given, zero_for_nan([one]))
         if rows:
@@ -182,7 +185,7 @@ class Case(Generic[Given, Step, Result]):
         return unknown and bool(self.inputs) and not self.call.about.hidden
 
     def _input_at_fault(self) -> Diagnosis | None:
-        """The input without whose infinite values the call is finite in fp32, where with them it is not."""
+        """Find the input without whose infinite values the call is finite in fp32, where with them it is not."""
         may_matter = self.repeats.failed_in_fp32 is not None or self._comes_from_inputs()
         if not self.inputs or not may_matter or not self.repeats.fails_in_fp32(self.given):
             return None
@@ -195,7 +198,8 @@ class Case(Generic[Given, Step, Result]):
         return None
 
     def _patch_at_fault(self) -> Diagnosis | None:
-        """The functions that nodes put into the model's blocks, if the call is finite in fp32 without them and not with them."""
+        """Name the functions that nodes put into the model's blocks,
+        if the call is finite in fp32 without them and not with them."""
         names = self.call.patches(self.given)
         unknown = self.origin is not None and self.origin.kind == "unknown"
         if not names or (self.repeats.failed_in_fp32 is None and not unknown) or not self.repeats.fails_in_fp32(self.given):
@@ -205,7 +209,7 @@ class Case(Generic[Given, Step, Result]):
         return Diagnosis(input_origin(f"model patch {names}"), BAD_INPUT, PATCH_ADVICE, WITHOUT_PATCHES)
 
     def _weight_at_fault(self, everywhere: bool = False) -> Diagnosis | None:
-        """The weight or patch without whose values that are not finite the call would be finite.
+        """Find the weight or patch without whose values that are not finite the call would be finite.
 
         ``everywhere``: look at all weights, not only at what the operations watched lead to.
         """

@@ -13,8 +13,8 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 class PromotesFloats(TorchFunctionMode):
     """While it is on, an operation that is given several float dtypes gets all of them in fp32.
 
-    Products, convolutions, norms and attention refuse to mix dtypes; elementwise operations promote by themselves. What writes
-    into one of its arguments is left alone: that has a dtype already.
+    Products, convolutions, norms and attention refuse to mix dtypes; elementwise operations promote by themselves. What
+    writes into one of its arguments is left alone: that has a dtype already.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -1,4 +1,5 @@
-"""Tell how far a finite call is from the same call in fp32, whether that is more than its arithmetic explains, and what adds most.
+"""Tell how far a finite call is from the same call in fp32, whether that is more than its arithmetic explains,
+and what adds most.
 
 Nothing here runs a model. Errors are powers, sums of squares: those of independent roundings add up.
 """
@@ -32,12 +33,13 @@ THRESHOLDS = {
     "4-bit products": 10.0,
     "step cache": 8.0,
 }
-"""Arithmetic, finest first -> SNR in dB below which a model of ``USUAL_LAYERS`` is said to drift: about 7 below the worst of clean runs
-(docs/drift.md). An fp32 model may multiply in TF32. 4-bit products are not measured."""
+"""Arithmetic, finest first -> SNR in dB below which a model of ``USUAL_LAYERS`` is said to drift: about 7 below the
+worst of clean runs (docs/drift.md). An fp32 model may multiply in TF32. 4-bit products are not measured."""
 USUAL_LAYERS = 32
 LOWEST_DB = -300.0
 DROWNED_DB = 6.0
-"""What LoRAs merged into 8-bit weights change is at least so much larger than what the rounding of those weights changes."""
+"""What LoRAs merged into 8-bit weights change is at least so much larger than what the rounding
+of those weights changes."""
 ARITHMETIC_OF = {FP16_WIDE.name: "fp16_safe", FP16_SCALED.name: "fp16_safe", FP16_ACC16.name: "fp16 sums"}
 CAST_METHODS = (torch.Tensor.half, torch.Tensor.bfloat16)
 NARROW = (torch.float16, torch.bfloat16)
@@ -116,13 +118,14 @@ def arithmetic_named(mode: str) -> str:
 
 
 def coarsest(arithmetics: Iterable[str]) -> str:
-    """The arithmetic of a model: the one among its layers' that is expected to be the farthest from fp32."""
+    """Return the arithmetic of a model: the one among its layers' that is expected to be the farthest from fp32."""
     finest_first = list(THRESHOLDS)
     return max((name for name in arithmetics if name in THRESHOLDS), key=finest_first.index, default="fp32")
 
 
 def threshold_of(arithmetic: str, layers: int) -> float:
-    """The SNR in dB that a clean model with so many layers has at least: the powers of their roundings add up."""
+    """Return the SNR in dB that a clean model with so many layers has at least:
+    the powers of their roundings add up."""
     depth = 0.0 if arithmetic == STEP_CACHE else 10 * math.log10(max(1.0, layers / USUAL_LAYERS))
     return round(THRESHOLDS[arithmetic] - depth, 1)
 
@@ -137,8 +140,8 @@ def sampled(values) -> torch.Tensor | None:
 def row_errors(result: torch.Tensor, reference: torch.Tensor, given: torch.Tensor) -> tuple[list[float], list[float]]:
     """Compute (power of the error, power of the signal) of each row of a batch, against a reference.
 
-    The signal is what the model takes away from the noisy latent that it was ``given``: late in a run that is little, and
-    the denoised latents of both would be alike whatever the model gave.
+    The signal is what the model takes away from the noisy latent that it was ``given``: late in a run that is little,
+    and the denoised latents of both would be alike whatever the model gave.
     """
     signal = given.float() - reference if given.shape == reference.shape else reference
     return _powers(result.float() - reference), _powers(signal)
@@ -154,7 +157,7 @@ def decibels(error: float, signal: float) -> float:
 
 
 def worst_blocks(samples: Mapping[str, list[torch.Tensor]], reference: Mapping[str, list[torch.Tensor]]) -> list[BlockDrift]:
-    """The blocks whose results are the farthest from the reference's, the worst first."""
+    """Find the blocks whose results are the farthest from the reference's, the worst first."""
     found = [BlockDrift(name, _sample_db(taken, reference[name])) for name, taken in samples.items() if name in reference]
     return sorted((block for block in found if block.snr_db is not None), key=lambda block: block.snr_db)[:WORST_BLOCKS]
 
@@ -181,7 +184,8 @@ def largest_by_halves(units: Sequence[str], error: Callable[[frozenset[str]], fl
 
 
 def drift_event(check: CheckReport, position: CallPosition, cause: Cause, snr: float, threshold: float) -> GuardEvent:
-    """Build the report's entry for a call that is farther from fp32 than its arithmetic explains, or that lost its LoRA."""
+    """Build the report's entry for a call that is farther from fp32 than its arithmetic explains,
+    or that lost its LoRA."""
     if cause.op == WEIGHT and threshold == DROWNED_DB:
         evidence = f"What the LoRAs change is {snr:.1f} dB above what the rounding of their weights changes, at least {threshold:.0f} expected."
     else:

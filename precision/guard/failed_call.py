@@ -64,9 +64,11 @@ class Circumstances(Generic[Step]):
     Args:
         position: where it stands in its run.
         batch: how many rows a result has.
-        images: how many images a result has, of which row r is of image r modulo ``images``; 0 where its rows are of all images.
+        images: how many images a result has, of which row r is of image r modulo ``images``;
+            0 where its rows are of all images.
         device: where it runs.
-        steps: what it can be repeated at, the last all in fp32; the first may be ``present``. Empty where it was in fp32 already.
+        steps: what it can be repeated at, the last all in fp32; the first may be ``present``.
+            Empty where it was in fp32 already.
         in_fp32: the step at which all of it runs in fp32.
         present: the step it failed at, where it may be repeated so before others.
         locates_first: the operation is looked for before higher steps are tried, as a call costs little beside its run.
@@ -89,7 +91,8 @@ class Circumstances(Generic[Step]):
 
 
 class FailedCall(ABC, Generic[Given, Step, Result]):
-    """What a case needs of the one that made a call. Every repeat is made with the random numbers that the call began with."""
+    """What a case needs of the one that made a call. Every repeat is made with the random numbers
+    that the call began with."""
 
     wording: Wording
     weights: Weights

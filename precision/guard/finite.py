@@ -27,12 +27,12 @@ class Finding:
 
 
 def zeroed(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with a zero for each NaN and Inf: it shows a cause and is never a cure."""
+    """Return a copy with a zero for each NaN and Inf: it shows a cause and is never a cure."""
     return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
 
 
 def not_finite(values) -> list[Finding]:
-    """What is not finite among the tensors of nested lists, tuples and dicts, named by their places in it."""
+    """List what is not finite among the tensors of nested lists, tuples and dicts, named by their places in it."""
     found = (_check(leaf, name) for name, leaf in leaves(values) if isinstance(leaf, torch.Tensor))
     return [finding for finding in found if finding]
 

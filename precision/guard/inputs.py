@@ -1,4 +1,5 @@
-"""What a call was given that is not finite: which rows of its result that explains, and the verdict if it is the cause."""
+"""What a call was given that is not finite: which rows of its result that explains,
+and the verdict if it is the cause."""
 
 import math
 from collections.abc import Callable, Iterable

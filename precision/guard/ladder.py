@@ -12,7 +12,7 @@ from .policy import ALL_IN_FP32, Escalation, ObservedRanges, escalate, escalate_
 
 
 def random_state_kept():
-    """A context that leaves torch's random numbers as they were, on the CPU and the devices in use."""
+    """Restore torch's random numbers when the context ends, on the CPU and the devices in use."""
     return torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else [])
 
 
@@ -41,7 +41,8 @@ class RandomStart:
 
 
 def model_steps(modes: Mapping[str, str], stream: str, present: Escalation) -> list[Escalation]:
-    """List the escalations to repeat a diffusion model's call in, the last all in fp32; none where all of it was already.
+    """List the escalations to repeat a diffusion model's call in, the last all in fp32;
+    none where all of it was already.
 
     A model whose layers are in fp32 is repeated too: its attention may be a kernel of 16 or 8 bits.
 
@@ -56,14 +57,15 @@ def model_steps(modes: Mapping[str, str], stream: str, present: Escalation) -> l
 
 
 def safe_escalation(modes: Mapping[str, str]) -> Escalation:
-    """Everything that cannot overflow: fp32 between layers, products with fp16 operands scaled to fit."""
+    """Return the escalation that cannot overflow: fp32 between layers, products with fp16 operands scaled to fit."""
     return Escalation(dict.fromkeys(modes, FP16_WIDE.name), stream=True)
 
 
 def encoder_steps(dtype: torch.dtype, has_bf16: bool) -> list[torch.dtype]:
     """List the dtypes to repeat a VAE or text encoder in, that is in ``dtype``.
 
-    The first is ``dtype`` itself, but for fp16, which overflows again. bf16 loses precision: only where the device has it.
+    The first is ``dtype`` itself, but for fp16, which overflows again. bf16 loses precision:
+    only where the device has it.
     """
     if dtype == torch.float16:
         return [torch.bfloat16, torch.float32] if has_bf16 else [torch.float32]

@@ -39,8 +39,8 @@ class Origin:
     Args:
         layer: the innermost module it ran in; empty outside of the model.
         op: its name: matmul, add, mul, attention ... or the weight it read, for ``kind`` "weights".
-        kind: "overflow" (inf or NaN out of finite values), "nan" (NaN out of finite values), "weights", or "unknown" where
-            no watched operation made it.
+        kind: "overflow" (inf or NaN out of finite values), "nan" (NaN out of finite values), "weights", or "unknown"
+            where no watched operation made it.
         dtype: what it worked in.
         largest: the largest finite magnitude it was given; NaN where that is not known.
         multiplies: the module is a matrix product or convolution, and this its own product.
@@ -84,14 +84,15 @@ class Localizer(TorchDispatchMode):
 
     @contextmanager
     def watching(self) -> Iterator["Localizer"]:
-        """The model's forwards report to this object while the context lasts; they are restored after it."""
+        """Let the model's forwards report to this object while the context lasts; they are restored after it."""
         modules = {id(module): (name, module) for name, module in self._named.items()}
         forwards = [(module, "forward", self._framed(name, module)) for name, module in modules.values()]
         with patched(forwards), self:
             yield self
 
     def origin(self, result: torch.Tensor) -> Origin | None:
-        """What made ``result`` non-finite; what a clamp hid where ``result`` is finite; None where neither is so."""
+        """Find what made ``result`` non-finite; what a clamp hid where ``result`` is finite;
+        None where neither is so."""
         if math.isfinite(amax_value(result)):
             return self.hidden[0] if self.hidden else None
         return self._made.get(_key(result)) or self._first_bad or Origin("", "", "unknown", name_of(result.dtype), math.nan)
@@ -187,7 +188,7 @@ class Localizer(TorchDispatchMode):
 
 
 def _plain_alias(func, result):
-    """What ``torch.Tensor(tensor)`` gives of another pack's tensor class.
+    """Return what ``torch.Tensor(tensor)`` gives of another pack's tensor class.
 
     Under a dispatch mode torch leaves it of that class and calls the class's constructor on it, without its arguments.
     """
@@ -195,7 +196,7 @@ def _plain_alias(func, result):
 
 
 def first_bad_weight(module: torch.nn.Module) -> str | None:
-    """The name of a parameter or buffer of ``module`` that holds NaN or Inf."""
+    """Return the name of a parameter or buffer of ``module`` that holds NaN or Inf."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return next((name for name, tensor in named if not math.isfinite(amax_value(stored(tensor)))), None)
 

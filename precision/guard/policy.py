@@ -1,7 +1,7 @@
 """Decide what runs in higher precision after a result that is not finite.
 
-Nothing here runs a model. A failed call is retried in ``fp16_safe``: fp16 matmul operands, everything else fp32. It cannot
-overflow and reveals every layer's amax; later calls upcast only the layers that need it.
+Nothing here runs a model. A failed call is retried in ``fp16_safe``: fp16 matmul operands, everything else fp32. It
+cannot overflow and reveals every layer's amax; later calls upcast only the layers that need it.
 """
 
 from collections.abc import Mapping
@@ -38,13 +38,13 @@ class Escalation:
         return bool(self.layers or self.blocks or self.stream or self.whole)
 
     def __or__(self, other: "Escalation") -> "Escalation":
-        """What runs wider in either: of a layer that both name, the mode that is nearer to fp32."""
+        """Merge what runs wider in either: of a layer that both name, the mode that is nearer to fp32."""
         nearer = {layer: max(self.layers.get(layer, mode), mode, key=_order) for layer, mode in other.layers.items()}
         blocks = self.blocks | other.blocks
         return Escalation({**self.layers, **nearer}, blocks, self.stream or other.stream, self.whole or other.whole)
 
     def named(self) -> dict[str, str]:
-        """What the report lists: layers with their modes, or the block, stream or model as a whole."""
+        """Return what the report lists: layers with their modes, or the block, stream or model as a whole."""
         if self.whole:
             return {WHOLE_MODEL: FP32.name}
         parts = {STREAM: FP32.name} if self.stream else {block: FP32.name for block in self.blocks if not self._has_layer_in(block)}
@@ -54,7 +54,7 @@ class Escalation:
         return any(layer == block or layer.startswith(f"{block}.") for layer in self.layers)
 
     def rules(self) -> str:
-        """The same as lines for Layer Rules, for a model that is given to Compute Dtype."""
+        """Write the same as lines for Layer Rules, for a model that is given to Compute Dtype."""
         if self.whole:
             return "* compute=fp32 stream=fp32"
         inner = sorted(self.blocks - self.layers.keys())
@@ -85,7 +85,7 @@ class ObservedRanges:
 
 
 def escalate(present: Escalation, observed: ObservedRanges, origin: Origin | None, modes: Mapping[str, str]) -> Escalation:
-    """The escalation after a failed call that came out finite with nothing in fp16 but the operands of products.
+    """Return the escalation after a failed call that came out finite with nothing in fp16 but the operands of products.
 
     A layer is made wide if a value it met passes half of fp16's range; if a value between the top-level parts does, the
     stream is. Where no magnitude explains the failure, the part it happened in is widened, then the stream, then all.
@@ -112,7 +112,7 @@ def escalate(present: Escalation, observed: ObservedRanges, origin: Origin | Non
 
 
 def escalate_to_fp32(present: Escalation, origin: Origin | None, modes: Mapping[str, str], blocks) -> Escalation:
-    """The escalation after a failed call that only fp32 cured: the part it happened in, else everything."""
+    """Return the escalation after a failed call that only fp32 cured: the part it happened in, else everything."""
     block = block_of(origin.layer, blocks) if origin else ""
     if not block or block in present.blocks:
         return ALL_IN_FP32
@@ -121,12 +121,13 @@ def escalate_to_fp32(present: Escalation, origin: Origin | None, modes: Mapping[
 
 
 def _relieved(mode: str) -> str:
-    """The mode of a layer that overflowed though all its values fit fp16: it is its sums or its 8-bit operands that do not."""
+    """Return the mode of a layer that overflowed though all its values fit fp16:
+    it is its sums or its 8-bit operands that do not."""
     lowered = any(known.sums_in_fp16 or known.is_8bit for known in modes_named([mode]))
     return (FP16 if lowered else FP16_WIDE).name
 
 
 def block_of(layer: str, blocks) -> str:
-    """The top-level part a module is in; empty where it is in none."""
+    """Return the top-level part a module is in; empty where it is in none."""
     inside = (block for block in blocks if layer == block or layer.startswith(f"{block}."))
     return max(inside, key=len, default="")

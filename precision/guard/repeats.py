@@ -15,7 +15,8 @@ class Repeats(Generic[Given, Step, Result]):
     Args:
         start: the random numbers it began with.
         log: what was said of its model so far.
-        most: how often it may be repeated to cure it; None for as often as the ladder asks. Evidence alone is not bounded by it.
+        most: how often it may be repeated to cure it; None for as often as the ladder asks.
+            Evidence alone is not bounded by it.
 
     ``failed_in_fp32``: whether the call with the inputs it was given is NaN or Inf in fp32 too, None while unknown.
     """
@@ -57,7 +58,8 @@ class Repeats(Generic[Given, Step, Result]):
         return bool(self.failed_in_fp32)
 
     def finite_in_fp32(self, given: Given, zeroed: Sequence[str] = ()) -> bool:
-        """Tell whether a variant of the call is finite in fp32: other inputs, or zeros for NaN and Inf of ``zeroed`` weights."""
+        """Tell whether a variant of the call is finite in fp32:
+        other inputs, or zeros for NaN and Inf of ``zeroed`` weights."""
         if not self._evidence_allowed():
             return False
         return self._again(lambda: self._call.run_at(self._call.about.in_fp32, given, zeroed)).finite

@@ -1,4 +1,5 @@
-"""The sentences that a verdict rests on, and the advice that differs between models, VAEs, text encoders and text adapters."""
+"""The sentences that a verdict rests on, and the advice that differs between models, VAEs,
+text encoders and text adapters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -8,9 +8,9 @@ def portable_apply() -> Callable:
     """Make a function ``(module, settings) -> module`` that applies plain settings to a module where it is called.
 
     cloudpickle, which Ray and its users send functions with, pickles a function inside of another by value. One of this
-    package's own it would pickle by name, and a worker cannot import that name where ComfyUI loaded the package, as it is
-    a folder's path there.
-    The worker needs no more than torch and, unless ``halfsafe`` can be imported, this folder at the same path.
+    package's own it would pickle by name, and a worker cannot import that name where ComfyUI loaded the package, as it
+    is a folder's path there. The worker needs no more than torch and, unless ``halfsafe`` can be imported,
+    this folder at the same path.
 
     >>> import torch
     >>> from halfsafe.precision import portable_apply, restore

@@ -63,7 +63,8 @@ class StoredWeight(torch.nn.Module):
         )
 
     def parameter(self) -> torch.nn.Parameter:
-        """Return the original if it was kept, else the weight as it is read, in the module's present dtype and device."""
+        """Return the original if it was kept, else the weight as it is read,
+        in the module's present dtype and device."""
         data = self.original[0] if self.original else self.read()
         if isinstance(data, torch.nn.Parameter) and (data.dtype, data.device) == (self.like.dtype, self.like.device):
             return data

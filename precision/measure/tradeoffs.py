@@ -1,4 +1,5 @@
-"""What settings cost and how close they come: time, memory and SNR of each, the Pareto front, and the best for a goal."""
+"""What settings cost and how close they come: time, memory and SNR of each, the Pareto front,
+and the best for a goal."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -107,7 +108,8 @@ class Measurements:
 
     @property
     def rules(self) -> Rules:
-        """The best row for balanced as rules, see :func:`rules_for`; those of the default preset where nothing works."""
+        """The best row for balanced as rules, see :func:`rules_for`;
+        those of the default preset where nothing works."""
         best = self.best.get("balanced")
         return rules_for(best, self.automatic, self.layers) if best else rules_from()
 
@@ -127,8 +129,8 @@ def best_for(goal: str, rows: Iterable[Row]) -> Row | None:
     """Choose the best row for a goal; None where no row works.
 
     quality: the fastest of those within 1 dB of the highest SNR. speed: the closest of those within 3 % of the fastest.
-    memory: the fastest of those within 3 % of the smallest. balanced: the smallest product of time and memory. All but quality
-    among the rows that reach the goal's SNR (``FLOORS``); where none does, the choice is quality's.
+    memory: the fastest of those within 3 % of the smallest. balanced: the smallest product of time and memory. All but
+    quality among the rows that reach the goal's SNR (``FLOORS``); where none does, the choice is quality's.
     """
     working = [row for row in rows if row.works]
     fair = [row for row in working if row.snr_db >= FLOORS.get(goal, math.inf)]
@@ -147,9 +149,10 @@ def best_for(goal: str, rows: Iterable[Row]) -> Row | None:
 def rules_for(row: Row, automatic: str, layers: Sequence[LayerSpec]) -> Rules:
     """Write a row as rules for a loader, or for Compute Dtype, whose own options are ``auto``.
 
-    The first line is for all layers. Rules change layers of a model that computes as ``automatic``: where another dtype is asked
-    for, what passes between them is fp32, so that the result is no less close than with the option. Where the line asks for
-    8 bits, lines for the sensitive layers of this model follow: it would win over the preset that keeps them.
+    The first line is for all layers. Rules change layers of a model that computes as ``automatic``: where another dtype
+    is asked for, what passes between them is fp32, so that the result is no less close than with the option. Where the
+    line asks for 8 bits, lines for the sensitive layers of this model follow:
+    it would win over the preset that keeps them.
     """
     compute = row.setting.compute
     computed = "" if compute in BY_ITSELF else f" compute={compute}" if compute in ("fp8", automatic) else f" compute={compute} stream=fp32"

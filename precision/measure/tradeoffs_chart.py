@@ -33,7 +33,7 @@ def tradeoffs_chart(found: Measurements) -> np.ndarray:
 
 
 def _scatter(canvas: Canvas, points: Sequence[tuple[int, Row]], front: Sequence[Row]) -> None:
-    """SNR upwards, time to the right: the best is in the upper left corner, and small."""
+    """Draw SNR upwards and time to the right: the best is in the upper left corner, and small."""
     canvas.text(MARGIN, "SNR in dB over seconds per step; the area is the memory; green: no other is as fast, as small and as close", 16)
     canvas.y += 34 + LARGEST
     top, slowest = _top([row for _, row in points]), 1.12 * max(row.seconds for _, row in points)
@@ -62,13 +62,14 @@ def _numbers(canvas: Canvas, circles: dict[int, tuple[float, float, float]]) -> 
 
 
 def _top(rows: Sequence[Row]) -> float:
-    """The end of the SNR axis in dB; what is exact is drawn there."""
+    """Return the end of the SNR axis in dB; what is exact is drawn there."""
     finite = [row.snr_db for row in rows if row.works and math.isfinite(row.snr_db)]
     return max([TOP_DB, *(GRID_DB * math.ceil(value / GRID_DB) for value in finite)])
 
 
 def _step(slowest: float) -> float:
-    """The distance of marks on the time axis: 1, 2 or 5 times a power of ten, so that there are 4 to 10 of them."""
+    """Return the distance of marks on the time axis: 1, 2 or 5 times a power of ten,
+    so that there are 4 to 10 of them."""
     power = 10.0 ** math.floor(math.log10(slowest))
     return next(power * part for part in (0.1, 0.2, 0.5, 1.0) if slowest / (power * part) <= 10)
 

@@ -45,7 +45,7 @@ class Request:
         return all(getattr(self, item.name) == UNCHANGED for item in fields(self))
 
     def over(self, earlier: "Request") -> "Request":
-        """This request, with what it leaves unchanged as an earlier node asked."""
+        """Return this request, with what it leaves unchanged as an earlier node asked."""
         return replace(earlier, **{k: v for k, v in vars(self).items() if v != UNCHANGED})
 
 
@@ -53,8 +53,8 @@ class Request:
 class MatmulProfile:
     """The arithmetic a model multiplies in.
 
-    ``modes``: the report's modes of its layers that multiply; ``compiled``: torch.compile wraps it; ``parallel``: several
-    devices run it side by side.
+    ``modes``: the report's modes of its layers that multiply; ``compiled``: torch.compile wraps it; ``parallel``:
+    several devices run it side by side.
     """
 
     modes: Collection[str]
@@ -63,7 +63,8 @@ class MatmulProfile:
 
     @property
     def whole(self) -> bool:
-        """Tell whether flags are the same for all of its layers: a graph cannot switch them, nor can threads side by side."""
+        """Tell whether flags are the same for all of its layers:
+        a graph cannot switch them, nor can threads side by side."""
         return self.compiled or self.parallel
 
 
@@ -94,8 +95,8 @@ class AccumulationPlan:
 
 
 def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) -> AccumulationPlan:
-    """Resolve a request for a model on a device. Nothing is raised for a setting that cannot act: it is listed, and no flag
-    is turned on for it. Off holds even so: a layer may run in another dtype in a later call than it does now."""
+    """Resolve a request for a model on a device. Nothing is raised for a setting that cannot act: it is listed, and no
+    flag is turned on for it. Off holds even so: a layer may run in another dtype in a later call than it does now."""
     asked = {setting: getattr(request, setting) for setting in PARTS}
     changed = {setting: value for setting, value in asked.items() if value != UNCHANGED}
     problems = {setting: _problem(setting, value, device, matmuls) for setting, value in changed.items()}
@@ -128,7 +129,8 @@ def _without_effect(
 
 
 def _problem(setting: str, value: str, device: Device, matmuls: MatmulProfile) -> str | None:
-    """Say why a setting has no effect here; None where it has one. On and off are obeyed where they only bring no speed."""
+    """Say why a setting has no effect here; None where it has one.
+    On and off are obeyed where they only bring no speed."""
     check = {
         "fp16_accumulation": why_no_fp16_sums if value == "auto" else fp16_sums_inert,
         "reduced_precision_reduction": _reduction_inert,

@@ -66,7 +66,8 @@ class ComputePlan:
 
     @property
     def mixes_fp32_in(self) -> bool:
-        """Tell whether single layers give fp32 activations, so that those after them get fp32 where they expect 16 bit."""
+        """Tell whether single layers give fp32 activations, so that those after them get fp32
+        where they expect 16 bit."""
         return not self.is_safe and any(decision.stream == "fp32" for decision in self.decisions.values())
 
     @property
@@ -187,13 +188,14 @@ def _product_of(storage: str, choice: Choice, fp8_matmul: bool) -> str:
 
 
 def _without(product: str, layer: LayerSpec, choice: Choice, device: Device, storage: str) -> str:
-    """Name what a layer runs in that cannot make a product it was asked for: int8 where that is its own, else the model's."""
+    """Name what a layer runs in that cannot make a product it was asked for:
+    int8 where that is its own, else the model's."""
     own = _product_of(storage, choice, False) if product != INT8.name else ""
     return own if own and not _why_no_product(own, layer, device, storage) else choice.used
 
 
 def _sums(layer: LayerSpec, mode: str, device: Device, rules: Rules) -> tuple[str, tuple[str, str] | None]:
-    """(sums that a rule asks for, why the rule has no effect)."""
+    """Return (sums that a rule asks for, why the rule has no effect)."""
     asked = rules.setting("accumulation", layer.name, layer.cls) if layer.multiplies else None
     if asked is None:
         return "", None

@@ -42,9 +42,9 @@ def multiplies(cls: str) -> bool:
 class ModelFacts:
     """What a plan needs to know of a model.
 
-    ``file_dtype``: the storage name most weights have; ``supported``: compute dtypes it is known to work in, best first;
-    ``has_input_scales``: its fp8 layers bring the activation scales an fp8 matmul needs; ``formats``: layer -> the
-    quantization format that its weight stays in, whatever storage is asked for.
+    ``file_dtype``: the storage name most weights have; ``supported``: compute dtypes it is known to work in, best
+    first; ``has_input_scales``: its fp8 layers bring the activation scales an fp8 matmul needs; ``formats``: layer ->
+    the quantization format that its weight stays in, whatever storage is asked for.
     """
 
     layers: Sequence[LayerSpec]
@@ -103,7 +103,8 @@ def packed_types(checkpoint: Checkpoint, layers: Mapping[str, str]) -> dict[str,
 
 
 def file_dtype(checkpoint: Checkpoint, prefix: str = "") -> str:
-    """Name the storage that most of the weights below ``prefix`` have, by number of values; ``none`` without weights."""
+    """Name the storage that most of the weights below ``prefix`` have, by number of values;
+    ``none`` without weights."""
     sizes: dict[str, int] = {}
     for name, weight in checkpoint.weights.items():
         if name.startswith(prefix):

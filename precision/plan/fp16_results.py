@@ -1,8 +1,10 @@
-"""Which layers of an fp16_safe model may return fp16, by their names: those whose result does not begin a residual stream.
+"""Which layers of an fp16_safe model may return fp16, by their names:
+those whose result does not begin a residual stream.
 
-Inside of a block a stream in fp32 passes a norm and then a chain of layers whose result is added to it, in fp32 since one of
-the two is. What the chain holds in between may be fp16. A layer that begins a stream, such as an embedder or SDXL's
-``proj_in``, must return fp32: ComfyUI clamps fp16 streams in silence (``nan_to_num`` in ``comfy/ldm/flux/layers.py``).
+Inside of a block a stream in fp32 passes a norm and then a chain of layers whose result is added to it, in fp32 since
+one of the two is. What the chain holds in between may be fp16. A layer that begins a stream, such as an embedder or
+SDXL's ``proj_in``, must return fp32: ComfyUI clamps fp16 streams in silence (``nan_to_num`` in
+``comfy/ldm/flux/layers.py``).
 """
 
 import re
@@ -10,7 +12,8 @@ import re
 from ..dtypes import FP16_MAX
 
 LARGEST_FACTOR = 128.0
-"""Results that model code may multiply with each other, as gated MLPs do: twice this squared is fp16's largest number."""
+"""Results that model code may multiply with each other, as gated MLPs do:
+twice this squared is fp16's largest number."""
 
 _BLOCK = r"(?:.*\.)?(?:\w*blocks|layers|\w*refiner)\.\d+\.(?:.*\.)?"
 _ATTENTION = r"\w*att(?:n|ention)\d?\."
@@ -25,7 +28,7 @@ _SUMMANDS = re.compile(
 
 
 def largest_fp16_result(name: str) -> float | None:
-    """The largest result that the layer of this name may return in fp16; None where it must be fp32."""
+    """Return the largest result that the layer of this name may return in fp16; None where it must be fp32."""
     if _FACTORS.fullmatch(name):
         return LARGEST_FACTOR
     return FP16_MAX if _SUMMANDS.fullmatch(name) else None

@@ -82,7 +82,7 @@ def _is_fp16_faster(facts: ModelFacts, device: Device) -> bool:
 
 
 def _advice(device: Device, goal: str, held: frozenset[str]) -> str:
-    """What the model could be loaded with to serve a goal better."""
+    """Say what the model could be loaded with to serve a goal better."""
     storage, reason = storage_for_goal(device, goal, held)
     if storage == "auto":
         return ""

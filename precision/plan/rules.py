@@ -36,11 +36,13 @@ class Rule:
 
     @cached_property
     def _beginning(self) -> str:
-        """What a layer's name begins with where the pattern can match: it spares compiling most patterns of long lists."""
+        """What a layer's name begins with where the pattern can match:
+        it spares compiling most patterns of long lists."""
         return "" if self.pattern.startswith(PREFIXES) else re.split(r"[*?\[]", self.pattern, maxsplit=1)[0]
 
     def matches(self, name: str, cls: str, role: str = "") -> bool:
-        """Tell whether the pattern matches the layer ``name`` (inside the diffusion model) of class ``cls`` and a role."""
+        """Tell whether the pattern matches the layer ``name`` (inside the diffusion model)
+        of class ``cls`` and a role."""
         return name.startswith(self._beginning) and bool(self._matcher(name, cls, role))
 
     @property
@@ -138,7 +140,8 @@ def _keep_rules(patterns: Iterable[tuple[str, str]], preset: str) -> list[Rule]:
 
 
 def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Split a text as editors do, and number its lines from 1: ``str.splitlines`` also splits where none counts a line."""
+    """Split a text as editors do, and number its lines from 1:
+    ``str.splitlines`` also splits where none counts a line."""
     return enumerate(re.split("\r\n|\r|\n", text), 1)
 
 
@@ -184,7 +187,8 @@ def _parse_setting(number: int, setting: str) -> tuple[str, str]:
 def compile_pattern(pattern: str) -> Callable[..., object]:
     """Compile a test on (layer name, module class, role).
 
-    A pattern is a glob over names, ``re:<regex>`` (searched in the name), ``class:<glob over classes>`` or ``role:<role>``.
+    A pattern is a glob over names, ``re:<regex>`` (searched in the name),
+    ``class:<glob over classes>`` or ``role:<role>``.
     """
     if pattern.startswith("re:"):
         search = re.compile(pattern[3:]).search

@@ -1,4 +1,5 @@
-"""Draw a report: every layer in order, coloured by storage, mode and accumulation, its range, and the guard's events."""
+"""Draw a report: every layer in order, coloured by storage, mode and accumulation, its range,
+and the guard's events."""
 
 import math
 from collections import Counter

@@ -12,8 +12,8 @@ from ..plan.rules import compile_pattern
 def rules_text(report: Mapping, fixed: Collection[str] = ()) -> str:
     """Write the lines that repeat what a report found, in its JSON form; empty where all layers run alike.
 
-    First the layers whose mode is not the most common one, then the guard's escalations, which win. ``fixed``: the layers whose
-    mode the model's own code sets whatever is asked for, which no rule has to repeat.
+    First the layers whose mode is not the most common one, then the guard's escalations, which win. ``fixed``: the
+    layers whose mode the model's own code sets whatever is asked for, which no rule has to repeat.
     """
     asked = (layer for layer in report["layers"] if multiplies(layer["class"]) and layer["name"] not in fixed)
     modes = {layer["name"]: layer["mode"] for layer in asked}
@@ -29,7 +29,7 @@ def usual_mode(modes: Iterable[str]) -> str:
 
 
 def _mode_lines(modes: Mapping[str, str], names: list[str]) -> list[str]:
-    """A line per layer, or one for all that share a pattern where it matches no other of ``names``."""
+    """Write a line per layer, or one for all that share a pattern where it matches no other of ``names``."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, mode in modes.items():
         if mode in MODES and MODES[mode].rule:

@@ -27,10 +27,10 @@ JSON_NAMES = {"cls": "class", "from_mode": "from", "to_mode": "to"}
 class LayerReport:
     """One layer: where its weight is kept and how it runs.
 
-    ``mode``: a name in ``modes.MODES``. ``accumulation``: int8 products are added exactly in int32, which is listed as fp32.
-    ``kernel``: for a quantized weight ``native``, a kernel of the device for its format; ``eager``, torch's general
-    operations; or ``dequantized``, the weight is unpacked and the product runs in ``mode``. ``called_in_fp32``: the model's own
-    code casts its input to fp32, which no rule has to repeat.
+    ``mode``: a name in ``modes.MODES``. ``accumulation``: int8 products are added exactly in int32, which is listed as
+    fp32. ``kernel``: for a quantized weight ``native``, a kernel of the device for its format; ``eager``, torch's
+    general operations; or ``dequantized``, the weight is unpacked and the product runs in ``mode``. ``called_in_fp32``:
+    the model's own code casts its input to fp32, which no rule has to repeat.
     """
 
     name: str
@@ -74,8 +74,8 @@ class KeptHigh:
 class GuardEvent:
     """One result that is not finite, or that is farther from fp32 than its arithmetic explains (``kind`` drift).
 
-    ``kind``: overflow, nan ...; ``from_mode`` and ``to_mode``: names in ``modes.MODES``; ``evidence``: what the verdict rests
-    on, in a sentence; ``snr_db``, ``threshold_db`` and ``advice`` belong to drift.
+    ``kind``: overflow, nan ...; ``from_mode`` and ``to_mode``: names in ``modes.MODES``; ``evidence``: what the verdict
+    rests on, in a sentence; ``snr_db``, ``threshold_db`` and ``advice`` belong to drift.
     """
 
     call: int
@@ -107,8 +107,8 @@ class CheckReport:
     """One call compared with itself in fp32.
 
     ``snr_db``: None where it was ``left_out``, which says why; ``threshold_db``: what ``arithmetic`` gives at least;
-    ``lora_snr_db``: how much more LoRAs in 8-bit weights change than the rounding of those; ``blocks``: the worst three;
-    ``repeats``: how many more calls it took.
+    ``lora_snr_db``: how much more LoRAs in 8-bit weights change than the rounding of those; ``blocks``: the worst
+    three; ``repeats``: how many more calls it took.
     """
 
     call: int
@@ -153,7 +153,8 @@ class EncoderReport:
 
 @dataclass
 class ControlReport:
-    """A ControlNet that the Load ControlNet node loaded, beside whichever models it runs; ``cls``: ComfyUI's class of it.
+    """A ControlNet that the Load ControlNet node loaded, beside whichever models it runs; ``cls``:
+    ComfyUI's class of it.
 
     ``calls``: how often it ran; None, without layers, for a kind that ComfyUI runs in its own way.
     """
@@ -196,10 +197,10 @@ class Report:
     control_nets: list[ControlReport] = field(default_factory=list)
 
     def to_json(self) -> dict:
-        """Version 1 of the report, ready for ``json.dumps(allow_nan=False)``. A NaN or inf number becomes null.
+        """Return version 1 of the report, ready for ``json.dumps(allow_nan=False)``. A NaN or inf number becomes null.
 
-        Beside the fields: ``modes`` and ``storages``, their labels and colours; ``rules``, lines for Layer Rules that repeat
-        what ran; ``view``, see :func:`~.view.view_of`.
+        Beside the fields: ``modes`` and ``storages``, their labels and colours; ``rules``, lines for Layer Rules that
+        repeat what ran; ``view``, see :func:`~.view.view_of`.
         """
         data = {"version": VERSION, **plain(self)}
         legends = {"modes": legend_of_modes(), "storages": legend_of_storages()}
@@ -236,7 +237,8 @@ def _plain_scalar(value):
 
 
 def device_section(device: Device) -> dict:
-    """Make the report's ``device`` entry. ``host``: the machine's network name, to tell the workers of one service apart."""
+    """Make the report's ``device`` entry. ``host``: the machine's network name,
+    to tell the workers of one service apart."""
     return {
         "name": device.name,
         "profile": device.profile.name,

@@ -15,8 +15,8 @@ def view_of(report: Mapping) -> dict:
 
     Returns:
         ``parameters`` and ``size`` of the model as text; ``stored`` and ``computed``, shares of storages (by bytes) and
-        modes (by layers that multiply), largest first; ``rows``, layers that differ in their block number alone, by their
-        places in ``layers``.
+        modes (by layers that multiply), largest first; ``rows``, layers that differ in their block number alone,
+        by their places in ``layers``.
     """
     model = report["model"]
     modes = Counter(layer["mode"] for layer in report["layers"] if multiplies(layer["class"]))
@@ -30,7 +30,7 @@ def view_of(report: Mapping) -> dict:
 
 
 def _shares(amounts: Mapping[str, int]) -> list[tuple[str, float, int]]:
-    """(name, share of the whole, amount), largest first."""
+    """Return (name, share of the whole, amount), largest first."""
     total = sum(amounts.values()) or 1
     return [(name, amount / total, amount) for name, amount in sorted(amounts.items(), key=lambda item: -item[1])]
 
@@ -48,10 +48,10 @@ def _rows(layers: list[dict]) -> list[dict]:
 
 
 def legend_of_modes() -> dict[str, dict[str, str]]:
-    """The report's ``modes``: name -> its label and colour."""
+    """Return the report's ``modes``: name -> its label and colour."""
     return {name: {"label": mode.label, "colour": hex_of(mode.colour)} for name, mode in MODES.items()}
 
 
 def legend_of_storages() -> dict[str, dict[str, str]]:
-    """The report's ``storages``: name -> its colour."""
+    """Return the report's ``storages``: name -> its colour."""
     return {name: {"colour": hex_of(colour)} for name, colour in STORAGE_COLOURS.items()}
