@@ -38,7 +38,7 @@ def test_a_proven_result_is_fp16_and_as_close_as_that_is(bias):
     for _ in range(2):
         result = calibration.run(lambda: operation(x))
         assert result.dtype == torch.float16 and relative_error(module(x), result) < 1e-3
-    assert operation.mode == "fp16" and calibration.repeats == 0
+    assert operation.observed_mode == "fp16" and calibration.repeats == 0
 
 
 @pytest.mark.parametrize("size", [1e3, 1e5, 1e9])
@@ -49,7 +49,7 @@ def test_a_result_that_may_not_fit_is_fp32(size):
     for _ in range(2):
         result = calibration.run(lambda: operation(x))
         assert result.dtype == torch.float32 and relative_error(module(x), result) < 1e-3
-    assert operation.mode in ("fp16_wide", "fp16_scaled")
+    assert operation.observed_mode in ("fp16_wide", "fp16_scaled")
 
 
 @given(st.integers(1, 40), st.integers(1, 20), st.floats(1e-2, 1e4), st.floats(0, 6e4), st.integers(0, 2**31))
@@ -310,7 +310,7 @@ def test_an_error_that_fp16_results_do_not_cause_leaves_them_on():
 
     with pytest.raises(RuntimeError, match="interrupted"):
         calibration.run(failing)
-    assert torch.equal(calibration.run(lambda: operation(x)), expected) and operation.mode == "fp16"
+    assert torch.equal(calibration.run(lambda: operation(x)), expected) and operation.observed_mode == "fp16"
 
 
 def test_layers_that_share_an_operand_scale_it_alike_or_cast_it_themselves():
