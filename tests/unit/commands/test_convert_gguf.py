@@ -1,5 +1,6 @@
 """Commands on GGUF files: what they show of the types, and what becomes of the values."""
 
+import hashlib
 import json
 from random import Random
 
@@ -11,6 +12,7 @@ from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.commands.plan import plan_file
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight
+from halfsafe.precision.files.fingerprint import fingerprint
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.plan.rules import rules_from
@@ -174,6 +176,14 @@ def test_files_damaged_at_random_are_read_right_or_refused(tmp_path, target):
 def test_a_weight_without_values_stays_one(tmp_path):
     path = gguf_files.write(tmp_path / "in.gguf", {"a.weight": ("Q8_0", np.zeros((0, 34), np.uint8)), "b.weight": ("F32", np.ones(2, np.float32))})
     assert convert(path, tmp_path / "out.safetensors", "as_file")[1].weights["a.weight"].shape == (0, 32)
+
+
+@pytest.mark.parametrize("name", ["wan.gguf", "wan.safetensors"])
+def test_the_fingerprint_is_of_the_whole_header_and_the_beginning_of_each_tensor(folder, name):
+    content, file = (folder / name).read_bytes(), open_checkpoint(folder / name)
+    entries = list(file.entries.values())
+    parts = [content[: min(entry.start for entry in entries)], *(content[entry.start : min(entry.end, entry.start + 4096)] for entry in entries)]
+    assert fingerprint(file) == hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def test_a_source_that_is_the_target_is_refused(tmp_path):
