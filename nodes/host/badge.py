@@ -29,7 +29,7 @@ def model_words(model) -> tuple[str, str]:
 
 
 def control_words(control) -> tuple[str, ...]:
-    """Return the same of a ControlNet; nothing for one that ComfyUI loaded in its own way."""
+    """Return the same of a ControlNet; nothing for one that has no compute plan."""
     planned = planned_control(control)
     return model_words(planned.current_patcher) if planned else ()
 

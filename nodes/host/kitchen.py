@@ -1,4 +1,4 @@
-"""comfy-kitchen's log: why a quantized product could not run as such is told once, and not at every product."""
+"""Let comfy-kitchen log once why a quantized product could not run as such, and not at every product."""
 
 import logging
 
@@ -10,12 +10,12 @@ class Once(logging.Filter):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: set[str] = set()
+        self.seen: set[str] = set()
 
     def filter(self, record: logging.LogRecord) -> bool:
         text = record.getMessage()
-        new = text not in self.told
-        self.told.add(text)
+        new = text not in self.seen
+        self.seen.add(text)
         return new
 
 

@@ -27,10 +27,23 @@ def running_prompt() -> dict:
 
 
 def send_to_page(
-    node_id: str | None, prompt: str | None, kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None
+    node_id: str | None,
+    prompt: str | None,
+    kind: str,
+    verdict: str,
+    message: str,
+    advice: str,
+    event: GuardEvent | None = None,
 ) -> None:
     """Send a guard's event or a run's verdict to the page that queued the prompt, if there is one."""
-    data = {"node_id": node_id, "prompt_id": prompt, "kind": kind, "verdict": verdict, "message": message, "advice": advice}
+    data = {
+        "node_id": node_id,
+        "prompt_id": prompt,
+        "kind": kind,
+        "verdict": verdict,
+        "message": message,
+        "advice": advice,
+    }
     data["event"] = plain(event) if event else None
     _keep(data)
     server = getattr(PromptServer, "instance", None)
@@ -54,7 +67,8 @@ def encoder_reports() -> list[EncoderReport]:
     """Report what the Guard VAE and Guard CLIP nodes of the running prompt have sent so far."""
     sent = messages_in(running_prompt_id())
     guards = ((node_id, ENCODER_GUARDS.get(node["class_type"])) for node_id, node in running_prompt().items())
-    return [_encoder_report(node_id, kind, [m for m in sent if m["node_id"] == node_id]) for node_id, kind in guards if kind]
+    kinds = {node_id: kind for node_id, kind in guards if kind}
+    return [_encoder_report(node, kind, [m for m in sent if m["node_id"] == node]) for node, kind in kinds.items()]
 
 
 def _encoder_report(node_id: str, kind: str, messages: list[dict]) -> EncoderReport:

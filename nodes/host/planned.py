@@ -32,7 +32,9 @@ def with_compute(patcher: ModelPatcher, compute: str, rules: Rules) -> ModelPatc
     return _planned(patcher, plan)
 
 
-def with_goal(patcher: ModelPatcher, goal: str, clip: CLIP | None, vae: VAE | None) -> tuple[ModelPatcher, VAE | None, str]:
+def with_goal(
+    patcher: ModelPatcher, goal: str, clip: CLIP | None, vae: VAE | None
+) -> tuple[ModelPatcher, VAE | None, str]:
     """Return (model, VAE, why) for a goal of Auto Precision."""
     device = current_device()
     found = plan_for_goal(model_facts(patcher), device, goal, storages(patcher))
@@ -64,5 +66,5 @@ def _planned(patcher: ModelPatcher, plan: ComputePlan) -> ModelPatcher:
 
 
 def _foreign(patcher: ModelPatcher) -> dict[str, str]:
-    """Map the layers that do more than cast and multiply, as another loader's do, to the Python module of their class."""
+    """Map layers that do more than cast and multiply, as another loader's do, to the Python module of their class."""
     return {name: type(module).__module__ for name, module in layers_of(patcher) if not only_multiplies(module)}

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 PATCHED_BY = (
-    "A model patch ({}) runs inside of this model's calls: they are checked and repeated with it, its own layers are in no plan."
+    "A model patch ({}) runs inside of this model's calls: "
+    "they are checked and repeated with it, its own layers are in no plan."
 )
 LISTED = 3
 CALLED_IN_FP32 = "the model's own code casts its input to fp32"
@@ -52,7 +53,7 @@ Reasons = dict[str, list[str]]
 def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> Report:
     """Report on a model, from its modules and from what its plan found in the calls made so far.
 
-    ``encoders``: what the guards of VAEs and text encoders told in the same prompt.
+    ``encoders``: what the guards of VAEs and text encoders have reported in the same prompt.
     """
     record, compute, (layers, reasons) = patcher.attachments.get(ATTACHMENT), compute_of(patcher), _layers(patcher)
     for name, reason in low_rank_reasons(patcher).items():
@@ -76,7 +77,8 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
     report.decisions |= decisions
     report.notes += [*notes, *_int8_notes(layers)]
-    report.notes += [PATCHED_BY.format(type(model.model).__name__) for model in patcher.model_patches_models() if not isinstance(model.model, LowRankModel)]
+    patches = (type(patch.model) for patch in patcher.model_patches_models())
+    report.notes += [PATCHED_BY.format(cls.__name__) for cls in patches if not issubclass(cls, LowRankModel)]
     report.notes += _modes_elsewhere(patcher, {layer.name: layer.mode for layer in layers}, compute, guard)
     report.encoders = list(encoders)
     report.control_nets = [control_report(control) for control in controls_of(patcher.model)]
@@ -87,14 +89,21 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
 
 
 def _modes_elsewhere(patcher: ModelPatcher, here: dict[str, str], *settings: Compute | Guard | None) -> list[str]:
-    """Name the layers that run in another mode on other devices (MultiGPU): each finds by its own calls what does not fit fp16."""
+    """Describe the layers that run in another mode on other devices (MultiGPU), where their own calls ask for it."""
     modes: dict[str, dict[str, str]] = {}
     for setting in (setting for setting in settings if setting):
         for device, found in setting.modes_by_device(patcher).items():
             modes[device] = modes.get(device, here) | found
     modes.pop(str(patcher.load_device), None)
-    differing = {device: {name: mode for name, mode in found.items() if here.get(name) != mode} for device, found in modes.items()}
-    return [f"On {device} {_listed(found)}: each device widens what its own calls need." for device, found in differing.items() if found]
+    differing = {
+        device: {name: mode for name, mode in found.items() if here.get(name) != mode}
+        for device, found in modes.items()
+    }
+    return [
+        f"On {device} {_listed(found)}: each device widens what its own calls need."
+        for device, found in differing.items()
+        if found
+    ]
 
 
 def _listed(modes: dict[str, str]) -> str:
@@ -127,8 +136,12 @@ def _write_reasons(layers: list[LayerReport], reasons: Reasons) -> None:
 def _add_record(report: Report | ControlReport, record: LoadRecord) -> None:
     """Add what was decided when the file was loaded."""
     report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
-    report.without_effect = [WithoutEffect(*entry) for entry in (*record.without_effect, *_unmet(record, report.layers))]
-    report.decisions = {"file": f"{Path(record.file).name}, {dialect_text(record.dialects)}", "storage": str(record.storage)}
+    without_effect = [*record.without_effect, *_unmet(record, report.layers)]
+    report.without_effect = [WithoutEffect(*entry) for entry in without_effect]
+    report.decisions = {
+        "file": f"{Path(record.file).name}, {dialect_text(record.dialects)}",
+        "storage": str(record.storage),
+    }
     report.notes += record.notes
 
 
@@ -150,7 +163,8 @@ def control_report(control: LoadedControl) -> ControlReport:
 
 def _int8_notes(layers: list[LayerReport]) -> list[str]:
     why = why_int8_is_slow(current_device())
-    return [f"Layers that multiply in int8 gain no speed here: {why}"] if why and any(layer.mode == INT8.name for layer in layers) else []
+    multiply = any(layer.mode == INT8.name for layer in layers)
+    return [f"Layers that multiply in int8 gain no speed here: {why}"] if why and multiply else []
 
 
 def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPatcher) -> None:
@@ -173,7 +187,12 @@ def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str]
 
 
 def _layer_report(
-    patcher: ModelPatcher, name: str, module: torch.nn.Module, compute: Compute | None, modes: dict[str, str], sums: dict
+    patcher: ModelPatcher,
+    name: str,
+    module: torch.nn.Module,
+    compute: Compute | None,
+    modes: dict[str, str],
+    sums: dict,
 ) -> LayerReport:
     stream, mode = name_of(activation_dtype(patcher)), modes[name]
     decision = compute.plan.decisions.get(name) if compute else None

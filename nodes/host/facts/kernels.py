@@ -1,4 +1,7 @@
-"""Which kernel multiplies a quantized weight: one of the device for its format, torch's general operations, or none of the two."""
+"""Name the kernel that multiplies a quantized weight.
+
+It is the device's own for that format, torch's general operations, or none of the two where the weight is dequantized.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ ROWS = 32
 def kernel_of_product(row: Format | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     """Name the kernel that multiplies a weight as it is stored: ``native`` or ``eager``.
 
-    An fp8 product is torch's own ``_scaled_mm``, which a CPU emulates. The others are comfy-kitchen's, in the first of its
-    backends that takes the call: CUDA, HIP, Triton, or eager, which is made of torch's general operations. ComfyUI turns
-    backends off (``comfy/quant_ops.py``).
+    An fp8 product is torch's own ``_scaled_mm``, which a CPU emulates. The others are comfy-kitchen's, in the first of
+    its backends that takes the call: CUDA, HIP, Triton, or eager, which is made of torch's general operations. ComfyUI
+    turns backends off (``comfy/quant_ops.py``).
 
     Args:
         row: the weight's format; None for one that has no row.
@@ -38,7 +41,7 @@ def kernel_of_product(row: Format | None, shape: torch.Size, dtype: torch.dtype,
 
 
 def _backend(function: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
-    """The backend that comfy-kitchen takes; only its int8 product is asked for with the arguments of a call."""
+    """Name the backend that comfy-kitchen takes; "" for none. Its int8 product alone depends on a call's arguments."""
     if registry is None:
         return ""
     arguments = _int8_call(shape, dtype, device) if function == FORMAT_OF_STORAGE["int8"].product else None
@@ -60,4 +63,3 @@ def _int8_call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> d
             "convrot_groupsize": 256,
             "input_act": None,
         }
-

@@ -12,26 +12,26 @@ from ..core import CAST_DTYPE
 
 
 def modules_of(model) -> dict[str, torch.nn.Module]:
-    """Name -> module of everything in ComfyUI's model, by the names it has when nothing is compiled."""
+    """Map names to modules of ComfyUI's model, all of them, as they are named when nothing is compiled."""
     return {plain_name(name): module for name, module in model.diffusion_model.named_modules()}
 
 
 def matrix_layers(model) -> Iterator[tuple[str, torch.nn.Module]]:
-    """(name, module) of the layers that multiply, in model order."""
+    """Yield (name, module) of the layers that multiply, in model order."""
     for name, module in modules_of(model).items():
         if kind_of(module) and isinstance(getattr(module, "weight", None), torch.Tensor) and module.weight.dim() > 1:
             yield name, module
 
 
 def layers_of(patcher) -> Iterator[tuple[str, torch.nn.Module]]:
-    """(name, module) of every module with a weight."""
+    """Yield (name, module) of every module with a weight."""
     for name, module in modules_of(patcher.model).items():
         if isinstance(getattr(module, "weight", None), torch.Tensor):
             yield name, module
 
 
 def top_level_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Name -> module of the parts a diffusion model is made of: its blocks, and what stands beside their lists.
+    """Map names to the modules a diffusion model is made of: its blocks, and what is outside of their lists.
 
     A UNet's blocks are lists themselves, whose items ComfyUI calls one by one.
     """

@@ -19,16 +19,21 @@ if TYPE_CHECKING:
 
 def model_facts(patcher: ModelPatcher) -> ModelFacts:
     """Collect what a compute plan needs to know of a model in memory."""
-    layers = tuple(LayerSpec(name, type(module).__name__, tuple(module.weight.shape)) for name, module in layers_of(patcher))
+    layers = tuple(
+        LayerSpec(name, type(module).__name__, tuple(module.weight.shape)) for name, module in layers_of(patcher)
+    )
     supported = tuple(name_of(dtype) for dtype in patcher.model.model_config.supported_inference_dtypes)
     return ModelFacts(layers, parameter_count(patcher), most(bytes_by_storage(patcher)), supported)
 
 
 def storages(patcher: ModelPatcher) -> dict[str, str]:
-    """Return the storage of each layer's weight, by layer name; bytes that another loader packed are in none that we know."""
-    weights = ((name, module.weight) for name, module in layers_of(patcher))
-    known = ((name, weight) for name, weight in weights if isinstance(weight, comfy.quant_ops.QuantizedTensor) or weight.is_floating_point())
-    return {name: storage_of(weight) for name, weight in known}
+    """Return the storage of each layer's weight by layer name, without bytes in a custom format of another loader."""
+    weights = {name: module.weight for name, module in layers_of(patcher)}
+    return {name: storage_of(weight) for name, weight in weights.items() if _is_known(weight)}
+
+
+def _is_known(weight: torch.Tensor) -> bool:
+    return isinstance(weight, comfy.quant_ops.QuantizedTensor) or weight.is_floating_point()
 
 
 def storage_of(tensor: torch.Tensor) -> str:
@@ -36,8 +41,9 @@ def storage_of(tensor: torch.Tensor) -> str:
     if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
         return name_of(tensor.dtype)
     formats = comfy.quant_ops.QUANT_ALGOS.items()
-    held = next((name for name, algorithm in formats if is_in_layout(tensor, algorithm["comfy_tensor_layout"])), "quantized")
-    return FORMATS[held].storage if held in FORMATS else held
+    found = (name for name, algorithm in formats if is_in_layout(tensor, algorithm["comfy_tensor_layout"]))
+    name = next(found, "quantized")
+    return FORMATS[name].storage if name in FORMATS else name
 
 
 def parameter_count(patcher: ModelPatcher) -> int:

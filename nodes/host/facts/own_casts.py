@@ -14,17 +14,19 @@ FP32 = "fp32"
 OWN_WEIGHT = "weight"
 TIMES = ("t", "timestep", "timesteps")
 _FLOAT32 = ("torch.float32", "torch.float")
-_one_at_a_time = threading.Lock()  # ast.parse of two threads raises SystemError, up to Python 3.12 (python/cpython#106905)
+# ast.parse of two threads raises SystemError, up to Python 3.12 (python/cpython#106905).
+_one_at_a_time = threading.Lock()
 
 
 def own_cast(model: torch.nn.Module, name: str) -> str:
     """Tell what the code around a layer casts its input to: ``fp32``, the dtype of its own ``weight``, or empty.
 
     Read from the methods of the module that holds the layer, at calls of ``self.<layer>``: ``x.float()`` and
-    ``x.to(torch.float32)``, as every Wan calls its patch embeddings (``comfy/ldm/wan``), and ``x.to(self.<layer>.weight.dtype)``,
-    as CogVideoX does (``comfy/ldm/cogvideo/model.py``). A layer that is made with ``dtype=torch.float32``, itself or as part of
-    a module that is, is given fp32, as those of MiniMax H3 are (``comfy/ldm/minimax/model.py``); so is one that is no operation
-    of ComfyUI's and is called with the timestep, as Stable Audio's features of it (``comfy/ldm/audio/dit.py``).
+    ``x.to(torch.float32)``, as every Wan calls its patch embeddings (``comfy/ldm/wan``), and
+    ``x.to(self.<layer>.weight.dtype)``, as CogVideoX does (``comfy/ldm/cogvideo/model.py``). A layer that is made with
+    ``dtype=torch.float32``, itself or as part of a module that is, is given fp32, as those of MiniMax H3 are
+    (``comfy/ldm/minimax/model.py``); so is one that is no operation of ComfyUI's and is called with the timestep, as
+    Stable Audio's features of it (``comfy/ldm/audio/dit.py``).
     """
     with _one_at_a_time:
         return _own_cast(model, name)
@@ -35,7 +37,8 @@ def _own_cast(model: torch.nn.Module, name: str) -> str:
     holder = type(model.get_submodule(owner))
     if cast := _casts_in(holder).get(leaf, ""):  # type: ignore[arg-type]  # a class is hashable
         return cast
-    of_time = leaf in _called_with_time(holder) and not casts_weights(model.get_submodule(name))  # type: ignore[arg-type]
+    is_called_with_time = leaf in _called_with_time(holder)  # type: ignore[arg-type]
+    of_time = is_called_with_time and not casts_weights(model.get_submodule(name))
     return FP32 if of_time or _is_made_in_fp32(model, name) else ""
 
 
@@ -56,16 +59,16 @@ def _casts_in(cls: type) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=256)
 def _made_in_fp32(cls: type) -> frozenset[str]:
-    """The attributes of a class that its methods set to something made with ``dtype=torch.float32``."""
+    """Find the attributes of a class that its methods set to something made with ``dtype=torch.float32``."""
     nodes = (node for tree in _sources(cls) for node in ast.walk(tree))
     made = (node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call))
-    in_fp32 = (node for node in made if any(word.arg == "dtype" and ast.unparse(word.value) in _FLOAT32 for word in node.value.keywords))
+    in_fp32 = (node for node in made if any(text in _FLOAT32 for text in _given_dtypes(node.value)))
     return frozenset(filter(None, (_layer(node.targets[0]) for node in in_fp32)))
 
 
 @functools.lru_cache(maxsize=256)
 def _called_with_time(cls: type) -> frozenset[str]:
-    """The attributes that the methods of a class call with the timestep itself, which ComfyUI gives models in fp32."""
+    """Find the attributes that the methods of a class call with the timestep itself, which ComfyUI gives in fp32."""
     calls = (node for tree in _sources(cls) for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args)
     return frozenset(filter(None, (_layer(call.func) for call in calls if _root(call.args[0]) in TIMES)))
 
@@ -76,7 +79,7 @@ def _root(value: ast.expr) -> str:
 
 
 def _sources(cls: type) -> list[ast.Module]:
-    """The source of a class and of the classes it is derived from, of those that are ComfyUI's."""
+    """Parse the source of a class and of the classes it is derived from, of those that are ComfyUI's."""
     try:
         bases = [base for base in reversed(cls.__mro__) if base.__module__.startswith("comfy.")]
         return [ast.parse(textwrap.dedent(inspect.getsource(base))) for base in bases]
@@ -96,10 +99,15 @@ def _casts_in_source(tree: ast.Module) -> dict[str, str]:
 
 
 def _layer(function: ast.expr) -> str:
-    """The attribute of ``self`` that is called or set, or empty."""
+    """Name the attribute of ``self`` that is called or set; "" where it is none."""
     if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self":
         return function.attr
     return ""
+
+
+def _given_dtypes(call: ast.Call) -> list[str]:
+    """Return the source of what a call is given as ``dtype=``."""
+    return [ast.unparse(word.value) for word in call.keywords if word.arg == "dtype"]
 
 
 def _cast(argument: ast.expr, layer: str, assigned: dict[str, str]) -> str:
@@ -109,7 +117,7 @@ def _cast(argument: ast.expr, layer: str, assigned: dict[str, str]) -> str:
         return FP32
     if argument.func.attr != "to":
         return ""
-    given = [ast.unparse(value) for value in (*argument.args, *(word.value for word in argument.keywords if word.arg == "dtype"))]
+    given = [*map(ast.unparse, argument.args), *_given_dtypes(argument)]
     dtypes = [assigned.get(text, text) for text in given]
     if any(text in _FLOAT32 for text in dtypes):
         return FP32

@@ -1,4 +1,4 @@
-"""Which ControlNets that were loaded here ran with which model."""
+"""Note which ControlNets that were loaded here ran with which model."""
 
 from __future__ import annotations
 

@@ -115,8 +115,7 @@ def _build(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor], options: di
 
 
 def _stand_ins(built: _Built, dtype: torch.dtype, meta: bool) -> Iterator[tuple]:
-    """What is put in place of ComfyUI's functions while it builds: ``unet_dtype``, as ``load_controlnet_sd35`` reads
-    no option for it, and all that would read a tensor's data."""
+    """Yield what is put in place of ComfyUI's functions while it builds: no tensor's data is read."""
     make = comfy.cldm.cldm.ControlNet
 
     def unet_dtype(*args, supported_dtypes=(torch.float16, torch.bfloat16, torch.float32), **kwargs):
@@ -135,6 +134,7 @@ def _stand_ins(built: _Built, dtype: torch.dtype, meta: bool) -> Iterator[tuple]
     yield comfy.controlnet, "controlnet_load_state_dict", loaded
     yield comfy.cldm.cldm, "ControlNet", cldm
     yield comfy.controlnet, "load_t2i_adapter", lambda *args, **kwargs: None
+    # ``load_controlnet_sd35`` in comfy/controlnet.py reads no option for the dtype.
     yield comfy.model_management, "unet_dtype", unet_dtype
     if meta:
         yield comfy.model_management, "unet_offload_device", lambda: torch.device("meta")
@@ -147,7 +147,7 @@ def _unknown(checkpoint: Checkpoint, error: Exception | None = None) -> Checkpoi
 
 
 def _without_data(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """A tensor without data for each weight, of its shape; single numbers, which the loader reads, as they are."""
+    """Make a tensor without data for each weight, of its shape; single numbers, which the loader reads, stay."""
     weights = checkpoint.weights.items()
     return {name: weight.data if weight.data.numel() == 1 else _like(weight) for name, weight in weights}
 
@@ -162,7 +162,7 @@ def _plain(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def _own(checkpoint: Checkpoint, options: dict, storage: str, compute: str) -> ControlBase:
-    """The kinds that ComfyUI builds in its own way, from weights in 16 bit."""
+    """Load the kinds that ComfyUI builds without a model of ours, from weights in 16 bit."""
     tensors = _plain(checkpoint)
     check_finite(tensors, checkpoint.path)
     try:
@@ -198,7 +198,7 @@ def _planned(
 
 
 def _renamed(checkpoint: Checkpoint, built: _Built) -> Checkpoint:
-    """The checkpoint under the model's names, without what the model has no place for.
+    """Rename a checkpoint's tensors to the model's names, without what the model has no place for.
 
     ComfyUI fuses layers of some files with diffusers' names: quantized weights, each with a scale of its own, become
     bf16.
@@ -214,7 +214,7 @@ def _renamed(checkpoint: Checkpoint, built: _Built) -> Checkpoint:
 
 
 def _fitting(checkpoint: Checkpoint, weights: dict[str, StoredWeight], built: _Built) -> dict[str, StoredWeight]:
-    """The weights that the model has a place for.
+    """Return the weights that the model has a place for.
 
     Raises:
         CheckpointError: one has another shape than the model's.
@@ -229,9 +229,8 @@ def _fitting(checkpoint: Checkpoint, weights: dict[str, StoredWeight], built: _B
 
 def _detected(checkpoint: Checkpoint, built: _Built) -> detection.Detected:
     module = built.control.control_model
-    supported = (
-        built.supported or comfy.supported_models.QwenImage.supported_inference_dtypes
-    )  # load_controlnet_qwen_fun names none
+    # ``load_controlnet_qwen_fun`` in comfy/controlnet.py names none.
+    supported = built.supported or comfy.supported_models.QwenImage.supported_inference_dtypes
     config = SimpleNamespace(supported_inference_dtypes=supported)
     names = {name: name.removesuffix(".weight") for name in checkpoint.weights if name.endswith(".weight")}
     facts = detection.facts_of_modules(checkpoint, dict(module.named_modules()), names, "", config)
@@ -245,8 +244,11 @@ def _absent(module: torch.nn.Module, tensors: Mapping[str, object]) -> list[str]
 
 
 def _zeros(first: _Built, load: models.PreparedLoad) -> dict[str, torch.Tensor]:
-    """Weights for the layers that the file has none for: ComfyUI's quantized layers have no weight before they are
-    given one. An SD3.5 ControlNet gets some from the model when it runs."""
+    """Make weights of zeros for the layers that the file has none for.
+
+    An SD3.5 ControlNet gets some from the model when it runs.
+    """
+    # ComfyUI's quantized layers have no weight before they are given one (``_load_quantized_module`` in comfy/ops.py).
     module = first.control.control_model
     shapes = {f"{name}.weight": module.get_submodule(name).weight.shape for name in _absent(module, load.tensors)}
     return {name: torch.zeros(shape, dtype=load.dtype) for name, shape in shapes.items()}

@@ -15,8 +15,8 @@ _made: dict[int, torch.Tensor] = {}
 def freed_once_copied(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
     """Free each of these tensors, which nobody else may use, once a module has copied it.
 
-    ``load_model_weights`` in comfy/model_base.py copies all of a state dict before it drops the first tensor: a model whose
-    weights were unpacked would be in memory twice. Views of a file cost nothing, and what is assigned stays.
+    ``load_model_weights`` in comfy/model_base.py copies all of a state dict before it drops the first tensor: a model
+    whose weights were unpacked would be in memory twice. Views of a file cost nothing, and what is assigned stays.
     """
     own = {id(tensor): tensor for tensor in tensors}
     _made.update(own)

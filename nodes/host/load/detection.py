@@ -1,4 +1,4 @@
-"""Which model a state dict is, by ComfyUI's own detection, and the module class of each of its layers."""
+"""Tell which model a state dict is, by ComfyUI's own detection, and the module class of each of its layers."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,9 +100,7 @@ def _from_diffusers(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors by ComfyUI's names, where theirs are diffusers' and of a model that ComfyUI knows; else
-    none.
-    """
+    """Rename the tensors of a model with diffusers' names that ComfyUI knows; none of any other."""
     return comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or _from_diffusers_unet(tensors)
 
 
@@ -142,7 +140,7 @@ def facts_of_modules(checkpoint: Checkpoint, modules: dict, names: dict[str, str
 
 
 def _class_of(module: torch.nn.Module) -> str:
-    """Name a module's class; torch's own Linear apart, which cannot hold a quantized weight as ComfyUI's can."""
+    """Name a module's class; torch's own Linear, which cannot hold a quantized weight, with its package."""
     return "torch.nn.Linear" if type(module) is torch.nn.Linear else type(module).__name__
 
 
@@ -166,9 +164,8 @@ def _modules(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.nn.
     with quiet():
         try:
             model = config.get_model(stored_tensors(checkpoint), prefix, device=torch.device("meta"))
-        except (
-            RuntimeError
-        ):  # ACE-Step 1.5 reads numbers of its own buffers (``FSQ`` in ComfyUI's comfy/ldm/ace/ace_step15.py)
+        except RuntimeError:
+            # ACE-Step 1.5 reads numbers of its own buffers (``FSQ`` in ComfyUI's comfy/ldm/ace/ace_step15.py).
             model = config.get_model(stored_tensors(checkpoint), prefix, device=torch.device("cpu"))
     return dict(model.diffusion_model.named_modules())
 

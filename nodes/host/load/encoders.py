@@ -42,7 +42,7 @@ logger = logging.getLogger("halfsafe")
 
 
 def text_encoder_types() -> list[str]:
-    """ComfyUI's own list of text encoder types: those of its single loader, then those only its dual loader has."""
+    """List ComfyUI's own text encoder types: those of its single loader, then those only its dual loader has."""
     single = nodes.CLIPLoader.INPUT_TYPES()["required"]["type"][0]
     dual = nodes.DualCLIPLoader.INPUT_TYPES()["required"]["type"][0]
     return [*single, *(name for name in dual if name not in single)]
@@ -71,9 +71,7 @@ def load_text_encoder(
 
 
 def _clip_type(kind: str) -> comfy.sd.CLIPType:
-    """ComfyUI's type of that name; SDXL, which ComfyUI tells by its files, has none and is loaded as its own nodes
-    do.
-    """
+    """Return ComfyUI's type of that name, or its nodes' default: SDXL, which ComfyUI knows by its files, has none."""
     return getattr(comfy.sd.CLIPType, kind.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION)
 
 
@@ -106,11 +104,12 @@ def _text_encoder_patcher(
 
 
 def _checkpoint_text_encoder_patcher(path: str, storage: str, disable_dynamic: bool = False) -> ModelPatcher:
-    return load_checkpoint_text_encoder(path, storage, disable_dynamic).patcher  # type: ignore[union-attr]  # it had one before
+    clip = load_checkpoint_text_encoder(path, storage, disable_dynamic)
+    return clip.patcher  # type: ignore[union-attr]  # it had one before
 
 
 def _renamed_by(checkpoint: Checkpoint, process: Callable[[dict], dict]) -> Checkpoint:
-    """The checkpoint under the names that ComfyUI's ``process`` gives its tensors; those it computes anew are plain."""
+    """Rename a checkpoint's tensors as ComfyUI's ``process`` does; those it computes anew are plain."""
     known = {id(weight.data): weight for weight in checkpoint.weights.values()}
     processed = process({name: weight.data for name, weight in checkpoint.weights.items()})
     weights = {
@@ -140,7 +139,8 @@ def _converted(checkpoint: Checkpoint, storage: str) -> tuple[dict[str, torch.Te
 
 
 def _missing_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Identities for the text projections that CLIP-L files lack: ComfyUI's quantized layers crash without a weight."""
+    """Make identities for the text projections that CLIP-L files lack."""
+    # ComfyUI's quantized layers crash without a weight (``_load_quantized_module`` in comfy/ops.py).
     if not _is_quantized(tensors):
         return {}
     norms = {name.removesuffix(CLIP_NORM): tensor for name, tensor in tensors.items() if name.endswith(CLIP_NORM)}

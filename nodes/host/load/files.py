@@ -22,29 +22,32 @@ _MISMATCH = re.compile(r"size mismatch for (\S+): .*?Size\(\[(.*?)\]\) from chec
 
 
 def model_files(folder: str) -> list[str]:
-    """The names ComfyUI lists for a model folder such as ``diffusion_models``."""
+    """List the names ComfyUI has for a model folder such as ``diffusion_models``."""
     return folder_paths.get_filename_list(folder)
 
 
 def diffusion_model_files() -> list[str]:
-    """The names ComfyUI lists for ``diffusion_models``, and the GGUF files in the same folders, which it leaves out.
+    """List the names ComfyUI has for ``diffusion_models``, and the GGUF files in the same folders, which it leaves out.
 
     No folder kind is registered for them, as ``unet_gguf`` is by ComfyUI-GGUF: it would be listed among ComfyUI's own.
     """
-    found = (folder_paths.recursive_search(folder, [".git"])[0] for folder in folder_paths.get_folder_paths("diffusion_models"))
+    folders = folder_paths.get_folder_paths("diffusion_models")
+    found = (folder_paths.recursive_search(folder, [".git"])[0] for folder in folders)
     gguf = (name for names in found for name in folder_paths.filter_files_extensions(names, [SUFFIX]))
     return sorted({*model_files("diffusion_models"), *gguf})
 
 
 def model_path(folder: str, name: str) -> str:
-    """The full path of a listed model file.
+    """Return the full path of a listed model file.
 
     Raises:
         CheckpointError: there is no such file inside ComfyUI's model folders.
     """
     path = folder_paths.get_full_path(folder, name)
     if path is None:
-        raise CheckpointError(name, f"there is no such file in ComfyUI's {folder} folders", advice="Choose one from the list.")
+        raise CheckpointError(
+            name, f"there is no such file in ComfyUI's {folder} folders", advice="Choose one from the list."
+        )
     return path
 
 
@@ -63,19 +66,22 @@ def open_model(path: str) -> Checkpoint:
 
 @contextlib.contextmanager
 def of_fitting_shapes(*paths: str) -> Iterator[None]:
-    """Name the files where torch's ``load_state_dict``, which names tensors alone, finds shapes that the model has not."""
+    """Name the files where torch's ``load_state_dict``, which names tensors alone, finds shapes the model has not."""
     try:
         yield
     except RuntimeError as error:
         found = _MISMATCH.search(str(error))
         if found is None:
             raise
-        tensor, shape, expected = found[1], *([int(size) for size in re.findall(r"\d+", sizes)] for sizes in found.groups()[1:])
-        raise _misfit(paths, tensor, shape, expected) from error
+        shape, expected = ([int(size) for size in re.findall(r"\d+", sizes)] for sizes in found.groups()[1:])
+        raise _misfit(paths, found[1], shape, expected) from error
 
 
 def check_quantized_shapes(model: torch.nn.Module, *paths: str) -> None:
-    """Find fp8 and int8 weights that do not fit their layers: ComfyUI takes any (``_load_quantized_module`` in comfy/ops.py)."""
+    """Find fp8 and int8 weights that do not fit their layers.
+
+    ComfyUI takes any shape (``_load_quantized_module`` in comfy/ops.py).
+    """
     for name, module in model.named_modules():
         weight = getattr(module, "weight", None)
         if isinstance(weight, QuantizedTensor) and quantization_format(module).startswith(("float8", "int8")):
@@ -91,7 +97,7 @@ def _misfit(paths: Sequence[str], tensor: str, shape: Sequence[int], expected: S
 
 
 def _file_with(tensor: str, shape: Sequence[int], paths: Sequence[str]) -> str:
-    """Return the file, or the part of a model in parts, that holds a tensor of the loaded model; all files where several may.
+    """Return the file, or the shard, that holds a tensor of the loaded model; all files where several may.
 
     A tensor has another prefix in the model than in its file: ``model.diffusion_model.`` and the like.
     """
@@ -105,14 +111,17 @@ def _tensors(file: TensorFile):
     # Dynamic VRAM streams from disk the tensors that ComfyUI mapped itself.
     mapped_by_core = getattr(comfy.memory_management, "aimdo_enabled", False) and not isinstance(file, GgufFile)
     codes = {entry.dtype for entry in file.entries.values()}
-    if mapped_by_core and len({entry.file for entry in file.entries.values()}) == 1 and codes <= comfy.utils._TYPES.keys():
+    parts = {entry.file for entry in file.entries.values()}
+    if mapped_by_core and len(parts) == 1 and codes <= comfy.utils._TYPES.keys():
         return comfy.utils.load_torch_file(str(file.path))
     return file
 
 
 def output_path(filename_prefix: str) -> tuple[str, str]:
-    """(path of a new file, name below the output folder) for a prefix such as ``diffusion_models/halfsafe``."""
-    folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(filename_prefix, folder_paths.get_output_directory())
+    """Return (path of a new file, name below the output folder) for a prefix such as ``diffusion_models/halfsafe``."""
+    folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
+        filename_prefix, folder_paths.get_output_directory()
+    )
     file = f"{name}_{counter:05}_.safetensors"
     return f"{folder}/{file}", f"{subfolder}/{file}" if subfolder else file
 

@@ -1,4 +1,4 @@
-"""What tells ComfyUI which model a saved file is: tensors beside the diffusion model's own, and the file's metadata."""
+"""Collect what ComfyUI knows a saved model by: tensors outside of the diffusion model, and the file's metadata."""
 
 from __future__ import annotations
 

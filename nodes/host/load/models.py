@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("halfsafe")
 
 
-def load_diffusion_model(path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False) -> ModelPatcher:
+def load_diffusion_model(
+    path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False
+) -> ModelPatcher:
     """Load the diffusion model in ``path``; also the factory ComfyUI calls to load it again.
 
     Raises:
@@ -48,7 +50,9 @@ def load_diffusion_model(path: str, storage: str, compute: str, rules: Rules, di
     return patcher
 
 
-def load_weights(checkpoint: Checkpoint, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False) -> ModelPatcher:
+def load_weights(
+    checkpoint: Checkpoint, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False
+) -> ModelPatcher:
     """Make a model of the weights of a diffusion model, which are not changed; see :func:`load_diffusion_model`."""
     detected = detect_model(checkpoint, only_diffusion_model=True)
     load = prepare(detected, storage, compute, rules)
@@ -63,7 +67,9 @@ def load_weights(checkpoint: Checkpoint, storage: str, compute: str, rules: Rule
     return patcher
 
 
-def load_checkpoint_model(path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False) -> ModelPatcher:
+def load_checkpoint_model(
+    path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False
+) -> ModelPatcher:
     """Load the diffusion model of a full checkpoint; see :func:`load_diffusion_model`."""
     detected = detect_model(open_model(path), only_diffusion_model=False)
     load = prepare(detected, storage, compute, rules)
@@ -153,11 +159,13 @@ def check_quantized(detected: Detected, modules: dict, layers: list[str]) -> Non
         module = modules.get(detected.layer_names.get(f"{detected.prefix}{layer}.weight", ""))
         if not isinstance(getattr(module, "weight", None), comfy.quant_ops.QuantizedTensor):
             problem = "is quantized, but ComfyUI did not load it as such"
-            raise CheckpointError(detected.checkpoint.path, problem, f"{layer}.weight", "Keep this layer in 16 bit with a rule.")
+            advice = "Keep this layer in 16 bit with a rule."
+            raise CheckpointError(detected.checkpoint.path, problem, f"{layer}.weight", advice)
 
 
 def compute_in_full_precision(modules: dict) -> None:
-    """Turn ComfyUI's own fp8 matmul off: it clips activations at 448 where a file has no scale for them. Ours is planned."""
+    """Turn ComfyUI's own fp8 matmul off, in place of which ours is planned."""
+    # ComfyUI's clips activations at 448 where a file has no scale for them.
     for module in modules.values():
         if quantization_format(module).startswith("float8"):
             set_full_precision(module)

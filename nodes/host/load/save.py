@@ -56,7 +56,7 @@ class LiveWeights(Mapping[str, StoredWeight]):
 
 
 def _unpatched(patcher: ModelPatcher) -> dict[str, torch.Tensor]:
-    """The diffusion model's tensors before any LoRA, wherever the model is loaded."""
+    """Return the diffusion model's tensors before any LoRA, wherever the model is loaded."""
     with patcher.use_ejected():
         tensors = patcher.model.diffusion_model.state_dict()
     state = {plain_name(name): tensor.detach() for name, tensor in tensors.items()}

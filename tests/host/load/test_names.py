@@ -65,7 +65,7 @@ def test_a_product_that_cannot_run_in_fp8_is_told_once(comfy, wan, call, monkeyp
     def refused(*args, **options):
         raise RuntimeError("no such product on this device")
 
-    _once.told.clear()
+    _once.seen.clear()
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
     monkeypatch.setattr(kitchen, "_fp8_scaled_mm", refused)
     model = families.load(comfy, wan, "fp8_e4m3fn", "fp8")
