@@ -34,7 +34,8 @@ _PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf$")
 _JOIN = "Join the parts into one file with llama-gguf-split --merge."
 _TRUNCATED = "truncated in its header"
 _MOST_READS = 1 << 22
-_DAMAGED = (ValueError, KeyError, IndexError, TypeError, OverflowError)
+# AttributeError: gguf 0.13 with numpy 2 has no ``newbyteorder`` for a big-endian file.
+_UNREADABLE = (ValueError, KeyError, IndexError, TypeError, OverflowError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _read(path: Path) -> Any:
     reader = _checked_reader(library(path))
     try:
         return reader(path)
-    except _DAMAGED as error:
+    except _UNREADABLE as error:
         problem = f"its header cannot be read by gguf {version('gguf')} ({error})"
         raise CheckpointError(path, problem, advice=f"{AGAIN[:-1]}, or update the library: {sys.executable} -m pip install --upgrade gguf") from None
 
