@@ -22,7 +22,9 @@ def _missing() -> str:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if not missing:
         return ""
-    advice = f"Run it with the Python of your ComfyUI, or install them: {sys.executable} -m pip install {' '.join(missing)}"
+    advice = (
+        f"Run it with the Python of your ComfyUI, or install them: {sys.executable} -m pip install {' '.join(missing)}"
+    )
     return f"halfsafe: {', '.join(missing)} cannot be imported by {sys.executable}. {advice}"
 
 
@@ -104,9 +106,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_jobs(scan)
     convert = _command(commands, "convert", _convert, "write a file in ComfyUI's own quantization format")
     convert.add_argument(
-        "sources", type=Path, nargs="+", metavar="source", help=".safetensors or .gguf file, .index.json, or one part of a sharded set"
+        "sources",
+        type=Path,
+        nargs="+",
+        metavar="source",
+        help=".safetensors or .gguf file, .index.json, or one part of a sharded set",
     )
-    convert.add_argument("target", type=Path, help=".safetensors file to write, or a folder for files of the same names")
+    convert.add_argument(
+        "target", type=Path, help=".safetensors file to write, or a folder for files of the same names"
+    )
     _add_jobs(convert)
     convert.add_argument("--storage", choices=STORAGE_OPTIONS[1:], required=True)
     convert.add_argument("--rules", type=Path, help="file with one rule per line, e.g. 'blocks.0.* storage=bf16'")
@@ -114,11 +122,18 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--force", action="store_true", help="overwrite the target")
     plan = _command(commands, "plan", _plan, "what would run on a device, layer by layer, and why")
     plan.add_argument("file", type=Path)
-    plan.add_argument("--device", type=device, metavar="NAME", help=f"decide as on this device ({EXAMPLES}, or a code such as sm_86); this one without it")
+    plan.add_argument(
+        "--device",
+        type=device,
+        metavar="NAME",
+        help=f"decide as on this device ({EXAMPLES}, or a code such as sm_86); this one without it",
+    )
     plan.add_argument("--goal", choices=GOALS, default="balanced")
     plan.add_argument("--memory", type=gigabytes, metavar="GB", help="free memory of that device, to decide storage by")
     doctor = _command(commands, "doctor", _doctor, "what this device, torch and ComfyUI can do")
-    doctor.add_argument("--comfyui", type=Path, metavar="DIR", help="check this ComfyUI; the one around this folder without it")
+    doctor.add_argument(
+        "--comfyui", type=Path, metavar="DIR", help="check this ComfyUI; the one around this folder without it"
+    )
     return parser
 
 
@@ -219,7 +234,8 @@ def _convert(options: argparse.Namespace) -> int:
     outcomes = for_each(sources, convert, options.jobs, progress)
     progress.end()
     failed = sum(outcome.result is None for outcome in outcomes)
-    return _finish_many(options, outcomes, asdict, conversion_text, f"{len(outcomes) - failed} converted, {failed} failed", 2 if failed else 0)
+    converted = f"{len(outcomes) - failed} converted, {failed} failed"
+    return _finish_many(options, outcomes, asdict, conversion_text, converted, 2 if failed else 0)
 
 
 def _convert_one(source: Path, target: Path, options: argparse.Namespace, rules, progress):
@@ -250,7 +266,9 @@ def _rules_text(path: Path | None) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")  # Notepad begins a file with a byte order mark
     except (OSError, ValueError) as error:
-        raise HalfsafeError(f"{path}: the rules cannot be read ({error}). Give a text file with one rule per line.") from None
+        raise HalfsafeError(
+            f"{path}: the rules cannot be read ({error}). Give a text file with one rule per line."
+        ) from None
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -141,12 +141,16 @@ def _as_colour(differences: torch.Tensor) -> torch.Tensor:
     """Convert to three channels: a fourth raises all of them, fewer than three become grey."""
     if differences.shape[-1] < 3:
         return differences.amax(-1, keepdim=True).repeat(1, 1, 1, 3)
-    return torch.maximum(differences[..., :3], differences[..., 3:].amax(-1, keepdim=True)) if differences.shape[-1] > 3 else differences
+    if differences.shape[-1] == 3:
+        return differences
+    return torch.maximum(differences[..., :3], differences[..., 3:].amax(-1, keepdim=True))
 
 
 def compare_text(differences: list[Difference], gain: float) -> str:
     """Write a line per pair of images, their mean, and the factor of the difference image."""
-    lines = [_line(f"image {number}: " if len(differences) > 1 else "", one) for number, one in enumerate(differences, 1)]
+    lines = [
+        _line(f"image {number}: " if len(differences) > 1 else "", one) for number, one in enumerate(differences, 1)
+    ]
     if len(differences) > 1:
         lines.append(_line("mean: ", _mean(differences)))
     return "\n".join([*lines, f"difference image: amplified {gain:.3g} times"])
@@ -169,7 +173,11 @@ def _line(head: str, difference: Difference) -> str:
     if difference.identical:
         return f"{head}identical: PSNR inf dB, max error 0, SSIM 1"
     values = "PSNR " + _number(difference.psnr, ".2f") + " dB, max error " + _number(difference.largest, ".6g")
-    notes = [f"{count} values of the {name} are NaN or Inf" for name, count in zip(("reference", "candidate"), difference.bad, strict=True) if count]
+    notes = [
+        f"{count} values of the {name} are NaN or Inf"
+        for name, count in zip(("reference", "candidate"), difference.bad, strict=True)
+        if count
+    ]
     left_out = f" ({'; '.join(notes)}: those pixels are left out)" if notes else ""
     return f"{head}{values}, SSIM {_number(difference.ssim, '.6f')}{left_out}"
 

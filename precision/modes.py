@@ -51,8 +51,9 @@ _E4M3, _FP16, _BF16, _FP32 = torch.float8_e4m3fn, torch.float16, torch.bfloat16,
 FP8 = Mode("fp8", "fp8 matmul", "compute=fp8", _E4M3, None, (238, 165, 42))
 INT8 = Mode("int8", "int8 matmul, a scale per token", "compute=int8", torch.int8, None, (150, 200, 74))
 FP16_ACC16 = Mode(
-    "fp16_acc16", "fp16 matmul, fp16 accumulation", "compute=fp16 accumulation=fp16", _FP16, _FP16, (214, 120, 172), True
-)
+    "fp16_acc16", "fp16 matmul, fp16 accumulation", "compute=fp16 accumulation=fp16",
+    _FP16, _FP16, (214, 120, 172), True,
+)  # fmt: skip
 FP16 = Mode("fp16", "fp16 matmul", "compute=fp16", _FP16, _FP16, (92, 178, 238))
 FP16_WIDE = Mode("fp16_wide", "fp16 matmul, fp32 result", "compute=fp16_safe", _FP16, _FP32, (62, 116, 216))
 FP16_SCALED = Mode(

@@ -34,7 +34,9 @@ def cast_arguments(values, dtypes: tuple[torch.dtype, ...], dtype: torch.dtype):
     dicts, which may be written to, stay."""
     if isinstance(values, torch.Tensor):
         return values.to(dtype) if values.dtype in dtypes else values
-    return type(values)(cast_arguments(value, dtypes, dtype) for value in values) if type(values) in (tuple, list) else values
+    if type(values) not in (tuple, list):
+        return values
+    return type(values)(cast_arguments(value, dtypes, dtype) for value in values)
 
 
 def replaced(values, function):

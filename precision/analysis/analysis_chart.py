@@ -18,8 +18,12 @@ TOP_DB = 60.0
 GRID_DB = 10
 GRID = (58, 62, 70)
 COLOURS = {
-    CHOSEN: (54, 178, 132), KEPT: (238, 165, 42), PINNED: (92, 178, 238), BARRED: (126, 134, 148), UNUSED: (92, 96, 106),
-}  # fmt: skip
+    CHOSEN: (54, 178, 132),
+    KEPT: (238, 165, 42),
+    PINNED: (92, 178, 238),
+    BARRED: (126, 134, 148),
+    UNUSED: (92, 96, 106),
+}
 
 
 def analysis_chart(analysis: Analysis, model: str = "") -> np.ndarray:
@@ -41,7 +45,10 @@ def _title(canvas: Canvas, analysis: Analysis, model: str) -> None:
     canvas.y += 34
     plain = f"{analysis.all_count} layers of the plain preset: {whole_decibel_text(analysis.all_db)}"
     chosen = f"{len(analysis.chosen)} layers: {whole_decibel_text(analysis.snr_db)}"
-    line = f"target {analysis.target_db:g} dB end to end, {chosen}, {whole_decibel_text(analysis.free_db)} in a free run; {plain}"
+    line = (
+        f"target {analysis.target_db:g} dB end to end, {chosen}, {whole_decibel_text(analysis.free_db)} in a free run; "
+        f"{plain}"
+    )
     canvas.text(MARGIN, shortened(line, INNER, 15), 15, MUTED)
     canvas.y += 36
 
@@ -85,7 +92,8 @@ def _weakest(canvas: Canvas, layers: list[LayerResult], top: float) -> None:
     for layer in layers:
         canvas.text(MARGIN, shortened(layer.name, NAME_WIDTH - 12, 15), 15, TEXT)
         right = left + max(2, round((CREST - 80 - left) * _share(layer.worst_db, top)))
-        canvas.draw.rectangle((left, canvas.y + 3, right, canvas.y + 17), fill=COLOURS[layer.status], outline=BACKGROUND)
+        place = (left, canvas.y + 3, right, canvas.y + 17)
+        canvas.draw.rectangle(place, fill=COLOURS[layer.status], outline=BACKGROUND)
         canvas.text(right + 8, decibel_text(layer.worst_db), 15, MUTED)
         canvas.text(CREST, crest_text(layer.crest), 15, MUTED)
         canvas.y += ROW

@@ -29,13 +29,13 @@ def rules_of(analysis: Analysis) -> Rules:
 def rule_lines(analysis: Analysis) -> list[str]:
     """Write the lines of :func:`rules_of`; a pattern covers several layers only where it matches none it would
     change."""
+    high = [layer.name for layer in analysis.layers if layer.status != CHOSEN]
     if analysis.candidate.stores:
         kept = [layer for layer in analysis.layers if _would_be_stored(layer)]
         raised = [layer for layer in analysis.chosen if layer.sensitive]
-        high = [layer.name for layer in analysis.layers if layer.status != CHOSEN]
         lines = _lines(kept, "storage=as_file", [layer.name for layer in analysis.chosen])
         return lines + _lines(raised, f"storage={analysis.candidate.name}", high)
-    return _lines(analysis.chosen, MODES[analysis.candidate.name].rule, [layer.name for layer in analysis.layers if layer.status != CHOSEN])
+    return _lines(analysis.chosen, MODES[analysis.candidate.name].rule, high)
 
 
 def _would_be_stored(layer: LayerResult) -> bool:
@@ -46,7 +46,10 @@ def _would_be_stored(layer: LayerResult) -> bool:
 
 def _lines(layers: list[LayerResult], setting: str, others: Iterable[str]) -> list[str]:
     by_name = {layer.name: layer for layer in layers}
-    return [f"{pattern} {setting}  # {_reason([by_name[name] for name in names])}" for pattern, names in patterns(by_name, others)]
+    return [
+        f"{pattern} {setting}  # {_reason([by_name[name] for name in names])}"
+        for pattern, names in patterns(by_name, others)
+    ]
 
 
 def _reason(layers: list[LayerResult]) -> str:
@@ -119,14 +122,22 @@ def whole_decibel_text(value: float) -> str:
 
 def _outcome(analysis: Analysis, model: str) -> list[str]:
     name, chosen, free = analysis.candidate.name, analysis.chosen, [*analysis.chosen, *analysis.named(KEPT)]
-    lines = ["Halfsafe layer analysis", f"{model + ', ' if model else ''}{name}, target {analysis.target_db:g} dB end to end"]
-    measured = f"{len(analysis.layers)} layers, {analysis.reference_calls} model calls for them, {analysis.calls} in all, {analysis.trials} trials"
+    lines = [
+        "Halfsafe layer analysis",
+        f"{model + ', ' if model else ''}{name}, target {analysis.target_db:g} dB end to end",
+    ]
+    measured = (
+        f"{len(analysis.layers)} layers, {analysis.reference_calls} model calls for them, {analysis.calls} in all, "
+        f"{analysis.trials} trials"
+    )
     share = f"{len(chosen)} of {len(free)} layers"
     if analysis.candidate.stores:
         saved = sum(layer.size for layer in chosen)
         share += f", {size_text(saved)} of {size_text(sum(layer.size for layer in free))} in {name.partition('_')[0]}"
     if chosen:
-        lines += wrapped(f"Chosen: {share}; {whole_decibel_text(analysis.snr_db)} end to end, the worst of the calls.", "")
+        lines += wrapped(
+            f"Chosen: {share}; {whole_decibel_text(analysis.snr_db)} end to end, the worst of the calls.", ""
+        )
         lines += wrapped(f"The latent of a free run of the sampler: {whole_decibel_text(analysis.free_db)}.", "")
     else:
         lines += wrapped(f"The target cannot be reached: no layer may be in {name}, so all are kept.", "")
@@ -134,15 +145,22 @@ def _outcome(analysis: Analysis, model: str) -> list[str]:
     lines += wrapped(f"For comparison, {plain}: {whole_decibel_text(analysis.all_db)}.", "")
     lines += wrapped(f"Measured: {measured}.", "")
     if analysis.dropped:
-        why = "that the calls by themselves allow: in a free run the errors of the steps add up, and the target was missed"
+        why = (
+            "that the calls by themselves allow: in a free run the errors of the steps add up, "
+            "and the target was missed"
+        )
         lines += wrapped(f"Kept are {analysis.dropped} layers {why}.", "")
     if not analysis.complete:
-        lines += wrapped(f"The search stopped at its bound of {analysis.trials} trials: more layers may be possible.", "")
+        lines += wrapped(
+            f"The search stopped at its bound of {analysis.trials} trials: more layers may be possible.", ""
+        )
     return lines
 
 
 def _table(analysis: Analysis) -> list[str]:
-    measured = sorted((layer for layer in analysis.layers if layer.worst_db is not None), key=lambda layer: layer.worst_db)
+    measured = sorted(
+        (layer for layer in analysis.layers if layer.worst_db is not None), key=lambda layer: layer.worst_db
+    )
     lines = [f"{'Weakest layers, dB':<48}{'weight':>9}{'output':>9}{'channel':>9}{'crest':>9}  outcome"]
     for layer in measured[:WORST]:
         figures = "".join(f"{decibel_text(value):>9}" for value in (layer.weight_db, layer.output_db, layer.channel_db))
@@ -170,8 +188,13 @@ def _left_out(analysis: Analysis) -> list[str]:
 def _use(analysis: Analysis, computed_in: str) -> list[str]:
     name = analysis.candidate.name
     if analysis.candidate.name == INT8.name:
-        measured = "products in int8" if analysis.candidate.products else f"int8 weights alone, multiplied in {computed_in}"
-        how = f"Measured with {measured}. Give these rules to a Halfsafe loader with storage = int8 and the compute of this model."
+        measured = (
+            "products in int8" if analysis.candidate.products else f"int8 weights alone, multiplied in {computed_in}"
+        )
+        how = (
+            f"Measured with {measured}. Give these rules to a Halfsafe loader with storage = int8 and the compute of "
+            "this model."
+        )
     elif analysis.candidate.stores:
         how = f"Give these rules to a Halfsafe loader or Save Model with storage = {name}."
     else:

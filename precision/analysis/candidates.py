@@ -73,7 +73,9 @@ class Candidate:
             out.copy_(self.rounded(part, amax))
         return result
 
-    def error(self, module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias, amax: float, exact: torch.Tensor):
+    def error(
+        self, module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias, amax: float, exact: torch.Tensor
+    ):
         """Return the error this candidate adds to ``exact``, a layer's fp32 output for ``x``;
         not finite on overflow."""
         held = self.rounded(weight, amax)

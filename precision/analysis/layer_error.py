@@ -111,7 +111,8 @@ def output_error(module: torch.nn.Module, x: torch.Tensor, weight, bias, candida
     whole = decibels(noise.sum().item(), signal.sum().item())
     if not math.isfinite(whole):
         return whole, whole
-    relative = torch.where(noise == 0, 0.0, noise / torch.maximum(signal, torch.cat(random)))  # a silent channel is 0 / 0
+    # The quotient of a silent channel is 0 / 0.
+    relative = torch.where(noise == 0, 0.0, noise / torch.maximum(signal, torch.cat(random)))
     return whole, decibels(relative.clamp_max(1.0).mean().item(), 1.0)
 
 

@@ -66,7 +66,9 @@ class Search:
         if self.noise(ordered) <= bound:
             return len(ordered)
         low, high, turn = 0, len(ordered), 0
-        while high - low > 1 and self._may_fit(ordered[:low], ordered[low:high], *self._between(ordered, low, high, bound)):
+        while high - low > 1 and self._may_fit(
+            ordered[:low], ordered[low:high], *self._between(ordered, low, high, bound)
+        ):
             turn += 1
             middle = self._crossing(ordered, low, high, bound) if turn % GUESSES else (low + high) // 2
             low, high = (middle, high) if self.noise(ordered[:middle]) <= bound else (low, middle)

@@ -84,7 +84,9 @@ class Session:
         self._changed = None
         self.final = run()
         if not self.references:
-            raise HalfsafeError("The model was not called, so nothing could be measured.", "Give it a latent and a prompt.")
+            raise HalfsafeError(
+                "The model was not called, so nothing could be measured.", "Give it a latent and a prompt."
+            )
         self.known[frozenset()] = dict.fromkeys(range(len(self.references)), math.inf)
 
     def snr(self, run: Run, changed: frozenset[str]) -> float:
@@ -204,7 +206,9 @@ def analyze(session: Session, run: Run, target_db: float, pin: bool = True) -> A
     plain = frozenset(layer.name for layer in free if not session.subjects[layer.name].role)
     analysis = Analysis(session.candidate, target_db, layers, all_db=session.snr(run, plain), all_count=len(plain))
     session.weakest = session.weakest_with(plain)
-    search = Search(lambda names: session.weakest_snr(run, names), {layer.name: max(power(layer.worst_db), EXACT) for layer in free})
+    search = Search(
+        lambda names: session.weakest_snr(run, names), {layer.name: max(power(layer.worst_db), EXACT) for layer in free}
+    )
     chosen = _confirmed(session, run, search, ordered_groups(free, session.candidate), analysis)
     for layer in free:
         layer.status = CHOSEN if layer.name in chosen else KEPT
@@ -213,7 +217,9 @@ def analyze(session: Session, run: Run, target_db: float, pin: bool = True) -> A
     return analysis
 
 
-def _confirmed(session: Session, run: Run, search: Search, groups: list[tuple[str, ...]], analysis: Analysis) -> frozenset[str]:
+def _confirmed(
+    session: Session, run: Run, search: Search, groups: list[tuple[str, ...]], analysis: Analysis
+) -> frozenset[str]:
     """Choose layers that hold the target on all calls and in a free run.
 
     Where a choice misses it on a call, some of its layers have to hold it there. Where it misses it in a free run, they

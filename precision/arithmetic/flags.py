@@ -34,7 +34,9 @@ def _matmul():
 
 
 def _plain(name: str) -> FlagSetting:
-    return FlagSetting(name, lambda: getattr(_matmul(), f"allow_{name}"), lambda v: setattr(_matmul(), f"allow_{name}", v), bool)
+    return FlagSetting(
+        name, lambda: getattr(_matmul(), f"allow_{name}"), lambda v: setattr(_matmul(), f"allow_{name}", v), bool
+    )
 
 
 def _read_pair(name: str) -> tuple[bool, bool] | bool:

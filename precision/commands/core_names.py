@@ -53,7 +53,10 @@ BY_HAND = [
     "comfy.model_patcher.ModelPatcher.model_state_dict(filter_prefix)",
     "comfy.model_patcher.ModelPatcher.model_state_dict_for_saving(model, prefix)",
     "comfy.model_patcher.ModelPatcher.partially_unload(device)",
-    "comfy.model_patcher.ModelPatcher.patch_hook_weight_to_device(hooks, combined_patches, key, original_weights, memory_counter)",
+    (
+        "comfy.model_patcher.ModelPatcher.patch_hook_weight_to_device(hooks, combined_patches, key, original_weights, "
+        "memory_counter)"
+    ),
     "comfy.model_patcher.ModelPatcher.patch_weight_to_device(key, device_to=, return_weight=)",
     "comfy.model_patcher.ModelPatcher.remove_wrappers_with_key(kind, key)",
     "comfy.model_patcher.ModelPatcher.set_attachments(key, attachment)",
@@ -70,13 +73,22 @@ BY_HAND = [
     "comfy.sample.fix_empty_latent_channels(model, latent, downscale_ratio_spacial=, downscale_ratio_temporal=)",
     "comfy.sample.prepare_noise(latent, seed, batch_index)",
     "comfy.sample.sample(model, noise, steps, cfg, sampler, scheduler, positive, negative, latent)",
-    "comfy.sd.CLIP(target, embedding_directory=, tokenizer_data=, parameters=, state_dict=, model_options=, disable_dynamic=)",
+    (
+        "comfy.sd.CLIP(target, embedding_directory=, tokenizer_data=, parameters=, state_dict=, model_options=, "
+        "disable_dynamic=)"
+    ),
     "comfy.sd.CLIP.clone()",
     "comfy.sd.VAE(sd=, metadata=, dtype=)",
     "comfy.sd.detect_te_model(state_dict)",
     "comfy.sd.load_diffusion_model_state_dict(state_dict, model_options=, metadata=, disable_dynamic=)",
-    "comfy.sd.load_state_dict_guess_config(state_dict, output_vae=, output_clip=, model_options=, metadata=, disable_dynamic=)",
-    "comfy.sd.load_text_encoder_state_dicts(state_dicts, embedding_directory=, clip_type=, model_options=, disable_dynamic=)",
+    (
+        "comfy.sd.load_state_dict_guess_config(state_dict, output_vae=, output_clip=, model_options=, metadata=, "
+        "disable_dynamic=)"
+    ),
+    (
+        "comfy.sd.load_text_encoder_state_dicts(state_dicts, embedding_directory=, clip_type=, model_options=, "
+        "disable_dynamic=)"
+    ),
     "comfy.supported_models.SDXL.clip_target(state_dict=)",
     "comfy.supported_models_base.BASE.get_model(state_dict, prefix, device=)",
     "comfy.supported_models_base.BASE.process_clip_state_dict(state_dict)",
@@ -286,9 +298,13 @@ def _signature(arguments: ast.arguments, bound: bool) -> inspect.Signature:
     plain = [*arguments.posonlyargs, *arguments.args]
     optional = len(plain) - len(arguments.defaults)
     kind = inspect.Parameter
-    parameters = [kind(a.arg, kind.POSITIONAL_OR_KEYWORD, default=kind.empty if i < optional else None) for i, a in enumerate(plain)]
+    defaults = [kind.empty if i < optional else None for i in range(len(plain))]
+    positional = zip(plain, defaults, strict=True)
+    parameters = [kind(a.arg, kind.POSITIONAL_OR_KEYWORD, default=default) for a, default in positional]
     parameters += [kind(arguments.vararg.arg, kind.VAR_POSITIONAL)] if arguments.vararg else []
     pairs = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-    parameters += [kind(a.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else None) for a, default in pairs]
+    parameters += [
+        kind(a.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else None) for a, default in pairs
+    ]
     parameters += [kind(arguments.kwarg.arg, kind.VAR_KEYWORD)] if arguments.kwarg else []
     return inspect.Signature(parameters[1:] if bound else parameters)

@@ -43,7 +43,11 @@ def used_names() -> dict[str, tuple[str, ...]]:
         for name in map(_without_methods, _names_in(tree)):
             if "__" not in name and not (_is_of_class(name) and name.rpartition(".")[2] in ours):
                 found.setdefault(name, set()).add(_name(path))
-    return {name: tuple(sorted(users)) for name, users in found.items() if not any(other.startswith(f"{name}.") for other in found)}
+    return {
+        name: tuple(sorted(users))
+        for name, users in found.items()
+        if not any(other.startswith(f"{name}.") for other in found)
+    }
 
 
 def _name(path: Path) -> str:
@@ -69,7 +73,11 @@ def module_attributes() -> frozenset[tuple[str, str]]:
 
 def _alias(node: ast.stmt) -> Iterator[tuple[str, str]]:
     """Yield (name, file) of an alias ``Layer = Annotated[torch.nn.Module, "comfy.ops"]``."""
-    if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript) and isinstance(node.value.slice, ast.Tuple)):
+    if not (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Subscript)
+        and isinstance(node.value.slice, ast.Tuple)
+    ):
         return
     if _dotted(node.value.value) == "Annotated":
         yield from ((_dotted(target), file) for target in node.targets for file in _texts(node.value.slice.elts[1]))
@@ -84,7 +92,11 @@ def _constant(node: ast.stmt) -> Iterator[tuple[str, str]]:
 def _names_in(tree: ast.Module) -> Iterator[str]:
     nodes = list(ast.walk(tree))
     modules = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names if a.name.split(".")[0] in COMFY}
-    froms = [n for n in nodes if isinstance(n, ast.ImportFrom) and not n.level and n.module and n.module.split(".")[0] in COMFY]
+    froms = [
+        n
+        for n in nodes
+        if isinstance(n, ast.ImportFrom) and not n.level and n.module and n.module.split(".")[0] in COMFY
+    ]
     imported = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in froms for alias in node.names}
     yield from imported.values()
     for node in nodes:
@@ -96,8 +108,14 @@ def _names_in(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Tuple) and len(node.elts) == 3 and _dotted(node.elts[0]) in modules:
             yield from (f"{_dotted(node.elts[0])}.{name}" for name in _texts(node.elts[1]))
         elif isinstance(node, ast.FunctionDef):
-            known = ((parameter, imported[annotation]) for parameter, annotation in _annotated(node) if annotation in imported)
-            yield from (f"{owner}.{attribute}" for parameter, owner in known for attribute in _attributes_of(node, parameter))
+            known = (
+                (parameter, imported[annotation])
+                for parameter, annotation in _annotated(node)
+                if annotation in imported
+            )
+            yield from (
+                f"{owner}.{attribute}" for parameter, owner in known for attribute in _attributes_of(node, parameter)
+            )
 
 
 def _names_of(node: ast.Attribute, modules: set[str], imported: dict[str, str]) -> Iterator[str]:
@@ -107,7 +125,8 @@ def _names_of(node: ast.Attribute, modules: set[str], imported: dict[str, str]) 
     if any(name.startswith(f"{module}.") and name not in modules for module in modules):
         yield name
     base, _, rest = name.partition(".")
-    if imported.get(base, "").rpartition(".")[2][:1].isupper():  # a class: a module's own names, as those of io, are the API's
+    # Of classes alone: a module's own names, as those of io, are the API's.
+    if imported.get(base, "").rpartition(".")[2][:1].isupper():
         yield f"{imported[base]}.{rest}"
     value = f".{_dotted(node.value)}"
     if owner := next((owner for known, owner in OBJECTS.items() if value.endswith(f".{known}")), None):

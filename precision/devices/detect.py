@@ -15,8 +15,8 @@ from .probes import Probe, run_probes
 from .profiles import CAPABILITIES, OCP_FP8, PROFILE_NAMES, DeviceProfile, profile_named
 
 __all__ = [
-    "CAPABILITIES", "PROFILE_NAMES", "PROFILE_VARIABLE", "Device", "DeviceProfile", "auto_compute", "auto_storage", "detect",
-    "fastest_compute", "profile_named", "profile_of", "smallest_storage", "why_int8_is_slow",
+    "CAPABILITIES", "PROFILE_NAMES", "PROFILE_VARIABLE", "Device", "DeviceProfile", "auto_compute", "auto_storage",
+    "detect", "fastest_compute", "profile_named", "profile_of", "smallest_storage", "why_int8_is_slow",
 ]  # fmt: skip
 
 PROFILE_VARIABLE = "HALFSAFE_DEVICE_PROFILE"

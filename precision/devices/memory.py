@@ -104,6 +104,7 @@ class _MemoryStatus(ctypes.Structure):
 
 def _windows_available() -> int | None:
     status = _MemoryStatus(length=ctypes.sizeof(_MemoryStatus))
-    if not ctypes.windll.kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):  # type: ignore[attr-defined]  # Windows only
+    kernel = ctypes.windll.kernel32  # type: ignore[attr-defined]  # Windows only
+    if not kernel.GlobalMemoryStatusEx(ctypes.byref(status)):
         return None
     return min(status.available_physical, status.available_page_file)

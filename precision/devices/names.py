@@ -6,7 +6,10 @@ import re
 from ..errors import UnknownProfile
 from .profiles import PROFILE_NAMES
 
-_VENDORS = re.compile(r"nvidia|geforce|quadro|tesla|amd|radeon|instinct|intel|apple|graphics|laptop|gpu|pcie|sxm\d?|hbm\d?e?|(workstation|server)?\s*edition|max-q|[^a-z0-9]")
+_VENDORS = re.compile(
+    r"nvidia|geforce|quadro|tesla|amd|radeon|instinct|intel|apple|graphics|laptop|gpu|pcie|sxm\d?|hbm\d?e?|"
+    r"(workstation|server)?\s*edition|max-q|[^a-z0-9]"
+)
 _CALLED = (
     ("sm_61", r"gtx10[5-8]0(ti)?|titanx[mp]|p4|p40"),
     ("sm_70", r"titanv|v100s?|gv100"),

@@ -143,7 +143,9 @@ APPLE: dict[str, Any] = {
 INT8: dict[str, Any] = {"int8_matmul": True, "int8_matmul_gains": True}
 NO_INT8_UNITS = "No int8 tensor cores; comfy-kitchen's int8 kernels begin at compute capability 7.5."
 CDNA_INT8 = "comfy-kitchen's HIP kernels are for RDNA: on CDNA, torch's general operations run int8 products."
-FP8_NVIDIA: dict[str, Any] = {"vendor": "nvidia", "fp8_matmul": True, "fp8_formats": OCP_FP8, "fp8_matmul_gains": True, **INT8}
+FP8_NVIDIA: dict[str, Any] = {
+    "vendor": "nvidia", "fp8_matmul": True, "fp8_formats": OCP_FP8, "fp8_matmul_gains": True, **INT8,
+}  # fmt: skip
 
 ROWS = (
     DeviceProfile(
@@ -159,8 +161,8 @@ ROWS = (
                "fp16_accumulation": NO_GAIN, "int8_matmul": NO_INT8_UNITS},
     ),
     DeviceProfile(
-        "sm_75", "RTX 20xx, T4 (Turing)", "nvidia", fp16_safe_cost="2 to 16 %", bf16_native=False, fp16_accumulation_gains=True,
-        needs_torch=FP16_ACCUMULATION_TORCH, **INT8,
+        "sm_75", "RTX 20xx, T4 (Turing)", "nvidia", fp16_safe_cost="2 to 16 %", bf16_native=False,
+        fp16_accumulation_gains=True, needs_torch=FP16_ACCUMULATION_TORCH, **INT8,
         notes={"fp16_accumulation": GEFORCE_GAIN},
     ),
     DeviceProfile(
@@ -171,16 +173,20 @@ ROWS = (
         "sm_86", "RTX 30xx (Ampere)", "nvidia", fp16_safe_cost="2 to 12 %", fp16_accumulation_gains=True,
         needs_torch=FP16_ACCUMULATION_TORCH, **INT8,
         notes={"fp16_accumulation": GEFORCE_GAIN,
-               "int8_matmul_gains": "An A10G is 1.84x as fast with int8 as with bf16, 0.97x with fp8 (comfyui-quant-bench).",
+               "int8_matmul_gains": (
+                   "An A10G is 1.84x as fast with int8 as with bf16, 0.97x with fp8 (comfyui-quant-bench)."
+               ),
                "compile": "torch.compile cannot convert e4m3fn here (PyTorch #167082): use fp8_e5m2 with it."},
     ),
     DeviceProfile(
-        "sm_89", "RTX 40xx, L4, L40 (Ada)", fp16_safe_cost="4 to 23 %", fp16_accumulation_gains=True, fp8_fast_accumulation=True,
-        scaling=("tensor", "row"), needs_torch={"fp8_matmul": (2, 3), **FP16_ACCUMULATION_TORCH}, **FP8_NVIDIA,
+        "sm_89", "RTX 40xx, L4, L40 (Ada)", fp16_safe_cost="4 to 23 %", fp16_accumulation_gains=True,
+        fp8_fast_accumulation=True, scaling=("tensor", "row"),
+        needs_torch={"fp8_matmul": (2, 3), **FP16_ACCUMULATION_TORCH}, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "fp8_matmul": "fp8 matmul units, which add in about 22 bits.",
                "fp8_fast_accumulation": "torch takes the switch; its documented effect is on Hopper.",
-               "int8_matmul_gains": "An L40S is 2.06x as fast with int8 as with bf16, 1.27x with fp8 (comfyui-quant-bench)."},
+               "int8_matmul_gains": "An L40S is 2.06x as fast with int8 as with bf16, 1.27x with fp8 "
+                                    "(comfyui-quant-bench)."},
     ),
     DeviceProfile(
         "sm_90", "H100, H200 (Hopper)", fp16_safe_cost="6 to 39 %", fp8_fast_accumulation=True,
@@ -193,8 +199,8 @@ ROWS = (
         notes={"fp16_accumulation": "fp16 accumulation is not expected to be faster here."},
     ),
     DeviceProfile(
-        "sm_120", "RTX 50xx (Blackwell)", fp16_safe_cost="3 to 19 %", fp16_accumulation_gains=True, scaling=("tensor", "row"),
-        needs_torch=FP16_ACCUMULATION_TORCH, **FP8_NVIDIA,
+        "sm_120", "RTX 50xx (Blackwell)", fp16_safe_cost="3 to 19 %", fp16_accumulation_gains=True,
+        scaling=("tensor", "row"), needs_torch=FP16_ACCUMULATION_TORCH, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "int8_matmul_gains": "An RTX 5060 is 1.20x as fast with int8 as with fp8 (ComfyUI-INT8-Fast #69)."},
     ),
@@ -211,7 +217,8 @@ ROWS = (
     DeviceProfile(
         "gfx1100", "RX 7000 (RDNA3)", "amd", int8_matmul=True,
         notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "No fp8 units: fp8 weights are widened to bf16.",
-               "int8_matmul_gains": "No gain is measured on RDNA3; 2-3x slower than fp8 without the HIP backend (ComfyUI #14777)."},
+               "int8_matmul_gains": "No gain is measured on RDNA3; 2-3x slower than fp8 without the HIP backend "
+                                    "(ComfyUI #14777)."},
     ),
     DeviceProfile(
         "gfx1201", "RX 9000 (RDNA4)", "amd", fp8_matmul=True, fp8_formats=OCP_FP8, fp8_matmul_gains=True,

@@ -51,7 +51,12 @@ class GgufFile(TensorFile):
     """The tensors of a GGUF file. Those of :attr:`packed`, which are quantized, are rows of bytes."""
 
     def __init__(
-        self, path: Path, metadata: dict[str, str], entries: dict[str, Entry], maps: dict[Path, mmap.mmap], packed: dict[str, Packed]
+        self,
+        path: Path,
+        metadata: dict[str, str],
+        entries: dict[str, Entry],
+        maps: dict[Path, mmap.mmap],
+        packed: dict[str, Packed],
     ):
         super().__init__(path, metadata, entries, maps)
         self.packed = packed
@@ -73,7 +78,9 @@ def library(path: str | os.PathLike) -> ModuleType:
         return importlib.import_module("gguf")
     except ImportError as error:
         problem = f"a GGUF file, which the Python package gguf reads; that cannot be imported ({error})"
-        raise CheckpointError(path, problem, advice=f"Install it and start again: {sys.executable} -m pip install gguf") from None
+        raise CheckpointError(
+            path, problem, advice=f"Install it and start again: {sys.executable} -m pip install gguf"
+        ) from None
 
 
 def open_gguf(path: Path) -> GgufFile:
@@ -111,7 +118,9 @@ def _read(path: Path) -> Any:
         return reader(path)
     except _UNREADABLE as error:
         problem = f"its header cannot be read by gguf {version('gguf')} ({error})"
-        raise CheckpointError(path, problem, advice=f"{AGAIN[:-1]}, or update the library: {sys.executable} -m pip install --upgrade gguf") from None
+        raise CheckpointError(
+            path, problem, advice=f"{AGAIN[:-1]}, or update the library: {sys.executable} -m pip install --upgrade gguf"
+        ) from None
 
 
 @functools.cache
@@ -140,7 +149,12 @@ def _checked_reader(gguf: Any) -> type:
             missing = max(ends.values(), default=0) - len(self.data)
             if missing > 0:
                 name = next(name for name, end in ends.items() if end > len(self.data))
-                raise CheckpointError(self.path, f"truncated: {missing} bytes of the file are missing", name, "The download is incomplete: repeat it.")
+                raise CheckpointError(
+                    self.path,
+                    f"truncated: {missing} bytes of the file are missing",
+                    name,
+                    "The download is incomplete: repeat it.",
+                )
             super()._build_tensors(start, fields)
 
     return Reader
@@ -161,27 +175,35 @@ def _check(path: Path, gguf: ModuleType, field: Any) -> int:
         quantization = gguf.GGMLQuantizationType(int(kind[0]))
     except ValueError:
         problem = f"stored in type {int(kind[0])} of GGML, which gguf {version('gguf')} does not know"
-        raise CheckpointError(path, problem, field.name, f"Update the library: {sys.executable} -m pip install --upgrade gguf") from None
+        raise CheckpointError(
+            path, problem, field.name, f"Update the library: {sys.executable} -m pip install --upgrade gguf"
+        ) from None
     shape = [int(size) for size in reversed(dimensions)]
     if len(shape) > MAX_DIMENSIONS or prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
         raise CheckpointError(path, "its shape is impossible", field.name, AGAIN)
     block, size = gguf.GGML_QUANT_SIZES[quantization]
     if (shape[-1] if shape else 1) % block:
-        problem = f"{quantization.name} with rows of {shape[-1] if shape else 1} values, which are no multiple of its {block}"
+        problem = (
+            f"{quantization.name} with rows of {shape[-1] if shape else 1} values, which are no multiple of its {block}"
+        )
         raise CheckpointError(path, problem, field.name, AGAIN)
     return int(offset[0]) + prod(shape) // block * size
 
 
 def _texts(reader: Any) -> dict[str, str]:
     """Collect the fields of metadata that hold one text each."""
-    texts = ((name, field) for name, field in reader.fields.items() if [kind.name for kind in field.types] == ["STRING"])
+    texts = (
+        (name, field) for name, field in reader.fields.items() if [kind.name for kind in field.types] == ["STRING"]
+    )
     return {name: bytes(field.parts[-1]).decode(errors="replace") for name, field in texts}
 
 
 def _refuse_others(path: Path, metadata: dict[str, str], reader: Any) -> None:
     gguf = library(path)
     if reader.byte_order != "I":
-        raise CheckpointError(path, "a big-endian GGUF file", advice="Convert it with gguf_convert_endian.py of llama.cpp.")
+        raise CheckpointError(
+            path, "a big-endian GGUF file", advice="Convert it with gguf_convert_endian.py of llama.cpp."
+        )
     parts = reader.fields.get(gguf.Keys.Split.LLM_KV_SPLIT_COUNT)
     if parts is not None and int(parts.parts[-1][0]) > 1:
         raise CheckpointError(path, f"one of {int(parts.parts[-1][0])} parts of a split GGUF file", advice=_JOIN)

@@ -144,7 +144,9 @@ def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
 def check_name(path: Path, name: str) -> None:
     """Raise CheckpointError for a tensor's name that errors and reports could not show."""
     if len(name) > MAX_NAME or not name.isprintable():
-        raise CheckpointError(path, "its name is too long or cannot be shown", ascii(name[:80])[1:-1], "Download it again.")
+        raise CheckpointError(
+            path, "its name is too long or cannot be shown", ascii(name[:80])[1:-1], "Download it again."
+        )
 
 
 def _is_size(value: object) -> bool:

@@ -9,7 +9,11 @@ _STARTS = (
         "a git-LFS pointer, not the model itself",
         "Run 'git lfs pull', or download the file.",
     ),
-    (b"GGUF", "a GGUF file", "Give it a name that ends in .gguf, and load it as a diffusion model; other GGUF files are for ComfyUI-GGUF."),
+    (
+        b"GGUF",
+        "a GGUF file",
+        "Give it a name that ends in .gguf, and load it as a diffusion model; other GGUF files are for ComfyUI-GGUF.",
+    ),
     (b"PK\x03\x04", "a zip archive, as PyTorch's .ckpt, .pt and .pth files are", f"{_CONVERT}."),
     (b"\x80\x02", "a Python pickle, as old .ckpt and .pt files are", f"{_CONVERT}."),
     (b"\x1f\x8b", "a gzip archive", "Unpack it."),

@@ -174,8 +174,13 @@ class _Reader:
         if not isinstance(declared, str):
             raise CheckpointError(self.path, "its comfy_quant names no format", name)
         if declared not in FORMATS and ("num_experts" in settings or not declared.startswith("float8_")):
-            problem = f"in the format {declared[:80]!r}, which no ComfyUI up to {READS_UP_TO} reads and Halfsafe does not know"
-            raise CheckpointError(self.path, problem, name, "Update ComfyUI and Halfsafe, or use another version of the model.")
+            problem = (
+                f"in the format {declared[:80]!r}, which no ComfyUI up to {READS_UP_TO} reads and Halfsafe does not "
+                "know"
+            )
+            raise CheckpointError(
+                self.path, problem, name, "Update ComfyUI and Halfsafe, or use another version of the model."
+            )
         return declared
 
     def _is_fp8_linear(self, name: str, data: torch.Tensor, settings: dict, declared: str) -> bool:
@@ -198,7 +203,9 @@ class _Reader:
             key = found[error.leaf]
             raise NonFiniteWeight(self._file_of(key), str(error), key, "The file is damaged: get it again.") from None
         except ValueError as error:
-            raise CheckpointError(self._file_of(name), f"{declared}, but {error}", name, "The file is damaged: get it again.") from None
+            raise CheckpointError(
+                self._file_of(name), f"{declared}, but {error}", name, "The file is damaged: get it again."
+            ) from None
         return StoredWeight(name, encoding.data, encoding=encoding)
 
     def _as_stored(self, name: str, data: torch.Tensor) -> StoredWeight:
@@ -210,7 +217,9 @@ class _Reader:
         try:
             weight = GgufWeight(packed.type, packed.shape, data)
         except ValueError as error:
-            raise CheckpointError(self.path, f"{packed.type}, but {error}", name, "Use a file in another type, such as Q8_0.") from None
+            raise CheckpointError(
+                self.path, f"{packed.type}, but {error}", name, "Use a file in another type, such as Q8_0."
+            ) from None
         if not data.numel():
             return StoredWeight(name, torch.empty(packed.shape, dtype=torch.bfloat16))
         return StoredWeight(name, torch.empty(packed.shape, dtype=torch.bfloat16, device="meta"), packed=weight)
@@ -263,12 +272,16 @@ class _Reader:
         scale = tensor.float()
         self._check_finite(key, scale)
         if scale.min() <= 0:
-            raise NonFiniteWeight(self._file_of(key), f"a scale of {scale.min().item():g}", key, "The file is damaged: get it again.")
+            raise NonFiniteWeight(
+                self._file_of(key), f"a scale of {scale.min().item():g}", key, "The file is damaged: get it again."
+            )
         return scale
 
     def _check_finite(self, key: str, scale: torch.Tensor) -> None:
         if not torch.isfinite(scale).all():
-            raise NonFiniteWeight(self._file_of(key), "a scale that is NaN or infinite", key, "The file is damaged: get it again.")
+            raise NonFiniteWeight(
+                self._file_of(key), "a scale that is NaN or infinite", key, "The file is damaged: get it again."
+            )
 
     def _check_leftovers(self, quantized: dict[str, StoredWeight]) -> None:
         parents = _parents(name for name, weight in quantized.items() if weight.quantized)

@@ -31,6 +31,8 @@ class Family:
 
 
 _REFINER = "txt_in.individual_token_refiner.blocks.0.norm1.weight"
+_FLUX_LINEAR = "single_blocks.0.linear1.weight"
+_LENS_NORM = "transformer_blocks.0.attn.norm_added_q.weight"
 # The first that fits counts. The names are those that ComfyUI's ``model_detection.py`` looks for, or stand beside them.
 FAMILIES = (
     Family("Wan", ALL, ("head.modulation", "blocks.0.ffn.0.weight")),
@@ -38,11 +40,11 @@ FAMILIES = (
     Family("Hunyuan Video", NO_FP16, (_REFINER,)),
     Family("Chroma", BF16_FIRST, ("distilled_guidance_layer.in_proj.weight",)),
     Family("Hunyuan3D 2", ALL, ("latent_in.weight", "cond_in.weight")),
-    Family("Flux.1 Fill", NO_FP16, ("guidance_in.in_layer.weight", "single_blocks.0.linear1.weight"), {"img_in.weight": {1: 384}}),
-    Family("Flux", BF16_FIRST, ("double_blocks.0.img_attn.qkv.weight", "single_blocks.0.linear1.weight")),
+    Family("Flux.1 Fill", NO_FP16, ("guidance_in.in_layer.weight", _FLUX_LINEAR), {"img_in.weight": {1: 384}}),
+    Family("Flux", BF16_FIRST, ("double_blocks.0.img_attn.qkv.weight", _FLUX_LINEAR)),
     Family("Qwen-Image", NO_FP16, ("txt_norm.weight", "transformer_blocks.0.img_mod.1.weight")),
     Family("Qwen-Image 2.1", NO_FP16, ("txt_in.text_norm.weight", "txt_in.in_layer.weight", "txt_in.out_layer.weight")),
-    Family("Lens", NO_FP16, ("transformer_blocks.0.attn.norm_added_q.weight", "transformer_blocks.0.img_mlp.w1.weight")),
+    Family("Lens", NO_FP16, (_LENS_NORM, "transformer_blocks.0.img_mlp.w1.weight")),
     Family("Z-Image or Lumina 2", NO_FP16, ("cap_embedder.1.weight", "layers.0.attention.qkv.weight")),
     Family("LTX Video", NO_FP16, ("patchify_proj.weight", "adaln_single.linear.weight")),
     Family("MiniMax H3", NO_FP16, ("video_patch_proj.weight", "audio_patch_proj.weight")),
@@ -90,7 +92,7 @@ def family_named(name: str) -> Family:
     return next(family for family in FAMILIES if family.name == name)
 
 
-# (family, what it is called, its tensors with sizes by axis), first match counts. From ComfyUI's ``model_detection.py``.
+# (family, what it is called, its tensors with sizes by axis), first match counts: ComfyUI's ``model_detection.py``.
 _PATCH = "patch_embedding.weight"
 _CONTEXT = "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
 VARIANTS: tuple[tuple[str, str, dict[str, dict[int, int]]], ...] = (

@@ -142,7 +142,8 @@ class StoredWeight:
     @property
     def _matrix_shape(self) -> tuple[int, int]:
         count = math.prod(self.shape)
-        rows = self.scale.shape[0] if self.granularity == "row" else count // (self.shape[-1] if self.shape else 1) if count else 0
+        columns = self.shape[-1] if self.shape and count else 1
+        rows = self.scale.shape[0] if self.granularity == "row" else count // columns
         return rows, count // rows if rows else 1
 
     def _values(self, rows: slice) -> torch.Tensor:

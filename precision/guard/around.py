@@ -34,7 +34,9 @@ def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tenso
     bad = [] if log.given_up else [tensor for tensor in tensors_in(result) if not is_finite(tensor)]
     rows = sorted(set(rows_not_finite(bad[0])) - log.lost) if bad else []
     if rows:
-        position = CallPosition(log.calls, len(sigmas) - 1, float(sigmas[-1]), rows, len(log.lost.union(rows)) >= len(bad[0]))
+        position = CallPosition(
+            log.calls, len(sigmas) - 1, float(sigmas[-1]), rows, len(log.lost.union(rows)) >= len(bad[0])
+        )
         origin = Origin("sampler", "", "nan", "fp32", math.nan)
         log.give_up(position, origin, NOT_PRECISION, mode="fp32", evidence=BETWEEN_CALLS)
 

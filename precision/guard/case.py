@@ -45,7 +45,13 @@ class Case(Generic[Given, Step, Result]):
     """
 
     def __init__(
-        self, call: FailedCall[Given, Step, Result], start: RandomStart, log: GuardLog, given: Given, result: Result, most: int | None = None
+        self,
+        call: FailedCall[Given, Step, Result],
+        start: RandomStart,
+        log: GuardLog,
+        given: Given,
+        result: Result,
+        most: int | None = None,
     ):
         self.call = call
         self.repeats = Repeats(call, start, log, most)
@@ -173,7 +179,9 @@ class Case(Generic[Given, Step, Result]):
         return self._give_up(diagnosis or Diagnosis(self._place, NOT_PRECISION, None, self.call.wording.fails_in_fp32))
 
     def _untried(self) -> Diagnosis:
-        return Diagnosis(self._place, STOPPED, f"max_retries is {self.repeats.most}, which left repeats untried: raise it.")
+        return Diagnosis(
+            self._place, STOPPED, f"max_retries is {self.repeats.most}, which left repeats untried: raise it."
+        )
 
     def _locate(self) -> Attempt[Result]:
         again, self.origin = self.repeats.watched(self.given)
@@ -202,7 +210,11 @@ class Case(Generic[Given, Step, Result]):
         if the call is finite in fp32 without them and not with them."""
         names = self.call.patches(self.given)
         unknown = self.origin is not None and self.origin.kind == "unknown"
-        if not names or (self.repeats.failed_in_fp32 is None and not unknown) or not self.repeats.fails_in_fp32(self.given):
+        if (
+            not names
+            or (self.repeats.failed_in_fp32 is None and not unknown)
+            or not self.repeats.fails_in_fp32(self.given)
+        ):
             return None
         if not self.repeats.finite_in_fp32(self.call.without_patches(self.given)):
             return None
@@ -253,11 +265,15 @@ class Case(Generic[Given, Step, Result]):
 
     def _note(self, recovered: bool, verdict: str, step: Step | None = None) -> None:
         evidence = self.call.wording.cured if recovered else ""
-        event = event_of(self._position(self.rows), self._place, *self.call.modes(self._place, step), recovered, evidence)
+        event = event_of(
+            self._position(self.rows), self._place, *self.call.modes(self._place, step), recovered, evidence
+        )
         self.log.note(event, self._place, verdict, self._advice(verdict))
 
     def _note_unchanged(self, recovered: bool, verdict: str, advice: str | None, evidence: str = "") -> None:
         """Note what is no layer's fault, the arithmetic being as it was."""
         place = self.call.about.nowhere
         mode, _ = self.call.modes(place)
-        self.log.note(event_of(self._position(self.rows), place, mode, mode, recovered, evidence), place, verdict, advice)
+        self.log.note(
+            event_of(self._position(self.rows), place, mode, mode, recovered, evidence), place, verdict, advice
+        )

@@ -37,7 +37,12 @@ def promoting(function: Callable) -> Callable:
 
 def _writes(func: Callable, kwargs: dict) -> bool:
     name = getattr(func, "__name__", "")
-    return "out" in kwargs or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    return (
+        "out" in kwargs
+        or name == "__setitem__"
+        or (name.endswith("_") and not name.endswith("__"))
+        or name.startswith("__i")
+    )
 
 
 def _float(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,19 +45,45 @@ CAST_METHODS = (torch.Tensor.half, torch.Tensor.bfloat16)
 NARROW = (torch.float16, torch.bfloat16)
 
 ATTENTION, BETWEEN, OUTSIDE, WEIGHT, STEP_CACHE, ONCE = (
-    "attention", "values between layers", "positions, timesteps and values between blocks", "weight quantized anew with its LoRA", "step cache",
-    "not the same when repeated",
+    "attention", "values between layers", "positions, timesteps and values between blocks",
+    "weight quantized anew with its LoRA", "step cache", "not the same when repeated",
 )  # fmt: skip
 ADVICE = {
-    ATTENTION: "Leave that attention out (the override of another node, or --use-sage-attention and the like), or set attention to fp32 in Accumulation.",
-    BETWEEN: "Norms, positions or what is added between the layers lose it: Compute Dtype with fp16_safe or fp32, or stream=fp32 for that block in Layer Rules.",
-    OUTSIDE: "Positions (rope), timesteps or the values handed from block to block are rounded: Compute Dtype with fp16_safe or fp32 keeps them in fp32.",
-    WEIGHT: "The LoRA is lost where the weight is rounded to 8 bits again: load the model with Load Diffusion Model (Halfsafe), which adds it beside the weight, or with storage bf16.",
-    STEP_CACHE: "The layers did not run at this step: lower the threshold of the step cache, let it start later, or leave it out.",
-    ONCE: "The same call in the same arithmetic is closer when it is repeated: leave torch.compile out, or look at the device, its driver and overclocking.",
-    "fp8": "Compute Dtype with fp8 scales activations as they come and clips none; else a rule with compute=bf16 for that layer.",
-    "int8": "A rule with compute=bf16 (or fp16) for that layer dequantizes it; if every int8 layer is wrong, it is the device's kernel: set compute to bf16, fp16 or fp16_safe.",
-    "fp16 sums": "Set fp16_accumulation to auto or off in Accumulation, or a rule with accumulation=fp32 for that layer.",
+    ATTENTION: (
+        "Leave that attention out (the override of another node, or --use-sage-attention and the like), "
+        "or set attention to fp32 in Accumulation."
+    ),
+    BETWEEN: (
+        "Norms, positions or what is added between the layers lose it: Compute Dtype with fp16_safe or fp32, "
+        "or stream=fp32 for that block in Layer Rules."
+    ),
+    OUTSIDE: (
+        "Positions (rope), timesteps or the values handed from block to block are rounded: "
+        "Compute Dtype with fp16_safe or fp32 keeps them in fp32."
+    ),
+    WEIGHT: (
+        "The LoRA is lost where the weight is rounded to 8 bits again: "
+        "load the model with Load Diffusion Model (Halfsafe), which adds it beside the weight, or with storage bf16."
+    ),
+    STEP_CACHE: (
+        "The layers did not run at this step: lower the threshold of the step cache, let it start later, "
+        "or leave it out."
+    ),
+    ONCE: (
+        "The same call in the same arithmetic is closer when it is repeated: leave torch.compile out, "
+        "or look at the device, its driver and overclocking."
+    ),
+    "fp8": (
+        "Compute Dtype with fp8 scales activations as they come and clips none; "
+        "else a rule with compute=bf16 for that layer."
+    ),
+    "int8": (
+        "A rule with compute=bf16 (or fp16) for that layer dequantizes it; if every int8 layer is wrong, "
+        "it is the device's kernel: set compute to bf16, fp16 or fp16_safe."
+    ),
+    "fp16 sums": (
+        "Set fp16_accumulation to auto or off in Accumulation, or a rule with accumulation=fp32 for that layer."
+    ),
 }  # fmt: skip
 OTHERWISE = "Compute Dtype with fp16_safe or fp32, or a rule with compute=fp32 for that layer."
 
@@ -156,9 +182,13 @@ def decibels(error: float, signal: float) -> float:
     return max(LOWEST_DB, snr.decibels(error, signal))
 
 
-def worst_blocks(samples: Mapping[str, list[torch.Tensor]], reference: Mapping[str, list[torch.Tensor]]) -> list[BlockDrift]:
+def worst_blocks(
+    samples: Mapping[str, list[torch.Tensor]], reference: Mapping[str, list[torch.Tensor]]
+) -> list[BlockDrift]:
     """Find the blocks whose results are the farthest from the reference's, the worst first."""
-    found = [BlockDrift(name, _sample_db(taken, reference[name])) for name, taken in samples.items() if name in reference]
+    found = [
+        BlockDrift(name, _sample_db(taken, reference[name])) for name, taken in samples.items() if name in reference
+    ]
     return sorted((block for block in found if block.snr_db is not None), key=lambda block: block.snr_db)[:WORST_BLOCKS]
 
 
@@ -169,7 +199,9 @@ def _sample_db(taken: list[torch.Tensor], reference: list[torch.Tensor]) -> floa
     return decibels((result - exact).square().sum().item(), exact.square().sum().item())
 
 
-def largest_by_halves(units: Sequence[str], error: Callable[[frozenset[str]], float], whole: float) -> tuple[str, float]:
+def largest_by_halves(
+    units: Sequence[str], error: Callable[[frozenset[str]], float], whole: float
+) -> tuple[str, float]:
     """Find the unit that adds most to an error, in log2 calls of ``error``: (unit, the error it makes alone, about).
 
     Args:
@@ -187,13 +219,16 @@ def drift_event(check: CheckReport, position: CallPosition, cause: Cause, snr: f
     """Build the report's entry for a call that is farther from fp32 than its arithmetic explains,
     or that lost its LoRA."""
     if cause.op == WEIGHT and threshold == DROWNED_DB:
-        evidence = f"What the LoRAs change is {snr:.1f} dB above what the rounding of their weights changes, at least {threshold:.0f} expected."
+        evidence = (
+            f"What the LoRAs change is {snr:.1f} dB above what the rounding of their weights changes, "
+            f"at least {threshold:.0f} expected."
+        )
     else:
         evidence = f"{snr:.1f} dB from the same call in fp32, where {check.arithmetic} gives at least {threshold:.0f}."
     share = "" if cause.op in (STEP_CACHE, ONCE) else f" Alone it makes {min(cause.share, 1.0):.0%} of the error."
     return GuardEvent(
-        position.call, position.step, position.sigma, cause.layer, cause.op, KIND, position.batch_rows, cause.mode, "fp32", False,
-        evidence + share, snr, threshold, cause.advice,
+        position.call, position.step, position.sigma, cause.layer, cause.op, KIND, position.batch_rows, cause.mode,
+        "fp32", False, evidence + share, snr, threshold, cause.advice,
     )  # fmt: skip
 
 

@@ -48,7 +48,9 @@ class NotFiniteInput:
         """List the rows of a batch that were given NaN: all of them, where a value has no row for each."""
         rows: set[int] = set()
         for value in self.values:
-            bad = torch.isnan(value).reshape(value.shape[0], -1).any(1) if value.dim() else torch.isnan(value).reshape(1)
+            bad = (
+                torch.isnan(value).reshape(value.shape[0], -1).any(1) if value.dim() else torch.isnan(value).reshape(1)
+            )
             found = bad.nonzero().flatten().tolist()
             rows.update(found if len(bad) == batch else range(batch) if found else ())
         return rows
@@ -72,7 +74,9 @@ class Diagnosis:
     evidence: str = ""
 
 
-def inputs_not_finite(named: Iterable[tuple[str, object]], advice: dict[str, str] | None = None) -> list[NotFiniteInput]:
+def inputs_not_finite(
+    named: Iterable[tuple[str, object]], advice: dict[str, str] | None = None
+) -> list[NotFiniteInput]:
     """List those of (name, nested values) that hold NaN or Inf. ``advice``: name -> what to do if it is the cause."""
     found = ((name, tuple(tensor for tensor in tensors_in(values) if not is_finite(tensor))) for name, values in named)
     return [NotFiniteInput(name, bad, _verdict_on(name), (advice or {}).get(name)) for name, bad in found if bad]

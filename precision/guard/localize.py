@@ -26,7 +26,9 @@ FACTORY_OPS = (
 CLAMP = "nan_to_num"
 LISTED = 8
 PLAIN_NAMES = {
-    **dict.fromkeys(("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "int8_linear"), "matmul"),
+    **dict.fromkeys(
+        ("mm", "addmm", "bmm", "baddbmm", "linear", "_scaled_mm", "_scaled_mm_v2", "_int_mm", "int8_linear"), "matmul"
+    ),
     **dict.fromkeys(("conv1d", "conv2d", "conv3d"), "convolution"),
     **dict.fromkeys(("_to_copy", "to"), "cast"),
 }
@@ -95,7 +97,11 @@ class Localizer(TorchDispatchMode):
         None where neither is so."""
         if math.isfinite(amax_value(result)):
             return self.hidden[0] if self.hidden else None
-        return self._made.get(_key(result)) or self._first_bad or Origin("", "", "unknown", name_of(result.dtype), math.nan)
+        return (
+            self._made.get(_key(result))
+            or self._first_bad
+            or Origin("", "", "unknown", name_of(result.dtype), math.nan)
+        )
 
     def opaque(self, op: str, call: Callable, *args, **kwargs):
         """Run something whose inside cannot be watched, such as another pack's attention kernel, as one operation."""
@@ -129,9 +135,11 @@ class Localizer(TorchDispatchMode):
             size = amax_value(tensor)
             if math.isfinite(size):
                 self._made.pop(_key(tensor), None)
+            elif bad:
+                self._made[_key(tensor)] = self._source_of(bad, op, inputs)
             else:
-                made = self._source_of(bad, op, inputs) if bad else self._made_by(op, inputs, size)
-                self._made[_key(tensor)] = made if bad else replace(made, tokens=bad_tokens(tensor) if self._in_linear() else "")
+                tokens = bad_tokens(tensor) if self._in_linear() else ""
+                self._made[_key(tensor)] = replace(self._made_by(op, inputs, size), tokens=tokens)
 
     def _in_linear(self) -> bool:
         return bool(self._stack) and kind_of(self._stack[-1].module) == "linear"

@@ -36,8 +36,9 @@ def event_of(
     layer, op, kind = (origin.layer, origin.op, origin.kind) if origin else ("", "", "unknown")
     kind = "saturation" if origin and origin.hidden else kind
     return GuardEvent(
-        position.call, position.step, position.sigma, layer, op, kind, position.batch_rows, from_mode, to_mode, recovered, evidence
-    )
+        position.call, position.step, position.sigma, layer, op, kind, position.batch_rows, from_mode, to_mode,
+        recovered, evidence,
+    )  # fmt: skip
 
 
 def sentence(event: GuardEvent, origin: Origin | None) -> str:
@@ -54,7 +55,10 @@ def sentence(event: GuardEvent, origin: Origin | None) -> str:
 def _what(event: GuardEvent) -> str:
     if event.kind == "input":
         return f"NaN or Inf in the {event.layer}"
-    what = {"saturation": "values past fp16's range were clamped by the model's own code", "weights": "a weight is not finite"}
+    what = {
+        "saturation": "values past fp16's range were clamped by the model's own code",
+        "weights": "a weight is not finite",
+    }
     return f"{what.get(event.kind, 'the result became NaN or Inf')} in {event.layer or 'the model'}{_op(event)}"
 
 
@@ -142,7 +146,13 @@ class GuardLog:
         return NonFinite(message, verdict, advice)
 
     def give_up(
-        self, position: CallPosition, origin: Origin | None, verdict: str, advice: str | None = None, mode: str = "", evidence: str = ""
+        self,
+        position: CallPosition,
+        origin: Origin | None,
+        verdict: str,
+        advice: str | None = None,
+        mode: str = "",
+        evidence: str = "",
     ) -> None:
         """Note what repeats cannot cure: the images of ``position``, or the run where it names none or spoils all.
 
@@ -175,8 +185,8 @@ class GuardLog:
     def report(self, escalation: Escalation) -> GuardReport:
         """Give the log as the report's section, with what runs wider now."""
         return GuardReport(
-            self.verdict, self.calls, self.extra_calls, escalation.named(), list(self.events), escalation.rules(), self.advice,
-            list(self.checks),
+            self.verdict, self.calls, self.extra_calls, escalation.named(), list(self.events), escalation.rules(),
+            self.advice, list(self.checks),
         )  # fmt: skip
 
 

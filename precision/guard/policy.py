@@ -47,7 +47,11 @@ class Escalation:
         """Return what the report lists: layers with their modes, or the block, stream or model as a whole."""
         if self.whole:
             return {WHOLE_MODEL: FP32.name}
-        parts = {STREAM: FP32.name} if self.stream else {block: FP32.name for block in self.blocks if not self._has_layer_in(block)}
+        parts = (
+            {STREAM: FP32.name}
+            if self.stream
+            else {block: FP32.name for block in self.blocks if not self._has_layer_in(block)}
+        )
         return {**self.layers, **parts}
 
     def _has_layer_in(self, block: str) -> bool:
@@ -84,7 +88,9 @@ class ObservedRanges:
     attention: frozenset[str] = frozenset()
 
 
-def escalate(present: Escalation, observed: ObservedRanges, origin: Origin | None, modes: Mapping[str, str]) -> Escalation:
+def escalate(
+    present: Escalation, observed: ObservedRanges, origin: Origin | None, modes: Mapping[str, str]
+) -> Escalation:
     """Return the escalation after a failed call that came out finite with nothing in fp16 but the operands of products.
 
     A layer is made wide if a value it met passes half of fp16's range; if a value between the top-level parts does, the

@@ -13,7 +13,10 @@ DEVICE_FAULT = "device_fault"
 CURED = (CLEAN, RECOVERED)
 ADVICE = {
     RECOVERED: "Nothing to do. The rules in the report make the next run start that way.",
-    STOPPED: "Set on_nan to retry_higher, or put Compute Dtype with fp16_safe (or bf16, where the device has it) before the sampler.",
+    STOPPED: (
+        "Set on_nan to retry_higher, or put Compute Dtype with fp16_safe (or bf16, "
+        "where the device has it) before the sampler."
+    ),
     BAD_WEIGHTS: "Get the file again or leave it out: no precision repairs a weight that is NaN or Inf.",
     BAD_INPUT: "Look at the node that made it; Check Finite behind that node names the first one that is not finite.",
     NOT_PRECISION: "No dtype cures this: try another sampler or scheduler, more steps, a lower cfg.",

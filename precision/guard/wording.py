@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from .verdicts import NOT_PRECISION, RECOVERED, STOPPED
 
 NAN_GIVEN = "It holds NaN, of which no result is finite."
-BETWEEN_CALLS = "The model's results were finite: it arose between its calls, in the sampler, the guidance (cfg) or a patch of either."
+BETWEEN_CALLS = (
+    "The model's results were finite: it arose between its calls, in the sampler, "
+    "the guidance (cfg) or a patch of either."
+)
 SAME_AGAIN = "The same call, in the same arithmetic and with the same random numbers, is finite."
 EAGER_IS_FINITE = "The compiled call is NaN or Inf each time; without torch.compile it is finite."
 WITHOUT_PATCHES = "In fp32 the call is NaN or Inf with it, and finite without it."
@@ -17,19 +20,21 @@ WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf too, and finite with a zer
 WRONG_IN_FP32 = "A test product in fp32 is wrong."
 
 CONTROL_ADVICE = (
-    "Load the ControlNet with compute fp32 or fp16_safe in Load ControlNet (Halfsafe), lower its strength, or look at its picture "
-    "with Check Finite. If its file holds NaN, get it again."
+    "Load the ControlNet with compute fp32 or fp16_safe in Load ControlNet (Halfsafe), lower its strength, "
+    "or look at its picture with Check Finite. If its file holds NaN, get it again."
 )
-PATCH_ADVICE = "Look at the node that put it there, and at what that node was given: Check Finite before it tells of NaN and Inf."
+PATCH_ADVICE = (
+    "Look at the node that put it there, and at what that node was given: Check Finite before it tells of NaN and Inf."
+)
 COMPILED = (
-    "torch.compile runs this model, and without it the same call is finite: leave the compile node out, or compile with "
-    "another backend. Otherwise it is the device or its driver."
+    "torch.compile runs this model, and without it the same call is finite: leave the compile node out, "
+    "or compile with another backend. Otherwise it is the device or its driver."
 )
 ENCODER_INPUTS = {
     "VAE decode": (
         "latent",
-        "It was so before the VAE: see what NaN Guard on the model says, or put one there; or Check Finite behind the node that "
-        "made it.",
+        "It was so before the VAE: see what NaN Guard on the model says, or put one there; "
+        "or Check Finite behind the node that made it.",
     ),
     "VAE encode": ("image", "It was so before the VAE: put Check Finite behind the node that made it."),
     "Text encoder encode": (
@@ -55,13 +60,15 @@ class Wording:
     no_memory: str
     cured: str = ""
     fails_in_fp32: str = "In fp32 the call is NaN or Inf too."
-    input_made_finite: str = "In fp32 the call is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
+    input_made_finite: str = (
+        "In fp32 the call is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
+    )
     advice: Mapping[str, str] = field(default_factory=dict)
 
 
 MODEL = Wording(
-    "There was not enough memory to repeat it in a higher precision: put Compute Dtype with fp16_safe (or bf16, where the "
-    "device has it) before the sampler, or take a smaller picture or batch."
+    "There was not enough memory to repeat it in a higher precision: put Compute Dtype with fp16_safe "
+    "(or bf16, where the device has it) before the sampler, or take a smaller picture or batch."
 )
 TEXT_ADAPTER = Wording(
     MODEL.no_memory,
@@ -83,8 +90,11 @@ def encoder_wording(kind: str, without_cure: str, without_retries: str) -> Wordi
         STOPPED: f"Set on_nan to retry_higher, or {without_retries}.",
     }
     return Wording(
-        f"There was not enough memory to repeat it in a higher precision: {without_retries}, or take a smaller picture or batch.",
-        input_made_finite="In fp32 the result is NaN or Inf with it, and finite with a zero for each of its NaN and Inf.",
+        f"There was not enough memory to repeat it in a higher precision: {without_retries}, "
+        "or take a smaller picture or batch.",
+        input_made_finite=(
+            "In fp32 the result is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
+        ),
         advice=advice,
     )
 

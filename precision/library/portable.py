@@ -28,7 +28,8 @@ def portable_apply() -> Callable:
             spec = importlib.util.spec_from_file_location(
                 "halfsafe", f"{folder}/__init__.py", submodule_search_locations=[folder]
             )
-            sys.modules["halfsafe"] = package = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]  # a file's spec
+            # mypy: the spec of a file that exists is not None.
+            sys.modules["halfsafe"] = package = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
             spec.loader.exec_module(package)  # type: ignore[union-attr]
         importlib.import_module("halfsafe.precision.library.applied").apply(module, settings)
         return module

@@ -136,7 +136,9 @@ def best_for(goal: str, rows: Iterable[Row]) -> Row | None:
     fair = [row for row in working if row.snr_db >= FLOORS.get(goal, math.inf)]
     if goal == "quality" or not fair:
         highest = max((row.snr_db for row in working), default=0.0)
-        return min((row for row in working if row.snr_db >= highest - CLOSE_DB), key=lambda row: row.seconds, default=None)
+        return min(
+            (row for row in working if row.snr_db >= highest - CLOSE_DB), key=lambda row: row.seconds, default=None
+        )
     if goal == "speed":
         fastest = CLOSE * min(row.seconds for row in fair)
         return max((row for row in fair if row.seconds <= fastest), key=lambda row: row.snr_db)
@@ -155,7 +157,8 @@ def rules_for(row: Row, automatic: str, layers: Sequence[LayerSpec]) -> Rules:
     it would win over the preset that keeps them.
     """
     compute = row.setting.compute
-    computed = "" if compute in BY_ITSELF else f" compute={compute}" if compute in ("fp8", automatic) else f" compute={compute} stream=fp32"
+    computed = "" if compute in BY_ITSELF else f" compute={compute}"
+    computed += "" if compute in (*BY_ITSELF, "fp8", automatic) else " stream=fp32"
     lines = [f"* storage={row.storage}{computed}  # measured: {row.setting}"]
     if row.storage in QUANTIZED_NAMES:
         preset = rules_from().on(layers)

@@ -34,7 +34,11 @@ def tradeoffs_chart(found: Measurements) -> np.ndarray:
 
 def _scatter(canvas: Canvas, points: Sequence[tuple[int, Row]], front: Sequence[Row]) -> None:
     """Draw SNR upwards and time to the right: the best is in the upper left corner, and small."""
-    canvas.text(MARGIN, "SNR in dB over seconds per step; the area is the memory; green: no other is as fast, as small and as close", 16)
+    canvas.text(
+        MARGIN,
+        "SNR in dB over seconds per step; the area is the memory; green: no other is as fast, as small and as close",
+        16,
+    )
     canvas.y += 34 + LARGEST
     top, slowest = _top([row for _, row in points]), 1.12 * max(row.seconds for _, row in points)
     _grid(canvas, top, slowest)
@@ -54,7 +58,11 @@ def _numbers(canvas: Canvas, circles: dict[int, tuple[float, float, float]]) -> 
     """Write the number of each circle (x, y, radius) beside it, where it lies on no circle and no other number."""
     taken = list(circles.values())
     for number, (x, y, radius) in circles.items():
-        places = [(x + dx * far, y + dy * far) for far in range(round(radius) + 11, round(radius) + 90, 12) for dx, dy in SIDES]
+        places = [
+            (x + dx * far, y + dy * far)
+            for far in range(round(radius) + 11, round(radius) + 90, 12)
+            for dx, dy in SIDES
+        ]
         free = (place for place in places if all(math.dist(place, other[:2]) > other[2] + 9 for other in taken))
         place = next(free, places[0])
         taken.append((*place, 9))
@@ -99,7 +107,9 @@ def _bars(canvas: Canvas, found: Measurements, front: Sequence[Row]) -> None:
     _row(canvas, f"    {found.reference.setting}", found.reference, "reference", scale, OTHER)
 
 
-def _row(canvas: Canvas, name: str, row: Row, goals: str, scale: tuple[float, int, float], colour: tuple[int, int, int]) -> None:
+def _row(
+    canvas: Canvas, name: str, row: Row, goals: str, scale: tuple[float, int, float], colour: tuple[int, int, int]
+) -> None:
     time, memory, snr, last = (MARGIN + x for x in COLUMNS.values())
     canvas.text(MARGIN, shortened(name, COLUMNS["seconds per step"] - 8, 15), 15)
     if row.problem:

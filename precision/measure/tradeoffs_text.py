@@ -42,7 +42,14 @@ def _cells(row: Row, name: str, snr: str) -> tuple[str, ...]:
     if not row.modes:
         return name, "-", "-", "-", "-", str(row.problem or "")
     ran = f"weights {shares_text(row.storages)}; layers {counts_text(row.modes)}"
-    return name, seconds_text(row.seconds), size_text(row.bytes), size_text(row.weight_bytes), snr, str(row.problem or ran)
+    return (
+        name,
+        seconds_text(row.seconds),
+        size_text(row.bytes),
+        size_text(row.weight_bytes),
+        snr,
+        str(row.problem or ran),
+    )
 
 
 def seconds_text(seconds: float | None) -> str:
@@ -60,7 +67,10 @@ def snr_text(row: Row) -> str:
 def shares_text(sizes: Mapping[str, int]) -> str:
     """Write shares of a whole, largest first: "int8 93 %, bf16 7 %"."""
     total = sum(sizes.values()) or 1
-    return ", ".join(f"{name} {size / total:.0%}".replace("%", " %") for name, size in sorted(sizes.items(), key=lambda item: -item[1]))
+    return ", ".join(
+        f"{name} {size / total:.0%}".replace("%", " %")
+        for name, size in sorted(sizes.items(), key=lambda item: -item[1])
+    )
 
 
 def counts_text(counts: Mapping[str, int]) -> str:
@@ -70,7 +80,11 @@ def counts_text(counts: Mapping[str, int]) -> str:
 
 def _notes(found: Measurements) -> list[str]:
     told = any(row.extra_bytes is not None for row in (found.reference, *found.rows))
-    memory = "weights and the peak of the device beyond them" if told else "weights alone: this device does not tell its peak"
+    memory = (
+        "weights and the peak of the device beyond them"
+        if told
+        else "weights alone: this device does not tell its peak"
+    )
     notes = (
         "s/step: the second of two euler steps; the first, which prepares, is not timed.",
         f"memory: {memory}. as_file: the weights as they are loaded.",
@@ -87,7 +101,12 @@ def _best(found: Measurements) -> list[str]:
     floors = ", ".join(f"{goal} {floor:g} dB" for goal, floor in FLOORS.items())
     lines = [f"best per goal (at least {floors}; within {CLOSE - 1:.0%} counts as equal):".replace("%", " %")]
     lines += [f"  {goal + ':':10}{_choice(best[goal], goal)}" for goal in GOALS]
-    return [*lines, "", "# balanced as rules, for a loader or Compute Dtype with options on auto:", *map(str, found.rules.own)]
+    return [
+        *lines,
+        "",
+        "# balanced as rules, for a loader or Compute Dtype with options on auto:",
+        *map(str, found.rules.own),
+    ]
 
 
 def _choice(row: Row, goal: str) -> str:

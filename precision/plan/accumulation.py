@@ -113,7 +113,9 @@ def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) 
         naming=request.fp16_accumulation == "on" and not problems["fp16_accumulation"],
         fp8_fast=request.fp8_fast_accumulation == "on" and not problems["fp8_fast_accumulation"],
         attention=UNCHANGED if attention_problem else request.attention,
-        reasons=frozen({setting: _reason(setting, value, problems.get(setting), device) for setting, value in asked.items()}),
+        reasons=frozen(
+            {setting: _reason(setting, value, problems.get(setting), device) for setting, value in asked.items()}
+        ),
         without_effect=_without_effect(changed, problems, request.attention, attention_problem),
     )
 

@@ -118,7 +118,12 @@ def plan_compute(
         if decision:
             decisions[layer.name] = decision
         without_effect += [entry for entry in (problem, inert) if entry and entry not in without_effect]
-    if compute in WEIGHTS_FOR and storages is not None and not without_effect and not set(stored.values()) & {*WEIGHTS_FOR[compute]}:
+    if (
+        compute in WEIGHTS_FOR
+        and storages is not None
+        and not without_effect
+        and not set(stored.values()) & {*WEIGHTS_FOR[compute]}
+    ):
         why = f"no weight of this model is stored in {compute}: load it with storage {WEIGHTS_FOR[compute][0]}"
         without_effect.append((f"compute={compute}", why))
     if any(decision.stream == "fp32" for decision in decisions.values()):
@@ -135,7 +140,8 @@ def _choose(facts: ModelFacts, device: Device, compute: str) -> tuple[Choice, li
         if not device.capabilities[f"{compute}_matmul"]:
             why = f"{device.profile.name} has no {compute} matmul: {compute} weights are computed in {automatic}"
             return Choice(compute, automatic, why), [(f"compute={compute}", why)], []
-        return Choice(compute, automatic, f"{compute} matmul of {compute} weights, other operations in {automatic}"), [], []
+        how = f"{compute} matmul of {compute} weights, other operations in {automatic}"
+        return Choice(compute, automatic, how), [], []
     notes = []
     if compute not in (*facts.supported, SAFE, "fp32"):
         notes.append(f"ComfyUI does not list {compute} for this model: its activations may overflow. fp16_safe cannot.")
@@ -161,7 +167,8 @@ def _decide(
     problem = None
     if wanted in WEIGHTS_FOR and (why := _why_no_product(wanted, layer, device, storage)):
         # What nobody asked for is no setting without effect: int8 weights on a device that has no int8 matmul.
-        problem = (str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}") if compute or wanted == FP8.name else None
+        if compute or wanted == FP8.name:
+            problem = (str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}")
         wanted, reason, compute = _without(wanted, layer, choice, device, storage), why, None
     stream_value = stream[0] if stream else "same"
     if _multiplies_quantized(storage) and wanted != INT8.name:
@@ -225,7 +232,12 @@ def _why_no_product(product: str, layer: LayerSpec, device: Device, storage: str
     if storage not in WEIGHTS_FOR[product]:
         return f"its weight is stored in {storage or '16 bit'}, not in {product}"
     if not device.capabilities[f"{product}_matmul"]:
-        return f"{device.profile.name} has no {product} matmul, so the weight is dequantized: {device.reason(f'{product}_matmul')}"
+        return (
+            f"{device.profile.name} has no {product} matmul, so the weight is dequantized: "
+            f"{device.reason(f'{product}_matmul')}"
+        )
     if product == FP8.name and any(size % FP8_MULTIPLE for size in layer.shape):
-        return f"fp8 matmul needs sizes that are multiples of {FP8_MULTIPLE}, this is {' x '.join(map(str, layer.shape))}"
+        return (
+            f"fp8 matmul needs sizes that are multiples of {FP8_MULTIPLE}, this is {' x '.join(map(str, layer.shape))}"
+        )
     return None

@@ -9,11 +9,14 @@ from ..dtypes import FP8_DTYPES, name_of
 from ..formats.checkpoint import Checkpoint, StoredWeight
 
 MATRIX_CLASSES = ("Linear", "Conv")
-# Last parts of the names of lookup tables in comfy/ldm, comfy/text_encoders and comfy/clip_model.py, none with a bias, ...
-_TABLE = re.compile(r"emb|token|^(shared|relative_attention_bias|reference_points|wte|wpe|codebook|trainable_cond_mask)$")
-# ... and modules whose own ``weight`` is a plain 2-D parameter: Fourier features (Stable Audio), the motion encoder of Wan
-# Animate, and the gates and routers of experts (HiDream, Hunyuan3D, gpt-oss), which have one row for each of few experts
-# where a gate of Krea 2 is a linear layer.
+# Last parts of the names of lookup tables in comfy/ldm, comfy/text_encoders and comfy/clip_model.py, which have no
+# bias, ...
+_TABLE = re.compile(
+    r"emb|token|^(shared|relative_attention_bias|reference_points|wte|wpe|codebook|trainable_cond_mask)$"
+)
+# ... and modules whose own ``weight`` is a plain 2-D parameter: Fourier features (Stable Audio), the motion encoder of
+# Wan Animate, and the gates and routers of experts (HiDream, Hunyuan3D, gpt-oss), which have one row for each of few
+# experts where a gate of Krea 2 is a linear layer.
 _BARE = re.compile(r"(^|\.)(timestep_features|motion_encoder\.enc\.fc\.\d+|motion_encoder\.dec\.direction)$")
 _ROUTER = re.compile(r"(^|\.)(gate|router)$")
 INPUTS_PER_EXPERT = 8
@@ -82,9 +85,14 @@ def facts_of(
 def layer_specs(checkpoint: Checkpoint, prefix: str = "") -> list[LayerSpec]:
     """Infer the layers below ``prefix`` of a file: their classes follow from name and shape."""
     inside = (name[len(prefix) :] for name in checkpoint.weights if name.startswith(prefix))
-    layers = ((name.removesuffix(".weight"), checkpoint.weights[prefix + name]) for name in inside if name.endswith(".weight"))
+    layers = {
+        name.removesuffix(".weight"): checkpoint.weights[prefix + name] for name in inside if name.endswith(".weight")
+    }
     biased = {name.removesuffix(".bias") for name in checkpoint.weights if name.endswith(".bias")}
-    return [LayerSpec(layer, _inferred_class(layer, weight, prefix + layer in biased), weight.shape) for layer, weight in layers]
+    return [
+        LayerSpec(layer, _inferred_class(layer, weight, prefix + layer in biased), weight.shape)
+        for layer, weight in layers.items()
+    ]
 
 
 def _inferred_class(name: str, weight: StoredWeight, has_bias: bool) -> str:

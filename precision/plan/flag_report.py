@@ -6,13 +6,18 @@ from ..arithmetic import flags
 from .accumulation import PARTS
 
 PART_NAMES = {
-    "fp16_accumulation": "matmul", "fp16_reduced_precision_reduction": "fp16", "bf16_reduced_precision_reduction": "bf16",
-    "tf32_matmul": "matmul", "tf32_convolution": "convolution",
-}  # fmt: skip
+    "fp16_accumulation": "matmul",
+    "fp16_reduced_precision_reduction": "fp16",
+    "bf16_reduced_precision_reduction": "bf16",
+    "tf32_matmul": "matmul",
+    "tf32_convolution": "convolution",
+}
 NO_NODE = "No accumulation node is attached."
 
 
-def flag_report(setting: str, requested: str = "unchanged", reason: str = NO_NODE, in_scope: bool | None = None) -> dict:
+def flag_report(
+    setting: str, requested: str = "unchanged", reason: str = NO_NODE, in_scope: bool | None = None
+) -> dict:
     """Return the report's entry for one accumulation setting, from torch's present flags; nothing is changed.
 
     Args:

@@ -71,14 +71,15 @@ def _compute_for(facts: ModelFacts, device: Device, goal: str, held: frozenset[s
     if goal == "speed" and "int8" in held and device.capabilities["int8_matmul_gains"]:
         return "auto", f"int8 products. {device.reason('int8_matmul_gains')}"
     if goal == "speed" and held <= {*UNQUANTIZED} and _is_fp16_faster(facts, device):
-        return "fp16", f"fp16 can overflow, which NaN Guard repairs; balanced takes fp16_safe. {_advice(device, goal, held)}".strip()
+        reason = "fp16 can overflow, which NaN Guard repairs; balanced takes fp16_safe."
+        return "fp16", f"{reason} {_advice(device, goal, held)}".strip()
     return "auto", _advice(device, goal, held)
 
 
 def _is_fp16_faster(facts: ModelFacts, device: Device) -> bool:
     """Tell whether ``auto`` takes ``fp16_safe`` only so that nothing overflows: fp16 sums act on plain fp16 alone."""
-    automatic, fastest = (choose(device, facts.supported, facts.file_dtype)[0] for choose in (auto_compute, fastest_compute))
-    return (automatic, fastest) == (SAFE, "fp16")
+    choices = [choose(device, facts.supported, facts.file_dtype)[0] for choose in (auto_compute, fastest_compute)]
+    return choices == [SAFE, "fp16"]
 
 
 def _advice(device: Device, goal: str, held: frozenset[str]) -> str:

@@ -162,7 +162,9 @@ def parse(text: str) -> list[Rule]:
 def _parse_line(number: int, words: list[str], reason: str) -> Rule:
     pattern, *settings = words
     if not settings:
-        raise RuleError(number, f"'{pattern}' sets nothing", "Write: <pattern> <key>=<value>, e.g. blocks.0.* storage=bf16.")
+        raise RuleError(
+            number, f"'{pattern}' sets nothing", "Write: <pattern> <key>=<value>, e.g. blocks.0.* storage=bf16."
+        )
     if "=" in pattern and not pattern.startswith("re:"):
         raise RuleError(number, f"'{pattern}' stands where the pattern should be", "Write: <pattern> <key>=<value>.")
     if pattern.startswith("role:") and pattern[5:] not in ROLES:

@@ -142,7 +142,9 @@ def _ranges(canvas: Canvas, report: Report) -> None:
             left, right = (MARGIN + place * INNER // len(report.layers) for place in (index, index + 1))
             colour = BEYOND if exponent >= FP16_EXPONENT else WITHIN
             canvas.draw.rectangle((left, bottom - _height(exponent), max(left, right - 2), bottom), fill=colour)
-    canvas.draw.line((MARGIN, bottom - _height(FP16_EXPONENT), WIDTH - MARGIN, bottom - _height(FP16_EXPONENT)), fill=MUTED)
+    canvas.draw.line(
+        (MARGIN, bottom - _height(FP16_EXPONENT), WIDTH - MARGIN, bottom - _height(FP16_EXPONENT)), fill=MUTED
+    )
     canvas.y = bottom + 14
     colours = {"fits fp16": WITHIN, "past 65504": BEYOND}
     legend(canvas, [(name, "", colours) for name in colours])

@@ -16,8 +16,8 @@ def report_text(report: dict) -> str:
     """Write a report, given in its JSON form, in lines of at most 100 columns unless one word is longer."""
     sections = (
         _head(report), _without_effect(report["without_effect"]), _notes(report["notes"]), _storage(report),
-        _layers(report["layers"]), _kept(report), _flags(report["flags"]), _guard(report["guard"]), _encoders(report["encoders"]),
-        *map(_control, report["control_nets"]),
+        _layers(report["layers"]), _kept(report), _flags(report["flags"]), _guard(report["guard"]),
+        _encoders(report["encoders"]), *map(_control, report["control_nets"]),
     )  # fmt: skip
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
@@ -134,7 +134,10 @@ def _guard(guard: dict) -> list[str]:
     for check in guard["checks"]:
         lines += wrapped(check_text(check), "  ")
     if guard["rules"]:
-        lines += ["  As rules for Layer Rules and Compute Dtype:", *(f"      {rule}" for rule in guard["rules"].splitlines())]
+        lines += [
+            "  As rules for Layer Rules and Compute Dtype:",
+            *(f"      {rule}" for rule in guard["rules"].splitlines()),
+        ]
     return [*lines, *wrapped(guard["advice"], "  ")] if guard["advice"] else lines
 
 
@@ -165,9 +168,16 @@ def check_text(check: dict) -> str:
     if check["left_out"]:
         return f"{_when(check)}not compared with fp32. {check['left_out']}"
     blocks = ", ".join(f"{block['name']} {_decibels(block['snr_db'])}" for block in check["blocks"])
-    lora = f"; LoRAs {_decibels(check['lora_snr_db'])} above the rounding of their weights" if check["lora_snr_db"] is not None else ""
+    lora = (
+        f"; LoRAs {_decibels(check['lora_snr_db'])} above the rounding of their weights"
+        if check["lora_snr_db"] is not None
+        else ""
+    )
     expected = f"{check['arithmetic']}, at least {_decibels(check['threshold_db'])} expected"
-    return f"{_when(check)}{_decibels(check['snr_db'])} from fp32 ({expected}){'; lowest after ' if blocks else ''}{blocks}{lora}"
+    return (
+        f"{_when(check)}{_decibels(check['snr_db'])} from fp32 ({expected})"
+        f"{'; lowest after ' if blocks else ''}{blocks}{lora}"
+    )
 
 
 def _decibels(value: float | None) -> str:
@@ -176,12 +186,14 @@ def _decibels(value: float | None) -> str:
 
 def _event(event: dict) -> str:
     if event["kind"] == "drift":
-        return f"{_when(event)}drift: {' in '.join(filter(None, [event['op'], event['layer']]))}. {event['evidence']} {event['advice']}"
+        where = " in ".join(filter(None, [event["op"], event["layer"]]))
+        return f"{_when(event)}drift: {where}. {event['evidence']} {event['advice']}"
     rows = ", ".join(str(row) for row in event["batch_rows"])
     op = f" ({event['op']})" if event["op"] and event["op"] != event["layer"] else ""
     modes = f"{event['from']} -> {event['to']}" if event["from"] else ""
     outcome = "recovered" if event["recovered"] else "not recovered"
-    parts = [f"{_when(event)}{event['kind']} in {event['layer'] or 'the model'}{op}", f"batch rows {rows or 'all'}", modes, outcome]
+    what = f"{_when(event)}{event['kind']} in {event['layer'] or 'the model'}{op}"
+    parts = [what, f"batch rows {rows or 'all'}", modes, outcome]
     return ", ".join(filter(None, parts)) + (f". {event['evidence']}" if event["evidence"] else "")
 
 

@@ -23,7 +23,10 @@ def view_of(report: Mapping) -> dict:
     return {
         "parameters": count_text(model["parameters"]),
         "size": size_text(model["weight_bytes"]),
-        "stored": [{"name": name, "share": share, "size": size_text(size)} for name, share, size in _shares(model["bytes_by_storage"])],
+        "stored": [
+            {"name": name, "share": share, "size": size_text(size)}
+            for name, share, size in _shares(model["bytes_by_storage"])
+        ],
         "computed": [{"name": name, "share": share, "layers": count} for name, share, count in _shares(modes)],
         "rows": _rows(report["layers"]),
     }
