@@ -1,5 +1,8 @@
-"""Send the open page what guards have to say while a prompt runs, and keep that for the report of the same prompt."""
+"""Send the open page what guards have to say while a prompt runs, and keep that with the prompt for its report."""
 
+import weakref
+
+from comfy_execution.progress import ProgressRegistry, get_progress_state
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
@@ -8,7 +11,8 @@ from ...precision.guard.verdicts import CURED
 from ...precision.report.schema import EncoderReport, GuardEvent, plain
 
 ENCODER_GUARDS = {"HalfsafeGuardVAE": "VAE", "HalfsafeGuardCLIP": "text encoder"}
-_messages: dict[str | None, list[dict]] = {}
+# ComfyUI makes a registry for each prompt and drops it with the next one: what is kept with it is the prompt's own.
+_sent: weakref.WeakKeyDictionary[ProgressRegistry, list[dict]] = weakref.WeakKeyDictionary()
 
 
 def running_prompt_id() -> str | None:
@@ -52,20 +56,15 @@ def send_to_page(
 
 
 def _keep(message: dict) -> None:
-    """Keep a message with those of its prompt; those of an earlier prompt are dropped."""
-    if message["prompt_id"] not in _messages:
-        _messages.clear()
-    _messages.setdefault(message["prompt_id"], []).append(message)
-
-
-def messages_in(prompt: str | None) -> list[dict]:
-    """Return the messages that guards have sent in a prompt, if it is the last one in which any did."""
-    return _messages.get(prompt, []) if prompt else []
+    """Keep a message with the prompt that is running, if it is of that prompt."""
+    running = get_progress_state()
+    if message["prompt_id"] == running.prompt_id:
+        _sent.setdefault(running, []).append(message)
 
 
 def encoder_reports() -> list[EncoderReport]:
     """Report what the Guard VAE and Guard CLIP nodes of the running prompt have sent so far."""
-    sent = messages_in(running_prompt_id())
+    sent = _sent.get(get_progress_state(), [])
     guards = ((node_id, ENCODER_GUARDS.get(node["class_type"])) for node_id, node in running_prompt().items())
     kinds = {node_id: kind for node_id, kind in guards if kind}
     return [_encoder_report(node, kind, [m for m in sent if m["node_id"] == node]) for node, kind in kinds.items()]
