@@ -1,4 +1,4 @@
-"""Which patches of a weight are low-rank: ComfyUI's adapters (``comfy/weight_adapter``) as factors ``down`` and ``up``.
+"""Tell which patches are low-rank: ComfyUI's adapters (``comfy/weight_adapter``) as factors ``down`` and ``up``.
 
 A patch is ``(strength, value, strength of the model, offset, function)``, as ``ModelPatcher.add_patches`` keeps it.
 """
@@ -60,7 +60,7 @@ def _placed(tensor: torch.Tensor, axis: int, start: int, size: int) -> torch.Ten
 
 
 def low_rank(patch: tuple, whole: Shape) -> LowRank | str:
-    """Express a patch of a weight of shape ``(outputs, inputs)`` as a low-rank change of it, or say what it is instead."""
+    """Express a patch of a weight of shape ``(outputs, inputs)`` as a low-rank change, or say what it is instead."""
     _, value, strength_model, offset, function = patch
     if strength_model != 1.0:
         return "a merge of models"
@@ -84,7 +84,7 @@ def key_of(value: object, offset: Sequence[int] | None) -> tuple:
 
 
 def _kind(value: object) -> str:
-    """Name the kind of a patch's value, as ``calculate_weight`` of ``comfy/lora.py`` tells kinds apart."""
+    """Name the kind of a patch's value, as ``calculate_weight`` of ``comfy/lora.py`` distinguishes them."""
     if isinstance(value, tuple):
         return value[0] if len(value) == 2 and isinstance(value[0], str) else "diff"
     return getattr(value, "name", "weights of another model")
@@ -112,9 +112,8 @@ def _loha(adapter: LoHaAdapter) -> LowRank | str:
     if dora_scale is not None or core1 is not None or _is_of_convolution(up1, down1, up2, down2):
         return "a LoHa with a core or with DoRA"
     scale = 1.0 if alpha is None else alpha / len(down1)
-    change = LowRank(
-        adapter, len(down1) * len(down2), (len(up1), down1.shape[1]), scale, lambda: hadamard_factors([down1, down2], [up1, up2])
-    )
+    rank, shape = len(down1) * len(down2), (len(up1), down1.shape[1])
+    change = LowRank(adapter, rank, shape, scale, lambda: hadamard_factors([down1, down2], [up1, up2]))
     return _if_it_is_small(change, "LoHa")
 
 

@@ -1,4 +1,4 @@
-"""Keep low-rank patches of a loaded model beside its 8-bit weights, and add them to the layers' results around its calls."""
+"""Keep low-rank patches of a loaded model out of its 8-bit weights, and add them to its layers' results."""
 
 import contextlib
 import functools
@@ -26,12 +26,16 @@ INJECTED = "halfsafe_low_rank"
 
 
 def keep_low_rank_beside(patcher: "ModelPatcher") -> None:
-    """Make ``patcher``, a clone or a model just loaded, and all of its later clones add low-rank patches beside 8-bit weights."""
+    """Make a patcher and all of its later clones add low-rank patches beside 8-bit weights.
+
+    ``patcher``: a clone, or of a model just loaded.
+    """
     if isinstance(patcher, LowRankBeside) or not any(is_8bit_matrix(module) for module in patcher.model.modules()):
         return
     extend(patcher, LowRankBeside)
     if patcher.patches or patcher.hook_patches:
-        patcher.patches_uuid = uuid.uuid4()  # they are merged into the weights where a clone of ComfyUI's class is loaded
+        # They are merged into the weights where a clone of ComfyUI's class is loaded, which has the same uuid.
+        patcher.patches_uuid = uuid.uuid4()
     patcher.add_callback_with_key(CallbacksMP.ON_CLONE, LOW_RANK, _keep_in_clone)
     if isinstance(patcher.model, comfy.model_base.BaseModel):
         set_wrapper(patcher, LOW_RANK, _add_to_layers)
@@ -47,13 +51,15 @@ def _keep_in_clone(patcher: "ModelPatcher", clone: "ModelPatcher") -> None:
 
 
 def _add_to_layers(executor, x, *args, **kwargs):
-    """Wrap a model's call (ComfyUI's APPLY_MODEL): for its length, layers with low-rank changes add them to their results."""
+    """Wrap a model's call (ComfyUI's APPLY_MODEL): layers with low-rank changes add them to their results in it."""
     return _with_changes(executor.class_obj.current_patcher, x.device, functools.partial(executor, x, *args, **kwargs))
 
 
 def _around_sampling(executor, *args, **kwargs):
-    """Wrap sampling (ComfyUI's OUTER_SAMPLE): the same for layers that run on the text before the model's calls
-    (``run/conditions.py``), and for the weights that a ControlLora copies."""
+    """Wrap sampling (ComfyUI's OUTER_SAMPLE): add the changes where layers run before the model's calls, on the text.
+
+    See ``run/conditions.py``. The weights that a ControlLora copies have them too.
+    """
     patcher = executor.class_obj.model_patcher
     with contextlib.ExitStack() as held:
         if isinstance(patcher, LowRankBeside):
@@ -74,13 +80,15 @@ def _with_changes(extended: "ModelPatcher", device: torch.device, call: Callable
 
 
 def _inject(extended: LowRankBeside) -> None:
-    """Put the forwards on layers for as long as the patcher is loaded: text encoders are called past all wrappers."""
+    """Put the forwards on layers for as long as the patcher is loaded."""
+    # ComfyUI calls text encoders past all wrappers (``encode_from_tokens`` in comfy/sd.py).
     for module, name, forward in extended.forwards(extended.load_device):
         module.__dict__[name] = forward
         vars(extended.model).setdefault(INJECTED, []).append(module)
 
 
 def _eject(patcher: "ModelPatcher") -> None:
-    """Take off what was injected, also by another clone of the model: a clone of an injected patcher counts as injected too."""
+    """Take off what was injected, also by another clone of the model."""
+    # A clone of an injected patcher counts as injected too (``clone`` in comfy/model_patcher.py).
     for module in vars(patcher.model).pop(INJECTED, []):
         module.__dict__.pop("forward", None)

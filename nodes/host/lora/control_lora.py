@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .patcher import LowRankBeside
 
 
-class Numbers(Mapping[str, torch.Tensor]):
-    """The state dict of a patcher's diffusion model: weights in 8 bits are dequantized where they are read, with their LoRAs.
+class DequantizedState(Mapping[str, torch.Tensor]):
+    """The state dict of a diffusion model, its 8-bit weights dequantized with their LoRAs where they are read.
 
     ComfyUI's own has their data without its scale, and no LoRA that is kept beside them.
     """
@@ -28,7 +28,8 @@ class Numbers(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         key, stored = f"{DIFFUSION_MODEL}{name}", self._state[name]
         if key in self._patcher.sorted_patches().kept:
-            return dequantized(self._patcher.patch_weight_to_device(key, device_to=self._patcher.load_device, return_weight=True).data)
+            device = self._patcher.load_device
+            return dequantized(self._patcher.patch_weight_to_device(key, device_to=device, return_weight=True).data)
         is_quantized = name.endswith(".weight") and f"{name.removesuffix('weight')}comfy_quant" in self._state
         return dequantized(comfy.utils.get_attr(self._patcher.model, key).data) if is_quantized else stored
 
@@ -41,9 +42,9 @@ class Numbers(Mapping[str, torch.Tensor]):
 
 @contextlib.contextmanager
 def weights_as_numbers(patcher: "LowRankBeside") -> Iterator[None]:
-    """While the context lasts, the state dict of a patcher's diffusion model holds numbers: ``ControlLora.pre_run`` of
-    ``comfy/controlnet.py`` makes a ControlNet's weights of it, which know no scales."""
+    """Let the state dict of a patcher's diffusion model hold dequantized weights while the context lasts."""
+    # ``ControlLora.pre_run`` of comfy/controlnet.py makes a ControlNet's weights of it, which know no scales.
     model = patcher.model.diffusion_model
     original = model.state_dict
-    with patched([(model, "state_dict", lambda *args, **kwargs: Numbers(patcher, original(*args, **kwargs)))]):
+    with patched([(model, "state_dict", lambda *args, **kwargs: DequantizedState(patcher, original(*args, **kwargs)))]):
         yield

@@ -1,4 +1,4 @@
-"""Low-rank changes of a model's 8-bit weights as a model of their own, which ComfyUI loads, offloads and counts beside it."""
+"""Low-rank changes of a model's 8-bit weights as a model of their own, which ComfyUI loads, offloads and counts."""
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,8 +22,9 @@ Changes = Mapping[str, Sequence[LowRank]]
 
 
 class LowRankLayer(torch.nn.Module):
-    """The low-rank changes of one weight. ``in_fp32``: multiply an fp32 input in fp32, instead of in fp16 without overflow.
+    """The low-rank changes of one weight.
 
+    ``in_fp32``: multiply an fp32 input in fp32, instead of in fp16 without overflow.
     ``down`` and ``up`` are ComfyUI's own layers, which cast and transfer their weights where they are used.
     """
 
@@ -57,7 +58,10 @@ class LowRankLayer(torch.nn.Module):
         return self(x, self.inner(x, *args, **kwargs))
 
     def forward(self, x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        """Add the changes' product with ``x`` to the layer's own result; in fp32 where that is proven to fit fp16 without them."""
+        """Add the changes' product with ``x`` to the layer's own result.
+
+        They are added in fp32 where that result is proven to fit fp16 without them.
+        """
         base = base.float() if x.dtype == torch.float32 and base.dtype == torch.float16 else base
         dtype = torch.float16 if x.dtype == torch.float32 and not self.in_fp32 else x.dtype
         with core_weights(self.down, x, dtype) as (down, _):
@@ -92,7 +96,7 @@ class LowRankModel(torch.nn.Module):
         self._scales: torch.Tensor | None = None
 
     def by_key(self) -> Iterator[tuple[str, LowRankLayer]]:
-        """(key of a weight, its layer of changes) of each."""
+        """Yield (key of a weight, its layer of changes) of each."""
         return zip(self.keys, self.layers, strict=True)
 
     def nbytes(self) -> int:
@@ -106,9 +110,13 @@ class LowRankModel(torch.nn.Module):
                 self._own = torch.cat([layer.build(self.dtype) for layer in self.layers]).cpu()
 
     def set_strengths(self, strengths: dict[tuple, float], device: torch.device) -> None:
-        """Give each change its strength, 0 where none is named; ``strengths``: (key of the weight, key of the change) -> strength.
+        """Give each change its strength, 0 where none is named.
 
         The scales stay the same tensor, so that a compiled graph sees new strengths.
+
+        Args:
+            strengths: (key of the weight, key of the change) -> strength.
+            device: where the model runs.
         """
         self.build()
         moved = self._scales is None or self._scales.device != device
@@ -124,9 +132,9 @@ class LowRankModel(torch.nn.Module):
 
     def _per_rank(self, strengths: dict[tuple, float]) -> torch.Tensor:
         """Repeat the strength of each change as often as it has ranks."""
-        slots = [(key, change) for key, layer in self.by_key() for change in layer.changes]
-        each = torch.tensor([strengths.get((key, change.key), 0.0) for key, change in slots], dtype=torch.float32)
-        return each.repeat_interleave(torch.tensor([change.rank for _, change in slots]))
+        pairs = [(key, change) for key, layer in self.by_key() for change in layer.changes]
+        each = torch.tensor([strengths.get((key, change.key), 0.0) for key, change in pairs], dtype=torch.float32)
+        return each.repeat_interleave(torch.tensor([change.rank for _, change in pairs]))
 
     def _share_out(self, scales: torch.Tensor) -> None:
         """Give each layer its part of the scales, as a view."""
@@ -149,14 +157,17 @@ class _BuiltWhenLoaded:
 _made: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakValueDictionary] = weakref.WeakKeyDictionary()
 
 
-def low_rank_patcher(patcher: "ModelPatcher", modules: Mapping[str, torch.nn.Module], changes: Changes, dtype: torch.dtype) -> "ModelPatcher":
-    """Return the ModelPatcher of a LowRankModel, for the devices of ``patcher``; clones with the same changes share it."""
+def low_rank_patcher(
+    patcher: "ModelPatcher", modules: Mapping[str, torch.nn.Module], changes: Changes, dtype: torch.dtype
+) -> "ModelPatcher":
+    """Return the ModelPatcher of a LowRankModel on the devices of ``patcher``; clones with equal changes share it."""
     known = _made.setdefault(patcher.model, weakref.WeakValueDictionary())
     key = (dtype, patcher.load_device, tuple((key, change.key) for key, found in changes.items() for change in found))
     found = known.get(key)
     if found is None:
         model = LowRankModel(modules, changes, dtype)
-        found = comfy.model_patcher.CoreModelPatcher(model, patcher.load_device, patcher.offload_device, size=model.nbytes())
+        devices = patcher.load_device, patcher.offload_device
+        found = comfy.model_patcher.CoreModelPatcher(model, *devices, size=model.nbytes())
         extend(found, _BuiltWhenLoaded)
         known[key] = found
     return found

@@ -1,9 +1,10 @@
 """Keep low-rank patches (LoRAs) of 8-bit weights out of the weights: ComfyUI's ModelPatcher with that one difference.
 
-ComfyUI adds a patch to the dequantized weight and quantizes the sum again with stochastic rounding (``patch_weight_to_device``
-in ``comfy/model_patcher.py``, ``resolve_cast_module_with_vbar`` in ``comfy/ops.py``). Here a low-rank patch is left out where
-weights are loaded, and two thin products are added to the layer's result (``low_rank.py``). It stays in ``patches``, where
-clones, savers and merges read it. What is not low-rank is merged as ComfyUI does, but rounded to nearest.
+ComfyUI adds a patch to the dequantized weight and quantizes the sum again with stochastic rounding
+(``patch_weight_to_device`` in ``comfy/model_patcher.py``, ``resolve_cast_module_with_vbar`` in ``comfy/ops.py``). Here
+a low-rank patch is left out where weights are loaded, and two thin products are added to the layer's result
+(``low_rank.py``). It stays in ``patches``, where clones, savers and merges read it. What is not low-rank is merged as
+ComfyUI does, but rounded to nearest.
 """
 
 import contextlib
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class LowRankBeside:
-    """Extend a ModelPatcher: low-rank patches of 8-bit weights are left out of the weights and held as a model of their own.
+    """Extend a ModelPatcher: hold low-rank patches of 8-bit weights outside of the weights, as a model of their own.
 
     A method without a description does what ComfyUI's own does.
     """
@@ -72,13 +73,13 @@ class LowRankBeside:
         if not found.beside:
             return None
         if self._low_rank is None or self._low_rank[0] is not found:
-            changes = {key: tuple(slots.values()) for key, slots in found.beside.items()}
+            changes = {key: tuple(by_key.values()) for key, by_key in found.beside.items()}
             dtype = torch.bfloat16 if _cast_dtype(self) == torch.bfloat16 else torch.float16
             self._low_rank = found, low_rank_patcher(self, found.modules, changes, dtype)
         return self._low_rank[1]
 
     def forwards(self, device: torch.device) -> list[Patch]:
-        """Make the forwards that add the low-rank changes on a device, with the hooks that are active now; none without changes."""
+        """Make forwards that add the low-rank changes on a device, by the hooks active now; none without changes."""
         patcher = self.low_rank_patcher()
         if patcher is None:
             return []
@@ -131,21 +132,24 @@ class LowRankBeside:
             return super().patch_weight_to_device(key, *args, **kwargs)
 
     def get_combined_hook_patches(self, hooks):
-        """What hooks merge into weights."""
+        """Return the patches that hooks merge into weights."""
         beside = self.sorted_patches().hooks
         return {key: value for key, value in super().get_combined_hook_patches(hooks).items() if key not in beside}
 
     def inject_model(self):
-        """Ours last, so outermost: what another injection put on a layer is ejected first (``eject_model`` keeps the order)."""
+        """Inject ours last, so outermost."""
+        # ``eject_model`` of comfy/model_patcher.py keeps the order: what another injection put on a layer goes first.
         if LOW_RANK in self.injections:
             self.injections[LOW_RANK] = self.injections.pop(LOW_RANK)
         super().inject_model()
 
     def patch_hook_weight_to_device(self, hooks, combined_patches, key, *args, **kwargs):
-        """ComfyUI cannot put an 8-bit weight back: its scale is copied into a copy (``copy_to_param`` in comfy/utils.py)."""
+        """Refuse hooks that would be merged into an 8-bit weight."""
+        # ComfyUI cannot put it back: its scale is copied into a copy (``copy_to_param`` in comfy/utils.py).
         module = self.sorted_patches().modules.get(key)
         if module is not None and is_quantized(module):
-            problem = f"A hook changes '{key}' by {self.sorted_patches().merged[key]}, which an 8-bit weight cannot take while the model runs."
+            change = self.sorted_patches().merged[key]
+            problem = f"A hook changes '{key}' by {change}, which an 8-bit weight cannot take while the model runs."
             raise HalfsafeError(problem, "Load the model with storage bf16, or use a LoRA of another kind.")
         super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
 
@@ -154,12 +158,14 @@ class LowRankBeside:
         return [*super().model_patches_models(), *([patcher] if patcher else [])]
 
     def model_state_dict(self, filter_prefix=None):
-        """Without the names that a quantized layer gives its scales, which are no attributes: ``get_key_patches`` reads them as such."""
+        """Leave out the names that a quantized layer gives its scales."""
+        # They are no attributes, and ``get_key_patches`` of comfy/model_patcher.py reads them as such.
         state = super().model_state_dict(filter_prefix)
         return {name: tensor for name, tensor in state.items() if not _is_no_attribute(self.model, name)}
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
-        """With all patches merged: ComfyUI takes a weight that is loaded for one that is patched."""
+        """Return the state dict with all patches merged."""
+        # ComfyUI takes a weight that is loaded for one that is patched (comfy/model_patcher.py).
         state = super().model_state_dict_for_saving(model, prefix)
         for key in self.sorted_patches().kept:
             name = key.removeprefix(prefix)
@@ -185,7 +191,7 @@ def _multiplies_in_fp32(patcher, key: str) -> bool:
 
 
 def _is_no_attribute(model: torch.nn.Module, name: str) -> bool:
-    """Tell whether a name of a state dict is that of a quantized weight's scale or format, which its layer has no attribute for."""
+    """Tell whether a name of a state dict is of a quantized weight's scale or format, and no attribute of its layer."""
     layer, _, own = name.rpartition(".")
     if not own.startswith(("weight_", "comfy_quant")):
         return False
@@ -194,27 +200,26 @@ def _is_no_attribute(model: torch.nn.Module, name: str) -> bool:
 
 
 def _set_rounded_to_nearest(module: torch.nn.Module, weight: torch.Tensor, **options):
-    """Set a quantized layer's weight by ComfyUI's own method, its scale made anew. Seed 0 is no stochastic rounding.
-
-    A weight of zeros, as of the difference of two models, is given one number that is as good as zero: ComfyUI divides fp8 weights
-    by their amax (``requantize_from_float`` with ``recalculate`` in ``comfy/quant_ops.py``), which makes NaN of them.
-    """
+    """Set a quantized layer's weight by ComfyUI's own method, its scale made anew. Seed 0 is no stochastic rounding."""
+    # ComfyUI divides fp8 weights by their amax (``requantize_from_float`` with ``recalculate`` in comfy/quant_ops.py):
+    # a weight of zeros, as of the difference of two models, would become NaN.
     if not weight.any():
         weight = weight.clone().fill_(torch.finfo(torch.float32).tiny)  # 0 in fp16, which ComfyUI makes no NaN of
     return set_weight_by_class(module, weight, **{**options, "seed": 0})
 
 
 def kept_beside(extended: "ModelPatcher") -> set[str]:
-    """Return the keys of the weights whose patches are added beside them; none for a ModelPatcher of ComfyUI's own class."""
+    """Return the keys of the weights whose patches are added beside them; none for ComfyUI's own ModelPatcher."""
     return extended.sorted_patches().kept if isinstance(extended, LowRankBeside) else set()
 
 
 def low_rank_reasons(extended: "ModelPatcher") -> dict[str, str]:
-    """Say by layer what was done with the patches of its 8-bit weight; nothing for a ModelPatcher of ComfyUI's own class."""
+    """Say by layer what was done with the patches of its 8-bit weight; nothing for ComfyUI's own ModelPatcher."""
     if not isinstance(extended, LowRankBeside):
         return {}
     patches = extended.sorted_patches()
     ranks = {key: sum(change.rank for change in changes.values()) for key, changes in patches.beside.items()}
     beside = {key: f"LoRA of rank {rank} added beside the weight" for key, rank in ranks.items()}
-    merged = {key: f"weight quantized anew, rounded to nearest, with {reason} merged into it" for key, reason in patches.merged.items()}
+    text = "weight quantized anew, rounded to nearest, with {} merged into it"
+    merged = {key: text.format(reason) for key, reason in patches.merged.items()}
     return {layer_name(key): text for key, text in (beside | merged).items()}

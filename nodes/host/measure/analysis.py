@@ -64,7 +64,7 @@ def analyze_model(
 
 
 def _multiplies_in_int8(patcher: ModelPatcher) -> bool:
-    """Tell whether int8 weights of this model would multiply in int8: where no dtype was asked for, and on a device that can."""
+    """Tell whether int8 weights of this model would multiply in int8: no dtype is asked for, and the device can."""
     compute = compute_of(patcher)
     asked = "auto" if compute is None else compute.plan.choice.requested
     return asked in ("auto", "fp8", "int8") and current_device().capabilities.get("int8_matmul", True)
@@ -105,7 +105,8 @@ def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
     """Return patches that make one of ComfyUI's layers compute as the candidate, LoRAs and offloading included."""
     if candidate.stores:
         stored = [with_weight_function(module, candidate.weight)]
-        return [*stored, (module, "forward", _of_rounded(module.forward, candidate))] if candidate.rounds_inputs else stored
+        rounding = (module, "forward", _of_rounded(module.forward, candidate))
+        return [*stored, rounding] if candidate.rounds_inputs else stored
     forward = _sums_in_fp16 if candidate.sums_in_fp16 and kind_of(module) == "linear" else _cast
 
     def call(x, *args, **kwargs):

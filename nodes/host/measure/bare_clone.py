@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 COMPILE_KEY = "torch.compile"
-"""The key of the wrapper that ComfyUI's TorchCompileModel puts on a model (``comfy_api/torch_helpers/torch_compile.py``)."""
+"""The key of ComfyUI's TorchCompileModel's wrapper on a model (``comfy_api/torch_helpers/torch_compile.py``)."""
 
 
 def bare_clone(patcher: ModelPatcher) -> ModelPatcher:

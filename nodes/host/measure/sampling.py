@@ -12,12 +12,14 @@ CFG = 4.0
 RATIOS = ("downscale_ratio_spacial", "downscale_ratio_temporal")
 
 
-def sample(patcher: "ModelPatcher", positive, negative, latent: dict, seed: int, steps: int, image_denoise: float = 1.0) -> list[torch.Tensor]:
+def sample(
+    patcher: "ModelPatcher", positive, negative, latent: dict, seed: int, steps: int, image_denoise: float = 1.0
+) -> list[torch.Tensor]:
     """Run the sampler and return the final latent, one for each part of a nested one.
 
     Args:
         negative: conditioning for guidance; None samples the positive one alone.
-        latent: as the KSampler takes it; an empty one gets the size that the model's latents have, by the ratios it carries.
+        latent: as the KSampler takes it; an empty one gets the size of the model's latents, by the ratios it carries.
         image_denoise: denoise for a latent that holds an image.
     """
     ratios = {name: latent[name] for name in RATIOS if name in latent}

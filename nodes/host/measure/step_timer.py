@@ -1,4 +1,4 @@
-"""Watch the steps of a sampler's run: how long each takes, what the device allocates, and where a result is not finite."""
+"""Watch the steps of a sampler's run: seconds of each, bytes the device allocates, and results that are not finite."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ class StepTimer:
         self._origin: Origin | None = None
 
     def step(self, executor, model, conds: list, x: torch.Tensor, timestep: torch.Tensor, *args) -> list[torch.Tensor]:
-        """ComfyUI's CALC_COND_BATCH wrapper: one step with all of its conditionings, or a part of it (context windows, SkipLayerGuidance).
+        """Time one step with all of its conditionings, or a part of it, as ComfyUI's CALC_COND_BATCH wrapper.
+
+        Context windows and SkipLayerGuidance make a step in parts.
 
         Raises:
             StepNotFinite: its result is not finite. The step was then made once more, to find the layer.
@@ -49,7 +51,7 @@ class StepTimer:
         raise StepNotFinite(f"NaN or Inf in step {len(self.seconds)}{_where(self._origin)}")
 
     def inside(self, executor, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """ComfyUI's APPLY_MODEL wrapper, innermost: watches every operation once a step has failed."""
+        """Watch every operation once a step has failed, as ComfyUI's innermost APPLY_MODEL wrapper."""
         if not self._locating or self._origin:
             return executor(x, *args, **kwargs)
         with Localizer(executor.class_obj.diffusion_model).watching() as localizer:
@@ -58,9 +60,9 @@ class StepTimer:
         return result
 
     def extra_bytes(self) -> int | None:
-        """Count the most bytes that were allocated at one time beyond those at the first step's beginning, weights among them.
+        """Count the most bytes allocated at one time beyond those at the first step's beginning, weights among them.
 
-        None where the device does not tell.
+        None where the device does not report it.
         """
         return None if self._held is None else self._memory.max_memory_allocated(self._device) - self._held
 

@@ -1,4 +1,4 @@
-"""Measure settings on a model in ComfyUI: two steps of its own sampler for each, on weights made from those in memory."""
+"""Measure settings on a model in ComfyUI: two sampler steps for each, on weights made from those in memory."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class Inputs:
 
 
 def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Setting]) -> Measurements:
-    """Sample two steps with each setting and with the reference, the loaded weights computed in fp32. The model is not changed.
+    """Sample two steps with each setting and with the reference, the loaded weights computed in fp32.
 
-    Held at once: the loaded model, which ComfyUI keeps in host memory meanwhile, and one other, of the setting that is measured.
-    Settings of the weights as loaded need no other. What is on the device is moved off before each setting, so that every one
-    finds it empty.
+    The model is not changed. Held at once: the loaded model, which ComfyUI keeps in host memory meanwhile, and one
+    other, of the setting that is measured. Settings of the weights as loaded need no other. What is on the device is moved off
+    before each setting, so that every one finds it empty.
 
     Raises:
         HalfsafeError: the reference is not finite or does not fit, or the model is spread over several devices.
@@ -75,13 +75,13 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     if is_on_several_devices(patcher):
         raise HalfsafeError("The model is spread over several devices.", "Measure it before MultiGPU, on one of them.")
     bar = comfy.utils.ProgressBar((len(settings) + 1) * STEPS)
-    stage = Stage(patcher, inputs)
+    runner = SettingRunner(patcher, inputs)
     with compile_disabled(), torch.no_grad():
-        reference = _reference(stage, advancing(bar))
+        reference = _reference(runner, advancing(bar))
         rows = []
         for place, setting in enumerate(settings, 1):
             bar.update_absolute(place * STEPS)
-            rows.append(stage.row(setting, advancing(bar)))
+            rows.append(runner.row(setting, advancing(bar)))
     bar.update_absolute(bar.total)
     automatic = _planned(patcher, Setting(LOADED, "auto")).compute.choice.used
     layers = model_facts(patcher).layers
@@ -90,19 +90,19 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     return Measurements(device, name, _held(patcher), automatic, layers, shape, inputs.seed, reference, rows)
 
 
-def _reference(stage: Stage, advance: Callable[[], object]) -> Row:
+def _reference(runner: SettingRunner, advance: Callable[[], object]) -> Row:
     """Sample the reference, in fp32, or in fp16_safe where fp32 does not fit."""
-    row = stage.row(Setting(LOADED, "fp32"), advance, is_reference=True)
+    row = runner.row(Setting(LOADED, "fp32"), advance, is_reference=True)
     if row.problem and row.problem.kind is ProblemKind.NO_MEMORY and current_device().capabilities["fp16"]:
-        row = stage.row(Setting(LOADED, SAFE), lambda: None, is_reference=True)
+        row = runner.row(Setting(LOADED, SAFE), lambda: None, is_reference=True)
     if row.problem:
         problem = f"The reference, {row.setting}, cannot be compared with: {row.problem}."
         raise HalfsafeError(problem, "Choose a smaller latent, and check the model with the report or NaN Guard.")
     return row
 
 
-class Stage:
-    """Measures settings of one model one after the other; ``reference``: the latents that the first one gave."""
+class SettingRunner:
+    """Measure settings of one model one after the other; ``reference``: the latents that the first one gave."""
 
     def __init__(self, patcher: ModelPatcher, inputs: Inputs):
         self.patcher = patcher
@@ -110,7 +110,7 @@ class Stage:
         self.reference: list[torch.Tensor] = []
 
     def row(self, setting: Setting, advance: Callable[[], object], is_reference: bool = False) -> Row:
-        """Measure a setting. What this device, its memory or the model's weights do not allow is a row that says why."""
+        """Measure a setting; one that the device, its memory or the weights do not allow is a row that says why."""
         if why := why_not(setting, current_device()):
             return Row(setting, problem=Problem(ProblemKind.UNSUPPORTED, why))
         _clear_device()
@@ -128,7 +128,8 @@ class Stage:
         timer = StepTimer(model.load_device, advance)
         set_wrapper(model, ANALYSIS, timer.inside)
         model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, timer.step)
-        snr, problem = None, None
+        snr: float | None = None
+        problem: Problem | None = None
         try:
             given = self.inputs
             latents = sample(model, given.positive, given.negative, given.latent, given.seed, STEPS)
@@ -139,14 +140,17 @@ class Stage:
         return _row(setting, storage, model, timer, snr, problem)
 
 
-def _row(setting: Setting, storage: str, model: ModelPatcher, timer: StepTimer, snr: float | None, problem: Problem | None) -> Row:
+def _row(
+    setting: Setting, storage: str, model: ModelPatcher, timer: StepTimer, snr: float | None, problem: Problem | None
+) -> Row:
     report = report_of(model)
     modes = Counter(layer.mode for layer in report.layers if multiplies(layer.cls))
     seconds = timer.seconds[-1] if len(timer.seconds) == STEPS else None
     if seconds is None and not problem:
-        problem = Problem(ProblemKind.STEPS_SKIPPED, f"{len(timer.seconds)} of {STEPS} steps called the model: leave step caches out")
-    held = report.model
-    return Row(setting, storage, seconds, held.weight_bytes, timer.extra_bytes(), snr, held.bytes_by_storage, modes, problem)
+        text = f"{len(timer.seconds)} of {STEPS} steps called the model: leave step caches out"
+        problem = Problem(ProblemKind.STEPS_SKIPPED, text)
+    size, sizes = report.model.weight_bytes, report.model.bytes_by_storage
+    return Row(setting, storage, seconds, size, timer.extra_bytes(), snr, sizes, modes, problem)
 
 
 def _problem_of(error: Exception) -> Problem:
@@ -157,14 +161,15 @@ def _problem_of(error: Exception) -> Problem:
 
 
 def _clear_device() -> None:
-    """Move what is on the device off it, and free the model of an earlier setting, whose modules refer to each other."""
+    """Move what is on the device off it, and free the model of an earlier setting."""
+    # A model's modules refer to each other: only the collector frees them.
     gc.collect()
     comfy.model_management.unload_all_models()
     comfy.model_management.soft_empty_cache()
 
 
 def _prepared(patcher: ModelPatcher, setting: Setting) -> tuple[ModelPatcher, str]:
-    """Return a clone of the model, or of one with other weights, that follows a setting; and the storage to ask a loader for."""
+    """Return a clone of the model, or of one with other weights, that follows a setting, and the storage to ask for."""
     bare, wanted = bare_clone(patcher), _planned(patcher, setting).storage.used
     if wanted in (LOADED, _held(patcher)):
         record = patcher.attachments.get(ATTACHMENT)
@@ -187,13 +192,14 @@ def _held(patcher: ModelPatcher) -> str:
 
 
 def _checkpoint(patcher: ModelPatcher) -> Checkpoint:
-    """The loaded weights without LoRAs, as a file of them would be read; they are not copied."""
+    """Return the loaded weights without LoRAs, as a file of them would be read; they are not copied."""
     weights = {name: weight.moved("cpu") for name, weight in LiveWeights(patcher).stored.items()}
-    return Checkpoint(f"the loaded {type(patcher.model).__name__}", ("loaded",), metadata_of(patcher, None, None), weights, [])
+    name, metadata = f"the loaded {type(patcher.model).__name__}", metadata_of(patcher, None, None)
+    return Checkpoint(name, ("loaded",), metadata, weights, [])
 
 
 def _on_other_weights(patcher: ModelPatcher, fresh: ModelPatcher) -> ModelPatcher:
-    """Clone a patcher, LoRAs and all, onto another model of the same architecture. Patches of single modules are left behind."""
+    """Clone a patcher, LoRAs and all, onto another model of its architecture, without patches of single modules."""
     clone = patcher.clone(model_override=fresh.get_clone_model_override())
     own = [name for name in clone.object_patches if name.startswith(("diffusion_model", CAST_DTYPE))]
     for name in own:
