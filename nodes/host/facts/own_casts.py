@@ -61,8 +61,8 @@ def _casts_in(cls: type) -> dict[str, str]:
 def _made_in_fp32(cls: type) -> frozenset[str]:
     """Find the attributes of a class that its methods set to something made with ``dtype=torch.float32``."""
     nodes = (node for tree in _sources(cls) for node in ast.walk(tree))
-    made = (node for node in nodes if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call))
-    in_fp32 = (node for node in made if any(text in _FLOAT32 for text in _given_dtypes(node.value)))
+    assigned = (node for node in nodes if isinstance(node, ast.Assign))
+    in_fp32 = (node for node in assigned if any(text in _FLOAT32 for text in _given_dtypes(node.value)))
     return frozenset(filter(None, (_layer(node.targets[0]) for node in in_fp32)))
 
 
@@ -105,9 +105,10 @@ def _layer(function: ast.expr) -> str:
     return ""
 
 
-def _given_dtypes(call: ast.Call) -> list[str]:
-    """Return the source of what a call is given as ``dtype=``."""
-    return [ast.unparse(word.value) for word in call.keywords if word.arg == "dtype"]
+def _given_dtypes(value: ast.expr) -> list[str]:
+    """Return the source of what a call is given as ``dtype=``; nothing of what is no call."""
+    keywords = value.keywords if isinstance(value, ast.Call) else []
+    return [ast.unparse(word.value) for word in keywords if word.arg == "dtype"]
 
 
 def _cast(argument: ast.expr, layer: str, assigned: dict[str, str]) -> str:

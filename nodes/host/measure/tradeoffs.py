@@ -66,8 +66,8 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     """Sample two steps with each setting and with the reference, the loaded weights computed in fp32.
 
     The model is not changed. Held at once: the loaded model, which ComfyUI keeps in host memory meanwhile, and one
-    other, of the setting that is measured. Settings of the weights as loaded need no other. What is on the device is moved off
-    before each setting, so that every one finds it empty.
+    other, of the setting that is measured. Settings of the weights as loaded need no other. What is on the device is
+    moved off before each setting, so that every one finds it empty.
 
     Raises:
         HalfsafeError: the reference is not finite or does not fit, or the model is spread over several devices.
