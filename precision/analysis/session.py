@@ -183,8 +183,8 @@ class Session:
 
 
 def snr_db(reference: torch.Tensor, result: torch.Tensor) -> float:
-    """Compute the SNR of a result in dB: inf when equal, -inf when it holds NaN or inf. On the host:
-    Metal has no float64."""
+    """Compute the SNR of a result in dB: inf when equal, -inf when it holds NaN or inf."""
+    # On the host: Metal has no float64.
     exact = reference.cpu().double()
     noise = (result.cpu().double() - exact).square().sum().item()
     if not math.isfinite(noise):

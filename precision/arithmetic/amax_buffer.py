@@ -36,6 +36,8 @@ class AmaxBuffer:
         """Forget what was recorded."""
         self.call += 1
         if "torch._dynamo" in sys.modules:  # importing it takes seconds; before that nothing is compiled
+            # Inductor makes no CUDA graph of one that writes to an input at any other address ("skipping cudagraphs due
+            # to mutated inputs", torch/_inductor/cudagraph_utils.py).
             for tensor in (self.records, self.scales):
                 torch._dynamo.mark_static_address(tensor, guard=False)
         self.records.fill_(NOTHING)

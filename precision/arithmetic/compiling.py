@@ -12,11 +12,12 @@ _disabled = SharedScope(lambda: torch.compiler.set_stance("force_eager"))
 
 
 def compile_disabled() -> AbstractContextManager[object]:
-    """Run compiled code as plain torch inside, on every thread. Changes nothing before torch 2.6, which has no
-    stance."""
+    """Run compiled code as plain torch inside, on every thread. Changes nothing before torch 2.6."""
+    # torch has ``set_stance`` from 2.6 on.
     return _disabled if hasattr(torch.compiler, "set_stance") else nullcontext()
 
 
 def plain_name(name: str) -> str:
     """Give a module's name without what torch.compile puts into it."""
+    # torch.compile holds the module it compiled as ``_orig_mod`` (torch/_dynamo/eval_frame.py, OptimizedModule).
     return name.replace("_orig_mod.", "").removesuffix("._orig_mod")

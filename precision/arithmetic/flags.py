@@ -1,9 +1,7 @@
 """torch's process-wide precision flags as a scope: set for one model's calls, and back to what they were.
 
-Restoring is exact, whatever the flags were set with. Three things make that less simple than it sounds (torch 2.11):
-a reduced-precision reduction has a split-k half, which a plain bool turns on; writing ``allow_tf32`` also moves
-``fp32_precision`` from "none" to "ieee"; and once the new TF32 names were written the old ones may refuse to be read
-(PyTorch #164766, #166387).
+Restoring is exact, whatever the flags were set with. Three things make that less simple than it sounds (torch 2.11);
+each is told at its line below.
 """
 
 import operator
@@ -40,16 +38,17 @@ def _plain(name: str) -> FlagSetting:
 
 
 def _read_pair(name: str) -> tuple[bool, bool] | bool:
+    # A reduced-precision reduction has a split-k half, which writing a plain bool turns on (torch 2.11).
     allowed = getattr(_matmul(), f"allow_{name}")
     split_k = getattr(_matmul(), f"allow_{name}_split_k", None) if _has_split_k() else None
     return allowed if split_k is None else (allowed, split_k)
 
 
 def _write_pair(name: str, value: tuple[bool, bool] | bool) -> None:
-    """Set a pair of flags; a bool leaves split-k allowed, which reduces in fp32 while the flag is off. Without it
-    cuBLAS refuses every half product that has no cublasLt epilogue (ATen CUDABlas.cpp,
-    DisallowReducedPrecisionDisallowSplitK)."""
+    """Set a pair of flags; a bool leaves split-k allowed."""
     if isinstance(value, bool) and _has_split_k():
+        # Split-k reduces in fp32 while the flag is off. Without it cuBLAS refuses every half product that has no
+        # cublasLt epilogue (ATen CUDABlas.cpp, DisallowReducedPrecisionDisallowSplitK).
         value = (value, True)
     setattr(_matmul(), f"allow_{name}", value)
 
@@ -78,6 +77,7 @@ class _Tf32State:
 
 def _tf32(name: str, old_owner: Callable[[], Any], new_owner: Callable[[], Any]) -> FlagSetting:
     def read() -> _Tf32State:
+        # Once the new names were written, the old ones may refuse to be read (PyTorch #164766, #166387).
         state = _Tf32State(_get(old_owner, "allow_tf32"), _get(new_owner, "fp32_precision"))
         if state == _Tf32State(None, None):
             raise AttributeError(f"torch {torch.__version__} has no TF32 flag")
@@ -88,6 +88,7 @@ def _tf32(name: str, old_owner: Callable[[], Any], new_owner: Callable[[], Any])
             value = _Tf32State(value, None) if read().old is not None else _Tf32State(None, "tf32" if value else "ieee")
         if value.old is not None:
             old_owner().allow_tf32 = value.old
+        # Writing ``allow_tf32`` has moved ``fp32_precision`` from "none" to "ieee" (torch 2.11).
         if value.new is not None and _get(new_owner, "fp32_precision") != value.new:
             new_owner().fp32_precision = value.new
 
@@ -245,11 +246,11 @@ def flags_set(wanted: Mapping[str, bool]) -> Iterator[None]:
 
 
 def fp32_accumulation() -> AbstractContextManager[None]:
-    """Keep fp16 accumulation off, for fp16 products with fp32 results, which cuBLAS refuses while it is on (ATen
-    CUDABlas.cpp, allowFP16AccumulationCuBLAS). A graph of torch.compile cannot switch flags: inside of one nothing
-    changes."""
+    """Keep fp16 accumulation off, for fp16 products with fp32 results. Inside of a compiled graph nothing changes."""
+    # A graph of torch.compile cannot switch flags.
     if torch.compiler.is_compiling() or _scopes.holds("fp16_accumulation", False):
         return nullcontext()
+    # While it is on cuBLAS refuses such products (ATen CUDABlas.cpp, allowFP16AccumulationCuBLAS).
     return flags_set({"fp16_accumulation": False})
 
 

@@ -179,7 +179,8 @@ class Fp16AccumulationLinear:
             return self._scaled(x) if self.sums.scales else self.inner(x, *args, **kwargs)
 
     def _calibrate(self, x: torch.Tensor) -> torch.Tensor:
-        """Calibrate and multiply with one and the same weight, for the reason told at ``SafeOperation._calibrate``."""
+        """Calibrate and multiply with one and the same weight."""
+        # Asked for once, for the reason at ``SafeOperation._calibrate`` (comfy/ops.py, resolve_cast_module_with_vbar).
         with self.weights(self.module, x, torch.float16) as (weight, bias):
             numbers = torch.stack([amax(x), largest_row_norm(x), *weight_norms(weight)]).tolist()
             self.sums.prove(*numbers, terms=weight.shape[-1], can_scale=weight.shape[0] >= WORTH_SCALING)

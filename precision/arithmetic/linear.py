@@ -40,15 +40,14 @@ def kind_of(module: torch.nn.Module) -> str | None:
 
 
 def has_wide_output(device: torch.device, kind: str) -> bool:
-    """Tell whether fp16 operands can give an fp32 result: on CUDA for matrix products from torch 2.8 on (PyTorch
-    #150812).
+    """Tell whether fp16 operands can give an fp32 result: on CUDA for matrix products, and on a CPU.
 
-    A CPU has no fp16 units to gain from; it multiplies the rounded operands in fp32, which is the same arithmetic. ROCm
-    and XPU have taken ``mm(out_dtype=...)`` lately, in versions that nobody has tried it with here, and scale instead.
-    Never ``addmm`` or ``baddbmm``: with ``out_dtype`` they cannot be traced (PyTorch #163880).
+    A CPU has no fp16 units to gain from; it multiplies the rounded operands in fp32, which is the same arithmetic.
     """
     if device.type == "cpu":
         return True
+    # ``mm(out_dtype=...)`` is there from torch 2.8 on (PyTorch #150812). ROCm and XPU have taken it lately, in versions
+    # that nobody has tried it with here, and scale instead.
     return device.type == "cuda" and kind == "linear" and torch.version.hip is None and TORCH_VERSION >= (2, 8)
 
 
@@ -113,16 +112,13 @@ class SafeOperation:
             return self._wide(operand, weight, bias, *args, **kwargs)
 
     def _calibrate(self, x, *args, **kwargs) -> torch.Tensor:
-        """Calibrate and multiply with one and the same weight, which is asked for once.
-
-        ComfyUI adds a LoRA to a weight that it prefetched in place (``resolve_cast_module_with_vbar`` in
-        ``comfy/ops.py``): asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to
-        in place, is asked for in fp16 as in later calls, so that it is rounded alike and the first run of a seed equals
-        the next.
-        """
+        """Calibrate and multiply with one and the same weight, which is asked for once."""
         self.calibration.results.note_operand(x)
         plain = type(self.module.weight) in (torch.Tensor, torch.nn.Parameter)
         self.scale.recorder.device = x.device
+        # ComfyUI adds a LoRA in place to a weight that it prefetched (comfy/ops.py, resolve_cast_module_with_vbar):
+        # asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is
+        # asked for in fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.
         with self.weights(self.module, x, torch.float32 if plain else torch.float16) as (weight, bias):
             half = weight.to(torch.float16)
             self.scale.in_fp32 = self.scale.in_fp32 or not fits_fp16(half)
@@ -175,6 +171,7 @@ class SafeOperation:
             return self._apply(x, weight, None, *args, **kwargs)
         if x.device.type == "cpu" or _needs_gradient(x, weight):
             return self._apply(x.float(), weight.float(), None, *args, **kwargs)
+        # Never ``addmm`` or ``baddbmm``: with ``out_dtype`` they cannot be traced (PyTorch #163880).
         product = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
         return product.reshape(*x.shape[:-1], weight.shape[0])
 
@@ -204,8 +201,8 @@ def multiplied(
 
 
 def _needs_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Tell whether autograd records this product: ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to
-    2.11)."""
+    """Tell whether autograd records this product."""
+    # ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to 2.11).
     return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
 
 

@@ -57,8 +57,9 @@ class Proof(ABC):
 def fits_range(magnitude: float, limit: float = FP16_MAX, floor: float = 2.0**-FLOOR_BITS) -> bool:
     """Tell whether a magnitude is 0 or from ``floor`` to ``limit``; no NaN is.
 
-    Nor is exactly fp16's largest number, which is what model code's own clamp leaves of an overflow (``clamp_fp16`` in
-    ``comfy/ldm/lumina/model.py``). Below ``floor`` fp16's subnormal numbers lose more than bf16 rounds away.
+    Below ``floor`` fp16's subnormal numbers lose more than bf16 rounds away.
     """
+    # fp16's largest number is what model code's own clamp leaves of an overflow (``clamp_fp16`` in
+    # comfy/ldm/lumina/model.py).
     return limit > 0 and magnitude != FP16_MAX and (magnitude == 0 or floor <= magnitude <= limit)
 

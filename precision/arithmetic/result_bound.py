@@ -81,12 +81,10 @@ class Fp16Results:
         self._block.append(bound)
 
     def note_operand(self, operand: torch.Tensor) -> None:
-        """Look for an overflow in an operand, which an fp16 result may be the reason of.
-
-        ComfyUI clamps what overflows in some models (``clamp_fp16`` in ``comfy/ldm/lumina/model.py``): fp16's largest
-        number counts as not finite.
-        """
+        """Look for an overflow in an operand, which an fp16 result may be the reason of."""
         if self.any_proven:
+            # ComfyUI clamps what overflows in some models (``clamp_fp16`` in comfy/ldm/lumina/model.py): fp16's largest
+            # number counts as not finite.
             limit = FP16_MAX if operand.dtype == torch.float16 else math.inf
             self._overflowed = self._overflowed or not amax(operand).item() < limit
 

@@ -119,8 +119,8 @@ def scaled_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def int8_matmul(device: torch.device) -> tuple[bool, str]:
-    """Try a 32x64x32 int8 matmul over the whole range of int8.
-    cuBLASLt needs M > 16, and K and N that are multiples of 8."""
+    """Try a 32x64x32 int8 matmul over the whole range of int8."""
+    # cuBLASLt needs M > 16, and K and N that are multiples of 8.
     codes = torch.arange(32 * 64).remainder(256).sub(128).to(torch.int8)
     left, right = codes.reshape(32, 64), codes.flip(0).reshape(64, 32)
     result = torch._int_mm(left.to(device), right.to(device))
@@ -130,10 +130,10 @@ def int8_matmul(device: torch.device) -> tuple[bool, str]:
 
 
 def int8_kernels(device: torch.device) -> tuple[bool | None, str]:
-    """Tell whether torch's CUDA is new enough: ComfyUI turns comfy-kitchen's CUDA kernels off below 13
-    (comfy/quant_ops.py)."""
+    """Tell whether torch's CUDA is new enough for comfy-kitchen's kernels."""
     if device.type != "cuda" or not torch.version.cuda:
         return None, "comfy-kitchen has CUDA kernels for NVIDIA only"
+    # ComfyUI turns comfy-kitchen's CUDA kernels off below CUDA 13 (comfy/quant_ops.py).
     new_enough = int(torch.version.cuda.split(".")[0]) >= 13
     return new_enough, f"torch is built for CUDA {torch.version.cuda}, comfy-kitchen's int8 kernels need 13.0"
 
@@ -166,7 +166,7 @@ def _cuda_bf16(device: torch.device) -> tuple[bool, str]:
     with torch.cuda.device(device):
         try:
             native = torch.cuda.is_bf16_supported(including_emulation=False)
-        except TypeError:
+        except TypeError:  # a torch that does not have the argument
             native = torch.cuda.is_bf16_supported()
     return _said_by("torch.cuda.is_bf16_supported(including_emulation=False)", native)
 
@@ -176,11 +176,12 @@ def _said_by(source: str, answer: bool) -> tuple[bool, str]:
 
 
 def cpu_bf16() -> bool:
-    """Tell whether the CPU has bf16 instructions. oneDNN alone says yes from plain AVX512, where bf16 is emulated."""
+    """Tell whether the CPU has bf16 instructions."""
     try:
         supported = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):
         return False
+    # oneDNN alone says yes from plain AVX512, where bf16 is emulated.
     instructions = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     if supported and instructions and platform.machine().lower() in X86:
         return bool(instructions())

@@ -125,11 +125,7 @@ def _read(path: Path) -> Any:
 
 @functools.cache
 def _checked_reader(gguf: Any) -> type:
-    """Make the library's reader, which trusts every size in a file, check them before it follows one.
-
-    Without it a truncated file fails in numpy, and the length of an array of metadata, which it walks item by item, may
-    keep it busy for hours (``GGUFReader._get_field_parts``).
-    """
+    """Make the library's reader, which trusts every size in a file, check them before it follows one."""
 
     class Reader(gguf.GGUFReader):
         def __init__(self, path: Path):
@@ -138,8 +134,11 @@ def _checked_reader(gguf: Any) -> type:
 
         def _get(self, offset: int, dtype: Any, count: int = 1, *args, **kwargs) -> Any:
             self.reads += 1
+            # By itself a truncated file fails in numpy ...
             if int(offset) + int(count) * _bytes_of(dtype) > len(self.data):
                 raise CheckpointError(self.path, _TRUNCATED, advice=AGAIN)
+            # ... and a false length of an array of metadata, which the library walks item by item, may keep it busy for
+            # hours (``GGUFReader._get_field_parts``).
             if self.reads > _MOST_READS:
                 raise CheckpointError(self.path, f"its metadata has more than {_MOST_READS} items", advice=AGAIN)
             return super()._get(offset, dtype, count, *args, **kwargs)

@@ -27,6 +27,7 @@ from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, granularity_of
 
 COMFY_QUANT, SCALED_FP8 = "comfy_quant", "scaled_fp8"
 READS_UP_TO = "0.38"
+_DAMAGED = "The file is damaged: get it again."
 _SCALE_LEAF = re.compile(r"(^|_)scales?(_|$)")
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "weight_scale_2", "scale_input")
 _INPUT_SCALES = ("input_scale", "scale_input")
@@ -165,22 +166,18 @@ class _Reader:
         return prefix is not None and self.full_precision[prefix]
 
     def _format(self, name: str, data: torch.Tensor, settings: dict) -> str:
-        """Return the format that ``comfy_quant`` declares. Early INT8 files name none (ComfyUI issue 14722):
-        told by their data."""
+        """Return the format that ``comfy_quant`` declares."""
         declared = settings.get("format")
+        # Early INT8 files name none (ComfyUI issue 14722): their data shows it.
         if declared is None and data.dtype == torch.int8 and f"{_layer(name)}.weight_scale" in self.tensors:
             self.remarks["comfy_quant without a format, read as int8_tensorwise; ComfyUI refuses it"] += 1
             return "int8_tensorwise"
         if not isinstance(declared, str):
             raise CheckpointError(self.path, "its comfy_quant names no format", name)
         if declared not in FORMATS and ("num_experts" in settings or not declared.startswith("float8_")):
-            problem = (
-                f"in the format {declared[:80]!r}, which no ComfyUI up to {READS_UP_TO} reads and Halfsafe does not "
-                "know"
-            )
-            raise CheckpointError(
-                self.path, problem, name, "Update ComfyUI and Halfsafe, or use another version of the model."
-            )
+            advice = "Update ComfyUI and Halfsafe, or use another version of the model."
+            unknown = f"which no ComfyUI up to {READS_UP_TO} reads and Halfsafe does not know"
+            raise CheckpointError(self.path, f"in the format {declared[:80]!r}, {unknown}", name, advice)
         return declared
 
     def _is_fp8_linear(self, name: str, data: torch.Tensor, settings: dict, declared: str) -> bool:
@@ -201,11 +198,9 @@ class _Reader:
             encoding = encoding_of(data, tensors, settings)
         except NonFiniteScale as error:
             key = found[error.leaf]
-            raise NonFiniteWeight(self._file_of(key), str(error), key, "The file is damaged: get it again.") from None
+            raise NonFiniteWeight(self._file_of(key), str(error), key, _DAMAGED) from None
         except ValueError as error:
-            raise CheckpointError(
-                self._file_of(name), f"{declared}, but {error}", name, "The file is damaged: get it again."
-            ) from None
+            raise CheckpointError(self._file_of(name), f"{declared}, but {error}", name, _DAMAGED) from None
         return StoredWeight(name, encoding.data, encoding=encoding)
 
     def _as_stored(self, name: str, data: torch.Tensor) -> StoredWeight:
@@ -272,16 +267,12 @@ class _Reader:
         scale = tensor.float()
         self._check_finite(key, scale)
         if scale.min() <= 0:
-            raise NonFiniteWeight(
-                self._file_of(key), f"a scale of {scale.min().item():g}", key, "The file is damaged: get it again."
-            )
+            raise NonFiniteWeight(self._file_of(key), f"a scale of {scale.min().item():g}", key, _DAMAGED)
         return scale
 
     def _check_finite(self, key: str, scale: torch.Tensor) -> None:
         if not torch.isfinite(scale).all():
-            raise NonFiniteWeight(
-                self._file_of(key), "a scale that is NaN or infinite", key, "The file is damaged: get it again."
-            )
+            raise NonFiniteWeight(self._file_of(key), "a scale that is NaN or infinite", key, _DAMAGED)
 
     def _check_leftovers(self, quantized: dict[str, StoredWeight]) -> None:
         parents = _parents(name for name, weight in quantized.items() if weight.quantized)

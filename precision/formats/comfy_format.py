@@ -65,12 +65,11 @@ class WeightPlan:
 def can_be_quantized(cls: str = "Linear", dimensions: int = 2) -> bool:
     """Tell whether ComfyUI can hold a layer's weight in fp8 or int8: 2-D weights of ``Linear`` modules only.
 
-    Of the other operations of ``mixed_precision_ops`` (``comfy/ops.py``) none but a bank of experts reads a scale.
-
     Args:
         cls: name of the module's class; a file does not tell it, so that there the dimensions have to do.
         dimensions: of the weight.
     """
+    # Of the other operations of ``mixed_precision_ops`` (comfy/ops.py) none but a bank of experts reads a scale.
     return cls == "Linear" and dimensions == 2
 
 

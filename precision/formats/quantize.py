@@ -30,11 +30,12 @@ class Quantized:
 def power_of_two_scale(largest: float, dtype: torch.dtype) -> float:
     """Return the smallest power of two that brings a finite ``largest`` into the range of an fp8 dtype; 1.0 for zeros.
 
-    Never below 2^-24, the smallest fp16 number: ComfyUI casts the scale to the compute dtype before it multiplies.
+    Never below 2^-24, the smallest fp16 number.
     """
     if largest == 0:
         return 1.0
     mantissa, exponent = math.frexp(largest / max_of(dtype))
+    # ComfyUI casts the scale to the compute dtype before it multiplies: in fp16 a smaller one would be 0.
     return math.ldexp(1.0, max(exponent - 1 if mantissa == 0.5 else exponent, MIN_SCALE_EXPONENT))
 
 

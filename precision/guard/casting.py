@@ -11,10 +11,9 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class PromotesFloats(TorchFunctionMode):
-    """While it is on, an operation that is given several float dtypes gets all of them in fp32.
+    """Give an operation that is called with several float dtypes all of them in fp32, while it is on.
 
-    Products, convolutions, norms and attention refuse to mix dtypes; elementwise operations promote by themselves. What
-    writes into one of its arguments is left alone: that has a dtype already.
+    What writes into one of its arguments is left alone: that has a dtype already.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -22,6 +21,7 @@ class PromotesFloats(TorchFunctionMode):
         dtypes = {tensor.dtype for tensor in tensors_in((args, kwargs))}
         if len(dtypes.intersection(FLOATS)) < 2 or _writes(func, kwargs):
             return func(*args, **kwargs)
+        # torch's products, convolutions, norms and attention refuse to mix dtypes; elementwise operations promote.
         return func(*replaced(tuple(args), _float), **replaced(kwargs, _float))
 
 

@@ -196,10 +196,8 @@ class Localizer(TorchDispatchMode):
 
 
 def _plain_alias(func, result):
-    """Return what ``torch.Tensor(tensor)`` gives of another pack's tensor class.
-
-    Under a dispatch mode torch leaves it of that class and calls the class's constructor on it, without its arguments.
-    """
+    """Return what ``torch.Tensor(tensor)`` gives of another pack's tensor class."""
+    # Under a dispatch mode torch leaves it of that class and calls the class's constructor, without its arguments.
     return result.as_subclass(torch.Tensor) if func is torch.ops.aten.alias.default else result
 
 
@@ -210,10 +208,8 @@ def first_bad_weight(module: torch.nn.Module) -> str | None:
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the data of a quantized weight as it is stored, without its scales; any other tensor as it is.
-
-    comfy-kitchen's ``QuantizedTensor`` gives its layout, and that its plain tensors (``comfy_kitchen/tensor/base.py``).
-    """
+    """Return the data of a quantized weight as it is stored, without its scales; any other tensor as it is."""
+    # comfy-kitchen's ``QuantizedTensor`` gives its layout, and that its plain tensors (comfy_kitchen/tensor/base.py).
     layout = getattr(tensor, "layout_cls", None)
     return tensor if layout is None else layout.get_plain_tensors(tensor)[0]
 
