@@ -1,18 +1,33 @@
 """Command line: ``python -m halfsafe inspect | scan | convert | plan | doctor``. ComfyUI never imports this file.
 
 ``python path/to/halfsafe`` is the same. Exit code 0: done; 1: ``scan`` found problems; 2: an error, told in one line on
-stderr; of several files the worst.
+stderr; of several files the worst; 130: interrupted.
 """
+# ruff: noqa: E402  what is imported late is imported so that an error in it can be told in one line
+
+import os
+import signal
+import sys
+
+INTERRUPTED = 130
+
+
+def _exit_at_once(*_: object) -> None:
+    os.write(2, b"halfsafe: interrupted\n")
+    os._exit(INTERRUPTED)
+
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _exit_at_once)  # during imports, which would end in a traceback; no file is open yet
 
 import argparse
 import json
 import math
-import os
-import sys
 import time
 from dataclasses import asdict
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import TextIO
 
 NEEDED = ("torch", "numpy", "safetensors")
 
@@ -41,12 +56,12 @@ if problem := _missing():
 if not __package__:
     __package__ = _package_of_this_folder()
 
-from .precision.devices.names import EXAMPLES, code_of  # noqa: E402
-from .precision.dtypes import STORAGE_OPTIONS  # noqa: E402
-from .precision.errors import HalfsafeError, UnknownProfile  # noqa: E402
-from .precision.plan.goal import GOALS  # noqa: E402
-from .precision.plan.presets import DEFAULT_PRESET, PRESETS  # noqa: E402
-from .precision.text import size_text  # noqa: E402
+from .precision.devices.names import EXAMPLES, code_of
+from .precision.dtypes import STORAGE_OPTIONS
+from .precision.errors import HalfsafeError, UnknownProfile
+from .precision.plan.goal import GOALS
+from .precision.plan.presets import DEFAULT_PRESET, PRESETS
+from .precision.text import size_text
 
 
 class Progress:
@@ -70,7 +85,7 @@ class Progress:
     def end(self) -> None:
         """Close the bar of work that stopped before its total, because a file failed."""
         if sys.stderr.isatty() and self.done < self.total:
-            print(file=sys.stderr)
+            _tell("")
 
     def _show(self) -> None:
         rate = self.done / max(time.monotonic() - self.began, 1e-9)
@@ -78,9 +93,22 @@ class Progress:
         if sys.stderr.isatty():
             filled = 30 * self.done // self.total
             end = "\n" if self.done >= self.total else ""
-            print(f"\r[{'#' * filled}{'.' * (30 - filled)}] {text}", end=end, file=sys.stderr, flush=True)
+            _tell(f"\r[{'#' * filled}{'.' * (30 - filled)}] {text}", end)
         else:
-            print(f"{100 * self.done // self.total:3d} % {text}", file=sys.stderr, flush=True)
+            _tell(f"{100 * self.done // self.total:3d} % {text}")
+
+
+def _tell(text: str, end: str = "\n") -> None:
+    """Print a line on stderr; work goes on where that is full or closed."""
+    try:
+        print(text, end=end, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what a stream still holds nowhere, which Python would fail to write as it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,11 +117,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return options.run(options)
     except HalfsafeError as error:
-        print("halfsafe:", " ".join(str(error).split()), file=sys.stderr)
+        _tell(f"halfsafe: {' '.join(str(error).split())}")
         return 2
-    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
-        sys.stdout = None
-        return 0
+    except KeyboardInterrupt:
+        _tell(f"{chr(10) * sys.stderr.isatty()}halfsafe: interrupted")
+        return INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -172,7 +200,15 @@ def _command(commands, name: str, run, text: str) -> argparse.ArgumentParser:
 
 
 def _print(options: argparse.Namespace, data: dict, text: str) -> None:
-    print(json.dumps(data, indent=2) if options.json else text)
+    try:
+        print(json.dumps(data, indent=2) if options.json else text, flush=True)
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        _discard(sys.stdout)
+    except OSError as error:
+        _discard(sys.stdout)
+        raise HalfsafeError(
+            f"Standard output cannot be written ({error.strerror}).", "The command is done; only what it prints is lost."
+        ) from None
 
 
 def _inspect(options: argparse.Namespace) -> int:
@@ -245,7 +281,7 @@ def _convert_one(source: Path, target: Path, options: argparse.Namespace, rules,
         raise HalfsafeError(f"{target} is not the name of a .safetensors file.", "Give the target that ending.")
     if os.path.exists(target) and not options.force:
         raise HalfsafeError(f"{target} exists.", "Add --force to overwrite it.")
-    return convert_file(source, target, options.storage, rules, progress)
+    return convert_file(source, target, options.storage, rules, progress, options.force)
 
 
 def _finish_many(options: argparse.Namespace, outcomes: list, to_json, to_text, summary: str, code: int) -> int:
@@ -256,7 +292,7 @@ def _finish_many(options: argparse.Namespace, outcomes: list, to_json, to_text, 
     for outcome in outcomes:
         if outcome.error is not None:
             named = outcome.error if isinstance(outcome.error, HalfsafeError) else f"{outcome.file}: {outcome.error!r}"
-            print("halfsafe:", " ".join(str(named).split()), file=sys.stderr)
+            _tell(f"halfsafe: {' '.join(str(named).split())}")
     return code
 
 
@@ -283,6 +319,9 @@ def _plan(options: argparse.Namespace) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     from .precision.commands import core_names, doctor
 
+    if options.comfyui and not _is_comfyui(options.comfyui):
+        problem = f"{options.comfyui} is no ComfyUI: it has no comfy/ops.py."
+        raise HalfsafeError(problem, "Give the folder that ComfyUI's main.py is in.")
     diagnosis, text = doctor.diagnose(), ""
     if comfyui := options.comfyui or _comfyui_around():
         found = diagnosis["comfyui"] = core_names.report(comfyui)
@@ -294,8 +333,29 @@ def _doctor(options: argparse.Namespace) -> int:
 def _comfyui_around() -> Path | None:
     """Find the ComfyUI that has this folder among its custom nodes."""
     folder = Path(__file__).absolute().parents[2]
-    return folder if (folder / "comfy" / "ops.py").is_file() else None
+    return folder if _is_comfyui(folder) else None
+
+
+def _is_comfyui(folder: Path) -> bool:
+    return (folder / "comfy" / "ops.py").is_file()
+
+
+def _run_alone() -> int:
+    """Run the command of this process, which may have any encoding for its output, or none, and be interrupted."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        getattr(sys, name).reconfigure(errors="backslashreplace")
+    at_once = signal.getsignal(signal.SIGINT)
+    if at_once is _exit_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return main()
+    except KeyboardInterrupt:  # a second one
+        return INTERRUPTED
+    finally:
+        signal.signal(signal.SIGINT, at_once)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_run_alone())

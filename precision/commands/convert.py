@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..files.safetensors_file import open_checkpoint
+from ..files.safetensors_file import open_checkpoint, write_safetensors
 from ..files.tensor_file import TensorFile
 from ..formats.card import Provenance, card_entry, source_of
 from ..formats.checkpoint import Checkpoint, dialect_text, read_checkpoint
 from ..formats.comfy_format import WeightPlan
-from ..formats.comfy_state import model_prefix, refuse_lora, write_weights
+from ..formats.comfy_state import model_prefix, planned_specs, planned_tensors, refuse_lora
 from ..formats.metadata import CARD_KEY
 from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
@@ -44,15 +44,18 @@ def convert_file(
     storage: str,
     rules: Rules,
     progress: Callable[[int], None] | None = None,
+    overwrite: bool = True,
 ) -> ConvertSummary:
     """Convert a file, or a sharded set into one file, holding one weight at a time. Every weight is checked for
     NaN/Inf.
 
     Args:
         progress: called with the bytes of the source just dealt with, :attr:`TensorFile.data_bytes` in all.
+        overwrite: False to leave a target as it is that exists, or appears meanwhile.
 
     Raises:
-        CheckpointError: source unreadable, damaged or a LoRA; target not writable or the same file; NaN or Inf.
+        CheckpointError: source unreadable, damaged, cut while it is read, or a LoRA; target not writable, the same file,
+            or to be left; NaN or Inf.
     """
     began = time.perf_counter()
     file = open_checkpoint(source)
@@ -66,7 +69,8 @@ def convert_file(
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of(file), storage, rules.names, lines, card=file.metadata.get(CARD_KEY, ""))
     metadata = {"format": "pt"} | checkpoint.metadata | card_entry(provenance, plans.values())
-    write_weights(target, checkpoint.weights, plans, metadata, source, _done(file, progress))
+    tensors = planned_tensors(checkpoint.weights, plans, source, _done(file, progress))
+    write_safetensors(target, planned_specs(plans), tensors, metadata, overwrite)
     if progress:
         progress(file.data_bytes - sum(weight.file_bytes for weight in checkpoint.weights.values()))
     return ConvertSummary(
@@ -83,12 +87,13 @@ def convert_file(
 
 
 def _done(file: TensorFile, progress: Callable[[int], None] | None) -> Callable[[str, int], None]:
-    """Return what to do once a weight of a file is written: give its pages back, and tell the progress."""
+    """Return what to do once a weight of a file is written: give its pages back, call the progress, and check the source."""
 
     def done(name: str, size: int) -> None:
         file.release(name)
         if progress:
             progress(size)
+        file.require_whole()
 
     return done
 

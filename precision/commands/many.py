@@ -12,6 +12,7 @@ from ..errors import CheckpointError, HalfsafeError
 from ..files.safetensors_file import open_checkpoint
 
 PART = re.compile(r"-\d{5}-of-\d{5}$")
+INDEX = ".index.json"
 Result = TypeVar("Result")
 
 
@@ -75,16 +76,17 @@ def bytes_in(files: Iterable[Path]) -> int:
 
 
 def models_in(files: Sequence[Path]) -> list[Path]:
-    """Return the files without all but one part of each sharded model, which any part opens as a whole."""
+    """Return one file for each sharded model, which its index and any part open as a whole, and the other files."""
     models: dict[object, Path] = {}
     for number, file in enumerate(files):
-        models.setdefault((file.parent, _stem(file)) if PART.search(file.stem) else number, file)
+        of_set = PART.search(file.stem) or file.name.endswith(INDEX)
+        models.setdefault((file.parent, _stem(file)) if of_set else number, file)
     return list(models.values())
 
 
 def _stem(source: Path) -> str:
     """Return the name of the model that a file, or a part of one, holds."""
-    name = source.name.removesuffix(".index.json")
+    name = source.name.removesuffix(INDEX)
     return PART.sub("", name.rpartition(".")[0] or name)
 
 

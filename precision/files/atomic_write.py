@@ -44,15 +44,20 @@ def os_errors_as(path: Path, verb: str) -> Iterator[None]:
         raise CheckpointError(path, f"cannot be {verb} ({error.strerror or error})", advice=advice) from error
 
 
+def _refuse_taken(path: Path) -> CheckpointError:
+    advice = "Give another name, or --force to overwrite it."
+    return CheckpointError(path, "appeared while it was being written, and is left as it is", advice=advice)
+
+
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def replacing(path: Path, overwrite: bool = True) -> Iterator[BinaryIO]:
     """Open a file to write to that becomes ``path`` when the block ends, flushed to the disk;
     after an exception it is gone.
 
     On Linux it has no name until then, so that nothing is left of it after a kill either.
 
     Raises:
-        CheckpointError: the folder or the disk refuses it.
+        CheckpointError: the folder or the disk refuses it, or ``path`` exists and is not to be overwritten.
     """
     with os_errors_as(path, "written"):
         sweep(path.parent)
@@ -63,10 +68,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             with os_errors_as(path, "written"):
                 file.flush()
                 os.fsync(descriptor)
-                part = part or _link(descriptor, path)
+                part = part or _link(descriptor, path, overwrite)
         with os_errors_as(path, "written"):
             if part != path:
-                os.replace(part, path)
+                (os.replace if overwrite else _move_to_free_name)(part, path)
             part = None
             _sync_folder(path.parent)
     finally:
@@ -100,16 +105,36 @@ def _open_unnamed(folder: Path) -> int | None:
         raise
 
 
-def _link(descriptor: int, path: Path) -> Path:
+def _link(descriptor: int, path: Path, overwrite: bool) -> Path:
     """Give an unnamed file a name: ``path`` itself where that is free, else one that is then moved over it."""
     source = f"/proc/self/fd/{descriptor}"
     try:
         os.link(source, path, src_dir_fd=descriptor, follow_symlinks=True)
         return path
     except FileExistsError:
+        if not overwrite:
+            raise _refuse_taken(path) from None
         part = _part_name(path.parent)
         os.link(source, part, src_dir_fd=descriptor, follow_symlinks=True)
         return part
+
+
+def _move_to_free_name(part: Path, path: Path) -> None:
+    """Rename a file to a name that nothing has, in one step where the system has one."""
+    try:
+        if os.name == "nt":
+            os.rename(part, path)  # which overwrites nothing there
+            return
+        try:
+            os.link(part, path)
+            part.unlink()
+        except FileExistsError:
+            raise
+        except OSError:  # a disk without links (FAT, some network shares): take the name, then the place
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            os.replace(part, path)
+    except FileExistsError:
+        raise _refuse_taken(path) from None
 
 
 def _part_name(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from .gguf_file import SUFFIX, open_gguf
 from .safetensors_header import MAX_HEADER, Entry, TensorSpec, header_bytes, layout, parse_json, read_header
 from .tensor_file import TensorFile, map_pages, open_regular
 
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.(safetensors|sft))")
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.(?i:safetensors|sft))")
 
 
 def open_checkpoint(path: str | os.PathLike) -> TensorFile:
@@ -36,20 +36,28 @@ def open_checkpoint(path: str | os.PathLike) -> TensorFile:
     shard = _SHARD.fullmatch(path.name)
     if shard is None or int(shard["count"]) <= 1:
         return _open_files(path, [path])
-    index = path.with_name(f"{shard['stem']}{shard['suffix']}.index.json")
-    return _open_index(index) if os.path.isfile(index) else _open_siblings(path, shard)
+    endings = dict.fromkeys((shard["suffix"], shard["suffix"].lower()))
+    indexes = [path.with_name(f"{shard['stem']}{ending}.index.json") for ending in endings]
+    index = next(filter(os.path.isfile, indexes), None)
+    return _open_siblings(path, shard) if index is None else _open_index(index, path.name)
+
+
+def _set_of(shard: re.Match) -> list[str]:
+    """List the names of all parts of the set that a part's name belongs to."""
+    numbers = range(1, int(shard["count"]) + 1)
+    return [f"{shard['stem']}-{number:05d}-of-{shard['count']}{shard['suffix']}" for number in numbers]
 
 
 def _open_siblings(path: Path, shard: re.Match) -> TensorFile:
-    numbers = range(1, int(shard["count"]) + 1)
-    files = [path.with_name(f"{shard['stem']}-{number:05d}-of-{shard['count']}{shard['suffix']}") for number in numbers]
+    files = [path.with_name(name) for name in _set_of(shard)]
     missing = next((file.name for file in files if not os.path.isfile(file)), None)
     if missing is not None:
         raise CheckpointError(path, f"part of a set whose file {missing} is missing", advice="Download all parts.")
     return _open_files(path, files)
 
 
-def _open_index(path: Path) -> TensorFile:
+def _open_index(path: Path, part: str = "") -> TensorFile:
+    """Open the set of an index; ``part`` is the name of the file that was asked for, if it was one of its parts."""
     with open_regular(path) as file, os_errors_as(path, "read"):
         if os.fstat(file.fileno()).st_size > MAX_HEADER:
             raise CheckpointError(path, "an index of more than 100 MB", advice="Download it again.")
@@ -59,6 +67,7 @@ def _open_index(path: Path) -> TensorFile:
         raise CheckpointError(path, "an index without a 'weight_map'", advice="Download it again.")
     for name, shard in shards.items():
         _check_shard(path, name, shard)
+    _require_all_parts(path, {*shards.values(), *filter(None, [part])}, set(shards.values()))
     whole = _open_files(path, [path.with_name(shard) for shard in dict.fromkeys(shards.values())])
     missing = next((name for name in shards if name not in whole.entries), None)
     if missing is not None:
@@ -66,6 +75,14 @@ def _open_index(path: Path) -> TensorFile:
             path, f"not in {shards[missing]}, where the index places it", missing, "Download it again."
         )
     return whole
+
+
+def _require_all_parts(path: Path, names: set[str], named: set[str]) -> None:
+    sets = {(shard["stem"], shard["count"]): shard for shard in map(_SHARD.fullmatch, names) if shard}
+    missing = next((name for shard in sets.values() for name in _set_of(shard) if name not in named), None)
+    if missing is not None:
+        advice = "Download the index again, or delete it: without one the parts are found by their numbers."
+        raise CheckpointError(path, f"leaves out {missing}, a part of its set", advice=advice)
 
 
 def _check_shard(path: Path, name: str, shard: object) -> None:
@@ -99,14 +116,16 @@ def write_safetensors(
     specs: Sequence[TensorSpec],
     tensors: Iterable[tuple[str, torch.Tensor]],
     metadata: dict[str, str],
+    overwrite: bool = True,
 ) -> None:
     """Write the tensors that ``specs`` announce, holding one at a time. ``tensors`` may come in any order.
 
     Wide dtypes lie first, as safetensors' own writer lays them. Until everything is on the disk an existing file stays
-    as it is, and no new one appears: not after an exception, and on Linux not after a kill either.
+    as it is, and no new one appears: not after an exception, and on Linux not after a kill either. ``overwrite=False``
+    leaves a file of that name as it is, also one that appears meanwhile.
 
     Raises:
-        CheckpointError: the disk is too small or full, or the folder cannot be written to.
+        CheckpointError: the disk is too small or full, the folder cannot be written to, or there is a file to be left.
         ValueError: ``tensors`` are not those that ``specs`` announce.
     """
     path = _real_path(path)
@@ -114,7 +133,7 @@ def write_safetensors(
     header = header_bytes(spans, metadata)
     with os_errors_as(path, "written"):
         require_space(path, len(header) + sum(spec.bytes for spec in specs))
-    with replacing(path) as file:
+    with replacing(path, overwrite) as file:
         with os_errors_as(path, "written"):
             file.write(header)
         _write_all(path, file, len(header), spans, tensors)

@@ -31,11 +31,15 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self.entries[name]
+        _require_whole(entry.file, self._maps[entry.file])
         dtype = entry.torch_dtype
         if entry.start == entry.end:
             return torch.empty(entry.shape, dtype=dtype)
         count = (entry.end - entry.start) // dtype.itemsize
         return torch.frombuffer(self._maps[entry.file], dtype=dtype, count=count, offset=entry.start).view(entry.shape)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -61,6 +65,11 @@ class TensorFile(Mapping[str, torch.Tensor]):
         """Bytes of all tensors together."""
         return sum(entry.end - entry.start for entry in self.entries.values())
 
+    def require_whole(self) -> None:
+        """Raise CheckpointError if one of the files has become shorter since it was opened."""
+        for path, pages in self._maps.items():
+            _require_whole(path, pages)
+
     def release(self, name: str) -> None:
         """Let the system drop the pages of a tensor that is no longer needed; reading it again reads the file again."""
         if not hasattr(mmap, "MADV_DONTNEED"):
@@ -70,6 +79,13 @@ class TensorFile(Mapping[str, torch.Tensor]):
         end = entry.end // mmap.PAGESIZE * mmap.PAGESIZE
         if end > start:
             self._maps[entry.file].madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+def _require_whole(path: Path, pages: mmap.mmap) -> None:
+    # The system ends a process that reads a page past the end of its file (SIGBUS), which Python cannot catch.
+    if pages.size() < len(pages):
+        problem = f"cut to {pages.size()} bytes while it was read; it had {len(pages)}"
+        raise CheckpointError(path, problem, advice="Start again when nothing else writes to it.")
 
 
 def open_regular(path: Path) -> BinaryIO:

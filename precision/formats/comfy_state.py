@@ -1,12 +1,11 @@
 """Models in ComfyUI's own quantization format: made weight by weight, into memory or into a file."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from ..errors import CheckpointError
-from ..files.safetensors_file import write_safetensors
+from ..files.safetensors_header import TensorSpec
 from .checkpoint import Checkpoint, StoredWeight
 from .comfy_format import WeightPlan, finite_bound, tensors_of
 
@@ -42,15 +41,15 @@ def check_finite(tensors: Mapping[str, torch.Tensor], path) -> None:
         finite_bound(StoredWeight(name, tensor), path)
 
 
-def write_weights(
-    target: str | os.PathLike,
-    weights: Mapping[str, StoredWeight],
-    plans: Mapping[str, WeightPlan],
-    metadata: dict[str, str],
-    path,
-    done: Callable[[str, int], None] = lambda name, size: None,
-) -> None:
-    """Write weights to a file in ComfyUI's format as they are planned, making one at a time.
+def planned_specs(plans: Mapping[str, WeightPlan]) -> list[TensorSpec]:
+    """List the tensors that :func:`planned_tensors` will give."""
+    return [spec for plan in plans.values() for spec in plan.specs]
+
+
+def planned_tensors(
+    weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], path, done: Callable[[str, int], None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Make weights in ComfyUI's format as they are planned, one at a time, and yield their tensors by name.
 
     Args:
         path: what errors name as the place of a bad weight.
@@ -58,15 +57,10 @@ def write_weights(
 
     Raises:
         NonFiniteWeight: a weight holds NaN or Inf.
-        CheckpointError: the target cannot be written.
     """
-
-    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, weight in weights.items():
-            yield from tensors_of(weight, plans[name].storage, path).items()
-            done(name, weight.file_bytes)
-
-    write_safetensors(target, [spec for plan in plans.values() for spec in plan.specs], tensors(), metadata)
+    for name, weight in weights.items():
+        yield from tensors_of(weight, plans[name].storage, path).items()
+        done(name, weight.file_bytes)
 
 
 def model_prefix(checkpoint: Checkpoint) -> str:

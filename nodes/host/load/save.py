@@ -12,9 +12,10 @@ import torch
 
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.errors import HalfsafeError
-from ....precision.formats import comfy_state
+from ....precision.files.safetensors_file import write_safetensors
 from ....precision.formats.card import Provenance, card_entry
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
+from ....precision.formats.comfy_state import planned_specs, planned_tensors
 from ....precision.plan.facts import LayerSpec
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import plan_storage
@@ -96,7 +97,8 @@ def save_model(
     provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched)
     progress = byte_progress(weights.stored.values())
     metadata |= card_entry(provenance, plans.values())
-    comfy_state.write_weights(path, weights, plans, metadata, name, lambda _, size: progress(size))
+    tensors = planned_tensors(weights, plans, name, lambda _, size: progress(size))
+    write_safetensors(path, planned_specs(plans), tensors, metadata)
     return name
 
 
