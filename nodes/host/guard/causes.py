@@ -1,4 +1,4 @@
-"""What ComfyUI gives a call and the weights it runs with, as causes of NaN that no precision cures."""
+"""Check what ComfyUI gives a call, and the weights it runs with: causes of NaN that no precision cures."""
 
 import copy
 import operator
@@ -26,7 +26,10 @@ MODEL = "diffusion_model."
 
 
 def call_inputs(call: Call, first: bool) -> list[NotFiniteInput]:
-    """List what a denoiser was given that is not finite. ``first``: nothing of this run was computed by the model yet."""
+    """List what a denoiser was given that is not finite.
+
+    ``first``: nothing of this run was computed by the model yet.
+    """
     named = [
         (SIGMA, call.t),
         (_conditioning(call.c_crossattn, call.options), call.c_crossattn),
@@ -61,7 +64,7 @@ def _conditioning(context: torch.Tensor | None, options: dict) -> str:
 
 
 def call_patches(call: Call) -> str:
-    """Name the functions that nodes have put into the model's blocks for a call, as GLIGEN and IP-Adapters do; empty for none."""
+    """Name the functions that nodes put into the model's blocks, as GLIGEN and IP-Adapters do; "" for none."""
     functions = {f"'{_name_of(one)}'" for key in CALL_PATCHES for one in _functions(call.options.get(key))}
     return " and ".join(sorted(functions))
 
@@ -129,8 +132,10 @@ class LoadedWeights:
             return patch
         weight = operator.attrgetter(name)(self.model)
         if any(key == f"{self._prefix}{name}" for key, _ in self._patches()) and not self.has_nan(name):
-            dtype = weight.dtype
-            return f"With its LoRA the weight '{name}' passes the range of {dtype}: lower the strength, or load the model with storage bf16 or fp32."
+            return (
+                f"With its LoRA the weight '{name}' passes the range of {weight.dtype}: "
+                "lower the strength, or load the model with storage bf16 or fp32."
+            )
         return f"The weight '{name}' of {_file_of(self._patcher) or 'the model'} holds NaN or Inf. {_advice_on(weight)}"
 
     def patch_sentence(self, layer: str) -> str:
@@ -141,11 +146,12 @@ class LoadedWeights:
                 files = _bad_lora_files()
                 where = f" It is in {files}." if files else ""
                 name = key.removeprefix(self._prefix)
-                return f"A LoRA or other patch of '{name}' holds NaN or Inf.{where} Leave that LoRA out, or get it again."
+                problem = f"A LoRA or other patch of '{name}' holds NaN or Inf.{where}"
+                return f"{problem} Leave that LoRA out, or get it again."
         return ""
 
     def _patches(self) -> list[tuple[str, list]]:
-        """(key of a weight, its LoRAs and other patches), of those that hooks have on now too."""
+        """List (key of a weight, its LoRAs and other patches), those that hooks have on now too."""
         patcher = self._patcher
         return [*patcher.patches.items(), *patcher.get_combined_hook_patches(patcher.current_hooks).items()]
 
@@ -153,8 +159,8 @@ class LoadedWeights:
 def _advice_on(weight: torch.Tensor) -> str:
     if stored(weight).dtype.itemsize == 1:
         return (
-            "If the file is fine, the cast to fp8 made it so: ComfyUI's own loaders cast without a scale and take scaled e5m2 "
-            "for e4m3fn. Load Diffusion Model (Halfsafe) does neither. Else get the file again."
+            "If the file is fine, the cast to fp8 made it so: ComfyUI's own loaders cast without a scale "
+            "and take scaled e5m2 for e4m3fn. Load Diffusion Model (Halfsafe) does neither. Else get the file again."
         )
     return "Get the file again. If its own value is only too large for fp16, load it with storage bf16 or fp32."
 
@@ -166,7 +172,8 @@ def _patch_tensors(patch: tuple) -> list[torch.Tensor]:
 
 def _bad_lora_files() -> str:
     """Name the LoRA files of the running prompt that hold NaN or Inf, with their first such tensor."""
-    names = {value for node in running_prompt().values() for value in node.get("inputs", {}).values() if isinstance(value, str)}
+    given = (value for node in running_prompt().values() for value in node.get("inputs", {}).values())
+    names = {value for value in given if isinstance(value, str)}
     known = sorted(names & set(folder_paths.get_filename_list("loras")))
     found = ((name, _bad_tensor(folder_paths.get_full_path("loras", name))) for name in known)
     return ", ".join(f"{name} (tensor '{tensor}')" for name, tensor in found if tensor)

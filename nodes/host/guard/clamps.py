@@ -9,12 +9,12 @@ CLAMPING_MODULES = ("comfy.ldm.flux.", "comfy.ldm.lumina.", "comfy.ldm.chroma", 
 
 
 def clamps_in_fp16(model: torch.nn.Module) -> bool:
-    """Tell whether the code of this diffusion model calls ``torch.nan_to_num`` on fp16 values (ComfyUI 0.29 to 0.38)."""
+    """Tell whether the code of a diffusion model calls ``torch.nan_to_num`` on fp16 values (ComfyUI 0.29 to 0.38)."""
     return any(type(module).__module__.startswith(CLAMPING_MODULES) for module in model.modules())
 
 
 class ClampWatch(TorchFunctionMode):
-    """Keeps the largest magnitude, inf or NaN, that any ``nan_to_num`` of fp16 values was given; reads nothing back."""
+    """Record the largest magnitude, inf or NaN, that ``nan_to_num`` of fp16 values is given; reads nothing back."""
 
     def __init__(self, on: bool):
         super().__init__()
@@ -34,5 +34,5 @@ class ClampWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def sizes(self, device: torch.device) -> list[torch.Tensor]:
-        """What was kept, 0-dim, on ``device``; nothing where nothing was clamped."""
+        """Return the largest magnitude, 0-dim, on ``device``; nothing where nothing was clamped."""
         return [] if self._largest is None else [self._largest.to(device)]

@@ -67,7 +67,7 @@ class EncoderGuard:
 def _circumstances(
     name: str, dtype: torch.dtype, patcher: "ModelPatcher", position: CallPosition, batch: int
 ) -> Circumstances[torch.dtype]:
-    """Gather what is known of a failed call: ``name`` is what did it (VAE decode ...), ``batch`` the rows of its result."""
+    """Gather what is known of a failed call, ``name`` (VAE decode ...), with a result of ``batch`` rows."""
     return Circumstances(
         position,
         batch=batch,
@@ -84,7 +84,9 @@ def _circumstances(
 class EncoderCall(FailedCall[Any, torch.dtype, Any]):
     """One call of a VAE or text encoder, which is in ``dtype``."""
 
-    def __init__(self, kind: str, run: Run, patcher: "ModelPatcher", dtype: torch.dtype, about: Circumstances[torch.dtype]):
+    def __init__(
+        self, kind: str, run: Run, patcher: "ModelPatcher", dtype: torch.dtype, about: Circumstances[torch.dtype]
+    ):
         self.wording = ENCODERS[kind]
         self.weights = LoadedWeights(patcher)
         self.dtype, self.about = dtype, about
@@ -139,7 +141,7 @@ class EncoderCall(FailedCall[Any, torch.dtype, Any]):
 
 
 def guard_vae(vae, on_nan: str, node_id: str | None = None):
-    """A copy of the VAE whose results are checked. The original stays as it is."""
+    """Return a copy of the VAE whose results are checked. The original stays as it is."""
     guarded = copy.copy(vae)
     guarded.patcher = vae.patcher.clone()
     guarded.__class__ = _guarded_class(_plain_class(type(vae)), _GuardedVAE)
@@ -148,7 +150,7 @@ def guard_vae(vae, on_nan: str, node_id: str | None = None):
 
 
 def guard_clip(clip, on_nan: str, node_id: str | None = None):
-    """A clone of the text encoder whose results are checked."""
+    """Return a clone of the text encoder whose results are checked."""
     guarded = clip.clone()
     guarded.__class__ = _guarded_class(_plain_class(type(clip)), _GuardedCLIP)
     setattr(guarded, ATTRIBUTE, EncoderGuard("Text encoder", on_nan, node_id))
@@ -225,7 +227,7 @@ def unguarded(guarded):
 
 
 def _watched_output(vae) -> list[float]:
-    """The largest magnitude of what this VAE's output clamp was given: after it, inf is white."""
+    """Note in a list the largest magnitude that a VAE's output clamp is given at each call: after it, inf is white."""
     sizes, process = [], vae.process_output
 
     def watch(image):
@@ -243,4 +245,3 @@ def _worst(sizes) -> float:
 def _rows_of(result) -> int:
     tensors = tensors_in(result)
     return len(tensors[0]) if tensors else 1
-

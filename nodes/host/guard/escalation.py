@@ -1,4 +1,4 @@
-"""A model of which some parts run wider than by themselves: what the guard puts on it for the length of a call."""
+"""Run a model with some parts wider than by themselves: what the guard puts on it for the length of a call."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -65,9 +65,15 @@ class EscalatedLayers:
         """Make a call inside of whatever wrappers others have, with the patches ``observing`` on top of the model's."""
         attend = self._attend if self.everywhere or self.blocks or self._exact else None
         exact = self._exact.everywhere() if self._exact else contextlib.nullcontext()
-        if attend and not is_compiled(call.model.current_patcher):  # a graph is made anew for each function it has not met
+        # torch.compile makes a graph anew for each function it has not met.
+        if attend and not is_compiled(call.model.current_patcher):
             call.options = with_patches(call.options, promoting)
-        with exact, patched([*self._patches(), *observing]), attending(call.model, call, attend), _sums_in_fp32(self.everywhere):
+        with (
+            exact,
+            patched([*self._patches(), *observing]),
+            attending(call.model, call, attend),
+            _sums_in_fp32(self.everywhere),
+        ):
             return self.planned.call(call)
 
     def around(self, make: Make) -> dict:
@@ -76,14 +82,15 @@ class EscalatedLayers:
             return self.planned.call(make)
 
     def modes(self) -> dict[str, str]:
-        """Layer -> the mode it runs in now."""
+        """Map layers to the modes they run in now."""
         return self.decided | self.planned.observed_modes()
 
     def _patches(self) -> list[Patch]:
         own = forwards_in(self.planned.patches)
         given = {name: own.get(id(part), forward_of(part)) for name, part in self.parts.items()}
         wrapped = {name: self._part(name, forward) for name, forward in given.items()}
-        blocks = [(part, "forward", wrapped[name]) for name, part in self.parts.items() if wrapped[name] is not given[name]]
+        changed = (name for name in self.parts if wrapped[name] is not given[name])
+        blocks = [(self.parts[name], "forward", wrapped[name]) for name in changed]
         return [*self._on_model(), *self.planned.patches, *blocks]
 
     def _part(self, name: str, forward: Callable) -> Callable:
@@ -92,8 +99,9 @@ class EscalatedLayers:
         return self._widened_block(exact) if name in self.blocks else exact
 
     def _on_model(self) -> list[Patch]:
-        """Cast the model's entry to fp32 and clone its input. In fp16 that cast copies the input; in fp32 it is a no-op, and
-        EasyCache (``comfy_extras/nodes_easycache.py``) would add to the sampler's own latent in place."""
+        """Cast the model's entry to fp32 and clone its input."""
+        # In fp16 that cast copies the input; in fp32 it is a no-op, and EasyCache (comfy_extras/nodes_easycache.py)
+        # would add to the sampler's own latent in place.
         if self._model is None:
             return []
         sampling = self._model.model_sampling
@@ -104,12 +112,13 @@ class EscalatedLayers:
         ]
 
     def _widened_block(self, forward: Callable) -> Callable:
-        """A part's forward with fp32 between its layers; its result has the dtype it was given."""
+        """Wrap a part's forward with fp32 between its layers; its result has the dtype it was given."""
 
         def run(*args, **kwargs):
             floats = floats_in([value for value in [*args, *kwargs.values()] if not isinstance(value, dict)])
             given = next((value.dtype for value in floats if value.dtype != torch.float32), None)
-            args, kwargs = cast_arguments(args, CAST, torch.float32), {key: cast_arguments(value, CAST, torch.float32) for key, value in kwargs.items()}
+            args = cast_arguments(args, CAST, torch.float32)
+            kwargs = {key: cast_arguments(value, CAST, torch.float32) for key, value in kwargs.items()}
             self._inside += 1
             try:
                 with _sums_in_fp32(True):
@@ -132,8 +141,11 @@ class EscalatedLayers:
 
 
 class RangeObserver:
-    """Measures the largest magnitudes of a call: of each layer that multiplies and of each top-level part, and finds the
-    parts with an attention that fp16 could not hold. ``patches``: what to put on the model for the length of that call."""
+    """Measure the largest magnitudes of a call, of each layer that multiplies and of each top-level part.
+
+    Finds the parts with an attention that fp16 could not hold, too. ``patches``: what to put on the model for the
+    length of that call.
+    """
 
     def __init__(self, layers: EscalatedLayers):
         self._layers: dict[str, torch.Tensor] = {}
@@ -143,9 +155,9 @@ class RangeObserver:
         forwards = forwards_in(layers.planned.patches)
         modules = layers.planned.modules.items()
         own = {id(module): self._measured_layer(name, forwards[id(module)]) for name, module in modules}
-        parts = [(part, self._measured_part(name, own.get(id(part), part.forward))) for name, part in layers.parts.items()]
         self.patches: list[Patch] = [(module, "forward", own[id(module)]) for _, module in modules]
-        self.patches += [(part, "forward", forward) for part, forward in parts]
+        for name, part in layers.parts.items():
+            self.patches.append((part, "forward", self._measured_part(name, own.get(id(part), part.forward))))
 
     def _measured_layer(self, name: str, forward: Callable) -> Callable:
         def run(x, *args, **kwargs):
@@ -181,7 +193,7 @@ def _sums_in_fp32(here: bool) -> contextlib.AbstractContextManager:
 
 
 def forwards_in(patches: Sequence[Patch]) -> dict[int, Callable]:
-    """Return id of a module -> the forward that patches put on it."""
+    """Map ids of modules to the forwards that patches put on them."""
     return {id(module): value for module, name, value in patches if name == "forward"}
 
 
@@ -194,8 +206,12 @@ def _decisions(
 
 
 def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
-    """What others multiply in their own way runs in fp32 where it would have to be wide; fp8 operands become fp16. An int8
-    layer that is not escalated itself stays in int8: between fp32 values its product cannot overflow."""
+    """Decide what a layer of this mode runs in under an escalation.
+
+    A custom layer of another loader, which does more than multiply, runs in fp32 where it would have to be wide; fp8
+    operands become fp16. An int8 layer that is not escalated itself stays in int8: between fp32 values its product
+    cannot overflow.
+    """
     if any(known.is_wide for known in modes_named([mode])):
         mode = FP16_WIDE.name if only_multiplies(module) else FP32.name
     return ComputeDecision(FP16_WIDE.name if mode == FP8.name else mode, "fp32", "escalated by the guard")

@@ -25,12 +25,15 @@ from .escalation import EscalatedLayers, RangeObserver
 from .state import Guarded
 
 INSIDE = "halfsafe_guard"
-"""The entry of ``transformer_options`` that says how the guard's innermost wrapper runs a call; the model is given none."""
+"""The entry of ``transformer_options`` that says how the guard's innermost wrapper runs a call; no model gets it."""
 OURS = __name__.partition(".nodes.")[0]
 
 
 class ModelCall(FailedCall[Call, Escalation, torch.Tensor]):
-    """One call of a diffusion model, the ``number``th of its run; ``hidden``: its result is finite because a clamp made it so."""
+    """One call of a diffusion model, the ``number``th of its run.
+
+    ``hidden``: its result is finite because a clamp made it so.
+    """
 
     wording = MODEL
 
@@ -90,7 +93,7 @@ class ModelCall(FailedCall[Call, Escalation, torch.Tensor]):
         return result.index_fill(0, torch.tensor(sorted(rows), device=result.device), math.nan)
 
     def modes(self, origin: Origin | None, step: Escalation | None = None) -> tuple[str, str]:
-        """Return (mode by itself, mode now) of the layer that failed, or of the values between layers; "" for an input."""
+        """Return (mode by itself, mode now) of the layer that failed, or of values between layers; "" for an input."""
         return ("", "") if origin and origin.kind == "input" else self.guarded.modes_at(origin)
 
     def keep(self, step: Escalation, attempt: Attempt[torch.Tensor], origin: Origin | None) -> None:
@@ -105,7 +108,7 @@ class ModelCall(FailedCall[Call, Escalation, torch.Tensor]):
         return is_oom(error)
 
     def patches(self, given: Call) -> str:
-        """Name the functions that nodes put into the model's blocks; empty for none."""
+        """Name the functions that nodes put into the model's blocks; "" for none."""
         return call_patches(given)
 
     def without_patches(self, given: Call) -> Call:
@@ -116,7 +119,9 @@ class ModelCall(FailedCall[Call, Escalation, torch.Tensor]):
         return self.guarded.layers.call(call) if self.guarded.layers else call()
 
 
-def _attempt(given: Call, run: Callable[[Call], torch.Tensor], observer: RangeObserver | None = None) -> Attempt[torch.Tensor]:
+def _attempt(
+    given: Call, run: Callable[[Call], torch.Tensor], observer: RangeObserver | None = None
+) -> Attempt[torch.Tensor]:
     """Make a call with ``run`` in the place of the model, inside of all wrappers."""
     result = given(**{INSIDE: run})
     return Attempt(result, amax_value(result), observer)
@@ -131,7 +136,7 @@ def _watched(localizer: Localizer, executor: Callable, *args, **kwargs) -> torch
 
 
 def _opaque_attention(localizer: Localizer, options: dict) -> dict:
-    """Return ``transformer_options`` whose attention is watched as one operation, named after the kernel that runs it."""
+    """Return ``transformer_options`` whose attention is watched as one operation, named after its kernel."""
     previous = options.get(OVERRIDE)
     others = previous is not None and not getattr(previous, "__module__", "").startswith(OURS)
 

@@ -1,4 +1,4 @@
-"""The NaN guard on a ModelPatcher: each call's result is checked once; one that is not finite is explained and repeated."""
+"""The NaN guard on a ModelPatcher: each call's result is checked, explained where it is not finite, and repeated."""
 
 import contextlib
 import functools
@@ -36,11 +36,14 @@ if TYPE_CHECKING:
 
 LOGS_KEPT = 8
 TEXT_ADAPTER = "text adapter"
-CONTROLNET = "A ControlNet ran beside this model: what it gives is checked, but no repeat of the guard runs it, and it follows the plan of Load ControlNet alone."
+CONTROLNET = (
+    "A ControlNet ran beside this model: "
+    "what it gives is checked, but no repeat of the guard runs it, and it follows the plan of Load ControlNet alone."
+)
 
 
 def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = None, check: str = "off"):
-    """A clone of the model whose calls are guarded. An earlier guard on it is replaced."""
+    """Return a clone of the model whose calls are guarded. An earlier guard on it is replaced."""
     clone = patcher.clone()
     guard = Guard(on_nan, max_retries, node_id, check)
     set_wrapper(clone, GUARD, guard)
@@ -52,7 +55,7 @@ def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = Non
 
 
 def guard_of(patcher) -> "Guard | None":
-    """The guard on a patcher, if it has one."""
+    """Return the guard on a patcher, if it has one."""
     return patcher.attachments.get(GUARD)
 
 
@@ -96,7 +99,7 @@ class Guard:
         return run(call) if run else call()
 
     def sampling(self, executor, noise, latent_image, sampler, sigmas, denoise_mask=None, *args, **kwargs):
-        """Around one run of a sampler: what goes in and what comes out."""
+        """Check what goes into one run of a sampler and what comes out."""
         guider = executor.class_obj
         log = self._begin(guider.model_patcher)
         try:
@@ -110,7 +113,7 @@ class Guard:
 
     @contextlib.contextmanager
     def _inside_conditions(self, patcher: "ModelPatcher"):
-        """While the context lasts, ``conditions`` can run a model's text adapter in fp32, inside of the compute plan."""
+        """Let ``conditions`` run a text adapter in fp32, inside of the compute plan, while the context lasts."""
         model = patcher.model
         if not adapts_text(model):
             yield
@@ -119,7 +122,7 @@ class Guard:
             yield
 
     def conditions(self, executor, *args, **kwargs):
-        """Around a sampler's run, inside of all others: the texts that the model's own adapter gives."""
+        """Check the texts that the model's own adapter gives, inside of all other wrappers of a sampler's run."""
         patcher = executor.class_obj.model_patcher
         if not adapts_text(patcher.model):
             return executor(*args, **kwargs)
@@ -127,15 +130,17 @@ class Guard:
             return executor(*args, **kwargs)
 
     def _checked(self, patcher: "ModelPatcher", make: Make) -> dict:
-        return text_adapter.checked(make, patcher.model, self.states.of(patcher.model), self._log(patcher), self.max_retries)
+        guarded, log = self.states.of(patcher.model), self._log(patcher)
+        return text_adapter.checked(make, patcher.model, guarded, log, self.max_retries)
 
     def report(self, patcher: "ModelPatcher") -> GuardReport:
-        """What was seen in the last prompt that ran a patcher, or a clone that differs in what changes no arithmetic.
+        """Report on the last prompt that ran a patcher, or a clone that differs in what changes no arithmetic.
 
         Its escalations are those of all devices that ran it, as its rules are for all of them.
         """
         runs = self.states.runs_of(patcher)
-        report = self._log(patcher).report(functools.reduce(operator.or_, (run.escalation for run in runs), Escalation()))
+        escalation = functools.reduce(operator.or_, (run.escalation for run in runs), Escalation())
+        report = self._log(patcher).report(escalation)
         report.escalations |= {TEXT_ADAPTER: "fp32"} if any(run.text_in_fp32 for run in runs) else {}
         return report
 
@@ -144,16 +149,17 @@ class Guard:
         return sorted(self._log(patcher).remarks)
 
     def modes(self, patcher: "ModelPatcher") -> dict[str, str]:
-        """Layer -> mode, of the layers that run wider now."""
+        """Map the layers that run wider now to their modes."""
         guarded = self.states.last_of(patcher)
         return guarded.layers.modes() if guarded and guarded.layers else {}
 
     def modes_by_device(self, patcher: "ModelPatcher") -> dict[str, dict[str, str]]:
-        """Device -> the modes of its own that :meth:`modes` gives, for each that made calls."""
-        return {device: run.layers.modes() if run.layers else {} for device, run in self.states.by_device(patcher).items()}
+        """Map devices that made calls to the modes that :meth:`modes` gives for each."""
+        runs = self.states.by_device(patcher).items()
+        return {device: run.layers.modes() if run.layers else {} for device, run in runs}
 
     def ranges(self, patcher: "ModelPatcher") -> dict[str, float]:
-        """Layer -> the largest magnitude it was given, of the layers that run wider."""
+        """Map the layers that run wider to the largest magnitude each was given."""
         guarded = self.states.last_of(patcher)
         return guarded.layers.planned.calibration.largest() if guarded and guarded.layers else {}
 
@@ -161,7 +167,7 @@ class Guard:
         return self._logs.get(self._branch(patcher)) or self._keep(patcher, self._new_log())
 
     def _branch(self, patcher: "ModelPatcher") -> tuple:
-        """A log's key: MultiGPU's clones of a patcher on other devices have the same."""
+        """Return a log's key: MultiGPU's clones of a patcher on other devices have the same."""
         return *branch_of(patcher), *settings_of(patcher)
 
     def _keep(self, patcher: "ModelPatcher", log: GuardLog) -> GuardLog:
@@ -177,7 +183,7 @@ class Guard:
         return GuardLog(self.on_nan, notifier(self.node_id, prompt), prompt=prompt)
 
     def _begin(self, patcher: "ModelPatcher") -> GuardLog:
-        """The log of a sampler's run: a new one, unless it is of the same prompt."""
+        """Return the log of a sampler's run: a new one, unless the last is of the same prompt."""
         prompt, log = running_prompt_id(), self._log(patcher)
         if prompt is None or log.prompt != prompt:
             log = self._new_log(prompt)
@@ -185,7 +191,7 @@ class Guard:
         return self._keep(patcher, log)
 
     def _check_device(self, call: Call, guarded: Guarded, log: GuardLog) -> None:
-        """Once per device and process: a product in the model's dtype, where some devices give zeros."""
+        """Check a product in the model's dtype, for which some devices give zeros, once per device and process."""
         if guarded.stream not in probes.GEMM_TOLERANCE or guarded.escalation.whole:
             return
         ok, detail = probes.canary(guarded.device, guarded.stream)
@@ -196,5 +202,5 @@ class Guard:
 
 
 def _settings(patcher: "ModelPatcher") -> tuple:
-    """What a guard's findings depend on beside the weights: LoRAs beside 8-bit weights change what overflows too."""
+    """Return what else than weights a guard's findings depend on: LoRAs beside 8-bit weights change what overflows."""
     return patches_of(patcher), *settings_of(patcher)

@@ -1,4 +1,4 @@
-"""How a guard tells the user: a line in ComfyUI's log and a message to the page."""
+"""Notify the user of what a guard found: a line in ComfyUI's log and a message to the page."""
 
 import functools
 import logging
@@ -17,7 +17,13 @@ def notifier(node_id: str | None, prompt: str | None = None) -> Notify:
 
 
 def _notify(
-    node_id: str | None, prompt: str | None, kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None
+    node_id: str | None,
+    prompt: str | None,
+    kind: str,
+    verdict: str,
+    message: str,
+    advice: str,
+    event: GuardEvent | None = None,
 ) -> None:
     if event:
         logger.warning("Halfsafe guard: %s %s", message, advice if asks_for_action(verdict) else "")

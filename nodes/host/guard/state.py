@@ -1,4 +1,4 @@
-"""What the guard knows of one model in one state of its weights: what runs wider in it, and what earlier runs taught."""
+"""What the guard knows of a model in one state of its weights: what runs wider, and what earlier runs showed."""
 
 import weakref
 from typing import TYPE_CHECKING
@@ -23,12 +23,12 @@ class Learned(dict[tuple, Escalation]):
     """What guards have learned of one model: state of the model -> escalation."""
 
     def __deepcopy__(self, memo: dict) -> "Learned":
-        """A copy of the model for another device begins with nothing: a state is known by objects that are not copied."""
+        """Return an empty one for a copy of the model on another device: a state is known by objects not copied."""
         return Learned()
 
 
 def learned_of(model: "BaseModel") -> Learned:
-    """Return what guards have learned of a model. It is kept on the model: a guard lasts no longer than its node's result."""
+    """Return what guards have learned of a model, which is kept on it: a guard lasts as long as its node's result."""
     return vars(model).setdefault(LEARNED, Learned())
 
 
@@ -70,7 +70,7 @@ class Guarded:
         learned_of(model)[_known_as(model)] = escalation
 
     def modes_at(self, origin: Origin | None) -> tuple[str, str]:
-        """(mode by itself, mode now) of the layer that failed, or of the values between layers."""
+        """Return (mode by itself, mode now) of the layer that failed, or of the values between layers."""
         layer = origin.layer if origin else ""
         own = self.modes.get(layer, self.stream)
         if layer not in self.modes:

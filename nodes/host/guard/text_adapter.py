@@ -1,4 +1,4 @@
-"""The guard around text adapters: layers of the diffusion model that ComfyUI runs once per run, before any call of it."""
+"""The guard around text adapters: layers of the diffusion model that ComfyUI runs once, before any call of it."""
 
 import functools
 import math
@@ -88,11 +88,11 @@ class AdapterCall(FailedCall[Make, Escalation, dict]):
             return _attempt(functools.partial(given.func, **given.keywords, **{INSIDE: layers}))
 
     def rows(self, result: dict) -> set[int]:
-        """A text is lost as a whole."""
+        """Return the one row there is: a text is lost as a whole."""
         return {0}
 
     def with_nan(self, result: dict, rows: set[int]) -> dict:
-        """A text is lost as a whole, so none is given back with some rows lost."""
+        """Return the text as it is: one that is lost as a whole has no rows left to keep."""
         return result
 
     def modes(self, origin: Origin | None, step: Escalation | None = None) -> tuple[str, str]:

@@ -319,7 +319,7 @@ def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str], list[str
 
 
 def _notes(run: _Run) -> list[str]:
-    """Name the layers that sum in fp16 because it was asked for, though their bound passes fp16's range."""
+    """Describe the layers that sum in fp16 because it was asked for, though their bound passes fp16's range."""
     names = run.unproven()
     if not names:
         return []

@@ -18,7 +18,7 @@ UNFUSED = ("attention_basic", "attention_split", "attention_sub_quad")
 
 
 def overridden(options: dict, run: Callable) -> dict:
-    """``transformer_options`` whose attentions are ``run(function, attention, *args, **kwargs)``.
+    """Return ``transformer_options`` whose attentions are ``run(function, attention, *args, **kwargs)``.
 
     ``function`` is ComfyUI's own; ``attention`` is what would run in its place otherwise: itself, or an earlier
     override.

@@ -63,7 +63,7 @@ class PlannedControl:
         self._calls = [0]
 
     def __deepcopy__(self, memo: dict) -> PlannedControl:
-        """For a copy of the model on another device (``deepclone_multigpu`` in comfy/controlnet.py)."""
+        """Copy the plan for a copy of the model on another device (``deepclone_multigpu`` in comfy/controlnet.py)."""
         module = copy.deepcopy(self.diffusion_model, memo)
         copied = PlannedControl(module, self._patcher(), self.compute.plan, self.manual_cast_dtype)
         copied._calls, copied.has_copies, self.has_copies = self._calls, True, True
