@@ -192,6 +192,11 @@ def with_scaled_input(sampling: Sampling, function: Callable) -> Patch:
     return sampling, "calculate_input", function
 
 
+def denoised(sampling: Sampling) -> Callable:
+    """Return the method that makes a denoised latent of what the network gives: (noise level, output, noisy latent)."""
+    return sampling.calculate_denoised
+
+
 def set_control_dtype(control: Control, dtype: torch.dtype) -> None:
     """Set the dtype that a ControlNet casts its inputs and weights to."""
     control.manual_cast_dtype = dtype

@@ -44,10 +44,13 @@ ARITHMETIC_OF = {FP16_WIDE.name: "fp16_safe", FP16_SCALED.name: "fp16_safe", FP1
 CAST_METHODS = (torch.Tensor.half, torch.Tensor.bfloat16)
 NARROW = (torch.float16, torch.bfloat16)
 
-ATTENTION, BETWEEN, OUTSIDE, WEIGHT, STEP_CACHE, ONCE = (
+ATTENTION, BETWEEN, OUTSIDE, WEIGHT, STEP_CACHE, ONCE, NOT_FOUND = (
     "attention", "values between layers", "positions, timesteps and values between blocks",
-    "weight quantized anew with its LoRA", "step cache", "not the same when repeated",
+    "weight quantized anew with its LoRA", "step cache", "not the same when repeated", "cause not found",
 )  # fmt: skip
+NOT_ADDITIVE = "What its parts add one by one is not what they add together."
+ADDITIVE = 4
+"""Errors add up where a unit alone makes at least one in so many parts of what was left for it."""
 ADVICE = {
     ATTENTION: (
         "Leave that attention out (the override of another node, or --use-sage-attention and the like), "
@@ -68,6 +71,10 @@ ADVICE = {
     STEP_CACHE: (
         "The layers did not run at this step: lower the threshold of the step cache, let it start later, "
         "or leave it out."
+    ),
+    NOT_FOUND: (
+        "Compute Dtype with fp32 tells whether it is precision; "
+        "leave out what other nodes patch into the model, one by one."
     ),
     ONCE: (
         "The same call in the same arithmetic is closer when it is repeated: leave torch.compile out, "
@@ -97,12 +104,14 @@ class Cause:
         op: what in it: attention, a product, a weight ...
         mode: what it runs in.
         share: of the call's error, which it makes alone.
+        why: it was not found.
     """
 
     layer: str
     op: str
     mode: str
     share: float = 1.0
+    why: str = ""
 
     @property
     def advice(self) -> str:
@@ -163,14 +172,16 @@ def sampled(values) -> torch.Tensor | None:
     return torch.cat([part.clone() for part in taken]) if taken else None
 
 
-def row_errors(result: torch.Tensor, reference: torch.Tensor, given: torch.Tensor) -> tuple[list[float], list[float]]:
+def row_errors(
+    result: torch.Tensor, reference: torch.Tensor, without: torch.Tensor
+) -> tuple[list[float], list[float]]:
     """Compute (power of the error, power of the signal) of each row of a batch, against a reference.
 
-    The signal is what the model takes away from the noisy latent that it was ``given``: late in a run that is little,
-    and the denoised latents of both would be alike whatever the model gave.
+    The signal is what the network adds to the result: its difference from the result ``without``, that of a network
+    which gives zeros. A sampler's parametrization is linear in what the network gives (EDM, v, noise, flow, x0), so
+    that the ratio of both is the network's own, however much of the noisy latent the result holds.
     """
-    signal = given.float() - reference if given.shape == reference.shape else reference
-    return _powers(result.float() - reference), _powers(signal)
+    return _powers(result.float() - reference), _powers(reference - without)
 
 
 def _powers(tensor: torch.Tensor) -> list[float]:
@@ -202,17 +213,22 @@ def _sample_db(taken: list[torch.Tensor], reference: list[torch.Tensor]) -> floa
 def largest_by_halves(
     units: Sequence[str], error: Callable[[frozenset[str]], float], whole: float
 ) -> tuple[str, float]:
-    """Find the unit that adds most to an error, in log2 calls of ``error``: (unit, the error it makes alone, about).
+    """Find the unit that adds most to an error, in log2 calls of ``error``: (unit, the error it makes alone).
+
+    The unit is empty where errors do not add up: where what was left for the last one is not what it makes alone.
 
     Args:
         error: the error where only these units keep their own arithmetic and all others are exact.
         whole: the error where all of them do.
     """
+    measured = True
     while len(units) > 1:
         first, second = units[: len(units) // 2], units[len(units) // 2 :]
         found = error(frozenset(first))
-        units, whole = (first, found) if found >= whole / 2 else (second, whole - found)
-    return units[0], whole
+        measured = found >= whole / 2
+        units, whole = (first, found) if measured else (second, whole - found)
+    alone = whole if measured else error(frozenset(units))
+    return units[0] if alone >= whole / ADDITIVE else "", alone
 
 
 def drift_event(check: CheckReport, position: CallPosition, cause: Cause, snr: float, threshold: float) -> GuardEvent:
@@ -225,7 +241,8 @@ def drift_event(check: CheckReport, position: CallPosition, cause: Cause, snr: f
         )
     else:
         evidence = f"{snr:.1f} dB from the same call in fp32, where {check.arithmetic} gives at least {threshold:.0f}."
-    share = "" if cause.op in (STEP_CACHE, ONCE) else f" Alone it makes {min(cause.share, 1.0):.0%} of the error."
+    share = f" {cause.why}" if cause.why else f" Alone it makes {min(cause.share, 1.0):.0%} of the error."
+    share = "" if cause.op in (STEP_CACHE, ONCE) else share
     return GuardEvent(
         position.call, position.step, position.sigma, cause.layer, cause.op, KIND, position.batch_rows, cause.mode,
         "fp32", False, evidence + share, snr, threshold, cause.advice,

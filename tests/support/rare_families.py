@@ -23,6 +23,18 @@ CLASSES = {
     "mochi": "comfy.ldm.genmo.joint_model.asymm_models_joint.AsymmDiTJoint",
     "stable_audio": "comfy.ldm.audio.dit.AudioDiffusionTransformer",
     "hunyuan_video15": "comfy.ldm.hunyuan_video.model.HunyuanVideo",
+    "svd": "comfy.ldm.modules.diffusionmodules.openaimodel.UNetModel",
+    "cosmos1": "comfy.ldm.cosmos.model.GeneralDIT",
+    "cosmos2": "comfy.ldm.cosmos.predict2.MiniTrainDIT",
+    "anima": "comfy.ldm.anima.model.Anima",
+    "cogvideox": "comfy.ldm.cogvideo.model.CogVideoXTransformer3DModel",
+    "kandinsky5": "comfy.ldm.kandinsky5.model.Kandinsky5",
+    "stable_cascade": "comfy.ldm.cascade.stage_c.StageC",
+}
+COSMOS = {
+    **dict(max_img_h=240, max_img_w=240, max_frames=128, in_channels=16, out_channels=16, patch_spatial=2, patch_temporal=1),
+    **dict(concat_padding_mask=True, model_channels=128, num_blocks=4, num_heads=2, crossattn_emb_channels=64, pos_emb_cls="rope3d"),
+    **dict(use_adaln_lora=True, adaln_lora_dim=32),
 }
 SMALL = {
     "hidream": {
@@ -52,7 +64,31 @@ SMALL = {
         **dict(depth=1, depth_single_blocks=0, axes_dim=[16, 56, 56], theta=256, patch_size=[1, 1, 1], qkv_bias=True),
         **dict(guidance_embed=False, byt5=True, meanflow=False, use_cond_type_embedding=True, vision_in_dim=1152, meanflow_sum=True),
     },
+    "svd": {
+        **dict(image_size=32, in_channels=8, out_channels=4, model_channels=64, channel_mult=[1, 1, 1, 1], num_res_blocks=[2, 2, 2, 2]),
+        **dict(transformer_depth=[1, 1, 1, 1, 1, 1, 0, 0], transformer_depth_output=[1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0]),
+        **dict(transformer_depth_middle=1, use_spatial_transformer=True, use_linear_in_transformer=True, context_dim=1024, legacy=False),
+        **dict(num_classes="sequential", adm_in_channels=768, num_head_channels=64, use_temporal_attention=True, use_temporal_resblock=True),
+        **dict(extra_ff_mix_layer=True, use_spatial_context=True, merge_strategy="learned_with_images", merge_factor=0.0),
+        **dict(video_kernel_size=[3, 1, 1], disable_temporal_crossattention=False),
+    },
+    "cosmos1": {
+        **COSMOS,
+        **dict(block_config="FA-CA-MLP", block_x_format="THWBD", affline_emb_norm=True, extra_per_block_abs_pos_emb=True),
+        **dict(extra_per_block_abs_pos_emb_type="learnable"),
+    },
+    "cosmos2": COSMOS,
+    "anima": {**COSMOS, "crossattn_emb_channels": 1024},
+    "cogvideox": dict(num_attention_heads=2, num_layers=2, use_rotary_positional_embeddings=True),
+    "kandinsky5": {
+        **dict(model_dim=128, ff_dim=256, time_dim=64, in_text_dim=64, axes_dims=[32, 48, 48]),
+        **dict(num_text_blocks=1, num_visual_blocks=2),
+    },
+    "stable_cascade": {
+        **dict(c_cond=64, c_hidden=[64, 64], nhead=[2, 2], blocks=[[1, 2], [2, 1]], c_clip_text=64, c_clip_text_pooled=64),
+    },
 }  # fmt: skip
+PUBLISHED = {"svd": {"model_channels": 320, "num_head_channels": 64}}
 LOUD = {
     "hidream": {r"single_stream_blocks\.0\.block\.attn1\.to_out\.weight": 1e6},
     "ace15": {r"decoder\.layers\.1\.mlp\.down_proj\.weight": 1e6},
@@ -65,6 +101,7 @@ LOUD = {
     "minimax_h3": {r"^blocks\.1\.mlp\.fc2\.weight": 1e6},
 }
 WIDTH = {"hidream": 64, "ace15": 64, "omnigen2": 64, "pixart": 64, "mochi": 64, "stable_audio": 768, "hunyuan_video15": 64, "ltxav": 32}
+WIDTH |= {"svd": 1024, "cosmos1": 64, "cosmos2": 64, "anima": 1024, "cogvideox": 4096, "kandinsky5": 64, "stable_cascade": 64}
 
 
 def write(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
@@ -77,7 +114,7 @@ def write(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, seed: in
     build = getattr(importlib.import_module(module), name)
     shapes = _shapes_of(build(**SMALL[family], dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init))
     if family != "stable_audio":
-        return _save(path, shapes, dtype, seed, metadata=small_sizes.metadata(SMALL[family]))
+        return _save(path, shapes, dtype, seed, metadata=small_sizes.metadata(SMALL[family], PUBLISHED.get(family)))
     tensors = dict(_tensors(shapes, dtype, seed)) | _embedders_of_seconds(seed)
     save_file(tensors, str(path), metadata=small_sizes.metadata(SMALL[family]))
     return path
@@ -106,6 +143,8 @@ def conditioning(family: str, batch: int = 1, length: int = 16, seed: int = 1) -
         "pixart": {"width": 64, "height": 64},
         "mochi": {"attention_mask": mask},
         "hunyuan_video15": {"pooled_output": random(768), "conditioning_byt5small": random(4, 1472)},
+        "kandinsky5": {"pooled_output": random(768)},
+        "stable_cascade": {"pooled_output": random(64)},
     }
     return [[text, extra.get(family, {})]]
 

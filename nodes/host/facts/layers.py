@@ -9,6 +9,7 @@ from comfy.quant_ops import QuantizedTensor
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.linear import kind_of
 from ..core import CAST_DTYPE
+from .model_code import called_one_by_one
 
 
 def modules_of(model) -> dict[str, torch.nn.Module]:
@@ -33,25 +34,34 @@ def layers_of(patcher) -> Iterator[tuple[str, torch.nn.Module]]:
 def top_level_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Map names to the modules a diffusion model is made of: its blocks, and what is outside of their lists.
 
-    A UNet's blocks are lists themselves, whose items ComfyUI calls one by one.
+    All of them are called: of a list, whose items ComfyUI calls one by one, they are the items, and so on in lists of
+    lists.
     """
     parts: dict[str, torch.nn.Module] = {}
     for name, child in model.named_children():
-        if isinstance(child, (torch.nn.ModuleList, TimestepEmbedSequential)):
-            parts |= {f"{name}.{inner}": module for inner, module in _items(child)}
-        elif any(isinstance(module, torch.nn.ModuleList) for module in child.children()):
+        if _is_list(child, model, name):
+            parts |= _items(name, child)
+        elif any(_is_list(module, child, inner) for inner, module in child.named_children()):
             parts |= {f"{name}.{inner}": module for inner, module in top_level_parts(child).items()}
         else:
             parts[name] = child
     return {plain_name(name): module for name, module in parts.items()}
 
 
-def _items(container: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    for name, item in container.named_children():
-        if isinstance(item, TimestepEmbedSequential):
-            yield from ((f"{name}.{inner}", module) for inner, module in item.named_children())
-        else:
-            yield name, item
+def _is_list(module: torch.nn.Module, holder: torch.nn.Module, name: str) -> bool:
+    """Tell whether a module is never called itself: it has no forward, as a ``ModuleList``, or is called item by item,
+    as a UNet's blocks and ``t_embedder`` of Cosmos 2 (``comfy/ldm/cosmos/predict2.py``)."""
+    if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict, TimestepEmbedSequential)):
+        return True
+    return type(module) is torch.nn.Sequential and name in called_one_by_one(type(holder))
+
+
+def _items(name: str, container: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    found: dict[str, torch.nn.Module] = {}
+    for inner, item in container.named_children():
+        inner = f"{name}.{inner}"
+        found |= _items(inner, item) if _is_list(item, container, "") else {inner: item}
+    return found
 
 
 def is_quantized(module: torch.nn.Module) -> bool:

@@ -2,20 +2,16 @@
 
 import ast
 import functools
-import inspect
-import textwrap
-import threading
 
 import torch
 
 from ..core import casts_weights
+from .model_code import attribute_of_self, one_at_a_time, sources
 
 FP32 = "fp32"
 OWN_WEIGHT = "weight"
 TIMES = ("t", "timestep", "timesteps")
 _FLOAT32 = ("torch.float32", "torch.float")
-# ast.parse of two threads raises SystemError, up to Python 3.12 (python/cpython#106905).
-_one_at_a_time = threading.Lock()
 
 
 def own_cast(model: torch.nn.Module, name: str) -> str:
@@ -28,7 +24,7 @@ def own_cast(model: torch.nn.Module, name: str) -> str:
     (``comfy/ldm/minimax/model.py``); so is one that is no operation of ComfyUI's and is called with the timestep, as
     Stable Audio's features of it (``comfy/ldm/audio/dit.py``).
     """
-    with _one_at_a_time:
+    with one_at_a_time:
         return _own_cast(model, name)
 
 
@@ -52,7 +48,7 @@ def _is_made_in_fp32(model: torch.nn.Module, name: str) -> bool:
 def _casts_in(cls: type) -> dict[str, str]:
     """Map the attribute names of the layers that the methods of a class call with an input they cast to that cast."""
     found: dict[str, str] = {}
-    for tree in _sources(cls):
+    for tree in sources(cls):
         found |= _casts_in_source(tree)
     return found
 
@@ -60,31 +56,22 @@ def _casts_in(cls: type) -> dict[str, str]:
 @functools.lru_cache(maxsize=256)
 def _made_in_fp32(cls: type) -> frozenset[str]:
     """Find the attributes of a class that its methods set to something made with ``dtype=torch.float32``."""
-    nodes = (node for tree in _sources(cls) for node in ast.walk(tree))
+    nodes = (node for tree in sources(cls) for node in ast.walk(tree))
     assigned = (node for node in nodes if isinstance(node, ast.Assign))
     in_fp32 = (node for node in assigned if any(text in _FLOAT32 for text in _given_dtypes(node.value)))
-    return frozenset(filter(None, (_layer(node.targets[0]) for node in in_fp32)))
+    return frozenset(filter(None, (attribute_of_self(node.targets[0]) for node in in_fp32)))
 
 
 @functools.lru_cache(maxsize=256)
 def _called_with_time(cls: type) -> frozenset[str]:
     """Find the attributes that the methods of a class call with the timestep itself, which ComfyUI gives in fp32."""
-    calls = (node for tree in _sources(cls) for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args)
-    return frozenset(filter(None, (_layer(call.func) for call in calls if _root(call.args[0]) in TIMES)))
+    calls = (node for tree in sources(cls) for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args)
+    return frozenset(filter(None, (attribute_of_self(call.func) for call in calls if _root(call.args[0]) in TIMES)))
 
 
 def _root(value: ast.expr) -> str:
     value = value.value if isinstance(value, ast.Subscript) else value
     return value.id if isinstance(value, ast.Name) else ""
-
-
-def _sources(cls: type) -> list[ast.Module]:
-    """Parse the source of a class and of the classes it is derived from, of those that are ComfyUI's."""
-    try:
-        bases = [base for base in reversed(cls.__mro__) if base.__module__.startswith("comfy.")]
-        return [ast.parse(textwrap.dedent(inspect.getsource(base))) for base in bases]
-    except (OSError, TypeError, SyntaxError):  # made in memory, or installed without its source
-        return []
 
 
 def _casts_in_source(tree: ast.Module) -> dict[str, str]:
@@ -93,16 +80,9 @@ def _casts_in_source(tree: ast.Module) -> dict[str, str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args and _layer(node.func))
-    casts = ((_layer(call.func), _cast(call.args[0], _layer(call.func), assigned)) for call in calls)
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args and attribute_of_self(node.func))
+    casts = ((attribute_of_self(call.func), _cast(call.args[0], attribute_of_self(call.func), assigned)) for call in calls)
     return {layer: cast for layer, cast in casts if cast}
-
-
-def _layer(function: ast.expr) -> str:
-    """Name the attribute of ``self`` that is called or set; "" where it is none."""
-    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self":
-        return function.attr
-    return ""
 
 
 def _given_dtypes(value: ast.expr) -> list[str]:

@@ -15,13 +15,25 @@ from ....precision.arithmetic.compiling import compile_disabled
 from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch
 from ....precision.guard import drift
-from ....precision.guard.drift import ATTENTION, BETWEEN, ONCE, OUTSIDE, STEP_CACHE, WEIGHT, Cause
+from ....precision.guard.drift import (
+    ATTENTION,
+    BETWEEN,
+    NOT_ADDITIVE,
+    NOT_FOUND,
+    ONCE,
+    OUTSIDE,
+    STEP_CACHE,
+    WEIGHT,
+    Cause,
+)
 from ....precision.guard.ladder import RandomStart
 from ....precision.guard.log import CallPosition, GuardLog
 from ....precision.guard.policy import block_of
 from ....precision.modes import FP16_ACC16, FP32
+from ....precision.nested import floats_in
 from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport
+from ..core import denoised
 from ..facts.kernels import DEQUANTIZED
 from ..facts.layers import activation_dtype, top_level_parts
 from ..run.accumulation import layer_accumulation
@@ -32,7 +44,14 @@ from ..run.layer_modes import kernels_of, observed_modes_of
 from ..run.oom import is_oom
 from .escalation import EscalatedLayers
 from .failure import INSIDE, images_of, sigma_of, step_of
-from .precise import MergedWeights, learning_apart, precise_layers, with_rounded_guidance, without_step_cache
+from .precise import (
+    ExactParts,
+    MergedWeights,
+    learning_apart,
+    precise_layers,
+    with_rounded_guidance,
+    without_step_cache,
+)
 from .state import Guarded
 
 if TYPE_CHECKING:
@@ -49,9 +68,13 @@ QUANTIZED_OPS = ("fp8", "int8")
 
 
 class BlockOutputs:
-    """Samples of what the blocks of a model return in one call: name -> one for each time it ran."""
+    """Samples of what the blocks of a model return in one call: name -> one for each time it ran.
+
+    ``dtypes``: name -> the one dtype of all floats that it returned.
+    """
 
     def __init__(self, model: torch.nn.Module):
+        self.dtypes: dict[str, torch.dtype] = {}
         self.samples: dict[str, list[torch.Tensor]] = {}
         self._parts = top_level_parts(model)
 
@@ -69,6 +92,8 @@ class BlockOutputs:
         taken = drift.sampled(result)
         if taken is not None:
             self.samples.setdefault(name, []).append(taken)
+            dtypes = {value.dtype for value in floats_in(result)}
+            self.dtypes |= {name: dtypes.pop()} if len(dtypes) == 1 else {}
 
 
 def check_of(call: Call, number: int, guarded: Guarded, log: GuardLog, setting: str) -> "DriftCheck | None":
@@ -130,13 +155,24 @@ class DriftCheck:
             self._measure(result)
             if self.report.left_out:
                 return
+            self._search(result)
+
+    def _search(self, result: torch.Tensor) -> None:
+        """Log what adds most where the call drifts or has lost its LoRA; a call that drifts is logged where the search fails too."""
+        drifts, lora = self.report.snr_db < self.report.threshold_db, None
+        try:
             lora = self._drowned_lora()
             if lora:
                 self._log_drift(lora, self.report.lora_snr_db, drift.DROWNED_DB)
-            if self.report.snr_db < self.report.threshold_db:
-                cause = self._cause(self._error(result))
-                if not (lora and cause.op == WEIGHT):
-                    self._log_drift(cause, self.report.snr_db, self.report.threshold_db)
+            cause = self._cause(self._error(result)) if drifts else None
+        except comfy.model_management.InterruptProcessingException:
+            raise
+        except Exception as error:  # other packs' code may fail in a dtype that it never met
+            if not drifts:
+                raise
+            cause = self._not_found(why=f"The search for it failed: {NO_MEMORY if is_oom(error) else error}")
+        if cause and not (lora and cause.op == WEIGHT):
+            self._log_drift(cause, self.report.snr_db, self.report.threshold_db)
 
     def _measure(self, result: torch.Tensor) -> None:
         merged = self.merged
@@ -149,7 +185,7 @@ class DriftCheck:
         skipped = not is_compiled(self.patcher) and exact.samples.keys() - self.blocks.samples.keys()
         self.report.arithmetic = STEP_CACHE if skipped else _arithmetic(self.patcher, self.guarded)
         self.report.threshold_db = drift.threshold_of(self.report.arithmetic, len(self.guarded.modes))
-        errors, signals = drift.row_errors(result, self.exact, self.call.x)
+        errors, signals = drift.row_errors(result, self.exact, self._without_network())
         decibels = [drift.decibels(*row) for row in zip(errors, signals, strict=True)]
         images = images_of(self.call, result)
         self.report.snr_db = min(decibels)
@@ -159,7 +195,7 @@ class DriftCheck:
     def _run_exact(self, patches: Sequence[Patch]) -> torch.Tensor:
         widened = self.guarded.escalation
         given = torch.float32 if widened.stream or widened.whole else activation_dtype(self.patcher)
-        return self._run(precise_layers(self.guarded, self.model), patches, with_rounded_guidance(self.call, given))
+        return self._run(precise_layers(self.guarded, self.model, ExactParts()), patches, with_rounded_guidance(self.call, given))
 
     def _run(self, layers: EscalatedLayers | None, patches: Sequence[Patch] = (), call: Call | None = None) -> torch.Tensor:
         """Make the call once more, with the random numbers it had."""
@@ -171,7 +207,11 @@ class DriftCheck:
             return copy.copy(call or self.call)(**{INSIDE: inside})
 
     def _error(self, result: torch.Tensor) -> float:
-        return sum(drift.row_errors(result, self.exact, self.call.x)[0])
+        return sum(drift.row_errors(result, self.exact, self.exact)[0])
+
+    def _without_network(self) -> torch.Tensor:
+        """Return the result of the call where the network gave zeros: what the parametrization makes of the noisy latent alone."""
+        return denoised(self.model.model_sampling)(self.call.t, torch.zeros_like(self.exact), self.call.x)
 
     def _log_drift(self, cause: Cause, snr: float, threshold: float) -> None:
         position = CallPosition(self.report.call, self.report.step, self.report.sigma, self.rows)
@@ -188,7 +228,7 @@ class DriftCheck:
         if not effect or self.report.lora_snr_db >= drift.DROWNED_DB:
             return None
         name, found = drift.largest_by_halves(names, self._with_merged, lost)
-        return Cause(name, WEIGHT, self.guarded.modes.get(name, ""), found / lost)
+        return Cause(name, WEIGHT, self.guarded.modes.get(name, ""), found / lost, "" if name else NOT_ADDITIVE)
 
     def _cause(self, whole: float) -> Cause:
         """What adds most, found by making more and more of the model exact."""
@@ -204,7 +244,7 @@ class DriftCheck:
         if found < whole / 2:
             return None
         name, found = drift.largest_by_halves(names, self._with_merged, found)
-        return Cause(name, WEIGHT, self.guarded.modes.get(name, ""), found / whole)
+        return Cause(name, WEIGHT, self.guarded.modes.get(name, ""), found / whole, "" if name else NOT_ADDITIVE)
 
     def _with_merged(self, own: frozenset[str]) -> float:
         """The error in fp32 where these layers have their weights as they are, rounded with their LoRAs merged."""
@@ -216,13 +256,15 @@ class DriftCheck:
 
     def _with_own(self, own: frozenset[str], alone: Collection[str] = (), attention: bool = False) -> float:
         """The error where these blocks keep their arithmetic, but for the layers ``alone``, and all others are exact."""
-        layers = precise_layers(self.guarded, self.model, own, alone, attention)
+        layers = precise_layers(self.guarded, self.model, ExactParts(own, alone, attention, self.blocks.dtypes))
         exact = [name for name in self.merged.modules if name in alone or not block_of(name, own)]
         return self._error(self._run(layers, self.merged.exact(exact)))
 
     def _in_a_block(self, whole: float) -> Cause:
         parts = list(self.blocks.samples or top_level_parts(self.model.diffusion_model))
         part, found = drift.largest_by_halves(parts, self._with_own, whole)
+        if not part:
+            return self._not_found()
         layers = [name for name in self.guarded.modes if block_of(name, [part])]
         if layers == [part]:
             return self._product(part, found / whole)
@@ -236,9 +278,14 @@ class DriftCheck:
             return self._with_own(own, [name for name in layers if name not in units], attention=ATTENTION not in units)
 
         unit, found = drift.largest_by_halves([*layers, ATTENTION], error, found)
+        if not unit:
+            return self._not_found(part)
         if unit == ATTENTION:
             return Cause(part, self._attention(), self.guarded.stream, found / whole)
         return self._product(unit, found / whole)
+
+    def _not_found(self, part: str = "", why: str = NOT_ADDITIVE) -> Cause:
+        return Cause(part, NOT_FOUND, self.guarded.stream, why=why)
 
     def _attention(self) -> str:
         override = self.call.options.get(OVERRIDE)

@@ -96,7 +96,8 @@ class EscalatedLayers:
     def _part(self, name: str, forward: Callable) -> Callable:
         """Wrap a top-level part's forward as the escalation and the check ask for."""
         exact = self._exact.forward(name, forward) if self._exact else forward
-        return self._widened_block(exact) if name in self.blocks else exact
+        returned = self._exact.returned.get(name) if self._exact else None
+        return self._widened_block(exact, returned) if name in self.blocks else exact
 
     def _on_model(self) -> list[Patch]:
         """Cast the model's entry to fp32 and clone its input."""
@@ -111,8 +112,9 @@ class EscalatedLayers:
             with_scaled_input(sampling, lambda sigma, noise: entry(sigma, noise).clone()),
         ]
 
-    def _widened_block(self, forward: Callable) -> Callable:
-        """Wrap a part's forward with fp32 between its layers; its result has the dtype it was given."""
+    def _widened_block(self, forward: Callable, returned: torch.dtype | None) -> Callable:
+        """Wrap a part's forward with fp32 between its layers; its result is in ``returned``, else in the dtype it was
+        given."""
 
         def run(*args, **kwargs):
             floats = floats_in([value for value in [*args, *kwargs.values()] if not isinstance(value, dict)])
@@ -125,7 +127,8 @@ class EscalatedLayers:
                     result = forward(*args, **kwargs)
             finally:
                 self._inside -= 1
-            return result if given is None else cast_arguments(result, CAST, given)
+            wanted = returned or given
+            return result if wanted is None else cast_arguments(result, CAST, wanted)
 
         return run
 

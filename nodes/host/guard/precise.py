@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import comfy.lora
@@ -43,23 +43,32 @@ class ExactParts:
         own: the blocks that keep theirs; None for a model that is in fp32 as a whole, its code between blocks too.
         alone: layers of those blocks that run in fp32 all the same, and return the dtype they were given.
         attention: so does the attention in those blocks.
+        returned: part -> the dtype it returns by itself, which what runs between parts is given. A part in fp32 returns fp32 where it was given
+            no other float: the time embedding of Kandinsky 5, whose blocks then fail (``comfy/ldm/kandinsky5/model.py``).
     """
 
-    def __init__(self, own: Collection[str] | None = None, alone: Collection[str] = (), attention: bool = False):
+    def __init__(
+        self,
+        own: Collection[str] | None = None,
+        alone: Collection[str] = (),
+        attention: bool = False,
+        returned: Mapping[str, torch.dtype] | None = None,
+    ):
+        self.returned = returned or {}
         self.decisions = dict.fromkeys(alone, ComputeDecision(FP32.name, "same", "exchanged by the check"))
-        self._own = own
+        self.own = own
         self._attention = attention
         self._depth = 0
 
     def everywhere(self) -> contextlib.AbstractContextManager:
         """A context of a whole call: where all of the model is in fp32, so is what its code casts."""
-        return CastsToFp32() if self._own is None else contextlib.nullcontext()
+        return CastsToFp32() if self.own is None else contextlib.nullcontext()
 
     def forward(self, name: str, forward: Callable) -> Callable:
         """Wrap a part's forward so that it runs in fp32, or its attention alone where the part keeps its arithmetic."""
-        if self._own is None or (name in self._own and not self._attention):
+        if self.own is None or (name in self.own and not self._attention):
             return forward
-        casts = contextlib.nullcontext if name in self._own else CastsToFp32
+        casts = contextlib.nullcontext if name in self.own else CastsToFp32
 
         def run(*args, **kwargs):
             self._depth += 1
@@ -74,25 +83,22 @@ class ExactParts:
     @property
     def is_inside(self) -> bool:
         """Tell whether an attention that is called now is to run in fp32."""
-        return self._own is None or self._depth > 0
+        return self.own is None or self._depth > 0
 
     def attention(self, function: Callable, q, k, v, heads, *args, **kwargs) -> torch.Tensor:
         """Run core's own attention in fp32; its result has the dtype of ``q``."""
         return AttentionCall(q, k, v, heads, args, kwargs).run_in(torch.float32, full_precision_attention(function)).to(q.dtype)
 
 
-def precise_layers(
-    guarded: Guarded, model: "BaseModel", own: Collection[str] | None = None, alone: Collection[str] = (), attention: bool = False
-) -> EscalatedLayers:
-    """Put a model in fp32 between and in its layers, but for the blocks ``own``; ``alone``, ``attention``: see ExactParts.
+def precise_layers(guarded: Guarded, model: "BaseModel", exact: ExactParts) -> EscalatedLayers:
+    """Put a model in fp32 between and in its layers, but for what ``exact`` leaves.
 
-    What the guard has widened stays so in ``own`` too.
+    What the guard has widened stays so in the blocks that keep their arithmetic too.
     """
-    exact = ExactParts(own, alone, attention)
-    if own is None:
+    if exact.own is None:
         return EscalatedLayers(ALL_IN_FP32, model, guarded.modes, exact)
     present = guarded.escalation
-    blocks = top_level_parts(model.diffusion_model).keys() - own
+    blocks = top_level_parts(model.diffusion_model).keys() - exact.own
     modes = {name: FP32.name if present.whole or block_of(name, blocks) else mode for name, mode in guarded.modes.items()}
     kept = {name: mode for name, mode in present.layers.items() if not (present.whole or block_of(name, blocks))}
     escalation = Escalation(kept, frozenset(blocks) | present.blocks, present.stream or present.whole)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfy.sd import load_diffusion_model, load_lora_for_models
 from halfsafe.nodes.host.guard.precise import MergedWeights
-from halfsafe.nodes.host.run import compute
+from halfsafe.nodes.host.run import core_layers
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from halfsafe.precision.arithmetic.patching import patched
@@ -47,7 +47,7 @@ def test_fp8_activations_clipped_at_448(comfy, files, monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
     plain = load(comfy, path, "fp8_e4m3fn", "fp8")
     assert checked(comfy, plain)[0] == []
-    monkeypatch.setattr(compute, "activation_scale", lambda rows, dtype: torch.ones(()))
+    monkeypatch.setattr(core_layers, "activation_scale", lambda rows, dtype: torch.ones(()))
     event = found(comfy, plain)
     assert (event.layer, event.op, event.from_mode) == ("blocks.0.ffn.2", "fp8 product", "fp8")
 

@@ -113,7 +113,7 @@ def test_the_test_product_is_made_on_each_device(comfy, wan, split, monkeypatch)
 def test_source_is_parsed_by_one_thread_at_a_time(monkeypatch):
     from halfsafe.nodes.host.facts import own_casts
 
-    parse, inside, most = own_casts._sources, [], []
+    parse, inside, most = own_casts.sources, [], []
 
     def watched(cls):
         inside.append(cls)
@@ -122,7 +122,7 @@ def test_source_is_parsed_by_one_thread_at_a_time(monkeypatch):
         inside.remove(cls)
         return parse(cls)
 
-    monkeypatch.setattr(own_casts, "_sources", watched)
+    monkeypatch.setattr(own_casts, "sources", watched)
     own_casts._casts_in.cache_clear()
     classes = [type(f"Model{number}", (torch.nn.Linear,), {"__module__": "comfy.test"}) for number in range(4)]
     models = [torch.nn.Sequential(cls(1, 1)) for cls in classes]
