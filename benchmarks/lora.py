@@ -95,12 +95,12 @@ def _merging() -> Iterator[None]:
     """Models loaded inside merge LoRAs into their weights."""
     from halfsafe.nodes.host.load import models
 
-    kept = models.keep_low_rank_beside
-    models.keep_low_rank_beside = lambda patcher: None
+    kept = models.keep_low_rank_unmerged
+    models.keep_low_rank_unmerged = lambda patcher: None
     try:
         yield
     finally:
-        models.keep_low_rank_beside = kept
+        models.keep_low_rank_unmerged = kept
 
 
 def _rows(exact, ours, core, tensors, strengths: dict[float, float], call) -> Iterator[dict]:

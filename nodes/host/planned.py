@@ -16,7 +16,7 @@ from .facts.model_facts import model_facts, storages
 from .guard.encoders import unguarded
 from .load.devices import current_device
 from .load.encoders import vae_in
-from .lora.beside import keep_low_rank_beside
+from .lora.unmerged import keep_low_rank_unmerged
 from .run.accumulation import with_accumulation
 from .run.compute import set_compute
 from .run.modules import only_multiplies
@@ -61,7 +61,7 @@ def _planned(patcher: ModelPatcher, plan: ComputePlan) -> ModelPatcher:
     if activation_dtype(patcher) != activations:
         clone.set_model_compute_dtype(activations)
     set_compute(clone, plan)
-    keep_low_rank_beside(clone)
+    keep_low_rank_unmerged(clone)
     return clone
 
 

@@ -25,7 +25,7 @@ from ....precision.plan.choice import ATTACHMENT, Choice, LoadRecord
 from ....precision.plan.facts import file_dtype, layer_specs
 from ....precision.plan.storage import plan_text_encoder
 from ....precision.plan.weights import plan_encoder
-from ..lora.beside import keep_low_rank_beside
+from ..lora.unmerged import keep_low_rank_unmerged
 from ..run.modules import ask_for_plain_products
 from .detection import dequantized_tensors, detect_model, stored_tensors
 from .devices import free_host_memory
@@ -166,7 +166,7 @@ def _finished(clip: CLIP, path: str, compute: str, storage: Choice, factory: tup
     record = LoadRecord(path, (), storage, without_effect=without_effect)
     clip.patcher.set_attachments(ATTACHMENT, record)
     clip.patcher.cached_patcher_init = factory
-    keep_low_rank_beside(clip.patcher)
+    keep_low_rank_unmerged(clip.patcher)
     if compute == "fp32":
         ask_for_plain_products(clip.patcher)
     logger.info("Halfsafe: %s: storage %s", path, storage)

@@ -23,7 +23,7 @@ from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
 from ....precision.plan.weights import plan_model
 from ..core import quantization_format, set_cast_dtype, set_full_precision
-from ..lora.beside import keep_low_rank_beside
+from ..lora.unmerged import keep_low_rank_unmerged
 from ..run.compute import set_compute
 from .copies import freed_once_copied
 from .detection import Detected, detect_model
@@ -138,7 +138,7 @@ def _finish(patcher: ModelPatcher, detected: Detected, load: PreparedLoad) -> No
     compute_in_full_precision(modules)
     unpack_to(modules, dtype_named(plan.compute.weight_dtype))
     set_compute(patcher, plan.compute)
-    keep_low_rank_beside(patcher)
+    keep_low_rank_unmerged(patcher)
     notes = [*weightless_note(detected), *load.notes]
     patcher.set_attachments(ATTACHMENT, record_of(detected, plan, notes))
     storage = str(plan.storage).removesuffix(".")

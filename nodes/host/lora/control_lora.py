@@ -12,7 +12,7 @@ from ..run.modules import dequantized
 from .patches import DIFFUSION_MODEL
 
 if TYPE_CHECKING:
-    from .patcher import LowRankBeside
+    from .patcher import UnmergedLowRank
 
 
 class DequantizedState(Mapping[str, torch.Tensor]):
@@ -21,7 +21,7 @@ class DequantizedState(Mapping[str, torch.Tensor]):
     ComfyUI's own has their data without its scale, and no LoRA that is kept beside them.
     """
 
-    def __init__(self, patcher: "LowRankBeside", state: Mapping[str, torch.Tensor]):
+    def __init__(self, patcher: "UnmergedLowRank", state: Mapping[str, torch.Tensor]):
         self._patcher = patcher
         self._state = state
 
@@ -41,7 +41,7 @@ class DequantizedState(Mapping[str, torch.Tensor]):
 
 
 @contextlib.contextmanager
-def weights_as_numbers(patcher: "LowRankBeside") -> Iterator[None]:
+def weights_as_numbers(patcher: "UnmergedLowRank") -> Iterator[None]:
     """Let the state dict of a patcher's diffusion model hold dequantized weights while the context lasts."""
     # ``ControlLora.pre_run`` of comfy/controlnet.py makes a ControlNet's weights of it, which know no scales.
     model = patcher.model.diffusion_model

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 
-class LowRankBeside:
+class UnmergedLowRank:
     """Extend a ModelPatcher: hold low-rank patches of 8-bit weights outside of the weights, as a model of their own.
 
     A method without a description does what ComfyUI's own does.
@@ -70,10 +70,10 @@ class LowRankBeside:
     def low_rank_patcher(self) -> "ModelPatcher | None":
         """Return the ModelPatcher of the low-rank changes, if there are any."""
         found = self.sorted_patches()
-        if not found.beside:
+        if not found.low_rank:
             return None
         if self._low_rank is None or self._low_rank[0] is not found:
-            changes = {key: tuple(by_key.values()) for key, by_key in found.beside.items()}
+            changes = {key: tuple(by_key.values()) for key, by_key in found.low_rank.items()}
             dtype = torch.bfloat16 if _cast_dtype(self) == torch.bfloat16 else torch.float16
             self._low_rank = found, low_rank_patcher(self, found.modules, changes, dtype)
         return self._low_rank[1]
@@ -210,15 +210,15 @@ def _set_rounded_to_nearest(module: torch.nn.Module, weight: torch.Tensor, **opt
 
 def kept_beside(extended: "ModelPatcher") -> set[str]:
     """Return the keys of the weights whose patches are added beside them; none for ComfyUI's own ModelPatcher."""
-    return extended.sorted_patches().kept if isinstance(extended, LowRankBeside) else set()
+    return extended.sorted_patches().kept if isinstance(extended, UnmergedLowRank) else set()
 
 
 def low_rank_reasons(extended: "ModelPatcher") -> dict[str, str]:
     """Say by layer what was done with the patches of its 8-bit weight; nothing for ComfyUI's own ModelPatcher."""
-    if not isinstance(extended, LowRankBeside):
+    if not isinstance(extended, UnmergedLowRank):
         return {}
     patches = extended.sorted_patches()
-    ranks = {key: sum(change.rank for change in changes.values()) for key, changes in patches.beside.items()}
+    ranks = {key: sum(change.rank for change in changes.values()) for key, changes in patches.low_rank.items()}
     beside = {key: f"LoRA of rank {rank} added beside the weight" for key, rank in ranks.items()}
     text = "weight quantized anew, rounded to nearest, with {} merged into it"
     merged = {key: text.format(reason) for key, reason in patches.merged.items()}

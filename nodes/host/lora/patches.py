@@ -24,14 +24,14 @@ class SortedPatches:
 
     Attributes:
         modules: key of a weight -> its layer.
-        beside: key -> the low-rank changes by their keys, those of hooks included.
+        low_rank: key -> the low-rank changes by their keys, those of hooks included.
         merged: key -> why the weight is quantized anew.
         kept: the keys of weights whose own patches are all kept beside them.
         hooks: the keys of weights whose patches by hooks are.
     """
 
     modules: dict[str, torch.nn.Module] = field(default_factory=dict)
-    beside: dict[str, dict[tuple, LowRank]] = field(default_factory=dict)
+    low_rank: dict[str, dict[tuple, LowRank]] = field(default_factory=dict)
     merged: dict[str, str] = field(default_factory=dict)
     kept: set[str] = field(default_factory=set)
     hooks: set[str] = field(default_factory=set)
@@ -70,7 +70,7 @@ def _sort(result: SortedPatches, model: torch.nn.Module, key: str, patches: list
             result.merged[key] = change
             return False
         changes[change.key] = change
-    result.beside.setdefault(key, {}).update(changes)
+    result.low_rank.setdefault(key, {}).update(changes)
     return True
 
 
@@ -96,8 +96,8 @@ def strengths_of(pairs: Iterable[tuple[str, list[tuple]]]) -> dict[tuple, float]
     strengths: dict[tuple, float] = {}
     for key, patches in pairs:
         for strength, value, _, offset, _ in patches:
-            slot = key, key_of(value, offset)
-            strengths[slot] = strengths.get(slot, 0.0) + strength
+            own = key, key_of(value, offset)
+            strengths[own] = strengths.get(own, 0.0) + strength
     return strengths
 
 

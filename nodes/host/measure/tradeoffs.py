@@ -33,7 +33,7 @@ from ..load.identity import metadata_of
 from ..load.models import load_weights
 from ..load.progress import advancing
 from ..load.save import BYPASS, LiveWeights
-from ..lora.beside import keep_low_rank_beside
+from ..lora.unmerged import keep_low_rank_unmerged
 from ..planned import with_compute
 from ..report import report_of
 from ..run.accumulation import with_accumulation
@@ -209,5 +209,5 @@ def _on_other_weights(patcher: ModelPatcher, fresh: ModelPatcher) -> ModelPatche
     clone.cached_patcher_init = None
     clone.set_attachments(ATTACHMENT, fresh.attachments[ATTACHMENT])
     set_compute(clone, compute_of(fresh).plan)
-    keep_low_rank_beside(clone)
+    keep_low_rank_unmerged(clone)
     return clone

@@ -12,7 +12,7 @@ from comfy.utils import string_to_seed
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.lora.adapters import low_rank
-from halfsafe.nodes.host.lora.patcher import LowRankBeside
+from halfsafe.nodes.host.lora.patcher import UnmergedLowRank
 from halfsafe.nodes.host.run.compute import compute_of
 from halfsafe.precision.arithmetic.low_rank import LARGEST_SUM
 from support import families, model_files, tiny_models
@@ -165,7 +165,7 @@ def test_a_model_of_comfyuis_own_loader_is_changed_by_our_node_alone(comfy, wan,
     convert_file(wan, path, "int8", rules_from())
     stock = with_lora(load_diffusion_model(str(path)), lora, strengths[5e-2])
     merged = families.replay(stock, call)
-    assert not isinstance(stock, LowRankBeside)
+    assert not isinstance(stock, UnmergedLowRank)
     ours = with_compute(comfy, stock, "auto")
     reference = families.replay(with_lora(exact, lora, strengths[5e-2]), call)
     without = relative_error(families.replay(exact, call), families.replay(load(comfy, path, "as_file", "auto"), call))
@@ -201,7 +201,7 @@ def test_what_is_not_low_rank_is_rounded_to_nearest_and_named(comfy, wan, call, 
     assert "rounded to nearest" in reason and {"diff": "'diff'", "dora": "DoRA"}[kind] in reason
     both = with_lora(model, lora)
     families.replay(both, call)
-    assert both.sorted_patches().merged.keys() == {KEY} and len(both.sorted_patches().beside) == len(LAYERS) - 1
+    assert both.sorted_patches().merged.keys() == {KEY} and len(both.sorted_patches().low_rank) == len(LAYERS) - 1
 
 
 def test_a_merge_under_dynamic_vram_is_rounded_to_nearest(comfy, wan):

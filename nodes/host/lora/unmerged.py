@@ -16,7 +16,7 @@ from ..run.modules import calling_layers
 from ..run.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
 from .control_lora import weights_as_numbers
 from .extension import extend
-from .patcher import LowRankBeside
+from .patcher import UnmergedLowRank
 from .patches import is_8bit_matrix
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 INJECTED = "halfsafe_low_rank"
 
 
-def keep_low_rank_beside(patcher: "ModelPatcher") -> None:
+def keep_low_rank_unmerged(patcher: "ModelPatcher") -> None:
     """Make a patcher and all of its later clones add low-rank patches beside 8-bit weights.
 
     ``patcher``: a clone, or of a model just loaded.
     """
-    if isinstance(patcher, LowRankBeside) or not any(is_8bit_matrix(module) for module in patcher.model.modules()):
+    if isinstance(patcher, UnmergedLowRank) or not any(is_8bit_matrix(module) for module in patcher.model.modules()):
         return
-    extend(patcher, LowRankBeside)
+    extend(patcher, UnmergedLowRank)
     if patcher.patches or patcher.hook_patches:
         # They are merged into the weights where a clone of ComfyUI's class is loaded, which has the same uuid.
         patcher.patches_uuid = uuid.uuid4()
@@ -46,8 +46,8 @@ def keep_low_rank_beside(patcher: "ModelPatcher") -> None:
 
 def _keep_in_clone(patcher: "ModelPatcher", clone: "ModelPatcher") -> None:
     """Extend a clone of ComfyUI's own class, as a static clone of a dynamic model is."""
-    if not isinstance(clone, LowRankBeside):
-        extend(clone, LowRankBeside)
+    if not isinstance(clone, UnmergedLowRank):
+        extend(clone, UnmergedLowRank)
 
 
 def _add_to_layers(executor, x, *args, **kwargs):
@@ -62,7 +62,7 @@ def _around_sampling(executor, *args, **kwargs):
     """
     patcher = executor.class_obj.model_patcher
     with contextlib.ExitStack() as held:
-        if isinstance(patcher, LowRankBeside):
+        if isinstance(patcher, UnmergedLowRank):
             held.enter_context(weights_as_numbers(patcher))
         if adapts_text(patcher.model):
             add = functools.partial(_with_changes, patcher, patcher.load_device)
@@ -72,14 +72,14 @@ def _around_sampling(executor, *args, **kwargs):
 
 def _with_changes(extended: "ModelPatcher", device: torch.device, call: Callable):
     """Call while layers with low-rank changes add them to their results."""
-    forwards = extended.forwards(device) if isinstance(extended, LowRankBeside) else []
+    forwards = extended.forwards(device) if isinstance(extended, UnmergedLowRank) else []
     if not forwards:
         return call()
     with patched(forwards), calling_layers(extended.sorted_patches().modules.values()):
         return call()
 
 
-def _inject(extended: LowRankBeside) -> None:
+def _inject(extended: UnmergedLowRank) -> None:
     """Put the forwards on layers for as long as the patcher is loaded."""
     # ComfyUI calls text encoders past all wrappers (``encode_from_tokens`` in comfy/sd.py).
     for module, name, forward in extended.forwards(extended.load_device):
