@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Refuse to go on where pytest-xdist does not see the groups: it would share out every test by itself, with a server for each process."""
     if getattr(session.config.option, "loadgroup", False) and not all("@" in item.nodeid for item in session.items):
-        raise pytest.UsageError("pytest-xdist lost the groups of the tests: see TOOLS in scripts/environment.py")
+        raise pytest.UsageError("pytest-xdist lost the groups of the tests: see TOOLS in scripts/setup/environment.py")
 
 
 def make_alias_package() -> None:
