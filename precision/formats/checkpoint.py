@@ -23,7 +23,7 @@ from .foreign import reject_foreign
 from .gguf_weight import GgufWeight
 from .metadata import QUANTIZATION_KEY, lasting_metadata
 from .registry import FORMATS
-from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, granularity_of
+from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, block_sizes, blocks_are_assumed, granularity_of
 
 COMFY_QUANT, SCALED_FP8 = "comfy_quant", "scaled_fp8"
 READS_UP_TO = "0.38"
@@ -195,7 +195,8 @@ class _Reader:
         tensors = {leaf: self.tensors[key] for leaf, key in found.items()}
         self.taken.update(found.values())
         try:
-            encoding = encoding_of(data, tensors, settings)
+            bias = self.tensors.get(f"{layer}.bias")
+            encoding = encoding_of(data, tensors, settings, None if bias is None else bias.numel())
         except NonFiniteScale as error:
             key = found[error.leaf]
             raise NonFiniteWeight(self._file_of(key), str(error), key, _DAMAGED) from None
@@ -231,6 +232,9 @@ class _Reader:
         if granularity is None:
             shapes = f"{tuple(scale.shape)} fits no layout of a weight of shape {tuple(data.shape)}"
             raise UnconsumedScale(self.path, f"a scale of shape {shapes}", key, "Report the tool that wrote this file.")
+        if granularity == "block" and blocks_are_assumed(data.shape, scale.shape):
+            sizes = " x ".join(map(str, block_sizes(data.shape, scale.shape)))
+            self.remarks[f"scales per block, read as blocks of {sizes}; their shape would fit others too"] += 1
         if dialect == SCALED_FP8 and data.dtype == torch.float8_e5m2:
             self.remarks["e5m2 under a scaled_fp8 marker, which ComfyUI reads as e4m3fn; read as e5m2"] += 1
         return _shaped(scale, granularity), granularity, dialect

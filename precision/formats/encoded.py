@@ -29,6 +29,10 @@ class Experts(Encoding):
     def shape(self) -> tuple[int, ...]:
         return (len(self._experts), *self._experts[0].shape)
 
+    @property
+    def doubt(self) -> str:
+        return next(filter(None, (expert.doubt for expert in self._experts)), "")
+
     def rows(self, part: slice) -> torch.Tensor:
         each = self.shape[1]
         first, last = part.start // each, (part.stop - 1) // each
@@ -39,8 +43,13 @@ class Experts(Encoding):
         return max(expert.bound() for expert in self._experts)
 
 
-def encoding_of(data: torch.Tensor, tensors: Mapping[str, torch.Tensor], settings: dict) -> Encoding:
+def encoding_of(
+    data: torch.Tensor, tensors: Mapping[str, torch.Tensor], settings: dict, outputs: int | None = None
+) -> Encoding:
     """Make the weight that ``data``, those of its format's ``leaves`` that a file has, and ``comfy_quant`` stand for.
+
+    Args:
+        outputs: of the layer, if the file tells them; rows beyond those are padding.
 
     Raises:
         ValueError: a tensor is missing or does not fit the format; the message says why.
@@ -52,7 +61,7 @@ def encoding_of(data: torch.Tensor, tensors: Mapping[str, torch.Tensor], setting
     tensors = {name: _typed(tensor, row, name) for name, tensor in tensors.items()}
     if "num_experts" in settings:
         return Experts(data, tensors, settings)
-    return row.encoding.read(data, tensors, settings)
+    return row.encoding.read(data, tensors, settings, outputs)
 
 
 def _typed(tensor: torch.Tensor, row: Format, leaf: str) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """What every quantization format of ComfyUI has: data, scales, settings, a shape, and rows of values."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -55,8 +55,14 @@ class Encoding:
         """Raise ValueError unless the tensors' shapes fit :attr:`shape`."""
 
     @classmethod
-    def read(cls, data: torch.Tensor, tensors: dict[str, torch.Tensor], settings: dict) -> "Encoding":
-        """Make the weight of the tensors as a file has them."""
+    def read(
+        cls, data: torch.Tensor, tensors: dict[str, torch.Tensor], settings: dict, outputs: int | None = None
+    ) -> "Encoding":
+        """Make the weight of the tensors as a file has them.
+
+        Args:
+            outputs: of the layer, if the file tells them.
+        """
         return cls(data, tensors, settings)
 
     @property
@@ -68,6 +74,11 @@ class Encoding:
     def shape(self) -> tuple[int, ...]:
         return (self.data.shape[0], self.data.shape[1] * self.per_byte)
 
+    @property
+    def doubt(self) -> str:
+        """Say what leaves the weight's own shape open; "" where :attr:`shape` is certain."""
+        return ""
+
     def rows(self, part: slice) -> torch.Tensor:
         """Dequantize some rows of the weight to fp32, ``(n, columns)``."""
         raise NotImplementedError
@@ -78,7 +89,8 @@ class Encoding:
 
     def moved(self, device: torch.device | str) -> "Encoding":
         """Return the same on a device."""
-        return type(self)(self.data.to(device), {name: t.to(device) for name, t in self.tensors.items()}, self.settings)
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return replace(self, data=self.data.to(device), tensors=tensors)
 
     def _numbers(self, name: str) -> torch.Tensor:
         tensor = self.tensors[name]

@@ -8,6 +8,7 @@ comfy-kitchen's ``tensor/*.py``. Every value is computed in fp32, some rows at a
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -16,6 +17,8 @@ from .encoding import Encoding, from_tiles, halves, setting
 from .int8 import dequantize_rows, rotated
 
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+LOOKED_AT = 256
+"""Rows unpacked at a time to see whether a weight's last column is zero."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,9 @@ class Int8(Encoding):
         self.group  # noqa: B018
 
     @classmethod
-    def read(cls, data: torch.Tensor, tensors: dict[str, torch.Tensor], settings: dict) -> "Int8":
+    def read(
+        cls, data: torch.Tensor, tensors: dict[str, torch.Tensor], settings: dict, outputs: int | None = None
+    ) -> "Int8":
         """Read a weight with ``weight_scale`` in the shape that ComfyUI multiplies by,
         and ``convrot`` where also its embeddings look.
         """
@@ -73,7 +78,43 @@ class Int4(Encoding):
 
 
 @dataclass(frozen=True)
-class Nvfp4(Encoding):
+class Padded(Encoding):
+    """A weight whose rows and columns ComfyUI fills up with zeros to a multiple of :attr:`multiple`.
+
+    The file has no record of the shape before (ComfyUI takes the module's, ``_orig_shape`` in comfy/ops.py). A layer's
+    bias tells its rows; what ends in a value other than zero was not padded.
+
+    Attributes:
+        outputs: rows of the weight before it was padded, if they are known.
+    """
+
+    outputs: int | None = None
+    multiple: ClassVar[int] = 1
+
+    @classmethod
+    def read(
+        cls, data: torch.Tensor, tensors: dict[str, torch.Tensor], settings: dict, outputs: int | None = None
+    ) -> "Padded":
+        fits = outputs is not None and -(-outputs // cls.multiple) * cls.multiple == len(data)
+        return cls(data, tensors, settings, outputs if fits else None)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = super().shape
+        return (rows if self.outputs is None else self.outputs, columns)
+
+    @property
+    def doubt(self) -> str:
+        rows, columns = self.shape
+        open_rows = self.outputs is None and rows % self.multiple == 0 and not self.rows(slice(rows - 1, rows)).any()
+        parts = (self.rows(slice(start, min(start + LOOKED_AT, rows))) for start in range(0, rows, LOOKED_AT))
+        open_columns = columns % self.multiple == 0 and not any(part[:, -1].any() for part in parts)
+        what = " and ".join(name for name, is_open in (("rows", open_rows), ("columns", open_columns)) if is_open)
+        return f"its last {what} are zero, which may be padding that the file does not tell from values" if what else ""
+
+
+@dataclass(frozen=True)
+class Nvfp4(Padded):
     """Two e2m1 numbers a byte, the high half first; ``weight_scale`` e4m3 for each 16 inputs, ``weight_scale_2`` for
     all.
 
@@ -85,6 +126,7 @@ class Nvfp4(Encoding):
     signed = ("pre_quant_scale",)
     dtypes = (torch.uint8,)
     per_byte = 2
+    multiple = 16
 
     def check(self) -> None:
         if self.shape[1] % 16:
@@ -113,10 +155,11 @@ class Nvfp4(Encoding):
 
 
 @dataclass(frozen=True)
-class Mxfp8(Encoding):
+class Mxfp8(Padded):
     """e4m3 numbers, ``weight_scale`` e8m0 for each 32 inputs."""
 
     may_have = ("input_scale",)
+    multiple = 32
     dtypes = (torch.float8_e4m3fn,)
 
     def check(self) -> None:

@@ -158,7 +158,7 @@ class StoredWeight:
         if self.granularity == "row":
             scale = scale[rows]
         elif self.granularity == "block":
-            down, across = map(block_size, self.data.shape, scale.shape)
+            down, across = block_sizes(self.data.shape, scale.shape)
             scale = scale[torch.arange(rows.start, rows.stop) // down]
             scale = scale.repeat_interleave(across, 1)[:, : part.shape[1]]
         return part * scale if self.data.dtype == torch.float32 else part.mul_(scale)
@@ -188,24 +188,41 @@ def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
         leading.pop()
     if leading == list(shape[: len(leading)]):
         return "row"
-    if scale.dim() == len(shape) == 2 and all(map(block_size, shape, scale.shape)):
+    if scale.dim() == len(shape) == 2 and block_sizes(shape, scale.shape):
         return "block"
     return None
 
 
-def block_size(size: int, count: int) -> int | None:
-    """Return the block length that cuts ``size`` into ``count`` blocks, the last possibly short;
-    None where there is none.
+def block_sizes(shape: Sequence[int], counts: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the block lengths that cut a weight of ``shape`` into ``counts`` blocks, the last ones possibly short.
 
-    128 where that fits (DeepSeek, Qwen, vLLM), else the exact divisor, else the next power of two.
+    Square blocks where some fit. 128 where that fits (DeepSeek, Qwen, vLLM), else the power of two, else the exact
+    divisor. None where there are none.
     """
-    if not 0 < count <= size:
+    fitting = [_blocks(size, count) for size, count in zip(shape, counts, strict=True)]
+    if not all(fitting):
         return None
+    square = next((block for block in fitting[0] if all(block in blocks for blocks in fitting)), None)
+    return tuple(blocks[0] if square is None else square for blocks in fitting)
+
+
+def _blocks(size: int, count: int) -> list[int]:
+    """List the usual block lengths that cut ``size`` into ``count`` blocks, the most usual first."""
+    if not 0 < count <= size:
+        return []
     if count == 1:
-        return size
-    power = 1 << math.ceil(math.log2(size / count))
-    candidates = [USUAL_BLOCK, *([size // count] if size % count == 0 else []), power]
-    return next((block for block in candidates if math.ceil(size / block) == count), None)
+        return [size]
+    candidates = [USUAL_BLOCK, 1 << math.ceil(math.log2(size / count)), *([size // count] if size % count == 0 else [])]
+    return [block for block in candidates if math.ceil(size / block) == count]
+
+
+def blocks_are_assumed(shape: Sequence[int], counts: Sequence[int]) -> bool:
+    """Tell whether other blocks than those of :func:`block_sizes` would cut ``shape`` without a rest."""
+    blocks = block_sizes(shape, counts) or ()
+    return any(
+        count > 1 and size % count == 0 and size // count != block
+        for size, count, block in zip(shape, counts, blocks, strict=True)
+    )
 
 
 def comfy_quant_tensor(settings: dict) -> torch.Tensor:

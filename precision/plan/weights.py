@@ -12,6 +12,7 @@ from math import prod
 import torch
 
 from ..dtypes import FP8_DTYPES, FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, name_of
+from ..errors import CheckpointError
 from ..formats.checkpoint import Checkpoint, StoredWeight, looks_like_scale
 from ..formats.comfy_format import (
     AS_FILE,
@@ -82,6 +83,7 @@ def plan_weights(
 
     Raises:
         NonFiniteWeight: a weight whose values were read holds NaN or Inf.
+        CheckpointError: a weight has to be unpacked and the file does not tell its shape.
     """
     beside_scales = {name.rpartition(".")[0] for name in weights if looks_like_scale(name)}
     plans = {}
@@ -117,6 +119,11 @@ def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read:
     storage = _wanted(weight, asked, memory)
     if storage == AS_FILE or (weight.encoding is not None and storage == weight.storage):
         return AS_FILE, ""
+    if read and weight.encoding is not None and (doubt := weight.encoding.doubt):
+        if memory is not None and memory.lacks(weight):
+            advice = "Update ComfyUI to one that reads the format, or use another version of the model."
+            raise CheckpointError(weight.file or path, f"in {weight.storage}, {doubt}", weight.name, advice)
+        return AS_FILE, f"kept in {weight.storage}: {doubt}"
     if storage in QUANTIZED_NAMES:
         return _quantized(weight, storage, path, read)
     if storage == "fp16" and read and exceeds_fp16(weight, path):

@@ -7,7 +7,7 @@ import torch
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
-from halfsafe.precision.formats.stored_weight import StoredWeight, block_size, granularity_of
+from halfsafe.precision.formats.stored_weight import StoredWeight, block_sizes, granularity_of
 from support import dialects
 from support.dialects import E4M3, E5M2
 from support.measures import relative_error
@@ -438,5 +438,5 @@ def test_granularity_and_block_size():
     assert granularity_of(torch.ones(2, 4, 1), (2, 4, 8)) == "row"
     assert granularity_of(torch.ones(2, 3), (256, 384)) == "block"
     assert granularity_of(torch.ones(5), (4, 8)) is None
-    assert [block_size(192, 2), block_size(960, 8), block_size(384, 12), block_size(96, 3)] == [128, 128, 32, 32]
-    assert block_size(100, 60) is None
+    assert block_sizes((192, 960), (2, 8)) == (128, 128) and block_sizes((384, 96), (12, 3)) == (32, 32)
+    assert block_sizes((100, 100), (60, 60)) is None and block_sizes((4, 256), (4, 2)) == (1, 128)
