@@ -3,6 +3,8 @@
 import pytest
 import torch
 from comfy_execution.utils import CurrentNodeContext
+from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.nodes.host.run.layer_modes import observed_modes_of, planned_modes_of
 from support import families
 from support.guarding import core, guarded, is_finite, modes_of, plain_fp16, report_of
 
@@ -82,3 +84,14 @@ def test_the_log_keeps_the_last_branches_only(comfy, wan):
     for _ in range(LOGS_KEPT + 3):
         report_of(with_lora(model))
     assert len(guard_of(model)._logs) == LOGS_KEPT, "a LoRA is another one even where it lies where the last one lay"
+
+
+def test_an_escalation_begins_with_what_was_planned_and_not_with_what_calls_have_shown(comfy, wan):
+    """In fp16_safe most layers were seen to need plain fp16 in the first run: a later call may need them wide."""
+    plain = families.load(comfy, wan, "fp16", "fp16_safe")
+    families.sample(plain, "wan", steps=1)
+    assert "fp16" in observed_modes_of(plain).values()
+    model = guarded(comfy, plain)
+    families.sample(model, "wan", steps=1)
+    modes = guard_of(model).states.last(model.model).modes
+    assert modes["blocks.0.ffn.2"] == "fp16_wide" and modes.items() <= planned_modes_of(plain).items()
