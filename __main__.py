@@ -1,6 +1,6 @@
 """Command line: ``python -m halfsafe inspect | scan | convert | plan | doctor``. ComfyUI never imports this file.
 
-``python path/to/halfsafe`` is the same. Exit code 0: done; 1: ``scan`` found problems; 2: an error, told in one line on
+``python path/to/halfsafe`` is the same. Exit code 0: done; 1: ``scan`` found problems; 2: an error, in one line on
 stderr; of several files the worst; 130: interrupted.
 """
 # ruff: noqa: E402  what is imported late is imported so that an error in it can be told in one line

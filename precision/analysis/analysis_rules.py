@@ -180,8 +180,8 @@ def _left_out(analysis: Analysis) -> list[str]:
         reasons: dict[str, int] = defaultdict(int)
         for layer in layers:
             reasons[layer.reason] += 1
-        told = ", ".join(f"{count} {reason}" if status != UNUSED else f"{count}" for reason, count in reasons.items())
-        lines += wrapped(f"Layers {status}: {told}.", "") if layers else []
+        counted = ", ".join(f"{count} {reason}" if status != UNUSED else f"{count}" for reason, count in reasons.items())
+        lines += wrapped(f"Layers {status}: {counted}.", "") if layers else []
     return lines
 
 

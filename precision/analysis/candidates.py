@@ -58,8 +58,8 @@ class Candidate:
             return weight.to(self.dtype).to(weight.dtype)
         if self.name == INT8.name:
             return _in_int8(weight)
-        held = quantize(weight, self.dtype, amax)
-        return dequantize(held.data, held.scale.to(weight.device), weight.dtype)
+        rounded = quantize(weight, self.dtype, amax)
+        return dequantize(rounded.data, rounded.scale.to(weight.device), weight.dtype)
 
     def input(self, x: torch.Tensor) -> torch.Tensor:
         """Round a layer's input ``(..., K)`` to int8 where this candidate does; the dtype stays."""
@@ -78,15 +78,15 @@ class Candidate:
     ):
         """Return the error this candidate adds to ``exact``, a layer's fp32 output for ``x``;
         not finite on overflow."""
-        held = self.rounded(weight, amax)
+        rounded = self.rounded(weight, amax)
         if self.rounds_inputs:
-            return multiply(module, self.input(x), held, bias) - exact
+            return multiply(module, self.input(x), rounded, bias) - exact
         if self.stores:
-            return multiply(module, x, held - weight, None)
+            return multiply(module, x, rounded - weight, None)
         x = x.to(self.dtype)
         if self.sums_in_fp16 and weight.dim() == 2:
-            return with_fp16_sums(x, held, bias).float() - exact
-        return multiply(module, x.float(), held, bias).to(self.dtype).float() - exact
+            return with_fp16_sums(x, rounded, bias).float() - exact
+        return multiply(module, x.float(), rounded, bias).to(self.dtype).float() - exact
 
 
 def _in_int8(rows: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Search for the largest set of layers whose noise stays below a bound, in as few trials as possible.
 
 The rounding errors of different layers are independent, so their noise powers add up in the model's output. One trial
-of a set therefore tells about its complement in a larger set too.
+of a set therefore says something of its complement in a larger set too.
 """
 
 import math

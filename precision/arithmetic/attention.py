@@ -178,7 +178,7 @@ class SafeAttention:
             self.fp32_flops = 0
 
     def __call__(self, kernels: Kernels, q: torch.Tensor, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
-        """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``, or fp16 beside other fp16 results."""
+        """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``, or fp16 where other results are."""
         call = AttentionCall(q, k, v, heads, args, kwargs, kernels.fused)
         index, self.index = self.index, self.index + 1
         if self.calibration.calibrating:

@@ -62,7 +62,7 @@ class Calibration:
 
     def run(self, call: Callable[[], Result]) -> Result:
         """Make one model call; repeat it with calibration when a proof did not hold, and without fp16 results where
-        those are what model code fails on: not every operation of torch takes fp16 beside fp32.
+        those are what model code fails on: not every operation of torch takes fp16 together with fp32.
 
         Raises:
             Whatever ``call`` raises.

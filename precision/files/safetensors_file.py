@@ -129,14 +129,14 @@ def write_safetensors(
         ValueError: ``tensors`` are not those that ``specs`` announce.
     """
     path = _real_path(path)
-    spans = layout(specs)
-    header = header_bytes(spans, metadata)
+    places = layout(specs)
+    header = header_bytes(places, metadata)
     with os_errors_as(path, "written"):
         require_space(path, len(header) + sum(spec.bytes for spec in specs))
     with replacing(path, overwrite) as file:
         with os_errors_as(path, "written"):
             file.write(header)
-        _write_all(path, file, len(header), spans, tensors)
+        _write_all(path, file, len(header), places, tensors)
 
 
 def _real_path(path: str | os.PathLike) -> Path:
@@ -146,8 +146,8 @@ def _real_path(path: str | os.PathLike) -> Path:
         raise CheckpointError(path, f"cannot be written ({error})", advice="Check the path.") from None
 
 
-def _write_all(path: Path, file: BinaryIO, base: int, spans: dict, tensors: Iterable) -> None:
-    waiting = dict(spans)
+def _write_all(path: Path, file: BinaryIO, base: int, places: dict, tensors: Iterable) -> None:
+    waiting = dict(places)
     for name, tensor in tensors:
         spec, start = waiting.pop(name, (None, 0))
         if spec != TensorSpec(name, tensor.dtype, tuple(tensor.shape)):

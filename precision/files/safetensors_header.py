@@ -173,19 +173,19 @@ def layout(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, int]]:
     Raises:
         ValueError: a name occurs twice.
     """
-    spans, position = {}, 0
+    places, position = {}, 0
     for spec in sorted(specs, key=lambda spec: -spec.dtype.itemsize):
-        if spec.name in spans:
+        if spec.name in places:
             raise ValueError(f"{spec.name} is announced twice")
-        spans[spec.name] = (spec, position)
+        places[spec.name] = (spec, position)
         position += spec.bytes
-    return spans
+    return places
 
 
-def header_bytes(spans: dict[str, tuple[TensorSpec, int]], metadata: dict[str, str]) -> bytes:
+def header_bytes(places: dict[str, tuple[TensorSpec, int]], metadata: dict[str, str]) -> bytes:
     """Return the file up to its first tensor, whose place is a multiple of 8, for a :func:`layout`."""
     table: dict[str, dict] = {"__metadata__": metadata} if metadata else {}
-    for spec, start in spans.values():
+    for spec, start in places.values():
         offsets = [start, start + spec.bytes]
         table[spec.name] = {"dtype": CODE_OF[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()

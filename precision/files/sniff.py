@@ -1,4 +1,4 @@
-"""What a file is when it is not safetensors, told from its first bytes."""
+"""What a file is when it is not safetensors, recognised by its first bytes."""
 
 _AGAIN = "Delete it and download it again"
 _CONVERT = "Load it with ComfyUI's own loader and save it as .safetensors, or use a .safetensors version"

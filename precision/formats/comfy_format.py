@@ -181,7 +181,7 @@ def tensors_of(weight: StoredWeight, storage: str, path) -> dict[str, torch.Tens
 
 
 def _beside_quantized(weight: StoredWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Make what stands beside data and scale: their ``comfy_quant``, and the scale of the layer's input if known."""
+    """Make the tensors besides data and scale: their ``comfy_quant``, and the scale of the layer's input if known."""
     if dtype == torch.int8:
         settings = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": rotation_group(weight.shape[1])}
         return {f"{weight.layer}.comfy_quant": comfy_quant_tensor(settings)}

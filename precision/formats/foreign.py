@@ -1,4 +1,5 @@
-"""Quantization formats of other tools, which neither ComfyUI nor this package reads, told by their tensor names."""
+"""Quantization formats of other tools, which neither ComfyUI nor this package reads,
+recognised by their tensor names."""
 
 from collections.abc import Iterable
 

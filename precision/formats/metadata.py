@@ -1,4 +1,4 @@
-"""The texts in a safetensors header beside its tensors: which of them stay true of weights stored in another way."""
+"""The texts in a safetensors header next to its tensors: which of them stay true of weights stored in another way."""
 
 from collections.abc import Mapping
 

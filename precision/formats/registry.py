@@ -43,7 +43,7 @@ class Format:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """The tensors beside ``<layer>.weight`` that ComfyUI reads, by the last part of their names."""
+        """The tensors next to ``<layer>.weight`` that ComfyUI reads, by the last part of their names."""
         return (*self.encoding.needs, *self.encoding.may_have)
 
 

@@ -89,7 +89,7 @@ class StoredWeight:
 
     @property
     def auxiliary(self) -> dict[str, torch.Tensor]:
-        """What ComfyUI needs beside the data of an encoded weight, by full name."""
+        """What ComfyUI needs besides the data of an encoded weight, by full name."""
         if self.encoding is None:
             return {}
         tensors = {f"{self.layer}.{leaf}": tensor for leaf, tensor in self.encoding.tensors.items()}

@@ -71,7 +71,7 @@ class Circumstances(Generic[Step]):
             Empty where it was in fp32 already.
         in_fp32: the step at which all of it runs in fp32.
         present: the step it failed at, where it may be repeated so before others.
-        locates_first: the operation is looked for before higher steps are tried, as a call costs little beside its run.
+        locates_first: the operation is looked for before higher steps are tried, as a call costs little of its run.
         hidden: the result is finite, but the model's own code clamped what was not.
         compiled: torch.compile runs it.
         nowhere: the origin in events that blame no operation.

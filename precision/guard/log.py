@@ -102,7 +102,7 @@ class GuardLog:
         prompt: the prompt that the log is of.
         given_up: nothing cures this run, so no call is repeated.
         lost: the images of the batch that nothing cures; the others go on.
-        remarks: what ran beside the model.
+        remarks: what ran next to the model.
         devices: those that made calls; MultiGPU has a thread for each.
         checks: the calls that were compared with fp32, and ``checked`` their steps in this run of the sampler.
     """

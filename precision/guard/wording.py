@@ -82,7 +82,7 @@ def encoder_wording(kind: str, without_cure: str, without_retries: str) -> Wordi
 
     Args:
         without_cure: what to try where no dtype cures it.
-        without_retries: what to try beside ``retry_higher``.
+        without_retries: what to try besides ``retry_higher``.
     """
     advice = {
         RECOVERED: "",

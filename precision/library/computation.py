@@ -64,8 +64,8 @@ class Calls:
 class Called:
     """Call a module with its inputs cast, so that autocast does not act inside and what is measured is checked.
 
-    Timesteps are left as they are, as models cast what they make of them: inputs of one dimension or none beside larger
-    ones, and what a module calls a timestep.
+    Timesteps are left as they are, as models cast what they make of them: inputs of one dimension or none next to
+    larger ones, and what a module calls a timestep.
     """
 
     def __init__(self, module: torch.nn.Module, dtype: torch.dtype, calls: Calls):

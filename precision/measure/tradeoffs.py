@@ -83,7 +83,7 @@ class Measurements:
 
     Attributes:
         device: what a person calls it.
-        held: storage of the loaded weights.
+        storage: of the loaded weights.
         automatic: what compute ``auto`` stands for here.
         layers: the model's, with the shapes of their weights.
         shape: of the latent.
@@ -92,7 +92,7 @@ class Measurements:
 
     device: str
     model: str
-    held: str
+    storage: str
     automatic: str
     layers: Sequence[LayerSpec]
     shape: tuple[int, ...]

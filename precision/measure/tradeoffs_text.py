@@ -24,7 +24,7 @@ def _head(found: Measurements) -> list[str]:
     size = " x ".join(map(str, found.shape))
     return [
         "Halfsafe: precisions measured",
-        f"{found.device}: {found.model}, weights loaded in {found.held}; latent {size}, seed {found.seed}",
+        f"{found.device}: {found.model}, weights loaded in {found.storage}; latent {size}, seed {found.seed}",
     ]
 
 
@@ -79,10 +79,10 @@ def counts_text(counts: Mapping[str, int]) -> str:
 
 
 def _notes(found: Measurements) -> list[str]:
-    told = any(row.extra_bytes is not None for row in (found.reference, *found.rows))
+    has_peak = any(row.extra_bytes is not None for row in (found.reference, *found.rows))
     memory = (
         "weights and the peak of the device beyond them"
-        if told
+        if has_peak
         else "weights alone: this device does not tell its peak"
     )
     notes = (

@@ -47,13 +47,13 @@ def plan_for_goal(facts: ModelFacts, device: Device, goal: str, storages: Mappin
     return GoalPlan(plan, f"{reason} {plan.choice.reason}".strip(), sums, sums_reason)
 
 
-def storage_for_goal(device: Device, goal: str, held: frozenset[str]) -> tuple[str, str]:
+def storage_for_goal(device: Device, goal: str, stored: frozenset[str]) -> tuple[str, str]:
     """Choose the storage that a goal is best loaded with, and say why; ``auto`` where it asks for none.
 
-    ``held``: the storages of the weights as they are: what is quantized already is not quantized again.
+    ``stored``: the storages of the weights as they are: what is quantized already is not quantized again.
     """
     can = device.capabilities
-    if not held <= {*UNQUANTIZED}:
+    if not stored <= {*UNQUANTIZED}:
         return "auto", ""
     if goal == "memory" or (goal == "speed" and (can["int8_matmul_gains"] or can["fp8_matmul_gains"])):
         storage, reason = smallest_storage(device)
@@ -61,19 +61,19 @@ def storage_for_goal(device: Device, goal: str, held: frozenset[str]) -> tuple[s
     return "auto", ""
 
 
-def _compute_for(facts: ModelFacts, device: Device, goal: str, held: frozenset[str]) -> tuple[str, str]:
+def _compute_for(facts: ModelFacts, device: Device, goal: str, stored: frozenset[str]) -> tuple[str, str]:
     if goal == "quality":
         if device.capabilities["fp16"]:
             return SAFE, "fp16 products with fp32 sums and fp32 between layers are closer to fp32 than bf16 is."
         return "fp32", "fp16 is not fast on this device, so fp32 is used."
-    if goal == "speed" and held & {*FP8_NAMES} and device.capabilities["fp8_matmul_gains"]:
+    if goal == "speed" and stored & {*FP8_NAMES} and device.capabilities["fp8_matmul_gains"]:
         return "fp8", "fp8 products are faster than 16-bit ones here."
-    if goal == "speed" and "int8" in held and device.capabilities["int8_matmul_gains"]:
+    if goal == "speed" and "int8" in stored and device.capabilities["int8_matmul_gains"]:
         return "auto", f"int8 products. {device.reason('int8_matmul_gains')}"
-    if goal == "speed" and held <= {*UNQUANTIZED} and _is_fp16_faster(facts, device):
+    if goal == "speed" and stored <= {*UNQUANTIZED} and _is_fp16_faster(facts, device):
         reason = "fp16 can overflow, which NaN Guard repairs; balanced takes fp16_safe."
-        return "fp16", f"{reason} {_advice(device, goal, held)}".strip()
-    return "auto", _advice(device, goal, held)
+        return "fp16", f"{reason} {_advice(device, goal, stored)}".strip()
+    return "auto", _advice(device, goal, stored)
 
 
 def _is_fp16_faster(facts: ModelFacts, device: Device) -> bool:
@@ -82,9 +82,9 @@ def _is_fp16_faster(facts: ModelFacts, device: Device) -> bool:
     return choices == [SAFE, "fp16"]
 
 
-def _advice(device: Device, goal: str, held: frozenset[str]) -> str:
+def _advice(device: Device, goal: str, stored: frozenset[str]) -> str:
     """Say what the model could be loaded with to serve a goal better."""
-    storage, reason = storage_for_goal(device, goal, held)
+    storage, reason = storage_for_goal(device, goal, stored)
     if storage == "auto":
         return ""
     gain = "halve its weights" if goal == "memory" else f"multiply in {storage.split('_')[0]}"

@@ -65,7 +65,7 @@ def why_not_quantized(storage: str, shape: Sequence[int], cls: str = "") -> str:
 
     Args:
         shape: of the weight.
-        cls: the class of its layer; empty where a file alone tells of it.
+        cls: the class of its layer; empty where a file alone is known.
     """
     kind = "fp8" if storage in FP8_NAMES else storage
     if not can_be_quantized(cls or "Linear", len(shape)):

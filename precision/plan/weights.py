@@ -225,7 +225,7 @@ def plan_encoder(
 def common_dtype(weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], plan: LoadPlan) -> str:
     """Name the dtype of the weights that are not quantized; ComfyUI has one for them all.
 
-    A dtype asked for by rules for all layers, or as storage, is that dtype. Beside quantized weights the others are
+    A dtype asked for by rules for all layers, or as storage, is that dtype. Next to quantized weights the others are
     converted to what they are computed in, unless that is wider than they are in the file: ComfyUI casts those at each
     use.
     """

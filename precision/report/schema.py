@@ -156,7 +156,7 @@ class ControlReport:
     """A ControlNet that the Load ControlNet node loaded, beside whichever models it runs; ``cls``:
     ComfyUI's class of it.
 
-    ``calls``: how often it ran; None, without layers, for a kind that ComfyUI runs in its own way.
+    ``calls``: how often it ran; None, without layers, for a kind that ComfyUI runs with custom code.
     """
 
     file: str
@@ -199,7 +199,7 @@ class Report:
     def to_json(self) -> dict:
         """Return version 1 of the report, ready for ``json.dumps(allow_nan=False)``. A NaN or inf number becomes null.
 
-        Beside the fields: ``modes`` and ``storages``, their labels and colours; ``rules``, lines for Layer Rules that
+        Besides the fields: ``modes`` and ``storages``, their labels and colours; ``rules``, lines for Layer Rules that
         repeat what ran; ``view``, see :func:`~.view.view_of`.
         """
         data = {"version": VERSION, **plain(self)}

@@ -165,7 +165,7 @@ def test_what_the_device_cannot_is_a_row_with_the_reason(comfy, model, monkeypat
 def test_a_model_loaded_in_fp8_is_compared_with_its_own_weights(comfy, path):
     model = families.load(comfy, path, "fp8_e4m3fn", "auto")
     found, *_ = measured(comfy, model, "as_file/fp32", "fp8_e4m3fn/auto", "bf16/fp32", "fp8_e5m2/auto")
-    assert found.held == "fp8_e4m3fn" and "fp8_e4m3fn" in found.reference.storages
+    assert found.storage == "fp8_e4m3fn" and "fp8_e4m3fn" in found.reference.storages
     same, loaded, unpacked, other = found.rows
     assert same.snr_db == math.inf and unpacked.snr_db > 60 and set(unpacked.storages) <= {"bf16", "fp32"}
     assert "fp8_e4m3fn" in loaded.storages and "fp8_e5m2" in other.storages and other.snr_db < loaded.snr_db
