@@ -127,11 +127,25 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="halfsafe", description="Look at, check and convert model files.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_inspect_and_scan(commands)
+    _add_convert(commands)
+    _add_plan(commands)
+    doctor = _command(commands, "doctor", _doctor, "what this device, torch and ComfyUI can do")
+    doctor.add_argument(
+        "--comfyui", type=Path, metavar="DIR", help="check this ComfyUI; the one around this folder without it"
+    )
+    return parser
+
+
+def _add_inspect_and_scan(commands) -> None:
     inspect = _command(commands, "inspect", _inspect, "what a model file holds, and what ComfyUI would do with it")
     inspect.add_argument("file", type=Path)
     scan = _command(commands, "scan", _scan, "read every number: NaN, Inf, out of range, lost scales")
     scan.add_argument("files", type=Path, nargs="+", metavar="file")
     _add_jobs(scan)
+
+
+def _add_convert(commands) -> None:
     convert = _command(commands, "convert", _convert, "write a file in ComfyUI's own quantization format")
     convert.add_argument(
         "sources",
@@ -148,6 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--rules", type=Path, help="file with one rule per line, e.g. 'blocks.0.* storage=bf16'")
     convert.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET)
     convert.add_argument("--force", action="store_true", help="overwrite the target")
+
+
+def _add_plan(commands) -> None:
     plan = _command(commands, "plan", _plan, "what would run on a device, layer by layer, and why")
     plan.add_argument("file", type=Path)
     plan.add_argument(
@@ -158,11 +175,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--goal", choices=GOALS, default="balanced")
     plan.add_argument("--memory", type=gigabytes, metavar="GB", help="free memory of that device, to decide storage by")
-    doctor = _command(commands, "doctor", _doctor, "what this device, torch and ComfyUI can do")
-    doctor.add_argument(
-        "--comfyui", type=Path, metavar="DIR", help="check this ComfyUI; the one around this folder without it"
-    )
-    return parser
 
 
 def gigabytes(text: str) -> int:

@@ -122,28 +122,27 @@ def whole_decibel_text(value: float) -> str:
 
 def _outcome(analysis: Analysis, model: str) -> list[str]:
     name, chosen, free = analysis.candidate.name, analysis.chosen, [*analysis.chosen, *analysis.named(KEPT)]
-    lines = [
-        "Halfsafe layer analysis",
-        f"{model + ', ' if model else ''}{name}, target {analysis.target_db:g} dB end to end",
-    ]
-    measured = (
-        f"{len(analysis.layers)} layers, {analysis.reference_calls} model calls for them, {analysis.calls} in all, "
-        f"{analysis.trials} trials"
-    )
+    target = f"{name}, target {analysis.target_db:g} dB end to end"
+    lines = ["Halfsafe layer analysis", f"{model}, {target}" if model else target]
     share = f"{len(chosen)} of {len(free)} layers"
     if analysis.candidate.stores:
         saved = sum(layer.size for layer in chosen)
         share += f", {size_text(saved)} of {size_text(sum(layer.size for layer in free))} in {name.partition('_')[0]}"
     if chosen:
-        lines += wrapped(
-            f"Chosen: {share}; {whole_decibel_text(analysis.snr_db)} end to end, the worst of the calls.", ""
-        )
+        snr = whole_decibel_text(analysis.snr_db)
+        lines += wrapped(f"Chosen: {share}; {snr} end to end, the worst of the calls.", "")
         lines += wrapped(f"The latent of a free run of the sampler: {whole_decibel_text(analysis.free_db)}.", "")
     else:
         lines += wrapped(f"The target cannot be reached: no layer may be in {name}, so all are kept.", "")
     plain = f"all {analysis.all_count} layers that the preset '{DEFAULT_PRESET}' does not keep"
     lines += wrapped(f"For comparison, {plain}: {whole_decibel_text(analysis.all_db)}.", "")
-    lines += wrapped(f"Measured: {measured}.", "")
+    return lines + _effort(analysis)
+
+
+def _effort(analysis: Analysis) -> list[str]:
+    """Say what was measured, and where the search ended early."""
+    calls = f"{analysis.reference_calls} model calls for them, {analysis.calls} in all"
+    lines = wrapped(f"Measured: {len(analysis.layers)} layers, {calls}, {analysis.trials} trials.", "")
     if analysis.dropped:
         why = (
             "that the calls by themselves allow: in a free run the errors of the steps add up, "
@@ -151,9 +150,8 @@ def _outcome(analysis: Analysis, model: str) -> list[str]:
         )
         lines += wrapped(f"Kept are {analysis.dropped} layers {why}.", "")
     if not analysis.complete:
-        lines += wrapped(
-            f"The search stopped at its bound of {analysis.trials} trials: more layers may be possible.", ""
-        )
+        bound = f"its bound of {analysis.trials} trials"
+        lines += wrapped(f"The search stopped at {bound}: more layers may be possible.", "")
     return lines
 
 
@@ -180,8 +178,8 @@ def _left_out(analysis: Analysis) -> list[str]:
         reasons: dict[str, int] = defaultdict(int)
         for layer in layers:
             reasons[layer.reason] += 1
-        counted = ", ".join(f"{count} {reason}" if status != UNUSED else f"{count}" for reason, count in reasons.items())
-        lines += wrapped(f"Layers {status}: {counted}.", "") if layers else []
+        counts = [f"{count}" if status == UNUSED else f"{count} {reason}" for reason, count in reasons.items()]
+        lines += wrapped(f"Layers {status}: {', '.join(counts)}.", "") if layers else []
     return lines
 
 

@@ -58,11 +58,7 @@ def convert_file(
             or to be left; NaN or Inf.
     """
     began = time.perf_counter()
-    file = open_checkpoint(source)
-    _refuse_same_file(file, Path(target))
-    _refuse_name_of_a_part(Path(target))
-    checkpoint = read_checkpoint(file, file.metadata, source)
-    refuse_lora(checkpoint)
+    file, checkpoint = _read(source, Path(target))
     decisions = decide(checkpoint, storage, rules)
     asked = {f"{name}.weight": decision.storage for name, decision in decisions.items()}
     plans = plan_weights(checkpoint.weights, asked, source)
@@ -84,6 +80,16 @@ def convert_file(
         kept=[(name, decision.reason) for name, decision in decisions.items() if decision.kept],
         notes=_notes(checkpoint, rules, plans),
     )
+
+
+def _read(source: str | os.PathLike, target: Path) -> tuple[TensorFile, Checkpoint]:
+    """Open a file that can be converted into ``target``."""
+    file = open_checkpoint(source)
+    _refuse_same_file(file, target)
+    _refuse_name_of_a_part(target)
+    checkpoint = read_checkpoint(file, file.metadata, source)
+    refuse_lora(checkpoint)
+    return file, checkpoint
 
 
 def _done(file: TensorFile, progress: Callable[[int], None] | None) -> Callable[[str, int], None]:

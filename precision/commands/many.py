@@ -14,6 +14,8 @@ from ..files.safetensors_file import open_checkpoint
 PART = re.compile(r"-\d{5}-of-\d{5}$")
 INDEX = ".index.json"
 Result = TypeVar("Result")
+Advance = Callable[[int], None]
+"""Called with the bytes of files just dealt with."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,9 @@ class Outcome(Generic[Result]):
 
 
 def for_each(
-    files: Sequence[Path],
-    work: Callable[[Path, Callable[[int], None]], Result],
-    jobs: int,
-    progress: Callable[[int], None],
+    files: Sequence[Path], work: Callable[[Path, Advance], Result], jobs: int, progress: Advance
 ) -> list[Outcome[Result]]:
-    """Run ``work(file, progress)`` on each file, ``jobs`` at a time in threads; the outcomes are in the order of the
-    files.
+    """Run ``work(file, progress)`` on each file, ``jobs`` at a time in threads; the outcomes are in their order.
 
     Numbers are read, rounded and written by torch and the system without Python's lock, so threads are enough.
     ``progress`` is called from one thread at a time. An interrupt ends the files under way at their next tensor.

@@ -145,18 +145,18 @@ def _checked_reader(gguf: Any) -> type:
 
         def _build_tensors(self, start: int, fields: list) -> None:
             ends = {field.name: int(start) + _check(self.path, gguf, field) for field in fields}
-            missing = max(ends.values(), default=0) - len(self.data)
-            if missing > 0:
-                name = next(name for name, end in ends.items() if end > len(self.data))
-                raise CheckpointError(
-                    self.path,
-                    f"truncated: {missing} bytes of the file are missing",
-                    name,
-                    "The download is incomplete: repeat it.",
-                )
+            _check_ends(self.path, ends, len(self.data))
             super()._build_tensors(start, fields)
 
     return Reader
+
+
+def _check_ends(path: Path, ends: dict[str, int], size: int) -> None:
+    missing = max(ends.values(), default=0) - size
+    if missing > 0:
+        name = next(name for name, end in ends.items() if end > size)
+        problem = f"truncated: {missing} bytes of the file are missing"
+        raise CheckpointError(path, problem, name, "The download is incomplete: repeat it.")
 
 
 def _bytes_of(dtype: Any) -> int:

@@ -33,7 +33,7 @@ class Family:
 _REFINER = "txt_in.individual_token_refiner.blocks.0.norm1.weight"
 _FLUX_LINEAR = "single_blocks.0.linear1.weight"
 _LENS_NORM = "transformer_blocks.0.attn.norm_added_q.weight"
-# The first that fits counts. The names are those that ComfyUI's ``model_detection.py`` looks for, or stand next to them.
+# The first that fits counts. The names are those that ComfyUI's ``model_detection.py`` looks for, or next to them.
 FAMILIES = (
     Family("Wan", ALL, ("head.modulation", "blocks.0.ffn.0.weight")),
     Family("Hunyuan Video 1.5", ALL, ("vision_in.proj.0.weight", _REFINER)),

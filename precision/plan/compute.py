@@ -118,18 +118,20 @@ def plan_compute(
         if decision:
             decisions[layer.name] = decision
         without_effect += [entry for entry in (problem, inert) if entry and entry not in without_effect]
-    if (
-        compute in WEIGHTS_FOR
-        and storages is not None
-        and not without_effect
-        and not set(stored.values()) & {*WEIGHTS_FOR[compute]}
-    ):
-        why = f"no weight of this model is stored in {compute}: load it with storage {WEIGHTS_FOR[compute][0]}"
-        without_effect.append((f"compute={compute}", why))
+    if storages is not None and not without_effect:
+        without_effect += _no_weight_for(compute, stored)
     if any(decision.stream == "fp32" for decision in decisions.values()):
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
         decisions |= {name: ComputeDecision(MODE_OF[choice.used], "same", "") for name in followers}
     return ComputePlan(choice, frozen(decisions), fp8_matmul, tuple(without_effect), tuple(notes))
+
+
+def _no_weight_for(compute: str, stored: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Say why fp8 or int8 has no effect on a model without weights stored so; empty where it has one."""
+    if compute not in WEIGHTS_FOR or set(stored.values()) & {*WEIGHTS_FOR[compute]}:
+        return []
+    why = f"no weight of this model is stored in {compute}: load it with storage {WEIGHTS_FOR[compute][0]}"
+    return [(f"compute={compute}", why)]
 
 
 def _choose(facts: ModelFacts, device: Device, compute: str) -> tuple[Choice, list[tuple[str, str]], list[str]]:
