@@ -219,7 +219,8 @@ def _print(options: argparse.Namespace, data: dict, text: str) -> None:
     except OSError as error:
         _discard(sys.stdout)
         raise HalfsafeError(
-            f"Standard output cannot be written ({error.strerror}).", "The command is done; only what it prints is lost."
+            f"Standard output cannot be written ({error.strerror}).",
+            "The command is done; only what it prints is lost.",
         ) from None
 
 

@@ -54,8 +54,8 @@ def convert_file(
         overwrite: False to leave a target as it is that exists, or appears meanwhile.
 
     Raises:
-        CheckpointError: source unreadable, damaged, cut while it is read, or a LoRA; target not writable, the same file,
-            or to be left; NaN or Inf.
+        CheckpointError: source unreadable, damaged, cut while it is read, or a LoRA; target not writable, the same
+            file, or to be left; NaN or Inf.
     """
     began = time.perf_counter()
     file, checkpoint = _read(source, Path(target))
@@ -93,7 +93,8 @@ def _read(source: str | os.PathLike, target: Path) -> tuple[TensorFile, Checkpoi
 
 
 def _done(file: TensorFile, progress: Callable[[int], None] | None) -> Callable[[str, int], None]:
-    """Return what to do once a weight of a file is written: give its pages back, call the progress, and check the source."""
+    """Return what to do once a weight of a file is written: give its pages back, call the progress,
+    and check the source."""
 
     def done(name: str, size: int) -> None:
         file.release(name)
