@@ -80,8 +80,9 @@ def _casts_in_source(tree: ast.Module) -> dict[str, str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args and attribute_of_self(node.func))
-    casts = ((attribute_of_self(call.func), _cast(call.args[0], attribute_of_self(call.func), assigned)) for call in calls)
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args)
+    named = ((attribute_of_self(call.func), call) for call in calls)
+    casts = ((layer, _cast(call.args[0], layer, assigned)) for layer, call in named if layer)
     return {layer: cast for layer, cast in casts if cast}
 
 

@@ -1,4 +1,7 @@
-"""Compare a call with itself in fp32, and find what adds most where they differ more than the call's arithmetic explains."""
+"""Compare a call with itself in fp32.
+
+Where they differ more than the call's arithmetic explains, what adds most is found.
+"""
 
 import contextlib
 import copy
@@ -80,8 +83,9 @@ class BlockOutputs:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """While the context lasts, blocks are watched by hooks: their forwards, by which others know a model's state, stay."""
-        handles = [part.register_forward_hook(functools.partial(self._note, name)) for name, part in self._parts.items()]
+        """Watch the blocks by hooks while the context lasts: their forwards, which others look at, stay."""
+        notes = ((part, functools.partial(self._note, name)) for name, part in self._parts.items())
+        handles = [part.register_forward_hook(note) for part, note in notes]
         try:
             yield
         finally:
@@ -97,7 +101,10 @@ class BlockOutputs:
 
 
 def check_of(call: Call, number: int, guarded: Guarded, log: GuardLog, setting: str) -> "DriftCheck | None":
-    """The check of a call about to be made, the log's ``number``th, where this is one of the steps that ``setting`` asks for."""
+    """Return the check of a call about to be made, where it is of a step that ``setting`` asks for.
+
+    ``number``: the call's among those of the log.
+    """
     step = step_of(call)
     if not drift.is_checked(setting, step, log.checked):
         return None
@@ -123,7 +130,8 @@ class DriftCheck:
         self.rows: list[int] = []
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Around the call itself. A compiled one is not watched: hooks would compile it anew."""
+        """Watch the call itself, unless it is compiled."""
+        # torch.compile would compile a module with hooks anew.
         return contextlib.nullcontext() if is_compiled(self.patcher) else self.blocks.watched()
 
     def compare(self, result: torch.Tensor) -> None:
@@ -158,7 +166,7 @@ class DriftCheck:
             self._search(result)
 
     def _search(self, result: torch.Tensor) -> None:
-        """Log what adds most where the call drifts or has lost its LoRA; a call that drifts is logged where the search fails too."""
+        """Log what adds most where a call drifts or has lost its LoRA; of one that drifts, a failed search too."""
         drifts, lora = self.report.snr_db < self.report.threshold_db, None
         try:
             lora = self._drowned_lora()
@@ -195,9 +203,12 @@ class DriftCheck:
     def _run_exact(self, patches: Sequence[Patch]) -> torch.Tensor:
         widened = self.guarded.escalation
         given = torch.float32 if widened.stream or widened.whole else activation_dtype(self.patcher)
-        return self._run(precise_layers(self.guarded, self.model, ExactParts()), patches, with_rounded_guidance(self.call, given))
+        layers = precise_layers(self.guarded, self.model, ExactParts())
+        return self._run(layers, patches, with_rounded_guidance(self.call, given))
 
-    def _run(self, layers: EscalatedLayers | None, patches: Sequence[Patch] = (), call: Call | None = None) -> torch.Tensor:
+    def _run(
+        self, layers: EscalatedLayers | None, patches: Sequence[Patch] = (), call: Call | None = None
+    ) -> torch.Tensor:
         """Make the call once more, with the random numbers it had."""
         self.report.repeats += 1
         self.log.extra_calls += 1
@@ -210,7 +221,7 @@ class DriftCheck:
         return sum(drift.row_errors(result, self.exact, self.exact)[0])
 
     def _without_network(self) -> torch.Tensor:
-        """Return the result of the call where the network gave zeros: what the parametrization makes of the noisy latent alone."""
+        """Return the call's result if the network gave zeros: what the parametrization makes of the noisy latent."""
         return denoised(self.model.model_sampling)(self.call.t, torch.zeros_like(self.exact), self.call.x)
 
     def _log_drift(self, cause: Cause, snr: float, threshold: float) -> None:
@@ -219,7 +230,7 @@ class DriftCheck:
         self.log.note_drift(event, drift.drift_sentence(event))
 
     def _drowned_lora(self) -> Cause | None:
-        """The weight that loses most of the LoRAs merged into 8 bits, where they are worth little more than its rounding."""
+        """Find the weight that loses most of LoRAs merged into 8 bits, if they are worth little more than rounding."""
         names = self.merged.in_8_bit
         if not names:
             return None
@@ -231,7 +242,7 @@ class DriftCheck:
         return Cause(name, WEIGHT, self.guarded.modes.get(name, ""), found / lost, "" if name else NOT_ADDITIVE)
 
     def _cause(self, whole: float) -> Cause:
-        """What adds most, found by making more and more of the model exact."""
+        """Find what adds most, by making more and more of the model exact."""
         if self.report.arithmetic == STEP_CACHE:
             return Cause("", STEP_CACHE, "")
         if self._error(self._run(None)) < whole / 4:
@@ -247,7 +258,7 @@ class DriftCheck:
         return Cause(name, WEIGHT, self.guarded.modes.get(name, ""), found / whole, "" if name else NOT_ADDITIVE)
 
     def _with_merged(self, own: frozenset[str]) -> float:
-        """The error in fp32 where these layers have their weights as they are, rounded with their LoRAs merged."""
+        """Return the error in fp32 where these layers have their weights as they are, rounded with LoRAs merged."""
         return self._error(self._run_exact(self.merged.exact(self.merged.modules.keys() - own)))
 
     def _outside(self, whole: float) -> Cause | None:
@@ -255,7 +266,7 @@ class DriftCheck:
         return Cause("", OUTSIDE, self.guarded.stream, found / whole) if found >= whole / 2 else None
 
     def _with_own(self, own: frozenset[str], alone: Collection[str] = (), attention: bool = False) -> float:
-        """The error where these blocks keep their arithmetic, but for the layers ``alone``, and all others are exact."""
+        """Return the error where these blocks keep their arithmetic, all but the layers ``alone``; others are exact."""
         layers = precise_layers(self.guarded, self.model, ExactParts(own, alone, attention, self.blocks.dtypes))
         exact = [name for name in self.merged.modules if name in alone or not block_of(name, own)]
         return self._error(self._run(layers, self.merged.exact(exact)))
@@ -299,13 +310,14 @@ class DriftCheck:
 
 
 def _summed_modes(patcher: "ModelPatcher") -> dict[str, str]:
-    """Layer -> mode, with fp16 sums as the mode of their own that they are."""
-    sums = layer_accumulation(patcher)
-    return {name: FP16_ACC16.name if sums.get(name, ("", ""))[0] == "fp16" else mode for name, mode in observed_modes_of(patcher).items()}
+    """Map layers to their modes, with fp16 sums as the mode of their own that they are."""
+    in_fp16 = (name for name, (sums, _) in layer_accumulation(patcher).items() if sums == "fp16")
+    modes = observed_modes_of(patcher)
+    return modes | {name: FP16_ACC16.name for name in in_fp16 if name in modes}
 
 
 def _arithmetic(patcher: "ModelPatcher", guarded: Guarded) -> str:
-    """The arithmetic of a model, as thresholds name it: the coarsest of its layers' and of the values between them."""
+    """Name the arithmetic of a model, as thresholds do: the coarsest of its layers' and of the values between them."""
     if guarded.escalation.whole:
         return FP32.name
     modes = _summed_modes(patcher)

@@ -1,4 +1,4 @@
-"""A model in the most precise arithmetic there is here, but for the parts that keep their own: what a check runs."""
+"""Run a model in the most precise arithmetic there is here, but for the parts that keep their own, for a check."""
 
 import contextlib
 import copy
@@ -19,7 +19,7 @@ from ....precision.guard.policy import ALL_IN_FP32, Escalation, block_of
 from ....precision.modes import FP32
 from ....precision.plan.compute import ComputeDecision
 from ..facts.layers import matrix_layers, top_level_parts
-from ..lora.patcher import kept_beside
+from ..lora.patcher import unmerged_keys
 from ..lora.patches import DIFFUSION_MODEL
 from ..run.accumulation import accumulation_of
 from ..run.attention import full_precision_attention
@@ -43,8 +43,9 @@ class ExactParts:
         own: the blocks that keep theirs; None for a model that is in fp32 as a whole, its code between blocks too.
         alone: layers of those blocks that run in fp32 all the same, and return the dtype they were given.
         attention: so does the attention in those blocks.
-        returned: part -> the dtype it returns by itself, which what runs between parts is given. A part in fp32 returns fp32 where it was given
-            no other float: the time embedding of Kandinsky 5, whose blocks then fail (``comfy/ldm/kandinsky5/model.py``).
+        returned: part -> the dtype it returns by itself, which what runs between parts is given. A part in fp32 returns
+            fp32 where it was given no other float: the time embedding of Kandinsky 5, whose blocks then fail
+            (``comfy/ldm/kandinsky5/model.py``).
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class ExactParts:
         self._depth = 0
 
     def everywhere(self) -> contextlib.AbstractContextManager:
-        """A context of a whole call: where all of the model is in fp32, so is what its code casts."""
+        """Return the context of a whole call: where all of the model is in fp32, so is what its code casts."""
         return CastsToFp32() if self.own is None else contextlib.nullcontext()
 
     def forward(self, name: str, forward: Callable) -> Callable:
@@ -87,7 +88,8 @@ class ExactParts:
 
     def attention(self, function: Callable, q, k, v, heads, *args, **kwargs) -> torch.Tensor:
         """Run core's own attention in fp32; its result has the dtype of ``q``."""
-        return AttentionCall(q, k, v, heads, args, kwargs).run_in(torch.float32, full_precision_attention(function)).to(q.dtype)
+        call = AttentionCall(q, k, v, heads, args, kwargs)
+        return call.run_in(torch.float32, full_precision_attention(function)).to(q.dtype)
 
 
 def precise_layers(guarded: Guarded, model: "BaseModel", exact: ExactParts) -> EscalatedLayers:
@@ -99,8 +101,9 @@ def precise_layers(guarded: Guarded, model: "BaseModel", exact: ExactParts) -> E
         return EscalatedLayers(ALL_IN_FP32, model, guarded.modes, exact)
     present = guarded.escalation
     blocks = top_level_parts(model.diffusion_model).keys() - exact.own
-    modes = {name: FP32.name if present.whole or block_of(name, blocks) else mode for name, mode in guarded.modes.items()}
-    kept = {name: mode for name, mode in present.layers.items() if not (present.whole or block_of(name, blocks))}
+    in_fp32 = {name for name in guarded.modes.keys() | present.layers if present.whole or block_of(name, blocks)}
+    modes = {name: FP32.name if name in in_fp32 else mode for name, mode in guarded.modes.items()}
+    kept = {name: mode for name, mode in present.layers.items() if name not in in_fp32}
     escalation = Escalation(kept, frozenset(blocks) | present.blocks, present.stream or present.whole)
     return EscalatedLayers(escalation, model, modes, exact)
 
@@ -108,26 +111,27 @@ def precise_layers(guarded: Guarded, model: "BaseModel", exact: ExactParts) -> E
 class MergedWeights:
     """The layers with LoRAs or other patches, of hooks too, merged into their weights, rounded to the dtype those have.
 
-    ``modules``: layer -> module, and ``in_8_bit`` those whose weight is in 8 bits or less. Patches that Halfsafe adds beside
-    8-bit weights are none of them.
+    ``modules``: layer -> module, and ``in_8_bit`` those whose weight is in 8 bits or less. Patches that Halfsafe adds
+    beside 8-bit weights are none of them.
     """
 
     def __init__(self, patcher: "ModelPatcher"):
         self._patcher = patcher
-        beside, hooked = kept_beside(patcher), patcher.get_combined_hook_patches(patcher.current_hooks)
-        keys = (patcher.patches.keys() - beside) | hooked.keys()
+        unmerged, hooked = unmerged_keys(patcher), patcher.get_combined_hook_patches(patcher.current_hooks)
+        keys = (patcher.patches.keys() - unmerged) | hooked.keys()
         self._patches = {key: [*patcher.patches.get(key, ()), *hooked.get(key, ())] for key in keys}
         layers = {f"{DIFFUSION_MODEL}{name}.weight": (name, module) for name, module in matrix_layers(patcher.model)}
         found = (layers[key] for key in layers if key in keys)
-        self.modules = {name: module for name, module in found if _held(module) != torch.float32 and only_multiplies(module)}
+        rounded = ((name, module) for name, module in found if _held(module) != torch.float32)
+        self.modules = {name: module for name, module in rounded if only_multiplies(module)}
         self.in_8_bit = [name for name, module in self.modules.items() if _held(module).itemsize == 1]
 
     def exact(self, layers: Collection[str]) -> list[Patch]:
-        """What makes layers multiply by their weight in fp32 as it was before any patch, with its patches added."""
+        """Return what makes layers multiply by their weight in fp32 as it was before any patch, its patches added."""
         return [self._patch(name, True) for name in self.modules if name in layers]
 
     def unpatched(self, layers: Collection[str]) -> list[Patch]:
-        """The same of all layers, but for ``layers`` without their patches."""
+        """Return the same of all layers, but for ``layers`` without their patches."""
         return [self._patch(name, name not in layers) for name in self.modules]
 
     def _patch(self, name: str, patched: bool) -> Patch:
@@ -137,12 +141,13 @@ class MergedWeights:
         module, key = self.modules[name], f"{DIFFUSION_MODEL}{name}.weight"
         weight = dequantized(self._unpatched(key, module).data.to(x.device)).float()
         if patched:
-            weight = comfy.lora.calculate_weight(self._patches[key], weight, key, original_weights={key: [(weight.clone(),)]})
+            original = {key: [(weight.clone(),)]}
+            weight = comfy.lora.calculate_weight(self._patches[key], weight, key, original_weights=original)
         with weights_of(module)(module, x.float(), torch.float32) as (_, bias):
             return multiplied(module, kind_of(module), x.float(), weight, bias, *args, **kwargs).to(x.dtype)
 
     def _unpatched(self, key: str, module: torch.nn.Module) -> torch.Tensor:
-        """The weight before any patch: ComfyUI keeps it where it merged LoRAs, else where a hook changed it."""
+        """Return the weight before any patch: ComfyUI keeps it where it merged LoRAs, else where a hook changed it."""
         merged, hooked = self._patcher.backup.get(key), self._patcher.hook_backup.get(key)
         return merged.weight if merged else hooked[0] if hooked else module.weight
 
@@ -153,7 +158,10 @@ def _held(module: torch.nn.Module) -> torch.dtype:
 
 @contextlib.contextmanager
 def learning_apart(patcher: "ModelPatcher") -> Iterator[None]:
-    """While the context lasts, the model's compute plan and accumulation measure for themselves: no later call depends on it."""
+    """Give the model a compute plan and accumulation that learn apart from its own while the context lasts.
+
+    No later call depends on what they measure.
+    """
     compute, accumulation = compute_of(patcher), accumulation_of(patcher)
     fresh: list[tuple] = [(compute, "runs", type(compute)(compute.plan).runs)] if compute else []
     fresh += [(accumulation, "runs", type(accumulation)(accumulation.request).runs)] if accumulation else []
@@ -162,22 +170,21 @@ def learning_apart(patcher: "ModelPatcher") -> Iterator[None]:
 
 
 def without_step_cache(call: Call) -> Call:
-    """A copy of the call with a latent of its own, past the wrappers that keep results of steps (EasyCache)."""
+    """Copy a call, with a latent of its own, past the wrappers that keep results of steps (EasyCache)."""
     copied = copy.copy(call)
     copied.x, copied._cache = call.x.clone(), None
     wrappers = dict(call.options.get("wrappers", {}))
-    inner = wrappers.get(WrappersMP.DIFFUSION_MODEL, {})
-    wrappers[WrappersMP.DIFFUSION_MODEL] = {key: [one for one in ones if not _keeps_steps(key, one)] for key, ones in inner.items()}
+    inner = wrappers.get(WrappersMP.DIFFUSION_MODEL, {}).items()
+    left = {key: [one for one in ones if not _keeps_steps(key, one)] for key, ones in inner}
+    wrappers[WrappersMP.DIFFUSION_MODEL] = left
     copied.options = {**call.options, "wrappers": wrappers}
     return copied
 
 
 def with_rounded_guidance(call: Call, dtype: torch.dtype) -> Call:
-    """A copy of the call with its embedded guidance rounded as the model's own code rounds it, which it was made with.
-
-    Flux and Hunyuan Video multiply it by 1000 in the dtype of the values between layers (``timestep_embedding`` in
-    ``comfy/ldm/flux/layers.py``): 6.0 becomes 6016 in bf16.
-    """
+    """Copy a call, its embedded guidance rounded as the model's own code rounds it, which it was made with."""
+    # Flux and Hunyuan Video multiply it by 1000 in the dtype of the values between layers (``timestep_embedding`` in
+    # comfy/ldm/flux/layers.py): 6.0 becomes 6016 in bf16.
     copied, guidance = copy.copy(call), call.extra.get("guidance")
     if isinstance(guidance, torch.Tensor) and guidance.is_floating_point():
         copied.extra = {**call.extra, "guidance": (guidance.to(dtype) * GUIDANCE_FACTOR).float() / GUIDANCE_FACTOR}

@@ -208,7 +208,7 @@ def _set_rounded_to_nearest(module: torch.nn.Module, weight: torch.Tensor, **opt
     return set_weight_by_class(module, weight, **{**options, "seed": 0})
 
 
-def kept_beside(extended: "ModelPatcher") -> set[str]:
+def unmerged_keys(extended: "ModelPatcher") -> set[str]:
     """Return the keys of the weights whose patches are added beside them; none for ComfyUI's own ModelPatcher."""
     return extended.sorted_patches().kept if isinstance(extended, UnmergedLowRank) else set()
 
