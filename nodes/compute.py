@@ -10,7 +10,7 @@ from ..precision.plan.goal import GOALS
 from ..precision.plan.rules import Rules
 from .host import planned
 from .host.badge import badge, model_words
-from .inputs import CATEGORY, RulesType, compute_input
+from .inputs import CATEGORY, RulesType, checked_rules, compute_input
 
 if TYPE_CHECKING:
     from .host.types import CLIP, VAE, ModelPatcher
@@ -49,7 +49,7 @@ class ComputeDtype(io.ComfyNode):
 
     @classmethod
     def execute(cls, model: ModelPatcher, compute: str, rules: Rules | None = None) -> io.NodeOutput:
-        model = planned.with_compute(model, compute, rules or Rules())
+        model = planned.with_compute(model, compute, checked_rules(rules) or Rules())
         return io.NodeOutput(model, ui=badge(*model_words(model)))
 
 

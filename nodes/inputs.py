@@ -3,6 +3,8 @@
 from comfy_api.latest import io
 
 from ..precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
+from ..precision.errors import HalfsafeError
+from ..precision.plan.rules import Rules
 
 CATEGORY = "precision"
 RulesType = io.Custom("HALFSAFE_RULES")
@@ -33,3 +35,15 @@ def compute_input() -> io.Combo.Input:
 
 def rules_input() -> io.Input:
     return RulesType.Input("rules", optional=True, tooltip=RULES_TOOLTIP)
+
+
+def checked_rules(rules: object, name: str = "rules") -> Rules | None:
+    """Return what an input of rules was given; None where nothing is connected.
+
+    Raises:
+        HalfsafeError: it is of another type, which ComfyUI's API lets through.
+    """
+    if rules is not None and not isinstance(rules, Rules):
+        problem = f"The input '{name}' takes the output of Layer Rules (Halfsafe), not a {type(rules).__name__}."
+        raise HalfsafeError(problem, "Connect that node to it; lines of rules go into its own text.")
+    return rules

@@ -5,7 +5,7 @@ from comfy_api.latest import io
 from ..precision.plan.rules import rules_from
 from .host.badge import badge, clip_word, control_words, model_words, vae_word
 from .host.load import controlnet, encoders, files, models
-from .inputs import CATEGORY, compute_input, rules_input, storage_input
+from .inputs import CATEGORY, checked_rules, compute_input, rules_input, storage_input
 
 NO_FILE = "none"
 VAE_DTYPE_TOOLTIP = (
@@ -62,7 +62,7 @@ class LoadDiffusionModel(io.ComfyNode):
     @classmethod
     def execute(cls, model_name, storage, compute, rules=None) -> io.NodeOutput:
         path = files.model_path("diffusion_models", model_name)
-        model = models.load_diffusion_model(path, storage, compute, rules or rules_from())
+        model = models.load_diffusion_model(path, storage, compute, checked_rules(rules) or rules_from())
         return io.NodeOutput(model, ui=badge(*model_words(model)))
 
 
@@ -101,7 +101,7 @@ class LoadCheckpoint(io.ComfyNode):
     @classmethod
     def execute(cls, ckpt_name, storage, compute, clip_storage, vae_dtype, rules=None) -> io.NodeOutput:
         path = files.model_path("checkpoints", ckpt_name)
-        model = models.load_checkpoint_model(path, storage, compute, rules or rules_from())
+        model = models.load_checkpoint_model(path, storage, compute, checked_rules(rules) or rules_from())
         clip = encoders.load_checkpoint_text_encoder(path, clip_storage)
         vae = encoders.load_checkpoint_vae(path, vae_dtype)
         return io.NodeOutput(model, clip, vae, ui=badge(*model_words(model)))
@@ -203,7 +203,7 @@ class LoadControlNet(io.ComfyNode):
     @classmethod
     def execute(cls, control_net_name, storage, compute, rules=None) -> io.NodeOutput:
         path = files.model_path("controlnet", control_net_name)
-        control = controlnet.load_control_net(path, storage, compute, rules or rules_from())
+        control = controlnet.load_control_net(path, storage, compute, checked_rules(rules) or rules_from())
         return io.NodeOutput(control, ui=badge(*control_words(control)))
 
 

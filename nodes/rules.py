@@ -5,7 +5,7 @@ from comfy_api.latest import io
 from ..precision.errors import HalfsafeError
 from ..precision.plan.presets import DEFAULT_PRESET, PRESETS
 from ..precision.plan.rules import rules_from
-from .inputs import CATEGORY, RulesType
+from .inputs import CATEGORY, RulesType, checked_rules
 
 
 class LayerRules(io.ComfyNode):
@@ -53,7 +53,7 @@ class LayerRules(io.ComfyNode):
 
     @classmethod
     def execute(cls, rules, preset, previous=None) -> io.NodeOutput:
-        combined = rules_from(rules, preset, previous)
+        combined = rules_from(rules, preset, checked_rules(previous, "previous"))
         return io.NodeOutput(combined, combined.to_text())
 
 

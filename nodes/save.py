@@ -8,7 +8,7 @@ from comfy_api.latest import io, ui
 
 from ..precision.plan.rules import rules_from
 from .host.load.save import save_model
-from .inputs import CATEGORY, rules_input, storage_input
+from .inputs import CATEGORY, checked_rules, rules_input, storage_input
 
 if TYPE_CHECKING:
     from ..precision.plan.rules import Rules
@@ -56,7 +56,7 @@ class SaveModel(io.ComfyNode):
         cls, model: ModelPatcher, filename_prefix: str, storage: str, rules: Rules | None = None
     ) -> io.NodeOutput:
         hidden = cls.hidden
-        name = save_model(model, filename_prefix, storage, rules or rules_from(), hidden.prompt, hidden.extra_pnginfo)
+        name = save_model(model, filename_prefix, storage, checked_rules(rules) or rules_from(), hidden.prompt, hidden.extra_pnginfo)
         return io.NodeOutput(name, ui=ui.PreviewText(f"Saved {name}"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from ...precision.report.schema import (
 )
 from .facts.kernels import DEQUANTIZED
 from .facts.layers import activation_dtype, layers_of
-from .facts.model_facts import bytes_by_storage, parameter_count, storage_of
+from .facts.model_facts import bytes_by_storage, foreign_layers, parameter_count, storage_of
 from .guard.model import Guard, guard_of
 from .load.control_runs import LoadedControl, controls_of
 from .load.devices import current_device
@@ -76,7 +77,7 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     without_effect, decisions, notes = remarks_of(patcher)
     report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
     report.decisions |= decisions
-    report.notes += [*notes, *_int8_notes(layers)]
+    report.notes += [*notes, *_int8_notes(layers), *_foreign_notes(patcher)]
     patches = (type(patch.model) for patch in patcher.model_patches_models())
     report.notes += [PATCHED_BY.format(cls.__name__) for cls in patches if not issubclass(cls, LowRankModel)]
     report.notes += _modes_elsewhere(patcher, {layer.name: layer.mode for layer in layers}, compute, guard)
@@ -131,6 +132,12 @@ def _write_reasons(layers: list[LayerReport], reasons: Reasons) -> None:
     """Join the reasons of each layer for its report."""
     for layer in layers:
         layer.reason = "; ".join(dict.fromkeys(filter(None, reasons[layer.name])))
+
+
+def _foreign_notes(patcher: ModelPatcher) -> list[str]:
+    counts = Counter(foreign_layers(patcher).values())
+    what = "layers are packed in a format of another loader"
+    return [f"{count} {what} ({cls}); Save Model cannot read them." for cls, count in counts.items()]
 
 
 def _add_record(report: Report | ControlReport, record: LoadRecord) -> None:

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 
+PACKED = "packed"
+"""The storage of weights that another loader, such as ComfyUI-GGUF's, keeps as bytes in a format of its own."""
+
+
 def model_facts(patcher: ModelPatcher) -> ModelFacts:
     """Collect what a compute plan needs to know of a model in memory."""
     layers = tuple(
@@ -32,12 +36,20 @@ def storages(patcher: ModelPatcher) -> dict[str, str]:
     return {name: storage_of(weight) for name, weight in weights.items() if _is_known(weight)}
 
 
+def foreign_layers(patcher: ModelPatcher) -> dict[str, str]:
+    """Return the class of each layer's weight, by layer name, that another loader keeps in a format of its own."""
+    weights = {name: module.weight for name, module in layers_of(patcher)}
+    return {name: type(weight).__name__ for name, weight in weights.items() if not _is_known(weight)}
+
+
 def _is_known(weight: torch.Tensor) -> bool:
     return isinstance(weight, comfy.quant_ops.QuantizedTensor) or weight.is_floating_point()
 
 
 def storage_of(tensor: torch.Tensor) -> str:
     """Name the storage of a weight, quantized or not."""
+    if not _is_known(tensor):
+        return PACKED
     if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
         return name_of(tensor.dtype)
     formats = comfy.quant_ops.QUANT_ALGOS.items()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import comfy.memory_management
 import comfy.utils
@@ -11,7 +12,7 @@ import folder_paths
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ....precision.errors import CheckpointError
+from ....precision.errors import CheckpointError, HalfsafeError
 from ....precision.files.gguf_file import SUFFIX, GgufFile
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.files.tensor_file import TensorFile
@@ -118,7 +119,15 @@ def _tensors(file: TensorFile):
 
 
 def output_path(filename_prefix: str) -> tuple[str, str]:
-    """Return (path of a new file, name below the output folder) for a prefix such as ``diffusion_models/halfsafe``."""
+    """Return (path of a new file, name below the output folder) for a prefix such as ``diffusion_models/halfsafe``.
+
+    Raises:
+        HalfsafeError: the prefix leaves the output folder.
+    """
+    output = os.path.abspath(folder_paths.get_output_directory())
+    if not Path(os.path.abspath(os.path.join(output, filename_prefix))).is_relative_to(output):
+        problem = f"The filename prefix '{filename_prefix}' leaves ComfyUI's output folder {output}."
+        raise HalfsafeError(problem, "Give a name below it, such as diffusion_models/my_model.")
     folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
         filename_prefix, folder_paths.get_output_directory()
     )

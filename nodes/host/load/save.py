@@ -21,6 +21,7 @@ from ....precision.plan.rules import Rules
 from ....precision.plan.storage import plan_storage
 from ....precision.plan.weights import plan_weights
 from ..facts.layers import modules_of
+from ..facts.model_facts import foreign_layers
 from .files import output_path
 from .identity import difference, marks_of, metadata_of, source_of_model
 from .progress import byte_progress
@@ -60,7 +61,8 @@ def _unpatched(patcher: ModelPatcher) -> dict[str, torch.Tensor]:
     """Return the diffusion model's tensors before any LoRA, wherever the model is loaded."""
     with patcher.use_ejected():
         tensors = patcher.model.diffusion_model.state_dict()
-    state = {plain_name(name): tensor.detach() for name, tensor in tensors.items()}
+    # ComfyUI-GGUF's GGMLTensor makes no tensor of a size that is a number (its new_empty in ops.py).
+    state = {plain_name(name): tensor.detach().as_subclass(torch.Tensor) for name, tensor in tensors.items()}
     for key, backup in patcher.backup.items():
         if key.startswith(PREFIX):
             name, weight = plain_name(key.removeprefix(PREFIX)), backup.weight
@@ -86,6 +88,7 @@ def save_model(
     if "\0" in filename_prefix:
         raise HalfsafeError("The filename prefix holds a null character.", "Type the name anew.")
     path, name = output_path(filename_prefix)
+    _refuse_foreign(patcher)
     weights = LiveWeights(patcher)
     decisions = plan_storage(_layers(patcher, weights), "as_file" if storage == "auto" else storage, rules)
     plans = plan_weights(weights, {f"{layer}.weight": decision.storage for layer, decision in decisions.items()}, name)
@@ -100,6 +103,14 @@ def save_model(
     tensors = planned_tensors(weights, plans, name, lambda _, size: progress(size))
     write_safetensors(path, planned_specs(plans), tensors, metadata)
     return name
+
+
+def _refuse_foreign(patcher: ModelPatcher) -> None:
+    foreign = foreign_layers(patcher)
+    if foreign:
+        first, cls = next(iter(foreign.items()))
+        problem = f"Layer '{first}' and {len(foreign) - 1} more hold their weights in a format of another loader ({cls})."
+        raise HalfsafeError(problem, "Load the file with Load Diffusion Model (Halfsafe), GGUF too, and save that model.")
 
 
 def _layers(patcher: ModelPatcher, weights: LiveWeights) -> list[LayerSpec]:
