@@ -55,8 +55,8 @@ class SaveModel(io.ComfyNode):
     def execute(
         cls, model: ModelPatcher, filename_prefix: str, storage: str, rules: Rules | None = None
     ) -> io.NodeOutput:
-        hidden = cls.hidden
-        name = save_model(model, filename_prefix, storage, checked_rules(rules) or rules_from(), hidden.prompt, hidden.extra_pnginfo)
+        hidden, given = cls.hidden, checked_rules(rules) or rules_from()
+        name = save_model(model, filename_prefix, storage, given, hidden.prompt, hidden.extra_pnginfo)
         return io.NodeOutput(name, ui=ui.PreviewText(f"Saved {name}"))
 
 

@@ -109,8 +109,9 @@ def _refuse_foreign(patcher: ModelPatcher) -> None:
     foreign = foreign_layers(patcher)
     if foreign:
         first, cls = next(iter(foreign.items()))
-        problem = f"Layer '{first}' and {len(foreign) - 1} more hold their weights in a format of another loader ({cls})."
-        raise HalfsafeError(problem, "Load the file with Load Diffusion Model (Halfsafe), GGUF too, and save that model.")
+        problem = f"Layer '{first}' and {len(foreign) - 1} more are packed in a format of another loader ({cls})."
+        advice = "Load the file with Load Diffusion Model (Halfsafe), which reads GGUF too, and save that model."
+        raise HalfsafeError(problem, advice)
 
 
 def _layers(patcher: ModelPatcher, weights: LiveWeights) -> list[LayerSpec]:

@@ -1,4 +1,4 @@
-"""Models of other packs' loaders, which keep their weights in formats of their own: saved, analysed and reported or refused in words."""
+"""Models of other packs' loaders, whose weights are in formats of their own: saved, analysed, reported, or refused in words."""
 
 import json
 
@@ -42,7 +42,8 @@ def ops(quantized: bool) -> type:
                 weight = self.weight.as_subclass(torch.Tensor)
                 if quantized:
                     weight = (weight.float() - 128) * self.scale
-                return torch.nn.functional.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+                bias = None if self.bias is None else self.bias.to(x.dtype)
+                return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
     return Ops
 
@@ -89,7 +90,7 @@ def test_rules_of_another_type_are_an_error_that_says_what_is_meant(comfy, wan, 
     calls = (
         lambda: save(comfy, model, "fp8_e4m3fn", rules=rules),
         lambda: comfy.run("HalfsafeComputeDtype", model=model, compute="auto", rules=rules),
-        lambda: comfy.run("HalfsafeLoadDiffusionModel", model_name=wan.name, storage="auto", compute="auto", rules=rules),
+        lambda: families.load(comfy, wan, "auto", rules=rules),
         lambda: comfy.run("HalfsafeLayerRules", rules="", preset="none", previous=rules),
     )
     for call in calls:
