@@ -45,6 +45,7 @@ from ..run.call import Call
 from ..run.execution import is_compiled, is_on_several_devices
 from ..run.layer_modes import kernels_of, observed_modes_of
 from ..run.oom import is_oom
+from ..run.step_caches import KeptByPatches
 from .escalation import EscalatedLayers
 from .failure import INSIDE, images_of, sigma_of, step_of
 from .precise import (
@@ -136,6 +137,7 @@ class DriftCheck:
 
     def compare(self, result: torch.Tensor) -> None:
         """Compare the call's result with the same call in fp32; whatever goes wrong is logged, and the run goes on."""
+        kept = KeptByPatches(self.call.options)
         try:
             self._compare(result)
         except comfy.model_management.InterruptProcessingException:
@@ -143,6 +145,7 @@ class DriftCheck:
             self.report.left_out = INTERRUPTED
         except Exception as error:  # other packs' code may fail in a dtype that it never met
             self.report.left_out = NO_MEMORY if is_oom(error) else f"It failed in fp32: {error}"
+        kept.restore()
         self._log_check()
 
     def leave_out(self, why: str) -> None:
@@ -215,7 +218,7 @@ class DriftCheck:
         own = self.guarded.layers and self.guarded.layers.call
         inside = own if layers is None else functools.partial(layers.call, observing=patches)
         with self.start.again():
-            return copy.copy(call or self.call)(**{INSIDE: inside})
+            return copy.copy(call or self.call).apart({INSIDE: inside})
 
     def _error(self, result: torch.Tensor) -> float:
         return sum(drift.row_errors(result, self.exact, self.exact)[0])

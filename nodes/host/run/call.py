@@ -8,6 +8,8 @@ import torch
 
 from ....precision.nested import replaced
 from ..core import forget_call
+from . import step_caches
+from .step_caches import KeptByPatches
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
@@ -19,7 +21,7 @@ class Call:
     ``options``: ``transformer_options``; ``model``: the model it runs.
 
     EasyCache (``comfy_extras/nodes_easycache.py``) keeps each call's result to replace a later one; its state is
-    restored before a repeat, so that the repeat sees what the first call saw.
+    restored before a repeat, so that the repeat sees what the first call saw. Other caches: see ``step_caches``.
     """
 
     # The arguments of ComfyUI's APPLY_MODEL wrappers, by its names (``apply_model`` in comfy/model_base.py).
@@ -38,13 +40,28 @@ class Call:
         self._made = False
         self._cache = self.options.get("easycache")
         self._before = None if self._cache is None else _copied(vars(self._cache))
+        self._kept = KeptByPatches(self.options)
 
     def __call__(self, **options) -> torch.Tensor:
         """Make the call, with ``options`` added to its ``transformer_options``."""
-        if self._made and self._cache is not None:
+        if not self._made:
+            self._made = True
+            return self._run(options)
+        if self._cache is not None:
             vars(self._cache).update(_copied(self._before))
             self.forget_dtype()
-        self._made = True
+        step_caches.empty(self.model.diffusion_model)
+        return self.apart(options)
+
+    def apart(self, options: dict) -> torch.Tensor:
+        """Make the call as a repeat that reads and leaves nothing in the caches of models and nodes."""
+        self._kept.restore()
+        try:
+            return self._run({**step_caches.OFF, **options})
+        finally:
+            self._kept.restore()
+
+    def _run(self, options: dict) -> torch.Tensor:
         arguments = (self.x, self.t, self.c_concat, self.c_crossattn, _fresh(self.control), {**self.options, **options})
         return self.executor(*arguments, **self.extra)
 
