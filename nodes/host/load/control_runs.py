@@ -7,6 +7,8 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from comfy_execution.progress import ProgressRegistry, get_progress_state
+
 from ....precision.plan.choice import LoadRecord
 from ..run.control import PlannedControl, planned_control
 
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from comfy.controlnet import ControlNet
     from comfy.model_base import BaseModel
 
-_ran: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[LoadedControl, None]] = weakref.WeakKeyDictionary()
+_runs: weakref.WeakKeyDictionary[BaseModel, Runs] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +34,14 @@ class LoadedControl:
     planned: PlannedControl | None
 
 
+@dataclass(frozen=True)
+class Runs:
+    """The ControlNets that a model was sampled with in one prompt, which ComfyUI has a progress registry for."""
+
+    prompt: weakref.ref[ProgressRegistry]
+    controls: weakref.WeakKeyDictionary[LoadedControl, None]
+
+
 def note_runs(control: ControlNet, record: LoadRecord) -> None:
     """Note from now on which models a ControlNet, or a copy of it, is sampled with."""
     _follow(control, LoadedControl(type(control).__name__, record, planned_control(control)))
@@ -44,7 +54,8 @@ def loaded_control(control: ControlNet) -> LoadedControl:
 
 def controls_of(model: BaseModel) -> list[LoadedControl]:
     """Return the ControlNets still in use that a model was sampled with, in the order of their first runs."""
-    return list(_ran.get(model, ()))
+    runs = _runs.get(model)
+    return list(runs.controls) if runs else []
 
 
 def _follow(control: ControlNet, loaded: LoadedControl) -> ControlNet:
@@ -61,8 +72,16 @@ def _follow(control: ControlNet, loaded: LoadedControl) -> ControlNet:
 def _pre_run(control: ControlNet, loaded: LoadedControl, model: BaseModel, *args: Any) -> None:
     """Note the model that a sampler gives to each ControlNet of its conditions, then do as ComfyUI does."""
     # ``pre_run_control`` in comfy/samplers.py; the call of a ControlNet's own model does not say which model it is for.
-    _ran.setdefault(model, weakref.WeakKeyDictionary())[loaded] = None
+    _runs_in_prompt(model).controls[loaded] = None
     type(control).pre_run(control, model, *args)
+
+
+def _runs_in_prompt(model: BaseModel) -> Runs:
+    """Return what ran with a model in the running prompt; a new prompt begins anew."""
+    prompt, runs = get_progress_state(), _runs.get(model)
+    if runs is None or runs.prompt() is not prompt:
+        runs = _runs[model] = Runs(weakref.ref(prompt), weakref.WeakKeyDictionary())
+    return runs
 
 
 def _copy(control: ControlNet, loaded: LoadedControl) -> ControlNet:

@@ -337,8 +337,9 @@ def test_an_sd35_control_net_takes_the_model_s_embedder(comfy, models_dir, stora
     path = control_files.sd35(models_dir / "controlnet" / "sd35.safetensors")
     embedder = VectorEmbedder(2048, 256, torch.float16, torch.device("cpu"), disable_weight_init)
     embedder.load_state_dict({name: torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)) / 50 for name, tensor in embedder.state_dict().items()})
-    outputs = []
+    model, outputs = torch.nn.Module(), []
+    model.diffusion_model, model.model_sampling = SimpleNamespace(y_embedder=embedder), None
     for control in (in_fp32(stock(comfy, path.name)), load(comfy, path.name, storage, compute)):
-        control.pre_run(SimpleNamespace(diffusion_model=SimpleNamespace(y_embedder=embedder), model_sampling=None), lambda percent: percent)
+        control.pre_run(model, lambda percent: percent)
         outputs.append(give(control, "sd35"))
     assert relative_error(*outputs) < (1e-6 if storage == "as_file" else 0.06)

@@ -8,6 +8,7 @@ import torch
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.plan.storage import plan_load
+from halfsafe.precision.plan.weights import plan_model
 from safetensors.torch import load_file, save_file
 from support import dialects, families, model_files, tiny_models
 from support.denoise import denoise
@@ -199,13 +200,15 @@ def test_a_weight_beyond_fp16_is_not_held_in_fp16(comfy, models_dir, storage, co
 
 
 def test_a_cast_between_16_bit_dtypes_is_left_to_comfyui_and_costs_no_second_copy(comfy, tmp_path):
+    from comfy.quant_ops import QUANT_ALGOS
     from halfsafe.nodes.host.load import detection as families
-    from halfsafe.nodes.host.load import files, models
+    from halfsafe.nodes.host.load import files
 
     path = tiny_models.wan(tmp_path / "wan.safetensors")
     detected = families.detect_model(files.open_model(str(path)), only_diffusion_model=True)
     plan = plan_load(detected.facts, devices.detect(profile="cpu"), "fp16", "fp16", rules_from(), None)
-    assert set(models._storages(detected, plan).values()) == {"as_file"}
+    weights = plan_model(detected.checkpoint, plan, detected.layer_names, detected.prefix, QUANT_ALGOS)
+    assert weights.plans and {plan.storage for plan in weights.plans.values()} == {"as_file"}
 
 
 def test_a_weight_the_file_lacks_is_named_in_the_report(comfy, models_dir):
