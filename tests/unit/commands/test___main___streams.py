@@ -15,6 +15,8 @@ from halfsafe.precision.files.safetensors_file import open_checkpoint
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[3]
+# What is started in the background of a shell ignores interrupts, and so do its children.
+LISTENING = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals and devices")
 
 
@@ -67,7 +69,7 @@ def test_a_pipe_without_a_reader_leaves_the_exit_code_as_it_is(tmp_path, value, 
 @posix
 @pytest.mark.parametrize("module", ["argparse", "torch", "halfsafe.precision.commands.convert"])
 def test_an_interrupt_while_it_starts_is_one_line_and_130(tmp_path, module):
-    interrupt = f"""
+    interrupt = f"""{LISTENING}
 class Interrupts:
     def find_spec(name, path=None, target=None):
         if name == {module!r}:
@@ -82,9 +84,17 @@ sys.meta_path.insert(0, Interrupts)
     assert not (tmp_path / "out.safetensors").exists()
 
 
+@pytest.fixture
+def listening():
+    """As a process in the foreground of a shell: pytest itself may have been started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @posix
 @pytest.mark.parametrize("count", [1, 3])
-def test_an_interrupt_while_it_works_is_one_line_and_130(tmp_path, capsys, monkeypatch, count):
+def test_an_interrupt_while_it_works_is_one_line_and_130(tmp_path, capsys, monkeypatch, listening, count):
     sources = [model(tmp_path / f"{number}.safetensors") for number in range(count)]
     (tmp_path / "out").mkdir()
     original = convert_module.read_checkpoint
