@@ -42,7 +42,7 @@ def test_blocks_compiled_on_their_own(comfy, models_dir):
         assert counters["stats"]["unique_graphs"] <= len(keys)
         assert sum(counters["graph_break"].values()) == 0
     compute = compute_of(model)
-    assert len(compute.runs.of(model.model).operations) == len(compute.plan.decisions)
+    assert len(compute.runs.of(model.model).layers.operations) == len(compute.plan.decisions)
 
 
 def test_a_later_overflow_is_right_and_compiles_once_more(comfy, overflowing, fp32, call):
