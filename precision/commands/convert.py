@@ -61,7 +61,7 @@ def convert_file(
     file, checkpoint = _read(source, Path(target))
     decisions = decide(checkpoint, storage, rules)
     asked = {f"{name}.weight": decision.storage for name, decision in decisions.items()}
-    plans = plan_weights(checkpoint.weights, asked, source)
+    plans = plan_weights(checkpoint.weights, asked, source, done=_done(file))
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of(file), storage, rules.names, lines, card=file.metadata.get(CARD_KEY, ""))
     metadata = {"format": "pt"} | checkpoint.metadata | card_entry(provenance, plans.values())
@@ -92,8 +92,8 @@ def _read(source: str | os.PathLike, target: Path) -> tuple[TensorFile, Checkpoi
     return file, checkpoint
 
 
-def _done(file: TensorFile, progress: Callable[[int], None] | None) -> Callable[[str, int], None]:
-    """Return what to do once a weight of a file is written: give its pages back, call the progress,
+def _done(file: TensorFile, progress: Callable[[int], None] | None = None) -> Callable[[str, int], None]:
+    """Return what to do once a weight of a file is planned or written: give its pages back, call the progress,
     and check the source."""
 
     def done(name: str, size: int) -> None:

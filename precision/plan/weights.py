@@ -5,7 +5,7 @@ tensor is looked at with its scales, its values where they decide, and what hold
 """
 
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -71,7 +71,12 @@ class MemoryPlan:
 
 
 def plan_weights(
-    weights: Mapping[str, StoredWeight], asked: Mapping[str, str], path, memory: Memory | None = None, read: bool = True
+    weights: Mapping[str, StoredWeight],
+    asked: Mapping[str, str],
+    path,
+    memory: Memory | None = None,
+    read: bool = True,
+    done: Callable[[str, int], None] | None = None,
 ) -> dict[str, WeightPlan]:
     """Decide what each weight is stored in. Reads values only where the answer depends on them.
 
@@ -80,6 +85,7 @@ def plan_weights(
         path: what errors name as the place of a bad weight.
         memory: what the weights are loaded into; None for a file, which holds every format, and whose card gets errors.
         read: False to decide by shapes and dtypes alone.
+        done: called with the name of each weight that is planned, and the bytes it has.
 
     Raises:
         NonFiniteWeight: a weight whose values were read holds NaN or Inf.
@@ -92,8 +98,10 @@ def plan_weights(
         becomes_quantized = storage in QUANTIZED_NAMES and (weight.packed is not None or not weight.quantized)
         if becomes_quantized and weight.layer in beside_scales:
             storage, reason = _not_quantized(weight), BESIDE_SCALE
-        error = sampled_error(weight, storage, path) if memory is None else SampledError()
+        error = sampled_error(weight, storage) if memory is None else SampledError()
         plans[name] = _plan(weight, storage, reason, error)
+        if done:
+            done(name, weight.file_bytes)
     return plans
 
 
@@ -144,8 +152,6 @@ def _wanted(weight: StoredWeight, asked: str, memory: Memory | None) -> str:
             return AS_FILE  # ComfyUI casts from one 16- or 32-bit dtype to another as it loads, with no second copy
     if asked not in ("auto", AS_FILE):
         return asked
-    if weight.packed is not None:
-        return "bf16"
     if weight.encoding is not None:
         return AS_FILE
     own = name_of(weight.data.dtype)

@@ -10,13 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from halfsafe.precision.commands import convert
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight
 from halfsafe.precision.files.safetensors_file import open_checkpoint
+from halfsafe.precision.files.tensor_file import TensorFile
+from halfsafe.precision.formats import comfy_format
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.metadata import CARD_KEY
 from halfsafe.precision.formats.registry import FORMATS
+from halfsafe.precision.plan import weights as plan_of_weights
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.plan.weights import Memory, plan_weights
 from safetensors.torch import load_file, save_file
@@ -179,6 +183,54 @@ def test_loras_and_the_source_itself_are_refused(tmp_path):
     (tmp_path / "link.safetensors").symlink_to(source)
     with pytest.raises(CheckpointError, match="same file"):
         convert_file(source, tmp_path / "link.safetensors", "fp8_e4m3fn", NO_RULES)
+
+
+def record(monkeypatch, owner, name, what):
+    """Append ``what(first argument, result)`` to the list that is returned, at each call of a function."""
+    original, seen = getattr(owner, name), []
+
+    def recorded(first, *rest, **named):
+        result = original(first, *rest, **named)
+        seen.append(what(first, result))
+        return result
+
+    monkeypatch.setattr(owner, name, recorded)
+    return seen
+
+
+@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
+def test_no_weight_is_read_whole_before_the_first_is_written(tmp_path, monkeypatch, storage):
+    source, tensors = model(tmp_path)
+    whole = record(monkeypatch, comfy_format, "finite_bound", lambda weight, _: weight.name)
+    sizes = record(monkeypatch, comfy_format, "host_amax", lambda tensor, _: tensor.numel())
+    parts = record(monkeypatch, StoredWeight, "parts", lambda weight, _: weight.name)
+    released = record(monkeypatch, TensorFile, "release", lambda file, _: file.path)
+    before, write = [], convert.write_safetensors
+
+    def written(*given):
+        few = 16 * max(tensor.shape[-1] for tensor in tensors.values())
+        before.append((list(whole), [size for size in sizes if size > few], list(parts), len(released)))
+        write(*given)
+
+    monkeypatch.setattr(convert, "write_safetensors", written)
+    convert_file(source, tmp_path / "out.safetensors", storage, NO_RULES)
+    assert before == [([], [], [], len(tensors))] and sorted(whole) == sorted(tensors)
+
+
+def test_a_source_that_is_cut_while_it_is_planned_is_an_error(tmp_path, monkeypatch):
+    """A read past the new end would end the process."""
+    source, _ = model(tmp_path)
+    size = source.stat().st_size
+
+    def sampled(*_):
+        assert source.stat().st_size == size, "a weight is read of a file that was cut"
+        os.truncate(source, 4096)
+        return comfy_format.SampledError()
+
+    monkeypatch.setattr(plan_of_weights, "sampled_error", sampled)
+    with pytest.raises(CheckpointError, match=r"in\.safetensors.*cut to 4096 bytes"):
+        convert_file(source, tmp_path / "out.safetensors", "fp8_e4m3fn", NO_RULES)
+    assert sorted(os.listdir(tmp_path)) == ["in.safetensors"]
 
 
 # memory and interruption, in a process of its own
