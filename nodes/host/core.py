@@ -23,11 +23,14 @@ PatchedModel = Annotated[torch.nn.Module, "comfy.model_patcher"]
 Sampling = Annotated[torch.nn.Module, "comfy.model_sampling"]
 Control = Annotated[Any, "comfy.controlnet"]
 StepCache = Annotated[Any, "comfy_extras.nodes_easycache"]
+PrefixModel = Annotated[torch.nn.Module, "comfy.ldm.qwen_image21.model"]
+PrefixOption = Annotated[str, "comfy.ldm.qwen_image21.model"]
 
 FULL_PRECISION: LayerAttribute = "_full_precision_mm"
 PRODUCT: LayerAttribute = "_forward"
 FORWARDS = ("forward", "forward_comfy_cast_weights", PRODUCT)
 CAST_DTYPE: ModelAttribute = "manual_cast_dtype"
+PREFIX_CACHE: PrefixOption = "qwen_image21_cache"
 
 
 class OnlyCalled:
@@ -205,6 +208,12 @@ def set_control_dtype(control: Control, dtype: torch.dtype) -> None:
 def forget_call(cache: StepCache) -> None:
     """Let EasyCache take the next call in another dtype or of another size: without metadata it compares neither."""
     cache.state_metadata = None
+
+
+def empty_prefix_cache(diffusion_model: PrefixModel) -> None:
+    """Empty the keys and values of the text that a diffusion model keeps between steps; others keep none."""
+    if hasattr(diffusion_model, "reset_prefix_cache"):
+        diffusion_model.reset_prefix_cache(diffusion_model.prefix_cache_enabled)
 
 
 def is_in_layout(tensor: QuantizedTensor, name: str) -> bool:

@@ -105,6 +105,7 @@ BY_HAND = [
     "comfy.utils.state_dict_prefix_replace(state_dict, replace_prefix=, filter_keys=)",
     "comfy.utils.unet_to_diffusers(unet_config)",
     "comfy_execution.utils.get_executing_context()",
+    "comfy_extras.nodes_flux.KV_Attn_Input.cache",
     "folder_paths.filter_files_extensions(files, extensions)",
     "folder_paths.get_filename_list(folder)",
     "folder_paths.get_folder_paths(folder)",
@@ -125,6 +126,9 @@ IF_THERE = {
     "comfy.model_patcher.ModelPatcher.is_multigpu_base_clone": "no model runs on several devices",
     "comfy.ops.*.can_use_quantized_matmul": "full precision holds for the formats that quantize a layer's input",
     "comfy.ops.*.pre_quant_scale": "no layer scales its input before it multiplies",
+    "comfy.ldm.qwen_image21.model.*.prefix_cache_enabled": "no model keeps keys and values of the text between steps",
+    "comfy.ldm.qwen_image21.model.*.qwen_image21_cache": "no model keeps keys and values of the text between steps",
+    "comfy.ldm.qwen_image21.model.*.reset_prefix_cache": "no model keeps keys and values of the text between steps",
 }
 """What is used where it is there, and what happens where it is not."""
 

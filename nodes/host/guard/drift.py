@@ -145,7 +145,8 @@ class DriftCheck:
             self.report.left_out = INTERRUPTED
         except Exception as error:  # other packs' code may fail in a dtype that it never met
             self.report.left_out = NO_MEMORY if is_oom(error) else f"It failed in fp32: {error}"
-        kept.restore()
+        finally:
+            kept.restore()
         self._log_check()
 
     def leave_out(self, why: str) -> None:

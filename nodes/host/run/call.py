@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ....precision.nested import replaced
-from ..core import forget_call
+from ..core import empty_prefix_cache, forget_call
 from . import step_caches
 from .step_caches import KeptByPatches
 
@@ -50,7 +50,8 @@ class Call:
         if self._cache is not None:
             vars(self._cache).update(_copied(self._before))
             self.forget_dtype()
-        step_caches.empty(self.model.diffusion_model)
+        # A call that was not finite has filled it with NaN.
+        empty_prefix_cache(self.model.diffusion_model)
         return self.apart(options)
 
     def apart(self, options: dict) -> torch.Tensor:

@@ -1,12 +1,10 @@
 """Keep a repeated call apart from what models and nodes keep of one step for the next."""
 
-import torch
+from ..core import PREFIX_CACHE
 
-OFF = {"qwen_image21_cache": {"device": "off"}}
+OFF = {PREFIX_CACHE: {"device": "off"}}
 """Option of ``transformer_options`` -> its value with which a model neither reads nor fills such a cache: keys and
 values of the text in Qwen-Image 2.1 (``comfy/ldm/qwen_image21/model.py``, ComfyUI 0.37), whose key has no dtype."""
-RESETS = {"reset_prefix_cache": "prefix_cache_enabled"}
-"""Method of a diffusion model that empties its cache -> the attribute that the method is given."""
 
 
 class KeptByPatches:
@@ -21,10 +19,3 @@ class KeptByPatches:
         """Give each patch what it kept when this was made."""
         for patch, kept in self._kept:
             patch.cache = dict(kept)
-
-
-def empty(model: torch.nn.Module) -> None:
-    """Empty what a diffusion model itself keeps: a call that was not finite has filled it with NaN."""
-    for reset, given in RESETS.items():
-        if hasattr(model, reset):
-            getattr(model, reset)(getattr(model, given))

@@ -15,8 +15,7 @@ PLACES = {LOW_RANK_OF_TEXT: -2, GUARD: -1, ACCUMULATION: 1, COMPUTE: 2, GUARDED_
 """The order of our wrappers around a model's call, from the outermost in; wrappers of others are at 0.
 
 Outermost: the guard's check. Accumulation wraps compute. Inside of it the guard's escalated layers, which override
-both.
-Innermost: LoRAs beside 8-bit weights, which add to the result of whatever runs the layer. Around a sampler's run, where
+both. Innermost: unmerged LoRAs of 8-bit weights, which add to the result of whatever runs the layer. Around a sampler's run, where
 what is set first runs last (``conditions.conditions_through``), their wrapper is the outermost for the same reason.
 
 The order of wrappers decides the order of a layer's forwards the other way round. Each wrapper patches
@@ -24,13 +23,15 @@ The order of wrappers decides the order of a layer's forwards the other way roun
 runs inside of what an inner one puts there. ``chain_of(module.forward)`` of ``precision/arithmetic/planned.py`` lists
 what runs a layer, from the outside in:
 
-0. ``LowRankLayer``, a LoRA beside an 8-bit weight (``lora/unmerged.py``), which calls the next one and adds to its
-result; 1. ``CastResult`` of the guard's escalation (``guard/escalation.py``); it is made outside of the other two and
-calls neither. Else: 2. ``CastResult`` of compute (``compute.PlannedModel``) around ``SafeOperation`` or ``Fp8Linear``,
-which multiply by themselves,
-   or around ``CastOperation``, which casts the input and calls
+0. ``LowRankLayer``, an unmerged LoRA of an 8-bit weight (``lora/unmerged.py``), which calls the next one and adds to
+   its result;
+1. ``CastResult`` of the guard's escalation (``guard/escalation.py``); it is made outside of the other two and calls
+   neither. Else:
+2. ``CastResult`` of compute (``compute.PlannedModel``) around ``SafeOperation`` or ``Fp8Linear``, which multiply by
+   themselves, or around ``CastOperation``, which casts the input and calls
 3. ``Fp16AccumulationLinear`` of accumulation, so an fp16 bound is checked on the input as it is multiplied; and that
-calls 4. the module's own: ComfyUI's, or one that a LoRA in bypass mode put on the module.
+   calls
+4. the module's own: ComfyUI's, or one that a LoRA in bypass mode put on the module.
 
 ``PlannedLayers`` and accumulation read ``module.forward`` once, when they are made: during a call, inside of the
 wrappers around them. When a forward below is exchanged later, ``per_model.PerModel`` finds another state and makes

@@ -57,8 +57,8 @@ class Patch:
         return self.cache["result"]
 
 
-def keeping(model):
-    patch = Patch()
+def keeping(model, patch=None):
+    patch = patch or Patch()
     clone = inside(model, patch)
     clone.model_options["transformer_options"].setdefault("patches", {})["kept_by_a_test"] = [patch]
     return clone, patch
@@ -69,6 +69,26 @@ def test_a_repeat_sees_and_leaves_what_a_patch_kept_before_the_call(comfy, overf
     model = guarded(comfy, plain)
     assert is_finite(families.sample(model, "wan", steps=3))
     assert report_of(model).verdict == "recovered" and len(report_of(model).events) == 1 and is_finite(patch.cache["result"])
+
+
+class InterruptedPatch(Patch):
+    """A patch in whose second call the user stops the program."""
+
+    calls = 0
+
+    def __call__(self, executor, args, kwargs):
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyboardInterrupt
+        return super().__call__(executor, args, kwargs)
+
+
+def test_a_check_that_is_broken_off_leaves_what_a_patch_kept_of_the_call_itself(comfy, wan):
+    plain, patch = keeping(families.load(comfy, wan, "fp16", "fp16"), InterruptedPatch())
+    model = guarded(comfy, plain, check="first step")
+    with pytest.raises(KeyboardInterrupt):
+        families.sample(model, "wan", steps=1)
+    assert patch.calls == 2 and list(patch.cache) == ["result"]
 
 
 def test_a_check_leaves_what_a_patch_kept_of_the_call_itself(comfy, wan):
