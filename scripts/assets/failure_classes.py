@@ -94,7 +94,7 @@ def main() -> None:
     if comfyui is None:
         parser.error("name a ComfyUI with --comfyui or COMFYUI_DIR")
     rows = measure(comfyui)
-    print(HEAD.format(torch=version("torch"), machine=platform.machine()) + table(rows) + FOOT)
+    print(HEAD.format(torch=version("torch"), machine=platform.machine()) + table(rows) + "\n" + FOOT, end="")
 
 
 if __name__ == "__main__":
