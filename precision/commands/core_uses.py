@@ -23,7 +23,7 @@ OBJECTS = {
 }  # fmt: skip
 """Variables and attributes that hold the same class of ComfyUI's wherever they stand in ``nodes/``;
 the longest name counts."""
-OURS = ("by_key", "set_strengths", "forwards", "sorted_patches")
+LORA_METHODS = ("by_key", "set_strengths", "forwards", "sorted_patches")
 """Of the classes of ``lora/``, whose objects stand in the place of a ModelPatcher and its model."""
 KITCHENS = "QuantizedTensor"
 PROBES = ("getattr", "hasattr", "setattr")
@@ -37,7 +37,7 @@ def used_names() -> dict[str, tuple[str, ...]]:
     attribute of a module, which ``comfy/ops.py`` mentions. What torch gives every module is left out.
     """
     files = {path: _tree(path) for path in sorted(NODES.rglob("*.py"))}
-    ours = {*dir(torch.nn.Module), *OURS}
+    ours = {*dir(torch.nn.Module), *LORA_METHODS}
     found: dict[str, set[str]] = {f"{file}.*.{name}": {_name(CORE)} for file, name in module_attributes()}
     for path, tree in files.items():
         for name in map(_without_methods, _names_in(tree)):

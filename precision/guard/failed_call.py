@@ -126,6 +126,10 @@ class FailedCall(ABC, Generic[Given, Step, Result]):
     def keep(self, step: Step, attempt: Attempt[Result], origin: Origin | None) -> None:
         """Run later calls as the attempt at a step, which was finite, showed to be needed."""
 
+    @abstractmethod
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Tell whether an error means that a repeat found no memory."""
+
     def inputs(self, given: Given) -> list[NotFiniteInput]:
         """List what is not finite of what the call was given."""
         return []
@@ -133,10 +137,6 @@ class FailedCall(ABC, Generic[Given, Step, Result]):
     def replaced(self, given: Given, function: Callable[[torch.Tensor], torch.Tensor]) -> Given:
         """Return a copy of what the call was given with ``function`` of each tensor in its place."""
         return given
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Tell whether an error means that a repeat found no memory."""
-        return False
 
     def patches(self, given: Given) -> str:
         """Name the functions that nodes put into the model's blocks; empty for none."""

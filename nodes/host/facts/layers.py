@@ -11,6 +11,9 @@ from ....precision.arithmetic.linear import kind_of
 from ..core import CAST_DTYPE
 from .model_code import called_one_by_one
 
+DIFFUSION_MODEL = "diffusion_model."
+"""What names of a model's layers begin with in ComfyUI's ``BaseModel`` and in the keys of patches."""
+
 
 def modules_of(model) -> dict[str, torch.nn.Module]:
     """Map names to modules of ComfyUI's model, all of them, as they are named when nothing is compiled."""

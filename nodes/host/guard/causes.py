@@ -15,6 +15,7 @@ from ....precision.guard.localize import stored
 from ....precision.guard.wording import CONTROL_ADVICE
 from ....precision.nested import tensors_in
 from ....precision.plan.choice import ATTACHMENT
+from ..facts.layers import DIFFUSION_MODEL
 from ..page import running_prompt
 from ..run.call import Call
 from ..run.modules import dequantized
@@ -22,7 +23,6 @@ from ..run.modules import dequantized
 CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
 CONTROL = "ControlNet output"
 CALL_PATCHES = ("patches", "patches_replace")
-MODEL = "diffusion_model."
 
 
 def call_inputs(call: Call, first: bool) -> list[NotFiniteInput]:
@@ -109,7 +109,7 @@ class LoadedWeights:
     def __init__(self, patcher):
         inner = getattr(patcher.model, "diffusion_model", None)
         self.model: torch.nn.Module = patcher.model if inner is None else inner
-        self._prefix = "" if inner is None else MODEL
+        self._prefix = "" if inner is None else DIFFUSION_MODEL
         self._patcher = patcher
 
     def not_finite(self) -> dict[str, torch.Tensor]:

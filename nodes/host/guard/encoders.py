@@ -12,7 +12,7 @@ from ....precision.amax import amax_value
 from ....precision.arithmetic.patching import patched
 from ....precision.dtypes import name_of
 from ....precision.guard.case import Case
-from ....precision.guard.failed_call import Attempt, Circumstances, FailedCall
+from ....precision.guard.failed_call import Attempt, Circumstances
 from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite, rows_not_finite
 from ....precision.guard.ladder import RandomStart, encoder_steps
 from ....precision.guard.localize import Localizer, Origin
@@ -23,8 +23,8 @@ from ..core import CAST_DTYPE
 from ..load.devices import current_device
 from ..load.encoders import vae_in
 from ..run.modules import ask_for_plain_products
-from ..run.oom import is_oom
 from .causes import LoadedWeights
+from .host_call import HostCall
 from .notify import notifier
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def _circumstances(
     )
 
 
-class EncoderCall(FailedCall[Any, torch.dtype, Any]):
+class EncoderCall(HostCall[Any, torch.dtype, Any]):
     """One call of a VAE or text encoder, which is in ``dtype``."""
 
     def __init__(
@@ -134,10 +134,6 @@ class EncoderCall(FailedCall[Any, torch.dtype, Any]):
 
     def keep(self, step: torch.dtype, attempt: Attempt, origin: Origin | None) -> None:
         """Leave the next call as it is: it may well be finite in its own dtype."""
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Tell whether an error means that a repeat found no memory, in ComfyUI's words too."""
-        return is_oom(error)
 
 
 def guard_vae(vae, on_nan: str, node_id: str | None = None):

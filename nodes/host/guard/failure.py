@@ -8,7 +8,7 @@ import torch
 
 from ....precision.amax import amax_value
 from ....precision.arithmetic.compiling import compile_disabled
-from ....precision.guard.failed_call import Attempt, Circumstances, FailedCall
+from ....precision.guard.failed_call import Attempt, Circumstances
 from ....precision.guard.inputs import NotFiniteInput, rows_not_finite
 from ....precision.guard.ladder import escalation_after, model_steps
 from ....precision.guard.localize import Localizer, Origin
@@ -19,17 +19,17 @@ from ..facts.layers import top_level_parts
 from ..run.attention import OVERRIDE, overridden
 from ..run.call import Call
 from ..run.execution import is_compiled
-from ..run.oom import is_oom
 from .causes import LoadedWeights, call_inputs, call_patches, without_patches
 from .escalation import EscalatedLayers, RangeObserver
+from .host_call import HostCall
 from .state import Guarded
 
 INSIDE = "halfsafe_guard"
 """The entry of ``transformer_options`` that says how the guard's innermost wrapper runs a call; no model gets it."""
-OURS = __name__.partition(".nodes.")[0]
+OUR_PACKAGE = __name__.partition(".nodes.")[0]
 
 
-class ModelCall(FailedCall[Call, Escalation, torch.Tensor]):
+class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
     """One call of a diffusion model, the ``number``th of its run.
 
     ``hidden``: its result is finite because a clamp made it so.
@@ -103,10 +103,6 @@ class ModelCall(FailedCall[Call, Escalation, torch.Tensor]):
         parts = top_level_parts(self.model.diffusion_model)
         guarded.remember(escalation_after(step, guarded.escalation, ranges, origin, guarded.modes, guarded.half, parts))
 
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Tell whether an error means that a repeat found no memory, in ComfyUI's words too."""
-        return is_oom(error)
-
     def patches(self, given: Call) -> str:
         """Name the functions that nodes put into the model's blocks; "" for none."""
         return call_patches(given)
@@ -138,7 +134,7 @@ def _watched(localizer: Localizer, executor: Callable, *args, **kwargs) -> torch
 def _opaque_attention(localizer: Localizer, options: dict) -> dict:
     """Return ``transformer_options`` whose attention is watched as one operation, named after its kernel."""
     previous = options.get(OVERRIDE)
-    others = previous is not None and not getattr(previous, "__module__", "").startswith(OURS)
+    others = previous is not None and not getattr(previous, "__module__", "").startswith(OUR_PACKAGE)
 
     def attend(function, attention, *args, **kwargs):
         name = getattr(previous, "__qualname__", type(previous).__name__) if others else function.__name__

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 LOGS_KEPT = 8
-TEXT_ADAPTER = "text adapter"
+ADAPTER_LABEL = "text adapter"
 CONTROLNET = (
     "A ControlNet ran beside this model: "
     "what it gives is checked, but no repeat of the guard runs it, and it follows the plan of Load ControlNet alone."
@@ -141,7 +141,7 @@ class Guard:
         runs = self.states.runs_of(patcher)
         escalation = functools.reduce(operator.or_, (run.escalation for run in runs), Escalation())
         report = self._log(patcher).report(escalation)
-        report.escalations |= {TEXT_ADAPTER: "fp32"} if any(run.text_in_fp32 for run in runs) else {}
+        report.escalations |= {ADAPTER_LABEL: "fp32"} if any(run.text_in_fp32 for run in runs) else {}
         return report
 
     def remarks(self, patcher: "ModelPatcher") -> list[str]:

@@ -18,9 +18,8 @@ from ....precision.guard.localize import stored
 from ....precision.guard.policy import ALL_IN_FP32, Escalation, block_of
 from ....precision.modes import FP32
 from ....precision.plan.compute import ComputeDecision
-from ..facts.layers import matrix_layers, top_level_parts
+from ..facts.layers import DIFFUSION_MODEL, matrix_layers, top_level_parts
 from ..lora.patcher import unmerged_keys
-from ..lora.patches import DIFFUSION_MODEL
 from ..run.accumulation import accumulation_of
 from ..run.attention import full_precision_attention
 from ..run.call import Call

@@ -10,7 +10,7 @@ import torch
 from ....precision.amax import amax_value
 from ....precision.arithmetic.patching import patched
 from ....precision.guard.case import Case
-from ....precision.guard.failed_call import Attempt, Circumstances, FailedCall
+from ....precision.guard.failed_call import Attempt, Circumstances
 from ....precision.guard.inputs import is_finite
 from ....precision.guard.ladder import RandomStart
 from ....precision.guard.localize import Localizer, Origin
@@ -18,10 +18,10 @@ from ....precision.guard.log import CallPosition, GuardLog
 from ....precision.guard.policy import ALL_IN_FP32, Escalation
 from ....precision.guard.wording import TEXT_ADAPTER
 from ..run.conditions import TEXT, Make
-from ..run.oom import is_oom
 from .causes import LoadedWeights
 from .escalation import EscalatedLayers
 from .failure import INSIDE
+from .host_call import HostCall
 from .state import Guarded
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def checked(make: Make, model: "BaseModel", guarded: Guarded, log: GuardLog, max
     return Case(call, start, log, make, first.result, max_retries).resolved()
 
 
-class AdapterCall(FailedCall[Make, Escalation, dict]):
+class AdapterCall(HostCall[Make, Escalation, dict]):
     """The making of one text's conditions by a model's adapter."""
 
     wording = TEXT_ADAPTER
@@ -103,10 +103,6 @@ class AdapterCall(FailedCall[Make, Escalation, dict]):
     def keep(self, step: Escalation, attempt: Attempt[dict], origin: Origin | None) -> None:
         """Run the model's adapter in fp32 from now on."""
         self.guarded.text_in_fp32 = True
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Tell whether an error means that a repeat found no memory, in ComfyUI's words too."""
-        return is_oom(error)
 
 
 def _attempt(make: Make) -> Attempt[dict]:

@@ -20,7 +20,7 @@ from ....precision.plan.facts import LayerSpec
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import plan_storage
 from ....precision.plan.weights import plan_weights
-from ..facts.layers import modules_of
+from ..facts.layers import DIFFUSION_MODEL, modules_of
 from ..facts.model_facts import foreign_layers
 from .files import output_path
 from .identity import difference, marks_of, metadata_of, source_of_model
@@ -29,7 +29,6 @@ from .progress import byte_progress
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-PREFIX = "diffusion_model."
 BYPASS = "bypass_lora"
 logger = logging.getLogger("halfsafe")
 
@@ -43,7 +42,7 @@ class LiveWeights(Mapping[str, StoredWeight]):
         self.stored.update(marks_of(patcher))
 
     def __getitem__(self, name: str) -> StoredWeight:
-        weight, key = self.stored[name], PREFIX + name
+        weight, key = self.stored[name], DIFFUSION_MODEL + name
         weight = weight.moved("cpu")
         if key not in self._patcher.patches:
             return weight
@@ -64,8 +63,8 @@ def _unpatched(patcher: ModelPatcher) -> dict[str, torch.Tensor]:
     # ComfyUI-GGUF's GGMLTensor makes no tensor of a size that is a number (its new_empty in ops.py).
     state = {plain_name(name): tensor.detach().as_subclass(torch.Tensor) for name, tensor in tensors.items()}
     for key, backup in patcher.backup.items():
-        if key.startswith(PREFIX):
-            name, weight = plain_name(key.removeprefix(PREFIX)), backup.weight
+        if key.startswith(DIFFUSION_MODEL):
+            name, weight = plain_name(key.removeprefix(DIFFUSION_MODEL)), backup.weight
             quantized = isinstance(weight, comfy.quant_ops.QuantizedTensor)
             state.update(weight.state_dict(name) if quantized else {name: weight})
     return state
@@ -95,7 +94,7 @@ def save_model(
     metadata = metadata_of(patcher, prompt, extra)
     if changed := difference(patcher, weights.stored, metadata):
         logger.warning("Halfsafe: %s: ComfyUI will load this file as another model: %s", name, changed)
-    patched = sum(name.startswith(PREFIX) for name in patcher.patches)
+    patched = sum(name.startswith(DIFFUSION_MODEL) for name in patcher.patches)
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched)
     progress = byte_progress(weights.stored.values())

@@ -8,8 +8,8 @@ import comfy.utils
 import torch
 
 from ....precision.arithmetic.patching import patched
+from ..facts.layers import DIFFUSION_MODEL
 from ..run.modules import dequantized
-from .patches import DIFFUSION_MODEL
 
 if TYPE_CHECKING:
     from .patcher import UnmergedLowRank

@@ -9,13 +9,11 @@ import torch
 
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.linear import kind_of
-from ..facts.layers import is_quantized
+from ..facts.layers import DIFFUSION_MODEL, is_quantized
 from .adapters import LowRank, key_of, low_rank
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
-
-DIFFUSION_MODEL = "diffusion_model."
 
 
 @dataclass

@@ -16,7 +16,7 @@ from ..core import (
     weight_functions,
 )
 from ..facts.kernels import DEQUANTIZED, kernel_of_product
-from ..facts.layers import activation_dtype, is_quantized, layers_of
+from ..facts.layers import DIFFUSION_MODEL, activation_dtype, is_quantized, layers_of
 from ..facts.own_casts import FP32 as CAST_TO_FP32
 from ..facts.own_casts import own_cast
 from .compute import compute_of
@@ -98,7 +98,7 @@ def _multiplies_as_stored(patcher, name: str, module: torch.nn.Module, activatio
     if kind_of(module) is None or weight_functions(module):
         return False
     forced = not kept and is_forced_to_cast(module)
-    full_precision = patcher.get_model_object(f"diffusion_model.{name}.{FULL_PRECISION}")
+    full_precision = patcher.get_model_object(f"{DIFFUSION_MODEL}{name}.{FULL_PRECISION}")
     if full_precision and not kept and dequantizes_any_format(module):
         return False
     if not forced and not bias_functions(module) and not full_precision:

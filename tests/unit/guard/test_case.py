@@ -65,6 +65,9 @@ class Fake(FailedCall):
         result = self.result(given, how, zeroed)
         return Attempt(result, result.abs().amax().item())
 
+    def is_out_of_memory(self, error):
+        return isinstance(error, torch.OutOfMemoryError)
+
     def run(self, given):
         return self._made("as it was", given)
 
@@ -253,7 +256,6 @@ def test_without_memory_for_a_repeat_no_verdict_is_given(on_nan):
         return BAD
 
     call = Fake(result, UNKNOWN)
-    call.is_out_of_memory = lambda error: isinstance(error, torch.OutOfMemoryError)
     given, log = {"text": torch.full((1,), math.inf)}, GuardLog(on_nan)
     case = Case(call, RandomStart.of(torch.device("cpu")), log, given, BAD, 8)
     if on_nan == "report":
