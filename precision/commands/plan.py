@@ -10,11 +10,11 @@ from ..formats.checkpoint import Checkpoint, dialect_text, read_checkpoint
 from ..formats.comfy_state import model_prefix, model_shapes, refuse_lora
 from ..formats.families import family_of, model_name
 from ..formats.registry import FORMATS
-from ..plan.facts import ModelFacts, facts_of, layer_specs, packed_types
+from ..plan.facts import LayerSpec, ModelFacts, facts_of, layer_specs, packed_types
 from ..plan.goal import plan_for_goal, storage_for_goal
 from ..plan.rules import rules_from
 from ..plan.storage import LoadPlan, plan_load
-from ..plan.weights import plan_model, unpacked_dtype
+from ..plan.weights import MemoryPlan, plan_model
 from ..report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
 
 
@@ -38,35 +38,29 @@ def plan_file(
     facts = facts_of(checkpoint, prefix, layer_specs(checkpoint, prefix), family.supported)
     storage, why = storage_for_goal(device, goal, frozenset({facts.file_dtype}))
     plan = plan_load(facts, device, storage, "auto", rules_from(), device_memory)
-    storages = {name: _storage_in(plan, checkpoint, prefix, name) for name in plan.decisions}
+    names = {f"{prefix}{layer.name}.weight": layer.name for layer in facts.layers}
+    memory = plan_model(checkpoint, plan, names, prefix, FORMATS, read=False)
+    storages = {layer: memory.storage_of(checkpoint.weights[name]) for name, layer in names.items()}
     found = plan_for_goal(facts, device, goal, storages)
     plan = replace(plan, compute=found.compute, storage=replace(plan.storage, reason=plan.storage.reason or why))
-    return _report(checkpoint, prefix, facts, device, plan, storages, found.reason)
-
-
-def _storage_in(plan: LoadPlan, checkpoint: Checkpoint, prefix: str, layer: str) -> str:
-    storage = plan.decisions[layer].storage
-    weight = checkpoint.weights[f"{prefix}{layer}.weight"]
-    if storage == "as_file" and weight.packed is not None:
-        return unpacked_dtype(plan)
-    return weight.storage if storage == "as_file" else storage
+    return _report(checkpoint, names, facts, device, plan, memory, found.reason)
 
 
 def _report(
     checkpoint: Checkpoint,
-    prefix: str,
+    names: dict[str, str],
     facts: ModelFacts,
     device: Device,
     plan: LoadPlan,
-    storages: dict[str, str],
+    memory: MemoryPlan,
     reason: str,
 ) -> Report:
-    layers = {f"{prefix}{layer.name}.weight": layer.name for layer in facts.layers}
-    size = plan_model(checkpoint, plan, layers, prefix, FORMATS, read=False).bytes
-    report = Report(device_section(device), ModelReport(model_name(model_shapes(checkpoint)), facts.parameters, size))
-    types = packed_types(checkpoint, layers)
+    model = ModelReport(model_name(model_shapes(checkpoint)), facts.parameters, memory.bytes)
+    report = Report(device_section(device), model)
+    types = packed_types(checkpoint, names)
     report.layers = [
-        _layer(layer.name, layer.cls, storages[layer.name], plan, types.get(layer.name, "")) for layer in facts.layers
+        _layer(layer, memory.storage_of(checkpoint.weights[name]), plan, types.get(layer.name, ""))
+        for name, layer in zip(names, facts.layers, strict=True)
     ]
     report.kept_high = [KeptHigh(name, decision.reason) for name, decision in plan.decisions.items() if decision.kept]
     problems = [*plan.without_effect, *plan.compute.without_effect]
@@ -76,13 +70,13 @@ def _report(
         "storage": str(plan.storage),
         "compute": f"{plan.compute.choice.used}: {reason}",
     }
-    report.notes = [*checkpoint.notes, *plan.compute.notes]
+    report.notes = [*checkpoint.notes, *memory.notes, *plan.compute.notes]
     return report
 
 
-def _layer(name: str, cls: str, storage: str, plan: LoadPlan, source: str) -> LayerReport:
-    decision = plan.compute.decisions.get(name)
+def _layer(layer: LayerSpec, storage: str, plan: LoadPlan, source: str) -> LayerReport:
+    decision = plan.compute.decisions.get(layer.name)
     stream = plan.compute.activation_dtype
-    reasons = [source, plan.decisions[name].reason, decision.reason if decision else ""]
+    reasons = [source, plan.decisions[layer.name].reason, decision.reason if decision else ""]
     reason = "; ".join(dict.fromkeys(filter(None, reasons)))
-    return LayerReport(name, cls, storage, decision.mode if decision else stream, "fp32", stream, reason)
+    return LayerReport(layer.name, layer.cls, storage, decision.mode if decision else stream, "fp32", stream, reason)

@@ -69,6 +69,11 @@ class MemoryPlan:
     bytes: int
     notes: tuple[str, ...]
 
+    def storage_of(self, weight: StoredWeight) -> str:
+        """Name what a weight is held in."""
+        plan = self.plans[weight.name]
+        return self.dtype if _is_cast(weight, plan) else plan.stored
+
 
 def plan_weights(
     weights: Mapping[str, StoredWeight],
@@ -291,8 +296,11 @@ def _is_quantized(weight: StoredWeight, plan: WeightPlan) -> bool:
     return plan.storage in QUANTIZED_NAMES or (plan.storage == AS_FILE and weight.quantized)
 
 
+def _is_cast(weight: StoredWeight, plan: WeightPlan) -> bool:
+    """Tell whether ComfyUI casts a weight to the one dtype as it loads: it is a number that is not quantized then."""
+    return (weight.is_number or weight.quantized) and not _is_quantized(weight, plan)
+
+
 def _bytes(weight: StoredWeight, plan: WeightPlan, dtype: str) -> int:
-    """Count the bytes of a weight once loaded: ComfyUI casts what is not quantized, and is a number, to ``dtype``."""
-    if _is_quantized(weight, plan) or not (weight.is_number or weight.quantized):
-        return plan.bytes
-    return prod(weight.shape) * dtype_named(dtype).itemsize
+    """Count the bytes of a weight once loaded."""
+    return prod(weight.shape) * dtype_named(dtype).itemsize if _is_cast(weight, plan) else plan.bytes

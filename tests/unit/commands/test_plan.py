@@ -31,10 +31,28 @@ def test_int8_is_planned_where_its_products_gain(wan, goal):
     assert layers(report) == {
         "blocks.0.ffn.0": ("int8", "int8"),
         "blocks.0.ffn.2": ("int8", "int8"),
-        "head.head": ("bf16", "fp16_wide"),
+        "head.head": ("fp16", "fp16_wide"),
     }
     assert [entry.name for entry in report.kept_high] == ["head.head"]
     assert '"int8"' in json.dumps(report.to_json()) and "1.84x" in " ".join(report.to_text().split())
+
+
+@pytest.mark.parametrize("profile", ["sm_75", "sm_89", "cpu"])
+def test_layers_are_listed_in_what_their_bytes_are_counted_in(tmp_path, profile):
+    """ComfyUI holds no fp8 convolution and one dtype for all that is not quantized."""
+    tensors = {
+        "blocks.0.ffn.0.weight": torch.randn(64, 32).to(torch.float8_e4m3fn),
+        "conv.weight": torch.randn(8, 4, 3, 3).to(torch.float8_e4m3fn),
+        "norm.weight": torch.randn(32, dtype=torch.float32),
+        "proj.weight": torch.randn(16, 32).bfloat16(),
+    }
+    save_file(tensors, tmp_path / "fp8.safetensors")
+    report = plan_file(tmp_path / "fp8.safetensors", devices.detect(profile=profile))
+    stored = {layer.name: layer.storage for layer in report.layers}
+    sizes = {"fp8_e4m3fn": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+    counted = sum(sizes[stored[name.removesuffix(".weight")]] * tensor.numel() for name, tensor in tensors.items())
+    assert stored["blocks.0.ffn.0"] == "fp8_e4m3fn" and stored["conv"] == stored["norm"] == stored["proj"] != "fp8_e4m3fn"
+    assert 0 <= report.model.weight_bytes - counted < 100  # the scale of the layer in fp8, and what names its format
 
 
 @pytest.mark.parametrize("goal", ["speed", "memory"])
@@ -52,7 +70,7 @@ def test_speed_on_a_device_that_gains_from_fp8_only(wan):
     assert layers(report) == {
         "blocks.0.ffn.0": ("fp8_e4m3fn", "fp8"),
         "blocks.0.ffn.2": ("fp8_e4m3fn", "fp16_wide"),
-        "head.head": ("bf16", "fp16_wide"),
+        "head.head": ("fp16", "fp16_wide"),
     }
     assert [entry.name for entry in report.kept_high] == ["head.head"]
     assert "blocks.0.ffn.2" in report.without_effect[0].reason and "30 x 64" in report.without_effect[0].reason
