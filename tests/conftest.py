@@ -55,3 +55,13 @@ def one_thread() -> Iterator[None]:
 
 if "halfsafe" not in sys.modules:
     make_alias_package()
+
+
+@pytest.fixture
+def fresh_probes() -> Iterator[None]:
+    """Run the probes of devices anew in a test, and after it."""
+    from support.probing import forget_probes
+
+    forget_probes()
+    yield
+    forget_probes()

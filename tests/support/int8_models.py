@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from comfy import ops as comfy_ops
 from comfy.quant_ops import QuantizedTensor
 from support import dialects
 
@@ -40,3 +41,14 @@ def layers_of(model) -> dict[str, torch.nn.Module]:
         for name, module in model.model.diffusion_model.named_modules()
         if isinstance(getattr(module, "weight", None), QuantizedTensor)
     }
+
+
+class PastForward(torch.nn.Module):
+    """A layer that ComfyUI multiplies past its forward, as in the MLP of MiniMax."""
+
+    def __init__(self, fc2):
+        super().__init__()
+        self.__dict__["fc2"] = fc2
+
+    def forward(self, x):
+        return comfy_ops.linear_input_act(self.fc2, x, "gelu_tanh")

@@ -24,6 +24,7 @@ COMPOSITE = {
 class LeafOperations(TorchDispatchMode):
     """Calls ``leaf`` for each operation; a subclass says what it does."""
 
+    # Overrides a method of torch's, which asks each mode before it compiles (TorchDispatchMode of torch/utils/_python_dispatch.py).
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let torch.compile work, which any other mode turns off, and watch what it has made."""

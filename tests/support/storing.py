@@ -22,3 +22,8 @@ def in_storages(checkpoint: Checkpoint, storages: dict[str, str]) -> tuple[dict[
     asked = {f"{layer}.weight": storage for layer, storage in storages.items()}
     plans = plan_weights(checkpoint.weights, asked, checkpoint.path)
     return state_dict(checkpoint, plans), [(name, plan.reason) for name, plan in plans.items() if plan.reason]
+
+
+def normal_weight(shape: tuple[int, int]) -> torch.Tensor:
+    """A weight in fp32 of normal values, of the size that layers have, the same at each call."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[1])) * 0.02

@@ -59,7 +59,7 @@ def controls_of(model: BaseModel) -> list[LoadedControl]:
 
 
 def _follow(control: ControlNet, loaded: LoadedControl) -> ControlNet:
-    """Set methods on the object itself."""
+    """Set methods on the object itself, which they hold: it is freed by the garbage collection after its last use."""
     # Its class stays ComfyUI's: other packs ask for ``type(control) == ControlNet``.
     vars(control).update(
         halfsafe=loaded,

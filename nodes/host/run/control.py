@@ -50,8 +50,9 @@ class PlannedControl:
     """Run a ControlNet's model in place of its forward. Plans and reports take it for a model of ComfyUI's
     ``BaseModel``.
 
-    It holds neither the model nor its patcher: it is among the model's attributes, and both are freed when ComfyUI
-    drops them.
+    It holds neither the model nor its patcher, as it is among the model's attributes: it keeps neither in memory. The
+    ControlNet object itself is in a cycle (``_follow`` in ``load/control_runs.py``), so all three are freed by the
+    garbage collection after ComfyUI drops it.
     ``calls``: how often the ControlNet ran, its copies on other devices included.
     """
 

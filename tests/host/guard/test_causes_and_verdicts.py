@@ -22,7 +22,6 @@ from support.guarding import (
     raising_at,
     report_of,
 )
-from support.probing import forget_probes
 
 MOST_CALLS = 4
 
@@ -191,13 +190,6 @@ def test_the_same_call_finite_the_second_time_is_the_device(comfy, wan):
     report = report_of(model)
     assert report.verdict == "device_fault" and report.extra_calls == 2 and report.events[0].recovered
     assert "driver" in report.advice
-
-
-@pytest.fixture
-def fresh_probes():
-    forget_probes()
-    yield
-    forget_probes()
 
 
 def test_a_device_whose_fp16_products_are_zero_is_found_and_left(comfy, wan, fresh_probes):

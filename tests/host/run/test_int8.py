@@ -13,7 +13,7 @@ from halfsafe.precision.plan.rules import rules_from
 from support import dialects, families, model_files, tiny_models
 from support.families import load, with_compute
 from support.guarding import guarded
-from support.int8_models import dequantized, int8, layers_of
+from support.int8_models import PastForward, dequantized, int8, layers_of
 from support.measures import relative_error
 from support.products import Products
 
@@ -199,15 +199,6 @@ def test_a_bypass_lora_does_not_bring_int8_back(comfy, file, call, compute):
     with Products(layers_of(model)) as products:
         families.replay(model, call)
     assert ("int8" in products.made["blocks.0.ffn.0"]) == (compute == "auto")
-
-
-class PastForward(torch.nn.Module):
-    def __init__(self, fc2):
-        super().__init__()
-        self.__dict__["fc2"] = fc2
-
-    def forward(self, x):
-        return comfy_ops.linear_input_act(self.fc2, x, "gelu_tanh")
 
 
 @pytest.mark.parametrize("compute", ["auto", "fp32"])

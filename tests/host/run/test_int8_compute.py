@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from comfy import ops as comfy_ops
 from comfy.sd import load_bypass_lora_for_models, load_lora_for_models
 from halfsafe.nodes.host.facts.layers import modules_of
 from halfsafe.nodes.host.run.compute import compute_of
@@ -11,7 +10,7 @@ from halfsafe.precision.dtypes import COMPUTE_OPTIONS
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files
 from support.families import load, with_compute
-from support.int8_models import layers_of
+from support.int8_models import PastForward, layers_of
 from support.int8_spy import Int8Products
 from support.measures import relative_error
 from support.products import Products
@@ -239,15 +238,6 @@ def test_a_lora_in_bypass_mode(comfy, stored, call, profile, compute):
         moved = families.replay(model, call)
     assert len(spy) == (20 if compute == "int8" else 0)
     assert relative_error(families.replay(plain, call), moved) > 1e-3
-
-
-class PastForward(torch.nn.Module):
-    def __init__(self, fc2):
-        super().__init__()
-        self.__dict__["fc2"] = fc2
-
-    def forward(self, x):
-        return comfy_ops.linear_input_act(self.fc2, x, "gelu_tanh")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

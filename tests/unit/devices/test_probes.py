@@ -9,7 +9,8 @@ import pytest
 import torch
 from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.devices import probes
-from support.probing import forget_probes
+
+pytestmark = pytest.mark.usefixtures("fresh_probes")
 
 CPU = torch.device("cpu")
 LACKS_OF_MEMORY = [
@@ -17,13 +18,6 @@ LACKS_OF_MEMORY = [
     RuntimeError("MPS backend out of memory (MPS allocated: 19.13 GiB)"),
     RuntimeError("CUDA error: out of memory"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh_probes():
-    forget_probes()
-    yield
-    forget_probes()
 
 
 def named(results, name):

@@ -13,6 +13,7 @@ from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.plan.rules import Rules
 from support import dialects
 from support.measures import relative_error
+from support.storing import normal_weight
 
 layouts = pytest.importorskip("comfy_kitchen.tensor")
 LAYER = "blocks.0.ffn.0"
@@ -22,16 +23,12 @@ ERRORS = {"int8": 0.012, "mxfp8": 0.04, "nvfp4": 0.12, "int4": 0.22, "w4a8": 0.1
 """What a normal weight loses in each format: these writers round to nearest, with no search for scales."""
 
 
-def weight_of(shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[1])) * 0.02
-
-
 def read(tensors, **more):
     return read_checkpoint({f"{LAYER}.{leaf}": tensor for leaf, tensor in (tensors | more).items()}, {}, "m").weights[NAME]
 
 
 def in_format(name, shape=(256, 384)):
-    return dialects.NATIVE[name](weight_of(shape))
+    return dialects.NATIVE[name](normal_weight(shape))
 
 
 def by_kitchen(name: str, weight: torch.Tensor):
@@ -52,7 +49,7 @@ def by_kitchen(name: str, weight: torch.Tensor):
 @pytest.mark.parametrize("shape", [(256, 384), (64, 128), (160, 320)])
 @pytest.mark.parametrize("name", ["int8", "int4", "nvfp4", "mxfp8"])
 def test_what_comfy_kitchen_quantized_is_unpacked_as_it_does(name, shape):
-    tensors, expected = by_kitchen(name, weight_of(shape))
+    tensors, expected = by_kitchen(name, normal_weight(shape))
     stored = read(tensors)
     assert stored.storage == name and stored.shape == shape
     assert relative_error(expected, stored.dequantize(torch.float32)) < 2e-7
@@ -99,7 +96,7 @@ def test_w4a8_follows_its_formula_number_by_number(bits, codebook):
 @pytest.mark.parametrize("name", dialects.NATIVE)
 def test_values_are_the_weight_they_were_made_of(name, shape):
     stored = read(in_format(name, shape))
-    assert stored.shape == shape and relative_error(weight_of(shape), stored.dequantize(torch.float32)) < ERRORS[name]
+    assert stored.shape == shape and relative_error(normal_weight(shape), stored.dequantize(torch.float32)) < ERRORS[name]
     assert stored.dequantize(torch.float32).abs().max() <= stored.encoding.bound()
 
 
@@ -177,7 +174,7 @@ def test_smoothing_of_nvfp4_inputs_is_part_of_the_weight():
 
 @pytest.mark.parametrize("name", [*dialects.NATIVE, "fp8_e4m3fn"])
 def test_a_bank_of_experts_is_each_of_them(name):
-    each = [weight_of((128, 384)), weight_of((128, 384)).flip(0)]
+    each = [normal_weight((128, 384)), normal_weight((128, 384)).flip(0)]
     if name == "fp8_e4m3fn":
         made = [dict(zip(("weight", "weight_scale"), dialects.per_tensor(w), strict=True)) for w in each]
         settings = {"format": "float8_e4m3fn"}

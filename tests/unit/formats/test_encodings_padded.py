@@ -11,15 +11,12 @@ from halfsafe.precision.plan.weights import Memory, plan_weights
 from safetensors.torch import save_file
 from support import dialects
 from support.measures import relative_error
+from support.storing import normal_weight
 
 LAYER = "blocks.0.ffn.0"
 MULTIPLES = {"nvfp4": 16, "mxfp8": 32}
 ERRORS = {"nvfp4": 0.12, "mxfp8": 0.04}
 formats = pytest.mark.parametrize("name", MULTIPLES)
-
-
-def weight_of(shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[1])) * 0.02
 
 
 def padded(name, weight):
@@ -40,7 +37,7 @@ def converted(folder, tensors, storage="bf16"):
 @formats
 @pytest.mark.parametrize("storage", ["bf16", "int8", "fp8_e4m3fn"])
 def test_rows_that_were_padded_are_not_written(tmp_path, name, storage):
-    weight = weight_of((130, 768))
+    weight = normal_weight((130, 768))
     tensors = padded(name, weight) | {f"{LAYER}.bias": torch.zeros(130)}
     out, summary = converted(tmp_path, tensors, storage)
     stored = read_checkpoint(out, out.metadata, "out").weights[f"{LAYER}.weight"]
@@ -50,7 +47,7 @@ def test_rows_that_were_padded_are_not_written(tmp_path, name, storage):
 
 @formats
 def test_a_padded_layer_that_stays_as_it_is_keeps_its_bytes(tmp_path, name):
-    tensors = padded(name, weight_of((130, 768))) | {f"{LAYER}.bias": torch.zeros(130)}
+    tensors = padded(name, normal_weight((130, 768))) | {f"{LAYER}.bias": torch.zeros(130)}
     out, _ = converted(tmp_path, tensors, "as_file")
     assert all(torch.equal(out[key].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)) for key, tensor in tensors.items())
 
@@ -58,7 +55,7 @@ def test_a_padded_layer_that_stays_as_it_is_keeps_its_bytes(tmp_path, name):
 @formats
 @pytest.mark.parametrize(("shape", "bias", "what"), [((130, 768), False, "rows"), ((160, 760), True, "columns"), ((130, 760), True, "columns")])
 def test_a_shape_that_the_file_does_not_tell_is_not_guessed(tmp_path, name, shape, bias, what):
-    tensors = padded(name, weight_of(shape)) | ({f"{LAYER}.bias": torch.zeros(shape[0])} if bias else {})
+    tensors = padded(name, normal_weight(shape)) | ({f"{LAYER}.bias": torch.zeros(shape[0])} if bias else {})
     out, summary = converted(tmp_path, tensors)
     assert torch.equal(out[f"{LAYER}.weight"].view(torch.uint8), tensors[f"{LAYER}.weight"].view(torch.uint8))
     assert any(f"{LAYER}.weight: kept in {name}: its last {what} are zero" in note for note in summary.notes)
@@ -66,13 +63,13 @@ def test_a_shape_that_the_file_does_not_tell_is_not_guessed(tmp_path, name, shap
 
 @formats
 def test_a_layer_without_padding_is_converted_without_a_bias(tmp_path, name):
-    out, summary = converted(tmp_path, padded(name, weight_of((160, 768))))
+    out, summary = converted(tmp_path, padded(name, normal_weight((160, 768))))
     assert out[f"{LAYER}.weight"].shape == (160, 768) and summary.notes == []
 
 
 @formats
 def test_a_comfyui_without_the_format_gets_the_layers_own_shape_or_an_error(name):
-    weight = weight_of((130, 768))
+    weight = normal_weight((130, 768))
     with_bias = padded(name, weight) | {f"{LAYER}.bias": torch.zeros(130)}
     old = Memory((), "bf16", ())
     plans = plan_weights(read_checkpoint(with_bias, {}, "m").weights, {}, "m", old)

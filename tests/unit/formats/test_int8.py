@@ -10,15 +10,11 @@ from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.stored_weight import CHUNK
 from support import dialects
 from support.measures import relative_error
-from support.storing import in_storages, plan_of, tensors_in
+from support.storing import in_storages, normal_weight, plan_of, tensors_in
 
 kitchen = pytest.importorskip("comfy_kitchen.backends.eager.quantization")
 NAME = "blocks.0.ffn.0.weight"
 SHAPES = ((64, 256), (5, 512), (128, 320), (33, 48), (1, 16), (257, 1536))
-
-
-def weight_of(shape, std=0.02):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[1])) * std
 
 
 def as_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -33,7 +29,7 @@ def read(tensors: dict[str, torch.Tensor]) -> StoredWeight:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_codes_and_scales_are_those_of_comfy_kitchen(shape, dtype):
-    weight = weight_of(shape).to(dtype)
+    weight = normal_weight(shape).to(dtype)
     group = int8.rotation_group(shape[1])
     codes, scale = kitchen.quantize_int8_convrot_weight(weight.float(), group)
     found = as_int8(weight)
@@ -45,7 +41,7 @@ def test_codes_and_scales_are_those_of_comfy_kitchen(shape, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rotating_in_sixteen_bit_as_comfy_kitchen_does_costs_a_step_now_and_then(dtype):
-    weight = weight_of((257, 1536)).to(dtype)
+    weight = normal_weight((257, 1536)).to(dtype)
     codes, _ = kitchen.quantize_int8_convrot_weight(weight, 256)
     apart = (as_int8(weight)["weight"].int() - codes.int()).abs()
     assert apart.max() <= 2 and 0 < (apart > 0).float().mean() < 0.4
@@ -66,7 +62,7 @@ def test_the_largest_group_that_divides_the_inputs(columns, group):
 
 
 def test_a_weight_of_several_parts_is_that_of_one():
-    weight = weight_of((1537, 2048))
+    weight = normal_weight((1537, 2048))
     assert weight.numel() > 2 * CHUNK
     codes, scale = kitchen.quantize_int8_convrot_weight(weight, 256)
     found = as_int8(weight)
@@ -75,7 +71,7 @@ def test_a_weight_of_several_parts_is_that_of_one():
 
 
 def test_rows_wider_than_a_block_and_calls_in_any_grad_mode_use_the_same_memory(monkeypatch):
-    weight = weight_of((3, 512))
+    weight = normal_weight((3, 512))
     monkeypatch.setattr(int8, "BLOCK", 256)
     expected = int8.quantize_rows(weight, 256)
     monkeypatch.setattr(scratch, "_held", threading.local())
@@ -94,7 +90,7 @@ def test_parts_are_small_and_cover_every_row(monkeypatch, rows):
 
 
 def test_int8_is_three_times_closer_than_fp8_at_the_same_size():
-    weight = weight_of((256, 3072))
+    weight = normal_weight((256, 3072))
     ours = read(as_int8(weight)).dequantize(torch.float32)
     stored = StoredWeight(NAME, weight)
     fp8 = read_checkpoint(tensors_in(stored, "fp8_e4m3fn"), {}, "m").weights[NAME]
@@ -102,7 +98,7 @@ def test_int8_is_three_times_closer_than_fp8_at_the_same_size():
 
 
 def test_outliers_are_spread_over_their_group():
-    weight = weight_of((128, 1024))
+    weight = normal_weight((128, 1024))
     weight[:, 7] *= 100
     rest = [column for column in range(1024) if column != 7]
     turned = read(as_int8(weight)).dequantize(torch.float32)
@@ -139,7 +135,7 @@ def test_what_comfyui_cannot_hold_in_int8_stays(name, shape):
 
 @pytest.mark.parametrize("source", ["per_tensor", "per_row", "per_block"])
 def test_from_every_fp8_granularity(source):
-    weight = weight_of((256, 384))
+    weight = normal_weight((256, 384))
     data, scale = getattr(dialects, source)(weight)
     stored = read_checkpoint({NAME: data, "blocks.0.ffn.0.weight_scale": scale}, {}, "m")
     tensors, notes = in_storages(stored, {"blocks.0.ffn.0": "int8"})
@@ -150,7 +146,7 @@ def test_from_every_fp8_granularity(source):
 
 
 def test_announced_tensors_are_those_that_are_made():
-    stored = StoredWeight(NAME, weight_of((8, 64)))
+    stored = StoredWeight(NAME, normal_weight((8, 64)))
     made = tensors_in(stored, "int8")
     assert [(s.name, s.dtype, s.shape) for s in plan_of(stored, "int8").specs] == [(n, t.dtype, tuple(t.shape)) for n, t in made.items()]
 

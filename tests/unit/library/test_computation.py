@@ -16,6 +16,8 @@ from support.threads import in_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 COMPUTES = ["fp16_safe", "fp16", "bf16", "fp32"]
 ACTIVATIONS = {"fp16_safe": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 BOUND = {"fp16_safe": 2e-3, "fp16": 4e-3, "bf16": 0.03, "fp32": 1e-6}
@@ -75,12 +77,6 @@ def made(cls=Coder, dtype=torch.float32) -> nn.Module:
 
 def some(dtype=torch.float32, size: float = 1.0) -> torch.Tensor:
     return (torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1)) * size).to(dtype)
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -16,6 +16,8 @@ from support.measures import relative_error
 from support.threads import in_threads
 from torch import nn
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
 STORAGES = ["fp8_e4m3fn", "fp8_e5m2", "fp16", "bf16"]
 BOUND = {"fp8_e4m3fn": 0.06, "fp8_e5m2": 0.12, "fp16": 1e-3, "bf16": 8e-3}
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -106,12 +108,6 @@ def some(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def weight_bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
