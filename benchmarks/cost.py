@@ -363,9 +363,6 @@ def _inside_layer(name: str):
     return inside(name)
 
 
-
-
-
 def as_text(result: dict) -> str:
     """A table for each model, then the targets."""
     lines = []

@@ -29,6 +29,7 @@ from ..formats.stored_weight import NUMBERS, StoredWeight
 SATURATION_LIMIT = 1e-3
 SATURATION_MINIMUM = 1000
 _CHUNK = 1 << 22
+IN_GGUF = "ComfyUI's own loaders read no GGUF; Load Diffusion Model (Halfsafe) and ComfyUI-GGUF do."
 COMFYUI_READS = frozenset({COMFY_QUANT, QUANTIZATION_KEY, SCALED_FP8})
 _OF_DATA = ("nan", "inf", "saturated")
 
@@ -158,7 +159,7 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     )
     found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
     formats = Counter(w.encoding.format for w in checkpoint.weights.values() if w.encoding is not None)
-    found += ["GGUF files are not read; the nodes of ComfyUI-GGUF read them."] if "GGUF" in checkpoint.dialects else []
+    found += [IN_GGUF] if "GGUF" in checkpoint.dialects else []
     return [
         *found,
         *(f"{count} layers: {name} needs ComfyUI {FORMATS[name].since} or later." for name, count in formats.items()),
