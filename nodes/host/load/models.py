@@ -73,7 +73,7 @@ def load_checkpoint_model(
     """Load the diffusion model of a full checkpoint; see :func:`load_diffusion_model`."""
     detected = detect_model(open_model(path), only_diffusion_model=False)
     load = prepare(detected, storage, compute, rules)
-    with of_fitting_shapes(path):
+    with of_fitting_shapes(path), freed_once_copied(load.unpacked):
         patcher, *_ = comfy.sd.load_state_dict_guess_config(
             dict(load.tensors),
             output_vae=False,
