@@ -50,7 +50,7 @@ class AttentionState:
 
 
 class BoundedAttention:
-    """Run every fp16 attention of a model so that its scores fit, told apart by their order in a call.
+    """Run every fp16 attention of a model so that its scores fit, distinguished by their order in a call.
 
     Args:
         calibration: the model's; all attentions record in one proof there.
@@ -153,7 +153,7 @@ class SafeAttention:
     """Run attention with fp16 operands wherever neither an operand nor a score can pass fp16's range, in fp32
     elsewhere.
 
-    Attentions are told apart by their order in a model call; one that was never measured runs in fp32. The layers
+    Attentions are distinguished by their order in a model call; one that was never measured runs in fp32. The layers
     before one with large scores return fp32: q and k are rounded once and not twice.
     """
 

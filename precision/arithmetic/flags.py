@@ -1,7 +1,7 @@
 """torch's process-wide precision flags as a scope: set for one model's calls, and back to what they were.
 
 Restoring is exact, whatever the flags were set with. Three things make that less simple than it sounds (torch 2.11);
-each is told at its line below.
+each is named at its line below.
 """
 
 import operator

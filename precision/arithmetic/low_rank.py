@@ -1,8 +1,8 @@
-"""A low-rank change of a weight, added beside the product instead of into the weight: ``y = W x + up (scale * (down
+"""A low-rank change of a weight, added to the product instead of into the weight: ``y = W x + up (scale * (down
 x))``.
 
 What an 8-bit weight holds is on a grid; a LoRA that is added to it and rounded again moves the weight by whole steps of
-that grid, and the rounding of the sum is new noise of the grid's size. Two thin products beside it lose nothing of
+that grid, and the rounding of the sum is new noise of the grid's size. Two thin products of its own lose nothing of
 either.
 
 The factors are normalized by powers of two, which is exact: rows of ``down`` to a sum of magnitudes of at most

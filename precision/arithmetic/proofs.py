@@ -11,7 +11,7 @@ proof               no number of these passes fp16's range         from
 ``AttentionBound``  the same of one attention                      amax or row norms of q and k, and amax of v
 ==================  =============================================  ====================================================
 
-``Calibration`` keeps the proofs of a model and checks each after every call, unless it was never told a device to
+``Calibration`` keeps the proofs of a model and checks each after every call, unless it was never given a device to
 record on: what is proven from the weights alone records nothing and needs no check.
 """
 

@@ -173,10 +173,10 @@ def tensors_of(weight: StoredWeight, storage: str, path) -> dict[str, torch.Tens
     if storage not in QUANTIZED_NAMES:
         return {weight.name: weight.dequantize(dtype)}
     data, scale = _int8(weight, path) if storage == "int8" else _fp8(weight, dtype, largest)
-    return {weight.name: data, f"{weight.layer}.weight_scale": scale, **_beside_quantized(weight, dtype)}
+    return {weight.name: data, f"{weight.layer}.weight_scale": scale, **_quantized_extras(weight, dtype)}
 
 
-def _beside_quantized(weight: StoredWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _quantized_extras(weight: StoredWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Make the tensors besides data and scale: their ``comfy_quant``, and the scale of the layer's input if known."""
     if dtype == torch.int8:
         settings = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": rotation_group(weight.shape[1])}
@@ -246,5 +246,5 @@ def specs_of(weight: StoredWeight, storage: str) -> list[TensorSpec]:
         tensors = {weight.name: torch.empty(weight.shape, dtype=dtype, device="meta")}
         if storage in QUANTIZED_NAMES:
             scale = torch.empty((weight.shape[0], 1) if storage == "int8" else (), device="meta")
-            tensors |= {f"{weight.layer}.weight_scale": scale, **_beside_quantized(weight, dtype)}
+            tensors |= {f"{weight.layer}.weight_scale": scale, **_quantized_extras(weight, dtype)}
     return [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]

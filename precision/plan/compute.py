@@ -18,7 +18,7 @@ WEIGHTS_FOR = {
 }
 """Compute options that multiply quantized weights as they are stored -> the storages of such weights."""
 LEAVES_QUANTIZED = ("auto", *WEIGHTS_FOR)
-"""Compute options that ask for no dtype: weights in other formats multiply in their own way."""
+"""Compute options that ask for no dtype: weights in other formats multiply by themselves."""
 FP8_MULTIPLE = 16
 
 

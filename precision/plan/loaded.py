@@ -33,7 +33,7 @@ def plan_loaded(
 
 
 def with_foreign_layers(plan: ComputePlan, foreign: Mapping[str, str]) -> ComputePlan:
-    """Give the layers that another loader's classes multiply in their own way fp32 in place of ``fp16_safe``.
+    """Give the layers that another loader's classes multiply by themselves fp32 in place of ``fp16_safe``.
 
     Args:
         foreign: layer name -> the Python module of its class.

@@ -30,7 +30,7 @@ from .facts import most
 from .storage import LoadPlan, StorageDecision, why_not_quantized
 
 REQUANTIZATION_LIMIT = {"fp8_e4m3fn": 0.04, "fp8_e5m2": 0.08}
-BESIDE_SCALE = "a tensor beside it is named like a scale"
+WITH_SCALE = "a tensor beside it is named like a scale"
 
 
 @dataclass(frozen=True)
@@ -96,13 +96,13 @@ def plan_weights(
         NonFiniteWeight: a weight whose values were read holds NaN or Inf.
         CheckpointError: a weight has to be unpacked and the file does not tell its shape.
     """
-    beside_scales = {name.rpartition(".")[0] for name in weights if looks_like_scale(name)}
+    with_scales = {name.rpartition(".")[0] for name in weights if looks_like_scale(name)}
     plans = {}
     for name, weight in weights.items():
         storage, reason = _decide(weight, asked.get(name, AS_FILE), path, memory, read)
         becomes_quantized = storage in QUANTIZED_NAMES and (weight.packed is not None or not weight.quantized)
-        if becomes_quantized and weight.layer in beside_scales:
-            storage, reason = _not_quantized(weight), BESIDE_SCALE
+        if becomes_quantized and weight.layer in with_scales:
+            storage, reason = _not_quantized(weight), WITH_SCALE
         error = sampled_error(weight, storage) if memory is None else SampledError()
         plans[name] = _plan(weight, storage, reason, error)
         if done:

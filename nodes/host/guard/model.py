@@ -145,7 +145,7 @@ class Guard:
         return report
 
     def remarks(self, patcher: "ModelPatcher") -> list[str]:
-        """Say what ran beside the model, which the guard does not repeat by itself."""
+        """Say what ran with the model, which the guard does not repeat by itself."""
         return sorted(self._log(patcher).remarks)
 
     def modes(self, patcher: "ModelPatcher") -> dict[str, str]:
@@ -202,5 +202,5 @@ class Guard:
 
 
 def _settings(patcher: "ModelPatcher") -> tuple:
-    """Return what else than weights a guard's findings depend on: LoRAs beside 8-bit weights change what overflows."""
+    """Return what else than weights a guard's findings depend on: unmerged LoRAs change what overflows."""
     return patches_of(patcher), *settings_of(patcher)

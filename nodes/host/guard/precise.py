@@ -110,8 +110,8 @@ def precise_layers(guarded: Guarded, model: "BaseModel", exact: ExactParts) -> E
 class MergedWeights:
     """The layers with LoRAs or other patches, of hooks too, merged into their weights, rounded to the dtype those have.
 
-    ``modules``: layer -> module, and ``in_8_bit`` those whose weight is in 8 bits or less. Patches that Halfsafe adds
-    beside 8-bit weights are none of them.
+    ``modules``: layer -> module, and ``in_8_bit`` those whose weight is in 8 bits or less. Patches that Halfsafe
+    keeps unmerged are none of them.
     """
 
     def __init__(self, patcher: "ModelPatcher"):
@@ -121,9 +121,9 @@ class MergedWeights:
         self._patches = {key: [*patcher.patches.get(key, ()), *hooked.get(key, ())] for key in keys}
         layers = {f"{DIFFUSION_MODEL}{name}.weight": (name, module) for name, module in matrix_layers(patcher.model)}
         found = (layers[key] for key in layers if key in keys)
-        rounded = ((name, module) for name, module in found if _held(module) != torch.float32)
+        rounded = ((name, module) for name, module in found if _stored_dtype(module) != torch.float32)
         self.modules = {name: module for name, module in rounded if only_multiplies(module)}
-        self.in_8_bit = [name for name, module in self.modules.items() if _held(module).itemsize == 1]
+        self.in_8_bit = [name for name, module in self.modules.items() if _stored_dtype(module).itemsize == 1]
 
     def exact(self, layers: Collection[str]) -> list[Patch]:
         """Return what makes layers multiply by their weight in fp32 as it was before any patch, its patches added."""
@@ -151,7 +151,7 @@ class MergedWeights:
         return merged.weight if merged else hooked[0] if hooked else module.weight
 
 
-def _held(module: torch.nn.Module) -> torch.dtype:
+def _stored_dtype(module: torch.nn.Module) -> torch.dtype:
     return stored(module.weight).dtype
 
 

@@ -78,7 +78,7 @@ def _config(checkpoint: Checkpoint, prefix: str):
 
 
 def stored_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return every tensor by name, as the file holds it, with what ComfyUI's own formats need beside it."""
+    """Return every tensor by name, as the file holds it, with what ComfyUI's own formats need with it."""
     tensors = {name: weight.data for name, weight in checkpoint.weights.items()}
     for weight in checkpoint.weights.values():
         tensors.update(weight.auxiliary)

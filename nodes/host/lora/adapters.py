@@ -23,7 +23,7 @@ class LowRank:
         adapter: ComfyUI's adapter, which holds the tensors.
         rank: of the factors.
         shape: ``(outputs, inputs)`` of the change.
-        alpha: what the product of the factors is multiplied by, beside the patch's strength.
+        alpha: what the product of the factors is multiplied by, besides the patch's strength.
         make: makes ``(down, up)``.
         offset: ``(axis, start, length)`` of the part of the weight that changes, or None.
     """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class DequantizedState(Mapping[str, torch.Tensor]):
     """The state dict of a diffusion model, its 8-bit weights dequantized with their LoRAs where they are read.
 
-    ComfyUI's own has their data without its scale, and no LoRA that is kept beside them.
+    ComfyUI's own has their data without its scale, and no LoRA that is kept unmerged.
     """
 
     def __init__(self, patcher: "UnmergedLowRank", state: Mapping[str, torch.Tensor]):

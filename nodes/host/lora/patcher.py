@@ -133,8 +133,8 @@ class UnmergedLowRank:
 
     def get_combined_hook_patches(self, hooks):
         """Return the patches that hooks merge into weights."""
-        beside = self.sorted_patches().hooks
-        return {key: value for key, value in super().get_combined_hook_patches(hooks).items() if key not in beside}
+        unmerged = self.sorted_patches().hooks
+        return {key: value for key, value in super().get_combined_hook_patches(hooks).items() if key not in unmerged}
 
     def inject_model(self):
         """Inject ours last, so outermost."""
@@ -209,7 +209,7 @@ def _set_rounded_to_nearest(module: torch.nn.Module, weight: torch.Tensor, **opt
 
 
 def unmerged_keys(extended: "ModelPatcher") -> set[str]:
-    """Return the keys of the weights whose patches are added beside them; none for ComfyUI's own ModelPatcher."""
+    """Return the keys of the weights whose patches are added unmerged; none for ComfyUI's own ModelPatcher."""
     return extended.sorted_patches().kept if isinstance(extended, UnmergedLowRank) else set()
 
 
@@ -219,7 +219,7 @@ def low_rank_reasons(extended: "ModelPatcher") -> dict[str, str]:
         return {}
     patches = extended.sorted_patches()
     ranks = {key: sum(change.rank for change in changes.values()) for key, changes in patches.low_rank.items()}
-    beside = {key: f"LoRA of rank {rank} added beside the weight" for key, rank in ranks.items()}
+    unmerged = {key: f"LoRA of rank {rank} added beside the weight" for key, rank in ranks.items()}
     text = "weight quantized anew, rounded to nearest, with {} merged into it"
     merged = {key: text.format(reason) for key, reason in patches.merged.items()}
-    return {layer_name(key): text for key, text in (beside | merged).items()}
+    return {layer_name(key): text for key, text in (unmerged | merged).items()}

@@ -1,4 +1,4 @@
-"""Sort the patches of 8-bit weights: low-rank ones are kept beside the weight, all others are merged into it."""
+"""Sort the patches of 8-bit weights: low-rank ones are kept unmerged, all others are merged into it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ class SortedPatches:
         modules: key of a weight -> its layer.
         low_rank: key -> the low-rank changes by their keys, those of hooks included.
         merged: key -> why the weight is quantized anew.
-        kept: the keys of weights whose own patches are all kept beside them.
+        kept: the keys of weights whose own patches are all kept unmerged.
         hooks: the keys of weights whose patches by hooks are.
     """
 
@@ -56,7 +56,7 @@ def _hook_patches(patcher: "ModelPatcher") -> dict[str, list[tuple]]:
 
 
 def _sort(result: SortedPatches, model: torch.nn.Module, key: str, patches: list[tuple]) -> bool:
-    """Note what is done with the patches of one weight; tell whether they are kept beside it."""
+    """Note what is done with the patches of one weight; tell whether they are kept unmerged."""
     module = _layer_of(model, key)
     if module is None or not is_8bit_matrix(module):
         return False

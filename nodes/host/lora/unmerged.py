@@ -26,7 +26,7 @@ INJECTED = "halfsafe_low_rank"
 
 
 def keep_low_rank_unmerged(patcher: "ModelPatcher") -> None:
-    """Make a patcher and all of its later clones add low-rank patches beside 8-bit weights.
+    """Make a patcher and all of its later clones add low-rank patches of 8-bit weights unmerged.
 
     ``patcher``: a clone, or of a model just loaded.
     """

@@ -27,7 +27,7 @@ class StepTimer:
         self._device = device
         self._memory = getattr(torch, device.type)
         self._advance = advance
-        self._held: int | None = None
+        self._before: int | None = None
         self._sigma: float | None = None
         self._locating = False
         self._origin: Origin | None = None
@@ -64,7 +64,7 @@ class StepTimer:
 
         None where the device does not report it.
         """
-        return None if self._held is None else self._memory.max_memory_allocated(self._device) - self._held
+        return None if self._before is None else self._memory.max_memory_allocated(self._device) - self._before
 
     def _begin(self, sigma: float) -> None:
         if sigma == self._sigma:
@@ -74,7 +74,7 @@ class StepTimer:
         self.seconds.append(0.0)
         if len(self.seconds) == 1 and hasattr(self._memory, "max_memory_allocated"):
             self._memory.reset_peak_memory_stats(self._device)
-            self._held = self._memory.memory_allocated(self._device)
+            self._before = self._memory.memory_allocated(self._device)
 
     def _now(self) -> float:
         self._memory.synchronize(*[self._device] * (self._device.type != "mps"))  # torch.mps takes no device

@@ -87,7 +87,7 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     layers = model_facts(patcher).layers
     shape = tuple(inputs.latent["samples"].shape)
     device, name = current_device().label, type(patcher.model).__name__
-    return Measurements(device, name, _held(patcher), automatic, layers, shape, inputs.seed, reference, rows)
+    return Measurements(device, name, _stored_as(patcher), automatic, layers, shape, inputs.seed, reference, rows)
 
 
 def _reference(runner: SettingRunner, advance: Callable[[], object]) -> Row:
@@ -171,7 +171,7 @@ def _clear_device() -> None:
 def _prepared(patcher: ModelPatcher, setting: Setting) -> tuple[ModelPatcher, str]:
     """Return a clone of the model, or of one with other weights, that follows a setting, and the storage to ask for."""
     bare, wanted = bare_clone(patcher), _planned(patcher, setting).storage.used
-    if wanted in (LOADED, _held(patcher)):
+    if wanted in (LOADED, _stored_as(patcher)):
         record = patcher.attachments.get(ATTACHMENT)
         return with_compute(bare, setting.compute, Rules()), record.storage.used if record else LOADED
     if BYPASS in patcher.injections:
@@ -185,7 +185,7 @@ def _planned(patcher: ModelPatcher, setting: Setting) -> LoadPlan:
     return plan_load(model_facts(patcher), current_device(), setting.storage, setting.compute, rules_from(), free)
 
 
-def _held(patcher: ModelPatcher) -> str:
+def _stored_as(patcher: ModelPatcher) -> str:
     """Name what the loaded weights are stored in: the quantized storages where there are any, else that of most."""
     quantized = {*storages(patcher).values()} - {*UNQUANTIZED}
     return " and ".join(sorted(quantized)) or model_facts(patcher).file_dtype

@@ -116,7 +116,7 @@ class ControlPatcher:
 
 
 def _casting(base: torch.nn.Module | None) -> Iterator[Patch]:
-    """Have the model beside a ControlNet cast its weights: Qwen-Image Fun's calls layers of it
+    """Have the model that a ControlNet runs with cast its weights: Qwen-Image Fun's calls layers of it
     (comfy/ldm/qwen_image/controlnet.py), with activations in a dtype of its own."""
     for part in base.modules() if base else ():
         yield from casting(part)

@@ -78,7 +78,7 @@ class CoreLayers:
 class Fp8Linear:
     """Run ComfyUI's fp8 Linear with the activation scale taken from the activation, instead of 1.0 or the file's.
 
-    Activations are in e4m3fn beside weights in either format: CUDA multiplies no e5m2 by e5m2 ("Multiplication of two
+    Activations are in e4m3fn with weights in either format: CUDA multiplies no e5m2 by e5m2 ("Multiplication of two
     Float8_e5m2 matrices is not supported", ``aten/src/ATen/native/cuda/ScaledBlas.cpp``).
     """
 

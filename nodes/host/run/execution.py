@@ -25,6 +25,6 @@ def is_on_several_devices(patcher: ModelPatcher) -> bool:
 
 
 def switches_by_layer(patcher: ModelPatcher) -> bool:
-    """Tell whether torch's flags can differ from layer to layer: not in a compiled graph, not with other threads
-    beside."""
+    """Tell whether torch's flags can differ from layer to layer: not in a compiled graph, not with several
+    threads running."""
     return not is_compiled(patcher) and not is_on_several_devices(patcher)

@@ -30,7 +30,7 @@ def compute_name(patcher) -> str:
 
 
 def settings_of(patcher) -> tuple:
-    """Return what a call's arithmetic depends on beside the weights: the compute plan and the activation dtype."""
+    """Return what a call's arithmetic depends on besides the weights: the compute plan and the activation dtype."""
     return compute_of(patcher), name_of(activation_dtype(patcher))
 
 

@@ -62,7 +62,7 @@ class PerModel(Generic[Run]):
     def of(self, model: torch.nn.Module) -> Run:
         """Return the run for the model as it is now; the last few states are remembered.
 
-        It measures anew where LoRAs beside the weights are others now, which change no weight but what layers are
+        It measures anew where unmerged LoRAs are others now, which change no weight but what layers are
         given.
         """
         run = self._found(model)
@@ -121,8 +121,8 @@ class PerModel(Generic[Run]):
         # By identity: they belong to a wrapper around this one or to a LoRA in bypass mode
         # (comfy/weight_adapter/bypass.py).
         forwards = [id(module.__dict__["forward"]) for module in run.modules.values() if has_own_forward(module)]
-        beside = getattr(patcher, "leaves_weights_alone", None)
-        weights = None if beside and beside() else weight_state(model)
+        unmerged = getattr(patcher, "leaves_weights_alone", None)
+        weights = None if unmerged and unmerged() else weight_state(model)
         return weights, hooks_of(patcher), *self._settings(patcher), forwards
 
 
