@@ -72,7 +72,7 @@ class AutoPrecision(io.ComfyNode):
                     options=list(GOALS),
                     default="balanced",
                     tooltip=(
-                        "balanced: a dtype this device is fast at; on NVIDIA none that can overflow.\n"
+                        "balanced: a dtype this device is fast at and that cannot overflow.\n"
                         "quality: fp16 products with an fp32 stream where fp16 is fast, "
                         "fp32 elsewhere; the VAE in fp32.\n"
                         "speed: int8 or fp8 products "

@@ -15,8 +15,8 @@ STORAGE_TOOLTIP = (
 )
 COMPUTE_TOOLTIP = (
     "The dtype of the maths. auto: bf16 where it is native and the model prefers it, else fp16_safe; "
-    "fp16 on GPUs not from NVIDIA if the model is safe in it; fp32 where fp16 is slow. fp16_safe: "
-    "fp16 products with an fp32 stream, cannot overflow. fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); "
+    "bf16 on AMD, Intel and Apple M3; fp32 where fp16 is slow. None of them can overflow. fp16_safe: "
+    "fp16 products with an fp32 stream. fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); "
     "elsewhere it has no effect, and the report says so. int8: a diffusion model's int8 weights multiply in int8, "
     "a scale per token, the rest as with auto. auto and fp8 do the same; any other choice dequantizes them."
 )

@@ -126,11 +126,11 @@ def _verdict(profile: DeviceProfile, probes: tuple[Probe, ...], capability: str)
 def auto_compute(device: Device, supported: Sequence[str], file_dtype: str) -> tuple[str, str]:
     """Choose the compute option that ``auto`` stands for, and say why.
 
-    ``fp16_safe`` takes the place of fp16 where its cost is estimated, on NVIDIA: a LoRA or a finetune can take any
-    model out of fp16's range, and a black picture costs the whole run. So it does where it costs most, SDXL on an H100
-    or a B200, which are bound by launches: 12 and 7 ms a call by estimate, and whoever asks for fp16 gets it. bf16
-    stays where it is the model's
-    own: it has the range of fp32.
+    Nothing that can overflow stands for ``auto``: a LoRA or a finetune can take any model out of fp16's range, and a
+    black picture costs the whole run. In the place of fp16 comes ``fp16_safe`` where its cost is estimated, on NVIDIA,
+    also where it costs most: SDXL on an H100 or a B200, which are bound by launches, 12 and 7 ms a call. Elsewhere
+    comes bf16 where the device multiplies it natively, at the rate of fp16, and the model takes it; else ``fp16_safe``.
+    Whoever asks for fp16 gets it.
 
     Args:
         device: where the model will run.
@@ -138,7 +138,7 @@ def auto_compute(device: Device, supported: Sequence[str], file_dtype: str) -> t
         file_dtype: storage name of most of the file's weights.
 
     Returns:
-        One of fp16, fp16_safe, bf16, fp32, and a sentence or two.
+        One of fp16_safe, bf16, fp32, and a sentence or two.
     """
     chosen, reason = fastest_compute(device, supported, file_dtype)
     if chosen != "fp16":
@@ -146,7 +146,9 @@ def auto_compute(device: Device, supported: Sequence[str], file_dtype: str) -> t
     cost = device.profile.fp16_safe_cost
     if cost:
         return "fp16_safe", f"{reason} fp16_safe cannot overflow and takes {cost} longer by estimate."
-    return "fp16", f"{reason} What fp16_safe would cost here is not known: choose it for a model that overflows."
+    if "bf16" in supported and device.capabilities["bf16"]:
+        return "bf16", f"{reason} bf16 is native too and has the range of fp32. What fp16_safe costs here is not known."
+    return "fp16_safe", f"{reason} fp16_safe cannot overflow; what it costs here is not known."
 
 
 def fastest_compute(device: Device, supported: Sequence[str], file_dtype: str) -> tuple[str, str]:

@@ -82,8 +82,8 @@ class Call:
     kwargs: dict = field(default_factory=dict)
 
 
-def write_scaled(source: Path, target: Path, factors: dict[str, float]) -> Path:
-    """A copy of a model file whose tensors that match a pattern are multiplied; every pattern must match."""
+def write_scaled(source: Path, target: Path, factors: dict[str, float], dtype: torch.dtype | None = None) -> Path:
+    """A copy of a model file, in ``dtype`` if given, whose tensors that match a pattern are multiplied; every pattern must match."""
     tensors = load_file(str(source))
     with safe_open(str(source), "pt") as file:
         metadata = file.metadata()
@@ -92,6 +92,7 @@ def write_scaled(source: Path, target: Path, factors: dict[str, float]) -> Path:
         if not names:
             raise KeyError(f"{pattern} matches no tensor of {source.name}")
         tensors |= {name: (tensors[name].float() * factor).to(torch.bfloat16) for name in names}
+    tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
     save_file(tensors, str(target), metadata=metadata)
     return target
 

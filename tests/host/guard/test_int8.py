@@ -7,6 +7,7 @@ import torch
 from halfsafe.nodes.host.facts.layers import modules_of
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.precision.guard.policy import Escalation
+from halfsafe.precision.plan.rules import rules_from
 from support import dialects, families, model_files
 from support.families import load
 from support.guarding import guarded, inside, report_of
@@ -20,10 +21,14 @@ CULPRIT = "blocks.0.ffn.2"
 SPOILED = "blocks.0.ffn.0"  # called as a module: ComfyUI 0.33 calls `forward` of ffn.2 by itself, with its activation (linear_input_act)
 
 
-@pytest.fixture
-def fp16_stream(monkeypatch):
-    """Wan runs in plain fp16 on AMD, int8 weights in int8."""
+@pytest.fixture(autouse=True)
+def device(monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "gfx1201")
+
+
+def load_int8(comfy, path, rules=""):
+    """A model in int8 with fp16 between its layers, which rules alone ask for: `auto` has bf16 or fp32 there."""
+    return load(comfy, path, "int8", "fp16", rules_from(f"* compute=int8\n{rules}"))
 
 
 def made(model, call):
@@ -35,8 +40,8 @@ def made(model, call):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_one_bad_token_spoils_one_row_of_the_product(comfy, wan, fp16_stream, dtype, bad):
-    module = modules_of(load(comfy, wan, "int8", "int8").model)["blocks.0.ffn.0"]
+def test_one_bad_token_spoils_one_row_of_the_product(comfy, wan, dtype, bad):
+    module = modules_of(load_int8(comfy, wan).model)["blocks.0.ffn.0"]
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     clean = module(x)
     x[BAD_TOKEN, 7] = bad
@@ -68,9 +73,9 @@ def spoiled_token(model, image):
     return inside(model, change)
 
 
-def test_an_overflow_is_dequantized_and_the_other_layers_stay_in_int8(comfy, overflowing, call, fp16_stream, caplog):
+def test_an_overflow_is_dequantized_and_the_other_layers_stay_in_int8(comfy, overflowing, call, caplog):
     exact = families.replay(load(comfy, overflowing, "fp32", "fp32"), call)
-    model = guarded(comfy, load(comfy, overflowing, "int8", "int8"))
+    model = guarded(comfy, load_int8(comfy, overflowing))
     assert relative_error(exact, families.replay(model, call)) < 0.02
     (event,) = report_of(model).events
     found = (event.layer, event.op, event.kind, event.from_mode, event.to_mode, event.recovered)
@@ -87,19 +92,17 @@ def test_an_overflow_is_dequantized_and_the_other_layers_stay_in_int8(comfy, ove
     assert exact_sums == {name for name, mode in products.items() if mode == "int8"}
 
 
-def test_its_rules_give_the_same_from_the_start(comfy, overflowing, call, fp16_stream):
-    from halfsafe.precision.plan.rules import rules_from
-
-    model = guarded(comfy, load(comfy, overflowing, "int8", "int8"))
+def test_its_rules_give_the_same_from_the_start(comfy, overflowing, call):
+    model = guarded(comfy, load_int8(comfy, overflowing))
     families.replay(model, call)
-    again = load(comfy, overflowing, "int8", "int8", rules_from(report_of(model).rules))
+    again = load_int8(comfy, overflowing, report_of(model).rules)
     with Int8Products() as spy:
         result = families.replay(again, call)
     assert len(spy) == 19 and torch.isfinite(result).all()
 
 
-def test_the_event_names_the_image_and_the_token(comfy, wan, fp16_stream, caplog):
-    model = load(comfy, wan, "int8", "int8")
+def test_the_event_names_the_image_and_the_token(comfy, wan, caplog):
+    model = load_int8(comfy, wan)
     call = families.capture(model, "wan", batch=2, cond=families.conditioning("wan", batch=2))
     spoiled = spoiled_token(model, image=1)
     clean, bad = families.replay(model, call), families.replay(spoiled, call)
@@ -114,8 +117,8 @@ def test_the_event_names_the_image_and_the_token(comfy, wan, fp16_stream, caplog
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_what_is_escalated_in_int8_is_dequantized(comfy, wan, call, fp16_stream, whole):
-    model = guarded(comfy, load(comfy, wan, "int8", "int8"))
+def test_what_is_escalated_in_int8_is_dequantized(comfy, wan, call, whole):
+    model = guarded(comfy, load_int8(comfy, wan))
     exact = families.replay(load(comfy, wan, "fp32", "fp32"), call)
     families.replay(model, call)
     grown = Escalation(whole=True) if whole else Escalation({CULPRIT: "fp16"}, frozenset({"blocks.0"}))
@@ -147,7 +150,7 @@ def four_bits(path, weights, biases):
     return dialects.save(path, tensors, biases, {"format": "pt"})
 
 
-def test_four_bit_weights_are_dequantized_when_they_are_escalated(comfy, wan, models_dir, call, fp16_stream):
+def test_four_bit_weights_are_dequantized_when_they_are_escalated(comfy, wan, models_dir, call):
     path = model_files.in_dialect(wan, models_dir / "diffusion_models" / "four_bits.safetensors", four_bits)
     model = guarded(comfy, load(comfy, path, "as_file", "auto"))
     families.replay(model, call)

@@ -1,4 +1,4 @@
-"""``auto`` on every NVIDIA profile: models that overflow in fp16 are finite and right, counted by a spy on the products."""
+"""``auto`` on every profile: models that overflow in fp16 are finite and right, counted by a spy on the products."""
 
 import pytest
 import torch
@@ -10,27 +10,38 @@ from support.guarding import guarded
 from support.matmul_spy import MatmulSpy
 from support.measures import relative_error
 
-NVIDIA = [name for name in PROFILE_NAMES if name.startswith("sm_")]
-HALF = [name for name in NVIDIA if name != "sm_61"]
-KINDS = {"wan": "ffn", "sdxl": "convolution"}
+NO_HALF = ("sm_61", "cpu")
+NO_BF16 = ("sm_70", "sm_75", "mps_m1")
 LORA = {"blocks.0.ffn.0": (1024, 256), "blocks.0.ffn.2": (256, 1024)}
+FIRST_LAYERS = {r"^patch_embedding\.weight": 3e4, r"^text_embedding\.0\.weight": 3e3, r"^text_embedding\.2\.weight": 3e3}
+# model: family, {pattern of tensor names: factor}, dtype of its file; Wan and SDXL are listed for fp16, Qwen-Image is not
+MODELS = {
+    "listed and in range": ("wan", {}, torch.bfloat16),
+    "listed": ("wan", families.OVERFLOWS["wan"]["ffn"], torch.bfloat16),
+    "first layers of an fp16 file": ("wan", FIRST_LAYERS, torch.float16),
+    "not listed": ("qwen_image", families.OVERFLOWS["qwen_image"]["ffn"], torch.bfloat16),
+    "convolutions": ("sdxl", families.OVERFLOWS["sdxl"]["convolution"], torch.float16),
+}
+CASES = [(model, profile) for model in list(MODELS)[:4] for profile in PROFILE_NAMES]
+CASES += [("convolutions", profile) for profile in ("sm_90", "gfx1100", "mps_m1")]
 
 
 @pytest.fixture(scope="module")
 def model_of(comfy, models_dir):
-    """``(path, call, reference)`` of a family's model that overflows in fp16; of the last family only."""
+    """``(path, call, fp32 result, the model as stored)`` of a row of ``MODELS``; of the last one only."""
     state = {}
 
-    def build(family):
-        if family not in state:
+    def build(name):
+        if name not in state:
             state.clear()
+            family, factors, dtype = MODELS[name]
             folder = models_dir / "diffusion_models"
             clean = tiny_models.wan(folder / "auto_wan.safetensors", blocks=1) if family == "wan" else families.write_narrow(family, folder)
-            path = families.write_scaled(clean, folder / "auto_scaled.safetensors", families.OVERFLOWS[family][KINDS[family]])
+            path = families.write_scaled(clean, folder / "auto_scaled.safetensors", factors, dtype)
             exact = load(comfy, path, "fp32")
             call = families.capture(exact, family)
-            state[family] = path, call, families.replay(exact, call)
-        return state[family]
+            state[name] = path, call, families.replay(exact, call), load(comfy, path, "as_file", "fp16")
+        return state[name]
 
     return build
 
@@ -43,28 +54,39 @@ def counted(model, call):
     return result, spy.seen
 
 
-@pytest.mark.parametrize("family", KINDS)
-def test_an_overflowing_model_is_finite_and_close_to_fp32(comfy, monkeypatch, model_of, family):
-    path, call, reference = model_of(family)
-    stored = load(comfy, path, "as_file", "fp16")
-    assert torch.isnan(families.replay(stored, call)).any(), "an fp16 that was asked for is plain fp16, and overflows"
-    errors, asked = {}, {}
-    for profile in NVIDIA if family == "wan" else ("sm_75", "sm_90"):
-        monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", profile)
-        model = with_compute(comfy, stored, "auto")
-        result, products = counted(model, call)
-        errors[profile] = relative_error(reference, result)
-        asked[profile] = {layer["mode"] for layer in families.report(comfy, model)["layers"]} & {"fp32", "fp16_wide", "fp16"}
-        rounded = [product.rounded or "fp16" in product.operands for product in products]
-        assert len(rounded) > 10 and (sum(rounded) / len(rounded) > 0.8) is (profile in HALF)
-    assert max(errors.values()) < 2e-3
-    assert all("fp16_wide" in modes for profile, modes in asked.items() if profile in HALF)
+@pytest.mark.parametrize("name", MODELS)
+def test_an_fp16_that_is_asked_for_is_plain_fp16(model_of, name):
+    _, call, reference, stored = model_of(name)
+    assert torch.isfinite(reference).all()
+    overflows = not torch.isfinite(families.replay(stored, call)).all()
+    assert overflows is (name != "listed and in range")
+
+
+@pytest.mark.parametrize(("name", "profile"), CASES)
+def test_no_model_is_black_on_any_device(comfy, monkeypatch, model_of, name, profile):
+    _, call, reference, stored = model_of(name)
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", profile)
+    model = with_compute(comfy, stored, "auto")
+    result, products = counted(model, call)
+    used = {product.operands for product in products}
+    rounded = [product.rounded or "fp16" in product.operands for product in products]
+    modes = {layer["mode"] for layer in families.report(comfy, model)["layers"]} & {"fp32", "fp16_wide", "fp16", "bf16"}
+    if profile in NO_HALF:
+        expected, error = "fp32", 1e-5
+    elif profile in NO_BF16 or (profile.startswith("sm_") and name != "not listed"):
+        expected, error = "fp16_wide", 2e-3
+    else:
+        expected, error = "bf16", 5e-2
+    assert relative_error(reference, result) < error
+    assert expected in modes and len(products) > 10
+    assert (("bf16", "bf16") in used) is (expected == "bf16")
+    assert (sum(rounded) / len(rounded) > 0.8) is (expected == "fp16_wide")
 
 
 @pytest.mark.parametrize("profile", ["sm_75", "sm_100"])
 def test_the_loader_decides_as_the_node_does(comfy, monkeypatch, model_of, profile):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", profile)
-    path, call, reference = model_of("wan")
+    path, call, reference, _ = model_of("listed")
     loaded = load(comfy, path, "auto", "auto")
     result, _ = counted(loaded, call)
     assert relative_error(reference, result) < 2e-3

@@ -87,8 +87,8 @@ def test_every_profile_is_described_in_a_hundred_columns(name):
         ("sm_61", ["fp32", "fp32", "fp32", "fp32"]),
         ("sm_75", ["fp16_safe"] * 4),
         ("sm_89", ["fp16_safe", "fp16_safe", "bf16", "bf16"]),
-        ("gfx1100", ["fp16", "fp16", "bf16", "bf16"]),
-        ("mps_m1", ["fp16", "fp16", "fp16_safe", "fp16"]),
+        ("gfx1100", ["bf16"] * 4),
+        ("mps_m1", ["fp16_safe"] * 4),
     ],
 )
 def test_what_auto_chooses_for_typical_models(name, computes):

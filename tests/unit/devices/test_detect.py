@@ -356,13 +356,13 @@ def test_a_device_cannot_be_changed():
         ("sm_90", "fp16_safe", "bf16", "bf16"),
         ("sm_100", "fp16_safe", "bf16", "bf16"),
         ("sm_120", "fp16_safe", "bf16", "bf16"),
-        ("gfx90a", "fp16", "bf16", "bf16"),
-        ("gfx942", "fp16", "bf16", "bf16"),
-        ("gfx1100", "fp16", "bf16", "bf16"),
-        ("gfx1201", "fp16", "bf16", "bf16"),
-        ("mps_m1", "fp16", "fp16_safe", "fp16"),
-        ("mps_m3", "fp16", "bf16", "bf16"),
-        ("xpu", "fp16", "bf16", "bf16"),
+        ("gfx90a", "bf16", "bf16", "bf16"),
+        ("gfx942", "bf16", "bf16", "bf16"),
+        ("gfx1100", "bf16", "bf16", "bf16"),
+        ("gfx1201", "bf16", "bf16", "bf16"),
+        ("mps_m1", "fp16_safe", "fp16_safe", "fp16_safe"),
+        ("mps_m3", "bf16", "bf16", "bf16"),
+        ("xpu", "bf16", "bf16", "bf16"),
         ("cpu", "fp32", "fp32", "fp32"),
     ],
 )
@@ -384,11 +384,11 @@ def test_a_model_without_fp16_takes_fp16_safe_only_on_devices_without_bf16(name)
 
 
 @pytest.mark.parametrize("name", CONTRACT)
-def test_plain_fp16_is_nobodys_default_on_nvidia(name):
+def test_plain_fp16_is_nobodys_default(name):
     row = devices.detect(profile=name)
-    for supported, file_dtype in ((WAN, "bf16"), (WAN, "fp16"), (FLUX, "fp16")):
+    for supported, file_dtype in ((WAN, "bf16"), (WAN, "fp16"), (FLUX, "fp16"), (("fp16", "fp32"), "fp16"), (("fp16",), "bf16")):
         chosen, reason = devices.auto_compute(row, supported, file_dtype)
-        assert chosen != "fp16" or not name.startswith("sm_")
+        assert chosen != "fp16"
         assert ("cannot overflow" in reason) is (chosen == "fp16_safe")
 
 
@@ -397,10 +397,11 @@ def test_a_model_that_prefers_fp32_keeps_it_where_bf16_is_native():
     assert devices.auto_compute(row, ("fp32", "bf16"), "fp32")[0] == "fp32"
 
 
-def test_an_fp16_file_is_computed_in_fp16_where_the_model_allows_it():
+def test_an_fp16_file_is_computed_in_fp16_without_its_overflow_where_the_model_allows_it():
     row = devices.detect(profile="sm_86")
     assert devices.auto_compute(row, FLUX, "fp16")[0] == "fp16_safe"
-    assert devices.auto_compute(devices.detect(profile="gfx1100"), FLUX, "fp16")[0] == "fp16"
+    assert devices.auto_compute(devices.detect(profile="gfx1100"), FLUX, "fp16")[0] == "bf16"
+    assert devices.auto_compute(devices.detect(profile="mps_m1"), FLUX, "fp16")[0] == "fp16_safe"
     assert devices.auto_compute(row, QWEN, "fp16")[0] == "bf16"
     assert devices.auto_compute(devices.detect(profile="sm_61"), FLUX, "fp16")[0] == "fp32"
 

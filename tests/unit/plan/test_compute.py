@@ -31,13 +31,13 @@ AUTO = {
     "sm_90": ("fp16_safe", "bf16", "bf16"),
     "sm_100": ("fp16_safe", "bf16", "bf16"),
     "sm_120": ("fp16_safe", "bf16", "bf16"),
-    "gfx90a": ("fp16", "bf16", "bf16"),
-    "gfx942": ("fp16", "bf16", "bf16"),
-    "gfx1100": ("fp16", "bf16", "bf16"),
-    "gfx1201": ("fp16", "bf16", "bf16"),
-    "mps_m1": ("fp16", "fp16_safe", "fp16"),
-    "mps_m3": ("fp16", "bf16", "bf16"),
-    "xpu": ("fp16", "bf16", "bf16"),
+    "gfx90a": ("bf16", "bf16", "bf16"),
+    "gfx942": ("bf16", "bf16", "bf16"),
+    "gfx1100": ("bf16", "bf16", "bf16"),
+    "gfx1201": ("bf16", "bf16", "bf16"),
+    "mps_m1": ("fp16_safe", "fp16_safe", "fp16_safe"),
+    "mps_m3": ("bf16", "bf16", "bf16"),
+    "xpu": ("bf16", "bf16", "bf16"),
     "cpu": ("fp32", "fp32", "fp32"),
 }
 
@@ -66,7 +66,8 @@ def test_auto_on_every_device(profile):
         ("sm_75", QWEN_IMAGE, "cannot overflow"),
         ("sm_75", WAN, "lists fp16 for this model and it is fast on RTX 20xx, T4 (Turing). fp16_safe cannot overflow"),
         ("sm_90", WAN, "longer by estimate"),
-        ("gfx1100", WAN, "fp16_safe would cost here is not known"),
+        ("gfx1100", WAN, "bf16 is native too and has the range of fp32"),
+        ("mps_m1", WAN, "fp16_safe cannot overflow; what it costs here is not known"),
         ("sm_86", FLUX, "it is native"),
         ("mps_m1", QWEN_IMAGE, "emulated"),
         ("cpu", FLUX, "fp32 is what remains"),
@@ -97,7 +98,8 @@ def test_goals(profile, goal):
 @pytest.mark.parametrize(
     ("profile", "models", "held", "speed"),
     [
-        ("sm_75", WAN, "bf16", "fp16"), ("sm_86", WAN, "fp16", "fp16"), ("sm_90", WAN, "fp16", "fp16"), ("gfx1100", WAN, "fp16", "fp16"),
+        ("sm_75", WAN, "bf16", "fp16"), ("sm_86", WAN, "fp16", "fp16"), ("sm_90", WAN, "fp16", "fp16"), ("mps_m1", WAN, "fp16", "fp16"),
+        ("gfx1100", WAN, "fp16", "bf16"),
         ("sm_75", QWEN_IMAGE, "bf16", "fp16_safe"), ("sm_86", QWEN_IMAGE, "bf16", "bf16"), ("sm_86", WAN, "int8", "fp16_safe"),
         ("cpu", WAN, "fp16", "fp32"),
     ],
@@ -106,7 +108,7 @@ def test_speed_takes_plain_fp16_where_only_the_fear_of_overflow_speaks_against_i
     facts = ModelFacts(LAYERS, 10**9, held, models)
     found = plan_for_goal(facts, detect(profile=profile), "speed", {"blocks.0.ffn": held})
     assert found.compute.choice.used == speed
-    assert ("NaN Guard" in found.reason) is (speed == "fp16" and profile.startswith("sm_"))
+    assert ("NaN Guard" in found.reason) is (speed == "fp16")
     if held == "int8":
         assert found.compute.decisions["blocks.0.ffn"].mode == "int8", "an fp16 that was asked for would dequantize it"
 

@@ -1,0 +1,76 @@
+"""Tables of the documents that repeat a list of the code: devices, presets, rule keys, verdicts and modes, in every language."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from halfsafe.precision.devices.detect import auto_compute, detect
+from halfsafe.precision.devices.profiles import ROWS
+from halfsafe.precision.formats.families import family_named
+from halfsafe.precision.guard import verdicts
+from halfsafe.precision.modes import MODES
+from halfsafe.precision.plan.presets import PRESETS
+from halfsafe.precision.plan.rules import VALUES
+
+ROOT = Path(__file__).absolute().parents[3]
+READMES = ["README.md", "README.zh.md"]
+FAMILIES = (("Wan", "SD or SDXL"), ("Flux",), ("Qwen-Image", "Z-Image or Lumina 2"))  # of the columns for compute
+CODE = re.compile(r"\(`(\w+)`\)$")
+YES, NO = ("yes", "有"), ("no", "无")
+
+
+def pages(node: str) -> list[str]:
+    return [f"web/docs/{node}.md", *(str(path.relative_to(ROOT)) for path in sorted((ROOT / "web/docs" / node).glob("*.md")))]
+
+
+def rows(document: str) -> list[list[str]]:
+    """The cells of all rows of a document's tables."""
+    lines = (ROOT / document).read_text("utf-8").splitlines()
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("|")]
+
+
+def first_cells(document: str) -> list[str]:
+    return [row[0].strip("`") for row in rows(document)]
+
+
+@pytest.fixture(params=READMES)
+def devices(request):
+    """Profile -> its row in a README's table of devices."""
+    found = {match[1]: row for row in rows(request.param) if (match := CODE.search(row[0]))}
+    assert list(found) == [profile.name for profile in ROWS]
+    return found
+
+
+@pytest.mark.parametrize("profile", ROWS, ids=lambda profile: profile.name)
+def test_the_table_of_devices_is_the_codes(devices, profile):
+    device, (_, bf16, fp8, int8, *computes) = detect(profile=profile.name), devices[profile.name]
+    assert bf16.startswith(YES if profile.bf16_native else NO)
+    assert fp8.startswith(YES) is profile.fp8_matmul_gains
+    assert (int8 in YES, int8 in NO) == (profile.int8_matmul_gains, not profile.int8_matmul)
+    for said, families in zip(computes, FAMILIES, strict=True):
+        chosen = {auto_compute(device, family_named(name).supported, "bf16")[0] for name in families}
+        assert {re.match(r"\w+", said, re.ASCII)[0]} == chosen
+
+
+@pytest.mark.parametrize("page", pages("HalfsafeLayerRules"))
+def test_the_help_on_rules_has_every_preset_and_key(page):
+    cells = rows(page)
+    named = [name for row in cells for name in row[0].split(", ")]
+    assert {name for name in named if name in PRESETS} == set(PRESETS) - {"none"}
+    told = {row[0]: tuple(re.split("[,、，] ?", row[1])) for row in cells if row[0] in VALUES}
+    assert told == {key: tuple(values) for key, values in VALUES.items()}
+
+
+@pytest.mark.parametrize("document", [*READMES, *pages("HalfsafeNaNGuard")])
+def test_every_verdict_is_explained(document):
+    names = {verdicts.CLEAN, *verdicts.ADVICE}
+    assert [cell for cell in first_cells(document) if cell in names].count(verdicts.CLEAN) == 1
+    assert names <= {*first_cells(document)}
+
+
+@pytest.mark.parametrize("page", pages("HalfsafeReport"))
+def test_every_mode_is_explained(page):
+    named = {name for cell in first_cells(page) for name in cell.split(", ")}
+    assert set(MODES) <= named
