@@ -59,7 +59,7 @@ def test_the_help_on_rules_has_every_preset_and_key(page):
     cells = rows(page)
     named = [name for row in cells for name in row[0].split(", ")]
     assert {name for name in named if name in PRESETS} == set(PRESETS) - {"none"}
-    told = {row[0]: tuple(re.split("[,、，] ?", row[1])) for row in cells if row[0] in VALUES}
+    told = {row[0]: tuple(re.findall(r"\w+", row[1], re.ASCII)) for row in cells if row[0] in VALUES}
     assert told == {key: tuple(values) for key, values in VALUES.items()}
 
 
