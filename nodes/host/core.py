@@ -7,6 +7,7 @@ from this source, and the contract test looks every attribute up in that file.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -219,3 +220,8 @@ def empty_prefix_cache(diffusion_model: PrefixModel) -> None:
 def is_in_layout(tensor: QuantizedTensor, name: str) -> bool:
     """Tell whether a quantized weight is in the layout that ComfyUI registered under a name."""
     return tensor.layout_cls is get_layout_class(name)
+
+
+def takes_to_quantize(name: str, parameter: str) -> bool:
+    """Tell whether the layout that ComfyUI registered under a name quantizes by a parameter; "" is any."""
+    return not parameter or parameter in inspect.signature(get_layout_class(name).quantize).parameters

@@ -23,7 +23,6 @@ from ..formats.checkpoint import (
 from ..formats.comfy_state import model_shapes
 from ..formats.families import UNKNOWN, model_name
 from ..formats.metadata import QUANTIZATION_KEY
-from ..formats.registry import FORMATS
 from ..formats.stored_weight import NUMBERS, StoredWeight
 
 SATURATION_LIMIT = 1e-3
@@ -158,11 +157,11 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
         (clipped, "no input scale: where the GPU multiplies in fp8, activations are clipped at 448"),
     )
     found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
-    formats = Counter(w.encoding.format for w in checkpoint.weights.values() if w.encoding is not None)
+    formats = Counter(w.row for w in checkpoint.weights.values() if w.encoding is not None)
     found += [IN_GGUF] if "GGUF" in checkpoint.dialects else []
     return [
         *found,
-        *(f"{count} layers: {name} needs ComfyUI {FORMATS[name].since} or later." for name, count in formats.items()),
+        *(f"{count} layers: {row.title} needs ComfyUI {row.since} or later." for row, count in formats.items()),
     ]
 
 

@@ -9,7 +9,7 @@ from ..files.safetensors_file import open_checkpoint
 from ..formats.checkpoint import Checkpoint, dialect_text, read_checkpoint
 from ..formats.comfy_state import model_prefix, model_shapes, refuse_lora
 from ..formats.families import family_of, model_name
-from ..formats.registry import FORMATS
+from ..formats.registry import FORMAT_OF_STORAGE
 from ..plan.facts import LayerSpec, ModelFacts, facts_of, layer_specs, packed_types
 from ..plan.goal import plan_for_goal, storage_for_goal
 from ..plan.rules import rules_from
@@ -39,7 +39,7 @@ def plan_file(
     storage, why = storage_for_goal(device, goal, frozenset({facts.file_dtype}))
     plan = plan_load(facts, device, storage, "auto", rules_from(), device_memory)
     names = {f"{prefix}{layer.name}.weight": layer.name for layer in facts.layers}
-    memory = plan_model(checkpoint, plan, names, prefix, FORMATS, read=False)
+    memory = plan_model(checkpoint, plan, names, prefix, FORMAT_OF_STORAGE, read=False)
     storages = {layer: memory.storage_of(checkpoint.weights[name]) for name, layer in names.items()}
     found = plan_for_goal(facts, device, goal, storages)
     plan = replace(plan, compute=found.compute, storage=replace(plan.storage, reason=plan.storage.reason or why))

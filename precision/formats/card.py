@@ -16,7 +16,7 @@ from ..files.strict_json import read_object
 from ..files.tensor_file import TensorFile
 from .comfy_format import ROWS, SAMPLED, WeightPlan
 from .metadata import CARD_KEY
-from .registry import FORMATS
+from .registry import FORMAT_OF_STORAGE
 
 WHAT_ERROR = f"relative_rms_error_of_{ROWS * len(SAMPLED)}_rows_per_weight"
 _VERSION = re.compile(r'^version = "(.+)"$', re.MULTILINE)
@@ -53,11 +53,11 @@ def card_entry(provenance: Provenance, plans: Iterable[WeightPlan]) -> dict[str,
     plans = list(plans)
     if provenance.card and not any(plan.changes for plan in plans):
         return {CARD_KEY: provenance.card}
-    formats = {plan.format for plan in plans if plan.format}
+    rows = {FORMAT_OF_STORAGE[plan.stored] for plan in plans if plan.format}
     errors = _errors(plans)
     values = {
         "halfsafe": pack_version(),
-        "needs_comfyui": max((FORMATS[name].since for name in formats), key=_numbers, default=None),
+        "needs_comfyui": max((row.since for row in rows), key=_numbers, default=None),
         "asked_storage": provenance.asked,
         "weights": dict(sorted(Counter(plan.stored for plan in plans).items())),
         "rules": {"presets": list(dict.fromkeys(provenance.presets)), "lines": list(provenance.rules)},

@@ -6,7 +6,10 @@ Names, tensors and versions: ComfyUI ``comfy/quant_ops.py`` (``QUANT_ALGOS``); p
 
 from dataclasses import dataclass
 
+import torch
+
 from ..modes import FP8, INT8, Mode
+from .codes import Codes, Fp8Codes, Int8Codes, W4a8Codes, W6a8Codes
 from .encoding import Encoding
 from .encodings import Awq4, Fp8, Int4, Int8, Mxfp8, Nvfp4
 from .w4a8 import W4a8
@@ -28,6 +31,9 @@ class Format:
         quantizes_operands: that product multiplies quantized operands; else it unpacks the weight as it goes.
         needs_fp8: some of its tensors are fp8, which a device has to hold.
         byte_scale: the scale that a file may hold as bytes, and the name of its dtype in torch.
+        codes: writes it; None for a format that is only read.
+        bits: of a value, which tell formats with one name apart; 0 where the name does.
+        asks: a parameter of ``quantize`` of comfy-kitchen's layout, without which it has the name but not this.
     """
 
     name: str
@@ -40,6 +46,14 @@ class Format:
     quantizes_operands: bool = True
     needs_fp8: bool = False
     byte_scale: tuple[str, str] | None = None
+    codes: Codes | None = None
+    bits: int = 0
+    asks: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name, with the storage where several have it."""
+        return f"{self.name} ({self.storage})" if self.bits else self.name
 
     @property
     def leaves(self) -> tuple[str, ...]:
@@ -48,8 +62,14 @@ class Format:
 
 
 _ROWS = (
-    Format("float8_e4m3fn", "fp8_e4m3fn", "0.4.0", Fp8, FP8.colour, mode=FP8, needs_fp8=True),
-    Format("float8_e5m2", "fp8_e5m2", "0.8.0", Fp8, (220, 104, 46), mode=FP8, needs_fp8=True),
+    Format(
+        "float8_e4m3fn", "fp8_e4m3fn", "0.4.0", Fp8, FP8.colour, mode=FP8, needs_fp8=True,
+        codes=Fp8Codes(torch.float8_e4m3fn),
+    ),
+    Format(
+        "float8_e5m2", "fp8_e5m2", "0.8.0", Fp8, (220, 104, 46), mode=FP8, needs_fp8=True,
+        codes=Fp8Codes(torch.float8_e5m2),
+    ),
     Format(
         "nvfp4", "nvfp4", "0.8.0", Nvfp4, (236, 214, 92), "scaled_mm_nvfp4",
         needs_fp8=True, byte_scale=("weight_scale", "float8_e4m3fn"),
@@ -58,14 +78,23 @@ _ROWS = (
         "mxfp8", "mxfp8", "0.18.0", Mxfp8, (190, 108, 70), "scaled_mm_mxfp8",
         needs_fp8=True, byte_scale=("weight_scale", "float8_e8m0fnu"),
     ),
-    Format("int8_tensorwise", "int8", "0.27.0", Int8, INT8.colour, "int8_linear", mode=INT8),
+    Format("int8_tensorwise", "int8", "0.27.0", Int8, INT8.colour, "int8_linear", mode=INT8, codes=Int8Codes()),
     Format("convrot_w4a4", "int4", "0.28.0", Int4, (112, 156, 120), "convrot_w4a4_linear"),
     Format(
         "asym_w4a8_int8", "w4a8", "0.31.0", W4a8, (198, 226, 140), "w4a8_int8_linear", mode=INT8,
-        needs_fp8=True, byte_scale=("weight_s_rel", "float8_e4m3fn"),
+        needs_fp8=True, byte_scale=("weight_s_rel", "float8_e4m3fn"), codes=W4a8Codes(), bits=4,
+    ),
+    Format(
+        "asym_w4a8_int8", "w6a8", "0.38.0", W4a8, (150, 196, 110), "w4a8_int8_linear", mode=INT8,
+        needs_fp8=True, byte_scale=("weight_s_rel", "float8_e4m3fn"), codes=W6a8Codes(), bits=6, asks="bits",
     ),
     Format("awq_w4a16", "awq4", "0.38.1", Awq4, (160, 132, 200), "gemv_awq_w4a16", quantizes_operands=False),
 )  # fmt: skip
 
-FORMATS = {row.name: row for row in _ROWS}
+FORMATS = {row.name: row for row in reversed(_ROWS)}
 FORMAT_OF_STORAGE = {row.storage: row for row in _ROWS}
+
+
+def row_of(name: str, size: int, count: int) -> Format:
+    """Return the row of a weight of ``count`` values whose data take ``size`` bytes, in what ComfyUI calls ``name``."""
+    return next(row for row in _ROWS if row.name == name and row.bits in (0, 8 * size // count))

@@ -11,7 +11,7 @@ import torch
 from ..dtypes import FP8_DTYPES, name_of
 from .encoding import Encoding
 from .gguf_weight import GgufWeight
-from .registry import FORMATS
+from .registry import Format, row_of
 
 CHUNK = 1 << 20
 EIGHT_BIT = FP8_DTYPES | {torch.int8}
@@ -60,7 +60,12 @@ class StoredWeight:
         """The storage name: ``bf16``, ``fp8_e4m3fn``, ``int8``, ``nvfp4``; of a packed weight its type: ``Q4_K``."""
         if self.packed is not None:
             return self.packed.type
-        return name_of(self.data.dtype) if self.encoding is None else FORMATS[self.encoding.format].storage
+        return name_of(self.data.dtype) if self.encoding is None else self.row.storage
+
+    @property
+    def row(self) -> Format:
+        """The quantization format of an encoded weight."""
+        return row_of(self.encoding.format, self.encoding.data.nbytes, math.prod(self.shape))
 
     @property
     def quantized(self) -> bool:

@@ -24,7 +24,7 @@ from ..formats.comfy_format import (
     sampled_error,
     specs_of,
 )
-from ..formats.registry import FORMAT_OF_STORAGE, FORMATS
+from ..formats.registry import FORMAT_OF_STORAGE
 from .choice import Choice
 from .facts import most
 from .storage import LoadPlan, StorageDecision, why_not_quantized
@@ -38,7 +38,7 @@ class Memory:
     """What a ComfyUI that weights are loaded into can hold.
 
     Attributes:
-        formats: the names of its quantization formats.
+        formats: what it holds quantized weights in, as storages are called.
         unpacked: the dtype for weights that leave 8 bits or fewer because it cannot hold them so.
         not_linear: the model's tensors that are the weight of no Linear module, which alone holds fp8 with a scale.
     """
@@ -50,7 +50,7 @@ class Memory:
     def lacks(self, weight: StoredWeight) -> bool:
         """Tell whether a weight is in a format that this ComfyUI does not have."""
         # Its own loader fails on one with a KeyError (``_load_quantized_module`` in comfy/ops.py).
-        return weight.packed is not None or (weight.encoding is not None and weight.encoding.format not in self.formats)
+        return weight.packed is not None or (weight.encoding is not None and weight.storage not in self.formats)
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def plan_model(
 
     Args:
         layers: tensor name -> layer of the model, for the weights of layers.
-        formats: the names of ComfyUI's quantization formats.
+        formats: what this ComfyUI holds quantized weights in, as storages are called.
         read: as for :func:`plan_weights`.
     """
     inside = {name: weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
@@ -223,7 +223,7 @@ def plan_encoder(
 
     Args:
         choice: the storage of the whole encoder; where that is no dtype, what is not quantized is in ``default``.
-        formats: the names of ComfyUI's quantization formats.
+        formats: what this ComfyUI holds quantized weights in, as storages are called.
     """
     dtype = default if choice.used in (*QUANTIZED_NAMES, AS_FILE) else choice.used
     memory = Memory(formats, default if dtype_named(default).itemsize == 2 else "bf16")
@@ -268,11 +268,10 @@ def _memory_plan(
     checkpoint: Checkpoint, plans: dict[str, WeightPlan], memory: Memory, inside: Mapping[str, StoredWeight], dtype: str
 ) -> MemoryPlan:
     weights = checkpoint.weights.values()
-    lacking = Counter(weight.encoding.format for weight in weights if weight.encoding and memory.lacks(weight))
+    lacking = Counter(weight.row for weight in weights if weight.encoding and memory.lacks(weight))
     unpacked = [
-        f"{count} layers in {name}, which ComfyUI has from {FORMATS[name].since} on, "
-        f"were unpacked to {memory.unpacked}."
-        for name, count in lacking.items()
+        f"{count} layers in {row.title}, which ComfyUI has from {row.since} on, were unpacked to {memory.unpacked}."
+        for row, count in lacking.items()
     ]
     unpacked += packed_notes(checkpoint, plans)
     otherwise = [f"{name}: {plan.reason}" for name, plan in plans.items() if plan.reason]

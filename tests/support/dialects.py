@@ -188,6 +188,12 @@ def _two_a_byte(numbers: torch.Tensor) -> torch.Tensor:
     return (numbers[:, ::2] | numbers[:, 1::2] << 4).to(torch.uint8).view(torch.int8)
 
 
+def _four_a_byte(numbers: torch.Tensor) -> torch.Tensor:
+    """The first of four numbers of 2 bits in the lowest bits of a byte."""
+    numbers = numbers.int()
+    return sum(numbers[:, i::4] << 2 * i for i in range(4)).to(torch.uint8).view(torch.int8)
+
+
 def _int8(weight: torch.Tensor, rotated: bool = True) -> Weights:
     size = group_of(weight)
     turned = _rotate(weight, size) if rotated else weight
@@ -236,21 +242,27 @@ def _mxfp8(weight: torch.Tensor) -> Weights:
     return {"weight": data.reshape(weight.shape), "weight_scale": scale, "comfy_quant": comfy_quant_bytes({"format": "mxfp8"})}
 
 
-def _w4a8(weight: torch.Tensor) -> Weights:
+def _w4a8(weight: torch.Tensor, bits: int = 4) -> Weights:
+    largest = (1 << bits - 1) - 1
     size = group_of(weight)
     groups = _rotate(weight, size).reshape(weight.shape[0], -1, 16)
-    each = groups.abs().amax(2) / 7
-    channel = (each * 7).amax(1) / 127
+    each = groups.abs().amax(2) / largest
+    channel = (each * largest).amax(1) / 127
     relative = (each / channel[:, None]).to(E4M3)
     steps = relative.float() * channel[:, None]
-    codes = (groups / steps.clamp(min=1e-30)[:, :, None]).round().clamp(-7, 7) + 8
+    codes = (groups / steps.clamp(min=1e-30)[:, :, None]).round().clamp(-largest, largest) + largest + 1
+    codes = codes.reshape(weight.shape)
     settings = {"format": "asym_w4a8_int8", "group_size": 16, "convrot_groupsize": size}
     return {
-        "weight": _two_a_byte(codes.reshape(weight.shape)),
+        "weight": _two_a_byte(codes % 16) if bits == 4 else torch.cat((_two_a_byte(codes % 16), _four_a_byte(codes // 16)), 1),
         "weight_s_rel": relative,
         "weight_s_channel": channel,
         "comfy_quant": comfy_quant_bytes(settings),
     }
+
+
+def _w6a8(weight: torch.Tensor) -> Weights:
+    return _w4a8(weight, 6)
 
 
 def _awq4(weight: torch.Tensor) -> Weights:
@@ -268,4 +280,4 @@ def _awq4(weight: torch.Tensor) -> Weights:
     }
 
 
-NATIVE = {"nvfp4": _nvfp4, "mxfp8": _mxfp8, "int8": _int8, "int4": _int4, "w4a8": _w4a8, "awq4": _awq4}
+NATIVE = {"nvfp4": _nvfp4, "mxfp8": _mxfp8, "int8": _int8, "int4": _int4, "w4a8": _w4a8, "awq4": _awq4, "w6a8": _w6a8}

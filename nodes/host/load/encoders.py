@@ -11,7 +11,6 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import comfy.model_management
-import comfy.quant_ops
 import comfy.sd
 import comfy.utils
 import nodes
@@ -25,6 +24,7 @@ from ....precision.plan.choice import ATTACHMENT, Choice, LoadRecord
 from ....precision.plan.facts import file_dtype, layer_specs
 from ....precision.plan.storage import plan_text_encoder
 from ....precision.plan.weights import plan_encoder
+from ..facts.model_facts import held_storages
 from ..lora.unmerged import keep_low_rank_unmerged
 from ..run.modules import ask_for_plain_products
 from .detection import dequantized_tensors, detect_model, stored_tensors
@@ -131,7 +131,7 @@ def _converted(checkpoint: Checkpoint, storage: str) -> tuple[dict[str, torch.Te
     choice, decisions = plan_text_encoder(
         layer_specs(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free_host_memory()
     )
-    planned = plan_encoder(checkpoint, choice, decisions, default, comfy.quant_ops.QUANT_ALGOS)
+    planned = plan_encoder(checkpoint, choice, decisions, default, held_storages())
     for note in planned.notes:
         logger.info("Halfsafe: %s: %s", checkpoint.path, note)
     tensors = load_tensors(checkpoint, planned)

@@ -23,6 +23,7 @@ from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
 from ....precision.plan.weights import plan_model
 from ..core import quantization_format, set_cast_dtype, set_full_precision
+from ..facts.model_facts import held_storages
 from ..lora.unmerged import keep_low_rank_unmerged
 from ..run.compute import set_compute
 from .copies import freed_once_copied
@@ -108,7 +109,7 @@ def prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> Pre
     device, checkpoint = current_device(), detected.checkpoint
     free = None if device.simulated else free_device_memory()
     plan = plan_load(detected.facts, device, storage, compute, rules, free)
-    weights = plan_model(checkpoint, plan, detected.layer_names, detected.prefix, comfy.quant_ops.QUANT_ALGOS)
+    weights = plan_model(checkpoint, plan, detected.layer_names, detected.prefix, held_storages())
     tensors = load_tensors(checkpoint, weights)
     names = (name for name, found in weights.plans.items() if found.storage not in (AS_FILE, *QUANTIZED_NAMES))
     unpacked = [tensors[name] for name in names if tensors[name] is not checkpoint.weights[name].data]

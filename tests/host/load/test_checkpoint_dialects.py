@@ -118,15 +118,15 @@ def test_a_sharded_set_is_one_model(comfy, folder, wan, reference, floors, name)
 
 
 def test_comfyuis_formats_are_handed_to_it_or_unpacked_where_it_is_too_old(comfy, folder, wan):
-    from comfy.quant_ops import QUANT_ALGOS
-    from halfsafe.precision.formats.registry import FORMATS
+    from halfsafe.nodes.host.facts.model_facts import held_storages
+    from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 
     path = model_files.in_dialect(wan, folder / "native.safetensors", dialects.native)
     model = load(comfy, path)
     held = {layer["storage"] for layer in report(comfy, model)["layers"]}
-    known = {row.storage for row in FORMATS.values() if row.name in QUANT_ALGOS and row.storage in dialects.NATIVE}
+    known = held_storages() & dialects.NATIVE.keys()
     assert {"nvfp4", "mxfp8", "int8", "int4"} <= known <= held
-    too_new = [row.name for row in FORMATS.values() if row.storage in dialects.NATIVE and row.name not in QUANT_ALGOS]
+    too_new = [FORMAT_OF_STORAGE[storage].title for storage in dialects.NATIVE if storage not in known]
     notes = " ".join(model.attachments["halfsafe"].notes)
     assert all(f"layers in {declared}, which ComfyUI has from" in notes for declared in too_new)
 

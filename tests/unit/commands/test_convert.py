@@ -19,7 +19,7 @@ from halfsafe.precision.files.tensor_file import TensorFile
 from halfsafe.precision.formats import comfy_format
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.metadata import CARD_KEY
-from halfsafe.precision.formats.registry import FORMATS
+from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.plan import weights as plan_of_weights
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.plan.weights import Memory, plan_weights
@@ -388,5 +388,5 @@ def test_scan_remarks_on_zero_weights_and_rows_in_range(tmp_path):
 )
 def test_what_comfyui_casts_itself_is_not_made_twice(dtype, scale, wanted, made):
     weight = StoredWeight("a.weight", torch.zeros(4, 4, dtype=dtype), scale, "none" if scale is None else "tensor")
-    plan = plan_weights({"a.weight": weight}, {"a.weight": wanted}, "m", Memory(FORMATS, "bf16"))["a.weight"]
+    plan = plan_weights({"a.weight": weight}, {"a.weight": wanted}, "m", Memory(FORMAT_OF_STORAGE, "bf16"))["a.weight"]
     assert plan.storage == made

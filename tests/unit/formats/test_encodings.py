@@ -19,7 +19,7 @@ layouts = pytest.importorskip("comfy_kitchen.tensor")
 LAYER = "blocks.0.ffn.0"
 NAME = f"{LAYER}.weight"
 SHAPES = ((256, 384), (48, 128), (130, 320))
-ERRORS = {"int8": 0.012, "mxfp8": 0.04, "nvfp4": 0.12, "int4": 0.22, "w4a8": 0.13, "awq4": 0.12}
+ERRORS = {"int8": 0.012, "mxfp8": 0.04, "nvfp4": 0.12, "int4": 0.22, "w4a8": 0.13, "w6a8": 0.03, "awq4": 0.12}
 """What a normal weight loses in each format: these writers round to nearest, with no search for scales."""
 
 
@@ -137,7 +137,7 @@ def test_inspect_names_the_format_and_the_comfyui_that_reads_it(tmp_path, name):
     found = inspect_file(dialects.in_format(tmp_path / "in.safetensors", *dialects.reference(), name))
     row = FORMAT_OF_STORAGE[name]
     assert found.scales == {name: 2} and found.parameters == 2 * (256 * 384 + 256) and not found.problems
-    assert any(row.name in line and row.since in line for line in found.in_comfyui)
+    assert any(row.title in line and row.since in line for line in found.in_comfyui)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_missing_or_misshapen_scale_is_an_error_that_names_it(name):
 @pytest.mark.parametrize("name", dialects.NATIVE)
 @pytest.mark.parametrize("value", [float("nan"), -1.0])
 def test_a_scale_that_is_no_number_is_an_error(name, value):
-    leaf = {"mxfp8": "weight_scale", "w4a8": "weight_s_channel"}.get(name, "weight_scale_2" if name == "nvfp4" else "weight_scale")
+    leaf = {"mxfp8": "weight_scale", "w4a8": "weight_s_channel", "w6a8": "weight_s_channel"}.get(name, "weight_scale_2" if name == "nvfp4" else "weight_scale")
     tensors = in_format(name)
     if name == "mxfp8":
         tensors[leaf] = torch.full_like(tensors[leaf], 255)

@@ -6,7 +6,7 @@ from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.formats.encoded import encoding_of
 from halfsafe.precision.formats.gguf_weight import GgufWeight
-from halfsafe.precision.formats.registry import FORMATS
+from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.plan.choice import Choice
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.rules import Rules, rules_from
@@ -35,7 +35,7 @@ def plan(storage, compute, file_dtype="bf16", rules="", preset=None):
     return plan_load(facts, devices.detect(profile="sm_86"), storage, compute, asked, None)
 
 
-def in_memory(stored, load, prefix="", formats=FORMATS, read=True):
+def in_memory(stored, load, prefix="", formats=FORMAT_OF_STORAGE, read=True):
     names = {f"{prefix}{layer.name}.weight": layer.name for layer in LAYERS}
     return plan_model(Checkpoint("file", (), {}, stored, []), load, names, prefix, formats, read)
 
@@ -110,8 +110,7 @@ def test_fp8_of_a_layer_that_holds_no_scale_is_unpacked_and_that_of_another_part
 
 def encoded(name):
     tensors = dialects.NATIVE[name](torch.randn(64, 32).repeat(1, 8))
-    row, settings = FORMATS, {}
-    row = next(row for row in FORMATS.values() if row.storage == name)
+    row = next(row for row in FORMAT_OF_STORAGE.values() if row.storage == name)
     settings = {"format": row.name, "group_size": 64 if name == "awq4" else 16, "convrot_groupsize": 256}
     leaves = {leaf: tensors[leaf] for leaf in row.leaves if leaf in tensors}
     weight = encoding_of(tensors["weight"], leaves, settings)
@@ -121,21 +120,21 @@ def encoded(name):
 @pytest.mark.parametrize("name", ["awq4", "nvfp4"])
 def test_a_format_that_comfyui_lacks_is_unpacked_with_a_note_for_models_and_encoders(name):
     weight, row = encoded(name)
-    checkpoint, lacking = Checkpoint("file", (), {}, {weight.name: weight}, []), FORMATS.keys() - {row.name}
+    checkpoint, lacking = Checkpoint("file", (), {}, {weight.name: weight}, []), FORMAT_OF_STORAGE.keys() - {row.storage}
     choice, decisions = Choice("as_file", "as_file"), plan_storage(LAYERS, "as_file", Rules())
-    for formats, storage in ((FORMATS, "as_file"), (lacking, "bf16")):
+    for formats, storage in ((FORMAT_OF_STORAGE, "as_file"), (lacking, "bf16")):
         model = in_memory(checkpoint.weights, plan("as_file", "bf16"), formats=formats)
         encoder = plan_encoder(checkpoint, choice, decisions, "bf16", formats)
         assert model.plans[weight.name].storage == encoder.plans[weight.name].storage == storage
         assert model.notes == encoder.notes and len(model.notes) == (storage == "bf16")
-    assert f"1 layers in {row.name}, which ComfyUI has from {row.since} on, were unpacked to bf16." in model.notes
+    assert f"1 layers in {row.title}, which ComfyUI has from {row.since} on, were unpacked to bf16." in model.notes
 
 
 def test_without_reading_nothing_is_known_of_values():
     weight = StoredWeight("a.weight", torch.full((4, 4), float("nan")))
     asked = {"a.weight": "fp16"}
     quantized = StoredWeight("a.weight", torch.full((4, 4), 400.0).to(torch.float8_e4m3fn), torch.tensor(1e9), "tensor")
-    memory = Memory(FORMATS, "bf16")
+    memory = Memory(FORMAT_OF_STORAGE, "bf16")
     assert plan_weights({"a.weight": weight}, asked, "m", memory, read=False)["a.weight"].storage == "as_file"
     for read, storage in ((False, "fp16"), (True, "bf16")):
         assert plan_weights({"a.weight": quantized}, asked, "m", memory, read)["a.weight"].storage == storage

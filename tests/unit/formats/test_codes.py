@@ -1,0 +1,117 @@
+"""Codes of every storage that is written: nearest under tensors fixed beforehand, as comfy-kitchen's eager code has them."""
+
+import pytest
+import torch
+from halfsafe.precision.formats.checkpoint import read_checkpoint
+from halfsafe.precision.formats.int8 import rotated, rotation_group
+from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
+from support import dialects
+from support.measures import relative_error
+from support.storing import normal_weight
+
+WRITTEN = {storage: row.codes for storage, row in FORMAT_OF_STORAGE.items() if row.codes}
+SHAPES = ((64, 256), (5, 512), (128, 320), (33, 64), (1, 32), (257, 1536))
+ERRORS = {"fp8_e4m3fn": 0.06, "fp8_e5m2": 0.07, "int8": 0.012, "w6a8": 0.022, "w4a8": 0.08}
+
+
+def outliers(shape):
+    """A weight in which every 17th input is 30 times larger."""
+    weight = normal_weight(shape)
+    weight[:, ::17] *= 30
+    return weight
+
+
+def spiky(shape):
+    """A weight whose rotated rows have a few values that are far larger than the others: its codebook is fitted."""
+    return rotated(normal_weight(shape) * torch.randn(shape, generator=torch.Generator().manual_seed(1)) ** 5, rotation_group(shape[1]))
+
+
+WEIGHTS = {"normal": normal_weight, "outliers": outliers, "spiky": spiky}
+
+
+def read(storage, tensors, columns):
+    settings = {"format": FORMAT_OF_STORAGE[storage].name} | WRITTEN[storage].settings(columns)
+    tensors = tensors | {"comfy_quant": dialects.comfy_quant_bytes(settings)}
+    return read_checkpoint({f"layer.{leaf}": tensor for leaf, tensor in tensors.items()}, {}, "m").weights["layer.weight"]
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("storage", WRITTEN)
+def test_what_is_packed_reads_as_the_numbers_that_were_chosen(storage, shape, kind):
+    codes, weight = WRITTEN[storage], WEIGHTS[kind](shape)
+    turned = codes.turned(weight)
+    params = codes.prepare(turned)
+    chosen, numbers = codes.nearest(turned, params)
+    stored = read(storage, codes.pack(chosen, params), shape[1])
+    assert stored.storage == storage and stored.shape == shape
+    assert relative_error(codes.turned(numbers), stored.dequantize(torch.float32)) < 2e-7
+    assert kind == "spiky" or relative_error(weight, stored.dequantize(torch.float32)) < ERRORS[storage]
+
+
+@pytest.mark.parametrize("storage", WRITTEN)
+def test_columns_one_by_one_and_in_any_order_have_the_codes_of_the_whole(storage):
+    codes = WRITTEN[storage]
+    turned = codes.turned(normal_weight((48, 320)))
+    params = codes.prepare(turned)
+    whole, numbers = codes.nearest(turned, params)
+    order = torch.randperm(320, generator=torch.Generator().manual_seed(0))
+    for at in (order[:1], order[:7], order):
+        some, some_numbers = codes.nearest(turned[:, at], params, at.tolist())
+        assert torch.equal(some.float(), whole[:, at].float()) and torch.equal(some_numbers, numbers[:, at])
+
+
+@pytest.mark.parametrize("storage", WRITTEN)
+def test_no_code_stands_for_a_nearer_number(storage):
+    codes = WRITTEN[storage]
+    turned = codes.turned(normal_weight((16, 128)))
+    params = codes.prepare(turned)
+    numbers = codes.nearest(turned, params)[1]
+    rest = (turned - numbers).abs()
+    for shift in (0.6, -0.6, 1.7, -1.7):
+        other = codes.nearest(turned + shift * turned.std(), params)[1]
+        assert ((turned - other).abs() >= rest - 1e-7).all()
+
+
+@pytest.mark.parametrize("storage", WRITTEN)
+def test_encoding_is_preparing_rounding_and_packing(storage):
+    codes, weight = WRITTEN[storage], normal_weight((40, 512))
+    turned = codes.turned(weight)
+    params = codes.prepare(turned)
+    made = codes.pack(codes.nearest(turned, params)[0], params)
+    found = codes.encode(weight, codes.whole(turned))
+    assert set(found) == set(made) == {"weight", *codes.shapes(40, 512)}
+    assert all(torch.equal(found[leaf].float(), made[leaf].float()) for leaf in made)
+    assert made["weight"].shape == (40, codes.data_columns(512)) and made["weight"].dtype == codes.dtype
+    assert {leaf: (tuple(made[leaf].shape), made[leaf].dtype) for leaf in codes.shapes(40, 512)} == codes.shapes(40, 512)
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("storage", ["w4a8", "w6a8"])
+def test_codes_scales_and_codebook_are_those_of_comfy_kitchen(storage, shape, kind):
+    kitchen = pytest.importorskip("comfy_kitchen.backends.eager.w4a8_int8", reason="from comfy-kitchen 0.2.31 on")
+    options = {} if storage == "w4a8" else {"bits": 6}
+    if options and not hasattr(kitchen, "_w4a8_geometry"):
+        pytest.skip("6 bits from comfy-kitchen 0.2.36 on")
+    codes, weight = WRITTEN[storage], WEIGHTS[kind](shape)
+    group = codes.settings(shape[1])["convrot_groupsize"]
+    data, relative, channel, _, codebook = kitchen.quantize_w4a8_int8_weight(weight, convrot_groupsize=group, **options)
+    found = codes.encode(weight, codes.whole(codes.turned(weight)))
+    assert torch.equal(found["weight"], data) and torch.equal(found["weight_s_channel"], channel)
+    assert torch.equal(found["weight_s_rel"].view(torch.uint8), relative.view(torch.uint8))
+    assert codebook is None or torch.equal(found["weight_codebook"], codebook)
+    restored = kitchen.dequantize_w4a8_int8_weight(data, relative, channel, codebook, None, 16, group, torch.float32)
+    assert torch.equal(read(storage, found, shape[1]).dequantize(torch.float32), restored)
+
+
+def test_only_values_with_heavy_tails_get_levels_of_their_own():
+    codes = WRITTEN["w4a8"]
+    usual, own = (codes.prepare(codes.turned(weight((128, 320))))["weight_codebook"] for weight in (normal_weight, spiky))
+    assert not torch.equal(usual, own) and (own.diff() >= 0).all()
+
+
+def test_six_bits_need_a_multiple_of_32_inputs():
+    assert "multiple of 32 inputs, and it has 48" in WRITTEN["w6a8"].why_not(48)
+    assert not WRITTEN["w6a8"].why_not(320) and not WRITTEN["w4a8"].why_not(48) and not WRITTEN["fp8_e4m3fn"].why_not(7)
+    assert "no rotation" in WRITTEN["w4a8"].why_not(100)
