@@ -7,28 +7,39 @@ from typing import Any
 
 import torch
 
-_ABSENT = object()
+_ABSENT = ...  # copied and pickled as itself
 Patch = tuple[torch.nn.Module, str, Any]
 
 
 @contextmanager
 def patched(patches: Iterable[Patch]) -> Iterator[None]:
-    """Set ``(module, attribute, value)`` on the module instances; restore or delete them in reverse order at the end.
+    """Set ``(module, attribute, value)`` on the module instances for as long as the context lasts."""
+    done: list[Patch] = []
+    try:
+        exchange(patches, done)
+        yield
+    finally:
+        put_back(done)
+
+
+def exchange(patches: Iterable[Patch], done: list[Patch]) -> None:
+    """Set ``(module, attribute, value)`` on the module instances; add to ``done`` what :func:`put_back` is to restore.
 
     Goes past ``nn.Module.__setattr__``: this runs around every model call, for every layer.
     """
-    done: list[Patch] = []
-    try:
-        for module, name, value in patches:
-            done.append((module, name, module.__dict__.get(name, _ABSENT)))
+    for module, name, value in patches:
+        done.append((module, name, module.__dict__.get(name, _ABSENT)))
+        module.__dict__[name] = value
+
+
+def put_back(done: list[Patch]) -> None:
+    """Restore or delete the attributes, the last one first, and empty the list."""
+    while done:
+        module, name, value = done.pop()
+        if value is _ABSENT:
+            del module.__dict__[name]
+        else:
             module.__dict__[name] = value
-        yield
-    finally:
-        for module, name, value in reversed(done):
-            if value is _ABSENT:
-                del module.__dict__[name]
-            else:
-                module.__dict__[name] = value
 
 
 class SharedScope:

@@ -4,7 +4,7 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,24 +20,29 @@ if TYPE_CHECKING:
 Forward = Callable[..., torch.Tensor]
 
 
-class LayerHost(Protocol):
+class LayerHost:
     """Say how the layers of a host's models multiply: ComfyUI's, or plain torch modules."""
 
     def weights(self, layer: torch.nn.Module) -> WeightProvider | None:
         """Return what provides a layer's weight in a dtype; None where only its own forward can multiply by it."""
+        raise NotImplementedError
 
     def own_forward(self, layer: torch.nn.Module, mode: str) -> tuple[Forward, torch.dtype]:
         """Return the layer's own forward, which multiplies in its input's dtype, and the dtype that comes closest to a
         mode."""
+        raise NotImplementedError
 
     def product(self, layer: torch.nn.Module, mode: str) -> Forward | None:
         """Return the host's own product in a mode that is neither a dtype nor ``fp16_wide``; None for any other."""
+        return None
 
     def largest_fp16(self, name: str, decision: ComputeDecision) -> float | None:
         """Return up to which magnitude a result may be returned in fp16; None for never."""
+        return None
 
     def patches(self, layer: torch.nn.Module, decision: ComputeDecision, forward: Forward) -> list[Patch]:
         """Return what to set on a layer so that all of its products go through ``forward``."""
+        return [(layer, "forward", forward)]
 
 
 class PlannedLayers:

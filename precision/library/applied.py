@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ..arithmetic.linear import kind_of
+from ..arithmetic.patching import Patch, exchange, put_back
 from ..arithmetic.planned import CastResult, PlannedLayers
 from ..devices.detect import detect
 from ..dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS, dtype_named, name_of
@@ -18,10 +20,12 @@ from ..plan.facts import LayerSpec, ModelFacts, most
 from ..plan.rules import Rules, rules_from
 from ..plan.storage import StorageDecision, plan_storage
 from .computation import Called, Calls, PlannedForward, TorchLayers
-from .weights import StoredWeight, give_back, parameters, read_in, store, why_not_stored
+from .weights import READ_IN, STORABLE, StoredWeight, give_back, settle, store, stored_in, torch_weights
 
-COMPUTE_DTYPES = tuple(option for option in COMPUTE_OPTIONS if option not in ("fp8", "int8"))
-STORAGE_DTYPES = tuple(option for option in STORAGE_OPTIONS[2:] if option != "int8")
+ALLOWED = {
+    "compute": tuple(option for option in COMPUTE_OPTIONS if option not in ("fp8", "int8")),
+    "storage": tuple(option for option in STORAGE_OPTIONS[2:] if option != "int8"),
+}
 # Torch's fused kernels read the weights of these modules' layers without a call of their forward.
 FUSED = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
 HANDLE = "_halfsafe_applied"
@@ -41,9 +45,8 @@ def apply(
     """Give a module a compute dtype, a storage dtype, or both, until the result's ``remove()``.
 
     ``storage`` holds the weights of Linear and convolution layers in another dtype and computes them in the module's
-    own each time they are read: what reads ``layer.weight`` gets a tensor, no parameter, and what is written into it is
-    lost. The module can be copied, pickled, moved, cast and shared by threads. Its state dict has the names and dtypes
-    it had before, so it is as large as before too, and one that is loaded is stored.
+    own each time they are read: what is written into ``layer.weight`` is lost. The module can be copied, pickled,
+    moved, cast and shared by threads. Its state dict is as before, and one that is loaded is stored.
 
     ``compute`` exchanges the forwards of these layers, and has every other parameter and buffer read in the activation
     dtype, which is fp32 for ``fp16_safe`` and that of the results. Other methods than ``forward`` compute so too;
@@ -52,22 +55,19 @@ def apply(
 
     Args:
         module: in evaluation mode, in a floating dtype and on any device but meta; not compiled and not scripted.
-        settings: the other arguments as a mapping of plain data, such as ``{"compute": "fp16_safe"}``, which win over
-            those given by name; :func:`portable_apply` takes them to another process.
+        settings: the other arguments as a mapping of plain data, which win over those given by name.
         compute: ``fp16_safe`` (fp16 matmul operands, fp32 between layers, cannot overflow), ``fp16``, ``bf16``,
             ``fp32``, or ``auto`` for what the module's device is fast at. None leaves the arithmetic alone.
         storage: ``fp8_e4m3fn`` or ``fp8_e5m2`` with one scale per tensor (Linear layers only), ``fp16``, ``bf16`` or
-            ``fp32``. None leaves the weights alone. ``kept`` of the result names the weights that stay as they are:
-            those that rules keep, tied ones that are not all stored alike, and values that the dtype would not hold.
+            ``fp32``. None leaves the weights alone.
         rules: exceptions per layer, as text on top of the default preset, which keeps sensitive layers out of fp8, or
-            from :func:`rules_from`. ``without_effect`` of the result names those that this call does not follow.
-        keep: hold the original weights in host memory, so that ``remove()`` restores them bit by bit. Without it,
-            ``remove()`` can only return what the storage dtype holds. Both in the dtype the module was cast to since.
+            from :func:`rules_from`.
+        keep: hold the original weights in host memory, so that ``remove()`` restores them bit by bit, not what the
+            storage dtype holds of them.
 
     Raises:
-        HalfsafeError: no such setting or dtype, the module is compiled or scripted, something is applied to it or a
-            compute dtype to a part of it, a weight is on the meta device or holds NaN or Inf, or a rule asks for what
-            no module can have. The module is as it was.
+        HalfsafeError: a setting, a rule, a weight or the module is none that this can be done with: it says why. The
+            module is as it was.
 
     ``fp16_safe`` is right where the module's own fp16 overflows:
 
@@ -91,34 +91,15 @@ def apply(
     """
     if settings is not None:
         named = {"compute": compute, "storage": storage, "rules": rules, "keep": keep}
-        return apply(module, **{**named, **_known(settings, named)})
+        if unknown := sorted(set(settings) - set(named)):
+            raise HalfsafeError(f"There is no setting {', '.join(unknown)}.", f"Use: {', '.join(named)}.")
+        return apply(module, **{**named, **settings})
     rules = rules if isinstance(rules, Rules) else rules_from(rules)
     _check(module, compute, storage, rules)
-    return _put_on(module, compute, storage, rules, keep)
-
-
-def _put_on(module: torch.nn.Module, compute: str | None, storage: str | None, rules: Rules, keep: bool) -> Applied:
-    """Plan and exchange; put everything back where that fails."""
-    layers = {
-        name: layer
-        for name, layer in module.named_modules()
-        if kind_of(layer) and torch.is_tensor(getattr(layer, "weight", None))
-    }
-    if on_meta := [name for name, layer in layers.items() if layer.weight.is_meta]:
-        raise HalfsafeError(f"{on_meta[0]}.weight is on the meta device: it has no values.", "Load the weights first.")
-    specs = [LayerSpec(name, _class_of(layer), tuple(layer.weight.shape)) for name, layer in layers.items()]
-    plan = _plan(module, specs, compute, rules) if compute else None
-    applied = Applied(module, _without_effect(specs, rules, compute, storage))
+    applied = Applied(module)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            if storage:
-                applied.store(layers, plan_storage(specs, storage, rules), keep)
-                if not (applied.stored or applied.kept):
-                    applied.without_effect.append((f"storage={storage}", "it changes no weight of this module"))
-            if plan:
-                applied.compute(plan, layers)
-                if not applied.modes():
-                    applied.without_effect.append((f"compute={compute}", NONE_PLANNED))
+            applied.put_on(compute, storage, rules, keep)
     except BaseException:
         applied.remove()
         raise
@@ -126,18 +107,7 @@ def _put_on(module: torch.nn.Module, compute: str | None, storage: str | None, r
 
 
 def restore(module: torch.nn.Module) -> None:
-    """Take off what :func:`apply` put on a module. Nothing happens to a module that nothing was put on.
-
-    >>> import torch
-    >>> from halfsafe.precision import apply, restore
-    >>> model = torch.nn.Linear(32, 32).eval()
-    >>> _ = apply(model, compute="bf16")
-    >>> model(torch.ones(1, 32)).dtype
-    torch.bfloat16
-    >>> restore(model)
-    >>> model(torch.ones(1, 32)).dtype
-    torch.float32
-    """
+    """Take off what :func:`apply` put on a module. Nothing happens to a module that nothing was put on."""
     if applied := module.__dict__.get(HANDLE):
         applied.remove()
 
@@ -147,7 +117,7 @@ class Applied:
 
     Attributes:
         stored: layer name -> the storage its weight was brought to.
-        kept: layer name -> why its weight is not stored as asked.
+        kept: layer name -> why its weight is not stored as asked: rules, a tied weight, values the dtype cannot hold.
         skipped: layer name -> why it runs by its own forward, where a compute dtype was asked for.
         without_effect: (rule, reason) of the rules that this call does not follow.
 
@@ -165,76 +135,77 @@ class Applied:
     True
     """
 
-    def __init__(self, module: torch.nn.Module, without_effect: Iterable[tuple[str, str]]):
+    def __init__(self, module: torch.nn.Module):
         self.stored: dict[str, str] = {}
         self.kept: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
-        self.without_effect = list(without_effect)
+        self.without_effect: list[tuple[str, str]] = []
         self._module = module
         self._layers: list[torch.nn.Module] = []
-        self._read: list[torch.nn.Module] = []
         self._planned: PlannedLayers | None = None
-        self._forwards: list[tuple[torch.nn.Module, Callable | None]] = []
-        module.__dict__[HANDLE] = self
+        self._exchanged: list[Patch] = []
+        exchange([(module, HANDLE, self)], self._exchanged)
 
-    def store(
+    def put_on(self, compute: str | None, storage: str | None, rules: Rules, keep: bool) -> None:
+        """Plan, store and exchange; :func:`apply` does it, with settings that it has checked."""
+        named = self._module.named_modules()
+        layers = {name: one for name, one in named if kind_of(one) and torch.is_tensor(getattr(one, "weight", None))}
+        specs = [LayerSpec(name, _class_of(layer), tuple(layer.weight.shape)) for name, layer in layers.items()]
+        self.without_effect += [*rules_without_effect(specs, rules), *_rules_ignored(rules, compute, storage)]
+        plan = _plan(self._module, specs, compute, rules) if compute else None
+        if storage:
+            self._store(layers, plan_storage(specs, storage, rules), keep)
+            if not (self.stored or self.kept):
+                self.without_effect.append((f"storage={storage}", "it changes no weight of this module"))
+        if plan:
+            self._compute(plan, layers)
+            if not self.modes():
+                self.without_effect.append((f"compute={compute}", NONE_PLANNED))
+
+    def _store(
         self, layers: Mapping[str, torch.nn.Module], decisions: Mapping[str, StorageDecision], keep: bool
     ) -> None:
-        """Store the weights of layers as decided, tied ones together; :func:`apply` does it."""
+        """Store the weights of layers as decided, tied ones together."""
         self.kept.update((name, decision.reason) for name, decision in decisions.items() if decision.kept)
         wanted = {name: decision.storage for name, decision in decisions.items() if decision.storage != "as_file"}
         self.kept.update((name, COMPUTED) for name in wanted if "weight" not in layers[name]._parameters)
-        for names in _holders(self._module):
+        for weight, names in _holders(self._module).items():
             storages = {wanted.get(name) for name in names}
-            if storages == {None}:
+            if storages == {None} or (weight.dtype in STORABLE and storages == {name_of(weight.dtype)}):
                 continue
-            if len(storages) > 1:
-                why = f"its weight is that of {' and '.join(names)}, and these are not stored alike"
-                self.kept.update((name, why) for name in names if name in wanted)
-            else:
-                self._store([layers[name] for name in names], names, wanted[names[0]], keep)
+            problem = f"its weight is that of {' and '.join(names)}, and these are not stored alike"
+            if len(storages) == 1:
+                stored = StoredWeight(weight, wanted[names[0]], keep)
+                problem = stored.store(f"{names[0]}.weight", weight)
+            if problem:
+                self.kept.update((name, problem) for name in names if name in wanted)
+                continue
+            self._layers += [store(layers[name], stored) for name in names]
+            self.stored.update((name, stored.storage) for name in names)
 
-    def _store(self, layers: list[torch.nn.Module], names: list[str], storage: str, keep: bool) -> None:
-        weight = layers[0]._parameters["weight"]
-        if problem := why_not_stored(f"{names[0]}.weight", weight, storage):
-            self.kept.update(dict.fromkeys(names, problem))
-        elif weight.dtype != dtype_named(storage):
-            stored = StoredWeight(weight, storage, keep)
-            for layer in layers:
-                store(layer, stored)
-            self._layers += layers
-            self.stored.update(dict.fromkeys(names, storage))
-
-    def compute(self, plan: ComputePlan, layers: Mapping[str, torch.nn.Module]) -> None:
-        """Exchange the module's forward for one that follows a plan; :func:`apply` does it."""
-        fused = {id(inner) for outer in self._module.modules() if isinstance(outer, FUSED) for inner in outer.modules()}
+    def _compute(self, plan: ComputePlan, layers: Mapping[str, torch.nn.Module]) -> None:
+        """Exchange the module's forward, and those of layers, for others that follow a plan."""
+        inside = list(self._module.modules())
+        fused = {id(inner) for outer in inside if isinstance(outer, FUSED) for inner in outer.modules()}
         reasons = {name: _why_not_planned(layer, id(layer) in fused) for name, layer in layers.items()}
         self.skipped.update((name, reason) for name, reason in reasons.items() if reason)
         self.without_effect += plan.without_effect
         planned = {name: layer for name, layer in layers.items() if not reasons[name]}
         decisions = {name: plan.decisions.get(name) or plan.following for name in planned}
         dtype = dtype_named(plan.activation_dtype)
-        self._planned = PlannedLayers(decisions, planned, TorchLayers(parameters), dtype, plan.is_safe)
-        self._planned.calibration.calibrating = bool(self._planned.operations)
-        calls = Calls(self._planned.calibration if self._planned.operations else None)
-        for inner in list(self._module.modules()):
-            self._read_in(inner, dtype)
-        for layer, _, forward in self._planned.patches:
-            self._exchange(layer, PlannedForward(forward, calls))
-        self._exchange(self._module, Called(self._module, dtype, calls))
-
-    def _read_in(self, inner: torch.nn.Module, dtype: torch.dtype) -> None:
-        """Have a module's tensors read in ``dtype``; an embedding would cast its whole table at each call."""
-        tensors = (*inner._parameters.values(), *inner._buffers.values(), *inner._modules.values())
-        if isinstance(inner, torch.nn.Embedding):
-            self._exchange(inner, PlannedForward(CastResult(inner.forward, dtype), Calls(None)))
-        elif not isinstance(inner, StoredWeight) and any(_has_other_dtype(tensor, dtype) for tensor in tensors):
-            self._read.append(inner)
-            read_in(inner, dtype)
-
-    def _exchange(self, module: torch.nn.Module, forward: Callable) -> None:
-        self._forwards.append((module, module.__dict__.get("forward")))
-        module.__dict__["forward"] = forward
+        self._planned = PlannedLayers(decisions, planned, TorchLayers(torch_weights), dtype, plan.is_safe)
+        measures = bool(self._planned.operations)
+        self._planned.calibration.calibrating = measures
+        calls = Calls(self._planned.calibration if measures else None)
+        patches = [(layer, name, PlannedForward(forward, calls)) for layer, name, forward in self._planned.patches]
+        for inner in inside:
+            if isinstance(inner, torch.nn.Embedding):  # it would cast its whole table at each call
+                patches.append((inner, "forward", PlannedForward(CastResult(inner.forward, dtype), Calls(None))))
+            elif (inner._parameters or inner._buffers or stored_in(inner)) and not isinstance(inner, StoredWeight):
+                patches.append((inner, READ_IN, dtype))
+        exchange(patches, self._exchanged)
+        settle(inside)
+        exchange([(self._module, "forward", Called(self._module, dtype, calls))], self._exchanged)
 
     def modes(self) -> dict[str, str]:
         """Map each layer that multiplies to the arithmetic it runs in, from its last call on for ``fp16_safe``.
@@ -246,18 +217,12 @@ class Applied:
 
     def remove(self) -> None:
         """Put the module's forward and weights back. A second call does nothing."""
-        while self._forwards:
-            module, forward = self._forwards.pop()
-            del module.__dict__["forward"]
-            if forward is not None:
-                module.__dict__["forward"] = forward
+        changed = {*self._layers, *(module for module, _, _ in self._exchanged)}
+        put_back(self._exchanged)
         with torch.inference_mode(False), torch.no_grad():
             give_back(self._layers)
-        for inner in self._read:
-            read_in(inner, None)
-        self._layers, self._read = [], []
-        if self._module.__dict__.get(HANDLE) is self:
-            del self._module.__dict__[HANDLE]
+        self._layers = []
+        settle(changed)
 
     def __enter__(self) -> Applied:
         return self
@@ -266,57 +231,42 @@ class Applied:
         self.remove()
 
 
-def _known(settings: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    if unknown := sorted(set(settings) - set(names)):
-        raise HalfsafeError(f"There is no setting {', '.join(unknown)}.", f"Use: {', '.join(names)}.")
-    return settings
-
-
 def _check(module: torch.nn.Module, compute: str | None, storage: str | None, rules: Rules) -> None:
-    for setting, value, allowed in (("compute", compute, COMPUTE_DTYPES), ("storage", storage, STORAGE_DTYPES)):
-        if value is not None and value not in allowed:
-            raise HalfsafeError(
-                f"{setting}='{value}' cannot be applied to a module.", f"Use one of: {', '.join(allowed)}."
-            )
-    if hasattr(module, "_orig_mod"):
-        raise HalfsafeError("The module is compiled.", "Apply to the module that was given to torch.compile.")
-    if any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules()):
-        raise HalfsafeError(
-            "The module, or a part of it, is scripted.", "Apply to the module that was given to torch.jit."
-        )
+    asked = [(f"{key}='{value}'", key, value) for key, value in (("compute", compute), ("storage", storage))]
+    of_rules = [(f"The rule '{rule}'", key, value) for rule in rules.own for key, value in rule.settings]
+    for setting, key, value in asked + [one for one in of_rules if one[1:] != ("storage", "as_file")]:
+        if value is not None and value not in ALLOWED.get(key, (value,)):
+            raise HalfsafeError(f"{setting} cannot be applied to a module.", f"Use one of: {', '.join(ALLOWED[key])}.")
+    for problem, advice in _problems(module, bool(compute)):
+        raise HalfsafeError(problem, advice)
+
+
+def _problems(module: torch.nn.Module, computes: bool) -> Iterator[tuple[str, str]]:
+    """Yield what keeps a module from being applied to, and what to do."""
+    inside = list(module.modules())
+    if hasattr(module, "_orig_mod") or any(isinstance(inner, torch.jit.ScriptModule) for inner in inside):
+        yield "The module, or a part of it, is compiled or scripted.", "Apply to the one that it was made from."
+    for name in (name for name, parameter in module.named_parameters() if parameter.is_meta):
+        yield f"{name} is on the meta device: it has no values.", "Load the weights first."
     if HANDLE in module.__dict__:
-        raise HalfsafeError("Something is applied to this module already.", "Remove it first: restore(module).")
-    if compute and any(
-        isinstance(inner.__dict__.get("forward"), (PlannedForward, Called)) for inner in module.modules()
-    ):
-        raise HalfsafeError(
-            "The module or a part of it has a compute dtype.", "Apply one to the whole, with rules for its parts."
-        )
-    for rule in rules.own:
-        for key, value in rule.settings:
-            if value not in {"compute": COMPUTE_DTYPES, "storage": ("as_file", *STORAGE_DTYPES)}.get(key, (value,)):
-                raise HalfsafeError(
-                    f"The rule '{rule}' cannot be applied to a module.", "Take another value, or leave it out."
-                )
+        yield "Something is applied to this module already.", "Remove it first: restore(module)."
+    if computes and any(READ_IN in inner.__dict__ for inner in inside):
+        yield "The module or a part of it has a compute dtype.", "Apply one to the whole, with rules for its parts."
 
 
-def _holders(module: torch.nn.Module) -> list[list[str]]:
-    """List, for each parameter, the modules that have it as ``weight``, and its names where it is none."""
-    found: dict[int, list[str]] = {}
+def _holders(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
+    """Map each parameter to the modules that have it as ``weight``, and to its names where it is none."""
+    found: dict[torch.nn.Parameter, list[str]] = {}
     for name, inner in module.named_modules():
         for key, parameter in inner._parameters.items():
-            found.setdefault(id(parameter), []).append(name if key == "weight" else f"{name}.{key}")
-    return list(found.values())
+            if parameter is not None:
+                found.setdefault(parameter, []).append(name if key == "weight" else f"{name}.{key}")
+    return found
 
 
 def _class_of(layer: torch.nn.Module) -> str:
     """Name a layer's class as rules and plans know it: subclasses of Linear multiply as Linear does."""
     return "Linear" if isinstance(layer, torch.nn.Linear) else type(layer).__name__
-
-
-def _has_other_dtype(tensor: object, dtype: torch.dtype) -> bool:
-    tensor = tensor.like if isinstance(tensor, StoredWeight) else tensor
-    return isinstance(tensor, torch.Tensor) and tensor.is_floating_point() and tensor.dtype != dtype
 
 
 def _why_not_planned(layer: torch.nn.Module, fused: bool) -> str:
@@ -327,27 +277,22 @@ def _why_not_planned(layer: torch.nn.Module, fused: bool) -> str:
         return "it has a forward of its own"
     if not layer.weight.is_floating_point() or layer.weight.numel() == 0:
         return f"its weight is {name_of(layer.weight.dtype)} of {layer.weight.numel()} values"
-    return "" if "weight" in layer._parameters or isinstance(layer._modules.get("weight"), StoredWeight) else COMPUTED
+    return "" if "weight" in layer._parameters or stored_in(layer) else COMPUTED
 
 
-def _without_effect(
-    specs: list[LayerSpec], rules: Rules, compute: str | None, storage: str | None
-) -> Iterator[tuple[str, str]]:
-    """Yield (rule, reason) for each of the user's rules that this call does not follow."""
-    yield from rules_without_effect(specs, rules)
-    followed = ("storage",) * bool(storage) + ("compute", "stream") * bool(compute)
+def _rules_ignored(rules: Rules, compute: str | None, storage: str | None) -> Iterator[tuple[str, str]]:
+    """Yield (rule, reason) for each of the user's rules with a setting that this call does not follow."""
+    followed = {"storage": storage, "compute": compute, "stream": compute}
     for rule in rules.own:
-        ignored = [key for key, _ in rule.settings if key not in followed]
-        if ignored:
+        if ignored := [key for key, _ in rule.settings if not followed.get(key)]:
             yield str(rule), f"this call sets no {' and no '.join(ignored)}"
 
 
 def _plan(module: torch.nn.Module, specs: list[LayerSpec], compute: str, rules: Rules) -> ComputePlan:
-    sizes: dict[str, int] = {}
-    for parameter in module.parameters():
-        name = name_of(parameter.dtype)
-        sizes[name] = sizes.get(name, 0) + parameter.numel()
-    family = family_of({name: tuple(parameter.shape) for name, parameter in module.named_parameters()})
+    parameters, sizes = dict(module.named_parameters()), Counter[str]()
+    for parameter in parameters.values():
+        sizes[name_of(parameter.dtype)] += parameter.numel()
+    family = family_of({name: tuple(parameter.shape) for name, parameter in parameters.items()})
     facts = ModelFacts(tuple(specs), sum(sizes.values()), most(sizes), family.supported)
-    device = next((parameter.device for parameter in module.parameters()), None)
+    device = next((parameter.device for parameter in parameters.values()), None)
     return plan_compute(facts, detect(device), compute, rules)

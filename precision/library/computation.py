@@ -4,7 +4,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,9 +13,37 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..arithmetic.calibration import Calibration
 from ..arithmetic.compiling import compile_disabled
 from ..arithmetic.linear import WeightProvider, kind_of, multiplied
-from ..arithmetic.patching import Patch
+from ..arithmetic.planned import LayerHost
 from ..dtypes import dtype_named
-from ..plan.compute import ComputeDecision
+
+
+class TorchLayers(LayerHost):
+    """Say how torch's own layers multiply: every one does no more, by weights it is provided with."""
+
+    def __init__(self, weights: WeightProvider):
+        self._weights = weights
+
+    def weights(self, layer: torch.nn.Module) -> WeightProvider:
+        """Return the provider."""
+        return self._weights
+
+    def own_forward(self, layer: torch.nn.Module, mode: str) -> tuple[Callable[..., torch.Tensor], torch.dtype]:
+        """Return a product with the weight in its input's dtype, and the mode's dtype."""
+        return ProvidedWeights(layer, self._weights).__call__, dtype_named(mode)
+
+
+class ProvidedWeights:
+    """Multiply as a layer does, by its weight and bias in the dtype of the input."""
+
+    def __init__(self, layer: torch.nn.Module, weights: WeightProvider):
+        self.layer, self.weights = layer, weights
+
+    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        with self.weights(self.layer, x, x.dtype, x.dtype) as (weight, bias):
+            return multiplied(self.layer, kind_of(self.layer) or "linear", x, weight, bias, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"{type(self.layer).__name__}.forward"
 
 
 class Calls:
@@ -27,21 +55,26 @@ class Calls:
 
     def __init__(self, calibration: Calibration | None):
         self.calibration = calibration
-        self._lock = Lock()
+        self._lock = threading.RLock()
         self._thread: int | None = None
 
+    def __reduce__(self) -> tuple:
+        return Calls, (self.calibration,)
+
+    def make(self, device: str, call: Callable[[], Any]) -> Any:
+        """Make a call, or go on with the one that this is part of. Autocast does not act inside."""
+        autocast = torch.is_autocast_enabled(device)
+        with torch.amp.autocast(device, enabled=False) if autocast else nullcontext():
+            if self.calibration is None or self._is_running:
+                return call()
+            # A check reads numbers back, which no graph can. Parts that are compiled by themselves stay so.
+            make = torch._dynamo.disable(self._make) if torch.compiler.is_compiling() else self._make
+            return make(self.calibration, call)
+
     @property
-    def is_running(self) -> bool:
+    def _is_running(self) -> bool:
         """Tell whether this is part of a call. A graph depends on there being one, not on the thread."""
         return self._thread is not None and (torch.compiler.is_compiling() or self._thread == threading.get_ident())
-
-    def make(self, call: Callable[[], Any]) -> Any:
-        """Make a call, or go on with the one that this is part of."""
-        if self.calibration is None or self.is_running:
-            return call()
-        # A check reads numbers back, which no graph can. Parts that are compiled by themselves stay so.
-        make = torch._dynamo.disable(self._make) if torch.compiler.is_compiling() else self._make
-        return make(self.calibration, call)
 
     def _make(self, calibration: Calibration, call: Callable[[], Any]) -> Any:
         has_graphs = "torch._dynamo" in sys.modules  # importing it takes seconds
@@ -61,17 +94,25 @@ class Calls:
                 self._thread = None
 
 
+class PlannedForward:
+    """Call a layer's planned forward; by itself where another method than the module's ``forward`` calls it."""
+
+    def __init__(self, inner: Callable[..., torch.Tensor], calls: Calls):
+        self.inner, self.calls = inner, calls
+
+    def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        return self.calls.make(input.device.type, lambda: self.inner(input, *args, **kwargs))
+
+
 class Called:
-    """Call a module with its inputs cast, so that autocast does not act inside and what is measured is checked.
+    """Call a module with its inputs cast.
 
     Timesteps are left as they are, as models cast what they make of them: inputs of one dimension or none next to
     larger ones, and what a module calls a timestep.
     """
 
     def __init__(self, module: torch.nn.Module, dtype: torch.dtype, calls: Calls):
-        self.inner = module.forward
-        self.dtype = dtype
-        self.calls = calls
+        self.inner, self.dtype, self.calls = module.forward, dtype, calls
         self.names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def __call__(self, *args, **kwargs) -> Any:
@@ -80,91 +121,13 @@ class Called:
         names = [*self.names, *[""] * len(args)]
         args = tuple(self._cast(name, value, dims) for name, value in zip(names, args, strict=False))
         kwargs = {name: self._cast(name, value, dims) for name, value in kwargs.items()}
-        with without_autocast(tensors[0].device.type if tensors else "cpu"):
-            return self.calls.make(lambda: self.inner(*args, **kwargs))
+        device = tensors[0].device.type if tensors else "cpu"
+        return self.calls.make(device, lambda: self.inner(*args, **kwargs))
 
     def _cast(self, name: str, value: Any, dims: int) -> Any:
         if "timestep" in name:
             return value
         return tree_map(lambda leaf: leaf.to(self.dtype) if _is_floating(leaf) and leaf.dim() >= dims else leaf, value)
-
-
-class PlannedForward:
-    """Call a layer's planned forward, without autocast; by itself where another method than ``forward`` calls it."""
-
-    def __init__(self, inner: Callable[..., torch.Tensor], calls: Calls):
-        self.inner = inner
-        self.calls = calls
-
-    def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        with without_autocast(input.device.type):
-            return self.calls.make(lambda: self.inner(input, *args, **kwargs))
-
-    def __repr__(self) -> str:
-        return type(self).__name__
-
-
-class TorchLayers:
-    """Say how torch's own layers multiply: by weights they are provided with (``arithmetic.planned.LayerHost``)."""
-
-    def __init__(self, weights: WeightProvider):
-        self._weights = weights
-
-    def weights(self, layer: torch.nn.Module) -> WeightProvider:
-        """Return the provider: every such layer does no more than multiply."""
-        return self._weights
-
-    def own_forward(self, layer: torch.nn.Module, mode: str) -> tuple[Callable[..., torch.Tensor], torch.dtype]:
-        """Return a product with the weight in its input's dtype, and the mode's dtype."""
-        return ProvidedWeights(layer, self._weights).__call__, dtype_named(mode)
-
-    def product(self, layer: torch.nn.Module, mode: str) -> None:
-        """Return None: there are no other products."""
-
-    def largest_fp16(self, name: str, decision: ComputeDecision) -> None:
-        """Return None: what stands between a module's layers is not known."""
-
-    def patches(self, layer: torch.nn.Module, decision: ComputeDecision, forward: Callable) -> list[Patch]:
-        """Return the patch of the layer's forward."""
-        return [(layer, "forward", forward)]
-
-
-class ProvidedWeights:
-    """Multiply as a layer does, by its weight and bias in the dtype of the input."""
-
-    def __init__(self, layer: torch.nn.Module, weights: WeightProvider):
-        self.layer = layer
-        self.kind = kind_of(layer) or "linear"
-        self.weights = weights
-
-    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        with self.weights(self.layer, x, x.dtype) as (weight, bias):
-            bias = None if bias is None else bias.to(x.dtype)
-            return multiplied(self.layer, self.kind, x, weight, bias, *args, **kwargs)
-
-    def __repr__(self) -> str:
-        return f"{type(self.layer).__name__}.forward"
-
-
-def without_autocast(device: str) -> AbstractContextManager[object]:
-    """Keep autocast from acting inside."""
-    return torch.amp.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
-class Lock:
-    """Lock, as ``threading.RLock``; a copy, and what is pickled, gets a lock of its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple:
-        return Lock, ()
 
 
 def _is_floating(value: object) -> bool:

@@ -1,4 +1,5 @@
-"""Weights of plain torch modules in a storage dtype, computed in the module's own dtype each time they are read.
+"""Tensors of plain torch modules that are computed when they are read: weights in a storage dtype, and every tensor
+where a compute dtype is set.
 
 ``torch.nn.utils.parametrize`` computes weights too, and was tried (torch 2.11): it refuses to pickle whole modules; its
 state dict loads elsewhere with ``strict=False`` and without the weight; ``half()`` casts its fp8 data and its scale;
@@ -34,41 +35,46 @@ class StoredWeight(torch.nn.Module):
 
     def __init__(self, weight: torch.nn.Parameter, storage: str, keep: bool):
         super().__init__()
-        self.storage = storage
-        self.keep = keep
-        self.trainable = weight.requires_grad
+        self.storage, self.keep, self.trainable = storage, keep, weight.requires_grad
         self.like = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
-        self.store(weight)
 
-    def store(self, weight: torch.Tensor) -> None:
-        """Hold a weight that :func:`why_not_stored` has nothing against."""
-        dtype, scaled = dtype_named(self.storage), self.storage in FP8_NAMES
-        found = (
-            quantize(weight, dtype, amax_value(weight))
-            if scaled
-            else Quantized(weight.detach().to(dtype), torch.ones(()))
-        )
+    def store(self, name: str, weight: torch.Tensor) -> str:
+        """Hold a weight; say why not where the dtype cannot, or would lose more than its rounding, else return "".
+
+        Raises:
+            HalfsafeError: it holds NaN or Inf.
+        """
+        if weight.dtype not in STORABLE or type(weight) not in (torch.Tensor, torch.nn.Parameter):
+            return f"its weight is a {type(weight).__name__} of {name_of(weight.dtype)}"
+        dtype, largest, scaled = dtype_named(self.storage), amax_value(weight), self.storage in FP8_NAMES
+        if not largest < math.inf:
+            raise HalfsafeError(f"{name} holds NaN or Inf.", "Its file is damaged, or an earlier step overflowed.")
+        if dtype.itemsize > weight.dtype.itemsize:
+            return f"its weight is {name_of(weight.dtype)}, which is smaller"
+        scale = power_of_two_scale(largest, dtype) if scaled else 1.0
+        if 0 < largest < SMALLEST_AMAX * torch.finfo(dtype).smallest_normal * scale:
+            return f"values up to {largest:.3g} are too small for {self.storage}"
+        read = (torch.tensor(largest / scale, dtype=torch.float64).to(dtype).double() * scale).to(weight.dtype)
+        if not read.isfinite():
+            return f"values up to {largest:.3g} are too large for {self.storage}"
+        plain = Quantized(weight.detach().to(dtype), torch.ones(()))
+        found = quantize(weight, dtype, largest) if scaled else plain
         self.register_buffer("bits", found.data.view(BITS[dtype.itemsize]), persistent=False)
         self.register_buffer("scale_bits", found.scale.to(weight.device).view(torch.int32), persistent=False)
         # In a tuple, where torch does not look for parameters. A device's weight is kept in host memory.
         self.original = (weight if weight.device.type == "cpu" else weight.detach().cpu(),) if self.keep else ()
+        return ""
 
     def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return the weight in ``dtype``, by default the module's own."""
         data, dtype = self.bits.view(dtype_named(self.storage)), dtype or self.like.dtype
-        return (
-            dequantize(data, self.scale_bits.view(torch.float32), dtype)
-            if self.storage in FP8_NAMES
-            else data.to(dtype)
-        )
+        is_scaled = self.storage in FP8_NAMES
+        return dequantize(data, self.scale_bits.view(torch.float32), dtype) if is_scaled else data.to(dtype)
 
     def parameter(self) -> torch.nn.Parameter:
-        """Return the original if it was kept, else the weight as it is read,
-        in the module's present dtype and device."""
-        data = self.original[0] if self.original else self.read()
-        if isinstance(data, torch.nn.Parameter) and (data.dtype, data.device) == (self.like.dtype, self.like.device):
-            return data
-        return torch.nn.Parameter(data.detach().to(self.like.device, self.like.dtype), self.trainable)
+        """Return the original if it was kept, else the weight as it is read, as the module was cast and moved since."""
+        data = (self.original[0] if self.original else self.read()).to(self.like)
+        return data if isinstance(data, torch.nn.Parameter) else torch.nn.Parameter(data, self.trainable)
 
     def extra_repr(self) -> str:
         return self.storage
@@ -79,9 +85,15 @@ class StoredWeight(torch.nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None:
         """Leave it to the layer, which is given the weight's own key."""
 
+    def load(self, key: str, weight: torch.Tensor) -> str:
+        """Store a weight of another state dict; say why not where it cannot be."""
+        if weight.shape != self.bits.shape:
+            return f"size mismatch, {tuple(weight.shape)} for {tuple(self.bits.shape)}"
+        return self.store(key, weight.to(self.like.device, self.like.dtype, copy=True))
+
 
 class ComputesTensors(torch.nn.Module):
-    """What :func:`_computing` adds to a module's class: its tensors are computed when they are read.
+    """What :func:`settle` adds to a module's class: its tensors are computed when they are read.
 
     A stored weight is read in the module's own dtype; where a compute dtype is set, this and every other floating
     tensor of the module is read in that.
@@ -95,30 +107,24 @@ class ComputesTensors(torch.nn.Module):
         return value.to(dtype) if cast else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if stored := _stored(self, name):
+        if stored := stored_in(self, name):
             raise HalfsafeError(
                 f"A {name} that is stored in {stored.storage} cannot be set.", "First: restore(module)."
             )
         super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
-        state = super().__reduce_ex__(protocol)[2:]
-        return _new, (_plain(type(self)),), *state
+        return _new, type(self).__bases__[1:], *super().__reduce_ex__(protocol)[2:]
 
     def _load_from_state_dict(
         self, state_dict: dict, prefix: str, metadata: dict, strict: bool, missing: list, unexpected: list, errors: list
     ) -> None:
-        key, stored = f"{prefix}weight", _stored(self)
-        rest = {name: value for name, value in state_dict.items() if name != key or stored is None}
-        super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
-        if stored is None:
-            return
-        if key not in state_dict:
+        key, rest, stored = f"{prefix}weight", dict(state_dict), stored_in(self)
+        if stored and key not in rest:
             missing.append(key)
-        elif problem := _why_not_loaded(key, state_dict[key], stored):
+        elif stored and (problem := stored.load(key, rest.pop(key))):
             errors.append(f"{key}: {problem} (restore(module) removes the storage)")
-        else:
-            stored.store(state_dict[key].to(stored.like.device, stored.like.dtype, copy=True))
+        super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
 
 
 @functools.cache
@@ -128,95 +134,51 @@ def _computing(cls: type) -> type:
     return type(cls.__name__, (ComputesTensors, cls), names)
 
 
-def _plain(cls: type) -> type:
-    return cls.__bases__[1]
-
-
 def _new(cls: type) -> torch.nn.Module:
     """Make an empty layer for ``pickle`` and ``deepcopy``, which cannot name a class that is made at run time."""
     return object.__new__(_computing(cls))
 
 
-def _stored(module: torch.nn.Module, name: str = "weight") -> StoredWeight | None:
+def stored_in(module: torch.nn.Module, name: str = "weight") -> StoredWeight | None:
+    """Return the stored weight that a module computes its own from; None where it has none."""
     found = module._modules.get(name)
     return found if isinstance(found, StoredWeight) else None
 
 
-def computes(module: torch.nn.Module) -> None:
-    """Have a module compute its tensors."""
-    if not isinstance(module, ComputesTensors):
-        module.__class__ = _computing(type(module))  # type: ignore[arg-type]  # a class is hashable
+def settle(modules: Iterable[torch.nn.Module]) -> None:
+    """Have modules compute their tensors where something is stored or a dtype is set to read them in, and no others."""
+    for module in modules:
+        cls, computes = type(module), READ_IN in module.__dict__ or stored_in(module) is not None
+        if computes != isinstance(module, ComputesTensors):
+            # A module of this kind has two bases: see _computing.
+            module.__class__ = _computing(cls) if computes else cls.__bases__[1]  # type: ignore[arg-type]
 
 
-def computes_no_more(module: torch.nn.Module) -> None:
-    """Give a module its own class again, unless something of it is computed still."""
-    if READ_IN not in module.__dict__ and _stored(module) is None:
-        module.__class__ = _plain(type(module))
-
-
-def store(layer: torch.nn.Module, stored: StoredWeight) -> None:
-    """Have a layer compute its weight from a stored one, where it had a parameter."""
+def store(layer: torch.nn.Module, stored: StoredWeight) -> torch.nn.Module:
+    """Give a layer a stored weight in place of its parameter; return the layer."""
     del layer._parameters["weight"]
     layer._modules["weight"] = stored
-    computes(layer)
+    settle([layer])
+    return layer
 
 
 def give_back(layers: Iterable[torch.nn.Module]) -> None:
-    """Give layers their weights as parameters again, tied ones tied."""
-    found: dict[StoredWeight, torch.nn.Parameter] = {}
+    """Give layers their weights as parameters again, first as before, tied ones tied."""
+    found: dict[torch.nn.Module | None, torch.nn.Parameter] = {}
     for layer in layers:
         stored, others = layer._modules.pop("weight"), dict(layer._parameters)
         layer._parameters.clear()
-        layer._parameters["weight"] = found.setdefault(stored, stored.parameter())
-        layer._parameters.update(others)
-        computes_no_more(layer)
-
-
-def read_in(module: torch.nn.Module, dtype: torch.dtype | None) -> None:
-    """Have every floating tensor of a module read in ``dtype``; None ends it."""
-    if dtype is None:
-        del module.__dict__[READ_IN]
-        computes_no_more(module)
-    else:
-        module.__dict__[READ_IN] = dtype
-        computes(module)
-
-
-def why_not_stored(name: str, weight: torch.Tensor, storage: str) -> str:
-    """Say why a weight cannot be held in a storage dtype, or would lose more than its rounding; empty where it can.
-
-    Raises:
-        HalfsafeError: it holds NaN or Inf.
-    """
-    if weight.dtype not in STORABLE or type(weight) not in (torch.Tensor, torch.nn.Parameter):
-        return f"its weight is a {type(weight).__name__} of {name_of(weight.dtype)}"
-    dtype, largest = dtype_named(storage), amax_value(weight)
-    if not largest < math.inf:
-        raise HalfsafeError(f"{name} holds NaN or Inf.", "Its file is damaged, or an earlier step overflowed.")
-    if dtype.itemsize > weight.dtype.itemsize:
-        return f"its weight is {name_of(weight.dtype)}, which is smaller"
-    scale = power_of_two_scale(largest, dtype) if storage in FP8_NAMES else 1.0
-    if 0 < largest < SMALLEST_AMAX * torch.finfo(dtype).smallest_normal * scale:
-        return f"values up to {largest:.3g} are too small for {storage}"
-    read = (torch.tensor(largest / scale, dtype=torch.float64).to(dtype).double() * scale).to(weight.dtype)
-    return "" if read.isfinite() else f"values up to {largest:.3g} are too large for {storage}"
-
-
-def _why_not_loaded(key: str, weight: torch.Tensor, stored: StoredWeight) -> str:
-    if weight.shape != stored.bits.shape:
-        return f"size mismatch, {tuple(weight.shape)} for {tuple(stored.bits.shape)}"
-    try:
-        return why_not_stored(key, weight.to(stored.like.dtype), stored.storage)
-    except HalfsafeError as error:
-        return str(error)
+        layer._parameters.update(weight=found.setdefault(stored, stored.parameter()), **others)
 
 
 @contextmanager
-def parameters(module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple]:
-    """Give a layer's weight in ``dtype`` and its bias in fp32, both on the input's device, each rounded once."""
-    stored, bias = _stored(module), _own(module, "bias")
+def torch_weights(
+    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype = torch.float32
+) -> Iterator[tuple]:
+    """Provide the weight and bias of a layer of torch's own classes on its input's device, each rounded once."""
+    stored, bias = stored_in(module), _own(module, "bias")
     weight = stored.read(dtype) if stored else _own(module, "weight").to(dtype)
-    yield weight.to(x.device), None if bias is None else bias.to(x.device, torch.float32)
+    yield weight.to(x.device), None if bias is None else bias.to(x.device, bias_dtype)
 
 
 def _own(module: torch.nn.Module, name: str) -> Any:

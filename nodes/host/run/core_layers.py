@@ -10,6 +10,7 @@ from ....precision.arithmetic.flags import flags_set
 from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from ....precision.arithmetic.linear import WeightProvider
 from ....precision.arithmetic.patching import Patch
+from ....precision.arithmetic.planned import LayerHost
 from ....precision.dtypes import dtype_named
 from ....precision.formats.quantize import activation_scale
 from ....precision.modes import FP8, FP16_WIDE, FP32
@@ -30,8 +31,8 @@ class Switching:
     by_layer = True
 
 
-class CoreLayers:
-    """Say how a model's layers multiply (``arithmetic.planned.LayerHost``).
+class CoreLayers(LayerHost):
+    """Say how a model's layers multiply.
 
     Args:
         activations: the model's activation dtype.

@@ -12,6 +12,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ....precision.arithmetic.linear import WeightProvider, kind_of
 from ....precision.arithmetic.patching import Patch, SharedScope, patched
+from ....precision.library.weights import torch_weights
 from ..core import (
     FULL_PRECISION,
     PRODUCT,
@@ -164,12 +165,3 @@ def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> Iterator[tupl
         yield weight.to(x.dtype), bias
     finally:
         comfy.ops.uncast_bias_weight(module, weight, bias, cuda_stream)
-
-
-@contextlib.contextmanager
-def torch_weights(
-    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype = torch.float32
-) -> Iterator[tuple]:
-    """Provide the weight and bias of a module of torch's own classes, as custom model code may hold."""
-    bias = None if module.bias is None else module.bias.to(x.device, bias_dtype)
-    yield module.weight.to(x.device, dtype), bias

@@ -95,6 +95,16 @@ def test_weights_that_are_read_have_the_dtype_of_activations(cls, compute, dtype
     assert {tensor.dtype for tensor in model.state_dict().values()} == {dtype}
 
 
+@pytest.mark.parametrize("compute", COMPUTES)
+def test_a_module_that_is_cast_while_applied_computes_as_before(compute):
+    model = made(Windows if compute == "fp16" else Coder, ACTIVATIONS[compute])
+    exact = copy.deepcopy(model).float()(some())
+    apply(model, compute=compute)
+    model.double()
+    result = model(some())
+    assert result.dtype == ACTIVATIONS[compute] and relative_error(exact, result) < BOUND[compute]
+
+
 @pytest.mark.parametrize("compute", ["fp16", "bf16"])
 @pytest.mark.parametrize(
     "timestep", [torch.tensor([937.3, 12.7]), torch.full((2, 8), 937.3), torch.tensor(937.3)], ids=["1-D", "2-D", "0-D"]
