@@ -40,9 +40,8 @@ class Accumulation(io.ComfyNode):
             inputs=[
                 io.Model.Input("model", tooltip="The model; it is not changed, the output is a patched clone."),
                 _choice("fp16_accumulation", FP16_OPTIONS, "auto", (
-                    "Add up fp16 products in fp16: up to twice as fast on RTX 20/30/40/50, acts on fp16 compute only.\n"
-                    "auto: in the layers that are proven not to overflow, layer by layer.\n"
-                    "on: in all layers; those that are not proven are named in the report."
+                    "Add up fp16 products in fp16: faster on RTX 20 to 50, acts on fp16 compute. "
+                    "auto: only where proven not to overflow. on: in all layers."
                 )),
                 _choice("reduced_precision_reduction", SWITCH_OPTIONS, UNCHANGED, (
                     "Partial results of fp16 and bf16 products in 16 bit. "
@@ -56,8 +55,7 @@ class Accumulation(io.ComfyNode):
                     "Add up fp8 products with fewer bits, RTX 40 and Hopper. auto: off, for quality."
                 ), advanced=True),
                 _choice("attention", ATTENTION_OPTIONS, "auto", (
-                    "Attention in fp16. auto: left alone where its scores fit; "
-                    "else keys are smoothed, which leaves the result the same, or that attention is computed in fp32.\n"
+                    "Attention in fp16. auto: repaired where its scores would overflow, else left alone. "
                     "fp32: all of it in fp32, slower."
                 )),
             ],

@@ -27,7 +27,7 @@ class AnalyzeLayers(io.ComfyNode):
                 "layer analysis",
                 "sensitivity",
                 "mixed precision",
-                "fp8 quality",
+                "layer quality",
                 "which layers",
                 "quantization error",
                 "snr",
@@ -64,9 +64,7 @@ class AnalyzeLayers(io.ComfyNode):
                     default="fp8_e4m3fn",
                     tooltip=(
                         "fp8, int8: weights stored so; rules for a loader or Save Model. "
-                        "int8 multiplies in int8 too, unless the model asks for a dtype.\n"
-                        "fp16, bf16: products of layers in it; rules for Compute Dtype.\n"
-                        "fp16_acc16: fp16 with fp16 sums; a layer that overflows is not chosen."
+                        "fp16, bf16, fp16_acc16: products in it; rules for Compute Dtype."
                     ),
                 ),
                 io.Float.Input(

@@ -23,7 +23,7 @@ class CompareImages(io.ComfyNode):
                 "diff",
                 "compare precision",
                 "quality",
-                "fp8 vs fp16",
+                "before and after",
                 "a/b",
             ],
             inputs=[

@@ -6,11 +6,15 @@ from typing import TYPE_CHECKING
 
 from comfy_api.latest import io
 
-from ..precision.plan.goal import GOALS
+from ..precision.guard.policy import OFF, ON_NAN
+from ..precision.plan.goal import GOALS, NO_RULES
 from ..precision.plan.rules import Rules
 from .host import planned
 from .host.badge import badge, model_words
-from .inputs import CATEGORY, RulesType, checked_rules, compute_input
+from .host.guard.encoders import guard_clip, guard_vae
+from .host.guard.model import MAX_RETRIES, with_guard
+from .host.live_report import with_live_report
+from .inputs import CATEGORY, RulesType, check_input, checked_rules, compute_input, node_id_of, on_nan_input
 
 if TYPE_CHECKING:
     from .host.types import CLIP, VAE, ModelPatcher
@@ -58,33 +62,39 @@ class AutoPrecision(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeAutoPrecision",
-            display_name="Auto Precision (Halfsafe)",
+            display_name="Halfsafe",
             category=CATEGORY,
             description=(
-                "Choose the arithmetic for this device and goal, and say why. The same workflow runs on every device."
+                "One node between loaders and sampler: chooses the precision for this device, "
+                "guards model, VAE and CLIP against black images, and shows what ran."
             ),
-            search_aliases=["auto dtype", "best precision", "speed", "low vram", "quality", "fp8", "fp16"],
+            search_aliases=[
+                "halfsafe", "black image", "nan", "oom", "out of memory", "auto precision", "auto dtype", "best precision",
+                "noise", "quality", "speed", "low vram",
+            ],  # fmt: skip
             has_intermediate_output=True,
             inputs=[
-                io.Model.Input("model", tooltip="The model; the output is a patched clone."),
+                io.Model.Input("model", tooltip="The model, from any loader; the output is a patched and guarded clone."),
                 io.Combo.Input(
                     "goal",
                     options=list(GOALS),
                     default="balanced",
                     tooltip=(
-                        "balanced: a dtype this device is fast at and that cannot overflow.\n"
-                        "quality: fp16 products with an fp32 stream where fp16 is fast, "
-                        "fp32 elsewhere; the VAE in fp32.\n"
-                        "speed: int8 or fp8 products "
-                        "where the device gains and weights are held so, else also plain fp16.\n"
-                        "memory: the smallest activations the model is safe in."
+                        "balanced: fast here and safe. quality: closest to fp32, the VAE in fp32. "
+                        "speed: 8-bit products where this device gains. memory: smallest activations."
                     ),
                 ),
                 io.Clip.Input(
-                    "clip", optional=True, tooltip="Passed through; ComfyUI runs text encoders with fp32 activations."
+                    "clip", optional=True, tooltip="Guarded. Its precision stays: ComfyUI runs text encoders with fp32 activations."
                 ),
-                io.Vae.Input("vae", optional=True, tooltip="With goal quality: a copy that works in fp32."),
+                io.Vae.Input("vae", optional=True, tooltip="Guarded. With goal quality: a copy that works in fp32."),
+                RulesType.Input(
+                    "rules", optional=True, tooltip="Exceptions per layer, such as the ones that its report keeps."
+                ),
+                on_nan_input("guard", (*ON_NAN, OFF), optional=True),
+                check_input(),
             ],
+            hidden=[io.Hidden.unique_id],
             outputs=[
                 io.Model.Output(),
                 io.Clip.Output(),
@@ -94,9 +104,25 @@ class AutoPrecision(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: ModelPatcher, goal: str, clip: CLIP | None = None, vae: VAE | None = None) -> io.NodeOutput:
-        model, vae, why = planned.with_goal(model, goal, clip, vae)
-        return io.NodeOutput(model, clip, vae, why, ui=badge(*model_words(model)))
+    def execute(
+        cls,
+        model: ModelPatcher,
+        goal: str,
+        clip: CLIP | None = None,
+        vae: VAE | None = None,
+        rules: Rules | None = None,
+        guard: str = "retry_higher",
+        check: str = OFF,
+    ) -> io.NodeOutput:
+        node_id = node_id_of(cls)
+        model, vae, why = planned.with_goal(model, goal, clip, vae, checked_rules(rules) or NO_RULES)
+        if guard != OFF:
+            model = with_guard(model, guard, MAX_RETRIES, node_id, check)
+            clip = guard_clip(clip, guard, node_id) if clip is not None else None
+            vae = guard_vae(vae, guard, node_id) if vae is not None else None
+        model, shown = with_live_report(model, node_id)
+        words = badge(*model_words(model), "guarded" if guard != OFF else None)
+        return io.NodeOutput(model, clip, vae, why, ui=shown | (words or {}))
 
 
 NODES = [ComputeDtype, AutoPrecision]

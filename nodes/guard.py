@@ -4,32 +4,17 @@ import torch
 from comfy_api.latest import io, ui
 
 from ..precision.errors import HalfsafeError
-from ..precision.guard.drift import CHECKS
 from ..precision.guard.finite import not_finite
-from ..precision.guard.policy import ON_NAN
 from ..precision.guard.verdicts import NonFinite
 from .host.badge import badge, model_words
 from .host.guard.encoders import guard_clip, guard_vae
-from .host.guard.model import with_guard
-from .inputs import CATEGORY
+from .host.guard.model import MAX_RETRIES, with_guard
+from .inputs import CATEGORY, check_input, node_id_of, on_nan_input
 
 CHECK_ADVICE = (
     "The node before this one made it, or was given it: "
     "put Check Finite before that node too, or NaN Guard on the model."
 )
-
-
-def on_nan_input() -> io.Combo.Input:
-    return io.Combo.Input(
-        "on_nan",
-        options=list(ON_NAN),
-        default="retry_higher",
-        tooltip=(
-            "retry_higher: repeat what failed in a higher precision, and keep that for the rest.\n"
-            "stop: raise an error that names step, layer, dtype and what to try.\n"
-            "report: change nothing, only tell."
-        ),
-    )
 
 
 class NaNGuard(io.ComfyNode):
@@ -57,7 +42,7 @@ class NaNGuard(io.ComfyNode):
                 on_nan_input(),
                 io.Int.Input(
                     "max_retries",
-                    default=8,
+                    default=MAX_RETRIES,
                     min=0,
                     max=64,
                     advanced=True,
@@ -66,18 +51,7 @@ class NaNGuard(io.ComfyNode):
                         "to find the layer, in fp16_safe, in fp32. Telling another cause may take a few more."
                     ),
                 ),
-                io.Combo.Input(
-                    "check",
-                    options=list(CHECKS),
-                    default="off",
-                    optional=True,
-                    tooltip=(
-                        "Make a step's call once more in fp32 and compare: finds what is finite and wrong. "
-                        "Below what the model's dtypes explain, the layer, attention or cache that adds most is named, "
-                        "for about ten more calls. The picture stays as it is.\n"
-                        "every 5th step: at steps 0, 5, 10 ... of the sampler, one call each."
-                    ),
-                ),
+                check_input(),
             ],
             outputs=[io.Model.Output()],
             has_intermediate_output=True,
@@ -86,7 +60,7 @@ class NaNGuard(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, on_nan, max_retries, check="off") -> io.NodeOutput:
-        guarded = with_guard(model, on_nan, max_retries, _node_id(cls), check)
+        guarded = with_guard(model, on_nan, max_retries, node_id_of(cls), check)
         return io.NodeOutput(guarded, ui=badge(*model_words(model), "guarded"))
 
 
@@ -106,7 +80,7 @@ class GuardVAE(io.ComfyNode):
 
     @classmethod
     def execute(cls, vae, on_nan) -> io.NodeOutput:
-        return io.NodeOutput(guard_vae(vae, on_nan, _node_id(cls)))
+        return io.NodeOutput(guard_vae(vae, on_nan, node_id_of(cls)))
 
 
 class GuardCLIP(io.ComfyNode):
@@ -125,7 +99,7 @@ class GuardCLIP(io.ComfyNode):
 
     @classmethod
     def execute(cls, clip, on_nan) -> io.NodeOutput:
-        return io.NodeOutput(guard_clip(clip, on_nan, _node_id(cls)))
+        return io.NodeOutput(guard_clip(clip, on_nan, node_id_of(cls)))
 
 
 class CheckFinite(io.ComfyNode):
@@ -165,10 +139,6 @@ class CheckFinite(io.ComfyNode):
         if found and on_nan == "stop":
             raise NonFinite(text, advice=CHECK_ADVICE)
         return io.NodeOutput(value, not found, text, ui=ui.PreviewText(text))
-
-
-def _node_id(cls: type[io.ComfyNode]) -> str | None:
-    return cls.hidden.unique_id if cls.hidden else None
 
 
 NODES = [NaNGuard, GuardVAE, GuardCLIP, CheckFinite]

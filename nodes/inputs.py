@@ -4,24 +4,32 @@ from comfy_api.latest import io
 
 from ..precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from ..precision.errors import HalfsafeError
+from ..precision.guard.drift import CHECKS
+from ..precision.guard.policy import ON_NAN
 from ..precision.plan.rules import Rules
 
 CATEGORY = "precision"
 RulesType = io.Custom("HALFSAFE_RULES")
 STORAGE_TOOLTIP = (
-    "How weights are kept in memory. auto: as in the file; where 16 bit does not fit the GPU, "
-    "int8 if this GPU is faster with it, else fp8_e4m3fn. fp8 and int8 halve the memory of 16 bit; int8 is closer "
-    "to the original and takes longer to make. Norms, embeddings and other sensitive layers stay high (see rules)."
+    "How weights are kept. auto: as in the file; 8 bit where 16 does not fit the GPU. "
+    "fp8, int8: half of 16 bit. Sensitive layers stay high."
 )
 COMPUTE_TOOLTIP = (
-    "The dtype of the maths. auto: bf16 where it is native and the model prefers it, else fp16_safe; "
-    "bf16 on AMD, Intel and Apple M3; fp32 where fp16 is slow. None of them can overflow. fp16_safe: "
-    "fp16 products with an fp32 stream. fp8 needs fp8 matmul units (RTX 40/50, Hopper, RX 9000); "
-    "elsewhere it has no effect, and the report says so. int8: a diffusion model's int8 weights multiply in int8, "
-    "a scale per token, the rest as with auto. auto and fp8 do the same; any other choice dequantizes them."
+    "The dtype of the maths. auto: what is fast and safe on this device. "
+    "fp16_safe: fp16 that cannot overflow. fp8: RTX 40/50, Hopper, RX 9000."
 )
 RULES_TOOLTIP = (
     "Exceptions per layer, from Halfsafe Layer Rules. Without it the preset 'keep sensitive layers' applies."
+)
+
+ON_NAN_TOOLTIP = (
+    "On NaN or Inf: retry_higher repeats what failed in a higher precision; stop ends the run and says why; "
+    "report only tells."
+)
+GUARD_OFF = " off: no guard."
+CHECK_TOOLTIP = (
+    "Compare a step with fp32 to find what is finite and wrong. Costs one call a compared step, about ten more "
+    "where it finds something."
 )
 
 
@@ -35,6 +43,21 @@ def compute_input() -> io.Combo.Input:
 
 def rules_input() -> io.Input:
     return RulesType.Input("rules", optional=True, tooltip=RULES_TOOLTIP)
+
+
+def on_nan_input(name: str = "on_nan", options: tuple[str, ...] = ON_NAN, optional: bool = False) -> io.Combo.Input:
+    """Make the input that says what a guard does; options of its own are described by ``GUARD_OFF``."""
+    tooltip = ON_NAN_TOOLTIP + (GUARD_OFF if options != ON_NAN else "")
+    return io.Combo.Input(name, options=list(options), default="retry_higher", optional=optional, tooltip=tooltip)
+
+
+def check_input() -> io.Combo.Input:
+    return io.Combo.Input("check", options=list(CHECKS), default="off", optional=True, tooltip=CHECK_TOOLTIP)
+
+
+def node_id_of(cls: type[io.ComfyNode]) -> str | None:
+    """Return the id of the node that is executed; None outside of a prompt."""
+    return cls.hidden.unique_id if cls.hidden else None
 
 
 def checked_rules(rules: object, name: str = "rules") -> Rules | None:

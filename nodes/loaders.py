@@ -23,11 +23,14 @@ class LoadDiffusionModel(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="HalfsafeLoadDiffusionModel",
-            display_name="Load Diffusion Model (Halfsafe)",
+            display_name="Load Diffusion Model fp8/int8 (Halfsafe)",
             category=CATEGORY,
             description="Load a diffusion model in scaled fp8, int8 or another dtype, sensitive layers kept high.",
             search_aliases=[
                 "fp8",
+                "fp8 loader",
+                "oom",
+                "out of memory",
                 "fp8 scaled",
                 "int8",
                 "unet loader",
@@ -215,7 +218,7 @@ class LoadVAE(io.ComfyNode):
             display_name="Load VAE (Halfsafe)",
             category=CATEGORY,
             description="Load a VAE in a dtype of its own, for this workflow only.",
-            search_aliases=["vae fp32", "vae dtype", "no-half-vae", "fp32-vae", "black image", "precision"],
+            search_aliases=["vae fp32", "vae dtype", "no-half-vae", "fp32-vae", "precision"],
             has_intermediate_output=True,
             inputs=[
                 io.Combo.Input(

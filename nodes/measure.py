@@ -33,7 +33,7 @@ class MeasurePrecisions(io.ComfyNode):
                 "benchmark",
                 "which precision",
                 "fastest dtype",
-                "compare fp8 int8 bf16",
+                "compare dtypes",
                 "speed test",
                 "vram",
                 "snr",
@@ -64,8 +64,8 @@ class MeasurePrecisions(io.ComfyNode):
                     multiline=True,
                     default=DEFAULT_SETTINGS,
                     tooltip=(
-                        "One <storage>/<compute> per line, as the loaders' options are named; # comments.\n"
-                        "as_file: the weights as loaded. What this device cannot do is told in the table."
+                        "One <storage>/<compute> per line, such as int8/auto; # comments. "
+                        "as_file: the weights as loaded. The table tells what this device cannot do."
                     ),
                 ),
                 io.Conditioning.Input(

@@ -10,10 +10,9 @@ from ..precision.devices.detect import PROFILE_NAMES
 from ..precision.report.report_chart import chart
 from .host import report as host
 from .host.load.devices import current_device
+from .host.live_report import KEY
 from .host.page import encoder_reports
 from .inputs import CATEGORY
-
-REPORT_KEY = "halfsafe_report"
 
 
 class Report(io.ComfyNode):
@@ -24,7 +23,7 @@ class Report(io.ComfyNode):
             display_name="Precision Report (Halfsafe)",
             category=CATEGORY,
             description="What each layer is stored in and computed in, on which device, and why.",
-            search_aliases=["dtype", "precision", "fp8 report", "is fp8 used", "manual cast", "weight dtype", "debug"],
+            search_aliases=["dtype", "precision", "precision report", "which dtype is used", "manual cast", "weight dtype", "debug"],
             is_output_node=True,
             inputs=[
                 io.Model.Input("model", tooltip="The model to report on, as the sampler gets it."),
@@ -47,7 +46,7 @@ class Report(io.ComfyNode):
         text = report.to_text()
         image = torch.from_numpy(chart(report)).unsqueeze(0)
         data = json.dumps(report.to_json(), allow_nan=False)
-        return io.NodeOutput(text, data, image, ui={"text": (text,), REPORT_KEY: (data,)})
+        return io.NodeOutput(text, data, image, ui={"text": (text,), KEY: (data,)})
 
 
 class DeviceInfo(io.ComfyNode):
@@ -60,7 +59,7 @@ class DeviceInfo(io.ComfyNode):
             display_name="Device Info (Halfsafe)",
             category=CATEGORY,
             description="What this device, or another profile, can do, is fast at, and what auto would choose there.",
-            search_aliases=["gpu info", "does my gpu support fp8", "bf16 support", "capabilities", "doctor"],
+            search_aliases=["gpu info", "gpu support", "bf16 support", "capabilities", "doctor"],
             is_output_node=True,
             inputs=[
                 io.Combo.Input(

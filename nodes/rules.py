@@ -16,17 +16,15 @@ class LayerRules(io.ComfyNode):
             display_name="Layer Rules (Halfsafe)",
             category=CATEGORY,
             description="Which layers are stored and computed differently. One rule per line; later lines win.",
-            search_aliases=["keep layers", "exclude layers", "mixed precision", "layer dtype", "fp8 skip", "preset"],
+            search_aliases=["keep layers", "exclude layers", "mixed precision", "layer dtype", "skip layers", "preset"],
             inputs=[
                 io.String.Input(
                     "rules",
                     multiline=True,
                     default="",
                     tooltip=(
-                        "<pattern> <key>=<value> ...  # comment\n"
-                        "Pattern: a glob over layer names (blocks.0.*), "
-                        "re:<regex>, class:<module class>, or role:<role in the model>.\n"
-                        "Keys: storage, compute, accumulation, stream."
+                        "One rule per line: <layer pattern> <key>=<value> ... # comment. "
+                        "Example: blocks.0.* compute=fp32. Later lines win; the help page has the keys."
                     ),
                 ),
                 io.Combo.Input(

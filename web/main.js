@@ -6,11 +6,13 @@ import { el } from "./dom.mjs";
 import { ReportPanel } from "./panel.mjs";
 import { reportIn } from "./report.mjs";
 import { RunLog, toastFor } from "./run.mjs";
+import { keepRules } from "./graph.mjs";
 import { drawSidebar } from "./sidebar.mjs";
 import { loadWords, t } from "./words.mjs";
 
 const PREFIX = "Halfsafe";
-const REPORT_NODE = "HalfsafeReport";
+const ONE_NODE = "HalfsafeAutoPrecision";
+const WITH_REPORT = ["HalfsafeReport", ONE_NODE];
 const TOASTS = "halfsafe.toasts";
 const BADGES = "halfsafe.badges";
 const BADGE_COLORS = { fgColor: "#ffffff", bgColor: "#1d5c52" };
@@ -24,6 +26,9 @@ const panels = new WeakMap();
 /** A report's text -> the run that made it, and how many of that run's events it tells: the page makes panels anew at any time.
  * @type {Map<string, {promptId: string, seen: number}>} */
 const told = new Map();
+/** The token of a node's result -> the report of its last run, which takes the place of the one as planned.
+ * @type {Map<string, string>} */
+const ran = new Map();
 /** @type {WeakMap<any, string>} */
 const badgeTexts = new WeakMap();
 /** @type {HTMLElement | null} */
@@ -61,7 +66,7 @@ function ownNodes() {
 
 /** @param {any} node */
 function addPanel(node) {
-  const panel = new ReportPanel();
+  const panel = new ReportPanel(node.comfyClass === ONE_NODE ? (rules) => keepRules(app, node, rules) : null);
   const options = { serialize: false, getMinHeight: () => PANEL_MIN_HEIGHT };
   const widget = node.addDOMWidget("halfsafe_report", "halfsafe_report", panel.element, options);
   widget.serialize = false;
@@ -90,21 +95,37 @@ function showOutputs() {
       watched.revision += 1;
     }
     const entry = panels.get(node);
-    const data = output?.halfsafe_report?.[0];
+    const data = reportText(output);
     if (!entry || entry.output === data) continue;
     entry.output = data;
-    entry.report = reportIn(output);
+    entry.report = reportIn(data);
     entry.panel.show(entry.report);
   }
   app.graph?.setDirtyCanvas(true, true);
   drawRun();
 }
 
+/** The report in a node's output, or the one of the last run with it. @param {any} output @returns {string | undefined} */
+function reportText(output) {
+  return ran.get(output?.halfsafe_token?.[0]) ?? output?.halfsafe_report?.[0];
+}
+
 /** @param {any} detail of an `executed` event */
 function noteExecuted(detail) {
-  const text = detail.output?.halfsafe_report?.[0];
-  if (text && log.run?.promptId === detail.prompt_id) told.set(text, { promptId: detail.prompt_id, seen: log.run.events.length });
+  if (!detail.output?.halfsafe_token) noteTold(detail.prompt_id, detail.output?.halfsafe_report?.[0]);
   showOutputs();
+}
+
+/** @param {any} detail of a `halfsafe.report` event */
+function noteRan({ prompt_id: promptId, token, report }) {
+  ran.set(token, report);
+  noteTold(promptId, report);
+  showOutputs();
+}
+
+/** @param {string} promptId @param {string | undefined} report */
+function noteTold(promptId, report) {
+  if (report && log.run?.promptId === promptId) told.set(report, { promptId, seen: log.run.events.length });
 }
 
 /** @param {any} detail of an `execution_start` event */
@@ -177,6 +198,7 @@ function on(event, act) {
 
 function listen() {
   on("halfsafe.guard", onGuard);
+  on("halfsafe.report", noteRan);
   on("execution_start", noteStart);
   on("execution_success", (detail) => log.end(detail.prompt_id, "done"));
   on("execution_error", (detail) => log.end(detail.prompt_id, "failed"));
@@ -233,7 +255,7 @@ app.registerExtension({
   },
   nodeCreated(/** @type {any} */ node) {
     if (!node.comfyClass?.startsWith(PREFIX)) return;
-    if (node.comfyClass === REPORT_NODE) addPanel(node);
+    if (WITH_REPORT.includes(node.comfyClass)) addPanel(node);
     addBadge(node);
   },
   afterConfigureGraph: showOutputs,

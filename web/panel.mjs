@@ -1,7 +1,7 @@
 // @ts-check
 /** The report on its node: head, shares, guard, remarks and the table of layers. */
 import { el, firstOf, paint, shareBar, swatch, verdictOf, verdictPill } from "./dom.mjs";
-import { checkText, controlText, deviceText, eventText, filterLayers, rowsOf, sortRows } from "./report.mjs";
+import { checkText, controlText, deviceText, eventText, filterLayers, happenedText, rowsOf, sortRows } from "./report.mjs";
 import { t } from "./words.mjs";
 
 /**
@@ -30,7 +30,9 @@ export class ReportPanel {
   /** @type {Set<string>} */
   #open = new Set();
 
-  constructor() {
+  /** @param {((rules: string) => void) | null} [keep] puts the report's rules into the graph; null where nothing takes them */
+  constructor(keep = null) {
+    this.keepRules = keep;
     this.body = el("div", { class: "hs-scroll", tabindex: "0", role: "region", "aria-label": t("Precision report") });
     this.element = el("section", { class: "halfsafe hs-panel", "data-capture-wheel": "true" }, this.body);
     this.head = el("div", { class: "hs-head" });
@@ -68,8 +70,9 @@ export class ReportPanel {
   #drawGuard() {
     const lines = this.#live ? this.#live.map((message) => adviceLine(message, "")) : this.#report ? guardLines(this.#report) : [];
     this.guard.hidden = !this.#live && (this.#report?.guard.verdict ?? "off") === "off";
+    const happened = this.#report && !this.#live ? happenedText(this.#report) : "";
     const calls = this.#live || !this.#report ? t("this run") : callsText(this.#report);
-    this.guard.replaceChildren(el("h4", {}, t("Guard"), el("span", { class: "hs-dim", text: calls })), ...firstOf(lines));
+    this.guard.replaceChildren(el("h4", {}, t("Guard"), el("span", { class: "hs-dim", text: calls })), happened ? el("p", { class: "hs-happened", text: happened }) : "", ...firstOf(lines));
   }
 
   #makeTools() {
@@ -82,15 +85,27 @@ export class ReportPanel {
     });
     this.count = el("span", { class: "hs-count", role: "status" });
     this.copy = el("button", { type: "button", class: "hs-button", text: t("Copy as rules"), onclick: () => this.#copyRules() });
+    this.keep = el("button", { type: "button", class: "hs-button hs-keep", text: t("Keep for next run"), onclick: () => this.#keep() });
     this.manual = el("textarea", { class: "hs-manual", readonly: true, hidden: true, "aria-label": t("Rules"), rows: "4" });
-    return el("div", { class: "hs-tools" }, input, this.count, this.copied, this.copy, this.manual);
+    return el("div", { class: "hs-tools" }, input, this.count, this.copied, this.keepRules ? this.keep : null, this.copy, this.manual);
+  }
+
+  #keep() {
+    if (!this.#report) return;
+    this.keepRules?.(rulesText(this.#report));
+    this.#say(t("Kept: Ctrl+Z takes it back"));
+  }
+
+  /** @param {string} text */
+  #say(text) {
+    this.copied.textContent = text;
+    setTimeout(() => this.copied.replaceChildren(), COPIED_MS);
   }
 
   async #copyRules() {
     if (!this.#report) return;
-    const { model, rules } = this.#report;
-    const text = `# ${model.class}\n${rules}\n`;
-    const count = rules.split("\n").length;
+    const text = rulesText(this.#report);
+    const count = this.#report.rules.split("\n").length;
     try {
       await navigator.clipboard.writeText(text);
     } catch {
@@ -99,8 +114,7 @@ export class ReportPanel {
       this.manual.select();
       return;
     }
-    this.copied.textContent = count > 1 ? t("{count} lines copied", { count }) : t("1 line copied");
-    setTimeout(() => this.copied.replaceChildren(), COPIED_MS);
+    this.#say(count > 1 ? t("{count} lines copied", { count }) : t("1 line copied"));
   }
 
   /** @param {Report} report */
@@ -109,10 +123,10 @@ export class ReportPanel {
     const rows = sortRows(rowsOf(report, layers), this.#order);
     const [count, total] = [layers.length, report.layers.length];
     this.count.textContent = count < total ? t("{count} of {total}", { count, total }) : t("{count} layers", { count });
-    this.copy.disabled = !report.rules;
-    this.copy.title = report.rules
-      ? t("Copies the layers that run otherwise than most, as lines for the Layer Rules node")
-      : t("All layers run as most do: there is no exception to copy");
+    const none = report.rules ? "" : t("All layers run as most do: there is no exception to copy");
+    this.copy.disabled = this.keep.disabled = !report.rules;
+    this.copy.title = none || t("Copies the layers that run otherwise than most, as lines for the Layer Rules node");
+    this.keep.title = none || t("Puts the layers that run otherwise than most into a Layer Rules node before this one");
     const body = el("tbody", { role: "rowgroup" }, ...rows.flatMap((row) => this.#rowElements(row, report)));
     if (!rows.length) body.append(emptyRow());
     this.table.replaceChildren(this.#headRow(), body);
@@ -195,6 +209,11 @@ function layerRow(layer, label, modes, escalated) {
   );
 }
 
+/** @param {Report} report */
+function rulesText({ model, rules }) {
+  return `# ${model.class}\n${rules}\n`;
+}
+
 function emptyRow() {
   return el("tr", { role: "row" }, el("td", { role: "cell", class: "hs-none", colspan: columns().length, text: t("No layer matches the filter.") }));
 }
@@ -252,7 +271,9 @@ function remarksOf(report) {
   const without = report.without_effect.map(({ setting, reason }) => el("li", {}, el("code", { text: setting }), ` ${reason}`));
   const notes = report.notes.map((note) => el("li", { text: note }));
   const controls = report.control_nets.map((control) => el("li", { text: controlText(control) }));
+  const why = Object.entries(report.decisions ?? {}).map(([what, text]) => el("li", {}, el("code", { text: what }), ` ${text}`));
   const remarks = [
+    remark(t("Why"), why),
     remark(t("Without effect here"), without),
     remark(t("Guards of VAEs and text encoders"), report.encoders.map(encoderLine), report.encoders.some(({ verdict }) => verdict !== "clean")),
     remark(t("ControlNets"), controls),

@@ -10,17 +10,16 @@ import { t } from "./words.mjs";
  * @typedef {{node: string, kind: string, verdict: string, messages: string[], advice: string}} Encoder
  * @typedef {{file: string, class: string, calls: number | null, layers: Layer[], notes: string[]}} Control
  * @typedef {{parameters: string, size: string, stored: {name: string, share: number, size: string}[], computed: {name: string, share: number, layers: number}[], rows: {name: string, layers: number[]}[]}} View
- * @typedef {{version: number, device: any, model: any, layers: Layer[], without_effect: {setting: string, reason: string}[], notes: string[], guard: Guard, encoders: Encoder[], control_nets: Control[], modes: Record<string, {label: string, colour: string}>, storages: Record<string, {colour: string}>, rules: string, view: View}} Report
+ * @typedef {{version: number, device: any, model: any, layers: Layer[], without_effect: {setting: string, reason: string}[], notes: string[], decisions?: Record<string, string>, guard: Guard, encoders: Encoder[], control_nets: Control[], modes: Record<string, {label: string, colour: string}>, storages: Record<string, {colour: string}>, rules: string, view: View}} Report
  * @typedef {Layer & {members: Layer[]}} Row
  */
 
 /**
- * The report in a node's output; null where there is none.
- * @param {any} output
+ * The report in a text; null where there is none.
+ * @param {string | undefined} text
  * @returns {Report | null}
  */
-export function reportIn(output) {
-  const text = output?.halfsafe_report?.[0];
+export function reportIn(text) {
   const report = text ? JSON.parse(text) : null;
   return report?.version === 1 ? report : null;
 }
@@ -83,6 +82,14 @@ export function controlText(control) {
   const ran = control.calls === null ? "" : t("{calls} calls", { calls: control.calls });
   const layers = control.layers.length ? t("{count} layers", { count: control.layers.length }) : "";
   return [[`${control.file}: ${control.class}`, ran, layers].filter(Boolean).join(", "), ...control.notes].join(". ");
+}
+
+/** What a run was like in one sentence; empty before a run and without a guard. @param {Report} report */
+export function happenedText({ guard }) {
+  if (!guard.calls || guard.verdict === "off") return "";
+  const layer = guard.events.find((event) => event.recovered)?.layer;
+  if (guard.verdict === "recovered") return layer ? t("Black image prevented: {layer} was repeated in a higher precision.", { layer }) : t("Black image prevented: a step was repeated in a higher precision.");
+  return guard.verdict === "clean" ? t("No NaN and no Inf in {calls} calls.", { calls: guard.calls }) : "";
 }
 
 /** @param {number | null} value */

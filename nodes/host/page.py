@@ -6,11 +6,16 @@ from comfy_execution.progress import ProgressRegistry, get_progress_state
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
-from ...precision.guard.policy import EVENT
+from ...precision.guard.policy import EVENT, OFF
 from ...precision.guard.verdicts import CURED
 from ...precision.report.schema import EncoderReport, GuardEvent, plain
 
-ENCODER_GUARDS = {"HalfsafeGuardVAE": "VAE", "HalfsafeGuardCLIP": "text encoder"}
+REPORT_EVENT = "halfsafe.report"
+ENCODERS = {"vae": "VAE", "clip": "text encoder"}
+ENCODER_GUARDS = {
+    "HalfsafeGuardVAE": ("vae",), "HalfsafeGuardCLIP": ("clip",), "HalfsafeAutoPrecision": ("vae", "clip"),
+}  # fmt: skip
+"""A node that guards encoders -> its inputs that it guards, where they are connected."""
 # ComfyUI makes a registry for each prompt and drops it with the next one: what is kept with it is the prompt's own.
 _sent: weakref.WeakKeyDictionary[ProgressRegistry, list[dict]] = weakref.WeakKeyDictionary()
 
@@ -38,8 +43,12 @@ def send_to_page(
     message: str,
     advice: str,
     event: GuardEvent | None = None,
+    of: str = "",
 ) -> None:
-    """Send a guard's event or a run's verdict to the page that queued the prompt, if there is one."""
+    """Send a guard's event or a run's verdict to the page that queued the prompt, if there is one.
+
+    ``of``: what is guarded, ``vae`` or ``clip``; empty for a model.
+    """
     data = {
         "node_id": node_id,
         "prompt_id": prompt,
@@ -47,12 +56,22 @@ def send_to_page(
         "verdict": verdict,
         "message": message,
         "advice": advice,
+        "of": of,
     }
     data["event"] = plain(event) if event else None
     _keep(data)
+    _send(EVENT, data)
+
+
+def send_report(node_id: str | None, token: str, report: str) -> None:
+    """Send the report of a run to the page that queued the prompt, for the node whose result has that token."""
+    _send(REPORT_EVENT, {"node_id": node_id, "prompt_id": running_prompt_id(), "token": token, "report": report})
+
+
+def _send(event: str, data: dict) -> None:
     server = getattr(PromptServer, "instance", None)
     if server is not None:
-        server.send_sync(EVENT, data, server.client_id)
+        server.send_sync(event, data, server.client_id)
 
 
 def _keep(message: dict) -> None:
@@ -65,9 +84,12 @@ def _keep(message: dict) -> None:
 def encoder_reports() -> list[EncoderReport]:
     """Report what the Guard VAE and Guard CLIP nodes of the running prompt have sent so far."""
     sent = _sent.get(get_progress_state(), [])
-    guards = ((node_id, ENCODER_GUARDS.get(node["class_type"])) for node_id, node in running_prompt().items())
-    kinds = {node_id: kind for node_id, kind in guards if kind}
-    return [_encoder_report(node, kind, [m for m in sent if m["node_id"] == node]) for node, kind in kinds.items()]
+    return [
+        _encoder_report(node_id, ENCODERS[of], [m for m in sent if (m["node_id"], m["of"]) == (node_id, of)])
+        for node_id, node in running_prompt().items()
+        for of in ENCODER_GUARDS.get(node["class_type"], ())
+        if of in node["inputs"] and node["inputs"].get("guard") != OFF
+    ]
 
 
 def _encoder_report(node_id: str, kind: str, messages: list[dict]) -> EncoderReport:

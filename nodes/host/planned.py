@@ -9,7 +9,7 @@ import torch
 from ...precision.dtypes import dtype_named
 from ...precision.plan.compute import ComputePlan
 from ...precision.plan.goal import plan_for_goal
-from ...precision.plan.loaded import plan_loaded, with_foreign_layers
+from ...precision.plan.loaded import plan_loaded, with_foreign_layers, with_idle_rules
 from ...precision.plan.rules import Rules
 from .facts.layers import activation_dtype, layers_of
 from .facts.model_facts import model_facts, storages
@@ -33,14 +33,14 @@ def with_compute(patcher: ModelPatcher, compute: str, rules: Rules) -> ModelPatc
 
 
 def with_goal(
-    patcher: ModelPatcher, goal: str, clip: CLIP | None, vae: VAE | None
+    patcher: ModelPatcher, goal: str, clip: CLIP | None, vae: VAE | None, rules: Rules
 ) -> tuple[ModelPatcher, VAE | None, str]:
-    """Return (model, VAE, why) for a goal of Auto Precision."""
-    device = current_device()
-    found = plan_for_goal(model_facts(patcher), device, goal, storages(patcher))
-    plan = with_foreign_layers(found.compute, _foreign(patcher))
+    """Return (model, VAE, why) for a goal of the one node."""
+    device, facts = current_device(), model_facts(patcher)
+    found = plan_for_goal(facts, device, goal, storages(patcher), rules)
+    plan = with_foreign_layers(with_idle_rules(found.compute, facts, rules), _foreign(patcher))
     lines = [f"{device.label}, goal {goal}", f"model: {plan.choice.used}. {found.reason}"]
-    lines += [f"without effect: {setting}: {why}" for setting, why in found.compute.without_effect]
+    lines += [f"without effect: {setting}: {why}" for setting, why in plan.without_effect]
     if clip is not None:
         lines.append("text encoder: unchanged; ComfyUI runs it with fp32 activations, once per prompt")
     if vae is not None and goal == "quality":

@@ -24,7 +24,7 @@ def plan_file(
     """Plan a file for a device, and return the report the loaded model would give, each layer with its reason.
 
     Args:
-        goal: as in Auto Precision; ``memory`` and ``speed`` also choose the storage that serves them.
+        goal: as in the Halfsafe node; ``memory`` and ``speed`` also choose the storage that serves them.
         device_memory: bytes free on the device; None leaves it out of the decision.
 
     Raises:

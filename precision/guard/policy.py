@@ -12,6 +12,7 @@ from ..modes import FP16, FP16_WIDE, FP32, MODES, modes_named
 from .localize import Origin
 
 ON_NAN = ("retry_higher", "stop", "report")
+OFF = "off"
 LIMIT = FP16_MAX / 2
 STREAM = "residual stream"
 WHOLE_MODEL = "whole model"

@@ -1,4 +1,4 @@
-"""Goals of Auto Precision, resolved for one model on one device to an arithmetic and an accumulation."""
+"""Goals of the one node, resolved for one model on one device to an arithmetic and an accumulation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from .compute import SAFE, ComputePlan, plan_compute
 from .facts import ModelFacts
 from .rules import Rules
 
+NO_RULES = Rules()
 GOALS = ("balanced", "quality", "speed", "memory")
 SUMS = {
     "quality": (
@@ -33,16 +34,19 @@ class GoalPlan:
     sums_reason: str | None = None
 
 
-def plan_for_goal(facts: ModelFacts, device: Device, goal: str, storages: Mapping[str, str]) -> GoalPlan:
+def plan_for_goal(
+    facts: ModelFacts, device: Device, goal: str, storages: Mapping[str, str], rules: Rules = NO_RULES
+) -> GoalPlan:
     """Resolve a goal (balanced, quality, speed, memory) for a model on a device.
 
     Weights stay as they are loaded: what they are stored in is the loader's choice.
 
     Args:
         storages: layer name -> storage name.
+        rules: exceptions per layer, which come before the goal.
     """
     compute, reason = _compute_for(facts, device, goal, frozenset(storages.values()))
-    plan = plan_compute(facts, device, compute, Rules(), storages)
+    plan = plan_compute(facts, device, compute, rules, storages)
     sums, sums_reason = SUMS.get(goal, (None, None))
     return GoalPlan(plan, f"{reason} {plan.choice.reason}".strip(), sums, sums_reason)
 

@@ -26,10 +26,14 @@ def plan_loaded(
         storages: layer name -> storage name.
         foreign: as for :func:`with_foreign_layers`.
     """
-    plan = plan_compute(facts, device, compute, rules, storages)
-    late = ((str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
-    plan = replace(plan, without_effect=(*plan.without_effect, *rules_without_effect(facts.layers, rules), *late))
+    plan = with_idle_rules(plan_compute(facts, device, compute, rules, storages), facts, rules)
     return with_foreign_layers(plan, foreign)
+
+
+def with_idle_rules(plan: ComputePlan, facts: ModelFacts, rules: Rules) -> ComputePlan:
+    """List the rules that cannot act on a model in memory as such in its plan."""
+    late = ((str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
+    return replace(plan, without_effect=(*plan.without_effect, *rules_without_effect(facts.layers, rules), *late))
 
 
 def with_foreign_layers(plan: ComputePlan, foreign: Mapping[str, str]) -> ComputePlan:

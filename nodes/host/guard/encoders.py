@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 ATTRIBUTE = "halfsafe_guard"
+OF = {"VAE": "vae", "Text encoder": "clip"}
 Run = Callable[[torch.dtype | None, Any], tuple[Any, float]]
 
 
@@ -39,7 +40,7 @@ class EncoderGuard:
 
     def __init__(self, kind: str, on_nan: str, node_id: str | None):
         self.kind = kind
-        self.log = GuardLog(on_nan, notifier(node_id), functools.partial(encoder_sentence, kind=kind))
+        self.log = GuardLog(on_nan, notifier(node_id, of=OF[kind]), functools.partial(encoder_sentence, kind=kind))
 
     def run(self, action: str, run: Run, patcher: "ModelPatcher", dtype: torch.dtype, given: Any) -> Any:
         """Return ``run(None, given)``, or the result in a higher dtype where that is not finite.

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 LOGS_KEPT = 8
+MAX_RETRIES = 8
 ADAPTER_LABEL = "text adapter"
 CONTROLNET = (
     "A ControlNet ran beside this model: "

@@ -11,14 +11,18 @@ from ..page import running_prompt_id, send_to_page
 logger = logging.getLogger("halfsafe")
 
 
-def notifier(node_id: str | None, prompt: str | None = None) -> Notify:
-    """Return what notifies the user of the events of a node, in ``prompt`` or else the one that runs at the time."""
-    return functools.partial(_notify, node_id, prompt)
+def notifier(node_id: str | None, prompt: str | None = None, of: str = "") -> Notify:
+    """Return what notifies the user of the events of a node, in ``prompt`` or else the one that runs at the time.
+
+    ``of``: what is guarded, as for :func:`send_to_page`.
+    """
+    return functools.partial(_notify, node_id, prompt, of)
 
 
 def _notify(
     node_id: str | None,
     prompt: str | None,
+    of: str,
     kind: str,
     verdict: str,
     message: str,
@@ -27,4 +31,4 @@ def _notify(
 ) -> None:
     if event:
         logger.warning("Halfsafe guard: %s %s", message, advice if asks_for_action(verdict) else "")
-    send_to_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event)
+    send_to_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event, of)

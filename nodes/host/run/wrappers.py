@@ -5,19 +5,22 @@ from collections.abc import Callable
 from comfy.patcher_extension import WrappersMP
 
 GUARD = "halfsafe.guard"
+REPORT = "halfsafe.report"
 ACCUMULATION = "halfsafe.accumulation"
 COMPUTE = "halfsafe.compute"
 GUARDED_LAYERS = "halfsafe.guard.layers"
 ANALYSIS = "halfsafe.analysis"
 LOW_RANK = "halfsafe.low_rank"
 LOW_RANK_OF_TEXT = "halfsafe.low_rank.text"
-PLACES = {LOW_RANK_OF_TEXT: -2, GUARD: -1, ACCUMULATION: 1, COMPUTE: 2, GUARDED_LAYERS: 3, ANALYSIS: 4, LOW_RANK: 5}
+PLACES = {
+    REPORT: -3, LOW_RANK_OF_TEXT: -2, GUARD: -1, ACCUMULATION: 1, COMPUTE: 2, GUARDED_LAYERS: 3, ANALYSIS: 4, LOW_RANK: 5,
+}  # fmt: skip
 """The order of our wrappers around a model's call, from the outermost in; wrappers of others are at 0.
 
 Outermost: the guard's check. Accumulation wraps compute. Inside of it the guard's escalated layers, which override
 both. Innermost: unmerged LoRAs of 8-bit weights, which add to the result of whatever runs the layer. Around a
 sampler's run, where what is set first runs last (``conditions.conditions_through``), their wrapper is the outermost
-for the same reason.
+for the same reason, but for the report, which is made when a run has ended.
 
 The order of wrappers decides the order of a layer's forwards the other way round. Each wrapper patches
 ``module.forward`` for the length of the call, around the forward it finds, so what an outer wrapper puts on a module

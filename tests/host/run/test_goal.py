@@ -1,9 +1,10 @@
-"""Auto Precision through its node: what each goal puts on the model, and that the input model stays as it was."""
+"""The one node: what each goal puts on the model, and that the input model stays as it was."""
 
 import json
 
 import pytest
 import torch
+from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.precision.arithmetic import flags
 from support import tiny_models
 from support.denoise import denoise
@@ -66,4 +67,21 @@ def test_quality_gives_a_copy_of_the_vae_that_works_in_fp32(comfy, model, models
     (vae,) = comfy.run("HalfsafeLoadVAE", vae_name=path.name, dtype="bf16")
     _, _, copy, why = with_goal(comfy, model, "quality", vae=vae)
     assert (copy.vae_dtype, vae.vae_dtype) == (torch.float32, torch.bfloat16) and "VAE: fp32" in why
-    assert with_goal(comfy, model, "balanced", vae=vae)[2] is vae
+    assert with_goal(comfy, model, "balanced", vae=vae, guard="off")[2] is vae
+
+
+def test_the_one_node_guards_what_it_is_given_and_off_leaves_it(comfy, model, models_dir):
+    path = tiny_models.sd_vae(models_dir / "vae" / "guarded_vae.safetensors")
+    (vae,) = comfy.run("HalfsafeLoadVAE", vae_name=path.name, dtype="fp32")
+    for guard in ("retry_higher", "stop", "report", "off"):
+        planned, clip, decoder, _ = with_goal(comfy, model, "balanced", vae=vae, guard=guard, check="off")
+        assert (guard_of(planned).on_nan if guard_of(planned) else "off") == guard
+        assert clip is None and (decoder is vae) == (guard == "off")
+
+
+def test_rules_come_before_the_goal(comfy, model):
+    rules, _ = comfy.run("HalfsafeLayerRules", rules="blocks.0.ffn.0 compute=fp16 stream=same", preset="none")
+    planned = with_goal(comfy, model, "quality", rules=rules)[0]
+    denoise(planned)
+    modes = {layer["name"]: layer["mode"] for layer in json.loads(comfy.run("HalfsafeReport", model=planned)[1])["layers"]}
+    assert modes["blocks.0.ffn.0"] == "fp16" != modes["blocks.0.ffn.2"]

@@ -1,0 +1,63 @@
+"""The one node between loaders and sampler: it guards, shows what ran, and puts what it found into the graph."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from browser.comfy_page import ComfyPage
+
+WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "quick-fp8.json"
+NODE = "HalfsafeAutoPrecision"
+PUT_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type), one = LiteGraph.createNode("HalfsafeAutoPrecision");
+    const loader = of("HalfsafeLoadDiffusionModel"), values = { model_name: "wan_overflowing.safetensors", storage: "fp16", compute: "fp16" };
+    for (const widget of loader.widgets) widget.value = values[widget.name] ?? widget.value;
+    one.widgets.find((w) => w.name === "goal").value = "balanced"; one.pos = [440, 620]; app.graph.add(one);
+    app.graph.remove(of("HalfsafeReport")); app.graph.remove(of("PreviewImage"));
+    loader.connect(0, one, "model"); of("HalfsafeLoadVAE").connect(0, one, "vae"); of("HalfsafeLoadCLIP").connect(0, one, "clip");
+    one.connect(0, of("KSampler"), "model"); one.connect(2, of("VAEDecode"), "vae");
+    for (const text of app.graph.nodes.filter((n) => n.type === "CLIPTextEncode")) one.connect(1, text, "clip"); }"""
+RULES = "() => app.graph.nodes.filter((n) => n.type === 'HalfsafeLayerRules').map((n) => n.widgets.find((w) => w.name === 'rules').value)"
+VERDICT = ".hs-title .hs-verdict"
+
+
+@pytest.fixture
+def one(opened_page: ComfyPage) -> ComfyPage:
+    """A page with the one node before the sampler of a model that overflows in fp16."""
+    opened_page.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
+    opened_page.make_small()
+    opened_page.evaluate(PUT_IN)
+    opened_page.load(opened_page.saved())
+    return opened_page
+
+
+def test_it_shows_what_ran(one: ComfyPage, pictures: Path, cell: str) -> None:
+    one.zoom_to(NODE, 520, 700)
+    one.run()
+    one.page.wait_for_selector(".hs-happened")
+    one.screenshot(pictures, f"one-node-{cell}")
+    text = one.page.inner_text(".hs-panel")
+    assert re.search(r"No NaN and no Inf in \d+ calls\.", text) and "WAN21" in text
+    assert one.page.locator(VERDICT).first.inner_text() == "clean"
+    assert "guarded" in one.badges()[NODE]
+
+
+def test_rules_are_kept_in_the_graph_and_undone(one: ComfyPage, pictures: Path, cell: str) -> None:
+    one.evaluate("""() => { const node = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision"), rules = LiteGraph.createNode("HalfsafeLayerRules");
+        app.graph.add(rules); rules.widgets.find((w) => w.name === "rules").value = "* compute=fp16 stream=same"; rules.widgets.find((w) => w.name === "preset").value = "none";
+        rules.connect(0, node, "rules"); }""")
+    one.run()
+    one.page.wait_for_selector(".hs-happened")
+    assert one.page.locator(VERDICT).first.inner_text() == "recovered"
+    one.zoom_to(NODE, 520, 700)
+    one.screenshot(pictures, f"one-node-recovered-{cell}")
+    assert "Black image prevented: blocks.0.ffn" in one.page.inner_text(".hs-panel")
+    before = one.saved()
+    one.evaluate("() => document.querySelector('.hs-keep').click()")
+    (kept,) = one.evaluate(RULES)
+    assert "blocks.0.ffn.2" in kept and "stream=fp32" in kept
+    one.evaluate("async () => { await app.extensionManager.command.execute('Comfy.Undo'); }")
+    one.page.wait_for_function("() => app.graph.nodes.some((n) => n.type === 'HalfsafeLayerRules' && n.widgets.find((w) => w.name === 'rules').value === '* compute=fp16 stream=same')")
+    assert len(one.saved()["nodes"]) == len(before["nodes"])
