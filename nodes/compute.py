@@ -69,12 +69,22 @@ class AutoPrecision(io.ComfyNode):
                 "guards model, VAE and CLIP against black images, and shows what ran."
             ),
             search_aliases=[
-                "halfsafe", "black image", "nan", "oom", "out of memory", "auto precision", "auto dtype", "best precision",
-                "noise", "quality", "speed", "low vram",
-            ],  # fmt: skip
+                "halfsafe",
+                "black image",
+                "nan",
+                "oom",
+                "out of memory",
+                "auto precision",
+                "auto dtype",
+                "best precision",
+                "noise",
+                "low vram",
+            ],
             has_intermediate_output=True,
             inputs=[
-                io.Model.Input("model", tooltip="The model, from any loader; the output is a patched and guarded clone."),
+                io.Model.Input(
+                    "model", tooltip="The model, from any loader; the output is a patched and guarded clone."
+                ),
                 io.Combo.Input(
                     "goal",
                     options=list(GOALS),
@@ -85,7 +95,9 @@ class AutoPrecision(io.ComfyNode):
                     ),
                 ),
                 io.Clip.Input(
-                    "clip", optional=True, tooltip="Guarded. Its precision stays: ComfyUI runs text encoders with fp32 activations."
+                    "clip",
+                    optional=True,
+                    tooltip="Guarded. Its precision stays: ComfyUI runs text encoders with fp32 activations.",
                 ),
                 io.Vae.Input("vae", optional=True, tooltip="Guarded. With goal quality: a copy that works in fp32."),
                 RulesType.Input(

@@ -13,8 +13,15 @@ ANALYSIS = "halfsafe.analysis"
 LOW_RANK = "halfsafe.low_rank"
 LOW_RANK_OF_TEXT = "halfsafe.low_rank.text"
 PLACES = {
-    REPORT: -3, LOW_RANK_OF_TEXT: -2, GUARD: -1, ACCUMULATION: 1, COMPUTE: 2, GUARDED_LAYERS: 3, ANALYSIS: 4, LOW_RANK: 5,
-}  # fmt: skip
+    REPORT: -3,
+    LOW_RANK_OF_TEXT: -2,
+    GUARD: -1,
+    ACCUMULATION: 1,
+    COMPUTE: 2,
+    GUARDED_LAYERS: 3,
+    ANALYSIS: 4,
+    LOW_RANK: 5,
+}
 """The order of our wrappers around a model's call, from the outermost in; wrappers of others are at 0.
 
 Outermost: the guard's check. Accumulation wraps compute. Inside of it the guard's escalated layers, which override
