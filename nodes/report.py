@@ -9,8 +9,8 @@ from ..precision.commands import doctor
 from ..precision.devices.detect import PROFILE_NAMES
 from ..precision.report.report_chart import chart
 from .host import report as host
-from .host.load.devices import current_device
 from .host.live_report import KEY
+from .host.load.devices import current_device
 from .host.page import encoder_reports
 from .inputs import CATEGORY
 
@@ -23,7 +23,7 @@ class Report(io.ComfyNode):
             display_name="Precision Report (Halfsafe)",
             category=CATEGORY,
             description="What each layer is stored in and computed in, on which device, and why.",
-            search_aliases=["dtype", "precision", "precision report", "which dtype is used", "manual cast", "weight dtype", "debug"],
+            search_aliases=["dtype", "precision", "report", "which dtype is used", "manual cast", "weight dtype", "debug"],
             is_output_node=True,
             inputs=[
                 io.Model.Input("model", tooltip="The model to report on, as the sampler gets it."),
