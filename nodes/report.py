@@ -23,7 +23,7 @@ class Report(io.ComfyNode):
             display_name="Precision Report (Halfsafe)",
             category=CATEGORY,
             description="What each layer is stored in and computed in, on which device, and why.",
-            search_aliases=["dtype", "precision", "report", "which dtype is used", "manual cast", "weight dtype", "debug"],
+            search_aliases=["dtype", "precision", "report", "used dtype", "manual cast", "weight dtype", "debug"],
             is_output_node=True,
             inputs=[
                 io.Model.Input("model", tooltip="The model to report on, as the sampler gets it."),
