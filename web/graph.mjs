@@ -27,6 +27,11 @@ export function setWidget(node, name, value) {
   widget.callback?.(value);
 }
 
+/** @param {any} from @param {number} output @param {any} to @param {number} input */
+export function link(from, output, to, input) {
+  from.connectSlots(from.outputs[output], to, to.inputs[input]);
+}
+
 /** Put rules into the Layer Rules node before a node, which is made where there is none. @param {any} app @param {any} node @param {string} rules */
 export function keepRules(app, node, rules) {
   undoable(app, () => {
@@ -36,7 +41,7 @@ export function keepRules(app, node, rules) {
     if (holder !== present) {
       holder.pos = [node.pos[0] - holder.size[0] - GAP, node.pos[1]];
       setWidget(holder, "preset", "none");
-      holder.connect(0, node, slot);
+      link(holder, 0, node, slot);
     }
     setWidget(holder, "rules", rules);
   });
