@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 BLOCK_WORDS = ("block", "blocks", "layer", "layers")
 
@@ -16,6 +16,13 @@ def pattern_of(name: str) -> str:
     return ".".join(parts)
 
 
+def block_of(name: str) -> str:
+    """Return the numbered block a layer is in, the outermost one: its name up to the first number; "" outside of them."""
+    parts = name.split(".")
+    ends = [place for place, part in enumerate(parts, 1) if part.isdecimal()]
+    return ".".join(parts[: ends[0]]) if ends else ""
+
+
 def count_patterns(names: Iterable[str]) -> Counter[str]:
     """Count the names that share each pattern."""
     return Counter(map(pattern_of, names))
@@ -27,6 +34,11 @@ def by_pattern(names: Iterable[str]) -> dict[str, list[str]]:
     for name in names:
         groups[pattern_of(name)].append(name)
     return groups
+
+
+def are_alike(kinds: Mapping[str, object], names: Iterable[str]) -> bool:
+    """Tell whether the layers that share a pattern are of one kind each; a name that ``kinds`` lacks is of none."""
+    return all(len({kinds.get(name) for name in members}) == 1 for members in by_pattern(names).values())
 
 
 def group_name(pattern: str, members: list[str], total: int) -> str:

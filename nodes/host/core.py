@@ -26,6 +26,8 @@ Control = Annotated[Any, "comfy.controlnet"]
 StepCache = Annotated[Any, "comfy_extras.nodes_easycache"]
 PrefixModel = Annotated[torch.nn.Module, "comfy.ldm.qwen_image21.model"]
 PrefixOption = Annotated[str, "comfy.ldm.qwen_image21.model"]
+CommandLine = Annotated[Any, "comfy.cli_args"]
+Prefetching = Annotated[Any, "comfy.model_prefetch"]
 
 FULL_PRECISION: LayerAttribute = "_full_precision_mm"
 PRODUCT: LayerAttribute = "_forward"
@@ -215,6 +217,18 @@ def empty_prefix_cache(diffusion_model: PrefixModel) -> None:
     """Empty the keys and values of the text that a diffusion model keeps between steps; others keep none."""
     if hasattr(diffusion_model, "reset_prefix_cache"):
         diffusion_model.reset_prefix_cache(diffusion_model.prefix_cache_enabled)
+
+
+def without_compiler(arguments: CommandLine) -> list[Patch]:
+    """Return what turns off ComfyUI's model compiler, which each model asks as its call begins; nothing where there is
+    none."""
+    return [(arguments, "disable_comfy_compiler", True)] if hasattr(arguments, "disable_comfy_compiler") else []
+
+
+def close_graph(prefetching: Prefetching) -> None:
+    """Close the graph that ComfyUI's model compiler has open on this thread, and forget what it recorded."""
+    if hasattr(prefetching, "cleanup_malloc_graph"):
+        prefetching.cleanup_malloc_graph()
 
 
 def is_in_layout(tensor: QuantizedTensor, name: str) -> bool:

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..layer_names import block_of
 from .operand_scale import OperandScale
 
 
@@ -21,7 +22,8 @@ class SharedOperands:
     """Make the operands of a model's operations.
 
     A call that calibrates finds out who shares an operand: who is given the very same tensor next, not written to in
-    between.
+    between, in the same block. Nothing is kept for a later block: ComfyUI's model compiler lends the next one the memory
+    of the one before (``nodes/host/run/model_compiler.py``).
     """
 
     def __init__(self) -> None:
@@ -43,6 +45,11 @@ class SharedOperands:
     def sharing(self, proof: object) -> list[OperandScale]:
         """Return the scales of the operations after this one that take over its operand and its record."""
         return self._sharing.get(proof, [])  # type: ignore[call-overload]  # proofs of other kinds share nothing
+
+    def place_of(self, scale: OperandScale) -> tuple[bool, int, bool]:
+        """Tell of an operation whether it takes over an operand, how many take over its own, and whether it runs once
+        in a call."""
+        return scale in self._first, len(self._sharing.get(scale, [])), self._uses.get(scale) == 1
 
     def operand(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` as it is multiplied: in fp16, scaled, recorded."""
@@ -73,7 +80,8 @@ class SharedOperands:
 
 
 def _are_equal(last: LastOperand, scale: OperandScale, operand: torch.Tensor) -> bool:
-    return last.scale is not scale and _scale_alike(last, scale) and torch.equal(last.operand, operand)
+    in_one_block = block_of(last.scale.name) == block_of(scale.name)
+    return in_one_block and last.scale is not scale and _scale_alike(last, scale) and torch.equal(last.operand, operand)
 
 
 def _scale_alike(last: LastOperand, scale: OperandScale) -> bool:

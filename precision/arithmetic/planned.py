@@ -103,6 +103,13 @@ class PlannedLayers:
         found = {name: operation.observed_mode for name, operation in self.operations.items()}
         return self.planned_modes() | found
 
+    def allocations(self) -> dict[str, object]:
+        """Return layer -> what its allocations depend on: the mode it runs in, and what becomes of its operand."""
+        place = self.calibration.operands.place_of
+        operations = self.operations.items()
+        found = {name: (each.observed_mode, each.scale.exponent != 0, place(each.scale)) for name, each in operations}
+        return {**self.planned_modes(), **found}
+
     @property
     def fp16_flops(self) -> int:
         """The floating-point operations of a call that had fp16 operands and could not overflow."""

@@ -129,6 +129,8 @@ IF_THERE = {
     "comfy.ldm.qwen_image21.model.*.prefix_cache_enabled": "no model keeps keys and values of the text between steps",
     "comfy.ldm.qwen_image21.model.*.qwen_image21_cache": "no model keeps keys and values of the text between steps",
     "comfy.ldm.qwen_image21.model.*.reset_prefix_cache": "no model keeps keys and values of the text between steps",
+    "comfy.cli_args.*.disable_comfy_compiler": "there is no model compiler to turn off",
+    "comfy.model_prefetch.*.cleanup_malloc_graph": "there is no model compiler to clean up after",
 }
 """What is used where it is there, and what happens where it is not."""
 

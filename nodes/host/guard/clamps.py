@@ -14,12 +14,15 @@ def clamps_in_fp16(model: torch.nn.Module) -> bool:
 
 
 class ClampWatch(TorchFunctionMode):
-    """Record the largest magnitude, inf or NaN, that ``nan_to_num`` of fp16 values is given; reads nothing back."""
+    """Record the largest magnitude, inf or NaN, that ``nan_to_num`` of fp16 values is given; reads nothing back.
 
-    def __init__(self, on: bool):
+    It keeps nothing that a block allocates: its one number is made before the call, on ``device``.
+    """
+
+    def __init__(self, on: bool, device: torch.device):
         super().__init__()
         self.on = on
-        self._largest: torch.Tensor | None = None
+        self._largest = torch.zeros((), device=device) if on else None
 
     def __enter__(self):
         return super().__enter__() if self.on else self
@@ -29,10 +32,9 @@ class ClampWatch(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.nan_to_num and args[0].dtype == torch.float16:
-            size = amax(args[0])
-            self._largest = size if self._largest is None else torch.maximum(self._largest, size)
+            torch.maximum(self._largest, amax(args[0]), out=self._largest)
         return func(*args, **(kwargs or {}))
 
-    def sizes(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the largest magnitude, 0-dim, on ``device``; nothing where nothing was clamped."""
-        return [] if self._largest is None else [self._largest.to(device)]
+    def sizes(self) -> list[torch.Tensor]:
+        """Return the largest magnitude, 0-dim; 0 where nothing was clamped, and nothing where it is off."""
+        return [] if self._largest is None else [self._largest]

@@ -44,6 +44,7 @@ from ..run.attention import OVERRIDE
 from ..run.call import Call
 from ..run.execution import is_compiled, is_on_several_devices
 from ..run.layer_modes import kernels_of, observed_modes_of
+from ..run.model_compiler import compiler_off
 from ..run.oom import is_oom
 from ..run.step_caches import KeptByPatches
 from .escalation import EscalatedLayers
@@ -130,10 +131,14 @@ class DriftCheck:
         self.exact: torch.Tensor
         self.rows: list[int] = []
 
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """Watch the call itself, unless it is compiled."""
-        # torch.compile would compile a module with hooks anew.
-        return contextlib.nullcontext() if is_compiled(self.patcher) else self.blocks.watched()
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the call itself, unless torch.compile runs it."""
+        if is_compiled(self.patcher):  # a module with hooks is compiled anew
+            yield
+            return
+        with compiler_off(), self.blocks.watched():
+            yield
 
     def compare(self, result: torch.Tensor) -> None:
         """Compare the call's result with the same call in fp32; whatever goes wrong is logged, and the run goes on."""

@@ -21,6 +21,7 @@ from ..run.call import Call
 from ..run.compute import PlannedModel
 from ..run.conditions import Make
 from ..run.execution import is_compiled
+from ..run.model_compiler import compiler_off
 from ..run.modules import only_multiplies
 from .causes import with_patches
 
@@ -65,11 +66,13 @@ class EscalatedLayers:
         """Make a call inside of whatever wrappers others have, with the patches ``observing`` on top of the model's."""
         attend = self._attend if self.everywhere or self.blocks or self._exact else None
         exact = self._exact.everywhere() if self._exact else contextlib.nullcontext()
+        free = compiler_off() if self.blocks else contextlib.nullcontext()
         # torch.compile makes a graph anew for each function it has not met.
         if attend and not is_compiled(call.model.current_patcher):
             call.options = with_patches(call.options, promoting)
         with (
             exact,
+            free,
             patched([*self._patches(), *observing]),
             attending(call.model, call, attend),
             _sums_in_fp32(self.everywhere),

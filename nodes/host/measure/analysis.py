@@ -27,6 +27,7 @@ from ..facts.model_facts import model_facts
 from ..load.devices import current_device
 from ..load.progress import advancing
 from ..run.compute import compute_of
+from ..run.model_compiler import compiler_off
 from ..run.modules import core_weights, exchanged, only_multiplies
 from ..run.wrappers import ANALYSIS, set_wrapper
 from .bare_clone import bare_clone
@@ -54,7 +55,7 @@ def analyze_model(
     clone = _prepared(patcher, session)
 
     def run():
-        with compile_disabled(), torch.no_grad():
+        with compile_disabled(), compiler_off(), torch.no_grad():
             return sample(clone, positive, negative, latent, seed, STEPS, IMAGE_DENOISE)
 
     session.reference(run)

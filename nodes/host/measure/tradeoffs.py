@@ -39,6 +39,7 @@ from ..report import report_of
 from ..run.accumulation import with_accumulation
 from ..run.compute import compute_of, set_compute
 from ..run.execution import is_on_several_devices
+from ..run.model_compiler import compiler_off
 from ..run.oom import is_oom
 from ..run.wrappers import ANALYSIS, set_wrapper
 from .bare_clone import bare_clone
@@ -76,7 +77,7 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
         raise HalfsafeError("The model is spread over several devices.", "Measure it before MultiGPU, on one of them.")
     bar = comfy.utils.ProgressBar((len(settings) + 1) * STEPS)
     runner = SettingRunner(patcher, inputs)
-    with compile_disabled(), torch.no_grad():
+    with compile_disabled(), compiler_off(), torch.no_grad():
         reference = _reference(runner, advancing(bar))
         rows = []
         for place, setting in enumerate(settings, 1):

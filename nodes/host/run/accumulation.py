@@ -14,6 +14,7 @@ from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16Ac
 from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.devices.detect import detect
+from ....precision.layer_names import are_alike
 from ....precision.modes import FP8, FP16, INT8
 from ....precision.plan.accumulation import (
     EXACT_SUMS,
@@ -32,6 +33,7 @@ from .call import Call
 from .compute import compute_of, needs_fp32_accumulation
 from .execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer
 from .layer_modes import planned_modes_of, settings_of
+from .model_compiler import compiler_off
 from .modules import exchanged, only_multiplies, weights_of
 from .per_model import PerModel
 from .wrappers import ACCUMULATION, set_wrapper
@@ -97,6 +99,8 @@ class _Run:
         self.attention = BoundedAttention(self.calibration, not auto) if plan.attention in ("auto", "fp32") else None
         self.watches = bool(self.operations) or auto
         self.refused_fp8: fast_accumulation.Refused = {}
+        self._names = list(modules_of(model))
+        self._alike: bool | None = None
         patches = (exchanged(operation.module, operation.__call__) for operation in self.operations.values())
         self._patches: list[Patch] = [patch for of_one in patches for patch in of_one]
 
@@ -125,7 +129,20 @@ class _Run:
                 scopes.enter_context(fast_accumulation.fast_accumulation(self.refused_fp8))
             if self.plan.whole and self.watches and self.calibration.calibrating:
                 scopes.enter_context(compile_disabled())
+            if not self._allocates_alike():
+                scopes.enter_context(compiler_off())
             yield
+
+    def _allocates_alike(self) -> bool:
+        """Tell whether each block runs as the one before it, so that it allocates the same."""
+        if self.watches and self.calibration.calibrating:
+            self._alike = None
+            return False
+        if self._alike is None:
+            scaled = {name: (op.sums.proven, op.sums.exponent) for name, op in self.operations.items()}
+            modes = {state.mode for state in getattr(self.attention, "states", ())}
+            self._alike = len(modes) < 2 and are_alike(scaled, self._names)
+        return self._alike
 
     @property
     def all_in_fp16(self) -> bool:

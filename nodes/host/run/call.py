@@ -8,7 +8,7 @@ import torch
 
 from ....precision.nested import replaced
 from ..core import empty_prefix_cache, forget_call
-from . import step_caches
+from . import model_compiler, step_caches
 from .step_caches import KeptByPatches
 
 if TYPE_CHECKING:
@@ -55,16 +55,22 @@ class Call:
         return self.apart(options)
 
     def apart(self, options: dict) -> torch.Tensor:
-        """Make the call as a repeat that reads and leaves nothing in the caches of models and nodes."""
+        """Make the call as a repeat that reads and leaves nothing in the caches of models and nodes, and without
+        ComfyUI's model compiler."""
         self._kept.restore()
         try:
-            return self._run({**step_caches.OFF, **options})
+            with model_compiler.compiler_off():
+                return self._run({**step_caches.OFF, **options})
         finally:
             self._kept.restore()
 
     def _run(self, options: dict) -> torch.Tensor:
         arguments = (self.x, self.t, self.c_concat, self.c_crossattn, _fresh(self.control), {**self.options, **options})
-        return self.executor(*arguments, **self.extra)
+        try:
+            return self.executor(*arguments, **self.extra)
+        except BaseException:
+            model_compiler.after_failure()
+            raise
 
     def replaced(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Call":
         """Return a copy of the call with ``function`` of each tensor that the model is given in its place."""

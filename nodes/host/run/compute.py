@@ -15,6 +15,7 @@ from ....precision.arithmetic.compiling import compile_disabled
 from ....precision.arithmetic.flags import fp32_accumulation
 from ....precision.arithmetic.patching import patched
 from ....precision.arithmetic.planned import PlannedLayers
+from ....precision.layer_names import are_alike
 from ....precision.modes import FP16, FP16_WIDE, INT8, MODE_OF
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..core import casting
@@ -24,6 +25,7 @@ from .call import Call
 from .conditions import Make, adapts_text, conditions_through
 from .core_layers import CoreLayers, Switching, int8_patches
 from .execution import switches_by_layer
+from .model_compiler import compiler_off
 from .modules import calling_layers
 from .per_model import PerModel
 from .wrappers import COMPUTE, set_wrapper
@@ -139,6 +141,7 @@ class PlannedModel:
         self.layers = PlannedLayers(decisions, modules, host, safe=plan.is_safe)
         self.calibration = self.layers.calibration
         self.calibration.results.allowed = fp16_results
+        self._alike: bool | None = None
         self.attention = SafeAttention(self.calibration)
         self.patches = list(self.layers.patches)
         for name in in_int8:
@@ -157,10 +160,21 @@ class PlannedModel:
         def once():
             self.attention.begin()
             plain = compile_disabled() if self.calibration.calibrating else nullcontext()
-            with fp32_accumulation() if off else nullcontext(), plain, self.calling:
+            free = nullcontext() if self._allocates_alike() else compiler_off()
+            with fp32_accumulation() if off else nullcontext(), plain, free, self.calling:
                 return call()
 
         return self.calibration.run(once)
+
+    def _allocates_alike(self) -> bool:
+        """Tell whether each block runs as the one before it, so that it allocates the same."""
+        if self.calibration.calibrating:
+            self._alike = None
+            return False
+        if self._alike is None:
+            kinds = {name: self.plan.decisions[name].mode for name in self.modules} | self.layers.allocations()
+            self._alike = len({*self.attention.calls_in_fp32}) < 2 and are_alike(kinds, modules_of(self._model()))
+        return self._alike
 
     @property
     def attend(self) -> Callable | None:
