@@ -14,7 +14,7 @@ from halfsafe.nodes.host.run.model_compiler import compiler_off
 from halfsafe.precision.measure.settings import settings_from
 from support import families, model_files, qwen_image21, rare_families
 from support.comfy_compiler import GraphError, comfy_compiler
-from support.guarding import guarded, report_of
+from support.guarding import guarded, inside, nan_at, report_of
 from support.summing import accumulation
 
 
@@ -78,6 +78,12 @@ def test_repeats_of_the_guard_and_what_it_widens_keep_it(comfy, loud):
     latent, recorder = sampled(model)
     assert report_of(model).verdict == "recovered" and (latent - expected).norm() < 0.02 * expected.norm()
     assert recorder.calls >= 1, "the first call, which failed"
+
+
+def test_repeats_that_change_nothing_are_not_compiled_either(comfy, minimax):
+    """A call that fails once is made again with every operation watched, and once more as it was."""
+    model = guarded(comfy, inside(families.load(comfy, minimax, "fp16", "fp16"), nan_at(2)))
+    assert sampled(model)[1].calls == 3 and report_of(model).verdict == "device_fault"
 
 
 def test_a_check_keeps_it(comfy, minimax):
