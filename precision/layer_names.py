@@ -17,7 +17,7 @@ def pattern_of(name: str) -> str:
 
 
 def block_of(name: str) -> str:
-    """Return the numbered block a layer is in, the outermost one: its name up to the first number; "" outside of them."""
+    """Return the outermost numbered block a layer is in, its name up to the first number; "" outside of them."""
     parts = name.split(".")
     ends = [place for place, part in enumerate(parts, 1) if part.isdecimal()]
     return ".".join(parts[: ends[0]]) if ends else ""

@@ -22,8 +22,8 @@ class SharedOperands:
     """Make the operands of a model's operations.
 
     A call that calibrates finds out who shares an operand: who is given the very same tensor next, not written to in
-    between, in the same block. Nothing is kept for a later block: ComfyUI's model compiler lends the next one the memory
-    of the one before (``nodes/host/run/model_compiler.py``).
+    between, in the same block. Nothing is kept for a later block: ComfyUI's model compiler lends the next one the
+    memory of the one before (``nodes/host/run/model_compiler.py``).
     """
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ class QwenImage21(torch.nn.Module):
     def reset_prefix_cache(self, enabled: bool) -> None:
         self.prefix_cache, self.prefix_cache_enabled = {}, enabled
 
-    def forward(self, x, timestep, context, transformer_options={}, **kwargs):
+    def forward(self, x, timestep, context, *, transformer_options, **kwargs):
         rows, text = self.img_in(x.flatten(2).transpose(1, 2)), self.txt_in(context)
         scale, gate = self.modulation(timestep.to(x.dtype).cos().reshape(-1, 1, 1).expand(-1, 1, rows.shape[-1])).chunk(2, -1)
         off = transformer_options.get("qwen_image21_cache", {}).get("device") == "off" or not self.prefix_cache_enabled

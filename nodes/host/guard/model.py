@@ -81,7 +81,8 @@ class Guard:
             self._check_device(call, guarded, log)
         start = RandomStart.of(call.x.device)
         check = None if self.check == "off" else check_of(call, number, guarded, log, self.check)
-        with ClampWatch(guarded.watches_clamps, call.x.device) as watch, check.watching() if check else contextlib.nullcontext():
+        watching = check.watching() if check else contextlib.nullcontext()
+        with ClampWatch(guarded.watches_clamps, call.x.device) as watch, watching:
             result = call(**{INSIDE: guarded.layers and guarded.layers.call})
         sizes = torch.stack([amax(result), *watch.sizes()]).tolist()
         finite = all(map(math.isfinite, sizes))

@@ -8,9 +8,11 @@ import torch
 from comfy.ldm.minimax.model import MiniMaxH3Model
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.guard.clamps import ClampWatch
+from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.measure.analysis import analyze_model
 from halfsafe.nodes.host.measure.tradeoffs import Inputs, measure_model
 from halfsafe.nodes.host.run.model_compiler import compiler_off
+from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.measure.settings import settings_from
 from support import families, model_files, qwen_image21, rare_families
 from support.comfy_compiler import GraphError, comfy_compiler
@@ -78,6 +80,14 @@ def test_repeats_of_the_guard_and_what_it_widens_keep_it(comfy, loud):
     latent, recorder = sampled(model)
     assert report_of(model).verdict == "recovered" and (latent - expected).norm() < 0.02 * expected.norm()
     assert recorder.calls >= 1, "the first call, which failed"
+
+
+def test_blocks_that_the_guard_widens_are_not_compiled(comfy, minimax):
+    """Their results are cast back, and so made in one block and freed in the next."""
+    model = guarded(comfy, families.load(comfy, minimax, "fp16", "fp16"))
+    sampled(model)
+    guard_of(model).states.last(model.model).grow(Escalation({}, frozenset({"blocks.0", "blocks.1"}), False, False))
+    assert sampled(model)[1].calls == 0
 
 
 def test_repeats_that_change_nothing_are_not_compiled_either(comfy, minimax):
