@@ -16,6 +16,7 @@ from ..errors import NonFiniteWeight
 from ..files.safetensors_header import TensorSpec
 from .int8 import dequantize_rows, quantize_rows, rotation_group
 from .quantize import quantize
+from .scratch import empty
 from .stored_weight import StoredWeight, comfy_quant_tensor
 
 LARGEST_ROUNDED = max_of(torch.float32) / 2
@@ -195,7 +196,7 @@ def _int8(weight: StoredWeight, path) -> tuple[torch.Tensor, torch.Tensor]:
     if weight.plain:
         data, scale = quantize_rows(weight.data, rotation_group(columns))
     else:
-        data, scale = torch.empty(rows, columns, dtype=torch.int8), torch.empty(rows, 1)
+        data, scale = empty(weight.shape, torch.int8), torch.empty(rows, 1)
         for part, values in weight.parts():
             data[part], scale[part] = quantize_rows(values, rotation_group(columns))
     if not torch.isfinite(scale).all():
@@ -215,7 +216,7 @@ def _fp8(weight: StoredWeight, dtype: torch.dtype, bound: float) -> tuple[torch.
     if weight.plain:
         quantized = quantize(weight.data, dtype, largest)
         return quantized.data, quantized.scale
-    data = torch.empty(weight.shape, dtype=dtype)
+    data = empty(weight.shape, dtype)
     target = weight.matrix(data)
     for rows, part in weight.parts():
         quantized = quantize(part, dtype, largest)

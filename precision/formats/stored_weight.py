@@ -12,6 +12,7 @@ from ..dtypes import FP8_DTYPES, name_of
 from .encoding import Encoding
 from .gguf_weight import GgufWeight
 from .registry import Format, row_of
+from .scratch import empty
 
 CHUNK = 1 << 20
 EIGHT_BIT = FP8_DTYPES | {torch.int8}
@@ -172,8 +173,9 @@ class StoredWeight:
         """Dequantize the weight to ``dtype``; beyond the result this takes 16 MB.
         Unscaled data of that dtype is not copied."""
         if self.plain:
-            return self.data.to(dtype)
-        result = torch.empty(self.shape, dtype=dtype)
+            same = self.data.dtype == dtype
+            return self.data if same else empty(self.shape, dtype, self.data.device).copy_(self.data)
+        result = empty(self.shape, dtype)
         target = self.matrix(result)
         for rows, part in self.parts():
             target[rows] = part
