@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from halfsafe.precision.formats import scratch
 
 
