@@ -6,10 +6,10 @@ from comfy_api.latest import ComfyExtension, io
 
 from ..precision.devices.detect import PROFILE_VARIABLE
 from ..precision.devices.names import drop_wrong_name
-from . import accumulation, analysis, compare, compute, guard, loaders, measure, report, rules, save
+from . import accumulation, analysis, calibrate, compare, compute, guard, loaders, measure, report, rules, save
 from .host.kitchen import warn_once
 
-FILES = (loaders, save, rules, compute, accumulation, guard, report, analysis, compare, measure)
+FILES = (loaders, save, rules, compute, accumulation, guard, report, analysis, compare, measure, calibrate)
 NODES: list[type[io.ComfyNode]] = [node for file in FILES for node in file.NODES]
 
 

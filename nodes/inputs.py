@@ -2,6 +2,7 @@
 
 from comfy_api.latest import io
 
+from ..precision.calibrate.calibration import Calibration
 from ..precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from ..precision.errors import HalfsafeError
 from ..precision.guard.drift import CHECKS
@@ -10,6 +11,7 @@ from ..precision.plan.rules import Rules
 
 CATEGORY = "precision"
 RulesType = io.Custom("HALFSAFE_RULES")
+CalibrationType = io.Custom("HALFSAFE_CALIBRATION")
 STORAGE_TOOLTIP = (
     "How weights are kept. auto: as in the file; 8 bit where 16 does not fit the GPU. "
     "fp8, int8: half of 16 bit. Sensitive layers stay high."
@@ -70,3 +72,15 @@ def checked_rules(rules: object, name: str = "rules") -> Rules | None:
         problem = f"The input '{name}' takes the output of Layer Rules (Halfsafe), not a {type(rules).__name__}."
         raise HalfsafeError(problem, "Connect that node to it; lines of rules go into its own text.")
     return rules
+
+
+def checked_calibration(calibration: object) -> Calibration | None:
+    """Return what an input of a calibration was given; None where nothing is connected.
+
+    Raises:
+        HalfsafeError: it is of another type, which ComfyUI's API lets through.
+    """
+    if calibration is not None and not isinstance(calibration, Calibration):
+        problem = f"This takes the output of Calibrate (Halfsafe), not a {type(calibration).__name__}."
+        raise HalfsafeError(problem, "Connect that node to it; a kept file goes to convert --calibration.")
+    return calibration

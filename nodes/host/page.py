@@ -1,4 +1,4 @@
-"""Send the open page what guards have to say while a prompt runs, and keep that with the prompt for its report."""
+"""Send the open page what guards and long work say while a prompt runs, and keep what guards say for its report."""
 
 import weakref
 
@@ -33,6 +33,13 @@ def running_prompt() -> dict:
         return {}
     running, _ = server.prompt_queue.get_current_queue_volatile()
     return next((item[2] for item in running if item[1] == prompt_id), {})
+
+
+def show_progress(text: str) -> None:
+    """Show a line of text on the node that is running, if a page is there to show it."""
+    context, server = get_executing_context(), getattr(PromptServer, "instance", None)
+    if context is not None and server is not None:
+        server.send_progress_text(text, context.node_id)
 
 
 def send_to_page(

@@ -28,7 +28,10 @@ def available_memory() -> int | None:
     return None
 
 
-def require_memory(needed: int, what: str, available: int) -> None:
+FOR_WEIGHTS = "Choose fp8 storage, close other programs, or raise the container's or service's memory limit."
+
+
+def require_memory(needed: int, what: str, available: int, advice: str = FOR_WEIGHTS) -> None:
     """Check that the ``needed`` bytes for ``what`` are among those ``available``.
 
     Raises:
@@ -37,7 +40,7 @@ def require_memory(needed: int, what: str, available: int) -> None:
     if needed > available:
         raise MemoryShortage(
             f"{what} needs {size_text(needed)} of memory, {size_text(available)} are available.",
-            "Choose fp8 storage, close other programs, or raise the container's or service's memory limit.",
+            advice,
         )
 
 

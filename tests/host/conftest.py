@@ -40,7 +40,8 @@ AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/cau
 ONCE_PER_DEVICE = {"devices/probes"}
 HOST_MEMORY = {"precision/amax._fp8_amax", "precision/amax.host_amax"}
 ANALYSIS = {"analysis/session", "analysis/layer_error", "analysis/candidates", "formats/quantize"}
-ALLOWED_READS = frozenset(ONCE_PER_CALL | CALIBRATING | AFTER_A_FAILURE | IN_A_CHECK | ONCE_PER_DEVICE | HOST_MEMORY | ANALYSIS)
+CALIBRATE = {"calibrate/products"}
+ALLOWED_READS = frozenset(CALIBRATE | ONCE_PER_CALL | CALIBRATING | AFTER_A_FAILURE | IN_A_CHECK | ONCE_PER_DEVICE | HOST_MEMORY | ANALYSIS)
 
 
 class Unavailable(pytest.Module):

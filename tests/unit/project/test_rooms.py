@@ -13,7 +13,7 @@ FLOORS = (
     {"errors", "dtypes", "modes", "text", "amax", "nested", "oom", "snr", "images", "layer_names"},
     {"files"},
     {"formats", "arithmetic"},
-    {"devices"},
+    {"devices", "calibrate"},
     {"plan"},
     {"library", "report"},
     {"guard", "analysis", "measure", "commands"},

@@ -1,0 +1,98 @@
+"""Learn from your own prompts how a model's weights are best rounded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from comfy_api.latest import io, ui
+
+from .host.measure import calibrate as host
+from .inputs import CATEGORY, CalibrationType, checked_calibration
+
+if TYPE_CHECKING:
+    from ..precision.calibrate.calibration import Calibration
+    from .host.types import ModelPatcher
+
+
+class Calibrate(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="HalfsafeCalibrate",
+            display_name="Calibrate (Halfsafe)",
+            category=CATEGORY,
+            description=(
+                "Learn in one short sampling what each layer meets, so that Save Model rounds its weights by that: "
+                "int8, fp8, w6a8 and w4a8 come closer to the original, at no cost when the file is used."
+            ),
+            search_aliases=[
+                "gptq",
+                "calibration",
+                "better int8",
+                "quantize quality",
+                "calibrated quantization",
+                "hessian",
+                "w4a8",
+            ],
+            inputs=[
+                io.Model.Input(
+                    "model",
+                    tooltip=(
+                        "The model that will be saved, from any loader, LoRAs included; best in 16 bit. "
+                        "It is not changed."
+                    ),
+                ),
+                io.Conditioning.Input("positive", tooltip="A prompt like those you use."),
+                io.Latent.Input(
+                    "latent_image",
+                    tooltip="The size to sample at, as for a sampler: eight steps. 1024x1024 is enough by itself.",
+                ),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=False,
+                    tooltip="The noise. The same seed gives the same calibration.",
+                ),
+                io.Conditioning.Input("negative", optional=True, tooltip="Sampled too when given, at twice the time."),
+                CalibrationType.Input(
+                    "previous",
+                    optional=True,
+                    tooltip="A calibration of the same model with another prompt or size, to which this one is added.",
+                ),
+                io.String.Input(
+                    "filename_prefix",
+                    default="",
+                    optional=True,
+                    tooltip=(
+                        "Where to keep it, below ComfyUI's output folder, for convert --calibration. Empty: nowhere. "
+                        "It takes up to 2 GB for a large model."
+                    ),
+                ),
+            ],
+            outputs=[
+                CalibrationType.Output(display_name="calibration"),
+                io.String.Output(display_name="text"),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls,
+        model: ModelPatcher,
+        positive,
+        latent_image: dict,
+        seed: int,
+        negative=None,
+        previous: Calibration | None = None,
+        filename_prefix: str = "",
+    ) -> io.NodeOutput:
+        found = host.calibrate_model(model, positive, negative, latent_image, seed, checked_calibration(previous))
+        text = found.text()
+        if filename_prefix.strip("/ "):
+            text += f"\nKept in {host.kept(found, filename_prefix)}."
+        return io.NodeOutput(found, text, ui=ui.PreviewText(text))
+
+
+NODES = [Calibrate]

@@ -1,0 +1,143 @@
+"""Calibrate a model in ComfyUI: sum the products of its layers' inputs over a short run of its own sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import comfy.utils
+import torch
+from comfy.patcher_extension import WrappersMP
+from comfy.quant_ops import QuantizedTensor
+
+from ....precision.arithmetic.compiling import compile_disabled
+from ....precision.arithmetic.patching import Patch, patched
+from ....precision.calibrate.calibration import Calibration
+from ....precision.calibrate.products import WIDTHS, Products, products_bytes
+from ....precision.devices.memory import require_memory
+from ....precision.errors import HalfsafeError
+from ....precision.formats.comfy_format import can_be_quantized
+from ....precision.text import size_text
+from ..facts.layers import matrix_layers
+from ..load.devices import free_host_memory
+from ..load.files import output_path
+from ..load.identity import source_of_model
+from ..load.progress import advancing
+from ..page import show_progress
+from ..run.execution import is_on_several_devices
+from ..run.modules import calling_layers
+from ..run.wrappers import ANALYSIS, set_wrapper
+from .bare_clone import bare_clone
+from .sampling import sample
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+STEPS = 8
+MOST_MEMORY = 6 << 30
+
+
+def calibrate_model(
+    patcher: ModelPatcher, positive, negative, latent: dict, seed: int, previous: Calibration | None = None
+) -> Calibration:
+    """Sample ``STEPS`` steps and sum what every layer meets that could be quantized. The model is not changed.
+
+    Args:
+        previous: of the same model; what it saw is added.
+
+    Raises:
+        MemoryShortage: the sums do not fit into the host's memory.
+        HalfsafeError: ``previous`` is of another model, the model is spread over several devices, or it was not called.
+    """
+    if is_on_several_devices(patcher):
+        problem = "The model is spread over several devices."
+        raise HalfsafeError(problem, "Calibrate it before MultiGPU, on one of them.")
+    modules = calibrated_layers(patcher)
+    columns = {name: module.in_features for name, module in modules.items()}
+    source, cls = source_of_model(patcher), type(patcher.model).__name__
+    if previous is not None:
+        previous.require_model(source, str(source.get("file") or cls), columns)
+    width = _width(columns, cls) if previous is None else previous.width
+    found = Calibration(source, cls, width, {name: Products.empty(count, width) for name, count in columns.items()})
+    calls = _sampled(patcher, modules, found.layers, (positive, negative, latent, seed))
+    if not calls:
+        raise HalfsafeError("The model was not called, so nothing was calibrated.", "Give it a latent and a prompt.")
+    found = Calibration(source, cls, width, found.layers, 1, calls)
+    return found if previous is None else found.plus(previous)
+
+
+def calibrated_layers(patcher: ModelPatcher) -> dict[str, torch.nn.Module]:
+    """Map names to the layers whose weights ComfyUI can hold quantized."""
+    layers = matrix_layers(patcher.model)
+    return {name: module for name, module in layers if can_be_quantized(type(module).__name__)}
+
+
+def _width(columns: Mapping[str, int], cls: str) -> int:
+    """Return the widest blocks whose sums take no more than half of the free memory, and 6 GiB.
+
+    Raises:
+        MemoryShortage: not even the narrowest fit into the free memory.
+    """
+    free = free_host_memory()
+    sizes = {width: sum(products_bytes(count, width) for count in columns.values()) for width in WIDTHS}
+    width = next((width for width, size in sizes.items() if size <= min(free // 2, MOST_MEMORY)), WIDTHS[-1])
+    require_memory(sizes[width], f"Calibrating {cls}", free, "Free some memory: close other programs, unload other models.")
+    show_progress(f"{len(columns)} layers, {size_text(sizes[width])} of host memory for what they meet")
+    return width
+
+
+def _sampled(
+    patcher: ModelPatcher, modules: Mapping[str, torch.nn.Module], sums: Mapping[str, Products], inputs: tuple
+) -> int:
+    """Run the sampler with every layer's inputs summed; return how many calls the model had."""
+    bar = comfy.utils.ProgressBar(STEPS)
+    advance, calls = advancing(bar), []
+    clone = bare_clone(patcher)
+
+    def step(executor, *args):
+        advance()
+        show_progress(f"step {min(len(steps) + 1, STEPS)} of {STEPS}")
+        steps.append(1)
+        return executor(*args)
+
+    def call(executor, x: torch.Tensor, *args, **kwargs):
+        calls.append(1)
+        with patched(_watched(modules, sums, lambda: advance(0))), calling_layers(modules.values()):
+            return executor(x, *args, **kwargs)
+
+    steps: list[int] = []
+    set_wrapper(clone, ANALYSIS, call)
+    clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, step)
+    with compile_disabled(), torch.no_grad():
+        sample(clone, *inputs, STEPS)
+    bar.update_absolute(STEPS)
+    return len(calls)
+
+
+def _watched(
+    modules: Mapping[str, torch.nn.Module], sums: Mapping[str, Products], advance: Callable[[], object]
+) -> Iterator[Patch]:
+    for name, module in modules.items():
+        yield module, "forward", _summing(module.forward, sums[name], advance)
+
+
+def _summing(forward: Callable, sums: Products, advance: Callable[[], object]) -> Callable:
+    """Add a layer's inputs to its sums on their way to its forward."""
+
+    def call(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        advance()
+        sums.add(x.dequantize() if isinstance(x, QuantizedTensor) else x)
+        return forward(x, *args, **kwargs)
+
+    return call
+
+
+def kept(calibration: Calibration, filename_prefix: str) -> str:
+    """Write a calibration below ComfyUI's output folder, and return the file's name there.
+
+    Raises:
+        HalfsafeError: the prefix leaves the output folder, or the file cannot be written.
+    """
+    path, name = output_path(filename_prefix)
+    calibration.save(path)
+    return name

@@ -1,0 +1,168 @@
+"""A calibration of a model: the products of its layers' inputs, kept in memory or in a safetensors file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import CheckpointError, HalfsafeError
+from ..files.safetensors_file import open_checkpoint, write_safetensors
+from ..files.safetensors_header import TensorSpec
+from ..files.strict_json import read_object
+from ..files.tensor_file import TensorFile
+from ..text import size_text
+from .products import Products
+
+KEY = "halfsafe_calibration"
+FINGERPRINT = "sha256_of_header_and_4096_bytes_of_each_tensor"
+FEWEST = 256
+NAMED = 5
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the layers of one model met.
+
+    Attributes:
+        model: the file it was loaded from, as :func:`~halfsafe.precision.formats.card.source_of` describes it; empty
+            where that is not known.
+        cls: ComfyUI's class of the model.
+        layers: layer name inside the diffusion model -> products of its inputs.
+        width: the widest block asked for.
+        runs: how many samplings are in it, ``calls``: how many calls of the model.
+    """
+
+    model: Mapping[str, object]
+    cls: str
+    width: int
+    layers: dict[str, Products] = field(default_factory=dict)
+    runs: int = 0
+    calls: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """The bytes it takes in memory."""
+        return sum(products.blocks.nbytes for products in self.layers.values())
+
+    @property
+    def name(self) -> str:
+        """The model in words: its file, or its class."""
+        return str(self.model.get("file") or self.cls)
+
+    @property
+    def sparse(self) -> dict[str, int]:
+        """Map the layers that saw too few tokens to be rounded by them to how many they saw."""
+        return {name: products.tokens for name, products in self.layers.items() if products.tokens < FEWEST}
+
+    def usable(self, layer: str) -> Products | None:
+        """Return the products of a layer that has seen enough."""
+        products = self.layers.get(layer)
+        return products if products is not None and products.tokens >= FEWEST else None
+
+    def plus(self, other: Calibration) -> Calibration:
+        """Return both together.
+
+        Raises:
+            HalfsafeError: they are of two models.
+        """
+        self.require_model(other.model, other.name, {name: found.columns for name, found in other.layers.items()})
+        layers = {name: products.plus(other.layers[name]) for name, products in self.layers.items()}
+        return Calibration(self.model, self.cls, self.width, layers, self.runs + other.runs, self.calls + other.calls)
+
+    def require_model(self, model: Mapping[str, object], name: str, columns: Mapping[str, int]) -> None:
+        """Raise HalfsafeError unless this is a calibration of that model: by its file where both are known, and by the
+        layers it has.
+
+        Args:
+            columns: layer -> its number of inputs, of at least the layers that are calibrated.
+        """
+        mine, other = self.model.get(FINGERPRINT), model.get(FINGERPRINT)
+        odd = next((layer for layer, found in self.layers.items() if columns.get(layer) != found.columns), None)
+        if odd is None and (mine == other or not mine or not other):
+            return
+        problem = f"The calibration is of another model: of {self.name}, not of {name}"
+        why = "their files differ" if odd is None else f"layer '{odd}' is not in both with as many inputs"
+        raise HalfsafeError(f"{problem} ({why}).", "Calibrate the very file whose model is saved or converted.")
+
+    def card(self) -> dict[str, object]:
+        """Return what the card of a file says that was rounded by this."""
+        tokens = sorted(products.tokens for products in self.layers.values())
+        counts = {"layers": len(tokens), "tokens_per_layer": tokens[len(tokens) // 2] if tokens else 0}
+        return {"method": "GPTQ", "runs": self.runs, "model_calls": self.calls, **counts}
+
+    def text(self) -> str:
+        """Say what it saw: layers, tokens, calls, memory, and what was left out."""
+        tokens = [products.tokens for products in self.layers.values() if products.tokens >= FEWEST]
+        seen = f"{min(tokens):,} to {max(tokens):,} tokens each" if tokens else "none of them often enough"
+        lines = [
+            f"Calibration of {self.name} ({self.cls})",
+            f"{len(tokens)} layers, {seen}, in {self.calls} model calls of {self.runs} run{'s' * (self.runs != 1)}; "
+            f"{size_text(self.bytes)} in memory, blocks of up to {self.width} inputs.",
+        ]
+        if self.sparse:
+            lines.append(f"Rounded to nearest, as they saw fewer than {FEWEST} tokens: {_named(self.sparse)}.")
+        left_out = {name: found.left_out for name, found in self.layers.items() if found.left_out}
+        if left_out:
+            lines.append(f"Inputs with NaN or Inf were left out: {_named(left_out)}. Attach NaN Guard to learn why.")
+        return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write it to a safetensors file: of each layer's symmetric blocks the upper triangles, in fp32.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        counts = {name: [found.width, found.tokens, found.left_out] for name, found in self.layers.items()}
+        values = {"model": dict(self.model), "class": self.cls, "width": self.width}
+        values |= {"runs": self.runs, "calls": self.calls, "layers": counts}
+        specs = [
+            TensorSpec(name, torch.float32, (len(found.blocks), found.width * (found.width + 1) // 2))
+            for name, found in self.layers.items()
+        ]
+        write_safetensors(path, specs, self._triangles(), {KEY: json.dumps(values)})
+
+    def _triangles(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, found in self.layers.items():
+            row, column = torch.triu_indices(found.width, found.width)
+            yield name, found.blocks[:, row, column]
+
+
+def _named(counts: Mapping[str, int]) -> str:
+    """Name the first few layers with their counts, and how many there are besides."""
+    first = ", ".join(f"{name} ({count})" for name, count in list(counts.items())[:NAMED])
+    return first if len(counts) <= NAMED else f"{first} and {len(counts) - NAMED} more"
+
+
+def read_calibration(path: str | os.PathLike) -> Calibration:
+    """Read a calibration file; its tensors are copied.
+
+    Raises:
+        CheckpointError: the file is damaged, or no calibration.
+    """
+    file = open_checkpoint(path)
+    try:
+        values = read_object(file.metadata[KEY])
+        names = {name: [int(number) for number in numbers] for name, numbers in values["layers"].items()}
+        model, cls = dict(values["model"]), str(values["class"])
+        width, runs, calls = (int(values[key]) for key in ("width", "runs", "calls"))
+    except (KeyError, ValueError, TypeError, AttributeError):
+        advice = "Give the file that Calibrate (Halfsafe) wrote."
+        raise CheckpointError(path, "no calibration of this pack", advice=advice) from None
+    layers = {name: _products(file, path, name, *numbers) for name, numbers in names.items()}
+    return Calibration(model, cls, width, layers, runs, calls)
+
+
+def _products(file: TensorFile, path, name: str, width: int, tokens: int, left_out: int) -> Products:
+    size = width * (width + 1) // 2
+    triangles = file[name] if name in file else torch.empty(0)
+    if width < 1 or triangles.dim() != 2 or triangles.shape[1] != size or not torch.isfinite(triangles).all():
+        raise CheckpointError(path, "a calibration whose sums are missing or damaged", name, "Calibrate again.")
+    row, column = torch.triu_indices(width, width)
+    with torch.inference_mode(False):
+        blocks = torch.empty(len(triangles), width, width)
+        blocks[:, row, column] = blocks[:, column, row] = triangles.float()
+    return Products(blocks, tokens, left_out)
