@@ -61,7 +61,7 @@ from .precision.dtypes import STORAGE_OPTIONS
 from .precision.errors import HalfsafeError, UnknownProfile
 from .precision.plan.goal import GOALS
 from .precision.plan.presets import DEFAULT_PRESET, PRESETS
-from .precision.text import size_text
+from .precision.text import duration_text, size_text
 
 
 class Progress:
@@ -89,7 +89,8 @@ class Progress:
 
     def _show(self) -> None:
         rate = self.done / max(time.monotonic() - self.began, 1e-9)
-        text = f"{self.verb} {size_text(self.done):>11} of {size_text(self.total)}, {size_text(rate):>11}/s"
+        left = duration_text((self.total - self.done) / max(rate, 1e-9))
+        text = f"{self.verb} {size_text(self.done):>11} of {size_text(self.total)}, {size_text(rate):>11}/s, {left:>7} left"
         if sys.stderr.isatty():
             filled = 30 * self.done // self.total
             end = "\n" if self.done >= self.total else ""
@@ -161,6 +162,9 @@ def _add_convert(commands) -> None:
     convert.add_argument("--storage", choices=STORAGE_OPTIONS[1:], required=True)
     convert.add_argument("--rules", type=Path, help="file with one rule per line, e.g. 'blocks.0.* storage=bf16'")
     convert.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET)
+    convert.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="round by this file, which Calibrate (Halfsafe) wrote"
+    )
     convert.add_argument("--force", action="store_true", help="overwrite the target")
 
 
@@ -288,13 +292,15 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _convert_one(source: Path, target: Path, options: argparse.Namespace, rules, progress):
+    from .precision.calibrate.calibration import read_calibration
     from .precision.commands.convert import convert_file
 
     if target.suffix not in (".safetensors", ".sft") or os.path.isdir(target):
         raise HalfsafeError(f"{target} is not the name of a .safetensors file.", "Give the target that ending.")
     if os.path.exists(target) and not options.force:
         raise HalfsafeError(f"{target} exists.", "Add --force to overwrite it.")
-    return convert_file(source, target, options.storage, rules, progress, options.force)
+    calibration = options.calibration and read_calibration(options.calibration)
+    return convert_file(source, target, options.storage, rules, progress, options.force, calibration, _tell)
 
 
 def _finish_many(options: argparse.Namespace, outcomes: list, to_json, to_text, summary: str, code: int) -> int:

@@ -8,9 +8,10 @@ from comfy_api.latest import io, ui
 
 from ..precision.plan.rules import rules_from
 from .host.load.save import save_model
-from .inputs import CATEGORY, checked_rules, rules_input, storage_input
+from .inputs import CATEGORY, CalibrationType, checked_calibration, checked_rules, rules_input, storage_input
 
 if TYPE_CHECKING:
+    from ..precision.calibrate.calibration import Calibration
     from ..precision.plan.rules import Rules
     from .host.types import ModelPatcher
 
@@ -24,8 +25,8 @@ class SaveModel(io.ComfyNode):
             node_id="HalfsafeSaveModel",
             display_name="Save Model (Halfsafe)",
             category=CATEGORY,
-            description="Save a model with its LoRAs merged, in scaled fp8, int8 or another dtype; "
-            "stock loaders read the file.",
+            description="Save a model with its LoRAs merged, in scaled fp8, int8 or another dtype, closer to it "
+            "with a calibration; stock loaders read the file.",
             search_aliases=[
                 "save fp8",
                 "save int8",
@@ -47,16 +48,29 @@ class SaveModel(io.ComfyNode):
                 ),
                 storage_input(tooltip=STORAGE_TOOLTIP, default="fp8_e4m3fn"),
                 rules_input(),
+                CalibrationType.Input(
+                    "calibration",
+                    optional=True,
+                    tooltip=(
+                        "From Calibrate (Halfsafe), of this model: its weights are rounded by what the layers meet. "
+                        "Closer to the original; takes minutes for a large model, and nothing when it is used."
+                    ),
+                ),
             ],
             outputs=[io.String.Output(display_name="path")],
         )
 
     @classmethod
     def execute(
-        cls, model: ModelPatcher, filename_prefix: str, storage: str, rules: Rules | None = None
+        cls,
+        model: ModelPatcher,
+        filename_prefix: str,
+        storage: str,
+        rules: Rules | None = None,
+        calibration: Calibration | None = None,
     ) -> io.NodeOutput:
-        hidden, given = cls.hidden, checked_rules(rules) or rules_from()
-        name = save_model(model, filename_prefix, storage, given, hidden.prompt, hidden.extra_pnginfo)
+        given, workflow = checked_rules(rules) or rules_from(), (cls.hidden.prompt, cls.hidden.extra_pnginfo)
+        name = save_model(model, filename_prefix, storage, given, *workflow, checked_calibration(calibration))
         return io.NodeOutput(name, ui=ui.PreviewText(f"Saved {name}"))
 
 

@@ -1,5 +1,6 @@
 """Wording shared by reports, analyses, commands and errors: sizes, counts, wrapped lines."""
 
+import math
 import textwrap
 
 WIDTH = 100
@@ -25,6 +26,14 @@ def count_text(count: int) -> str:
     if count >= 1e9:
         return f"{count / 1e9:.2f} B"
     return f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count}"
+
+
+def duration_text(seconds: float) -> str:
+    """Write a time in hours, minutes or seconds, rounded up: 3 min."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{math.ceil(seconds / size)} {unit}"
+    return f"{max(1, math.ceil(seconds))} s"
 
 
 def on_off(value: bool | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -88,11 +88,11 @@ class Calibration:
         why = "their files differ" if odd is None else f"layer '{odd}' is not in both with as many inputs"
         raise HalfsafeError(f"{problem} ({why}).", "Calibrate the very file whose model is saved or converted.")
 
-    def card(self) -> dict[str, object]:
-        """Return what the card of a file says that was rounded by this."""
-        tokens = sorted(products.tokens for products in self.layers.values())
-        counts = {"layers": len(tokens), "tokens_per_layer": tokens[len(tokens) // 2] if tokens else 0}
-        return {"method": "GPTQ", "runs": self.runs, "model_calls": self.calls, **counts}
+    def card(self, layers: Collection[str]) -> dict[str, object]:
+        """Return what the card of a file says of which these layers were rounded by this."""
+        tokens = [self.layers[name].tokens for name in layers]
+        seen = {"layers": len(tokens), "tokens_per_layer": [min(tokens, default=0), max(tokens, default=0)]}
+        return {"method": "GPTQ", "model": self.name, "runs": self.runs, "model_calls": self.calls, **seen}
 
     def text(self) -> str:
         """Say what it saw: layers, tokens, calls, memory, and what was left out."""
@@ -146,7 +146,10 @@ def read_calibration(path: str | os.PathLike) -> Calibration:
     file = open_checkpoint(path)
     try:
         values = read_object(file.metadata[KEY])
-        names = {name: [int(number) for number in numbers] for name, numbers in values["layers"].items()}
+        names = {
+            name: (int(width), int(tokens), int(left_out))
+            for name, (width, tokens, left_out) in values["layers"].items()
+        }
         model, cls = dict(values["model"]), str(values["class"])
         width, runs, calls = (int(values[key]) for key in ("width", "runs", "calls"))
     except (KeyError, ValueError, TypeError, AttributeError):

@@ -4,9 +4,12 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..calibrate.calibration import Calibration
+from ..calibrate.weights import CalibratedRounding
+from ..devices.hardware import default_device
 from ..errors import CheckpointError
 from ..files.safetensors_file import open_checkpoint, write_safetensors
 from ..files.tensor_file import TensorFile
@@ -45,6 +48,8 @@ def convert_file(
     rules: Rules,
     progress: Callable[[int], None] | None = None,
     overwrite: bool = True,
+    calibration: Calibration | None = None,
+    tell: Callable[[str], object] = str,
 ) -> ConvertSummary:
     """Convert a file, or a sharded set into one file, holding one weight at a time. Every weight is checked for
     NaN/Inf.
@@ -52,10 +57,13 @@ def convert_file(
     Args:
         progress: called with the bytes of the source just dealt with, :attr:`TensorFile.data_bytes` in all.
         overwrite: False to leave a target as it is that exists, or appears meanwhile.
+        calibration: of this very file; its weights are rounded by it, on a GPU where there is one.
+        tell: called with what there is to say before that.
 
     Raises:
         CheckpointError: source unreadable, damaged, cut while it is read, or a LoRA; target not writable, the same
             file, or to be left; NaN or Inf.
+        HalfsafeError: the calibration is of another model.
     """
     began = time.perf_counter()
     file, checkpoint = _read(source, Path(target))
@@ -64,8 +72,12 @@ def convert_file(
     plans = plan_weights(checkpoint.weights, asked, source, done=_done(file))
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of(file), storage, rules.names, lines, card=file.metadata.get(CARD_KEY, ""))
+    rounding = calibration and _rounding(calibration, checkpoint, plans, provenance.source)
+    if rounding:
+        provenance = replace(provenance, calibration=rounding.card)
+        tell(rounding.start())
     metadata = {"format": "pt"} | checkpoint.metadata | card_entry(provenance, plans.values())
-    tensors = planned_tensors(checkpoint.weights, plans, source, _done(file, progress))
+    tensors = planned_tensors(checkpoint.weights, plans, source, _done(file, progress), rounding)
     write_safetensors(target, planned_specs(plans), tensors, metadata, overwrite)
     if progress:
         progress(file.data_bytes - sum(weight.file_bytes for weight in checkpoint.weights.values()))
@@ -78,7 +90,7 @@ def convert_file(
         seconds=time.perf_counter() - began,
         weights=dict(Counter(plan.stored for plan in plans.values())),
         kept=[(name, decision.reason) for name, decision in decisions.items() if decision.kept],
-        notes=_notes(checkpoint, rules, plans),
+        notes=_notes(checkpoint, rules, plans) + ([rounding.text()] if rounding else []),
     )
 
 
@@ -103,6 +115,13 @@ def _done(file: TensorFile, progress: Callable[[int], None] | None = None) -> Ca
         file.require_whole()
 
     return done
+
+
+def _rounding(
+    calibration: Calibration, checkpoint: Checkpoint, plans: Mapping[str, WeightPlan], source: Mapping[str, object]
+) -> CalibratedRounding:
+    name, prefix = str(source["file"]), model_prefix(checkpoint)
+    return CalibratedRounding(calibration, checkpoint.weights, plans, source, name, prefix, default_device())
 
 
 def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, WeightPlan]) -> list[str]:

@@ -32,6 +32,7 @@ class Provenance:
         presets: names of rules presets, and ``rules``: the user's own lines.
         patched: how many weights had LoRAs or other patches merged.
         card: the source's own card, which stays as it is where no weight changes.
+        calibration: what codes were chosen by; empty where all are rounded to nearest.
     """
 
     source: Mapping[str, object] = field(default_factory=dict)
@@ -40,6 +41,7 @@ class Provenance:
     rules: Sequence[str] = ()
     patched: int = 0
     card: str = ""
+    calibration: Mapping[str, object] = field(default_factory=dict)
 
 
 def source_of(file: TensorFile) -> dict[str, object]:
@@ -63,6 +65,7 @@ def card_entry(provenance: Provenance, plans: Iterable[WeightPlan]) -> dict[str,
         "rules": {"presets": list(dict.fromkeys(provenance.presets)), "lines": list(provenance.rules)},
         "merged_patches": provenance.patched,
         "source": dict(provenance.source),
+        **({"calibration": dict(provenance.calibration)} if provenance.calibration else {}),
         **({WHAT_ERROR: errors} if errors else {}),
     }
     return {CARD_KEY: json.dumps(values)}

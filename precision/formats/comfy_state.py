@@ -9,6 +9,8 @@ from ..files.safetensors_header import TensorSpec
 from .checkpoint import Checkpoint, StoredWeight
 from .comfy_format import WeightPlan, finite_bound, tensors_of
 
+Rounding = Callable[[StoredWeight, WeightPlan, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+"""Return a weight's tensors, given them rounded to nearest, with codes that are chosen otherwise."""
 MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")
 
@@ -47,19 +49,25 @@ def planned_specs(plans: Mapping[str, WeightPlan]) -> list[TensorSpec]:
 
 
 def planned_tensors(
-    weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], path, done: Callable[[str, int], None]
+    weights: Mapping[str, StoredWeight],
+    plans: Mapping[str, WeightPlan],
+    path,
+    done: Callable[[str, int], None],
+    rounding: Rounding | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Make weights in ComfyUI's format as they are planned, one at a time, and yield their tensors by name.
 
     Args:
         path: what errors name as the place of a bad weight.
         done: called with the name of each weight that is written, and the bytes it had.
+        rounding: chooses codes; nearest without it.
 
     Raises:
         NonFiniteWeight: a weight holds NaN or Inf.
     """
     for name, weight in weights.items():
-        yield from tensors_of(weight, plans[name].storage, path).items()
+        tensors = tensors_of(weight, plans[name].storage, path)
+        yield from (rounding(weight, plans[name], tensors) if rounding else tensors).items()
         done(name, weight.file_bytes)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import comfy.lora
@@ -11,10 +12,13 @@ import comfy.quant_ops
 import torch
 
 from ....precision.arithmetic.compiling import plain_name
+from ....precision.calibrate.calibration import Calibration
+from ....precision.calibrate.weights import CalibratedRounding
 from ....precision.errors import HalfsafeError
 from ....precision.files.safetensors_file import write_safetensors
 from ....precision.formats.card import Provenance, card_entry
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
+from ....precision.formats.comfy_format import WeightPlan
 from ....precision.formats.comfy_state import planned_specs, planned_tensors
 from ....precision.plan.facts import LayerSpec
 from ....precision.plan.rules import Rules
@@ -22,6 +26,8 @@ from ....precision.plan.storage import plan_storage
 from ....precision.plan.weights import plan_weights
 from ..facts.layers import DIFFUSION_MODEL, modules_of
 from ..facts.model_facts import foreign_layers
+from ..page import show_progress
+from .devices import compute_device
 from .files import output_path
 from .identity import difference, marks_of, metadata_of, source_of_model
 from .progress import byte_progress
@@ -71,12 +77,22 @@ def _unpatched(patcher: ModelPatcher) -> dict[str, torch.Tensor]:
 
 
 def save_model(
-    patcher: ModelPatcher, filename_prefix: str, storage: str, rules: Rules, prompt: dict | None, extra: dict | None
+    patcher: ModelPatcher,
+    filename_prefix: str,
+    storage: str,
+    rules: Rules,
+    prompt: dict | None,
+    extra: dict | None,
+    calibration: Calibration | None = None,
 ) -> str:
     """Save the diffusion model below ComfyUI's output folder and return the file's name there.
 
+    Args:
+        calibration: of this model; its quantized weights are rounded by it.
+
     Raises:
-        HalfsafeError: the disk is full, the model holds NaN or Inf, or it has a LoRA that cannot be merged.
+        HalfsafeError: the disk is full, the model holds NaN or Inf, it has a LoRA that cannot be merged, or the
+            calibration is of another model.
     """
     if BYPASS in patcher.injections:
         raise HalfsafeError(
@@ -97,11 +113,37 @@ def save_model(
     patched = sum(name.startswith(DIFFUSION_MODEL) for name in patcher.patches)
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched)
-    progress = byte_progress(weights.stored.values())
+    rounding = calibration and _rounding(patcher, calibration, weights, plans, provenance.source)
+    if rounding:
+        provenance = replace(provenance, calibration=rounding.card)
     metadata |= card_entry(provenance, plans.values())
-    tensors = planned_tensors(weights, plans, name, lambda _, size: progress(size))
+    tensors = planned_tensors(weights, plans, name, _done(weights, rounding), rounding)
     write_safetensors(path, planned_specs(plans), tensors, metadata)
+    if rounding:
+        logger.info("Halfsafe: %s: %s", name, rounding.text())
     return name
+
+
+def _rounding(
+    patcher: ModelPatcher, calibration: Calibration, weights: LiveWeights, plans: Mapping[str, WeightPlan], source
+) -> CalibratedRounding:
+    """Return what rounds the weights by a calibration, on ComfyUI's compute device, and say how long that takes."""
+    name = str(source.get("file") or type(patcher.model).__name__)
+    rounding = CalibratedRounding(calibration, weights.stored, plans, source, name, device=compute_device())
+    logger.info("Halfsafe: %s", rounding.start())
+    return rounding
+
+
+def _done(weights: LiveWeights, rounding: CalibratedRounding | None) -> Callable[[str, int], None]:
+    """Return what to do once a weight is written: move the progress bar on, and say how long it still takes."""
+    progress = byte_progress(weights.stored.values())
+
+    def done(name: str, size: int) -> None:
+        progress(size)
+        if rounding and (left := rounding.left()):
+            show_progress(left)
+
+    return done
 
 
 def _refuse_foreign(patcher: ModelPatcher) -> None:

@@ -81,7 +81,7 @@ def _width(columns: Mapping[str, int], cls: str) -> int:
     free = free_host_memory()
     sizes = {width: sum(products_bytes(count, width) for count in columns.values()) for width in WIDTHS}
     width = next((width for width, size in sizes.items() if size <= min(free // 2, MOST_MEMORY)), WIDTHS[-1])
-    require_memory(sizes[width], f"Calibrating {cls}", free, "Free some memory: close other programs, unload other models.")
+    require_memory(sizes[width], f"Calibrating {cls}", free, "Free some: close other programs, unload other models.")
     show_progress(f"{len(columns)} layers, {size_text(sizes[width])} of host memory for what they meet")
     return width
 
