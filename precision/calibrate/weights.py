@@ -8,14 +8,15 @@ from collections.abc import Mapping
 
 import torch
 
-from ..formats.codes import CODES
 from ..formats.comfy_format import WeightPlan
+from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
 from ..text import duration_text
 from .calibration import Calibration
 from .products import Products
 from .rounding import rounded
 
+CODES = {storage: row.codes for storage, row in FORMAT_OF_STORAGE.items() if row.codes}
 VALUES = 1 << 24
 PROBE = (256, 512, 256)
 

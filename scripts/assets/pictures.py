@@ -37,6 +37,7 @@ THUMBNAILS = {
     "old-gpu-without-bf16": ["a yellow star on a black background"],
     "ampere-accumulation": ["a blue circle on a grey background"],
     "analyse-and-save-fp8": ["a green triangle"],
+    "calibrate-and-save": ["an orange heart"],
     "everything-automatic": [SHOWN[0], SHOWN[1], SHOWN[3], SHOWN[4]],
     "fp8-against-the-original": ["an orange cross on a grey background"],
     "which-precision": ["a purple heart on a pink background"],

@@ -23,6 +23,7 @@ NODE_IDS = {
     "HalfsafeLoadControlNet",
     "HalfsafeLoadVAE",
     "HalfsafeSaveModel",
+    "HalfsafeCalibrate",
     "HalfsafeLayerRules",
     "HalfsafeComputeDtype",
     "HalfsafeAccumulation",

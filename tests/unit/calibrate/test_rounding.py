@@ -7,7 +7,7 @@ import torch
 from halfsafe.precision.calibrate import rounding
 from halfsafe.precision.calibrate.products import Products, block_width
 from halfsafe.precision.calibrate.rounding import rounded
-from halfsafe.precision.formats.codes import CODES
+from halfsafe.precision.calibrate.weights import CODES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.measures import relative_error
