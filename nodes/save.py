@@ -52,8 +52,8 @@ class SaveModel(io.ComfyNode):
                     "calibration",
                     optional=True,
                     tooltip=(
-                        "From Calibrate (Halfsafe), of this model: its weights are rounded by what the layers meet. "
-                        "Closer to the original; takes minutes for a large model, and nothing when it is used."
+                        "From Calibrate (Halfsafe), of this model: weights are rounded by what the layers meet. "
+                        "Closer to the original; takes minutes for a large model."
                     ),
                 ),
             ],
