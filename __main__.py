@@ -90,7 +90,8 @@ class Progress:
     def _show(self) -> None:
         rate = self.done / max(time.monotonic() - self.began, 1e-9)
         left = duration_text((self.total - self.done) / max(rate, 1e-9))
-        text = f"{self.verb} {size_text(self.done):>11} of {size_text(self.total)}, {size_text(rate):>11}/s, {left:>7} left"
+        done = f"{size_text(self.done):>11} of {size_text(self.total)}"
+        text = f"{self.verb} {done}, {size_text(rate):>11}/s, {left:>7} left"
         if sys.stderr.isatty():
             filled = 30 * self.done // self.total
             end = "\n" if self.done >= self.total else ""
