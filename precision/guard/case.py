@@ -15,7 +15,7 @@ from .ladder import RandomStart
 from .localize import Origin
 from .log import CallPosition, GuardLog, event_of
 from .repeats import Repeats
-from .verdicts import BAD_INPUT, BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED
+from .verdicts import BAD_INPUT, BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED, TRANSFER
 from .wording import (
     COMPILED,
     EAGER_IS_FINITE,
@@ -221,11 +221,14 @@ class Case(Generic[Given, Step, Result]):
         return Diagnosis(input_origin(f"model patch {names}"), BAD_INPUT, PATCH_ADVICE, WITHOUT_PATCHES)
 
     def _weight_at_fault(self, everywhere: bool = False) -> Diagnosis | None:
-        """Find the weight or patch without whose values that are not finite the call would be finite.
+        """Find the weight or patch without whose values that are not finite the call would be finite, or the weight
+        that went bad on its way to the device.
 
         ``everywhere``: look at all weights, not only at what the operations watched lead to.
         """
         weights, origin = self.call.weights, self.origin
+        if origin and (differs := weights.transfer(origin)):
+            return Diagnosis(origin, TRANSFER, None, differs)
         if origin and origin.kind == "unknown" and (patch := weights.patch_sentence(origin.layer)):
             return Diagnosis(origin, BAD_WEIGHTS, patch, PATCH_READ)
         bad = weights.not_finite() if everywhere or (origin and origin.kind == "weights") else {}

@@ -48,6 +48,11 @@ class Weights(Protocol):
         """Tell whether a weight, quantized or not, holds NaN."""
         ...
 
+    def transfer(self, origin: Origin) -> str:
+        """Describe the weight of the operation that failed first, where it went bad on its way from the file to the
+        device; empty where it did not."""
+        ...
+
     def sentence(self, name: str) -> str:
         """Describe a weight that is not finite: what made it so and what to do."""
         ...

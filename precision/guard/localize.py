@@ -141,6 +141,9 @@ class Localizer(TorchDispatchMode):
                 tokens = bad_tokens(tensor) if self._in_linear() else ""
                 self._made[_key(tensor)] = replace(self._made_by(op, inputs, size), tokens=tokens)
 
+    def _in_layer(self) -> bool:
+        return bool(self._stack) and kind_of(self._stack[-1].module) is not None
+
     def _in_linear(self) -> bool:
         return bool(self._stack) and kind_of(self._stack[-1].module) == "linear"
 
@@ -151,7 +154,9 @@ class Localizer(TorchDispatchMode):
         weights = [self._weights[_key(tensor)] for tensor in bad if _key(tensor) in self._weights]
         if weights:
             return Origin(weights[0].rpartition(".")[0], weights[0], "weights", name_of(bad[0].dtype), math.nan)
-        return self._first_bad or replace(self._made_by(op, inputs, math.nan), kind="unknown")
+        # Dynamic VRAM multiplies by a copy of the weight (``cast_bias_weight`` in comfy/ops.py).
+        copied = self._bad_weight(self._stack[-1]) if self._in_layer() else None
+        return self._first_bad or copied or replace(self._made_by(op, inputs, math.nan), kind="unknown")
 
     def _made_by(self, op: str, inputs: list[tuple[torch.Tensor, float]], size: float) -> Origin:
         frame = self._stack[-1] if self._stack else None

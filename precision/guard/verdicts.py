@@ -9,6 +9,7 @@ BAD_WEIGHTS = "bad_weights"
 BAD_INPUT = "bad_input"
 NOT_PRECISION = "not_precision"
 DEVICE_FAULT = "device_fault"
+TRANSFER = "transfer"
 
 CURED = (CLEAN, RECOVERED)
 ADVICE = {
@@ -23,6 +24,10 @@ ADVICE = {
     DEVICE_FAULT: (
         "The device or its driver gave a wrong result, not the model: try another driver or torch, "
         "--disable-dynamic-vram, --disable-async-offload, or a device that is not overclocked."
+    ),
+    TRANSFER: (
+        "The file is fine. Run again; if it comes back, start ComfyUI with --disable-dynamic-vram, "
+        "then with --disable-async-offload or --disable-pinned-memory, or try another driver."
     ),
 }
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import folder_paths
 import torch
 
+from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.guard.finite import zeroed
 from ....precision.guard.inputs import SAMPLER, SIGMA, SIGMAS, NotFiniteInput, inputs_not_finite, is_finite, nan_inputs
-from ....precision.guard.localize import stored
+from ....precision.guard.localize import Origin, stored
 from ....precision.guard.wording import CONTROL_ADVICE
 from ....precision.nested import tensors_in
 from ....precision.plan.choice import ATTACHMENT
@@ -19,6 +20,7 @@ from ..facts.layers import DIFFUSION_MODEL
 from ..page import running_prompt
 from ..run.call import Call
 from ..run.modules import dequantized
+from .transfers import transfer_sentence
 
 CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
 CONTROL = "ControlNet output"
@@ -126,12 +128,26 @@ class LoadedWeights:
         """Tell whether a weight, quantized or not, holds NaN."""
         return bool(torch.isnan(stored(operator.attrgetter(name)(self.model)).float()).any())
 
+    def transfer(self, origin: Origin) -> str:
+        """Describe the weight of the operation that failed first, where it went bad on its way from the file to the
+        device; empty where it did not."""
+        if origin.kind not in ("weights", "unknown"):
+            return ""
+        name = origin.op if origin.kind == "weights" else f"{origin.layer}.weight"
+        module = dict(self.model.named_modules()).get(name.rpartition(".")[0])
+        if module is None or kind_of(module) is None or self._is_patched(name):
+            return ""
+        return transfer_sentence(name, module, self._patcher.load_device, _file_of(self._patcher))
+
+    def _is_patched(self, name: str) -> bool:
+        return any(key == f"{self._prefix}{name}" for key, _ in self._patches())
+
     def sentence(self, name: str) -> str:
         """Describe a weight that is not finite: what made it so and what to do."""
         if patch := self.patch_sentence(name.rpartition(".")[0]):
             return patch
         weight = operator.attrgetter(name)(self.model)
-        if any(key == f"{self._prefix}{name}" for key, _ in self._patches()) and not self.has_nan(name):
+        if self._is_patched(name) and not self.has_nan(name):
             return (
                 f"With its LoRA the weight '{name}' passes the range of {weight.dtype}: "
                 "lower the strength, or load the model with storage bf16 or fp32."

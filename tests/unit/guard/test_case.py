@@ -30,6 +30,10 @@ class OneWeight:
 
     value: torch.Tensor = field(default_factory=lambda: torch.ones(1))
     patch: str = ""
+    differs: str = ""
+
+    def transfer(self, origin: Origin) -> str:
+        return self.differs
 
     def not_finite(self) -> dict[str, torch.Tensor]:
         return {} if torch.isfinite(self.value).all() else {"blocks.0.weight": self.value}
@@ -160,6 +164,13 @@ def test_a_device_whose_product_in_fp32_is_wrong_is_blamed_before_the_model(monk
     monkeypatch.setattr(probes, "canary", lambda device, dtype: (False, f"{dtype} matmul is wrong"))
     log, _, error = resolve(Fake(finite_at()))
     assert error.verdict == "device_fault" and log.events[0].evidence == "A test product in fp32 is wrong."
+
+
+@pytest.mark.parametrize("about", [{}, {"locates_first": False}, {"steps": []}])
+def test_a_weight_that_went_bad_on_its_way_is_told_before_any_other_cause(about):
+    weights = OneWeight(torch.tensor([torch.nan]), patch="A LoRA of 'blocks.0' holds NaN.", differs="The weight went bad on its way.")
+    _, _, error = resolve(Fake(finite_at(), weights=weights, **about))
+    assert error.verdict == "transfer" and "on its way" in str(error) and "The file is fine" in str(error)
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 8])
