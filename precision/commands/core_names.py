@@ -105,7 +105,6 @@ BY_HAND = [
     "comfy.utils.state_dict_prefix_replace(state_dict, replace_prefix=, filter_keys=)",
     "comfy.utils.unet_to_diffusers(unet_config)",
     "comfy_execution.utils.get_executing_context()",
-    "comfy_extras.nodes_flux.KV_Attn_Input.cache",
     "folder_paths.filter_files_extensions(files, extensions)",
     "folder_paths.get_filename_list(folder)",
     "folder_paths.get_folder_paths(folder)",

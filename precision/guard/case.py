@@ -19,6 +19,8 @@ from .verdicts import BAD_INPUT, BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION
 from .wording import (
     COMPILED,
     EAGER_IS_FINITE,
+    KEEPS_RESULT,
+    KEPT_RESULT,
     NAN_GIVEN,
     NAN_READ,
     PATCH_ADVICE,
@@ -166,6 +168,8 @@ class Case(Generic[Given, Step, Result]):
     def _not_cured(self) -> Result:
         if self.repeats.failed_in_fp32 is None:
             return self._give_up(self._untried())
+        if diagnosis := self._kept_result():
+            return self._give_up(diagnosis)
         diagnosis = self._input_at_fault()
         if not diagnosis and not self.call.about.locates_first:
             self._locate()
@@ -177,6 +181,12 @@ class Case(Generic[Given, Step, Result]):
         if not ok:
             diagnosis = Diagnosis(self._place, DEVICE_FAULT, f"{detail}.", WRONG_IN_FP32)
         return self._give_up(diagnosis or Diagnosis(self._place, NOT_PRECISION, None, self.call.wording.fails_in_fp32))
+
+    def _kept_result(self) -> Diagnosis | None:
+        """Name what gave the repeat in fp32 a result that was kept, so that it tells nothing of precision."""
+        attempt = self.repeats.in_fp32
+        keeper = self.call.kept_result(attempt) if attempt else ""
+        return Diagnosis(self._place, STOPPED, KEEPS_RESULT.format(keeper), KEPT_RESULT) if keeper else None
 
     def _untried(self) -> Diagnosis:
         return Diagnosis(

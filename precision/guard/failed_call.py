@@ -147,6 +147,10 @@ class FailedCall(ABC, Generic[Given, Step, Result]):
         """Name the functions that nodes put into the model's blocks; empty for none."""
         return ""
 
+    def kept_result(self, attempt: Attempt[Result]) -> str:
+        """Name what gave an attempt a result that was kept of an earlier one; empty where the call ran."""
+        return ""
+
     def without_patches(self, given: Given) -> Given:
         """Return what the call was given without the functions that :meth:`patches` names."""
         return given

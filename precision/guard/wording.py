@@ -19,6 +19,11 @@ NAN_READ = "The weight holds NaN, and the first operation whose result is NaN or
 WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf too, and finite with a zero for each NaN and Inf of the weights."
 WRONG_IN_FP32 = "A test product in fp32 is wrong."
 
+KEPT_RESULT = "In fp32 the model's blocks did not run: a result that was kept of an earlier call stood in for them."
+KEEPS_RESULT = (
+    "A step cache of {} keeps a failed result: switch it off for this model, or let it begin after this step."
+)
+
 CONTROL_ADVICE = (
     "Load the ControlNet with compute fp32 or fp16_safe in Load ControlNet (Halfsafe), lower its strength, "
     "or look at its picture with Check Finite. If its file holds NaN, get it again."

@@ -1,8 +1,13 @@
-"""What the guard tests share."""
+"""What the guard tests share.
+
+The guard puts back what hangs on a call before it repeats it, so that what counts calls here is a ``Mock``, which it
+leaves alone as it does all of Python's own library.
+"""
 
 from __future__ import annotations
 
 import importlib
+from unittest.mock import Mock
 
 import torch
 from halfsafe.nodes.host.guard.model import guard_of
@@ -36,13 +41,13 @@ class Counted:
     """Counts the calls of a model's diffusion module."""
 
     def __init__(self, model):
-        self.count = 0
+        self._calls = Mock()
         self.module = model.model.diffusion_model
         self.forward = self.module.forward
 
     def __enter__(self) -> Counted:
         def run(*args, **kwargs):
-            self.count += 1
+            self._calls()
             return self.forward(*args, **kwargs)
 
         self.module.forward = run
@@ -50,6 +55,10 @@ class Counted:
 
     def __exit__(self, *error: object) -> None:
         del self.module.forward
+
+    @property
+    def count(self) -> int:
+        return self._calls.call_count
 
 
 def inside(model, change, key: str = "test.inside"):
@@ -69,23 +78,23 @@ def step_of(args: tuple) -> int:
 
 def nan_at(number: int):
     """For ``inside``: the result of the given call is NaN, as of a device that fails once."""
-    calls = []
+    calls = Mock()
 
     def change(executor, args, kwargs):
-        calls.append(1)
+        calls()
         result = executor(*args, **kwargs)
-        return result * torch.nan if len(calls) == number else result
+        return result * torch.nan if calls.call_count == number else result
 
     return change
 
 
 def raising_at(error: BaseException, number: int):
     """For ``inside``: the given call raises."""
-    calls = []
+    calls = Mock()
 
     def change(executor, args, kwargs):
-        calls.append(1)
-        if len(calls) == number:
+        calls()
+        if calls.call_count == number:
             raise error
         return executor(*args, **kwargs)
 

@@ -43,10 +43,10 @@ from ..run.accumulation import layer_accumulation
 from ..run.attention import OVERRIDE
 from ..run.call import Call
 from ..run.execution import is_compiled, is_on_several_devices
+from ..run.kept_state import KeptState
 from ..run.layer_modes import kernels_of, observed_modes_of
 from ..run.model_compiler import compiler_off
 from ..run.oom import is_oom
-from ..run.step_caches import KeptByPatches
 from .escalation import EscalatedLayers
 from .failure import INSIDE, images_of, sigma_of, step_of
 from .precise import (
@@ -69,6 +69,10 @@ INTERRUPTED = "It was interrupted."
 NOT_A_RESULT = "It went wrong, which the events tell of."
 NOT_FINITE = "The call in fp32 is NaN or Inf itself."
 NOTHING_RAN = "No layer ran in the call in fp32 either: something that keeps results stands in front of the model."
+NOT_PUT_BACK = (
+    "{} goes on with each call and cannot be put back, so that a call made once more would change the picture: "
+    "leave its node out for the check."
+)
 QUANTIZED_OPS = ("fp8", "int8")
 
 
@@ -120,7 +124,7 @@ class DriftCheck:
     """
 
     def __init__(self, call: Call, number: int, guarded: Guarded, log: GuardLog, step: int):
-        self.call = without_step_cache(call)
+        self.made, self.call = call, without_step_cache(call)
         self.guarded = guarded
         self.log = log
         self.model, self.patcher = call.model, call.model.current_patcher
@@ -142,16 +146,15 @@ class DriftCheck:
 
     def compare(self, result: torch.Tensor) -> None:
         """Compare the call's result with the same call in fp32; whatever goes wrong is logged, and the run goes on."""
-        kept = KeptByPatches(self.call.options)
+        self.call.kept = self.made.kept
         try:
-            self._compare(result)
+            with KeptState(self.model, self.call.options, largest=None).apart():
+                self._compare(result)
         except comfy.model_management.InterruptProcessingException:
             comfy.model_management.interrupt_current_processing()  # the user's, and the sampler's to act on
             self.report.left_out = INTERRUPTED
         except Exception as error:  # other packs' code may fail in a dtype that it never met
             self.report.left_out = NO_MEMORY if is_oom(error) else f"It failed in fp32: {error}"
-        finally:
-            kept.restore()
         self._log_check()
 
     def leave_out(self, why: str) -> None:
@@ -167,6 +170,9 @@ class DriftCheck:
     def _compare(self, result: torch.Tensor) -> None:
         if is_on_several_devices(self.patcher):
             self.report.left_out = OTHER_DEVICES
+            return
+        if lost := self.call.kept.lost():
+            self.report.left_out = NOT_PUT_BACK.format(" and ".join(lost))
             return
         with learning_apart(self.patcher), compile_disabled():
             self._measure(result)
@@ -224,7 +230,7 @@ class DriftCheck:
         own = self.guarded.layers and self.guarded.layers.call
         inside = own if layers is None else functools.partial(layers.call, observing=patches)
         with self.start.again():
-            return copy.copy(call or self.call).apart({INSIDE: inside})
+            return copy.copy(call or self.call).again({INSIDE: inside})
 
     def _error(self, result: torch.Tensor) -> float:
         return sum(drift.row_errors(result, self.exact, self.exact)[0])

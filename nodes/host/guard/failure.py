@@ -19,6 +19,7 @@ from ..facts.layers import top_level_parts
 from ..run.attention import OVERRIDE, overridden
 from ..run.call import Call
 from ..run.execution import is_compiled
+from ..run.kept_state import LeftBehind
 from .causes import LoadedWeights, call_inputs, call_patches, without_patches
 from .escalation import EscalatedLayers, RangeObserver
 from .host_call import HostCall
@@ -41,6 +42,8 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         patcher = call.model.current_patcher
         self.call, self.model, self.guarded = call, call.model, guarded
         self.weights = LoadedWeights(patcher)
+        self._left = LeftBehind(call.kept, call.model, call.options)
+        self._last: Attempt[torch.Tensor] | None = None
         self.first = number == 1
         self.about = Circumstances(
             CallPosition(number, step_of(call), sigma_of(call)),
@@ -55,7 +58,7 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
 
     def run(self, given: Call) -> Attempt[torch.Tensor]:
         """Make the call again as it was."""
-        return _attempt(given, self._as_it_was)
+        return self._attempt(given, self._as_it_was)
 
     def watched(self, given: Call) -> tuple[Attempt[torch.Tensor], Origin | None]:
         """Make the call again as it was with every operation watched: (attempt, what failed)."""
@@ -66,7 +69,7 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
             return self._as_it_was(call)
 
         with compile_disabled():
-            attempt = _attempt(given, run)
+            attempt = self._attempt(given, run)
         return attempt, localizer.origin(attempt.result)
 
     def run_at(self, step: Escalation, given: Call, zeroed: Sequence[str] = ()) -> Attempt[torch.Tensor]:
@@ -74,7 +77,7 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         layers = EscalatedLayers(step, self.model, self.guarded.modes)
         observer = RangeObserver(layers)
         observing = [*observer.patches, *self.weights.zeroed(zeroed)]
-        return _attempt(given, lambda call: layers.call(call, observing=observing), observer)
+        return self._attempt(given, lambda call: layers.call(call, observing=observing), observer)
 
     def inputs(self, given: Call) -> list[NotFiniteInput]:
         """List what is not finite of what the call was given."""
@@ -99,7 +102,6 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
     def keep(self, step: Escalation, attempt: Attempt[torch.Tensor], origin: Origin | None) -> None:
         """Widen what the attempt showed to be needed, in later runs of the model too."""
         guarded, ranges = self.guarded, attempt.observed.ranges()
-        self.call.forget_dtype()
         parts = top_level_parts(self.model.diffusion_model)
         guarded.remember(escalation_after(step, guarded.escalation, ranges, origin, guarded.modes, guarded.half, parts))
 
@@ -111,16 +113,35 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         """Return a copy of the call without the functions that :meth:`patches` names."""
         return without_patches(given)
 
+    def kept_result(self, attempt: Attempt[torch.Tensor]) -> str:
+        """Name what may have given an attempt a result that was kept: blocks did not run, and those that did are
+        finite; "" where all ran."""
+        ran = attempt.observed.ranges().blocks
+        stack = [name for name in top_level_parts(self.model.diffusion_model) if name.rpartition(".")[2].isdigit()]
+        if ran and (all(name in ran for name in stack) or not all(math.isfinite(ran.get(name, 0.0)) for name in stack)):
+            return ""
+        return " or ".join(self.call.kept.keepers) or "another node"
+
+    def settle(self) -> None:
+        """Leave to later calls what the repeat that cured this one kept, or what was kept before it."""
+        if self._last is None:
+            return
+        if self._last.finite:
+            self._left.give_dtypes()
+            self.call.forget_dtype()
+        else:
+            self.call.forget()
+
     def _as_it_was(self, call: Call) -> torch.Tensor:
         return self.guarded.layers.call(call) if self.guarded.layers else call()
 
-
-def _attempt(
-    given: Call, run: Callable[[Call], torch.Tensor], observer: RangeObserver | None = None
-) -> Attempt[torch.Tensor]:
-    """Make a call with ``run`` in the place of the model, inside of all wrappers."""
-    result = given(**{INSIDE: run})
-    return Attempt(result, amax_value(result), observer)
+    def _attempt(
+        self, given: Call, run: Callable[[Call], torch.Tensor], observer: RangeObserver | None = None
+    ) -> Attempt[torch.Tensor]:
+        """Make a call with ``run`` in the place of the model, inside of all wrappers."""
+        result = given(**{INSIDE: run})
+        self._last = Attempt(result, amax_value(result), observer)
+        return self._last
 
 
 def _watched(localizer: Localizer, executor: Callable, *args, **kwargs) -> torch.Tensor:

@@ -91,7 +91,10 @@ class Guard:
         if finite or log.given_up:
             return result
         failed = ModelCall(call, number, result, guarded, hidden=math.isfinite(sizes[0]))
-        return Case(failed, start, log, call, result, self.max_retries).resolved()
+        try:
+            return Case(failed, start, log, call, result, self.max_retries).resolved()
+        finally:
+            failed.settle()
 
     def inside(self, executor, *args, **kwargs):
         """Make a call inside of all other wrappers, as the guard's outermost one asked for in the call's options."""

@@ -171,7 +171,7 @@ def learning_apart(patcher: "ModelPatcher") -> Iterator[None]:
 def without_step_cache(call: Call) -> Call:
     """Copy a call, with a latent of its own, past the wrappers that keep results of steps (EasyCache)."""
     copied = copy.copy(call)
-    copied.x, copied._cache = call.x.clone(), None
+    copied.x = call.x.clone()
     wrappers = dict(call.options.get("wrappers", {}))
     inner = wrappers.get(WrappersMP.DIFFUSION_MODEL, {}).items()
     left = {key: [one for one in ones if not _keeps_steps(key, one)] for key, ones in inner}

@@ -7,21 +7,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from ....precision.nested import replaced
-from ..core import empty_prefix_cache, forget_call
-from . import model_compiler, step_caches
-from .step_caches import KeptByPatches
+from ..core import PREFIX_CACHE, empty_prefix_cache, forget_call
+from . import model_compiler
+from .kept_state import KeptState
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
+
+PREFIX_CACHE_OFF = {PREFIX_CACHE: {"device": "off"}}
+"""The option with which Qwen-Image 2.1 (``comfy/ldm/qwen_image21/model.py``, ComfyUI 0.37) neither reads nor fills its
+keys and values of the text, whose key has no dtype."""
 
 
 class Call:
     """Hold the arguments of an APPLY_MODEL wrapper, those of ``BaseModel.apply_model``; calling it runs the model.
 
-    ``options``: ``transformer_options``; ``model``: the model it runs.
-
-    EasyCache (``comfy_extras/nodes_easycache.py``) keeps each call's result to replace a later one; its state is
-    restored before a repeat, so that the repeat sees what the first call saw. Other caches: see ``step_caches``.
+    ``options``: ``transformer_options``; ``model``: the model it runs; ``kept``: what models and nodes kept before it,
+    which each repeat finds again.
     """
 
     # The arguments of ComfyUI's APPLY_MODEL wrappers, by its names (``apply_model`` in comfy/model_base.py).
@@ -37,32 +39,32 @@ class Call:
         self.control: dict | None = control
         self.options: dict = transformer_options or {}
         self.extra: dict = extra
-        self._made = False
-        self._cache = self.options.get("easycache")
-        self._before = None if self._cache is None else _copied(vars(self._cache))
-        self._kept = KeptByPatches(self.options)
+        self.kept: KeptState | None = None
 
     def __call__(self, **options) -> torch.Tensor:
         """Make the call, with ``options`` added to its ``transformer_options``."""
-        if not self._made:
-            self._made = True
+        if self.kept is None:
+            self.kept = KeptState(self.model, self.options)
             return self._run(options)
-        if self._cache is not None:
-            vars(self._cache).update(_copied(self._before))
-            self.forget_dtype()
-        # A call that was not finite has filled it with NaN.
-        empty_prefix_cache(self.model.diffusion_model)
-        return self.apart(options)
+        return self.again(options)
 
-    def apart(self, options: dict) -> torch.Tensor:
-        """Make the call as a repeat that reads and leaves nothing in the caches of models and nodes, and without
-        ComfyUI's model compiler."""
-        self._kept.restore()
+    def again(self, options: dict) -> torch.Tensor:
+        """Make the call as it was made first, without ComfyUI's model compiler; one that is broken off leaves what was
+        kept before it."""
+        self.forget()
         try:
             with model_compiler.compiler_off():
-                return self._run({**step_caches.OFF, **options})
-        finally:
-            self._kept.restore()
+                return self._run({**PREFIX_CACHE_OFF, **options})
+        except BaseException:
+            self.forget()
+            raise
+
+    def forget(self) -> None:
+        """Put back what was kept before the call."""
+        # It holds pinned memory, which it frees by itself only.
+        empty_prefix_cache(self.model.diffusion_model)
+        self.kept.restore()
+        self.forget_dtype()
 
     def _run(self, options: dict) -> torch.Tensor:
         arguments = (self.x, self.t, self.c_concat, self.c_crossattn, _fresh(self.control), {**self.options, **options})
@@ -82,11 +84,12 @@ class Call:
     def forget_dtype(self) -> None:
         """Let the next call be in another dtype.
 
-        EasyCache resets itself when its input's dtype changes, and that reset leaves it skipping all later steps.
-        Without ``state_metadata`` it does not compare dtypes.
+        EasyCache (``comfy_extras/nodes_easycache.py``) resets itself when its input's dtype changes, and that reset
+        leaves it skipping all later steps. Without ``state_metadata`` it does not compare dtypes.
         """
-        if self._cache is not None:
-            forget_call(self._cache)
+        cache = self.options.get("easycache")
+        if cache is not None:
+            forget_call(cache)
 
 
 def _fresh(control: dict | None) -> dict | None:
@@ -95,7 +98,3 @@ def _fresh(control: dict | None) -> dict | None:
     if control is None:
         return None
     return {name: list(values) if isinstance(values, list) else values for name, values in control.items()}
-
-
-def _copied(values: dict) -> dict:
-    return {name: copy.copy(value) if isinstance(value, (dict, list)) else value for name, value in values.items()}

@@ -1,5 +1,7 @@
 """The NaN guard in a real ComfyUI: models that overflow in fp16 come out right, and stay fast afterwards."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from halfsafe.nodes.host.guard.failure import INSIDE
@@ -279,17 +281,17 @@ def test_a_repeat_takes_no_random_numbers(comfy, files):
 
 def test_a_controlnet_is_whole_in_every_repeat(comfy, files):
     """A UNet takes a ControlNet's outputs out of their lists as it uses them."""
-    taken = []
+    taken = Mock()
 
     def like_a_unet(executor, args, kwargs):
-        taken.append(args[4]["middle"].pop())
+        taken(args[4]["middle"].pop())
         return executor(*args[:4], None, *args[5:], **kwargs)
 
     call = families.capture(load(comfy, files("wan"), "fp32"), "wan")
     model = inside(guarded(comfy, plain_fp16(comfy, files("wan", "ffn"))), like_a_unet)
     control = {"middle": [torch.ones(1)], "output": []}
     assert is_finite(families.replay(model, call, control=control))
-    assert len(taken) == 3 and len(control["middle"]) == 1
+    assert taken.call_count == 3 and len(control["middle"]) == 1
 
 
 def test_max_retries_of_one_goes_straight_to_the_safe_call(comfy, files):

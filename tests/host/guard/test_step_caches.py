@@ -1,5 +1,7 @@
 """What models and nodes keep of one call for the next, in repeats and checks: small stand-ins for caches of newer cores."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from support import families
@@ -74,11 +76,13 @@ def test_a_repeat_sees_and_leaves_what_a_patch_kept_before_the_call(comfy, overf
 class InterruptedPatch(Patch):
     """A patch in whose second call the user stops the program."""
 
-    calls = 0
+    def __init__(self):
+        super().__init__()
+        self.calls = Mock()
 
     def __call__(self, executor, args, kwargs):
-        self.calls += 1
-        if self.calls == 2:
+        self.calls()
+        if self.calls.call_count == 2:
             raise KeyboardInterrupt
         return super().__call__(executor, args, kwargs)
 
@@ -88,7 +92,7 @@ def test_a_check_that_is_broken_off_leaves_what_a_patch_kept_of_the_call_itself(
     model = guarded(comfy, plain, check="first step")
     with pytest.raises(KeyboardInterrupt):
         families.sample(model, "wan", steps=1)
-    assert patch.calls == 2 and list(patch.cache) == ["result"]
+    assert patch.calls.call_count == 2 and list(patch.cache) == ["result"]
 
 
 def test_a_check_leaves_what_a_patch_kept_of_the_call_itself(comfy, wan):
