@@ -77,7 +77,10 @@ class LeftBehind:
             yield from ((place, tensor) for tensor in _floats(place.values()) if id(tensor) not in self._known)
 
     def give_dtypes(self) -> None:
-        """Cast what a repeat in fp32 has left to the 16 bits in which the call itself left tensors of that shape."""
+        """Cast what a repeat in fp32 has left to the 16 bits in which the call itself left tensors of that shape.
+
+        What is too large for those stays.
+        """
         for place in {id(place): place for place, _ in self._new()}.values():
             held = place.kept.items() if isinstance(place.kept, dict) else enumerate(place.kept)
             cast = {key: self._as_left(value) for key, value in held}
@@ -89,7 +92,8 @@ class LeftBehind:
         if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or id(value) in self._known:
             return value
         left = [dtype for dtype in (torch.float32, *NARROW) if self._dtypes[value.shape, dtype]]
-        return value.to(left[0]) if len(left) == 1 else value
+        fits = len(left) == 1 and value.numel() and bool(value.abs().amax() <= torch.finfo(left[0]).max)
+        return value.to(left[0]) if fits else value
 
 
 def _floats(values: Iterable) -> Iterator[torch.Tensor]:

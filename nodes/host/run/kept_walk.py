@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 COMFYUI = Path(comfy.model_management.__file__).parents[1]
 PACKS = COMFYUI / "custom_nodes"
 LIBRARIES = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-FRAMEWORK = frozenset({"torch", "numpy", *sys.stdlib_module_names})
+FRAMEWORK = frozenset({"torch", "numpy", "comfy", *sys.stdlib_module_names})
 OF_TORCH = frozenset(vars(torch.nn.Module())) - {"forward"}
 OF_PYTHON = frozenset({"__path__", *(name for name in vars(types) if name.startswith("__"))})
 PLAIN = frozenset(
@@ -220,10 +220,10 @@ def _is_of_framework(module: str) -> bool:
     """Tell whether a module is Python's, torch's, numpy's, ours, or ComfyUI's other than its models' code and its
     extra nodes."""
     root = module.partition(".")[0]
-    if root in FRAMEWORK or module.startswith(OURS):
-        return True
     if module.startswith(("comfy.ldm.", "comfy_extras.")):
         return False
+    if root in FRAMEWORK or module.startswith(OURS):
+        return True
     file = _file_of(module)
     return file is not None and file.is_relative_to(COMFYUI) and not _is_outside_of_core(file)
 
