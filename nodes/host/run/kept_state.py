@@ -9,18 +9,45 @@ attributes of single layers.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+import functools
+import sys
+import sysconfig
+import threading
+import types
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import comfy.model_management
+import numpy
 import torch
 
-from .kept_places import Generated, Place, Tensors
-from .kept_walk import Walk
+from ..core import core_writes
+from .kept_places import OURS, Attributes, Generated, Names, Place, RandomNumbers, Sequence, Tensors
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
 
+COMFYUI = Path(comfy.model_management.__file__).parents[1]
+PACKS = COMFYUI / "custom_nodes"
+LIBRARIES = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+FRAMEWORK = frozenset({"torch", "numpy", "comfy", *sys.stdlib_module_names})
+OF_TORCH = frozenset(vars(torch.nn.Module())) - {"forward"}
+OF_PYTHON = frozenset({"__path__", *(name for name in vars(types) if name.startswith("__"))})
+PLAIN = frozenset(
+    {
+        *(bool, int, float, complex, str, bytes, type(None), type(...), slice, range, types.BuiltinFunctionType),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, torch.nn.Parameter),
+    }
+)
+OF_CLASSES = (
+    *(types.FunctionType, staticmethod, classmethod, property),
+    *(types.MemberDescriptorType, types.GetSetDescriptorType),
+)
+MOST = 4096
+"""Larger containers, such as vocabularies, are put back, but what is in them is not looked at."""
 NARROW = (torch.float16, torch.bfloat16)
 
 
@@ -102,3 +129,237 @@ def _floats(values: Iterable) -> Iterator[torch.Tensor]:
             yield from _floats(value)
         elif isinstance(value, torch.Tensor) and value.is_floating_point():
             yield value
+
+
+class Walk:
+    """Walk from a model's call through everything that may keep state. ``places``: what was found."""
+
+    def __init__(self, largest: int | None):
+        self.places: list[Place] = []
+        self.keepers: set[str] = set()
+        self._largest = largest
+        self._seen: set[int] = set()
+        self._classes: set[type] = set()
+        self._alive: list[object] = []
+        self._todo: list[object] = []
+
+    def model(self, model: BaseModel, options: dict) -> None:
+        """Walk from a model and its ``transformer_options``, whose own tensors are inputs."""
+        patcher = model.current_patcher
+        self._follow(value for value in options.values() if not isinstance(value, torch.Tensor))
+        self._follow(patcher.model_options.values() if patcher is not None else ())
+        self._add(Names(vars(model), _of_core()))
+        self._seen.add(id(model))
+        self._modules(model)
+        while self._todo:
+            value = self._todo.pop()
+            _step_of(type(value))(self, value)
+
+    def _follow(self, values: Iterable[object]) -> None:
+        """Look at values later, each once."""
+        for value in values:
+            if type(value) not in PLAIN and id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._alive.append(value)
+                self._todo.append(value)
+
+    def _add(self, place: Place) -> None:
+        self.places.append(place)
+        values = place.values()
+        if len(values) <= MOST:
+            self._follow(values)
+
+    def _modules(self, module: torch.nn.Module) -> None:
+        for child in module._modules.values():
+            if child is not None and (child._modules or "forward" in child.__dict__ or not _is_single(type(child))):
+                self._follow([child])
+
+    def module(self, module: torch.nn.Module) -> None:
+        """Look at a module: its own attributes, unless it is a single layer or a container, and what is in it."""
+        cls = type(module)
+        if _is_single(cls):
+            forward = module.__dict__.get("forward")
+            if forward is not None:
+                self._follow([forward])
+        else:
+            self._class(cls)
+            self._add(Names(module.__dict__, _of_core()))
+            if module._buffers and _is_of_pack(cls.__module__):
+                self._add(Names(module._buffers))
+        if module._modules:
+            self._modules(module)
+
+    def mapping(self, mapping: dict) -> None:
+        """Look at a dict, or one with weak keys or values."""
+        self._add(Place(mapping))
+
+    def sequence(self, values: Any) -> None:
+        """Look at a list, deque or set."""
+        self._add(Sequence(values))
+
+    def fixed(self, values: tuple) -> None:
+        """Look at what is in a tuple."""
+        self._follow(values)
+
+    def tensor(self, tensor: Any) -> None:
+        """Copy a tensor or array that is small enough."""
+        small = self._largest is None or tensor.nbytes <= self._largest
+        if small and (isinstance(tensor, numpy.ndarray) or _may_be_written(tensor)):
+            self.places.append(Tensors(tensor))
+
+    def random(self, generator: torch.Generator) -> None:
+        """Look at a generator of random numbers."""
+        self.places.append(RandomNumbers(generator))
+
+    def generated(self, generator: types.GeneratorType) -> None:
+        """Look at a suspended generator."""
+        self.places.append(Generated(generator))
+
+    def function(self, function: types.FunctionType) -> None:
+        """Look at a function's closure, defaults and attributes, and at its module's data where that is of a pack."""
+        name = function.__module__ or ""
+        if name.startswith(OURS) or name.partition(".")[0] == "torch":
+            return
+        for cell in function.__closure__ or ():
+            if id(cell) not in self._seen:
+                self._seen.add(id(cell))
+                self._add(Attributes(cell, ["cell_contents"]))
+        self._follow([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()])
+        if function.__dict__ or _is_of_pack(name):
+            self._add(Place(function.__dict__))
+        self._globals(function.__globals__)
+
+    def _globals(self, names: dict) -> None:
+        module = names.get("__name__", "")
+        if id(names) in self._seen or not _is_of_pack(module):
+            return
+        self._seen.add(id(names))
+        self.keepers.add(keeper_of(module))
+        self._add(Names(names, OF_PYTHON))
+
+    def method(self, method: types.MethodType) -> None:
+        """Look at a method's function and its owner."""
+        self._follow([method.__func__, method.__self__])
+
+    def partial(self, partial: functools.partial) -> None:
+        """Look at a partial function and its arguments."""
+        self._follow([partial.func, *partial.args, *partial.keywords.values()])
+
+    def instance(self, instance: object) -> None:
+        """Look at an instance's attributes and its class."""
+        self._class(type(instance))
+        if (attributes := getattr(instance, "__dict__", None)) is not None:
+            self._add(Names(attributes))
+        if slots := _slots_of(type(instance)):
+            self._add(Attributes(instance, slots))
+
+    def class_(self, cls: type) -> None:
+        """Look at a class that is kept as a value."""
+        self._class(cls)
+
+    def _class(self, cls: type) -> None:
+        """Look at the data that a pack's class has of its own, and at its module's."""
+        for one in cls.__mro__:
+            if one not in self._classes and _is_of_pack(one.__module__):
+                self._classes.add(one)
+                self._add(Attributes(one, _data_of(one)))
+                self.module_data(sys.modules.get(one.__module__))
+
+    def module_data(self, module: types.ModuleType | None) -> None:
+        """Look at the data of a Python module."""
+        self._globals(vars(module) if module else {})
+
+    def nothing(self, value: object) -> None:
+        """Leave what keeps no state of a call, or none that can be reached."""
+
+
+@functools.cache
+def _step_of(cls: type) -> Callable[[Walk, Any], None]:
+    """Return how a walk looks at instances of a class."""
+    table: list[tuple[Any, Callable]] = [
+        (torch.nn.Module, Walk.module),
+        ((dict, weakref.WeakKeyDictionary, weakref.WeakValueDictionary), Walk.mapping),
+        ((list, deque, set, weakref.WeakSet), Walk.sequence),
+        (tuple, Walk.fixed),
+        ((torch.Tensor, numpy.ndarray), Walk.tensor),
+        (types.FunctionType, Walk.function),
+        (types.MethodType, Walk.method),
+        (functools.partial, Walk.partial),
+        (types.GeneratorType, Walk.generated),
+        (torch.Generator, Walk.random),
+        (type, Walk.class_),
+        (types.ModuleType, Walk.module_data),
+        ((types.SimpleNamespace, threading.local), Walk.instance),
+    ]
+    if cls.__module__.startswith(OURS):
+        return Walk.nothing
+    found = next((step for kinds, step in table if issubclass(cls, kinds)), None)
+    return found or (Walk.nothing if _is_of_framework(cls.__module__) else Walk.instance)
+
+
+@functools.cache
+def _is_single(cls: type) -> bool:
+    """Tell whether a module of this class keeps nothing of its own: a layer or a container of torch's or ComfyUI's."""
+    return _is_of_framework(cls.__module__)
+
+
+@functools.cache
+def _is_of_framework(module: str) -> bool:
+    """Tell whether a module is Python's, torch's, numpy's, ours, or ComfyUI's other than its models' code and its
+    extra nodes."""
+    root = module.partition(".")[0]
+    if module.startswith(("comfy.ldm.", "comfy_extras.")):
+        return False
+    if root in FRAMEWORK or module.startswith(OURS):
+        return True
+    file = _file_of(module)
+    return file is not None and file.is_relative_to(COMFYUI) and not _is_outside_of_core(file)
+
+
+@functools.cache
+def _is_of_pack(module: str) -> bool:
+    """Tell whether a module's own data may be state of a call: that of packs and of ComfyUI's extra nodes."""
+    file = _file_of(module)
+    in_library = file is not None and any(file.is_relative_to(folder) for folder in LIBRARIES)
+    return not (in_library or module.startswith("comfy.ldm.") or _is_of_framework(module))
+
+
+def _is_outside_of_core(file: Path) -> bool:
+    return file.is_relative_to(PACKS) or any(file.is_relative_to(folder) for folder in LIBRARIES)
+
+
+def _file_of(module: str) -> Path | None:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return Path(file) if file else None
+
+
+def keeper_of(module: str) -> str:
+    """Name the pack of a module: its folder in ``custom_nodes``, else the first part of the module's name."""
+    parts = Path(_file_of(module) or "").parts
+    packs = [index for index, part in enumerate(parts) if part == PACKS.name]
+    return parts[packs[-1] + 1] if packs and len(parts) > packs[-1] + 1 else module.rpartition("/")[2].partition(".")[0]
+
+
+@functools.cache
+def _of_core() -> frozenset[str]:
+    """Name the attributes of modules that torch and ComfyUI's management of models set."""
+    return OF_TORCH | core_writes()
+
+
+def _data_of(cls: type) -> list[str]:
+    """List the attributes of a class that are its own data and no constants."""
+    own = ((name, value) for name, value in vars(cls).items() if not name.startswith("__") and not name.isupper())
+    return [name for name, value in own if not isinstance(value, OF_CLASSES)]
+
+
+@functools.cache
+def _slots_of(cls: type) -> tuple[str, ...]:
+    slots = (getattr(one, "__slots__", ()) for one in cls.__mro__)
+    names = [name for found in slots for name in ((found,) if isinstance(found, str) else found)]
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _may_be_written(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor's numbers can be written: one that was expanded has several at one address."""
+    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type != "meta"
+    return plain and not torch._debug_has_internal_overlap(tensor)
