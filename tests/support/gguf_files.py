@@ -108,7 +108,7 @@ def of_model(
             shapes[name] = tuple(weight.shape)
             weight = weight.reshape(-1, 256)
         whole = weight.dim() < 2 or weight.numel() <= 1024 or "modulation" in name or weight.shape[-1] % 256
-        written[name] = _in_type(weight.float(), "F32" if whole else next(turn), len(written))
+        written[name] = in_type(weight.float(), "F32" if whole else next(turn), len(written))
     if reference:
         save_file({name: values(data, kind).contiguous() for name, (kind, data) in written.items()}, reference)
 
@@ -119,7 +119,8 @@ def of_model(
     return write(target, written, fields=add_shapes, **options)
 
 
-def _in_type(weight: torch.Tensor, kind: str, seed: int) -> tuple[str, np.ndarray]:
+def in_type(weight: torch.Tensor, kind: str, seed: int = 0) -> tuple[str, np.ndarray]:
+    """A weight in a type, for :func:`write`; random numbers of its standard deviation where the library cannot quantize to it."""
     try:
         return kind, quantized(weight, kind)
     except NotImplementedError:
