@@ -206,7 +206,7 @@ def _scan_tensor(tensor: torch.Tensor, weight: StoredWeight, problems: list[Find
     largest = host_amax(tensor)
     if not largest < float("inf"):
         problems += _non_finite(weight.name, tensor.reshape(-1).split(_CHUNK))
-    elif largest == 0 and tensor.dim() > 1:
+    elif largest == 0 and tensor.dim() > 1 and tensor.numel():
         remarks.append(Finding(weight.name, "zero", f"all {tensor.numel()} values are zero"))
     elif tensor.dtype in FP8_DTYPES and largest == max_of(tensor.dtype):
         _saturation(weight, problems, remarks)

@@ -32,6 +32,7 @@ SHAPE_KEY = "comfy.gguf.orig_shape."
 AGAIN = "Download it again."
 _PART = re.compile(r"-\d{5}-of-(?!00001)\d{5}\.gguf$")
 _JOIN = "Join the parts into one file with llama-gguf-split --merge."
+_SAFETENSORS = ("a safetensors file", "Give it a name that ends in .safetensors.")
 _TRUNCATED = "truncated in its header"
 _MOST_READS = 1 << 22
 # AttributeError: gguf 0.13 with numpy 2 has no ``newbyteorder`` for a big-endian file.
@@ -93,7 +94,8 @@ def open_gguf(path: Path) -> GgufFile:
     with open_regular(path) as file, os_errors_as(path, "read"):
         head = file.read(512)
         if not head.startswith(MAGIC):
-            problem, advice = describe_other_format(head)
+            is_safetensors = head[8:9] == b"{"
+            problem, advice = _SAFETENSORS if is_safetensors else describe_other_format(head)
             raise CheckpointError(path, f"named {SUFFIX}, but {problem}", advice=advice)
         reader = _read(path)
         maps = {path: map_pages(path, file)}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..arithmetic.linear import kind_of
 from ..arithmetic.patching import Patch, exchange, put_back
@@ -45,7 +46,7 @@ def apply(
     """Give a module a compute dtype, a storage dtype, or both, until the result's ``remove()``.
 
     ``storage`` holds the weights of Linear and convolution layers in another dtype and computes them in the module's
-    own each time they are read: what is written into ``layer.weight`` is lost. The module can be copied, pickled,
+    own each time they are read; nothing can be written into ``layer.weight``. The module can be copied, pickled,
     moved, cast and shared by threads. Its state dict is as before, and one that is loaded is stored.
 
     ``compute`` exchanges the forwards of these layers, and has every other parameter and buffer read in the activation
@@ -246,8 +247,9 @@ def _problems(module: torch.nn.Module, computes: bool) -> Iterator[tuple[str, st
     inside = list(module.modules())
     if hasattr(module, "_orig_mod") or any(isinstance(inner, torch.jit.ScriptModule) for inner in inside):
         yield "The module, or a part of it, is compiled or scripted.", "Apply to the one that it was made from."
-    for name in (name for name, parameter in module.named_parameters() if parameter.is_meta):
-        yield f"{name} is on the meta device: it has no values.", "Load the weights first."
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter) or parameter.is_meta:
+            yield f"{name} is on the meta device, or of a lazy layer: it has no values.", "Load the weights first."
     if HANDLE in module.__dict__:
         yield "Something is applied to this module already.", "Remove it first: restore(module)."
     if computes and any(READ_IN in inner.__dict__ for inner in inside):

@@ -92,6 +92,22 @@ class StoredWeight(torch.nn.Module):
         return self.store(key, weight.to(self.like.device, self.like.dtype, copy=True))
 
 
+class Read(torch.Tensor):
+    """A stored weight as code of others reads it. What is written into it would be lost, and is refused."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def _refuse(self, *args: object, **how: object) -> None:
+        raise HalfsafeError("A stored weight cannot be written into.", "First: restore(module).")
+
+    data = property(lambda self: self.detach().as_subclass(Read), _refuse)
+    copy_ = add_ = sub_ = mul_ = div_ = fill_ = zero_ = normal_ = uniform_ = _refuse
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __setitem__ = _refuse
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
 class ComputesTensors(torch.nn.Module):
     """What :func:`settle` adds to a module's class: its tensors are computed when they are read.
 
@@ -102,7 +118,8 @@ class ComputesTensors(torch.nn.Module):
     def __getattr__(self, name: str) -> Any:
         value, dtype = super().__getattr__(name), self.__dict__.get(READ_IN)
         if isinstance(value, StoredWeight):
-            return value.read(dtype)
+            weight = value.read(dtype)
+            return weight if torch.compiler.is_compiling() else weight.as_subclass(Read)
         cast = dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(dtype) if cast else value
 
@@ -141,7 +158,8 @@ def _new(cls: type) -> torch.nn.Module:
 
 def stored_in(module: torch.nn.Module, name: str = "weight") -> StoredWeight | None:
     """Return the stored weight that a module computes its own from; None where it has none."""
-    found = module._modules.get(name)
+    # A module that is being copied has no attributes yet (torch/nn/utils/parametrize.py, default_deepcopy).
+    found = module.__dict__.get("_modules", {}).get(name)
     return found if isinstance(found, StoredWeight) else None
 
 

@@ -369,10 +369,10 @@ def test_scan_names_tensor_and_fault(tmp_path, fault):
 
 def test_scan_remarks_on_zero_weights_and_rows_in_range(tmp_path):
     data = torch.tensor([[448.0], [1.0]]).to(E4M3)
-    tensors = {"zero.weight": torch.zeros(4, 4), "a.weight": data, "a.weight_scale": torch.tensor([1.0, 200.0])}
+    tensors = {"zero.weight": torch.zeros(4, 4), "none.weight": torch.zeros(0, 4), "a.weight": data, "a.weight_scale": torch.tensor([1.0, 200.0])}
     save_file(tensors, tmp_path / "a.safetensors")
     scan = scan_file(tmp_path / "a.safetensors")
-    assert scan.problems == [] and [finding.kind for finding in scan.remarks] == ["zero"]
+    assert scan.problems == [] and [(finding.kind, finding.tensor) for finding in scan.remarks] == [("zero", "zero.weight")]
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,8 @@ def test_an_unknown_version_is_refused(path, version):
         (b"", "empty"),
         (b"<html><head>", "web page"),
         (b"version https://git-lfs.github.com/spec/v1", "git-LFS pointer"),
-        (b"\x40\0\0\0\0\0\0\0{}" + b" " * 60, r"no safetensors file|named \.gguf"),
+        (b"\x40\0\0\0\0\0\0\0{}" + b" " * 60, r"named \.gguf, but a safetensors file.*ends in \.safetensors"),
+        (b"\0\x06\0\0\0\0\0\0{}" + b" " * 3000, r"named \.gguf, but a safetensors file.*ends in \.safetensors"),
         (b"PK\x03\x04" + b"\0" * 40, "zip archive"),
     ],
 )

@@ -403,6 +403,56 @@ def test_a_stored_weight_cannot_be_set():
     assert torch.equal(model(some()), before)
 
 
+@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "bf16"])
+def test_what_is_written_into_a_stored_weight_is_refused(storage):
+    """PEFT merges a LoRA by ``weight.data += delta`` and takes a safe merge back by ``weight.data = before``."""
+    model = made()
+    apply(model, storage=storage)
+    before, delta = model(some()), torch.ones(32, 64)
+
+    def add():
+        model.wo.weight.data += delta
+
+    def exchange():
+        model.wo.weight.data = delta
+
+    def put():
+        model.wo.weight[0] = 1.0
+
+    writers = [add, exchange, put, lambda: model.wo.weight.copy_(delta), lambda: model.wo.weight.data.copy_(delta)]
+    for write in [*writers, lambda: nn.init.normal_(model.wo.weight), lambda: model.wo.weight.add_(delta)]:
+        with pytest.raises(HalfsafeError, match=r"cannot be written into.*restore\(module\)"):
+            write()
+    assert torch.equal(model(some()), before)
+
+
+def test_a_stored_weight_that_is_read_is_saved_and_computed_with_as_a_tensor():
+    model = made()
+    apply(model, storage="fp8_e4m3fn")
+    weight = model.wo.weight
+    assert {type(one) for one in (weight + 1, weight.T, weight.clone(), weight.to(torch.bfloat16))} == {torch.Tensor}
+    assert type(pickle.loads(pickle.dumps(weight))) is torch.Tensor
+    assert {type(one) for one in model.state_dict().values()} == {torch.Tensor}
+    file = io.BytesIO()
+    torch.save({"weight": weight}, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file)["weight"], weight)
+
+
+@pytest.mark.parametrize("settings", [{"storage": "fp8_e4m3fn"}, {"compute": "bf16"}], ids=str)
+def test_a_lazy_layer_is_refused(settings):
+    model = nn.Sequential(nn.Linear(32, 32), nn.LazyLinear(8)).eval()
+    with pytest.raises(HalfsafeError, match=r"1\.weight is .* of a lazy layer"):
+        apply(model, **settings)
+
+
+@pytest.mark.parametrize("settings", [{"storage": "fp8_e4m3fn"}, {"compute": "bf16"}], ids=str)
+def test_a_copy_of_a_weight_that_is_computed_already(settings):
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32)).eval()
+    apply(model, **settings)
+    assert torch.equal(copy.deepcopy(model)(some()), model(some()))
+
+
 def test_a_weight_that_is_computed_already_is_kept():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32)).eval()
     handle = apply(model, storage="fp8_e4m3fn")
