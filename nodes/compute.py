@@ -45,7 +45,9 @@ class ComputeDtype(io.ComfyNode):
                 io.Model.Input("model", tooltip="The model; it is not changed, the output is a patched clone."),
                 compute_input(),
                 RulesType.Input(
-                    "rules", optional=True, tooltip="Exceptions per layer: compute=... and stream=... of Layer Rules."
+                    "rules",
+                    optional=True,
+                    tooltip="Exceptions per layer: compute=..., stream=... and attention=... of Layer Rules.",
                 ),
             ],
             outputs=[io.Model.Output()],

@@ -72,6 +72,7 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     if compute:
         _add_plan(report, compute, patcher)
         report.ranges |= compute.ranges(patcher)
+        report.attention_in_fp32 = compute.attention_in_fp32(patcher)
     else:
         report.decisions["compute"] = f"{name_of(activation_dtype(patcher))}: as its loader chose"
     without_effect, decisions, notes = remarks_of(patcher)
@@ -176,7 +177,10 @@ def _int8_notes(layers: list[LayerReport]) -> list[str]:
 
 def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPatcher) -> None:
     report.without_effect += [WithoutEffect(*entry) for entry in compute.plan.without_effect]
+    report.without_effect += [WithoutEffect(*entry) for entry in compute.idle_attention_rules(patcher)]
     report.decisions["compute"] = str(compute.plan.choice)
+    if blocks := compute.attention_in_fp32(patcher):
+        report.decisions["attention by rule"] = f"fp32 in {', '.join(blocks)}"
     if share := compute.fp16_share_text(patcher):
         report.decisions["work"] = share
     report.notes += compute.plan.notes

@@ -80,13 +80,13 @@ class BoundedAttention:
         if q.dtype != torch.float16:
             return call.run(kernels.attention)
         if self.always_fp32:
-            return _in_fp32(kernels, call)
+            return run_in_fp32(kernels, call)
         index, self._index = self._index, self._index + 1
         if self.calibration.calibrating:
             return self._calibrate(self._state(index), kernels, call)
         mode = self.states[index % len(self.states)].mode if self.changed else AS_IS
         if mode == FP32:
-            return _in_fp32(kernels, call)
+            return run_in_fp32(kernels, call)
         if mode == SMOOTH:
             call = call.smoothed()
         result, bound = call.run(kernels.attention), call.score_bound()
@@ -120,7 +120,7 @@ class BoundedAttention:
                 state.mode = mode
                 return result
         state.mode = FP32
-        return _in_fp32(kernels, call)
+        return run_in_fp32(kernels, call)
 
     def summary(self) -> str:
         """Say in one line how many attentions run how, and name those that were changed with their bound; empty before
@@ -138,7 +138,8 @@ class BoundedAttention:
         return f"{len(self.states)} in fp16: {', '.join(counts)}" + "".join(lines)
 
 
-def _in_fp32(kernels: Kernels, call: AttentionCall) -> torch.Tensor:
+def run_in_fp32(kernels: Kernels, call: AttentionCall) -> torch.Tensor:
+    """Run an attention in fp32. Returns the dtype of ``q``."""
     return call.run_in(torch.float32, kernels.fp32).to(call.q.dtype)
 
 
@@ -155,10 +156,15 @@ class SafeAttention:
 
     Attentions are distinguished by their order in a model call; one that was never measured runs in fp32. The layers
     before one with large scores return fp32: q and k are rounded once and not twice.
+
+    Args:
+        calibration: the model's.
+        asked: tell whether the attention that is called now is to run in fp32 whatever its scores are.
     """
 
-    def __init__(self, calibration: Calibration):
+    def __init__(self, calibration: Calibration, asked: Callable[[], bool] = lambda: False):
         self.calibration = calibration
+        self.asked = asked
         self.range = calibration.add(AttentionRange("attention"))
         self.bounds: list[AttentionBound] = []
         self.calls_in_fp32: list[bool] = []
@@ -200,8 +206,10 @@ class SafeAttention:
         if index == len(self.calls_in_fp32):
             self.calls_in_fp32.append(False)
             self.bounds.append(self.calibration.add(AttentionBound(f"attention {index}")))
-        self.calibration.results.close_block(coarse=largest > COARSE_SCORE)
-        in_fp32 = self.calls_in_fp32[index] = self.calls_in_fp32[index] or not self.range.holds(largest * 2.0)
+        asked = self.asked()
+        self.calibration.results.close_block(coarse=asked or largest > COARSE_SCORE)
+        in_fp32 = asked or self.calls_in_fp32[index] or not self.range.holds(largest * 2.0)
+        self.calls_in_fp32[index] = in_fp32
         self.any_in_fp32 = self.any_in_fp32 or in_fp32
         self._count(call, in_fp32)
         self.range.recorder.device = call.q.device

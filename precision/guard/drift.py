@@ -54,11 +54,11 @@ ADDITIVE = 4
 ADVICE = {
     ATTENTION: (
         "Leave that attention out (the override of another node, or --use-sage-attention and the like), "
-        "or set attention to fp32 in Accumulation."
+        "or give Compute Dtype the rule {layer} attention=fp32."
     ),
     BETWEEN: (
         "Norms, positions or what is added between the layers lose it: Compute Dtype with fp16_safe or fp32, "
-        "or stream=fp32 for that block in Layer Rules."
+        "or the rule {layer}.* stream=fp32."
     ),
     OUTSIDE: (
         "Positions (rope), timesteps or the values handed from block to block are rounded: "
@@ -82,17 +82,17 @@ ADVICE = {
     ),
     "fp8": (
         "Compute Dtype with fp8 scales activations as they come and clips none; "
-        "else a rule with compute=bf16 for that layer."
+        "else the rule {layer} compute=bf16."
     ),
     "int8": (
-        "A rule with compute=bf16 (or fp16) for that layer dequantizes it; if every int8 layer is wrong, "
+        "The rule {layer} compute=bf16 (or fp16) dequantizes it; if every int8 layer is wrong, "
         "it is the device's kernel: set compute to bf16, fp16 or fp16_safe."
     ),
     "fp16 sums": (
-        "Set fp16_accumulation to auto or off in Accumulation, or a rule with accumulation=fp32 for that layer."
+        "Set fp16_accumulation to auto or off in Accumulation, or the rule {layer} accumulation=fp32."
     ),
 }  # fmt: skip
-OTHERWISE = "Compute Dtype with fp16_safe or fp32, or a rule with compute=fp32 for that layer."
+OTHERWISE = "Compute Dtype with fp16_safe or fp32, or the rule {layer} compute=fp32."
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Cause:
     def advice(self) -> str:
         """What to do."""
         known = next((text for name, text in ADVICE.items() if self.op.startswith(name)), None)
-        return known or ADVICE.get(arithmetic_named(self.mode), OTHERWISE)
+        return (known or ADVICE.get(arithmetic_named(self.mode), OTHERWISE)).format(layer=self.layer)
 
 
 class CastsToFp32(TorchFunctionMode):

@@ -10,7 +10,7 @@ from ..modes import FP8, FP16, INT8, MODE_OF
 from .accumulation import MatmulProfile, fp16_sums_inert
 from .choice import Choice, frozen
 from .facts import LayerSpec, ModelFacts
-from .rules import Rules
+from .rules import Rule, Rules
 
 SAFE = "fp16_safe"
 WEIGHTS_FOR = {
@@ -46,6 +46,7 @@ class ComputePlan:
     Attributes:
         decisions: layer name -> decision, for the layers that do not simply follow ``activation_dtype``.
         without_effect: (setting, reason).
+        attention: rules that ask for fp32 in the attention of blocks, which no plan knows by name.
     """
 
     choice: Choice
@@ -53,6 +54,7 @@ class ComputePlan:
     fp8_matmul: bool = False
     without_effect: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
+    attention: tuple[Rule, ...] = ()
 
     @classmethod
     def of_layers(cls, decisions: Mapping[str, ComputeDecision]) -> "ComputePlan":
@@ -123,7 +125,7 @@ def plan_compute(
     if any(decision.stream == "fp32" for decision in decisions.values()):
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
         decisions |= {name: ComputeDecision(MODE_OF[choice.used], "same", "") for name in followers}
-    return ComputePlan(choice, frozen(decisions), fp8_matmul, tuple(without_effect), tuple(notes))
+    return ComputePlan(choice, frozen(decisions), fp8_matmul, tuple(without_effect), tuple(notes), rules.on_attention)
 
 
 def _no_weight_for(compute: str, stored: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -224,9 +226,13 @@ def rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[tup
 
 
 def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[tuple[str, str]]:
-    """List (rule, reason) for the user's own rules that match none of these layers."""
+    """List (rule, reason) for the user's own rules that match none of these layers.
+
+    What they set of attention is left out, as it is about blocks.
+    """
     pairs = [(layer.name, layer.cls) for layer in layers]
-    return [(str(rule), "the pattern matches no layer of this model") for rule in rules.on(layers).without_match(pairs)]
+    idle = (rule.without("attention") for rule in rules.on(layers).without_match(pairs))
+    return [(str(rule), "the pattern matches no layer of this model") for rule in idle if rule.settings]
 
 
 def _why_no_product(product: str, layer: LayerSpec, device: Device, storage: str) -> str | None:

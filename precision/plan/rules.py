@@ -1,4 +1,7 @@
-"""Rules: patterns over layers that set storage, compute, accumulation and stream. Text in, object out, text again."""
+"""Rules: patterns over layers that set storage, compute, accumulation and stream, and over blocks, that set attention.
+
+Text in, object out, text again.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,11 +16,13 @@ from .presets import DEFAULT_PRESET, PRESETS, TEXT_ENCODER
 from .structure import ROLES, roles_of
 
 PREFIXES = ("re:", "class:", "role:")
+ANYTHING = "(any layer)"
 VALUES = {
     "storage": STORAGE_OPTIONS[1:],
     "compute": COMPUTE_OPTIONS[1:],
     "accumulation": ("fp32", "fp16"),
     "stream": ("fp32", "same"),
+    "attention": ("fp32",),
 }
 
 
@@ -44,6 +49,15 @@ class Rule:
         """Tell whether the pattern matches the layer ``name`` (inside the diffusion model)
         of class ``cls`` and a role."""
         return name.startswith(self._beginning) and bool(self._matcher(name, cls, role))
+
+    def matches_block(self, name: str, cls: str) -> bool:
+        """Tell whether the pattern matches a module that holds layers, or whatever is inside of it:
+        ``blocks.0`` and ``blocks.0.*`` both match ``blocks.0``."""
+        return self.matches(name, cls) or self.matches(f"{name}.{ANYTHING}", cls)
+
+    def without(self, key: str) -> "Rule":
+        """Return the rule without one of its settings."""
+        return replace(self, settings=tuple(setting for setting in self.settings if setting[0] != key))
 
     @property
     def asks_for_role(self) -> bool:
@@ -72,6 +86,11 @@ class Rules:
     @property
     def all(self) -> tuple[Rule, ...]:
         return self.presets + self.own
+
+    @property
+    def on_attention(self) -> tuple[Rule, ...]:
+        """The rules that set the attention of blocks."""
+        return tuple(rule for rule in self.all if "attention" in dict(rule.settings))
 
     def on(self, layers: Iterable[LayerSpec]) -> "Rules":
         """Return the rules with the roles of a model's layers, which the patterns ``role:...`` are about."""

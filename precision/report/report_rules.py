@@ -12,7 +12,8 @@ from ..plan.rules import compile_pattern
 def rules_text(report: Mapping, fixed: Collection[str] = ()) -> str:
     """Write the lines that repeat what a report found, in its JSON form; empty where all layers run alike.
 
-    First the layers whose mode is not the most common one, then the guard's escalations, which win. ``fixed``: the
+    First the layers whose mode is not the most common one, then the blocks with attention in fp32 by a rule, then the
+    guard's escalations, which win. ``fixed``: the
     layers whose mode the model's own code sets whatever is asked for, which no rule has to repeat.
     """
     asked = (layer for layer in report["layers"] if multiplies(layer["class"]) and layer["name"] not in fixed)
@@ -20,7 +21,8 @@ def rules_text(report: Mapping, fixed: Collection[str] = ()) -> str:
     most, guard = usual_mode(modes.values()), report["guard"]
     others = {name: mode for name, mode in modes.items() if mode != most and name not in guard["escalations"]}
     escalated = [f"{line}  # escalated by the guard" for line in guard["rules"].splitlines()]
-    return "\n".join([*_mode_lines(others, [layer["name"] for layer in report["layers"]]), *escalated])
+    attention = [f"{block} attention=fp32" for block in report["attention_in_fp32"]]
+    return "\n".join([*_mode_lines(others, [layer["name"] for layer in report["layers"]]), *attention, *escalated])
 
 
 def usual_mode(modes: Iterable[str]) -> str:

@@ -181,6 +181,7 @@ class Report:
         ranges: layer -> the largest magnitude it was given so far, of the layers whose inputs are watched.
         encoders: the guarded VAEs and text encoders of the prompt.
         control_nets: those that the Load ControlNet node loaded and that the model was sampled with.
+        attention_in_fp32: the blocks whose attention ran in fp32 by a rule.
     """
 
     device: dict = field(default_factory=dict)
@@ -195,6 +196,7 @@ class Report:
     ranges: dict[str, float] = field(default_factory=dict)
     encoders: list[EncoderReport] = field(default_factory=list)
     control_nets: list[ControlReport] = field(default_factory=list)
+    attention_in_fp32: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict:
         """Return version 1 of the report, ready for ``json.dumps(allow_nan=False)``. A NaN or inf number becomes null.

@@ -52,8 +52,13 @@ def attending(model: torch.nn.Module, call: Call, run: Callable | None) -> Itera
 def _entries(model: torch.nn.Module, override: Callable) -> Iterator[Patch]:
     for part in (model, *top_level_parts(model).values()):
         part = getattr(part, "_orig_mod", part)
-        if kind_of(part) is None and any(part.children()):
+        if kind_of(part) is None and holds_modules(part):
             yield part, "forward", _entry(forward_of(part), override)
+
+
+def holds_modules(module: torch.nn.Module) -> bool:
+    """Tell whether a module has others in it; a compiled one among them refuses ``len``, and so ``bool``."""
+    return next(module.children(), None) is not None
 
 
 def forward_of(part: torch.nn.Module) -> Callable:

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.arithmetic.attention import SafeAttention
+from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
+from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.arithmetic.compiling import compile_disabled
 from ....precision.arithmetic.flags import fp32_accumulation
-from ....precision.arithmetic.patching import patched
+from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.planned import PlannedLayers
 from ....precision.layer_names import are_alike
 from ....precision.modes import FP16, FP16_WIDE, INT8, MODE_OF
@@ -28,10 +29,13 @@ from .execution import switches_by_layer
 from .model_compiler import compiler_off
 from .modules import calling_layers
 from .per_model import PerModel
+from .ruled_attention import NO_ATTENTION, NO_BLOCK, RuledAttention, blocks_of, outermost
 from .wrappers import COMPUTE, set_wrapper
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
+
+LISTED = 3
 
 
 def set_compute(patcher, plan: ComputePlan) -> None:
@@ -43,7 +47,7 @@ def set_compute(patcher, plan: ComputePlan) -> None:
         patcher.remove_wrappers_with_key(kind, COMPUTE)
     compute = Compute(plan)
     patcher.set_attachments(COMPUTE, compute)
-    if plan.decisions or plan.is_safe:
+    if plan.decisions or plan.is_safe or plan.attention:
         set_wrapper(patcher, COMPUTE, compute)
         set_wrapper(patcher, COMPUTE, compute.sampling, WrappersMP.OUTER_SAMPLE)
 
@@ -104,6 +108,21 @@ class Compute:
         run = self.runs.last_of(patcher)
         return run.calibration.largest() if run else {}
 
+    def attention_in_fp32(self, patcher: "ModelPatcher") -> list[str]:
+        """List the blocks whose attention ran in fp32 by a rule in the calls made so far."""
+        run = self.runs.last_of(patcher)
+        return outermost(run.ruled.ran_in) if run else []
+
+    def idle_attention_rules(self, patcher: "ModelPatcher") -> Iterator[tuple[str, str]]:
+        """Yield (rule, reason) for the rules on attention that match no block, or only blocks that made none."""
+        blocks, run = blocks_of(self.plan.attention, modules_of(patcher.model)), self.runs.last_of(patcher)
+        for rule in self.plan.attention:
+            matched = outermost([name for name, rules in blocks.items() if rule in rules])
+            if not matched:
+                yield str(rule), NO_BLOCK
+            elif run and not any(rule in rules for rules in run.ruled.ran_in.values()):
+                yield str(rule), NO_ATTENTION.format(", ".join(matched[:LISTED]))
+
     def fp16_share_text(self, patcher: "ModelPatcher") -> str:
         """Say in one line what share of the matmul FLOPs has fp16 operands; empty before a call and without any."""
         run = self.runs.last_of(patcher)
@@ -131,6 +150,7 @@ class PlannedModel:
         named = modules_of(model)
         self.modules = {name: module for name, module in named.items() if name in plan.decisions}
         self.plan = plan
+        self._safe, self._mixes = plan.is_safe, plan.mixes_fp32_in  # a graph breaks where it reads the plan's mappings
         self._model = weakref.ref(model)
         self._switching = Switching()
         self._has_rules = any(plan.decisions[name].sums for name in self.modules)
@@ -142,13 +162,19 @@ class PlannedModel:
         self.calibration = self.layers.calibration
         self.calibration.results.allowed = fp16_results
         self._alike: bool | None = None
-        self.attention = SafeAttention(self.calibration)
-        self.patches = list(self.layers.patches)
+        self.ruled = RuledAttention(plan.attention, named)
+        self.attention = SafeAttention(self.calibration, self.ruled.is_inside)
+        self._patches = list(self.layers.patches)
         for name in in_int8:
-            self.patches += int8_patches(self.modules[name], plan.decisions[name])
+            self._patches += int8_patches(self.modules[name], plan.decisions[name])
         self.calling = calling_layers(self.modules.values())
-        if plan.mixes_fp32_in:
-            self.patches += [patch for name, module in named.items() if inside(name) for patch in casting(module)]
+        if self._mixes:
+            self._patches += [patch for name, module in named.items() if inside(name) for patch in casting(module)]
+
+    @property
+    def patches(self) -> list[Patch]:
+        """What to set on the model's modules for the length of a call."""
+        return [*self._patches, *self.ruled.patches()]
 
     def call(self, call: Call | Make):
         """Make one call of the model, or of its text adapter, its patches set; it is repeated with calibration when a
@@ -159,6 +185,7 @@ class PlannedModel:
 
         def once():
             self.attention.begin()
+            self.ruled.begin()
             plain = compile_disabled() if self.calibration.calibrating else nullcontext()
             free = nullcontext() if self._allocates_alike() else compiler_off()
             with fp32_accumulation() if off else nullcontext(), plain, free, self.calling:
@@ -173,19 +200,27 @@ class PlannedModel:
             return False
         if self._alike is None:
             kinds = {name: self.plan.decisions[name].mode for name in self.modules} | self.layers.allocations()
-            self._alike = len({*self.attention.calls_in_fp32}) < 2 and are_alike(kinds, modules_of(self._model()))
+            attention_is_alike = not self.ruled.rules and len({*self.attention.calls_in_fp32}) < 2
+            self._alike = attention_is_alike and are_alike(kinds, modules_of(self._model()))
         return self._alike
 
     @property
     def attend(self) -> Callable | None:
         """This plan's attention, to stand in front of whatever override is there already; None for a plan without
         one."""
-        return self._attend if self.plan.is_safe or self.plan.mixes_fp32_in else None
+        return self._attend if self._safe or self._mixes or self.ruled.rules else None
 
-    def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
-        if self.plan.is_safe:
-            return self.attention(kernels_of(function, attention), *args, **kwargs)
-        return in_one_dtype(attention, *args, **kwargs)
+    def _attend(self, function: Callable, attention: Callable, q, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
+        if self.calibration.calibrating:
+            self.ruled.note()
+        kernels = kernels_of(function, attention)
+        if self._safe:
+            return self.attention(kernels, q, k, v, heads, *args, **kwargs)
+        if self.ruled.is_inside():
+            return run_in_fp32(kernels, AttentionCall(q, k, v, heads, args, kwargs))
+        if not self._mixes:
+            return attention(q, k, v, heads, *args, **kwargs)
+        return in_one_dtype(attention, q, k, v, heads, *args, **kwargs)
 
     def planned_modes(self) -> dict[str, str]:
         """Return layer -> the mode its forward was made for, of the layers that have another one than ComfyUI's."""

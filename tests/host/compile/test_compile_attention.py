@@ -5,9 +5,10 @@ import torch
 from halfsafe.nodes.host.run.accumulation import accumulation_of
 from halfsafe.nodes.host.run.compute import compute_of
 from halfsafe.precision.arithmetic import attention_bounds
+from halfsafe.precision.plan.rules import rules_from
 from support import families, tiny_models
 from support.compiling import compiled
-from support.families import load
+from support.families import load, with_compute
 from support.measures import relative_error
 from support.summing import accumulation
 from torch._dynamo.utils import counters
@@ -55,6 +56,21 @@ def test_fp32_attention_after_a_plain_run(comfy, plain, call, operands):
         families.replay(wide, call)
         assert operands == [torch.float32] * 2
     assert run_of(wide).attention.met == {torch.float16}
+
+
+def test_a_rule_on_one_attention_and_then_a_plain_run(comfy, plain, call, operands):
+    families.replay(plain, call)
+    ruled = with_compute(comfy, plain, "fp16", rules_from("blocks.0.self_attn attention=fp32"))
+    for _ in range(3):
+        operands.clear()
+        families.replay(ruled, call)
+        assert operands == [torch.float32, torch.float16]
+    graphs = counters["stats"]["unique_graphs"]
+    families.replay(ruled, call)
+    assert counters["stats"]["unique_graphs"] == graphs <= 3
+    operands.clear()
+    families.replay(plain, call)
+    assert operands == [torch.float16] * 2
 
 
 def test_a_plain_run_after_bounded_attention(comfy, plain, call):

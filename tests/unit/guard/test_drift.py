@@ -2,11 +2,13 @@
 
 import itertools
 import math
+import re
 
 import pytest
 import torch
 from halfsafe.precision.guard import drift
 from halfsafe.precision.guard.log import CallPosition, GuardLog
+from halfsafe.precision.plan.rules import parse
 from halfsafe.precision.report.schema import BlockDrift, CheckReport
 
 
@@ -111,4 +113,14 @@ def test_a_drift_event_leaves_the_verdict_and_names_what_to_do():
 
 @pytest.mark.parametrize("op", [drift.ATTENTION, drift.BETWEEN, drift.OUTSIDE, drift.WEIGHT, drift.STEP_CACHE, drift.ONCE, drift.NOT_FOUND])
 def test_every_cause_has_an_advice(op):
-    assert drift.Cause("", op, "bf16").advice == drift.ADVICE[op] != drift.Cause("x", "bf16 product", "bf16").advice
+    advice = drift.Cause("blocks.1", op, "bf16").advice
+    assert advice == drift.ADVICE[op].format(layer="blocks.1") != drift.Cause("blocks.1", "bf16 product", "bf16").advice
+
+
+@pytest.mark.parametrize(
+    ("op", "mode"), [(drift.ATTENTION, "bf16"), (drift.BETWEEN, "bf16"), ("bf16 product", "bf16"), ("fp8 product", "fp8"), ("int8 product", "int8"), ("fp16_acc16 product", "fp16_acc16")]
+)  # fmt: skip
+def test_the_rule_that_an_advice_names_can_be_read(op, mode):
+    advice = drift.Cause("blocks.1.ffn.0", op, mode).advice
+    rule = re.search(r"rule (blocks\.\S+ \w+=\w+)", advice, re.IGNORECASE)[1]
+    assert [str(found) for found in parse(rule)] == [rule]

@@ -51,6 +51,16 @@ def test_one_line_sets_several_keys_and_each_is_looked_up_alone():
     assert rules.setting("stream", "b", "") is None
 
 
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [("blocks.1", True), ("blocks.1.*", True), (r"re:^blocks\.1\.", True), ("class:Block", True), ("*", True), ("blocks.1?", False), ("blocks.1.ffn*", False), ("class:Linear", False)],
+)  # fmt: skip
+def test_a_pattern_on_a_block_or_on_all_that_is_in_it(pattern, matches):
+    rule = parse(f"{pattern} attention=fp32")[0]
+    assert rule.matches_block("blocks.1", "Block") is matches
+    assert rules_from(str(rule), "wan").on_attention == (rule,)
+
+
 def test_spaces_around_the_equals_sign_and_capitals_are_read():
     assert parse("blocks.0.* storage = BF16  compute= Fp32")[0].settings == (("storage", "bf16"), ("compute", "fp32"))
 

@@ -68,7 +68,7 @@ def wan(blocks=30, kept=(0, 1, 29)):
 
 def test_json_is_the_contracts_key_for_key_in_its_order():
     found, contract = contract_report().to_json(), json.loads(CONTRACT)
-    assert list(found) == [*contract, "decisions", "notes", "ranges", "encoders", "control_nets", "modes", "storages", "rules", "view"]
+    assert list(found) == [*contract, "decisions", "notes", "ranges", "encoders", "control_nets", "attention_in_fp32", "modes", "storages", "rules", "view"]
     assert list(found["guard"]) == [*contract["guard"], "rules", "advice", "checks"]
     found["guard"] = {key: found["guard"][key] for key in contract["guard"]}
     for event in found["guard"]["events"]:
@@ -93,6 +93,7 @@ def test_an_empty_report_has_every_section_and_no_guard():
         "ranges": {},
         "encoders": [],
         "control_nets": [],
+        "attention_in_fp32": [],
         "rules": "",
         "view": {"parameters": "0", "size": "0 B", "stored": [], "computed": [], "rows": []},
     }

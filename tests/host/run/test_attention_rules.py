@@ -1,0 +1,155 @@
+"""Attention in fp32 in the blocks that rules name: only theirs, seen by a spy at the product, and by modules, not by counting."""
+
+import pytest
+import torch
+from halfsafe.precision.plan.rules import rules_from
+from support import families
+from support.families import load, report, with_compute
+from support.guarding import guarded
+from support.matmul_spy import MatmulSpy
+from support.measures import relative_error
+
+FAMILIES = {"wan": "blocks.1", "flux": "double_blocks.0", "sdxl": "middle_block.1.transformer_blocks.0"}
+LAYERS = ("mm", "addmm", "convolution")
+NAMES = ("{}", "{}.*", "re:^{}$")
+
+
+@pytest.fixture(scope="module")
+def model_of(comfy, models_dir):
+    """``(path, call)`` of a family's model; of the last family only."""
+    state = {}
+
+    def build(family):
+        if family not in state:
+            state.clear()
+            path = families.write_narrow(family, models_dir / "diffusion_models")
+            state[family] = path, families.capture(load(comfy, path, "fp32"), family)
+        return state[family]
+
+    return build
+
+
+def attentions(model, call):
+    """(result, {module that attends: dtypes of its attention's operands}) of a call after the first."""
+    families.replay(model, call)
+    with MatmulSpy(model.model.diffusion_model) as spy:
+        result = families.replay(model, call)
+    met = {}
+    for product in spy.seen:
+        if product.op not in LAYERS:
+            met.setdefault(product.layer, set()).update(product.operands)
+    return result, met
+
+
+def dtypes_in(met, block):
+    """(dtypes of the attentions in a block, of the others)"""
+    sides = (set(), set())
+    for name, dtypes in met.items():
+        sides[not f"{name}.".startswith(f"{block}.")].update(dtypes)
+    return sides
+
+
+@pytest.mark.parametrize("pattern", NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_the_attention_of_the_named_block_runs_in_fp32(comfy, model_of, family, pattern):
+    path, call = model_of(family)
+    block = FAMILIES[family]
+    model = load(comfy, path, "as_file", "bf16", rules_from(f"{pattern.format(block)} attention=fp32"))
+    _, met = attentions(model, call)
+    assert dtypes_in(met, block) == ({"fp32"}, {"bf16"})
+    found = report(comfy, model)
+    assert found["without_effect"] == [] and found["attention_in_fp32"] == [block]
+    assert found["decisions"]["attention by rule"] == f"fp32 in {block}"
+    assert f"{block} attention=fp32" in found["rules"].splitlines()
+
+
+@pytest.mark.parametrize("compute", ["fp16", "bf16", "fp16_safe"])
+def test_in_every_arithmetic(comfy, model_of, compute):
+    path, call = model_of("wan")
+    stored = load(comfy, path, "as_file", compute)
+    plain, before = attentions(stored, call)
+    model = with_compute(comfy, stored, compute, rules_from("blocks.1.self_attn attention=fp32"))
+    ruled, met = attentions(model, call)
+    narrow = {"bf16" if compute == "bf16" else "fp16"}
+    assert dtypes_in(met, "blocks.1.self_attn") == ({"fp32"}, narrow)
+    assert set().union(*before.values()) == narrow
+    assert torch.isfinite(ruled).all() and not torch.equal(plain, ruled)
+    again, _ = attentions(stored, call)
+    assert torch.equal(again, plain), "the model it was cloned from has no rule"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_error_falls_where_attention_is_what_loses_it(comfy, model_of, family):
+    """The attentions of one block round their operands to three bits, as a bad kernel would."""
+    path, call = model_of(family)
+    block, coarse = FAMILIES[family], []
+
+    def rounding(function, q, k, v, heads, *args, **kwargs):
+        coarse.append(q.dtype)
+        q, k = ((tensor.float() * 2).round() / 2 for tensor in (q, k))
+        return function(q.to(v.dtype), k.to(v.dtype), v, heads, *args, **kwargs)
+
+    exact = families.replay(load(comfy, path, "as_file", "bf16"), call)
+    errors = {}
+    for pattern in ("", f"{block}.* attention=fp32", "* attention=fp32"):
+        model = load(comfy, path, "as_file", "bf16", rules_from(pattern)).clone()
+        model.model_options["transformer_options"]["optimized_attention_override"] = rounding
+        coarse.clear()
+        errors[pattern] = relative_error(exact, families.replay(model, call)), len(coarse)
+    (plain, all_of_them), (ruled, others), (everywhere, none) = errors.values()
+    assert all_of_them > others > none == 0
+    assert everywhere < 0.3 * plain and everywhere < ruled < plain
+
+
+def test_a_rule_that_cannot_act_is_listed_with_its_reason(comfy, model_of):
+    path, call = model_of("wan")
+    lines = ("nothing.* attention=fp32", "blocks.0.ffn attention=fp32", "class:Linear attention=fp32", "blocks.0 attention=fp32", "role:outside attention=fp32")
+    model = load(comfy, path, "as_file", "bf16", rules_from("\n".join(lines)))
+    assert {entry["setting"] for entry in report(comfy, model)["without_effect"]} == {lines[0], lines[2], lines[4]}, "what attends is known after a call"
+    families.replay(model, call)
+    found = {entry["setting"]: entry["reason"] for entry in report(comfy, model)["without_effect"]}
+    assert set(found) == {*lines} - {"blocks.0 attention=fp32"}
+    assert "matches no block" in found[lines[0]] and found["blocks.0.ffn attention=fp32"] == "no attention of ComfyUI ran in blocks.0.ffn"
+
+
+def test_by_class_and_with_settings_of_its_layers(comfy, model_of):
+    path, call = model_of("wan")
+    model = load(comfy, path, "as_file", "fp16", rules_from("class:WanSelfAttention attention=fp32\nblocks.0 attention=fp32 stream=fp32"))
+    _, met = attentions(model, call)
+    assert len(met) == 4
+    for name, dtypes in met.items():
+        assert dtypes == ({"fp32"} if name == "blocks.0.cross_attn" or name.endswith("self_attn") else {"fp16"})
+    settings = {entry["setting"] for entry in report(comfy, model)["without_effect"]}
+    assert settings == {"blocks.0 stream=fp32"}, "as a pattern over layers it matches none"
+
+
+def test_the_check_names_the_rule_that_mends_what_it_found(comfy, model_of):
+    path, _ = model_of("wan")
+    block = "blocks.1"
+
+    def noisy(function, q, k, v, heads, *args, **kwargs):
+        result = function(q, k, v, heads, *args, **kwargs)
+        here = noisy.running
+        return result + 0.5 * result.abs().mean() * torch.sign(result) if here else result
+
+    noisy.running = False
+
+    def found(text):
+        model = load(comfy, path, "as_file", "bf16", rules_from(text)).clone()
+        part = dict(model.model.diffusion_model.named_modules())[block]
+        model.model_options["transformer_options"]["optimized_attention_override"] = noisy
+        hooks = [
+            part.register_forward_pre_hook(lambda *args: setattr(noisy, "running", True)),
+            part.register_forward_hook(lambda *args: setattr(noisy, "running", False), always_call=True),
+        ]
+        watched = guarded(comfy, model, check="first step")
+        families.sample(watched, "wan", steps=1)
+        for hook in hooks:
+            hook.remove()
+        return [event for event in report(comfy, watched)["guard"]["events"] if event["kind"] == "drift"]
+
+    (event,) = found("")
+    assert event["layer"] == block and event["op"].startswith("attention")
+    rule = f"{block} attention=fp32"
+    assert f"the rule {rule}." in event["advice"]
+    assert found(rule) == []
