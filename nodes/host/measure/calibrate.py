@@ -25,6 +25,7 @@ from ..load.identity import source_of_model
 from ..load.progress import advancing
 from ..page import show_progress
 from ..run.execution import is_on_several_devices
+from ..run.model_compiler import compiler_off
 from ..run.modules import calling_layers
 from ..run.wrappers import ANALYSIS, set_wrapper
 from .bare_clone import bare_clone
@@ -108,7 +109,7 @@ def _sampled(
     steps: list[int] = []
     set_wrapper(clone, ANALYSIS, call)
     clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, step)
-    with compile_disabled(), torch.no_grad():
+    with compile_disabled(), compiler_off(), torch.no_grad():
         sample(clone, *inputs, STEPS)
     bar.update_absolute(STEPS)
     return len(calls)

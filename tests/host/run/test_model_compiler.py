@@ -10,6 +10,7 @@ from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.guard.clamps import ClampWatch
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.measure.analysis import analyze_model
+from halfsafe.nodes.host.measure.calibrate import calibrate_model
 from halfsafe.nodes.host.measure.tradeoffs import Inputs, measure_model
 from halfsafe.nodes.host.run.model_compiler import compiler_off
 from halfsafe.precision.guard.policy import Escalation
@@ -165,13 +166,15 @@ def test_watching_for_clamps_keeps_nothing():
     assert watch.sizes()[0].isinf()
 
 
-@pytest.mark.parametrize("what", ["analysis", "measurement"])
+@pytest.mark.parametrize("what", ["analysis", "measurement", "calibration"])
 def test_what_is_measured_is_not_compiled(comfy, minimax, what):
     model = families.load(comfy, minimax, "as_file", "bf16")
     given = rare_families.conditioning("minimax_h3"), None, {"samples": rare_families.latent("minimax_h3", model)}, 1
     with comfy_compiler(MiniMaxH3Model) as recorder:
         if what == "analysis":
             analyze_model(model, *given, "fp8_e4m3fn", 25.0, True)
+        elif what == "calibration":
+            calibrate_model(model, *given, None)
         else:
             measure_model(model, Inputs(*given), settings_from("as_file/fp16_safe\nint8/auto"))
     assert recorder.calls == 0
