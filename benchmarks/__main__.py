@@ -5,6 +5,7 @@ convert: the same file disk to disk, against reading all, quantizing all to fp8 
 safe16, fp8mm, patch, guard: what a compute plan and the guard cost and how close they come.
 lora: LoRAs beside 8-bit weights against LoRAs merged into them.
 import: how long ComfyUI takes to import the pack.
+calibrate: weights rounded by a calibration against rounded to nearest, on trained models.
 kept: which share of each model's weights the default rules keep in 16 bit.
 cost: what fp16_safe costs beside fp16, by count and estimated for several cards.
 gguf: what GGUF files cost, against ComfyUI-GGUF.
@@ -29,7 +30,7 @@ from setup.environment import ROOT, Environment, SetupError, clean_environ, prep
 MODULES = {
     **dict.fromkeys(("load", "convert"), "files"),
     **dict.fromkeys(("safe16", "fp8mm", "patch", "guard", "lora"), "compute"),
-    **{"import": "import_time", "cost": "cost", "kept": "kept", "gguf": "gguf_files", "scaling": "scaling", "soak": "soak", "gpu": "gpu"},
+    **{"import": "import_time", "cost": "cost", "kept": "kept", "calibrate": "calibrate", "gguf": "gguf_files", "scaling": "scaling", "soak": "soak", "gpu": "gpu"},
 }
 SHARED = ("files", "compute")
 
