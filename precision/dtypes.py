@@ -15,7 +15,7 @@ def torch_version() -> tuple[int, int]:
 
 TORCH_VERSION = torch_version()  # for what torch.compile traces: reading the text would break its graph
 
-STORAGE_OPTIONS = ("auto", "as_file", "fp8_e4m3fn", "fp8_e5m2", "fp16", "bf16", "fp32", "int8")
+STORAGE_OPTIONS = ("auto", "as_file", "fp8_e4m3fn", "fp8_e5m2", "fp16", "bf16", "fp32", "int8", "w6a8", "w4a8")
 COMPUTE_OPTIONS = ("auto", "fp8", "fp16", "fp16_safe", "bf16", "fp32", "int8")
 
 DTYPES = {
@@ -31,8 +31,8 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FP16_MAX = 65504.0
-QUANTIZED_NAMES = tuple(name for name in STORAGE_OPTIONS if name in DTYPES and DTYPES[name].itemsize == 1)
-FP8_NAMES = tuple(name for name in QUANTIZED_NAMES if DTYPES[name].is_floating_point)
+QUANTIZED_NAMES = tuple(n for n in STORAGE_OPTIONS[2:] if n not in DTYPES or DTYPES[n].itemsize == 1)
+FP8_NAMES = tuple(name for name in QUANTIZED_NAMES if name in DTYPES and DTYPES[name].is_floating_point)
 FP8_DTYPES = frozenset(DTYPES[name] for name in DTYPES if name.startswith("fp8"))
 
 

@@ -40,6 +40,10 @@ class UnconsumedScale(CheckpointError):
     """A tensor that looks like a quantization scale belongs to no weight."""
 
 
+class StorageNotHeld(HalfsafeError):
+    """This ComfyUI has no quantization format for a storage that is asked for."""
+
+
 class MemoryShortage(HalfsafeError):
     """The work needs more memory than the machine, or its cgroup, has left."""
 

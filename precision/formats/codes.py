@@ -5,12 +5,21 @@ of the file besides the data, by the last part of their names (``weight_scale``)
 weight, except for those of :meth:`Codes.whole`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from ..amax import host_amax
-from .int8 import LARGEST_CODE, SMALLEST_SCALE, dequantize_rows, quantize_rows, rotated, rotation_group, why_not_int8
+from .int8 import (
+    BLOCK,
+    LARGEST_CODE,
+    SMALLEST_SCALE,
+    dequantize_rows,
+    quantize_rows,
+    rotated,
+    rotation_group,
+    why_not_int8,
+)
 from .quantize import power_of_two_scale
 from .w4a8_scales import (
     GROUP,
@@ -96,10 +105,20 @@ class Codes:
         return {"weight": self.data(codes), **params}
 
     def encode(self, rows: torch.Tensor, whole: Mapping[str, torch.Tensor]) -> Params:
-        """Round rows of a weight as they are, not rotated, to nearest, and make their tensors."""
-        turned = self.turned(rows)
+        """Round rows of a weight as they are, not rotated, to nearest, and make their tensors. Works through blocks of
+        like size, of up to ``BLOCK`` elements."""
+        blocks = rows.tensor_split(-(-len(rows) // max(1, BLOCK // rows.shape[1])))
+        return joined((self._encoded(self.turned(block), whole) for block in blocks), whole)
+
+    def _encoded(self, turned: torch.Tensor, whole: Mapping[str, torch.Tensor]) -> Params:
         params = self.params(turned, whole)
         return self.pack(self.nearest(turned, params)[0], params)
+
+
+def joined(parts: Iterable[Params], whole: Mapping[str, torch.Tensor]) -> Params:
+    """Join the tensors of parts of a weight's rows; those of ``whole`` belong to all of them."""
+    parts = list(parts)
+    return {leaf: whole[leaf] if leaf in whole else torch.cat([part[leaf] for part in parts]) for leaf in parts[0]}
 
 
 class Fp8Codes(Codes):

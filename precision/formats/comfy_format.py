@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from ..amax import host_amax
-from ..dtypes import FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
+from ..dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
 from ..errors import NonFiniteWeight
 from ..files.safetensors_header import TensorSpec
-from .int8 import dequantize_rows, quantize_rows, rotation_group
+from .codes import Codes, joined
 from .quantize import quantize
+from .registry import FORMAT_OF_STORAGE
 from .scratch import empty
 from .stored_weight import StoredWeight, comfy_quant_tensor
 
@@ -133,7 +134,7 @@ def sampled_error(weight: StoredWeight, storage: str) -> SampledError:
     Nothing but these rows is read: fp8 gets a scale for their own amax. Scales are powers of two, so that the error
     differs from that of the whole weight's scale only for values that become subnormal with one of them.
     """
-    if storage not in QUANTIZED_NAMES or _stays(weight, dtype_named(storage)):
+    if storage not in QUANTIZED_NAMES or _stays(weight, storage):
         return SampledError()
     rows = torch.cat([weight.rows(part) for part in _sampled_rows(weight.shape[0])])
     exact = rows.double()  # squares of small weights are zero in fp32, of large ones Inf
@@ -149,12 +150,16 @@ def _sampled_rows(rows: int) -> list[slice]:
 
 
 def _quantized_values(rows: torch.Tensor, storage: str) -> torch.Tensor:
-    if storage == "int8":
-        group = rotation_group(rows.shape[1])
-        codes, scale = quantize_rows(rows, group)
-        return dequantize_rows(codes, scale, group)
-    quantized = quantize(rows, dtype_named(storage), host_amax(rows))
-    return quantized.data.float() * quantized.scale
+    codes = codes_of(storage)
+    turned = codes.turned(rows)
+    return codes.turned(codes.nearest(turned, codes.prepare(turned))[1])
+
+
+def codes_of(storage: str) -> Codes:
+    """Return the codes of one of ``QUANTIZED_NAMES``."""
+    codes = FORMAT_OF_STORAGE[storage].codes
+    assert codes is not None
+    return codes
 
 
 def tensors_of(weight: StoredWeight, storage: str, path) -> dict[str, torch.Tensor]:
@@ -170,38 +175,42 @@ def tensors_of(weight: StoredWeight, storage: str, path) -> dict[str, torch.Tens
     if largest > LARGEST_ROUNDED:
         problem = f"holds values up to {largest:.3g}, which round to infinity in {storage}"
         raise _damaged(weight, path, problem)
-    dtype = dtype_named(storage)
     if storage not in QUANTIZED_NAMES:
-        return {weight.name: weight.dequantize(dtype)}
-    data, scale = _int8(weight, path) if storage == "int8" else _fp8(weight, dtype, largest)
-    return {weight.name: data, f"{weight.layer}.weight_scale": scale, **_quantized_extras(weight, dtype)}
+        return {weight.name: weight.dequantize(dtype_named(storage))}
+    made = _fp8(weight, storage, largest) if storage in FP8_NAMES else _encoded(weight, storage, path)
+    return {**{f"{weight.layer}.{leaf}": tensor for leaf, tensor in made.items()}, **_settings(weight, storage)}
 
 
-def _quantized_extras(weight: StoredWeight, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Make the tensors besides data and scale: their ``comfy_quant``, and the scale of the layer's input if known."""
-    if dtype == torch.int8:
-        settings = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": rotation_group(weight.shape[1])}
-        return {f"{weight.layer}.comfy_quant": comfy_quant_tensor(settings)}
-    settings = {"format": str(dtype).removeprefix("torch.")}
-    if weight.full_precision:
+def _settings(weight: StoredWeight, storage: str) -> dict[str, torch.Tensor]:
+    """Make the tensors besides data and scales: their ``comfy_quant``, and the scale of the layer's fp8 input if
+    known."""
+    settings = {"format": FORMAT_OF_STORAGE[storage].name} | codes_of(storage).settings(weight.shape[1])
+    if storage in FP8_NAMES and weight.full_precision:
         settings["full_precision_matrix_mult"] = True
     tensors = {f"{weight.layer}.comfy_quant": comfy_quant_tensor(settings)}
-    if weight.input_scale is not None:
+    if storage in FP8_NAMES and weight.input_scale is not None:
         tensors[f"{weight.layer}.input_scale"] = weight.input_scale
     return tensors
 
 
-def _int8(weight: StoredWeight, path) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, columns = weight.shape
-    if weight.plain:
-        data, scale = quantize_rows(weight.data, rotation_group(columns))
-    else:
-        data, scale = empty(weight.shape, torch.int8), torch.empty(rows, 1)
-        for part, values in weight.parts():
-            data[part], scale[part] = quantize_rows(values, rotation_group(columns))
-    if not torch.isfinite(scale).all():
+def _encoded(weight: StoredWeight, storage: str, path) -> dict[str, torch.Tensor]:
+    """Round a weight to the codes of a storage that rotates; its tensors by the last part of their names."""
+    codes = codes_of(storage)
+    whole = codes.whole(codes.turned(_seen(weight, codes.sampled(*weight.shape))))
+    parts = [weight.data] if weight.plain else (values for _, values in weight.parts())
+    made = joined((codes.encode(part, whole) for part in parts), whole)
+    if not all(torch.isfinite(made[leaf].float()).all() for leaf in codes.shapes(*weight.shape)):
         raise _damaged(weight, path, "exceeds the range of fp32 once rotated")
-    return data, scale
+    return made
+
+
+def _seen(weight: StoredWeight, at: torch.Tensor | None) -> torch.Tensor:
+    """Return rows of a weight by their numbers, all of them for None, in fp32."""
+    at = torch.arange(weight.shape[0]) if at is None else at
+    if not at.numel() or weight.plain:
+        return weight.data[at].float() if at.numel() else torch.empty(0, weight.shape[1])
+    inside = ((at[(at >= rows.start) & (at < rows.stop)] - rows.start, values) for rows, values in weight.parts())
+    return torch.cat([values[here] for here, values in inside])
 
 
 def _fp8_amax(weight: StoredWeight, bound: float) -> float:
@@ -209,43 +218,41 @@ def _fp8_amax(weight: StoredWeight, bound: float) -> float:
     return bound if weight.coded is None else weight.amax
 
 
-def _fp8(weight: StoredWeight, dtype: torch.dtype, bound: float) -> tuple[torch.Tensor, torch.Tensor]:
-    if (unchanged := _as_it_is(weight, dtype)) is not None:
-        return unchanged
+def _fp8(weight: StoredWeight, storage: str, bound: float) -> dict[str, torch.Tensor]:
+    dtype = dtype_named(storage)
+    if _stays(weight, storage):
+        # The values of an fnuz format fit its sibling with the same scale; only its last subnormal bit is lost.
+        scale = torch.tensor(1.0) if weight.scale is None else weight.scale
+        return {"weight": weight.data.to(dtype), "weight_scale": scale}
     largest = _fp8_amax(weight, bound)
     if weight.plain:
         quantized = quantize(weight.data, dtype, largest)
-        return quantized.data, quantized.scale
+        return {"weight": quantized.data, "weight_scale": quantized.scale}
     data = empty(weight.shape, dtype)
     target = weight.matrix(data)
     for rows, part in weight.parts():
         quantized = quantize(part, dtype, largest)
         target[rows] = quantized.data
-    return data, quantized.scale
+    return {"weight": data, "weight_scale": quantized.scale}
 
 
-def _as_it_is(weight: StoredWeight, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return data and scale of a weight that is in fp8 ``dtype`` with one scale, or in its fnuz sibling;
-    None for others."""
-    if not _stays(weight, dtype):
-        return None
-    # The values of an fnuz format fit its sibling with the same scale; only its last subnormal bit is lost.
-    return weight.data.to(dtype), torch.tensor(1.0) if weight.scale is None else weight.scale
-
-
-def _stays(weight: StoredWeight, dtype: torch.dtype) -> bool:
-    """Tell whether a weight is in fp8 ``dtype`` with one scale, or in its fnuz sibling."""
+def _stays(weight: StoredWeight, storage: str) -> bool:
+    """Tell whether a weight is in an fp8 storage with one scale, or in its fnuz sibling."""
     own = OF_FNUZ.get(name_of(weight.data.dtype), name_of(weight.data.dtype))
-    return weight.coded is None and weight.granularity in ("none", "tensor") and own == name_of(dtype) != "int8"
+    return weight.coded is None and weight.granularity in ("none", "tensor") and own == storage in FP8_NAMES
 
 
 def specs_of(weight: StoredWeight, storage: str) -> list[TensorSpec]:
     """Describe the tensors that :func:`tensors_of` will give, without making them."""
-    tensors = {weight.name: weight.data, **weight.auxiliary}
-    if storage != AS_FILE:
-        dtype = dtype_named(storage)
-        tensors = {weight.name: torch.empty(weight.shape, dtype=dtype, device="meta")}
-        if storage in QUANTIZED_NAMES:
-            scale = torch.empty((weight.shape[0], 1) if storage == "int8" else (), device="meta")
-            tensors |= {f"{weight.layer}.weight_scale": scale, **_quantized_extras(weight, dtype)}
-    return [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    if storage in QUANTIZED_NAMES:
+        codes, (rows, columns) = codes_of(storage), weight.shape
+        shapes = {"weight": ((rows, codes.data_columns(columns)), codes.dtype), **codes.shapes(rows, columns)}
+        made = [TensorSpec(f"{weight.layer}.{leaf}", dtype, shape) for leaf, (shape, dtype) in shapes.items()]
+        return made + [_spec(name, tensor) for name, tensor in _settings(weight, storage).items()]
+    if storage == AS_FILE:
+        return [_spec(name, tensor) for name, tensor in {weight.name: weight.data, **weight.auxiliary}.items()]
+    return [TensorSpec(weight.name, dtype_named(storage), tuple(weight.shape))]
+
+
+def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, tensor.dtype, tuple(tensor.shape))

@@ -13,7 +13,7 @@ from ..arithmetic.linear import kind_of
 from ..arithmetic.patching import Patch, exchange, put_back
 from ..arithmetic.planned import CastResult, PlannedLayers
 from ..devices.detect import detect
-from ..dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS, dtype_named, name_of
+from ..dtypes import COMPUTE_OPTIONS, DTYPES, STORAGE_OPTIONS, dtype_named, name_of
 from ..errors import HalfsafeError
 from ..formats.families import family_of
 from ..plan.compute import ComputePlan, plan_compute, rules_without_effect
@@ -25,7 +25,7 @@ from .weights import READ_IN, STORABLE, StoredWeight, give_back, settle, store, 
 
 ALLOWED = {
     "compute": tuple(option for option in COMPUTE_OPTIONS if option not in ("fp8", "int8")),
-    "storage": tuple(option for option in STORAGE_OPTIONS[2:] if option != "int8"),
+    "storage": tuple(n for n in STORAGE_OPTIONS if n in DTYPES and DTYPES[n].is_floating_point),
 }
 # Torch's fused kernels read the weights of these modules' layers without a call of their forward.
 FUSED = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)

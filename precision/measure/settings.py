@@ -1,12 +1,15 @@
 """Settings to try on a model: pairs of a storage and a compute option, as text, and which of them a device can do."""
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 from ..devices.detect import Device
-from ..dtypes import COMPUTE_OPTIONS, FP8_NAMES, STORAGE_OPTIONS
+from ..dtypes import COMPUTE_OPTIONS, QUANTIZED_NAMES, STORAGE_OPTIONS
 from ..errors import CandidateError, HalfsafeError
+from ..formats.registry import FORMAT_OF_STORAGE
 from ..plan.compute import SAFE
 from ..plan.rules import numbered_lines
+from ..plan.weights import why_not_held
 
 DEFAULT_SETTINGS = """\
 auto/auto
@@ -54,15 +57,15 @@ def _setting(number: int, line: str) -> Setting:
     return Setting(*parts)
 
 
-def why_not(setting: Setting, device: Device) -> str:
-    """Say why a device cannot do what a setting asks for; empty where it can.
+def why_not(setting: Setting, device: Device, formats: Container[str] = QUANTIZED_NAMES) -> str:
+    """Say why a device, or a ComfyUI with these formats, cannot do what a setting asks for; empty where it can.
 
     A CPU emulates 16 bit, slowly: there it is measured all the same.
     """
     needed = {"fp8": "fp8_matmul", "int8": "int8_matmul"}.get(setting.compute, "")
     if setting.compute in ("fp16", "bf16", SAFE) and device.profile.type != "cpu":
         needed = setting.compute.removesuffix("_safe")
-    wanted = [needed] if needed else []
-    wanted += ["fp8_storage"] if setting.storage in FP8_NAMES else []
+    wanted, row = [needed] if needed else [], FORMAT_OF_STORAGE.get(setting.storage)
+    wanted += ["fp8_storage"] if row and row.needs_fp8 else []
     missing = next((name for name in wanted if not device.capabilities[name]), "")
-    return f"not on {device.label}: {device.reason(missing)}" if missing else ""
+    return f"not on {device.label}: {device.reason(missing)}" if missing else why_not_held(setting.storage, formats)

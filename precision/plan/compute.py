@@ -176,7 +176,7 @@ def _decide(
         wanted, reason, compute = _without(wanted, layer, choice, device, storage), why, None
     stream_value = stream[0] if stream else "same"
     if _multiplies_quantized(storage) and wanted != INT8.name:
-        if storage != INT8.name and not compute and choice.requested in LEAVES_QUANTIZED:
+        if storage not in WEIGHTS_FOR[INT8.name] and not compute and choice.requested in LEAVES_QUANTIZED:
             return None, problem
         reason = reason or f"its {storage} weight is dequantized, as {choice.requested} was asked for"
         return ComputeDecision(MODE_OF[wanted], stream_value, reason), problem
@@ -193,7 +193,7 @@ def _multiplies_quantized(storage: str) -> bool:
 
 def _product_of(storage: str, choice: Choice, fp8_matmul: bool) -> str:
     """Name the quantized product that a layer makes without a rule; empty where it makes none."""
-    if storage == INT8.name and choice.requested in LEAVES_QUANTIZED:
+    if storage in WEIGHTS_FOR[INT8.name] and choice.requested in LEAVES_QUANTIZED:
         return INT8.name
     return FP8.name if fp8_matmul and storage in FP8_NAMES else ""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..devices.detect import UNQUANTIZED, Device, auto_compute, fastest_compute, smallest_storage
 from ..dtypes import FP8_NAMES
 from .accumulation import Request
-from .compute import SAFE, ComputePlan, plan_compute
+from .compute import SAFE, WEIGHTS_FOR, ComputePlan, plan_compute
 from .facts import ModelFacts
 from .rules import Rules
 
@@ -72,7 +72,7 @@ def _compute_for(facts: ModelFacts, device: Device, goal: str, stored: frozenset
         return "fp32", "fp16 is not fast on this device, so fp32 is used."
     if goal == "speed" and stored & {*FP8_NAMES} and device.capabilities["fp8_matmul_gains"]:
         return "fp8", "fp8 products are faster than 16-bit ones here."
-    if goal == "speed" and "int8" in stored and device.capabilities["int8_matmul_gains"]:
+    if goal == "speed" and stored & {*WEIGHTS_FOR["int8"]} and device.capabilities["int8_matmul_gains"]:
         return "auto", f"int8 products. {device.reason('int8_matmul_gains')}"
     if goal == "speed" and stored <= {*UNQUANTIZED} and _is_fp16_faster(facts, device):
         reason = "fp16 can overflow, which NaN Guard repairs; balanced takes fp16_safe."

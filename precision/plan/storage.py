@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from ..devices.detect import Device, auto_storage
 from ..dtypes import FP8_NAMES, QUANTIZED_NAMES
-from ..formats.comfy_format import can_be_quantized
-from ..formats.int8 import why_not_int8
+from ..formats.comfy_format import can_be_quantized, codes_of
 from ..text import size_text
 from .choice import Choice, frozen
 from .compute import SAFE, ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype_of
@@ -74,7 +73,7 @@ def why_not_quantized(storage: str, shape: Sequence[int], cls: str = "") -> str:
             if cls
             else f"ComfyUI holds only the weights of Linear layers in {kind}"
         )
-    return why_not_int8(shape[1]) if storage == "int8" else ""
+    return codes_of(storage).why_not(shape[1])
 
 
 def plan_load(

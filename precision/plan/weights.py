@@ -5,14 +5,14 @@ tensor is looked at with its scales, its values where they decide, and what hold
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
 import torch
 
 from ..dtypes import FP8_DTYPES, FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, name_of
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StorageNotHeld
 from ..formats.checkpoint import Checkpoint, StoredWeight, looks_like_scale
 from ..formats.comfy_format import (
     AS_FILE,
@@ -94,8 +94,11 @@ def plan_weights(
 
     Raises:
         NonFiniteWeight: a weight whose values were read holds NaN or Inf.
+        StorageNotHeld: ``memory`` lacks what is asked for.
         CheckpointError: a weight has to be unpacked and the file does not tell its shape.
     """
+    if memory is not None:
+        require_held(asked.values(), memory.formats)
     with_scales = {name.rpartition(".")[0] for name in weights if looks_like_scale(name)}
     plans = {}
     for name, weight in weights.items():
@@ -108,6 +111,22 @@ def plan_weights(
         if done:
             done(name, weight.file_bytes)
     return plans
+
+
+def require_held(storages: Iterable[str], formats: Container[str]) -> None:
+    """Raise :class:`StorageNotHeld` for the first quantized storage that is not among a ComfyUI's ``formats``."""
+    lacking = next((name for name in storages if why_not_held(name, formats)), None)
+    if lacking is not None:
+        advice = "Update ComfyUI and the packages that it requires, or use storage=int8."
+        raise StorageNotHeld(f"storage={lacking}: {why_not_held(lacking, formats)}", advice)
+
+
+def why_not_held(storage: str, formats: Container[str]) -> str:
+    """Say why a ComfyUI with these formats cannot hold weights in a storage; "" where it can."""
+    if storage not in QUANTIZED_NAMES or storage in formats:
+        return ""
+    row = FORMAT_OF_STORAGE[storage]
+    return f"this ComfyUI does not run {row.title}, which came with ComfyUI {row.since} and its comfy-kitchen."
 
 
 def _plan(weight: StoredWeight, storage: str, reason: str, error: SampledError) -> WeightPlan:

@@ -79,7 +79,7 @@ def of_fitting_shapes(*paths: str) -> Iterator[None]:
 
 
 def check_quantized_shapes(model: torch.nn.Module, *paths: str) -> None:
-    """Find fp8 and int8 weights that do not fit their layers.
+    """Find fp8, int8 and like weights that do not fit their layers.
 
     ComfyUI takes any shape (``_load_quantized_module`` in comfy/ops.py).
     """

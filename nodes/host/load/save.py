@@ -23,9 +23,9 @@ from ....precision.formats.comfy_state import planned_specs, planned_tensors
 from ....precision.plan.facts import LayerSpec
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import plan_storage
-from ....precision.plan.weights import plan_weights
+from ....precision.plan.weights import plan_weights, require_held
 from ..facts.layers import DIFFUSION_MODEL, modules_of
-from ..facts.model_facts import foreign_layers
+from ..facts.model_facts import foreign_layers, held_storages
 from ..page import show_progress
 from .devices import compute_device
 from .files import output_path
@@ -106,6 +106,7 @@ def save_model(
     _refuse_foreign(patcher)
     weights = LiveWeights(patcher)
     decisions = plan_storage(_layers(patcher, weights), "as_file" if storage == "auto" else storage, rules)
+    require_held((decision.storage for decision in decisions.values()), held_storages())
     plans = plan_weights(weights, {f"{layer}.weight": decision.storage for layer, decision in decisions.items()}, name)
     metadata = metadata_of(patcher, prompt, extra)
     if changed := difference(patcher, weights.stored, metadata):

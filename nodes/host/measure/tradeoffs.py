@@ -27,7 +27,7 @@ from ....precision.plan.goal import SUMS
 from ....precision.plan.rules import Rules, rules_from
 from ....precision.plan.storage import LoadPlan, plan_load
 from ..core import CAST_DTYPE
-from ..facts.model_facts import model_facts, storages
+from ..facts.model_facts import held_storages, model_facts, storages
 from ..load.devices import current_device, free_device_memory
 from ..load.identity import metadata_of
 from ..load.models import load_weights
@@ -112,7 +112,7 @@ class SettingRunner:
 
     def row(self, setting: Setting, advance: Callable[[], object], is_reference: bool = False) -> Row:
         """Measure a setting; one that the device, its memory or the weights do not allow is a row that says why."""
-        if why := why_not(setting, current_device()):
+        if why := why_not(setting, current_device(), held_storages()):
             return Row(setting, problem=Problem(ProblemKind.UNSUPPORTED, why))
         _clear_device()
         try:

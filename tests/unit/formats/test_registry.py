@@ -32,8 +32,8 @@ def test_every_storage_has_a_colour_of_its_own():
 
 
 def test_what_can_be_made_here_is_an_option_and_a_format():
-    assert QUANTIZED_NAMES == ("fp8_e4m3fn", "fp8_e5m2", "int8") and set(QUANTIZED_NAMES) <= {*STORAGE_OPTIONS} & ROWS.keys()
-    assert WEIGHTS_FOR == {"fp8": FP8_NAMES, "int8": ("int8",)} and set(WEIGHTS_FOR) <= set(COMPUTE_OPTIONS)
+    assert QUANTIZED_NAMES == ("fp8_e4m3fn", "fp8_e5m2", "int8", "w6a8", "w4a8") and set(QUANTIZED_NAMES) <= {*STORAGE_OPTIONS} & ROWS.keys()
+    assert WEIGHTS_FOR == {"fp8": FP8_NAMES, "int8": ("int8", "w6a8", "w4a8")} and set(WEIGHTS_FOR) <= set(COMPUTE_OPTIONS)
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
