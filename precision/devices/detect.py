@@ -17,6 +17,7 @@ from .profiles import CAPABILITIES, OCP_FP8, PROFILE_NAMES, DeviceProfile, profi
 __all__ = [
     "CAPABILITIES", "PROFILE_NAMES", "PROFILE_VARIABLE", "Device", "DeviceProfile", "auto_compute", "auto_storage",
     "detect", "fastest_compute", "profile_named", "profile_of", "smallest_storage", "why_int8_is_slow",
+    "why_low_bits_are_slow",
 ]  # fmt: skip
 
 PROFILE_VARIABLE = "HALFSAFE_DEVICE_PROFILE"
@@ -239,6 +240,13 @@ def why_int8_is_slow(device: Device) -> str:
         if not device.capabilities[capability]:
             return device.reason(capability)
     return ""
+
+
+def why_low_bits_are_slow(device: Device) -> str:
+    """Say why products of 6- and 4-bit weights are not faster than 16-bit ones on a device; "" where they are."""
+    slow, oldest = why_int8_is_slow(device), device.profile.name == "sm_75"  # MIN_SM_VERSION of comfy-kitchen's layout
+    kernel = f"comfy-kitchen's product of 4- and 6-bit weights needs sm_80: on {device.label} they are unpacked first."
+    return slow or (kernel if oldest else "")
 
 
 def _quantized_storage(device: Device, file_dtype: str) -> tuple[str, str]:

@@ -1,16 +1,22 @@
 """From rules, device and model to decisions: what each weight is stored in, and why."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 
-from ..devices.detect import Device, auto_storage
+from ..devices.detect import ACTIVATION_ROOM, Device, auto_storage, why_low_bits_are_slow
 from ..dtypes import FP8_NAMES, QUANTIZED_NAMES
 from ..formats.comfy_format import can_be_quantized, codes_of
 from ..text import size_text
 from .choice import Choice, frozen
 from .compute import SAFE, ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype_of
 from .facts import LayerSpec, ModelFacts
+from .fit import FITTED, PREDICTED_ERROR, Errors, bytes_in, fit_layers, predicted
 from .rules import TEXT_ENCODER_RULES, Rules
+
+DOES_NOT_FIT = "in int8 the model does not fit into the device's memory"
+INT8_ERROR = PREDICTED_ERROR["int8"]
 
 
 @dataclass(frozen=True)
@@ -77,19 +83,63 @@ def why_not_quantized(storage: str, shape: Sequence[int], cls: str = "") -> str:
 
 
 def plan_load(
-    facts: ModelFacts, device: Device, storage: str, compute: str, rules: Rules, free_device_bytes: int | None
+    facts: ModelFacts,
+    device: Device,
+    storage: str,
+    compute: str,
+    rules: Rules,
+    free_device_bytes: int | None,
+    formats: Container[str] = QUANTIZED_NAMES,
+    errors: Errors = predicted,
 ) -> LoadPlan:
     """Resolve ``storage`` and ``compute`` for a model on a device.
 
-    ``free_device_bytes``: memory left on the device, None where weights live in host memory anyway.
+    Args:
+        free_device_bytes: memory left on the device, None where weights live in host memory anyway.
+        formats: what the ComfyUI that loads it holds quantized weights in, as storages are called.
+        errors: what each layer loses in each storage, where ``auto`` has to choose between them.
     """
     computed = choose_compute(facts, device, compute)
     choice = _choose_storage(facts, device, storage, computed, free_device_bytes)
     decisions = plan_storage(facts.layers, choice.used, rules)
+    if storage == "auto" and choice.used == "int8" and free_device_bytes is not None:
+        choice, decisions = _fitted(facts, device, choice, decisions, free_device_bytes, formats, errors)
     storages = {name: facts.file_dtype if d.storage == "as_file" else d.storage for name, d in decisions.items()}
     storages |= facts.formats
     arithmetic = plan_compute(facts, device, compute, rules, storages)
     return LoadPlan(choice, arithmetic, decisions, tuple(rules_without_effect(facts.layers, rules)))
+
+
+def _fitted(
+    facts: ModelFacts,
+    device: Device,
+    choice: Choice,
+    decisions: Mapping[str, StorageDecision],
+    free: int,
+    formats: Container[str],
+    errors: Errors,
+) -> tuple[Choice, Mapping[str, StorageDecision]]:
+    """Store layers in fewer bits than int8 where that makes the model fit, and say so."""
+    layers = [layer for layer in facts.layers if decisions[layer.name] == StorageDecision("int8", "")]
+    in_int8 = sum(bytes_in("int8", *layer.shape) for layer in layers)
+    others = 2 * (facts.parameters - sum(prod(layer.shape) for layer in layers))
+    room = free - ACTIVATION_ROOM - others
+    if in_int8 <= room:
+        return choice, decisions
+    fit, slow = fit_layers(layers, room, formats, errors), why_low_bits_are_slow(device)
+    if fit is None or slow:
+        why = f"{slow} storage=w4a8 makes it fit all the same." if fit else "Fewer bits do not make it fit either."
+        shortage = f"In int8 the model does not fit either: ComfyUI moves {size_text(in_int8 - room)} in and out. {why}"
+        return replace(choice, reason=f"{choice.reason} {shortage}"), decisions
+    counts = Counter(fit.storages.values())
+    reason = (
+        f"{choice.reason} In int8 {size_text(in_int8 + others)} do not fit either: "
+        f"{', '.join(f'{counts[name]} layers in {name}' for name in FITTED if counts[name])} take "
+        f"{size_text(fit.bytes + others)}, with an error of {fit.error:.1%} predicted for a layer's result where int8 "
+        f"has {INT8_ERROR:.1%}. With storage=int8 ComfyUI moves {size_text(in_int8 - room)} in and out at each step."
+    )
+    smaller = {name: StorageDecision(used, DOES_NOT_FIT) for name, used in fit.storages.items() if used != "int8"}
+    return replace(choice, reason=reason), frozen({**decisions, **smaller})
 
 
 def plan_text_encoder(

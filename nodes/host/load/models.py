@@ -108,8 +108,9 @@ def prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> Pre
     """
     device, checkpoint = current_device(), detected.checkpoint
     free = None if device.simulated else free_device_memory()
-    plan = plan_load(detected.facts, device, storage, compute, rules, free)
-    weights = plan_model(checkpoint, plan, detected.layer_names, detected.prefix, held_storages())
+    formats = held_storages()
+    plan = plan_load(detected.facts, device, storage, compute, rules, free, formats)
+    weights = plan_model(checkpoint, plan, detected.layer_names, detected.prefix, formats)
     tensors = load_tensors(checkpoint, weights)
     names = (name for name, found in weights.plans.items() if found.storage not in (AS_FILE, *QUANTIZED_NAMES))
     unpacked = [tensors[name] for name in names if tensors[name] is not checkpoint.weights[name].data]

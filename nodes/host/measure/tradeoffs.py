@@ -183,7 +183,8 @@ def _prepared(patcher: ModelPatcher, setting: Setting) -> tuple[ModelPatcher, st
 def _planned(patcher: ModelPatcher, setting: Setting) -> LoadPlan:
     """Resolve a setting as a loader would for a file of the loaded weights."""
     free = None if current_device().simulated else free_device_memory()
-    return plan_load(model_facts(patcher), current_device(), setting.storage, setting.compute, rules_from(), free)
+    facts, device = model_facts(patcher), current_device()
+    return plan_load(facts, device, setting.storage, setting.compute, rules_from(), free, held_storages())
 
 
 def _stored_as(patcher: ModelPatcher) -> str:

@@ -37,6 +37,13 @@ def test_int8_is_planned_where_its_products_gain(wan, goal):
     assert '"int8"' in json.dumps(report.to_json()) and "1.84x" in " ".join(report.to_text().split())
 
 
+def test_fewer_bits_than_8_are_planned_where_int8_does_not_fit_either(wan):
+    report = plan_file(wan, devices.detect(profile="sm_86"), device_memory=2 * 2**30 + 4852)
+    assert layers(report)["blocks.0.ffn.0"] == layers(report)["blocks.0.ffn.2"] == ("w6a8", "int8")
+    text = " ".join(report.to_text().split())
+    assert "2 layers in w6a8 take" in text and "With storage=int8 ComfyUI moves" in text and "'w6a8': " not in text
+
+
 @pytest.mark.parametrize("profile", ["sm_75", "sm_89", "cpu"])
 def test_layers_are_listed_in_what_their_bytes_are_counted_in(tmp_path, profile):
     """ComfyUI holds no fp8 convolution and one dtype for all that is not quantized."""
