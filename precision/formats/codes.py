@@ -11,7 +11,6 @@ import torch
 
 from ..amax import host_amax
 from .int8 import (
-    BLOCK,
     LARGEST_CODE,
     SMALLEST_SCALE,
     dequantize_rows,
@@ -21,6 +20,7 @@ from .int8 import (
     why_not_int8,
 )
 from .quantize import power_of_two_scale
+from .scratch import empty
 from .w4a8_scales import (
     GROUP,
     choose_codebook,
@@ -91,6 +91,8 @@ class Codes:
 
     dtype: torch.dtype = torch.int8
     """Of ``<layer>.weight``."""
+    streams: bool = False
+    """:meth:`encode` goes through any number of rows in constant memory."""
 
     def shapes(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Map the other tensors to their shapes and dtypes, without making them."""
@@ -105,20 +107,22 @@ class Codes:
         return {"weight": self.data(codes), **params}
 
     def encode(self, rows: torch.Tensor, whole: Mapping[str, torch.Tensor]) -> Params:
-        """Round rows of a weight as they are, not rotated, to nearest, and make their tensors. Works through blocks of
-        like size, of up to ``BLOCK`` elements."""
-        blocks = rows.tensor_split(-(-len(rows) // max(1, BLOCK // rows.shape[1])))
-        return joined((self._encoded(self.turned(block), whole) for block in blocks), whole)
-
-    def _encoded(self, turned: torch.Tensor, whole: Mapping[str, torch.Tensor]) -> Params:
+        """Round rows of a weight as they are, not rotated, to nearest, and make their tensors."""
+        turned = self.turned(rows)
         params = self.params(turned, whole)
         return self.pack(self.nearest(turned, params)[0], params)
 
-
-def joined(parts: Iterable[Params], whole: Mapping[str, torch.Tensor]) -> Params:
-    """Join the tensors of parts of a weight's rows; those of ``whole`` belong to all of them."""
-    parts = list(parts)
-    return {leaf: whole[leaf] if leaf in whole else torch.cat([part[leaf] for part in parts]) for leaf in parts[0]}
+    def encode_parts(
+        self, parts: Iterable[tuple[slice, torch.Tensor]], shape: Sequence[int], whole: Mapping[str, torch.Tensor]
+    ) -> Params:
+        """Round a weight that comes as slices and the rows in them."""
+        data = (shape[0], self.data_columns(shape[1])), self.dtype
+        made = {leaf: empty(*of) for leaf, of in {"weight": data, **self.shapes(*shape)}.items() if leaf not in whole}
+        for part, rows in parts:
+            found = self.encode(rows, whole)
+            for leaf, tensor in made.items():
+                tensor[part] = found[leaf]
+        return {**made, **whole}
 
 
 class Fp8Codes(Codes):
@@ -156,6 +160,8 @@ class Fp8Codes(Codes):
 
 class Int8Codes(Codes):
     """int8 of the rotated weight with one scale per row."""
+
+    streams = True
 
     def params(self, turned: torch.Tensor, whole: Mapping[str, torch.Tensor]) -> Params:
         return {"weight_scale": (turned.abs().amax(1, keepdim=True) / LARGEST_CODE).clamp_(min=SMALLEST_SCALE)}

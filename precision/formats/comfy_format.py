@@ -14,7 +14,7 @@ from ..amax import host_amax
 from ..dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
 from ..errors import NonFiniteWeight
 from ..files.safetensors_header import TensorSpec
-from .codes import Codes, joined
+from .codes import Codes
 from .quantize import quantize
 from .registry import FORMAT_OF_STORAGE
 from .scratch import empty
@@ -197,8 +197,10 @@ def _encoded(weight: StoredWeight, storage: str, path) -> dict[str, torch.Tensor
     """Round a weight to the codes of a storage that rotates; its tensors by the last part of their names."""
     codes = codes_of(storage)
     whole = codes.whole(codes.turned(_seen(weight, codes.sampled(*weight.shape))))
-    parts = [weight.data] if weight.plain else (values for _, values in weight.parts())
-    made = joined((codes.encode(part, whole) for part in parts), whole)
+    if weight.plain and codes.streams:
+        made = codes.encode(weight.data, whole)
+    else:
+        made = codes.encode_parts(weight.parts(), weight.shape, whole)
     if not all(torch.isfinite(made[leaf].float()).all() for leaf in codes.shapes(*weight.shape)):
         raise _damaged(weight, path, "exceeds the range of fp32 once rotated")
     return made
