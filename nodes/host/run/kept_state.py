@@ -274,7 +274,7 @@ class Walk:
 
 
 @functools.cache
-def _step_of(cls: type) -> Callable[[Walk, Any], None]:
+def _step_of(cls: Any) -> Callable[[Walk, Any], None]:
     """Return how a walk looks at instances of a class."""
     table: list[tuple[Any, Callable]] = [
         (torch.nn.Module, Walk.module),
@@ -298,7 +298,7 @@ def _step_of(cls: type) -> Callable[[Walk, Any], None]:
 
 
 @functools.cache
-def _is_single(cls: type) -> bool:
+def _is_single(cls: Any) -> bool:
     """Tell whether a module of this class keeps nothing of its own: a layer or a container of torch's or ComfyUI's."""
     return _is_of_framework(cls.__module__)
 
@@ -353,7 +353,7 @@ def _data_of(cls: type) -> list[str]:
 
 
 @functools.cache
-def _slots_of(cls: type) -> tuple[str, ...]:
+def _slots_of(cls: Any) -> tuple[str, ...]:
     slots = (getattr(one, "__slots__", ()) for one in cls.__mro__)
     names = [name for found in slots for name in ((found,) if isinstance(found, str) else found)]
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
