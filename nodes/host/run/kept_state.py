@@ -153,7 +153,7 @@ class Walk:
         self._modules(model)
         while self._todo:
             value = self._todo.pop()
-            _step_of(type(value))(self, value)
+            _step_of(type(value))(self, value)  # type: ignore[arg-type]
 
     def _follow(self, values: Iterable[object]) -> None:
         """Look at values later, each once."""
@@ -171,13 +171,13 @@ class Walk:
 
     def _modules(self, module: torch.nn.Module) -> None:
         for child in module._modules.values():
-            if child is not None and (child._modules or "forward" in child.__dict__ or not _is_single(type(child))):
+            if child is not None and (child._modules or "forward" in child.__dict__ or not _is_single(type(child))):  # type: ignore[arg-type]
                 self._follow([child])
 
     def module(self, module: torch.nn.Module) -> None:
         """Look at a module: its own attributes, unless it is a single layer or a container, and what is in it."""
         cls = type(module)
-        if _is_single(cls):
+        if _is_single(cls):  # type: ignore[arg-type]
             forward = module.__dict__.get("forward")
             if forward is not None:
                 self._follow([forward])
@@ -250,7 +250,7 @@ class Walk:
         self._class(type(instance))
         if (attributes := getattr(instance, "__dict__", None)) is not None:
             self._add(Names(attributes))
-        if slots := _slots_of(type(instance)):
+        if slots := _slots_of(type(instance)):  # type: ignore[arg-type]
             self._add(Attributes(instance, slots))
 
     def class_(self, cls: type) -> None:
