@@ -52,7 +52,7 @@ def error_of(weights, exact, layer, prefix="") -> float:
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-@pytest.mark.parametrize("storage", ["int8", "fp8_e4m3fn", "fp8_e5m2"])
+@pytest.mark.parametrize("storage", ["int8", "fp8_e4m3fn", "fp8_e5m2", "w6a8", "w4a8"])
 def test_a_file_is_converted_closer(tmp_path, storage, prefix):
     source = model_file(tmp_path / "model.safetensors", prefix=prefix)
     near, _ = converted(source, tmp_path / "near.safetensors", storage)
