@@ -12,6 +12,9 @@ import torch
 
 from .dtypes import FP8_DTYPES
 
+KEEP_NAN = ("cpu", "cuda", "meta")
+_loses_nan: dict[str, bool] = {}
+
 
 def amax(tensor: torch.Tensor) -> torch.Tensor:
     """Find the largest magnitude of an fp16, bf16 or fp32 tensor, 0-dim fp32 on its device,
@@ -28,9 +31,18 @@ def norm_loses_nan(device: torch.device) -> bool:
 
     That kernel (``norm`` in aten/src/ATen/native/mps/kernels/ReduceOps.metal) also reduces a whole tensor in one thread
     group. ``amax`` there is MPSGraph's reduction that propagates NaN
-    (aten/src/ATen/native/mps/operations/ReduceOps.mm). Elsewhere the norm takes one pass and ``abs().amax()`` two.
+    (aten/src/ATen/native/mps/operations/ReduceOps.mm). Where the norm keeps NaN it takes one pass and ``abs().amax()``
+    two. Other devices than a CPU and CUDA are asked once; a graph that is compiled before that takes the two.
     """
-    return device.type == "mps"
+    if device.type in KEEP_NAN:
+        return False
+    if device.type not in _loses_nan and not torch.compiler.is_compiling():
+        _loses_nan[device.type] = _drops_nan(device)
+    return _loses_nan.get(device.type, True)
+
+
+def _drops_nan(device: torch.device) -> bool:
+    return not torch.linalg.vector_norm(torch.tensor([1.0, math.nan], device=device), math.inf).isnan().item()
 
 
 def amax_value(tensor: torch.Tensor) -> float:

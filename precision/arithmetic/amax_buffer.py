@@ -37,8 +37,8 @@ class AmaxBuffer:
         self.call += 1
         if "torch._dynamo" in sys.modules:  # importing it takes seconds; before that nothing is compiled
             # Inductor makes no CUDA graph of one that writes to an input at any other address ("skipping cudagraphs due
-            # to mutated inputs", torch/_inductor/cudagraph_utils.py).
-            for tensor in (self.records, self.scales):
+            # to mutated inputs", torch/_inductor/cudagraph_utils.py), and copies such an input at each replay.
+            for tensor in (self.records, self.scales, *(entry.at for entry in self.entries)):
                 torch._dynamo.mark_static_address(tensor, guard=False)
         self.records.fill_(NOTHING)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import platform
 import re
+from types import ModuleType
 
 import torch
 
@@ -20,6 +21,11 @@ GFX_ROWS = (
     ("gfx90a", "gfx90a"), ("gfx908", "gfx90a"), ("gfx94", "gfx942"), ("gfx95", "gfx950"),
     ("gfx117", "gfx1201"), ("gfx11", "gfx1100"), ("gfx12", "gfx1201"), ("gfx10", "gfx1030"), ("gfx9", "gfx1030"),
 )  # fmt: skip
+
+
+def device_module(device: torch.device) -> ModuleType | None:
+    """Return torch's module of a kind of device, as ``torch.cuda`` is; None for one that has none, such as DirectML."""
+    return getattr(torch, device.type, None)
 
 
 def default_device() -> torch.device:

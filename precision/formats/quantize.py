@@ -63,7 +63,7 @@ def _scales_exactly(dtype: torch.dtype, factor: float) -> bool:
     return dtype == torch.bfloat16 or (dtype == torch.float16 and factor >= 1)
 
 
-def activation_scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def activation_scale(tensor: torch.Tensor, dtype: torch.dtype, by_inverse: bool = False) -> torch.Tensor:
     """Return the 0-dim fp32 scale that brings a tensor into the range of an fp8 dtype, computed on its device.
 
     Never so small that ``1 / scale`` passes the range of the tensor's own dtype, in which comfy-kitchen's eager kernel
@@ -74,9 +74,16 @@ def activation_scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     NaN or inf where the tensor holds one, so that the product shows it: an fp8 cast would turn inf into the largest
     number.
+
+    Args:
+        tensor: the activations.
+        dtype: the fp8 dtype.
+        by_inverse: the kernel multiplies by the inverse in the tensor's dtype. Rounded to bf16 that is off by up to
+            2^-9, all of a layer one way; a scale whose inverse bf16 holds is not. Four more kernels for one number.
     """
     scale = amax(tensor) / max_of(dtype)
-    return scale.clamp(min=SMALLEST_ACTIVATION_SCALE.get(tensor.dtype, 2.0**-126))
+    scale = scale.clamp(min=SMALLEST_ACTIVATION_SCALE.get(tensor.dtype, 2.0**-126))
+    return scale.reciprocal().to(tensor.dtype).float().reciprocal() if by_inverse else scale
 
 
 def dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,17 +3,14 @@
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
+from ..devices.hardware import device_module
 from ..modes import FP16_WIDE
 from .localize import Origin
 from .policy import ALL_IN_FP32, Escalation, ObservedRanges, escalate, escalate_to_fp32
-
-
-def random_state_kept():
-    """Restore torch's random numbers when the context ends, on the CPU and the devices in use."""
-    return torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else [])
 
 
 @dataclass(frozen=True)
@@ -22,22 +19,31 @@ class RandomStart:
 
     device: torch.device
     cpu: torch.Tensor
-    cuda: torch.Tensor | None
+    own: torch.Tensor | None
 
     @classmethod
     def of(cls, device: torch.device) -> "RandomStart":
         """Take the present state; nothing is read back from a GPU, whose generator counts on the CPU."""
-        on_cuda = device.type == "cuda" and torch.cuda.is_initialized()
-        return cls(device, torch.get_rng_state(), torch.cuda.get_rng_state(device) if on_cuda else None)
+        generators = _generators(device)
+        return cls(device, torch.get_rng_state(), generators.get_rng_state(device) if generators else None)
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draw from there on, and leave the random numbers as they were."""
-        with random_state_kept():
+        """Draw from there on, and leave the random numbers of the CPU and of this kind of device as they were."""
+        generators = _generators(self.device)
+        kept = (range(generators.device_count()), self.device.type) if generators else ([], "cuda")
+        with torch.random.fork_rng(kept[0], device_type=kept[1]):
             torch.set_rng_state(self.cpu)
-            if self.cuda is not None:
-                torch.cuda.set_rng_state(self.cuda, self.device)
+            if generators and self.own is not None:
+                generators.set_rng_state(self.own, self.device)
             yield
+
+
+def _generators(device: torch.device) -> ModuleType | None:
+    """Return the module with the random numbers of a device in use; None for a CPU, and where torch has none."""
+    module = device_module(device)
+    is_in_use = getattr(module, "is_initialized", lambda: True)
+    return module if hasattr(module, "get_rng_state") and is_in_use() else None
 
 
 def model_steps(modes: Mapping[str, str], stream: str, present: Escalation) -> list[Escalation]:

@@ -65,7 +65,15 @@ def why_not(setting: Setting, device: Device, formats: Container[str] = QUANTIZE
     needed = {"fp8": "fp8_matmul", "int8": "int8_matmul"}.get(setting.compute, "")
     if setting.compute in ("fp16", "bf16", SAFE) and device.profile.type != "cpu":
         needed = setting.compute.removesuffix("_safe")
-    wanted, row = [needed] if needed else [], FORMAT_OF_STORAGE.get(setting.storage)
-    wanted += ["fp8_storage"] if row and row.needs_fp8 else []
-    missing = next((name for name in wanted if not device.capabilities[name]), "")
-    return f"not on {device.label}: {device.reason(missing)}" if missing else why_not_held(setting.storage, formats)
+    missing = needed if needed and not device.capabilities[needed] else ""
+    if missing:
+        return f"not on {device.label}: {device.reason(missing)}"
+    return why_no_fp8(setting.storage, device) or why_not_held(setting.storage, formats)
+
+
+def why_no_fp8(storage: str, device: Device) -> str:
+    """Say why a device cannot hold weights in a storage of fp8; empty where it can."""
+    row = FORMAT_OF_STORAGE.get(storage)
+    if not (row and row.needs_fp8) or device.capabilities["fp8_storage"]:
+        return ""
+    return f"not on {device.label}: {device.reason('fp8_storage')}"

@@ -31,9 +31,35 @@ def either_norm(request):
         request.getfixturevalue("as_on_mps")
 
 
-def test_only_the_norm_of_metal_loses_nan():
-    assert norm_loses_nan(torch.device("mps"))
-    assert not any(norm_loses_nan(torch.device(kind)) for kind in ("cpu", "cuda", "xpu", "meta"))
+def test_a_cpu_and_cuda_are_not_asked():
+    assert not any(norm_loses_nan(torch.device(kind)) for kind in ("cpu", "cuda", "meta"))
+
+
+@pytest.fixture
+def as_on_another_device(monkeypatch):
+    """CPU tensors stand for those of a device that nothing is known of; what it is asked is counted."""
+    asked, tensor = [], torch.tensor
+    monkeypatch.setattr(amax_module, "KEEP_NAN", ())
+    monkeypatch.setattr(amax_module, "_loses_nan", {})
+    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: asked.append(args) or tensor(*args, **kwargs))
+    return asked
+
+
+def test_any_other_device_is_asked_once(as_on_another_device):
+    assert not norm_loses_nan(torch.device("cpu")) and not norm_loses_nan(torch.device("cpu"))
+    assert len(as_on_another_device) == 1
+
+
+def test_a_device_that_loses_nan_is_found_by_its_norm(as_on_another_device):
+    with NormsLoseNaN():
+        assert norm_loses_nan(torch.device("cpu"))
+    assert amax(torch.ones(2).log_().sub_(1).sqrt_()).isnan(), "what was found holds"
+
+
+def test_a_graph_compiled_before_the_device_was_asked_keeps_nan(as_on_another_device):
+    torch._dynamo.reset()
+    found = torch.compile(amax, backend="eager", fullgraph=True)(torch.full((2,), math.nan))
+    assert found.isnan() and not as_on_another_device
 
 
 def test_the_stand_in_for_metal_loses_nan():

@@ -37,14 +37,20 @@ def kernel_of_product(row: Format | None, shape: torch.Size, dtype: torch.dtype,
         return EAGER
     if row.mode is FP8:
         return NATIVE
-    return NATIVE if _backend(row.product, shape, dtype, device) not in ("", "eager") else EAGER
+    arguments = _int8_call(shape, dtype, device) if row.product == FORMAT_OF_STORAGE["int8"].product else None
+    return NATIVE if _backend(row.product, arguments) not in ("", "eager") else EAGER
 
 
-def _backend(function: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+def quantizes_eagerly() -> bool:
+    """Tell whether comfy-kitchen quantizes to fp8 by torch's general operations, which multiply by the scale's inverse
+    in the activations' dtype."""
+    return _backend("quantize_per_tensor_fp8") == "eager"
+
+
+def _backend(function: str, arguments: dict | None = None) -> str:
     """Name the backend that comfy-kitchen takes; "" for none. Its int8 product alone depends on a call's arguments."""
     if registry is None:
         return ""
-    arguments = _int8_call(shape, dtype, device) if function == FORMAT_OF_STORAGE["int8"].product else None
     try:
         return registry.get_capable_backend(function, arguments)
     except RuntimeError:

@@ -17,8 +17,10 @@ from ....precision.analysis.session import CONFIRMATIONS, Session, Subject, anal
 from ....precision.arithmetic.compiling import compile_disabled
 from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch
+from ....precision.errors import HalfsafeError
 from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.formats.int8 import rotation_group
+from ....precision.measure.settings import why_no_fp8
 from ....precision.modes import INT8
 from ....precision.plan.rules import Rules, rules_from
 from ..core import casting, casts_weights, with_weight_function
@@ -47,8 +49,10 @@ def analyze_model(
     """Find the layers that can be in the candidate's precision on this prompt and latent. The model is not changed.
 
     Raises:
-        HalfsafeError: the model's own output is not finite.
+        HalfsafeError: the device cannot hold what the candidate stores, or the model's own output is not finite.
     """
+    if why := why_no_fp8(candidate, current_device()):
+        raise HalfsafeError(f"Layers in {candidate} cannot be measured: {why}", "Choose another, such as int8.")
     bar = comfy.utils.ProgressBar(MOST_CALLS)
     wanted = Candidate(candidate, _multiplies_in_int8(patcher))
     session = Session(subjects_of(patcher, wanted), wanted, core_weights, change, advancing(bar))

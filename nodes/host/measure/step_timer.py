@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from ....precision.devices.hardware import device_module
 from ....precision.guard.localize import Localizer, Origin
 
 
@@ -25,7 +26,7 @@ class StepTimer:
     def __init__(self, device: torch.device, advance: Callable[[], object]):
         self.seconds: list[float] = []
         self._device = device
-        self._memory = getattr(torch, device.type)
+        self._memory = device_module(device)
         self._advance = advance
         self._before: int | None = None
         self._sigma: float | None = None
@@ -77,7 +78,10 @@ class StepTimer:
             self._before = self._memory.memory_allocated(self._device)
 
     def _now(self) -> float:
-        self._memory.synchronize(*[self._device] * (self._device.type != "mps"))  # torch.mps takes no device
+        if self._memory is None:
+            torch.zeros((), device=self._device).item()  # a read waits for what was asked before it
+        else:
+            self._memory.synchronize(*[self._device] * (self._device.type != "mps"))  # torch.mps takes no device
         return time.perf_counter()
 
 

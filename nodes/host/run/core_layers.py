@@ -17,6 +17,7 @@ from ....precision.modes import FP8, FP16_WIDE, FP32
 from ....precision.plan.compute import ComputeDecision
 from ....precision.plan.fp16_results import largest_fp16_result
 from ..core import bias_functions, casting, not_forced_to_cast, weight_functions
+from ..facts.kernels import quantizes_eagerly
 from ..facts.layers import is_quantized
 from .modules import exchanged, has_own_forward, only_multiplies, quantized_weights, weights_of
 
@@ -85,6 +86,7 @@ class Fp8Linear:
 
     def __init__(self, module: torch.nn.Module):
         self.module = module
+        self._by_inverse = quantizes_eagerly()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply the module's input; fp32 is multiplied into bf16 (``FP8_RESULT``)."""
@@ -93,7 +95,7 @@ class Fp8Linear:
         if has_changed_weight(module):
             return type(module).forward(module, x.to(dtype))
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        scale = activation_scale(rows, torch.float8_e4m3fn)
+        scale = activation_scale(rows, torch.float8_e4m3fn, self._by_inverse)
         quantized = comfy.quant_ops.QuantizedTensor.from_float(rows, ACTIVATION_LAYOUT, scale=scale)
         with quantized_weights(module, rows) as (weight, bias):
             return F.linear(quantized, weight, bias).reshape(*x.shape[:-1], -1)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from halfsafe.nodes.host.load.devices import current_device
 from halfsafe.nodes.host.measure import analysis as host
 from halfsafe.nodes.host.measure.sampling import sample
 from halfsafe.precision.analysis.analysis_rules import rules_of
@@ -410,3 +411,15 @@ def test_a_guard_hides_no_overflow_and_learns_nothing(comfy, wan):
     assert {layer.name: layer.status for layer in found.layers}["blocks.0.ffn.2"] == KEPT
     guard = families.report(comfy, model)["guard"]
     assert guard["calls"] == 0 and not guard["events"]
+
+
+def test_a_device_that_holds_no_fp8_says_so_before_a_call(comfy, wan, monkeypatch):
+    """torch before 2.15 on Apple: "Trying to convert Float8_e4m3fn to the MPS backend but it does not have support"."""
+    without = current_device().without("fp8_storage", "MPS has no fp8 tensors.")
+    monkeypatch.setattr(host, "current_device", lambda: without)
+    monkeypatch.setattr(host, "sample", lambda *_: pytest.fail("called"))
+    model = families.load(comfy, wan)
+    with pytest.raises(HalfsafeError, match=r"Layers in fp8_e5m2 cannot be measured: not on .*MPS has no fp8 tensors\. .*int8"):
+        analyzed(comfy, model, candidate="fp8_e5m2")
+    with pytest.raises(pytest.fail.Exception, match="called"):
+        analyzed(comfy, model, candidate="int8")

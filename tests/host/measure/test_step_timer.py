@@ -73,6 +73,16 @@ def test_a_device_that_tells_no_memory_has_no_peak():
     assert timer.extra_bytes() is None and timer.seconds[0] >= 0
 
 
+def test_a_device_without_a_module_of_torch_is_waited_for_by_a_read(monkeypatch):
+    """DirectML's is ``privateuseone``."""
+    assert StepTimer(torch.device("privateuseone"), lambda: None)._memory is None
+    reads, item = [], torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: reads.append(1) or item(tensor))
+    timer = timer_on(None)
+    timer.step(lambda model, conds, x, timestep: [x], None, [], torch.ones(2), SIGMAS[0])
+    assert len(reads) == 2 and timer.extra_bytes() is None
+
+
 def test_a_failed_step_is_made_once_more_under_watch():
     layer = torch.nn.Linear(4, 4)
     torch.nn.init.constant_(layer.weight, 1e30)

@@ -115,3 +115,20 @@ def test_an_activation_scale_has_a_finite_reciprocal_in_the_activations_dtype(dt
         assert (x.float() / scale).abs().max() <= 448.0 * 1.001
     assert q.activation_scale(torch.tensor([448.0 * 2**-15], dtype=dtype), E4M3) == 2.0**-15
     assert q.activation_scale(torch.tensor([float("nan"), 1.0], dtype=dtype), E4M3).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_scale_for_a_product_with_its_inverse_has_one_that_the_dtype_holds(dtype):
+    """comfy-kitchen's eager kernel: ``x * (1 / scale).to(x.dtype)``. What the inverse is off by, a whole layer is."""
+    off = {True: 0.0, False: 0.0}
+    for amax in torch.linspace(0.5, 1000, 401).tolist():
+        x = torch.tensor([amax, -amax / 3]).to(dtype)
+        for by_inverse in off:
+            scale = q.activation_scale(x, E4M3, by_inverse)
+            gain = (1.0 / scale).to(dtype).float() * scale
+            off[by_inverse] = max(off[by_inverse], (gain - 1).abs().item())
+            assert x.float().abs().max() / scale < 450, "rounds to 448"
+    assert off[True] < 1e-6 < 1e-4 < off[False]
+    for bad in (math.nan, math.inf):
+        assert not torch.isfinite(q.activation_scale(torch.tensor([bad, 1.0]).to(dtype), E4M3, True))
+    assert torch.isfinite(q.activation_scale(torch.zeros(2, dtype=dtype), E4M3, True))
