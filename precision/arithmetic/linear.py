@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 
 from ..amax import amax
-from ..dtypes import TORCH_VERSION
 from ..modes import FP16, FP16_SCALED, FP16_WIDE, FP32
 from .calibration import Calibration
 from .flags import fp32_accumulation
 from .operand_scale import OperandScale
+from .wide_product import HAS_WIDE_PRODUCT, wide_product
 
 WeightProvider = Callable[..., AbstractContextManager]
 """Called with a module, its input, the weight's dtype and, where it is not fp32, the bias's."""
@@ -46,9 +46,9 @@ def has_wide_output(device: torch.device, kind: str) -> bool:
     """
     if device.type == "cpu":
         return True
-    # ``mm(out_dtype=...)`` is there from torch 2.8 on (PyTorch #150812). ROCm and XPU have taken it lately, in versions
-    # that nobody has tried it with here, and scale instead.
-    return device.type == "cuda" and kind == "linear" and torch.version.hip is None and TORCH_VERSION >= (2, 8)
+    # ROCm and XPU have taken ``mm(out_dtype=...)`` lately, in versions that nobody has tried it with here, and scale
+    # instead.
+    return device.type == "cuda" and kind == "linear" and torch.version.hip is None and HAS_WIDE_PRODUCT
 
 
 class SafeOperation:
@@ -171,8 +171,7 @@ class SafeOperation:
             return self._apply(x, weight, None, *args, **kwargs)
         if x.device.type == "cpu" or _needs_gradient(x, weight):
             return self._apply(x.float(), weight.float(), None, *args, **kwargs)
-        # Never ``addmm`` or ``baddbmm``: with ``out_dtype`` they cannot be traced (PyTorch #163880).
-        product = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
+        product = wide_product(x.reshape(-1, x.shape[-1]), weight.t())
         return product.reshape(*x.shape[:-1], weight.shape[0])
 
     def _apply(self, x, weight, bias, *args, **kwargs) -> torch.Tensor:
