@@ -1,12 +1,8 @@
-"""Test and measure the pack on a GPU machine without a network: it needs one folder and one command there.
+"""Pack what a GPU machine without a network lacks to test and measure this pack: `gpu_run.py` uses it there.
 
-    python scripts/gpu_bundle.py build .gpu --comfyui DIR             # here: what that machine lacks, below 60 MiB
-    python scripts/gpu_bundle.py run .gpu --out RESULTS --dry-run     # here: the same on a CPU, as bare as that machine
-    python3 scripts/gpu_bundle.py run .gpu --out RESULTS              # there, in under ten minutes
+    python scripts/gpu_bundle.py .gpu --comfyui DIR
 
-The machine brings Python, torch and the packages in `BROUGHT`; the checkout travels too. `run` installs the folder's wheels
-for itself, runs tests/gpu and benchmarks/gpu.py and leaves `tests.json`, `gpu.json` and the logs in RESULTS. It exits
-with 1 where a test fails or a part could not run; a missed target is in `gpu.json`.
+The machine brings Python, torch and the packages in `BROUGHT`; the checkout travels too, and both have at most 64 MiB.
 """
 
 from __future__ import annotations
@@ -19,18 +15,16 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
-import xml.etree.ElementTree as ElementTree
 import zipfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
 from setup import machine
-from setup.environment import ROOT, Environment, SetupError, find_comfyui
+from setup.environment import ROOT, SetupError, find_comfyui
 
 MIB = 1 << 20
-LIMIT = 60 * MIB
+LIMIT = 64 * MIB
 PYTHON = "3.12"
 PLATFORMS = tuple(f"manylinux{tag}_x86_64" for tag in ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1"))
 # What ComfyUI imports of its requirements and such a machine lacks. It never imports kornia, spandrel or PyOpenGL for a model.
@@ -44,14 +38,11 @@ BROUGHT = (
 NOT_NEEDED_IN_WHEELS = {"comfy_kitchen": ("comfy_kitchen/backends/hip/_C",)}
 NOT_NEEDED_OF_COMFYUI = re.compile(
     r"(tests|tests-unit|blueprints|comfy_api_nodes|models|input|output|script_examples|custom_nodes|\.[^/]+)(/|$)"
-    r"|comfy/(sd1_tokenizer|text_encoders/[^/]*tokenizer[^/.]*)(/|$)|.*(__pycache__(/|$)|\.(md|yaml|example|svg|png)$)"
+    r"|comfy/(text_encoders/[^/]*tokenizer[^/.]*)(/|$)|.*(__pycache__(/|$)|\.(md|yaml|example|svg|png)$)"
 )
 # ComfyUI imports av for videos and sound, whose wheel alone is 36 MB.
 STUBS = ("av", "av/container", "av/subtitles", "av/subtitles/stream", "av/video", "av/video/reformatter")
 STUB = "def __getattr__(name):\n    if name.startswith('__'):\n        raise AttributeError(name)\n    return type(name, (), {})\n"
-DYNAMIC_VRAM = ROOT / "tests" / "gpu" / "test_dynamic_vram.py"
-SECONDS = {"tests": 200, "dynamic_vram": 60, "bench": 270}
-DRY_TIMES_AS_LONG = 5
 BLOCKER = """import sys
 
 
@@ -69,26 +60,18 @@ sys.meta_path.insert(0, Blocker)
 def main() -> int:
     options = _parse()
     try:
-        if options.action == "build":
-            build(options.folder, find_comfyui(options.comfyui), options.python)
-            return 0
-        return run(options.folder, options.out, options.dry_run)
+        build(options.folder, find_comfyui(options.comfyui), options.python)
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1
+    return 0
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    actions = parser.add_subparsers(dest="action", required=True)
-    building = actions.add_parser("build", help="make the folder; needs a network")
-    building.add_argument("folder", type=Path)
-    building.add_argument("--comfyui", type=Path, help="a ComfyUI folder (default: COMFYUI_DIR)")
-    building.add_argument("--python", default=PYTHON, help=f"the machine's Python (default: {PYTHON})")
-    running = actions.add_parser("run", help="test and measure; needs no network")
-    running.add_argument("folder", type=Path)
-    running.add_argument("--out", type=Path, required=True, help="where to leave the results")
-    running.add_argument("--dry-run", action="store_true", help="on the CPU, without the packages that the machine lacks")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--comfyui", type=Path, help="a ComfyUI folder (default: COMFYUI_DIR)")
+    parser.add_argument("--python", default=PYTHON, help=f"the machine's Python (default: {PYTHON})")
     return parser.parse_args()
 
 
@@ -114,10 +97,17 @@ def build(folder: Path, comfyui: Path | None, python: str) -> None:
     wheels = sorted(wheel.name for wheel in (folder / "wheels").iterdir())
     about = {"python": python, "comfyui": machine.comfyui_version(comfyui), "wheels": wheels}
     (folder / "bundle.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    taken = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    print(f"{folder}: {taken / MIB:.1f} MiB, ComfyUI {about['comfyui']}, {len(wheels)} wheels for Python {python}")
-    if taken > LIMIT:
-        raise SetupError(f"{folder} has {taken / MIB:.1f} MiB, more than {LIMIT // MIB}.")
+    taken, beside = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()), checkout_bytes()
+    print(f"{folder}: {taken / MIB:.1f} MiB, ComfyUI {about['comfyui']}, {len(wheels)} wheels for Python {python}; the checkout: {beside / MIB:.1f} MiB")
+    if taken + beside > LIMIT:
+        raise SetupError(f"{folder} and the checkout have {(taken + beside) / MIB:.1f} MiB, more than {LIMIT // MIB}.")
+
+
+def checkout_bytes() -> int:
+    """The size of the project's files, those that git ignores left out."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    return sum((ROOT / name).stat().st_size for name in listed if name and (ROOT / name).is_file())
 
 
 def download(folder: Path, requirements: Path, python: str) -> None:
@@ -166,35 +156,6 @@ def pack(comfyui: Path, archive: Path) -> None:
     with tarfile.open(archive, "w:xz") as tar:
         for path in sorted(comfyui.iterdir()):
             tar.add(path, path.name, filter=needed)
-
-
-def run(folder: Path, out: Path, dry: bool) -> int:
-    """Run tests/gpu and the benchmark with what the folder holds; the exit code.
-
-    Raises:
-        SetupError: the folder is no bundle, or its wheels do not fit this Python.
-    """
-    if not (folder / "bundle.json").exists():
-        raise SetupError(f"{folder} is no bundle: make one with `python scripts/gpu_bundle.py build {folder}`.")
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="halfsafe-gpu-run-") as name:
-        work = Path(name)
-        environ = prepared(folder.resolve(), work, dry)
-        comfyui = environ["COMFYUI_DIR"]
-        pytest = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider"]
-        parts = {"tests": [*pytest, "tests/gpu", f"--ignore={DYNAMIC_VRAM}", f"--junitxml={work / 'tests.xml'}"]}
-        if DYNAMIC_VRAM.exists():
-            parts["dynamic_vram"] = [*pytest, str(DYNAMIC_VRAM), f"--junitxml={work / 'dynamic_vram.xml'}"]
-        bench = [sys.executable, "-m", "benchmarks.gpu", "--comfyui", comfyui, "--out", str(out / "gpu.json")]
-        parts["bench"] = [*bench, *(["--dry-run"] if dry else ["--seconds", str(SECONDS["bench"] - 30)])]
-        about = json.loads((folder / "bundle.json").read_text(encoding="utf-8"))
-        result = machine.gpu_conditions(Environment(Path(sys.executable), Path(comfyui))) | {"bundle": about, "dry_run": dry}
-        for part, command in parts.items():
-            code = logged(command, environ, out / f"{part}.log", SECONDS[part] * (DRY_TIMES_AS_LONG if dry else 1))
-            result[part] = {"exit_code": code} | outcome(work / f"{part}.xml")
-            (out / "tests.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(result, indent=2))
-    return 1 if any(result[part]["exit_code"] not in (0, 2 if part == "bench" else 0) for part in parts) else 0
 
 
 def prepared(folder: Path, work: Path, dry: bool) -> dict[str, str]:
@@ -258,30 +219,6 @@ def needed_by(packages: Iterable[str]) -> set[str]:
 
 def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def logged(command: list[str], environ: dict[str, str], log: Path, seconds: int) -> int | None:
-    """Run a command in the project's folder, its output in a file, whose end is printed: its exit code, None out of time."""
-    print(f"== {log.stem}", flush=True)
-    with log.open("wb") as output:
-        try:
-            code = subprocess.run(
-                command, cwd=ROOT, env=environ, stdout=output, stderr=subprocess.STDOUT, check=False, timeout=seconds
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = None
-    print("\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-40:]), flush=True)
-    return code
-
-
-def outcome(junit: Path) -> dict:
-    """Counts and the names of what failed from a report of pytest; nothing where there is none."""
-    if not junit.exists():
-        return {}
-    suite = next(ElementTree.parse(junit).iter("testsuite"))
-    counts = {key: int(suite.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
-    bad = [f"{case.get('classname')}::{case.get('name')}" for case in suite.iter("testcase") if case.find("failure") is not None or case.find("error") is not None]
-    return counts | {"failed": bad}
 
 
 if __name__ == "__main__":

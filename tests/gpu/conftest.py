@@ -1,10 +1,15 @@
 """Fixtures of the tests that need a CUDA device, in a real ComfyUI named by COMFYUI_DIR.
 
-HALFSAFE_DRY_RUN=1 runs them on a CPU, to see that they are sound themselves; it proves nothing about a GPU.
+HALFSAFE_DRY_RUN=1 runs them on a CPU, to see that they are sound themselves; it proves nothing about a GPU. Each test leaves
+a line of JSON in the file that HALFSAFE_TEST_LINES names, when it begins and when it ends, and one that takes longer than
+HALFSAFE_TEST_SECONDS ends the process, also where it waits in a kernel; the tracebacks of all threads are in that file's
+neighbour with ".hung" at its end.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +30,32 @@ _base = tempfile.TemporaryDirectory(prefix="halfsafe-gpu-")
 if READY:
     make_base_directory(Path(_base.name), ROOT)
     inprocess.setup_comfyui(Path(os.environ["COMFYUI_DIR"]).resolve(), Path(_base.name), *(["--cpu"] if DRY else []))
+
+
+LINES = os.environ.get("HALFSAFE_TEST_LINES")
+SECONDS = float(os.environ.get("HALFSAFE_TEST_SECONDS", 0))
+
+
+def _write(**line) -> None:
+    if LINES:
+        with open(LINES, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _write(test=nodeid, outcome="begun")
+    if SECONDS:
+        faulthandler.dump_traceback_later(SECONDS, exit=True, file=open(f"{LINES}.hung", "a", encoding="utf-8"))  # noqa: SIM115
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or not report.passed:
+        why = report.longrepr[2] if report.skipped else report.longreprtext[-2000:]
+        _write(test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 2), why=why)
+
+
+def pytest_runtest_logfinish() -> None:
+    faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,7 @@
-"""Dynamic VRAM turned on for real, in a process of its own: it has to be there before anything touches CUDA."""
+"""Dynamic VRAM turned on for real, in a process of its own: it has to be there before anything touches CUDA.
+
+On a CPU, in a dry run, the process starts, finds no device to lend memory of, and the tests are skipped.
+"""
 
 import json
 import os
@@ -15,9 +18,7 @@ SCRIPT = "import conftest, sys; sys.argv[0] = 'main.py'; from pathlib import Pat
 
 @pytest.fixture(scope="module")
 def found(device, tmp_path_factory) -> dict:
-    if device.type != "cuda":
-        pytest.skip("comfy-aimdo lends CUDA memory: needs a CUDA device")
-    paths = os.pathsep.join(map(str, (ROOT / "tests", ROOT / "scripts")))
+    paths = os.pathsep.join(filter(None, (str(ROOT / "tests"), str(ROOT / "scripts"), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-c", SCRIPT, os.environ["COMFYUI_DIR"], str(tmp_path_factory.mktemp("dynamic"))]
     ran = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr[-4000:]

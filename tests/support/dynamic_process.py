@@ -5,6 +5,7 @@ touches CUDA, its devices after, then the patcher class. Prints one JSON line: w
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from setup.comfyui_server import make_base_directory
@@ -24,7 +25,9 @@ def turn_on() -> bool:
     import comfy.model_management
     import comfy.model_patcher
 
-    devices = comfy.model_management.get_all_torch_devices()
+    devices = [device for device in comfy.model_management.get_all_torch_devices() if device.type == "cuda"]
+    if not devices:
+        return False
     try:
         works = comfy_aimdo.control.init_devices((device.index, 0) for device in devices)
     except TypeError:  # comfy-aimdo 0.4.9
@@ -60,9 +63,9 @@ def errors(models: Path) -> dict:
 
 def main(comfyui: Path, folder: Path) -> None:
     make_base_directory(folder, ROOT)
-    inprocess.setup_comfyui(comfyui, folder)
+    inprocess.setup_comfyui(comfyui, folder, *(["--cpu"] if os.environ.get("HALFSAFE_DRY_RUN") else []))
     if not turn_on():
-        print(json.dumps({"unavailable": "comfy-aimdo does not work with this driver"}))
+        print(json.dumps({"unavailable": "comfy-aimdo lends CUDA memory, and does not work with this driver or device"}))
         return
     inprocess.node_classes(inprocess.load_pack())
     print(json.dumps(errors(folder)))

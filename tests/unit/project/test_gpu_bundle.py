@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -10,15 +11,16 @@ import zipfile
 from pathlib import Path
 
 import gpu_bundle
+import gpu_run
 import pytest
 from halfsafe.benchmarks import gpu
 from setup.environment import SetupError
 
 
 def make_comfyui(folder: Path) -> Path:
-    needed = ("main.py", "comfy/sd.py", "comfy/text_encoders/flux.py", "comfy/text_encoders/spiece_tokenizer.py", "utils/install_util.py")
+    needed = ("main.py", "comfy/sd.py", "comfy/text_encoders/flux.py", "comfy/text_encoders/spiece_tokenizer.py", "comfy/sd1_tokenizer/vocab.json", "utils/install_util.py")
     left_out = (
-        "comfy/sd1_tokenizer/vocab.json", "comfy/text_encoders/t5_tokenizer/tokenizer.json", "tests/test_a.py", "README.md",
+        "comfy/text_encoders/t5_tokenizer/tokenizer.json", "tests/test_a.py", "README.md",
         "comfy_api_nodes/nodes_a.py", "models/unet/put_models_here", ".git/HEAD", "comfy/__pycache__/sd.pyc", "input/example.png",
     )  # fmt: skip
     for name in (*needed, *left_out):
@@ -59,7 +61,7 @@ def test_comfyui_travels_without_tokenizers_tests_and_api_nodes(tmp_path: Path, 
         files = {member.name for member in tar if member.isfile()}
     assert files == {
         "main.py", "comfy/sd.py", "comfy/text_encoders/flux.py", "comfy/text_encoders/spiece_tokenizer.py", "utils/install_util.py",
-        "comfyui_version.py", "requirements.txt",
+        "comfy/sd1_tokenizer/vocab.json", "comfyui_version.py", "requirements.txt",
     }  # fmt: skip
 
 
@@ -90,14 +92,14 @@ def test_a_bundle_replaces_its_predecessor_and_nothing_else(tmp_path: Path, bund
 
 
 def test_a_bundle_that_is_too_large_is_refused(bundle: Path, comfyui: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_bundle, "LIMIT", 100)
-    with pytest.raises(SetupError, match="more than"):
+    monkeypatch.setattr(gpu_bundle, "LIMIT", gpu_bundle.checkout_bytes() + 100)
+    with pytest.raises(SetupError, match="and the checkout have .* more than"):
         gpu_bundle.build(bundle, comfyui, "3.12")
 
 
 def test_a_folder_that_is_no_bundle_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="is no bundle"):
-        gpu_bundle.run(tmp_path, tmp_path / "out", True)
+        gpu_run.run("tests", tmp_path, tmp_path / "out", True)
 
 
 def imported(name: str, environ: dict[str, str]) -> bool:
@@ -121,23 +123,74 @@ def test_the_machine_has_what_its_packages_need_and_nothing_else() -> None:
     assert "hypothesis" in lacking and not lacking & {"torch", "sympy", "numpy", "pytest", "_pytest"}
 
 
-def test_the_outcome_names_what_failed(tmp_path: Path) -> None:
-    report = tmp_path / "tests.xml"
-    report.write_text(
-        '<testsuites><testsuite tests="3" failures="1" errors="0" skipped="1"><testcase classname="a" name="good"/>'
-        '<testcase classname="a" name="bad"><failure/></testcase><testcase classname="a" name="left"><skipped/></testcase>'
-        "</testsuite></testsuites>",
-        encoding="utf-8",
-    )
-    assert gpu_bundle.outcome(report) == {"tests": 3, "failures": 1, "errors": 0, "skipped": 1, "failed": ["a::bad"]}
-    assert gpu_bundle.outcome(tmp_path / "absent.xml") == {}
+def test_the_outcome_names_what_failed_and_what_never_ended() -> None:
+    lines = [{"test": name, "outcome": outcome} for name in "abcd" for outcome in ("begun", {"a": "passed", "b": "failed", "c": "skipped"}.get(name, "begun"))]
+    found = gpu_run.outcome(lines, 1)
+    assert found == {"exit_code": 1, "passed": 1, "skipped": 1, "failed": ["b"], "never_ended": ["d"]}
 
 
-def test_a_command_out_of_time_leaves_its_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("found", "bad"),
+    [({"passed": 2}, False), ({"skipped": 2}, True), ({"passed": 1, "never_ended": ["d"]}, True), ({"passed": 1, "exit_code": None}, True), ({"passed": 1, "failed": ["b"]}, True)],
+)
+def test_a_file_of_which_nothing_ran_is_a_failure(found: dict, bad: bool) -> None:
+    empty = {"exit_code": 0, "passed": 0, "skipped": 0, "failed": [], "never_ended": []}
+    assert gpu_run.is_bad(empty | found) == bad
+    assert not gpu_run.is_bad(empty | {"skipped": 2}, may_be_skipped=True)
+
+
+def test_what_takes_longest_comes_last() -> None:
+    names = ["test_compile.py", "test_settings.py", "test_dynamic_vram.py", "test_encoders.py"]
+    assert [path.stem for path in gpu_run.ordered(map(Path, names))] == ["test_encoders", "test_settings", "test_dynamic_vram", "test_compile"]
+
+
+def test_lines_cut_off_by_a_kill_are_left_out(tmp_path: Path) -> None:
+    lines = tmp_path / "tests.jsonl"
+    lines.write_text('{"test": "a", "outcome": "passed"}\n{"test": "b", "out', encoding="utf-8")
+    assert gpu_run.read(lines) == [{"test": "a", "outcome": "passed"}]
+
+
+def test_a_command_out_of_time_leaves_its_log_and_no_child(tmp_path: Path) -> None:
     log = tmp_path / "slow.log"
-    command = [sys.executable, "-uc", "import time; print('begun'); time.sleep(60)"]
-    assert gpu_bundle.logged(command, {}, log, 2) is None
-    assert log.read_text(encoding="utf-8").strip() == "begun"
+    child = "import subprocess, sys, time; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid); time.sleep(60)"
+    assert gpu_run.logged([sys.executable, "-uc", child], {}, log, 3) is None
+    pid = log.read_text(encoding="utf-8").strip()
+    status = Path(f"/proc/{pid}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+TESTS = """
+import time
+
+import pytest
+
+def test_good():
+    pass
+
+def test_left():
+    pytest.skip("no such device")
+
+def test_hangs():
+    time.sleep(60)
+
+def test_after():
+    pass
+"""
+
+
+def test_a_test_that_hangs_ends_its_process_and_is_named(tmp_path: Path) -> None:
+    """With the hooks of tests/gpu/conftest.py, and without a ComfyUI."""
+    hooks = (gpu_run.ROOT / "tests" / "gpu" / "conftest.py").read_text(encoding="utf-8")
+    start, end = hooks.index("LINES = "), hooks.index("def pytest_collection_modifyitems")
+    (tmp_path / "conftest.py").write_text("import faulthandler, json, os\nimport pytest\n" + hooks[start:end], encoding="utf-8")
+    (tmp_path / "test_it.py").write_text(TESTS, encoding="utf-8")
+    lines = tmp_path / "lines.jsonl"
+    environ = {**os.environ, "HALFSAFE_TEST_LINES": str(lines), "HALFSAFE_TEST_SECONDS": "3"}
+    code = gpu_run.logged([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)], environ, tmp_path / "it.log", 60)
+    found = gpu_run.outcome(gpu_run.read(lines), code)
+    assert code not in (0, None) and (found["passed"], found["skipped"]) == (1, 1)
+    assert [test.split("::")[1] for test in found["never_ended"]] == ["test_hangs"]
+    assert "test_hangs" in (tmp_path / "lines.jsonl.hung").read_text(encoding="utf-8"), "where it hung"
 
 
 def test_targets_are_told_for_the_rows_that_are_there() -> None:
