@@ -28,6 +28,7 @@ from . import reporting
 from .compute import conditions
 from .cost_cards import CARDS, LAUNCH, READ, Card, Kernel
 from .host import load_comfy
+from .large_models import BUILD
 
 SUMS_GAIN = ("2080 Ti", "3090", "4090")
 LIMITS = {"Wan 1.3B": 1.10, "Wan 14B": 1.10, "Flux": 1.10, "SDXL": 1.25, "Qwen-Image": 1.10}
@@ -154,55 +155,6 @@ def _targets(rows: dict) -> dict:
     return targets
 
 
-def _wan(dim: int, ffn: int, heads: int, layers: int) -> Callable:
-    def build(**options):
-        import torch
-        from comfy.ldm.wan.model import WanModel
-
-        config = {"patch_size": (1, 2, 2), "in_dim": 16, "out_dim": 16, "text_dim": 4096}
-        model = WanModel(**config, dim=dim, ffn_dim=ffn, num_heads=heads, num_layers=layers, **options)
-        return model, torch.empty(1, 16, 21, 60, 104), {"context": torch.empty(1, 512, 4096)}
-
-    return build
-
-
-def _flux(**options):
-    import torch
-    from comfy.ldm.flux.model import Flux
-
-    config = {
-        **dict(in_channels=16, out_channels=16, vec_in_dim=768, context_in_dim=4096, hidden_size=3072, mlp_ratio=4.0),
-        **dict(num_heads=24, depth=1, depth_single_blocks=2, axes_dim=[16, 56, 56], theta=10000),
-        **dict(patch_size=2, qkv_bias=True, guidance_embed=True, txt_ids_dims=[]),
-    }
-    given = {"context": torch.empty(1, 512, 4096), "y": torch.empty(1, 768), "guidance": torch.empty(1)}
-    return Flux(**config, **options), torch.empty(1, 16, 128, 128), given
-
-
-def _sdxl(**options):
-    import torch
-    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
-
-    config = {
-        **dict(image_size=32, in_channels=4, out_channels=4, model_channels=320, legacy=False, num_classes="sequential"),
-        **dict(num_res_blocks=[2, 2, 2], channel_mult=[1, 2, 4], adm_in_channels=2816, context_dim=2048, num_head_channels=64),
-        **dict(use_spatial_transformer=True, use_linear_in_transformer=True, transformer_depth=[0, 0, 2, 2, 10, 10]),
-        **dict(transformer_depth_middle=10, transformer_depth_output=[0, 0, 0, 2, 2, 2, 10, 10, 10]),
-    }
-    given = {"context": torch.empty(2, 77, 2048), "y": torch.empty(2, 2816)}
-    return UNetModel(**config, **options), torch.empty(2, 4, 128, 128), given
-
-
-def _qwen_image(**options):
-    import torch
-    from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
-
-    return QwenImageTransformer2DModel(in_channels=64, num_layers=2, **options), torch.empty(1, 16, 1, 128, 128), {"context": torch.empty(1, 256, 3584)}
-
-
-BUILD = {"Wan 1.3B": _wan(1536, 8960, 12, 2), "Wan 14B": _wan(5120, 13824, 40, 2), "Flux": _flux, "SDXL": _sdxl, "Qwen-Image": _qwen_image}
-
-
 def _count(name: str, way: str) -> Counted:
     """One call that calibrates nothing, after one that does, without inference mode, which hides casts; every read is answered with a number that fits."""
     import torch
@@ -250,14 +202,18 @@ def _base_model(inner):
 
 
 class _executed:
-    """A model under the wrapper of one arithmetic, called as ComfyUI's sampler does."""
+    """A model under the wrapper of one arithmetic, called as ComfyUI's sampler does.
+
+    ``forward``: what stands for the diffusion model, such as a compiled one; None for itself.
+    """
 
     def __init__(self, model, way: str):
         self.model, self.way = model, way
+        self.forward: Callable | None = None
         self.wrapper = {"fp16_safe": _safe, "fp16 sums": _sums, "fp16 sums, scaled": _sums}.get(way, lambda *_: None)(model, way)
 
     def __call__(self, x, t, **given):
-        call = _Executor(self.model, given)
+        call = _Executor(self.model, given, self.model.diffusion_model if self.forward is None else self.forward)
         options = {"sigmas": t}
         if self.wrapper is None:
             return call(x, t, None, None, None, options)
@@ -268,11 +224,11 @@ class _executed:
 
 
 class _Executor:
-    def __init__(self, model, given: dict):
-        self.class_obj, self.given = model, given
+    def __init__(self, model, given: dict, forward: Callable):
+        self.class_obj, self.given, self.forward = model, given, forward
 
     def __call__(self, x, t, c_concat, c_crossattn, control, transformer_options, **extra):
-        return self.class_obj.diffusion_model(x, t, **self.given, transformer_options=transformer_options)
+        return self.forward(x, t, **self.given, transformer_options=transformer_options)
 
 
 def _safe(model, way: str):

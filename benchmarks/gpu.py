@@ -1,8 +1,10 @@
 """Everything a GPU is needed for, in one go: `python -m benchmarks gpu --comfyui DIR [--save]`.
 
 A Wan2.1-1.3B-shaped model in every arithmetic, each in turns with plain fp16: time and error of a denoiser call against
-fp32, kernels, the peak of device memory, what the guard and fp16 sums cost or gain; then single layers of larger models.
-Prints JSON, exit code 2 where a target is missed. `--dry-run` does the same on a CPU with small shapes, to see that it works.
+fp32, kernels, the device memory a call takes, what the guard, LoRAs beside 8-bit weights and fp16 sums cost or gain; SDXL whole and a
+part of Flux, eager, compiled and as CUDA graphs, with a profile beside the cost model; single layers of larger models; loading, with
+and without dynamic VRAM. Prints JSON, exit code 2 where a target is missed. `--dry-run` does the same on a CPU with small shapes, to
+see that it works. What each row tells: benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import contextlib
 import json
 import os
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,11 +26,16 @@ from setup.environment import Environment
 from . import reporting
 from .clock import CALLS, kernels, timed
 from .gpu_layers import layer_rows
+from .gpu_models import model_rows, peak_bytes
 from .host import load_comfy
 
 PLAIN = "fp16"
-STORAGE = {"fp32": "fp32", "fp16": "fp16", "fp16_safe": "fp16", "bf16": "as_file", "fp8": "fp8_e4m3fn"}
-COMPARED = ("fp16_safe", "fp16, guarded", "fp16, fp16 sums", "bf16", "fp8")
+STORAGE = {"fp32": "fp32", "fp16": "fp16", "fp16_safe": "fp16", "bf16": "as_file", "fp8": "fp8_e4m3fn", "int8": "int8"}
+COMPUTE = {"int8": "auto"}
+COMPARED = ("fp16_safe", "fp16, guarded", "fp16, fp16 sums", "bf16", "fp8", "int8", "fp8, LoRA", "int8, LoRA")
+LORA_RANK = 16
+LOADS = (("as_file", "--core"), ("fp8_e4m3fn", "--core"), ("as_file",), ("fp8_e4m3fn",), ("int8",))
+LOAD_SECONDS = 90
 SLOWEST = "fp32"
 WITH_FP16_SUMS = "sm_86"
 TARGETS = {"fp16_safe_to_fp16": 1.25, "fp32_to_fp16_safe": 3.0, "guard": 1.02}
@@ -41,21 +49,25 @@ def main() -> int:
 
     result = machine.gpu_conditions(Environment(Path(sys.executable), args.comfyui.resolve()))
     result |= {"benchmark": "gpu", "dry_run": args.dry_run, "latent": [args.frames, args.size, args.size], "pairs": args.runs}
-    result |= {"rows": [], "layers": [], "left_out": [], "targets": {}}
+    result |= {"rows": [], "models": [], "layers": [], "loads": [], "left_out": [], "targets": {}}
     path = comfy.folder / "model.safetensors"
     tiny_models.wan(path) if args.dry_run else tiny_models.wan_1_3b_shaped(path)
     for row in _parts(comfy, path, args):
-        result["layers" if "shape" in row else "rows"].append(row)
+        result[_list_of(row)].append(row)
         result["targets"] = _targets({row["name"]: row for row in result["rows"]})
         _write(result, args)
         if time.monotonic() - start > args.seconds:
-            result["left_out"] = f"what comes after '{row['name']}': {args.seconds} s were up"
+            result["left_out"].append(f"what comes after {row}: {args.seconds} s were up")
             break
     _write(result, args)
     if args.save and not args.dry_run:
         reporting.save(result)
     print(json.dumps(result, indent=2))
     return 0 if args.dry_run else reporting.exit_code(result)
+
+
+def _list_of(row: dict) -> str:
+    return next((name for key, name in (("shape", "layers"), ("model", "models"), ("load", "loads")) if key in row), "rows")
 
 
 def _parse() -> argparse.Namespace:
@@ -94,8 +106,19 @@ def _parts(comfy, path: Path, args: argparse.Namespace) -> Iterator[dict]:
             return row | _in_turns(plain, other, call, args.runs) | _alone(other, call)
 
     yield from map(compared, COMPARED)
+    yield from model_rows(args.dry_run)
+    yield from load_rows(args, path)
     yield from layer_rows(args.dry_run)
     yield compared(SLOWEST)
+
+
+def load_rows(args: argparse.Namespace, path: Path) -> Iterator[dict]:
+    """Loading and the first call, each in a process of its own, with ComfyUI's loader and ours, with and without dynamic VRAM."""
+    for how in ((*load, *dynamic) for dynamic in ((), ("--dynamic",)) for load in LOADS):
+        command = [sys.executable, "-m", "benchmarks.gpu_load", "--comfyui", str(args.comfyui), *(["--dry-run"] if args.dry_run else []), str(path), *how]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LOAD_SECONDS * (6 if args.dry_run else 1))
+        found = json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else {"problem": ran.stderr[-500:]}
+        yield {"load": " ".join(how)} | found
 
 
 def _exact(comfy, path: Path, call):
@@ -114,7 +137,20 @@ def _model(comfy, path: Path, plain, name: str):
         return guarded(comfy, plain)
     if name == "fp16, fp16 sums":
         return accumulation(comfy, plain, fp16_accumulation="auto")
-    return families.load(comfy, path, STORAGE[name], name)
+    base, _, lora = name.partition(", ")
+    model = families.load(comfy, path, STORAGE[base], COMPUTE.get(base, base))
+    return _with_lora(model) if lora else model
+
+
+def _with_lora(model):
+    """A LoRA on every layer in 8 bits: it is added to the layers' results."""
+    from comfy.quant_ops import QuantizedTensor
+    from comfy.sd import load_lora_for_models
+    from support import model_files
+
+    named = model.model.diffusion_model.named_modules()
+    shapes = {name: tuple(module.weight.shape) for name, module in named if isinstance(getattr(module, "weight", None), QuantizedTensor)}
+    return load_lora_for_models(model, None, model_files.lora(shapes, rank=LORA_RANK), 0.01, 0.0)[0]
 
 
 @contextlib.contextmanager
@@ -157,14 +193,11 @@ def _in_turns(plain, other, call, pairs: int) -> dict:
 
 
 def _alone(model, call) -> dict:
-    """The kernels of a call, and the most device memory held."""
-    import torch
+    """The kernels of a call, and the device memory it takes."""
     from support import families
 
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    row = {"kernels": kernels(lambda: families.replay(model, call))}
-    return row | {"peak_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None}
+    families.replay(model, call)
+    return {"kernels": kernels(lambda: families.replay(model, call)), "peak_bytes": peak_bytes(lambda: families.replay(model, call))}
 
 
 def _error(reference, result) -> float | None:

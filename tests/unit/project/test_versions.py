@@ -54,3 +54,16 @@ def test_kernels_run_on_a_comfy_kitchen_before_the_installed_one(tmp_path, monke
 def test_torch_is_asked_for_by_version(version):
     assert versions._torch_packages(version, False) == ["torch" if version == "newest" else "torch==2.8.0"]
     assert {"torchvision", "torchaudio"} < set(versions._torch_packages(version, True))
+
+
+def test_a_tier_runs_as_on_another_cpu(tmp_path, monkeypatch):
+    """And the tests of torch.compile apart from those of the host."""
+    runs = []
+    monkeypatch.setattr(versions, "comfyui_version", lambda folder: "0.30.0")
+    monkeypatch.setattr(versions.environment, "install_packages", lambda *_: None)
+    monkeypatch.setattr(versions.subprocess, "run", lambda command, **kwargs: runs.append((command, kwargs["env"])) or CompletedProcess(command, 1))
+    host, compiled = versions._on_one_comfyui(Path("python"), "3.11.0", "2.11.0", tmp_path, [("no-vnni", 4)], [])
+    assert "tests/host/compile" in runs[1][0] and runs[0][0][runs[0][0].index("--ignore") + 1] == "tests/host/compile"
+    assert (runs[1][1]["DNNL_MAX_CPU_ISA"], runs[1][1]["OMP_NUM_THREADS"]) == ("AVX2", "4") and "DNNL_MAX_CPU_ISA" not in runs[0][1]
+    table = as_table([host, compiled]).splitlines()
+    assert len({line.index("0.30.0") for line in table if "0.30.0" in line}) == 1 and "no-vnni" in table[-2]
