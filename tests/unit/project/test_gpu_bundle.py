@@ -13,7 +13,7 @@ from pathlib import Path
 import gpu_bundle
 import gpu_run
 import pytest
-from halfsafe.benchmarks import gpu
+from halfsafe.benchmarks import gpu, gpu_models
 from setup.environment import SetupError
 
 
@@ -200,3 +200,24 @@ def test_targets_are_told_for_the_rows_that_are_there() -> None:
     targets = gpu._targets(rows)
     assert targets["guard"] == {"limit": 1.02, "measured": 1.05, "met": False}
     assert targets["fp32_to_fp16_safe"] == {"limit": 3.0, "measured": 4.0, "met": True}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind"),
+    [
+        ("sm90_xmma_gemm_f16f32_f16f32_f32_tn_n_tilesize128x128x64", "product"),
+        ("nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_TNT", "product"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_f16_s16816fprop_optimized>", "product"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64>>", "attention"),
+        ("fmha_cutlassF_f16_aligned_64x64_rf_sm80", "attention"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "other"),
+        ("Memcpy DtoH (Device -> Pageable)", "memcpy"),
+    ],
+)
+def test_a_kernel_is_of_the_cost_models_kind(kernel: str, kind: str) -> None:
+    assert gpu_models.kind_of_kernel(kernel) == kind
+
+
+def test_each_row_goes_to_its_list() -> None:
+    rows = {"rows": {"name": "fp16"}, "layers": {"name": "a", "shape": ()}, "models": {"model": "SDXL"}, "loads": {"load": "int8"}}
+    assert {name: gpu._list_of(row) for name, row in rows.items()} == {name: name for name in rows}
