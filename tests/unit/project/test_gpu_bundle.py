@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -156,6 +157,9 @@ def test_a_command_out_of_time_leaves_its_log_and_no_child(tmp_path: Path) -> No
     assert gpu_run.logged([sys.executable, "-uc", child], {}, log, 3) is None
     pid = log.read_text(encoding="utf-8").strip()
     status = Path(f"/proc/{pid}/stat")
+    ends = time.monotonic() + 10  # a kill takes effect when the child is next scheduled
+    while status.exists() and status.read_text().split()[2] != "Z" and time.monotonic() < ends:
+        time.sleep(0.05)
     assert not status.exists() or status.read_text().split()[2] == "Z"
 
 
