@@ -133,7 +133,8 @@ def _outcome(analysis: Analysis, model: str) -> list[str]:
         lines += wrapped(f"Chosen: {share}; {snr} end to end, the worst of the calls.", "")
         lines += wrapped(f"The latent of a free run of the sampler: {whole_decibel_text(analysis.free_db)}.", "")
     else:
-        lines += wrapped(f"The target cannot be reached: no layer may be in {name}, so all are kept.", "")
+        none = "The target cannot be reached: no layer" if analysis.complete else "No layer was found that"
+        lines += wrapped(f"{none} may be in {name}, so all are kept.", "")
     plain = f"all {analysis.all_count} layers that the preset '{DEFAULT_PRESET}' does not keep"
     lines += wrapped(f"For comparison, {plain}: {whole_decibel_text(analysis.all_db)}.", "")
     return lines + _effort(analysis)

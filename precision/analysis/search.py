@@ -38,14 +38,21 @@ class Search:
     def choose(self, ordered: Sequence[Group], target_db: float, trials: int = MAX_TRIALS) -> frozenset[str]:
         """Choose a set whose measured SNR is ``target_db`` or better, in at most so many more ``trials``.
 
-        Takes the longest prefix of ``ordered`` that reaches it, then segments of the rest that still do on top,
-        halving those that fail.
+        Takes the longest prefix of ``ordered`` that reaches it, or where none does the group of the least damage that
+        does, then segments of the rest that still do on top, halving those that fail.
         """
         self.most = self.trials + trials
         bound = power(target_db)
         length = self._longest_prefix(ordered, bound)
-        noise, _ = self._between(ordered, length, len(ordered), bound)
-        return _names(self._grown(list(ordered[:length]), list(ordered[length:]), bound, noise))
+        chosen, noise = list(ordered[:length]), self._between(ordered, length, len(ordered), bound)[0]
+        if not length:
+            chosen, noise = self._first(ordered, bound), 0.0
+        rest = [group for group in ordered if group not in chosen]
+        return _names(self._grown(chosen, rest, bound, noise) if chosen else [])
+
+    def choose_one(self, groups: Sequence[Group], target_db: float) -> frozenset[str]:
+        """Choose the group of the least damage that reaches ``target_db`` by itself, in the trials that are left."""
+        return _names(self._first(groups, power(target_db)))
 
     def forget(self) -> None:
         """Measure every set anew from here on."""
@@ -70,7 +77,8 @@ class Search:
             ordered[:low], ordered[low:high], *self._between(ordered, low, high, bound)
         ):
             turn += 1
-            middle = self._crossing(ordered, low, high, bound) if turn % GUESSES else (low + high) // 2
+            guessing = turn % GUESSES and (low or turn < GUESSES)
+            middle = self._crossing(ordered, low, high, bound) if guessing else (low + high) // 2
             low, high = (middle, high) if self.noise(ordered[:middle]) <= bound else (low, middle)
         return low
 
@@ -88,6 +96,10 @@ class Search:
         within = room / noise * self._damage(ordered[low:high])
         fitting = sum(self._damage(ordered[low : end + 1]) <= within for end in range(low, high - 1))
         return low + max(1, fitting)
+
+    def _first(self, groups: Sequence[Group], bound: float) -> list[Group]:
+        by_damage = sorted(groups, key=lambda group: self._damage([group]))
+        return next(([group] for group in by_damage if self.noise([group]) <= bound), [])
 
     def _grown(self, chosen: list[Group], segment: list[Group], bound: float, noise: float = 0.0) -> list[Group]:
         """Add what fits of a segment. ``noise``: of the segment, as far as trials of others tell it."""

@@ -2,12 +2,13 @@
 
 Each layer is measured by itself first: the error of its weight, and of its output on its real inputs. Then layers are
 added in order of damage per byte, and sets are tried end to end on one of the same calls, the weakest. Segments that
-fail are halved, as in ``onnxconverter_common.auto_convert_mixed_precision``. The choice then has to hold on all calls,
-and in a free run, whose calls get the model's own results: there errors of early calls add up.
+fail are halved, as in ``onnxconverter_common.auto_convert_mixed_precision``; layers are tried one by one where no
+beginning of the order fits. The choice then has to hold on all calls, and in a free run, whose calls get the model's
+own results: there errors of early calls add up.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from ..snr import decibels
 from .candidates import Candidate
 from .layer_error import Measure, MeasuredForward, weight_error
 from .results import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
-from .search import MAX_TRIALS, RETRIALS, Search, group_of, power
+from .search import MAX_TRIALS, RETRIALS, Group, Search, group_of, power
 
 CONFIRMATIONS = 4
 STRIDE_DB = 6.0
@@ -212,25 +213,31 @@ def analyze(session: Session, run: Run, target_db: float, pin: bool = True) -> A
     chosen = _confirmed(session, run, search, ordered_groups(free, session.candidate), analysis)
     for layer in free:
         layer.status = CHOSEN if layer.name in chosen else KEPT
-    analysis.trials, analysis.complete = search.trials, search.complete
     analysis.calls, analysis.reference_calls = session.calls, len(session.references)
     return analysis
 
 
 def _confirmed(
-    session: Session, run: Run, search: Search, groups: list[tuple[str, ...]], analysis: Analysis
+    session: Session, run: Run, search: Search, groups: list[Group], analysis: Analysis
 ) -> frozenset[str]:
     """Choose layers that hold the target on all calls and in a free run.
 
     Where a choice misses it on a call, some of its layers have to hold it there. Where it misses it in a free run, they
-    have to be better on the weakest call by as much, and by less where that leaves some to spare.
+    have to be better on the weakest call by as much, and by less where that leaves some to spare. As long as nothing
+    holds, groups are tried by themselves.
     """
-    target = goal = analysis.target_db
+    every, target = groups, analysis.target_db
+    goal = target
     found: dict[frozenset[str], tuple[float, float]] = {frozenset(): (math.inf, math.inf)}
     for attempt in range(CONFIRMATIONS):
         chosen = search.choose(groups, goal, RETRIALS if attempt else MAX_TRIALS)
         if chosen in found:
-            break
+            groups, goal = _possible(session, every, found, target), target
+            if _best(found, target) or not groups:
+                break
+            chosen = search.choose_one(groups, goal)
+            if not chosen:
+                continue
         found[chosen] = _held(session, run, chosen, analysis)
         snr, free = found[chosen]
         if goal == target <= min(snr, free) or 0 <= min(snr, free) - target < SPARE_DB:
@@ -242,10 +249,27 @@ def _confirmed(
             search.forget()
         else:
             goal = max(target, session.weakest_snr(run, chosen) + min(target - free, STRIDE_DB))
-    best = max((names for names, snrs in found.items() if min(snrs) >= target), key=len)
+    best = _best(found, target)
     analysis.snr_db, analysis.free_db = found[best]
     analysis.dropped = max(len(names) for names, (snr, _) in found.items() if snr >= target) - len(best)
+    analysis.trials = search.trials
+    analysis.complete = search.complete if best else not _possible(session, every, found, target)
     return best
+
+
+def _best(found: Mapping[frozenset[str], tuple[float, float]], target: float) -> frozenset[str]:
+    return max((names for names, snrs in found.items() if min(snrs) >= target), key=len)
+
+
+def _possible(
+    session: Session, groups: Sequence[Group], found: Mapping[frozenset[str], tuple[float, float]], target: float
+) -> list[Group]:
+    """Leave out the groups that missed the target by themselves."""
+
+    def lowest(names: frozenset[str]) -> float:
+        return min([*session.known.get(names, {}).values(), *found.get(names, ())], default=math.inf)
+
+    return [group for group in groups if lowest(frozenset(group)) >= target]
 
 
 def _held(session: Session, run: Run, names: frozenset[str], analysis: Analysis) -> tuple[float, float]:
@@ -257,7 +281,7 @@ def _held(session: Session, run: Run, names: frozenset[str], analysis: Analysis)
     return snr, session.free_snr(run, names)
 
 
-def ordered_groups(layers: Sequence[LayerResult], candidate: Candidate) -> list[tuple[str, ...]]:
+def ordered_groups(layers: Sequence[LayerResult], candidate: Candidate) -> list[Group]:
     """Group the layers that are decided together, least damage per byte (per FLOP, for arithmetic) first.
 
     Groups with a layer that overflows are left out.

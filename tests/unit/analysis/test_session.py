@@ -490,6 +490,7 @@ def test_rules_for_arithmetic_name_the_chosen_layers():
 def test_the_text_says_when_the_target_cannot_be_reached_or_the_search_was_cut_short(monkeypatch):
     assert "cannot be reached" in analysis_text(analyzed(Net(), 119))
     monkeypatch.setattr(a, "MAX_TRIALS", 2)
+    monkeypatch.setattr(a, "RETRIALS", 0)
     cut = analyzed(Net(outliers=(0, 1, 2)), 33)
     assert cut.trials <= 2 and not cut.complete and "bound" in analysis_text(cut)
 
