@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
-from ..formats.comfy_format import WeightPlan
+from ..formats.card import Provenance, card_entry
+from ..formats.comfy_format import SampledError, WeightPlan, sampled_rows
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
 from ..text import duration_text
@@ -32,6 +34,7 @@ class CalibratedRounding:
         device: to work on.
 
     Attributes:
+        sampled: tensor name -> error of the values of some rows, as chosen.
         errors: layer -> squared error of its results on what it was calibrated with: rounded to nearest, and as chosen.
 
     Raises:
@@ -52,6 +55,8 @@ class CalibratedRounding:
         self.prefix = prefix
         self.device = torch.device(device)
         self.errors: dict[str, tuple[float, float]] = {}
+        self.sampled: dict[str, SampledError] = {}
+        self._plans = plans
         matrices = {self._layer(weight): weight for weight in weights.values() if len(weight.shape) == 2}
         calibration.require_model(source, name, {layer: weight.shape[1] for layer, weight in matrices.items()})
         self._work = {
@@ -63,8 +68,22 @@ class CalibratedRounding:
 
     @property
     def card(self) -> dict[str, object]:
-        """What the card of the file says of it."""
-        return self.calibration.card(self._work)
+        """What the card of the file says of it: what it gained once all is rounded."""
+        gained = {"error_of_results_to_nearest": round(share, 3)} if (share := self.share) is not None else {}
+        return self.calibration.card(self._work) | gained
+
+    @property
+    def plans(self) -> Iterator[WeightPlan]:
+        """The plans of all weights, with the errors of the codes that were chosen so far."""
+        for name, plan in self._plans.items():
+            yield replace(plan, error=self.sampled[name]) if name in self.sampled else plan
+
+    @property
+    def share(self) -> float | None:
+        """The error of the layers' results on the calibration's own inputs, as a share of rounding to nearest: the
+        mean."""
+        shares = [math.sqrt(after / before) for before, after in self.errors.values() if before]
+        return sum(shares) / len(shares) if shares else None
 
     def _layer(self, weight: StoredWeight) -> str:
         return weight.layer.removeprefix(self.prefix)
@@ -95,6 +114,7 @@ class CalibratedRounding:
         params = {name.rpartition(".")[2]: tensor.to(self.device) for name, tensor in tensors.items()}
         by_row = [leaf for leaf, (shape, _) in codes.shapes(rows, columns).items() if shape[:1] == (rows,)]
         data, before, after = torch.empty_like(tensors[weight.name]), 0.0, 0.0
+        seen = sampled_rows(rows)
         count = -(-rows * columns // VALUES)
         for i in range(count):
             part = slice(rows * i // count, rows * (i + 1) // count)
@@ -102,9 +122,17 @@ class CalibratedRounding:
             turned = codes.turned(weight.rows(part).to(self.device))
             numbers, *errors = rounded(turned, blocks, lambda values, at, own=own: codes.nearest(values, own, at)[1])
             data[part] = codes.data(codes.nearest(numbers, own)[0]).to(data.device)
+            here = seen[(seen >= part.start) & (seen < part.stop)] - part.start
+            self._sample(weight.name, numbers[here], turned[here])
             before, after = before + errors[0].item(), after + errors[1].item()
         self.errors[self._layer(weight)] = before, after
         return data
+
+    def _sample(self, name: str, numbers: torch.Tensor, exact: torch.Tensor) -> None:
+        """Add some rows to the error of a weight's values."""
+        error = SampledError.of(numbers, exact)
+        so_far = self.sampled.get(name, SampledError())
+        self.sampled[name] = SampledError(so_far.error + error.error, so_far.values + error.values)
 
     def start(self) -> str:
         """Begin to count the time, and say how long it will take, by a small weight that is timed."""
@@ -124,11 +152,19 @@ class CalibratedRounding:
 
     def text(self) -> str:
         """Say what it gained: the error on the calibration's own inputs, as a share of rounding to nearest."""
-        shares = [math.sqrt(after / before) for before, after in self.errors.values() if before]
-        if not shares:
+        if (share := self.share) is None:
             return "no layer was rounded by the calibration"
-        mean = sum(shares) / len(shares)
-        return f"{len(self.errors)} layers rounded by the calibration: error of their results {mean:.2f} of nearest"
+        return f"{len(self.errors)} layers rounded by the calibration: error of their results {share:.2f} of nearest"
+
+
+def card_of(
+    provenance: Provenance, plans: Iterable[WeightPlan], rounding: CalibratedRounding | None
+) -> dict[str, str]:
+    """Make the card of a file, as an entry of its metadata; the errors of weights that were rounded by a calibration
+    are their own once all are written."""
+    if rounding is None:
+        return card_entry(provenance, plans)
+    return card_entry(replace(provenance, calibration=rounding.card), rounding.plans)
 
 
 def _seconds_per_product(device: torch.device) -> float:

@@ -4,16 +4,17 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..calibrate.calibration import Calibration
-from ..calibrate.weights import CalibratedRounding
+from ..calibrate.weights import CalibratedRounding, card_of
 from ..devices.hardware import default_device
 from ..errors import CheckpointError
 from ..files.safetensors_file import open_checkpoint, write_safetensors
 from ..files.tensor_file import TensorFile
-from ..formats.card import Provenance, card_entry, source_of
+from ..formats.card import Provenance, source_of
 from ..formats.checkpoint import Checkpoint, dialect_text, read_checkpoint
 from ..formats.comfy_format import WeightPlan
 from ..formats.comfy_state import model_prefix, planned_specs, planned_tensors, refuse_lora
@@ -72,13 +73,13 @@ def convert_file(
     plans = plan_weights(checkpoint.weights, asked, source, done=_done(file))
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of(file), storage, rules.names, lines, card=file.metadata.get(CARD_KEY, ""))
-    rounding = calibration and _rounding(calibration, checkpoint, plans, provenance.source)
+    rounding = _rounding(calibration, checkpoint, plans, provenance.source) if calibration else None
+    card = partial(card_of, provenance, plans.values(), rounding)
     if rounding:
-        provenance = replace(provenance, calibration=rounding.card)
         tell(rounding.start())
-    metadata = {"format": "pt"} | checkpoint.metadata | card_entry(provenance, plans.values())
+    metadata = {"format": "pt"} | checkpoint.metadata | card()
     tensors = planned_tensors(checkpoint.weights, plans, source, _done(file, progress), rounding)
-    write_safetensors(target, planned_specs(plans), tensors, metadata, overwrite)
+    write_safetensors(target, planned_specs(plans), tensors, metadata, overwrite, card if rounding else None)
     if progress:
         progress(file.data_bytes - sum(weight.file_bytes for weight in checkpoint.weights.values()))
     return ConvertSummary(

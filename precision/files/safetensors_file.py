@@ -7,7 +7,7 @@ errors name neither file nor tensor. Its ``save_file`` needs all tensors in memo
 import mmap
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +19,8 @@ from .gguf_file import SUFFIX, open_gguf
 from .safetensors_header import MAX_HEADER, Entry, TensorSpec, header_bytes, layout, parse_json, read_header
 from .tensor_file import TensorFile, map_pages, open_regular
 
+ROOM = 256
+"""Bytes of a header for what is known of a file only once it is written."""
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.(?i:safetensors|sft))")
 
 
@@ -117,12 +119,17 @@ def write_safetensors(
     tensors: Iterable[tuple[str, torch.Tensor]],
     metadata: dict[str, str],
     overwrite: bool = True,
+    afterwards: Callable[[], dict[str, str]] | None = None,
 ) -> None:
     """Write the tensors that ``specs`` announce, holding one at a time. ``tensors`` may come in any order.
 
     Wide dtypes lie first, as safetensors' own writer lays them. Until everything is on the disk an existing file stays
     as it is, and no new one appears: not after an exception, and on Linux not after a kill either. ``overwrite=False``
     leaves a file of that name as it is, also one that appears meanwhile.
+
+    Args:
+        afterwards: gives, once all tensors are written, entries that take the place of those of ``metadata``, ``ROOM``
+            bytes longer at most.
 
     Raises:
         CheckpointError: the disk is too small or full, the folder cannot be written to, or there is a file to be left.
@@ -131,12 +138,16 @@ def write_safetensors(
     path = _real_path(path)
     places = layout(specs)
     header = header_bytes(places, metadata)
+    if afterwards:
+        header = header_bytes(places, metadata, len(header) + ROOM)
     with os_errors_as(path, "written"):
         require_space(path, len(header) + sum(spec.bytes for spec in specs))
     with replacing(path, overwrite) as file:
         with os_errors_as(path, "written"):
             file.write(header)
         _write_all(path, file, len(header), places, tensors)
+        if afterwards:
+            _rewrite_header(path, file, len(header), header_bytes(places, metadata | afterwards(), len(header)))
 
 
 def _real_path(path: str | os.PathLike) -> Path:
@@ -157,6 +168,14 @@ def _write_all(path: Path, file: BinaryIO, base: int, places: dict, tensors: Ite
         del tensor  # before the next one is made
     if waiting:
         raise ValueError(f"{next(iter(waiting))} was announced and not written")
+
+
+def _rewrite_header(path: Path, file: BinaryIO, size: int, header: bytes) -> None:
+    if len(header) > size:
+        raise ValueError(f"the metadata takes {len(header) - size} bytes more than there are")
+    with os_errors_as(path, "written"):
+        file.seek(0)
+        file.write(header)
 
 
 def _write_tensor(file: BinaryIO, position: int, tensor: torch.Tensor) -> None:

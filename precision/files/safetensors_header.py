@@ -182,12 +182,14 @@ def layout(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, int]]:
     return places
 
 
-def header_bytes(places: dict[str, tuple[TensorSpec, int]], metadata: dict[str, str]) -> bytes:
-    """Return the file up to its first tensor, whose place is a multiple of 8, for a :func:`layout`."""
+def header_bytes(places: dict[str, tuple[TensorSpec, int]], metadata: dict[str, str], least: int = 0) -> bytes:
+    """Return the file up to its first tensor, whose place is a multiple of 8 and ``least`` or more, for a
+    :func:`layout`."""
     table: dict[str, dict] = {"__metadata__": metadata} if metadata else {}
     for spec, start in places.values():
         offsets = [start, start + spec.bytes]
         table[spec.name] = {"dtype": CODE_OF[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text = text.ljust(least - 8)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -35,6 +35,12 @@ class SampledError:
     error: float = 0.0
     values: float = 0.0
 
+    @classmethod
+    def of(cls, found: torch.Tensor, rows: torch.Tensor) -> "SampledError":
+        """Compare rows with what they became."""
+        exact = rows.double()  # squares of small weights are zero in fp32, of large ones Inf
+        return cls((found - exact).square().sum().item(), exact.square().sum().item())
+
 
 @dataclass(frozen=True)
 class WeightPlan:
@@ -136,13 +142,16 @@ def sampled_error(weight: StoredWeight, storage: str) -> SampledError:
     """
     if storage not in QUANTIZED_NAMES or _stays(weight, storage):
         return SampledError()
-    rows = torch.cat([weight.rows(part) for part in _sampled_rows(weight.shape[0])])
-    exact = rows.double()  # squares of small weights are zero in fp32, of large ones Inf
-    error = (_quantized_values(rows, storage) - exact).square().sum().item()
-    return SampledError(error, exact.square().sum().item())
+    rows = torch.cat([weight.rows(part) for part in _sampled_runs(weight.shape[0])])
+    return SampledError.of(_quantized_values(rows, storage), rows)
 
 
-def _sampled_rows(rows: int) -> list[slice]:
+def sampled_rows(rows: int) -> torch.Tensor:
+    """Return the numbers of the rows that stand for a weight."""
+    return torch.cat([torch.arange(part.start, part.stop) for part in _sampled_runs(rows)])
+
+
+def _sampled_runs(rows: int) -> list[slice]:
     """Return two runs of rows, or all of them where there are few."""
     if rows <= ROWS * len(SAMPLED):
         return [slice(0, rows)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import comfy.lora
@@ -13,10 +13,10 @@ import torch
 
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.calibrate.calibration import Calibration
-from ....precision.calibrate.weights import CalibratedRounding
+from ....precision.calibrate.weights import CalibratedRounding, card_of
 from ....precision.errors import HalfsafeError
 from ....precision.files.safetensors_file import write_safetensors
-from ....precision.formats.card import Provenance, card_entry
+from ....precision.formats.card import Provenance
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
 from ....precision.formats.comfy_format import WeightPlan
 from ....precision.formats.comfy_state import planned_specs, planned_tensors
@@ -114,12 +114,11 @@ def save_model(
     patched = sum(name.startswith(DIFFUSION_MODEL) for name in patcher.patches)
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched)
-    rounding = calibration and _rounding(patcher, calibration, weights, plans, provenance.source)
-    if rounding:
-        provenance = replace(provenance, calibration=rounding.card)
-    metadata |= card_entry(provenance, plans.values())
+    rounding = _rounding(patcher, calibration, weights, plans, provenance.source) if calibration else None
+    card = partial(card_of, provenance, plans.values(), rounding)
+    metadata |= card()
     tensors = planned_tensors(weights, plans, name, _done(weights, rounding), rounding)
-    write_safetensors(path, planned_specs(plans), tensors, metadata)
+    write_safetensors(path, planned_specs(plans), tensors, metadata, afterwards=card if rounding else None)
     if rounding:
         logger.info("Halfsafe: %s: %s", name, rounding.text())
     return name

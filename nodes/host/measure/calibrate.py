@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import comfy.utils
 import torch
@@ -60,7 +60,7 @@ def calibrate_model(
         previous.require_model(source, str(source.get("file") or cls), columns)
     width = _width(columns, cls) if previous is None else previous.width
     found = Calibration(source, cls, width, {name: Products.empty(count, width) for name, count in columns.items()})
-    calls = _sampled(patcher, modules, found.layers, (positive, negative, latent, seed))
+    calls = _sampled(patcher, modules, found.layers, (positive, negative, latent, seed, STEPS))
     if not calls:
         raise HalfsafeError("The model was not called, so nothing was calibrated.", "Give it a latent and a prompt.")
     found = Calibration(source, cls, width, found.layers, 1, calls)
@@ -88,9 +88,16 @@ def _width(columns: Mapping[str, int], cls: str) -> int:
 
 
 def _sampled(
-    patcher: ModelPatcher, modules: Mapping[str, torch.nn.Module], sums: Mapping[str, Products], inputs: tuple
+    patcher: ModelPatcher,
+    modules: Mapping[str, torch.nn.Module],
+    sums: Mapping[str, Products],
+    inputs: tuple[Any, Any, dict, int, int],
 ) -> int:
-    """Run the sampler with every layer's inputs summed; return how many calls the model had."""
+    """Run the sampler with every layer's inputs summed; return how many calls the model had.
+
+    Args:
+        inputs: what :func:`~.sampling.sample` takes besides the model.
+    """
     bar = comfy.utils.ProgressBar(STEPS)
     advance, calls = advancing(bar), []
     clone = bare_clone(patcher)
@@ -110,7 +117,7 @@ def _sampled(
     set_wrapper(clone, ANALYSIS, call)
     clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, step)
     with compile_disabled(), compiler_off(), torch.no_grad():
-        sample(clone, *inputs, STEPS)
+        sample(clone, *inputs)
     bar.update_absolute(STEPS)
     return len(calls)
 

@@ -10,8 +10,9 @@ from halfsafe.precision.calibrate.products import Products
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.errors import CheckpointError, HalfsafeError
 from halfsafe.precision.files.safetensors_file import open_checkpoint
-from halfsafe.precision.formats.card import card_in, source_of
+from halfsafe.precision.formats.card import WHAT_ERROR, card_in, source_of
 from halfsafe.precision.formats.checkpoint import read_checkpoint
+from halfsafe.precision.formats.comfy_format import sampled_rows
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
 from support.measures import relative_error
@@ -73,9 +74,31 @@ def test_the_card_says_what_was_rounded_by_what(tmp_path):
     calibration.layers["blocks.0.attn"].tokens = 9
     converted(source, tmp_path / "found.safetensors", "int8", calibration)
     card = card_in(open_checkpoint(tmp_path / "found.safetensors").metadata)
+    assert 0.1 < card["calibration"].pop("error_of_results_to_nearest") < 0.85
     assert card["calibration"] == {
         "method": "GPTQ", "model": "model.safetensors", "runs": 1, "model_calls": 8, "layers": 2, "tokens_per_layer": [600, 600]
     }  # fmt: skip
+
+
+def sampled_error_of(weights, exact) -> float:
+    """The relative error of the rows that stand for all weights of a file."""
+    pairs = [(weights[f"{layer}.weight"].dequantize(torch.float32), exact[f"{layer}.weight"].float()) for layer in LAYERS]
+    one, other = (torch.cat([rows[sampled_rows(len(rows))].flatten() for rows in side]) for side in zip(*pairs, strict=True))
+    return relative_error(other, one)
+
+
+@pytest.mark.parametrize("storage", ["int8", "fp8_e4m3fn", "w6a8", "w4a8"])
+def test_the_errors_on_the_card_are_those_of_what_was_written(tmp_path, monkeypatch, storage):
+    monkeypatch.setattr(weights_of, "VALUES", 1 << 14)  # some rows at a time
+    source = model_file(tmp_path / "model.safetensors")
+    near, _ = converted(source, tmp_path / "near.safetensors", storage)
+    found, _ = converted(source, tmp_path / "found.safetensors", storage, calibrated(source))
+    exact, limit = load_file(source), 0.02 if storage.startswith("w") else 1e-3  # codebooks of some rows, and of all
+    says = {}
+    for name, weights in (("near", near), ("found", found)):
+        says[name] = card_in(open_checkpoint(tmp_path / f"{name}.safetensors").metadata)[WHAT_ERROR][storage]
+        assert says[name] == pytest.approx(sampled_error_of(weights, exact), rel=limit)
+    assert says["found"] > 1.05 * says["near"], "what is closest on the inputs is not closest by itself"
 
 
 def test_a_layer_is_kept_nearest_where_the_solver_errs(tmp_path, monkeypatch):
