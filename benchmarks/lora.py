@@ -26,7 +26,7 @@ def run_lora(args: argparse.Namespace) -> dict:
     from support import shapes, tiny_models
 
     trained = Path(shutil.copy(shapes.MODEL, comfy.folder))
-    drawn = {"cond": _text(comfy), "size": shapes.SIZE // 8}
+    drawn = {"cond": shapes.conditioning(comfy.folder), "size": shapes.SIZE // 8}
     models = {
         "small Wan, random weights": ("wan", tiny_models.wan(comfy.folder / "wan.safetensors"), {}),
         "shapes model, trained": ("hunyuan_video", trained, drawn),
@@ -36,15 +36,6 @@ def run_lora(args: argparse.Namespace) -> dict:
     found = {"extra_products_per_layer": 2, "rank": RANK}
     targets = {"error_to_without": reporting.target(round(worst, 3), LIMIT)}
     return {"benchmark": "lora", "cost": found, "rows": rows, "targets": targets, "markdown": markdown(rows)}
-
-
-def _text(comfy) -> list:
-    """A prompt that the shapes model was trained on."""
-    from comfy.sd import CLIPType, load_clip
-    from support import shapes, tiny_models
-
-    encoder = load_clip([str(tiny_models.clip_l(comfy.folder / "clip_l.safetensors"))], clip_type=CLIPType.WAN)
-    return encoder.encode_from_tokens_scheduled(encoder.tokenize(shapes.Shape("blue", "star", "pink").prompt()))
 
 
 def _rows_of(comfy, family: str, path: Path, inputs: dict) -> Iterator[dict]:

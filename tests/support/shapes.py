@@ -237,3 +237,13 @@ def main(command: str, *paths: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+
+
+def conditioning(folder: Path, shape: Shape = Shape("blue", "star", "pink")) -> list:
+    """A prompt of the shapes model, encoded by the small random text encoder that it was trained with; its file is kept in ``folder``."""
+    from comfy.sd import CLIPType, load_clip
+    from support import tiny_models
+
+    path = folder / "clip_l.safetensors"
+    encoder = load_clip([str(path if path.exists() else tiny_models.clip_l(path))], clip_type=CLIPType.WAN)
+    return encoder.encode_from_tokens_scheduled(encoder.tokenize(shape.prompt()))
