@@ -78,7 +78,7 @@ class Progress:
     def __call__(self, count: int) -> None:
         self.done += count
         step = self.done * self.steps // self.total
-        if step > self.shown:
+        if self.done and step > self.shown:
             self.shown = step
             self._show()
 
@@ -373,8 +373,8 @@ def _run_alone() -> int:
         return main()
     except KeyboardInterrupt:  # a second one
         return INTERRUPTED
-    finally:
-        signal.signal(signal.SIGINT, at_once)
+    finally:  # all is written and told: what Python does on its way out is not interrupted
+        signal.signal(signal.SIGINT, signal.SIG_IGN if at_once is _exit_at_once else at_once)
 
 
 if __name__ == "__main__":

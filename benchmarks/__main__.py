@@ -12,6 +12,7 @@ gguf: what GGUF files cost, against ComfyUI-GGUF.
 drift: how far clean runs of every family are from the thresholds of the guard's check.
 scaling: how the pack's own work grows with the model.
 soak: hundreds of prompts in one ComfyUI, its memory and its answers.
+zoo: apply and restore on model classes of transformers, diffusers and torchvision.
 gpu: everything that a GPU is needed for.
 
 Prints what was measured, with `--json` every run, and saves it with `--save`. Exits with 2 where a target is missed.
@@ -31,7 +32,7 @@ from setup.environment import ROOT, Environment, SetupError, clean_environ, prep
 MODULES = {
     **dict.fromkeys(("load", "convert"), "files"),
     **dict.fromkeys(("safe16", "fp8mm", "patch", "guard", "lora"), "compute"),
-    **{"import": "import_time", "cost": "cost", "kept": "kept", "calibrate": "calibrate", "gguf": "gguf_files", "scaling": "scaling", "drift": "drift", "soak": "soak", "gpu": "gpu"},
+    **{"import": "import_time", "cost": "cost", "kept": "kept", "calibrate": "calibrate", "gguf": "gguf_files", "scaling": "scaling", "drift": "drift", "soak": "soak", "zoo": "zoo", "gpu": "gpu"},
 }
 SHARED = ("files", "compute")
 

@@ -178,8 +178,8 @@ class CastResult:
         self.inner = inner
         self.dtype = dtype
 
-    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        return self.inner(x, *args, **kwargs).to(self.dtype or x.dtype)
+    def __call__(self, *args, **kwargs) -> torch.Tensor:
+        return self.inner(*args, **kwargs).to(self.dtype or args[0].dtype)
 
     def __repr__(self) -> str:
         return f"CastResult({name_of(self.dtype) if self.dtype else 'as input'})"

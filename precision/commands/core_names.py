@@ -166,19 +166,20 @@ def names_missing(root: Path, names: Iterable[str] | None = None) -> list[Missin
 def report(root: Path) -> dict:
     """Report what a ComfyUI folder has of the table, for ``doctor``. JSON-safe."""
     version = root / "comfyui_version.py"
+    not_there = {missing.name for missing in names_missing(root, IF_THERE)}.union(names_unread(root, IF_THERE))
     return {
         "folder": str(root),
         "version": version.read_text(encoding="utf-8").split('"')[-2] if version.is_file() else None,
         "used": used(),
         "missing": [vars(missing) for missing in names_missing(root)],
-        "unread": names_unread(root),
-        "absent": {missing.name: IF_THERE[missing.name] for missing in names_missing(root, IF_THERE)},
+        "unread": names_unread(root, used()),
+        "absent": {name: effect for name, effect in IF_THERE.items() if name in not_there},
     }
 
 
-def names_unread(root: Path) -> list[str]:
-    """List the names of the table whose module the folder has no file for, and which were therefore not checked."""
-    return [name for name in used() if _split(root, name)[0] is None]
+def names_unread(root: Path, names: Iterable[str]) -> list[str]:
+    """List the names whose module the folder has no file for, and which were therefore not checked."""
+    return [name for name in names if _split(root, name)[0] is None]
 
 
 def _why_missing(root: Path, row: str) -> str:

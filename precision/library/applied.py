@@ -20,7 +20,7 @@ from ..plan.compute import ComputePlan, plan_compute, rules_without_effect
 from ..plan.facts import LayerSpec, ModelFacts, most
 from ..plan.rules import Rules, rules_from
 from ..plan.storage import StorageDecision, plan_storage
-from .computation import Called, Calls, PlannedForward, TorchLayers
+from .computation import Called, Calls, Lookup, PlannedForward, TorchLayers
 from .weights import READ_IN, STORABLE, StoredWeight, give_back, settle, store, stored_in, torch_weights
 
 ALLOWED = {
@@ -201,8 +201,11 @@ class Applied:
         patches = [(layer, name, PlannedForward(forward, calls)) for layer, name, forward in self._planned.patches]
         for inner in inside:
             if isinstance(inner, torch.nn.Embedding):  # it would cast its whole table at each call
-                patches.append((inner, "forward", PlannedForward(CastResult(inner.forward, dtype), Calls(None))))
-            elif (inner._parameters or inner._buffers or stored_in(inner)) and not isinstance(inner, StoredWeight):
+                looks_up = type(inner).forward is torch.nn.Embedding.forward and "forward" not in inner.__dict__
+                patches.append((inner, "forward", CastResult(Lookup(inner) if looks_up else inner.forward, dtype)))
+                if not looks_up:
+                    continue
+            if (inner._parameters or inner._buffers or stored_in(inner)) and not isinstance(inner, StoredWeight):
                 patches.append((inner, READ_IN, dtype))
         exchange(patches, self._exchanged)
         settle(inside)

@@ -15,6 +15,7 @@ from ..arithmetic.compiling import compile_disabled
 from ..arithmetic.linear import WeightProvider, kind_of, multiplied
 from ..arithmetic.planned import LayerHost
 from ..dtypes import dtype_named
+from .weights import own_tensor
 
 
 class TorchLayers(LayerHost):
@@ -44,6 +45,18 @@ class ProvidedWeights:
 
     def __repr__(self) -> str:
         return f"{type(self.layer).__name__}.forward"
+
+
+class Lookup:
+    """Look rows up in an embedding's table in the dtype that this has, whatever it is read in."""
+
+    def __init__(self, layer: torch.nn.Embedding):
+        self.layer = layer
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        layer, table = self.layer, own_tensor(self.layer, "weight")
+        how = (layer.padding_idx, layer.max_norm, layer.norm_type, layer.scale_grad_by_freq, layer.sparse)
+        return torch.nn.functional.embedding(input, table, *how)
 
 
 class Calls:

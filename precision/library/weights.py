@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, SupportsIndex
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..amax import amax_value
 from ..dtypes import FP8_NAMES, dtype_named, name_of
@@ -22,6 +23,8 @@ from ..formats.quantize import Quantized, dequantize, power_of_two_scale, quanti
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 READ_IN = "_halfsafe_read_in"
 STORABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+COPIES = (torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__)
+WRITES_NO_NUMBERS = ("requires_grad_", "detach_", "share_memory_")
 SMALLEST_AMAX = 4.0
 """Times a dtype's smallest normal number: below, a weight loses more than the rounding of its storage dtype."""
 
@@ -93,19 +96,33 @@ class StoredWeight(torch.nn.Module):
 
 
 class Read(torch.Tensor):
-    """A stored weight as code of others reads it. What is written into it would be lost, and is refused."""
+    """A stored weight, or a view of one, as code of others reads it. What is written into it would be lost: refused."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        written = first if _writes(func, kwargs) else kwargs.get("out")
+        if written is not None and any(isinstance(leaf, cls) for leaf in tree_leaves(written)):
+            raise HalfsafeError("A stored weight cannot be written into.", "First: restore(module).")
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in COPIES:
+                return func(first.as_subclass(torch.Tensor), *args[1:])
+            found = func(*args, **kwargs)
+            is_view = isinstance(first, cls) and isinstance(found, torch.Tensor) and _is_alias(found, first)
+            return found.as_subclass(cls) if is_view else found
 
-    def _refuse(self, *args: object, **how: object) -> None:
-        raise HalfsafeError("A stored weight cannot be written into.", "First: restore(module).")
 
-    data = property(lambda self: self.detach().as_subclass(Read), _refuse)
-    copy_ = add_ = sub_ = mul_ = div_ = fill_ = zero_ = normal_ = uniform_ = _refuse
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __setitem__ = _refuse
+def _writes(func: Any, kwargs: dict) -> bool:
+    """Tell whether a function of torch writes numbers into its first argument, by the name that torch gives it."""
+    name = func.__name__
+    if name.startswith("__"):
+        return name == "__setitem__" or (name == "__set__" and func.__self__ is torch.Tensor.data)
+    return bool(kwargs.get("inplace")) or (name.endswith("_") and name not in WRITES_NO_NUMBERS)
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 class ComputesTensors(torch.nn.Module):
@@ -194,12 +211,12 @@ def torch_weights(
     module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple]:
     """Provide the weight and bias of a layer of torch's own classes on its input's device, each rounded once."""
-    stored, bias = stored_in(module), _own(module, "bias")
-    weight = stored.read(dtype) if stored else _own(module, "weight").to(dtype)
+    stored, bias = stored_in(module), own_tensor(module, "bias")
+    weight = stored.read(dtype) if stored else own_tensor(module, "weight").to(dtype)
     yield weight.to(x.device), None if bias is None else bias.to(x.device, bias_dtype)
 
 
-def _own(module: torch.nn.Module, name: str) -> Any:
+def own_tensor(module: torch.nn.Module, name: str) -> Any:
     """Return a parameter in its own dtype, or what else has its name."""
     found = module._parameters.get(name)
     return getattr(module, name) if found is None else found

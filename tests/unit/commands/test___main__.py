@@ -111,6 +111,12 @@ def test_progress_is_a_bar_on_a_terminal_and_ten_lines_elsewhere(capsys, monkeyp
     assert bar.count("\r") == 201 and bar.endswith(" 1 s left\n") and len({len(text) for text in bar.rstrip().split("\r")[1:]}) == 1 and "#" * 30 in bar
 
 
+@pytest.mark.parametrize("total", [0, 1000])
+def test_progress_tells_no_time_before_anything_is_done(capsys, total):
+    cli.Progress(total, "converted")(0)
+    assert capsys.readouterr().err == ""
+
+
 def test_starts_as_a_module_with_the_folder_installed_as_halfsafe(tmp_path, source):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "halfsafe").symlink_to(ROOT, target_is_directory=True)

@@ -84,6 +84,14 @@ sys.meta_path.insert(0, Interrupts)
     assert not (tmp_path / "out.safetensors").exists()
 
 
+@posix
+def test_an_interrupt_after_the_work_changes_nothing(tmp_path):
+    after = f"{LISTENING}; import atexit, os; atexit.register(os.kill, os.getpid(), signal.SIGINT)"
+    done = run("convert", model(tmp_path / "in.safetensors"), tmp_path / "out.safetensors", "--storage", "bf16", before=after)
+    assert (done.returncode, b"interrupted" in done.stderr) == (0, False), done.stderr
+    assert len(open_checkpoint(tmp_path / "out.safetensors")) == 1
+
+
 @pytest.fixture
 def listening():
     """As a process in the foreground of a shell: pytest itself may have been started in the background."""

@@ -342,3 +342,33 @@ def test_compute_of_a_part_and_of_the_whole_is_refused(first):
     assert relative_error(exact, model(some())) < BOUND["bf16"]
     restore(parts[0])
     assert torch.equal(model(some()), exact)
+
+
+class Positions(nn.Embedding):
+    """As in transformers' Pegasus and Blenderbot: called with a size, not with a tensor."""
+
+    def forward(self, shape, start=0):
+        return super().forward(torch.arange(start, start + shape[1], device=self.weight.device))
+
+
+class Codebook(nn.Module):
+    """As in diffusers' VQModel: inputs are compared with the table of an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.table, self.places = nn.Linear(32, 32), nn.Embedding(8, 32), Positions(16, 32)
+
+    def forward(self, x):
+        hidden = self.inner(x) + self.places(x.shape, start=1)
+        return self.table((hidden @ self.table.weight.t()).argmax(-1)) + hidden
+
+
+@pytest.mark.parametrize("compute", ["fp16_safe", "fp16", "bf16", "fp32"])
+def test_the_table_of_an_embedding_is_read_and_called_with_what_its_class_takes(compute):
+    torch.manual_seed(0)
+    model, x = Codebook().eval(), torch.randn(2, 4, 32)
+    exact = model(x)
+    with apply(model, compute=compute):
+        result, copied = model(x), copy.deepcopy(model)(x)
+    assert relative_error(exact, result.float()) < (0.02 if compute == "bf16" else 2e-3)
+    assert torch.equal(result, copied) and torch.equal(model(x), exact)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.library.applied import Applied, apply, restore
+from halfsafe.precision.library.weights import WRITES_NO_NUMBERS
 from support.measures import relative_error
 from support.threads import in_threads
 from torch import nn
@@ -403,34 +404,80 @@ def test_a_stored_weight_cannot_be_set():
     assert torch.equal(model(some()), before)
 
 
+IN_PLACE = [name for name in dir(torch.Tensor) if name.endswith("_") and not name.startswith("_")]
+NOT_TOLD = {"set_"}  # torch tells no subclass of it
+OF_TYPE = {"Tensor": torch.ones(64, 64), "number": 1, "float": 1.0, "int": 0, "List[int]": [64, 64], "str": "sum"}
+
+
+def arguments(name: str) -> list[tuple]:
+    """Arguments for a method of tensors, by each of its schemas; as Python functions take them where it has none."""
+    ones, packet = OF_TYPE["Tensor"], getattr(torch.ops.aten, name, None)
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()] if packet else []
+    needed = [[str(one.type) for one in schema.arguments[1:] if not one.has_default_value()] for schema in schemas]
+    indices = torch.zeros(64, 64, dtype=torch.long)
+    by_schema = [tuple(OF_TYPE.get(kind, [indices]) for kind in kinds) for kinds in needed]
+    with_indices = [(0, indices, *rest) for rest in [(1,), (ones,), (ones, "sum"), (ones, "mean")]]
+    return [*by_schema, *with_indices, (0, indices[0], ones), (0, indices[0], ones, "mean"), (ones, max), (ones, ones, max), (abs,)]
+
+
+@pytest.mark.parametrize("name", sorted({*IN_PLACE} - {*WRITES_NO_NUMBERS} - NOT_TOLD))
+def test_every_method_that_writes_into_a_stored_weight_is_refused(name):
+    model, outcomes = made(), []
+    apply(model, storage="fp8_e4m3fn")
+    for args in arguments(name):
+        try:
+            getattr(model.wo.weight, name)(*args)
+            outcomes.append("lost")
+        except Exception as error:
+            outcomes.append(type(error).__name__)
+    assert "lost" not in outcomes and "HalfsafeError" in outcomes, outcomes
+
+
+WRITERS = {
+    "data +=": lambda weight, delta: setattr(weight, "data", weight.data + delta),
+    "data = ": lambda weight, delta: setattr(weight, "data", delta),
+    "data.copy_": lambda weight, delta: weight.data.copy_(delta),
+    "[0] =": lambda weight, delta: weight.__setitem__(0, 1.0),
+    "view": lambda weight, delta: weight[0].add_(1.0),
+    "view of a view": lambda weight, delta: weight.T[0].detach().zero_(),
+    "+=": lambda weight, delta: weight.__iadd__(delta),
+    "out": lambda weight, delta: torch.add(delta, delta, out=weight),
+    "init": lambda weight, delta: nn.init.normal_(weight),
+    "init by name": lambda weight, delta: nn.init.zeros_(tensor=weight),
+    "function": lambda weight, delta: torch.relu_(weight),
+    "inplace=True": lambda weight, delta: F.relu(weight, inplace=True),
+    "list": lambda weight, delta: torch._foreach_add_([delta, weight], 1.0),
+}
+"""PEFT merges a LoRA by ``weight.data += delta`` and takes a safe merge back by ``weight.data = before``."""
+
+
 @pytest.mark.parametrize("storage", ["fp8_e4m3fn", "bf16"])
-def test_what_is_written_into_a_stored_weight_is_refused(storage):
-    """PEFT merges a LoRA by ``weight.data += delta`` and takes a safe merge back by ``weight.data = before``."""
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_what_is_written_into_a_stored_weight_is_refused(write, storage):
     model = made()
     apply(model, storage=storage)
-    before, delta = model(some()), torch.ones(32, 64)
-
-    def add():
-        model.wo.weight.data += delta
-
-    def exchange():
-        model.wo.weight.data = delta
-
-    def put():
-        model.wo.weight[0] = 1.0
-
-    writers = [add, exchange, put, lambda: model.wo.weight.copy_(delta), lambda: model.wo.weight.data.copy_(delta)]
-    for write in [*writers, lambda: nn.init.normal_(model.wo.weight), lambda: model.wo.weight.add_(delta)]:
-        with pytest.raises(HalfsafeError, match=r"cannot be written into.*restore\(module\)"):
-            write()
+    before = model(some())
+    with pytest.raises(HalfsafeError, match=r"cannot be written into.*restore\(module\)"):
+        write(model.wo.weight, torch.ones(model.wo.weight.shape))
     assert torch.equal(model(some()), before)
+
+
+def test_a_stored_weight_is_read_by_functions_that_write_elsewhere():
+    model = made()
+    apply(model, storage="fp8_e4m3fn")
+    weight, sums = model.wo.weight, torch.zeros(model.wo.weight.shape)
+    sums.add_(weight).copy_(weight)
+    torch.mul(weight, 1.0, out=sums)
+    nn.Linear(64, 32).weight.data.copy_(weight)
+    nn.Parameter(weight.clone()).data.add_(1.0)
+    assert torch.equal(sums, weight) and weight.requires_grad_(False) is not None
 
 
 def test_a_stored_weight_that_is_read_is_saved_and_computed_with_as_a_tensor():
     model = made()
     apply(model, storage="fp8_e4m3fn")
     weight = model.wo.weight
-    assert {type(one) for one in (weight + 1, weight.T, weight.clone(), weight.to(torch.bfloat16))} == {torch.Tensor}
+    assert {type(one) for one in (weight + 1, weight.clone(), weight.to(torch.bfloat16), copy.deepcopy(weight))} == {torch.Tensor}
     assert type(pickle.loads(pickle.dumps(weight))) is torch.Tensor
     assert {type(one) for one in model.state_dict().values()} == {torch.Tensor}
     file = io.BytesIO()

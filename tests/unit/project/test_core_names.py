@@ -104,7 +104,7 @@ def test_what_is_gone_or_takes_something_else_is_named(comfyui: Path, row: str, 
 
 
 def test_files_that_are_not_there_are_told_apart_from_names(comfyui: Path) -> None:
-    assert core_names.names_missing(comfyui, ["comfy.sd.VAE"]) == [] and "comfy.sd.VAE.patcher" in core_names.names_unread(comfyui)
+    assert core_names.names_missing(comfyui, ["comfy.sd.VAE"]) == [] and "comfy.sd.VAE.patcher" in core_names.names_unread(comfyui, core_names.used())
 
 
 def test_doctor_prints_the_table_for_a_comfyui(comfyui: Path, capsys) -> None:
@@ -113,5 +113,6 @@ def test_doctor_prints_the_table_for_a_comfyui(comfyui: Path, capsys) -> None:
     said = capsys.readouterr().out
     assert "ComfyUI 9.9.9 in" in said and "comfy.ops.run_every_op(): comfy/ops.py has no run_every_op" in said
     assert "comfy.sd.VAE.patcher: not checked" in said
+    assert {name for name in core_names.IF_THERE if f"  {name}: not in this version" not in said} == {"comfy.ops.run_if_there"} & core_names.IF_THERE.keys()
     assert cli.main(["doctor", "--json", "--comfyui", str(comfyui)]) == 0
     assert json.loads(capsys.readouterr().out)["comfyui"]["version"] == "9.9.9"
