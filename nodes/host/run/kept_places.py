@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import types
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -10,13 +11,18 @@ import torch
 
 OURS = __name__.partition(".nodes.")[0]
 ABSENT = object()
+CELL = {"cell_contents": vars(types.CellType)["cell_contents"]}
+OF_CLASSES = (
+    *(types.FunctionType, staticmethod, classmethod, property),
+    *(types.MemberDescriptorType, types.GetSetDescriptorType),
+)
 
 
 class Place:
     """One place and what it held: ``kept``."""
 
-    def __init__(self, owner: Any):
-        self.owner = owner
+    def __init__(self, owner: Any, left_alone: Collection[str] = ()):
+        self.owner, self.left_alone = owner, left_alone
         self.kept = self.read()
 
     def read(self) -> Any:
@@ -28,9 +34,9 @@ class Place:
         self.owner.clear()
         self.owner.update(held)
 
-    def values(self) -> list:
-        """List the values that were held."""
-        return list(self.kept.values() if isinstance(self.kept, dict) else self.kept)
+    def values(self) -> Collection:
+        """Return the values that were held."""
+        return self.kept.values() if isinstance(self.kept, dict) else self.kept
 
     def restore(self) -> None:
         """Make the place hold what it held."""
@@ -56,17 +62,16 @@ class Sequence(Place):
 class Names(Place):
     """Names with values in a dict, some of which are not state: the attributes of an instance, the data of a module."""
 
-    def __init__(self, owner: dict, left_alone: frozenset[str] = frozenset()):
-        self.left_alone = left_alone
-        super().__init__(owner)
-
     def read(self) -> dict:
-        left_alone = self.left_alone
-        return {name: value for name, value in self.owner.items() if name not in left_alone}
+        held, left_alone = self.owner.copy(), self.left_alone  # at once, as other threads may set attributes meanwhile
+        return {name: value for name, value in held.items() if name not in left_alone} if left_alone else held
+
+    def restore(self) -> None:
+        self.write(self.kept)
 
     def write(self, held: dict) -> None:
         present = self.read()
-        for name in {**present, **held}:
+        for name in present.keys() | held.keys():
             old, new = present.get(name, ABSENT), held.get(name, ABSENT)
             if new is not old and not _is_ours(old) and not _is_ours(new):
                 self.put(name, new)
@@ -80,20 +85,32 @@ class Names(Place):
 
 
 class Attributes(Names):
-    """Attributes of an owner that has no dict to write to: slots, a cell of a closure, a class."""
+    """Attributes of an owner that has no dict to write to: slots, a cell of a closure; name -> its descriptor."""
 
-    def __init__(self, owner: object, names: Iterable[str]):
-        self._names = tuple(names)
+    def __init__(self, owner: object, descriptors: Mapping[str, Any]):
+        self._descriptors = descriptors
         super().__init__(owner)  # type: ignore[arg-type]
 
     def read(self) -> dict:
         found = {}
-        for name in self._names:
+        for name, descriptor in self._descriptors.items():
             try:
-                found[name] = getattr(self.owner, name)
+                found[name] = descriptor.__get__(self.owner)
             except (AttributeError, ValueError):  # an empty slot; an empty cell
                 continue
         return found
+
+    def put(self, name: str, value: object) -> None:
+        descriptor = self._descriptors[name]
+        (descriptor.__delete__(self.owner) if value is ABSENT else descriptor.__set__(self.owner, value))
+
+
+class ClassData(Names):
+    """The data that a class has of its own, without constants."""
+
+    def read(self) -> dict:
+        own = vars(self.owner).copy().items()
+        return {name: value for name, value in own if not _is_of_class(name, value)}
 
     def put(self, name: str, value: object) -> None:
         (delattr(self.owner, name) if value is ABSENT else setattr(self.owner, name, value))
@@ -104,6 +121,10 @@ class Tensors(Place):
 
     LARGEST = 1 << 20
 
+    def __init__(self, owner: Any):
+        super().__init__(owner)
+        self._memory = _memory_of(owner)
+
     def read(self) -> Any:
         return self.owner.copy() if isinstance(self.owner, numpy.ndarray) else self.owner.clone()
 
@@ -111,7 +132,9 @@ class Tensors(Place):
         return []
 
     def restore(self) -> None:
-        self.owner[...] = self.kept
+        """Write the numbers back, unless the tensor was given other memory since."""
+        if _memory_of(self.owner) == self._memory:
+            self.owner[...] = self.kept
 
     def replace(self, held: Any, present: Any = ABSENT) -> None:
         """Leave the numbers: a tensor in another dtype is another tensor."""
@@ -152,6 +175,17 @@ class Generated(Place):
 
     def replace(self, held: list, present: Any = ABSENT) -> None:
         """Leave it as it is."""
+
+
+def _is_of_class(name: str, value: object) -> bool:
+    return name.startswith("__") or name.isupper() or isinstance(value, OF_CLASSES)
+
+
+def _memory_of(tensor: Any) -> tuple:
+    """Tell where a tensor's or array's numbers are, and whether an array's can be written."""
+    if isinstance(tensor, numpy.ndarray):
+        return tensor.__array_interface__["data"], tensor.shape
+    return tensor.data_ptr(), tensor.shape
 
 
 def _is_ours(value: object) -> bool:

@@ -25,7 +25,18 @@ import numpy
 import torch
 
 from ..core import core_writes
-from .kept_places import OURS, Attributes, Generated, Names, Place, RandomNumbers, Sequence, Tensors
+from .kept_places import (
+    CELL,
+    OURS,
+    Attributes,
+    ClassData,
+    Generated,
+    Names,
+    Place,
+    RandomNumbers,
+    Sequence,
+    Tensors,
+)
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
@@ -41,10 +52,6 @@ PLAIN = frozenset(
         *(bool, int, float, complex, str, bytes, type(None), type(...), slice, range, types.BuiltinFunctionType),
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.nn.Parameter),
     }
-)
-OF_CLASSES = (
-    *(types.FunctionType, staticmethod, classmethod, property),
-    *(types.MemberDescriptorType, types.GetSetDescriptorType),
 )
 MOST = 4096
 """Larger containers, such as vocabularies, are put back, but what is in them is not looked at."""
@@ -142,6 +149,7 @@ class Walk:
         self._classes: set[type] = set()
         self._alive: list[object] = []
         self._todo: list[object] = []
+        self._met: list[dict] = []
 
     def model(self, model: BaseModel, options: dict) -> None:
         """Walk from a model and its ``transformer_options``, whose own tensors are inputs."""
@@ -149,17 +157,29 @@ class Walk:
         self._follow(value for value in options.values() if not isinstance(value, torch.Tensor))
         self._follow(patcher.model_options.values() if patcher is not None else ())
         self._add(Names(vars(model), _of_core()))
-        self._seen.add(id(model))
-        self._modules(model)
+        self.module(model)
+        self._finish()
+        self.keepers = {keeper_of(names["__name__"]) for names in self._met}
+        while self._met:
+            self._add(Names(self._met.pop(), OF_PYTHON))
+            self._finish()
+
+    def _finish(self) -> None:
         while self._todo:
             value = self._todo.pop()
             _step_of(type(value))(self, value)  # type: ignore[arg-type]
 
+    def _is_of_pack_here(self, module: str) -> bool:
+        """Tell whether a module is of a pack with code on the model; others are met in registries of nodes or routes,
+        which packs import."""
+        return _is_of_pack(module) and (not self.keepers or keeper_of(module) in self.keepers)
+
     def _follow(self, values: Iterable[object]) -> None:
         """Look at values later, each once."""
+        seen = self._seen
         for value in values:
-            if type(value) not in PLAIN and id(value) not in self._seen:
-                self._seen.add(id(value))
+            if type(value) not in PLAIN and id(value) not in seen:
+                seen.add(id(value))
                 self._alive.append(value)
                 self._todo.append(value)
 
@@ -169,42 +189,52 @@ class Walk:
         if len(values) <= MOST:
             self._follow(values)
 
-    def _modules(self, module: torch.nn.Module) -> None:
-        for child in module._modules.values():
-            if child is not None and (child._modules or "forward" in child.__dict__ or not _is_single(type(child))):  # type: ignore[arg-type]
-                self._follow([child])
-
     def module(self, module: torch.nn.Module) -> None:
-        """Look at a module: its own attributes, unless it is a single layer or a container, and what is in it."""
+        """Look at a module and those in it: their own attributes, unless they are single layers or containers."""
+        seen, todo = self._seen, [module]
+        while todo:
+            one = todo.pop()
+            if not _is_single(type(one)):  # type: ignore[arg-type]
+                self._attributes(one)
+            elif "forward" in one.__dict__:
+                self._follow([one.__dict__["forward"]])
+            for child in one._modules.values():
+                if child is None or id(child) in seen:
+                    continue
+                if child._modules or "forward" in child.__dict__ or not _is_single(type(child)):  # type: ignore[arg-type]
+                    seen.add(id(child))
+                    todo.append(child)
+
+    def _attributes(self, module: torch.nn.Module) -> None:
         cls = type(module)
-        if _is_single(cls):  # type: ignore[arg-type]
-            forward = module.__dict__.get("forward")
-            if forward is not None:
-                self._follow([forward])
-        else:
-            self._class(cls)
-            self._add(Names(module.__dict__, _of_core()))
-            if module._buffers and _is_of_pack(cls.__module__):
-                self._add(Names(module._buffers))
-        if module._modules:
-            self._modules(module)
+        self._class(cls)
+        self._add(Names(module.__dict__, _of_core()))
+        if module._buffers and _is_of_pack(cls.__module__):
+            self._add(Names(module._buffers))
 
     def mapping(self, mapping: dict) -> None:
         """Look at a dict, or one with weak keys or values."""
         self._add(Place(mapping))
+        self._own(mapping)
 
     def sequence(self, values: Any) -> None:
         """Look at a list, deque or set."""
         self._add(Sequence(values))
+        self._own(values)
 
     def fixed(self, values: tuple) -> None:
         """Look at what is in a tuple."""
         self._follow(values)
+        self._own(values)
+
+    def _own(self, container: object) -> None:
+        """Look at the attributes of a container of an own class."""
+        if not _is_of_framework(type(container).__module__):
+            self.instance(container)
 
     def tensor(self, tensor: Any) -> None:
         """Copy a tensor or array that is small enough."""
-        small = self._largest is None or tensor.nbytes <= self._largest
-        if small and (isinstance(tensor, numpy.ndarray) or _may_be_written(tensor)):
+        if _may_be_written(tensor) and (self._largest is None or tensor.nbytes <= self._largest):
             self.places.append(Tensors(tensor))
 
     def random(self, generator: torch.Generator) -> None:
@@ -223,7 +253,7 @@ class Walk:
         for cell in function.__closure__ or ():
             if id(cell) not in self._seen:
                 self._seen.add(id(cell))
-                self._add(Attributes(cell, ["cell_contents"]))
+                self._add(Attributes(cell, CELL))
         self._follow([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()])
         if function.__dict__ or _is_of_pack(name):
             self._add(Place(function.__dict__))
@@ -231,11 +261,9 @@ class Walk:
 
     def _globals(self, names: dict) -> None:
         module = names.get("__name__", "")
-        if id(names) in self._seen or not _is_of_pack(module):
-            return
-        self._seen.add(id(names))
-        self.keepers.add(keeper_of(module))
-        self._add(Names(names, OF_PYTHON))
+        if id(names) not in self._seen and self._is_of_pack_here(module):
+            self._seen.add(id(names))
+            self._met.append(names)
 
     def method(self, method: types.MethodType) -> None:
         """Look at a method's function and its owner."""
@@ -248,8 +276,8 @@ class Walk:
     def instance(self, instance: object) -> None:
         """Look at an instance's attributes and its class."""
         self._class(type(instance))
-        if (attributes := getattr(instance, "__dict__", None)) is not None:
-            self._add(Names(attributes))
+        if type(instance).__dictoffset__:
+            self._add(Names(instance.__dict__))
         if slots := _slots_of(type(instance)):  # type: ignore[arg-type]
             self._add(Attributes(instance, slots))
 
@@ -259,11 +287,14 @@ class Walk:
 
     def _class(self, cls: type) -> None:
         """Look at the data that a pack's class has of its own, and at its module's."""
-        for one in cls.__mro__:
-            if one not in self._classes and _is_of_pack(one.__module__):
-                self._classes.add(one)
-                self._add(Attributes(one, _data_of(one)))
-                self.module_data(sys.modules.get(one.__module__))
+        if cls in self._classes:
+            return
+        self._classes.add(cls)
+        if self._is_of_pack_here(cls.__module__):
+            self._add(ClassData(cls))
+            self.module_data(sys.modules.get(cls.__module__))
+        for base in cls.__bases__:
+            self._class(base)
 
     def module_data(self, module: types.ModuleType | None) -> None:
         """Look at the data of a Python module."""
@@ -278,6 +309,7 @@ def _step_of(cls: Any) -> Callable[[Walk, Any], None]:
     """Return how a walk looks at instances of a class."""
     table: list[tuple[Any, Callable]] = [
         (torch.nn.Module, Walk.module),
+        (threading.Thread, Walk.nothing),
         ((dict, weakref.WeakKeyDictionary, weakref.WeakValueDictionary), Walk.mapping),
         ((list, deque, set, weakref.WeakSet), Walk.sequence),
         (tuple, Walk.fixed),
@@ -333,6 +365,7 @@ def _file_of(module: str) -> Path | None:
     return Path(file) if file else None
 
 
+@functools.cache
 def keeper_of(module: str) -> str:
     """Name the pack of a module: its folder in ``custom_nodes``, else the first part of the module's name."""
     parts = Path(_file_of(module) or "").parts
@@ -346,20 +379,15 @@ def _of_core() -> frozenset[str]:
     return OF_TORCH | core_writes()
 
 
-def _data_of(cls: type) -> list[str]:
-    """List the attributes of a class that are its own data and no constants."""
-    own = ((name, value) for name, value in vars(cls).items() if not name.startswith("__") and not name.isupper())
-    return [name for name, value in own if not isinstance(value, OF_CLASSES)]
-
-
 @functools.cache
-def _slots_of(cls: Any) -> tuple[str, ...]:
-    slots = (getattr(one, "__slots__", ()) for one in cls.__mro__)
-    names = [name for found in slots for name in ((found,) if isinstance(found, str) else found)]
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+def _slots_of(cls: Any) -> dict[str, types.MemberDescriptorType]:
+    own = (item for one in reversed(cls.__mro__) if "__slots__" in vars(one) for item in vars(one).items())
+    return {name: slot for name, slot in own if isinstance(slot, types.MemberDescriptorType)}
 
 
-def _may_be_written(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor's numbers can be written: one that was expanded has several at one address."""
+def _may_be_written(tensor: Any) -> bool:
+    """Tell whether a tensor's or array's numbers can be written: of one that was expanded several are in one place."""
+    if isinstance(tensor, numpy.ndarray):
+        return tensor.flags.writeable
     plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type != "meta"
     return plain and not torch._debug_has_internal_overlap(tensor)
