@@ -89,7 +89,7 @@ class Attributes(Names):
 
     def __init__(self, owner: object, descriptors: Mapping[str, Any]):
         self._descriptors = descriptors
-        super().__init__(owner)  # type: ignore[arg-type]
+        super().__init__(owner)
 
     def read(self) -> dict:
         found = {}
