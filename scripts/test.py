@@ -22,6 +22,7 @@ from setup.environment import (
     clean_environ,
     newest_frontend,
     prepare,
+    provide_kitchen,
 )
 from setup.progress import run_shown
 
@@ -53,6 +54,7 @@ def main() -> int:
     options, pytest_args = _parse(sys.argv[1:])
     try:
         environment = prepare(options.comfyui)
+        provide_kitchen(environment.python)
     except SetupError as error:
         print(error, file=sys.stderr)
         return 1

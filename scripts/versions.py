@@ -100,6 +100,7 @@ def _on_one_torch(python: str, torch: str, options: argparse.Namespace, pytest_a
     folder = environment.cache_folder() / "versions" / f"python-{version}-torch-{torch}"
     try:
         ready = _environment(folder, python, torch, bool(options.comfyui))
+        environment.provide_kitchen(ready)
         held = _torch_version(ready)
         extra = [*(QUICK if options.quick else ()), *pytest_args]
         on_cpus = [(cpu, threads) for cpu in options.cpu for threads in options.threads]
@@ -129,11 +130,8 @@ def _on_one_comfyui(
 
 def _with_kitchen(python: Path, version: str, torch: str, kitchen: str, comfyuis: list[Path], pytest_args: list[str]) -> list[Outcome]:
     """The tests of formats and kernels with a comfy-kitchen that lies before the installed one."""
-    folder = environment.cache_folder() / "versions" / f"python-{version}-kitchen-{kitchen}"
+    folder = environment.provide_kitchen(python, kitchen)
     outcomes = [Outcome("unit", version, torch, "-", kitchen), *(Outcome("host", version, torch, comfyui_version(c), kitchen) for c in comfyuis)]
-    if not folder.exists():
-        install = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--target", str(folder)]
-        environment.run_step(f"Installing comfy-kitchen {kitchen}", [*install, f"comfy-kitchen=={kitchen}"])
     args = [*KERNELS, *pytest_args]
     return [_run_tier(o, python, c, args, folder) for o, c in zip(outcomes, [None, *comfyuis], strict=True)]
 

