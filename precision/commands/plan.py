@@ -37,12 +37,12 @@ def plan_file(
     family = family_of(model_shapes(checkpoint))
     facts = facts_of(checkpoint, prefix, layer_specs(checkpoint, prefix), family.supported)
     storage, why = storage_for_goal(device, goal, frozenset({facts.file_dtype}))
-    plan = plan_load(facts, device, storage, "auto", rules_from(), device_memory)
+    plan = plan_load(facts, device, storage, "auto", rules_from(), device_memory, fitted=True)
     names = {f"{prefix}{layer.name}.weight": layer.name for layer in facts.layers}
     memory = plan_model(checkpoint, plan, names, prefix, FORMAT_OF_STORAGE, read=False)
     storages = {layer: memory.storage_of(checkpoint.weights[name]) for name, layer in names.items()}
     found = plan_for_goal(facts, device, goal, storages)
-    plan = replace(plan, compute=found.compute, storage=replace(plan.storage, reason=plan.storage.reason or why))
+    plan = replace(plan, compute=found.compute, storage=replace(plan.storage, reason=f"{why} {plan.storage.reason}".strip()))
     return _report(checkpoint, names, facts, device, plan, memory, found.reason)
 
 

@@ -16,6 +16,8 @@ from .facts import LayerSpec
 PREDICTED_ERROR = {"int8": 0.0089, "w6a8": 0.0184, "w4a8": 0.0617}
 """Relative error of a layer's int8 product with weights rounded to nearest: MiniLM in benchmarks/README.md."""
 FITTED = tuple(PREDICTED_ERROR)
+FEWER_BITS = FITTED[1:]
+"""Storages with fewer bits than 8, which pack a weight's columns."""
 Errors = Callable[[str, str], float]
 """(layer, storage) -> what its result loses, as a relative error."""
 
@@ -80,7 +82,8 @@ def bytes_in(storage: str, rows: int, columns: int) -> int:
 def _options(layer: LayerSpec, formats: Container[str], error: Errors) -> Iterator[_Option]:
     rows, columns = layer.shape
     for storage in FITTED:
-        if storage in formats and not codes_of(storage).why_not(columns):
+        packed = layer.tells_model and storage in FEWER_BITS
+        if storage in formats and not packed and not codes_of(storage).why_not(columns):
             cost = rows * columns * error(layer.name, storage) ** 2
             yield _Option(layer.name, storage, bytes_in(storage, rows, columns), cost)
 

@@ -12,10 +12,12 @@ from ..text import size_text
 from .choice import Choice, frozen
 from .compute import SAFE, ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype_of
 from .facts import LayerSpec, ModelFacts
-from .fit import FITTED, PREDICTED_ERROR, Errors, bytes_in, fit_layers, predicted
+from .fit import FEWER_BITS, FITTED, PREDICTED_ERROR, Errors, bytes_in, fit_layers, predicted
 from .rules import TEXT_ENCODER_RULES, Rules
 
+EIGHT_BITS = ("int8", "fp8_e4m3fn")
 DOES_NOT_FIT = "in int8 the model does not fit into the device's memory"
+TELLS_MODEL = "ComfyUI tells the model by how many columns this weight has, which fewer bits than 8 pack"
 INT8_ERROR = PREDICTED_ERROR["int8"]
 
 
@@ -61,6 +63,8 @@ def decide_layer(layer: LayerSpec, storage: str, rules: Rules) -> StorageDecisio
     matrix, quantizable = len(layer.shape) > 1, can_be_quantized(layer.cls, len(layer.shape))
     if wanted in QUANTIZED_NAMES and (why := why_not_quantized(wanted, layer.shape, layer.cls)):
         return StorageDecision("as_file", why, matrix, quantizable)
+    if layer.tells_model and wanted in FEWER_BITS:
+        return StorageDecision("int8", TELLS_MODEL, False, quantizable)
     kept = storage in QUANTIZED_NAMES and wanted not in QUANTIZED_NAMES and matrix
     return StorageDecision(wanted, reason, kept, quantizable)
 
@@ -91,6 +95,7 @@ def plan_load(
     free_device_bytes: int | None,
     formats: Container[str] = QUANTIZED_NAMES,
     errors: Errors = predicted,
+    fitted: bool = False,
 ) -> LoadPlan:
     """Resolve ``storage`` and ``compute`` for a model on a device.
 
@@ -98,11 +103,12 @@ def plan_load(
         free_device_bytes: memory left on the device, None where weights live in host memory anyway.
         formats: what the ComfyUI that loads it holds quantized weights in, as storages are called.
         errors: what each layer loses in each storage, where ``auto`` has to choose between them.
+        fitted: go below 8 bits where the model does not fit in them, as with ``auto``, though ``storage`` has 8.
     """
     computed = choose_compute(facts, device, compute)
     choice = _choose_storage(facts, device, storage, computed, free_device_bytes)
     decisions = plan_storage(facts.layers, choice.used, rules)
-    if storage == "auto" and choice.used == "int8" and free_device_bytes is not None:
+    if (storage == "auto" or fitted) and choice.used in EIGHT_BITS and free_device_bytes is not None:
         choice, decisions = _fitted(facts, device, choice, decisions, free_device_bytes, formats, errors)
     storages = {name: facts.file_dtype if d.storage == "as_file" else d.storage for name, d in decisions.items()}
     storages |= facts.formats
@@ -119,27 +125,31 @@ def _fitted(
     formats: Container[str],
     errors: Errors,
 ) -> tuple[Choice, Mapping[str, StorageDecision]]:
-    """Store layers in fewer bits than int8 where that makes the model fit, and say so."""
-    layers = [layer for layer in facts.layers if decisions[layer.name] == StorageDecision("int8", "")]
+    """Store layers in fewer bits than int8 where that makes the model fit, and say so.
+
+    Where fp8 was chosen, int8 products gain nothing or are not what runs, and those of fewer bits are int8 products.
+    """
+    layers = [layer for layer in facts.layers if decisions[layer.name] == StorageDecision(choice.used, "")]
     in_int8 = sum(bytes_in("int8", *layer.shape) for layer in layers)
     others = 2 * (facts.parameters - sum(prod(layer.shape) for layer in layers))
     room = free - ACTIVATION_ROOM - others
     if in_int8 <= room:
         return choice, decisions
     fit, slow = fit_layers(layers, room, formats, errors), why_low_bits_are_slow(device)
-    if fit is None or slow:
-        why = f"{slow} storage=w4a8 makes it fit all the same." if fit else "Fewer bits do not make it fit either."
-        shortage = f"In int8 the model does not fit either: ComfyUI moves {size_text(in_int8 - room)} in and out. {why}"
-        return replace(choice, reason=f"{choice.reason} {shortage}"), decisions
+    if fit is None or slow or choice.used != "int8":
+        why = f"{slow} storage=w4a8 makes it fit all the same.".strip() if fit else "Fewer bits do not make it fit either."
+        held = choice.used.split("_")[0]
+        shortage = f"In {held} the model does not fit either: ComfyUI moves {size_text(in_int8 - room)} in and out. {why}"
+        return replace(choice, reason=f"{choice.reason} {shortage}".strip()), decisions
     counts = Counter(fit.storages.values())
     reason = (
-        f"{choice.reason} In int8 {size_text(in_int8 + others)} do not fit either: "
+        f"In int8 {size_text(in_int8 + others)} do not fit either: "
         f"{', '.join(f'{counts[name]} layers in {name}' for name in FITTED if counts[name])} take "
         f"{size_text(fit.bytes + others)}, with an error of {fit.error:.1%} predicted for a layer's result where int8 "
         f"has {INT8_ERROR:.1%}. With storage=int8 ComfyUI moves {size_text(in_int8 - room)} in and out at each step."
     )
     smaller = {name: StorageDecision(used, DOES_NOT_FIT) for name, used in fit.storages.items() if used != "int8"}
-    return replace(choice, reason=reason), frozen({**decisions, **smaller})
+    return replace(choice, reason=f"{choice.reason} {reason}".strip()), frozen({**decisions, **smaller})
 
 
 def plan_text_encoder(

@@ -11,7 +11,7 @@ from halfsafe.precision.formats.stored_weight import StoredWeight
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.fit import FITTED, PREDICTED_ERROR, bytes_in, fit_layers
 from halfsafe.precision.plan.rules import rules_from
-from halfsafe.precision.plan.storage import plan_load
+from halfsafe.precision.plan.storage import plan_load, plan_storage
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.storing import normal_weight
@@ -88,6 +88,18 @@ def test_a_storage_that_comfyui_lacks_is_not_chosen():
     assert fit_layers(layers, room, QUANTIZED_NAMES).storages == {"blocks.0": "w6a8"}
     assert fit_layers(layers, room, ("int8", "w4a8")).storages == {"blocks.0": "w4a8"}
     assert fit_layers(layers, room, ("int8",)) is None
+
+
+def test_the_weight_that_comfyui_tells_the_model_by_is_not_packed():
+    told, other = (LayerSpec(f"blocks.1.transformer_blocks.0.attn2.to_{kind}", "Linear", (640, 2048)) for kind in "kv")
+    room = bytes_in("int8", 640, 2048) + bytes_in("w4a8", 640, 2048)
+    assert fit_layers([told, other], room, QUANTIZED_NAMES).storages == {told.name: "int8", other.name: "w4a8"}
+    assert fit_layers([told], bytes_in("w4a8", 640, 2048), QUANTIZED_NAMES) is None
+    for storage in ("w6a8", "w4a8"):
+        decisions = plan_storage([told, other], storage, rules_from())
+        assert decisions[told.name].storage == "int8" and "ComfyUI tells the model" in decisions[told.name].reason
+        assert decisions[other.name].storage == storage
+    assert plan_storage([told], "fp8_e4m3fn", rules_from())[told.name].storage == "fp8_e4m3fn"
 
 
 @pytest.mark.parametrize("storage", FITTED)
