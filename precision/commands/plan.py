@@ -42,7 +42,8 @@ def plan_file(
     memory = plan_model(checkpoint, plan, names, prefix, FORMAT_OF_STORAGE, read=False)
     storages = {layer: memory.storage_of(checkpoint.weights[name]) for name, layer in names.items()}
     found = plan_for_goal(facts, device, goal, storages)
-    plan = replace(plan, compute=found.compute, storage=replace(plan.storage, reason=f"{why} {plan.storage.reason}".strip()))
+    choice = replace(plan.storage, reason=f"{why} {plan.storage.reason}".strip())
+    plan = replace(plan, compute=found.compute, storage=choice)
     return _report(checkpoint, names, facts, device, plan, memory, found.reason)
 
 

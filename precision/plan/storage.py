@@ -137,9 +137,9 @@ def _fitted(
         return choice, decisions
     fit, slow = fit_layers(layers, room, formats, errors), why_low_bits_are_slow(device)
     if fit is None or slow or choice.used != "int8":
-        why = f"{slow} storage=w4a8 makes it fit all the same.".strip() if fit else "Fewer bits do not make it fit either."
-        held = choice.used.split("_")[0]
-        shortage = f"In {held} the model does not fit either: ComfyUI moves {size_text(in_int8 - room)} in and out. {why}"
+        held, moved = choice.used.split("_")[0], size_text(in_int8 - room)
+        why = f"{slow} storage=w4a8 makes it fit all the same." if fit else "Fewer bits do not make it fit either."
+        shortage = f"In {held} the model does not fit either: ComfyUI moves {moved} in and out. {why.strip()}"
         return replace(choice, reason=f"{choice.reason} {shortage}".strip()), decisions
     counts = Counter(fit.storages.values())
     reason = (
