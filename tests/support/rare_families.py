@@ -175,3 +175,10 @@ def sample(model, family: str, steps: int = 2, cond: list | None = None, batch: 
 
 
 FAMILIES = tuple(LOUD)
+# family -> kind -> {pattern of tensor names: factor}
+OVERFLOWS = {family: {"ffn": factors} for family, factors in LOUD.items()}
+OVERFLOWS["minimax_h3"] |= {
+    "residual": {r"^blocks\.\d\.(attn\.out_proj|mlp\.fc2)\.weight": 1e6},
+    "attention": {r"^blocks\.\d\.attn\.[qk]_norm\.weight": 200},
+    "text adapter": {r"^token_refiner\.blocks\.0\.mlp\.fc2\.weight": 1e6},
+}

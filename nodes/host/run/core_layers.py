@@ -98,7 +98,7 @@ class Fp8Linear:
         scale = activation_scale(rows, torch.float8_e4m3fn, self._by_inverse)
         quantized = comfy.quant_ops.QuantizedTensor.from_float(rows, ACTIVATION_LAYOUT, scale=scale)
         with quantized_weights(module, rows) as (weight, bias):
-            return F.linear(quantized, weight, bias).reshape(*x.shape[:-1], -1)
+            return F.linear(quantized, weight, bias).reshape(*x.shape[:-1], weight.shape[0])
 
     def __repr__(self) -> str:
         return "Fp8Linear(e4m3)"

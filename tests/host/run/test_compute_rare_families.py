@@ -1,0 +1,43 @@
+"""`fp16_safe`, fp8 and int8 under the guard on families whose sizes ComfyUI fixes, where they overflow fp16; MiniMax H3 in every way."""
+
+import pytest
+import torch
+from support import families, overflowing, rare_families
+from support.families import load
+
+ROUTED = "hidream"  # to other experts where a score is rounded: bf16, fp16 and fp16_safe are equally far from fp32
+CASES = [(family, kind) for family, kinds in rare_families.OVERFLOWS.items() if family != ROUTED for kind in kinds]
+MEANT = {way: "recovered" if way == "fp16" else "clean" for way in overflowing.WAYS}
+
+
+@pytest.fixture(scope="module")
+def loud(models_dir):
+    """(family, kind) -> the file of that model; ``clean`` is one of the kinds."""
+    made = {}
+
+    def get(family, kind):
+        if family not in made:
+            made[family] = rare_families.write(family, models_dir / "diffusion_models" / f"compute_{family}.safetensors")
+        factors = rare_families.OVERFLOWS[family].get(kind, {})
+        return families.write_scaled(made[family], made[family].with_name("loud.safetensors"), factors)
+
+    return get
+
+
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_fp16_safe_is_clean_and_at_most_six_tenths_of_the_error_of_bf16(comfy, loud, family, kind):
+    path = loud(family, kind)
+    assert not torch.isfinite(rare_families.sample(load(comfy, path, "fp16", "fp16"), family, 1)).all(), "plain fp16 was to overflow"
+    found = overflowing.found(comfy, family, path, ("bf16", "fp16_safe"))
+    assert [verdict for _, verdict in found.values()] == ["clean", "clean"]
+    assert found["fp16_safe"][0] <= 0.6 * found["bf16"][0]
+
+
+@pytest.mark.parametrize("kind", ["clean", *rare_families.OVERFLOWS["minimax_h3"]])
+def test_a_minimax_h3_in_every_storage_and_compute(comfy, loud, kind):
+    found = overflowing.found(comfy, "minimax_h3", loud("minimax_h3", kind))
+    errors = {way: error for way, (error, _) in found.items()}
+    meant = MEANT if kind != "clean" else dict.fromkeys(MEANT, "clean")
+    assert {way: verdict for way, (_, verdict) in found.items()} == meant
+    assert max(errors["fp16"], errors["fp16_safe"]) <= 0.6 * errors["bf16"]
+    assert max(errors["int8"], errors["int8 storage, fp16_safe"]) < errors["fp8 storage, fp16_safe"] <= errors["fp8"] < 0.2

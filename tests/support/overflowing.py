@@ -1,0 +1,37 @@
+"""Models that overflow fp16, under the guard in each storage and compute: how far they are from fp32, and the verdict."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+from support import rare_families
+from support.families import load
+from support.guarding import guarded, report_of
+from support.measures import relative_error
+
+# storage, compute, device profile
+WAYS = {
+    "fp16": ("fp16", "fp16", "cpu"),
+    "bf16": ("as_file", "bf16", "cpu"),
+    "fp16_safe": ("as_file", "fp16_safe", "cpu"),
+    "fp8 storage, fp16_safe": ("fp8_e4m3fn", "fp16_safe", "cpu"),
+    "fp8": ("fp8_e4m3fn", "fp8", "sm_89"),
+    "int8 storage, fp16_safe": ("int8", "fp16_safe", "cpu"),
+    "int8": ("int8", "int8", "cpu"),
+}
+
+
+def found(comfy, family: str, path: Path, ways=tuple(WAYS), steps: int = 2) -> dict[str, tuple[float, str]]:
+    """Way -> (the final latent's relative error against fp32 with the weights of the file, the guard's verdict)."""
+    reference = rare_families.sample(load(comfy, path, "fp32", "fp32"), family, steps)
+    return {way: _found(comfy, family, path, way, steps, reference) for way in ways}
+
+
+def _found(comfy, family: str, path: Path, way: str, steps: int, reference) -> tuple[float, str]:
+    storage, compute, profile = WAYS[way]
+    with patch.dict(os.environ, HALFSAFE_DEVICE_PROFILE=profile):
+        model = guarded(comfy, load(comfy, path, storage, compute))
+        error = relative_error(reference, rare_families.sample(model, family, steps))
+    return error, report_of(model).verdict
