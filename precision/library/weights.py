@@ -101,7 +101,7 @@ class Read(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args else next(iter(kwargs.values()), None)
+        first: Any = args[0] if args else next(iter(kwargs.values()), None)
         written = first if _writes(func, kwargs) else kwargs.get("out")
         if written is not None and any(isinstance(leaf, cls) for leaf in tree_leaves(written)):
             raise HalfsafeError("A stored weight cannot be written into.", "First: restore(module).")
