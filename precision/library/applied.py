@@ -198,7 +198,9 @@ class Applied:
         measures = bool(self._planned.operations)
         self._planned.calibration.calibrating = measures
         calls = Calls(self._planned.calibration if measures else None)
-        patches: list[Patch] = [(layer, name, PlannedForward(forward, calls)) for layer, name, forward in self._planned.patches]
+        patches: list[Patch] = [
+            (layer, name, PlannedForward(forward, calls)) for layer, name, forward in self._planned.patches
+        ]
         for inner in inside:
             if isinstance(inner, torch.nn.Embedding):  # it would cast its whole table at each call
                 looks_up = type(inner).forward is torch.nn.Embedding.forward and "forward" not in inner.__dict__
