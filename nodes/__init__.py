@@ -7,7 +7,9 @@ from comfy_api.latest import ComfyExtension, io
 from ..precision.devices.detect import PROFILE_VARIABLE
 from ..precision.devices.names import drop_wrong_name
 from . import accumulation, analysis, calibrate, compare, compute, guard, loaders, measure, report, rules, save
+from .host.device_route import serve_device
 from .host.kitchen import warn_once
+from .host.watch import watch_every_run
 
 FILES = (loaders, save, rules, compute, accumulation, guard, report, analysis, compare, measure, calibrate)
 NODES: list[type[io.ComfyNode]] = [node for file in FILES for node in file.NODES]
@@ -18,6 +20,8 @@ class HalfsafeExtension(ComfyExtension):
         if problem := drop_wrong_name(PROFILE_VARIABLE):
             logging.error("Halfsafe: %s", problem)
         warn_once()
+        watch_every_run()
+        serve_device()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return NODES

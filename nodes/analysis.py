@@ -1,10 +1,10 @@
 """Measure which layers survive which precision."""
 
 import torch
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..precision.analysis.analysis_chart import analysis_chart
-from ..precision.analysis.analysis_rules import analysis_text, rules_of
+from ..precision.analysis.analysis_rules import analysis_text, result_of, rules_of
 from ..precision.analysis.candidates import CANDIDATES
 from .host.measure import analysis as host
 from .host.run.layer_modes import compute_name
@@ -108,7 +108,7 @@ class AnalyzeLayers(io.ComfyNode):
         name = host.class_name(model)
         text = analysis_text(found, name, compute_name(model))
         chart = torch.from_numpy(analysis_chart(found, name)).unsqueeze(0)
-        return io.NodeOutput(rules_of(found), text, chart, ui=ui.PreviewText(text))
+        return io.NodeOutput(rules_of(found), text, chart, ui=result_of(found, text).ui())
 
 
 NODES = [AnalyzeLayers]

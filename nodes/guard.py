@@ -1,11 +1,12 @@
 """The NaN guard on models, VAEs and text encoders, and a check anywhere in the graph."""
 
 import torch
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..precision.errors import HalfsafeError
-from ..precision.guard.finite import not_finite
+from ..precision.guard.finite import Finding, not_finite
 from ..precision.guard.verdicts import NonFinite
+from ..precision.report.result import BAD, FINITE, NOT_FINITE, Result
 from .host.badge import badge, model_words
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
@@ -138,7 +139,13 @@ class CheckFinite(io.ComfyNode):
         text = "\n".join(map(str, found)) or "Finite: no NaN and no Inf."
         if found and on_nan == "stop":
             raise NonFinite(text, advice=CHECK_ADVICE)
-        return io.NodeOutput(value, not found, text, ui=ui.PreviewText(text))
+        return io.NodeOutput(value, not found, text, ui=_result(found, text).ui())
+
+
+def _result(found: list[Finding], text: str) -> Result:
+    if not found:
+        return Result(FINITE, text=text)
+    return Result(NOT_FINITE, {"names": ", ".join(finding.name for finding in found)}, BAD, text=text)
 
 
 NODES = [NaNGuard, GuardVAE, GuardCLIP, CheckFinite]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..precision.errors import HalfsafeError
 from ..precision.measure.settings import DEFAULT_SETTINGS, settings_from
 from ..precision.measure.tradeoffs_chart import tradeoffs_chart
-from ..precision.measure.tradeoffs_text import table_text
+from ..precision.measure.tradeoffs_text import result_of, table_text
 from .host.measure import tradeoffs as host
 from .inputs import CATEGORY, RulesType
 
@@ -48,7 +48,7 @@ class MeasurePrecisions(io.ComfyNode):
                     "latent_image",
                     tooltip=(
                         "The size to measure at, as for a sampler: time and memory hold for this size. "
-                        "Each candidate costs two steps."
+                        "Each candidate costs four steps."
                     ),
                 ),
                 io.Int.Input(
@@ -97,7 +97,7 @@ class MeasurePrecisions(io.ComfyNode):
         found = host.measure_model(model, inputs, settings_from(candidates))
         text = table_text(found)
         chart = torch.from_numpy(tradeoffs_chart(found)).unsqueeze(0)
-        return io.NodeOutput(text, found.rules, chart, ui=ui.PreviewText(text))
+        return io.NodeOutput(text, found.rules, chart, ui=result_of(found, text).ui())
 
 
 NODES = [MeasurePrecisions]

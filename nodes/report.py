@@ -3,7 +3,7 @@
 import json
 
 import torch
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..precision.commands import doctor
 from ..precision.devices.detect import PROFILE_NAMES
@@ -76,7 +76,7 @@ class DeviceInfo(io.ComfyNode):
     def execute(cls, profile) -> io.NodeOutput:
         found = doctor.diagnose(current_device()) if profile == cls.THIS_DEVICE else doctor.describe(profile)
         text = doctor.to_text(found)
-        return io.NodeOutput(text, json.dumps(found, allow_nan=False), ui=ui.PreviewText(text))
+        return io.NodeOutput(text, json.dumps(found, allow_nan=False), ui=doctor.result_of(found).ui())
 
 
 NODES = [Report, DeviceInfo]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..precision.plan.rules import rules_from
+from ..precision.report.result import SAVED, Result
+from ..precision.text import size_text
 from .host.load.save import save_model
 from .inputs import CATEGORY, CalibrationType, checked_calibration, checked_rules, rules_input, storage_input
 
@@ -70,8 +72,9 @@ class SaveModel(io.ComfyNode):
         calibration: Calibration | None = None,
     ) -> io.NodeOutput:
         given, workflow = checked_rules(rules) or rules_from(), (cls.hidden.prompt, cls.hidden.extra_pnginfo)
-        name = save_model(model, filename_prefix, storage, given, *workflow, checked_calibration(calibration))
-        return io.NodeOutput(name, ui=ui.PreviewText(f"Saved {name}"))
+        name, size = save_model(model, filename_prefix, storage, given, *workflow, checked_calibration(calibration))
+        saved = {"file": name, "size": size_text(size)}
+        return io.NodeOutput(name, ui=Result(SAVED, saved, text=f"Saved {name}", toast=True).ui())
 
 
 NODES = [SaveModel]

@@ -9,6 +9,12 @@ class HalfsafeError(Exception):
         advice: what the reader can do about it.
     """
 
+    __module__ = "halfsafe"
+
+    def __init_subclass__(cls) -> None:
+        """Name a subclass as the pack's: ComfyUI shows an error with the path of its class before the message."""
+        cls.__module__ = HalfsafeError.__module__
+
     def __init__(self, problem: str, advice: str = ""):
         super().__init__(f"{problem} {advice}".strip())
         self.problem = problem

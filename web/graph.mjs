@@ -1,8 +1,12 @@
 // @ts-check
+import { t } from "./words.mjs";
 /** Changes of the open workflow, each of them one step of the page's undo. */
 
 const RULES = "HalfsafeLayerRules";
+const ONE = "HalfsafeAutoPrecision";
+const MEASURE = "HalfsafeMeasurePrecisions";
 const GAP = 40;
+const OURS = "Halfsafe";
 
 /** @param {any} app @param {() => void} change */
 export function undoable(app, change) {
@@ -45,4 +49,80 @@ export function keepRules(app, node, rules) {
     }
     setWidget(holder, "rules", rules);
   });
+}
+
+/** Every node of the workflow, those in subgraphs too. @param {any} app */
+function allNodes(app) {
+  const root = app.graph.rootGraph ?? app.graph;
+  return [root, ...(root.subgraphs?.values() ?? [])].flatMap((graph) => graph.nodes);
+}
+
+/** The places where a node uses something up: inputs of a type in nodes that do not pass it on. @param {any[]} nodes @param {string} type */
+function usesOf(nodes, type) {
+  return nodes.flatMap((node) => {
+    if (node.comfyClass?.startsWith(OURS) || (type !== "CLIP" && node.outputs?.some((/** @type {any} */ out) => out.type === type))) return [];
+    return (node.inputs ?? []).flatMap((/** @type {any} */ input, /** @type {number} */ slot) => {
+      const source = input.type === type && input.link !== null ? node.getInputNode(slot) : null;
+      return source ? [{ node, slot, source, output: node.getInputLink(slot).origin_slot }] : [];
+    });
+  });
+}
+
+/** @typedef {ReturnType<typeof usesOf>[number]} Use */
+
+/** Uses by what they come from. @param {Use[]} uses @returns {Use[][]} */
+function bySource(uses) {
+  const groups = new Map();
+  for (const use of uses) {
+    const key = `${use.source.graph.id} ${use.source.id} ${use.output}`;
+    groups.set(key, [...(groups.get(key) ?? []), use]);
+  }
+  return [...groups.values()];
+}
+
+/** Put the one node between what samplers, VAEs and prompts use and where that comes from. @param {any} app @returns {string} what was done, in words */
+export function guardWorkflow(app) {
+  const nodes = allNodes(app);
+  const models = bySource(usesOf(nodes, "MODEL").filter(({ source }) => source.comfyClass !== ONE));
+  if (!models.length) return t("There is no model without a guard in this workflow.");
+  undoable(app, () => {
+    for (const [place, uses] of models.entries()) {
+      const { source, node } = uses[0];
+      const one = addNode(source.graph, ONE, [source.pos[0], source.pos[1]]);
+      one.pos = [(source.pos[0] + node.pos[0]) / 2, Math.max(...source.graph.nodes.map((/** @type {any} */ other) => other.pos[1] + other.size[1])) + GAP * 2];
+      put(one, "model", 0, uses);
+      if (place) continue;
+      for (const [type, name, output] of /** @type {[string, string, number][]} */ ([["CLIP", "clip", 1], ["VAE", "vae", 2]])) {
+        const [found] = bySource(usesOf(one.graph.nodes, type).filter((use) => use.source !== one));
+        if (found) put(one, name, output, found);
+      }
+    }
+  });
+  return t("{count} Halfsafe node(s) put in: run the workflow.", { count: models.length });
+}
+
+/** Lead uses through a node. @param {any} one @param {string} name of its input @param {number} output @param {Use[]} uses */
+function put(one, name, output, uses) {
+  link(uses[0].source, uses[0].output, one, one.inputs.findIndex((/** @type {any} */ input) => input.name === name));
+  for (const { node, slot } of uses) link(one, output, node, slot);
+}
+
+/** Put Measure Precisions beside the first sampler, on what that one is given. @param {any} app @returns {string} what was done, in words */
+export function measureWorkflow(app) {
+  const wanted = ["model", "positive", "negative", "latent_image"];
+  const linked = (/** @type {any} */ node, /** @type {string} */ name) => node.inputs?.findIndex((/** @type {any} */ input) => input.name === name && input.link !== null) ?? -1;
+  const sampler = allNodes(app).find((node) => ["model", "positive", "latent_image"].every((name) => linked(node, name) >= 0) && node.comfyClass !== MEASURE);
+  if (!sampler) return t("There is no sampler with a model, a prompt and a latent in this workflow.");
+  undoable(app, () => {
+    const below = Math.max(...sampler.graph.nodes.map((/** @type {any} */ other) => other.pos[1] + other.size[1]));
+    const measure = addNode(sampler.graph, MEASURE, [sampler.pos[0], below + GAP * 2]);
+    for (const name of wanted) {
+      const slot = linked(sampler, name);
+      if (slot < 0) continue;
+      link(sampler.getInputNode(slot), sampler.getInputLink(slot).origin_slot, measure, measure.inputs.findIndex((/** @type {any} */ input) => input.name === name));
+    }
+    const show = addNode(sampler.graph, "PreviewImage", [sampler.pos[0] + measure.size[0] + GAP, below + GAP * 2]);
+    link(measure, 2, show, 0);
+  });
+  return t("Measure Precisions was put in: run the workflow.");
 }

@@ -5,20 +5,25 @@ import { app } from "../../scripts/app.js";
 import { el } from "./dom.mjs";
 import { ReportPanel } from "./panel.mjs";
 import { reportIn } from "./report.mjs";
-import { RunLog, toastFor } from "./run.mjs";
-import { keepRules } from "./graph.mjs";
+import { ResultPanel, resultIn, sentenceOf } from "./result.mjs";
+import { errorOf, RunLog, toastFor } from "./run.mjs";
+import { guardWorkflow, keepRules, measureWorkflow } from "./graph.mjs";
 import { drawSidebar } from "./sidebar.mjs";
 import { loadWords, t } from "./words.mjs";
 
 const PREFIX = "Halfsafe";
 const ONE_NODE = "HalfsafeAutoPrecision";
 const WITH_REPORT = ["HalfsafeReport", ONE_NODE];
+const WITH_RESULT = ["HalfsafeDeviceInfo", "HalfsafeCheckFinite", "HalfsafeSaveModel", "HalfsafeAnalyzeLayers", "HalfsafeMeasurePrecisions"];
 const TOASTS = "halfsafe.toasts";
 const BADGES = "halfsafe.badges";
+const WATCH = "Halfsafe.WatchEveryRun";
 const BADGE_COLORS = { fgColor: "#ffffff", bgColor: "#1d5c52" };
 const BETWEEN_WORDS = " \u00b7 ";
 const PANEL_SIZE = [460, 480];
 const PANEL_MIN_HEIGHT = 240;
+const RESULT_SIZE = [420, 300];
+const RESULT_MIN_HEIGHT = 120;
 
 const log = new RunLog(drawRun);
 /** @type {WeakMap<any, {panel: ReportPanel, output: any, report: import("./report.mjs").Report | null}>} */
@@ -26,6 +31,10 @@ const panels = new WeakMap();
 /** A report's text -> the run that made it, and how many of that run's events it tells: the page makes panels anew at any time.
  * @type {Map<string, {promptId: string, seen: number}>} */
 const told = new Map();
+/** @type {WeakMap<any, {panel: ResultPanel, output: any}>} */
+const results = new WeakMap();
+/** The nodes of the running prompt whose results are older. @type {Set<string>} */
+let cached = new Set();
 /** The token of a node's result -> the report of its last run, which takes the place of the one as planned.
  * @type {Map<string, string>} */
 const ran = new Map();
@@ -33,6 +42,8 @@ const ran = new Map();
 const badgeTexts = new WeakMap();
 /** @type {HTMLElement | null} */
 let sidebar = null;
+/** What this device can do, in a sentence. */
+let device = "";
 /** Our sidebar tab as the page keeps it: Nodes 2.0 draws a badge again when what the badge read from here changes. */
 let watched = { revision: 0, tooltip: "" };
 
@@ -64,13 +75,24 @@ function ownNodes() {
   return graphs.flatMap((graph) => graph.nodes).filter((node) => node.comfyClass?.startsWith(PREFIX));
 }
 
+/** @param {any} node @param {string} name @param {HTMLElement} element @param {number} minHeight @param {number[]} size */
+function addWidget(node, name, element, minHeight, size) {
+  const widget = node.addDOMWidget(name, name, element, { serialize: false, getMinHeight: () => minHeight });
+  widget.serialize = false;
+  node.setSize([Math.max(node.size[0], size[0]), Math.max(node.size[1], size[1])]);
+}
+
+/** @param {any} node */
+function addResult(node) {
+  const panel = new ResultPanel();
+  addWidget(node, "halfsafe_result", panel.element, RESULT_MIN_HEIGHT, RESULT_SIZE);
+  results.set(node, { panel, output: undefined });
+}
+
 /** @param {any} node */
 function addPanel(node) {
   const panel = new ReportPanel(node.comfyClass === ONE_NODE ? (rules) => keepRules(app, node, rules) : null);
-  const options = { serialize: false, getMinHeight: () => PANEL_MIN_HEIGHT };
-  const widget = node.addDOMWidget("halfsafe_report", "halfsafe_report", panel.element, options);
-  widget.serialize = false;
-  node.setSize([Math.max(node.size[0], PANEL_SIZE[0]), Math.max(node.size[1], PANEL_SIZE[1])]);
+  addWidget(node, "halfsafe_report", panel.element, PANEL_MIN_HEIGHT, PANEL_SIZE);
   panels.set(node, { panel, output: undefined, report: null });
 }
 
@@ -94,6 +116,7 @@ function showOutputs() {
       badgeTexts.set(node, text);
       watched.revision += 1;
     }
+    showResult(node, output);
     const entry = panels.get(node);
     const data = reportText(output);
     if (!entry || entry.output === data) continue;
@@ -105,6 +128,15 @@ function showOutputs() {
   drawRun();
 }
 
+/** @param {any} node @param {any} output */
+function showResult(node, output) {
+  const entry = results.get(node);
+  const data = output?.halfsafe_result?.[0];
+  if (!entry || entry.output === data) return;
+  entry.output = data;
+  entry.panel.show(resultIn(output));
+}
+
 /** The report in a node's output, or the one of the last run with it. @param {any} output @returns {string | undefined} */
 function reportText(output) {
   return ran.get(output?.halfsafe_token?.[0]) ?? output?.halfsafe_report?.[0];
@@ -112,6 +144,8 @@ function reportText(output) {
 
 /** @param {any} detail of an `executed` event */
 function noteExecuted(detail) {
+  const result = resultIn(detail.output);
+  if (result?.toast && !cached.has(detail.node)) show({ severity: "success", summary: `Halfsafe: ${sentenceOf(result)}`, life: 12000 });
   if (!detail.output?.halfsafe_token) noteTold(detail.prompt_id, detail.output?.halfsafe_report?.[0]);
   showOutputs();
 }
@@ -131,7 +165,8 @@ function noteTold(promptId, report) {
 /** @param {any} detail of an `execution_start` event */
 function noteStart(detail) {
   told.clear();
-  log.start(detail.prompt_id);
+  cached = new Set();
+  log.start(detail.prompt_id, workflowId());
 }
 
 /** The ids of the nodes a node's inputs come from, itself included. @param {any} node */
@@ -147,9 +182,20 @@ function upstream(node) {
   return found;
 }
 
+/** What the open workflow is known by. @returns {string} */
+function workflowId() {
+  return String((app.graph?.rootGraph ?? app.graph)?.id ?? "");
+}
+
+/** Whether the last run was of the workflow that is open. */
+function isOfThisWorkflow() {
+  return !log.run?.workflow || log.run.workflow === workflowId();
+}
+
 /** Live guard lines on the reports whose model comes from that guard: those the report does not have yet. */
 function drawRun() {
-  const { promptId = "", events = [] } = log.run ?? {};
+  const { promptId = "" } = log.run ?? {};
+  const events = isOfThisWorkflow() ? log.run?.events ?? [] : [];
   for (const node of ownNodes()) {
     const entry = panels.get(node);
     if (!entry) continue;
@@ -173,10 +219,12 @@ function drawTab() {
     const report = panels.get(node)?.report;
     return report ? [{ id: locatorOf(node), title: node.title, report }] : [];
   });
-  drawSidebar(sidebar, log.run, reports, {
-    titleOf: (id) => nodeById(id)?.title ?? t("Guard"),
+  const ours = isOfThisWorkflow();
+  const greeting = { device, guard: () => guardWorkflow(app), measure: () => measureWorkflow(app) };
+  drawSidebar(sidebar, log.run, reports, greeting, {
+    titleOf: (id) => (ours ? nodeById(id)?.title : null) ?? t("Guard"),
     goTo: (id) => {
-      const node = nodeById(id);
+      const node = ours ? nodeById(id) : null;
       if (!node) return;
       app.canvas.selectNode(node);
       app.canvas.centerOnNode(node);
@@ -186,9 +234,20 @@ function drawTab() {
 
 /** @param {any} message a `halfsafe.guard` event's detail */
 function onGuard(message) {
-  log.add(message);
-  const toast = toastFor(message, log.run?.events.length ?? 0);
-  if (toast && app.extensionManager.setting.get(TOASTS)) app.extensionManager.toast.add(toast);
+  const toast = toastFor(message, log.add(message));
+  if (toast) show(toast);
+}
+
+/** @param {any} toast */
+function show(toast) {
+  if (app.extensionManager.setting.get(TOASTS)) app.extensionManager.toast.add(toast);
+}
+
+/** @param {any} detail of an `execution_error` event */
+function onError(detail) {
+  const error = errorOf(detail);
+  log.end(detail.prompt_id, "failed", error);
+  if (error) show({ severity: "error", summary: `Halfsafe: ${error.message}`, detail: error.advice, life: 20000 });
 }
 
 /** @param {string} event @param {(detail: any) => void} act */
@@ -201,9 +260,16 @@ function listen() {
   on("halfsafe.report", noteRan);
   on("execution_start", noteStart);
   on("execution_success", (detail) => log.end(detail.prompt_id, "done"));
-  on("execution_error", (detail) => log.end(detail.prompt_id, "failed"));
+  on("execution_error", onError);
+  on("execution_cached", (detail) => { cached = new Set(detail.nodes.map(String)); });
   on("execution_interrupted", (detail) => log.end(detail.prompt_id, "failed"));
   on("executed", noteExecuted);
+}
+
+async function askDevice() {
+  const response = await api.fetchApi("/halfsafe/device");
+  device = response.ok ? sentenceOf(await response.json()) : "";
+  drawTab();
 }
 
 function addSidebarTab() {
@@ -218,6 +284,7 @@ function addSidebarTab() {
       sidebar = el("div", { class: "halfsafe hs-sidebar" });
       container.replaceChildren(/** @type {HTMLElement} */ (sidebar));
       drawTab();
+      if (!device) askDevice();
     },
     destroy: () => {
       sidebar = null;
@@ -233,9 +300,18 @@ app.registerExtension({
       id: TOASTS,
       category: [PREFIX, "Page", "Toasts"],
       name: "Show a message when a guard acts",
-      tooltip: "A few per run, then one that sums up.",
+      tooltip: "One for each cause in a run.",
       type: "boolean",
       defaultValue: true,
+    },
+    {
+      id: WATCH,
+      category: [PREFIX, "Runs", "Watch"],
+      name: "Guard every run, without a node",
+      tooltip: "report: tell of NaN and Inf. retry_higher: also repeat what failed in a higher precision. Holds for the API too.",
+      type: "combo",
+      options: ["off", "report", "retry_higher"],
+      defaultValue: "off",
     },
     {
       id: BADGES,
@@ -256,6 +332,7 @@ app.registerExtension({
   nodeCreated(/** @type {any} */ node) {
     if (!node.comfyClass?.startsWith(PREFIX)) return;
     if (WITH_REPORT.includes(node.comfyClass)) addPanel(node);
+    if (WITH_RESULT.includes(node.comfyClass)) addResult(node);
     addBadge(node);
   },
   afterConfigureGraph: showOutputs,

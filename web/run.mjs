@@ -6,13 +6,15 @@ import { t } from "./words.mjs";
 /**
  * What the guards said in the last run. One run is kept: the newest.
  * @typedef {import("./report.mjs").GuardEvent} GuardEvent
- * @typedef {{node_id: string | null, prompt_id: string, kind: "event" | "verdict", verdict: string, message: string, advice: string, event: GuardEvent | null}} GuardMessage
+ * @typedef {{node_id: string | null, prompt_id: string, workflow?: string, kind: "event" | "verdict", verdict: string, message: string, advice: string, event: GuardEvent | null}} GuardMessage
  * @typedef {{verdict: string, message: string, advice: string, events: GuardMessage[]}} GuardState
- * @typedef {{promptId: string, state: "running" | "done" | "failed", guards: Map<string, GuardState>, events: GuardMessage[]}} Run
+ * @typedef {{node: string, message: string, advice: string}} RunError
+ * @typedef {{promptId: string, workflow: string, error: RunError | null, causes: Set<string>, state: "running" | "done" | "failed", guards: Map<string, GuardState>, events: GuardMessage[]}} Run
  */
 
-const TOASTS_PER_RUN = 3;
-const NOT_BAD = ["clean", "recovered"];
+const OURS = "halfsafe.";
+/** The folders before the file that a message begins with. */
+const FOLDERS = /^(?:[A-Za-z]:)?[\\/](?:[^\\/:]+[\\/])*/;
 
 export class RunLog {
   /** @type {Run | null} */
@@ -24,23 +26,24 @@ export class RunLog {
     this.#onChange = onChange;
   }
 
-  /** @param {string} promptId */
-  start(promptId) {
-    this.run = { promptId, state: "running", guards: new Map(), events: [] };
+  /** @param {string} promptId @param {string} [workflow] the id of the workflow that was queued */
+  start(promptId, workflow = "") {
+    this.run = { promptId, workflow, error: null, causes: new Set(), state: "running", guards: new Map(), events: [] };
     this.#onChange();
   }
 
-  /** @param {string} promptId @param {"done" | "failed"} state */
-  end(promptId, state) {
+  /** @param {string} promptId @param {"done" | "failed"} state @param {RunError | null} [error] */
+  end(promptId, state, error = null) {
     if (this.run?.promptId !== promptId) return;
-    this.run.state = state;
+    Object.assign(this.run, { state, error });
     this.#onChange();
   }
 
-  /** @param {GuardMessage} message */
+  /** Add a message. @param {GuardMessage} message @returns {boolean} whether it is the first of its cause in this run */
   add(message) {
-    if (this.run?.promptId !== message.prompt_id) this.start(message.prompt_id);
+    if (this.run?.promptId !== message.prompt_id) this.start(message.prompt_id, message.workflow);
     const run = /** @type {Run} */ (this.run);
+    run.workflow = message.workflow || run.workflow;
     const id = String(message.node_id ?? "");
     const guard = run.guards.get(id) ?? { verdict: "", message: "", advice: "", events: [] };
     run.guards.set(id, guard);
@@ -50,31 +53,52 @@ export class RunLog {
       run.events.push(message);
     } else Object.assign(guard, { message: message.message, advice: message.advice });
     this.#onChange();
+    const cause = message.event?.kind === "drift" ? "drift" : message.verdict;
+    const first = !run.causes.has(cause);
+    run.causes.add(cause);
+    return first;
   }
 }
 
-/** "overflow in blocks.0.ffn.2, step 3"; without a sigma there is no step. @param {import("./report.mjs").GuardEvent} event */
-function placeText(event) {
-  const what = whatIn(event);
-  return typeof event.sigma === "number" ? t("{what}, step {step}", { what, step: event.step }) : what;
+/** What a toast says of each verdict, in words that need no knowledge of numbers. */
+const causes = () => ({
+  recovered: t("Black image prevented"),
+  stopped: t("NaN or Inf found"),
+  bad_weights: t("Bad weights"),
+  bad_input: t("The model was given NaN or Inf"),
+  not_precision: t("NaN or Inf that no precision cures"),
+  device_fault: t("The device calculates wrongly"),
+  transfer: t("A weight was damaged on its way to the device"),
+  drift: t("A step is farther from fp32 than it should be"),
+});
+
+/** The toast for a guard's message, one for each cause in a run; null for what was told. @param {GuardMessage} message @param {boolean} first */
+export function toastFor(message, first) {
+  if (!first || message.verdict === "clean" && !message.event) return null;
+  const { event, verdict } = message;
+  const drift = event?.kind === "drift";
+  const name = /** @type {keyof ReturnType<typeof causes>} */ (drift ? "drift" : verdict);
+  const summary = `Halfsafe: ${causes()[name] ?? verdictText(verdict)}`;
+  if (verdict === "recovered" && event && !drift) return { severity: "success", summary, detail: curedText(event), life: 8000 };
+  const detail = [drift && event ? whatIn(event) : firstSentence(message.message), message.advice].filter(Boolean).join(" ");
+  return { severity: drift ? "warn" : "error", summary, detail, life: 20000 };
 }
 
-/**
- * The toast for a guard's message, or null: a few per run, then one that sums up.
- * @param {GuardMessage} message @param {number} events how many events this run has had, this one included
- */
-export function toastFor(message, events) {
-  const detail = [message.message, message.advice].filter(Boolean).join(" ");
-  if (message.kind === "event") {
-    const { event } = message;
-    const summary = event ? placeText(event) : t("Guard");
-    return events > TOASTS_PER_RUN ? null : { severity: "warn", summary: `Halfsafe: ${summary}`, detail, life: 8000 };
-  }
-  if (!NOT_BAD.includes(message.verdict)) {
-    return { severity: "error", summary: `Halfsafe: ${verdictText(message.verdict)}`, detail, life: 20000 };
-  }
-  const count = events - TOASTS_PER_RUN;
-  if (count <= 0) return null;
-  const more = count > 1 ? t("{count} more guard events", { count }) : t("1 more guard event");
-  return { severity: "info", summary: `Halfsafe: ${verdictText(message.verdict)}, ${more}`, detail, life: 8000 };
+/** "Step 3 was repeated in fp32: blocks.0.ffn.2 overflowed in fp16." @param {GuardEvent} event */
+function curedText(event) {
+  const values = { step: event.step + 1, layer: event.layer || t("the model"), from: event.from, to: event.to };
+  return t("Step {step} was repeated in {to}: {layer} overflowed in {from}.", values);
+}
+
+/** What an error of the pack says; null for the error of another. @param {any} detail of an `execution_error` event @returns {RunError | null} */
+export function errorOf({ node_id: node, exception_type: type, exception_message: text }) {
+  if (!String(type).startsWith(OURS)) return null;
+  const plain = text.replace(FOLDERS, "");
+  const message = firstSentence(plain);
+  return { node: String(node), message, advice: plain.slice(message.length).trim() };
+}
+
+/** @param {string} text */
+function firstSentence(text) {
+  return /^[^]*?[.!?](?=\s+[A-Z]|\s*$)/.exec(text)?.[0] ?? text;
 }

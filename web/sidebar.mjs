@@ -16,17 +16,30 @@ const states = () => ({ running: t("running"), done: t("finished"), failed: t("s
  * @param {HTMLElement} root
  * @param {Run | null} run
  * @param {NamedReport[]} reports
+ * @param {{device: string, guard: () => string, measure: () => string}} greeting what this device can do, and what to do first
  * @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph
  */
-export function drawSidebar(root, run, reports, graph) {
+export function drawSidebar(root, run, reports, greeting, graph) {
   const guards = [...(run?.guards ?? [])];
   const state = run ? el("span", { class: "hs-dim", text: states()[run.state] }) : null;
   root.replaceChildren(
+    ...(run ? [] : greet(greeting)),
     el("h3", {}, t("Last run"), " ", state),
+    ...(run?.error ? [errorCard(run.error, graph)] : []),
     ...(guards.length ? guards.map(([id, guard]) => guardCard(id, guard, graph)) : [quiet(run)]),
     el("h3", { text: t("Reports") }),
     ...(reports.length ? reports.map((entry) => reportCard(entry, graph)) : [hint(t("Add a Precision Report node and run the workflow."))]),
   );
+}
+
+/** @param {{device: string, guard: () => string, measure: () => string}} greeting */
+function greet({ device, guard, measure }) {
+  const told = el("p", { class: "hs-hint", role: "status" });
+  /** @param {string} title @param {string} text @param {() => string} act */
+  const action = (title, text, act) => el("button", { type: "button", class: "hs-button", onclick: () => { told.textContent = act(); } }, el("b", { text: title }), text);
+  const guarding = action(t("Guard this workflow"), t("Puts the Halfsafe node between loaders and sampler. Ctrl+Z takes it back."), guard);
+  const measuring = action(t("Measure my card"), t("Puts Measure Precisions beside the sampler: run it to see what is fastest here."), measure);
+  return [el("p", { class: "hs-sentence", text: device || t("Looking at this device ...") }), el("div", { class: "hs-actions" }, guarding, measuring), told];
 }
 
 /** @param {Run | null} run */
@@ -40,6 +53,12 @@ function guardCard(id, guard, graph) {
   const events = el("div", { class: "hs-events" }, ...firstOf(guard.events.map((event) => adviceLine(event, guard.advice))));
   const pill = verdictPill(verdictOf(guard.verdict, guard.events.map((message) => message.event)));
   return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, pill), summary, events);
+}
+
+/** @param {import("./run.mjs").RunError} error @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */
+function errorCard({ node, message, advice }, graph) {
+  const title = cardTitle(node, graph.titleOf(node), graph, verdictPill("stopped"));
+  return el("article", { class: "hs-card hs-error" }, title, el("p", { text: message }), advice ? el("p", { class: "hs-dim", text: advice }) : null);
 }
 
 /** @param {NamedReport} entry @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */

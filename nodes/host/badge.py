@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ...precision.devices.detect import UNQUANTIZED
 from ...precision.dtypes import name_of
 from .facts.model_facts import storage_of
 from .run.accumulation import accumulation_of
@@ -13,6 +14,7 @@ from .run.control import planned_control
 from .run.layer_modes import compute_name
 
 KEY = "halfsafe_badge"
+SHOWN = 20
 
 
 def badge(*words: str | None) -> dict[str, list[str]] | None:
@@ -22,10 +24,10 @@ def badge(*words: str | None) -> dict[str, list[str]] | None:
 
 
 def model_words(model) -> tuple[str, str]:
-    """Return the storage of most weights and the compute dtype of a model, as resolved on this device."""
+    """Return the storages and the compute dtype of a model, as resolved on this device."""
     compute = compute_of(model)
     used = "fp8" if compute and compute.plan.fp8_matmul else compute_name(model)
-    return _most(model.model.diffusion_model.parameters()), used
+    return _stored(model.model.diffusion_model.parameters()), used
 
 
 def control_words(control) -> tuple[str, ...]:
@@ -35,8 +37,8 @@ def control_words(control) -> tuple[str, ...]:
 
 
 def clip_word(clip) -> str:
-    """Return the storage of most weights of a text encoder."""
-    return _most(clip.cond_stage_model.parameters())
+    """Return the storages of a text encoder."""
+    return _stored(clip.cond_stage_model.parameters())
 
 
 def vae_word(vae) -> str:
@@ -56,8 +58,10 @@ def sums_words(model) -> list[str]:
     return ["fp16 sums" if fp16 else "fp32 sums", "fast fp8 sums" if plan.fp8_fast else "", "tf32" if tf32 else ""]
 
 
-def _most(parameters: Iterable[torch.Tensor]) -> str:
+def _stored(parameters: Iterable[torch.Tensor]) -> str:
+    """Name the storages of a twentieth of the weights or more, 8 bit and less first: "fp8_e4m3fn + bf16"."""
     sizes = Counter()
     for parameter in parameters:
         sizes[storage_of(parameter)] += parameter.numel()
-    return sizes.most_common(1)[0][0]
+    shown = [name for name, size in sizes.most_common() if size * SHOWN >= sizes.total()]
+    return " + ".join(sorted(shown, key=lambda name: name in UNQUANTIZED))

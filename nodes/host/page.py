@@ -28,11 +28,17 @@ def running_prompt_id() -> str | None:
 
 def running_prompt() -> dict:
     """Return the running prompt, node id -> class and inputs; empty outside of one."""
+    item = _running_item()
+    return item[2] if item else {}
+
+
+def _running_item() -> tuple | None:
+    """Return the queue's entry of the running prompt: number, id, nodes, extra data ..."""
     prompt_id, server = running_prompt_id(), getattr(PromptServer, "instance", None)
     if prompt_id is None or server is None:
-        return {}
+        return None
     running, _ = server.prompt_queue.get_current_queue_volatile()
-    return next((item[2] for item in running if item[1] == prompt_id), {})
+    return next((item for item in running if item[1] == prompt_id), None)
 
 
 def show_progress(text: str) -> None:
@@ -64,6 +70,7 @@ def send_to_page(
         "message": message,
         "advice": advice,
         "of": of,
+        "workflow": _workflow_id(),
     }
     data["event"] = plain(event) if event else None
     _keep(data)
@@ -73,6 +80,19 @@ def send_to_page(
 def send_report(node_id: str | None, token: str, report: str) -> None:
     """Send the report of a run to the page that queued the prompt, for the node whose result has that token."""
     _send(REPORT_EVENT, {"node_id": node_id, "prompt_id": running_prompt_id(), "token": token, "report": report})
+
+
+def tell_progress(text: str) -> None:
+    """Show what is being done, in words, at the node that runs."""
+    context, server = get_executing_context(), getattr(PromptServer, "instance", None)
+    if context and server is not None:
+        server.send_progress_text(text, context.node_id, server.client_id)
+
+
+def _workflow_id() -> str:
+    """Return the id of the workflow that the running prompt was queued from; empty where none was sent along."""
+    extra = _running_item()[3] if _running_item() else {}
+    return str(((extra.get("extra_pnginfo") or {}).get("workflow") or {}).get("id") or "")
 
 
 def _send(event: str, data: dict) -> None:

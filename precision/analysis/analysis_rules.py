@@ -10,6 +10,8 @@ from ..layer_names import pattern_of
 from ..modes import INT8, MODES
 from ..plan.presets import DEFAULT_PRESET
 from ..plan.rules import Rules, compile_pattern, rules_from
+from ..report.result import CHOSEN as CHOSEN_SENTENCE
+from ..report.result import UNREACHED, WARN, Result
 from ..text import size_text, wrapped
 from .results import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
 
@@ -101,6 +103,26 @@ def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") ->
     return "\n".join([f"# {line}".rstrip() for line in lines] + rule_lines(analysis)) + "\n"
 
 
+def result_of(analysis: Analysis, text: str) -> Result:
+    """Sum the analysis up in a sentence and the table of its weakest layers."""
+    name, chosen = analysis.candidate.name, analysis.chosen
+    rows = [
+        [layer.name, *map(decibel_text, (layer.weight_db, layer.output_db, layer.channel_db)), layer.status]
+        for layer in _weakest_first(analysis)[:WORST]
+    ]
+    head = ("layer", "weight dB", "output dB", "channel dB", "outcome")
+    free = len(chosen) + len(analysis.named(KEPT))
+    values = {"chosen": len(chosen), "free": free, "candidate": name, "snr": whole_decibel_text(analysis.snr_db)}
+    if chosen:
+        return Result(CHOSEN_SENTENCE, values, head=head, rows=rows, text=text)
+    return Result(UNREACHED, {"candidate": name, "target": f"{analysis.target_db:g}"}, WARN, head, rows, text=text)
+
+
+def _weakest_first(analysis: Analysis) -> list[LayerResult]:
+    measured = (layer for layer in analysis.layers if layer.worst_db is not None)
+    return sorted(measured, key=lambda layer: layer.worst_db)
+
+
 def decibel_text(value: float | None) -> str:
     """Write an SNR: 31.5, "exact" for no error, "overflow" for a result that is not finite, "-" for none."""
     if value is None:
@@ -157,9 +179,7 @@ def _effort(analysis: Analysis) -> list[str]:
 
 
 def _table(analysis: Analysis) -> list[str]:
-    measured = sorted(
-        (layer for layer in analysis.layers if layer.worst_db is not None), key=lambda layer: layer.worst_db
-    )
+    measured = _weakest_first(analysis)
     lines = [f"{'Weakest layers, dB':<48}{'weight':>9}{'output':>9}{'channel':>9}{'crest':>9}  outcome"]
     for layer in measured[:WORST]:
         figures = "".join(f"{decibel_text(value):>9}" for value in (layer.weight_db, layer.output_db, layer.channel_db))

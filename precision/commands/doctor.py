@@ -11,6 +11,7 @@ from ..devices.hardware import hardware_name
 from ..devices.probes import fp8_cast, probe
 from ..devices.profiles import CAPABILITIES
 from ..formats.families import family_named
+from ..report.result import DEVICE, DEVICE_PLAIN, Result
 from ..report.schema import device_section
 from ..text import on_off, wrapped
 
@@ -110,6 +111,16 @@ def to_text(diagnosis: dict) -> str:
         _flags(diagnosis),
     )  # fmt: skip
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+
+
+def result_of(diagnosis: dict) -> Result:
+    """Sum up the result of ``diagnose`` or ``describe`` in a sentence."""
+    names = {"fp16": "fp16", "bf16": "bf16", "int8_matmul_gains": "int8", "fp8_matmul_gains": "fp8"}
+    fast = [name for key, name in names.items() if diagnosis["capabilities"][key]["value"]]
+    used = ", ".join(dict.fromkeys(entry["compute"] for entry in diagnosis["auto"]))
+    values = {"device": diagnosis["device"]["label"], "compute": used, "fast": ", ".join(fast)}
+    gains = {"int8", "fp8"} & {*fast}
+    return Result(DEVICE if gains else DEVICE_PLAIN, values, text=to_text(diagnosis))
 
 
 def core_text(core: dict) -> str:

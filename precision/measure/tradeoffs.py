@@ -47,13 +47,14 @@ class Row:
 
     Attributes:
         storage: what a loader has to be asked for to hold the weights so.
-        seconds: of one step.
+        seconds: of one step, the median of those timed; ``spread``: the farthest of them from it.
         weight_bytes: of the model's weights.
         extra_bytes: the most that was allocated on the device beyond them; None where the device does not tell.
         snr_db: of the final latent against the reference; None where there is none.
         storages: storage -> bytes of weights.
         modes: mode -> number of layers that multiplied so.
         problem: why it was not measured, or what is wrong with its result; None where nothing is.
+        same: other settings that come to the same here, and are not measured again.
     """
 
     setting: Setting
@@ -65,6 +66,13 @@ class Row:
     storages: Mapping[str, int] = field(default_factory=dict)
     modes: Mapping[str, int] = field(default_factory=dict)
     problem: Problem | None = None
+    spread: float = 0.0
+    same: Sequence[Setting] = ()
+
+    @property
+    def names(self) -> str:
+        """Name the setting and those that come to the same."""
+        return " = ".join(map(str, (self.setting, *self.same)))
 
     @property
     def bytes(self) -> int:

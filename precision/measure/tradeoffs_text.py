@@ -5,9 +5,11 @@ from collections.abc import Mapping
 
 from ..analysis.analysis_rules import whole_decibel_text
 from ..plan.goal import GOALS
+from ..report.result import BAD, BEST, NONE_WORKS, Result
 from ..text import size_text, wrapped
 from .tradeoffs import CLOSE, FLOORS, Measurements, Row, pareto_front
 
+TABLE = ("setting", "s/step", "memory", "SNR dB", "what ran")
 HEADER = ("    setting", "s/step", "memory", "weights", "SNR dB", "what ran")
 FRONT = "*"
 
@@ -18,6 +20,38 @@ def table_text(found: Measurements) -> str:
     Columns are two or more spaces apart.
     """
     return "\n".join([*_head(found), "", *_table(found), "", *_notes(found), "", *_best(found)])
+
+
+def result_of(found: Measurements, text: str) -> Result:
+    """Sum the measurements up: the best for balanced in a sentence, and a table of all."""
+    best = found.best.get("balanced")
+    rows = [_shown(row, row.names, snr_text(row)) for row in found.rows]
+    rows.append(_shown(found.reference, f"{found.reference.setting} (reference)", "-"))
+    if best is None:
+        return Result(NONE_WORKS, {}, BAD, TABLE, rows, text=text)
+    values = {
+        "setting": f"{best.storage}/{_used(best)}",
+        "seconds": seconds_text(best.seconds),
+        "memory": size_text(best.bytes),
+        "snr": whole_decibel_text(best.snr_db),
+    }
+    return Result(BEST, values, head=TABLE, rows=rows, marked=list(found.rows).index(best), text=text)
+
+
+def _used(row: Row) -> str:
+    """Name what most layers multiply in: what ``auto`` stood for."""
+    return max(row.modes, key=lambda mode: row.modes[mode], default=row.setting.compute)
+
+
+def _shown(row: Row, name: str, snr: str) -> list[str]:
+    _, seconds, memory, _, snr, ran = _cells(row, name, snr)
+    return [name, seconds + spread_text(row), memory, snr, ran]
+
+
+def spread_text(row: Row) -> str:
+    """Write how far the timed steps lie from their median, " ±4 %"; empty below 1 %."""
+    share = row.spread / row.seconds if row.seconds else 0.0
+    return f" \u00b1{share:.0%}".replace("%", " %") if share >= 0.01 else ""
 
 
 def _head(found: Measurements) -> list[str]:
@@ -32,7 +66,7 @@ def _table(found: Measurements) -> list[str]:
     front = {row.setting for row in pareto_front(found.rows)}
     rows: list[tuple[str, ...]] = [HEADER]
     for number, row in enumerate(found.rows, 1):
-        rows.append(_cells(row, f"{FRONT if row.setting in front else ' '} {number} {row.setting}", snr_text(row)))
+        rows.append(_cells(row, f"{FRONT if row.setting in front else ' '} {number} {row.names}", snr_text(row)))
     rows.append(_cells(found.reference, f"    {found.reference.setting} (reference)", "-"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER) - 1)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:-1], widths[1:]), row[-1]]) for row in rows]
@@ -86,7 +120,7 @@ def _notes(found: Measurements) -> list[str]:
         else "weights alone: this device does not tell its peak"
     )
     notes = (
-        "s/step: the second of two euler steps; the first, which prepares, is not timed.",
+        "s/step: the median of three euler steps; the first of four, which prepares, is not timed.",
         f"memory: {memory}. as_file: the weights as they are loaded.",
         f"SNR: of the final latent against {found.reference.setting}; 20 dB is an error of 10 %, 30 dB of 3.2 %.",
         f"{FRONT}: no other setting here is as fast, as small and as close.",

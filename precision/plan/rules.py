@@ -168,13 +168,20 @@ def parse(text: str) -> list[Rule]:
     """Read rules, one per line: ``<pattern> <key>=<value> ...  # reason``. Empty lines and comments are skipped.
 
     Raises:
-        RuleError: a line cannot be read.
+        RuleError: lines cannot be read; it is the first one's, and its text has all of them.
     """
-    rules = []
+    rules, wrong = [], []
     for number, line in numbered_lines(text):
         line, _, comment = re.sub(r"(^|\s)#", "\0", line, count=1).partition("\0")
-        if line.strip():
+        if not line.strip():
+            continue
+        try:
             rules.append(_parse_line(number, re.sub(r"\s*=\s*", "=", line).split(), comment.strip()))
+        except RuleError as error:
+            wrong.append(error)
+    if wrong:
+        wrong[0].args = ("\n".join(map(str, wrong)),)
+        raise wrong[0]
     return rules
 
 

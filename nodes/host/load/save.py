@@ -84,8 +84,8 @@ def save_model(
     prompt: dict | None,
     extra: dict | None,
     calibration: Calibration | None = None,
-) -> str:
-    """Save the diffusion model below ComfyUI's output folder and return the file's name there.
+) -> tuple[str, int]:
+    """Save the diffusion model below ComfyUI's output folder and return the file's name there, and its bytes.
 
     Args:
         calibration: of this model; its quantized weights are rounded by it.
@@ -121,7 +121,7 @@ def save_model(
     write_safetensors(path, planned_specs(plans), tensors, metadata, afterwards=card if rounding else None)
     if rounding:
         logger.info("Halfsafe: %s: %s", name, rounding.text())
-    return name
+    return name, path.stat().st_size
 
 
 def _rounding(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import comfy.model_management
@@ -34,6 +35,7 @@ from ..load.models import load_weights
 from ..load.progress import advancing
 from ..load.save import BYPASS, LiveWeights
 from ..lora.unmerged import keep_low_rank_unmerged
+from ..page import tell_progress
 from ..planned import with_compute
 from ..report import report_of
 from ..run.accumulation import with_accumulation
@@ -49,7 +51,7 @@ from .step_timer import StepNotFinite, StepTimer
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-STEPS = 2
+STEPS = 4
 LOADED = "as_file"
 
 
@@ -64,7 +66,7 @@ class Inputs:
 
 
 def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Setting]) -> Measurements:
-    """Sample two steps with each setting and with the reference, the loaded weights computed in fp32.
+    """Sample four steps with each setting and with the reference, the loaded weights computed in fp32.
 
     The model is not changed. Held at once: the loaded model, which ComfyUI keeps in host memory meanwhile, and one
     other, of the setting that is measured. Settings of the weights as loaded need no other. What is on the device is
@@ -80,15 +82,32 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     with compile_disabled(), compiler_off(), torch.no_grad():
         reference = _reference(runner, advancing(bar))
         rows = []
-        for place, setting in enumerate(settings, 1):
+        for place, (setting, *same) in enumerate(_alike(patcher, settings), 1):
             bar.update_absolute(place * STEPS)
-            rows.append(runner.row(setting, advancing(bar)))
+            tell_progress(f"Measuring {setting} ({place} of {len(settings)})")
+            rows.append(replace(runner.row(setting, advancing(bar)), same=same))
     bar.update_absolute(bar.total)
     automatic = _planned(patcher, Setting(LOADED, "auto")).compute.choice.used
     layers = model_facts(patcher).layers
     shape = tuple(inputs.latent["samples"].shape)
     device, name = current_device().label, type(patcher.model).__name__
     return Measurements(device, name, _stored_as(patcher), automatic, layers, shape, inputs.seed, reference, rows)
+
+
+def _alike(patcher: ModelPatcher, settings: Sequence[Setting]) -> list[list[Setting]]:
+    """Group the settings that come to one storage and one arithmetic here."""
+    groups: dict[tuple, list[Setting]] = {}
+    for setting in settings:
+        groups.setdefault(_comes_to(patcher, setting), []).append(setting)
+    return list(groups.values())
+
+
+def _comes_to(patcher: ModelPatcher, setting: Setting) -> tuple:
+    if why_not(setting, current_device()):
+        return (setting,)
+    plan = _planned(patcher, setting)
+    storage = _stored_as(patcher) if plan.storage.used == LOADED else plan.storage.used
+    return storage, plan.compute.choice.used, tuple(sorted(plan.compute.decisions.items()))
 
 
 def _reference(runner: SettingRunner, advance: Callable[[], object]) -> Row:
@@ -146,12 +165,14 @@ def _row(
 ) -> Row:
     report = report_of(model)
     modes = Counter(layer.mode for layer in report.layers if multiplies(layer.cls))
-    seconds = timer.seconds[-1] if len(timer.seconds) == STEPS else None
+    timed = timer.seconds[1:] if len(timer.seconds) == STEPS else []
+    seconds = statistics.median(timed) if timed else None
+    spread = max((abs(one - seconds) for one in timed), default=0.0)
     if seconds is None and not problem:
         text = f"{len(timer.seconds)} of {STEPS} steps called the model: leave step caches out"
         problem = Problem(ProblemKind.STEPS_SKIPPED, text)
     size, sizes = report.model.weight_bytes, report.model.bytes_by_storage
-    return Row(setting, storage, seconds, size, timer.extra_bytes(), snr, sizes, modes, problem)
+    return Row(setting, storage, seconds, size, timer.extra_bytes(), snr, sizes, modes, problem, spread)
 
 
 def _problem_of(error: Exception) -> Problem:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import struct
-import zlib
-from collections.abc import Iterator
 
-import aiohttp
 import pytest
 from safetensors.torch import load_file, save_file
 from setup.comfyui_server import Server, error_text
 from setup.workflow import node
 from support import tiny_models
-
-MODEL = "guarded_overflowing.safetensors"
+from support.guarded_runs import MODEL, brightness, graph, picture, told
 
 
 @pytest.fixture(scope="module")
@@ -23,64 +17,6 @@ def running(server: Server, small_models) -> Server:
     """A server that has a Wan model which overflows in fp16."""
     tiny_models.wan_overflowing(small_models / "diffusion_models" / MODEL)
     return server
-
-
-def graph(on_nan: str, model: str = MODEL, seed: int = 1) -> dict:
-    """A text-to-image prompt in plain fp16 with the guard as node 9 and the report as node 10."""
-    sampled = {"positive": ["4", 0], "negative": ["4", 0], "latent_image": ["5", 0], "seed": seed, "steps": 2, "cfg": 1.0}
-    return {
-        "1": node("HalfsafeLoadDiffusionModel", model_name=model, storage="fp16", compute="fp16"),
-        "9": node("HalfsafeNaNGuard", model=["1", 0], on_nan=on_nan, max_retries=8),
-        "2": node("CLIPLoader", clip_name="clip_l.safetensors", type="sd3"),
-        "3": node("VAELoader", vae_name="wan_vae.safetensors"),
-        "4": node("CLIPTextEncode", clip=["2", 0], text="a lighthouse"),
-        "5": node("EmptyHunyuanLatentVideo", width=64, height=64, length=1, batch_size=1),
-        "6": node("KSampler", model=["9", 0], sampler_name="euler", scheduler="simple", denoise=1.0, **sampled),
-        "7": node("VAEDecode", samples=["6", 0], vae=["3", 0]),
-        "8": node("SaveImage", images=["7", 0], filename_prefix="guarded"),
-        "10": node("HalfsafeReport", model=["9", 0], after=["6", 0]),
-    }
-
-
-def told(server: Server, prompt: dict) -> tuple[list[dict], dict]:
-    """Run a prompt as an open page does: the guard's events it was sent, and the history's entry."""
-    return asyncio.run(_told(server, prompt))
-
-
-async def _told(server: Server, prompt: dict) -> tuple[list[dict], dict]:
-    events = []
-    async with aiohttp.ClientSession() as session, session.ws_connect(f"{server.url}/ws?clientId=page") as socket:
-        async with session.post(f"{server.url}/prompt", json={"prompt": prompt, "client_id": "page"}) as answer:
-            assert answer.status == 200, await answer.text()
-            prompt_id = (await answer.json())["prompt_id"]
-        async for message in _messages(socket):
-            if message["type"] == "halfsafe.guard":
-                events.append(message["data"])
-            elif message["type"] in ("execution_success", "execution_error") and message["data"]["prompt_id"] == prompt_id:
-                break
-    return events, await asyncio.to_thread(server.wait, prompt_id)
-
-
-async def _messages(socket: aiohttp.ClientWebSocketResponse):
-    while True:
-        message = await socket.receive(timeout=120)
-        if message.type == aiohttp.WSMsgType.TEXT:
-            yield json.loads(message.data)
-
-
-def brightness(png: bytes) -> Iterator[int]:
-    """The bytes of a PNG's rows as stored, filters and all: all zero for a black picture."""
-    at, data = 8, b""
-    while at < len(png):
-        (length,) = struct.unpack(">I", png[at : at + 4])
-        data += png[at + 8 : at + 8 + length] if png[at + 4 : at + 8] == b"IDAT" else b""
-        at += 12 + length
-    return iter(zlib.decompress(data))
-
-
-def picture(server: Server, entry: dict) -> bytes:
-    assert entry["status"]["status_str"] == "success", error_text(entry)
-    return server.view(entry["outputs"]["8"]["images"][0])
 
 
 def test_without_the_guard_the_picture_is_black(running: Server) -> None:

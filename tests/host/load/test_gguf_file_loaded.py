@@ -255,7 +255,7 @@ def test_a_saved_model_is_that_of_the_file(comfy, wan_gguf, values):
     from halfsafe.nodes.host.load.save import save_model
     from halfsafe.precision.files.safetensors_file import open_checkpoint
 
-    name = save_model(families.load(comfy, wan_gguf), "diffusion_models/of_gguf", "as_file", rules_from(), None, None)
+    name, _ = save_model(families.load(comfy, wan_gguf), "diffusion_models/of_gguf", "as_file", rules_from(), None, None)
     import folder_paths
 
     saved = load_file(f"{folder_paths.get_output_directory()}/{name}")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from halfsafe.precision.modes import MODES
+from halfsafe.precision.report.result import SENTENCES
 from halfsafe.precision.report.schema import VERDICTS
 
 ROOT = Path(__file__).absolute().parents[3]
@@ -20,7 +21,7 @@ def words_of_the_page() -> set[str]:
     """Texts spelled in the page's code, and those it takes from the server: verdicts, kinds of events, modes, badges."""
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").iterdir() if path.suffix in (".js", ".mjs"))
     verdicts = {verdict.replace("_", " ") for verdict in VERDICTS if verdict != "off"}
-    return set(CALL.findall(code)) | verdicts | KINDS | BADGE_WORDS | {mode.label for mode in MODES.values()}
+    return set(CALL.findall(code)) | verdicts | KINDS | BADGE_WORDS | {*SENTENCES} | {mode.label for mode in MODES.values()}
 
 
 def words_in(language: str) -> dict[str, str]:

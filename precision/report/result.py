@@ -1,0 +1,44 @@
+"""What a node shows of its result: a sentence, a table, the whole text. The page draws it, in its language."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+KEY = "halfsafe_result"
+GOOD, WARN, BAD = "good", "warn", "bad"
+SAVED = "Saved {file}, {size}."
+FINITE = "Finite: no NaN and no Inf."
+NOT_FINITE = "NaN or Inf in {names}."
+CHOSEN = "{chosen} of {free} layers may be in {candidate}: {snr} from the original."
+UNREACHED = "No layer may be in {candidate}: the target of {target} dB cannot be reached."
+BEST = "Best here: {setting}, {seconds} s/step, {memory}, {snr} from fp32."
+NONE_WORKS = "No setting gave a finite result."
+DEVICE = "{device}: auto computes in {compute}. Faster in {fast}."
+DEVICE_PLAIN = "{device}: auto computes in {compute}. 8 bit saves memory, not time."
+SENTENCES = (SAVED, FINITE, NOT_FINITE, CHOSEN, UNREACHED, BEST, NONE_WORKS, DEVICE, DEVICE_PLAIN)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A node's result as the page shows it.
+
+    Args:
+        sentence: of ``SENTENCES``, filled in with ``values``.
+        tone: good, warn or bad.
+        head, rows: a table; ``marked``: the row that matters most, from 0.
+        text: all of it.
+        toast: whether the page tells it as a message too.
+    """
+
+    sentence: str
+    values: Mapping[str, str | int] = field(default_factory=dict)
+    tone: str = GOOD
+    head: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    marked: int | None = None
+    text: str = ""
+    toast: bool = False
+
+    def ui(self) -> dict[str, tuple[str]]:
+        """Make a node's ui output of it, with the text where other packs' viewers look for one."""
+        return {"text": (self.text,), KEY: (json.dumps(asdict(self), allow_nan=False),)}

@@ -1,0 +1,108 @@
+"""What people see of a result: on the node that made it, as a message, in the sidebar; and only in the workflow that ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from browser.comfy_page import ComfyPage
+
+WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "quick-fp8.json"
+TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
+UNDO = "async () => { await app.extensionManager.command.execute('Comfy.Undo'); }"
+TYPES = "() => app.graph.nodes.map((n) => n.type)"
+SENTENCES = "() => [...document.querySelectorAll('.hs-panel .hs-sentence')].map((e) => e.textContent)"
+SEND = """async ([name, detail]) => { const { api } = await import("/scripts/api.js"); api.dispatchCustomEvent(name, detail); }"""
+PUT_RESULTS_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type), put = (type) => { const node = LiteGraph.createNode(type); app.graph.add(node); return node; };
+    const save = put("HalfsafeSaveModel"), measure = put("HalfsafeMeasurePrecisions"), check = put("HalfsafeCheckFinite"), preview = put("PreviewImage"), sampler = of("KSampler");
+    put("HalfsafeDeviceInfo"); of("HalfsafeLoadDiffusionModel").connect(0, save, "model"); of("HalfsafeLoadDiffusionModel").connect(0, measure, "model");
+    sampler.getInputNode(1).connect(0, measure, "positive"); sampler.getInputNode(3).connect(0, measure, "latent_image"); measure.connect(2, preview, "images");
+    measure.widgets.find((w) => w.name === "candidates").value = "as_file/auto\\nas_file/bf16\\nas_file/fp32";
+    sampler.connect(0, check, "value"); check.connect(0, of("VAEDecode"), "samples"); }"""
+
+
+@pytest.fixture
+def small(opened_page: ComfyPage) -> ComfyPage:
+    """The page with the shared workflow and small models."""
+    opened_page.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
+    opened_page.make_small()
+    return opened_page
+
+
+def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, pictures: Path, cell: str) -> None:
+    small.evaluate(PUT_RESULTS_IN)
+    small.load(small.saved())
+    shown = small.record_toasts()
+    small.run()
+    small.page.wait_for_function("() => document.querySelectorAll('.hs-panel .hs-sentence').length === 4")
+    found = small.evaluate(SENTENCES)
+    assert any(text.startswith("Saved diffusion_models/halfsafe") and text.endswith("MiB.") for text in found), found
+    assert any(text.startswith("Best here: ") for text in found) and "Finite: no NaN and no Inf." in found
+    assert any("auto computes in" in text for text in found)
+    assert [toast["summary"].startswith("Halfsafe: Saved diffusion_models/halfsafe") for toast in shown()] == [True]
+    rows = small.evaluate("() => [...document.querySelectorAll('.hs-figures tbody tr')].map((row) => row.cells[0].textContent)")
+    assert len(rows) == 3 and any(" = " in row for row in rows), rows
+    small.zoom_to("HalfsafeMeasurePrecisions", 620, 560)
+    small.screenshot(pictures, f"measured-{cell}")
+    small.zoom_to("HalfsafeDeviceInfo", 620, 560)
+    small.screenshot(pictures, f"device-{cell}")
+
+
+def test_a_cached_save_is_not_told_again(small: ComfyPage) -> None:
+    small.evaluate("""() => { const save = LiteGraph.createNode("HalfsafeSaveModel"); app.graph.add(save);
+        app.graph.nodes.find((n) => n.type === "HalfsafeLoadDiffusionModel").connect(0, save, "model"); }""")
+    small.run()
+    shown = small.record_toasts()
+    small.run()
+    assert shown() == []
+
+
+def test_another_workflow_shows_nothing_of_a_run(small: ComfyPage) -> None:
+    small.add("HalfsafeNaNGuard", "HalfsafeReport")
+    small.evaluate("() => { const [guard, report] = app.graph.nodes; guard.connect(0, report, 'model'); }")
+    guard = small.evaluate("() => String(app.graph.nodes[0].id)")
+    event = {"step": 0, "sigma": 1.0, "layer": "a", "op": "", "kind": "overflow", "from": "fp16", "to": "fp32", "recovered": True}
+    small.send_guard(node_id=guard, prompt_id="elsewhere", workflow="another", message="Overflow.", event=event)
+    assert small.page.locator(".hs-guard .hs-event").count() == 0
+    small.send_guard(node_id=guard, prompt_id="here", workflow=small.evaluate("() => String(app.graph.id)"), message="Overflow.", event=event)
+    assert small.page.locator(".hs-guard .hs-event").count() == 1
+
+
+def test_an_error_is_told_by_its_first_sentence(small: ComfyPage, pictures: Path, cell: str) -> None:
+    shown = small.record_toasts()
+    node = small.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'HalfsafeLoadDiffusionModel').id)")
+    error = {"prompt_id": "bad", "node_id": node, "node_type": "HalfsafeLoadDiffusionModel", "traceback": [], "executed": [], "exception_type": "halfsafe.CheckpointError"}
+    small.evaluate(SEND, ["execution_start", {"prompt_id": "bad"}])
+    small.evaluate(SEND, ["execution_error", {**error, "exception_message": "/models/unet/x.safetensors: the file is cut short. Get it again."}])
+    (toast,) = shown()
+    assert (toast["summary"], toast["detail"]) == ("Halfsafe: x.safetensors: the file is cut short.", "Get it again.")
+    small.evaluate(TAB)
+    small.page.wait_for_selector(".hs-sidebar .hs-error")
+    small.screenshot(pictures, f"sidebar-error-{cell}")
+    assert "x.safetensors: the file is cut short." in small.page.inner_text(".hs-sidebar .hs-error")
+    small.evaluate(TAB)
+    small.evaluate(SEND, ["execution_start", {"prompt_id": "other"}])
+    small.evaluate(SEND, ["execution_error", {**error, "prompt_id": "other", "exception_type": "ValueError", "exception_message": "Not ours."}])
+    assert len(shown()) == 1
+
+
+def test_the_sidebar_greets_and_guards_and_measures_the_open_graph(small: ComfyPage, pictures: Path, cell: str) -> None:
+    small.page.reload()
+    small.wait_ready()
+    small.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
+    small.make_small()
+    before = sorted(small.evaluate(TYPES))
+    small.evaluate(TAB)
+    small.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('auto computes in')")
+    small.screenshot(pictures, f"sidebar-greeting-{cell}")
+    for name, added in (("Guard this workflow", ["HalfsafeAutoPrecision"]), ("Measure my card", ["HalfsafeMeasurePrecisions", "PreviewImage"])):
+        small.page.locator(".hs-sidebar .hs-button", has_text=name).click()
+        assert sorted(small.evaluate(TYPES)) == sorted([*before, *added])
+        if name == "Guard this workflow":
+            linked = small.evaluate("""() => { const one = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision");
+                return [one.inputs.filter((i) => i.link !== null).map((i) => i.name), one.outputs.map((o) => o.links?.length ?? 0)]; }""")
+            assert linked == [["model", "clip", "vae"], [1, 2, 1, 0]]
+        small.evaluate(UNDO)
+        small.page.wait_for_function("(count) => app.graph.nodes.length === count", arg=len(before))
+    small.evaluate(TAB)

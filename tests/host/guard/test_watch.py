@@ -1,0 +1,73 @@
+"""Guards that the page's setting puts into every prompt: what they do, and what stays as it was."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from halfsafe.nodes.host.watch import Watched, with_guards
+from setup.comfyui_server import Server
+from support import tiny_models
+from support.guarded_runs import MODEL, brightness, graph, picture, told
+
+SETTING = "Halfsafe.WatchEveryRun"
+
+
+def unguarded(seed: int = 1) -> dict:
+    prompt = graph("retry_higher", seed=seed)
+    prompt["6"]["inputs"]["model"] = ["1", 0]
+    del prompt["9"], prompt["10"]
+    return prompt
+
+
+@pytest.fixture(scope="module")
+def running(server: Server, small_models) -> Server:
+    """A server that has a Wan model which overflows in fp16."""
+    tiny_models.wan_overflowing(small_models / "diffusion_models" / MODEL)
+    return server
+
+
+@pytest.fixture
+def watching(running: Server):
+    yield lambda value: running.post("/settings", {SETTING: value})
+    running.post("/settings", {SETTING: "off"})
+
+
+def test_every_run_is_guarded_and_pictures_and_history_are_as_asked(running: Server, watching) -> None:
+    watching("retry_higher")
+    prompt = unguarded(seed=41)
+    events, entry = told(running, prompt)
+    assert [event["kind"] for event in events] == ["event", "verdict"] and events[0]["verdict"] == "recovered"
+    png = picture(running, entry)
+    assert max(brightness(png)) > 4
+    assert b"halfsafe_1_0" not in png and b'"6": {' in png
+    assert entry["prompt"][2] == prompt
+
+
+def test_what_ran_already_is_cached_and_off_leaves_the_prompt_alone(running: Server, watching) -> None:
+    watching("retry_higher")
+    told(running, unguarded(seed=42))
+    _, again = told(running, unguarded(seed=42))
+    cached = next(detail["nodes"] for name, detail in again["status"]["messages"] if name == "execution_cached")
+    assert {"1", "6", "7", "8", "halfsafe_1_0"} <= {*cached}
+    watching("off")
+    events, entry = told(running, unguarded(seed=43))
+    assert not events and max(brightness(picture(running, entry))) <= 4
+
+
+def test_report_only_tells(running: Server, watching) -> None:
+    watching("report")
+    events, entry = told(running, unguarded(seed=44))
+    assert events and max(brightness(picture(running, entry))) <= 4
+
+
+def test_guards_stand_where_models_and_vaes_are_used_up_and_never_twice(comfy) -> None:
+    prompt = unguarded()
+    prompt["11"] = {"class_type": "LoraLoaderModelOnly", "inputs": {"model": ["1", 0], "lora_name": "a", "strength_model": 1.0}}
+    prompt["6"]["inputs"]["model"] = ["11", 0]
+    guarded = with_guards(prompt, "report")
+    assert guarded["6"]["inputs"]["model"] == ["halfsafe_11_0", 0] and guarded["11"] == prompt["11"]
+    assert guarded["7"]["inputs"]["vae"] == ["halfsafe_3_0", 0]
+    assert with_guards(guarded, "report") == guarded
+    seen = Watched(prompt, guarded)
+    assert json.loads(json.dumps(seen)) == prompt and seen["6"] == guarded["6"] and "halfsafe_3_0" in seen
