@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -121,7 +122,7 @@ def save_model(
     write_safetensors(path, planned_specs(plans), tensors, metadata, afterwards=card if rounding else None)
     if rounding:
         logger.info("Halfsafe: %s: %s", name, rounding.text())
-    return name, path.stat().st_size
+    return name, os.path.getsize(path)
 
 
 def _rounding(
