@@ -91,7 +91,8 @@ def tell_progress(text: str) -> None:
 
 def _workflow_id() -> str:
     """Return the id of the workflow that the running prompt was queued from; empty where none was sent along."""
-    extra = _running_item()[3] if _running_item() else {}
+    item = _running_item()
+    extra = item[3] if item else {}
     return str(((extra.get("extra_pnginfo") or {}).get("workflow") or {}).get("id") or "")
 
 

@@ -1,8 +1,10 @@
 """Guards put into every prompt that is queued, where the page's setting asks for it."""
 
+import copy
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import folder_paths
 import nodes
@@ -17,11 +19,19 @@ logger = logging.getLogger("halfsafe")
 
 
 class Watched(dict):
-    """A prompt's nodes as they run, by id. Read as a whole, as pictures and the history keep it, it is as asked."""
+    """A prompt's nodes as they run, by id. Read as a whole, as pictures and the history keep it, it is as asked.
+
+    What runs reads ids and single nodes: validate_prompt and PromptExecutor.execute_async in ComfyUI's execution.py
+    (``for x in prompt``, ``prompt[x]``, ``prompt.keys()``), DynamicPrompt in comfy_execution/graph.py, and the caches'
+    keys through it. What is kept goes through :meth:`items`: PromptQueue.get copies the item for the queue's list and
+    the history with copy.deepcopy, which fills a dict subclass's copy from its items, and every save node writes
+    json.dumps, whose C encoder calls them for a subclass. NodeReplaceManager.apply_replacements finds what it replaces
+    by them too, and writes it into what runs alone.
+    """
 
     def __init__(self, asked: dict, running: dict):
         super().__init__(running)
-        self.asked = asked
+        self.asked = copy.deepcopy(asked)
 
     def items(self):
         """List the nodes that were asked for."""
@@ -53,7 +63,7 @@ def with_guards(prompt: dict, on_nan: str) -> dict:
     return running
 
 
-def _guarded(running: dict, prompt: dict, node: dict, value: object, on_nan: str) -> object:
+def _guarded(running: dict, prompt: dict, node: dict, value: Any, on_nan: str) -> Any:
     """Return an input's value, or a link to the guard of what it links to, which is added to ``running``."""
     kind = _kind(prompt, value)
     if kind not in GUARDS or kind in _returned(node) or node["class_type"].startswith(OURS):

@@ -112,7 +112,8 @@ def result_of(analysis: Analysis, text: str) -> Result:
     ]
     head = ("layer", "weight dB", "output dB", "channel dB", "outcome")
     free = len(chosen) + len(analysis.named(KEPT))
-    values = {"chosen": len(chosen), "free": free, "candidate": name, "snr": whole_decibel_text(analysis.snr_db)}
+    values: dict[str, str | int] = {"chosen": len(chosen), "free": free, "candidate": name}
+    values["snr"] = whole_decibel_text(analysis.snr_db)
     if chosen:
         return Result(CHOSEN_SENTENCE, values, head=head, rows=rows, text=text)
     return Result(UNREACHED, {"candidate": name, "target": f"{analysis.target_db:g}"}, WARN, head, rows, text=text)

@@ -40,8 +40,8 @@ def test_every_run_is_guarded_and_pictures_and_history_are_as_asked(running: Ser
     assert [event["kind"] for event in events] == ["event", "verdict"] and events[0]["verdict"] == "recovered"
     png = picture(running, entry)
     assert max(brightness(png)) > 4
-    assert b"halfsafe_1_0" not in png and b'"6": {' in png
-    assert entry["prompt"][2] == prompt
+    assert b"halfsafe_1_0" not in png and b"tEXtprompt\0" + json.dumps(prompt).encode() in png
+    assert json.dumps(entry["prompt"][2]) == json.dumps(prompt)
 
 
 def test_what_ran_already_is_cached_and_off_leaves_the_prompt_alone(running: Server, watching) -> None:

@@ -52,12 +52,12 @@ def measured(comfy, model, *candidates: str, family="wan", **inputs):
 
 
 def final(model, family="wan", seed=1) -> torch.Tensor:
-    """The latent that two steps of ComfyUI's euler sampler end with."""
+    """The latent that ComfyUI's euler sampler ends with after as many steps as are measured."""
     import comfy.sample
 
     start, cond = latent(model)["samples"], families.conditioning(family)
     noise = comfy.sample.prepare_noise(start, seed)
-    return comfy.sample.sample(model, noise, 2, 1.0, "euler", "simple", cond, cond, start, seed=seed)
+    return comfy.sample.sample(model, noise, host.STEPS, 1.0, "euler", "simple", cond, cond, start, seed=seed)
 
 
 class Watched:
@@ -69,7 +69,7 @@ class Watched:
         real = StepTimer.step
 
         def step(timer, executor, model, *args):
-            if not timer.seconds:
+            if len(timer.seconds) != 1:
                 return real(timer, executor, model, *args)
             with MatmulSpy(model.diffusion_model) as spy:
                 result = real(timer, executor, model, *args)
