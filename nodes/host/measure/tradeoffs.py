@@ -107,7 +107,8 @@ def _comes_to(patcher: ModelPatcher, setting: Setting) -> tuple:
         return (setting,)
     plan = _planned(patcher, setting)
     storage = _stored_as(patcher) if plan.storage.used == LOADED else plan.storage.used
-    return storage, plan.compute.choice.used, tuple(sorted(plan.compute.decisions.items()))
+    compute = plan.compute
+    return storage, compute.choice.used, compute.fp8_matmul, tuple(sorted(compute.decisions.items()))
 
 
 def _reference(runner: SettingRunner, advance: Callable[[], object]) -> Row:

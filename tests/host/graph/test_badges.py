@@ -36,10 +36,10 @@ def test_a_file_kept_as_it_is_has_its_real_dtype_on_the_badge(comfy, files):
     assert load(comfy, "as_file", "fp32")[1] == "bf16 \u00b7 fp32"
 
 
-def test_text_encoder_and_vae_say_one_dtype(comfy, files):
+def test_a_text_encoder_says_its_storages_and_a_vae_one_dtype(comfy, files):
     _, clip = run(comfy, "HalfsafeLoadCLIP", clip_name1="badge_clip.safetensors", type="sd3", storage="fp8_e4m3fn", compute="auto")
     _, vae = run(comfy, "HalfsafeLoadVAE", vae_name="badge_vae.safetensors", dtype="fp32")
-    assert (clip, vae) == ("fp8_e4m3fn", "fp32")
+    assert (clip, vae) == ("fp8_e4m3fn + fp16", "fp32")
 
 
 def test_compute_nodes_say_what_they_chose_on_any_model(comfy, files):
