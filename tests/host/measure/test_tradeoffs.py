@@ -130,7 +130,7 @@ def test_the_snr_is_that_of_the_loaders_own_run(comfy, models_dir, family, candi
 
 
 def test_settings_that_come_to_the_same_are_measured_once(comfy, model, path):
-    found, table, *_ = measured(comfy, model, "as_file/bf16", "bf16/bf16", "fp16/bf16")
+    found, *_ = measured(comfy, model, "as_file/bf16", "bf16/bf16", "fp16/bf16")
     assert [row.names for row in found.rows] == ["as_file/bf16 = bf16/bf16", "fp16/bf16"]
     one, other = (final(families.load(comfy, path, storage, "bf16")) for storage in ("as_file", "bf16"))
     assert torch.equal(one, other)
