@@ -31,7 +31,8 @@ def inspection_text(inspection: Inspection) -> str:
 
 def scan_text(scan: Scan) -> str:
     """List problems, then remarks, one line each."""
-    verdict = f"{len(scan.problems)} problems" if scan.problems else "no problem found"
+    count = len(scan.problems)
+    verdict = f"{count} problem{'s' * (count > 1)}" if count else "no problem found"
     lines = [f"{scan.file}: {scan.tensors} tensors, {verdict}"]
     lines += _section("problems", [_line(finding) for finding in scan.problems])
     return "\n".join(lines + _section("remarks", [_line(finding) for finding in scan.remarks]))

@@ -38,7 +38,7 @@ def test_scan_exits_one_on_a_problem(capsys, source, tmp_path):
     assert code == 0 and "no problem found" in out
     save_file({"a.weight": torch.tensor([[float("nan")]])}, tmp_path / "bad.safetensors")
     code, out, _ = run(capsys, "scan", tmp_path / "bad.safetensors")
-    assert code == 1 and "a.weight: 1 of 1 values are NaN" in out
+    assert code == 1 and "1 problem\n" in out and "a.weight: 1 of 1 values are NaN" in out
     code, out, _ = run(capsys, "scan", tmp_path / "bad.safetensors", "--json")
     assert code == 1 and json.loads(out)["problems"][0]["kind"] == "nan"
 
