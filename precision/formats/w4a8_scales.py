@@ -108,7 +108,8 @@ def _relative(scale: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _rounded(values: torch.Tensor) -> torch.Tensor:
-    return values.round_().clamp_(-LARGEST_6_BIT, LARGEST_6_BIT).add_(LARGEST_6_BIT).int()
+    # A weight that holds NaN is refused once it is read whole; a sample of its rows comes here before.
+    return values.round_().clamp_(-LARGEST_6_BIT, LARGEST_6_BIT).nan_to_num_().add_(LARGEST_6_BIT).int()
 
 
 def _nearest_in(levels: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

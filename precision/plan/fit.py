@@ -60,9 +60,11 @@ def fit_layers(
         error: what each layer loses; :func:`predicted` where nothing was measured.
 
     Returns:
-        None where they do not fit.
+        None where they do not fit, or one of them can be held in none of these.
     """
     options = {layer.name: list(_options(layer, formats, error)) for layer in layers}
+    if not all(options.values()):
+        return None
     choices = (choice for choice in (_greedy(options, room), *_uniform(options)) if _bytes(choice) <= room)
     best = min(choices, key=lambda choice: (_cost(choice), _bytes(choice)), default=None)
     if best is None:

@@ -20,7 +20,7 @@ def layers(*modules, largest=FP16_MAX):
     calibration = Calibration()
     calibration.results.allowed = True
     named = enumerate(modules)
-    return calibration, [SafeOperation(m, calibration.scale(f"{i}"), calibration, plain_weights, largest_fp16=largest) for i, m in named]
+    return calibration, [SafeOperation(m, calibration.scale(f"blocks.0.{i}"), calibration, plain_weights, largest_fp16=largest) for i, m in named]
 
 
 def linear(inputs=64, outputs=64, bias=True, scale=1.0):

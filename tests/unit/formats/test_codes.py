@@ -53,6 +53,13 @@ def test_what_is_packed_reads_as_the_numbers_that_were_chosen(storage, shape, ki
     assert kind == "spiky" or relative_error(weight, stored.dequantize(torch.float32)) < ERRORS[storage]
 
 
+@pytest.mark.parametrize("storage", ["int8", "w6a8", "w4a8"])
+def test_rows_that_hold_nan_have_codes_until_they_are_refused(storage):
+    codes, turned = WRITTEN[storage], normal_weight((48, 320))
+    turned[3, 5] = float("nan")
+    assert codes.nearest(turned, codes.prepare(turned))[0].shape == turned.shape
+
+
 @pytest.mark.parametrize("storage", WRITTEN)
 def test_columns_one_by_one_and_in_any_order_have_the_codes_of_the_whole(storage):
     codes = WRITTEN[storage]

@@ -90,6 +90,11 @@ def test_a_storage_that_comfyui_lacks_is_not_chosen():
     assert fit_layers(layers, room, ("int8",)) is None
 
 
+def test_a_layer_that_none_of_them_can_hold_is_no_fit():
+    layers = [LayerSpec("blocks.0", "Linear", (1024, 1024)), LayerSpec("blocks.1", "Linear", (1024, 63))]
+    assert fit_layers(layers, GIB, QUANTIZED_NAMES) is None
+
+
 def test_the_weight_that_comfyui_tells_the_model_by_is_not_packed():
     told, other = (LayerSpec(f"blocks.1.transformer_blocks.0.attn2.to_{kind}", "Linear", (640, 2048)) for kind in "kv")
     room = bytes_in("int8", 640, 2048) + bytes_in("w4a8", 640, 2048)
