@@ -67,7 +67,7 @@ class Calibrate(io.ComfyNode):
                     optional=True,
                     tooltip=(
                         "Where to keep it, below ComfyUI's output folder, for convert --calibration. Empty: nowhere. "
-                        "Up to 3 GB for a large model."
+                        "Up to 4 GB for a large model."
                     ),
                 ),
             ],

@@ -15,7 +15,7 @@ from ..files.safetensors_header import TensorSpec
 from ..files.strict_json import read_object
 from ..files.tensor_file import TensorFile
 from ..text import size_text
-from .products import Products
+from .products import WIDTHS, Products
 
 KEY = "halfsafe_calibration"
 FINGERPRINT = "sha256_of_header_and_4096_bytes_of_each_tensor"
@@ -101,7 +101,8 @@ class Calibration:
         lines = [
             f"Calibration of {self.name} ({self.cls})",
             f"{len(tokens)} layers, {seen}, in {self.calls} model calls of {self.runs} run{'s' * (self.runs != 1)}; "
-            f"{size_text(self.bytes)} in memory, blocks of up to {self.width} inputs.",
+            f"{size_text(self.bytes)} in memory, blocks of up to {self.width} inputs"
+            f"{'' if self.width > WIDTHS[-1] else ': more free host memory gives wider ones, which come closer'}.",
         ]
         if self.sparse:
             lines.append(f"Rounded to nearest, as they saw fewer than {FEWEST} tokens: {_named(self.sparse)}.")

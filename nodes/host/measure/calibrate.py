@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 STEPS = 8
-MOST_MEMORY = 6 << 30
+MOST_MEMORY = 8 << 30
 
 
 def calibrate_model(
@@ -74,7 +74,7 @@ def calibrated_layers(patcher: ModelPatcher) -> dict[str, torch.nn.Module]:
 
 
 def _width(columns: Mapping[str, int], cls: str) -> int:
-    """Return the widest blocks whose sums take no more than half of the free memory, and 6 GiB.
+    """Return the widest blocks whose sums take no more than half of the free memory, and 8 GiB.
 
     Raises:
         MemoryShortage: not even the narrowest fit into the free memory.

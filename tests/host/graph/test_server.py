@@ -132,6 +132,28 @@ def test_a_check_finds_a_stale_step_cache_and_a_cached_prompt_still_tells_it(ser
         server.prompt(graph)
 
 
+def cached_nodes(server: Server, graph: dict) -> set[str]:
+    """Run a prompt, and return the nodes whose results were kept from before."""
+    status = server.wait(server.queue(graph))["status"]
+    assert status["status_str"] == "success", server.log_tail()
+    return {node for kind, data in status["messages"] if kind == "execution_cached" for node in data["nodes"]}
+
+
+def test_a_calibration_is_kept_until_one_of_its_inputs_changes(server: Server) -> None:
+    graph = {name: found for name, found in stock_graph().items() if name in "1245"}
+    graph["5"]["inputs"] |= {"width": 128, "height": 128}
+    graph["11"] = node("HalfsafeCalibrate", model=["1", 0], positive=["4", 0], latent_image=["5", 0], seed=1)
+    graph["12"] = node("HalfsafeSaveModel", model=["1", 0], filename_prefix="kept", storage="int8", calibration=["11", 0])
+    before = len(server.log())
+    assert "11" not in cached_nodes(server, graph)
+    assert {"11", "12"} <= cached_nodes(server, graph)
+    graph["12"]["inputs"]["storage"] = "fp8_e4m3fn"
+    assert {"11", "12"} & cached_nodes(server, graph) == {"11"}
+    assert server.log()[before:].count(" layers rounded by the calibration: error of their results 0.") == 2
+    graph["11"]["inputs"]["seed"] = 2
+    assert not {"11", "12"} & cached_nodes(server, graph)
+
+
 @pytest.fixture
 def control_net(small_models: Path) -> Path:
     return control_files.sd15(small_models / "controlnet" / "control.safetensors")

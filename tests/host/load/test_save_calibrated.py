@@ -1,10 +1,13 @@
 """Models saved with a calibration: closer to the original than rounded to nearest, and read by stock ComfyUI the same."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from halfsafe.precision.errors import HalfsafeError
+from halfsafe.nodes.host.facts.model_facts import held_storages
+from halfsafe.nodes.host.load import save as host
+from halfsafe.precision.errors import HalfsafeError, StorageNotHeld
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.card import card_in
 from halfsafe.precision.formats.checkpoint import read_checkpoint
@@ -103,6 +106,30 @@ def test_a_calibrated_file_is_closer_and_stock_computes_the_same(comfy, calibrat
     assert card["calibration"]["method"] == "GPTQ" and card["calibration"]["layers"] == sum(
         tensors[f"{layer}.weight"].dtype in (torch.int8, torch.float8_e4m3fn) for layer in calibration.layers if calibration.usable(layer)
     )
+
+
+@pytest.mark.parametrize("storage", ["w6a8", "w4a8"])
+def test_low_bits_are_calibrated_or_refused_before_anything_is_written(comfy, calibrated, wan, saved_folder, storage):
+    model, calibration = calibrated
+    if storage not in held_storages():
+        before = {path for path in saved_folder.parent.rglob("*") if path.is_file()}
+        with pytest.raises(StorageNotHeld, match=f"storage={storage}: this ComfyUI does not run .* or use storage=int8"):
+            save_calibrated(comfy, model, calibration, storage, saved_folder)
+        assert {path for path in saved_folder.parent.rglob("*") if path.is_file()} == before
+        return
+    near, found = save(comfy, model, saved_folder, storage), save_calibrated(comfy, model, calibration, storage, saved_folder)
+    exact = denoise(model)
+    assert relative_error(exact, denoise(stock(comfy, found))) < relative_error(exact, denoise(stock(comfy, near)))
+    assert error_of_results(found, wan, calibration) < 0.8 * error_of_results(near, wan, calibration)
+
+
+def test_the_node_says_how_long_it_still_takes(comfy, calibrated, saved_folder, monkeypatch):
+    said = []
+    monkeypatch.setattr(host, "show_progress", said.append)
+    save_calibrated(comfy, *calibrated, "int8", saved_folder)
+    counts = [re.fullmatch(r"(\d+) of (\d+) layers rounded, .+ left", text) for text in said]
+    assert all(counts) and {int(count[2]) for count in counts} == {max(int(count[1]) for count in counts) + 1}
+    assert sorted({int(count[1]) for count in counts}) == list(range(1, len({count[1] for count in counts}) + 1))
 
 
 def test_a_merged_lora_is_what_a_calibration_rounds(comfy, calibrated, saved_folder, lora_file):

@@ -7,6 +7,7 @@ from halfsafe.nodes.host.measure import calibrate as host
 from halfsafe.nodes.host.measure.sampling import sample
 from halfsafe.precision.calibrate.calibration import FEWEST, read_calibration
 from halfsafe.precision.errors import HalfsafeError, MemoryShortage
+from halfsafe.precision.text import size_text
 from safetensors.torch import save_file
 from support import families, tiny_models
 from support.model_files import lora
@@ -63,6 +64,14 @@ def test_the_sums_are_those_of_the_inputs(comfy, model):
     assert products.tokens == len(met) == 8 * 64 and products.left_out == 0
     torch.testing.assert_close(products.blocks[0], met.T @ met, rtol=1e-4, atol=1e-3)
     assert found.calls == host.STEPS and f"{found.calls} model calls of 1 run" in text
+
+
+def test_the_node_says_its_memory_and_each_step(comfy, model, monkeypatch):
+    said = []
+    monkeypatch.setattr(host, "show_progress", said.append)
+    found, _ = calibrated(comfy, model)
+    assert said[0] == f"{len(found.layers)} layers, {size_text(found.bytes)} of host memory for what they meet"
+    assert said[1:] == [f"step {i + 1} of {host.STEPS}" for i in range(host.STEPS)]
 
 
 @pytest.mark.parametrize("family", ["flux", "sd3", "hunyuan_video", "ltxv", "qwen_image"])
