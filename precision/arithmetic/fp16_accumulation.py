@@ -196,4 +196,4 @@ class Fp16AccumulationLinear:
             summand, beta = (weight.new_empty(1), 0) if bias is None else (bias, 1)
             rows = scaled.reshape(-1, weight.shape[1])
             product = torch.addmm(summand, rows, weight.t(), beta=beta, alpha=2.0**self.sums.exponent)
-            return product.reshape(*x.shape[:-1], -1)
+            return product.reshape(*x.shape[:-1], weight.shape[0])

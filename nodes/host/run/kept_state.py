@@ -194,14 +194,14 @@ class Walk:
         seen, todo = self._seen, [module]
         while todo:
             one = todo.pop()
-            if not _is_single(type(one)):  # type: ignore[arg-type]
+            if not _is_single(type(one)):
                 self._attributes(one)
             elif "forward" in one.__dict__:
                 self._follow([one.__dict__["forward"]])
             for child in one._modules.values():
                 if child is None or id(child) in seen:
                     continue
-                if child._modules or "forward" in child.__dict__ or not _is_single(type(child)):  # type: ignore[arg-type]
+                if child._modules or "forward" in child.__dict__ or not _is_single(type(child)):
                     seen.add(id(child))
                     todo.append(child)
 
@@ -304,7 +304,7 @@ class Walk:
         """Leave what keeps no state of a call, or none that can be reached."""
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _step_of(cls: Any) -> Callable[[Walk, Any], None]:
     """Return how a walk looks at instances of a class."""
     table: list[tuple[Any, Callable]] = [
@@ -329,8 +329,7 @@ def _step_of(cls: Any) -> Callable[[Walk, Any], None]:
     return found or (Walk.nothing if _is_of_framework(cls.__module__) else Walk.instance)
 
 
-@functools.cache
-def _is_single(cls: Any) -> bool:
+def _is_single(cls: type) -> bool:
     """Tell whether a module of this class keeps nothing of its own: a layer or a container of torch's or ComfyUI's."""
     return _is_of_framework(cls.__module__)
 
@@ -379,7 +378,7 @@ def _of_core() -> frozenset[str]:
     return OF_TORCH | core_writes()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _slots_of(cls: Any) -> dict[str, types.MemberDescriptorType]:
     own = (item for one in reversed(cls.__mro__) if "__slots__" in vars(one) for item in vars(one).items())
     return {name: slot for name, slot in own if isinstance(slot, types.MemberDescriptorType)}

@@ -40,6 +40,14 @@ def half_linear(weight, bias=None):
     return module
 
 
+def test_a_scaled_layer_takes_an_input_without_rows():
+    """An expert that no token reaches."""
+    operation, sums, calibration = bounded(half_linear(torch.full((4, 512), 60.0), torch.zeros(4)))
+    calibration.run(lambda: operation(torch.full((2, 512), 30.0).half()))
+    assert sums.proven and sums.scales
+    assert calibration.run(lambda: operation(torch.zeros(0, 512).half())).shape == (0, 4)
+
+
 def fp16_sums(products, group):
     """Partial sums along the last axis as an fp16 accumulator keeps them, ``group`` exact products at a time."""
     pad = -products.shape[-1] % group
