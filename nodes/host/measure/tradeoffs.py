@@ -1,4 +1,4 @@
-"""Measure settings on a model in ComfyUI: two sampler steps for each, on weights made from those in memory."""
+"""Measure settings on a model in ComfyUI: four sampler steps for each, on weights made from those in memory."""
 
 from __future__ import annotations
 
