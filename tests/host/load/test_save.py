@@ -1,7 +1,6 @@
 """Saved models: stock ComfyUI computes the very same with them, LoRAs are merged, and a failure leaves no file."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,46 +13,7 @@ from safetensors.torch import load_file, save_file
 from support import model_files, tiny_models
 from support.denoise import denoise
 from support.measures import relative_error
-
-LAYER, KEPT = "blocks.0.ffn.0", "text_embedding.0"
-
-
-@pytest.fixture(scope="module")
-def saved_folder(comfy):
-    """output/diffusion_models, which ComfyUI's main program adds to the folders it looks in."""
-    import folder_paths
-
-    folder = Path(folder_paths.get_output_directory()) / "diffusion_models"
-    folder_paths.add_model_folder_path("diffusion_models", str(folder))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def lora_file(models_dir):
-    path = models_dir / "loras" / "wan-lora.safetensors"
-    save_file(model_files.lora({LAYER: (1024, 256), KEPT: (256, 4096)}, size=0.1), path)
-    return path
-
-
-def load(comfy, name, storage="fp8_e4m3fn", compute="fp32", rules=None):
-    return comfy.run("HalfsafeLoadDiffusionModel", model_name=name, storage=storage, compute=compute, rules=rules)[0]
-
-
-def save(comfy, model, folder, storage="as_file", rules=None, prefix="diffusion_models/saved"):
-    node = comfy.nodes["HalfsafeSaveModel"].PREPARE_CLASS_CLONE(None)
-    (name,) = node.execute(model, prefix, storage, rules).args
-    return folder.parent / name
-
-
-def stock(comfy, path, compute=torch.float32):
-    """A saved file through stock UNETLoader and stock ModelComputeDtype."""
-    (model,) = comfy.core["UNETLoader"]().load_unet(path.name, "default")
-    model.set_model_compute_dtype(compute)
-    return model
-
-
-def with_lora(comfy, model, file, strength=1.0):
-    return comfy.core["LoraLoaderModelOnly"]().load_lora_model_only(model, file.name, strength)[0]
+from support.saved_models import KEPT, LAYER, load, save, stock, with_lora
 
 
 @pytest.mark.parametrize("storage", ["fp8_e4m3fn", "fp8_e5m2"])
