@@ -36,7 +36,7 @@ CALIBRATING = {
     "arithmetic/attention._in_first_mode_that_fits", "arithmetic/attention._rather_smoothed",
 }  # fmt: skip
 IN_A_CHECK = {"guard/drift"}
-AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/transfers", "guard/escalation._numbers", "guard/finite", "run/kept_state._as_left"}
+AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/transfers", "guard/escalation._numbers", "guard/finite", "run/left_behind"}
 ONCE_PER_DEVICE = {"devices/probes"}
 HOST_MEMORY = {"precision/amax._fp8_amax", "precision/amax.host_amax", "formats/stored_weight.amax", "formats/gguf_weight", "formats/checkpoint._check_finite", "formats/checkpoint._scale"}
 ANALYSIS = {"analysis/session", "analysis/layer_error", "analysis/candidates", "formats/quantize"}

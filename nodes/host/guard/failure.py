@@ -19,7 +19,7 @@ from ..facts.layers import top_level_parts
 from ..run.attention import OVERRIDE, overridden
 from ..run.call import Call
 from ..run.execution import is_compiled
-from ..run.kept_state import LeftBehind
+from ..run.left_behind import LeftBehind
 from .causes import LoadedWeights, call_inputs, call_patches, without_patches
 from .escalation import EscalatedLayers, RangeObserver
 from .host_call import HostCall

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import types
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import numpy
 import torch
 
-OURS = __name__.partition(".nodes.")[0]
+from .origins import OURS, Code, pack_and_node
+
 ABSENT = object()
 CELL = {"cell_contents": vars(types.CellType)["cell_contents"]}
 OF_CLASSES = (
@@ -141,37 +143,82 @@ class Tensors(Place):
 
 
 class RandomNumbers(Place):
-    """A generator of random numbers."""
+    """A generator of random numbers of torch, Python or numpy."""
 
-    def read(self) -> torch.Tensor:
-        return self.owner.get_state()
+    def read(self) -> Any:
+        if isinstance(self.owner, numpy.random.Generator):
+            return self.owner.bit_generator.state
+        return getattr(self.owner, self._name("get"))()
 
-    def write(self, held: torch.Tensor) -> None:
-        self.owner.set_state(held)
+    def write(self, held: Any) -> None:
+        if isinstance(self.owner, numpy.random.Generator):
+            self.owner.bit_generator.state = held
+        else:
+            getattr(self.owner, self._name("set"))(held)
+
+    def _name(self, verb: str) -> str:
+        return f"{verb}state" if isinstance(self.owner, random.Random) else f"{verb}_state"
 
     def values(self) -> list:
         return []
 
-    def replace(self, held: torch.Tensor, present: Any = ABSENT) -> None:
-        if present is not ABSENT:
-            self.write(held)
+    def restore(self) -> None:
+        self.write(self.kept)
+
+    def replace(self, held: Any, present: Any = ABSENT) -> None:
+        """Leave them: they have no dtype."""
 
 
-class Generated(Place):
-    """A suspended generator of Python, which nothing can put back."""
+class Advancing(Place):
+    """A generator or another iterator of Python's own, which nothing can put back.
 
-    def read(self) -> list:
-        frame = self.owner.gi_frame
-        return [frame and frame.f_lasti, *(frame.f_locals.values() if frame else ())]
+    Args:
+        keeper: the code of a pack that keeps it.
+    """
+
+    def __init__(self, owner: Iterator, keeper: Code | None):
+        self._alive: list = []
+        self._keeper = keeper
+        super().__init__(owner)
 
     @property
     def name(self) -> str:
-        """Its name."""
-        return self.owner.__qualname__
+        """Its name, with its pack and node."""
+        own = self.owner.__qualname__ if isinstance(self.owner, types.GeneratorType) else type(self.owner).__qualname__
+        of = pack_and_node(self.owner, self._keeper)
+        return f"{own} ({of})" if of else own
+
+    def read(self) -> list:
+        return list(self._position(self.owner))
+
+    def _position(self, value: Any) -> Iterator[object]:
+        """Yield what tells how far an iterator is, and those it reads from."""
+        if isinstance(value, types.GeneratorType):
+            frame = value.gi_frame
+            yield frame and frame.f_lasti
+            for local in frame.f_locals.values() if frame else ():
+                self._alive.append(local)
+                yield id(local)
+        elif isinstance(value, Iterator):
+            try:
+                yield from self._position(value.__reduce_ex__(2))
+            except TypeError:  # one that cannot be copied, such as a memoryview's, and from Python 3.14 on of itertools
+                yield object()
+        elif isinstance(value, tuple):
+            for part in value:
+                yield from self._position(part)
+        else:
+            yield value if type(value) in (int, float, complex, bool) else len(value) if type(value) is list else None
+
+    def values(self) -> list:
+        return []
 
     def has_advanced(self) -> bool:
-        """Tell whether it was advanced since."""
-        return [id(value) for value in self.kept] != [id(value) for value in self.read()]
+        """Tell whether it was advanced since, or may have been."""
+        return self.kept != self.read()
+
+    def restore(self) -> None:
+        """Leave it as it is."""
 
     def replace(self, held: list, present: Any = ABSENT) -> None:
         """Leave it as it is."""

@@ -10,41 +10,35 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import sys
-import sysconfig
 import threading
 import types
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import comfy.model_management
 import numpy
 import torch
 
 from ..core import core_writes
 from .kept_places import (
     CELL,
-    OURS,
+    Advancing,
     Attributes,
     ClassData,
-    Generated,
     Names,
     Place,
     RandomNumbers,
     Sequence,
     Tensors,
 )
+from .origins import OURS, Code, is_of_framework, is_of_pack, keeper_of
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
 
-COMFYUI = Path(comfy.model_management.__file__).parents[1]
-PACKS = COMFYUI / "custom_nodes"
-LIBRARIES = tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-FRAMEWORK = frozenset({"torch", "numpy", "comfy", *sys.stdlib_module_names})
 OF_TORCH = frozenset(vars(torch.nn.Module())) - {"forward"}
 OF_PYTHON = frozenset({"__path__", *(name for name in vars(types) if name.startswith("__"))})
 PLAIN = frozenset(
@@ -53,9 +47,10 @@ PLAIN = frozenset(
         *(torch.dtype, torch.device, torch.Size, torch.layout, torch.nn.Parameter),
     }
 )
+RANDOM = (random.Random, numpy.random.RandomState, numpy.random.Generator, torch.Generator)
+GLOBAL_RANDOM_NUMBERS = (random.random.__self__, numpy.random.rand.__self__)
 MOST = 4096
 """Larger containers, such as vocabularies, are put back, but what is in them is not looked at."""
-NARROW = (torch.float16, torch.bfloat16)
 
 
 class KeptState:
@@ -86,8 +81,8 @@ class KeptState:
                 place.restore()
 
     def lost(self) -> list[str]:
-        """Name what has changed since and cannot be put back."""
-        return [place.name for place in self.places if isinstance(place, Generated) and place.has_advanced()]
+        """Name what has changed since and cannot be put back, with the pack or node that keeps it."""
+        return [place.name for place in self.places if isinstance(place, Advancing) and place.has_advanced()]
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -96,46 +91,6 @@ class KeptState:
             yield
         finally:
             self.restore()
-
-
-class LeftBehind:
-    """The dtypes of what a call has left, without the tensors: by shape, of those that ``before`` did not have."""
-
-    def __init__(self, before: KeptState, model: BaseModel, options: dict):
-        self._known = {id(tensor) for place in before.places for tensor in _floats(place.values())}
-        self._before, self._model, self._options = before, model, options
-        self._dtypes = Counter((tensor.shape, tensor.dtype) for _, tensor in self._new())
-
-    def _new(self) -> Iterator[tuple[Place, torch.Tensor]]:
-        for place in KeptState(self._model, self._options, 0).places:
-            yield from ((place, tensor) for tensor in _floats(place.values()) if id(tensor) not in self._known)
-
-    def give_dtypes(self) -> None:
-        """Cast what a repeat in fp32 has left to the 16 bits in which the call itself left tensors of that shape.
-
-        What is too large for those stays.
-        """
-        for place in {id(place): place for place, _ in self._new()}.values():
-            held = place.kept.items() if isinstance(place.kept, dict) else enumerate(place.kept)
-            cast = {key: self._as_left(value) for key, value in held}
-            place.replace(cast if isinstance(place.kept, dict) else list(cast.values()))
-
-    def _as_left(self, value: object) -> object:
-        if type(value) is tuple:
-            return tuple(map(self._as_left, value))
-        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or id(value) in self._known:
-            return value
-        left = [dtype for dtype in (torch.float32, *NARROW) if self._dtypes[value.shape, dtype]]
-        fits = len(left) == 1 and value.numel() and bool(value.abs().amax() <= torch.finfo(left[0]).max)
-        return value.to(left[0]) if fits else value
-
-
-def _floats(values: Iterable) -> Iterator[torch.Tensor]:
-    for value in values:
-        if type(value) is tuple:
-            yield from _floats(value)
-        elif isinstance(value, torch.Tensor) and value.is_floating_point():
-            yield value
 
 
 class Walk:
@@ -148,12 +103,14 @@ class Walk:
         self._seen: set[int] = set()
         self._classes: set[type] = set()
         self._alive: list[object] = []
-        self._todo: list[object] = []
+        self._todo: list[tuple[object, Code | None]] = []
         self._met: list[dict] = []
+        self._keeper: Code | None = None
 
     def model(self, model: BaseModel, options: dict) -> None:
         """Walk from a model and its ``transformer_options``, whose own tensors are inputs."""
         patcher = model.current_patcher
+        self._follow(GLOBAL_RANDOM_NUMBERS)
         self._follow(value for value in options.values() if not isinstance(value, torch.Tensor))
         self._follow(patcher.model_options.values() if patcher is not None else ())
         self._add(Names(vars(model), _of_core()))
@@ -161,27 +118,29 @@ class Walk:
         self._finish()
         self.keepers = {keeper_of(names["__name__"]) for names in self._met}
         while self._met:
-            self._add(Names(self._met.pop(), OF_PYTHON))
+            names = self._met.pop()
+            self._keeper = Code(names["__name__"])
+            self._add(Names(names, OF_PYTHON))
             self._finish()
 
     def _finish(self) -> None:
         while self._todo:
-            value = self._todo.pop()
+            value, self._keeper = self._todo.pop()
             _step_of(type(value))(self, value)  # type: ignore[arg-type]
 
     def _is_of_pack_here(self, module: str) -> bool:
         """Tell whether a module is of a pack with code on the model; others are met in registries of nodes or routes,
         which packs import."""
-        return _is_of_pack(module) and (not self.keepers or keeper_of(module) in self.keepers)
+        return is_of_pack(module) and (not self.keepers or keeper_of(module) in self.keepers)
 
     def _follow(self, values: Iterable[object]) -> None:
-        """Look at values later, each once."""
+        """Look at values later, each once, as kept by what is looked at now."""
         seen = self._seen
         for value in values:
             if type(value) not in PLAIN and id(value) not in seen:
                 seen.add(id(value))
                 self._alive.append(value)
-                self._todo.append(value)
+                self._todo.append((value, self._keeper))
 
     def _add(self, place: Place) -> None:
         self.places.append(place)
@@ -206,11 +165,13 @@ class Walk:
                     todo.append(child)
 
     def _attributes(self, module: torch.nn.Module) -> None:
-        cls = type(module)
+        cls, around = type(module), self._keeper
+        self._kept_by(cls.__module__, cls.__qualname__)
         self._class(cls)
         self._add(Names(module.__dict__, _of_core()))
-        if module._buffers and _is_of_pack(cls.__module__):
+        if module._buffers and is_of_pack(cls.__module__):
             self._add(Names(module._buffers))
+        self._keeper = around
 
     def mapping(self, mapping: dict) -> None:
         """Look at a dict, or one with weak keys or values."""
@@ -229,7 +190,7 @@ class Walk:
 
     def _own(self, container: object) -> None:
         """Look at the attributes of a container of an own class."""
-        if not _is_of_framework(type(container).__module__):
+        if not is_of_framework(type(container).__module__):
             self.instance(container)
 
     def tensor(self, tensor: Any) -> None:
@@ -237,17 +198,18 @@ class Walk:
         if _may_be_written(tensor) and (self._largest is None or tensor.nbytes <= self._largest):
             self.places.append(Tensors(tensor))
 
-    def random(self, generator: torch.Generator) -> None:
+    def random(self, generator: Any) -> None:
         """Look at a generator of random numbers."""
         self.places.append(RandomNumbers(generator))
 
-    def generated(self, generator: types.GeneratorType) -> None:
-        """Look at a suspended generator."""
-        self.places.append(Generated(generator))
+    def advancing(self, iterator: Iterator) -> None:
+        """Look at a generator or another iterator of Python's own."""
+        self.places.append(Advancing(iterator, self._keeper))
 
     def function(self, function: types.FunctionType) -> None:
         """Look at a function's closure, defaults and attributes, and at its module's data where that is of a pack."""
         name = function.__module__ or ""
+        self._kept_by(name, function.__qualname__)
         if name.startswith(OURS) or name.partition(".")[0] == "torch":
             return
         for cell in function.__closure__ or ():
@@ -255,9 +217,14 @@ class Walk:
                 self._seen.add(id(cell))
                 self._add(Attributes(cell, CELL))
         self._follow([*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()])
-        if function.__dict__ or _is_of_pack(name):
+        if function.__dict__ or is_of_pack(name):
             self._add(Place(function.__dict__))
         self._globals(function.__globals__)
+
+    def _kept_by(self, module: str, name: str) -> None:
+        """Take what is found from here on as kept by this function or class, where it is a pack's."""
+        if is_of_pack(module):
+            self._keeper = Code(module, name)
 
     def _globals(self, names: dict) -> None:
         module = names.get("__name__", "")
@@ -275,6 +242,7 @@ class Walk:
 
     def instance(self, instance: object) -> None:
         """Look at an instance's attributes and its class."""
+        self._kept_by(type(instance).__module__, type(instance).__qualname__)
         self._class(type(instance))
         if type(instance).__dictoffset__:
             self._add(Names(instance.__dict__))
@@ -317,59 +285,24 @@ def _step_of(cls: Any) -> Callable[[Walk, Any], None]:
         (types.FunctionType, Walk.function),
         (types.MethodType, Walk.method),
         (functools.partial, Walk.partial),
-        (types.GeneratorType, Walk.generated),
-        (torch.Generator, Walk.random),
+        (types.GeneratorType, Walk.advancing),
+        (random.SystemRandom, Walk.nothing),
+        (RANDOM, Walk.random),
         (type, Walk.class_),
         (types.ModuleType, Walk.module_data),
         ((types.SimpleNamespace, threading.local), Walk.instance),
     ]
     if cls.__module__.startswith(OURS):
         return Walk.nothing
+    if issubclass(cls, Iterator) and cls.__module__ in ("builtins", "itertools"):
+        return Walk.advancing
     found = next((step for kinds, step in table if issubclass(cls, kinds)), None)
-    return found or (Walk.nothing if _is_of_framework(cls.__module__) else Walk.instance)
+    return found or (Walk.nothing if is_of_framework(cls.__module__) else Walk.instance)
 
 
 def _is_single(cls: type) -> bool:
     """Tell whether a module of this class keeps nothing of its own: a layer or a container of torch's or ComfyUI's."""
-    return _is_of_framework(cls.__module__)
-
-
-@functools.cache
-def _is_of_framework(module: str) -> bool:
-    """Tell whether a module is Python's, torch's, numpy's, ours, or ComfyUI's other than its models' code and its
-    extra nodes."""
-    root = module.partition(".")[0]
-    if module.startswith(("comfy.ldm.", "comfy_extras.")):
-        return False
-    if root in FRAMEWORK or module.startswith(OURS):
-        return True
-    file = _file_of(module)
-    return file is not None and file.is_relative_to(COMFYUI) and not _is_outside_of_core(file)
-
-
-@functools.cache
-def _is_of_pack(module: str) -> bool:
-    """Tell whether a module's own data may be state of a call: that of packs and of ComfyUI's extra nodes."""
-    file = _file_of(module)
-    in_library = file is not None and any(file.is_relative_to(folder) for folder in LIBRARIES)
-    return not (in_library or module.startswith("comfy.ldm.") or _is_of_framework(module))
-
-
-def _is_outside_of_core(file: Path) -> bool:
-    return file.is_relative_to(PACKS) or any(file.is_relative_to(folder) for folder in LIBRARIES)
-
-
-def _file_of(module: str) -> Path | None:
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return Path(file) if file else None
-
-
-@functools.cache
-def keeper_of(module: str) -> str:
-    """Name the pack of a module: its folder in ``custom_nodes``, else the first part of the module's name."""
-    parts = Path(_file_of(module) or "").parts
-    packs = [index for index, part in enumerate(parts) if part == PACKS.name]
-    return parts[packs[-1] + 1] if packs and len(parts) > packs[-1] + 1 else module.rpartition("/")[2].partition(".")[0]
+    return is_of_framework(cls.__module__)
 
 
 @functools.cache
