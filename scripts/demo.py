@@ -19,6 +19,7 @@ from setup.progress import stage as told
 from setup.workflow import WorkflowError, ask_for, bypass, shrink, small_file, substitute_files, to_prompt, written_back
 
 MODELS = {"model_name": "diffusion_models", "clip_name1": "text_encoders", "vae_name": "vae"}
+STOCK_NAMES = {"unet_name": "model_name", "clip_name": "clip_name1"}  # of the same files in ComfyUI's own loaders
 SHAPES = ROOT / "tests" / "support" / "shapes.py"
 OVERFLOWING = "shapes_overflowing.safetensors"
 GUARDS = ("HalfsafeNaNGuard", "HalfsafeGuardVAE")
@@ -38,11 +39,11 @@ class Scene:
     bypassed: tuple[str, ...] = ()
 
 
-QUICK = Scene("picture", "quick-fp8: the model in scaled fp8", "quick-fp8")
+QUICK = Scene("picture", "the model in scaled fp8", "Halfsafe 3 - Half the memory")
 STORY = (
-    Scene("fp16", "a model that overflows in fp16, unguarded", "black-image-rescue", True, GUARDS),
-    Scene("fp16_guarded", "the same, with NaN Guard", "black-image-rescue", True),
-    Scene("fp16_safe", "the same in fp16_safe, which cannot overflow", "old-gpu-without-bf16", True),
+    Scene("fp16", "a model that overflows in fp16, unguarded", "Halfsafe 2 - Find the layer that turns black", True, GUARDS),
+    Scene("fp16_guarded", "the same, with NaN Guard", "Halfsafe 2 - Find the layer that turns black", True),
+    Scene("fp16_safe", "the same in fp16_safe, which cannot overflow", "Halfsafe 4 - Old GPU without bf16", True),
 )
 
 
@@ -75,7 +76,7 @@ def _demo(options: argparse.Namespace, environment: Environment) -> int:
     real = {"model_name": options.model, "clip_name1": options.clip, "vae_name": options.vae}
     with tempfile.TemporaryDirectory(prefix="halfsafe-demo-", ignore_cleanup_errors=True) as folder:
         base = make_base_directory(Path(folder), ROOT, copied=options.serve)
-        files = {name: _provide_model(environment, base, name, real[name]) for name in MODELS}
+        files = _provide_models(environment, base, real)
         device = accelerator(environment.python)
         server = Server(environment.comfyui, base, python=environment.python, cpu=device == "cpu")
         with contextlib.ExitStack() as scopes:
@@ -89,6 +90,12 @@ def _demo(options: argparse.Namespace, environment: Environment) -> int:
             if options.serve:
                 _serve(stage, base)
     return 0 if shown else 1
+
+
+def _provide_models(environment: Environment, base: Path, real: dict[str, Path | None]) -> dict[str, str]:
+    """Input name -> file name of every model, as Halfsafe's loaders and ComfyUI's own call their inputs."""
+    files = {name: _provide_model(environment, base, name, file) for name, file in real.items()}
+    return files | {stock: files[name] for stock, name in STOCK_NAMES.items()}
 
 
 def _provide_model(environment: Environment, base: Path, name: str, real: Path | None) -> str:
@@ -201,10 +208,10 @@ def _write(path: Path, data: bytes) -> Path:
 def _serve(stage: Stage, base: Path) -> None:
     """Leave the page open, its templates filled with this demo's models so that Run works as they are."""
     templates = base / "custom_nodes" / PACK_NAME / "workflows"
-    for path in templates.glob("*.json"):
+    for path in templates.glob("Halfsafe [0-9]*.json"):  # the others are of models that this demo has no small one of
         path.write_text(json.dumps(_filled(stage, path)), encoding="utf-8")
     print(
-        f"ComfyUI is open at {stage.server.url}. Its templates, under {PACK_NAME}, have the demo's models: open one and press Run. "
+        f"ComfyUI is open at {stage.server.url}. Its templates Halfsafe 1 to 9, under {PACK_NAME}, have the demo's models: open one and press Run. "
         "Ctrl-C stops it.",
         flush=True,
     )

@@ -1,4 +1,4 @@
-"""Take the README's pictures of ComfyUI's page: the graph, the report, a toast and the sidebar, after a real run that overflows.
+"""Take the README's pictures of ComfyUI's page: the graph, the report, a toast and the sidebar after a real run that overflows, and one click of the sidebar.
 
     COMFYUI_DIR=<folder> HALFSAFE_FRONTEND=<folder> CHROMIUM=<program> .venv/bin/python scripts/assets/page_pictures.py
 
@@ -8,6 +8,7 @@ The variables are those of the browser tests; `scripts/test.py` says how they ar
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import tempfile
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 Image = shapes.Image
-WORKFLOW, ASKED = "black-image-rescue", "a red heart"
+GUARDED = "Halfsafe 1 - Fix black images"
+WORKFLOW, ASKED = "Halfsafe 2 - Find the layer that turns black", "a red heart"
 VIEW = {"width": 1840, "height": 1000}
 SETTINGS = {"Comfy.Minimap.Visible": False, "Comfy.Graph.CanvasMenu": False, "Comfy.RightSidePanel.IsOpen": False}
 REPORT, REPORT_SIZE, MARGIN = "HalfsafeReport", (588, 690), 12
@@ -45,9 +47,13 @@ class Box:
     height: float
 
 
+GESTURE = Box(0, 38, 1300, 860)
+
+
 def main() -> None:
     with open_studio("halfsafe", ["--front-end-root", os.environ["HALFSAFE_FRONTEND"]]) as studio, _chromium() as browser:
         _take_graph(studio, browser)
+        _take_gesture(studio, browser)
         for theme in ("dark", "light"):
             _take_report(studio, browser, theme)
 
@@ -77,6 +83,46 @@ def _take_graph(studio: Studio, browser: Browser) -> None:
     page.page.wait_for_timeout(6000)
     page.evaluate(SHOW_GRAPH)
     _save(page, Box(60, 44, 1780, 720), "graph")
+
+
+def _take_gesture(studio: Studio, browser: Browser) -> None:
+    """One click of the sidebar on a workflow of ComfyUI's own nodes, as a moving picture."""
+    page = _open(studio, browser, _without_the_node(studio.workflow(GUARDED, ASKED)), False, "dark", 1)
+    page.evaluate(TOGGLE_TAB)
+    button = page.page.locator(".hs-actions button", has_text="Guard this workflow")
+    button.wait_for()
+    page.page.wait_for_timeout(2500)
+    page.evaluate("() => { const { ds } = app.canvas; ds.scale = 0.58; ds.offset[0] = 440; ds.offset[1] = 180; app.canvas.setDirty(true, true); }")
+    frames = [_frame(page)]
+    button.hover()
+    frames.append(_frame(page))
+    button.click()
+    frames.append(_frame(page))
+    path = IMAGES / "guard.webp"
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=[1600, 1200, 3200], loop=0, quality=80, method=6)
+    print(f"{path.relative_to(ROOT)}: {frames[0].width} x {frames[0].height}, {path.stat().st_size} bytes", flush=True)
+
+
+def _without_the_node(workflow: dict) -> dict:
+    """The workflow without its Halfsafe node: what was connected to it goes on to where it led."""
+    (node,) = [node for node in workflow["nodes"] if node["type"] == "HalfsafeAutoPrecision"]
+    origins = {link[0]: link[1:3] for link in workflow["links"] if link[3] == node["id"]}
+    before = [origins[slot["link"]] for slot in node["inputs"] if slot["link"]]
+    links = [[link[0], *before[link[2]], *link[3:]] if link[1] == node["id"] else link for link in workflow["links"] if link[3] != node["id"]]
+    others = [one for one in workflow["nodes"] if one is not node and one["type"] != "MarkdownNote"]
+    nodes = [{**one, "outputs": [{**slot, "links": []} for slot in one["outputs"]]} for one in others]
+    for one in nodes:
+        one["pos"] = [one["pos"][0] - (node["size"][0] if one["pos"][0] > node["pos"][0] else 0), one["pos"][1]]
+    by_id = {one["id"]: one for one in nodes}
+    for number, origin, slot, *_ in links:
+        by_id[origin]["outputs"][slot]["links"].append(number)
+    return {**workflow, "nodes": nodes, "links": links}
+
+
+def _frame(page: ComfyPage) -> Image.Image:
+    page.page.wait_for_timeout(900)
+    taken = Image.open(io.BytesIO(page.page.screenshot(clip=vars(GESTURE)))).convert("RGB")
+    return taken.resize((960, round(960 * taken.height / taken.width)), Image.Resampling.LANCZOS)
 
 
 def _take_report(studio: Studio, browser: Browser, theme: str) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).absolute().parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "scripts")]
 
+import thumbnails  # noqa: E402
 from setup.comfyui_server import Server, make_base_directory  # noqa: E402
 from setup.workflow import ask_for, bypass, shrink, small_file, substitute_files, to_prompt, written_back  # noqa: E402
 from support import shapes, tiny_models  # noqa: E402
@@ -27,21 +28,18 @@ IMAGES = ROOT / "docs" / "images"
 OVERFLOWING = "shapes_overflowing.safetensors"
 GUARDS = ("HalfsafeNaNGuard", "HalfsafeGuardVAE")
 SIZE = {"width": shapes.SIZE, "height": shapes.SIZE, "steps": 16}
+FIND = "Halfsafe 2 - Find the layer that turns black"
 SHOWN = (
     "a red circle", "a blue square", "a green triangle", "a yellow star on a black background",
     "a blue star on a pink background", "an orange cross on a grey background", "a yellow circle on a grey background",
     "a green square on a black background", "a purple heart on a pink background", "a red square on a black background",
 )  # fmt: skip
-THUMBNAILS = {
-    "quick-fp8": ["a blue star on a pink background"],
-    "old-gpu-without-bf16": ["a yellow star on a black background"],
-    "ampere-accumulation": ["a blue circle on a grey background"],
-    "analyse-and-save-fp8": ["a green triangle"],
-    "calibrate-and-save": ["an orange heart"],
-    "everything-automatic": [SHOWN[0], SHOWN[1], SHOWN[3], SHOWN[4]],
-    "fp8-against-the-original": ["an orange cross on a grey background"],
-    "which-precision": ["a purple heart on a pink background"],
-}
+SKETCHES = {
+    "5": lambda: thumbnails.bars("which is fastest here?", (("fp32", 1.0, thumbnails.BAD), ("bf16", 0.6, thumbnails.COOL), ("fp8", 0.5, thumbnails.COOL), ("int8", 0.33, thumbnails.GOOD))),
+    "7": lambda: thumbnails.layers("which layers stand fp8?", (0.9, 0.2, 0.15, 0.3, 0.1, 0.72, 0.2, 0.25, 0.12, 0.18, 0.3, 0.22, 0.8), 0.5),
+    "8": lambda: thumbnails.bars("int8, closer to the original", (("nearest", 1.0, thumbnails.BAD), ("calibrated", 0.6, thumbnails.GOOD))),
+    "9": lambda: thumbnails.bars("sums in fp16, where safe", (("fp32 sums", 1.0, thumbnails.COOL), ("fp16 sums", 0.5, thumbnails.GOOD))),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class Studio:
 
     def _prepare(self, name: str, text: str, overflowing: bool, bypassed: tuple[str, ...], changes: dict) -> tuple[dict, dict]:
         def choose(field: str, wanted: str) -> str | None:
-            return OVERFLOWING if overflowing and field == "model_name" else small_file(field, wanted)
+            return OVERFLOWING if overflowing and field in ("model_name", "unet_name") else small_file(field, wanted)
 
         workflow = bypass(json.loads((ROOT / "workflows" / f"{name}.json").read_text(encoding="utf-8")), bypassed)
         prompt = ask_for(substitute_files(to_prompt(workflow, self.info), self.info, choose), text)
@@ -95,25 +93,42 @@ def open_studio(pack_name: str = "Halfsafe-Pack", extra_args: Iterable[str] = ()
 
 
 def _thumbnails(studio: Studio) -> None:
-    for name, texts in THUMBNAILS.items():
-        pictures = [picture for text in texts for picture in studio.draw(name, text)[: 2 if "against" in name else 1]]
-        _save(ROOT / "workflows" / f"{name}.jpg", pictures, 1 if len(pictures) == 1 else 2, 384 // min(len(pictures), 2))
-    story = [studio.draw("black-image-rescue", SHOWN[0], True, bypassed)[0] for bypassed in (GUARDS, ())]
-    _save(ROOT / "workflows" / "black-image-rescue.jpg", story, 2, 256)
+    for path in sorted((ROOT / "workflows").glob("*.json")):
+        target = path.with_suffix(".jpg")
+        _thumbnail(studio, path.stem).save(target, quality=88)
+        print(f"{target.relative_to(ROOT)}: {target.stat().st_size} bytes", flush=True)
+
+
+def _thumbnail(studio: Studio, title: str) -> shapes.Image.Image:
+    """What a workflow shows; what it measures or connects is a sketch."""
+    _, number, *_ = title.split(" ")
+    if number == "with":
+        return thumbnails.chain(title.removeprefix("Halfsafe with "))
+    if number in SKETCHES:
+        return SKETCHES[number]()
+    if number == "6":
+        return thumbnails.pictures(list(zip(studio.draw(title, SHOWN[5]), ("original", "fp8", "difference"), strict=True)))
+    if number == "3":
+        kept = [studio.draw(title, SHOWN[4], storage=storage, compute="bf16")[0] for storage in ("as_file", "fp8_e4m3fn")]
+        return thumbnails.pictures(list(zip(kept, ("16 bits", "8 bits: half"), strict=True)))
+    asked, captions = {"1": (SHOWN[0], ("black", "repaired")), "2": (SHOWN[3], ("which layer?", "found")), "4": (SHOWN[1], ("fp16", "fp16_safe"))}[number]
+    black = studio.draw(FIND, asked, True, GUARDS)[0]
+    right = studio.draw(FIND if number == "1" else title, asked, True)[0]
+    return thumbnails.pictures(list(zip((black, right), captions, strict=True)))
 
 
 def _readme(studio: Studio) -> None:
     grid = [
-        studio.draw("quick-fp8", text, storage=storage, compute=compute)[0]
+        studio.draw("Halfsafe 3 - Half the memory", text, storage=storage, compute=compute)[0]
         for storage, compute in (("as_file", "bf16"), ("fp8_e4m3fn", "bf16"))
         for text in SHOWN
     ]
     _save(IMAGES / "shapes.jpg", grid, len(SHOWN), shapes.SIZE)
     asked = "a blue star on a pink background"
     story = [
-        studio.draw("black-image-rescue", asked, True, GUARDS)[0],
-        studio.draw("black-image-rescue", asked, True)[0],
-        studio.draw("old-gpu-without-bf16", asked, True)[0],
+        studio.draw(FIND, asked, True, GUARDS)[0],
+        studio.draw(FIND, asked, True)[0],
+        studio.draw("Halfsafe 4 - Old GPU without bf16", asked, True)[0],
     ]
     _save(IMAGES / "rescue.jpg", story, 3, 320)
 

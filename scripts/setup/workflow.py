@@ -80,7 +80,8 @@ def substitute_files(prompt: dict, object_info: dict, choose: Callable[[str, str
             if name in options and isinstance(value, str) and value not in options[name]:
                 inputs[name] = _chosen(node["class_type"], name, value, options[name], choose)
         replaced[node_id] = {**node, "inputs": inputs}
-    if not any(str(node["inputs"].get("model_name", "")).startswith("shapes") for node in replaced.values()):
+    models = (str(node["inputs"].get(name, "")) for node in replaced.values() for name in ("model_name", "unet_name"))
+    if not any(model.startswith("shapes") for model in models):
         _pad_clip_l(replaced)
     return replaced
 

@@ -15,7 +15,7 @@ DROP = """(text) => { const files = new DataTransfer(); files.items.add(new File
 
 def test_dropped_workflow_runs_to_a_picture_and_a_report(opened_page: ComfyPage, pictures: Path, cell: str) -> None:
     comfy = opened_page
-    comfy.load(json.loads((WORKFLOWS / "quick-fp8.json").read_text(encoding="utf-8")))
+    comfy.load(json.loads((WORKFLOWS / "Halfsafe 3 - Half the memory.json").read_text(encoding="utf-8")))
     comfy.make_small()
     text = json.dumps(comfy.saved())
     comfy.evaluate("() => app.graph.clear()")

@@ -12,7 +12,7 @@ EVENT = {
     "call": 1, "step": 3, "sigma": 0.7031, "layer": "blocks.0.ffn.2", "op": "", "kind": "overflow", "batch_rows": [0],
     "from": "fp16", "to": "fp16_wide", "recovered": True,
 }  # fmt: skip
-WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "quick-fp8.json"
+WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "Halfsafe 3 - Half the memory.json"
 TOGGLE_TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 PUT_GUARD_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type);
     const loader = of("HalfsafeLoadDiffusionModel"), guard = LiteGraph.createNode("HalfsafeNaNGuard");

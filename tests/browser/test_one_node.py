@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from browser.comfy_page import ComfyPage
 
-WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "quick-fp8.json"
+WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "Halfsafe 3 - Half the memory.json"
 NODE = "HalfsafeAutoPrecision"
 PUT_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type), one = LiteGraph.createNode("HalfsafeAutoPrecision");
     const loader = of("HalfsafeLoadDiffusionModel"), values = { model_name: "wan_overflowing.safetensors", storage: "fp16", compute: "fp16" };

@@ -11,7 +11,7 @@ from halfsafe.precision.plan.rules import parse
 from halfsafe.precision.report.report_rules import rules_text
 from setup.comfyui_server import Server
 
-WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "quick-fp8.json"
+WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "Halfsafe 3 - Half the memory.json"
 ROWS = ".hs-table tbody tr:not(.hs-reason)"
 CELLS = """() => [...document.querySelectorAll(".hs-table tbody tr:not(.hs-reason)")].map((row) => ({
     name: row.querySelector("bdi").textContent, times: Number(row.querySelector(".hs-times")?.textContent.slice(1) ?? 1),

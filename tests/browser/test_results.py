@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from browser.comfy_page import ComfyPage
 
-WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "quick-fp8.json"
+WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "Halfsafe 3 - Half the memory.json"
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 UNDO = "async () => { await app.extensionManager.command.execute('Comfy.Undo'); }"
 TYPES = "() => app.graph.nodes.map((n) => n.type)"

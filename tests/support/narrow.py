@@ -36,4 +36,13 @@ def z_image(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> P
     return _save(path, _shapes_of(_on_meta(NextDiT, **sizes)), dtype, seed, metadata=metadata(sizes, {"dim": 3840}))
 
 
+def krea2(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+    """Write a Krea 2 model with 2 heads of 128 channels instead of 48, and a text width of 128 in 2 layers."""
+    from comfy.ldm.krea2.model import SingleStreamDiT
+
+    sizes = {"txtheads": 1, "txtkvheads": 1, "multiplier": 1}
+    model = _on_meta(SingleStreamDiT, features=256, txtdim=128, heads=2, kvheads=1, layers=2, txtlayers=2, **sizes)
+    return _save(path, _shapes_of(model), dtype, seed, metadata=metadata(sizes))
+
+
 FAMILIES = {"sdxl": sdxl, "qwen_image": qwen_image, "z_image": z_image}

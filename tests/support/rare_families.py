@@ -101,7 +101,7 @@ LOUD = {
     "minimax_h3": {r"^blocks\.1\.mlp\.fc2\.weight": 1e6},
 }
 WIDTH = {"hidream": 64, "ace15": 64, "omnigen2": 64, "pixart": 64, "mochi": 64, "stable_audio": 768, "hunyuan_video15": 64, "ltxav": 32}
-WIDTH |= {"svd": 1024, "cosmos1": 64, "cosmos2": 64, "anima": 1024, "cogvideox": 4096, "kandinsky5": 64, "stable_cascade": 64}
+WIDTH |= {"krea2": 256, "svd": 1024, "cosmos1": 64, "cosmos2": 64, "anima": 1024, "cogvideox": 4096, "kandinsky5": 64, "stable_cascade": 64}
 
 
 def write(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:

@@ -1,17 +1,28 @@
-"""Every shared workflow is queued in a real ComfyUI and draws what it is asked for."""
+"""Every shared workflow opens as ComfyUI's template browser needs it; those of Wan 2.1 draw what they are asked for.
+
+`test_family_workflows.py` runs those of other models.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
-from setup.comfyui_server import Server
+from setup.comfyui_server import MODEL_FOLDERS, Server
 from setup.workflow import ask_for, bypass, shrink, small_file, substitute_files, to_prompt
 from support import shapes
 
-WORKFLOWS = sorted((Path(__file__).absolute().parents[3] / "workflows").glob("*.json"))
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+ROOT = Path(__file__).absolute().parents[3]
+WORKFLOWS = sorted((ROOT / "workflows").glob("*.json"))
+NUMBERED = [path for path in WORKFLOWS if re.match(r"Halfsafe \d - ", path.stem)]
+LOADERS = ("model_name", "unet_name")
+WIDEST = 1900  # graph units: readable at once on a page of 1,920 pixels
 ASKED = shapes.Shape("blue", "star", "pink")
 GUARDS = ("HalfsafeNaNGuard", "HalfsafeGuardVAE")
 OVERFLOWING = "shapes_overflowing.safetensors"
@@ -39,7 +50,7 @@ def draw(server: Server, workflow: dict, overflowing: bool = False) -> list[byte
     info = server.object_info()
 
     def choose(name: str, wanted: str) -> str | None:
-        return OVERFLOWING if overflowing and name == "model_name" else small_file(name, wanted)
+        return OVERFLOWING if overflowing and name in LOADERS else small_file(name, wanted)
 
     prompt = ask_for(substitute_files(to_prompt(workflow, info), info, choose), ASKED.prompt())
     outputs = server.prompt(shrink(prompt, width=shapes.SIZE, height=shapes.SIZE, steps=12), timeout=300)
@@ -47,11 +58,20 @@ def draw(server: Server, workflow: dict, overflowing: bool = False) -> list[byte
     return [server.view(image) for image in saved]
 
 
-def test_there_are_workflows() -> None:
-    assert len(WORKFLOWS) >= 6
+def test_titles_are_numbered_and_sort_by_what_to_open_first() -> None:
+    stems = [path.stem for path in WORKFLOWS]
+    assert [path.stem[9] for path in NUMBERED] == list("123456789")
+    assert all(re.match(r"Halfsafe (\d - |with )\w", stem) for stem in stems)
+    assert stems == sorted(stems, key=str.lower) and stems[: len(NUMBERED)] == [path.stem for path in NUMBERED]
 
 
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflows_are_those_of_their_script(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts" / "assets"), *sys.path])
+    made = importlib.import_module("workflows").made(server.object_info())
+    assert json.loads(json.dumps(made)) == {path.stem: load(path) for path in WORKFLOWS}, "run scripts/assets/workflows.py"
+
+
+@pytest.mark.parametrize("path", NUMBERED, ids=lambda path: path.stem)
 def test_workflow_draws_what_it_is_asked_for(path: Path, studio: Server) -> None:
     pictures = draw(studio, load(path))
     assert pictures, f"{path.name} saved no picture"
@@ -59,12 +79,12 @@ def test_workflow_draws_what_it_is_asked_for(path: Path, studio: Server) -> None
 
 
 def test_overflowing_model_is_black_in_fp16_without_guards(studio: Server) -> None:
-    (picture,) = draw(studio, bypass(named("black-image-rescue"), GUARDS), overflowing=True)
+    (picture,) = draw(studio, bypass(named("Halfsafe 2 - Find the layer that turns black"), GUARDS), overflowing=True)
     assert shapes.read_picture(picture) is None
     assert not shapes.pixels_of(picture).any()
 
 
-@pytest.mark.parametrize("stem", ["black-image-rescue", "old-gpu-without-bf16", "everything-automatic"])
+@pytest.mark.parametrize("stem", ["Halfsafe 2 - Find the layer that turns black", "Halfsafe 4 - Old GPU without bf16", "Halfsafe 1 - Fix black images"])
 def test_overflowing_model_is_rescued(stem: str, studio: Server) -> None:
     (picture,) = draw(studio, named(stem), overflowing=True)
     assert shapes.read_picture(picture) == ASKED
@@ -94,6 +114,34 @@ def test_workflow_has_the_slots_of_this_comfyui(path: Path, server: Server) -> N
             assert slot["name"] in declared, f"{node['type']} has no input {slot['name']}"
         slots = [(slot["type"], slot["name"]) for slot in node["outputs"]]
         assert slots == list(zip(definition["output"], definition["output_name"], strict=True))[: len(slots)], node["type"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_every_file_that_a_workflow_names_can_be_downloaded_from_the_page(path: Path) -> None:
+    for node in load(path)["nodes"]:
+        named = {value for value in node["widgets_values"] if isinstance(value, str) and value.endswith(".safetensors")}
+        offered = {model["name"]: model for model in node["properties"].get("models", [])}
+        assert set(offered) == named, node["type"]
+        for name, model in offered.items():
+            assert re.fullmatch(rf"https://huggingface\.co/[\w./-]+/resolve/main/[\w./-]*{re.escape(name)}", model["url"])
+            assert model["directory"] in MODEL_FOLDERS
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_nodes_say_which_pack_to_install(path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    packs = {(n["type"].startswith("Halfsafe"), n["properties"].get("cnr_id")) for n in load(path)["nodes"] if n["type"] != "MarkdownNote"}
+    assert packs == {(True, project["name"]), (False, "comfy-core")}
+    assert {n["properties"]["ver"] for n in load(path)["nodes"] if n["type"].startswith("Halfsafe")} == {project["version"]}
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_workflow_is_readable_when_opened(path: Path) -> None:
+    nodes = load(path)["nodes"]
+    left, right = min(node["pos"][0] for node in nodes), max(node["pos"][0] + node["size"][0] for node in nodes)
+    assert right - left <= WIDEST
+    (note,) = [node for node in nodes if node["type"] == "MarkdownNote"]
+    assert note["title"] == "Read me" and note["pos"][0] == left
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

@@ -1,7 +1,7 @@
 """Every language says what English says: the same keys, help pages and sections, with the same settings, figures and links.
 
-A language is a folder of `locales/` and needs no code: `nodeDefs.json`, `settings.json` and `main.json` there, `web/docs/<node>/<language>.md`
-and `README.<language>.md`. A language that is not complete yet is refused here, so that its users do not meet half of it.
+A language is a folder of `locales/` and needs no code: `nodeDefs.json`, `settings.json` and `main.json` there, `web/docs/<node>/<language>.md`,
+`README.<language>.md` and `docs/<page>.<language>.md` for the pages of `docs/` that the README leads a user to. A language that is not complete yet is refused here, so that its users do not meet half of it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import pytest
 ROOT = Path(__file__).absolute().parents[3]
 LANGUAGES = sorted(path.name for path in (ROOT / "locales").iterdir() if path.name != "en")
 PAGES = sorted(path.stem for path in (ROOT / "web" / "docs").glob("*.md"))
-TEXTS = ["README.md", *(f"web/docs/{page}.md" for page in PAGES)]
+TOLD = ["README.md", *(f"docs/{page}.md" for page in ("black-images", "command-line", "devices", "nodes", "numbers"))]
+TEXTS = [*TOLD, *(f"web/docs/{page}.md" for page in PAGES)]
 
+TRANSLATED = re.compile(rf"\.({'|'.join(LANGUAGES)})\.md$")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\]\(([^)]+)\)")
@@ -29,7 +31,7 @@ NAME = re.compile(r"(?a:\b[a-z][a-z0-9]*(?:_[a-z0-9]+)+\b)")
 
 def translation_of(text: str, language: str) -> Path:
     english = ROOT / text
-    return english.parent / (f"README.{language}.md" if text == "README.md" else f"{english.stem}/{language}.md")
+    return english.parent / (f"{english.stem}.{language}.md" if text in TOLD else f"{english.stem}/{language}.md")
 
 
 def read_json(language: str, name: str) -> dict:
@@ -52,7 +54,8 @@ def names_in_tables(section: str) -> set[str]:
 
 
 def links(section: str) -> list[str]:
-    return [link for link in LINK.findall(section) if not link.startswith("README")]
+    """Where a section leads, whatever the language of the page there."""
+    return [TRANSLATED.sub(".md", link) for link in LINK.findall(section)]
 
 
 def sections(text: str) -> list[str]:
@@ -73,6 +76,19 @@ def outline(text: str) -> list[tuple]:
 def named(text: str) -> list[tuple[set[str], set[str]]]:
     """Per section: what stands in backticks, and the figures."""
     return [(set(CODE.findall(section)), figures(CODE.sub("", LINK.sub("", section)))) for section in sections(text)]
+
+
+def test_every_translated_page_of_the_documents_is_compared() -> None:
+    assert {path.name for path in ROOT.glob("docs/*.*.md")} == {f"{Path(text).stem}.{language}.md" for text in TOLD[1:] for language in LANGUAGES}
+
+
+@pytest.mark.parametrize("text", TOLD)
+def test_a_reader_of_one_language_stays_in_it(text: str) -> None:
+    for language in LANGUAGES:
+        path = translation_of(text, language)
+        first, *rest = sections(path.read_text(encoding="utf-8"))
+        assert path.name in (ROOT / text).read_text(encoding="utf-8").splitlines()[2] and f"({Path(text).name})" in first.splitlines()[2]
+        assert [link for section in rest for link in LINK.findall(section) if link in TOLD or f"docs/{link}" in TOLD] == []
 
 
 def test_there_is_a_language_and_a_page_for_each_node() -> None:

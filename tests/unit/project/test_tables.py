@@ -15,7 +15,8 @@ from halfsafe.precision.plan.presets import PRESETS
 from halfsafe.precision.plan.rules import VALUES
 
 ROOT = Path(__file__).absolute().parents[3]
-READMES = ["README.md", "README.zh.md"]
+DEVICES = ["docs/devices.md", "docs/devices.zh.md"]
+BLACK_IMAGES = ["docs/black-images.md", "docs/black-images.zh.md"]
 FAMILIES = (("Wan", "SD or SDXL"), ("Flux",), ("Qwen-Image", "Z-Image or Lumina 2"))  # of the columns for compute
 CODE = re.compile(r"\(`(\w+)`\)$")
 YES, NO = ("yes", "有"), ("no", "无")
@@ -35,9 +36,9 @@ def first_cells(document: str) -> list[str]:
     return [row[0].strip("`") for row in rows(document)]
 
 
-@pytest.fixture(params=READMES)
+@pytest.fixture(params=DEVICES)
 def devices(request):
-    """Profile -> its row in a README's table of devices."""
+    """Profile -> its row in a table of devices."""
     found = {match[1]: row for row in rows(request.param) if (match := CODE.search(row[0]))}
     assert list(found) == [profile.name for profile in ROWS]
     return found
@@ -63,7 +64,7 @@ def test_the_help_on_rules_has_every_preset_and_key(page):
     assert told == {key: tuple(values) for key, values in VALUES.items()}
 
 
-@pytest.mark.parametrize("document", [*READMES, *pages("HalfsafeNaNGuard")])
+@pytest.mark.parametrize("document", [*BLACK_IMAGES, *pages("HalfsafeNaNGuard")])
 def test_every_verdict_is_explained(document):
     names = {verdicts.CLEAN, *verdicts.ADVICE}
     assert [cell for cell in first_cells(document) if cell in names].count(verdicts.CLEAN) == 1

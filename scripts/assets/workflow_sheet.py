@@ -1,0 +1,104 @@
+"""Lay out a workflow file: nodes in columns, links from the inputs' sources, and where ComfyUI finds models and packs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).absolute().parents[2]
+tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+PACK = {"cnr_id": PROJECT["name"], "ver": PROJECT["version"]}
+CORE = {"cnr_id": "comfy-core", "ver": "0.29.0"}
+WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
+GAP, TITLE = 40, 30
+COLUMNS = ((0, 330), (354, 340), (718, 340), (1082, 330), (1436, 440))
+
+
+class Output(NamedTuple):
+    """One output of a node, as what an input is connected to."""
+
+    node: int
+    slot: int = 0
+
+
+@dataclass
+class Sheet:
+    """A workflow under way. `files`: name -> (folder in `models/`, address) of every model that it may name."""
+
+    title: str
+    info: dict
+    files: dict[str, tuple[str, str]]
+    nodes: list[dict] = field(default_factory=list)
+    links: list[list] = field(default_factory=list)
+    ends: dict[int, int] = field(default_factory=dict)
+
+    def note(self, text: str, height: int) -> None:
+        """What to know before pressing Run, in the first column."""
+        self._place("MarkdownNote", 0, height, [text], "Read me", {}, [], [])
+
+    def add(self, kind: str, column: int, height: int, *values: object, title: str = "", **sources: Output) -> int:
+        """Put a node below the others of its column; ``values`` are its widgets', ``sources`` its inputs'. Returns its id."""
+        definition = self.info[kind]
+        declared = definition["input"].get("required", {}) | definition["input"].get("optional", {})
+        slots = {name: kinds[0] for name, kinds in declared.items() if not _is_widget(kinds)}
+        unknown = sources.keys() - slots.keys()
+        if unknown:
+            raise KeyError(f"{kind} has no input {', '.join(unknown)}")
+        named = [value for value in values if value in self.files]
+        properties = PACK if kind.startswith("Halfsafe") else CORE
+        if named:
+            entries = [{"name": name, "url": self.files[name][1], "directory": self.files[name][0]} for name in named]
+            properties = {**properties, "models": entries}
+        outputs = list(zip(definition["output_name"], definition["output"], strict=True))
+        inputs = [{"name": name, "type": slot, "link": None} for name, slot in slots.items()]
+        number = self._place(kind, column, height, list(values), title, properties, inputs, outputs)
+        for name, source in sources.items():
+            self._link(source, number, name)
+        return number
+
+    def workflow(self) -> dict:
+        """The file's contents."""
+        return {
+            "id": str(uuid.uuid5(uuid.NAMESPACE_URL, f"{PROJECT['urls']['Repository']}/{self.title}")),
+            "revision": 0,
+            "last_node_id": len(self.nodes),
+            "last_link_id": len(self.links),
+            "nodes": self.nodes,
+            "links": self.links,
+            "groups": [],
+            "config": {},
+            "extra": {"ds": {"scale": 0.8, "offset": [80, 120]}},
+            "version": 0.4,
+        }
+
+    def _place(self, kind, column, height, values, title, properties, inputs, outputs) -> int:
+        number, top = len(self.nodes) + 1, self.ends.get(column, 0)
+        left, width = COLUMNS[column]
+        self.ends[column] = top + height + TITLE + GAP
+        self.nodes.append({
+            "id": number, "type": kind, "pos": [left, top], "size": [width, height], "flags": {}, "order": number - 1, "mode": 0,
+            "inputs": inputs,
+            "outputs": [{"name": name, "type": slot, "links": []} for name, slot in outputs],
+            "properties": {**properties, "Node name for S&R": kind},
+            "widgets_values": values,
+            **({"title": title} if title else {}),
+        })  # fmt: skip
+        return number
+
+    def _link(self, source: Output, target: int, name: str) -> None:
+        number, end = len(self.links) + 1, self.nodes[target - 1]["inputs"]
+        slot = next(index for index, entry in enumerate(end) if entry["name"] == name)
+        origin = self.nodes[source.node - 1]["outputs"][source.slot]
+        end[slot]["link"] = number
+        origin["links"].append(number)
+        self.links.append([number, source.node, source.slot, target, slot, origin["type"]])
+
+
+def _is_widget(declared: list) -> bool:
+    options = declared[1] if len(declared) > 1 else {}
+    return (isinstance(declared[0], list) or declared[0] in WIDGETS) and not options.get("forceInput")
