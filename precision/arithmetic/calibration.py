@@ -13,6 +13,7 @@ import torch
 
 from ..oom import is_oom
 from .amax_buffer import NOTHING, AmaxBuffer
+from .compiling import compile_disabled
 from .operand_scale import OperandScale
 from .operand_sharing import SharedOperands
 from .proofs import Proof
@@ -110,7 +111,8 @@ class Calibration:
         self.flops.clear()
         self.operands.begin(calibrating=True)
         self.results.begin()
-        return call()
+        with compile_disabled():
+            return call()
 
     def _place(self) -> None:
         """Give every measured proof its records on its device, and the graphs the exponents."""

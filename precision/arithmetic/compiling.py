@@ -1,5 +1,6 @@
 """torch.compile switched off for a while, so that a call may read numbers back or watch every operation."""
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -13,8 +14,9 @@ _disabled = SharedScope(lambda: torch.compiler.set_stance("force_eager"))
 
 def compile_disabled() -> AbstractContextManager[object]:
     """Run compiled code as plain torch inside, on every thread. Changes nothing before torch 2.6."""
-    # torch has ``set_stance`` from 2.6 on.
-    return _disabled if hasattr(torch.compiler, "set_stance") else nullcontext()
+    # torch has ``set_stance`` from 2.6 on. It imports torch._dynamo, which takes seconds; whoever compiled has it.
+    can = hasattr(torch.compiler, "set_stance") and "torch._dynamo" in sys.modules
+    return _disabled if can else nullcontext()
 
 
 def plain_name(name: str) -> str:

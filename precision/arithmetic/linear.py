@@ -96,15 +96,15 @@ class SafeOperation:
     def __repr__(self) -> str:
         return f"SafeOperation({self.observed_mode})"
 
-    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """Run the layer on ``x``, of any float dtype; return fp32, or fp16 where that is proven."""
+    def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """Run the layer on ``input``, of any float dtype; return fp32, or fp16 where that is proven."""
         if self.calibration.calibrating:
-            result = self._calibrate(x, *args, **kwargs)
+            result = self._calibrate(input, *args, **kwargs)
             self.calibration.flops[self.scale.name] += matmul_flops(result, self.module, self.kind)
             return result
         if self.scale.in_fp32:
-            return self._fp32(x, *args, **kwargs)
-        operand = self.calibration.operands.operand(self.scale, x)
+            return self._fp32(input, *args, **kwargs)
+        operand = self.calibration.operands.operand(self.scale, input)
         if self.scale.result.proven:
             with self.weights(self.module, operand, torch.float16, torch.float16) as (weight, bias):
                 return self._fp16(operand, weight, bias, *args, **kwargs)

@@ -161,8 +161,8 @@ class CastOperation:
         self.dtype = dtype
         self.calibration = calibration
 
-    def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        result = self.inner(x.to(self.dtype), *args, **kwargs)
+    def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        result = self.inner(input.to(self.dtype), *args, **kwargs)
         if self.calibration.calibrating and (kind := kind_of(self.layer)):
             self.calibration.flops[self.name] += matmul_flops(result, self.layer, kind)
         return result

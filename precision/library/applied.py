@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from ..plan.compute import ComputePlan, plan_compute, rules_without_effect
 from ..plan.facts import LayerSpec, ModelFacts, most
 from ..plan.rules import Rules, rules_from
 from ..plan.storage import StorageDecision, plan_storage
-from .computation import Called, Calls, Lookup, PlannedForward, TorchLayers
-from .weights import READ_IN, STORABLE, StoredWeight, give_back, settle, store, stored_in, torch_weights
+from .computation import Calls, CastInputs, TorchLayers
+from .weights import READ_IN, STORABLE, StoredWeight, give_back, hold, settle, stored_in
 
 ALLOWED = {
     "compute": tuple(option for option in COMPUTE_OPTIONS if option not in ("fp8", "int8")),
@@ -46,8 +48,8 @@ def apply(
     """Give a module a compute dtype, a storage dtype, or both, until the result's ``remove()``.
 
     ``storage`` holds the weights of Linear and convolution layers in another dtype and computes them in the module's
-    own each time they are read; nothing can be written into ``layer.weight``. The module can be copied, pickled,
-    moved, cast and shared by threads. Its state dict is as before, and one that is loaded is stored.
+    own each time they are read. The module can be copied, pickled, moved, cast and shared by threads; nothing can be
+    written into ``layer.weight``. Its state dict is as before, and one that is loaded is stored.
 
     ``compute`` exchanges the forwards of these layers, and has every other parameter and buffer read in the activation
     dtype, which is fp32 for ``fp16_safe`` and that of the results. Other methods than ``forward`` compute so too;
@@ -90,17 +92,15 @@ def apply(
 
     :class:`Applied` has an example of fp8 storage.
     """
-    if settings is not None:
-        named = {"compute": compute, "storage": storage, "rules": rules, "keep": keep}
-        if unknown := sorted(set(settings) - set(named)):
-            raise HalfsafeError(f"There is no setting {', '.join(unknown)}.", f"Use: {', '.join(named)}.")
-        return apply(module, **{**named, **settings})
-    rules = rules if isinstance(rules, Rules) else rules_from(rules)
-    _check(module, compute, storage, rules)
+    asked = {"compute": compute, "storage": storage, "rules": rules, "keep": keep, **(settings or {})}
+    if not isinstance(asked["rules"], Rules):
+        asked["rules"] = rules_from(asked["rules"])
+    for problem, advice in _problems(module, **asked):
+        raise HalfsafeError(problem, advice)
     applied = Applied(module)
     try:
         with torch.inference_mode(False), torch.no_grad():
-            applied.put_on(compute, storage, rules, keep)
+            applied.put_on(**asked)
     except BaseException:
         applied.remove()
         raise
@@ -142,7 +142,7 @@ class Applied:
         self.skipped: dict[str, str] = {}
         self.without_effect: list[tuple[str, str]] = []
         self._module = module
-        self._layers: list[torch.nn.Module] = []
+        self._holders: list[torch.nn.Module] = []
         self._planned: PlannedLayers | None = None
         self._exchanged: list[Patch] = []
         exchange([(module, HANDLE, self)], self._exchanged)
@@ -159,59 +159,52 @@ class Applied:
             if not (self.stored or self.kept):
                 self.without_effect.append((f"storage={storage}", "it changes no weight of this module"))
         if plan:
-            self._compute(plan, layers)
+            self._compute(layers, plan)
             if not self.modes():
                 self.without_effect.append((f"compute={compute}", NONE_PLANNED))
 
-    def _store(
-        self, layers: Mapping[str, torch.nn.Module], decisions: Mapping[str, StorageDecision], keep: bool
-    ) -> None:
+    def _store(self, layers: dict[str, torch.nn.Module], decisions: Mapping[str, StorageDecision], keep: bool) -> None:
         """Store the weights of layers as decided, tied ones together."""
         self.kept.update((name, decision.reason) for name, decision in decisions.items() if decision.kept)
         wanted = {name: decision.storage for name, decision in decisions.items() if decision.storage != "as_file"}
-        self.kept.update((name, COMPUTED) for name in wanted if "weight" not in layers[name]._parameters)
-        for weight, names in _holders(self._module).items():
-            storages = {wanted.get(name) for name in names}
-            if storages == {None} or (weight.dtype in STORABLE and storages == {name_of(weight.dtype)}):
+        computed = {name for name in wanted if stored_in(layers[name]) or "weight" not in layers[name]._parameters}
+        self.kept.update(dict.fromkeys(computed, COMPUTED))
+        for weight, names in _holders_of_parameters(self._module).items():
+            storages = {wanted.get(name) for name in names if name not in computed}
+            if storages <= {None} or (weight.dtype in STORABLE and storages == {name_of(weight.dtype)}):
                 continue
             problem = f"its weight is that of {' and '.join(names)}, and these are not stored alike"
             if len(storages) == 1:
-                stored = StoredWeight(weight, wanted[names[0]], keep)
+                stored = StoredWeight(wanted[names[0]], keep)
                 problem = stored.store(f"{names[0]}.weight", weight)
             if problem:
                 self.kept.update((name, problem) for name in names if name in wanted)
-                continue
-            self._layers += [store(layers[name], stored) for name in names]
-            self.stored.update((name, stored.storage) for name in names)
+            else:
+                hold(stored, [layers[name] for name in names])
+                self._holders += [layers[name] for name in names]
+                self.stored.update((name, stored.storage) for name in names)
 
-    def _compute(self, plan: ComputePlan, layers: Mapping[str, torch.nn.Module]) -> None:
-        """Exchange the module's forward, and those of layers, for others that follow a plan."""
-        inside = list(self._module.modules())
-        fused = {id(inner) for outer in inside if isinstance(outer, FUSED) for inner in outer.modules()}
-        reasons = {name: _why_not_planned(layer, id(layer) in fused) for name, layer in layers.items()}
+    def _compute(self, layers: dict[str, torch.nn.Module], plan: ComputePlan) -> None:
+        """Exchange the forwards of the module and of its layers, and the dtype that its tensors are read in."""
+        inside, dtype = list(self._module.modules()), dtype_named(plan.activation_dtype)
+        fused = {inner for outer in inside if isinstance(outer, FUSED) for inner in outer.modules()}
+        reasons = {name: _why_not_planned(layer, layer in fused) for name, layer in layers.items()}
         self.skipped.update((name, reason) for name, reason in reasons.items() if reason)
         self.without_effect += plan.without_effect
         planned = {name: layer for name, layer in layers.items() if not reasons[name]}
         decisions = {name: plan.decisions.get(name) or plan.following for name in planned}
-        dtype = dtype_named(plan.activation_dtype)
-        self._planned = PlannedLayers(decisions, planned, TorchLayers(torch_weights), dtype, plan.is_safe)
-        measures = bool(self._planned.operations)
-        self._planned.calibration.calibrating = measures
-        calls = Calls(self._planned.calibration if measures else None)
-        patches: list[Patch] = [
-            (layer, name, PlannedForward(forward, calls)) for layer, name, forward in self._planned.patches
-        ]
-        for inner in inside:
-            if isinstance(inner, torch.nn.Embedding):  # it would cast its whole table at each call
-                looks_up = type(inner).forward is torch.nn.Embedding.forward and "forward" not in inner.__dict__
-                patches.append((inner, "forward", CastResult(Lookup(inner) if looks_up else inner.forward, dtype)))
-                if not looks_up:
-                    continue
-            if (inner._parameters or inner._buffers or stored_in(inner)) and not isinstance(inner, StoredWeight):
-                patches.append((inner, READ_IN, dtype))
+        self._planned = PlannedLayers(decisions, planned, TorchLayers(), dtype, plan.is_safe)
+        calls = Calls(self._planned.calibration)
+        calls.calibration.calibrating = bool(self._planned.operations)
+        # A copy that shares its table looks up in the table's own dtype: the whole table is not cast at each call.
+        lookups = [one for one in inside if isinstance(one, torch.nn.Embedding)]
+        patches: list[Patch] = [(one, "forward", CastResult(copy.copy(one).forward, dtype)) for one in lookups]
+        patches += [(one, name, partial(calls.make, forward)) for one, name, forward in self._planned.patches]
+        patches += [(one, READ_IN, dtype) for one in inside if one._parameters or one._buffers]
         exchange(patches, self._exchanged)
         settle(inside)
-        exchange([(self._module, "forward", Called(self._module, dtype, calls))], self._exchanged)
+        called = CastInputs(self._module, dtype, partial(calls.make, self._module.forward))
+        exchange([(self._module, "forward", called.__call__)], self._exchanged)
 
     def modes(self) -> dict[str, str]:
         """Map each layer that multiplies to the arithmetic it runs in, from its last call on for ``fp16_safe``.
@@ -223,11 +216,11 @@ class Applied:
 
     def remove(self) -> None:
         """Put the module's forward and weights back. A second call does nothing."""
-        changed = {*self._layers, *(module for module, _, _ in self._exchanged)}
+        changed = {*self._holders, *(module for module, _, _ in self._exchanged)}
         put_back(self._exchanged)
         with torch.inference_mode(False), torch.no_grad():
-            give_back(self._layers)
-        self._layers = []
+            give_back(self._holders)
+        self._holders = []
         settle(changed)
 
     def __enter__(self) -> Applied:
@@ -237,18 +230,17 @@ class Applied:
         self.remove()
 
 
-def _check(module: torch.nn.Module, compute: str | None, storage: str | None, rules: Rules) -> None:
+def _problems(
+    module: torch.nn.Module, compute: str | None, storage: str | None, rules: Rules, keep: bool, **unknown: Any
+) -> Iterator[tuple[str, str]]:
+    """Yield what keeps settings from being applied to a module, and what to do."""
+    if unknown:
+        yield f"There is no setting {', '.join(sorted(unknown))}.", "Use: compute, storage, rules, keep."
     asked = [(f"{key}='{value}'", key, value) for key, value in (("compute", compute), ("storage", storage))]
     of_rules = [(f"The rule '{rule}'", key, value) for rule in rules.own for key, value in rule.settings]
     for setting, key, value in asked + [one for one in of_rules if one[1:] != ("storage", "as_file")]:
-        if value is not None and value not in ALLOWED.get(key, (value,)):
-            raise HalfsafeError(f"{setting} cannot be applied to a module.", f"Use one of: {', '.join(ALLOWED[key])}.")
-    for problem, advice in _problems(module, bool(compute)):
-        raise HalfsafeError(problem, advice)
-
-
-def _problems(module: torch.nn.Module, computes: bool) -> Iterator[tuple[str, str]]:
-    """Yield what keeps a module from being applied to, and what to do."""
+        if value not in (None, *ALLOWED.get(key, (value,))):
+            yield f"{setting} cannot be applied to a module.", f"Use one of: {', '.join(ALLOWED[key])}."
     inside = list(module.modules())
     if hasattr(module, "_orig_mod") or any(isinstance(inner, torch.jit.ScriptModule) for inner in inside):
         yield "The module, or a part of it, is compiled or scripted.", "Apply to the one that it was made from."
@@ -257,11 +249,11 @@ def _problems(module: torch.nn.Module, computes: bool) -> Iterator[tuple[str, st
             yield f"{name} is on the meta device, or of a lazy layer: it has no values.", "Load the weights first."
     if HANDLE in module.__dict__:
         yield "Something is applied to this module already.", "Remove it first: restore(module)."
-    if computes and any(READ_IN in inner.__dict__ for inner in inside):
+    if compute and any(READ_IN in inner.__dict__ for inner in inside):
         yield "The module or a part of it has a compute dtype.", "Apply one to the whole, with rules for its parts."
 
 
-def _holders(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
+def _holders_of_parameters(module: torch.nn.Module) -> dict[torch.nn.Parameter, list[str]]:
     """Map each parameter to the modules that have it as ``weight``, and to its names where it is none."""
     found: dict[torch.nn.Parameter, list[str]] = {}
     for name, inner in module.named_modules():
@@ -284,7 +276,7 @@ def _why_not_planned(layer: torch.nn.Module, fused: bool) -> str:
         return "it has a forward of its own"
     if not layer.weight.is_floating_point() or layer.weight.numel() == 0:
         return f"its weight is {name_of(layer.weight.dtype)} of {layer.weight.numel()} values"
-    return "" if "weight" in layer._parameters or stored_in(layer) else COMPUTED
+    return "" if "weight" in layer._parameters else COMPUTED
 
 
 def _rules_ignored(rules: Rules, compute: str | None, storage: str | None) -> Iterator[tuple[str, str]]:

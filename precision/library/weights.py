@@ -22,9 +22,8 @@ from ..formats.quantize import Quantized, dequantize, power_of_two_scale, quanti
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 READ_IN = "_halfsafe_read_in"
+STORED = "halfsafe_weight"
 STORABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-COPIES = (torch.Tensor.__deepcopy__, torch.Tensor.__reduce_ex__)
-WRITES_NO_NUMBERS = ("requires_grad_", "detach_", "share_memory_")
 SMALLEST_AMAX = 4.0
 """Times a dtype's smallest normal number: below, a weight loses more than the rounding of its storage dtype."""
 
@@ -32,14 +31,14 @@ SMALLEST_AMAX = 4.0
 class StoredWeight(torch.nn.Module):
     """A weight in a storage dtype, in fp8 with a power-of-two scale. Layers with tied weights share one.
 
-    Buffers are integers, which ``half()`` and its like do not cast. ``like`` holds no values: its dtype, which they do
-    cast, is the one to read in. No tensor of it is in a state dict: that has the weight as it is read.
+    A module of the layer that holds it, so that it is moved, copied and counted with that. Its buffers are integers,
+    which ``half()`` and its like do not cast, and are in no state dict. What those do cast is the layer's parameter
+    ``weight``, which has no rows and so no values: its dtype is the one to read in.
     """
 
-    def __init__(self, weight: torch.nn.Parameter, storage: str, keep: bool):
+    def __init__(self, storage: str, keep: bool):
         super().__init__()
-        self.storage, self.keep, self.trainable = storage, keep, weight.requires_grad
-        self.like = torch.nn.Parameter(weight.new_empty(0), requires_grad=False)
+        self.storage, self.keep = storage, keep
 
     def store(self, name: str, weight: torch.Tensor) -> str:
         """Hold a weight; say why not where the dtype cannot, or would lose more than its rounding, else return "".
@@ -68,61 +67,72 @@ class StoredWeight(torch.nn.Module):
         self.original = (weight if weight.device.type == "cpu" else weight.detach().cpu(),) if self.keep else ()
         return ""
 
-    def read(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the weight in ``dtype``, by default the module's own."""
-        data, dtype = self.bits.view(dtype_named(self.storage)), dtype or self.like.dtype
-        is_scaled = self.storage in FP8_NAMES
+    def load(self, key: str, weight: torch.Tensor, like: torch.Tensor) -> str:
+        """Store a weight of another state dict; say why not where it cannot be."""
+        if weight.shape != self.bits.shape:
+            return f"size mismatch, {tuple(weight.shape)} for {tuple(self.bits.shape)}"
+        return self.store(key, weight.to(like.device, like.dtype, copy=True))
+
+    def read(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight in ``dtype``."""
+        data, is_scaled = self.bits.view(dtype_named(self.storage)), self.storage in FP8_NAMES
         return dequantize(data, self.scale_bits.view(torch.float32), dtype) if is_scaled else data.to(dtype)
 
-    def parameter(self) -> torch.nn.Parameter:
+    def parameter(self, like: torch.nn.Parameter) -> torch.nn.Parameter:
         """Return the original if it was kept, else the weight as it is read, as the module was cast and moved since."""
-        data = (self.original[0] if self.original else self.read()).to(self.like)
-        return data if isinstance(data, torch.nn.Parameter) else torch.nn.Parameter(data, self.trainable)
+        data = (self.original[0] if self.original else self.read(like.dtype)).to(like)
+        return data if isinstance(data, torch.nn.Parameter) else torch.nn.Parameter(data, like.requires_grad)
 
     def extra_repr(self) -> str:
         return self.storage
 
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        destination[prefix.removesuffix(".")] = self.read()
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """Leave it to the layer, which is given the weight's own key."""
+def _shared(found: Any, source: torch.Tensor) -> Any:
+    """Return the results of a view as stored weights are read; what was copied, not viewed, as it is."""
+    if isinstance(found, torch.Tensor):
+        return found.as_subclass(Read) if torch._C._is_alias_of(found, source) else found
+    return [_shared(one, source) for one in found]
 
-    def load(self, key: str, weight: torch.Tensor) -> str:
-        """Store a weight of another state dict; say why not where it cannot be."""
-        if weight.shape != self.bits.shape:
-            return f"size mismatch, {tuple(weight.shape)} for {tuple(self.bits.shape)}"
-        return self.store(key, weight.to(self.like.device, self.like.dtype, copy=True))
+
+def _refuse(*_: Any) -> None:
+    raise HalfsafeError("A stored weight cannot be written into.", "First: restore(module).")
 
 
 class Read(torch.Tensor):
     """A stored weight, or a view of one, as code of others reads it. What is written into it would be lost: refused."""
 
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    data = property(lambda self: self.detach(), _refuse)
+    apply_ = map_ = map2_ = __dlpack__ = _refuse
+
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first: Any = args[0] if args else next(iter(kwargs.values()), None)
-        written = first if _writes(func, kwargs) else kwargs.get("out")
-        if written is not None and any(isinstance(leaf, cls) for leaf in tree_leaves(written)):
-            raise HalfsafeError("A stored weight cannot be written into.", "First: restore(module).")
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in COPIES:
-                return func(first.as_subclass(torch.Tensor), *args[1:])
+        if func._schema.is_mutable:
+            arguments = func._schema.arguments
+            given = dict(zip((one.name for one in arguments), args, strict=False), **kwargs)
+            written = [given.get(one.name) for one in arguments if one.alias_info and one.alias_info.is_write]
+            if any(isinstance(leaf, cls) for leaf in tree_leaves(written)):
+                _refuse()
+        with torch._C._DisableTorchDispatch():
             found = func(*args, **kwargs)
-            is_view = isinstance(first, cls) and isinstance(found, torch.Tensor) and _is_alias(found, first)
-            return found.as_subclass(cls) if is_view else found
+        return _shared(found, args[0]) if func.is_view else found
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return an array that cannot be written into either."""
+        array = self.clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
 
-def _writes(func: Any, kwargs: dict) -> bool:
-    """Tell whether a function of torch writes numbers into its first argument, by the name that torch gives it."""
-    name = func.__name__
-    if name.startswith("__"):
-        return name == "__setitem__" or (name == "__set__" and func.__self__ is torch.Tensor.data)
-    return bool(kwargs.get("inplace")) or (name.endswith("_") and name not in WRITES_NO_NUMBERS)
+    def tolist(self) -> Any:
+        """Return the numbers, which torch does of no tensor of another class."""
+        return self.clone().tolist()
 
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return self.clone()
 
-def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self.clone().__reduce_ex__(protocol)
 
 
 class ComputesTensors(torch.nn.Module):
@@ -134,31 +144,38 @@ class ComputesTensors(torch.nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value, dtype = super().__getattr__(name), self.__dict__.get(READ_IN)
-        if isinstance(value, StoredWeight):
-            weight = value.read(dtype)
-            return weight if torch.compiler.is_compiling() else weight.as_subclass(Read)
+        stored = stored_in(self) if name == "weight" else None
+        if stored:
+            weight = stored.read(dtype or value.dtype)
+            is_traced = torch.compiler.is_compiling() or type(weight) is not torch.Tensor
+            return weight if is_traced else weight.as_subclass(Read)
         cast = dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(dtype) if cast else value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if stored := stored_in(self, name):
-            raise HalfsafeError(
-                f"A {name} that is stored in {stored.storage} cannot be set.", "First: restore(module)."
-            )
-        super().__setattr__(name, value)
+        if name != "weight" or STORED not in self._modules:
+            super().__setattr__(name, value)
+        elif value is None or value.numel():
+            problem = f"A weight stored in {self._modules[STORED].storage} cannot be set."
+            raise HalfsafeError(problem, "First: restore(module).")
+        else:  # what stands for the weight: loaded by assignment, or of a replica of torch.nn.DataParallel
+            self._parameters[name] = value
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple:
         return _new, type(self).__bases__[1:], *super().__reduce_ex__(protocol)[2:]
 
-    def _load_from_state_dict(
-        self, state_dict: dict, prefix: str, metadata: dict, strict: bool, missing: list, unexpected: list, errors: list
-    ) -> None:
-        key, rest, stored = f"{prefix}weight", dict(state_dict), stored_in(self)
-        if stored and key not in rest:
-            missing.append(key)
-        elif stored and (problem := stored.load(key, rest.pop(key))):
-            errors.append(f"{key}: {problem} (restore(module) removes the storage)")
-        super()._load_from_state_dict(rest, prefix, metadata, strict, missing, unexpected, errors)
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if stored := stored_in(self):
+            destination[f"{prefix}weight"] = stored.read(self._parameters["weight"].dtype)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *how: Any) -> None:
+        key, like, stored = f"{prefix}weight", self._parameters.get("weight"), stored_in(self)
+        if stored and key in state_dict:
+            if problem := stored.load(key, state_dict[key], like):
+                how[-1].append(f"{key}: {problem} (restore(module) removes the storage)")
+            state_dict = {**state_dict, key: like}
+        super()._load_from_state_dict(state_dict, prefix, *how)
 
 
 @functools.cache
@@ -173,11 +190,11 @@ def _new(cls: type) -> torch.nn.Module:
     return object.__new__(_computing(cls))
 
 
-def stored_in(module: torch.nn.Module, name: str = "weight") -> StoredWeight | None:
-    """Return the stored weight that a module computes its own from; None where it has none."""
-    # A module that is being copied has no attributes yet (torch/nn/utils/parametrize.py, default_deepcopy).
-    found = module.__dict__.get("_modules", {}).get(name)
-    return found if isinstance(found, StoredWeight) else None
+def stored_in(module: torch.nn.Module) -> StoredWeight | None:
+    """Return the stored weight that a module computes its own from; None where it has none, or has values in its place,
+    as inside of ``torch.func.functional_call``."""
+    weight, found = module._parameters.get("weight"), module._modules.get(STORED)
+    return found if isinstance(found, StoredWeight) and weight is not None and not weight.numel() else None
 
 
 def settle(modules: Iterable[torch.nn.Module]) -> None:
@@ -189,21 +206,21 @@ def settle(modules: Iterable[torch.nn.Module]) -> None:
             module.__class__ = _computing(cls) if computes else cls.__bases__[1]  # type: ignore[arg-type]
 
 
-def store(layer: torch.nn.Module, stored: StoredWeight) -> torch.nn.Module:
-    """Give a layer a stored weight in place of its parameter; return the layer."""
-    del layer._parameters["weight"]
-    layer._modules["weight"] = stored
-    settle([layer])
-    return layer
+def hold(stored: StoredWeight, layers: list[torch.nn.Module]) -> None:
+    """Have layers, several where their weights are tied, compute their weight from a stored one."""
+    weight = layers[0]._parameters["weight"]
+    like = torch.nn.Parameter(weight.new_empty(0, *weight.shape[1:]), weight.requires_grad)
+    for layer in layers:
+        layer._parameters["weight"], layer._modules[STORED] = like, stored
+    settle(layers)
 
 
 def give_back(layers: Iterable[torch.nn.Module]) -> None:
-    """Give layers their weights as parameters again, first as before, tied ones tied."""
+    """Give layers their weights as parameters again, tied ones tied."""
     found: dict[torch.nn.Module | None, torch.nn.Parameter] = {}
     for layer in layers:
-        stored, others = layer._modules.pop("weight"), dict(layer._parameters)
-        layer._parameters.clear()
-        layer._parameters.update(weight=found.setdefault(stored, stored.parameter()), **others)
+        stored: Any = layer._modules.pop(STORED)
+        layer._parameters["weight"] = found.setdefault(stored, stored.parameter(layer._parameters["weight"]))
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
 from ....precision.arithmetic.attention_bounds import AttentionCall
-from ....precision.arithmetic.compiling import compile_disabled
 from ....precision.arithmetic.flags import fp32_accumulation
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.planned import PlannedLayers
@@ -186,9 +185,8 @@ class PlannedModel:
         def once():
             self.attention.begin()
             self.ruled.begin()
-            plain = compile_disabled() if self.calibration.calibrating else nullcontext()
             free = nullcontext() if self._allocates_alike() else compiler_off()
-            with fp32_accumulation() if off else nullcontext(), plain, free, self.calling:
+            with fp32_accumulation() if off else nullcontext(), free, self.calling:
                 return call()
 
         return self.calibration.run(once)

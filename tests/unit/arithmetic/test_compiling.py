@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+import torch._dynamo
 from halfsafe.precision.arithmetic.compiling import compile_disabled
 
 

@@ -5,7 +5,6 @@ from halfsafe.precision.arithmetic.patching import patched
 from halfsafe.precision.arithmetic.planned import PlannedLayers, chain_of
 from halfsafe.precision.library.computation import TorchLayers
 from halfsafe.precision.plan.compute import ComputeDecision
-from support.plain_weights import plain_weights
 
 DECISIONS = {
     "0": ComputeDecision("fp16_wide", "fp32", ""),
@@ -21,7 +20,7 @@ CHAINS = {
 
 def planned(**how):
     layers = {name: torch.nn.Linear(16, 16, bias=False) for name in DECISIONS}
-    return layers, PlannedLayers(DECISIONS, layers, TorchLayers(plain_weights), **how)
+    return layers, PlannedLayers(DECISIONS, layers, TorchLayers(), **how)
 
 
 def test_the_chain_of_a_layer_is_listed_from_the_outside_in():

@@ -238,6 +238,31 @@ def test_a_plan_that_measures_nothing_is_one_graph(compute):
     assert torch.equal(compiled(some()), model(some()))
 
 
+def exported(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    return torch.export.export(model, (x,)).module()
+
+
+def traced(model: nn.Module, x: torch.Tensor) -> nn.Module:
+    return torch.jit.trace(model, x, check_trace=False)
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+@pytest.mark.parametrize("graph_of", [exported, traced])
+def test_a_graph_without_checks_is_refused_where_they_are_needed(graph_of, calls):
+    """Numbers of the call that was traced would decide all later ones: NaN at inputs of 1e6."""
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).eval()
+    exact = model(some(size=1e6))
+    handle = apply(model, compute="fp16_safe")
+    for _ in range(calls):
+        model(some())
+    with pytest.raises(HalfsafeError, match=r"fp16_safe checks each call.*bf16, fp16 or fp32"):
+        graph_of(model, some())
+    assert relative_error(exact, model(some(size=1e6))) < BOUND["fp16_safe"]
+    handle.remove()
+    apply(model, compute="bf16")
+    assert relative_error(exact, graph_of(model, some())(some(size=1e6))) < BOUND["bf16"]
+
+
 def test_a_copy_of_a_part_takes_no_other_part_along():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(10))).eval()
     apply(model, compute="fp16_safe")
