@@ -7,6 +7,7 @@ Each on tests of the kind that was calibrated with, and of others. Cost: one wei
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from .trained import Trained, minilm, shapes_model, unet
 
 STORAGES = ("int8", "fp8_e4m3fn", "w6a8", "w4a8")
 ROWS = 512
-COSTS = ((3072, 3072, 256), (3072, 3072, 512), (5120, 5120, 256))
+COSTS = ((3072, 256, "int8"), (3072, 512, "int8"), (3072, 256, "w4a8"), (5120, 256, "int8"), (5120, 512, "int8"), (5120, 256, "w4a8"))
 LIMITS = {("int8", "weights"): 0.0045, ("int8", "products"): 0.0080, ("w6a8", "products"): 0.0125, ("w4a8", "products"): 0.040}
 FINAL = {"int8": 0.85, "w4a8": 0.75}
 DEFAULT = ("calibrated", "calibrated, blocks of 512")
@@ -32,13 +33,20 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one calibration of each model, and no cost")
     parser.add_argument("--storages", nargs="+", default=STORAGES, choices=STORAGES)
     parser.add_argument("--models", nargs="+", default=["minilm", "unet", "shapes"], choices=["minilm", "unet", "shapes"])
+    parser.add_argument("--add", action="store_true", help="keep the saved rows of other models and storages")
     args = parser.parse_args()
     torch.set_num_threads(1)
     comfy = load_comfy(args)
     makers = {"minilm": minilm, "unet": unet, "shapes": lambda: shapes_model(comfy)}
     with torch.no_grad():
         rows = [row for name in args.models for row in rows_of(makers[name](), args.storages, args.quick)]
-        result = {"benchmark": "calibrate", "rows": rows, "cost": [] if args.quick else [cost(*sizes) for sizes in COSTS], "targets": targets(rows)}
+        costs = [] if args.quick else [cost(*sizes) for sizes in COSTS]
+    if args.add:
+        earlier = json.loads((reporting.FOLDER / "calibrate.json").read_text(encoding="utf-8"))
+        made = {(row["model"], row["storage"]) for row in rows}
+        rows = [*(row for row in earlier["rows"] if (row["model"], row["storage"]) not in made), *rows]
+        costs = costs or earlier["cost"]
+    result = {"benchmark": "calibrate", "rows": rows, "cost": costs, "targets": targets(rows)}
     if args.save:
         reporting.save(result)
     print(markdown(result))
@@ -114,8 +122,7 @@ def fits(weight: torch.Tensor, storage: str) -> bool:
 
 
 def stored(weight: torch.Tensor, storage: str, products) -> torch.Tensor:
-    """A weight as a storage holds it, in fp32; as it is where that cannot, and rounded to nearest where few inputs were met."""
-    from halfsafe.precision.calibrate.calibration import FEWEST
+    """A weight as a storage holds it, in fp32; as it is where that cannot."""
     from halfsafe.precision.calibrate.rounding import rounded
     from halfsafe.precision.calibrate.weights import CODES
 
@@ -124,10 +131,10 @@ def stored(weight: torch.Tensor, storage: str, products) -> torch.Tensor:
     codes = CODES[storage]
     turned, group = codes.turned(weight), codes.group(weight.shape[1])
     params = codes.prepare(turned)
-    if products is None or products.tokens < FEWEST:
+    if products is None or not products.tokens:
         return codes.turned(codes.nearest(turned, params)[1])
     blocks = products.blocks if group is None else products.rotated(group)
-    return codes.turned(rounded(turned, blocks, lambda values, at: codes.nearest(values, params, at)[1])[0])
+    return codes.turned(rounded(turned, blocks, products.tokens, lambda values, at: codes.nearest(values, params, at)[1])[0])
 
 
 def inputs_of(storage: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -156,18 +163,18 @@ def error(exact: torch.Tensor, found: torch.Tensor) -> float:
     return float((found - exact).norm() / exact.norm())
 
 
-def cost(rows: int, columns: int, width: int) -> dict:
-    """CPU seconds of one weight in int8, and what 12 billion of such weights would take."""
+def cost(columns: int, width: int, storage: str) -> dict:
+    """CPU seconds of a square weight, the bytes of what is known of its inputs, and CPU hours of 12 and 14 billion such weights."""
     from halfsafe.precision.calibrate.products import Products, products_bytes
 
     products = Products.empty(columns, width)
     products.add(torch.randn(2048, columns))
-    weight = torch.randn(rows, columns)
+    weight = torch.randn(columns, columns)
     began = time.process_time()
-    stored(weight, "int8", products)
+    stored(weight, storage, products)
     seconds = time.process_time() - began
-    return {"rows": rows, "columns": columns, "width": width, "cpu_seconds": round(seconds, 1), "bytes": products_bytes(columns, width),
-            "cpu_hours_of_12_billion": round(seconds * 12e9 / (rows * columns) / 3600, 2)}  # fmt: skip
+    hours = {f"cpu_hours_of_{billions}_billion": round(seconds * billions * 1e9 / columns**2 / 3600, 2) for billions in (12, 14)}
+    return {"columns": columns, "storage": storage, "width": width, "cpu_seconds": round(seconds, 1), "bytes": products_bytes(columns, width)} | hours
 
 
 def targets(rows: list[dict]) -> dict:

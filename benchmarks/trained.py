@@ -113,7 +113,7 @@ def unet() -> Trained:
         return drawn
 
     calibrations = {"calibrated": ((0, 1), (1, 1)), "calibrated, 1 seed": ((0, 1),), "calibrated, 1 seed, 4 steps": ((0, 4),)}
-    return Trained("UNet", run, calibrations, {"1 step": ((4, 1), (5, 1)), "4 steps": ((4, 4), (5, 4))}, ())
+    return Trained("UNet", run, calibrations, {"1 step": tuple((seed, 1) for seed in range(4, 8)), "4 steps": ((4, 4), (5, 4))}, ())
 
 
 def shapes_model(loaded) -> Trained:

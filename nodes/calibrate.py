@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from comfy_api.latest import io, ui
 
+from .host.load.files import output_path
 from .host.measure import calibrate as host
 from .inputs import CATEGORY, CalibrationType, checked_calibration
 
@@ -88,10 +89,13 @@ class Calibrate(io.ComfyNode):
         previous: Calibration | None = None,
         filename_prefix: str = "",
     ) -> io.NodeOutput:
-        found = host.calibrate_model(model, positive, negative, latent_image, seed, checked_calibration(previous))
+        path, name = output_path(filename_prefix) if filename_prefix.strip("/ ") else ("", "")
+        previous = checked_calibration(previous)
+        found = host.calibrate_model(model, positive, negative, latent_image, seed, previous, path)
         text = found.text()
-        if filename_prefix.strip("/ "):
-            text += f"\nKept in {host.kept(found, filename_prefix)}."
+        if path:
+            found.save(path)
+            text += f"\nKept in {name}."
         return io.NodeOutput(found, text, ui=ui.PreviewText(text))
 
 

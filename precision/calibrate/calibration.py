@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -19,7 +19,6 @@ from .products import WIDTHS, Products
 
 KEY = "halfsafe_calibration"
 FINGERPRINT = "sha256_of_header_and_4096_bytes_of_each_tensor"
-FEWEST = 256
 NAMED = 5
 
 
@@ -54,24 +53,19 @@ class Calibration:
         return str(self.model.get("file") or self.cls)
 
     @property
-    def sparse(self) -> dict[str, int]:
-        """Map the layers that saw too few tokens to be rounded by them to how many they saw."""
-        return {name: products.tokens for name, products in self.layers.items() if products.tokens < FEWEST}
+    def unreached(self) -> list[str]:
+        """Name the layers that met nothing, which are rounded to nearest."""
+        return [name for name in self.layers if self.usable(name) is None]
 
     def usable(self, layer: str) -> Products | None:
-        """Return the products of a layer that has seen enough."""
+        """Return the products of a layer that has met something."""
         products = self.layers.get(layer)
-        return products if products is not None and products.tokens >= FEWEST else None
+        return products if products is not None and products.tokens else None
 
-    def plus(self, other: Calibration) -> Calibration:
-        """Return both together.
-
-        Raises:
-            HalfsafeError: they are of two models.
-        """
-        self.require_model(other.model, other.name, {name: found.columns for name, found in other.layers.items()})
-        layers = {name: products.plus(other.layers[name]) for name, products in self.layers.items()}
-        return Calibration(self.model, self.cls, self.width, layers, self.runs + other.runs, self.calls + other.calls)
+    def copied(self) -> dict[str, Products]:
+        """Copy the sums of all layers, for more to be added to them."""
+        with torch.inference_mode(False):
+            return {name: replace(found, blocks=found.blocks.clone()) for name, found in self.layers.items()}
 
     def require_model(self, model: Mapping[str, object], name: str, columns: Mapping[str, int]) -> None:
         """Raise HalfsafeError unless this is a calibration of that model: by its file where both are known, and by the
@@ -96,17 +90,17 @@ class Calibration:
 
     def text(self) -> str:
         """Say what it saw: layers, tokens, calls, memory, and what was left out."""
-        tokens = [products.tokens for products in self.layers.values() if products.tokens >= FEWEST]
-        seen = f"{min(tokens):,} to {max(tokens):,} tokens each" if tokens else "none of them often enough"
+        tokens = [products.tokens for products in self.layers.values() if products.tokens]
+        seen = f"{min(tokens):,} to {max(tokens):,} tokens each" if tokens else "none of them called"
         lines = [
             f"Calibration of {self.name} ({self.cls})",
             f"{len(tokens)} layers, {seen}, in {self.calls} model calls of {self.runs} run{'s' * (self.runs != 1)}; "
             f"{size_text(self.bytes)} in memory, blocks of up to {self.width} inputs"
             f"{'' if self.width > WIDTHS[-1] else ': more free host memory gives wider ones, which come closer'}.",
         ]
-        if self.sparse:
-            lines.append(f"Rounded to nearest, as they saw fewer than {FEWEST} tokens: {_named(self.sparse)}.")
-        left_out = {name: found.left_out for name, found in self.layers.items() if found.left_out}
+        if self.unreached:
+            lines.append(f"Rounded to nearest, as they were not called: {_named(self.unreached)}.")
+        left_out = [f"{name} ({found.left_out})" for name, found in self.layers.items() if found.left_out]
         if left_out:
             lines.append(f"Inputs with NaN or Inf were left out: {_named(left_out)}. Attach NaN Guard to learn why.")
         return "\n".join(lines)
@@ -132,10 +126,10 @@ class Calibration:
             yield name, found.blocks[:, row, column]
 
 
-def _named(counts: Mapping[str, int]) -> str:
-    """Name the first few layers with their counts, and how many there are besides."""
-    first = ", ".join(f"{name} ({count})" for name, count in list(counts.items())[:NAMED])
-    return first if len(counts) <= NAMED else f"{first} and {len(counts) - NAMED} more"
+def _named(layers: Sequence[str]) -> str:
+    """Name the first few layers, and how many there are besides."""
+    first = ", ".join(layers[:NAMED])
+    return first if len(layers) <= NAMED else f"{first} and {len(layers) - NAMED} more"
 
 
 def read_calibration(path: str | os.PathLike) -> Calibration:

@@ -70,11 +70,6 @@ class Products:
         parts = rows.unflatten(1, (-1, self.width)).transpose(0, 1)
         self.blocks += torch.bmm(parts.mT, parts).cpu()
 
-    def plus(self, other: Products) -> Products:
-        """Return the sums over both inputs."""
-        blocks = self.blocks + other.blocks
-        return Products(blocks, self.tokens + other.tokens, self.left_out + other.left_out)
-
     def rotated(self, group: int) -> torch.Tensor:
         """Return the blocks of the products of rotated inputs, see :func:`~halfsafe.precision.formats.int8.rotated`."""
         turn = hadamard(group)

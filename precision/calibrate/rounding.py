@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 
 DAMPING = 0.01
+DAMPING_OF_FEW = 0.2
 STEP = 32
 SWEEPS = 2
-LARGEST_DAMPING = 1.0
 
 
 Nearest = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -25,12 +25,12 @@ Nearest = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @torch.no_grad()
 def rounded(
-    values: torch.Tensor, blocks: torch.Tensor, nearest: Nearest, sweeps: int = SWEEPS
+    values: torch.Tensor, blocks: torch.Tensor, tokens: int, nearest: Nearest, sweeps: int = SWEEPS
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Round a weight ``(rows, K)`` in fp32 so that it errs least on inputs of these products.
 
     Args:
-        blocks: ``(K / b, b, b)``, on the host; in the weight's own basis.
+        blocks: ``(K / b, b, b)``, on the host; in the weight's own basis. ``tokens``: how many inputs are in them.
 
     Returns:
         The numbers ``(rows, K)``, and the squared errors on those inputs, a sum each: of rounding to nearest, and of
@@ -45,7 +45,7 @@ def rounded(
     ordered = blocks.gather(1, order[:, :, None].expand_as(blocks)).gather(2, order[:, None, :].expand_as(blocks))
     columns = (order + torch.arange(count)[:, None] * width).to(values.device)
     exact = values.T[columns.reshape(-1)].view(count, width, -1)
-    damped, factor = (matrix.to(values.device) for matrix in _damped_and_factor(ordered))
+    damped, factor = (matrix.to(values.device) for matrix in _damped_and_factor(ordered, damping(width, tokens)))
     ordered = ordered.to(values.device)
     near = grid(columns.reshape(-1), exact.flatten(0, 1)).view_as(exact)
     chosen = _gptq(exact, columns, factor, grid)
@@ -56,6 +56,15 @@ def rounded(
     result = torch.empty_like(values.T)
     result[columns.reshape(-1)] = chosen.flatten(0, 1)
     return result.T.contiguous(), before.sum(), torch.minimum(before, after).sum()
+
+
+def damping(width: int, tokens: int) -> float:
+    """Return which part of the mean diagonal is added to blocks of that width, sums over so many tokens.
+
+    1 % is GPTQ's own. Fewer tokens than inputs say nothing of most directions, and a larger part keeps the change there
+    small: as if each block had met a fifth of its width in tokens of no direction (docs/calibration.md has the errors).
+    """
+    return max(DAMPING, DAMPING_OF_FEW * width / max(tokens, 1))
 
 
 def _gptq(exact: torch.Tensor, columns: torch.Tensor, factor: torch.Tensor, grid: Nearest) -> torch.Tensor:
@@ -96,12 +105,12 @@ def _errors(difference: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
     return torch.bmm(products, difference).mul_(difference).sum(1)
 
 
-def _damped_and_factor(products: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _damped_and_factor(products: torch.Tensor, damping: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return products with a part of their mean diagonal added, and the upper Cholesky factor of the inverse.
 
     Where even those have none, as sums in fp32 of few tokens may, more is added.
     """
-    exact, damping = products.double(), DAMPING
+    exact = products.double()
     mean = exact.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
     mean = torch.where(mean > 0, mean, 1.0)
     while True:

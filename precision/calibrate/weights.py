@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from ..formats.card import Provenance, card_entry
+from ..formats.codes import Codes
 from ..formats.comfy_format import SampledError, WeightPlan, sampled_rows
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
@@ -64,11 +66,14 @@ class CalibratedRounding:
             for layer, weight in matrices.items()
             if (products := self._products(weight, plans[weight.name]))
         }
+        self._storages = {layer: plans[matrices[layer].name].storage for layer in self._work}
         self._done, self._began = 0, time.monotonic()
 
     @property
     def card(self) -> dict[str, object]:
-        """What the card of the file says of it: what it gained once all is rounded."""
+        """What the card of the file says of it: what it gained once all is rounded; nothing where it rounds nothing."""
+        if not self._work:
+            return {}
         gained = {"error_of_results_to_nearest": round(share, 3)} if (share := self.share) is not None else {}
         return self.calibration.card(self._work) | gained
 
@@ -120,7 +125,8 @@ class CalibratedRounding:
             part = slice(rows * i // count, rows * (i + 1) // count)
             own = params | {leaf: params[leaf][part] for leaf in by_row}
             turned = codes.turned(weight.rows(part).to(self.device))
-            numbers, *errors = rounded(turned, blocks, lambda values, at, own=own: codes.nearest(values, own, at)[1])
+            nearest = partial(_numbers, codes, own)
+            numbers, *errors = rounded(turned, blocks, products.tokens, nearest)
             data[part] = codes.data(codes.nearest(numbers, own)[0]).to(data.device)
             here = seen[(seen >= part.start) & (seen < part.stop)] - part.start
             self._sample(weight.name, numbers[here], turned[here])
@@ -135,12 +141,14 @@ class CalibratedRounding:
         self.sampled[name] = SampledError(so_far.error + error.error, so_far.values + error.values)
 
     def start(self) -> str:
-        """Begin to count the time, and say how long it will take, by a small weight that is timed."""
-        seconds = sum(self._work.values()) * _seconds_per_product(self.device)
+        """Begin to count the time, and say how long it will take, by a small weight that is timed in each storage."""
+        if not self._work:
+            return "the calibration rounds no layer: none that it knows is written anew in int8, fp8, w6a8 or w4a8"
+        paces = {storage: _seconds_per_product(self.device, storage) for storage in set(self._storages.values())}
+        seconds = sum(work * paces[self._storages[layer]] for layer, work in self._work.items())
         self._began = time.monotonic()
-        left = [name for name in self.calibration.sparse if name not in self._work]
-        sparse = f"; {len(left)} saw too few tokens" if left else ""
-        return f"rounding {len(self._work)} layers by the calibration: about {duration_text(seconds)}{sparse}"
+        unreached = f"; {count} were not called" if (count := len(self.calibration.unreached)) else ""
+        return f"rounding {len(self._work)} layers by the calibration: about {duration_text(seconds)}{unreached}"
 
     def left(self) -> str:
         """Say how long the layers that are not done yet will take."""
@@ -167,13 +175,19 @@ def card_of(
     return card_entry(replace(provenance, calibration=rounding.card), rounding.plans)
 
 
-def _seconds_per_product(device: torch.device) -> float:
+def _numbers(
+    codes: Codes, params: Mapping[str, torch.Tensor], values: torch.Tensor, at: Sequence[int]
+) -> torch.Tensor:
+    return codes.nearest(values, params, at)[1]
+
+
+def _seconds_per_product(device: torch.device, storage: str) -> float:
     rows, columns, width = PROBE
     generator = torch.Generator().manual_seed(0)
     found = Products.empty(columns, width)
     found.add(torch.randn(2 * width, columns, generator=generator))
-    weight, codes = torch.randn(rows, columns, generator=generator).to(device), CODES["int8"]
+    weight, codes = torch.randn(rows, columns, generator=generator).to(device), CODES[storage]
     params = codes.prepare(weight)
     began = time.perf_counter()
-    rounded(weight, found.blocks, lambda values, at: codes.nearest(values, params, at)[1])[1].item()
+    rounded(weight, found.blocks, found.tokens, partial(_numbers, codes, params))[1].item()
     return (time.perf_counter() - began) / (rows * columns * width)

@@ -131,7 +131,8 @@ def _rounding(
     """Return what rounds the weights by a calibration, on ComfyUI's compute device, and say how long that takes."""
     name = str(source.get("file") or type(patcher.model).__name__)
     rounding = CalibratedRounding(calibration, weights.stored, plans, source, name, device=compute_device())
-    logger.info("Halfsafe: %s", rounding.start())
+    logger.info("Halfsafe: %s", started := rounding.start())
+    show_progress(started)
     return rounding
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import comfy.utils
@@ -16,11 +17,11 @@ from ....precision.calibrate.calibration import Calibration
 from ....precision.calibrate.products import WIDTHS, Products, products_bytes
 from ....precision.devices.memory import require_memory
 from ....precision.errors import HalfsafeError
+from ....precision.files.atomic_write import require_space
 from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.text import size_text
 from ..facts.layers import matrix_layers
 from ..load.devices import free_host_memory
-from ..load.files import output_path
 from ..load.identity import source_of_model
 from ..load.progress import advancing
 from ..page import show_progress
@@ -39,15 +40,23 @@ MOST_MEMORY = 8 << 30
 
 
 def calibrate_model(
-    patcher: ModelPatcher, positive, negative, latent: dict, seed: int, previous: Calibration | None = None
+    patcher: ModelPatcher,
+    positive,
+    negative,
+    latent: dict,
+    seed: int,
+    previous: Calibration | None = None,
+    path: str = "",
 ) -> Calibration:
     """Sample ``STEPS`` steps and sum what every layer meets that could be quantized. The model is not changed.
 
     Args:
         previous: of the same model; what it saw is added.
+        path: where it will be written, if anywhere.
 
     Raises:
         MemoryShortage: the sums do not fit into the host's memory.
+        CheckpointError: they do not fit on the disk of ``path``.
         HalfsafeError: ``previous`` is of another model, the model is spread over several devices, or it was not called.
     """
     if is_on_several_devices(patcher):
@@ -58,13 +67,16 @@ def calibrate_model(
     source, cls = source_of_model(patcher), type(patcher.model).__name__
     if previous is not None:
         previous.require_model(source, str(source.get("file") or cls), columns)
-    width = _width(columns, cls) if previous is None else previous.width
-    found = Calibration(source, cls, width, {name: Products.empty(count, width) for name, count in columns.items()})
-    calls = _sampled(patcher, modules, found.layers, (positive, negative, latent, seed, STEPS))
+    width = _width(columns, cls, WIDTHS if previous is None else (previous.width,))
+    if path:
+        require_space(Path(path), _bytes(columns, width) // 2)
+    sums = {name: Products.empty(count, width) for name, count in columns.items()}
+    sums |= previous.copied() if previous else {}
+    calls = _sampled(patcher, modules, sums, (positive, negative, latent, seed, STEPS))
     if not calls:
         raise HalfsafeError("The model was not called, so nothing was calibrated.", "Give it a latent and a prompt.")
-    found = Calibration(source, cls, width, found.layers, 1, calls)
-    return found if previous is None else found.plus(previous)
+    runs, earlier = (previous.runs, previous.calls) if previous else (0, 0)
+    return Calibration(source, cls, width, sums, runs + 1, earlier + calls)
 
 
 def calibrated_layers(patcher: ModelPatcher) -> dict[str, torch.nn.Module]:
@@ -73,18 +85,22 @@ def calibrated_layers(patcher: ModelPatcher) -> dict[str, torch.nn.Module]:
     return {name: module for name, module in layers if can_be_quantized(type(module).__name__)}
 
 
-def _width(columns: Mapping[str, int], cls: str) -> int:
-    """Return the widest blocks whose sums take no more than half of the free memory, and 8 GiB.
+def _width(columns: Mapping[str, int], cls: str, widths: Sequence[int]) -> int:
+    """Return the widest blocks whose sums take no more than half of the free memory, and 8 GiB; the narrowest at least.
 
     Raises:
         MemoryShortage: not even the narrowest fit into the free memory.
     """
     free = free_host_memory()
-    sizes = {width: sum(products_bytes(count, width) for count in columns.values()) for width in WIDTHS}
-    width = next((width for width, size in sizes.items() if size <= min(free // 2, MOST_MEMORY)), WIDTHS[-1])
+    sizes = {width: _bytes(columns, width) for width in widths}
+    width = next((width for width, size in sizes.items() if size <= min(free // 2, MOST_MEMORY)), widths[-1])
     require_memory(sizes[width], f"Calibrating {cls}", free, "Free some: close other programs, unload other models.")
     show_progress(f"{len(columns)} layers, {size_text(sizes[width])} of host memory for what they meet")
     return width
+
+
+def _bytes(columns: Mapping[str, int], width: int) -> int:
+    return sum(products_bytes(count, width) for count in columns.values())
 
 
 def _sampled(
@@ -138,14 +154,3 @@ def _summing(forward: Callable, sums: Products, advance: Callable[[], object]) -
         return forward(x, *args, **kwargs)
 
     return call
-
-
-def kept(calibration: Calibration, filename_prefix: str) -> str:
-    """Write a calibration below ComfyUI's output folder, and return the file's name there.
-
-    Raises:
-        HalfsafeError: the prefix leaves the output folder, or the file cannot be written.
-    """
-    path, name = output_path(filename_prefix)
-    calibration.save(path)
-    return name

@@ -87,6 +87,7 @@ def test_the_node_says_how_long_it_still_takes(comfy, calibrated, saved_folder, 
     said = []
     monkeypatch.setattr(host, "show_progress", said.append)
     save_calibrated(comfy, *calibrated, "int8", saved_folder)
+    assert re.fullmatch(r"rounding \d+ layers by the calibration: about .+", said.pop(0))
     counts = [re.fullmatch(r"(\d+) of (\d+) layers rounded, .+ left", text) for text in said]
     assert all(counts) and {int(count[2]) for count in counts} == {max(int(count[1]) for count in counts) + 1}
     assert sorted({int(count[1]) for count in counts}) == list(range(1, len({count[1] for count in counts}) + 1))

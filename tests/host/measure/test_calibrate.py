@@ -1,11 +1,14 @@
 """Calibrating in the real ComfyUI: what the layers met is what was summed, and the model is left alone."""
 
+import shutil
+from types import SimpleNamespace
+
 import pytest
 import torch
 from halfsafe.nodes.host.load.files import output_path
 from halfsafe.nodes.host.measure import calibrate as host
 from halfsafe.nodes.host.measure.sampling import sample
-from halfsafe.precision.calibrate.calibration import FEWEST, read_calibration
+from halfsafe.precision.calibrate.calibration import read_calibration
 from halfsafe.precision.errors import HalfsafeError, MemoryShortage
 from halfsafe.precision.text import size_text
 from safetensors.torch import save_file
@@ -168,9 +171,13 @@ def test_inputs_with_nan_are_left_out_and_told(comfy, model):
     assert "NaN or Inf were left out" in text and LAYER in text
 
 
-def test_layers_that_saw_too_little_are_named(comfy, model):
+def test_layers_that_are_called_once_a_step_count_and_those_never_called_are_named(comfy, path, model):
     found, text = calibrated(comfy, model)
-    assert found.sparse["time_embedding.0"] < FEWEST and "time_embedding.0" in text and found.usable("time_embedding.0") is None
+    assert found.layers["time_embedding.0"].tokens == host.STEPS and found.usable("time_embedding.0") and "not called" not in text
+    another = families.load(comfy, path, "as_file", "fp32")
+    another.model.diffusion_model.idle = torch.nn.Linear(32, 32)
+    found, text = calibrated(comfy, another)
+    assert found.unreached == ["idle"] and "not called: idle." in text and found.usable("idle") is None
 
 
 def test_memory_is_asked_for_before_it_starts(comfy, model, monkeypatch):
@@ -193,3 +200,26 @@ def test_it_is_kept_in_a_file(comfy, model):
     assert again.model == found.model and again.calls == found.calls
     for name, products in found.layers.items():
         assert torch.equal(again.layers[name].blocks.triu(), products.blocks.triu())
+
+
+@pytest.mark.parametrize(("prefix", "free", "message"), [("../away", 1 << 40, "leaves ComfyUI's output folder"), ("calibrations/full", 1 << 10, "the disk has 1.00 KiB free")])
+def test_where_it_cannot_be_kept_is_told_before_it_starts(comfy, model, monkeypatch, prefix, free, message):
+    monkeypatch.setattr(host, "sample", None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    with pytest.raises(HalfsafeError, match=message):
+        calibrated(comfy, model, filename_prefix=prefix)
+
+
+def test_with_a_previous_one_as_much_memory_is_asked_for_and_said(comfy, model, monkeypatch):
+    first, _ = calibrated(comfy, model)
+    said, before = [], {name: products.blocks.clone() for name, products in first.layers.items()}
+    monkeypatch.setattr(host, "show_progress", said.append)
+    second, _ = calibrated(comfy, model, previous=first)
+    third, text = calibrated(comfy, model, previous=second)
+    assert said[0] == f"{len(first.layers)} layers, {size_text(first.bytes)} of host memory for what they meet"
+    assert third.runs == 3 and third.layers[LAYER].tokens == 3 * first.layers[LAYER].tokens and "3 runs" in text
+    assert all(torch.equal(products.blocks, before[name]) for name, products in first.layers.items()), "what other nodes were given stays"
+    monkeypatch.setattr(host, "free_host_memory", lambda: 1 << 10)
+    monkeypatch.setattr(host, "sample", None)
+    with pytest.raises(MemoryShortage, match="Calibrating WAN21 needs"):
+        calibrated(comfy, model, previous=first)

@@ -71,7 +71,7 @@ def test_a_file_is_converted_closer(tmp_path, storage, prefix):
 def test_the_card_says_what_was_rounded_by_what(tmp_path):
     source = model_file(tmp_path / "model.safetensors")
     calibration = calibrated(source)
-    calibration.layers["blocks.0.attn"].tokens = 9
+    calibration.layers["blocks.0.attn"].tokens = 0
     converted(source, tmp_path / "found.safetensors", "int8", calibration)
     card = card_in(open_checkpoint(tmp_path / "found.safetensors").metadata)
     assert 0.1 < card["calibration"].pop("error_of_results_to_nearest") < 0.85
@@ -137,9 +137,11 @@ def test_it_is_read_as_it_was_written(tmp_path):
         assert (kept.tokens, kept.left_out) == (products.tokens, products.left_out)
         assert torch.equal(kept.blocks.triu(), products.blocks.triu()) and torch.equal(kept.blocks, kept.blocks.mT)
     assert (tmp_path / "kept.safetensors").stat().st_size < 0.55 * found.bytes
-    both = again.plus(found)
-    assert both.runs == 2 and both.layers["blocks.0.mlp"].tokens == 1200
-    torch.testing.assert_close(both.layers["blocks.0.mlp"].blocks, 2 * found.layers["blocks.0.mlp"].blocks)
+    more = again.copied()
+    more["blocks.0.mlp"].add(inputs("blocks.0.mlp"))
+    assert more["blocks.0.mlp"].tokens == 1200 and again.layers["blocks.0.mlp"].tokens == 600
+    torch.testing.assert_close(more["blocks.0.mlp"].blocks, 2 * found.layers["blocks.0.mlp"].blocks)
+    assert torch.equal(again.layers["blocks.0.mlp"].blocks.triu(), found.layers["blocks.0.mlp"].blocks.triu())
 
 
 @pytest.mark.parametrize("change", ["no key", "other shape", "a tensor is gone", "NaN", "not JSON", "numbers"])
@@ -166,19 +168,29 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path, change):
         read_calibration(path)
 
 
-def test_too_few_tokens_are_named_and_rounded_to_nearest(tmp_path):
+def test_layers_that_met_nothing_are_named_and_rounded_to_nearest(tmp_path):
     source = model_file(tmp_path / "model.safetensors")
-    found = calibrated(source, tokens=100)
-    assert "none of them often enough" in found.text() and "blocks.0.attn (100)" in found.text()
+    found = calibrated(source, tokens=0)
+    assert "none of them called" in found.text() and "not called: blocks.0.attn, blocks.0.mlp" in found.text()
     near, _ = converted(source, tmp_path / "near.safetensors", "int8")
     kept, summary = converted(source, tmp_path / "found.safetensors", "int8", found)
     assert all(torch.equal(near[name].data, kept[name].data) for name in near if near[name].encoding is None)
     assert "no layer was rounded by the calibration" in summary.notes
 
 
+@pytest.mark.parametrize("storage", ["bf16", "as_file"])
+def test_a_file_that_it_rounds_nothing_of_does_not_claim_it(tmp_path, storage):
+    source, said = model_file(tmp_path / "model.safetensors"), []
+    target = tmp_path / "found.safetensors"
+    convert_file(source, target, storage, rules_from("", "none"), calibration=calibrated(source), tell=said.append)
+    assert "calibration" not in card_in(open_checkpoint(target).metadata)
+    assert said == ["the calibration rounds no layer: none that it knows is written anew in int8, fp8, w6a8 or w4a8"]
+
+
 def test_the_time_is_said_before_and_while(tmp_path, monkeypatch):
     source, said = model_file(tmp_path / "model.safetensors"), []
-    monkeypatch.setattr(weights_of, "_seconds_per_product", lambda device: 1e-5)
-    convert_file(source, tmp_path / "x.safetensors", "int8", rules_from("", "none"), calibration=calibrated(source), tell=said.append)
-    work = sum(rows * columns * 256 for rows, columns in (LAYERS[layer] for layer in SEEN))
-    assert said == [f"rounding 3 layers by the calibration: about {-(-work // 6000000)} min"]
+    monkeypatch.setattr(weights_of, "_seconds_per_product", lambda device, storage: {"int8": 1e-5, "w4a8": 5e-5}[storage])
+    work = {layer: LAYERS[layer][0] * LAYERS[layer][1] * 256 for layer in SEEN}
+    for rule, slower in (("", 0), ("*.mlp storage=w4a8", 4 * work["blocks.0.mlp"])):
+        convert_file(source, tmp_path / "x.safetensors", "int8", rules_from(rule, "none"), calibration=calibrated(source), tell=said.append)
+        assert said.pop() == f"rounding 3 layers by the calibration: about {-(-(sum(work.values()) + slower) // 6000000)} min"

@@ -47,7 +47,7 @@ def best_of_all(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def test_it_comes_near_the_best_of_all_on_tiny_problems(seed):
     x, weight = inputs(64, 4, seed), weight_of(8, 4, seed)
     blocks = (x.T @ x)[None]
-    found, before, after = rounded(weight, blocks, to_half)
+    found, before, after = rounded(weight, blocks, len(x), to_half)
     best = best_of_all(weight, x)
     torch.testing.assert_close(error(found, weight, x), after, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(error(to_half(weight, None), weight, x), before, rtol=1e-3, atol=1e-3)
@@ -59,7 +59,7 @@ def test_gptq_is_the_textbook_s(monkeypatch):
     """One block, no sweeps: column by column with the inverse recomputed for those that are left (OBQ with a fixed order)."""
     x, weight = inputs(200, 48), weight_of(6, 48)
     products = x.T @ x
-    damped = products.double() + rounding.DAMPING * products.diagonal().double().mean() * torch.eye(48, dtype=torch.float64)
+    damped = products.double() + rounding.damping(48, 200) * products.diagonal().double().mean() * torch.eye(48, dtype=torch.float64)
     left, moved, expected = products.diagonal().argsort(descending=True).tolist(), weight.double(), torch.empty(6, 48)
     while left:
         inverse = torch.linalg.inv(damped[left][:, left])
@@ -69,7 +69,7 @@ def test_gptq_is_the_textbook_s(monkeypatch):
         moved[:, left] -= change[:, None] * inverse[0]
         left = left[1:]
     monkeypatch.setattr(rounding, "_errors", lambda difference, products: -difference.square().sum(1))
-    found, *_ = rounded(weight, products[None], to_half, sweeps=0)
+    found, *_ = rounded(weight, products[None], len(x), to_half, sweeps=0)
     assert (found == expected).float().mean() > 0.98
 
 
@@ -91,7 +91,7 @@ def test_it_is_never_worse_than_nearest(storage, rows, columns, tokens, seed):
     group = codes.group(columns)
     turned, blocks = codes.turned(weight), products.blocks if group is None else products.rotated(group)
     params = codes.prepare(turned)
-    found, before, after = rounded(turned, blocks, lambda values, at: codes.nearest(values, params, at)[1])
+    found, before, after = rounded(turned, blocks, products.tokens, lambda values, at: codes.nearest(values, params, at)[1])
     near = codes.nearest(turned, params)[1]
     assert torch.isfinite(found).all() and after <= before
     assert torch.equal(codes.nearest(found, params)[1], found)  # numbers that the format has
@@ -110,7 +110,7 @@ def test_other_inputs_of_the_same_kind_gain_too(storage, share):
     turned = codes.turned(weight)
     params = codes.prepare(turned)
     blocks = products.rotated(256) if codes.group(256) else products.blocks
-    found, *_ = rounded(turned, blocks, lambda values, at: codes.nearest(values, params, at)[1])
+    found, *_ = rounded(turned, blocks, products.tokens, lambda values, at: codes.nearest(values, params, at)[1])
     exact = other @ weight.T
     near, chosen = (relative_error(exact, other @ codes.turned(numbers).T) for numbers in (codes.nearest(turned, params)[1], found))
     assert chosen <= share * near
@@ -134,14 +134,31 @@ def test_the_products_are_turned_as_inputs_are():
     torch.testing.assert_close(plain.rotated(256), turned.blocks, rtol=1e-4, atol=1e-4 * float(turned.blocks.abs().max()))
 
 
-def test_sums_through_previous_equal_one_run():
-    x, once, first, second = inputs(300, 64), *(Products.empty(64, 256) for _ in range(3))
+def test_sums_in_parts_equal_one_run():
+    x, once, parts = inputs(300, 64), *(Products.empty(64, 256) for _ in range(2))
     once.add(x)
-    first.add(x[:100])
-    second.add(x[100:])
-    both = first.plus(second)
-    assert both.tokens == once.tokens == 300
-    torch.testing.assert_close(both.blocks, once.blocks, rtol=1e-3, atol=1e-6 * float(once.blocks.max()))
+    parts.add(x[:100])
+    parts.add(x[100:])
+    assert parts.tokens == once.tokens == 300
+    torch.testing.assert_close(parts.blocks, once.blocks, rtol=1e-3, atol=1e-6 * float(once.blocks.max()))
+
+
+@pytest.mark.parametrize(("tokens", "columns"), [(16, 512), (64, 512), (256, 512), (512, 512)])
+@pytest.mark.parametrize("storage", ["int8", "w6a8", "w4a8"])
+def test_few_tokens_do_not_spoil_other_inputs(storage, tokens, columns):
+    """Inputs that go in every direction, of which few are seen: what is not seen must not pay for what is."""
+    mix = torch.randn(columns, columns, generator=torch.Generator().manual_seed(3)) * torch.logspace(-0.5, 0, columns)
+    x, other = (torch.randn(count, columns, generator=torch.Generator().manual_seed(count)) @ mix.T for count in (tokens, 2000))
+    weight, codes = weight_of(64, columns), CODES[storage]
+    products = Products.empty(columns, 1024)
+    products.add(x)
+    turned = codes.turned(weight)
+    params = codes.prepare(turned)
+    found, *_ = rounded(turned, products.rotated(256), tokens, lambda values, at: codes.nearest(values, params, at)[1])
+    exact = other @ weight.T
+    near, chosen = (relative_error(exact, other @ codes.turned(numbers).T) for numbers in (codes.nearest(turned, params)[1], found))
+    print(storage, tokens, chosen / near)
+    assert chosen <= 1.01 * near
 
 
 def test_inputs_that_are_not_finite_are_counted_and_left_out():
@@ -157,7 +174,7 @@ def test_inputs_that_are_not_finite_are_counted_and_left_out():
 def test_columns_that_were_never_reached_are_rounded_to_nearest():
     x, weight = inputs(50, 32), weight_of(4, 32)
     x[:, 16:] = 0
-    found, *_ = rounded(weight, (x.T @ x)[None], to_half)
+    found, *_ = rounded(weight, (x.T @ x)[None], len(x), to_half)
     assert torch.equal(found[:, 16:], to_half(weight, None)[:, 16:])
-    nothing, before, after = rounded(weight, torch.zeros(1, 32, 32), to_half)
+    nothing, before, after = rounded(weight, torch.zeros(1, 32, 32), 0, to_half)
     assert torch.equal(nothing, to_half(weight, None)) and before == after == 0
