@@ -143,13 +143,14 @@ def test_sums_in_parts_equal_one_run():
     torch.testing.assert_close(parts.blocks, once.blocks, rtol=1e-3, atol=1e-6 * float(once.blocks.max()))
 
 
-@pytest.mark.parametrize(("tokens", "columns"), [(16, 512), (64, 512), (256, 512), (512, 512)])
-@pytest.mark.parametrize("storage", ["int8", "w6a8", "w4a8"])
-def test_few_tokens_do_not_spoil_other_inputs(storage, tokens, columns):
+@pytest.mark.parametrize("tokens", [8, 32, 128])
+@pytest.mark.parametrize("storage", ["int8", "w4a8"])
+def test_few_tokens_do_not_spoil_other_inputs(storage, tokens):
     """Inputs that go in every direction, of which few are seen: what is not seen must not pay for what is."""
+    columns = 256
     mix = torch.randn(columns, columns, generator=torch.Generator().manual_seed(3)) * torch.logspace(-0.5, 0, columns)
     x, other = (torch.randn(count, columns, generator=torch.Generator().manual_seed(count)) @ mix.T for count in (tokens, 2000))
-    weight, codes = weight_of(64, columns), CODES[storage]
+    weight, codes = weight_of(32, columns), CODES[storage]
     products = Products.empty(columns, 1024)
     products.add(x)
     turned = codes.turned(weight)
@@ -157,7 +158,6 @@ def test_few_tokens_do_not_spoil_other_inputs(storage, tokens, columns):
     found, *_ = rounded(turned, products.rotated(256), tokens, lambda values, at: codes.nearest(values, params, at)[1])
     exact = other @ weight.T
     near, chosen = (relative_error(exact, other @ codes.turned(numbers).T) for numbers in (codes.nearest(turned, params)[1], found))
-    print(storage, tokens, chosen / near)
     assert chosen <= 1.01 * near
 
 
