@@ -29,7 +29,7 @@ from setup.machine import comfyui_version
 TORCH = ("2.8.0", "2.11.0", "newest")
 LIBRARIES = ("numpy", "safetensors", "Pillow", "comfy-kitchen", "packaging")
 QUICK = ("-m", "not slow", "-k", "loaders or saver or compute or object_info or bad_files")
-KERNELS = ("-k", "int8 or fp8 or kitchen or dialect or formats or quantiz")
+KERNELS = ("-k", "int8 or fp8 or kitchen or dialect or formats or quantiz or low_bits or calibrated")
 OF_THE_MAIN_ENVIRONMENT = "tests/unit/project/test_scripts.py::test_broken_interpreter_is_not_usable"
 CPUS = {
     "native": {},
