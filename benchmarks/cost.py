@@ -169,6 +169,8 @@ def _count(name: str, way: str) -> Counted:
         stored = torch.float32 if way == "fp32" else torch.float16
         with torch.device("cuda"):
             inner, x, given = BUILD[name](device="cuda", dtype=stored, operations=comfy.ops.manual_cast)
+        if way == "fp16_safe":
+            _as_loaded(inner)
         model = _base_model(inner)
         run = _executed(model, way)
         given = {key: value.to(dtype) for key, value in given.items()}
@@ -178,8 +180,15 @@ def _count(name: str, way: str) -> Counted:
         reads.places, reads.foreign = [], 0
         with _costs(inner).watching() as costs:
             run(*call, **given)
-        modes = run.observed_modes()
+        modes = run.modes()
     return Counted(costs.seen, len(reads.places), modes, costs.inputs, costs.outputs)
+
+
+def _as_loaded(inner) -> None:
+    """What the loader does to a model that runs in fp16_safe."""
+    from halfsafe.nodes.host.load.models import hold_norms_in_fp32
+
+    hold_norms_in_fp32(inner.modules())
 
 
 class _Patcher(SimpleNamespace):

@@ -17,6 +17,7 @@ import torch
 from ..amax import amax
 from .attention_bounds import AttentionBound, AttentionCall, AttentionRange, ScoreBound
 from .calibration import Calibration
+from .known_values import counted
 
 AS_IS, SMOOTH, FP32 = "unchanged", "smooth-K", "fp32"
 MODES = (AS_IS, SMOOTH, FP32)
@@ -192,12 +193,25 @@ class SafeAttention:
         if index >= len(self.calls_in_fp32) or (self.any_in_fp32 and self.calls_in_fp32[index]):
             return call.run_in(torch.float32, kernels.fp32)
         dtype = torch.float16 if self.calibration.results.allowed else q.dtype
-        call = call.in_fp16()
+        given, call = call, call.in_fp16()
         if torch.compiler.is_compiling():
             self.range.recorder.record(call.largest())
-        elif not self.calibration.calibrating:
-            self.bounds[index].record(call)
-        return call.run_in(torch.float16, kernels.attention).to(dtype)
+            return call.run_in(torch.float16, kernels.attention).to(dtype)
+        bound = self.bounds[index]
+        if not self.calibration.calibrating:
+            bound.record(call, given, self.calibration.values)
+        result = call.run_in(torch.float16, kernels.attention).to(dtype)
+        return result if kernels.foreign else self._noted(bound, result)
+
+    def _noted(self, bound: AttentionBound, result: torch.Tensor) -> torch.Tensor:
+        """Keep the bound of a result where a later operation relies on it."""
+        if not self.calibration.calibrating and not (bound.tag is not None and bound.tag.used):
+            return result
+        result = counted(result)
+        tag = self.calibration.values.note(result, bound.result_bound(result.shape[-1]))
+        if self.calibration.calibrating:
+            bound.tag = tag
+        return result
 
     def _calibrate(self, index: int, call: AttentionCall) -> None:
         for tensor in (call.q, call.k, call.v):
@@ -214,7 +228,7 @@ class SafeAttention:
         self._count(call, in_fp32)
         self.range.recorder.device = call.q.device
         if not in_fp32:
-            self.bounds[index].calibrate(call)
+            self.bounds[index].calibrate(call, self.calibration.values)
 
     def _count(self, call: AttentionCall, in_fp32: bool) -> None:
         flops = 4 * call.q.numel() * call.k.shape[-2]

@@ -11,8 +11,11 @@ import torch
 
 from ..amax import amax
 from ..dtypes import FP16_MAX
+from .amax_buffer import NOTHING
+from .known_values import KnownValues, Tag
 from .norms import largest_row_norm
 from .proofs import HEADROOM_BITS, MARGIN, Proof, fits_range
+from .value_bounds import ValueBound, of_elements
 
 LARGEST_SCORE = FP16_MAX / MARGIN
 MASK_FACTOR = 8.0
@@ -111,10 +114,12 @@ class AttentionRange(Proof):
 
 
 class AttentionBound(AttentionRange):
-    """Prove the same of one attention, from numbers that cost a kernel each: amax of q, k and v as they are multiplied.
+    """Prove the same of one attention, from numbers that cost a kernel each: amax of q, k and v as they are multiplied,
+    of those that no bound is known of.
 
     ``size``: of a head; ``factor``: of a score, the mask's included; ``by_norm``: amax alone bounds its scores too
-    roughly, so norms of rows of q and k are recorded, by two kernels each.
+    roughly, so norms of rows of q and k are recorded, by two kernels each. ``values``: what no element of v passes,
+    where a later operation relies on the result's bound (``tag``).
     """
 
     width = 3
@@ -124,16 +129,30 @@ class AttentionBound(AttentionRange):
         self.size = 1
         self.factor = 1.0
         self.by_norm = False
+        self.values = 0.0
+        self.tag: Tag | None = None
 
-    def calibrate(self, call: AttentionCall) -> None:
+    def forget(self) -> None:
+        """Begin anew, for a model whose operands are others now."""
+        super().forget()
+        self.values = 0.0
+
+    def calibrate(self, call: AttentionCall, known: KnownValues) -> None:
         """Choose what to record."""
         self.recorder.device, self.size, self.factor = call.q.device, call.head_size(), call.masked_factor()
         largest = [amax(tensor).item() for tensor in (call.q, call.k, call.v)]
         self.by_norm = False
         self.by_norm = not self.holds(self.magnitude(largest) * 2.0**HEADROOM_BITS)
+        bound = known.of(call.v)
+        self.values = bound.largest if bound else max(self.values, 2.0**HEADROOM_BITS * largest[2])
+        if self._knows_scores(call, known):
+            known.rely_on(call.q)
+            known.rely_on(call.k)
+        if self._knows_values(call, known):
+            known.rely_on(call.v)
 
-    def record(self, call: AttentionCall) -> None:
-        """Record what bounds the scores, and the amax of v.
+    def record(self, call: AttentionCall, given: AttentionCall, known: KnownValues) -> None:
+        """Record what bounds the scores, and the amax of v, but for what is known of the tensors that were ``given``.
 
         A call may bring a mask, or another attention, where the measured one had none: the larger factor counts.
         """
@@ -142,20 +161,49 @@ class AttentionBound(AttentionRange):
         if recorder.entry is None or recorder.entry.device != call.q.device:
             recorder.missed = True
             return
-        for entry, tensor in zip(recorder.entries, (call.q, call.k), strict=False):
-            if self.by_norm:
-                entry.write_row_norm(call.by_head(tensor))
-            else:
-                entry.write_amax(tensor)
-        recorder.entries[2].write_amax(call.v)
+        if known.sampling or not self._knows_scores(given, known):
+            for entry, tensor in zip(recorder.entries, (call.q, call.k), strict=False):
+                if self.by_norm:
+                    entry.write_row_norm(call.by_head(tensor))
+                else:
+                    entry.write_amax(tensor)
+        if known.sampling or not self._knows_values(given, known):
+            recorder.entries[2].write_amax(call.v)
+
+    def _knows_scores(self, call: AttentionCall, known: KnownValues) -> bool:
+        """Tell whether no score and no element of q and k can pass fp16's range, by what is known of both."""
+        of_q, of_k = known.of(call.q), known.of(call.k)
+        if of_q is None or of_k is None:
+            return False
+        norm_q, norm_k = of_q.of_head(call.head_size()), of_k.of_head(call.head_size())
+        return max(of_q.largest, of_k.largest, norm_q * norm_k * call.masked_factor()) <= LARGEST_SCORE
+
+    def _knows_values(self, call: AttentionCall, known: KnownValues) -> bool:
+        of_v = known.of(call.v)
+        return of_v is not None and of_v.largest <= min(self.values, LARGEST_SCORE)
+
+    def result_bound(self, columns: int) -> ValueBound:
+        """Bound the result's rows of ``columns`` numbers: a mean of rows of v, with room for kernels that round it."""
+        return of_elements(MARGIN * self.values, columns)
+
+    def ran(self, numbers: list[float]) -> bool:
+        """Tell whether any of the numbers was recorded in a call."""
+        return any(number != NOTHING for number in numbers)
 
     def magnitude(self, numbers: list[float]) -> float:
-        """Return the largest number the attention can hold; not finite where one of them is not."""
+        """Return the largest number the attention can hold, of those that were recorded; not finite where one of them
+        is not."""
         if not all(map(math.isfinite, numbers)):
             return math.nan
-        of_q, of_k = (number if self.by_norm else number * self.size**0.5 for number in numbers[:2])
-        smallest = SMALLEST_VALUE * FP16_MAX / numbers[2] if numbers[2] else math.inf
-        return max(of_q, of_k, of_q * of_k * self.factor, numbers[2], smallest)
+        found = [0.0]
+        if numbers[0] != NOTHING:
+            of_q, of_k = (number if self.by_norm else number * self.size**0.5 for number in numbers[:2])
+            found += [of_q, of_k, of_q * of_k * self.factor]
+        if numbers[2] != NOTHING:
+            if self.tag is not None and self.tag.used and numbers[2] > self.values:
+                return math.nan
+            found += [numbers[2], SMALLEST_VALUE * FP16_MAX / numbers[2] if numbers[2] else math.inf]
+        return max(found)
 
 
 def smoothed(k: torch.Tensor) -> torch.Tensor:

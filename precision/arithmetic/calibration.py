@@ -12,8 +12,9 @@ from typing import TypeVar
 import torch
 
 from ..oom import is_oom
-from .amax_buffer import NOTHING, AmaxBuffer
+from .amax_buffer import AmaxBuffer
 from .compiling import compile_disabled
+from .known_values import MeasuredOnce
 from .operand_scale import OperandScale
 from .operand_sharing import SharedOperands
 from .proofs import Proof
@@ -29,6 +30,8 @@ class Calibration:
     ``calibrating``: this call may read numbers back from the device, to fix how operands are scaled; nothing compiled
     runs in it. A compiled graph depends on what a proof decides, such as ``in_fp32``, and not on the number of
     measurements.
+    ``last``: the last operation of the call that calibrated. It is always measured: what is not finite before it is not
+    finite there.
     ``flops``: floating-point operations of each operation in the call that calibrated. ``repeats``: calls made twice.
     """
 
@@ -36,9 +39,12 @@ class Calibration:
         self.proofs: dict[str, Proof] = {}
         self.flops: Counter[str] = Counter()
         self.operands = SharedOperands()
+        self.values = self.operands.values
+        self.last: OperandScale | None = None
         self.results = Fp16Results()
         self.calibrating = True
         self.repeats = 0
+        self._once: list[MeasuredOnce] = []
         self._buffers: dict[torch.device, tuple[AmaxBuffer, list[Proof]]] = {}
 
     def add(self, proof: AnyProof) -> AnyProof:
@@ -92,7 +98,7 @@ class Calibration:
 
     def _recorded(self, call: Callable[[], Result]) -> Result:
         self.operands.begin(calibrating=False)
-        for proof in self.proofs.values():
+        for proof in self._watched():
             proof.recorder.missed = False
         for buffer, _ in self._buffers.values():
             buffer.clear()
@@ -117,7 +123,12 @@ class Calibration:
     def _place(self) -> None:
         """Give every measured proof its records on its device, and the graphs the exponents."""
         devices: dict[torch.device, list[Proof]] = {}
-        for proof in self.proofs.values():
+        if self.last is not None:
+            self.last.covered = None
+        for scale in self._scales():
+            scale.drop_unshared()
+        self._once = [scale.once for scale in self._scales() if scale.once is not None]
+        for proof in self._watched():
             if proof.recorder.device is not None:
                 devices.setdefault(proof.recorder.device, []).append(proof)
         for device, proofs in devices.items():
@@ -128,14 +139,20 @@ class Calibration:
                     proof.recorder.place([next(left) for _ in range(proof.width)])
             self._buffers[device][0].set_exponents([proof.exponent for proof in proofs for _ in range(proof.width)])
 
+    def _scales(self) -> list[OperandScale]:
+        return [proof for proof in self.proofs.values() if isinstance(proof, OperandScale)]
+
+    def _watched(self) -> list[Proof]:
+        return [*self.proofs.values(), *self._once]
+
     def _all_hold(self) -> bool:
         """Tell whether every proof holds for what this call has recorded; note the largest magnitudes on the way."""
-        hold = not any(proof.recorder.missed for proof in self.proofs.values())
+        hold = not any(proof.recorder.missed for proof in self._watched())
         for buffer, proofs in self._buffers.values():
             records = iter(buffer.read())
             for proof in proofs:
                 recorded = [next(records) for _ in range(proof.width)]
-                if NOTHING not in recorded:
+                if proof.ran(recorded):
                     hold = self._holds(proof, proof.magnitude(recorded)) and hold
         return hold
 

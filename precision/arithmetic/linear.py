@@ -12,7 +12,7 @@ F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). What overflows there gives Inf o
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,9 @@ from ..amax import amax
 from ..modes import FP16, FP16_SCALED, FP16_WIDE, FP32
 from .calibration import Calibration
 from .flags import fp32_accumulation
+from .known_values import Tag, counted, counting_writes
 from .operand_scale import OperandScale
+from .value_bounds import after_linear
 from .wide_product import HAS_WIDE_PRODUCT, wide_product
 
 WeightProvider = Callable[..., AbstractContextManager]
@@ -82,6 +84,7 @@ class SafeOperation:
         self.weights = weights
         self.wide = wide
         self.largest_fp16 = largest_fp16
+        self.tag: Tag | None = None
 
     @property
     def observed_mode(self) -> str:
@@ -101,19 +104,37 @@ class SafeOperation:
         if self.calibration.calibrating:
             result = self._calibrate(input, *args, **kwargs)
             self.calibration.flops[self.scale.name] += matmul_flops(result, self.module, self.kind)
+            if self.scale.covered is None:
+                return result
+            result = counted(result)
+            self.tag = self.calibration.values.note(result, self.scale.reach)
             return result
         if self.scale.in_fp32:
             return self._fp32(input, *args, **kwargs)
         operand = self.calibration.operands.operand(self.scale, input)
+        noted = not torch.compiler.is_compiling() and self.tag is not None and self.tag.used
+        known = noted and self.calibration.values.covers(self.scale, input)
+        return self._noted(self._product_of(operand, known, *args, **kwargs), known)
+
+    def _product_of(self, operand: torch.Tensor, known: bool, *args, **kwargs) -> torch.Tensor:
+        counting = counting_writes() if known else nullcontext()
         if self.scale.result.proven:
-            with self.weights(self.module, operand, torch.float16, torch.float16) as (weight, bias):
+            with self.weights(self.module, operand, torch.float16, torch.float16) as (weight, bias), counting:
                 return self._fp16(operand, weight, bias, *args, **kwargs)
-        with self.weights(self.module, operand, torch.float16) as (weight, bias):
+        with self.weights(self.module, operand, torch.float16) as (weight, bias), counting:
             return self._wide(operand, weight, bias, *args, **kwargs)
+
+    def _noted(self, result: torch.Tensor, known: bool) -> torch.Tensor:
+        """Keep the bound of a result that a later operation relies on."""
+        if known:
+            self.calibration.values.note(result, self.scale.reach)
+        return result
 
     def _calibrate(self, x, *args, **kwargs) -> torch.Tensor:
         """Calibrate and multiply with one and the same weight, which is asked for once."""
         self.calibration.results.note_operand(x)
+        self.calibration.last, self.tag = self.scale, None
+        self.scale.covered = None
         plain = type(self.module.weight) in (torch.Tensor, torch.nn.Parameter)
         self.scale.recorder.device = x.device
         # ComfyUI adds a LoRA in place to a weight that it prefetched (comfy/ops.py, resolve_cast_module_with_vbar):
@@ -126,6 +147,7 @@ class SafeOperation:
                 self._fit(x, half, bias)
             if not self.scale.in_fp32:
                 operand = self.calibration.operands.calibrated_operand(self.scale, x)
+                self._rely_on(x)
                 return self._first_product(operand, half, bias, *args, **kwargs)
             if plain:
                 return self._apply(x.float(), weight, bias, *args, **kwargs)
@@ -139,6 +161,13 @@ class SafeOperation:
         self.scale.calibrate(magnitude, 1.0 if wide else row_sum)
         if returns_fp16:
             self.scale.prove_result(magnitude, row_sum, 0.0 if bias is None else amax(bias).item())
+        known = self.calibration.values.known(self.scale, x) if self.kind == "linear" else None
+        self.scale.cover(known, known and after_linear(half, bias, known), magnitude, wide)
+
+    def _rely_on(self, x: torch.Tensor) -> None:
+        if self.scale.covered is not None:
+            shares, _, _ = self.calibration.operands.place_of(self.scale)
+            self.calibration.values.rely_on(x, alone=not shares)
 
     def _first_product(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         """Multiply in a call that calibrates: in fp16 only if it is not larger there than allowed."""

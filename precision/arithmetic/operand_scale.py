@@ -1,15 +1,24 @@
 """Scale an operand by a power of two so that it and its product fit fp16."""
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..dtypes import FP16_MAX
 from .proofs import FLOOR_BITS, HEADROOM_BITS, Proof, fits_range
-from .result_bound import ResultBound
+from .result_bound import RESULT_MARGIN, ResultBound
+
+if TYPE_CHECKING:
+    from .known_values import MeasuredOnce
+    from .value_bounds import ValueBound
 
 MAX_GAIN = 2.0**16
 MAX_FALLS = 2
+SMALLEST_KNOWN = 2.0 ** (6 - FLOOR_BITS)
+"""The amax from which on an operand is not measured in each call: 64 times what fp16 is too coarse for."""
 
 
 class ScaledOperand(Proof):
@@ -35,7 +44,8 @@ class OperandScale(ScaledOperand):
     amax, where ``gain`` is the largest 1-norm of the weight's rows, or 1 where the device returns fp32.
 
     ``gain``: None until measured. ``in_fp32``: the operation runs in fp32. ``meets_zeros``: its operand was nothing but
-    zeros once. ``result``: the proof that the result may be returned in fp16.
+    zeros once. ``result``: the proof that the result may be returned in fp16. ``covered``: it holds for any operand that
+    is known to keep this bound; its result keeps ``reach``. ``once``: measures an operand that others have too.
     """
 
     def __init__(self, name: str, result: ResultBound | None = None):
@@ -44,13 +54,16 @@ class OperandScale(ScaledOperand):
         self.in_fp32 = False
         self.meets_zeros = False
         self.result = result or ResultBound()
+        self.covered: ValueBound | None = None
+        self.reach: ValueBound | None = None
+        self.once: MeasuredOnce | None = None
         self._falls = 0
 
     def forget(self) -> None:
         """Begin anew, for a model whose operands are others now."""
         super().forget()
         self.gain, self.in_fp32, self._falls = None, False, 0
-        self.result.refuted = False
+        self.result.refuted, self.once = False, None
 
     @property
     def limit(self) -> float:
@@ -90,6 +103,27 @@ class OperandScale(ScaledOperand):
         """Decide whether the result fits fp16, as ``ResultBound.prove``; not where the operand is scaled or in fp32."""
         self.result.prove(magnitude, row_sum, bias)
         self.result.proven = self.result.proven and not (self.in_fp32 or self.exponent)
+
+    def cover(self, known: ValueBound | None, reach: ValueBound | None, magnitude: float, wide: bool) -> None:
+        """Decide whether the proof holds for every operand that keeps a bound, unscaled.
+
+        Args:
+            known: the bound; None where there is none.
+            reach: of the result, by it.
+            magnitude: of the measured operand, which is far from fp16's smallest numbers.
+            wide: whether the product is fp32.
+        """
+        self.covered = self.reach = None
+        if known is None or reach is None or self.in_fp32 or self.exponent or not magnitude >= SMALLEST_KNOWN:
+            return
+        limit = FP16_MAX / RESULT_MARGIN
+        if known.largest <= limit and (reach.largest <= limit or (wide and not self.result.proven)):
+            self.covered, self.reach = known, reach
+
+    def drop_unshared(self) -> None:
+        """Measure an operand as others are, if it turned out that no other operation has it."""
+        if self.once is not None and self.once.uses < 2:
+            self.once = self.covered = None
 
     def record(self, x: torch.Tensor, operand: torch.Tensor, alone: bool) -> None:
         """Record the amax of ``operand``, which is ``x`` as it is multiplied: fewer bytes than ``x`` and as good, but

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from ..layer_names import block_of
+from .known_values import KnownValues
 from .operand_scale import OperandScale
 
 
@@ -27,6 +28,7 @@ class SharedOperands:
     """
 
     def __init__(self) -> None:
+        self.values = KnownValues()
         self._last: LastOperand | None = None
         self._uses: dict[OperandScale, int] = {}
         self._first: dict[OperandScale, OperandScale] = {}
@@ -35,6 +37,7 @@ class SharedOperands:
     def begin(self, calibrating: bool) -> None:
         """Start a call. One that calibrates forgets who shares an operand."""
         self._last = None
+        self.values.begin(calibrating)
         if calibrating:
             self._uses, self._first, self._sharing = {}, {}, {}
 
@@ -52,7 +55,7 @@ class SharedOperands:
         return scale in self._first, len(self._sharing.get(scale, [])), self._uses.get(scale) == 1
 
     def operand(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` as it is multiplied: in fp16, scaled, recorded."""
+        """Return ``x`` as it is multiplied: in fp16, scaled, and recorded unless it is known to fit."""
         if torch.compiler.is_compiling():
             operand = scale.scaled(x)
             scale.record(x, operand, alone=False)
@@ -62,7 +65,8 @@ class SharedOperands:
             self._last = last._replace(left=last.left - 1) if last.left > 1 else None
             return last.operand
         operand, sharing = scale.scaled(x), self._sharing.get(scale)
-        scale.record(x, operand, alone=self._uses.get(scale) == 1)
+        if self.values.sampling or not all(self.values.covers(each, x) for each in (scale, *(sharing or ()))):
+            scale.record(x, operand, alone=self._uses.get(scale) == 1)
         self._last = LastOperand(x, scale, operand, len(sharing)) if sharing else None
         return operand
 

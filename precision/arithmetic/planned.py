@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from ..dtypes import name_of
 from ..modes import FP16_WIDE, FP32
 from .calibration import Calibration
+from .known_norm import KnownNorm
 from .linear import SafeOperation, WeightProvider, kind_of, matmul_flops
 from .patching import Patch
 
@@ -26,6 +27,10 @@ class LayerHost:
     def weights(self, layer: torch.nn.Module) -> WeightProvider | None:
         """Return what provides a layer's weight in a dtype; None where only its own forward can multiply by it."""
         raise NotImplementedError
+
+    def weights_of_norm(self, norm: torch.nn.Module) -> WeightProvider | None:
+        """Return what provides a norm's parameters in a dtype; None where only its own forward can normalize."""
+        return None
 
     def own_forward(self, layer: torch.nn.Module, mode: str) -> tuple[Forward, torch.dtype]:
         """Return the layer's own forward, which multiplies in its input's dtype, and the dtype that comes closest to a
@@ -54,6 +59,7 @@ class PlannedLayers:
         host: how they multiply.
         results: the dtype of a result that no decision asks to be fp32; None for that of the layer's input.
         safe: fp32 results are left as they are, and fp16 ones where they are proven to fit.
+        norms: the norms whose results may be known to fit.
     """
 
     def __init__(
@@ -63,6 +69,7 @@ class PlannedLayers:
         host: LayerHost,
         results: torch.dtype | None = None,
         safe: bool = False,
+        norms: Iterable[torch.nn.Module] = (),
     ):
         self.calibration = Calibration()
         self.operations: dict[str, SafeOperation] = {}
@@ -78,6 +85,10 @@ class PlannedLayers:
             patches = host.patches(layer, decision, product)
             self._forwards[name] = next(value for _, attribute, value in patches if attribute == "forward")
             self.patches += patches
+        for norm in norms:
+            if (weights := host.weights_of_norm(norm)) is not None:
+                known = KnownNorm(norm, norm.forward, self.calibration, weights)
+                self.patches.append((norm, "forward", known.__call__))
 
     def _product(self, name: str, layer: torch.nn.Module, host: LayerHost) -> Forward:
         """Make what multiplies: a method and not an object, for which torch.compile would make a graph of its own."""

@@ -18,7 +18,7 @@ record on: what is proven from the weights alone records nothing and needs no ch
 from abc import ABC, abstractmethod
 
 from ..dtypes import FP16_MAX
-from .amax_buffer import Recorder
+from .amax_buffer import NOTHING, Recorder
 
 HEADROOM_BITS = 2
 FLOOR_BITS = 12
@@ -44,6 +44,10 @@ class Proof(ABC):
     def magnitude(self, numbers: list[float]) -> float:
         """Return what the proof depends on, from the ``width`` numbers recorded in a call."""
         return numbers[0]
+
+    def ran(self, numbers: list[float]) -> bool:
+        """Tell whether the operation recorded its numbers in a call."""
+        return NOTHING not in numbers
 
     @abstractmethod
     def holds(self, magnitude: float) -> bool:

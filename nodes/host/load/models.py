@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from ....precision.plan.facts import packed_types
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
 from ....precision.plan.weights import plan_model
-from ..core import quantization_format, set_cast_dtype, set_full_precision
+from ..core import casts_weights, quantization_format, set_cast_dtype, set_full_precision
 from ..facts.model_facts import held_storages
 from ..lora.unmerged import keep_low_rank_unmerged
 from ..run.compute import set_compute
@@ -139,6 +139,8 @@ def _finish(patcher: ModelPatcher, detected: Detected, load: PreparedLoad) -> No
     check_quantized_shapes(model.diffusion_model, detected.checkpoint.path)
     compute_in_full_precision(modules)
     unpack_to(modules, dtype_named(plan.compute.weight_dtype))
+    if plan.compute.is_safe:
+        hold_norms_in_fp32(modules.values())
     set_compute(patcher, plan.compute)
     keep_low_rank_unmerged(patcher)
     notes = [*weightless_note(detected), *load.notes]
@@ -179,6 +181,19 @@ def unpack_to(modules: dict, dtype: torch.dtype) -> None:
         weight = getattr(module, "weight", None)
         if isinstance(weight, comfy.quant_ops.QuantizedTensor) and weight.dtype != dtype:
             module.weight = torch.nn.Parameter(weight.to(dtype=dtype), requires_grad=False)
+
+
+def hold_norms_in_fp32(modules: Iterable[torch.nn.Module]) -> None:
+    """Hold the parameters of norms over an fp32 stream in its dtype, which ComfyUI would cast at each call.
+
+    They are the model's own, not a copy: LoRAs and hooks change them as any other weight. RMSNorms are left: most are of
+    q and k, which are fp16.
+    """
+    for module in modules:
+        if isinstance(module, torch.nn.LayerNorm | torch.nn.GroupNorm) and casts_weights(module):
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.dtype in (torch.float16, torch.bfloat16):
+                    setattr(module, name, torch.nn.Parameter(parameter.float(), requires_grad=False))
 
 
 def record_of(detected: Detected, plan: LoadPlan, notes: list[str]) -> LoadRecord:

@@ -33,8 +33,11 @@ def overridden(options: dict, run: Callable) -> dict:
 
 
 @contextlib.contextmanager
-def attending(model: torch.nn.Module, call: Call, run: Callable | None) -> Iterator[None]:
-    """Give a model's call ``run`` as its attention, as ``overridden`` does; None changes nothing.
+def attending(
+    model: torch.nn.Module, call: Call, run: Callable | None, given: Callable[[dict], dict] | None = None
+) -> Iterator[None]:
+    """Give a model's call ``run`` as its attention, as ``overridden`` does; None changes nothing. ``given``: of the
+    named arguments of its forward, what stands in for them.
 
     ComfyUI's TorchCompileModel drops every guard on ``transformer_options`` (comfy_extras/nodes_torch_compile.py): a
     graph compiled without an override would run with one, and one compiled with it would never see what it depends on
@@ -45,15 +48,16 @@ def attending(model: torch.nn.Module, call: Call, run: Callable | None) -> Itera
         yield
         return
     call.options = overridden(call.options, run)
-    with patched(_entries(model.diffusion_model, call.options[OVERRIDE])):
+    with patched(_entries(model.diffusion_model, call.options[OVERRIDE], given)):
         yield
 
 
-def _entries(model: torch.nn.Module, override: Callable) -> Iterator[Patch]:
+def _entries(model: torch.nn.Module, override: Callable, given: Callable | None) -> Iterator[Patch]:
+    whole = getattr(model, "_orig_mod", model)
     for part in (model, *top_level_parts(model).values()):
         part = getattr(part, "_orig_mod", part)
         if kind_of(part) is None and holds_modules(part):
-            yield part, "forward", _entry(forward_of(part), override)
+            yield part, "forward", _entry(forward_of(part), override, given if part is whole else None)
 
 
 def holds_modules(module: torch.nn.Module) -> bool:
@@ -66,10 +70,12 @@ def forward_of(part: torch.nn.Module) -> Callable:
     return getattr(part.forward, "behind", part.forward)
 
 
-def _entry(forward: Callable, override: Callable) -> Callable:
+def _entry(forward: Callable, override: Callable, given: Callable | None) -> Callable:
     """Make a part's forward with this override in its options; the newest override holds the earlier ones."""
 
     def run(*args, transformer_options=None, **kwargs):
+        if given is not None:
+            kwargs = given(kwargs)
         if transformer_options is not None:
             kwargs["transformer_options"] = {**transformer_options, OVERRIDE: override}
         return forward(*args, **kwargs)

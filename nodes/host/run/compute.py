@@ -13,6 +13,7 @@ from comfy.patcher_extension import WrappersMP
 from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
 from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.arithmetic.flags import fp32_accumulation
+from ....precision.arithmetic.known_values import counted
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.planned import PlannedLayers
 from ....precision.layer_names import are_alike
@@ -26,7 +27,7 @@ from .conditions import Make, adapts_text, conditions_through
 from .core_layers import CoreLayers, Switching, int8_patches
 from .execution import switches_by_layer
 from .model_compiler import compiler_off
-from .modules import calling_layers
+from .modules import calling_layers, only_normalizes
 from .per_model import PerModel
 from .ruled_attention import NO_ATTENTION, NO_BLOCK, RuledAttention, blocks_of, outermost
 from .wrappers import COMPUTE, set_wrapper
@@ -67,7 +68,7 @@ class Compute:
 
     def __call__(self, executor, *args, **kwargs):
         run, call = self.runs.of(executor.class_obj), Call(executor, *args, **kwargs)
-        with patched(run.patches), attending(executor.class_obj, call, run.attend):
+        with patched(run.patches), attending(executor.class_obj, call, run.attend, run.given):
             return run.call(call)
 
     def planned_modes(self, patcher: "ModelPatcher") -> dict[str, str]:
@@ -147,17 +148,20 @@ class PlannedModel:
         self, plan: ComputePlan, model, inside: Callable[[str], bool] = lambda name: True, fp16_results: bool = False
     ):
         named = modules_of(model)
-        self.modules = {name: module for name, module in named.items() if name in plan.decisions}
+        planned = {name: module for name, module in named.items() if name in plan.decisions}
+        norms = {name: module for name, module in named.items() if plan.is_safe and only_normalizes(module)}
+        self.modules = planned | norms
+        self._planned = list(planned)
         self.plan = plan
         self._safe, self._mixes = plan.is_safe, plan.mixes_fp32_in  # a graph breaks where it reads the plan's mappings
         self._model = weakref.ref(model)
         self._switching = Switching()
-        self._has_rules = any(plan.decisions[name].sums for name in self.modules)
-        in_int8 = [name for name, module in self.modules.items() if _stays_int8(plan.decisions[name], module)]
-        decisions = {name: _without_int8(plan, name) for name in self.modules if name not in in_int8}
+        self._has_rules = any(plan.decisions[name].sums for name in planned)
+        in_int8 = [name for name, module in planned.items() if _stays_int8(plan.decisions[name], module)]
+        decisions = {name: _without_int8(plan, name) for name in planned if name not in in_int8}
         modules = {name: self.modules[name] for name in decisions}
         host = CoreLayers(plan.activation_dtype, self._switching)
-        self.layers = PlannedLayers(decisions, modules, host, safe=plan.is_safe)
+        self.layers = PlannedLayers(decisions, modules, host, safe=plan.is_safe, norms=norms.values())
         self.calibration = self.layers.calibration
         self.calibration.results.allowed = fp16_results
         self._alike: bool | None = None
@@ -166,7 +170,7 @@ class PlannedModel:
         self._patches = list(self.layers.patches)
         for name in in_int8:
             self._patches += int8_patches(self.modules[name], plan.decisions[name])
-        self.calling = calling_layers(self.modules.values())
+        self.calling = calling_layers(planned.values())
         if self._mixes:
             self._patches += [patch for name, module in named.items() if inside(name) for patch in casting(module)]
 
@@ -197,7 +201,7 @@ class PlannedModel:
             self._alike = None
             return False
         if self._alike is None:
-            kinds = {name: self.plan.decisions[name].mode for name in self.modules} | self.layers.allocations()
+            kinds = {name: self.plan.decisions[name].mode for name in self._planned} | self.layers.allocations()
             attention_is_alike = not self.ruled.rules and len({*self.attention.calls_in_fp32}) < 2
             self._alike = attention_is_alike and are_alike(kinds, modules_of(self._model()))
         return self._alike
@@ -207,6 +211,19 @@ class PlannedModel:
         """This plan's attention, to stand in front of whatever override is there already; None for a plan without
         one."""
         return self._attend if self._safe or self._mixes or self.ruled.rules else None
+
+    def given(self, arguments: dict) -> dict:
+        """Return what the model is given, its tensors such that several blocks may measure one of them once."""
+        if not self._safe or torch.compiler.is_compiling():
+            return arguments
+        return {name: self._watched(value) for name, value in arguments.items()}
+
+    def _watched(self, value: object) -> object:
+        if not torch.is_tensor(value) or not value.is_floating_point():
+            return value
+        watched = counted(value)
+        self.calibration.values.note(watched)
+        return watched
 
     def _attend(self, function: Callable, attention: Callable, q, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
         if self.calibration.calibrating:

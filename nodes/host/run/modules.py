@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from comfy.quant_ops import QuantizedTensor
 
+from ....precision.arithmetic.known_norm import is_norm
 from ....precision.arithmetic.linear import WeightProvider, kind_of
 from ....precision.arithmetic.patching import Patch, SharedScope, patched
 from ....precision.library.weights import torch_weights
@@ -102,7 +103,18 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
 
 def only_multiplies(module: torch.nn.Module) -> bool:
     """Tell whether the module does no more than cast its weights and multiply: ComfyUI's and torch's own classes."""
-    if has_own_forward(module) or scales_input(module) or kind_of(module) is None:
+    if scales_input(module) or kind_of(module) is None:
+        return False
+    return _runs_as_written(module)
+
+
+def only_normalizes(module: torch.nn.Module) -> bool:
+    """Tell the same of a norm."""
+    return is_norm(module) and _runs_as_written(module)
+
+
+def _runs_as_written(module: torch.nn.Module) -> bool:
+    if has_own_forward(module):
         return False
     return all(method.__module__.startswith((comfy.ops.__name__, "torch.nn.")) for method in forwards_of_class(module))
 

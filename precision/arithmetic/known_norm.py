@@ -1,0 +1,79 @@
+"""Norms whose result has a bound: what they return is known to fit before anybody looks at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from ..dtypes import FP16_MAX
+from .known_values import Tag, counted, counting_writes
+from .result_bound import RESULT_MARGIN
+from .value_bounds import ValueBound, after_norm
+
+if TYPE_CHECKING:
+    from .calibration import Calibration
+    from .linear import WeightProvider
+
+
+def is_norm(module: torch.nn.Module) -> bool:
+    """Tell whether a module is a LayerNorm or an RMSNorm over the last dimension."""
+    if not isinstance(module, torch.nn.LayerNorm | torch.nn.RMSNorm):
+        return False
+    return len(module.normalized_shape) == 1 and module.normalized_shape[0] > 1
+
+
+class KnownNorm:
+    """Run a norm, and keep the bound of its result where a later operation relies on it.
+
+    Args:
+        module: for which :func:`is_norm` holds.
+        inner: its forward.
+        calibration: the model's.
+        weights: provides its weight and bias in the dtypes asked for.
+    """
+
+    def __init__(self, module: torch.nn.Module, inner: Callable, calibration: Calibration, weights: WeightProvider):
+        self.module = module
+        self.inner = inner
+        self.calibration = calibration
+        self.weights = weights
+        self.bound: ValueBound | None = None
+        self.tag: Tag | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return self.inner(x)
+        if self.calibration.calibrating:
+            return self._calibrate(x)
+        if self.tag is None or not self.tag.used:
+            return self.inner(x)
+        with self._parameters(x) as parameters, counting_writes():
+            result = self._normalized(x, *parameters)
+        self.calibration.values.note(result, self.bound)
+        return result
+
+    def _calibrate(self, x: torch.Tensor) -> torch.Tensor:
+        with self._parameters(x) as parameters:
+            result = counted(self._normalized(x, *parameters))
+            self.bound = after_norm(x.shape[-1], self._is_centred, *parameters)
+        fits = result.dtype != torch.float16 or self.bound.largest <= FP16_MAX / RESULT_MARGIN
+        self.tag = self.calibration.values.note(result, self.bound) if fits else None
+        return result
+
+    @property
+    def _is_centred(self) -> bool:
+        return isinstance(self.module, torch.nn.LayerNorm)
+
+    def _parameters(self, x: torch.Tensor) -> AbstractContextManager[tuple]:
+        if self.module.weight is None:
+            return nullcontext((None, None))
+        return self.weights(self.module, x, x.dtype, x.dtype)
+
+    def _normalized(self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._is_centred:
+            return F.layer_norm(x, self.module.normalized_shape, weight, bias, self.module.eps)
+        return F.rms_norm(x, self.module.normalized_shape, weight, self.module.eps)

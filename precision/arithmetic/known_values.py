@@ -1,0 +1,165 @@
+"""Carry the bound of a tensor from the operation that made it to the one it is given to, through eager model code.
+
+The bound is kept on the tensor, with its version: it holds for the tensor and its views until somebody writes to it,
+whatever model code and other packs do in between. What they compute from it is another tensor, which has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..amax import amax
+from .norms import largest_row_norm
+from .proofs import HEADROOM_BITS, Proof, fits_range
+from .value_bounds import ValueBound
+
+if TYPE_CHECKING:
+    from .operand_scale import OperandScale
+
+TAG = "_halfsafe_bound"
+SAMPLED = 16
+"""One call of so many measures what is known too: how small operands have become shows in no upper bound."""
+
+
+class Tag:
+    """Keep what is known of a tensor's values in one call; ``bound`` is None until it is measured, by ``once``.
+
+    ``used``: an operation relies on it.
+    """
+
+    __slots__ = ("bound", "call", "dtype", "once", "used", "version")
+
+    def __init__(self, bound: ValueBound | None, call: object, x: torch.Tensor):
+        self.bound, self.call, self.version, self.dtype = bound, call, x._version, x.dtype
+        self.once: MeasuredOnce | None = None
+        self.used = False
+
+
+class MeasuredOnce(Proof):
+    """Prove that a tensor which several blocks are given keeps a bound, from one measurement a call.
+
+    ``assumed``: the bound, two bits above the numbers it was made from. ``uses``: how many operands it is the bound of.
+    """
+
+    width = 2
+
+    def __init__(self, name: str, x: torch.Tensor, before: MeasuredOnce | None = None):
+        super().__init__(name)
+        self.recorder.device = x.device
+        room, least = 2.0**HEADROOM_BITS, before.assumed if before else (0.0, 0.0)
+        numbers = _measured(x)
+        self.assumed = ValueBound(*(max(room * number, old) for number, old in zip(numbers, least, strict=False)))
+        self.uses = 0
+
+    def record(self, x: torch.Tensor) -> None:
+        """Record the tensor's amax and the largest 2-norm of its rows."""
+        if self.recorder.entry is None or self.recorder.entry.device != x.device:
+            self.recorder.missed = True
+            return
+        self.recorder.entries[0].write_amax(x)
+        self.recorder.entries[1].write_row_norm(x)
+
+    def magnitude(self, numbers: list[float]) -> float:
+        return numbers[0] if numbers[1] <= self.assumed.norm else math.nan
+
+    def holds(self, magnitude: float) -> bool:
+        """Tell whether the tensor keeps the bound."""
+        return fits_range(magnitude, self.assumed.largest)
+
+
+class KnownValues:
+    """Hold the bounds of one call of a model. ``sampling``: this call measures what is known too."""
+
+    def __init__(self) -> None:
+        self._call = object()
+        self._calls = 0
+        self.sampling = False
+
+    def begin(self, calibrating: bool) -> None:
+        """Start a call: what was known of tensors of earlier ones is not relied on."""
+        self._call = object()
+        self._calls = 0 if calibrating else self._calls + 1
+        self.sampling = self._calls % SAMPLED == 0
+
+    def note(self, x: torch.Tensor, bound: ValueBound | None = None) -> Tag | None:
+        """Keep a bound on a tensor, or that one may come; None where torch does not count who writes to it."""
+        if torch.compiler.is_compiling() or x.is_inference():
+            return None
+        tag = Tag(bound, self._call, x)
+        setattr(x, TAG, tag)
+        return tag
+
+    def tag_of(self, x: torch.Tensor) -> tuple[Tag | None, bool]:
+        """Return what is known of a tensor, and whether it is the very tensor that it was found out of, or a view."""
+        tag, is_view = getattr(x, TAG, None), False
+        if tag is None and not x.is_inference() and x._base is not None:
+            tag, is_view = getattr(x._base, TAG, None), True
+        if tag is None or tag.call is not self._call or tag.version != x._version or tag.dtype != x.dtype:
+            return None, False
+        return tag, is_view
+
+    def of(self, x: torch.Tensor) -> ValueBound | None:
+        """Return the bound of a tensor, if one is known."""
+        tag, is_view = self.tag_of(x)
+        if tag is None or tag.bound is None:
+            return None
+        return ValueBound(tag.bound.largest) if is_view else tag.bound
+
+    def covers(self, scale: OperandScale, x: torch.Tensor) -> bool:
+        """Tell whether an operation needs no look at its operand: what it was calibrated for holds by what is known of
+        it. A tensor that is measured once a call is measured here."""
+        if scale.covered is None or torch.compiler.is_compiling():
+            return False
+        tag, is_view = self.tag_of(x)
+        if tag is None:
+            return False
+        if tag.bound is None and scale.once is not None and not is_view:
+            scale.once.record(x)
+            tag.bound = scale.once.assumed
+        bound = ValueBound(tag.bound.largest) if tag.bound is not None and is_view else tag.bound
+        return bound is not None and bound.is_within(scale.covered)
+
+    def known(self, scale: OperandScale, x: torch.Tensor) -> ValueBound | None:
+        """Return what a call that calibrates knows of an operand. It measures a tensor that is tagged without a bound:
+        the next operation that is given it knows."""
+        tag, is_view = self.tag_of(x)
+        if tag is not None and tag.bound is None and not is_view:
+            scale.once = tag.once = MeasuredOnce(f"{scale.name} input", x, scale.once)
+            tag.bound = tag.once.assumed
+        return self.of(x)
+
+    def rely_on(self, x: torch.Tensor, alone: bool = True) -> None:
+        """Note that an operation relies on the bound of a tensor. ``alone``: it would measure it itself otherwise."""
+        tag, _ = self.tag_of(x)
+        if tag is not None:
+            tag.used = True
+            if tag.once is not None:
+                tag.once.uses += alone
+
+
+def _measured(x: torch.Tensor) -> tuple[float, float]:
+    return amax(x).item(), largest_row_norm(x).item()
+
+
+@contextmanager
+def _counting_writes() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def counting_writes() -> AbstractContextManager[None]:
+    """Let torch count who writes to the results of what runs inside, which it does not in inference mode."""
+    return _counting_writes() if torch.is_inference_mode_enabled() else nullcontext()
+
+
+def counted(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory to which torch counts who writes."""
+    if not x.is_inference():
+        return x
+    with _counting_writes():
+        return torch.empty(0, dtype=x.dtype, device=x.device).set_(x)

@@ -1,0 +1,65 @@
+"""What `fp16_safe` need not measure in a real model, and norms that need no cast."""
+
+import pytest
+import torch
+from halfsafe.nodes.host.run.compute import compute_of
+from halfsafe.precision.arithmetic.amax_buffer import Entry, Recorder
+from halfsafe.precision.arithmetic.known_values import KnownValues
+from support import families
+from support.families import load
+from support.measures import relative_error
+
+NORM = "diffusion_model.blocks.0.norm3.weight"
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The sizes of what is measured, in order."""
+    sizes = []
+    for owner, name in ((Entry, "write_amax"), (Entry, "write_row_norm"), (Recorder, "record")):
+        own = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda self, x, own=own: (sizes.append(x.numel()), own(self, x))[1])
+    return sizes
+
+
+def norms(model) -> list[torch.nn.Module]:
+    modules = model.model.diffusion_model.modules()
+    return [module for module in modules if isinstance(module, torch.nn.LayerNorm | torch.nn.GroupNorm) and module.weight is not None]
+
+
+def test_a_later_call_measures_fewer_operands_with_the_same_result(comfy, wan, call, measured, monkeypatch):
+    model = load(comfy, wan, "as_file", "fp16_safe")
+    families.replay(model, call)
+    del measured[:]
+    known, few = families.replay(model, call), len(measured)
+    monkeypatch.setattr(KnownValues, "covers", lambda self, scale, x: False)
+    monkeypatch.setattr(KnownValues, "of", lambda self, x: None)
+    del measured[:]
+    assert torch.equal(known, families.replay(model, call)) and few <= len(measured) - 8
+    assert compute_of(model).runs.of(model.model).calibration.repeats == 0
+
+
+def test_norms_over_an_fp32_stream_are_held_in_fp32(comfy, wan, call):
+    safe, bf16 = load(comfy, wan, "as_file", "fp16_safe"), load(comfy, wan, "as_file", "bf16")
+    assert norms(safe) and {norm.weight.dtype for norm in norms(safe)} == {torch.float32}
+    assert torch.float32 not in {norm.weight.dtype for norm in norms(bf16)}
+    for ours, theirs in zip(norms(safe), norms(bf16), strict=True):
+        assert torch.equal(ours.weight, theirs.weight.float())
+
+
+@pytest.mark.parametrize("size", [1.0, 300.0])
+def test_a_lora_of_a_norm_acts_and_is_in_the_bound(comfy, wan, call, size):
+    def with_difference(model):
+        clone = model.clone()
+        width = model.model.diffusion_model.blocks[0].norm3.weight.shape
+        clone.add_patches({NORM: ("diff", (torch.full(width, size),))})
+        return clone
+
+    model, fp32 = load(comfy, wan, "as_file", "fp16_safe"), load(comfy, wan, "as_file", "fp32")
+    expected = families.replay(with_difference(fp32), call) - families.replay(fp32, call)
+    plain = [families.replay(model, call) for _ in range(2)][1]
+    patched = with_difference(model)
+    for _ in range(2):
+        assert relative_error(expected, families.replay(patched, call) - plain) < 0.3
+    assert relative_error(plain, families.replay(model, call)) < 1e-3
+    assert compute_of(model).runs.of(model.model).calibration.repeats == 0
