@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 BANDWIDTH_SHARE, LAUNCH, READ = 0.85, 2e-6, 20e-6
+HOST = 20e-6
+"""What the host takes for each kernel: Python, dispatch, allocation and launch of eager code."""
+REFILL = 1e-3
+"""How long a device waits after a read, until the host has come from one call's end to the next one's first kernels."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,9 @@ CARDS = {
 
 @dataclass
 class Kernel:
-    """One launch. ``kind``: product, attention or other; ``dtype``: of the operands; ``layer``: inside of which it ran."""
+    """One operation. ``kind``: product, attention or other; ``dtype``: of the operands; ``layer``: inside of which it ran;
+    ``launches``: two where a reduction of a whole tensor first clears what its blocks meet in.
+    """
 
     layer: str
     kind: str
@@ -43,11 +49,12 @@ class Kernel:
     read: int
     written: int
     fp16_sums: bool
+    launches: int = 1
 
     def seconds(self, card: Card) -> float:
         moved = (self.read + self.written) / (BANDWIDTH_SHARE * card.bandwidth * 1e9)
         if self.kind == "other":
-            return moved + LAUNCH
+            return moved + LAUNCH * self.launches
         if self.dtype == "fp32":
             speed = card.fp32 * (0.85 if self.kind == "product" else 0.55)
         else:

@@ -76,7 +76,12 @@ def _kernel(func, args, kwargs, result) -> Kernel:
     dtype = NAMES.get(getattr(first, "dtype", None), "")
     sums = torch.backends.cuda.matmul.allow_fp16_accumulation and func is not aten.convolution.default and dtype == "fp16"
     read, written = _bytes([args, {name: value for name, value in kwargs.items() if name != "out"}]), _bytes(result)
-    return Kernel(_layers[-1] if _layers else "", kind, dtype, _flops(func, args, result), read, written, sums)
+    launches = 2 if _reduces_all(func, result) else 1
+    return Kernel(_layers[-1] if _layers else "", kind, dtype, _flops(func, args, result), read, written, sums, launches)
+
+
+def _reduces_all(func, result) -> bool:
+    return func.overloadpacket in (aten.linalg_vector_norm, aten.amax) and isinstance(result, torch.Tensor) and result.dim() == 0
 
 
 def _flops(func, args, result) -> int:

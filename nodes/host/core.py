@@ -249,6 +249,11 @@ def without_compiler(arguments: CommandLine) -> list[Patch]:
     return [(arguments, "disable_comfy_compiler", True)] if hasattr(arguments, "disable_comfy_compiler") else []
 
 
+def has_compiler(arguments: CommandLine) -> bool:
+    """Tell whether ComfyUI has a model compiler that is on."""
+    return not getattr(arguments, "disable_comfy_compiler", True)
+
+
 def close_graph(prefetching: Prefetching) -> None:
     """Close the graph that ComfyUI's model compiler has open on this thread, and forget what it recorded."""
     if hasattr(prefetching, "cleanup_malloc_graph"):

@@ -201,7 +201,7 @@ class SafeAttention:
         if not self.calibration.calibrating:
             bound.record(call, given, self.calibration.values)
         result = call.run_in(torch.float16, kernels.attention).to(dtype)
-        return result if kernels.foreign else self._noted(bound, result)
+        return result if kernels.foreign or self.calibration.values.uniform else self._noted(bound, result)
 
     def _noted(self, bound: AttentionBound, result: torch.Tensor) -> torch.Tensor:
         """Keep the bound of a result where a later operation relies on it."""

@@ -1,8 +1,8 @@
 """Measure a model's operations in its first call, and check the proofs made from that in each later one.
 
 The first call calibrates: it fixes how each operand is scaled. Later calls only record. When a record leaves the range
-that a proof holds for, the call is repeated with calibration. So a clean call costs one reduction per operation and one
-small synchronisation, and no value that overflows is ever used.
+that a proof holds for, the call is repeated with calibration. So a clean call costs one reduction per operation whose
+operand is not known to fit (``known_values``) and one small synchronisation, and no value that overflows is ever used.
 """
 
 from collections import Counter
@@ -59,6 +59,12 @@ class Calibration:
     def largest(self) -> dict[str, float]:
         """Return operation -> the largest magnitude it was given, of those that met any."""
         return {name: proof.largest for name, proof in self.proofs.items() if proof.largest}
+
+    @property
+    def varies(self) -> bool:
+        """Tell whether blocks that run alike may measure different things: one of them what others have too, or all of
+        them in some calls only."""
+        return bool(self._once) or self.values.sampling
 
     def recalibrate(self) -> None:
         """Calibrate in the next call, as in the first one. What was compiled stays as it is where the outcome is the

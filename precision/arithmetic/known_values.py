@@ -51,9 +51,9 @@ class MeasuredOnce(Proof):
     def __init__(self, name: str, x: torch.Tensor, before: MeasuredOnce | None = None):
         super().__init__(name)
         self.recorder.device = x.device
-        room, least = 2.0**HEADROOM_BITS, before.assumed if before else (0.0, 0.0)
-        numbers = _measured(x)
-        self.assumed = ValueBound(*(max(room * number, old) for number, old in zip(numbers, least, strict=False)))
+        largest, norm = (2.0**HEADROOM_BITS * number for number in _measured(x))
+        least: ValueBound = before.assumed if before else ValueBound(0.0, 0.0)
+        self.assumed: ValueBound = ValueBound(max(largest, least.largest), max(norm, least.norm))
         self.uses = 0
 
     def record(self, x: torch.Tensor) -> None:
@@ -73,12 +73,18 @@ class MeasuredOnce(Proof):
 
 
 class KnownValues:
-    """Hold the bounds of one call of a model. ``sampling``: this call measures what is known too."""
+    """Hold the bounds of one call of a model.
+
+    ``sampling``: this call measures what is known too. ``uniform``: what is measured must not depend on the block, as
+    ComfyUI's model compiler asks: nothing is measured once for all of them, and nothing is known of an attention, which
+    is told from others by its order in a call only.
+    """
 
     def __init__(self) -> None:
         self._call = object()
         self._calls = 0
         self.sampling = False
+        self.uniform = False
 
     def begin(self, calibrating: bool) -> None:
         """Start a call: what was known of tensors of earlier ones is not relied on."""

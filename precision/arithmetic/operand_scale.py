@@ -44,8 +44,8 @@ class OperandScale(ScaledOperand):
     amax, where ``gain`` is the largest 1-norm of the weight's rows, or 1 where the device returns fp32.
 
     ``gain``: None until measured. ``in_fp32``: the operation runs in fp32. ``meets_zeros``: its operand was nothing but
-    zeros once. ``result``: the proof that the result may be returned in fp16. ``covered``: it holds for any operand that
-    is known to keep this bound; its result keeps ``reach``. ``once``: measures an operand that others have too.
+    zeros once. ``result``: the proof that the result may be returned in fp16. ``covered``: it holds for any operand
+    that is known to keep this bound; its result keeps ``reach``. ``once``: measures an operand that others have too.
     """
 
     def __init__(self, name: str, result: ResultBound | None = None):

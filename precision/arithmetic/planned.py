@@ -118,7 +118,10 @@ class PlannedLayers:
         """Return layer -> what its allocations depend on: the mode it runs in, and what becomes of its operand."""
         place = self.calibration.operands.place_of
         operations = self.operations.items()
-        found = {name: (each.observed_mode, each.scale.exponent != 0, place(each.scale)) for name, each in operations}
+        found = {
+            name: (each.observed_mode, each.scale.exponent != 0, each.scale.covered is None, place(each.scale))
+            for name, each in operations
+        }
         return {**self.planned_modes(), **found}
 
     @property

@@ -9,10 +9,12 @@ proof               no number of these passes fp16's range         from
 ``ScoreBound``      a score of an attention in fp16                row norms of q and k
 ``AttentionRange``  all numbers of an attention in fp16            the same, and amax of v, in one number
 ``AttentionBound``  the same of one attention                      amax or row norms of q and k, and amax of v
+``MeasuredOnce``    the operands made of a tensor that many have   its amax and row norms, once a call
 ==================  =============================================  ====================================================
 
 ``Calibration`` keeps the proofs of a model and checks each after every call, unless it was never given a device to
-record on: what is proven from the weights alone records nothing and needs no check.
+record on: what is proven from the weights alone records nothing and needs no check. Nor does an operation whose operand
+is known to fit before it is made (``value_bounds``, ``known_values``): it records nothing in that call.
 """
 
 from abc import ABC, abstractmethod

@@ -9,16 +9,17 @@ LayerNorm of d numbers          it is ``g * z + b`` with ``sum z = 0`` and ``sum
                                 2-norm at most ``max |g| sqrt(d) + ||b||``
 RMSNorm of d numbers            ``g * z`` with ``sum z**2 <= d``: the same with ``sqrt(d)`` and no ``b``
 Linear                          ``|y_i| <= min(||w_i||_2 ||x||_2, ||w_i||_1 max |x|) + |b_i|`` (Hoelder); so is every
-                                partial sum. 64 of its outputs, a head, have a 2-norm of at most ``s ||x||_2 + ||b||_2``,
-                                ``s`` the largest singular value of their rows (``spectral_bound``)
+                                partial sum. 64 of its outputs have a 2-norm of at most ``s ||x||_2 + ||b||_2``, ``s``
+                                the largest singular value of their rows (``spectral_bound``)
 attention                       a mean of rows of v: no element is larger than v's largest
 a view of a tensor              its elements are among the tensor's
 ==============================  ===================================================================================
 
 What is not finite stays so through every layer behind it: the last operation of a call is always measured
 (``Calibration``). ``ROUNDING`` is what arithmetic adds: fp16 operands round by ``2**-11``, fp32 sums of K products by
-less than ``K * 2**-23`` of the sum of their magnitudes, which both bounds are bounds of. A LayerNorm of a row that is
-constant to the last bit of fp32 is noise, and no bound of it is kept: it is at most ``|mean| * 2**-24 / sqrt(eps)``.
+less than ``K * 2**-23`` of the sum of their magnitudes, which both bounds are bounds of. No bound holds of the
+LayerNorm of a row whose deviations are below fp32's rounding of its mean: that is noise of up to
+``|mean| * 2**-24 / sqrt(eps)``.
 """
 
 import math

@@ -186,8 +186,8 @@ def unpack_to(modules: dict, dtype: torch.dtype) -> None:
 def hold_norms_in_fp32(modules: Iterable[torch.nn.Module]) -> None:
     """Hold the parameters of norms over an fp32 stream in its dtype, which ComfyUI would cast at each call.
 
-    They are the model's own, not a copy: LoRAs and hooks change them as any other weight. RMSNorms are left: most are of
-    q and k, which are fp16.
+    They are the model's own, not a copy: LoRAs and hooks change them as any other weight. RMSNorms are left: most are
+    of q and k, which are fp16.
     """
     for module in modules:
         if isinstance(module, torch.nn.LayerNorm | torch.nn.GroupNorm) and casts_weights(module):

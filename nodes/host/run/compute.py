@@ -27,6 +27,7 @@ from .conditions import Make, adapts_text, conditions_through
 from .core_layers import CoreLayers, Switching, int8_patches
 from .execution import switches_by_layer
 from .model_compiler import compiler_off
+from .model_compiler import is_on as compiler_is_on
 from .modules import calling_layers, only_normalizes
 from .per_model import PerModel
 from .ruled_attention import NO_ATTENTION, NO_BLOCK, RuledAttention, blocks_of, outermost
@@ -184,6 +185,7 @@ class PlannedModel:
         proof does not hold."""
         patcher = self._model().current_patcher
         off = needs_fp32_accumulation(self.plan, patcher)
+        self.calibration.values.uniform = compiler_is_on()
         self._switching.by_layer = not self._has_rules or switches_by_layer(patcher)
 
         def once():
@@ -204,7 +206,7 @@ class PlannedModel:
             kinds = {name: self.plan.decisions[name].mode for name in self._planned} | self.layers.allocations()
             attention_is_alike = not self.ruled.rules and len({*self.attention.calls_in_fp32}) < 2
             self._alike = attention_is_alike and are_alike(kinds, modules_of(self._model()))
-        return self._alike
+        return self._alike and not self.calibration.varies
 
     @property
     def attend(self) -> Callable | None:
@@ -214,7 +216,7 @@ class PlannedModel:
 
     def given(self, arguments: dict) -> dict:
         """Return what the model is given, its tensors such that several blocks may measure one of them once."""
-        if not self._safe or torch.compiler.is_compiling():
+        if not self._safe or self.calibration.values.uniform or torch.compiler.is_compiling():
             return arguments
         return {name: self._watched(value) for name, value in arguments.items()}
 

@@ -221,9 +221,9 @@ def test_a_device_that_returns_fp16_only_relies_on_a_bound_of_the_sums():
     assert error(block, block.call()) < 2e-3
 
 
-def tagged(values: KnownValues, bound=ValueBound(2.0, 3.0, 2.5)) -> torch.Tensor:
+def tagged(values: KnownValues) -> torch.Tensor:
     x = counted(torch.zeros(4, 8))
-    values.note(x, bound)
+    values.note(x, ValueBound(2.0, 3.0, 2.5))
     return x
 
 
