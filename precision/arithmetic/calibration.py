@@ -131,9 +131,8 @@ class Calibration:
         devices: dict[torch.device, list[Proof]] = {}
         if self.last is not None:
             self.last.covered = None
-        for scale in self._scales():
-            scale.drop_unshared()
-        self._once = [scale.once for scale in self._scales() if scale.once is not None]
+        scales = (proof for proof in self.proofs.values() if isinstance(proof, OperandScale))
+        self._once = [scale.once for scale in scales if scale.once is not None and scale.once.is_shared]
         for proof in self._watched():
             if proof.recorder.device is not None:
                 devices.setdefault(proof.recorder.device, []).append(proof)
@@ -144,9 +143,6 @@ class Calibration:
                 for proof in proofs:
                     proof.recorder.place([next(left) for _ in range(proof.width)])
             self._buffers[device][0].set_exponents([proof.exponent for proof in proofs for _ in range(proof.width)])
-
-    def _scales(self) -> list[OperandScale]:
-        return [proof for proof in self.proofs.values() if isinstance(proof, OperandScale)]
 
     def _watched(self) -> list[Proof]:
         return [*self.proofs.values(), *self._once]

@@ -44,15 +44,15 @@ class KnownNorm:
         self.bound: ValueBound | None = None
         self.tag: Tag | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return self.inner(x)
+            return self.inner(input)
         if self.calibration.calibrating:
-            return self._calibrate(x)
+            return self._calibrate(input)
         if self.tag is None or not self.tag.used:
-            return self.inner(x)
-        with self._parameters(x) as parameters, counting_writes():
-            result = self._normalized(x, *parameters)
+            return self.inner(input)
+        with self._parameters(input) as parameters, counting_writes():
+            result = self._normalized(input, *parameters)
         self.calibration.values.note(result, self.bound)
         return result
 

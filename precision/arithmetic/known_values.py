@@ -48,13 +48,25 @@ class MeasuredOnce(Proof):
 
     width = 2
 
-    def __init__(self, name: str, x: torch.Tensor, before: MeasuredOnce | None = None):
+    def __init__(self, name: str):
         super().__init__(name)
-        self.recorder.device = x.device
-        largest, norm = (2.0**HEADROOM_BITS * number for number in _measured(x))
-        least: ValueBound = before.assumed if before else ValueBound(0.0, 0.0)
-        self.assumed: ValueBound = ValueBound(max(largest, least.largest), max(norm, least.norm))
+        self.assumed = ValueBound(0.0, 0.0)
         self.uses = 0
+
+    @property
+    def is_shared(self) -> bool:
+        return self.uses > 1
+
+    def forget(self) -> None:
+        """Begin anew, for a model whose operands are others now."""
+        super().forget()
+        self.assumed = ValueBound(0.0, 0.0)
+
+    def measure(self, x: torch.Tensor) -> None:
+        """Assume of the tensor what it keeps now, and what it kept in earlier calls."""
+        self.recorder.device, self.uses = x.device, 0
+        largest, norm = (2.0**HEADROOM_BITS * number for number in _measured(x))
+        self.assumed = ValueBound(max(largest, self.assumed.largest), max(norm, self.assumed.norm))
 
     def record(self, x: torch.Tensor) -> None:
         """Record the tensor's amax and the largest 2-norm of its rows."""
@@ -124,7 +136,7 @@ class KnownValues:
         tag, is_view = self.tag_of(x)
         if tag is None:
             return False
-        if tag.bound is None and scale.once is not None and not is_view:
+        if tag.bound is None and scale.once is not None and scale.once.is_shared and not is_view:
             scale.once.record(x)
             tag.bound = scale.once.assumed
         bound = ValueBound(tag.bound.largest) if tag.bound is not None and is_view else tag.bound
@@ -135,8 +147,9 @@ class KnownValues:
         the next operation that is given it knows."""
         tag, is_view = self.tag_of(x)
         if tag is not None and tag.bound is None and not is_view:
-            scale.once = tag.once = MeasuredOnce(f"{scale.name} input", x, scale.once)
-            tag.bound = tag.once.assumed
+            scale.once = tag.once = scale.once or MeasuredOnce(f"{scale.name} input")
+            scale.once.measure(x)
+            tag.bound = scale.once.assumed
         return self.of(x)
 
     def rely_on(self, x: torch.Tensor, alone: bool = True) -> None:

@@ -63,7 +63,9 @@ class OperandScale(ScaledOperand):
         """Begin anew, for a model whose operands are others now."""
         super().forget()
         self.gain, self.in_fp32, self._falls = None, False, 0
-        self.result.refuted, self.once = False, None
+        self.result.refuted = False
+        if self.once is not None:
+            self.once.forget()
 
     @property
     def limit(self) -> float:
@@ -119,11 +121,6 @@ class OperandScale(ScaledOperand):
         limit = FP16_MAX / RESULT_MARGIN
         if known.largest <= limit and (reach.largest <= limit or (wide and not self.result.proven)):
             self.covered, self.reach = known, reach
-
-    def drop_unshared(self) -> None:
-        """Measure an operand as others are, if it turned out that no other operation has it."""
-        if self.once is not None and self.once.uses < 2:
-            self.once = self.covered = None
 
     def record(self, x: torch.Tensor, operand: torch.Tensor, alone: bool) -> None:
         """Record the amax of ``operand``, which is ``x`` as it is multiplied: fewer bytes than ``x`` and as good, but

@@ -188,6 +188,16 @@ def test_a_text_that_grows_is_calibrated_for_once(block):
     assert block.calibration.repeats == 1
 
 
+def test_a_new_calibration_records_at_the_same_addresses(block):
+    records = [buffer.records for buffer, _ in block.calibration._buffers.values()]
+    block.calibration.recalibrate()
+    block.text = block.text * 3
+    block.call()
+    assert all(buffer.records is old for (buffer, _), old in zip(block.calibration._buffers.values(), records, strict=True))
+    block.call()
+    assert block.seen == 1 + 3 and block.calibration.repeats == 0
+
+
 def test_an_attention_by_somebody_elses_kernel_bounds_nothing():
     block = Block()
 
