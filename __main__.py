@@ -61,7 +61,7 @@ from .precision.dtypes import STORAGE_OPTIONS
 from .precision.errors import HalfsafeError, UnknownProfile
 from .precision.plan.goal import GOALS
 from .precision.plan.presets import DEFAULT_PRESET, PRESETS
-from .precision.text import duration_text, size_text
+from .precision.text import WIDTH, duration_text, size_text
 
 
 class Progress:
@@ -93,9 +93,10 @@ class Progress:
         done = f"{size_text(self.done):>11} of {size_text(self.total)}"
         text = f"{self.verb} {done}, {size_text(rate):>11}/s, {left:>7} left"
         if sys.stderr.isatty():
-            filled = 30 * self.done // self.total
+            room = max(0, WIDTH - len("[]  ") - len(text))
+            filled = room * self.done // self.total
             end = "\n" if self.done >= self.total else ""
-            _tell(f"\r[{'#' * filled}{'.' * (30 - filled)}] {text}", end)
+            _tell(f"\r[{'#' * filled}{'.' * (room - filled)}] {text}", end)
         else:
             _tell(f"{100 * self.done // self.total:3d} % {text}")
 
@@ -160,9 +161,17 @@ def _add_convert(commands) -> None:
         "target", type=Path, help=".safetensors file to write, or a folder for files of the same names"
     )
     _add_jobs(convert)
-    convert.add_argument("--storage", choices=STORAGE_OPTIONS[1:], required=True)
+    convert.add_argument(
+        "--storage", choices=STORAGE_OPTIONS[1:], required=True, metavar="DTYPE", help=", ".join(STORAGE_OPTIONS[1:])
+    )
     convert.add_argument("--rules", type=Path, help="file with one rule per line, e.g. 'blocks.0.* storage=bf16'")
-    convert.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET)
+    convert.add_argument(
+        "--preset",
+        choices=PRESETS,
+        default=DEFAULT_PRESET,
+        metavar="NAME",
+        help=f"{', '.join(PRESETS)}; {DEFAULT_PRESET} without it",
+    )
     convert.add_argument(
         "--calibration", type=Path, metavar="FILE", help="round by this file, which Calibrate (Halfsafe) wrote"
     )

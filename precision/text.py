@@ -3,14 +3,25 @@
 import math
 import textwrap
 
-WIDTH = 100
+WIDTH = 80
 
 
-def wrapped(text: str, indent: str) -> list[str]:
-    """Wrap a text to indented lines of at most 100 columns; an empty text gives none."""
-    return textwrap.wrap(
-        text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+def wrapped(text: str, indent: str, more: str = "") -> list[str]:
+    """Wrap a text to indented lines of at most 80 columns; an empty text gives none.
+
+    ``more``: what lines after the first are indented by besides.
+    """
+    wrap = textwrap.TextWrapper(WIDTH, indent, indent + more, break_long_words=False, break_on_hyphens=False)
+    return wrap.wrap(text)
+
+
+def hanging(head: str, text: str) -> list[str]:
+    """Write a text beside ``head``, in lines of at most 80 columns, or below it where the head leaves no room."""
+    if len(head) > WIDTH // 2:
+        indent = " " * (len(head) - len(head.lstrip()) + 4)
+        return [head.rstrip(), *wrapped(text, indent)]
+    lines = wrapped(text, " " * len(head)) or [""]
+    return [(head + lines[0].lstrip()).rstrip(), *lines[1:]]
 
 
 def size_text(count: float) -> str:

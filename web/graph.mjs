@@ -107,6 +107,18 @@ function put(one, name, output, uses) {
   for (const { node, slot } of uses) link(one, output, node, slot);
 }
 
+/** Open five nodes on the pack's own small model in a workflow of their own. @param {any} app @returns {Promise<string>} what was done, in words */
+export async function showMe(app) {
+  const graph = await (await fetch(new URL("./show_me.json", import.meta.url))).json();
+  const ours = new Set(graph.definitions.subgraphs.map((/** @type {any} */ one) => one.id));
+  for (const node of graph.nodes) {
+    if (node.title) node.title = t(node.title);
+    if (ours.has(node.type)) for (const slot of [...node.inputs, ...node.outputs]) slot.label = t(slot.name);
+  }
+  await app.loadGraphData(graph, true, true, t("Halfsafe, shown"), { openSource: "template" });
+  return t("Press Run: one picture as it is, in fp16, and one through Halfsafe.");
+}
+
 /** Put Measure Precisions beside the first sampler, on what that one is given. @param {any} app @returns {string} what was done, in words */
 export function measureWorkflow(app) {
   const wanted = ["model", "positive", "negative", "latent_image"];

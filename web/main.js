@@ -7,7 +7,7 @@ import { ReportPanel } from "./panel.mjs";
 import { reportIn } from "./report.mjs";
 import { ResultPanel, resultIn, sentenceOf } from "./result.mjs";
 import { errorOf, RunLog, toastFor } from "./run.mjs";
-import { guardWorkflow, keepRules, measureWorkflow } from "./graph.mjs";
+import { guardWorkflow, keepRules, measureWorkflow, showMe } from "./graph.mjs";
 import { drawSidebar } from "./sidebar.mjs";
 import { loadWords, t } from "./words.mjs";
 
@@ -220,7 +220,7 @@ function drawTab() {
     return report ? [{ id: locatorOf(node), title: node.title, report }] : [];
   });
   const ours = isOfThisWorkflow();
-  const greeting = { device, guard: () => guardWorkflow(app), measure: () => measureWorkflow(app) };
+  const greeting = { device, showMe: () => showMe(app), guard: () => guardWorkflow(app), measure: () => measureWorkflow(app) };
   drawSidebar(sidebar, log.run, reports, greeting, {
     titleOf: (id) => (ours ? nodeById(id)?.title : null) ?? t("Guard"),
     goTo: (id) => {

@@ -1,7 +1,7 @@
 // @ts-check
 /** The report on its node: head, shares, guard, remarks and the table of layers. */
 import { el, firstOf, paint, shareBar, swatch, verdictOf, verdictPill } from "./dom.mjs";
-import { checkText, controlText, deviceText, eventText, filterLayers, happenedText, rowsOf, sortRows } from "./report.mjs";
+import { checkText, controlText, deviceText, filterLayers, happenedText, outcomeText, rowsOf, saidText, sortRows } from "./report.mjs";
 import { t } from "./words.mjs";
 
 /**
@@ -242,11 +242,7 @@ function guardLines(report) {
     el("div", { class: "hs-event" }, swatch(mode), el("span", {}, el("bdi", { text: layer }), ` \u2192 ${mode}`)),
   );
   const checks = guard.checks.map((check) => el("div", { class: "hs-event" }, el("span", { class: "hs-dim", text: checkText(check) })));
-  const events = guard.events.map((event) => {
-    if (event.kind === "drift") return eventLine(false, `${eventText(event)}. ${event.evidence}`, event.advice);
-    const change = event.from && event.to ? ` ${event.from} \u2192 ${event.to},` : "";
-    return eventLine(event.recovered, `${eventText(event)},${change} ${event.recovered ? t("recovered") : t("not recovered")}`);
-  });
+  const events = guard.events.map((event) => eventLine(event.recovered && event.kind !== "drift", outcomeText(event), event.kind === "drift" ? event.advice : ""));
   return [...escalations, ...events, ...checks];
 }
 
@@ -256,14 +252,15 @@ function callsText({ guard }) {
 }
 
 /** A line without the advice that was given already. @param {GuardMessage} message @param {string} given */
-export function adviceLine({ event, verdict, message, advice }, given) {
-  return eventLine(event ? event.recovered : verdict === "recovered", message, advice === given ? "" : advice);
+export function adviceLine(message, given) {
+  const { event, verdict, advice } = message;
+  return eventLine(event ? event.recovered : verdict === "recovered", saidText(message), advice === given ? "" : advice);
 }
 
 /** @param {boolean} recovered @param {string} text @param {string} [advice] */
 function eventLine(recovered, text, advice = "") {
   const mark = el("span", { class: "hs-mark", "data-recovered": String(recovered), "aria-hidden": "true" });
-  return el("div", { class: "hs-event" }, mark, el("span", {}, text, advice ? el("span", { class: "hs-dim", text: ` ${advice}` }) : null));
+  return el("div", { class: "hs-event" }, mark, el("span", {}, text, advice ? el("span", { class: "hs-dim", text: ` ${t(advice)}` }) : null));
 }
 
 /** @param {Report} report */
@@ -284,7 +281,7 @@ function remarksOf(report) {
 
 /** @param {import("./report.mjs").Encoder} encoder */
 function encoderLine({ kind, node, verdict, messages, advice }) {
-  return el("li", {}, `${kind} (${t("node {node}", { node })}) `, verdictPill(verdict), ` ${[...messages, advice].join(" ")}`);
+  return el("li", {}, `${kind} (${t("node {node}", { node })}) `, verdictPill(verdict), ` ${[...messages, t(advice)].join(" ")}`);
 }
 
 /** @param {string} title @param {HTMLElement[]} items */

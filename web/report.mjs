@@ -1,5 +1,5 @@
 // @ts-check
-import { t } from "./words.mjs";
+import { isTranslated, t } from "./words.mjs";
 
 /**
  * What the page derives from a report of version 1; no DOM here.
@@ -64,6 +64,21 @@ export function sortRows(rows, order) {
 /** One line on a guard event. @param {GuardEvent} event */
 export function eventText(event) {
   return atStep(event, whatIn(event));
+}
+
+/** One line on a guard event and what became of it. @param {GuardEvent} event */
+export function outcomeText(event) {
+  if (event.kind === "drift") return `${eventText(event)}. ${event.evidence}`;
+  const change = event.from && event.to ? ` ${event.from} \u2192 ${event.to},` : "";
+  return `${eventText(event)},${change} ${event.recovered ? t("recovered") : t("not recovered")}`;
+}
+
+/** What a guard says, as ComfyUI's log has it, or in the page's language from the event itself.
+ * @param {{event: GuardEvent | null, verdict: string, message: string}} message */
+export function saidText({ event, verdict, message }) {
+  if (!isTranslated()) return message;
+  if (!event) return t("Guard: {verdict}", { verdict: t(verdict.replaceAll("_", " ")) });
+  return event.kind === "drift" || !event.evidence ? outcomeText(event) : `${outcomeText(event)}. ${t(event.evidence)}`;
 }
 
 /** One line on a call that was compared with fp32; an SNR of null is infinite. @param {Check} check */

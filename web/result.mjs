@@ -38,6 +38,6 @@ function partsOf(result) {
 
 /** @param {Result} result */
 function tableOf({ head, rows, marked }) {
-  const body = rows.map((row, place) => el("tr", { "data-marked": String(place === marked) }, ...row.map((text) => el("td", { text }))));
+  const body = rows.map((row, place) => el("tr", { "data-marked": String(place === marked) }, ...row.map((text) => el("td", { text: t(text) }))));
   return el("table", { class: "hs-figures" }, el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col", text: t(text) })))), el("tbody", {}, ...body));
 }

@@ -1,7 +1,7 @@
 // @ts-check
 import { verdictText } from "./dom.mjs";
-import { whatIn } from "./report.mjs";
-import { t } from "./words.mjs";
+import { saidText, whatIn } from "./report.mjs";
+import { isTranslated, t } from "./words.mjs";
 
 /**
  * What the guards said in the last run. One run is kept: the newest.
@@ -80,13 +80,14 @@ export function toastFor(message, first) {
   const name = /** @type {keyof ReturnType<typeof causes>} */ (drift ? "drift" : verdict);
   const summary = `Halfsafe: ${causes()[name] ?? verdictText(verdict)}`;
   if (verdict === "recovered" && event && !drift) return { severity: "success", summary, detail: curedText(event), life: 8000 };
-  const detail = [drift && event ? whatIn(event) : firstSentence(message.message), message.advice].filter(Boolean).join(" ");
+  const said = isTranslated() ? saidText(message) : firstSentence(message.message);
+  const detail = [drift && event ? whatIn(event) : said, message.advice && t(message.advice)].filter(Boolean).join(" ");
   return { severity: drift ? "warn" : "error", summary, detail, life: 20000 };
 }
 
 /** "Step 3 was repeated in fp32: blocks.0.ffn.2 overflowed in fp16." @param {GuardEvent} event */
 function curedText(event) {
-  const values = { step: event.step + 1, layer: event.layer || t("the model"), from: event.from, to: event.to };
+  const values = { step: event.step, layer: event.layer || t("the model"), from: event.from, to: event.to };
   return t("Step {step} was repeated in {to}: {layer} overflowed in {from}.", values);
 }
 

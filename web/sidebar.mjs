@@ -2,6 +2,7 @@
 /** The sidebar tab: what the guards of the last run said, and the reports of this workflow in short. */
 import { el, firstOf, paint, verdictOf, verdictPill } from "./dom.mjs";
 import { adviceLine, headOf } from "./panel.mjs";
+import { saidText } from "./report.mjs";
 import { t } from "./words.mjs";
 
 /**
@@ -9,6 +10,8 @@ import { t } from "./words.mjs";
  * @typedef {import("./run.mjs").Run} Run
  * @typedef {import("./run.mjs").GuardState} GuardState
  * @typedef {{id: string, title: string, report: Report}} NamedReport
+ * @typedef {() => string | Promise<string>} Action what it did, in words
+ * @typedef {{device: string, showMe: Action, guard: Action, measure: Action}} Greeting what this device can do, and what to do first
  */
 const states = () => ({ running: t("running"), done: t("finished"), failed: t("stopped") });
 
@@ -16,7 +19,7 @@ const states = () => ({ running: t("running"), done: t("finished"), failed: t("s
  * @param {HTMLElement} root
  * @param {Run | null} run
  * @param {NamedReport[]} reports
- * @param {{device: string, guard: () => string, measure: () => string}} greeting what this device can do, and what to do first
+ * @param {Greeting} greeting
  * @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph
  */
 export function drawSidebar(root, run, reports, greeting, graph) {
@@ -32,14 +35,15 @@ export function drawSidebar(root, run, reports, greeting, graph) {
   );
 }
 
-/** @param {{device: string, guard: () => string, measure: () => string}} greeting */
-function greet({ device, guard, measure }) {
+/** @param {Greeting} greeting */
+function greet({ device, showMe, guard, measure }) {
   const told = el("p", { class: "hs-hint", role: "status" });
-  /** @param {string} title @param {string} text @param {() => string} act */
-  const action = (title, text, act) => el("button", { type: "button", class: "hs-button", onclick: () => { told.textContent = act(); } }, el("b", { text: title }), text);
+  /** @param {string} title @param {string} text @param {Action} act */
+  const action = (title, text, act) => el("button", { type: "button", class: "hs-button", onclick: async () => { told.textContent = await act(); } }, el("b", { text: title }), text);
+  const showing = action(t("Show me"), t("Opens five nodes on a small model that is here already: a black picture, and the same one repaired. No download."), showMe);
   const guarding = action(t("Guard this workflow"), t("Puts the Halfsafe node between loaders and sampler. Ctrl+Z takes it back."), guard);
   const measuring = action(t("Measure my card"), t("Puts Measure Precisions beside the sampler: run it to see what is fastest here."), measure);
-  return [el("p", { class: "hs-sentence", text: device || t("Looking at this device ...") }), el("div", { class: "hs-actions" }, guarding, measuring), told];
+  return [el("p", { class: "hs-sentence", text: device || t("Looking at this device ...") }), el("div", { class: "hs-actions" }, showing, guarding, measuring), told];
 }
 
 /** @param {Run | null} run */
@@ -49,7 +53,7 @@ function quiet(run) {
 
 /** @param {string} id @param {GuardState} guard @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */
 function guardCard(id, guard, graph) {
-  const summary = guard.message ? el("p", {}, guard.message, guard.advice ? el("span", { class: "hs-dim", text: ` ${guard.advice}` }) : null) : null;
+  const summary = guard.message ? el("p", {}, saidText({ ...guard, event: null }), guard.advice ? el("span", { class: "hs-dim", text: ` ${t(guard.advice)}` }) : null) : null;
   const events = el("div", { class: "hs-events" }, ...firstOf(guard.events.map((event) => adviceLine(event, guard.advice))));
   const pill = verdictPill(verdictOf(guard.verdict, guard.events.map((message) => message.event)));
   return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, pill), summary, events);

@@ -42,10 +42,10 @@ def _running_item() -> tuple | None:
 
 
 def show_progress(text: str) -> None:
-    """Show a line of text on the node that is running, if a page is there to show it."""
+    """Show what is being done, in words, on the node that is running, if a page is there to show it."""
     context, server = get_executing_context(), getattr(PromptServer, "instance", None)
     if context is not None and server is not None:
-        server.send_progress_text(text, context.node_id)
+        server.send_progress_text(text, context.node_id, server.client_id)
 
 
 def send_to_page(
@@ -80,13 +80,6 @@ def send_to_page(
 def send_report(node_id: str | None, token: str, report: str) -> None:
     """Send the report of a run to the page that queued the prompt, for the node whose result has that token."""
     _send(REPORT_EVENT, {"node_id": node_id, "prompt_id": running_prompt_id(), "token": token, "report": report})
-
-
-def tell_progress(text: str) -> None:
-    """Show what is being done, in words, at the node that runs."""
-    context, server = get_executing_context(), getattr(PromptServer, "instance", None)
-    if context and server is not None:
-        server.send_progress_text(text, context.node_id, server.client_id)
 
 
 def _workflow_id() -> str:

@@ -1,13 +1,16 @@
 """Guards put into every prompt that is queued, where the page's setting asks for it."""
 
+import contextlib
 import copy
 import json
 import logging
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import folder_paths
 import nodes
+from aiohttp import web
 from server import PromptServer
 
 from ...precision.guard.policy import ON_NAN
@@ -16,6 +19,8 @@ SETTING = "Halfsafe.WatchEveryRun"
 GUARDS = {"MODEL": ("HalfsafeNaNGuard", "model"), "VAE": ("HalfsafeGuardVAE", "vae")}
 OURS = "Halfsafe"
 logger = logging.getLogger("halfsafe")
+_asking: ContextVar[str] = ContextVar("halfsafe_asking", default="default")
+"""Who queues the prompt; ComfyUI has users where it was started with --multi-user."""
 
 
 class Watched(dict):
@@ -42,6 +47,15 @@ def watch_every_run() -> None:
     """Let ComfyUI show each prompt to :func:`watched` before it is queued."""
     if server := getattr(PromptServer, "instance", None):
         server.add_on_prompt_handler(watched)
+        server.app.middlewares.append(note_user)
+
+
+@web.middleware
+async def note_user(request: web.Request, answer: Any) -> web.StreamResponse:
+    """Keep whose request is answered, which ComfyUI does not hand to what looks at prompts."""
+    with contextlib.suppress(KeyError):  # a user that ComfyUI does not know
+        _asking.set(PromptServer.instance.user_manager.get_request_user_id(request))
+    return await answer(request)
 
 
 def watched(request: dict) -> dict:
@@ -99,7 +113,7 @@ def _returned(node: dict) -> tuple:
 
 def _setting() -> str:
     """Read the page's setting, which ComfyUI keeps with the user; off where there is none."""
-    file = Path(folder_paths.get_user_directory(), "default", "comfy.settings.json")
+    file = Path(folder_paths.get_user_directory(), _asking.get(), "comfy.settings.json")
     try:
         return json.loads(file.read_text(encoding="utf-8")).get(SETTING, "off")
     except FileNotFoundError:

@@ -15,6 +15,7 @@ from ..report.result import UNREACHED, WARN, Result
 from ..text import size_text, wrapped
 from .results import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
 
+HEAD = ("layer", "weight dB", "output dB", "channel dB", "outcome")
 WORST = 16
 NUMBERED = 3
 
@@ -110,13 +111,12 @@ def result_of(analysis: Analysis, text: str) -> Result:
         [layer.name, *map(decibel_text, (layer.weight_db, layer.output_db, layer.channel_db)), layer.status]
         for layer in _weakest_first(analysis)[:WORST]
     ]
-    head = ("layer", "weight dB", "output dB", "channel dB", "outcome")
     free = len(chosen) + len(analysis.named(KEPT))
     values: dict[str, str | int] = {"chosen": len(chosen), "free": free, "candidate": name}
     values["snr"] = whole_decibel_text(analysis.snr_db)
     if chosen:
-        return Result(CHOSEN_SENTENCE, values, head=head, rows=rows, text=text)
-    return Result(UNREACHED, {"candidate": name, "target": f"{analysis.target_db:g}"}, WARN, head, rows, text=text)
+        return Result(CHOSEN_SENTENCE, values, head=HEAD, rows=rows, text=text)
+    return Result(UNREACHED, {"candidate": name, "target": f"{analysis.target_db:g}"}, WARN, HEAD, rows, text=text)
 
 
 def _weakest_first(analysis: Analysis) -> list[LayerResult]:

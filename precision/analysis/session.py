@@ -80,6 +80,13 @@ class Session:
         self._free = False
         self._began: tuple[frozenset[str], list[torch.Tensor]] = frozenset(), []
 
+    def doing(self) -> str:
+        """Say what the run that goes on is for."""
+        if self._changed is None:
+            return f"Measuring {len(self.subjects)} layers, step {len(self.references) + 1}"
+        tried = f"{len(self._changed)} of {len(self.subjects)} layers in {self.candidate.name}"
+        return f"Confirming {tried}" if self._free else f"Trying {tried}"
+
     def reference(self, run: Run) -> None:
         """Run the calls with nothing changed and measure every layer."""
         self._changed = None

@@ -112,7 +112,7 @@ BY_HAND = [
     "folder_paths.get_output_directory()",
     "folder_paths.get_save_image_path(prefix, folder)",
     "folder_paths.recursive_search(folder, excluded)",
-    "server.PromptServer.send_progress_text(text, node_id)",
+    "server.PromptServer.send_progress_text(text, node_id, sid)",
     "server.PromptServer.send_sync(event, data, client_id)",
 ]
 """Names with the arguments that are passed to them, of methods that are replaced too, and attributes of objects without

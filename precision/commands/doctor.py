@@ -13,7 +13,7 @@ from ..devices.profiles import CAPABILITIES
 from ..formats.families import family_named
 from ..report.result import DEVICE, DEVICE_PLAIN, Result
 from ..report.schema import device_section
-from ..text import on_off, wrapped
+from ..text import hanging, on_off, wrapped
 
 # What people call it -> its family, and the dtype its files usually have.
 TYPICAL_MODELS = {
@@ -62,7 +62,7 @@ def describe(profile: str | None = None) -> dict:
 def _description(device: Device) -> dict:
     row = device.profile
     return {
-        "device": {**device_section(device), "label": row.label, "vendor": row.vendor, "type": row.type},
+        "device": {**device_section(device), "vendor": row.vendor, "type": row.type},
         "capabilities": {name: _capability(device, name) for name in CAPABILITIES},
         "fp8": {"formats": list(row.fp8_formats), "scaling": list(row.scaling)},
         "int8": {"slow": why_int8_is_slow(device)},
@@ -105,7 +105,7 @@ def _devices() -> list[dict]:
 
 
 def to_text(diagnosis: dict) -> str:
-    """Format the result of ``diagnose`` or ``describe`` as plain text, 100 columns."""
+    """Format the result of ``diagnose`` or ``describe`` as plain text, 80 columns."""
     sections = (
         _machine(diagnosis), _device(diagnosis), _capabilities(diagnosis), _probes(diagnosis), _autos(diagnosis),
         _flags(diagnosis),
@@ -124,16 +124,14 @@ def result_of(diagnosis: dict) -> Result:
 
 
 def core_text(core: dict) -> str:
-    """Format what a ComfyUI has of the names that Halfsafe uses as plain text, 100 columns."""
+    """Format what a ComfyUI has of the names that Halfsafe uses as plain text, 80 columns."""
     known = len(core["used"]) - len(core["missing"]) - len(core["unread"])
-    lines = [
-        f"ComfyUI {core['version'] or 'of unknown version'} in {core['folder']}: "
-        f"{known} of {len(core['used'])} names found"
-    ]
-    lines += [f"  {entry['name']}: {entry['why']}" for entry in core["missing"]]
-    lines += [f"  {name}: not checked, its file is not there" for name in core["unread"]]
-    lines += [f"  {name}: not in this version: {effect}" for name, effect in core["absent"].items()]
-    lines += [line for name in core["used"] for line in wrapped(name, "  ")]
+    found = f"ComfyUI {core['version'] or 'of unknown version'} in {core['folder']}: "
+    lines = wrapped(f"{found}{known} of {len(core['used'])} names found", "")
+    remarks = [f"{entry['name']}: {entry['why']}" for entry in core["missing"]]
+    remarks += [f"{name}: not checked, its file is not there" for name in core["unread"]]
+    remarks += [f"{name}: not in this version: {effect}" for name, effect in core["absent"].items()]
+    lines += [line for text in (*remarks, *core["used"]) for line in wrapped(text, "  ")]
     return "\n" + "\n".join(lines) + "\n"
 
 
@@ -141,8 +139,8 @@ def _machine(diagnosis: dict) -> list[str]:
     if "torch" not in diagnosis:
         return []
     runtime = ", ".join(f"{name} {version}" for name, version in diagnosis["runtime"].items() if version) or "CPU only"
-    lines = [f"torch {diagnosis['torch']} ({runtime}), python {diagnosis['python']}, {diagnosis['system']}"]
-    lines.append(f"torch's own fp8 cast: {diagnosis['fp8_cast']}")
+    lines = wrapped(f"torch {diagnosis['torch']} ({runtime}), python {diagnosis['python']}, {diagnosis['system']}", "")
+    lines += wrapped(f"torch's own fp8 cast: {diagnosis['fp8_cast']}", "")
     lines += [f"{name}={value}" for name, value in diagnosis["environment"].items() if value]
     return lines + [f"{entry['device']}: {entry['name']}" for entry in diagnosis["devices"]]
 
@@ -150,10 +148,10 @@ def _machine(diagnosis: dict) -> list[str]:
 def _device(diagnosis: dict) -> list[str]:
     device = diagnosis["device"]
     simulated = f", simulated on {device['name']}" if device["simulated"] else f" on {device['name']}"
-    lines = [f"Profile {device['profile']}: {device['label']}{simulated}"]
+    lines = wrapped(f"Profile {device['profile']}: {device['label']}{simulated}", "")
     if diagnosis["fp8"]["formats"]:
         fp8 = diagnosis["fp8"]
-        lines.append(f"  fp8 matmul: {', '.join(fp8['formats'])}; scales per {', '.join(fp8['scaling'])}")
+        lines += wrapped(f"fp8 matmul: {', '.join(fp8['formats'])}; scales per {', '.join(fp8['scaling'])}", "  ")
     slow = diagnosis["int8"]["slow"]
     remarks = ([f"int8 models gain no speed here: {slow}"] if slow else []) + diagnosis["remarks"]
     return lines + [line for remark in remarks for line in wrapped(remark, "  ")]
@@ -163,7 +161,7 @@ def _capabilities(diagnosis: dict) -> list[str]:
     lines = [f"{'Capability':<26}{'here':<8}{'table':<8}"]
     for name, entry in diagnosis["capabilities"].items():
         states = f"{_yes(entry['value']):<8}{_yes(entry['table']):<8}"
-        lines += _hanging(f"  {name:<24}{states}", entry["reason"])
+        lines += hanging(f"  {name:<24}{states}", entry["reason"])
     return [line.rstrip() for line in lines]
 
 
@@ -172,33 +170,28 @@ def _probes(diagnosis: dict) -> list[str]:
         return [NOT_PROBED]
     lines = ["Probes, run on the device"]
     for entry in diagnosis["probes"]:
-        lines += _hanging(f"  {entry['name']:<24}{_passed(entry['ok']):<16}", entry["detail"])
+        lines += hanging(f"  {entry['name']:<24}{_passed(entry['ok']):<16}", entry["detail"])
     return lines
 
 
 def _autos(diagnosis: dict) -> list[str]:
     lines = ["Compute dtype auto chooses"]
     for entry in diagnosis["auto"]:
-        lines += _hanging(f"  {entry['model']:<24}{entry['compute']:<16}", entry["reason"])
+        lines += hanging(f"  {entry['model']:<24}{entry['compute']:<16}", entry["reason"])
     found = diagnosis["too_large"]
     lines.append("Storage auto chooses where 16 bit does not fit the GPU")
-    return lines + _hanging(f"  {found['storage']:<40}", found["reason"])
+    return lines + hanging(f"  {found['storage']:<38}", found["reason"])
 
 
 def _flags(diagnosis: dict) -> list[str]:
     flags = diagnosis.get("flags", {})
-    return (["Backend flags"] if flags else []) + [_flag(name, entry) for name, entry in flags.items()]
+    return (["Backend flags"] if flags else []) + [line for flag in flags.items() for line in _flag(*flag)]
 
 
-def _flag(name: str, entry: dict) -> str:
+def _flag(name: str, entry: dict) -> list[str]:
     if entry["value"] is None:
-        return f"  {name}: {entry['detail']}"
-    return f"  {entry['detail']:<78}{on_off(entry['value'])}"
-
-
-def _hanging(head: str, text: str) -> list[str]:
-    lines = wrapped(text, " " * len(head)) or [""]
-    return [head + lines[0].lstrip(), *lines[1:]]
+        return wrapped(f"{name}: {entry['detail']}", "  ")
+    return hanging(f"  {on_off(entry['value']):<4}", entry["detail"])
 
 
 def _yes(value: bool) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from ..modes import FP32
 from .inputs import NotFiniteInput
 from .localize import Origin
 from .log import CallPosition
@@ -134,6 +135,13 @@ class FailedCall(ABC, Generic[Given, Step, Result]):
     @abstractmethod
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Tell whether an error means that a repeat found no memory."""
+
+    def tell(self, doing: str) -> None:
+        """Tell whoever waits for the call what is being done, in words."""
+
+    def named(self, step: Step) -> str:
+        """Name the precision of a step."""
+        return FP32.name if step == self.about.in_fp32 else "fp16_safe"
 
     def inputs(self, given: Given) -> list[NotFiniteInput]:
         """List what is not finite of what the call was given."""

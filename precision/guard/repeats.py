@@ -1,5 +1,6 @@
 """The repeats of one failed call: how many there were, how many more are allowed, and what those in fp32 have shown."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Generic
 
@@ -37,11 +38,11 @@ class Repeats(Generic[Given, Step, Result]):
 
     def run(self, given: Given) -> Attempt[Result]:
         """Repeat the call as it was."""
-        return self._again(lambda: self._call.run(given))
+        return self._again(lambda: self._call.run(given), "as it was")
 
     def watched(self, given: Given) -> tuple[Attempt[Result], Origin | None]:
         """Repeat the call as it was with every operation watched: (attempt, what failed)."""
-        return self._again(lambda: self._call.watched(given))
+        return self._again(lambda: self._call.watched(given), "to find what fails")
 
     def first_finite(self, steps: Sequence[Step], given: Given) -> tuple[Step, Attempt[Result]] | None:
         """Repeat the call at each step in turn until its result is finite; None if it is at none that is allowed."""
@@ -64,19 +65,27 @@ class Repeats(Generic[Given, Step, Result]):
         other inputs, or zeros for NaN and Inf of ``zeroed`` weights."""
         if not self._evidence_allowed():
             return False
-        return self._again(lambda: self._call.run_at(self._call.about.in_fp32, given, zeroed)).finite
+        step = self._call.about.in_fp32
+        return self._again(lambda: self._call.run_at(step, given, zeroed), "in fp32, to find the cause").finite
 
     def _at(self, step: Step, given: Given) -> Attempt[Result]:
-        attempt = self._again(lambda: self._call.run_at(step, given))
+        attempt = self._again(lambda: self._call.run_at(step, given), f"in {self._call.named(step)}")
         if step == self._call.about.in_fp32:
             self.failed_in_fp32, self.in_fp32 = not attempt.finite, attempt
         return attempt
 
-    def _again(self, run: Callable):
+    def _again(self, run: Callable, how: str):
+        self._call.tell(f"Repeating {self._what} {how}")
         self._log.extra_calls += 1
         self._used += 1
         with self._start.again():
             return run()
+
+    @property
+    def _what(self) -> str:
+        about = self._call.about
+        sampled = math.isfinite(about.position.sigma)
+        return f"step {about.position.step}" if sampled else (about.nowhere and about.nowhere.layer) or "the call"
 
     def _evidence_allowed(self) -> bool:
         return self._log.on_nan != "retry_higher" or self.may_take(1)

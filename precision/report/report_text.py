@@ -2,18 +2,18 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ..layer_names import count_patterns, grouped
-from ..text import count_text, on_off, size_text, wrapped
+from ..text import WIDTH, count_text, hanging, on_off, size_text, wrapped
 
-NAME_WIDTH = 36
+LONGEST = 12
 SETUP = ("class", "storage", "mode", "accumulation", "stream", "kernel")
 HEADINGS = ("class", "storage", "mode", "sums", "stream", "kernel")
 
 
 def report_text(report: dict) -> str:
-    """Write a report, given in its JSON form, in lines of at most 100 columns unless one word is longer."""
+    """Write a report, given in its JSON form, in lines of at most 80 columns unless one word is longer."""
     sections = (
         _head(report), _without_effect(report["without_effect"]), _notes(report["notes"]), _storage(report),
         _layers(report["layers"]), _kept(report), _flags(report["flags"]), _guard(report["guard"]),
@@ -26,15 +26,22 @@ def _head(report: dict) -> list[str]:
     device, model = report["device"], report["model"]
     lines = ["Halfsafe report", "==============="]
     if device:
-        simulated = " (simulated)" if device["simulated"] else ""
-        host = f", host {device['host']}" if device.get("host") else ""
-        lines.append(f"Device  {device['name']}, profile {device['profile']}{simulated}{host}")
+        lines += hanging("Device  ", _device(device))
         lines += wrapped(capability_line(device["capabilities"]), "        ")
     size = f"{count_text(model['parameters'])} parameters, {size_text(model['weight_bytes'])}"
-    lines.append(f"Model   {model['class'] or 'unknown class'}, {size} of weights")
+    lines += hanging("Model   ", f"{model['class'] or 'unknown class'}, {size} of weights")
     for name, decision in report["decisions"].items():
         lines += wrapped(f"{name}: {decision}", "        ")
     return lines
+
+
+def _device(device: dict) -> str:
+    """Name the device that was decided for, and the machine where that is another."""
+    host = f", host {device['host']}" if device.get("host") else ""
+    if not device["simulated"]:
+        return f"{device['name']}, profile {device['profile']}{host}"
+    label = device.get("label") or device["profile"]
+    return f"{label}, profile {device['profile']}, simulated on {device['name']}{host}"
 
 
 def _notes(notes: list[str]) -> list[str]:
@@ -69,23 +76,28 @@ def _layers(layers: list[dict]) -> list[str]:
     for layer in layers:
         setups[(*(layer[key] for key in SETUP), layer["reason"])].append(layer["name"])
     totals = count_patterns(layer["name"] for layer in layers)
-    lines = [f"Layers ({len(layers)})".ljust(NAME_WIDTH + 2) + _columns(HEADINGS)]
-    for (*setup, reason), names in setups.items():
+    widths = [max(map(len, column)) for column in zip(HEADINGS, *(_cells(setup) for setup in setups), strict=True)]
+    lines = [_row(f"Layers ({len(layers)})", HEADINGS, widths)]
+    for setup, names in setups.items():
         for group in grouped(names, totals):
-            lines += _layer_lines(group, setup)
-        lines += wrapped(reason, "      ")
+            lines += _layer_lines(group, _cells(setup), widths)
+        lines += wrapped(setup[-1], "      ")
     return lines
 
 
-def _columns(values: Iterable[str]) -> str:
-    return " ".join(f"{value:<{width}}" for value, width in zip(values, (12, 11, 11, 5, 6, 11), strict=True)).rstrip()
+def _cells(setup: tuple) -> list[str]:
+    return [value[:LONGEST] for value in setup[: len(SETUP)]]
 
 
-def _layer_lines(name: str, setup: list[str]) -> list[str]:
-    columns = _columns(value[:12] for value in setup)
-    if len(name) <= NAME_WIDTH - 2:
-        return [f"  {name:<{NAME_WIDTH}}{columns}"]
-    return [f"  {name}", " " * (NAME_WIDTH + 2) + columns]
+def _row(name: str, cells: Iterable[str], widths: Sequence[int]) -> str:
+    columns = " ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
+    return f"{name:<{WIDTH - len(columns)}}{columns}".rstrip()
+
+
+def _layer_lines(name: str, cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """Write a layer's row, its name on a line of its own where it leaves no room for the columns."""
+    fits = len(name) + 3 <= WIDTH - sum(widths) - len(widths)
+    return [_row(f"  {name}", cells, widths)] if fits else [f"  {name}", _row("", cells, widths)]
 
 
 def _kept(report: dict) -> list[str]:
@@ -157,7 +169,7 @@ def _encoders(encoders: list[dict]) -> list[str]:
 
 def _control(control: dict) -> list[str]:
     ran = "" if control["calls"] is None else f", ran {control['calls']} times"
-    lines = [f"ControlNet {control['file']}: {control['class']}{ran}"]
+    lines = wrapped(f"ControlNet {control['file']}: {control['class']}{ran}", "")
     for text in (*(f"{name}: {why}" for name, why in control["decisions"].items()), *control["notes"]):
         lines += wrapped(text, "  ")
     return [*lines, *_without_effect(control["without_effect"]), *_layers(control["layers"]), *_kept(control)]

@@ -210,7 +210,7 @@ class Report:
         return {**data, **legends, "rules": rules_text(data, fixed), "view": view_of(data)}
 
     def to_text(self) -> str:
-        """Write the report as plain text of 100 columns, to paste into an issue."""
+        """Write the report as plain text of 80 columns, to paste into an issue."""
         return report_text(self.to_json())
 
 
@@ -243,6 +243,7 @@ def device_section(device: Device) -> dict:
     to tell the workers of one service apart."""
     return {
         "name": device.name,
+        "label": device.label,
         "profile": device.profile.name,
         "simulated": device.simulated,
         "capabilities": dict(device.capabilities),

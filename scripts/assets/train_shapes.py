@@ -55,8 +55,8 @@ def main() -> None:
     latents = _cached(options.work / "latents.pt", lambda: make_latents(vae))
     first = _cached(options.work / "first.pt", lambda: train_model(prompts, latents, options.steps, 2e-3))
     model = _cached(options.work / "model.pt", lambda: train_model(prompts, latents, options.steps // 2, 1e-3, first))
-    _write(options.output / shapes.VAE.name, refined)
-    _write(options.output / shapes.MODEL.name, model)
+    write(options.output / shapes.VAE.name, refined)
+    write(options.output / shapes.MODEL.name, model)
 
 
 def _parse() -> argparse.Namespace:
@@ -302,7 +302,7 @@ def examples_of(prompts: dict, latents: dict) -> Iterator[tuple[torch.Tensor, to
         yield torch.stack([prompts[text] for text in texts]).float(), torch.stack(pictures).float()
 
 
-def _write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", "title": "Halfsafe shapes", "trained_on": TRAINED_ON, "license": "MIT"}
     save_file({name: tensor.half().contiguous() for name, tensor in tensors.items()}, path, metadata=metadata)

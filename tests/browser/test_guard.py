@@ -65,7 +65,7 @@ def test_a_cause_is_told_once_and_lines_are_all_there(comfy: ComfyPage) -> None:
     assert comfy.page.locator(".hs-guard .hs-event").count() == 12
     tell(comfy, "two", kind="verdict", event=None, message="12 events, all recovered.")
     (toast,) = shown()
-    assert toast["detail"] == "Step 1 was repeated in fp16_wide: blocks.0.ffn.2 overflowed in fp16."
+    assert toast["detail"] == "Step 0 was repeated in fp16_wide: blocks.0.ffn.2 overflowed in fp16."
     tell(comfy, "two", verdict="not_precision")
     assert len(shown()) == 2
     tell(comfy, "two", count=50)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from browser.comfy_page import ComfyPage
+from support import shapes
 
 WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "Halfsafe 3 - Half the memory.json"
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
@@ -85,6 +86,29 @@ def test_an_error_is_told_by_its_first_sentence(small: ComfyPage, pictures: Path
     small.evaluate(SEND, ["execution_start", {"prompt_id": "other"}])
     small.evaluate(SEND, ["execution_error", {**error, "prompt_id": "other", "exception_type": "ValueError", "exception_message": "Not ours."}])
     assert len(shown()) == 1
+
+
+def test_show_me_opens_five_nodes_and_draws_a_black_and_a_repaired_picture(small: ComfyPage, pictures: Path, cell: str) -> None:
+    workflows = "() => app.extensionManager.workflow.openWorkflows.map((one) => one.path)"
+    small.page.reload()
+    small.wait_ready()
+    small.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
+    before, nodes = len(small.evaluate(workflows)), sorted(small.evaluate(TYPES))
+    first = small.evaluate("() => app.extensionManager.workflow.activeWorkflow.path")
+    small.evaluate(TAB)
+    small.page.locator(".hs-sidebar .hs-button", has_text="Show me").click()
+    small.page.wait_for_function("() => app.graph.nodes.length === 5 && app.graph.nodes.some((n) => n.title === 'As it is')")
+    assert len(small.evaluate(workflows)) == before + 1
+    small.run()
+    shown = "() => ['As it is', 'Through Halfsafe'].map((title) => app.nodeOutputs[app.graph.nodes.find((n) => n.title === title).id]?.images?.[0])"
+    small.page.wait_for_function(f"() => ({shown})().every(Boolean)")
+    black, drawn = (small.server.view(image) for image in small.evaluate(shown))
+    assert not shapes.pixels_of(black).any()
+    assert shapes.read_picture(drawn) == shapes.Shape("red", "heart")
+    small.screenshot(pictures, f"show-me-{cell}")
+    small.evaluate(TAB)
+    kept = "(path) => app.extensionManager.workflow.getWorkflowByPath(path).activeState.nodes.map((n) => n.type)"
+    assert sorted(small.evaluate(kept, first)) == nodes
 
 
 def test_the_sidebar_greets_and_guards_and_measures_the_open_graph(small: ComfyPage, pictures: Path, cell: str) -> None:

@@ -94,20 +94,20 @@ def pixels_of(picture: bytes | np.ndarray) -> np.ndarray:
     return np.nan_to_num(np.asarray(picture, dtype=np.float32))
 
 
-def write_overflowing(source: Path, target: Path, factor: float = 2.0**13) -> Path:
-    """A copy of the shapes model that computes the same function and whose residual stream leaves fp16's range.
-
-    Everything that writes to the image's stream is multiplied by a power of two. The stream is only ever read through layer
-    norms, which divide it out again.
-    """
+def write_overflowing(source: Path, target: Path) -> Path:
+    """A copy of the shapes model that computes the same function and whose residual stream leaves fp16's range."""
     with safe_open(source, framework="pt") as file:
         metadata = file.metadata()
-    tensors = load_file(source)
-    for name, tensor in tensors.items():
-        if any(part in name for part in RESIDUAL_WRITERS):
-            tensors[name] = tensor * factor
-    save_file(tensors, target, metadata=metadata)
+    save_file(overflowing(load_file(source)), target, metadata=metadata)
     return target
+
+
+def overflowing(tensors: dict[str, torch.Tensor], factor: float = 2.0**13) -> dict[str, torch.Tensor]:
+    """The shapes model's tensors with everything that writes to the image's stream multiplied by a power of two.
+
+    The stream is only ever read through layer norms, which divide it out again.
+    """
+    return {name: tensor * factor if any(part in name for part in RESIDUAL_WRITERS) else tensor for name, tensor in tensors.items()}
 
 
 def side_by_side(pictures: list[bytes], columns: int | None = None, gap: int = 8) -> Image.Image:

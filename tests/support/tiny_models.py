@@ -194,19 +194,19 @@ def wan_shapes(dim: int, blocks: int, ffn: int, in_dim: int, text_dim: int) -> S
     return shapes
 
 
-def clip_l_shapes() -> Shapes:
+def clip_l_shapes(width: int = 768, layers: int = 12) -> Shapes:
     """Tensor names and shapes of the CLIP-L text encoder."""
     shapes: Shapes = {
-        "text_model.embeddings.token_embedding.weight": (49408, 768),
-        "text_model.embeddings.position_embedding.weight": (77, 768),
-        **_norm("text_model.final_layer_norm", 768),
+        "text_model.embeddings.token_embedding.weight": (49408, width),
+        "text_model.embeddings.position_embedding.weight": (77, width),
+        **_norm("text_model.final_layer_norm", width),
     }
-    for index in range(12):
+    for index in range(layers):
         layer = f"text_model.encoder.layers.{index}."
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            shapes |= _linear(f"{layer}self_attn.{name}", 768, 768)
-        shapes |= _norm(f"{layer}layer_norm1", 768) | _norm(f"{layer}layer_norm2", 768)
-        shapes |= _linear(f"{layer}mlp.fc1", 768, 3072) | _linear(f"{layer}mlp.fc2", 3072, 768)
+            shapes |= _linear(f"{layer}self_attn.{name}", width, width)
+        shapes |= _norm(f"{layer}layer_norm1", width) | _norm(f"{layer}layer_norm2", width)
+        shapes |= _linear(f"{layer}mlp.fc1", width, 4 * width) | _linear(f"{layer}mlp.fc2", 4 * width, width)
     return shapes
 
 

@@ -133,6 +133,10 @@ class EncoderCall(HostCall[Any, torch.dtype, Any]):
         """Return (dtype in which the call failed, dtype that cured it)."""
         return name_of(self.dtype), name_of(step or self.dtype)
 
+    def named(self, step: torch.dtype) -> str:
+        """Name the dtype of a step."""
+        return name_of(step)
+
     def keep(self, step: torch.dtype, attempt: Attempt, origin: Origin | None) -> None:
         """Leave the next call as it is: it may well be finite in its own dtype."""
 

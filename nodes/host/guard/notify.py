@@ -6,7 +6,7 @@ import logging
 from ....precision.guard.log import Notify
 from ....precision.guard.verdicts import asks_for_action
 from ....precision.report.schema import GuardEvent
-from ..page import running_prompt_id, send_to_page
+from ..page import running_prompt_id, send_to_page, show_progress
 
 logger = logging.getLogger("halfsafe")
 
@@ -30,5 +30,7 @@ def _notify(
     event: GuardEvent | None = None,
 ) -> None:
     if event:
+        if event.recovered and event.to_mode:
+            show_progress(f"{event.layer or 'The model'}: repeated in {event.to_mode}, finite")
         logger.warning("Halfsafe guard: %s %s", message, advice if asks_for_action(verdict) else "")
     send_to_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event, of)

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from comfy.sd import CLIP, VAE
 
 FP32_ACTIVATIONS = "ComfyUI runs text encoders with fp32 activations"
+CLIP_WORDS, CLIP_LAYER = "text_model.embeddings.token_embedding.weight", "mlp.fc1.weight"
 CLIP_NORM = "text_model.final_layer_norm.weight"
 logger = logging.getLogger("halfsafe")
 
@@ -63,11 +64,25 @@ def load_text_encoder(
             [tensors for tensors, _ in converted],
             embedding_directory=embedding_folders(),
             clip_type=_clip_type(kind),
-            model_options=_options([tensors for tensors, _ in converted], converted[0][1].used),
+            model_options=_options([tensors for tensors, _ in converted], converted[0][1].used) | _clip_sizes(files),
             disable_dynamic=disable_dynamic,
         )
     check_quantized_shapes(clip.cond_stage_model, *paths)
     return _finished(clip, paths[0], compute, converted[0][1], (_text_encoder_patcher, (paths, kind, storage, compute)))
+
+
+def _clip_sizes(files: Sequence[Checkpoint]) -> dict:
+    """Return ComfyUI's option for the sizes of a CLIP that comes alone; it knows those of the usual ones by itself.
+
+    ``model_options_long_clip`` in comfy/text_encoders/long_clipl.py takes the option. Every CLIP has heads of 64.
+    """
+    shapes = {name: weight.shape for name, weight in files[0].weights.items()} if len(files) == 1 else {}
+    if CLIP_WORDS not in shapes:
+        return {}
+    width, layers = shapes[CLIP_WORDS][1], sum(name.endswith(CLIP_LAYER) for name in shapes)
+    inner = next(shape[0] for name, shape in shapes.items() if name.endswith(CLIP_LAYER))
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": inner}
+    return {"model_config": {**sizes, "num_attention_heads": max(1, width // 64)}}
 
 
 def _clip_type(kind: str) -> comfy.sd.CLIPType:

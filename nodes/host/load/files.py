@@ -19,12 +19,22 @@ from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
 from ..core import quantization_format
 
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+"""Small files that come with the pack, in folders named as ComfyUI's are.
+
+They are not added to ComfyUI's own folders, which would list them in the nodes of others.
+"""
 _MISMATCH = re.compile(r"size mismatch for (\S+): .*?Size\(\[(.*?)\]\) from checkpoint, .*?Size\(\[(.*?)\]\)")
 
 
 def model_files(folder: str) -> list[str]:
-    """List the names ComfyUI has for a model folder such as ``diffusion_models``."""
-    return folder_paths.get_filename_list(folder)
+    """List the names ComfyUI has for a model folder such as ``diffusion_models``, then the pack's own examples."""
+    return with_examples(folder, folder_paths.get_filename_list(folder))
+
+
+def with_examples(folder: str, names: Sequence[str]) -> list[str]:
+    """List names of ComfyUI's model folder, then those of the pack's examples for it."""
+    return list(dict.fromkeys([*names, *sorted(file.name for file in (EXAMPLES / folder).glob("*.safetensors"))]))
 
 
 def diffusion_model_files() -> list[str]:
@@ -35,7 +45,7 @@ def diffusion_model_files() -> list[str]:
     folders = folder_paths.get_folder_paths("diffusion_models")
     found = (folder_paths.recursive_search(folder, [".git"])[0] for folder in folders)
     gguf = (name for names in found for name in folder_paths.filter_files_extensions(names, [SUFFIX]))
-    return sorted({*model_files("diffusion_models"), *gguf})
+    return with_examples("diffusion_models", sorted({*folder_paths.get_filename_list("diffusion_models"), *gguf}))
 
 
 def model_path(folder: str, name: str) -> str:
@@ -45,6 +55,8 @@ def model_path(folder: str, name: str) -> str:
         CheckpointError: there is no such file inside ComfyUI's model folders.
     """
     path = folder_paths.get_full_path(folder, name)
+    if path is None and name in with_examples(folder, ()):
+        path = str(EXAMPLES / folder / name)
     if path is None:
         raise CheckpointError(
             name, f"there is no such file in ComfyUI's {folder} folders", advice="Choose one from the list."

@@ -28,6 +28,7 @@ from ..facts.layers import activation_dtype, matrix_layers
 from ..facts.model_facts import model_facts
 from ..load.devices import current_device
 from ..load.progress import advancing
+from ..page import show_progress
 from ..run.compute import compute_of
 from ..run.model_compiler import compiler_off
 from ..run.modules import core_weights, exchanged, only_multiplies
@@ -55,7 +56,13 @@ def analyze_model(
         raise HalfsafeError(f"Layers in {candidate} cannot be measured: {why}", "Choose another, such as int8.")
     bar = comfy.utils.ProgressBar(MOST_CALLS)
     wanted = Candidate(candidate, _multiplies_in_int8(patcher))
-    session = Session(subjects_of(patcher, wanted), wanted, core_weights, change, advancing(bar))
+    advance = advancing(bar)
+
+    def begin_call() -> None:
+        show_progress(session.doing())
+        advance()
+
+    session = Session(subjects_of(patcher, wanted), wanted, core_weights, change, begin_call)
     clone = _prepared(patcher, session)
 
     def run():

@@ -35,7 +35,7 @@ from ..load.models import load_weights
 from ..load.progress import advancing
 from ..load.save import BYPASS, LiveWeights
 from ..lora.unmerged import keep_low_rank_unmerged
-from ..page import tell_progress
+from ..page import show_progress
 from ..planned import with_compute
 from ..report import report_of
 from ..run.accumulation import with_accumulation
@@ -84,7 +84,7 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
         rows = []
         for place, (setting, *same) in enumerate(_alike(patcher, settings), 1):
             bar.update_absolute(place * STEPS)
-            tell_progress(f"Measuring {setting} ({place} of {len(settings)})")
+            show_progress(f"Measuring {setting} ({place} of {len(settings)})")
             rows.append(replace(runner.row(setting, advancing(bar)), same=same))
     bar.update_absolute(bar.total)
     automatic = _planned(patcher, Setting(LOADED, "auto")).compute.choice.used

@@ -4,6 +4,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from halfsafe.nodes.host.guard import host_call, notify
 from halfsafe.nodes.host.guard.failure import INSIDE
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.precision.arithmetic import flags
@@ -63,6 +64,17 @@ def test_an_overflowing_model_comes_out_right(comfy, files, family, kind, layer,
     assert relative_error(reference, again) < min(0.02, 0.6 * bf16)
     modes = list(modes_of(model).values())
     assert modes.count("fp16") > len(modes) / 2
+
+
+def test_each_repeat_is_told_where_the_model_runs(comfy, files, monkeypatch):
+    said = []
+    for place in (host_call, notify):
+        monkeypatch.setattr(place, "show_progress", said.append)
+    model = guarded(comfy, plain_fp16(comfy, files("wan", "ffn")))
+    families.sample(model, "wan")
+    (event,) = report_of(model).events
+    last = f"{event.layer}: repeated in {event.to_mode}, finite"
+    assert said == ["Repeating step 0 to find what fails", "Repeating step 0 in fp16_safe", last]
 
 
 @pytest.mark.parametrize("kind", ["ffn", "residual", "attention", "embedding"])

@@ -423,3 +423,13 @@ def test_a_device_that_holds_no_fp8_says_so_before_a_call(comfy, wan, monkeypatc
         analyzed(comfy, model, candidate="fp8_e5m2")
     with pytest.raises(pytest.fail.Exception, match="called"):
         analyzed(comfy, model, candidate="int8")
+
+
+def test_what_is_measured_and_tried_is_told_in_words(comfy, wan, monkeypatch):
+    said = []
+    monkeypatch.setattr(host, "show_progress", said.append)
+    found, *_ = analyzed(comfy, families.load(comfy, wan, "as_file", "bf16"))
+    layers = len(found.layers)
+    assert said[: host.STEPS] == [f"Measuring {layers} layers, step {step + 1}" for step in range(host.STEPS)]
+    assert any(line.startswith("Trying ") and line.endswith(f" of {layers} layers in fp8_e4m3fn") for line in said)
+    assert any(line.startswith("Confirming ") for line in said)

@@ -71,13 +71,13 @@ def test_the_text_says_how_this_torch_casts_to_fp8():
 
 
 @pytest.mark.parametrize("name", devices.PROFILE_NAMES)
-def test_every_profile_is_described_in_a_hundred_columns(name):
+def test_every_profile_is_described_in_eighty_columns(name):
     description = doctor.describe(name)
     text = doctor.to_text(description)
     assert description["device"]["profile"] == name and description["device"]["simulated"]
     assert f"Profile {name}: " in text and "Backend flags" not in text
     assert [entry["model"] for entry in description["auto"]] == list(MODELS)
-    assert max(len(line) for line in text.splitlines()) <= 100
+    assert max(len(line) for line in text.splitlines()) <= 80
     json.dumps(description, allow_nan=False)
 
 
@@ -113,7 +113,7 @@ def test_a_device_that_was_detected_already_is_diagnosed_as_it_is():
 
 
 def test_remarks_reach_the_text():
-    assert "fp8_e5m2 with it" in doctor.to_text(doctor.describe("sm_86"))
+    assert "fp8_e5m2 with it" in " ".join(doctor.to_text(doctor.describe("sm_86")).split())
     assert "flush denormals" in doctor.to_text(doctor.describe("gfx90a"))
 
 
@@ -144,4 +144,4 @@ def test_every_flag_is_in_the_text():
     assert "Backend flags" in text
     for name, path in flags.PATHS.items():
         assert path in text or (flags.read_flag(name).value is None and f"  {name}: " in text)
-    assert max(len(line) for line in text.splitlines()) <= 100
+    assert max(len(line) for line in text.splitlines()) <= 80

@@ -168,7 +168,7 @@ def test_the_storage_table_has_layers_bytes_and_shares():
 def test_the_text_tells_guard_flags_and_settings_without_effect():
     text = contract_report().to_text()
     assert "Guard: recovered (20 calls, 2 repeated)" in text
-    assert "step 2, sigma 0.75, call 4: overflow in blocks.0.ffn.2 (add), batch rows 0, fp16 -> fp16_wide" in text
+    assert "step 2, sigma 0.75, call 4: overflow in blocks.0.ffn.2 (add), batch rows 0, fp16 -> fp16_wide" in " ".join(text.split())
     assert RULE in text and "Nothing to do." in text
     assert "tf32: bf16 model" in text
     assert "NVIDIA GeForce RTX 3090, profile sm_86" in text and "can: bf16; cannot: fp8_matmul" in text
@@ -211,7 +211,7 @@ def test_a_sigma_that_is_nan_is_readable():
     assert "call 4: overflow in blocks.0.ffn.2 (add)" in broken.to_text() and "sigma" not in broken.to_text()
 
 
-def test_text_fits_a_hundred_columns_whatever_the_names():
+def test_text_fits_eighty_columns_whatever_the_names():
     full = contract_report()
     name = "diffusion_model.input_blocks.4.1.transformer_blocks.0.attn1.to_out.0.projection.with.a.long.name"
     setup = ("CausalConv3dWithLongName", "fp8_e4m3fn", "fp16_acc16", "fp16", "fp32")
@@ -221,7 +221,7 @@ def test_text_fits_a_hundred_columns_whatever_the_names():
     full.without_effect += [report.WithoutEffect("setting", "word " * 60)]
     text = full.to_text()
     assert name in text
-    assert max(len(line) for line in text.splitlines()) <= 100
+    assert max(len(line) for line in text.splitlines() if line.strip() != name) <= 80
     assert not any(line.endswith(" ") for line in text.splitlines())
 
 

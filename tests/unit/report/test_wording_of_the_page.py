@@ -5,13 +5,17 @@ import re
 from pathlib import Path
 
 import pytest
+from halfsafe.precision.analysis.analysis_rules import HEAD
+from halfsafe.precision.analysis.results import BARRED, CHOSEN, KEPT, PINNED, UNUSED
+from halfsafe.precision.guard import verdicts, wording
+from halfsafe.precision.measure.tradeoffs_text import TABLE
 from halfsafe.precision.modes import MODES
 from halfsafe.precision.report.result import SENTENCES
 from halfsafe.precision.report.schema import VERDICTS
 
 ROOT = Path(__file__).absolute().parents[3]
 LANGUAGES = sorted(path.name for path in (ROOT / "locales").iterdir() if path.name != "en")
-BADGE_WORDS = {"fp16 sums", "fp32 sums", "fast fp8 sums"}
+BADGE_WORDS = {"guarded", "fp16 sums", "fp32 sums", "fast fp8 sums"}
 KINDS = {"overflow", "nan", "weights", "input", "saturation", "canary", "drift"}
 CALL = re.compile(r'\bt\("((?:[^"\\]|\\.)*)"')
 VALUE = re.compile(r"\{\w+\}")
@@ -20,8 +24,31 @@ VALUE = re.compile(r"\{\w+\}")
 def words_of_the_page() -> set[str]:
     """Texts spelled in the page's code, and those it takes from the server: verdicts, kinds of events, modes, badges."""
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").iterdir() if path.suffix in (".js", ".mjs"))
-    verdicts = {verdict.replace("_", " ") for verdict in VERDICTS if verdict != "off"}
-    return set(CALL.findall(code)) | verdicts | KINDS | BADGE_WORDS | {*SENTENCES} | {mode.label for mode in MODES.values()}
+    shown = {verdict.replace("_", " ") for verdict in VERDICTS if verdict != "off"}
+    tables = {*HEAD, *TABLE, BARRED, CHOSEN, KEPT, PINNED, UNUSED}
+    fixed = tables | KINDS | BADGE_WORDS | {*SENTENCES} | {mode.label for mode in MODES.values()}
+    return set(CALL.findall(code)) | shown | fixed | guards_sentences() | titles_of_the_demo()
+
+
+def guards_sentences() -> set[str]:
+    """The fixed sentences of guards: what to do, and what a verdict rests on; those with values filled in are not."""
+    found = {text for text in sentences_in([verdicts.ADVICE, *(value for name, value in vars(wording).items() if not name.startswith("__"))]) if text.endswith((".", ":"))}
+    return {text for text in found if "{" not in text}
+
+
+def sentences_in(value: object) -> set[str]:
+    """Every text in nested values, and in what a kind of call is worded with."""
+    if isinstance(value, str):
+        return {value}
+    if isinstance(value, wording.Wording):
+        return sentences_in([*vars(value).values()])
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return {text for one in values for text in sentences_in(one)}
+
+
+def titles_of_the_demo() -> set[str]:
+    graph = json.loads((ROOT / "web" / "show_me.json").read_text(encoding="utf-8"))
+    return {node["title"] for node in graph["nodes"] if "title" in node}
 
 
 def words_in(language: str) -> dict[str, str]:
