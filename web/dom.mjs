@@ -1,6 +1,7 @@
 // @ts-check
 import { t } from "./words.mjs";
 
+const FIRST_LINES = 5;
 const MOST_LINES = 50;
 
 /**
@@ -69,11 +70,14 @@ export function shareBar(label, shares) {
   return el("div", { class: "hs-share" }, el("span", { class: "hs-label", text: label }), bar, legend);
 }
 
-/** The first lines of a long list, and how many more there are. @param {HTMLElement[]} lines */
-export function firstOf(lines) {
-  if (lines.length <= MOST_LINES) return lines;
-  const more = el("div", { class: "hs-dim", text: t("and {count} more; the report's text has all of them", { count: lines.length - MOST_LINES }) });
-  return [...lines.slice(0, MOST_LINES), more];
+/** The first lines of a long list, and the others folded away. @param {HTMLElement[]} lines @param {HTMLElement | null} [drawn] where the list stood before */
+export function firstOf(lines, drawn = null) {
+  if (lines.length <= FIRST_LINES) return lines;
+  const [rest, left] = [lines.slice(FIRST_LINES, MOST_LINES), lines.length - MOST_LINES];
+  const more = left > 0 ? el("div", { class: "hs-dim", text: t("and {count} more; the report's text has all of them", { count: left }) }) : null;
+  const open = /** @type {HTMLDetailsElement | null | undefined} */ (drawn?.querySelector("details.hs-rest"))?.open ?? false;
+  const folded = el("details", { class: "hs-rest", open }, el("summary", { text: t("{count} more", { count: lines.length - FIRST_LINES }) }), ...rest, more);
+  return [...lines.slice(0, FIRST_LINES), folded];
 }
 
 /** @param {number} share */

@@ -72,7 +72,7 @@ export class ReportPanel {
     this.guard.hidden = !this.#live && (this.#report?.guard.verdict ?? "off") === "off";
     const happened = this.#report && !this.#live ? happenedText(this.#report) : "";
     const calls = this.#live || !this.#report ? t("this run") : callsText(this.#report);
-    this.guard.replaceChildren(el("h4", {}, t("Guard"), el("span", { class: "hs-dim", text: calls })), happened ? el("p", { class: "hs-happened", text: happened }) : "", ...firstOf(lines));
+    this.guard.replaceChildren(el("h4", {}, t("Guard"), el("span", { class: "hs-dim", text: calls })), happened ? el("p", { class: "hs-happened", text: happened }) : "", ...firstOf(lines, this.guard));
   }
 
   #makeTools() {

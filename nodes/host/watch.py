@@ -51,11 +51,11 @@ def watch_every_run() -> None:
 
 
 @web.middleware
-async def note_user(request: web.Request, answer: Any) -> web.StreamResponse:
+async def note_user(request: web.Request, handler: Any) -> web.StreamResponse:
     """Keep whose request is answered, which ComfyUI does not hand to what looks at prompts."""
     with contextlib.suppress(KeyError):  # a user that ComfyUI does not know
         _asking.set(PromptServer.instance.user_manager.get_request_user_id(request))
-    return await answer(request)
+    return await handler(request)
 
 
 def watched(request: dict) -> dict:

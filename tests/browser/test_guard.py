@@ -63,6 +63,8 @@ def test_a_cause_is_told_once_and_lines_are_all_there(comfy: ComfyPage) -> None:
     shown = comfy.record_toasts()
     tell(comfy, "two", count=12)
     assert comfy.page.locator(".hs-guard .hs-event").count() == 12
+    assert comfy.page.locator(".hs-guard > .hs-event").count() == 5 and comfy.page.inner_text(".hs-guard .hs-rest summary") == "7 more"
+    comfy.page.locator(".hs-guard .hs-rest").evaluate("(rest) => { rest.open = true; }")
     tell(comfy, "two", kind="verdict", event=None, message="12 events, all recovered.")
     (toast,) = shown()
     assert toast["detail"] == "Step 0 was repeated in fp16_wide: blocks.0.ffn.2 overflowed in fp16."
@@ -70,7 +72,7 @@ def test_a_cause_is_told_once_and_lines_are_all_there(comfy: ComfyPage) -> None:
     assert len(shown()) == 2
     tell(comfy, "two", count=50)
     assert comfy.page.locator(".hs-guard .hs-event").count() == 50
-    assert "and 13 more" in comfy.page.inner_text(".hs-guard")
+    assert "and 13 more" in comfy.page.inner_text(".hs-guard"), "what was unfolded stays so"
 
 
 def test_a_bad_verdict_is_told_as_an_error(comfy: ComfyPage) -> None:

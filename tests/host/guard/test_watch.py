@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
+from halfsafe.nodes.host import watch
 from halfsafe.nodes.host.watch import Watched, with_guards
 from setup.comfyui_server import Server
 from support import tiny_models
@@ -53,6 +56,22 @@ def test_what_ran_already_is_cached_and_off_leaves_the_prompt_alone(running: Ser
     watching("off")
     events, entry = told(running, unguarded(seed=43))
     assert not events and max(brightness(picture(running, entry))) <= 4
+
+
+@pytest.mark.parametrize(("request_of", "watches"), [({"user": "ann"}, True), ({"user": "default"}, False), ({}, False)])
+def test_each_user_has_a_setting_of_their_own(comfy, monkeypatch, tmp_path, request_of: dict, watches: bool) -> None:
+    for user, setting in (("default", "off"), ("ann", "report")):
+        (tmp_path / user).mkdir()
+        (tmp_path / user / "comfy.settings.json").write_text(json.dumps({SETTING: setting}), encoding="utf-8")
+    users = SimpleNamespace(get_request_user_id=lambda request: request["user"])
+    monkeypatch.setattr(watch.folder_paths, "get_user_directory", lambda: str(tmp_path))
+    monkeypatch.setattr(watch, "PromptServer", SimpleNamespace(instance=SimpleNamespace(user_manager=users)))
+
+    async def queue(_: dict) -> dict:
+        return watch.watched({"prompt": unguarded()})
+
+    queued = asyncio.run(watch.note_user(request_of, handler=queue))
+    assert isinstance(queued["prompt"], Watched) == watches
 
 
 def test_report_only_tells(running: Server, watching) -> None:
