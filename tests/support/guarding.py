@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import torch
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.nodes.host.guard.state import LEARNED
+from halfsafe.nodes.host.guard.state import LEARNED, learned_of
 from support import families
 from support.families import load
 
@@ -35,6 +35,20 @@ def modes_of(model) -> dict[str, str]:
     """Layer -> the mode it runs in now, of all layers that multiply."""
     guard = guard_of(model)
     return {**guard.states.last(model.model).modes, **guard.modes(model)}
+
+
+def loaded_once(comfy, files):
+    """(family, kind, dtype) -> the model of a file in that dtype, loaded when it is first asked for; guards have learned nothing of it."""
+    loaded: dict[tuple, object] = {}
+
+    def get(family: str, kind: str | None, dtype: str):
+        key = (family, kind, dtype)
+        if key not in loaded:
+            loaded[key] = load(comfy, files(family, kind), dtype, dtype)
+        learned_of(loaded[key].model).clear()
+        return loaded[key]
+
+    return get
 
 
 class Counted:
