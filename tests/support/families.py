@@ -84,9 +84,7 @@ class Call:
 
 def write_scaled(source: Path, target: Path, factors: dict[str, float], dtype: torch.dtype | None = None) -> Path:
     """A copy of a model file, in ``dtype`` if given, whose tensors that match a pattern are multiplied; every pattern must match."""
-    tensors = load_file(str(source))
-    with safe_open(str(source), "pt") as file:
-        metadata = file.metadata()
+    tensors, metadata = load_file(str(source)), metadata_of(source)
     for pattern, factor in factors.items():
         names = [name for name in tensors if re.search(pattern, name)]
         if not names:
@@ -95,6 +93,11 @@ def write_scaled(source: Path, target: Path, factors: dict[str, float], dtype: t
     tensors = {name: tensor.to(dtype or tensor.dtype) for name, tensor in tensors.items()}
     save_file(tensors, str(target), metadata=metadata)
     return target
+
+
+def metadata_of(path: Path) -> dict[str, str] | None:
+    with safe_open(str(path), "pt") as file:
+        return file.metadata()
 
 
 def conditioning(family: str, batch: int = 1, length: int = 16, seed: int = 1) -> list:

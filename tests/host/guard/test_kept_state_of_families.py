@@ -12,7 +12,7 @@ RARE = {
     "stable_cascade": {r"down_blocks\.1\.0\.channelwise\.4\.weight": 1e6},
 }
 FAMILIES = ("sdxl", "flux", *RARE)
-PLACES = ("closure", "module-level dict", "attribute of a block", "tensor written in place")
+PLACES = ("closure", "attribute of a block")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,149 @@
+"""Faults planted in one layer of models that are built otherwise than Wan: each gets its own verdict, with the layer's name."""
+
+import contextlib
+import math
+
+import pytest
+import torch
+from halfsafe.precision.guard.verdicts import NonFinite
+from safetensors.torch import load_file, save_file
+from support import families, rare_families
+from support.guarding import guarded, inside, is_finite, loaded_once, nan_at, report_of
+
+LAYERS = {
+    "sdxl": "input_blocks.4.1.transformer_blocks.0.ff.net.2",
+    "flux": "double_blocks.0.img_mlp.2",
+    "cosmos1": "blocks.block1.blocks.2.block.layer2",
+}
+RARE = ("cosmos1",)
+every_family = pytest.mark.parametrize("family", LAYERS)
+
+
+@pytest.fixture(scope="module")
+def files(models_dir):
+    """(family, kind) -> its file, with NaN in a weight for any kind but None."""
+    folder = models_dir / "diffusion_models"
+    made = {}
+
+    def get(family, kind=None):
+        if (family, None) not in made:
+            rare = family in RARE
+            path = folder / f"planted_{family}.safetensors"
+            made[family, None] = rare_families.write(family, path) if rare else families.write_narrow(family, folder)
+        if (family, kind) not in made:
+            tensors = load_file(str(made[family, None]))
+            (name,) = (name for name in tensors if name.endswith(f"{LAYERS[family]}.weight"))
+            tensors[name][1, 2] = math.nan
+            made[family, kind] = folder / f"planted_{family}_{kind}.safetensors"
+            save_file(tensors, str(made[family, kind]), metadata=families.metadata_of(made[family, None]))
+        return made[family, kind]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def models(comfy, files):
+    return loaded_once(comfy, files)
+
+
+def sample(model, family, text=None):
+    cond = rare_families.conditioning(family) if family in RARE else families.conditioning(family)
+    if text is not None:
+        cond[0][0][:, 0] = text
+    return rare_families.sample(model, family, 1, cond) if family in RARE else families.sample(model, family, 1, cond)
+
+
+def stopped(model, family, **options):
+    with pytest.raises(NonFinite) as error:
+        sample(model, family, **options)
+    return error.value
+
+
+@every_family
+def test_nan_in_a_file(comfy, files, family):
+    path = files(family, "nan")
+    error = stopped(guarded(comfy, comfy.core["UNETLoader"]().load_unet(path.name, "default")[0]), family)
+    assert error.verdict == "bad_weights" and f"{LAYERS[family]}.weight" in str(error) and path.name in str(error)
+
+
+@contextlib.contextmanager
+def spoiled(model, family):
+    """The layer's weight has NaN in memory, as of a copy that failed, while the context lasts."""
+    weight = model.model.diffusion_model.get_submodule(LAYERS[family]).weight.data
+    before = weight.clone()
+    weight[1, 2] = math.nan
+    try:
+        yield
+    finally:
+        weight.copy_(before)
+
+
+@every_family
+def test_a_weight_that_went_bad_after_it_was_read(comfy, models, family):
+    plain = models(family, None, "bf16")
+    with spoiled(plain, family):
+        error = stopped(guarded(comfy, plain), family)
+    assert error.verdict == "transfer" and f"{LAYERS[family]}.weight" in str(error)
+
+
+@every_family
+def test_a_lora_with_nan(comfy, models, family):
+    clone = models(family, None, "bf16").clone()
+    name = f"diffusion_model.{LAYERS[family]}.weight"
+    shape = clone.model.diffusion_model.get_submodule(LAYERS[family]).weight.shape
+    clone.add_patches({name: ("diff", (torch.full(shape, math.nan),))}, 1.0)
+    error = stopped(guarded(comfy, clone), family)
+    assert error.verdict == "bad_weights" and LAYERS[family] in str(error) and "patch" in str(error)
+
+
+@every_family
+def test_a_prompt_with_nan(comfy, models, family):
+    error = stopped(guarded(comfy, models(family, None, "bf16")), family, text=math.nan)
+    assert error.verdict == "bad_input" and "conditioning" in str(error)
+
+
+@every_family
+def test_a_device_that_fails_once(comfy, models, family):
+    model = guarded(comfy, inside(models(family, None, "bf16"), nan_at(1)))
+    assert is_finite(sample(model, family)) and report_of(model).verdict == "device_fault"
+
+
+class Wrong(torch.overrides.TorchFunctionMode):
+    """Products by one bf16 weight have few levels."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear and args[1].dtype == torch.bfloat16 and torch.equal(args[1], self.weight):
+            step = result.abs().amax() / 2
+            return (result / step).round() * step
+        return result
+
+
+@every_family
+def test_a_product_that_is_wrong(comfy, models, family):
+    plain = models(family, None, "bf16")
+    model = guarded(comfy, plain, check="first step")
+    with Wrong(plain.model.diffusion_model.get_submodule(LAYERS[family]).weight):
+        sample(model, family)
+    (event,) = report_of(model).events
+    assert (event.kind, event.layer, event.op) == ("drift", LAYERS[family], "bf16 product")
+
+
+@every_family
+def test_an_int8_product_that_is_wrong(comfy, models, monkeypatch, family):
+    plain, product = models(family, None, "int8"), torch._int_mm
+    codes = plain.model.diffusion_model.get_submodule(LAYERS[family]).weight._qdata
+
+    def wrong(a, b, **options):
+        result = product(a, b, **options)
+        return result * 3 // 2 if b.numel() == codes.numel() and torch.equal(b.t(), codes) else result
+
+    monkeypatch.setattr(torch, "_int_mm", wrong)
+    model = guarded(comfy, plain, check="first step")
+    sample(model, family)
+    (event,) = report_of(model).events
+    assert (event.kind, event.layer, event.op) == ("drift", LAYERS[family], "int8 product")
