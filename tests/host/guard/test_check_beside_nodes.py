@@ -92,6 +92,22 @@ def test_no_check_shows_in_the_picture(comfy, models, name):
     assert one.left_out == "" and one.snr_db > 25
 
 
+def test_self_attention_guidance_is_given_the_scores_of_the_call_itself(comfy, models, monkeypatch):
+    """And not those of the call in fp32, which its patch records too."""
+    module, seen = core("comfy_extras.nodes_sag"), []
+    own = module.create_blur_map
+
+    def spied(latent, scores, *args):
+        seen.append(scores.clone())
+        return own(latent, scores, *args)
+
+    monkeypatch.setattr(module, "create_blur_map", spied)
+    name, plain = "Self-Attention Guidance", models("sdxl", None, "bf16")
+    for check in ("off", "first step"):
+        sampled(name, guarded(comfy, plain, check=check))
+    assert len(seen) == 2 * STEPS and all(map(torch.equal, seen[:STEPS], seen[STEPS:]))
+
+
 @pytest.mark.parametrize("name", NODES)
 def test_an_overflow_is_cured_with_the_nodes_patches_in_the_repeat(comfy, models, name):
     reference, plain = (models(NODES[name][0], "ffn", dtype) for dtype in ("fp32", "fp16"))
