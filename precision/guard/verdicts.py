@@ -26,8 +26,9 @@ ADVICE = {
         "--disable-dynamic-vram, --disable-async-offload, or a device that is not overclocked."
     ),
     TRANSFER: (
-        "The file is fine. Run again; if it comes back, start ComfyUI with --disable-dynamic-vram, "
-        "then with --disable-async-offload or --disable-pinned-memory, or try another driver."
+        "The file is fine. Free the model and node cache, so that it is read again, and run again; "
+        "if it comes back, start ComfyUI with --disable-dynamic-vram, then with --disable-async-offload "
+        "or --disable-pinned-memory, or try another driver."
     ),
 }
 

@@ -42,16 +42,16 @@ def top_level_parts(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """
     parts: dict[str, torch.nn.Module] = {}
     for name, child in model.named_children():
-        if _is_list(child, model, name):
+        if is_called_by_items(child, model, name):
             parts |= _items(name, child)
-        elif any(_is_list(module, child, inner) for inner, module in child.named_children()):
+        elif any(is_called_by_items(module, child, inner) for inner, module in child.named_children()):
             parts |= {f"{name}.{inner}": module for inner, module in top_level_parts(child).items()}
         else:
             parts[name] = child
     return {plain_name(name): module for name, module in parts.items()}
 
 
-def _is_list(module: torch.nn.Module, holder: torch.nn.Module, name: str) -> bool:
+def is_called_by_items(module: torch.nn.Module, holder: torch.nn.Module, name: str) -> bool:
     """Tell whether a module is never called itself: it has no forward, as a ``ModuleList``, or is called item by item,
     as a UNet's blocks and ``t_embedder`` of Cosmos 2 (``comfy/ldm/cosmos/predict2.py``)."""
     if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict, TimestepEmbedSequential)):
@@ -63,7 +63,7 @@ def _items(name: str, container: torch.nn.Module) -> dict[str, torch.nn.Module]:
     found: dict[str, torch.nn.Module] = {}
     for inner, item in container.named_children():
         inner = f"{name}.{inner}"
-        found |= _items(inner, item) if _is_list(item, container, "") else {inner: item}
+        found |= _items(inner, item) if is_called_by_items(item, container, "") else {inner: item}
     return found
 
 

@@ -23,7 +23,8 @@ ON_THE_WAY = (
     "it went bad on its way there."
 )
 AFTER_READING = (
-    "The weight '{}' holds NaN or Inf as it was loaded, and in {} it does not: it went bad after it was read."
+    "The weight '{}' holds NaN or Inf as it was loaded, and in {} it does not: "
+    "it went bad after it was read, or the file was replaced since."
 )
 
 

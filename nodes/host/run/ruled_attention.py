@@ -7,6 +7,7 @@ import torch
 from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch
 from ....precision.plan.rules import Rule
+from ..facts.layers import is_called_by_items
 from .attention import forward_of, holds_modules
 
 NO_BLOCK = "the pattern matches no block of this model, which holds layers"
@@ -14,14 +15,23 @@ NO_ATTENTION = "no attention of ComfyUI ran in {}"
 
 
 def blocks_of(rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]) -> dict[str, list[Rule]]:
-    """Map the modules that hold others to the rules that match them; modules without a rule are left out."""
-    holders = ((name, module) for name, module in modules.items() if name and holds_modules(module))
-    found = {
-        name: [rule for rule in rules if rule.matches_block(name, type(module).__name__)]
-        for name, module in (holders if rules else ())
-        if kind_of(module) is None
-    }
-    return {name: matching for name, matching in found.items() if matching}
+    """Map the modules that hold others to the rules that match them; modules without a rule are left out.
+
+    A module that is never called itself, as a list of blocks or a UNet's block, stands for those in it.
+    """
+    found: dict[str, list[Rule]] = {}
+    passed_on: dict[str, list[Rule]] = {}
+    for name, module in modules.items() if rules else ():
+        if not name or not holds_modules(module) or kind_of(module) is not None:
+            continue
+        holder, _, own = name.rpartition(".")
+        matching = [rule for rule in rules if rule.matches_block(name, type(module).__name__)]
+        matching += [rule for rule in passed_on.get(holder, ()) if rule not in matching]
+        if is_called_by_items(module, modules[holder], own):
+            passed_on[name] = matching
+        elif matching:
+            found[name] = matching
+    return found
 
 
 class RuledAttention:

@@ -96,6 +96,15 @@ def test_a_bad_file_is_still_blamed(comfy, wan, models_dir):
     assert error.verdict == "bad_weights" and "really_bad.safetensors" in str(error)
 
 
+def test_a_bad_file_that_was_replaced_by_a_good_one_is_to_be_loaded_again(comfy, wan, models_dir):
+    path = bad_file(wan, models_dir)
+    model = guarded(comfy, by_core(comfy, path))
+    path.unlink()
+    path.write_bytes(wan.read_bytes())
+    error = stopped(model)
+    assert error.verdict == "transfer" and "replaced since" in str(error) and "Free the model and node cache" in str(error)
+
+
 def test_a_bad_file_is_still_blamed_in_dynamic_vram(comfy, wan, models_dir):
     model = guarded(comfy, by_core(comfy, bad_file(wan, models_dir)))
     with dynamic_vram(model, "resident"):

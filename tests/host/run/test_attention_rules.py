@@ -63,6 +63,17 @@ def test_only_the_attention_of_the_named_block_runs_in_fp32(comfy, model_of, fam
     assert f"{block} attention=fp32" in found["rules"].splitlines()
 
 
+@pytest.mark.parametrize(("family", "name"), [("wan", "blocks"), ("sdxl", "middle_block"), ("sdxl", "input_blocks.4")])
+def test_a_block_that_is_never_called_itself_stands_for_what_is_in_it(comfy, model_of, family, name):
+    """ComfyUI goes through a UNet's blocks and lists of blocks itself."""
+    path, call = model_of(family)
+    model = load(comfy, path, "as_file", "bf16", rules_from(f"{name} attention=fp32"))
+    _, met = attentions(model, call)
+    assert dtypes_in(met, name) == ({"fp32"}, set() if name == "blocks" else {"bf16"})
+    found = report(comfy, model)
+    assert found["without_effect"] == [] and all(block.startswith(f"{name}.") for block in found["attention_in_fp32"])
+
+
 @pytest.mark.parametrize("compute", ["fp16", "bf16", "fp16_safe"])
 def test_in_every_arithmetic(comfy, model_of, compute):
     path, call = model_of("wan")
