@@ -62,8 +62,8 @@ def _in_file(file: str, name: str) -> StoredWeight | None:
         weights = open_model(file).weights if file else {}
     except (CheckpointError, OSError):
         return None
-    found = [weight for key, weight in weights.items() if key == name or key.endswith(f".{name}")]
-    return found[0] if len(found) == 1 else None
+    found = [name] if name in weights else [key for key in weights if key.endswith(f".{name}")]
+    return weights[found[0]] if len(found) == 1 else None
 
 
 def _as_loaded(found: StoredWeight, weight: torch.Tensor) -> torch.Tensor:

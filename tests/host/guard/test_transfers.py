@@ -58,6 +58,14 @@ def test_a_gguf_file_is_compared_by_its_values(comfy, wan, models_dir):
     assert error.verdict == "transfer" and "spoiled.gguf" in str(error)
 
 
+def test_a_file_may_hold_another_tensor_whose_name_ends_alike(comfy, wan, models_dir):
+    def add(tensors):
+        tensors[f"extra.{NAME}"] = torch.zeros(2, 2)
+
+    path = model_files.changed(wan, models_dir / "diffusion_models" / "alike.safetensors", add)
+    assert stopped(guarded(comfy, spoiled(by_core(comfy, path)))).verdict == "transfer"
+
+
 def test_a_report_names_it(comfy, wan):
     model = guarded(comfy, spoiled(by_core(comfy, wan)), "report")
     families.sample(model, "wan")
