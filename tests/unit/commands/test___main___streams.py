@@ -12,7 +12,7 @@ import torch
 from halfsafe import __main__ as cli
 from halfsafe.precision.commands import convert as convert_module
 from halfsafe.precision.files.safetensors_file import open_checkpoint
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[3]
 # What is started in the background of a shell ignores interrupts, and so do its children.
@@ -131,6 +131,21 @@ def test_a_target_that_appears_meanwhile_is_left_as_it_is(tmp_path, capsys, monk
     assert cli.main(command) == 2 and "--force" in capsys.readouterr().err
     assert target.read_bytes() == b"of another program"
     assert cli.main([*command, "--force"]) == 0 and len(open_checkpoint(target)) == 1
+
+
+@posix
+def test_a_source_that_is_replaced_meanwhile_is_read_as_it_was(tmp_path, monkeypatch):
+    source, target = model(tmp_path / "in.safetensors", 1.0), tmp_path / "out.safetensors"
+    original = convert_module.read_checkpoint
+
+    def replaced(*arguments):
+        opened = original(*arguments)
+        os.replace(model(tmp_path / "new.safetensors", 2.0), source)
+        return opened
+
+    monkeypatch.setattr(convert_module, "read_checkpoint", replaced)
+    assert cli.main(["convert", str(source), str(target), "--storage", "bf16"]) == 0
+    assert load_file(target)["blocks.0.ffn.0.weight"].unique().tolist() == [1.0]
 
 
 @posix
