@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -48,29 +49,29 @@ def apply(
     """Give a module a compute dtype, a storage dtype, or both, until the result's ``remove()``.
 
     ``storage`` holds the weights of Linear and convolution layers in another dtype and computes them in the module's
-    own each time they are read. The module can be copied, pickled, moved, cast and shared by threads; nothing can be
-    written into ``layer.weight``. Its state dict is as before, and one that is loaded is stored.
+    own each time they are read. The module can be copied, pickled, moved, cast and shared by threads. Its state dict is
+    as before, and one that is loaded is stored.
 
     ``compute`` exchanges the forwards of these layers, and has every other parameter and buffer read in the activation
     dtype, which is fp32 for ``fp16_safe`` and that of the results. Other methods than ``forward`` compute so too;
     ``forward`` also casts its floating inputs, but for timesteps. Autocast does not act inside. torch.compile makes one
     graph of the module; with ``fp16_safe`` only of parts that are compiled by themselves.
 
+    What is computed when it is read, such as ``layer.weight``, cannot be written into: that is an error.
+
     Args:
         module: in evaluation mode, in a floating dtype and on any device but meta; not compiled and not scripted.
         settings: the other arguments as a mapping of plain data, which win over those given by name.
         compute: ``fp16_safe`` (fp16 matmul operands, fp32 between layers, cannot overflow), ``fp16``, ``bf16``,
-            ``fp32``, or ``auto`` for what the module's device is fast at. None leaves the arithmetic alone.
+            ``fp32``, or ``auto`` for what the module's device is fast at.
         storage: ``fp8_e4m3fn`` or ``fp8_e5m2`` with one scale per tensor (Linear layers only), ``fp16``, ``bf16`` or
-            ``fp32``. None leaves the weights alone.
+            ``fp32``.
         rules: exceptions per layer, as text on top of the default preset, which keeps sensitive layers out of fp8, or
             from :func:`rules_from`.
-        keep: hold the original weights in host memory, so that ``remove()`` restores them bit by bit, not what the
-            storage dtype holds of them.
+        keep: hold the original weights in host memory, so that ``remove()`` restores them bit by bit.
 
     Raises:
-        HalfsafeError: a setting, a rule, a weight or the module is none that this can be done with: it says why. The
-            module is as it was.
+        HalfsafeError: why this cannot be done with a setting, a rule, a weight or the module, which is as it was.
 
     ``fp16_safe`` is right where the module's own fp16 overflows:
 
@@ -113,7 +114,7 @@ def restore(module: torch.nn.Module) -> None:
         applied.remove()
 
 
-class Applied:
+class Applied(AbstractContextManager):
     """What :func:`apply` put on a module. As a context it is removed at the end.
 
     Attributes:
@@ -222,9 +223,6 @@ class Applied:
             give_back(self._holders)
         self._holders = []
         settle(changed)
-
-    def __enter__(self) -> Applied:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.remove()

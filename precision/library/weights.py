@@ -59,8 +59,7 @@ class StoredWeight(torch.nn.Module):
         read = (torch.tensor(largest / scale, dtype=torch.float64).to(dtype).double() * scale).to(weight.dtype)
         if not read.isfinite():
             return f"values up to {largest:.3g} are too large for {self.storage}"
-        plain = Quantized(weight.detach().to(dtype), torch.ones(()))
-        found = quantize(weight, dtype, largest) if scaled else plain
+        found = quantize(weight, dtype, largest) if scaled else Quantized(weight.detach().to(dtype), torch.ones(()))
         self.register_buffer("bits", found.data.view(BITS[dtype.itemsize]), persistent=False)
         self.register_buffer("scale_bits", found.scale.to(weight.device).view(torch.int32), persistent=False)
         # In a tuple, where torch does not look for parameters. A device's weight is kept in host memory.
@@ -95,11 +94,11 @@ def _shared(found: Any, source: torch.Tensor) -> Any:
 
 
 def _refuse(*_: Any) -> None:
-    raise HalfsafeError("A stored weight cannot be written into.", "First: restore(module).")
+    raise HalfsafeError("What is computed when it is read cannot be written into.", "First: restore(module).")
 
 
 class Read(torch.Tensor):
-    """A stored weight, or a view of one, as code of others reads it. What is written into it would be lost: refused."""
+    """A tensor computed for code that reads it, or a view of it. What is written into it would be lost: refused."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     data = property(lambda self: self.detach(), _refuse)
@@ -145,12 +144,11 @@ class ComputesTensors(torch.nn.Module):
     def __getattr__(self, name: str) -> Any:
         value, dtype = super().__getattr__(name), self.__dict__.get(READ_IN)
         stored = stored_in(self) if name == "weight" else None
-        if stored:
-            weight = stored.read(dtype or value.dtype)
-            is_traced = torch.compiler.is_compiling() or type(weight) is not torch.Tensor
-            return weight if is_traced else weight.as_subclass(Read)
-        cast = dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if cast else value
+        if not stored and (dtype is None or not isinstance(value, torch.Tensor) or not value.is_floating_point()):
+            return value
+        found = stored.read(dtype or value.dtype) if stored else value.to(dtype)
+        is_traced = torch.compiler.is_compiling() or type(found) is not torch.Tensor
+        return found if found is value or is_traced else found.as_subclass(Read)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "weight" or STORED not in self._modules:
