@@ -290,3 +290,14 @@ def test_a_tensor_to_which_torch_counts_no_writes_has_no_bound():
         same = counted(x)
         same.add_(1)
         assert x[0] == 1 and not same.requires_grad
+
+
+def test_the_last_operand_is_measured_though_it_is_known():
+    block = Block()
+    block.once = lambda: block.layers["last"](block.norms[1](block.layers["q"](block.norms[0](block.x)).float()))
+    block.call()
+    block.call()
+    assert block.seen == 1 and block.calibration.repeats == 0
+    block.x = block.x / 0.0
+    block.call()
+    assert block.calibration.repeats == 1
