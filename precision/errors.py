@@ -47,7 +47,7 @@ class UnconsumedScale(CheckpointError):
 
 
 class StorageNotHeld(HalfsafeError):
-    """This ComfyUI has no quantization format for a storage that is asked for."""
+    """This ComfyUI, or its device, cannot hold weights in a storage that is asked for."""
 
 
 class MemoryShortage(HalfsafeError):

@@ -17,7 +17,7 @@ from .profiles import CAPABILITIES, OCP_FP8, PROFILE_NAMES, DeviceProfile, profi
 __all__ = [
     "CAPABILITIES", "PROFILE_NAMES", "PROFILE_VARIABLE", "Device", "DeviceProfile", "auto_compute", "auto_storage",
     "detect", "fastest_compute", "profile_named", "profile_of", "smallest_storage", "why_int8_is_slow",
-    "why_low_bits_are_slow",
+    "why_low_bits_are_slow", "why_no_fp8",
 ]  # fmt: skip
 
 PROFILE_VARIABLE = "HALFSAFE_DEVICE_PROFILE"
@@ -247,6 +247,14 @@ def why_low_bits_are_slow(device: Device) -> str:
     slow, oldest = why_int8_is_slow(device), device.profile.name == "sm_75"  # MIN_SM_VERSION of comfy-kitchen's layout
     kernel = f"comfy-kitchen's product of 4- and 6-bit weights needs sm_80: on {device.label} they are unpacked first."
     return slow or (kernel if oldest else "")
+
+
+def why_no_fp8(storage: str, device: Device) -> str:
+    """Say why a device cannot hold weights in a storage of fp8; empty where it can."""
+    row = FORMAT_OF_STORAGE.get(storage)
+    if not (row and row.needs_fp8) or device.capabilities["fp8_storage"]:
+        return ""
+    return f"not on {device.label}: {device.reason('fp8_storage')}"
 
 
 def _quantized_storage(device: Device, file_dtype: str) -> tuple[str, str]:

@@ -3,10 +3,9 @@
 from collections.abc import Container
 from dataclasses import dataclass
 
-from ..devices.detect import Device
+from ..devices.detect import Device, why_no_fp8
 from ..dtypes import COMPUTE_OPTIONS, QUANTIZED_NAMES, STORAGE_OPTIONS
 from ..errors import CandidateError, HalfsafeError
-from ..formats.registry import FORMAT_OF_STORAGE
 from ..plan.compute import SAFE
 from ..plan.rules import numbered_lines
 from ..plan.weights import why_not_held
@@ -69,11 +68,3 @@ def why_not(setting: Setting, device: Device, formats: Container[str] = QUANTIZE
     if missing:
         return f"not on {device.label}: {device.reason(missing)}"
     return why_no_fp8(setting.storage, device) or why_not_held(setting.storage, formats)
-
-
-def why_no_fp8(storage: str, device: Device) -> str:
-    """Say why a device cannot hold weights in a storage of fp8; empty where it can."""
-    row = FORMAT_OF_STORAGE.get(storage)
-    if not (row and row.needs_fp8) or device.capabilities["fp8_storage"]:
-        return ""
-    return f"not on {device.label}: {device.reason('fp8_storage')}"

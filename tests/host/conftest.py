@@ -5,6 +5,7 @@ Without one the tests are reported as skipped, or fail where HALFSAFE_STRICT is 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import threading
@@ -14,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 from setup.comfyui_server import MODEL_FOLDERS, Server, make_base_directory
-from support import families, fast_products, inprocess, small_sizes, tiny_models
+from support import families, fast_products, inprocess, second_device, small_sizes, tiny_models
 from support.cuda_rules import CudaRules, HostReads
 
 HERE = Path(__file__).parent
@@ -38,7 +39,7 @@ CALIBRATING = {
 }  # fmt: skip
 IN_A_CHECK = {"guard/drift"}
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/transfers", "guard/escalation._numbers", "guard/finite", "run/left_behind"}
-ONCE_PER_DEVICE = {"devices/probes"}
+ONCE_PER_DEVICE = {"devices/probes", "precision/amax._drops_nan"}
 HOST_MEMORY = {"precision/amax._fp8_amax", "precision/amax.host_amax", "formats/stored_weight.amax", "formats/gguf_weight", "formats/checkpoint._check_finite", "formats/checkpoint._scale"}
 ANALYSIS = {"analysis/session", "analysis/layer_error", "analysis/candidates", "formats/quantize"}
 CALIBRATE = {"calibrate/products"}
@@ -112,11 +113,12 @@ def _ruled(apply_model: Callable) -> Callable:
     watched = threading.Lock()
 
     def call(*args, **kwargs):
+        rules = contextlib.nullcontext() if second_device.is_present() else CudaRules()  # it has a rule book of its own
         if not watched.acquire(blocking=False):  # reads are watched in the whole process: not by two threads at once
-            with CudaRules():
+            with rules:
                 return apply_model(*args, **kwargs)
         try:
-            with CudaRules(), HostReads(ALLOWED_READS):
+            with rules, HostReads(ALLOWED_READS):
                 return apply_model(*args, **kwargs)
         finally:
             watched.release()

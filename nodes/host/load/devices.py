@@ -1,13 +1,14 @@
 """The device ComfyUI computes on, as the precision core sees it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import comfy.model_management
 import comfy.quant_ops
 import torch
 
 from ....precision.devices import memory
-from ....precision.devices.detect import Device, detect
+from ....precision.devices.detect import Device, detect, why_no_fp8
+from ....precision.errors import StorageNotHeld
 
 
 def compute_device() -> torch.device:
@@ -45,6 +46,19 @@ def no_int8_kernel(backends: Mapping[str, dict], expected: str) -> str:
     if state.get("available"):
         problem = "is turned off" if state["disabled"] else "has no int8 product"
     return f"torch's general operations run int8 products here: comfy-kitchen's {expected} backend {problem}."
+
+
+def require_held_by_device(storages: Iterable[str], where: torch.device) -> None:
+    """Raise :class:`StorageNotHeld` for weights that ComfyUI's compute device cannot hold, if that is where they go.
+
+    Without it the first move to the device raises, in the middle of a run and in torch's words.
+    """
+    device = current_device()
+    if device.simulated or where != compute_device():
+        return
+    for storage in set(storages):
+        if why := why_no_fp8(storage, device):
+            raise StorageNotHeld(f"storage={storage}: {why}", "Use storage=auto, fp16 or bf16.")
 
 
 def free_device_memory() -> int | None:

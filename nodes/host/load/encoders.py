@@ -28,7 +28,7 @@ from ..facts.model_facts import held_storages
 from ..lora.unmerged import keep_low_rank_unmerged
 from ..run.modules import ask_for_plain_products
 from .detection import dequantized_tensors, detect_model, stored_tensors
-from .devices import free_host_memory
+from .devices import free_host_memory, require_held_by_device
 from .files import check_quantized_shapes, embedding_folders, of_fitting_shapes, open_model
 from .tensors import load_tensors
 
@@ -149,6 +149,8 @@ def _converted(checkpoint: Checkpoint, storage: str) -> tuple[dict[str, torch.Te
     planned = plan_encoder(checkpoint, choice, decisions, default, held_storages())
     for note in planned.notes:
         logger.info("Halfsafe: %s: %s", checkpoint.path, note)
+    where = comfy.model_management.text_encoder_device()
+    require_held_by_device((found.stored for found in planned.plans.values()), where)
     tensors = load_tensors(checkpoint, planned)
     return {**tensors, **_missing_projections(tensors)}, choice
 

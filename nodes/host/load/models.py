@@ -28,7 +28,7 @@ from ..lora.unmerged import keep_low_rank_unmerged
 from ..run.compute import set_compute
 from .copies import freed_once_copied
 from .detection import Detected, detect_model
-from .devices import compute_device, current_device, free_device_memory
+from .devices import compute_device, current_device, free_device_memory, require_held_by_device
 from .files import check_quantized_shapes, of_fitting_shapes, open_model
 from .tensors import load_tensors
 
@@ -104,6 +104,7 @@ def prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> Pre
 
     Raises:
         NonFiniteWeight: a weight holds NaN or Inf.
+        StorageNotHeld: this ComfyUI or the device cannot hold the weights as asked.
         MemoryShortage: the weights do not fit into the host's memory.
     """
     device, checkpoint = current_device(), detected.checkpoint
@@ -111,6 +112,7 @@ def prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> Pre
     formats = held_storages()
     plan = plan_load(detected.facts, device, storage, compute, rules, free, formats)
     weights = plan_model(checkpoint, plan, detected.layer_names, detected.prefix, formats)
+    require_held_by_device((found.stored for found in weights.plans.values()), compute_device())
     tensors = load_tensors(checkpoint, weights)
     names = (name for name, found in weights.plans.items() if found.storage not in (AS_FILE, *QUANTIZED_NAMES))
     unpacked = [tensors[name] for name in names if tensors[name] is not checkpoint.weights[name].data]

@@ -17,10 +17,10 @@ from ....precision.analysis.session import CONFIRMATIONS, Session, Subject, anal
 from ....precision.arithmetic.compiling import compile_disabled
 from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch
+from ....precision.devices.detect import why_no_fp8
 from ....precision.errors import HalfsafeError
 from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.formats.int8 import rotation_group
-from ....precision.measure.settings import why_no_fp8
 from ....precision.modes import INT8
 from ....precision.plan.rules import Rules, rules_from
 from ..core import casting, casts_weights, with_weight_function

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.shipped import ROOT
 
-THEMES = ("host/compile", "host/cuda", "host/graph", "unit/project", "browser", "gpu")
+THEMES = ("host/compile", "host/cuda", "host/device", "host/graph", "unit/project", "browser", "gpu")
 """Folders of tests that go through the whole product; the folder's name says what they hold."""
 PRODUCT = {path.stem for folder in ("precision", "nodes") for path in (ROOT / folder).rglob("*.py")} - {"__init__"} | {"__main__"}
 TESTS = [path.relative_to(ROOT / "tests") for path in sorted((ROOT / "tests").rglob("test_*.py"))]

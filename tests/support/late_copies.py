@@ -1,0 +1,183 @@
+"""Copies between the host and an emulated device that take effect as late as a real one may let them, and the order of its streams.
+
+A copy that does not wait is made where its result is first used, or where the host waits for it: what is in the host's memory
+by then is what the device gets. Where the host then finds its memory changed since the copy was asked for, that is an error, as
+it is one to use on a stream what another one still writes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from dataclasses import dataclass, field
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+REUSED = "host memory {} was written before its copy to the device took effect"
+UNORDERED = "{} uses memory on stream {} that stream {} has not finished with"
+POISON = 0x7B
+
+
+@dataclass(eq=False)
+class Stream:
+    """A queue of a device. ``known``: how far it has waited for each queue."""
+
+    device: torch.device
+    number: int
+    ticks: int = 0
+    known: dict[Stream, int] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def wait(self, other: dict[Stream, int]) -> None:
+        for stream, tick in other.items():
+            self.known[stream] = max(self.known.get(stream, 0), tick)
+
+    def now(self) -> dict[Stream, int]:
+        return {**self.known, self: self.ticks}
+
+
+@dataclass(eq=False)
+class Copy:
+    """One copy that was asked for. ``seen``: the source's bytes at that moment."""
+
+    into: torch.Tensor
+    source: torch.Tensor
+    seen: torch.Tensor
+    stream: Stream
+    tick: int
+    from_host: bool
+    is_made: bool = False
+
+    def make(self) -> None:
+        if not self.is_made:
+            self.is_made = True
+            self.into.copy_(self.source if self.from_host else self.seen)
+
+
+@dataclass
+class Uses:
+    """Who used a memory last: the queue that wrote it, and how far each had come that read it."""
+
+    memory: StorageWeakRef
+    written: tuple[Stream, int] | None = None
+    read: dict[Stream, int] = field(default_factory=dict)
+
+
+class LateCopies:
+    """The copies of a device that are under way, and who uses its memory."""
+
+    def __init__(self):
+        self.under_way: list[Copy] = []
+        self._uses: dict[int, Uses] = {}
+        self._numbers = itertools.count(1)
+        self._first: dict[torch.device, Stream] = {}
+        self._streams: list[Stream] = []
+        self._host: dict[Stream, int] = {}
+        self._thread = threading.local()
+        self._lock = threading.RLock()
+
+    def new_stream(self, device: torch.device) -> Stream:
+        return self._new(device, next(self._numbers))
+
+    def _new(self, device: torch.device, number: int) -> Stream:
+        self._streams.append(Stream(device, number))
+        return self._streams[-1]
+
+    def current(self, device: torch.device) -> Stream:
+        """The queue that this thread asks a device in."""
+        chosen = getattr(self._thread, "streams", {}).get(device)
+        if chosen is None and device not in self._first:
+            self._first[device] = self._new(device, -(device.index or 0))
+        return chosen or self._first[device]
+
+    def use(self, stream: Stream) -> Stream:
+        """Make a stream this thread's; returns the one before."""
+        before = self.current(stream.device)
+        self._thread.streams = {**getattr(self._thread, "streams", {}), stream.device: stream}
+        return before
+
+    def copy(self, device: torch.device, into: torch.Tensor, source: torch.Tensor, to_device: bool, from_device: bool) -> None:
+        """Ask a device for a copy; between two tensors of devices it is made at once, as everything else of a queue."""
+        with self._lock, torch._C._DisableTorchDispatch():
+            stream = self.current(device)
+            self._use("copy", stream, [source] if from_device else [], [into] if to_device else [])
+            if to_device and from_device:
+                into.copy_(source)
+                return
+            self.under_way.append(Copy(into, source, source.clone(), stream, stream.ticks, to_device))
+            if not to_device:
+                into.untyped_storage().fill_(POISON) if into.is_contiguous() else into.zero_()
+
+    def used(self, device: torch.device, func, memories: list[torch.Tensor], args: tuple) -> None:
+        """An operation is about to read or write memories of a device."""
+        with self._lock, torch._C._DisableTorchDispatch():
+            self._use(func.name(), self.current(device), memories, _written(func, args))
+
+    def finish(self, until: dict[Stream, int] | None = None) -> None:
+        """The host waits, for everything or for what a moment of the queues names; whatever it asks for after that comes after that."""
+        with self._lock, torch._C._DisableTorchDispatch():
+            until = {stream: stream.ticks for stream in self._streams} if until is None else until
+            self._host |= {stream: max(tick, self._host.get(stream, 0)) for stream, tick in until.items()}
+            done = [copy for copy in self.under_way if until.get(copy.stream, 0) >= copy.tick]
+            self.under_way = [copy for copy in self.under_way if copy not in done]
+            for copy in done:
+                _end(copy)
+
+    def finish_one(self, into: torch.Tensor) -> None:
+        """A copy that waits: it has taken effect when the host goes on."""
+        with self._lock, torch._C._DisableTorchDispatch():
+            for copy in [copy for copy in self.under_way if copy.into is into]:
+                self.under_way.remove(copy)
+                _end(copy)
+
+    def _use(self, name: str, stream: Stream, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        stream.ticks += 1
+        touched = {_key(memory) for memory in (*read, *written)}
+        for copy in self.under_way:
+            if copy.from_host and _key(copy.into) in touched:
+                copy.make()
+        for memory in read:
+            self._order(name, stream, memory, writes=False)
+        for memory in written:
+            self._order(name, stream, memory, writes=True)
+
+    def _order(self, name: str, stream: Stream, memory: torch.Tensor, writes: bool) -> None:
+        key = _key(memory)
+        uses = self._uses.get(key)
+        if uses is None or uses.memory.expired():
+            uses = self._uses[key] = Uses(StorageWeakRef(memory.untyped_storage()))
+        earlier = [uses.written] if uses.written else []
+        if writes:
+            earlier += list(uses.read.items())
+        for other, tick in earlier:
+            if other is not stream and other.device == stream.device and max(stream.known.get(other, 0), self._host.get(other, 0)) < tick:
+                raise RuntimeError(UNORDERED.format(name, stream.number, other.number))
+        if writes:
+            uses.written, uses.read = (stream, stream.ticks), {}
+        else:
+            uses.read[stream] = stream.ticks
+
+
+def _end(copy: Copy) -> None:
+    copy.make()
+    if copy.from_host and not _same_bytes(copy.source, copy.seen):
+        raise RuntimeError(REUSED.format(tuple(copy.source.shape)))
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def _key(memory: torch.Tensor) -> int:
+    return memory.untyped_storage()._cdata
+
+
+def _written(func, args: tuple) -> list[torch.Tensor]:
+    arguments = zip(func._schema.arguments, args, strict=False)
+    return [
+        value.raw for argument, value in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, torch.Tensor) and "raw" in value.__dict__
+    ]  # fmt: skip
