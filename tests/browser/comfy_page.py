@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import BrowserContext, ConsoleMessage, Page, Response
 
 PACK = "/extensions/Halfsafe-Pack/"
+REGISTRY = "https://api.comfy.org/"  # ComfyUI looks up there the packs that a workflow names; nothing outside is reached here
 READY = "() => window.app?.extensionManager && window.app.graph && !document.getElementById('splash-loader')"
 BASE_SETTINGS = {
     "Comfy.TutorialCompleted": True,
@@ -157,7 +158,7 @@ class ComfyPage:
 
     def _note_message(self, message: ConsoleMessage) -> None:
         where = f"{message.location.get('url', '')} {message.text}"
-        if message.type in ("error", "warning") and "halfsafe" in where.lower():
+        if message.type in ("error", "warning") and "halfsafe" in where.lower() and REGISTRY not in where:
             self._note(f"console {message.type}: {where}")
 
     def _note_response(self, response: Response) -> None:
