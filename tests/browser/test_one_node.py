@@ -15,7 +15,7 @@ PUT_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === 
     const loader = of("HalfsafeLoadDiffusionModel"), values = { model_name: "wan_overflowing.safetensors", storage: "fp16", compute: "fp16" };
     for (const widget of loader.widgets) widget.value = values[widget.name] ?? widget.value;
     one.widgets.find((w) => w.name === "goal").value = "balanced"; one.pos = [440, 620]; app.graph.add(one);
-    app.graph.remove(of("HalfsafeReport")); app.graph.remove(of("PreviewImage"));
+    app.graph.remove(of("HalfsafeReport"));
     loader.connect(0, one, "model"); of("HalfsafeLoadVAE").connect(0, one, "vae"); of("HalfsafeLoadCLIP").connect(0, one, "clip");
     one.connect(0, of("KSampler"), "model"); one.connect(2, of("VAEDecode"), "vae");
     for (const text of app.graph.nodes.filter((n) => n.type === "CLIPTextEncode")) one.connect(1, text, "clip"); }"""
