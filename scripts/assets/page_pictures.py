@@ -82,7 +82,7 @@ def _take_graph(studio: Studio, browser: Browser) -> None:
     page.page.wait_for_selector(".hs-guard .hs-event", state="attached")
     page.page.wait_for_timeout(6000)
     page.evaluate(SHOW_GRAPH)
-    _save(page, Box(60, 44, 1780, 720), "graph")
+    _save(page, Box(60, 44, 1260, 620), "graph")
 
 
 def _take_gesture(studio: Studio, browser: Browser) -> None:
