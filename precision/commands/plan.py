@@ -12,9 +12,9 @@ from ..formats.families import family_of, model_name
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..plan.facts import LayerSpec, ModelFacts, facts_of, layer_specs, packed_types
 from ..plan.goal import plan_for_goal, storage_for_goal
+from ..plan.memory import MemoryPlan, plan_model
 from ..plan.rules import rules_from
 from ..plan.storage import LoadPlan, plan_load
-from ..plan.weights import MemoryPlan, plan_model
 from ..report.schema import KeptHigh, LayerReport, ModelReport, Report, WithoutEffect, device_section
 
 

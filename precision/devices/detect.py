@@ -188,7 +188,12 @@ def _why_not(device: Device, supported: Sequence[str]) -> str:
 
 
 def auto_storage(
-    device: Device, weight_bytes_16bit: int, file_dtype: str, free_device_bytes: int | None, compute: str = "auto"
+    device: Device,
+    weight_bytes_16bit: int,
+    file_dtype: str,
+    free_device_bytes: int | None,
+    compute: str = "auto",
+    streamed_from: int | None = None,
 ) -> tuple[str, str]:
     """Choose the storage option that ``auto`` stands for, and say why.
 
@@ -198,6 +203,8 @@ def auto_storage(
         file_dtype: storage name of most of the file's weights; anything but fp16, bf16, fp32, fp64 counts as quantized.
         free_device_bytes: free memory of the device, or None when unknown.
         compute: the compute option asked for: int8 gains nothing where its weights are unpacked.
+        streamed_from: free memory of the host, where weights that do not fit are streamed from it at each step, as
+            under ComfyUI's dynamic VRAM; None where they are not.
 
     Returns:
         One of as_file, int8, fp8_e4m3fn, fp16, bf16, and a sentence.
@@ -212,7 +219,17 @@ def auto_storage(
         return "as_file", f"The file's {size_text(as_file_bytes)} fit in {size_text(free_device_bytes)} free."
     if weight_bytes_16bit <= room:
         return _half(device), f"{_shortage(file_dtype, as_file_bytes, free_device_bytes)} 16 bit does."
-    return _too_large(device, weight_bytes_16bit, free_device_bytes, compute)
+    storage, reason = _too_large(device, weight_bytes_16bit, free_device_bytes, compute)
+    if streamed_from is None or storage == "as_file":
+        return storage, reason
+    rest = as_file_bytes - room
+    if rest > streamed_from:
+        slow = f"It would be read from the disk at each step: {size_text(streamed_from)} of the host's memory are free."
+        return storage, f"{reason} ComfyUI's dynamic VRAM could stream the rest, {size_text(rest)}. {slow}"
+    kept = "as_file" if as_file_bytes == weight_bytes_16bit else _half(device)
+    streams = f"ComfyUI's dynamic VRAM streams the rest, {size_text(rest)}, at each step, so that nothing is quantized."
+    halves = f"storage={storage} halves the weights to {size_text(weight_bytes_16bit // 2)}."
+    return kept, f"{_shortage('16 bit', weight_bytes_16bit, free_device_bytes)} {streams} {halves}"
 
 
 def smallest_storage(device: Device, compute: str = "auto") -> tuple[str, str]:

@@ -27,16 +27,16 @@ class TensorFile(Mapping[str, torch.Tensor]):
         self.path = path
         self.metadata = metadata
         self.entries = entries
-        self._maps = maps
+        self.maps = maps
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self.entries[name]
-        _require_whole(entry.file, self._maps[entry.file])
+        _require_whole(entry.file, self.maps[entry.file])
         dtype = entry.torch_dtype
         if entry.start == entry.end:
             return torch.empty(entry.shape, dtype=dtype)
         count = (entry.end - entry.start) // dtype.itemsize
-        return torch.frombuffer(self._maps[entry.file], dtype=dtype, count=count, offset=entry.start).view(entry.shape)
+        return torch.frombuffer(self.maps[entry.file], dtype=dtype, count=count, offset=entry.start).view(entry.shape)
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -58,7 +58,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
     @property
     def files(self) -> list[Path]:
         """Every file of the set."""
-        return list(self._maps)
+        return list(self.maps)
 
     @property
     def data_bytes(self) -> int:
@@ -67,7 +67,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     def require_whole(self) -> None:
         """Raise CheckpointError if one of the files has become shorter since it was opened."""
-        for path, pages in self._maps.items():
+        for path, pages in self.maps.items():
             _require_whole(path, pages)
 
     def release(self, name: str) -> None:
@@ -78,7 +78,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
         start = -(-entry.start // mmap.PAGESIZE) * mmap.PAGESIZE
         end = entry.end // mmap.PAGESIZE * mmap.PAGESIZE
         if end > start:
-            self._maps[entry.file].madvise(mmap.MADV_DONTNEED, start, end - start)
+            self.maps[entry.file].madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 def _require_whole(path: Path, pages: mmap.mmap) -> None:

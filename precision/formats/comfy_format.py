@@ -171,14 +171,24 @@ def codes_of(storage: str) -> Codes:
     return codes
 
 
-def tensors_of(weight: StoredWeight, storage: str, path) -> dict[str, torch.Tensor]:
+def stays(weight: StoredWeight, storage: str) -> bool:
+    """Tell whether the data that a weight has in a storage are those of its file: none are made."""
+    if storage in QUANTIZED_NAMES:
+        return _stays(weight, storage) and weight.data.dtype == dtype_named(storage)
+    return storage == AS_FILE or (weight.plain and weight.data.dtype == dtype_named(storage))
+
+
+def tensors_of(weight: StoredWeight, storage: str, path, read: bool = True) -> dict[str, torch.Tensor]:
     """Make a weight's tensors in ComfyUI's format, by full name. fp8 with one scale stays as it is;
     other scales become one.
+
+    Args:
+        read: False to leave data that stay as they are unread, and unchecked.
 
     Raises:
         NonFiniteWeight: the weight holds NaN or Inf.
     """
-    largest = finite_bound(weight, path)
+    largest = finite_bound(weight, path) if read or not stays(weight, storage) else 0.0
     if storage == AS_FILE:
         return {weight.name: weight.data, **weight.auxiliary}
     if largest > LARGEST_ROUNDED:

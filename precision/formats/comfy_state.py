@@ -15,28 +15,6 @@ MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")
 
 
-def state_dict(
-    checkpoint: Checkpoint, plans: Mapping[str, WeightPlan], progress: Callable[[int], None] | None = None
-) -> dict[str, torch.Tensor]:
-    """Make the tensors of a checkpoint in ComfyUI's format, weight by weight, as they are planned.
-
-    Weights that do not change stay views of the file; every weight is checked for NaN and Inf.
-
-    Args:
-        plans: tensor name -> plan, for every weight.
-        progress: called with the bytes of the file just dealt with.
-
-    Raises:
-        NonFiniteWeight: a weight holds NaN or Inf.
-    """
-    result = {}
-    for name, weight in checkpoint.weights.items():
-        result.update(tensors_of(weight, plans[name].storage, checkpoint.path))
-        if progress:
-            progress(weight.file_bytes)
-    return result
-
-
 def check_finite(tensors: Mapping[str, torch.Tensor], path) -> None:
     """Raise :class:`NonFiniteWeight` for the first floating tensor that holds NaN or Inf."""
     for name, tensor in tensors.items():
@@ -54,19 +32,22 @@ def planned_tensors(
     path,
     done: Callable[[str, int], None],
     rounding: Rounding | None = None,
+    read: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Make weights in ComfyUI's format as they are planned, one at a time, and yield their tensors by name.
+    Data that do not change stay views of the file; every weight is checked for NaN and Inf.
 
     Args:
         path: what errors name as the place of a bad weight.
         done: called with the name of each weight that is written, and the bytes it had.
         rounding: chooses codes; nearest without it.
+        read: False to leave weights whose data stay as they are unread, and unchecked.
 
     Raises:
         NonFiniteWeight: a weight holds NaN or Inf.
     """
     for name, weight in weights.items():
-        tensors = tensors_of(weight, plans[name].storage, path)
+        tensors = tensors_of(weight, plans[name].storage, path, read)
         yield from (rounding(weight, plans[name], tensors) if rounding else tensors).items()
         done(name, weight.file_bytes)
 

@@ -96,6 +96,7 @@ def plan_load(
     formats: Container[str] = QUANTIZED_NAMES,
     errors: Errors = predicted,
     fitted: bool = False,
+    streamed_from: int | None = None,
 ) -> LoadPlan:
     """Resolve ``storage`` and ``compute`` for a model on a device.
 
@@ -104,9 +105,10 @@ def plan_load(
         formats: what the ComfyUI that loads it holds quantized weights in, as storages are called.
         errors: what each layer loses in each storage, where ``auto`` has to choose between them.
         fitted: go below 8 bits where the model does not fit in them, as with ``auto``, though ``storage`` has 8.
+        streamed_from: as for :func:`~halfsafe.precision.devices.detect.auto_storage`.
     """
     computed = choose_compute(facts, device, compute)
-    choice = _choose_storage(facts, device, storage, computed, free_device_bytes)
+    choice = _choose_storage(facts, device, storage, computed, free_device_bytes, streamed_from)
     decisions = plan_storage(facts.layers, choice.used, rules)
     if (storage == "auto" or fitted) and choice.used in EIGHT_BITS and free_device_bytes is not None:
         choice, decisions = _fitted(facts, device, choice, decisions, free_device_bytes, formats, errors)
@@ -153,16 +155,17 @@ def _fitted(
 
 
 def plan_text_encoder(
-    layers: Sequence[LayerSpec], storage: str, file_storage: str, default: str, needed: int, free_bytes: int
+    layers: Sequence[LayerSpec], storage: str, file_storage: str, default: str, needed: int, free_bytes: int | None
 ) -> tuple[Choice, Mapping[str, StorageDecision]]:
     """Resolve the storage of a text encoder that takes ``needed`` bytes in 16 bit.
 
-    ``default``: the dtype ComfyUI keeps text encoders in. An encoder runs once per prompt: fp8 saves memory, not time.
+    ``default``: the dtype ComfyUI keeps text encoders in; ``free_bytes``: of the host, None where its weights are
+    streamed from their file. An encoder runs once per prompt: fp8 saves memory, not time.
     """
     choice = Choice(storage, storage)
     if storage == "auto" and (file_storage.startswith("fp8") or file_storage == "quantized"):
         choice = Choice(storage, "as_file", "the file is quantized already")
-    elif storage == "auto" and needed > free_bytes:
+    elif storage == "auto" and free_bytes is not None and needed > free_bytes:
         choice = Choice(
             storage, "fp8_e4m3fn", f"{size_text(needed)} in 16 bit, {size_text(free_bytes)} of memory are free"
         )
@@ -172,14 +175,22 @@ def plan_text_encoder(
 
 
 def _choose_storage(
-    facts: ModelFacts, device: Device, storage: str, compute: Choice, free_device_bytes: int | None
+    facts: ModelFacts,
+    device: Device,
+    storage: str,
+    compute: Choice,
+    free_device_bytes: int | None,
+    streamed_from: int | None,
 ) -> Choice:
     if storage != "auto":
         return Choice(storage, storage)
-    used, reason = auto_storage(device, 2 * facts.parameters, facts.file_dtype, free_device_bytes, compute.requested)
+    size, own, asked = 2 * facts.parameters, facts.file_dtype, compute.requested
+    used, reason = auto_storage(device, size, own, free_device_bytes, asked, streamed_from)
     enough = weight_dtype_of(compute.used)
-    if used == "as_file" and facts.file_dtype == "fp32" and enough != "fp32":
+    if used == "as_file" and own == "fp32" and enough != "fp32":
         used, reason = enough, f"an fp32 file computed in {compute.used} needs no more than {enough}"
-    if used == "as_file" and facts.file_dtype == "bf16" and compute.used == SAFE:
+    room = None if free_device_bytes is None or streamed_from is None else free_device_bytes - ACTIVATION_ROOM
+    fits = room is None or size <= room
+    if used == "as_file" and own == "bf16" and compute.used == SAFE and fits:
         used, reason = enough, f"{compute.used} multiplies in {enough}: converted once, not at every step"
     return Choice(storage, used, reason)

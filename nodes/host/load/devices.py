@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+import comfy.memory_management
 import comfy.model_management
 import comfy.quant_ops
 import torch
@@ -59,6 +60,13 @@ def require_held_by_device(storages: Iterable[str], where: torch.device) -> None
     for storage in set(storages):
         if why := why_no_fp8(storage, device):
             raise StorageNotHeld(f"storage={storage}: {why}", "Use storage=auto, fp16 or bf16.")
+
+
+def streams_weights(device: torch.device, disable_dynamic: bool) -> bool:
+    """Tell whether a model for a device keeps the slices of its file and ComfyUI streams them, as with dynamic VRAM."""
+    # As ``ModelPatcherDynamic.__new__`` in comfy/model_patcher.py; the switch came with comfy-aimdo.
+    enabled = getattr(comfy.memory_management, "aimdo_enabled", False) and not disable_dynamic
+    return enabled and not comfy.model_management.is_device_cpu(device)
 
 
 def free_device_memory() -> int | None:

@@ -22,15 +22,16 @@ from ....precision.formats import comfy_state
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.plan.choice import ATTACHMENT, Choice, LoadRecord
 from ....precision.plan.facts import file_dtype, layer_specs
+from ....precision.plan.memory import plan_encoder
 from ....precision.plan.storage import plan_text_encoder
-from ....precision.plan.weights import plan_encoder
 from ..facts.model_facts import held_storages
 from ..lora.unmerged import keep_low_rank_unmerged
 from ..run.modules import ask_for_plain_products
 from .detection import dequantized_tensors, detect_model, stored_tensors
-from .devices import free_host_memory, require_held_by_device
+from .devices import free_host_memory, require_held_by_device, streams_weights
 from .files import check_quantized_shapes, embedding_folders, of_fitting_shapes, open_model
-from .tensors import load_tensors
+from .first_use import check_at_first_text
+from .tensors import LoadedTensors, load_tensors
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -58,17 +59,19 @@ def load_text_encoder(
         raise CheckpointError(
             paths[0], "ComfyUI knows no text encoder like this", advice="Check that it is a text encoder."
         )
-    converted = [_converted(file, storage) for file in files]
+    converted = [_converted(file, storage, disable_dynamic) for file in files]
+    tensors, choice = [made.tensors for made, _ in converted], converted[0][1]
     with of_fitting_shapes(*paths):
         clip = comfy.sd.load_text_encoder_state_dicts(
-            [tensors for tensors, _ in converted],
+            list(tensors),
             embedding_directory=embedding_folders(),
             clip_type=_clip_type(kind),
-            model_options=_options([tensors for tensors, _ in converted], converted[0][1].used) | _clip_sizes(files),
+            model_options=_options(tensors, choice.used) | _clip_sizes(files),
             disable_dynamic=disable_dynamic,
         )
     check_quantized_shapes(clip.cond_stage_model, *paths)
-    return _finished(clip, paths[0], compute, converted[0][1], (_text_encoder_patcher, (paths, kind, storage, compute)))
+    check_at_first_text(clip, [weight for made, _ in converted for weight in made.unread], paths[0])
+    return _finished(clip, paths[0], compute, choice, (_text_encoder_patcher, (paths, kind, storage, compute)))
 
 
 def _clip_sizes(files: Sequence[Checkpoint]) -> dict:
@@ -97,7 +100,8 @@ def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool 
     encoder = _renamed_by(detected.checkpoint, detected.config.process_clip_state_dict)
     if target is None or not encoder.weights:
         return None
-    tensors, choice = _converted(encoder, storage)
+    made, choice = _converted(encoder, storage, disable_dynamic)
+    tensors = made.tensors
     with of_fitting_shapes(path):
         clip = comfy.sd.CLIP(
             target,
@@ -109,6 +113,7 @@ def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool 
             disable_dynamic=disable_dynamic,
         )
     check_quantized_shapes(clip.cond_stage_model, path)
+    check_at_first_text(clip, made.unread, path)
     return _finished(clip, path, "auto", choice, (_checkpoint_text_encoder_patcher, (path, storage)))
 
 
@@ -140,19 +145,21 @@ def _open_clip_split(checkpoint: Checkpoint) -> Checkpoint:
     return _renamed_by(checkpoint, lambda tensors: comfy.utils.clip_text_transformers_convert(tensors, "", ""))
 
 
-def _converted(checkpoint: Checkpoint, storage: str) -> tuple[dict[str, torch.Tensor], Choice]:
-    default = name_of(comfy.model_management.text_encoder_dtype(comfy.model_management.text_encoder_device()))
+def _converted(checkpoint: Checkpoint, storage: str, disable_dynamic: bool) -> tuple[LoadedTensors, Choice]:
+    device = comfy.model_management.text_encoder_device()
+    default = name_of(comfy.model_management.text_encoder_dtype(device))
     in_16_bit = sum(2 * prod(weight.shape) for weight in checkpoint.weights.values())
+    streamed = streams_weights(device, disable_dynamic)
+    free = None if streamed else free_host_memory()
     choice, decisions = plan_text_encoder(
-        layer_specs(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free_host_memory()
+        layer_specs(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free
     )
-    planned = plan_encoder(checkpoint, choice, decisions, default, held_storages())
-    for note in planned.notes:
+    planned = plan_encoder(checkpoint, choice, decisions, default, held_storages(), assigned=streamed)
+    require_held_by_device((found.stored for found in planned.plans.values()), device)
+    made = load_tensors(checkpoint, planned, read=not streamed)
+    for note in (*planned.notes, *made.notes):
         logger.info("Halfsafe: %s: %s", checkpoint.path, note)
-    where = comfy.model_management.text_encoder_device()
-    require_held_by_device((found.stored for found in planned.plans.values()), where)
-    tensors = load_tensors(checkpoint, planned)
-    return {**tensors, **_missing_projections(tensors)}, choice
+    return replace(made, tensors={**made.tensors, **_missing_projections(made.tensors)}), choice
 
 
 def _missing_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -24,6 +24,8 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 They are not added to ComfyUI's own folders, which would list them in the nodes of others.
 """
+MAPPED = (".safetensors", ".sft")
+"""The suffixes by which ``load_torch_file`` in comfy/utils.py knows safetensors."""
 _MISMATCH = re.compile(r"size mismatch for (\S+): .*?Size\(\[(.*?)\]\) from checkpoint, .*?Size\(\[(.*?)\]\)")
 
 
@@ -120,14 +122,22 @@ def _file_with(tensor: str, shape: Sequence[int], paths: Sequence[str]) -> str:
     return files.pop() if len(files) == 1 else ", ".join(paths)
 
 
-def _tensors(file: TensorFile):
-    # Dynamic VRAM streams from disk the tensors that ComfyUI mapped itself.
-    mapped_by_core = getattr(comfy.memory_management, "aimdo_enabled", False) and not isinstance(file, GgufFile)
+def _tensors(file: TensorFile) -> TensorFile:
+    enabled = getattr(comfy.memory_management, "aimdo_enabled", False) and not isinstance(file, GgufFile)
     codes = {entry.dtype for entry in file.entries.values()}
-    parts = {entry.file for entry in file.entries.values()}
-    if mapped_by_core and len(parts) == 1 and codes <= comfy.utils._TYPES.keys():
-        return comfy.utils.load_torch_file(str(file.path))
-    return file
+    known = codes <= comfy.utils._TYPES.keys() and all(path.suffix.lower() in MAPPED for path in file.files)
+    return MappedByCore(file) if enabled and known else file
+
+
+class MappedByCore(TensorFile):
+    """The tensors of a file or of a sharded set as ComfyUI maps them: those alone are streamed from the disk."""
+
+    def __init__(self, file: TensorFile):
+        super().__init__(file.path, file.metadata, file.entries, file.maps)
+        self._parts = {path: comfy.utils.load_torch_file(str(path)) for path in file.files}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._parts[self.entries[name].file][name]
 
 
 def output_path(filename_prefix: str) -> tuple[str, str]:

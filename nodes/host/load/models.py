@@ -17,19 +17,28 @@ from ....precision.dtypes import QUANTIZED_NAMES, dtype_named
 from ....precision.errors import CheckpointError
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.comfy_format import AS_FILE
+from ....precision.formats.stored_weight import StoredWeight
 from ....precision.plan.choice import ATTACHMENT, LoadRecord, frozen
 from ....precision.plan.facts import packed_types
+from ....precision.plan.memory import plan_model
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
-from ....precision.plan.weights import plan_model
 from ..core import casts_weights, quantization_format, set_cast_dtype, set_full_precision
 from ..facts.model_facts import held_storages
 from ..lora.unmerged import keep_low_rank_unmerged
 from ..run.compute import set_compute
 from .copies import freed_once_copied
 from .detection import Detected, detect_model
-from .devices import compute_device, current_device, free_device_memory, require_held_by_device
+from .devices import (
+    compute_device,
+    current_device,
+    free_device_memory,
+    free_host_memory,
+    require_held_by_device,
+    streams_weights,
+)
 from .files import check_quantized_shapes, of_fitting_shapes, open_model
+from .first_use import check_at_first_call
 from .tensors import load_tensors
 
 if TYPE_CHECKING:
@@ -56,7 +65,7 @@ def load_weights(
 ) -> ModelPatcher:
     """Make a model of the weights of a diffusion model, which are not changed; see :func:`load_diffusion_model`."""
     detected = detect_model(checkpoint, only_diffusion_model=True)
-    load = prepare(detected, storage, compute, rules)
+    load = prepare(detected, storage, compute, rules, streams_weights(compute_device(), disable_dynamic))
     with of_fitting_shapes(checkpoint.path), freed_once_copied(load.unpacked):
         patcher = comfy.sd.load_diffusion_model_state_dict(
             dict(load.tensors),
@@ -73,7 +82,7 @@ def load_checkpoint_model(
 ) -> ModelPatcher:
     """Load the diffusion model of a full checkpoint; see :func:`load_diffusion_model`."""
     detected = detect_model(open_model(path), only_diffusion_model=False)
-    load = prepare(detected, storage, compute, rules)
+    load = prepare(detected, storage, compute, rules, streams_weights(compute_device(), disable_dynamic))
     with of_fitting_shapes(path), freed_once_copied(load.unpacked):
         patcher, *_ = comfy.sd.load_state_dict_guess_config(
             dict(load.tensors),
@@ -95,12 +104,16 @@ class PreparedLoad:
     plan: LoadPlan
     tensors: dict[str, torch.Tensor]
     unpacked: list[torch.Tensor]
+    unread: list[StoredWeight]
     dtype: torch.dtype
     notes: Sequence[str]
 
 
-def prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> PreparedLoad:
+def prepare(detected: Detected, storage: str, compute: str, rules: Rules, streamed: bool = False) -> PreparedLoad:
     """Plan a model and make its tensors.
+
+    Args:
+        streamed: ComfyUI keeps what stays as in the file there, and streams it to the device.
 
     Raises:
         NonFiniteWeight: a weight holds NaN or Inf.
@@ -110,13 +123,16 @@ def prepare(detected: Detected, storage: str, compute: str, rules: Rules) -> Pre
     device, checkpoint = current_device(), detected.checkpoint
     free = None if device.simulated else free_device_memory()
     formats = held_storages()
-    plan = plan_load(detected.facts, device, storage, compute, rules, free, formats)
-    weights = plan_model(checkpoint, plan, detected.layer_names, detected.prefix, formats)
+    host = free_host_memory() if streamed else None
+    plan = plan_load(detected.facts, device, storage, compute, rules, free, formats, streamed_from=host)
+    weights = plan_model(checkpoint, plan, detected.layer_names, detected.prefix, formats, assigned=streamed)
     require_held_by_device((found.stored for found in weights.plans.values()), compute_device())
-    tensors = load_tensors(checkpoint, weights)
+    loaded = load_tensors(checkpoint, weights, read=not streamed)
+    tensors = loaded.tensors
     names = (name for name, found in weights.plans.items() if found.storage not in (AS_FILE, *QUANTIZED_NAMES))
     unpacked = [tensors[name] for name in names if tensors[name] is not checkpoint.weights[name].data]
-    return PreparedLoad(plan, tensors, unpacked, dtype_named(weights.dtype), weights.notes)
+    notes = [*weights.notes, *loaded.notes]
+    return PreparedLoad(plan, tensors, unpacked, loaded.unread, dtype_named(weights.dtype), notes)
 
 
 def quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:
@@ -144,6 +160,7 @@ def _finish(patcher: ModelPatcher, detected: Detected, load: PreparedLoad) -> No
     if plan.compute.is_safe:
         hold_norms_in_fp32(modules.values())
     set_compute(patcher, plan.compute)
+    check_at_first_call(patcher, load.unread, detected.checkpoint.path)
     keep_low_rank_unmerged(patcher)
     notes = [*weightless_note(detected), *load.notes]
     patcher.set_attachments(ATTACHMENT, record_of(detected, plan, notes))

@@ -1,21 +1,72 @@
 """The tensors of a model's file as they are planned, before ComfyUI makes a model of them."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
 import torch
 
 from ....precision.devices.memory import require_memory
-from ....precision.formats.checkpoint import Checkpoint
-from ....precision.formats.comfy_state import state_dict
-from ....precision.plan.weights import MemoryPlan
+from ....precision.formats.checkpoint import Checkpoint, StoredWeight
+from ....precision.formats.comfy_format import stays
+from ....precision.formats.comfy_state import planned_tensors
+from ....precision.plan.memory import MemoryPlan
+from ....precision.text import duration_text, size_text
 from .devices import free_host_memory
 from .progress import byte_progress
 
+WORTH_TELLING = 2.0
+SAVED = "Save Model with storage=as_file writes a file that every later load maps instead."
 
-def load_tensors(checkpoint: Checkpoint, planned: MemoryPlan) -> dict[str, torch.Tensor]:
+
+@dataclass(frozen=True)
+class LoadedTensors:
+    """The tensors of a file in ComfyUI's format.
+
+    Attributes:
+        unread: the weights that are slices of the file and were neither read nor checked.
+        notes: what a user can do to load faster.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    unread: list[StoredWeight]
+    notes: list[str]
+
+
+def load_tensors(checkpoint: Checkpoint, planned: MemoryPlan, read: bool = True) -> LoadedTensors:
     """Make the tensors of a file in ComfyUI's format, as they are planned.
 
+    Args:
+        read: False to leave weights that stay slices of the file unread.
+
     Raises:
-        NonFiniteWeight: a weight holds NaN or Inf.
-        MemoryShortage: the weights do not fit into the host's memory.
+        NonFiniteWeight: a weight that is read holds NaN or Inf.
+        MemoryShortage: what is made does not fit into the host's memory.
     """
-    require_memory(planned.bytes, f"Loading {checkpoint.path}", free_host_memory())
-    return state_dict(checkpoint, planned.plans, byte_progress(checkpoint.weights.values()))
+    require_memory(planned.made, f"Loading {checkpoint.path}", free_host_memory())
+    weights = checkpoint.weights
+    slices = {name for name, weight in weights.items() if stays(weight, planned.plans[name].storage)}
+    work = _Work(byte_progress(weights.values()), slices)
+    tensors = dict(planned_tensors(weights, planned.plans, checkpoint.path, work.done, read=read))
+    made = sum(planned.plans[name].bytes for name in weights if name not in slices)
+    return LoadedTensors(tensors, [] if read else [weights[name] for name in slices], work.notes(made))
+
+
+class _Work:
+    """Sum the seconds in which weights are made; none of those that stay slices of the file."""
+
+    def __init__(self, progress: Callable[[int], None], slices: set[str]):
+        self._progress, self._slices = progress, slices
+        self._last, self._seconds = perf_counter(), 0.0
+
+    def done(self, name: str, size: int) -> None:
+        now = perf_counter()
+        if name not in self._slices:
+            self._seconds += now - self._last
+        self._progress(size)
+        self._last = perf_counter()
+
+    def notes(self, made: int) -> list[str]:
+        if self._seconds < WORTH_TELLING:
+            return []
+        return [f"Making {size_text(made)} of weights took {duration_text(self._seconds)}. {SAVED}"]

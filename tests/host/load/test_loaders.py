@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 from halfsafe.precision.devices import detect as devices
+from halfsafe.precision.plan.memory import plan_model
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.plan.storage import plan_load
-from halfsafe.precision.plan.weights import plan_model
 from safetensors.torch import load_file, save_file
 from support import dialects, families, model_files, tiny_models
 from support.denoise import denoise

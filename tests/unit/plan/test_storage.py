@@ -19,8 +19,9 @@ def facts(parameters=10**9, file_dtype="bf16", supported=("bf16", "fp32"), has_i
     return ModelFacts(LAYERS, parameters, file_dtype, supported, has_input_scales)
 
 
-def planned(profile, storage="auto", compute="auto", text="", free=None, **model):
-    return plan.plan_load(facts(**model), devices.detect(profile=profile), storage, compute, rules_from(text), free)
+def planned(profile, storage="auto", compute="auto", text="", free=None, host=None, **model):
+    device, rules = devices.detect(profile=profile), rules_from(text)
+    return plan.plan_load(facts(**model), device, storage, compute, rules, free, streamed_from=host)
 
 
 def test_fp8_goes_to_linear_layers_that_no_rule_keeps():
@@ -102,6 +103,22 @@ def test_storage_auto_keeps_the_file_where_it_fits_and_halves_it_where_not(profi
     assert (decision and decision.mode) == mode
 
 
+@pytest.mark.parametrize(
+    ("file_dtype", "compute", "used"),
+    [("bf16", "auto", "as_file"), ("bf16", "fp16_safe", "as_file"), ("fp16", "fp16", "as_file"), ("fp32", "bf16", "bf16")],
+)
+def test_storage_auto_leaves_what_is_streamed_from_memory_and_says_so(file_dtype, compute, used):
+    large = {"compute": compute, "free": 24 * 2**30, "parameters": 14 * 10**9, "file_dtype": file_dtype}
+    streamed = planned("sm_86", host=64 * 2**30, **large).storage
+    rest = 30.15 if file_dtype == "fp32" else 4.08
+    assert streamed.used == used and f"streams the rest, {rest:.2f} GiB" in streamed.reason
+    assert "storage=" in streamed.reason and "13.04 GiB" in streamed.reason
+    short = planned("sm_86", host=3 * 2**30, **large).storage
+    assert short.used in ("int8", "fp8_e4m3fn") and "read from the disk at each step: 3.00 GiB" in short.reason
+    fitting = large | {"parameters": 10**9}
+    assert planned("sm_86", host=0, **fitting).storage == planned("sm_86", **fitting).storage
+
+
 def test_a_layer_that_no_rotation_divides_stays_in_sixteen_bit_with_its_reason():
     layers = [LayerSpec("blocks.0.in", "Linear", (64, 36)), LayerSpec("blocks.0.ffn.0", "Linear", (64, 32))]
     model = ModelFacts(layers, 14 * 10**9, "bf16", ("bf16", "fp32"))
@@ -152,11 +169,12 @@ def test_file_dtype_is_that_of_most_weights():
         ("auto", "fp16", 20e9, "fp16"),
         ("auto", "fp8_e4m3fn", 20e9, "as_file"),
         ("auto", "bf16", 5e9, "fp8_e4m3fn"),
+        ("auto", "bf16", None, "fp16"),
         ("bf16", "fp16", 5e9, "bf16"),
     ],
 )
 def test_text_encoder_storage(storage, file_storage, free, expected):
-    choice, _ = plan.plan_text_encoder(LAYERS, storage, file_storage, "fp16", 10_000_000_000, int(free))
+    choice, _ = plan.plan_text_encoder(LAYERS, storage, file_storage, "fp16", 10_000_000_000, free and int(free))
     assert choice.used == expected
 
 

@@ -9,9 +9,10 @@ from halfsafe.precision.formats.gguf_weight import GgufWeight
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.plan.choice import Choice
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
+from halfsafe.precision.plan.memory import plan_encoder, plan_model, unpacked_dtype
 from halfsafe.precision.plan.rules import Rules, rules_from
 from halfsafe.precision.plan.storage import plan_load, plan_storage
-from halfsafe.precision.plan.weights import Memory, plan_encoder, plan_model, plan_weights, unpacked_dtype
+from halfsafe.precision.plan.weights import Memory, plan_weights
 from support import dialects
 
 LAYERS = [

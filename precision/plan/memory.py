@@ -1,0 +1,177 @@
+"""What a model takes in the host's memory, and what of that is new there: no slice of its file."""
+
+from collections import Counter
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from ..dtypes import QUANTIZED_NAMES, dtype_named
+from ..formats.checkpoint import Checkpoint, StoredWeight
+from ..formats.comfy_format import AS_FILE, WeightPlan, exceeds_fp16, stays
+from .choice import Choice
+from .facts import most
+from .storage import LoadPlan, StorageDecision
+from .weights import Memory, packed_notes, plan_weights
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The weights of a model that will be in memory.
+
+    Attributes:
+        plans: tensor name -> plan, in the order of the file.
+        dtype: of the weights that are not quantized; ComfyUI has one for them all.
+        bytes: what the model takes.
+        made: what of that is new in the host's memory, and no slice of the file, whose pages the system drops at need.
+        notes: formats that were unpacked because ComfyUI lacks them, and what is not stored as asked.
+    """
+
+    plans: Mapping[str, WeightPlan]
+    dtype: str
+    bytes: int
+    made: int
+    notes: tuple[str, ...]
+
+    def storage_of(self, weight: StoredWeight) -> str:
+        """Name what a weight is held in."""
+        plan = self.plans[weight.name]
+        return self.dtype if _is_cast(weight, plan) else plan.stored
+
+
+def unpacked_dtype(plan: LoadPlan) -> str:
+    """Name the dtype for weights that leave 8 bits or fewer: a 16-bit one, also where fp32 is computed in."""
+    return plan.compute.weight_dtype if dtype_named(plan.compute.weight_dtype).itemsize == 2 else "bf16"
+
+
+def plan_model(
+    checkpoint: Checkpoint,
+    plan: LoadPlan,
+    layers: Mapping[str, str],
+    prefix: str,
+    formats: Container[str],
+    read: bool = True,
+    assigned: bool = False,
+) -> MemoryPlan:
+    """Plan the weights of a file whose model, below ``prefix``, will be loaded as ``plan`` says.
+
+    Args:
+        layers: tensor name -> layer of the model, for the weights of layers.
+        formats: what this ComfyUI holds quantized weights in, as storages are called.
+        read: as for :func:`plan_weights`.
+        assigned: as for :class:`Memory`.
+    """
+    inside = {name: weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
+    decided = {name: plan.decisions[layers[name]] for name in inside if layers.get(name) in plan.decisions}
+    linear = {name for name, decision in decided.items() if decision.quantizable}
+    memory = Memory(formats, unpacked_dtype(plan), inside.keys() - linear, linear, assigned)
+    asked = {name: decision.storage for name, decision in decided.items()}
+    plans = plan_weights(checkpoint.weights, asked, checkpoint.path, memory, read)
+    dtype = common_dtype(inside, plans, plan)
+    if dtype == "fp16" and read and _any_exceeds_fp16(inside, plans, checkpoint.path):
+        dtype = "bf16"
+    return _memory_plan(checkpoint, plans, memory, inside, dtype)
+
+
+def plan_encoder(
+    checkpoint: Checkpoint,
+    choice: Choice,
+    decisions: Mapping[str, StorageDecision],
+    default: str,
+    formats: Container[str],
+    assigned: bool = False,
+) -> MemoryPlan:
+    """Plan the weights of a text encoder's file, by layer as ``decisions`` say.
+
+    Args:
+        choice: the storage of the whole encoder; where that is no dtype, what is not quantized is in ``default``.
+        formats: what this ComfyUI holds quantized weights in, as storages are called.
+        assigned: as for :class:`Memory`.
+    """
+    dtype = default if choice.used in (*QUANTIZED_NAMES, AS_FILE) else choice.used
+    named = ((name, decisions.get(weight.layer)) for name, weight in checkpoint.weights.items())
+    decided = {name: decision for name, decision in named if decision}
+    linear = {name for name, decision in decided.items() if decision.quantizable}
+    unpacked = default if dtype_named(default).itemsize == 2 else "bf16"
+    memory = Memory(formats, unpacked, linear=linear, assigned=assigned)
+    asked = {name: decision.storage for name, decision in decided.items()}
+    plans = plan_weights(checkpoint.weights, asked, checkpoint.path, memory)
+    return _memory_plan(checkpoint, plans, memory, checkpoint.weights, dtype)
+
+
+def common_dtype(weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], plan: LoadPlan) -> str:
+    """Name the dtype of the weights that are not quantized; ComfyUI has one for them all.
+
+    A dtype asked for by rules for all layers, or as storage, is that dtype. Next to quantized weights the others are
+    converted to what they are computed in, unless that is wider than they are in the file: ComfyUI casts those at each
+    use.
+    """
+    by_layer = {decision.storage for decision in plan.decisions.values()}
+    for asked in [*(by_layer if len(by_layer) == 1 else ()), plan.storage.used]:
+        if asked not in (AS_FILE, *QUANTIZED_NAMES):
+            return asked
+    if any(weight.packed is not None for weight in weights.values()):
+        return unpacked_dtype(plan)
+    sizes: Counter[str] = Counter()
+    for name, weight in weights.items():
+        if weight.is_number and not weight.quantized and plans[name].storage == AS_FILE:
+            sizes[weight.storage] += prod(weight.shape)
+    if not sizes:
+        return unpacked_dtype(plan)
+    own, computed = most(sizes), plan.compute.weight_dtype
+    untouched = plan.storage.used == AS_FILE and not any(_is_quantized(weights[name], plans[name]) for name in weights)
+    return own if untouched or dtype_named(computed).itemsize > dtype_named(own).itemsize else computed
+
+
+def _any_exceeds_fp16(weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], path) -> bool:
+    unquantized = (
+        w for name, w in weights.items() if plans[name].storage not in QUANTIZED_NAMES and w.encoding is None
+    )
+    return any(exceeds_fp16(weight, path) for weight in unquantized)
+
+
+def _memory_plan(
+    checkpoint: Checkpoint, plans: dict[str, WeightPlan], memory: Memory, inside: Mapping[str, StoredWeight], dtype: str
+) -> MemoryPlan:
+    weights = checkpoint.weights.values()
+    lacking = Counter(weight.row for weight in weights if weight.encoding and memory.lacks(weight))
+    unpacked = [
+        f"{count} layers in {row.title}, which ComfyUI has from {row.since} on, were unpacked to {memory.unpacked}."
+        for row, count in lacking.items()
+    ]
+    unpacked += packed_notes(checkpoint, plans)
+    otherwise = [f"{name}: {plan.reason}" for name, plan in plans.items() if plan.reason]
+    size = sum(_bytes(weight, plans[name], dtype) for name, weight in inside.items())
+    quantized = any(_is_quantized(weight, plans[name]) for name, weight in inside.items())
+    slices = [
+        name
+        for name, weight in inside.items()
+        if stays(weight, plans[name].storage) and _is_kept(weight, plans[name], dtype, memory, quantized)
+    ]
+    made = size - sum(_bytes(inside[name], plans[name], dtype) for name in slices)
+    return MemoryPlan(plans, dtype, size, made, (*unpacked, *otherwise))
+
+
+def _is_quantized(weight: StoredWeight, plan: WeightPlan) -> bool:
+    return plan.storage in QUANTIZED_NAMES or (plan.storage == AS_FILE and weight.quantized)
+
+
+def _is_cast(weight: StoredWeight, plan: WeightPlan) -> bool:
+    """Tell whether ComfyUI casts a weight to the one dtype as it loads: it is a number that is not quantized then."""
+    return (weight.is_number or weight.quantized) and not _is_quantized(weight, plan)
+
+
+def _is_kept(weight: StoredWeight, plan: WeightPlan, dtype: str, memory: Memory, quantized: bool) -> bool:
+    """Tell whether a model holds the tensor that it is given for a weight.
+
+    Beside quantized layers ComfyUI's Linear casts what is none (``_load_quantized_module`` in comfy/ops.py).
+    """
+    if not _is_cast(weight, plan):
+        return weight.quantized or memory.assigned
+    if quantized and weight.name in memory.linear:
+        return weight.storage == dtype
+    return memory.assigned
+
+
+def _bytes(weight: StoredWeight, plan: WeightPlan, dtype: str) -> int:
+    """Count the bytes of a weight once loaded."""
+    return prod(weight.shape) * dtype_named(dtype).itemsize if _is_cast(weight, plan) else plan.bytes

@@ -1,0 +1,202 @@
+"""Loading under dynamic VRAM, by what is read and what is made: what stays as in the file stays in the file, unread."""
+
+import contextlib
+import re
+
+import pytest
+import torch
+from halfsafe.nodes.host.load import models, tensors
+from halfsafe.precision.errors import MemoryShortage, NonFiniteWeight
+from safetensors.torch import load_file
+from support import dialects, families, model_files, saved_models, tiny_models
+from support.dynamic_vram import dynamic_vram
+from support.int8_models import int8
+from support.mapped_loading import mapped_loading, own_bytes, read_bytes, tensors_of
+
+WEIGHT = "blocks.0.ffn.0.weight"
+CLOSE = 0.03
+
+
+@pytest.fixture
+def in_file(wan, models_dir):
+    """A file of the model, and all its parts, that nothing else maps."""
+
+    def write(kind: str):
+        folder = models_dir / "diffusion_models"
+        if kind == "parts":
+            parts = model_files.in_parts(wan, folder, "mapped_parts")
+            return parts[0], parts
+        if kind == "plain":
+            path = folder / "mapped_plain.safetensors"
+            path.write_bytes(wan.read_bytes())
+        else:
+            path = model_files.in_dialect(wan, folder / f"mapped_{kind}.safetensors", {"fp8": dialects.comfy_quant, "int8": int8}[kind])
+        return path, [path]
+
+    return write
+
+
+def read_by_core(paths) -> int:
+    """Bytes that ComfyUI's own mapping of files touches."""
+    import comfy.utils
+
+    with mapped_loading():
+        held = [comfy.utils.load_torch_file(str(path)) for path in paths]
+        return sum(map(read_bytes, paths)) if held else 0
+
+
+READ = [(kind, compute) for kind in ("plain", "parts") for compute in ("auto", "bf16", "fp32", "fp16_safe")]
+READ += [(kind, compute) for kind in ("fp8", "int8") for compute in ("auto", "fp32")]  # in fp16_safe the rest becomes fp16
+
+
+@pytest.mark.parametrize(("kind", "compute"), READ)
+def test_what_stays_as_in_the_file_is_not_read(comfy, in_file, kind, compute):
+    path, parts = in_file(kind)
+    size, allowed = sum(part.stat().st_size for part in parts), read_by_core(parts)
+    with mapped_loading():
+        model = families.load(comfy, path, "as_file", compute).model.diffusion_model
+        assert sum(map(read_bytes, parts)) <= allowed + size // 8  # scales lie between the weights
+    slices = [one for one in tensors_of(model) if hasattr(one.untyped_storage(), "_comfy_tensor_file_slice")]
+    assert sum(one.nbytes for one in slices) > 0.9 * sum(one.nbytes for one in tensors_of(model))
+    assert own_bytes(model, *parts) < size // 50
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16_safe"])
+@pytest.mark.parametrize("storage", ["as_file", "fp8_e4m3fn", "int8"])
+@pytest.mark.parametrize("kind", ["plain", "fp8"])
+def test_the_check_of_memory_counts_what_is_made(comfy, in_file, monkeypatch, kind, storage, compute):
+    (path, parts), asked = in_file(kind), []
+    monkeypatch.setattr(tensors, "require_memory", lambda needed, what, free: asked.append(needed))
+    with mapped_loading():
+        model = families.load(comfy, path, storage, compute).model.diffusion_model
+    assert asked == [pytest.approx(own_bytes(model, *parts), rel=CLOSE, abs=path.stat().st_size // 100)]
+
+
+def test_a_file_larger_than_the_memory_loads_as_it_is(comfy, in_file, monkeypatch):
+    path, _ = in_file("plain")
+    monkeypatch.setattr(tensors, "free_host_memory", lambda: path.stat().st_size // 8)
+    with mapped_loading():
+        assert families.load(comfy, path, "as_file", "bf16").model is not None
+        with pytest.raises(MemoryShortage):
+            families.load(comfy, path, "fp8_e4m3fn", "bf16")
+
+
+def run(model, call) -> torch.Tensor:
+    with dynamic_vram(model, "transferred"):
+        return families.replay(model, call)
+
+
+def damaged(source, target, value: float):
+    def poison(found):
+        found[WEIGHT][3, 5] = value
+
+    return model_files.changed(source, target, poison)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("compute", ["auto", "bf16", "fp16_safe"])
+def test_nan_is_found_when_a_weight_is_first_used(comfy, wan, call, models_dir, compute, value):
+    path = damaged(wan, models_dir / "diffusion_models" / "mapped_nan.safetensors", value)
+    with mapped_loading():
+        model = families.load(comfy, path, "as_file", compute)
+    with pytest.raises(NonFiniteWeight, match=f"{path.name}: .*{re.escape(WEIGHT)}.*NaN or Inf"):
+        run(model, call)
+
+
+def test_the_part_with_nan_is_named(comfy, wan, call, models_dir):
+    parts = model_files.in_parts(wan, models_dir / "diffusion_models", "mapped_bad")
+    bad = next(part for part in parts if WEIGHT in load_file(part))
+    damaged(bad, bad, float("nan"))
+    with mapped_loading():
+        model = families.load(comfy, parts[0], "as_file", "bf16")
+    with pytest.raises(NonFiniteWeight, match=f"{bad.name}: "):
+        run(model, call)
+
+
+def test_a_result_that_overflows_blames_no_weight_and_reads_once(comfy, overflowing, call, monkeypatch):
+    from halfsafe.nodes.host.load import first_use
+
+    read, original = [], first_use.finite_bound
+    monkeypatch.setattr(first_use, "finite_bound", lambda weight, path: read.append(weight.name) or original(weight, path))
+    path = overflowing.with_name("mapped_overflowing.safetensors")
+    model_files.changed(overflowing, path, lambda found: found.update({name: one.half() for name, one in found.items()}))
+    with mapped_loading():
+        model = families.load(comfy, path, "as_file", "fp16")
+    assert not torch.isfinite(run(model, call)).all() and len(read) == len(set(read)) > 40
+    run(model, call)
+    assert len(read) == len(set(read))
+
+
+def test_an_encoder_stays_in_its_file_and_is_checked_at_its_first_text(comfy, models_dir):
+    good = tiny_models.clip_l(models_dir / "text_encoders" / "mapped_clip.safetensors")
+    bad = good.with_name("mapped_clip_nan.safetensors")
+    model_files.changed(good, bad, lambda found: found["text_model.encoder.layers.3.mlp.fc1.weight"].fill_(float("nan")))
+    allowed = read_by_core([good])
+    found = {}
+    with mapped_loading():
+        for path in (good, bad):
+            found[path] = comfy.run("HalfsafeLoadCLIP", clip_name1=path.name, type="stable_diffusion", storage="as_file", compute="auto")[0]
+        assert read_bytes(good) <= allowed + good.stat().st_size // 8
+    assert own_bytes(found[good].cond_stage_model, good) < good.stat().st_size // 20
+    text = {path: clip.tokenize("a cat") for path, clip in found.items()}
+    assert torch.isfinite(found[good].encode_from_tokens(text[good])).all()
+    with pytest.raises(NonFiniteWeight, match=f"{bad.name}: .*layers.3.mlp.fc1.weight"):
+        found[bad].encode_from_tokens(text[bad])
+
+
+class Clock:
+    """Seconds that pass with work alone: three for a weight that is quantized, one for a weight that is read."""
+
+    def __init__(self, monkeypatch):
+        from halfsafe.precision.formats import comfy_format
+
+        self.now, self.quantized = 0.0, 0
+        monkeypatch.setattr(tensors, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(comfy_format, "host_amax", self._taking(comfy_format.host_amax, 1))
+        monkeypatch.setattr(comfy_format, "quantize", self._taking(comfy_format.quantize, 3))
+
+    def _taking(self, work, seconds: int):
+        def call(*args):
+            self.now += seconds
+            self.quantized += seconds == 3
+            return work(*args)
+
+        return call
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_load_says_what_a_saved_file_would_save(comfy, in_file, saved_folder, monkeypatch, mapped):
+    path, _ = in_file("plain")
+    clock = Clock(monkeypatch)
+    with mapped_loading() if mapped else contextlib.nullcontext():
+        model = families.load(comfy, path, "fp8_e4m3fn", "bf16")
+    said = [note for note in families.report(comfy, model)["notes"] if "Save Model" in note]
+    minutes = f"{-(-4 * clock.quantized // 60)} min" if clock.quantized >= 30 else f"{4 * clock.quantized} s"
+    assert clock.quantized > 10 and len(said) == 1 and f"took {minutes}." in said[0]
+    written = saved_models.save(comfy, model, saved_folder, prefix=f"diffusion_models/mapped_{mapped}")
+    clock.now = 0.0
+    with mapped_loading():
+        again = families.load(comfy, written, "as_file", "bf16")
+    assert clock.now == 0 and not [note for note in families.report(comfy, again)["notes"] if "Save Model" in note]
+
+
+GIB = 1024**3
+
+
+@pytest.mark.parametrize(
+    ("host", "quantized", "said"), [(64 * GIB, False, "streams the rest"), (1_000_000, True, "read from the disk at each step")]
+)
+def test_auto_says_what_is_streamed(comfy, in_file, monkeypatch, host, quantized, said):
+    from dataclasses import replace
+
+    from comfy.quant_ops import QuantizedTensor
+    from halfsafe.precision.devices.detect import detect
+
+    path, _ = in_file("plain")
+    monkeypatch.setattr(models, "current_device", lambda: replace(detect(profile="sm_86"), simulated=False))
+    monkeypatch.setattr(models, "free_device_memory", lambda: 2 * GIB)
+    monkeypatch.setattr(models, "free_host_memory", lambda: host)
+    with mapped_loading():
+        model = families.load(comfy, path, "auto", "auto")
+    assert any(isinstance(one, QuantizedTensor) for one in model.model.diffusion_model.parameters()) is quantized
+    assert said in families.report(comfy, model)["decisions"]["storage"]
