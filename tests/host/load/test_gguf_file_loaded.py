@@ -124,10 +124,10 @@ def test_unpacked_weights_are_freed_once_the_model_has_them(comfy, wan_gguf, mon
 
     made, own = [], torch.nn.Module._load_from_state_dict
     original = models.load_tensors
-    monkeypatch.setattr(models, "load_tensors", lambda *given: made.append(original(*given)) or made[-1])
+    monkeypatch.setattr(models, "load_tensors", lambda *given, **how: made.append(original(*given, **how)) or made[-1])
     model = families.load(comfy, wan_gguf, "as_file", "bf16")
-    sizes = {name: made[0][name].untyped_storage().nbytes() for name in packed_in(wan_gguf)}
-    assert set(sizes.values()) == {0} and weights_of(model).keys() == made[0].keys()
+    sizes = {name: made[0].tensors[name].untyped_storage().nbytes() for name in packed_in(wan_gguf)}
+    assert set(sizes.values()) == {0} and weights_of(model).keys() == made[0].tensors.keys()
     assert torch.nn.Module._load_from_state_dict is own
 
 
