@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+\s*(.*)$")
 
@@ -42,15 +44,32 @@ def mapped_loading() -> Iterator[None]:
             Assigning.loading = False
 
 
-def read_bytes(path: Path) -> int:
-    """Bytes of the pages of a file that this process has touched through its mappings."""
-    total, inside = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := _MAPPING.match(line):
-            inside = found[3] == str(path)
-        elif inside and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
+class Reads(TorchDispatchMode):
+    """``bytes``: of the slices of files that operations were given, views of them apart, and that became numpy arrays."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __enter__(self) -> Reads:
+        self._patch = pytest.MonkeyPatch()
+        numpy = torch.Tensor.numpy
+        self._patch.setattr(torch.Tensor, "numpy", lambda tensor, **options: self._note(tensor) or numpy(tensor, **options))
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        self._patch.undo()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not any(found.alias_info for found in func._schema.returns) and "empty" not in func.__name__:
+            for one in tree_leaves((args, kwargs)):
+                self._note(one)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, tensor: object) -> None:
+        if type(tensor) is torch.Tensor and hasattr(tensor.untyped_storage(), "_comfy_tensor_file_slice"):
+            self.bytes += tensor.nbytes
 
 
 def own_bytes(module: torch.nn.Module, *paths: Path) -> int:
