@@ -3,7 +3,7 @@
 import torch
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.formats.comfy_format import WeightPlan, tensors_of
-from halfsafe.precision.formats.comfy_state import state_dict
+from halfsafe.precision.formats.comfy_state import planned_tensors
 from halfsafe.precision.plan.weights import plan_weights
 
 
@@ -21,7 +21,8 @@ def in_storages(checkpoint: Checkpoint, storages: dict[str, str]) -> tuple[dict[
     """A checkpoint's tensors, its layers in these storages, and (tensor, why it is not stored as asked)."""
     asked = {f"{layer}.weight": storage for layer, storage in storages.items()}
     plans = plan_weights(checkpoint.weights, asked, checkpoint.path)
-    return state_dict(checkpoint, plans), [(name, plan.reason) for name, plan in plans.items() if plan.reason]
+    made = dict(planned_tensors(checkpoint.weights, plans, checkpoint.path, lambda name, size: None))
+    return made, [(name, plan.reason) for name, plan in plans.items() if plan.reason]
 
 
 def normal_weight(shape: tuple[int, int]) -> torch.Tensor:
