@@ -116,6 +116,7 @@ class SecondDevice:
         self._undo.enter_context(mock.patch.object(threading.Thread, "run", run_with_device))
         self._undo.enter_context(mock.patch.object(torch.Tensor, "tolist", _tolist(torch.Tensor.tolist)))
         self._undo.enter_context(mock.patch.object(torch.Tensor, "as_subclass", _as_subclass(torch.Tensor.as_subclass)))
+        self._undo.enter_context(mock.patch.object(torch.Tensor, "set_", self._set(torch.Tensor.set_)))
         self._undo.enter_context(mock.patch.object(torch.Tensor, "_make_wrapper_subclass", self._wrapper(torch.Tensor._make_wrapper_subclass)))
         for name in ("untyped_storage", "data_ptr"):
             self._undo.enter_context(mock.patch.object(torch.Tensor, name, _of_raw(getattr(torch.Tensor, name))))
@@ -134,6 +135,10 @@ class SecondDevice:
     def _wrapper(self, real: Callable) -> Callable:
         """For tensors made of tensors, as comfy-kitchen's are."""
         return lambda *args, device=None, **options: real(*args, device=self._inside(device), **options)
+
+    def _set(self, real: Callable) -> Callable:
+        """A new tensor of another's memory; the one it is asked of, which has none of its own, is left as it is."""
+        return lambda tensor, *source: self.hold(source[0].raw, source[0].device) if is_held(source[0]) else real(tensor, *source)
 
     def _other_modes_off(self, real: Callable) -> Callable:
         """A device stays where torch's modes are turned off."""
