@@ -17,6 +17,11 @@ from .scratch import empty, scratch
 PART = 1 << 22
 MIN_SCALE_EXPONENT = -24
 SMALLEST_ACTIVATION_SCALE = {torch.float16: 2.0**-15}
+BELOW_TWO = 2.0 - 2.0**-15
+"""Rounds up to a power of two where what is multiplied by it is then rounded down to one: by less than the step from an
+fp16 or bf16 number to the next, and more than fp32 rounds by."""
+FP32_EXPONENT = 0x7F800000
+"""The bits of fp32's exponent: with those alone a number is the power of two at or below it, and NaN is inf."""
 
 
 @dataclass(frozen=True)
@@ -63,27 +68,24 @@ def _scales_exactly(dtype: torch.dtype, factor: float) -> bool:
     return dtype == torch.bfloat16 or (dtype == torch.float16 and factor >= 1)
 
 
-def activation_scale(tensor: torch.Tensor, dtype: torch.dtype, by_inverse: bool = False) -> torch.Tensor:
-    """Return the 0-dim fp32 scale that brings a tensor into the range of an fp8 dtype, computed on its device.
+def activation_scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the 0-dim fp32 power of two that brings a tensor into the range of an fp8 dtype, computed on its device.
 
-    Never so small that ``1 / scale`` passes the range of the tensor's own dtype, in which comfy-kitchen's eager kernel
-    multiplies by it (``quantize_per_tensor_fp8``): inf times 0 is NaN. The smallest scale is 2^-15 for fp16, because
-    2^15 is the largest power of two that fp16 holds (2^16 passes 65504), and 2^-126, the smallest normal number, for
-    bf16 and fp32. A scale is raised to it only where amax is below 448 * 2^-15 = 0.0137; the largest value is a normal
-    number of e4m3fn, whose smallest is 2^-6, for every amax from 2^-21 on.
+    The smallest one that does, as of weights. A kernel that multiplies by its inverse in the tensor's dtype, as
+    comfy-kitchen's eager one (``quantize_per_tensor_fp8``), rounds nothing: that of amax / 448 is off by up to 2^-9 in
+    bf16, all of a layer one way.
 
-    NaN or inf where the tensor holds one, so that the product shows it: an fp8 cast would turn inf into the largest
-    number.
+    Never so small that ``1 / scale`` passes the range of the tensor's own dtype: inf times 0 is NaN. The smallest scale
+    is 2^-15 for fp16, because 2^15 is the largest power of two that fp16 holds (2^16 passes 65504), and 2^-126, the
+    smallest normal number, for bf16 and fp32. A scale is raised to it only where amax is below 448 * 2^-15 = 0.0137;
+    the largest value is a normal number of e4m3fn, whose smallest is 2^-6, for every amax from 2^-21 on.
 
-    Args:
-        tensor: the activations.
-        dtype: the fp8 dtype.
-        by_inverse: the kernel multiplies by the inverse in the tensor's dtype. Rounded to bf16 that is off by up to
-            2^-9, all of a layer one way; a scale whose inverse bf16 holds is not. Four more kernels for one number.
+    Inf where the tensor holds NaN or inf, so that the product shows it, as 0 times inf: an fp8 cast would turn inf into
+    the largest number.
     """
-    scale = amax(tensor) / max_of(dtype)
-    scale = scale.clamp(min=SMALLEST_ACTIVATION_SCALE.get(tensor.dtype, 2.0**-126))
-    return scale.reciprocal().to(tensor.dtype).float().reciprocal() if by_inverse else scale
+    scale = amax(tensor) * (BELOW_TWO / max_of(dtype))
+    scale = scale.clamp_(min=SMALLEST_ACTIVATION_SCALE.get(tensor.dtype, 2.0**-126))
+    return (scale.view(torch.int32) & FP32_EXPONENT).view(torch.float32)
 
 
 def dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

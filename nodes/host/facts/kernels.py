@@ -41,12 +41,6 @@ def kernel_of_product(row: Format | None, shape: torch.Size, dtype: torch.dtype,
     return NATIVE if _backend(row.product, arguments) not in ("", "eager") else EAGER
 
 
-def quantizes_eagerly() -> bool:
-    """Tell whether comfy-kitchen quantizes to fp8 by torch's general operations, which multiply by the scale's inverse
-    in the activations' dtype."""
-    return _backend("quantize_per_tensor_fp8") == "eager"
-
-
 def _backend(function: str, arguments: dict | None = None) -> str:
     """Name the backend that comfy-kitchen takes; "" for none. Its int8 product alone depends on a call's arguments."""
     if registry is None:

@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 
-import comfy.quant_ops
 import torch
-import torch.nn.functional as F
 
 from ....precision.arithmetic.flags import flags_set
 from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
@@ -17,11 +15,10 @@ from ....precision.modes import FP8, FP16_WIDE, FP32
 from ....precision.plan.compute import ComputeDecision
 from ....precision.plan.fp16_results import largest_fp16_result
 from ..core import bias_functions, casting, casts_weights, not_forced_to_cast, weight_functions
-from ..facts.kernels import quantizes_eagerly
 from ..facts.layers import is_quantized
+from .fp8_product import fp8_product
 from .modules import exchanged, has_own_forward, only_multiplies, only_normalizes, quantized_weights, weights_of
 
-ACTIVATION_LAYOUT = "TensorCoreFP8E4M3Layout"
 FP8_RESULT = "bf16"
 """What fp8 products give an fp32 stream: torch has none with an fp32 result and a bias."""
 
@@ -90,7 +87,6 @@ class Fp8Linear:
 
     def __init__(self, module: torch.nn.Module):
         self.module = module
-        self._by_inverse = quantizes_eagerly()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply the module's input; fp32 is multiplied into bf16 (``FP8_RESULT``)."""
@@ -99,10 +95,9 @@ class Fp8Linear:
         if has_changed_weight(module):
             return type(module).forward(module, x.to(dtype))
         rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        scale = activation_scale(rows, torch.float8_e4m3fn, self._by_inverse)
-        quantized = comfy.quant_ops.QuantizedTensor.from_float(rows, ACTIVATION_LAYOUT, scale=scale)
+        scale = activation_scale(rows, torch.float8_e4m3fn)
         with quantized_weights(module, rows) as (weight, bias):
-            return F.linear(quantized, weight, bias).reshape(*x.shape[:-1], weight.shape[0])
+            return fp8_product(rows, scale, weight, bias).reshape(*x.shape[:-1], weight.shape[0])
 
     def __repr__(self) -> str:
         return "Fp8Linear(e4m3)"

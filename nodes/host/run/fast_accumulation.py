@@ -60,31 +60,35 @@ def _handler(op, layout: type):
     original, operands = _original(op, layout), OPERANDS[op]
 
     def handle(qt, args, kwargs):
-        refused = active.get()
-        if refused is None:
-            return original(qt, args, kwargs)
         left, right, bias = operands(args)
         if not all(isinstance(tensor, comfy.quant_ops.QuantizedTensor) for tensor in (left, right)):
             return original(qt, args, kwargs)
-        try:
-            return _multiply(left, right, bias, kwargs.get("out_dtype", left.params.orig_dtype))
-        except RuntimeError as error:
-            refused[tuple(reversed(right.storage_shape))] = str(error).partition("\n")[0]
-            return original(qt, args, kwargs)
+        scales, dtype = (left.params.scale, right.params.scale), kwargs.get("out_dtype", left.params.orig_dtype)
+        result = fast_product(stored(left).contiguous(), stored(right), *scales, bias, dtype)
+        return original(qt, args, kwargs) if result is None else result
 
     return handle
 
 
-def _multiply(left, right, bias, out_dtype: torch.dtype) -> torch.Tensor:
-    result = torch._scaled_mm(
-        stored(left).contiguous(),
-        stored(right),
-        scale_a=left.params.scale,
-        scale_b=right.params.scale,
-        bias=bias,
-        out_dtype=out_dtype,
-        use_fast_accum=True,
-    )
+def fast_product(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    left_scale: torch.Tensor,
+    right_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor | None:
+    """Multiply fp8 matrices (M, K) and (K, N) with fast accumulation; None outside of a scope on this thread, and where
+    torch refuses."""
+    refused = active.get()
+    if refused is None:
+        return None
+    scales = {"scale_a": left_scale, "scale_b": right_scale}
+    try:
+        result = torch._scaled_mm(left, right, **scales, bias=bias, out_dtype=out_dtype, use_fast_accum=True)
+    except RuntimeError as error:
+        refused[tuple(reversed(right.shape))] = str(error).partition("\n")[0]
+        return None
     return result[0] if isinstance(result, tuple) else result
 
 

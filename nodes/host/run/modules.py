@@ -132,14 +132,23 @@ def core_weights(
 
     ComfyUI's cast takes longer on the host than a small matmul does on a GPU.
     """
-    weight, bias = module.weight, module.bias
-    ready = type(weight) is torch.nn.Parameter and weight.dtype == dtype and not is_in_dynamic_memory(module)
-    ready = ready and weight.device == x.device and (bias is None or bias.device == x.device)
-    ready = ready and not torch.compiler.is_compiling()
-    if ready and not weight_functions(module) and not bias_functions(module):
-        comfy.ops.run_every_op()
-        return contextlib.nullcontext((weight, None if bias is None else bias.to(bias_dtype)))
+    if type(module.weight) is torch.nn.Parameter and module.weight.dtype == dtype and _lies_ready(module, x.device):
+        return _as_it_is(module, bias_dtype)
     return cast_weights(module, x, dtype, bias_dtype)
+
+
+def _lies_ready(module: torch.nn.Module, device: torch.device) -> bool:
+    """Tell whether a layer's parameters are on the device, and nothing is done to them at a call."""
+    if is_in_dynamic_memory(module) or torch.compiler.is_compiling():
+        return False
+    on_device = module.weight.device == device and (module.bias is None or module.bias.device == device)
+    return on_device and not weight_functions(module) and not bias_functions(module)
+
+
+def _as_it_is(module: torch.nn.Module, bias_dtype: torch.dtype) -> contextlib.AbstractContextManager[tuple]:
+    comfy.ops.run_every_op()
+    bias = module.bias
+    return contextlib.nullcontext((module.weight, None if bias is None else bias.to(bias_dtype)))
 
 
 @contextlib.contextmanager
@@ -162,9 +171,14 @@ def cast_weights(
         comfy.ops.uncast_bias_weight(module, weight, bias, cuda_stream)
 
 
+def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> contextlib.AbstractContextManager[tuple]:
+    """Provide a quantized layer's weight as stored, LoRA merged, and its bias in the dtype of the input ``x``."""
+    return _as_it_is(module, x.dtype) if _lies_ready(module, x.device) else _cast_quantized_weights(module, x)
+
+
 @contextlib.contextmanager
-def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> Iterator[tuple]:
-    """Provide a quantized layer's weight as stored, LoRA merged, and its bias, both for an input in the dtype of ``x``.
+def _cast_quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> Iterator[tuple]:
+    """Provide the same through ComfyUI's cast.
 
     The weight is asked for in its own dtype: ``cast_bias_weight`` dequantizes it in any other.
     """
@@ -174,6 +188,6 @@ def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> Iterator[tupl
         **PATCHES_IN_FP32,
     )  # fmt: skip
     try:
-        yield weight.to(x.dtype), bias
+        yield weight, bias
     finally:
         comfy.ops.uncast_bias_weight(module, weight, bias, cuda_stream)

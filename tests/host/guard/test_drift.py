@@ -47,7 +47,7 @@ def test_fp8_activations_clipped_at_448(comfy, files, monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
     plain = load(comfy, path, "fp8_e4m3fn", "fp8")
     assert checked(comfy, plain)[0] == []
-    monkeypatch.setattr(core_layers, "activation_scale", lambda rows, dtype, by_inverse: torch.ones(()))
+    monkeypatch.setattr(core_layers, "activation_scale", lambda rows, dtype: torch.ones(()))
     event = found(comfy, plain)
     assert (event.layer, event.op, event.from_mode) == ("blocks.0.ffn.2", "fp8 product", "fp8")
 
