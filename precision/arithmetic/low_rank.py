@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from ..amax import norm_loses_nan
+from .operand_scale import converts_results
 
 SMALLEST_SIZE = 2.0**-120
 SMALLEST_HALF = 2.0**-24
@@ -96,9 +97,10 @@ def inner_product(x: torch.Tensor, down: torch.Tensor, scale: torch.Tensor) -> t
         ``h`` ``(..., rank)`` in the dtype of ``down``, and ``size`` ``(..., 1)`` in fp32, which fp16 alone has.
     """
     if down.dtype != torch.float16:
-        return (F.linear(x.to(down.dtype), down).float() * scale).to(down.dtype), None
+        h = F.linear(x.to(down.dtype), down)
+        return (h.mul_(scale) if converts_results(h.device) else (h * scale).to(h.dtype)), None
     size = _size(x)
-    h = _half_product(_scaled_down(x, size), down).float() * scale
+    h = _half_product(_scaled_down(x, size), down) * scale  # in fp32, as ``scale`` is
     peak = _size(h)
     return (h / peak).to(torch.float16), peak * size
 

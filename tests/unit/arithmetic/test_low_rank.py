@@ -15,6 +15,7 @@ from halfsafe.precision.arithmetic.low_rank import (
     kronecker_factors,
     normalized,
 )
+from support.leaf_operations import LeafOperations
 from support.measures import relative_error
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -89,6 +90,37 @@ def test_matrix_units_that_flush_subnormal_numbers_lose_nothing(monkeypatch, giv
 def flushed(tensor):
     half = tensor.half()
     return torch.where(half.abs() < torch.finfo(torch.float16).tiny, 0, half)
+
+
+class _Launches(LeafOperations):
+    """Names of the operations that launch a kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def leaf(self, func, args, kwargs):
+        if not func.is_view and func is not torch.ops.aten._unsafe_view.default:
+            self.seen.append(func.name())
+        return func(*args, **kwargs)
+
+
+def test_bf16_takes_four_kernels():
+    """Two products, one kernel for the scale, one sum."""
+    made, x = normalized(*factors(), torch.bfloat16), torch.randn(3, 7, 96).bfloat16()
+    with torch.inference_mode(), _Launches() as launches:
+        added(x, torch.zeros(3, 7, 48, dtype=torch.bfloat16), made)
+    assert launches.seen[1:] == ["aten::mm", "aten::mul_.Tensor", "aten::mm", "aten::add.Tensor"]
+
+
+@pytest.mark.parametrize("device", ["cuda", "mps"])
+def test_the_scale_is_applied_in_fp32_and_rounded_once(monkeypatch, device):
+    """The same bits where results are rounded by the kernel that multiplies, and where not."""
+    monkeypatch.setattr(low_rank, "converts_results", lambda _: device == "cuda")
+    made, x = normalized(*factors(rank=16), torch.bfloat16), torch.randn(64, 96).bfloat16()
+    scale = torch.rand(16) + 0.5
+    h, _ = inner_product(x, made.down, scale)
+    assert h.dtype == torch.bfloat16 and torch.equal(h, (F.linear(x, made.down).float() * scale).bfloat16())
 
 
 class _Results(TorchDispatchMode):
