@@ -107,8 +107,8 @@ function put(one, name, output, uses) {
   for (const { node, slot } of uses) link(one, output, node, slot);
 }
 
-/** Open five nodes on the pack's own small model in a workflow of their own. @param {any} app @returns {Promise<string>} what was done, in words */
-export async function showMe(app) {
+/** Open five nodes on the pack's own small model in a workflow of their own. @param {any} app @param {HTMLElement | null} sidebar what covers the canvas at its left @returns {Promise<string>} what was done, in words */
+export async function showMe(app, sidebar) {
   const graph = await (await fetch(new URL("./show_me.json", import.meta.url))).json();
   const ours = new Set(graph.definitions.subgraphs.map((/** @type {any} */ one) => one.id));
   for (const node of graph.nodes) {
@@ -116,7 +116,23 @@ export async function showMe(app) {
     if (ours.has(node.type)) for (const slot of [...node.inputs, ...node.outputs]) slot.label = t(slot.name);
   }
   await app.loadGraphData(graph, true, true, t("Halfsafe, shown"), { openSource: "template" });
+  await new Promise(requestAnimationFrame);
+  showWhole(app, sidebar?.getBoundingClientRect().right ?? 0);
   return t("Press Run: one picture as it is, in fp16, and one through Halfsafe.");
+}
+
+/** Bring the whole workflow to where the canvas can be seen. @param {any} app @param {number} left the first column of the page that nothing covers */
+function showWhole(app, left) {
+  const { canvas, ds } = app.canvas;
+  const page = canvas.getBoundingClientRect();
+  const boxes = app.graph.nodes.map((/** @type {any} */ node) => [...node.pos, node.pos[0] + node.size[0], node.pos[1] + node.size[1]]);
+  const [x, y] = [0, 1].map((side) => Math.min(...boxes.map((/** @type {number[]} */ box) => box[side])));
+  const [width, height] = [Math.max(...boxes.map((/** @type {number[]} */ box) => box[2])) - x, Math.max(...boxes.map((/** @type {number[]} */ box) => box[3])) - y];
+  const covered = Math.max(left - page.left, 0);
+  ds.scale = Math.min(1, (page.width - covered - 2 * GAP) / width, (page.height - 4 * GAP) / height);
+  ds.offset[0] = (covered + GAP) / ds.scale - x;
+  ds.offset[1] = 3 * GAP / ds.scale - y;
+  app.canvas.setDirty(true, true);
 }
 
 /** Put Measure Precisions beside the first sampler, on what that one is given. @param {any} app @returns {string} what was done, in words */

@@ -220,7 +220,7 @@ function drawTab() {
     return report ? [{ id: locatorOf(node), title: node.title, report }] : [];
   });
   const ours = isOfThisWorkflow();
-  const greeting = { device, showMe: () => showMe(app), guard: () => guardWorkflow(app), measure: () => measureWorkflow(app) };
+  const greeting = { device, showMe: () => showMe(app, sidebar), guard: () => guardWorkflow(app), measure: () => measureWorkflow(app) };
   drawSidebar(sidebar, log.run, reports, greeting, {
     titleOf: (id) => (ours ? nodeById(id)?.title : null) ?? t("Guard"),
     goTo: (id) => {

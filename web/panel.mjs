@@ -2,7 +2,7 @@
 /** The report on its node: head, shares, guard, remarks and the table of layers. */
 import { el, firstOf, paint, shareBar, swatch, verdictOf, verdictPill } from "./dom.mjs";
 import { checkText, controlText, deviceText, filterLayers, happenedText, outcomeText, rowsOf, saidText, sortRows } from "./report.mjs";
-import { t } from "./words.mjs";
+import { said, t } from "./words.mjs";
 
 /**
  * @typedef {import("./report.mjs").Report} Report
@@ -174,7 +174,7 @@ export class ReportPanel {
 
 /** @param {Row} row @param {boolean} several @param {Report["modes"]} modes */
 function detailRows(row, several, modes) {
-  const reason = el("td", { role: "cell", colspan: columns().length, text: row.reason || t("As the model's own dtype says.") });
+  const reason = el("td", { role: "cell", colspan: columns().length, text: said(row.reason) || t("As the model's own dtype says.") });
   return [
     el("tr", { role: "row", class: "hs-reason" }, reason),
     ...(several ? row.members : []).map((layer) => {
@@ -194,7 +194,7 @@ function nameOf(name) {
 /** @param {Layer} layer @param {HTMLElement} label @param {Report["modes"]} modes @param {boolean} escalated */
 function layerRow(layer, label, modes, escalated) {
   const plain = modes[layer.mode]?.label;
-  const note = [layer.name, layer.class, plain && t(plain), layer.kernel, layer.reason, escalated && t("escalated by the guard")].filter(Boolean).join("\n");
+  const note = [layer.name, layer.class, plain && t(plain), layer.kernel, said(layer.reason), escalated && t("escalated by the guard")].filter(Boolean).join("\n");
   const mode = el("td", { role: "cell", "data-column": "mode" }, swatch(layer.mode), layer.mode);
   if (escalated) mode.append(el("span", { class: "hs-up", "aria-label": t("escalated by the guard"), text: "\u2191" }));
   return el(
@@ -260,15 +260,15 @@ export function adviceLine(message, given) {
 /** @param {boolean} recovered @param {string} text @param {string} [advice] */
 function eventLine(recovered, text, advice = "") {
   const mark = el("span", { class: "hs-mark", "data-recovered": String(recovered), "aria-hidden": "true" });
-  return el("div", { class: "hs-event" }, mark, el("span", {}, text, advice ? el("span", { class: "hs-dim", text: ` ${t(advice)}` }) : null));
+  return el("div", { class: "hs-event" }, mark, el("span", {}, text, advice ? el("span", { class: "hs-dim", text: ` ${said(advice)}` }) : null));
 }
 
 /** @param {Report} report */
 function remarksOf(report) {
-  const without = report.without_effect.map(({ setting, reason }) => el("li", {}, el("code", { text: setting }), ` ${reason}`));
-  const notes = report.notes.map((note) => el("li", { text: note }));
+  const without = report.without_effect.map(({ setting, reason }) => el("li", {}, el("code", { text: setting }), ` ${said(reason)}`));
+  const notes = report.notes.map((note) => el("li", { text: said(note) }));
   const controls = report.control_nets.map((control) => el("li", { text: controlText(control) }));
-  const why = Object.entries(report.decisions ?? {}).map(([what, text]) => el("li", {}, el("code", { text: what }), ` ${text}`));
+  const why = Object.entries(report.decisions ?? {}).map(([what, text]) => el("li", {}, el("code", { text: what }), ` ${said(text)}`));
   const remarks = [
     remark(t("Why"), why),
     remark(t("Without effect here"), without),
@@ -281,7 +281,7 @@ function remarksOf(report) {
 
 /** @param {import("./report.mjs").Encoder} encoder */
 function encoderLine({ kind, node, verdict, messages, advice }) {
-  return el("li", {}, `${kind} (${t("node {node}", { node })}) `, verdictPill(verdict), ` ${[...messages, t(advice)].join(" ")}`);
+  return el("li", {}, `${kind} (${t("node {node}", { node })}) `, verdictPill(verdict), ` ${[...messages, advice].map(said).join(" ")}`);
 }
 
 /** @param {string} title @param {HTMLElement[]} items */

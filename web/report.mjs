@@ -1,5 +1,5 @@
 // @ts-check
-import { isTranslated, t } from "./words.mjs";
+import { isTranslated, said, t } from "./words.mjs";
 
 /**
  * What the page derives from a report of version 1; no DOM here.
@@ -68,7 +68,7 @@ export function eventText(event) {
 
 /** One line on a guard event and what became of it. @param {GuardEvent} event */
 export function outcomeText(event) {
-  if (event.kind === "drift") return `${eventText(event)}. ${event.evidence}`;
+  if (event.kind === "drift") return `${eventText(event)}. ${said(event.evidence)}`;
   const change = event.from && event.to ? ` ${event.from} \u2192 ${event.to},` : "";
   return `${eventText(event)},${change} ${event.recovered ? t("recovered") : t("not recovered")}`;
 }
@@ -78,12 +78,12 @@ export function outcomeText(event) {
 export function saidText({ event, verdict, message }) {
   if (!isTranslated()) return message;
   if (!event) return t("Guard: {verdict}", { verdict: t(verdict.replaceAll("_", " ")) });
-  return event.kind === "drift" || !event.evidence ? outcomeText(event) : `${outcomeText(event)}. ${t(event.evidence)}`;
+  return event.kind === "drift" || !event.evidence ? outcomeText(event) : `${outcomeText(event)}. ${said(event.evidence)}`;
 }
 
 /** One line on a call that was compared with fp32; an SNR of null is infinite. @param {Check} check */
 export function checkText(check) {
-  if (check.left_out) return atStep(check, t("not compared with fp32. {why}", { why: check.left_out }));
+  if (check.left_out) return atStep(check, t("not compared with fp32. {why}", { why: said(check.left_out) }));
   const blocks = check.blocks.map(({ name, snr_db }) => `${name} ${decibels(snr_db)}`).join(", ");
   const values = { snr: decibels(check.snr_db), arithmetic: check.arithmetic, expected: decibels(check.threshold_db) };
   const line = t("{snr} from fp32 ({arithmetic}, at least {expected} expected)", values);
@@ -96,7 +96,7 @@ export function checkText(check) {
 export function controlText(control) {
   const ran = control.calls === null ? "" : t("{calls} calls", { calls: control.calls });
   const layers = control.layers.length ? t("{count} layers", { count: control.layers.length }) : "";
-  return [[`${control.file}: ${control.class}`, ran, layers].filter(Boolean).join(", "), ...control.notes].join(". ");
+  return [[`${control.file}: ${control.class}`, ran, layers].filter(Boolean).join(", "), ...control.notes.map(said)].join(". ");
 }
 
 /** What a run was like in one sentence; empty before a run and without a guard. @param {Report} report */
@@ -120,7 +120,7 @@ function atStep({ step, sigma }, what) {
 
 /** "overflow in blocks.0.ffn.2", "drift, int8 product in blocks.0.ffn.2" @param {GuardEvent} event */
 export function whatIn({ kind, layer, op }) {
-  const what = kind === "unknown" ? t("NaN or Inf") : kind === "drift" ? `${t(kind)}, ${op}` : t(kind);
+  const what = kind === "unknown" ? t("NaN or Inf") : kind === "drift" ? `${t(kind)}, ${said(op)}` : t(kind);
   return layer ? t("{what} in {layer}", { what, layer }) : what;
 }
 

@@ -1,7 +1,7 @@
 // @ts-check
 /** What a node shows of its result: a sentence, a table, the whole text. */
 import { el } from "./dom.mjs";
-import { t } from "./words.mjs";
+import { said, t } from "./words.mjs";
 
 /** @typedef {{sentence: string, values: Record<string, string | number>, tone: string, head: string[], rows: string[][], marked: number | null, text: string, toast: boolean}} Result */
 
@@ -38,6 +38,6 @@ function partsOf(result) {
 
 /** @param {Result} result */
 function tableOf({ head, rows, marked }) {
-  const body = rows.map((row, place) => el("tr", { "data-marked": String(place === marked) }, ...row.map((text) => el("td", { text: t(text) }))));
+  const body = rows.map((row, place) => el("tr", { "data-marked": String(place === marked) }, ...row.map((text) => el("td", { text: said(text) }))));
   return el("table", { class: "hs-figures" }, el("thead", {}, el("tr", {}, ...head.map((text) => el("th", { scope: "col", text: t(text) })))), el("tbody", {}, ...body));
 }

@@ -1,7 +1,7 @@
 // @ts-check
 import { verdictText } from "./dom.mjs";
 import { saidText, whatIn } from "./report.mjs";
-import { isTranslated, t } from "./words.mjs";
+import { isTranslated, said, t } from "./words.mjs";
 
 /**
  * What the guards said in the last run. One run is kept: the newest.
@@ -80,8 +80,8 @@ export function toastFor(message, first) {
   const name = /** @type {keyof ReturnType<typeof causes>} */ (drift ? "drift" : verdict);
   const summary = `Halfsafe: ${causes()[name] ?? verdictText(verdict)}`;
   if (verdict === "recovered" && event && !drift) return { severity: "success", summary, detail: curedText(event), life: 8000 };
-  const said = isTranslated() ? saidText(message) : firstSentence(message.message);
-  const detail = [drift && event ? whatIn(event) : said, message.advice && t(message.advice)].filter(Boolean).join(" ");
+  const what = isTranslated() ? saidText(message) : firstSentence(message.message);
+  const detail = [drift && event ? whatIn(event) : what, said(message.advice)].filter(Boolean).join(" ");
   return { severity: drift ? "warn" : "error", summary, detail, life: 20000 };
 }
 

@@ -3,7 +3,7 @@
 import { el, firstOf, paint, verdictOf, verdictPill } from "./dom.mjs";
 import { adviceLine, headOf } from "./panel.mjs";
 import { saidText } from "./report.mjs";
-import { t } from "./words.mjs";
+import { said, t } from "./words.mjs";
 
 /**
  * @typedef {import("./report.mjs").Report} Report
@@ -53,7 +53,7 @@ function quiet(run) {
 
 /** @param {string} id @param {GuardState} guard @param {{titleOf: (id: string) => string, goTo: (id: string) => void}} graph */
 function guardCard(id, guard, graph) {
-  const summary = guard.message ? el("p", {}, saidText({ ...guard, event: null }), guard.advice ? el("span", { class: "hs-dim", text: ` ${t(guard.advice)}` }) : null) : null;
+  const summary = guard.message ? el("p", {}, saidText({ ...guard, event: null }), guard.advice ? el("span", { class: "hs-dim", text: ` ${said(guard.advice)}` }) : null) : null;
   const events = el("div", { class: "hs-events" }, ...firstOf(guard.events.map((event) => adviceLine(event, guard.advice))));
   const pill = verdictPill(verdictOf(guard.verdict, guard.events.map((message) => message.event)));
   return el("article", { class: "hs-card" }, cardTitle(id, graph.titleOf(id), graph, pill), summary, events);

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from browser.comfy_page import ComfyPage
+from support.served_sentences import served_sentences
 
 EVENT = {
     "call": 1, "step": 3, "sigma": 0.7031, "layer": "blocks.0.ffn.2", "op": "", "kind": "overflow", "batch_rows": [0],
@@ -29,6 +30,13 @@ PUT_STALE_CACHE_IN = """() => { const of = (type) => app.graph.nodes.find((n) =>
     app.graph.add(guard); app.graph.add(cache);
     of("HalfsafeLoadDiffusionModel").connect(0, cache, "model"); cache.connect(0, guard, "model");
     guard.connect(0, of("KSampler"), "model"); guard.connect(0, of("HalfsafeReport"), "model"); }"""
+
+WORDS = json.loads((WORKFLOW.parents[1] / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
+ADVICE = "Get the file again or leave it out: no precision repairs a weight that is NaN or Inf."
+ENGLISH = """(selector) => [...document.querySelectorAll(selector)].flatMap((e) => e.textContent.match(/[a-z]+ [a-z]+ [a-z]+ [a-z]+/g) ?? [])"""
+NOT_SAID = """async (expected) => { const { said } = await import("/extensions/Halfsafe-Pack/words.mjs");
+    const fill = (text) => text.replace(/\\{(\\w+)\\}/g, (_, name) => `<${name}>`);
+    return Object.entries(expected).filter(([english, text]) => said(fill(english)) !== fill(text)).map(([english]) => english); }"""
 
 
 @pytest.fixture
@@ -158,5 +166,11 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
     comfy.evaluate(TOGGLE_TAB)
     comfy.set("Comfy.Locale", "zh")
     comfy.page.wait_for_function("() => [...document.querySelectorAll('.hs-verdict')].some((pill) => pill.textContent === '\u504f\u5dee')")
+    for selector in (".hs-guard", ".hs-remark", ".hs-sidebar"):
+        assert (found := comfy.evaluate(ENGLISH, selector)) == [], found
+    assert comfy.evaluate(NOT_SAID, {english: WORDS[english] for english in served_sentences()}) == []
+    tell(comfy, "zh", kind="verdict", verdict="bad_weights", event=None, message="A weight holds NaN.", advice=ADVICE)
+    (toast,) = [toast for toast in shown() if toast["summary"].startswith("Halfsafe: ")][1:]
+    assert (toast["summary"], toast["detail"]) == (f"Halfsafe: {WORDS['Bad weights']}", f"\u9632\u62a4\uff1a{WORDS['bad weights']} {WORDS[ADVICE]}")
     comfy.set("Comfy.Locale", "en")
     comfy.page.wait_for_function("(text) => [...document.querySelectorAll('.hs-guard')].some((guard) => guard.innerText === text)", arg=text)

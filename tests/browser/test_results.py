@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from browser.comfy_page import ComfyPage
+from halfsafe.precision.report.result import CHOSEN, Result
 from support import shapes
 
 WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "Halfsafe 3 - Half the memory.json"
@@ -21,6 +22,10 @@ PUT_RESULTS_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.t
     sampler.getInputNode(1).connect(0, measure, "positive"); sampler.getInputNode(3).connect(0, measure, "latent_image"); measure.connect(2, preview, "images");
     measure.widgets.find((w) => w.name === "candidates").value = "as_file/auto\\nas_file/bf16\\nas_file/fp32";
     sampler.connect(0, check, "value"); check.connect(0, of("VAEDecode"), "samples"); }"""
+
+UNCOVERED = """() => { const { ds, canvas } = app.canvas, page = canvas.getBoundingClientRect(), side = document.querySelector(".hs-sidebar").getBoundingClientRect();
+    return app.graph.nodes.every(({ pos, size }) => { const [left, right] = [pos[0], pos[0] + size[0]].map((x) => page.left + (x + ds.offset[0]) * ds.scale);
+        return left >= side.right && right <= page.right; }); }"""
 
 
 @pytest.fixture
@@ -48,6 +53,19 @@ def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, p
     small.screenshot(pictures, f"measured-{cell}")
     small.zoom_to("HalfsafeDeviceInfo", 620, 560)
     small.screenshot(pictures, f"device-{cell}")
+
+
+@pytest.mark.parametrize("node", ["HalfsafeAnalyzeLayers", "HalfsafeMeasurePrecisions"])
+def test_a_result_is_drawn_as_a_sentence_and_a_table(opened_page: ComfyPage, node: str) -> None:
+    opened_page.add(node)
+    values = {"chosen": 3, "free": 4, "candidate": "int8", "snr": "31.0 dB"}
+    result = Result(CHOSEN, values, head=["layer", "output dB"], rows=[["blocks.0.ffn.0", "31.0"], ["blocks.0.ffn.2", "12.0"]], marked=1, text="All of it.")
+    sent = {"node": opened_page.evaluate("() => String(app.graph.nodes[0].id)"), "prompt_id": "p", "output": result.ui()}
+    opened_page.evaluate(SEND, ["executed", {**sent, "display_node": sent["node"]}])
+    opened_page.page.wait_for_selector(".hs-figures")
+    assert opened_page.evaluate(SENTENCES) == ["3 of 4 layers may be in int8: 31.0 dB from the original."]
+    marked = opened_page.page.locator('.hs-figures tbody tr[data-marked="true"]')
+    assert marked.all_text_contents() == ["blocks.0.ffn.212.0"] and opened_page.page.locator(".hs-figures tbody tr").count() == 2
 
 
 def test_a_cached_save_is_not_told_again(small: ComfyPage) -> None:
@@ -99,6 +117,7 @@ def test_show_me_opens_five_nodes_and_draws_a_black_and_a_repaired_picture(small
     small.page.locator(".hs-sidebar .hs-button", has_text="Show me").click()
     small.page.wait_for_function("() => app.graph.nodes.length === 5 && app.graph.nodes.some((n) => n.title === 'As it is')")
     assert len(small.evaluate(workflows)) == before + 1
+    small.page.wait_for_function(UNCOVERED)
     small.run()
     shown = "() => ['As it is', 'Through Halfsafe'].map((title) => app.nodeOutputs[app.graph.nodes.find((n) => n.title === title).id]?.images?.[0])"
     small.page.wait_for_function(f"() => ({shown})().every(Boolean)")

@@ -54,8 +54,11 @@ def test_what_ran_already_is_cached_and_off_leaves_the_prompt_alone(running: Ser
     cached = next(detail["nodes"] for name, detail in again["status"]["messages"] if name == "execution_cached")
     assert {"1", "6", "7", "8", "halfsafe_1_0"} <= {*cached}
     watching("off")
-    events, entry = told(running, unguarded(seed=43))
-    assert not events and max(brightness(picture(running, entry))) <= 4
+    prompt = unguarded(seed=43)
+    events, entry = told(running, prompt)
+    png = picture(running, entry)
+    assert not events and max(brightness(png)) <= 4
+    assert b"tEXtprompt\0" + json.dumps(prompt).encode() in png, (json.dumps(prompt), png[:3000])
 
 
 @pytest.mark.parametrize(("request_of", "watches"), [({"user": "ann"}, True), ({"user": "default"}, False), ({}, False)])

@@ -1,5 +1,6 @@
 """The page's own words: every text the page shows is in each language's file, with the same values to fill in."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ from halfsafe.precision.measure.tradeoffs_text import TABLE
 from halfsafe.precision.modes import MODES
 from halfsafe.precision.report.result import SENTENCES
 from halfsafe.precision.report.schema import VERDICTS
+from support.served_sentences import served_sentences, texts_of
 
 ROOT = Path(__file__).absolute().parents[3]
 LANGUAGES = sorted(path.name for path in (ROOT / "locales").iterdir() if path.name != "en")
@@ -22,12 +24,12 @@ VALUE = re.compile(r"\{\w+\}")
 
 
 def words_of_the_page() -> set[str]:
-    """Texts spelled in the page's code, and those it takes from the server: verdicts, kinds of events, modes, badges."""
+    """Texts spelled in the page's code, and those it takes from the server: verdicts, kinds of events, modes, badges, reasons."""
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").iterdir() if path.suffix in (".js", ".mjs"))
     shown = {verdict.replace("_", " ") for verdict in VERDICTS if verdict != "off"}
     tables = {*HEAD, *TABLE, BARRED, CHOSEN, KEPT, PINNED, UNUSED}
     fixed = tables | KINDS | BADGE_WORDS | {*SENTENCES} | {mode.label for mode in MODES.values()}
-    return set(CALL.findall(code)) | shown | fixed | guards_sentences() | titles_of_the_demo()
+    return set(CALL.findall(code)) | shown | fixed | guards_sentences() | served_sentences() | titles_of_the_demo()
 
 
 def guards_sentences() -> set[str]:
@@ -53,6 +55,18 @@ def titles_of_the_demo() -> set[str]:
 
 def words_in(language: str) -> dict[str, str]:
     return json.loads((ROOT / "locales" / language / "main.json").read_text(encoding="utf-8"))["halfsafe"]
+
+
+def test_sentences_are_read_from_the_code():
+    code = """
+def why(name, held):
+    '''Say why a layer is kept.'''
+    logger.info("this line is for the log")
+    if not held:
+        raise ValueError("this one is an error of its own")
+    return f"kept in {held}: {name} is too wide; " if held else "this layer is {} as it is"
+"""
+    assert {*texts_of(ast.parse(code))} == {"kept in {0}: {1} is too wide", "this layer is {0} as it is"}
 
 
 def test_the_pages_texts_are_found_in_its_code():
