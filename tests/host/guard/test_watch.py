@@ -58,7 +58,7 @@ def test_what_ran_already_is_cached_and_off_leaves_the_prompt_alone(running: Ser
     events, entry = told(running, prompt)
     png = picture(running, entry)
     assert not events and max(brightness(png)) <= 4
-    assert b"tEXtprompt\0" + json.dumps(prompt).encode() in png, (json.dumps(prompt), png[:3000])
+    assert b"tEXtprompt\0" + json.dumps(prompt).encode() in png
 
 
 @pytest.mark.parametrize(("request_of", "watches"), [({"user": "ann"}, True), ({"user": "default"}, False), ({}, False)])
