@@ -110,7 +110,7 @@ def test_sums_stay_exact_whatever_the_accumulation(comfy, wan, call, storage, am
     plain = load(comfy, wan, storage, "int8")
     settings = {"reduced_precision_reduction": "on", "fp8_fast_accumulation": "on", "attention": "unchanged"}
     model = comfy.run("HalfsafeAccumulation", model=plain, fp16_accumulation="on", tf32="on", **settings)[0]
-    assert model_words(plain)[0] == storage
+    assert storage in model_words(plain)[0].split(" + ")
     before, after = products(plain, call), products(model, call)
     assert before[0] == after[0] and set(after[0].values()) == {"int8"}
     assert relative_error(before[1], after[1]) < LOSS[storage] / 10

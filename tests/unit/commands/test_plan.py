@@ -42,6 +42,7 @@ def test_fewer_bits_than_8_are_planned_where_int8_does_not_fit_either(wan, goal)
     report = plan_file(wan, devices.detect(profile="sm_86"), goal, device_memory=2 * 2**30 + 4852)
     assert layers(report)["blocks.0.ffn.0"] == layers(report)["blocks.0.ffn.2"] == ("w6a8", "int8")
     text = " ".join(report.to_text().split())
+    assert report.decisions["storage"].startswith("w6a8") and "storage: w6a8" in text
     assert "2 layers in w6a8 take" in text and "With storage=int8 ComfyUI moves" in text and "'w6a8': " not in text
 
 
