@@ -144,15 +144,15 @@ def _fitted(
         shortage = f"In {held} the model does not fit either: ComfyUI moves {moved} in and out. {why.strip()}"
         return replace(choice, reason=f"{choice.reason} {shortage}".strip()), decisions
     counts = Counter(fit.storages.values())
-    held = [name for name in FITTED if counts[name]]
+    taken = [name for name in FITTED if counts[name]]
     reason = (
         f"In int8 {size_text(in_int8 + others)} do not fit either: "
-        f"{', '.join(f'{counts[name]} layers in {name}' for name in held)} take "
+        f"{', '.join(f'{counts[name]} layers in {name}' for name in taken)} take "
         f"{size_text(fit.bytes + others)}, with an error of {fit.error:.1%} predicted for a layer's result where int8 "
         f"has {INT8_ERROR:.1%}. With storage=int8 ComfyUI moves {size_text(in_int8 - room)} in and out at each step."
     )
     smaller = {name: StorageDecision(used, DOES_NOT_FIT) for name, used in fit.storages.items() if used != "int8"}
-    choice = replace(choice, reason=f"{choice.reason} {reason}".strip(), held=" + ".join(held))
+    choice = replace(choice, reason=f"{choice.reason} {reason}".strip(), held=" + ".join(taken))
     return choice, frozen({**decisions, **smaller})
 
 
