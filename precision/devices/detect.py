@@ -11,13 +11,13 @@ from ..formats.registry import FORMAT_OF_STORAGE
 from ..text import size_text
 from .hardware import default_device, hardware_name, indexed, profile_of
 from .names import code_of
-from .probes import Probe, run_probes
+from .probes import Probe, run_probes, why_not_held
 from .profiles import CAPABILITIES, OCP_FP8, PROFILE_NAMES, DeviceProfile, profile_named
 
 __all__ = [
     "CAPABILITIES", "PROFILE_NAMES", "PROFILE_VARIABLE", "Device", "DeviceProfile", "auto_compute", "auto_storage",
     "detect", "fastest_compute", "profile_named", "profile_of", "smallest_storage", "why_int8_is_slow",
-    "why_low_bits_are_slow", "why_no_fp8",
+    "why_low_bits_are_slow", "why_no_bf16", "why_no_fp8",
 ]  # fmt: skip
 
 PROFILE_VARIABLE = "HALFSAFE_DEVICE_PROFILE"
@@ -272,6 +272,17 @@ def why_no_fp8(storage: str, device: Device) -> str:
     if not (row and row.needs_fp8) or device.capabilities["fp8_storage"]:
         return ""
     return f"not on {device.label}: {device.reason('fp8_storage')}"
+
+
+def why_no_bf16(device: Device) -> str:
+    """Say why a device cannot hold numbers in bf16, as under DirectML (microsoft/DirectML #688); empty where it can."""
+    why = "" if device.simulated else why_not_held(device.torch_device, "bf16")
+    return f"{device.name} cannot hold bf16 ({why})" if why else ""
+
+
+def held_storage(device: Device, file_dtype: str) -> tuple[str, str]:
+    """Choose the storage of a file that is kept as it is where the device can hold it, and say why it is another."""
+    return _quantized_storage(device, file_dtype) if file_dtype not in UNQUANTIZED else ("as_file", "")
 
 
 def _quantized_storage(device: Device, file_dtype: str) -> tuple[str, str]:

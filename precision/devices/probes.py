@@ -63,6 +63,17 @@ def canary(device: torch.device, name: str) -> tuple[bool, str]:
     return result.ok is not False, result.detail
 
 
+def why_not_held(device: torch.device, name: str) -> str:
+    """Give the error of a device that cannot hold numbers of a dtype; empty where it can. Once per process."""
+    result = _once(f"{name}_held", _held, device, name)
+    return result.detail if result.ok is False else ""
+
+
+def _held(device: torch.device, name: str) -> tuple[bool, str]:
+    torch.ones(1, dtype=dtype_named(name)).to(device)
+    return True, ""
+
+
 def probe(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Probe:
     """Run one check; an error is a failed probe, a lack of memory says nothing."""
     try:

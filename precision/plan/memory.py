@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from ..dtypes import QUANTIZED_NAMES, dtype_named
@@ -66,10 +66,16 @@ def plan_model(
     memory = Memory(formats, unpacked_dtype(plan), inside.keys() - linear, linear, assigned)
     asked = {name: decision.storage for name, decision in decided.items()}
     plans = plan_weights(checkpoint.weights, asked, checkpoint.path, memory, read)
-    dtype = common_dtype(inside, plans, plan)
+    first = common_dtype(inside, plans, plan)
+    dtype = plan.compute.weight_dtype if first == "bf16" and plan.no_bf16 else first
     if dtype == "fp16" and read and _any_exceeds_fp16(inside, plans, checkpoint.path):
         dtype = "bf16"
-    return _memory_plan(checkpoint, plans, memory, inside, dtype)
+    if dtype == "bf16" and plan.no_bf16:
+        dtype = "fp32"
+    planned = _memory_plan(checkpoint, plans, memory, inside, dtype)
+    if dtype == first or not plan.no_bf16:
+        return planned
+    return replace(planned, notes=(*planned.notes, f"Weights in {first} were loaded in {dtype}: {plan.no_bf16}."))
 
 
 def plan_encoder(

@@ -5,7 +5,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from ..devices.detect import ACTIVATION_ROOM, Device, auto_storage, why_low_bits_are_slow
+from ..devices.detect import ACTIVATION_ROOM, Device, auto_storage, held_storage, why_low_bits_are_slow, why_no_bf16
 from ..dtypes import FP8_NAMES, QUANTIZED_NAMES
 from ..formats.comfy_format import can_be_quantized, codes_of
 from ..text import size_text
@@ -40,12 +40,16 @@ class StorageDecision:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """How a model is stored and computed: one storage decision per layer, and the compute plan with its own."""
+    """How a model is stored and computed: one storage decision per layer, and the compute plan with its own.
+
+    ``no_bf16``: why the device cannot hold weights in bf16; empty where it can.
+    """
 
     storage: Choice
     compute: ComputePlan
     decisions: Mapping[str, StorageDecision]
     without_effect: tuple[tuple[str, str], ...] = ()
+    no_bf16: str = ""
 
 
 def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Mapping[str, StorageDecision]:
@@ -115,7 +119,8 @@ def plan_load(
     storages = {name: facts.file_dtype if d.storage == "as_file" else d.storage for name, d in decisions.items()}
     storages |= facts.formats
     arithmetic = plan_compute(facts, device, compute, rules, storages)
-    return LoadPlan(choice, arithmetic, decisions, tuple(rules_without_effect(facts.layers, rules)))
+    idle = tuple(rules_without_effect(facts.layers, rules))
+    return LoadPlan(choice, arithmetic, decisions, idle, why_no_bf16(device))
 
 
 def _fitted(
@@ -184,6 +189,9 @@ def _choose_storage(
     free_device_bytes: int | None,
     streamed_from: int | None,
 ) -> Choice:
+    if storage == "as_file":
+        used, reason = held_storage(device, facts.file_dtype)
+        return Choice(storage, used, reason if used != storage else "")
     if storage != "auto":
         return Choice(storage, storage)
     size, own, asked = 2 * facts.parameters, facts.file_dtype, compute.requested
