@@ -40,7 +40,7 @@ def test_any_name_is_printed_in_any_encoding(tmp_path, encoding, name):
     source, target = model(tmp_path / f"{name}.safetensors"), tmp_path / f"{name}-out.safetensors"
     done = run("convert", source, target, "--storage", "bf16", environ={"PYTHONIOENCODING": encoding})
     assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
-    assert b"-out.safetensors: " in done.stdout and target.exists()
+    assert b"-out.safetensors:" in done.stdout and target.exists()
 
 
 @posix
@@ -53,7 +53,7 @@ def test_output_that_cannot_be_written_is_told_and_the_work_is_done(tmp_path):
     target.unlink()
     with open("/dev/full", "wb") as full:
         done = run("convert", source, target, "--storage", "bf16", stderr=full)
-    assert done.returncode == 0 and target.exists() and b"out.safetensors: " in done.stdout
+    assert done.returncode == 0 and target.exists() and b"out.safetensors:" in done.stdout
 
 
 @posix
