@@ -115,24 +115,21 @@ export async function showMe(app, sidebar) {
     if (node.title) node.title = t(node.title);
     if (ours.has(node.type)) for (const slot of [...node.inputs, ...node.outputs]) slot.label = t(slot.name);
   }
-  await app.loadGraphData(graph, true, true, t("Halfsafe, shown"), { openSource: "template" });
-  await new Promise(requestAnimationFrame);
-  showWhole(app, sidebar?.getBoundingClientRect().right ?? 0);
+  graph.extra = { ...graph.extra, ds: wholeBeside(app, graph.nodes, sidebar?.getBoundingClientRect().right ?? 0) };
+  await app.loadGraphData(graph, true, true, t("Halfsafe, shown"));
   return t("Press Run: one picture as it is, in fp16, and one through Halfsafe.");
 }
 
-/** Bring the whole workflow to where the canvas can be seen. @param {any} app @param {number} left the first column of the page that nothing covers */
-function showWhole(app, left) {
-  const { canvas, ds } = app.canvas;
-  const page = canvas.getBoundingClientRect();
-  const boxes = app.graph.nodes.map((/** @type {any} */ node) => [...node.pos, node.pos[0] + node.size[0], node.pos[1] + node.size[1]]);
-  const [x, y] = [0, 1].map((side) => Math.min(...boxes.map((/** @type {number[]} */ box) => box[side])));
-  const [width, height] = [Math.max(...boxes.map((/** @type {number[]} */ box) => box[2])) - x, Math.max(...boxes.map((/** @type {number[]} */ box) => box[3])) - y];
+/**
+ * The view that shows all nodes where the canvas can be seen, as workflows keep it: a page fits a view of its own to those without one.
+ * @param {any} app @param {{pos: number[], size: number[]}[]} nodes @param {number} left the first column of the page that nothing covers
+ */
+function wholeBeside(app, nodes, left) {
+  const page = app.canvas.canvas.getBoundingClientRect();
+  const [first, last] = [0, 1].map((end) => [0, 1].map((side) => Math[end ? "max" : "min"](...nodes.map(({ pos, size }) => pos[side] + end * size[side]))));
   const covered = Math.max(left - page.left, 0);
-  ds.scale = Math.min(1, (page.width - covered - 2 * GAP) / width, (page.height - 4 * GAP) / height);
-  ds.offset[0] = (covered + GAP) / ds.scale - x;
-  ds.offset[1] = 3 * GAP / ds.scale - y;
-  app.canvas.setDirty(true, true);
+  const scale = Math.min(1, (page.width - covered - 2 * GAP) / (last[0] - first[0]), (page.height - 4 * GAP) / (last[1] - first[1]));
+  return { scale, offset: [(covered + GAP) / scale - first[0], 3 * GAP / scale - first[1]] };
 }
 
 /** Put Measure Precisions beside the first sampler, on what that one is given. @param {any} app @returns {string} what was done, in words */

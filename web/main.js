@@ -42,6 +42,8 @@ const ran = new Map();
 const badgeTexts = new WeakMap();
 /** @type {HTMLElement | null} */
 let sidebar = null;
+/** What the sidebar's last action did. The page makes the tab anew when the graph changes; this stays. */
+const did = el("p", { class: "hs-hint", role: "status" });
 /** What this device can do, in a sentence. */
 let device = "";
 /** Our sidebar tab as the page keeps it: Nodes 2.0 draws a badge again when what the badge read from here changes. */
@@ -165,6 +167,7 @@ function noteTold(promptId, report) {
 /** @param {any} detail of an `execution_start` event */
 function noteStart(detail) {
   told.clear();
+  did.textContent = "";
   cached = new Set();
   log.start(detail.prompt_id, workflowId());
 }
@@ -220,7 +223,7 @@ function drawTab() {
     return report ? [{ id: locatorOf(node), title: node.title, report }] : [];
   });
   const ours = isOfThisWorkflow();
-  const greeting = { device, showMe: () => showMe(app, sidebar), guard: () => guardWorkflow(app), measure: () => measureWorkflow(app) };
+  const greeting = { device, did, showMe: () => showMe(app, sidebar), guard: () => guardWorkflow(app), measure: () => measureWorkflow(app) };
   drawSidebar(sidebar, log.run, reports, greeting, {
     titleOf: (id) => (ours ? nodeById(id)?.title : null) ?? t("Guard"),
     goTo: (id) => {

@@ -11,7 +11,7 @@ import { said, t } from "./words.mjs";
  * @typedef {import("./run.mjs").GuardState} GuardState
  * @typedef {{id: string, title: string, report: Report}} NamedReport
  * @typedef {() => string | Promise<string>} Action what it did, in words
- * @typedef {{device: string, showMe: Action, guard: Action, measure: Action}} Greeting what this device can do, and what to do first
+ * @typedef {{device: string, did: HTMLElement, showMe: Action, guard: Action, measure: Action}} Greeting what this device can do, what to do first, and where it is said what that did
  */
 const states = () => ({ running: t("running"), done: t("finished"), failed: t("stopped") });
 
@@ -25,25 +25,26 @@ const states = () => ({ running: t("running"), done: t("finished"), failed: t("s
 export function drawSidebar(root, run, reports, greeting, graph) {
   const guards = [...(run?.guards ?? [])];
   const state = run ? el("span", { class: "hs-dim", text: states()[run.state] }) : null;
+  const first = greet(greeting);
   root.replaceChildren(
-    ...(run ? [] : greet(greeting)),
+    ...(run ? [] : first),
     el("h3", {}, t("Last run"), " ", state),
     ...(run?.error ? [errorCard(run.error, graph)] : []),
     ...(guards.length ? guards.map(([id, guard]) => guardCard(id, guard, graph)) : [quiet(run)]),
     el("h3", { text: t("Reports") }),
     ...(reports.length ? reports.map((entry) => reportCard(entry, graph)) : [hint(t("Add a Precision Report node and run the workflow."))]),
+    ...(run ? first : []),
   );
 }
 
 /** @param {Greeting} greeting */
-function greet({ device, showMe, guard, measure }) {
-  const told = el("p", { class: "hs-hint", role: "status" });
+function greet({ device, did, showMe, guard, measure }) {
   /** @param {string} title @param {string} text @param {Action} act */
-  const action = (title, text, act) => el("button", { type: "button", class: "hs-button", onclick: async () => { told.textContent = await act(); } }, el("b", { text: title }), text);
+  const action = (title, text, act) => el("button", { type: "button", class: "hs-button", onclick: async () => { did.textContent = await act(); } }, el("b", { text: title }), text);
   const showing = action(t("Show me"), t("Opens five nodes on a small model that is here already: a black picture, and the same one repaired. No download."), showMe);
   const guarding = action(t("Guard this workflow"), t("Puts the Halfsafe node between loaders and sampler. Ctrl+Z takes it back."), guard);
   const measuring = action(t("Measure my card"), t("Puts Measure Precisions beside the sampler: run it to see what is fastest here."), measure);
-  return [el("p", { class: "hs-sentence", text: device || t("Looking at this device ...") }), el("div", { class: "hs-actions" }, showing, guarding, measuring), told];
+  return [el("p", { class: "hs-sentence", text: device || t("Looking at this device ...") }), el("div", { class: "hs-actions" }, showing, guarding, measuring), did];
 }
 
 /** @param {Run | null} run */

@@ -125,6 +125,7 @@ def test_show_me_opens_five_nodes_and_draws_a_black_and_a_repaired_picture(small
     assert not shapes.pixels_of(black).any()
     assert shapes.read_picture(drawn) == shapes.Shape("red", "heart")
     small.screenshot(pictures, f"show-me-{cell}")
+    assert small.page.locator(".hs-sidebar .hs-button").count() == 3  # after a run too
     small.evaluate(TAB)
     kept = "(path) => app.extensionManager.workflow.getWorkflowByPath(path).activeState.nodes.map((n) => n.type)"
     assert sorted(small.evaluate(kept, first)) == nodes
@@ -142,6 +143,8 @@ def test_the_sidebar_greets_and_guards_and_measures_the_open_graph(small: ComfyP
     for name, added in (("Guard this workflow", ["HalfsafeAutoPrecision"]), ("Measure my card", ["HalfsafeMeasurePrecisions", "PreviewImage"])):
         small.page.locator(".hs-sidebar .hs-button", has_text=name).click()
         assert sorted(small.evaluate(TYPES)) == sorted([*before, *added])
+        small.evaluate("() => new Promise((done) => setTimeout(done, 300))")  # what the graph's change draws
+        assert small.page.inner_text(".hs-sidebar [role=status]")
         if name == "Guard this workflow":
             linked = small.evaluate("""() => { const one = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision");
                 return [one.inputs.filter((i) => i.link !== null).map((i) => i.name), one.outputs.map((o) => o.links?.length ?? 0)]; }""")
