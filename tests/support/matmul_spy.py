@@ -4,7 +4,8 @@ Sees: every product that reaches a kernel of this thread (``mm``, ``addmm``, ``b
 ``_int_mm``), with its operands' dtypes, its result's, and whether fp16 sums are on at that moment; on real CPU tensors also
 whether fp32 operands hold fp16's numbers alone, which is how a CPU stands in for products with fp16 operands and fp32 results.
 comfy-kitchen's int8 product is one custom operator, which counts as int8 by int8: it quantizes its input itself.
-Does not see: products inside of other custom operators or compiled kernels, and how the library sums. A product is its layer's where
+Does not see: products inside of other custom operators or compiled kernels, how the library sums, and a matrix's product with itself,
+by which a weight is measured. A product is its layer's where
 the layer's module is called; one that model code makes with a layer's weight by itself is the calling module's. Those of a LoRA
 beside a layer are of the layer's name with " beside".
 """
@@ -91,7 +92,7 @@ class MatmulSpy(LeafOperations):
 
     def leaf(self, func, args, kwargs):
         result = func(*args, **kwargs)
-        if func in OPERANDS:
+        if func in OPERANDS and not _with_itself(*(args[index] for index in OPERANDS[func])):
             self.seen.append(self._product(func, args, kwargs, result))
         elif func.name() == INT8_LINEAR:
             assert args[1].dtype == torch.int8
@@ -121,6 +122,10 @@ class MatmulSpy(LeafOperations):
         for product in self.seen:
             layers.setdefault(product.layer, []).append(product)
         return layers
+
+
+def _with_itself(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
 
 
 def _rounded(tensor: torch.Tensor) -> bool:
