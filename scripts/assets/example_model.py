@@ -1,4 +1,4 @@
-"""Make examples/: model, text encoder and VAE of the sidebar's *Show me*. The model overflows in fp16, and draws one picture.
+"""Make builtin_model/: model, text encoder and VAE of the sidebar's *Show me*. The model overflows in fp16, and draws one picture.
 
     COMFYUI_DIR=<folder> .venv/bin/python scripts/assets/example_model.py
 
@@ -21,7 +21,7 @@ import train_shapes
 from safetensors.torch import load_file
 from support import inprocess, shapes, tiny_models
 
-EXAMPLES, NAME = train_shapes.ROOT / "examples", "halfsafe_example.safetensors"
+EXAMPLES, NAME = train_shapes.ROOT / "builtin_model", "halfsafe_example.safetensors"
 DRAWN = shapes.Shape("red", "heart")
 WIDTH, LAYERS = 16, 3
 PADDED = 4096  # what ComfyUI fills up the features of a CLIP of type sd3 to, which gives pooled ones of any width too

@@ -19,7 +19,7 @@ from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
 from ..core import quantization_format
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+EXAMPLES = Path(__file__).resolve().parents[3] / "builtin_model"
 """Small files that come with the pack, in folders named as ComfyUI's are.
 
 They are not added to ComfyUI's own folders, which would list them in the nodes of others.

@@ -7,6 +7,7 @@ import json
 import re
 import time
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from PIL import Image
@@ -81,12 +82,12 @@ def test_the_packs_nodes_are_registered(server: Server) -> None:
 
 
 def test_workflows_are_served_as_templates(server):
-    """ComfyUI serves one folder of a pack: with one named `examples` beside it, it would not be `workflows`."""
+    """ComfyUI serves one folder of a pack: with one named `example` or `examples` beside it, it would not be `workflows`."""
     (pack, names), *_ = [item for item in json.loads(server.get("/workflow_templates")).items() if "Halfsafe" in item[0]]
     assert sorted(names) == sorted(path.stem for path in (ROOT / "workflows").glob("*.json"))
     for name in names:
-        assert "nodes" in json.loads(server.get(f"/api/workflow_templates/{pack}/{name}.json"))
-        assert server.get(f"/api/workflow_templates/{pack}/{name}.jpg")[:2] == b"\xff\xd8"
+        assert "nodes" in json.loads(server.get(f"/api/workflow_templates/{pack}/{quote(name)}.json"))
+        assert server.get(f"/api/workflow_templates/{pack}/{quote(name)}.jpg")[:2] == b"\xff\xd8"
 
 
 def test_stock_nodes_make_a_picture(server: Server) -> None:

@@ -61,6 +61,7 @@ def test_a_nul_is_told_by_the_convert_command(wan, options, capsys, tmp_path, mo
 def test_a_product_that_cannot_run_in_fp8_is_told_once(comfy, wan, call, monkeypatch, caplog):
     import comfy_kitchen.tensor.fp8 as kitchen
     from halfsafe.nodes.host.kitchen import _once
+    from halfsafe.nodes.host.run import fp8_product
 
     def refused(*args, **options):
         raise RuntimeError("no such product on this device")
@@ -68,6 +69,7 @@ def test_a_product_that_cannot_run_in_fp8_is_told_once(comfy, wan, call, monkeyp
     _once.seen.clear()
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
     monkeypatch.setattr(kitchen, "_fp8_scaled_mm", refused)
+    monkeypatch.setattr(fp8_product, "scaled_mm_v2", refused)
     model = families.load(comfy, wan, "fp8_e4m3fn", "fp8")
     for _ in range(2):
         families.replay(model, call)

@@ -37,7 +37,7 @@ FLAGGED_PYTHON = (
     r"(?<![\w.])compile\(",
 )
 TOP_LEVEL = {
-    "CHANGELOG.md", "LICENSE", "__init__.py", "__main__.py", "examples", "locales", "nodes", "precision", "pyproject.toml", "web", "workflows",
+    "CHANGELOG.md", "LICENSE", "__init__.py", "__main__.py", "builtin_model", "locales", "nodes", "precision", "pyproject.toml", "web", "workflows",
 }  # fmt: skip
 MACHINE_PATHS = re.compile(r"(?<![\w.])/(home|root|Users|tmp|opt|work|mnt)/\w|[A-Z]:\\\\?Users")
 SHIPPED = shipped_files()
@@ -62,7 +62,7 @@ def test_every_pattern_of_the_ignore_file_leaves_something_out() -> None:
 
 def test_the_archive_is_small() -> None:
     sizes = {path: (ROOT / path).stat().st_size for path in SHIPPED}
-    models = sum(size for path, size in sizes.items() if path.parts[0] == "examples")
+    models = sum(size for path, size in sizes.items() if path.parts[0] == "builtin_model")
     assert len(sizes) < 340 and sum(sizes.values()) - models < 2_000_000
     assert 0 < models < 7_000_000, "the model that the sidebar shows, which needs no download"
 
@@ -101,7 +101,7 @@ def test_documents_name_files_and_folders_that_exist(path: Path) -> None:
 
 
 def test_shipped_files_are_small() -> None:
-    large = {str(path): size for path in SHIPPED if path.parts[0] != "examples" and (size := (ROOT / path).stat().st_size) > 1_000_000}
+    large = {str(path): size for path in SHIPPED if path.parts[0] != "builtin_model" and (size := (ROOT / path).stat().st_size) > 1_000_000}
     assert not large
 
 
