@@ -141,7 +141,16 @@ class ComfyPage:
             app.canvas.ds.scale = 1; app.canvas.ds.offset[0] = 120 - node.pos[0]; app.canvas.ds.offset[1] = 120 - node.pos[1];
             app.canvas.setDirty(true, true); }"""
         self.evaluate(code, [node_type, width, height])
-        self.page.wait_for_timeout(400)
+        self.page.wait_for_timeout(100)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until the pack's elements keep their boxes for ten frames: a busy machine draws late."""
+        code = """async () => { const boxes = () => JSON.stringify([...document.querySelectorAll("[class^=hs-]")].map((e) => {
+                const { x, y, width, height } = e.getBoundingClientRect(); return [x, y, width, height, e.scrollWidth]; }));
+            for (let last = boxes(), same = 0, frames = 0; same < 10 && frames < 600; frames++) {
+                await new Promise(requestAnimationFrame); const now = boxes(); same = now === last ? same + 1 : 0; last = now; } }"""
+        self.evaluate(code)
 
     def screenshot(self, folder: Path | None, name: str) -> None:
         """Bring the page to rest and keep a picture of it, where there is a folder for it."""
