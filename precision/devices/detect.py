@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..errors import UnknownProfile
-from ..formats.registry import FORMAT_OF_STORAGE
+from ..formats.registry import needs_fp8
 from ..text import size_text
 from .hardware import default_device, hardware_name, indexed, profile_of
 from .names import code_of
@@ -120,7 +120,7 @@ def _verdict(profile: DeviceProfile, probes: tuple[Probe, ...], capability: str)
         return False, profile.reason(capability)
     failed = [probe for probe in probes if probe.ok is False and probe.name in CONFIRMED_BY[capability]]
     if failed:
-        return False, f"Expected here, but the probe {failed[0].name} failed: {failed[0].detail}."
+        return False, f"Expected here, but the probe {failed[0].name} failed: {failed[0].detail.rstrip('.')}."
     return True, profile.reason(capability)
 
 
@@ -268,8 +268,7 @@ def why_low_bits_are_slow(device: Device) -> str:
 
 def why_no_fp8(storage: str, device: Device) -> str:
     """Say why a device cannot hold weights in a storage of fp8; empty where it can."""
-    row = FORMAT_OF_STORAGE.get(storage)
-    if not (row and row.needs_fp8) or device.capabilities["fp8_storage"]:
+    if not needs_fp8(storage) or device.capabilities["fp8_storage"]:
         return ""
     return f"not on {device.label}: {device.reason('fp8_storage')}"
 
@@ -286,9 +285,7 @@ def held_storage(device: Device, file_dtype: str) -> tuple[str, str]:
 
 
 def _quantized_storage(device: Device, file_dtype: str) -> tuple[str, str]:
-    row = FORMAT_OF_STORAGE.get(file_dtype)
-    needs_fp8 = row.needs_fp8 if row else file_dtype.startswith("fp8")  # the fnuz dtypes are no format of ComfyUI
-    if needs_fp8 and not device.capabilities["fp8_storage"]:
+    if needs_fp8(file_dtype) and not device.capabilities["fp8_storage"]:
         return _half(device), f"The file is {file_dtype}. {device.reason('fp8_storage')}"
     return "as_file", f"The file is already {file_dtype}."
 

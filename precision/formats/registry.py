@@ -95,6 +95,12 @@ FORMATS = {row.name: row for row in reversed(_ROWS)}
 FORMAT_OF_STORAGE = {row.storage: row for row in _ROWS}
 
 
+def needs_fp8(storage: str) -> bool:
+    """Tell whether a device that holds weights in a storage has to hold fp8."""
+    row = FORMAT_OF_STORAGE.get(storage)
+    return row.needs_fp8 if row else storage.startswith("fp8")  # the fnuz dtypes are no format of ComfyUI
+
+
 def row_of(name: str, size: int, count: int) -> Format:
     """Return the row of a weight of ``count`` values whose data take ``size`` bytes, in what ComfyUI calls ``name``."""
     return next(row for row in _ROWS if row.name == name and row.bits in (0, 8 * size // count))

@@ -63,16 +63,18 @@ def plan_model(
     inside = {name: weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
     decided = {name: plan.decisions[layers[name]] for name in inside if layers.get(name) in plan.decisions}
     linear = {name for name, decision in decided.items() if decision.quantizable}
-    memory = Memory(formats, unpacked_dtype(plan), inside.keys() - linear, linear, assigned)
+    memory = Memory(formats, unpacked_dtype(plan), inside.keys() - linear, linear, assigned, plan.no_fp8)
     asked = {name: decision.storage for name, decision in decided.items()}
-    plans = plan_weights(checkpoint.weights, asked, checkpoint.path, memory, read)
+    plans = plan_weights(inside, asked, checkpoint.path, memory, read)
+    others = {name: weight for name, weight in checkpoint.weights.items() if name not in inside}
+    plans |= plan_weights(others, {}, checkpoint.path, replace(memory, no_fp8=""), read)
     first = common_dtype(inside, plans, plan)
     dtype = plan.compute.weight_dtype if first == "bf16" and plan.no_bf16 else first
     if dtype == "fp16" and read and _any_exceeds_fp16(inside, plans, checkpoint.path):
         dtype = "bf16"
     if dtype == "bf16" and plan.no_bf16:
         dtype = "fp32"
-    planned = _memory_plan(checkpoint, plans, memory, inside, dtype)
+    planned = _memory_plan(checkpoint, plans, memory, inside, dtype, asked)
     if dtype == first or not plan.no_bf16:
         return planned
     return replace(planned, notes=(*planned.notes, f"Weights in {first} were loaded in {dtype}: {plan.no_bf16}."))
@@ -85,23 +87,24 @@ def plan_encoder(
     default: str,
     formats: Container[str],
     assigned: bool = False,
+    no_fp8: str = "",
 ) -> MemoryPlan:
     """Plan the weights of a text encoder's file, by layer as ``decisions`` say.
 
     Args:
         choice: the storage of the whole encoder; where that is no dtype, what is not quantized is in ``default``.
         formats: what this ComfyUI holds quantized weights in, as storages are called.
-        assigned: as for :class:`Memory`.
+        assigned, no_fp8: as for :class:`Memory`.
     """
     dtype = default if choice.used in (*QUANTIZED_NAMES, AS_FILE) else choice.used
     named = ((name, decisions.get(weight.layer)) for name, weight in checkpoint.weights.items())
     decided = {name: decision for name, decision in named if decision}
     linear = {name for name, decision in decided.items() if decision.quantizable}
     unpacked = default if dtype_named(default).itemsize == 2 else "bf16"
-    memory = Memory(formats, unpacked, linear=linear, assigned=assigned)
+    memory = Memory(formats, unpacked, linear=linear, assigned=assigned, no_fp8=no_fp8)
     asked = {name: decision.storage for name, decision in decided.items()}
     plans = plan_weights(checkpoint.weights, asked, checkpoint.path, memory)
-    return _memory_plan(checkpoint, plans, memory, checkpoint.weights, dtype)
+    return _memory_plan(checkpoint, plans, memory, checkpoint.weights, dtype, asked)
 
 
 def common_dtype(weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], plan: LoadPlan) -> str:
@@ -136,16 +139,23 @@ def _any_exceeds_fp16(weights: Mapping[str, StoredWeight], plans: Mapping[str, W
 
 
 def _memory_plan(
-    checkpoint: Checkpoint, plans: dict[str, WeightPlan], memory: Memory, inside: Mapping[str, StoredWeight], dtype: str
+    checkpoint: Checkpoint,
+    plans: dict[str, WeightPlan],
+    memory: Memory,
+    inside: Mapping[str, StoredWeight],
+    dtype: str,
+    asked: Mapping[str, str],
 ) -> MemoryPlan:
-    weights = checkpoint.weights.values()
-    lacking = Counter(weight.row for weight in weights if weight.encoding and memory.lacks(weight))
+    lacking = Counter(weight.row for weight in inside.values() if memory.is_unknown(weight))
     unpacked = [
         f"{count} layers in {row.title}, which ComfyUI has from {row.since} on, were unpacked to {memory.unpacked}."
         for row, count in lacking.items()
     ]
+    refused = (weight for name, weight in inside.items() if asked.get(name, AS_FILE) == AS_FILE)
+    counts = Counter(weight.storage for weight in refused if memory.is_refused(weight))
+    unpacked += [f"{count} weights in {it} were loaded in {dtype}: {memory.no_fp8}" for it, count in counts.items()]
     unpacked += packed_notes(checkpoint, plans)
-    otherwise = [f"{name}: {plan.reason}" for name, plan in plans.items() if plan.reason]
+    otherwise = [f"{name}: {plan.reason}" for name in inside if (plan := plans[name]).reason]
     size = sum(_bytes(weight, plans[name], dtype) for name, weight in inside.items())
     quantized = any(_is_quantized(weight, plans[name]) for name, weight in inside.items())
     slices = [

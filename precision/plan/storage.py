@@ -5,9 +5,18 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from ..devices.detect import ACTIVATION_ROOM, Device, auto_storage, held_storage, why_low_bits_are_slow, why_no_bf16
+from ..devices.detect import (
+    ACTIVATION_ROOM,
+    Device,
+    auto_storage,
+    held_storage,
+    why_low_bits_are_slow,
+    why_no_bf16,
+    why_no_fp8,
+)
 from ..dtypes import FP8_NAMES, QUANTIZED_NAMES
 from ..formats.comfy_format import can_be_quantized, codes_of
+from ..formats.registry import needs_fp8
 from ..text import size_text
 from .choice import Choice, frozen
 from .compute import SAFE, ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype_of
@@ -42,7 +51,7 @@ class StorageDecision:
 class LoadPlan:
     """How a model is stored and computed: one storage decision per layer, and the compute plan with its own.
 
-    ``no_bf16``: why the device cannot hold weights in bf16; empty where it can.
+    ``no_bf16``, ``no_fp8``: why the device cannot hold weights in bf16, in fp8; empty where it can.
     """
 
     storage: Choice
@@ -50,6 +59,7 @@ class LoadPlan:
     decisions: Mapping[str, StorageDecision]
     without_effect: tuple[tuple[str, str], ...] = ()
     no_bf16: str = ""
+    no_fp8: str = ""
 
 
 def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Mapping[str, StorageDecision]:
@@ -120,7 +130,7 @@ def plan_load(
     storages |= facts.formats
     arithmetic = plan_compute(facts, device, compute, rules, storages)
     idle = tuple(rules_without_effect(facts.layers, rules))
-    return LoadPlan(choice, arithmetic, decisions, idle, why_no_bf16(device))
+    return LoadPlan(choice, arithmetic, decisions, idle, why_no_bf16(device), why_no_fp8("fp8_e4m3fn", device))
 
 
 def _fitted(
@@ -162,20 +172,28 @@ def _fitted(
 
 
 def plan_text_encoder(
-    layers: Sequence[LayerSpec], storage: str, file_storage: str, default: str, needed: int, free_bytes: int | None
+    layers: Sequence[LayerSpec],
+    storage: str,
+    file_storage: str,
+    default: str,
+    needed: int,
+    free_bytes: int | None,
+    no_fp8: str = "",
 ) -> tuple[Choice, Mapping[str, StorageDecision]]:
     """Resolve the storage of a text encoder that takes ``needed`` bytes in 16 bit.
 
     ``default``: the dtype ComfyUI keeps text encoders in; ``free_bytes``: of the host, None where its weights are
-    streamed from their file. An encoder runs once per prompt: fp8 saves memory, not time.
+    streamed from their file; ``no_fp8``: why its device cannot hold fp8. An encoder runs once per prompt: 8 bits save
+    memory, not time.
     """
     choice = Choice(storage, storage)
-    if storage == "auto" and (file_storage.startswith("fp8") or file_storage == "quantized"):
+    if storage in ("auto", "as_file") and no_fp8 and needs_fp8(file_storage):
+        choice = Choice(storage, default, f"The file is {file_storage}. {no_fp8}")
+    elif storage == "auto" and (file_storage.startswith("fp8") or file_storage == "quantized"):
         choice = Choice(storage, "as_file", "the file is quantized already")
     elif storage == "auto" and free_bytes is not None and needed > free_bytes:
-        choice = Choice(
-            storage, "fp8_e4m3fn", f"{size_text(needed)} in 16 bit, {size_text(free_bytes)} of memory are free"
-        )
+        smaller = "int8" if no_fp8 else "fp8_e4m3fn"
+        choice = Choice(storage, smaller, f"{size_text(needed)} in 16 bit, {size_text(free_bytes)} of memory are free")
     elif storage == "auto":
         choice = Choice(storage, default, "ComfyUI's default for text encoders")
     return choice, plan_storage(layers, choice.used, Rules(presets=TEXT_ENCODER_RULES))

@@ -23,7 +23,7 @@ from ..formats.comfy_format import (
     sampled_error,
     specs_of,
 )
-from ..formats.registry import FORMAT_OF_STORAGE
+from ..formats.registry import FORMAT_OF_STORAGE, needs_fp8
 from .storage import why_not_quantized
 
 REQUANTIZATION_LIMIT = {"fp8_e4m3fn": 0.04, "fp8_e5m2": 0.08}
@@ -32,7 +32,7 @@ WITH_SCALE = "a tensor beside it is named like a scale"
 
 @dataclass(frozen=True)
 class Memory:
-    """What a ComfyUI that weights are loaded into can hold.
+    """What a ComfyUI that weights are loaded into, and its device, can hold.
 
     Attributes:
         formats: what it holds quantized weights in, as storages are called.
@@ -40,6 +40,7 @@ class Memory:
         not_linear: the model's tensors that are the weight of no Linear module, which alone holds fp8 with a scale.
         linear: those that are.
         assigned: the model is given the tensors themselves, as under dynamic VRAM, and none is copied into it.
+        no_fp8: why the device cannot hold fp8; empty where it can.
     """
 
     formats: Container[str]
@@ -47,11 +48,20 @@ class Memory:
     not_linear: Container[str] = ()
     linear: Container[str] = ()
     assigned: bool = False
+    no_fp8: str = ""
 
     def lacks(self, weight: StoredWeight) -> bool:
+        """Tell whether a weight cannot be held as it is."""
+        return weight.packed is not None or self.is_unknown(weight) or self.is_refused(weight)
+
+    def is_unknown(self, weight: StoredWeight) -> bool:
         """Tell whether a weight is in a format that this ComfyUI does not have."""
         # Its own loader fails on one with a KeyError (``_load_quantized_module`` in comfy/ops.py).
-        return weight.packed is not None or (weight.encoding is not None and weight.storage not in self.formats)
+        return weight.encoding is not None and weight.storage not in self.formats
+
+    def is_refused(self, weight: StoredWeight) -> bool:
+        """Tell whether a weight is in a format that the device does not have."""
+        return bool(self.no_fp8) and needs_fp8(weight.storage)
 
 
 def plan_weights(

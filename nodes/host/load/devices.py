@@ -10,6 +10,7 @@ import torch
 from ....precision.devices import memory
 from ....precision.devices.detect import Device, detect, why_no_fp8
 from ....precision.errors import StorageNotHeld
+from ....precision.formats.registry import needs_fp8
 
 
 def compute_device() -> torch.device:
@@ -50,16 +51,20 @@ def no_int8_kernel(backends: Mapping[str, dict], expected: str) -> str:
 
 
 def require_held_by_device(storages: Iterable[str], where: torch.device) -> None:
-    """Raise :class:`StorageNotHeld` for weights that ComfyUI's compute device cannot hold, if that is where they go.
+    """Raise :class:`StorageNotHeld` for a storage asked for that the device ``where`` cannot hold.
 
     Without it the first move to the device raises, in the middle of a run and in torch's words.
     """
-    device = current_device()
-    if device.simulated or where != compute_device():
-        return
-    for storage in set(storages):
-        if why := why_no_fp8(storage, device):
+    why = why_no_fp8_on(where)
+    for storage in filter(needs_fp8, storages):
+        if why:
             raise StorageNotHeld(f"storage={storage}: {why}", "Use storage=auto, fp16 or bf16.")
+
+
+def why_no_fp8_on(where: torch.device) -> str:
+    """Say why a device cannot hold fp8; empty where it can, and for a device that is not ComfyUI's compute device."""
+    device = current_device()
+    return "" if device.simulated or where != compute_device() else why_no_fp8("fp8_e4m3fn", device)
 
 
 def streams_weights(device: torch.device, disable_dynamic: bool) -> bool:

@@ -28,7 +28,7 @@ from ..facts.model_facts import held_storages
 from ..lora.unmerged import keep_low_rank_unmerged
 from ..run.modules import ask_for_plain_products
 from .detection import dequantized_tensors, detect_model, stored_tensors
-from .devices import free_host_memory, require_held_by_device, streams_weights
+from .devices import free_host_memory, require_held_by_device, streams_weights, why_no_fp8_on
 from .files import check_quantized_shapes, embedding_folders, of_fitting_shapes, open_model
 from .first_use import check_at_first_text
 from .tensors import LoadedTensors, load_tensors
@@ -61,6 +61,7 @@ def load_text_encoder(
         )
     converted = [_converted(file, storage, disable_dynamic) for file in files]
     tensors, choice = [made.tensors for made, _ in converted], converted[0][1]
+    notes = [note for made, _ in converted for note in made.notes]
     with of_fitting_shapes(*paths):
         clip = comfy.sd.load_text_encoder_state_dicts(
             list(tensors),
@@ -71,7 +72,7 @@ def load_text_encoder(
         )
     check_quantized_shapes(clip.cond_stage_model, *paths)
     check_at_first_text(clip, [weight for made, _ in converted for weight in made.unread], paths[0])
-    return _finished(clip, paths[0], compute, choice, (_text_encoder_patcher, (paths, kind, storage, compute)))
+    return _finished(clip, paths[0], compute, choice, notes, (_text_encoder_patcher, (paths, kind, storage, compute)))
 
 
 def _clip_sizes(files: Sequence[Checkpoint]) -> dict:
@@ -114,7 +115,7 @@ def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool 
         )
     check_quantized_shapes(clip.cond_stage_model, path)
     check_at_first_text(clip, made.unread, path)
-    return _finished(clip, path, "auto", choice, (_checkpoint_text_encoder_patcher, (path, storage)))
+    return _finished(clip, path, "auto", choice, made.notes, (_checkpoint_text_encoder_patcher, (path, storage)))
 
 
 def _text_encoder_patcher(
@@ -151,15 +152,17 @@ def _converted(checkpoint: Checkpoint, storage: str, disable_dynamic: bool) -> t
     in_16_bit = sum(2 * prod(weight.shape) for weight in checkpoint.weights.values())
     streamed = streams_weights(device, disable_dynamic)
     free = None if streamed else free_host_memory()
+    no_fp8 = why_no_fp8_on(device)
     choice, decisions = plan_text_encoder(
-        layer_specs(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free
+        layer_specs(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free, no_fp8
     )
-    planned = plan_encoder(checkpoint, choice, decisions, default, held_storages(), assigned=streamed)
-    require_held_by_device((found.stored for found in planned.plans.values()), device)
+    require_held_by_device((decision.storage for decision in decisions.values()), device)
+    planned = plan_encoder(checkpoint, choice, decisions, default, held_storages(), streamed, no_fp8)
     made = load_tensors(checkpoint, planned, read=not streamed)
-    for note in (*planned.notes, *made.notes):
+    notes = [*planned.notes, *made.notes]
+    for note in notes:
         logger.info("Halfsafe: %s: %s", checkpoint.path, note)
-    return replace(made, tensors={**made.tensors, **_missing_projections(made.tensors)}), choice
+    return replace(made, tensors={**made.tensors, **_missing_projections(made.tensors)}, notes=notes), choice
 
 
 def _missing_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -185,9 +188,9 @@ def _options(encoders: Sequence[dict[str, torch.Tensor]], storage: str) -> dict:
     return {**options, "quantization_metadata": {"mixed_ops": True}} if quantized else options
 
 
-def _finished(clip: CLIP, path: str, compute: str, storage: Choice, factory: tuple) -> CLIP:
+def _finished(clip: CLIP, path: str, compute: str, storage: Choice, notes: Sequence[str], factory: tuple) -> CLIP:
     without_effect = () if compute in ("auto", "fp32") else ((f"compute={compute}", FP32_ACTIVATIONS),)
-    record = LoadRecord(path, (), storage, without_effect=without_effect)
+    record = LoadRecord(path, (), storage, without_effect=without_effect, notes=tuple(notes))
     clip.patcher.set_attachments(ATTACHMENT, record)
     clip.patcher.cached_patcher_init = factory
     keep_low_rank_unmerged(clip.patcher)

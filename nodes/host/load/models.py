@@ -125,8 +125,8 @@ def prepare(detected: Detected, storage: str, compute: str, rules: Rules, stream
     formats = held_storages()
     host = free_host_memory() if streamed else None
     plan = plan_load(detected.facts, device, storage, compute, rules, free, formats, streamed_from=host)
+    require_held_by_device((decision.storage for decision in plan.decisions.values()), compute_device())
     weights = plan_model(checkpoint, plan, detected.layer_names, detected.prefix, formats, assigned=streamed)
-    require_held_by_device((found.stored for found in weights.plans.values()), compute_device())
     loaded = load_tensors(checkpoint, weights, read=not streamed)
     tensors = loaded.tensors
     names = (name for name, found in weights.plans.items() if found.storage not in (AS_FILE, *QUANTIZED_NAMES))

@@ -5,8 +5,7 @@ import torch
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
 from halfsafe.nodes.host.measure import analysis
-from halfsafe.precision.errors import HalfsafeError, StorageNotHeld
-from halfsafe.precision.plan.choice import ATTACHMENT
+from halfsafe.precision.errors import HalfsafeError
 from safetensors.torch import load_file, save_file
 from support import families, model_files, tiny_models
 from support.families import load
@@ -87,11 +86,6 @@ def test_a_decode_that_overflows_is_made_again(comfy, vae_file, on, kind):
     assert (event.from_mode, event.recovered) == ("fp16", True)
 
 
-@pytest.fixture(scope="module")
-def clip_file(models_dir):
-    return tiny_models.clip_l(models_dir / "text_encoders" / "second_device.safetensors")
-
-
 def encoded(comfy, path, storage):
     clip = comfy.run("HalfsafeLoadCLIP", clip_name1=path.name, type="stable_diffusion", storage=storage, compute="auto")[0]
     clip = comfy.run("HalfsafeGuardCLIP", clip=clip, on_nan="retry_higher")[0]
@@ -103,43 +97,6 @@ def test_a_guarded_text_encoder(comfy, clip_file, on):
     device = on("cuda")
     assert relative_error(exact, encoded(comfy, clip_file, "as_file")) < 2e-2
     assert device.operations["aten::mm"]
-
-
-def test_fp8_weights_are_refused_where_the_device_cannot_hold_them(comfy, wan, on):
-    """Without it the first step raises what torch says there."""
-    on("mps")
-    with pytest.raises(StorageNotHeld, match="storage=fp8_e4m3fn: not on Apple M1, M2: .*2.15.*storage=auto"):
-        load(comfy, wan, "fp8_e4m3fn", "auto")
-
-
-def test_fp8_text_encoders_are_refused_too(clip_file, comfy, on):
-    on("privateuseone")
-    with pytest.raises(StorageNotHeld, match="the probe fp8_cast failed"):
-        encoded(comfy, clip_file, "fp8_e4m3fn")
-
-
-@pytest.mark.parametrize("storage", ["as_file", "auto"])
-def test_a_file_of_fp8_is_unpacked_where_the_device_cannot_hold_it(comfy, wan, on, storage):
-    path = wan.with_name("second_device_fp8.safetensors")
-    save_file({name: tensor.to(torch.float8_e4m3fn) if tensor.dim() == 2 else tensor for name, tensor in load_file(str(wan)).items()}, str(path))
-    on("mps")
-    model = load(comfy, path, storage, "auto")
-    assert bool(torch.isfinite(families.sample(model, "wan", steps=1)).all())
-    choice = model.attachments[ATTACHMENT].storage
-    assert (choice.used, choice.requested) == ("fp16", storage) and "torch 2.15" in choice.reason
-
-
-@pytest.mark.parametrize(("storage", "compute", "held", "bound"), [
-    ("as_file", "auto", "fp32", 1e-4), ("auto", "auto", "fp32", 1e-4), ("auto", "fp16_safe", "fp16", 2e-3),
-    ("as_file", "fp16_safe", "fp16", 2e-3), ("int8", "int8", "fp32", 1e-2),
-])  # fmt: skip
-def test_a_file_of_bf16_is_right_where_the_device_cannot_hold_it(comfy, wan, clean, on, storage, compute, held, bound):
-    on("privateuseone")
-    model = load(comfy, wan, storage, compute)
-    assert relative_error(clean, families.sample(model, "wan", steps=2)) < bound
-    assert torch.bfloat16 not in {weight.dtype for weight in model.model.diffusion_model.parameters()}
-    told = [note for note in model.attachments[ATTACHMENT].notes if "cannot hold bf16" in note]
-    assert all(f"Weights in bf16 were loaded in {held}" in note for note in told) and (told or storage == "auto")
 
 
 def test_analyze_layers_says_what_the_device_cannot_hold_and_measures_the_rest(comfy, models_dir, on, monkeypatch):

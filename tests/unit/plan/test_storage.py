@@ -178,6 +178,16 @@ def test_text_encoder_storage(storage, file_storage, free, expected):
     assert choice.used == expected
 
 
+@pytest.mark.parametrize(
+    ("storage", "file_storage", "free", "expected"),
+    [("auto", "fp8_e5m2", 20e9, "fp16"), ("as_file", "fp8_e4m3fnuz", 20e9, "fp16"), ("as_file", "bf16", 20e9, "as_file"), ("auto", "bf16", 5e9, "int8")],
+)
+def test_text_encoder_storage_where_the_device_cannot_hold_fp8(storage, file_storage, free, expected):
+    choice, _ = plan.plan_text_encoder(LAYERS, storage, file_storage, "fp16", 10_000_000_000, int(free), "No fp8 here.")
+    assert choice.used == expected
+    assert ("No fp8 here." in choice.reason) == (expected == "fp16")
+
+
 def test_text_encoder_keeps_embeddings():
     layers = [LayerSpec("shared", "Embedding", (9, 4)), LayerSpec("encoder.block.0.wo", "Linear", (4, 4))]
     _, decisions = plan.plan_text_encoder(layers, "fp8_e4m3fn", "fp16", "fp16", 1, 10)

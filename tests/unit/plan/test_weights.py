@@ -1,5 +1,7 @@
 """What the weights of a model are stored in once loaded, and the bytes that this takes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from halfsafe.precision.devices import detect as devices
@@ -129,6 +131,28 @@ def test_a_format_that_comfyui_lacks_is_unpacked_with_a_note_for_models_and_enco
         assert model.plans[weight.name].storage == encoder.plans[weight.name].storage == storage
         assert model.notes == encoder.notes and len(model.notes) == (storage == "bf16")
     assert f"1 layers in {row.title}, which ComfyUI has from {row.since} on, were unpacked to bf16." in model.notes
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "w4a8"])
+def test_what_the_device_cannot_hold_is_unpacked_with_a_note_in_the_part_that_goes_there(name):
+    encoder_weights = {f"clip.{key}": replace(weight, name=f"clip.{key}") for key, weight in weights(torch.float8_e4m3fn).items()}
+    weight, row = encoded(name)
+    inside = replace(weight, name=f"model.{weight.name}")
+    load = replace(plan("as_file", "fp16_safe"), no_fp8="not on this device.")
+    stored = {inside.name: inside, **encoder_weights}
+    planned, held = in_memory(stored, load, prefix="model."), in_memory(stored, replace(load, no_fp8=""), prefix="model.")
+    assert planned.plans[inside.name].stored == planned.dtype == "fp16"
+    assert held.plans[inside.name].stored == row.storage and held.notes == ()
+    assert all(planned.plans[key] == held.plans[key] for key in encoder_weights), "these go elsewhere"
+    assert planned.notes == (f"1 weights in {row.storage} were loaded in fp16: not on this device.",)
+    choice, decisions = Choice("as_file", "as_file"), plan_storage(LAYERS, "as_file", Rules())
+    encoder = plan_encoder(Checkpoint("file", (), {}, {weight.name: weight}, []), choice, decisions, "fp16", FORMAT_OF_STORAGE, no_fp8="not on this device.")
+    assert (encoder.plans[weight.name].stored, encoder.notes) == ("fp16", planned.notes)
+
+
+def test_what_is_asked_for_in_the_place_of_fp8_gets_no_note():
+    load = replace(plan("fp16", "fp16"), no_fp8="not on this device.")
+    assert in_memory(weights(torch.float8_e4m3fn), load).notes == ()
 
 
 def test_without_reading_nothing_is_known_of_values():

@@ -72,6 +72,7 @@ def test_a_wheel_loses_files_and_can_still_be_installed(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         assert "two/heavy/_C.so" not in archive.namelist() and "two/__init__.py" in archive.namelist()
         assert b"heavy" not in archive.read("two-1.0.dist-info/RECORD")
+        assert {member.compress_type for member in archive.infolist()} == {zipfile.ZIP_LZMA}
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)]
     assert subprocess.run(pip, capture_output=True, check=False).returncode == 0
     assert (tmp_path / "site" / "two" / "__init__.py").exists()
