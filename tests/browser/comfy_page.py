@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,6 +68,13 @@ class ComfyPage:
     def evaluate(self, expression: str, argument: object = None) -> object:
         """Run a JavaScript function in the page."""
         return self.page.evaluate(expression, argument)
+
+    def found(self, expression: str, wanted: object, seconds: float = 10) -> object:
+        """Run a function in the page until it gives what is wanted, for some seconds at most, and return what it gave last."""
+        end = time.monotonic() + seconds
+        while (given := self.evaluate(expression)) != wanted and time.monotonic() < end:
+            self.page.wait_for_timeout(200)
+        return given
 
     def load(self, workflow: dict) -> None:
         """Open a workflow, as dropping its file would."""

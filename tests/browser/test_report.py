@@ -124,10 +124,10 @@ def test_long_names_are_whole(ran: ComfyPage, report: dict, width: int, pictures
 def test_nothing_overflows_at_320_pixels(ran: ComfyPage, pictures: Path, cell: str) -> None:
     ran.zoom_to("HalfsafeReport", 320, 640)
     ran.screenshot(pictures, f"report-320-{cell}")
-    wide = ran.evaluate("""() => { const panel = document.querySelector(".hs-scroll"); const right = panel.getBoundingClientRect().right;
+    wide = """() => { const panel = document.querySelector(".hs-scroll"), right = panel.getBoundingClientRect().right;
         return [panel, ...panel.querySelectorAll("*")].filter((e) => e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).overflowX === "visible" && e.clientWidth
-            || e.getBoundingClientRect().right > right + 1).map((e) => e.outerHTML.slice(0, 80)); }""")
-    assert wide == []
+            || e.getBoundingClientRect().right > right + 1).map((e) => [e.outerHTML.slice(0, 80), e.getBoundingClientRect().right, right]); }"""
+    assert ran.found(wide, []) == []
     assert ran.evaluate("() => { const p = document.querySelector('.hs-scroll'); return p.scrollWidth <= p.clientWidth; }")
     assert ran.evaluate("() => document.querySelector('.hs-panel').getBoundingClientRect().width") <= 320
 
