@@ -70,6 +70,8 @@ class Outcome:
 
 def main() -> int:
     options, pytest_args = _parse(sys.argv[1:])
+    if options.seed:
+        os.environ["HALFSAFE_SEED"] = options.seed  # the tests' processes have it from here
     outcomes: list[Outcome] = []
     for python in options.python or [sys.executable]:
         for torch in options.torch:
@@ -89,6 +91,7 @@ def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--kitchen", nargs="+", default=[], metavar="VERSION", help="comfy-kitchens for the tests of formats and kernels")
     parser.add_argument("--cpu", nargs="+", choices=CPUS, default=["native"], help="as on these CPUs")
     parser.add_argument("--threads", nargs="+", type=int, default=[0], metavar="N", help="with these numbers of threads; 0: torch's own choice")
+    parser.add_argument("--seed", metavar="N", help="HALFSAFE_SEED: other numbers where tests draw by chance")
     parser.add_argument("--quick", action="store_true", help="a fast subset of tier 1")
     parser.add_argument("--remove", action="store_true", help="delete each environment after its tests")
     parser.add_argument("--save", action="store_true", help="add the outcomes to benchmarks/results/versions.json")

@@ -17,6 +17,8 @@ sys.path[:] = [
     str(ROOT / "scripts"),
 ]
 
+from support import draws  # noqa: E402 (on the path from here on)
+
 
 class RootIsAFolder:
     """Collect the pack's root as a folder: as a package, pytest would import its `__init__.py` under a wrong name."""
@@ -27,6 +29,23 @@ class RootIsAFolder:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootIsAFolder(), "halfsafe-root")
+    if draws.SHIFT:
+        draws.shift_seeds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> Iterator[None]:
+    if fixturedef.scope == "function":
+        return (yield)
+    with draws.own_draws(f"{request.node.nodeid} {fixturedef.argname} {request.param_index}"):
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+def own_draws(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test draws hangs on its id and HALFSAFE_SEED alone."""
+    with draws.own_draws(request.node.nodeid):
+        yield
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
