@@ -27,8 +27,11 @@ class RootIsAFolder:
         return pytest.Dir.from_parent(parent, path=path) if path == ROOT else None
 
 
+@pytest.hookimpl(tryfirst=True)  # before hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootIsAFolder(), "halfsafe-root")
+    if getattr(config.option, "hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(draws.SHIFT)
     if draws.SHIFT:
         draws.shift_seeds()
 

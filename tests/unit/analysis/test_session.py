@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from halfsafe.precision.amax import host_amax
 from halfsafe.precision.analysis import session as a
 from halfsafe.precision.analysis.analysis_chart import COLOURS, analysis_chart
-from halfsafe.precision.analysis.analysis_rules import analysis_text, patterns, rule_lines, rules_of
+from halfsafe.precision.analysis.analysis_rules import WORST, analysis_text, patterns, rule_lines, rules_of
 from halfsafe.precision.analysis.candidates import CANDIDATES, PART, Candidate, parts, with_fp16_sums
 from halfsafe.precision.analysis.layer_error import crest_factor, output_error, sample, weight_error
-from halfsafe.precision.analysis.search import Search, group_of, power
+from halfsafe.precision.analysis.search import MAX_TRIALS, Search, group_of, power
 from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.quantize import dequantize, quantize
@@ -149,11 +149,16 @@ def test_the_crest_factor_tells_where_few_inputs_are_large():
     assert 3 < crest_factor(x) < 6 and crest_factor(torch.zeros(4, 4)) == 0
     x[:, 7] *= 1000
     assert crest_factor(x) > 20
-    net = Net()
+    net, seen = Net(blocks=2), []
     net.blocks[0].up.weight.data[3] *= 1000
+    hook = net.blocks[0].down.register_forward_pre_hook(lambda module, inputs: seen.append(crest_factor(*inputs)))
+    session_of(net)[1]()
+    hook.remove()
     found = analyzed(net, 20, roles=ROLES)
+    assert sum(layer.worst_db is not None for layer in found.layers) <= WORST, "each has its line in the text"
     crests = {layer.name: layer.crest for layer in found.layers}
-    assert crests["blocks.0.down"] > 3 * crests["blocks.1.down"] and crests["unused"] is None
+    assert crests["blocks.0.down"] == pytest.approx(max(seen)) and crests["unused"] is None
+    assert max(seen) > 0.99 * math.sqrt(64), "one of 64 channels has nearly all the power"
     assert f"{crests['blocks.0.down']:.1f}" in analysis_text(found) and "crest" in analysis_text(found)
 
 
@@ -250,14 +255,17 @@ def test_the_choice_holds_its_target_and_its_figure_is_true(target):
 
 
 def test_more_layers_than_the_preset_and_a_smaller_error_where_outliers_are_planted():
-    net = Net(outliers=(1, 2))
-    preset = analyzed(net, 0, roles=ROLES)
-    assert len(preset.chosen) == preset.all_count == 20
-    pinned = analyzed(net, 25, roles=ROLES)
-    assert preset.all_db < 18
-    assert {layer.name for layer in pinned.named(a.KEPT)} == {"blocks.1.down", "blocks.2.down"}
-    free = analyzed(net, preset.all_db, roles=ROLES, pin=False)
-    assert len(free.chosen) == 21 > preset.all_count
+    net, kept = Net(outliers=(1, 2)), {f"blocks.{block}.to_q" for block in range(4)}
+    lost = {"blocks.1.down", "blocks.2.down"}
+    every = {name for name, module in net.named_modules() if isinstance(module, torch.nn.Linear)} - {"unused"}
+    target = snr_of(net, every - lost) - 0.5
+    roles = dict.fromkeys(kept, "timestep")
+    preset = analyzed(net, 0, roles=roles)
+    assert {layer.name for layer in preset.chosen} == every - kept and preset.all_count == 17
+    assert {layer.name for layer in analyzed(net, target, roles=roles).named(a.KEPT)} == lost
+    free = analyzed(net, target, roles=roles, pin=False)
+    assert {layer.name for layer in free.chosen} == every - lost
+    assert len(free.chosen) > preset.all_count and free.snr_db > preset.all_db + 6, "the planted ones lose half of their channels' bits"
 
 
 def test_no_module_keeps_anything_even_when_a_call_is_interrupted():
@@ -293,7 +301,7 @@ def accumulating(net, steps=6):
                     with session.inside():
                         return [net(x)]
 
-                x = x - 0.5 * session.step(0.0, call)[0]
+                x = x - session.step(0.0, call)[0]
         return [x]
 
     return session, run
@@ -308,7 +316,7 @@ def free_snr_of(net, names, steps=6):
         x = normal(1, 12, 32, seed=1)
         with torch.no_grad():
             for _ in range(steps):
-                x = x - 0.5 * net(x)
+                x = x - net(x)
         results.append(x)
     for name, weight in weights.items():
         net.get_submodule(name).weight.data = weight
@@ -408,17 +416,22 @@ def test_three_trials_find_what_fits_where_damage_is_known():
     assert search.choose(groups, 20.0) == {str(index) for index in range(61)} and search.trials <= 3
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("wrong", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize(("wrong", "share"), [(0.0, 1.0), (0.3, 0.8), (0.6, 0.6)])
 @pytest.mark.parametrize("target", [3.0, 10.0])
-def test_damage_that_is_wrong_by_a_factor_costs_trials_and_hardly_any_layer(wrong, seed, target):
-    expected = normal(60, seed=seed).mul(0.5).sub(4).sort().values
-    noises = (10 ** (expected + wrong * normal(60, seed=99 + seed))).tolist()
-    search, groups = additive(noises, (10**expected).tolist())
-    bound = sum(noises) * 10 ** (-target / 10)
-    chosen = search.choose(groups, -10 * math.log10(bound))
-    best = max(count for count in range(61) if sum(sorted(noises)[:count]) <= bound)
-    assert len(chosen) >= best * {0.0: 1.0, 0.3: 0.85, 0.6: 0.65}[wrong] and search.trials <= 32
+def test_damage_that_is_wrong_by_a_factor_costs_trials_and_hardly_any_layer(wrong, share, target):
+    """Of 64 searches together, as one may be unlucky: means over 300 are 0.97 and 0.87 for 0.3, 0.93 and 0.72 for 0.6."""
+    found, best, prefix = [], [], []
+    for seed in range(64):
+        expected = normal(60, seed=seed).mul(0.5).sub(4).sort().values
+        noises = (10 ** (expected + wrong * normal(60, seed=99 + seed))).tolist()
+        search, groups = additive(noises, (10**expected).tolist())
+        bound = sum(noises) * 10 ** (-target / 10)
+        found.append(len(search.choose(groups, -10 * math.log10(bound))))
+        best.append(max(count for count in range(61) if sum(sorted(noises)[:count]) <= bound))
+        prefix.append(max(count for count in range(61) if sum(noises[:count]) <= bound))
+        assert search.trials <= MAX_TRIALS
+    assert sum(found) >= share * sum(best)
+    assert not wrong or sum(found) > sum(prefix), "more than the order by the wrong damage gives"
 
 
 def test_what_overflows_together_is_halved_until_it_does_not():

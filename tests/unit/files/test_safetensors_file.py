@@ -300,7 +300,7 @@ def opens_or_refuses(path):
         assert sum(tensor.nbytes for tensor in file.values()) == file.data_bytes <= path.stat().st_size
 
 
-@settings(max_examples=2000, deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(mutations, st.integers(0, len(VALID) + 28))
 def test_mutated_bytes_open_or_are_refused(tmp_path, changes, length):
     content = bytearray(len(VALID).to_bytes(8, "little") + VALID + b"\0" * 20)
@@ -311,7 +311,7 @@ def test_mutated_bytes_open_or_are_refused(tmp_path, changes, length):
     opens_or_refuses(path)
 
 
-@settings(max_examples=2000, deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.one_of(headers, st.binary(max_size=60)), st.binary(max_size=40))
 def test_invented_headers_open_or_are_refused(tmp_path, header, data):
     opens_or_refuses(header_file(tmp_path / "a.safetensors", header, data))
