@@ -308,6 +308,8 @@ def _shortage(what: str, weight_bytes: int, free_bytes: int) -> str:
 def _unknown_memory(device: Device) -> str:
     if device.simulated:
         return "the memory of a simulated device is not known."
+    if device.torch_device.type == "privateuseone":
+        return "DirectML does not tell its free memory."
     return "there is no separate GPU memory to fit it into."
 
 

@@ -55,7 +55,7 @@ def hardware_name(device: torch.device) -> str:
     if device.type == "cpu":
         capabilities = getattr(torch.cpu, "get_capabilities", dict)()
         return capabilities.get("cpu_name") or platform.machine() or "CPU"
-    return str(device)
+    return "DirectML device" if device.type == "privateuseone" else str(device)
 
 
 def metal_name() -> str:
@@ -72,6 +72,8 @@ def profile_of(device: torch.device) -> DeviceProfile:
         return _apple_profile(metal_name())
     if device.type == "xpu":
         return PROFILES["xpu"]
+    if device.type == "privateuseone":
+        return directml()
     if device.type == "cpu":
         return _cpu_profile()
     return noted(PROFILES["cpu"], f"torch device type '{device.type}' has no row; the safest row is used.")
@@ -168,6 +170,23 @@ def _apple_profile(name: str) -> DeviceProfile:
     if not generation:
         return noted(PROFILES["mps_m1"], "torch does not tell the chip's generation; the oldest row is used.")
     return PROFILES["mps_m3" if int(generation[1]) >= 3 else "mps_m1"]
+
+
+def directml() -> DeviceProfile:
+    """Return the row of DirectML: fp16, and nothing that its list of types lacks (DML_TENSOR_DATA_TYPE)."""
+    none = "DirectML has no {} (microsoft/DirectML #688)."
+    notes = {
+        "fp16": "ComfyUI computes in fp16 under DirectML (should_use_fp16 in comfy/model_management.py of 0.30.0).",
+        "bf16": none.format("bf16"),
+        "fp8_storage": none.format("fp8"),
+        "fp8_matmul": none.format("fp8"),
+        "fp8_matmul_gains": none.format("fp8"),
+        "int8_matmul": "torch-directml has no int8 matmul: int8 weights are widened before the matmul.",
+        "int8_matmul_gains": "torch-directml has no int8 matmul.",
+    }
+    note = "DirectML has no row; the CPU's is used with fp16, without fp8 and int8 matmul. Not run on such a device."
+    changes = {"label": "DirectML", "type": "privateuseone", "fp16_fast": True}
+    return noted(PROFILES["cpu"], note, notes=notes, fp8_storage=False, int8_matmul=False, **changes)
 
 
 def _cpu_profile() -> DeviceProfile:

@@ -159,7 +159,15 @@ def gemm(device: torch.device, name: str) -> tuple[bool, str]:
     error = ((result - exact).norm() / exact.norm()).item()
     if not error < GEMM_TOLERANCE[name]:
         return False, f"{name} matmul is wrong here: relative error {error:.2g}"
+    if name == "fp16" and device.type not in ("cuda", "cpu") and not _sums_in_fp32(device):
+        return False, "fp16 matmul adds in fp16 here: sums overflow whose result is small"
     return True, f"relative error {error:.1e}"
+
+
+def _sums_in_fp32(device: torch.device) -> bool:
+    """Tell whether a product adds in fp32, as CUDA's does unless the flag for fp16 sums is on."""
+    left, right = accumulation_operands(device)
+    return bool(torch.isfinite((left @ right).cpu()).all())
 
 
 def bf16_native(device: torch.device) -> tuple[bool | None, str]:

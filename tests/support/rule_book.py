@@ -50,13 +50,17 @@ def _xpu_dtype(func, dtype: torch.dtype) -> None:
 
 
 def _directml(func, args, kwargs) -> None:
-    """torch_directml has no kernel for these: it is built for torch 2.4, whose ``_int_mm`` and ``_scaled_mm`` are CUDA's and the CPU's."""
+    """An assumption. The last torch-directml, 0.2.5.dev240914, is built for torch 2.4.1 (its metadata on PyPI; microsoft/DirectML #712), whose
+    ``_int_mm`` and ``_scaled_mm`` are CUDA's and the CPU's. What it lacks it runs on the CPU with a warning (dml_cpu_fallback.cpp, #372) or
+    refuses (``_foreach_add.List``, #604); which of the two it does with these is not known."""
     if func in metal_rules.MISSING:
         raise NotImplementedError(f"Could not run '{func.name()}' with arguments from the 'DML' backend.")
 
 
 def _directml_dtype(func, dtype: torch.dtype) -> None:
-    """microsoft/DirectML #688: DML_TENSOR_DATA_TYPE has no bfloat16 and no fp8. #438: no float64 on many devices."""
+    """microsoft/DirectML #688: the message, and that DML_TENSOR_DATA_TYPE has no bfloat16; it names no fp8 either, whose message is assumed.
+    #309: no float64 but to cast and to move; #430, #438, #699: the message, on Intel's devices. ComfyUI agrees: ``should_use_bf16``,
+    ``supports_cast`` and ``supports_fp64`` in comfy/model_management.py of 0.30.0."""
     if dtype == torch.float64:
         raise RuntimeError("The GPU device does not support Double (Float64) operations!")
     if dtype == torch.bfloat16 or dtype in metal_rules.FP8:

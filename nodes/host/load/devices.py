@@ -75,9 +75,10 @@ def streams_weights(device: torch.device, disable_dynamic: bool) -> bool:
 
 
 def free_device_memory() -> int | None:
-    """Count the bytes free on the compute device; None where it shares the host's memory."""
+    """Count the bytes free on the compute device; None where it shares the host's memory, and under DirectML."""
     device = compute_device()
-    if device.type in ("cpu", "mps"):
+    # Of DirectML's ComfyUI says 1 GiB, whatever there is (``get_free_memory`` in comfy/model_management.py).
+    if device.type in ("cpu", "mps", "privateuseone"):
         return None
     return int(comfy.model_management.get_free_memory(device))
 

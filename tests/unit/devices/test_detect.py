@@ -225,6 +225,16 @@ def test_int8_products_of_amd_architectures(arch, matmul, gains, cuda):
     assert (device.capabilities["int8_matmul"], device.capabilities["int8_matmul_gains"]) == (matmul, gains)
 
 
+def test_directml_has_fp16_and_none_of_what_its_types_lack():
+    row = hardware.profile_of(torch.device("privateuseone", 0))
+    assert [name for name, on in row.capabilities.items() if on] == ["fp16"] and row.label == "DirectML"
+    for capability in COLUMNS:
+        assert row.reason(capability).endswith(".") and "CPU" not in row.reason(capability)
+    device = dataclasses.replace(devices.detect(torch.device("cpu")), profile=row, capabilities=row.capabilities, reasons={name: row.reason(name) for name in COLUMNS})
+    for supported in (WAN, FLUX, QWEN):
+        assert devices.auto_compute(device, supported, "bf16")[0] == "fp16_safe"
+
+
 def test_other_turing_cards_keep_fp16(cuda):
     device = devices.detect(cuda((7, 5), "NVIDIA GeForce RTX 2060"))
     assert device.capabilities["fp16"] and device.capabilities["fp16_accumulation"]
