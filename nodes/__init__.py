@@ -9,6 +9,7 @@ from ..precision.devices.names import drop_wrong_name
 from . import accumulation, analysis, calibrate, compare, compute, guard, loaders, measure, report, rules, save
 from .host.device_route import serve_device
 from .host.kitchen import warn_once
+from .host.rules_route import serve_rules
 from .host.watch import watch_every_run
 
 FILES = (loaders, save, rules, compute, accumulation, guard, report, analysis, compare, measure, calibrate)
@@ -22,6 +23,7 @@ class HalfsafeExtension(ComfyExtension):
         warn_once()
         watch_every_run()
         serve_device()
+        serve_rules()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return NODES

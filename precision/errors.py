@@ -55,11 +55,18 @@ class MemoryShortage(HalfsafeError):
 
 
 class RuleError(HalfsafeError):
-    """A line of the rules text cannot be read."""
+    """A line of the rules text cannot be read.
 
-    def __init__(self, line: int, problem: str, advice: str = ""):
-        super().__init__(f"Rules, line {line}: {problem}.", advice)
+    Args:
+        line: its number, from 1.
+        mistake: what is wrong in it.
+        advice: what would be right.
+    """
+
+    def __init__(self, line: int, mistake: str, advice: str = ""):
+        super().__init__(f"Rules, line {line}: {mistake}.", advice)
         self.line = line
+        self.mistake = mistake
 
 
 class CandidateError(HalfsafeError):

@@ -1,4 +1,5 @@
 // @ts-check
+import { placeBetween } from "./room.mjs";
 import { t } from "./words.mjs";
 /** Changes of the open workflow, each of them one step of the page's undo. */
 
@@ -87,9 +88,10 @@ export function guardWorkflow(app) {
   if (!models.length) return t("There is no model without a guard in this workflow.");
   undoable(app, () => {
     for (const [place, uses] of models.entries()) {
-      const { source, node } = uses[0];
+      const { source } = uses[0];
       const one = addNode(source.graph, ONE, [source.pos[0], source.pos[1]]);
-      one.pos = [(source.pos[0] + node.pos[0]) / 2, Math.max(...source.graph.nodes.map((/** @type {any} */ other) => other.pos[1] + other.size[1])) + GAP * 2];
+      const [next] = uses.map(({ node }) => node).sort((a, b) => a.pos[0] - b.pos[0]);
+      one.pos = placeBetween(one, source, next);
       put(one, "model", 0, uses);
       if (place) continue;
       for (const [type, name, output] of /** @type {[string, string, number][]} */ ([["CLIP", "clip", 1], ["VAE", "vae", 2]])) {

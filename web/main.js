@@ -6,6 +6,7 @@ import { el } from "./dom.mjs";
 import { ReportPanel } from "./panel.mjs";
 import { reportIn } from "./report.mjs";
 import { ResultPanel, resultIn, sentenceOf } from "./result.mjs";
+import { RulesNote } from "./rules.mjs";
 import { errorOf, RunLog, toastFor } from "./run.mjs";
 import { guardWorkflow, keepRules, measureWorkflow, showMe } from "./graph.mjs";
 import { drawSidebar } from "./sidebar.mjs";
@@ -15,6 +16,7 @@ const PREFIX = "Halfsafe";
 const ONE_NODE = "HalfsafeAutoPrecision";
 const WITH_REPORT = ["HalfsafeReport", ONE_NODE];
 const WITH_RESULT = ["HalfsafeDeviceInfo", "HalfsafeCheckFinite", "HalfsafeSaveModel", "HalfsafeAnalyzeLayers", "HalfsafeMeasurePrecisions"];
+const RULES = "rules";
 const TOASTS = "halfsafe.toasts";
 const BADGES = "halfsafe.badges";
 const WATCH = "Halfsafe.WatchEveryRun";
@@ -336,6 +338,7 @@ app.registerExtension({
     if (!node.comfyClass?.startsWith(PREFIX)) return;
     if (WITH_REPORT.includes(node.comfyClass)) addPanel(node);
     if (WITH_RESULT.includes(node.comfyClass)) addResult(node);
+    if (node.widgets?.some((/** @type {any} */ widget) => widget.name === RULES)) new RulesNote(node, api, () => app.graph?.setDirtyCanvas(true, true));
     addBadge(node);
   },
   afterConfigureGraph: showOutputs,

@@ -6,11 +6,13 @@ let languages = {};
 /** @type {() => string} */
 let language = () => "en";
 const VALUES = /\{(\w+)\}/g;
+/** A value in quotes is what something is called, not words. */
+const QUOTED = /'\{(\w+)\}'/g;
 /** A text of the server is known by the words around its values: fewer than these may stand in any text. */
 const WORDS_AROUND = 3;
 /** What joins the sentences, or parts of one, in a text of the server. */
 const JOINTS = ["; ", ". ", ": "];
-/** @typedef {{fits: RegExp, names: string[], text: string}} Pattern @type {Map<string, Pattern[]>} */
+/** @typedef {{fits: RegExp, names: string[], quoted: Set<string>, text: string}} Pattern @type {Map<string, Pattern[]>} */
 const patterns = new Map();
 
 /**
@@ -52,7 +54,7 @@ function worded(text) {
   if (known) return known;
   for (const pattern of patternsOf(language())) {
     const found = pattern.fits.exec(text);
-    if (found && found.slice(1).every(isWhole)) return fill(pattern.text, Object.fromEntries(pattern.names.map((name, place) => [name, said(found[place + 1])])));
+    if (found && found.slice(1).every(isWhole)) return fill(pattern.text, Object.fromEntries(pattern.names.map((name, place) => [name, pattern.quoted.has(name) ? found[place + 1] : said(found[place + 1])])));
   }
   return null;
 }
@@ -91,7 +93,12 @@ function patternsOf(name) {
 /** @param {string} english @param {string} text @returns {Pattern} */
 function patternOf(english, text) {
   const parts = english.split(/\{\w+\}/).map((part) => part.replace(/[.*+?^${}()|[\]\\]/g, "\\$&"));
-  return { fits: new RegExp(`^${parts.join("(.*?)")}$`, "s"), names: [...english.matchAll(VALUES)].map(([, value]) => value), text };
+  return { fits: new RegExp(`^${parts.join("(.*?)")}$`, "s"), names: namesIn(english, VALUES), quoted: new Set(namesIn(english, QUOTED)), text };
+}
+
+/** @param {string} english @param {RegExp} values @returns {string[]} */
+function namesIn(english, values) {
+  return [...english.matchAll(values)].map(([, name]) => name);
 }
 
 /** @param {string} text @param {Record<string, string | number>} values */

@@ -170,6 +170,15 @@ def parse(text: str) -> list[Rule]:
     Raises:
         RuleError: lines cannot be read; it is the first one's, and its text has all of them.
     """
+    rules, wrong = read(text)
+    if wrong:
+        wrong[0].args = ("\n".join(map(str, wrong)),)
+        raise wrong[0]
+    return rules
+
+
+def read(text: str) -> tuple[list[Rule], list[RuleError]]:
+    """Read the rules of a text, and what is wrong with each line that cannot be read; see :func:`parse`."""
     rules, wrong = [], []
     for number, line in numbered_lines(text):
         line, _, comment = re.sub(r"(^|\s)#", "\0", line, count=1).partition("\0")
@@ -179,36 +188,39 @@ def parse(text: str) -> list[Rule]:
             rules.append(_parse_line(number, re.sub(r"\s*=\s*", "=", line).split(), comment.strip()))
         except RuleError as error:
             wrong.append(error)
-    if wrong:
-        wrong[0].args = ("\n".join(map(str, wrong)),)
-        raise wrong[0]
-    return rules
+    return rules, wrong
 
 
 def _parse_line(number: int, words: list[str], reason: str) -> Rule:
     pattern, *settings = words
     if not settings:
         raise RuleError(
-            number, f"'{pattern}' sets nothing", "Write: <pattern> <key>=<value>, e.g. blocks.0.* storage=bf16."
+            number,
+            f"'{pattern}' sets nothing for its layers",
+            "Write: <pattern> <key>=<value>, e.g. blocks.0.* storage=bf16.",
         )
     if "=" in pattern and not pattern.startswith("re:"):
         raise RuleError(number, f"'{pattern}' stands where the pattern should be", "Write: <pattern> <key>=<value>.")
     if pattern.startswith("role:") and pattern[5:] not in ROLES:
-        raise RuleError(number, f"'{pattern[5:]}' is no role of a layer", f"Roles are: {', '.join(ROLES)}.")
+        raise RuleError(number, f"'{pattern[5:]}' is no role of a layer", f"The known roles are: {', '.join(ROLES)}.")
     try:
         if pattern.startswith("re:"):
             compile_pattern(pattern)
     except re.error as error:
-        raise RuleError(number, f"'{pattern}' is not a regular expression ({error})") from None
+        raise RuleError(
+            number,
+            f"'{pattern}' is not a regular expression ({error})",
+            "Write \\ before a character such as ( or [ that is meant as itself.",
+        ) from None
     return Rule(pattern, tuple(_parse_setting(number, setting) for setting in settings), reason)
 
 
 def _parse_setting(number: int, setting: str) -> tuple[str, str]:
     key, _, value = setting.lower().partition("=")
     if key not in VALUES:
-        raise RuleError(number, f"'{setting}' sets no known key", f"Keys are: {', '.join(VALUES)}.")
+        raise RuleError(number, f"'{setting}' sets no known key", f"The known keys are: {', '.join(VALUES)}.")
     if value not in VALUES[key]:
-        raise RuleError(number, f"'{value}' is not a valid value for {key}", f"Use one of: {', '.join(VALUES[key])}.")
+        raise RuleError(number, f"'{value}' is not a valid value for '{key}'", f"Use one of: {', '.join(VALUES[key])}.")
     return key, value
 
 

@@ -26,6 +26,18 @@ PUT_RESULTS_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.t
 UNCOVERED = """() => { const { ds, canvas } = app.canvas, page = canvas.getBoundingClientRect(), side = document.querySelector(".hs-sidebar").getBoundingClientRect();
     return app.graph.nodes.every(({ pos, size }) => { const [left, right] = [pos[0], pos[0] + size[0]].map((x) => page.left + (x + ds.offset[0]) * ds.scale);
         return left >= side.right && right <= page.right; }); }"""
+PLACE = """() => { const one = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision"), title = LiteGraph.NODE_TITLE_HEIGHT;
+    const box = ({ pos, size }, top) => ({ left: pos[0], top: pos[1] - top, right: pos[0] + size[0], bottom: pos[1] + size[1] }), mine = box(one, title);
+    const boxes = [...app.graph.nodes.filter((n) => n !== one).map((n) => [n.type, box(n, title)]), ...app.graph.groups.map((g) => [g.title, box(g, 0)])];
+    const meets = boxes.filter(([, b]) => b.left < mine.right && mine.left < b.right && b.top < mine.bottom && mine.top < b.bottom).map(([name]) => name);
+    const [loader, sampler] = ["HalfsafeLoadDiffusionModel", "KSampler"].map((type) => boxes.find(([name]) => name === type)[1]);
+    return { meets, between: loader.left <= mine.left && mine.left <= sampler.left, beside: loader.right < mine.left && mine.right < sampler.left && mine.top < sampler.bottom,
+        below: mine.top > Math.max(...boxes.filter(([, b]) => b.left < mine.right && mine.left < b.right).map(([, b]) => b.bottom)) }; }"""
+ROOM = """(group) => { const of = (type) => app.graph.nodes.filter((n) => n.type === type), [sampler] = of("KSampler"); sampler.pos = [2600, 0];
+    for (const type of ["HalfsafeLoadCLIP", "HalfsafeLoadVAE", "CLIPTextEncode", "EmptyHunyuanLatentVideo", "HalfsafeReport", "VAEDecode", "SaveImage"]) for (const node of of(type)) node.pos = [node.pos[0], node.pos[1] + 1500];
+    if (group) { const box = new LiteGraph.LGraphGroup("Mine"); box.pos = [760, -100]; box.size = [900, 700]; app.graph.add(box); } }"""
+BEFORE = """() => { const [sampler] = app.graph.nodes.filter((n) => n.type === "KSampler"); sampler.pos = [-400, 0]; }"""
+GUARD = "async () => { const { guardWorkflow } = await import('/extensions/Halfsafe-Pack/graph.mjs'); return guardWorkflow(app); }"
 
 
 @pytest.fixture
@@ -152,3 +164,21 @@ def test_the_sidebar_greets_and_guards_and_measures_the_open_graph(small: ComfyP
         small.evaluate(UNDO)
         small.page.wait_for_function("(count) => app.graph.nodes.length === count", arg=len(before))
     small.evaluate(TAB)
+
+
+@pytest.mark.parametrize(("layout", "argument", "expected"), [
+    ("() => {}", None, {"between": True, "below": True}),
+    (ROOM, False, {"between": True, "beside": True}),
+    (ROOM, True, {"between": True, "beside": True}),
+    (BEFORE, None, {"below": True}),
+], ids=["narrow", "wide", "beside a group", "sampler first"])  # fmt: skip
+def test_the_node_is_put_where_there_is_room(small: ComfyPage, layout: str, argument: object, expected: dict) -> None:
+    small.evaluate(layout, argument)
+    small.evaluate(GUARD)
+    if small.vue:
+        small.page.wait_for_function("() => document.querySelectorAll('.lg-node .hs-panel').length >= 1")
+    small.settle()
+    place = small.evaluate(PLACE)
+    assert place["meets"] == [] and {name: place[name] for name in expected} == expected, place
+    small.evaluate(UNDO)
+    small.page.wait_for_function("() => app.graph.nodes.every((n) => n.type !== 'HalfsafeAutoPrecision')")

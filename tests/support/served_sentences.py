@@ -16,14 +16,30 @@ WORDED_IN = (
     "nodes/host/guard/transfers.py",
 )  # fmt: skip
 """The modules that say why a layer is stored and computed as it is, what to note, and what a guard found."""
+ERRORS_SHOWN = "precision/plan/rules.py"
+"""The module whose errors the page shows, line by line, while rules are written."""
 WORD = re.compile(r"(?<![\w=.])[a-z]{2,}(?![\w=])")
 WORDS = 3
 
 
 def served_sentences() -> set[str]:
-    """Every text of three words or more in those modules, but docstrings, annotations, log lines and errors."""
-    found = (text for name in WORDED_IN for text in texts_of(ast.parse((ROOT / name).read_text(encoding="utf-8"))))
-    return {text for text in found if len(WORD.findall(re.sub(r"\{\w*\}", " ", text))) >= WORDS}
+    """Every text of three words or more in those modules, but docstrings, annotations, log lines and errors; and the errors that the page shows."""
+    found = [text for name in WORDED_IN for text in texts_of(tree_of(name))]
+    raised = [text for node in ast.walk(tree_of(ERRORS_SHOWN)) if named(node) == "RuleError" for text in texts_of(node)]
+    return {text for text in found if words_in(text) >= WORDS} | {text for text in raised if words_in(text)}
+
+
+def words_in(text: str) -> int:
+    return len(WORD.findall(re.sub(r"\{\w*\}", " ", text)))
+
+
+def tree_of(name: str) -> ast.Module:
+    return ast.parse((ROOT / name).read_text(encoding="utf-8"))
+
+
+def named(node: ast.AST) -> str:
+    """Return what a call calls."""
+    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
 
 
 def texts_of(tree: ast.AST) -> Iterator[str]:

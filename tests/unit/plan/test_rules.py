@@ -75,8 +75,8 @@ def test_comments_and_blank_lines():
     [
         ("blocks.0.*", "sets nothing"),
         ("a colour=red", "colour=red"),
-        ("a storage=fp4", "'fp4' is not a valid value for storage"),
-        ("a storage=auto", "'auto' is not a valid value for storage"),
+        ("a storage=fp4", "'fp4' is not a valid value for 'storage'"),
+        ("a storage=auto", "'auto' is not a valid value for 'storage'"),
         ("storage=bf16 a", "where the pattern should be"),
         ("role:inside storage=bf16", "'inside' is no role.*outside, modulation"),
         ("re:( storage=bf16", "not a regular expression"),
