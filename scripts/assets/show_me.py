@@ -88,7 +88,7 @@ def main() -> None:
         "id": "5c3f1d52-8a0e-4f0e-9f6b-2f6a1f0c7e10", "revision": 0, "last_node_id": 18, "last_link_id": 25, "nodes": nodes, "links": rows,
         "groups": [], "definitions": {"subgraphs": [drawing()]}, "config": {}, "extra": {}, "version": 0.4,
     }  # fmt: skip
-    TARGET.write_text(json.dumps(graph, indent=1) + "\n", encoding="utf-8")
+    TARGET.write_text(json.dumps(graph) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
