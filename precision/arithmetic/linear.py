@@ -13,6 +13,7 @@ F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). What overflows there gives Inf o
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from .calibration import Calibration
 from .flags import fp32_accumulation
 from .known_values import Tag, counted, counting_writes
 from .operand_scale import OperandScale
-from .value_bounds import after_linear
+from .value_bounds import ValueBound, after_linear, plus
 from .wide_product import HAS_WIDE_PRODUCT, wide_product
 
 WeightProvider = Callable[..., AbstractContextManager]
@@ -53,6 +54,24 @@ def has_wide_output(device: torch.device, kind: str) -> bool:
     return device.type == "cuda" and kind == "linear" and torch.version.hip is None and HAS_WIDE_PRODUCT
 
 
+class Beside(Protocol):
+    """Add a change of a weight to its layer's result, as ``low_rank.py`` does.
+
+    ``reach``: how much larger than the largest magnitude of an input the change of a result can be.
+    """
+
+    reach: float
+
+    def fit(self, largest: float) -> None:
+        """Be ready for fp16 operands no larger than that."""
+
+    def __call__(
+        self, x: torch.Tensor, result: torch.Tensor, times: float | torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return ``result`` with the change for an input, written over. ``times``: ``x`` is an operand in fp16 no
+        larger than was fitted, and the change for it is to be multiplied by that."""
+
+
 class SafeOperation:
     """Run one module's forward with fp16 operands: finite wherever fp32 is.
 
@@ -66,7 +85,13 @@ class SafeOperation:
         wide: whether the device returns fp32 from fp16 operands; None to ask it. For tests of CUDA's path on a CPU.
         largest_fp16: return fp16 while the result is proven to fit it and no larger than this when measured. None:
             always fp32.
+
+    Attributes:
+        beside: what is added to the result; set from outside for the length of a call.
+        reach: of what its proofs hold for.
     """
+
+    beside: Beside | None = None
 
     def __init__(
         self,
@@ -85,6 +110,16 @@ class SafeOperation:
         self.wide = wide
         self.largest_fp16 = largest_fp16
         self.tag: Tag | None = None
+        self.reach = 0.0
+
+    def stand_beside(self, change: Beside) -> float:
+        """Return how large an operand ``change`` must be fitted to in the next call. One that reaches further than what
+        the proofs hold for has that call repeated with calibration."""
+        if self.calibration.calibrating or self.scale.in_fp32:
+            return 1.0
+        if change.reach > self.reach:
+            self.scale.recorder.missed = True
+        return self.scale.room if self.scale.beside < math.inf else 1.0
 
     @property
     def observed_mode(self) -> str:
@@ -110,11 +145,12 @@ class SafeOperation:
             self.tag = self.calibration.values.note(result, self.scale.reach)
             return result
         if self.scale.in_fp32:
-            return self._fp32(input, *args, **kwargs)
+            return self._changed(input, self._fp32(input, *args, **kwargs))
         operand = self.calibration.operands.operand(self.scale, input)
         noted = not torch.compiler.is_compiling() and self.tag is not None and self.tag.used
         known = noted and self.calibration.values.covers(self.scale, input)
-        return self._noted(self._product_of(operand, known, *args, **kwargs), known)
+        result = self._product_of(operand, known, *args, **kwargs)
+        return self._noted(self._changed(input, result, operand), known)
 
     def _product_of(self, operand: torch.Tensor, known: bool, *args, **kwargs) -> torch.Tensor:
         counting = counting_writes() if known else nullcontext()
@@ -140,6 +176,7 @@ class SafeOperation:
         # ComfyUI adds a LoRA in place to a weight that it prefetched (comfy/ops.py, resolve_cast_module_with_vbar):
         # asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is
         # asked for in fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.
+        operand = result = None
         with self.weights(self.module, x, torch.float32 if plain else torch.float16) as (weight, bias):
             half = weight.to(torch.float16)
             self.scale.in_fp32 = self.scale.in_fp32 or not fits_fp16(half)
@@ -148,10 +185,13 @@ class SafeOperation:
             if not self.scale.in_fp32:
                 operand = self.calibration.operands.calibrated_operand(self.scale, x)
                 self._rely_on(x)
-                return self._first_product(operand, half, bias, *args, **kwargs)
-            if plain:
-                return self._apply(x.float(), weight, bias, *args, **kwargs)
-        return self._fp32(x, *args, **kwargs)
+                result = self._first_product(operand, half, bias, *args, **kwargs)
+            elif plain:
+                result = self._apply(x.float(), weight, bias, *args, **kwargs)
+        result = self._changed(x, self._fp32(x, *args, **kwargs) if result is None else result, operand)
+        if self.beside and result.dtype == torch.float16 and not amax(result).item() <= self.largest_fp16:
+            self.calibration.results.give_up(self.scale.result)
+        return result
 
     def _fit(self, x: torch.Tensor, half: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Choose the scale of the input, and whether the result is proven to fit fp16."""
@@ -159,10 +199,17 @@ class SafeOperation:
         returns_fp16 = self.largest_fp16 is not None and self.calibration.results.allowed
         row_sum = 1.0 if wide and not returns_fp16 else largest_row_sum(half, self.kind)
         self.scale.calibrate(magnitude, 1.0 if wide else row_sum)
+        self.reach = self.beside.reach if self.beside else 0.0
         if returns_fp16:
-            self.scale.prove_result(magnitude, row_sum, 0.0 if bias is None else amax(bias).item())
+            self.scale.prove_result(magnitude, row_sum + self.reach, 0.0 if bias is None else amax(bias).item())
         known = self.calibration.values.known(self.scale, x) if self.kind == "linear" else None
-        self.scale.cover(known, known and after_linear(half, bias, known), magnitude, wide)
+        self.scale.cover(known, known and self._reached(half, bias, known), magnitude, wide)
+        if self.beside and self._adds(x):
+            self.beside.fit(self.scale.leave_room())
+
+    def _reached(self, half: torch.Tensor, bias: torch.Tensor | None, known: ValueBound) -> ValueBound:
+        """Bound the result, with what is added beside the weight."""
+        return plus(after_linear(half, bias, known), self.reach * known.largest, half.shape[0])
 
     def _rely_on(self, x: torch.Tensor) -> None:
         if self.scale.covered is not None:
@@ -191,6 +238,20 @@ class SafeOperation:
         with fp32_accumulation():
             product = self._product(operand, weight, *args, **kwargs)
         return self.scale.unscaled(product, None if bias is None else self._broadcast(bias))
+
+    def _changed(self, x: torch.Tensor, result: torch.Tensor, operand: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a result with what is added beside the weight, after the weight was given back: ComfyUI may put the
+        change's own where it was (``get_cast_buffer`` in comfy/model_management.py)."""
+        if self.beside is None:
+            return result
+        if operand is None or not self._adds(operand):
+            return self.beside(x.to(result.dtype) if result.dtype == torch.float16 else x, result)
+        with fp32_accumulation():
+            return self.beside(operand, result, times=self.scale.times)
+
+    def _adds(self, x: torch.Tensor) -> bool:
+        """Tell whether the product's operand can be multiplied by what is beside the weight too."""
+        return not self.scale.in_fp32 and self._is_wide(x.device) and not _needs_gradient(x, self.module.weight)
 
     def _is_wide(self, device: torch.device) -> bool:
         return has_wide_output(device, self.kind) if self.wide is None else self.wide

@@ -6,11 +6,24 @@ that grid, and the rounding of the sum is new noise of the grid's size. Two thin
 either.
 
 The factors are normalized by powers of two, which is exact: rows of ``down`` to a sum of magnitudes of at most
-``LARGEST_SUM``, columns of ``up`` to a largest magnitude of at most 1. Inputs of both products are brought to a largest
-magnitude of 1 where they are in fp16. So no partial sum of ``down x`` passes ``LARGEST_SUM``, and none of ``up h`` the
-rank: neither product can overflow, in whatever precision it is accumulated. Nor does it lose small numbers: a sum of 1
-would leave most of a wide ``down`` below fp16's smallest normal number, and the matrix units of MI200 read those as
-zero ("Numerical accuracy" in PyTorch's notes).
+``LARGEST_SUM``, columns of ``up`` to a largest magnitude from 1 to 2. Nothing in between overflows in fp16:
+
+==================  =============================================================  ====================================
+input               what is multiplied                                             why ``h = scale * (down x)`` fits
+==================  =============================================================  ====================================
+operand of a layer  as the layer multiplies it, and its result is added to         ``|h|`` is at most ``gain * amax(x)``
+that is bounded     ``factor * up (h / factor)``                                   (Hoelder), and amax(x) is bounded: it
+                                                                                   is recorded or known for the layer
+any in fp16, for    as it is                                                       where ``h`` passes fp16's range, the
+an fp16 result                                                                     change it stands for does
+any other in fp16   rows brought to a largest magnitude of 1                       ``|h|`` is at most ``gain``
+bf16, fp32          as it is                                                       the dtype has fp32's range
+==================  =============================================================  ====================================
+
+``gain`` is a bound of the change of an output as well, so ``factor``, a power of two, is chosen from it. What
+``down`` makes of an fp16 input is summed and kept in fp32, or its input is at most 1: a row of ``down`` sums up to
+more than fp16's smallest numbers, as a sum of 1 would leave most of a wide ``down`` below fp16's smallest normal
+number, and the matrix units of MI200 read those as zero ("Numerical accuracy" in PyTorch's notes).
 """
 
 import math
@@ -20,7 +33,11 @@ import torch
 import torch.nn.functional as F
 
 from ..amax import norm_loses_nan
+from ..dtypes import FP16_MAX
 from .operand_scale import converts_results
+from .proofs import MARGIN
+from .value_bounds import ROUNDING
+from .wide_product import add_wide_product, wide_product
 
 SMALLEST_SIZE = 2.0**-120
 SMALLEST_HALF = 2.0**-24
@@ -28,8 +45,6 @@ SMALLEST_HALF = 2.0**-24
 LARGEST_SUM = 2.0**14
 """What the magnitudes of a row of ``down`` add up to at most: a quarter of fp16's range, so that rounding cannot pass
 it."""
-ROOM = 8.0
-"""A row's size may pass fp16's largest number by this much where its products do not."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +53,7 @@ class Factors:
 
     Args:
         down: ``(rank, inputs)``, each row's magnitudes sum up to at most ``LARGEST_SUM``.
-        up: ``(outputs, rank)``, each column's largest magnitude is at most 1.
+        up: ``(outputs, rank)``, each column's largest magnitude is from 1 to 2.
         scale: ``(rank,)``, fp32.
     """
 
@@ -46,13 +61,20 @@ class Factors:
     up: torch.Tensor
     scale: torch.Tensor
 
+    @property
+    def gain(self) -> float:
+        """How much larger than the largest magnitude of an input ``scale * (down x)`` or the change can be."""
+        rows = self.scale.abs().cpu() * self.down.float().abs().sum(1).cpu()
+        largest = torch.cat([rows, self.up.float().abs().cpu() @ rows]).amax().item()
+        return ROUNDING * largest if math.isfinite(largest) else math.inf
+
 
 def normalized(down: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> Factors:
     """Normalize ``down`` ``(rank, inputs)`` and ``up`` ``(outputs, rank)``, any float dtype, to factors in
     ``dtype``."""
     down, up = down.float(), up.float()
     down_exponent = _exponent(down.abs().sum(1) / LARGEST_SUM)
-    up_exponent = _exponent(up.abs().amax(0))
+    up_exponent = _exponent(up.abs().amax(0)) - 1
     scale = torch.ldexp(torch.ones_like(down_exponent, dtype=torch.float32), down_exponent + up_exponent)
     down, up = torch.ldexp(down, -down_exponent[:, None]), torch.ldexp(up, -up_exponent)
     return Factors(down.to(dtype), up.to(dtype), scale)
@@ -84,53 +106,90 @@ def kronecker_factors(downs: list[torch.Tensor], ups: list[torch.Tensor]) -> tup
     return torch.kron(*(down.float() for down in downs)), torch.kron(*(up.float() for up in ups))
 
 
-def inner_product(x: torch.Tensor, down: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute ``scale * (down x)`` as ``(h, size)``, ready to be multiplied by ``up``; ``size``:
-    what to multiply that by, per row.
+def fitting_factor(largest: float) -> float:
+    """Return a power of two that sums of at most ``largest`` are divided by to fit fp16, rounding included."""
+    return 2.0 ** math.frexp(MARGIN * largest / FP16_MAX)[1] if math.isfinite(largest) else 1.0
+
+
+def inner_product(x: torch.Tensor, down: torch.Tensor, scale: torch.Tensor, wide: bool = False) -> torch.Tensor:
+    """Compute ``scale * (down x)``, rounded once where the device can.
 
     Args:
-        x: ``(..., inputs)``, any float dtype.
-        down: normalized, in the dtype to multiply in.
+        x: ``(..., inputs)``, in the dtype of ``down``.
+        down: normalized.
         scale: ``(rank,)``, fp32.
+        wide: multiply fp16 into fp32; else no number of an fp16 ``x`` may be larger than 1.
 
     Returns:
-        ``h`` ``(..., rank)`` in the dtype of ``down``, and ``size`` ``(..., 1)`` in fp32, which fp16 alone has.
+        ``(rows, rank)``, in the dtype of ``down``.
     """
-    if down.dtype != torch.float16:
-        h = F.linear(x.to(down.dtype), down)
-        return (h.mul_(scale) if converts_results(h.device) else (h * scale).to(h.dtype)), None
-    size = _size(x)
-    h = _half_product(_scaled_down(x, size), down) * scale  # in fp32, as ``scale`` is
-    peak = _size(h)
-    return (h / peak).to(torch.float16), peak * size
+    rows = x.reshape(-1, x.shape[-1])
+    return _scaled(_product(rows, down, wide), scale, down.dtype)
 
 
-def add_outer_product(base: torch.Tensor, h: torch.Tensor, size: torch.Tensor | None, up: torch.Tensor) -> torch.Tensor:
-    """Compute ``base + size * (up h)`` in the dtype of ``base`` ``(..., outputs)``,
-    for what :func:`inner_product` gave."""
-    if size is None:
-        return (base + F.linear(h, up)).to(base.dtype)
-    product = _half_product(h, up)
-    if base.dtype == torch.float16:  # one pass, no fp32 copy of the result; it is added up in fp32 and rounded once
-        return torch.addcmul(base, product.to(base.dtype), (size / ROOM).to(base.dtype), value=ROOM)
-    return torch.addcmul(base, product, size).to(base.dtype)
+def _scaled(product: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``product * scale`` in ``dtype``, computed in fp32, in one kernel where the device has one."""
+    recorded = product.requires_grad and torch.is_grad_enabled()
+    if torch.compiler.is_compiling() or recorded or not converts_results(product.device):
+        return (product * scale).to(dtype)
+    return torch.mul(product, scale, out=torch.empty_like(product, dtype=dtype) if product.dtype != dtype else product)
 
 
-def _scaled_down(rows: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
-    """Compute ``rows / size`` in fp16, divided in fp32 and rounded once. fp16 rows are copied once:
-    their ``size`` is an fp16 number too."""
-    return (rows / (size.to(rows.dtype) if rows.dtype == torch.float16 else size)).to(torch.float16)
+def add_outer_product(
+    base: torch.Tensor,
+    h: torch.Tensor,
+    up: torch.Tensor,
+    factor: float | torch.Tensor = 1.0,
+    size: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute ``base + factor * size * (up h)``, in place where that is possible.
 
-
-def _half_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply fp16 operands; a CPU multiplies the rounded operands in fp32, as in ``linear.py``."""
-    return F.linear(a.float(), b.float()) if a.device.type == "cpu" else F.linear(a, b)
-
-
-def _size(rows: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of each row, ``(..., 1)`` in fp32, and never 0, nor in fp16 where the rows are."""
-    if norm_loses_nan(rows.device):
-        size = rows.abs().amax(-1, keepdim=True).float()
+    Args:
+        base: ``(..., outputs)``, the layer's own result.
+        h: of :func:`inner_product`.
+        up: ``(outputs, rank)``, in the dtype of ``h``.
+        factor: a number, or a tensor of one in a compiled graph.
+        size: ``(..., 1)``, what to multiply each row by; ``h`` in fp16 alone has one.
+    """
+    if torch.compiler.is_compiling() or (base.requires_grad and torch.is_grad_enabled()) or not base.is_contiguous():
+        product = _product(h, up, wide=size is None and h.dtype == torch.float16).reshape(base.shape)
+        return (base + product * (factor if size is None else size * factor)).to(base.dtype)
+    total = base.view(-1, base.shape[-1])
+    if size is not None:
+        product = _product(h, up).to(torch.float16)
+        total.addcmul_(product, size.reshape(-1, 1).to(base.dtype), value=factor)  # added in fp32 and rounded once
+    elif base.dtype == h.dtype:
+        total.addmm_(h, up.t(), alpha=factor)
+    elif h.dtype == torch.float16:
+        add_wide_product(total, h, up.t(), factor)
     else:
-        size = torch.linalg.vector_norm(rows, math.inf, dim=-1, keepdim=True, dtype=torch.float32)
-    return size.clamp_(min=SMALLEST_HALF if rows.dtype == torch.float16 else SMALLEST_SIZE)
+        total.add_(F.linear(h, up), alpha=factor)
+    return base
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, wide: bool = False) -> torch.Tensor:
+    """Multiply; a CPU multiplies rounded fp16 operands in fp32, as in ``linear.py``. ``wide``: another device does."""
+    if a.dtype == torch.float16 and a.device.type == "cpu":
+        return F.linear(a.float(), b.float())
+    return wide_product(a, b.t()) if wide else F.linear(a, b)
+
+
+def row_sizes(x: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of each row, ``(..., 1)`` in fp32, and never 0, nor in fp16 where the rows are."""
+    x = x.detach()
+    if norm_loses_nan(x.device):
+        size = x.abs().amax(-1, keepdim=True).float()
+    else:
+        size = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True, dtype=torch.float32)
+    return size.clamp_(min=SMALLEST_HALF if x.dtype == torch.float16 else SMALLEST_SIZE)
+
+
+def scaled_down(x: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """Compute ``x / size`` in fp16, divided in fp32 and rounded once. fp16 rows are copied once: their ``size`` is an
+    fp16 number too."""
+    if x.dtype == torch.float16:
+        return x / size.to(x.dtype)
+    recorded = x.requires_grad and torch.is_grad_enabled()
+    if torch.compiler.is_compiling() or recorded or not converts_results(x.device):
+        return (x / size).to(torch.float16)
+    return torch.div(x, size, out=torch.empty_like(x, dtype=torch.float16))

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 MAX_GAIN = 2.0**16
 MAX_FALLS = 2
+ROOM_BESIDE = 64.0
+"""How much operands may grow before a LoRA beside the weight must be fitted anew: of fp16's 30 bits, 12 are left below
+what a rank of it mostly is."""
 SMALLEST_KNOWN = 2.0 ** (6 - FLOOR_BITS)
 """The amax from which on an operand is not measured in each call: 64 times what fp16 is too coarse for."""
 
@@ -46,6 +49,7 @@ class OperandScale(ScaledOperand):
     ``gain``: None until measured. ``in_fp32``: the operation runs in fp32. ``meets_zeros``: its operand was nothing but
     zeros once. ``result``: the proof that the result may be returned in fp16. ``covered``: it holds for any operand
     that is known to keep this bound; its result keeps ``reach``. ``once``: measures an operand that others have too.
+    ``beside``: what is added beside the weight fits fp16 up to this amax.
     """
 
     def __init__(self, name: str, result: ResultBound | None = None):
@@ -57,6 +61,7 @@ class OperandScale(ScaledOperand):
         self.covered: ValueBound | None = None
         self.reach: ValueBound | None = None
         self.once: MeasuredOnce | None = None
+        self.beside = math.inf
         self._falls = 0
 
     def forget(self) -> None:
@@ -72,7 +77,8 @@ class OperandScale(ScaledOperand):
         """The largest amax that stays finite; below any before the first measurement."""
         if self.gain is None:
             return -1.0
-        return self.result.limit if self.result.proven else FP16_MAX * 2.0**self.exponent / self.gain
+        own = self.result.limit if self.result.proven else self.limit_of_operand / self.gain
+        return min(own, self.beside)
 
     @property
     def floor(self) -> float:
@@ -89,7 +95,7 @@ class OperandScale(ScaledOperand):
         Left to fp32: an operand whose amax keeps falling out of the range that its larger ones need, and a gain so
         large that scaling for it costs the operand its precision.
         """
-        measured, self.gain = self.gain is not None, gain
+        measured, self.gain, self.beside = self.gain is not None, gain, math.inf
         self.largest = max(self.largest, magnitude)
         self.meets_zeros = self.meets_zeros or magnitude == 0
         if gain > MAX_GAIN:
@@ -105,6 +111,22 @@ class OperandScale(ScaledOperand):
         """Decide whether the result fits fp16, as ``ResultBound.prove``; not where the operand is scaled or in fp32."""
         self.result.prove(magnitude, row_sum, bias)
         self.result.proven = self.result.proven and not (self.in_fp32 or self.exponent)
+
+    def leave_room(self) -> float:
+        """Choose the amax up to which what is added beside the weight must fit fp16; return ``room``."""
+        largest = ROOM_BESIDE * max(self.largest, self.covered.largest if self.covered else 0.0)
+        self.beside = largest if 0 < largest < math.inf else self.limit_of_operand
+        return self.room
+
+    @property
+    def room(self) -> float:
+        """That amax of the operand as it is multiplied."""
+        return self.beside * 2.0**-self.exponent
+
+    @property
+    def limit_of_operand(self) -> float:
+        """The largest amax that stays finite when it is scaled."""
+        return FP16_MAX * 2.0**self.exponent
 
     def cover(self, known: ValueBound | None, reach: ValueBound | None, magnitude: float, wide: bool) -> None:
         """Decide whether the proof holds for every operand that keeps a bound, unscaled.
@@ -137,6 +159,13 @@ class OperandScale(ScaledOperand):
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` times ``2**-exponent`` in fp16; there is no exponent where the result is fp16."""
         return x.to(torch.float16) if self.result.proven else super().scaled(x)
+
+    @property
+    def times(self) -> float | torch.Tensor:
+        """What products of the operand are multiplied by: a tensor in a compiled graph, whatever the exponent is."""
+        if torch.compiler.is_compiling() and self.recorder.entry is not None:
+            return self.recorder.entry.scale()[1]
+        return 2.0**self.exponent
 
     def unscaled(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``product`` times ``2**exponent``, plus ``bias``, in fp32 and in one pass; ``product`` may be written

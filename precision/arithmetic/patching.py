@@ -5,15 +5,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
-
 _ABSENT = ...  # copied and pickled as itself
-Patch = tuple[torch.nn.Module, str, Any]
+Patch = tuple[object, str, Any]
 
 
 @contextmanager
 def patched(patches: Iterable[Patch]) -> Iterator[None]:
-    """Set ``(module, attribute, value)`` on the module instances for as long as the context lasts."""
+    """Set ``(module, attribute, value)`` on modules, or other objects, for as long as the context lasts."""
     done: list[Patch] = []
     try:
         exchange(patches, done)

@@ -147,13 +147,19 @@ def chain_of(forward: Forward) -> list[str]:
 
     A step is an object with ``inner``, the forward it calls, and is printed by its ``repr``; a module by its class.
     """
-    steps: list[str] = []
+    return [
+        type(step).__name__ if isinstance(step, torch.nn.Module) else getattr(step, "__qualname__", None) or repr(step)
+        for step in steps_of(forward)
+    ]
+
+
+def steps_of(forward: Forward) -> list[object]:
+    """Return the same steps, each an object or a function."""
+    steps: list[object] = []
     following: Forward | None = forward
     while following is not None:
-        step = getattr(following, "__self__", following)
-        is_module = isinstance(step, torch.nn.Module)
-        steps.append(type(step).__name__ if is_module else getattr(step, "__qualname__", None) or repr(step))
-        following = getattr(step, "inner", None)
+        steps.append(getattr(following, "__self__", following))
+        following = getattr(steps[-1], "inner", None)
     return steps
 
 

@@ -80,6 +80,11 @@ class Fp16Results:
         """Count an operation that has returned fp16 to the block of operations that runs."""
         self._block.append(bound)
 
+    def give_up(self, bound: ResultBound) -> None:
+        """Refute the proof of an operation whose result has turned out too large; the call is made again."""
+        bound.refute()
+        self._widened = True
+
     def note_operand(self, operand: torch.Tensor) -> None:
         """Look for an overflow in an operand, which an fp16 result may be the reason of."""
         if self.any_proven:

@@ -93,6 +93,12 @@ def after_linear(weight: torch.Tensor, bias: torch.Tensor | None, x: ValueBound)
     return ValueBound(*_rounded_up(_read(numbers)))
 
 
+def plus(bound: ValueBound, largest: float, columns: int) -> ValueBound:
+    """Bound the sum of a tensor and one of ``columns`` numbers a row that are no larger than ``largest``."""
+    added = of_elements(ROUNDING * largest, columns)
+    return ValueBound(*(one + other for one, other in zip(bound, added, strict=True)))
+
+
 def _read(numbers: list[torch.Tensor]) -> list[float]:
     return torch.stack(numbers).tolist()
 

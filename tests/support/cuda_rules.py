@@ -83,6 +83,14 @@ def _addmm(bias, a, b, *, beta=1, alpha=1) -> None:
         half_products_without_split_k(a)
 
 
+def _addmm_wide(total, a, b, out_dtype, *, beta=1, alpha=1, out=None) -> None:
+    """_addmm_dtype_out_cuda, aten/src/ATen/native/cuda/Blas.cpp."""
+    _addmm(total, a, b, beta=beta, alpha=alpha)
+    wide_products_of_fp16_sums(a, out_dtype)
+    if total.dtype not in (out_dtype, a.dtype):
+        raise RuntimeError("self dtype must match either out_dtype or mat1 dtype")
+
+
 def _bmm(a, b) -> None:
     products_of_fp8("baddbmm_cuda", a, b)
     products_of_two_dtypes(a, b)
@@ -149,6 +157,8 @@ RULES = {
     aten.mm.default: _mm,
     aten.mm.dtype: _mm_wide,
     aten.addmm.default: _addmm,
+    aten.addmm_.default: _addmm,
+    aten.addmm.dtype_out: _addmm_wide,
     aten.bmm.default: _bmm,
     aten.bmm.dtype: _bmm_wide,
     aten._int_mm.default: _int_mm,
@@ -165,11 +175,19 @@ def _scaled_on_a_cpu(a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swiz
     return torch._scaled_mm(a, b, scale_a[0], scale_b[0], bias, None, out_dtype)
 
 
+def _wide_sum_on_a_cpu(total, a, b, out_dtype, *, beta=1, alpha=1, out):
+    return torch.addmm(total, a.to(out_dtype), b.to(out_dtype), beta=beta, alpha=alpha, out=out)
+
+
 ON_A_CPU = {
+    aten.addmm.dtype_out: _wide_sum_on_a_cpu,
     aten.mm.dtype: _wide_on_a_cpu,
     aten.bmm.dtype: _wide_on_a_cpu,
     aten._scaled_mm_v2.default: _scaled_on_a_cpu,
 }
+
+WITHOUT_META = {aten.addmm.dtype_out}
+"""torch knows no shape of these (PyTorch #163880)."""
 
 
 class CudaRules(LeafOperations):
@@ -178,7 +196,7 @@ class CudaRules(LeafOperations):
     def leaf(self, func, args, kwargs):
         if func in RULES:
             RULES[func](*args, **kwargs)
-        if func in ON_A_CPU and args[0].device.type == "cpu":
+        if func in ON_A_CPU and (args[0].device.type == "cpu" or func in WITHOUT_META):
             return ON_A_CPU[func](*args, **kwargs)
         return func(*args, **kwargs)
 

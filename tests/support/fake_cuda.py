@@ -24,11 +24,11 @@ from support.leaf_operations import LeafOperations, aten
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-NO_KERNEL = {aten._unsafe_view.default, aten.lift_fresh.default, aten.detach.default, aten.empty.memory_format}
+NO_KERNEL = {aten._unsafe_view.default, aten.lift_fresh.default, aten.detach.default, aten.empty.memory_format, aten.empty_like.default}
 
 
 class FakeCuda:
-    """A loaded ModelPatcher whose weights are fake CUDA tensors inside of ``with``; ``call`` makes one call of it.
+    """A loaded ModelPatcher whose weights, and its LoRAs' beside them, are fake CUDA tensors inside of ``with``; ``call`` makes one call of it.
 
     ``reads``: of the last call; ``places`` the pack's, ``foreign`` how many others.
     """
@@ -46,10 +46,11 @@ class FakeCuda:
         self._undo = ExitStack()
         self._undo.enter_context(attention_of_a_gpu())
         self._undo.callback(self.patcher.cleanup)
-        for module in self.patcher.model.modules():
-            for tensors in (module._parameters, module._buffers):
-                fakes = {name: self.fake(tensor) for name, tensor in tensors.items()}
-                self._undo.enter_context(mock.patch.dict(tensors, fakes))
+        for model in (self.patcher.model, *(other.model for other in self.patcher.model_patches_models())):
+            for module in model.modules():
+                for tensors in (module._parameters, module._buffers):
+                    fakes = {name: self.fake(tensor) for name, tensor in tensors.items()}
+                    self._undo.enter_context(mock.patch.dict(tensors, fakes))
         return self
 
     def __exit__(self, *error) -> None:

@@ -13,7 +13,7 @@ from halfsafe.precision.dtypes import name_of
 from torch.nn.modules import module as every_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-MATRICES = {"linear": (0, 1), "mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "convolution": (0, 1)}
+MATRICES = {"linear": (0, 1), "mm": (0, 1), "bmm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "convolution": (0, 1)}
 SCALED = ("_scaled_mm", "_scaled_mm_v2")
 
 

@@ -79,15 +79,17 @@ class UnmergedLowRank:
         return self._low_rank[1]
 
     def forwards(self, device: torch.device) -> list[Patch]:
-        """Make forwards that add the low-rank changes on a device, by the hooks active now; none without changes."""
+        """Make patches that add the low-rank changes on a device, by the hooks active now; none without changes."""
         patcher = self.low_rank_patcher()
         if patcher is None:
             return []
-        patcher.model.set_strengths(self._current_strengths(), device)
+        modules, strengths = self.sorted_patches().modules, self._current_strengths()
+        patcher.model.set_strengths(strengths, device)
         for key, layer in patcher.model.by_key():
             layer.in_fp32 = _multiplies_in_fp32(self, key)
-        modules = self.sorted_patches().modules
-        return [layer.around(modules[key]) for key, layer in patcher.model.by_key()]
+        patches = [layer.around(modules[key]) for key, layer in patcher.model.by_key()]
+        patcher.model.set_strengths(strengths, device)  # for inputs as large as those of the forwards found
+        return patches
 
     def _current_strengths(self) -> dict[tuple, float]:
         found, hooks = self.sorted_patches(), self.current_hooks.hooks if self.current_hooks else []

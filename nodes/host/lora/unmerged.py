@@ -10,7 +10,7 @@ import comfy.model_base
 import torch
 from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
 
-from ....precision.arithmetic.patching import patched
+from ....precision.arithmetic.patching import exchange, patched
 from ..run.conditions import adapts_text, conditions_through
 from ..run.modules import calling_layers
 from ..run.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
@@ -82,13 +82,11 @@ def _with_changes(extended: "ModelPatcher", device: torch.device, call: Callable
 def _inject(extended: UnmergedLowRank) -> None:
     """Put the forwards on layers for as long as the patcher is loaded."""
     # ComfyUI calls text encoders past all wrappers (``encode_from_tokens`` in comfy/sd.py).
-    for module, name, forward in extended.forwards(extended.load_device):
-        module.__dict__[name] = forward
-        vars(extended.model).setdefault(INJECTED, []).append(module)
+    exchange(extended.forwards(extended.load_device), vars(extended.model).setdefault(INJECTED, []))
 
 
 def _eject(patcher: "ModelPatcher") -> None:
     """Take off what was injected, also by another clone of the model."""
     # A clone of an injected patcher counts as injected too (``clone`` in comfy/model_patcher.py).
-    for module in vars(patcher.model).pop(INJECTED, []):
-        module.__dict__.pop("forward", None)
+    for owner, name, _ in vars(patcher.model).pop(INJECTED, []):
+        owner.__dict__.pop(name, None)

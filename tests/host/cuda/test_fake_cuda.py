@@ -1,9 +1,13 @@
 """Whole toy models on fake CUDA tensors: what a call reads back, what it launches, and whether it is one graph."""
 
+from collections import Counter
+
 import pytest
 import torch
+from comfy.sd import load_lora_for_models
+from halfsafe.nodes.host.lora.patches import is_8bit_matrix
 from halfsafe.precision.devices import probes
-from support import families
+from support import families, model_files
 from support.compiling import compiled
 from support.fake_cuda import FakeCuda, Kernels
 from support.families import load
@@ -39,9 +43,10 @@ def ada(monkeypatch):
 
 
 def settled(model, call):
-    """A second call, which measures nothing: its reads and its kernels."""
+    """A later call, which measures nothing and knows what the first one found: its reads and its kernels."""
     with FakeCuda(model) as fake:
-        fake.call(call)
+        for _ in range(2):
+            fake.call(call)
         with Kernels() as kernels:
             fake.call(call)
     return fake.reads, kernels.seen
@@ -92,3 +97,22 @@ def test_a_compiled_model_is_one_graph(comfy, files, calls, family):
         assert (counters["stats"]["unique_graphs"], dict(counters["graph_break"])) == (1, {})
     finally:
         torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp16_safe"])
+@pytest.mark.parametrize("family", ["wan", "flux"])
+def test_a_lora_beside_eight_bit_weights_takes_three_kernels_a_layer(comfy, files, calls, family, compute):
+    """Its two products, of which one adds to the layer's, and one kernel between them: no copy of an input or a result. In
+    `fp16_safe` an operand may be measured that need not be without the LoRA."""
+    model = load(comfy, files(family), "fp8_e4m3fn", compute)
+    modules = model.model.diffusion_model.named_modules()
+    shapes = {name: tuple(module.weight.shape) for name, module in modules if is_8bit_matrix(module)}
+    with_lora = load_lora_for_models(model, None, model_files.lora(shapes, rank=8), 1.0, 0.0)[0]
+    _, plain = settled(model, calls(family))
+    reads, seen = settled(with_lora, calls(family))
+    beside = Counter(kernel.name for kernel in seen) - Counter(kernel.name for kernel in plain)
+    print(f"\n{family:6} {compute:10} {len(shapes)} LoRAs, {(len(seen) - len(plain)) / len(shapes):.2f} kernels a LoRA: {dict(beside)}")
+    measured = beside.pop("linalg_vector_norm", 0) + beside.pop("amax.out", 0)
+    assert sum(beside.values()) <= 3 * len(shapes) and len(seen) - len(plain) <= 3 * len(shapes) + measured
+    assert measured <= (len(shapes) / 2 if compute == "fp16_safe" else 0)
+    assert [place for place in reads.places if "read" not in place] == []
