@@ -95,7 +95,7 @@ def open_studio(pack_name: str = "Halfsafe-Pack", extra_args: Iterable[str] = ()
 def _thumbnails(studio: Studio) -> None:
     for path in sorted((ROOT / "workflows").glob("*.json")):
         target = path.with_suffix(".jpg")
-        _thumbnail(studio, path.stem).save(target, quality=88)
+        _thumbnail(studio, path.stem).save(target, quality=88, optimize=True, progressive=True)
         print(f"{target.relative_to(ROOT)}: {target.stat().st_size} bytes", flush=True)
 
 
