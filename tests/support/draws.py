@@ -56,7 +56,7 @@ def shift_seeds() -> None:
 
 def _shifting(seeded: Callable) -> Callable:
     def call(seed=None):
-        return seeded(seed if seed is None else _shifted(seed))
+        return seeded(_shifted(seed) if isinstance(seed, int) else seed)
 
     return call
 

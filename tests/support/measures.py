@@ -13,6 +13,12 @@ def relative_error(reference: torch.Tensor, approximation: torch.Tensor) -> floa
     return error / norm if norm else error
 
 
+def summed_alike(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    """Whether two results in fp32 of equal numbers differ by no more than sums in another order do: weights elsewhere in
+    memory, or other numbers of rows, are summed in another one by some libraries."""
+    return relative_error(expected, found) < 2**-20
+
+
 def sqnr_db(reference: torch.Tensor, approximation: torch.Tensor) -> float:
     """Signal to quantization noise ratio in dB: ``-20 log10`` of :func:`relative_error`; inf when equal."""
     error = relative_error(reference, approximation)

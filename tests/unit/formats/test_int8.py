@@ -9,7 +9,7 @@ from halfsafe.precision.formats import int8, scratch
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.stored_weight import CHUNK
 from support import dialects
-from support.measures import relative_error
+from support.measures import relative_error, summed_alike
 from support.storing import in_storages, normal_weight, plan_of, tensors_in
 
 kitchen = pytest.importorskip("comfy_kitchen.backends.eager.quantization")
@@ -66,8 +66,10 @@ def test_a_weight_of_several_parts_is_that_of_one():
     assert weight.numel() > 2 * CHUNK
     codes, scale = kitchen.quantize_int8_convrot_weight(weight, 256)
     found = as_int8(weight)
-    assert torch.equal(found["weight"], codes) and torch.equal(found["weight_scale"], scale)
-    assert torch.equal(read(found).dequantize(torch.float32), kitchen.dequantize_int8_convrot_weight(codes, scale, 256))
+    assert summed_alike(scale, found["weight_scale"]), "rotated with other numbers of rows, which may be summed in another order"
+    steps = (found["weight"].int() - codes).abs()
+    assert steps.max() <= 1 and steps.count_nonzero() < 2 * 127 * 2**-20 * steps.numel() * 4, "what is that near to the middle of two codes"
+    assert relative_error(kitchen.dequantize_int8_convrot_weight(codes, scale, 256), read(found).dequantize(torch.float32)) < 2e-4
 
 
 def test_rows_wider_than_a_block_and_calls_in_any_grad_mode_use_the_same_memory(monkeypatch):

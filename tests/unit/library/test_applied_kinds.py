@@ -124,9 +124,10 @@ def test_a_kind_of_module_is_right_while_applied_and_itself_after(kind, setting)
     found = model(x)
     assert relative_error(exact, found) < bound
     plain.load_state_dict(model.state_dict())
-    assert relative_error(found, plain(x)) < (1e-5 if "compute" not in arguments else bound)
+    again = 1e-5 if "compute" not in arguments else bound
+    assert relative_error(found, plain(x)) < again
     if not kind.endswith("hooks") and kind != "pruned":  # whose weights are no leaves: torch copies no such module
-        assert torch.equal(copy.deepcopy(model)(x), found)
+        assert relative_error(found, copy.deepcopy(model)(x)) < again
     restore(model)
     assert torch.equal(model(x), exact)
 

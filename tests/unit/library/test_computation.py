@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.library.applied import apply, restore
-from support.measures import relative_error
+from support.measures import relative_error, summed_alike
 from support.threads import in_threads
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -269,7 +269,7 @@ def test_a_copy_of_a_part_takes_no_other_part_along():
     exact = model[0](some().reshape(-1, 64))
     part = pickle.dumps(model[0])
     assert len(part) < 3 * model[0].weight.nbytes
-    assert torch.equal(pickle.loads(part)(some().reshape(-1, 64)), exact)
+    assert relative_error(exact, pickle.loads(part)(some().reshape(-1, 64))) < BOUND["fp16_safe"]
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,8 @@ def test_a_copy_computes_by_itself(copied, compute, calls):
     for size in (1.0, 1e3):
         assert relative_error(made()(some(size=size)), twin(some(size=size))) < BOUND[compute]
     restore(twin)
-    assert torch.equal(twin(some()), exact) and type(twin.norm) is nn.LayerNorm
+    assert summed_alike(exact, twin(some())) and type(twin.norm) is nn.LayerNorm
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("compute", COMPUTES)

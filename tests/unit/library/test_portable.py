@@ -8,6 +8,7 @@ import torch
 from halfsafe.precision import apply, portable_apply, restore
 from halfsafe.precision.errors import HalfsafeError
 from safetensors.torch import save_file
+from support.measures import relative_error
 from support.shipped import ROOT
 
 SETTINGS = {"compute": "fp16_safe", "storage": "fp8_e4m3fn", "rules": "0 storage=bf16"}
@@ -94,4 +95,5 @@ def test_two_ray_actors_apply_the_settings_to_their_shards(ray, tmp_path):
     for part in shards:
         apply(part, SETTINGS)
     with torch.inference_mode():
-        assert torch.equal(found, shards[1](shards[0](x)))
+        expected = shards[1](shards[0](x))
+    assert relative_error(expected, found) < 2e-3, "an actor has threads of its own, and its sums their order"
