@@ -28,16 +28,16 @@ def hook(event, args):
         seen.append([event, str(args)[:200]])
 threads = {{t.name for t in __import__("threading").enumerate()}}
 sys.addaudithook(hook)
-busy = time.process_time()
+start = time.process_time()
 loaded = asyncio.run(nodes.load_custom_node({pack!r}, module_parent="custom_nodes"))
-busy = time.process_time() - busy
+busy = time.process_time() - start
 ours = sorted(name for name in nodes.NODE_CLASS_MAPPINGS if name.startswith("Halfsafe"))
 started = sorted({{t.name for t in __import__("threading").enumerate()}} - threads)
 asyncio_own = ("socket.__new__", "socket.bind") if os.name == "nt" else ("socket.__new__",)
 seen = [entry for entry in seen if entry[0] not in asyncio_own]
 with open(os.path.join({base!r}, "probe"), "w"):
     pass
-print(json.dumps({{"loaded": loaded, "nodes": ours, "seen": seen, "threads": started, "cpu_seconds": busy}}))
+print(json.dumps({{"loaded": loaded, "nodes": ours, "seen": seen, "threads": started, "of_the_start": busy / start}}))
 """
 
 
@@ -61,7 +61,7 @@ def test_import_from_a_read_only_folder_is_fast_and_writes_and_starts_nothing(co
     assert result["loaded"] and result["nodes"] == sorted(golden)
     assert result["seen"] == [["open", str(base / "probe")]], "what is not the probe came from the import"
     assert result["threads"] == []
-    assert result["cpu_seconds"] <= 1.0, "the pack slows ComfyUI's start"
+    assert result["of_the_start"] <= 0.1, "the pack slows ComfyUI's start, in the same process"
     assert _files(pack) == before
 
 

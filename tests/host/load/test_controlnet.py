@@ -23,7 +23,7 @@ from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
 from support import control_files, tiny_models
 from support.control_files import KINDS, give
-from support.measures import relative_error
+from support.measures import relative_error, summed_alike
 from support.products import Products
 
 
@@ -62,7 +62,9 @@ def in_fp32(control):
 def test_as_file_gives_what_comfyui_s_loader_gives(comfy, control_file, kind):
     ours, core = load(comfy, control_file(kind)), in_fp32(stock(comfy, control_file(kind)))
     assert type(ours) is type(core) and type(ours.control_model) is type(core.control_model)
-    assert torch.equal(give(ours, kind), give(core, kind))
+    weights, expected = ours.control_model.state_dict(), core.control_model.state_dict()
+    assert weights.keys() == expected.keys() and all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert summed_alike(give(core, kind), give(ours, kind))
 
 
 @pytest.mark.parametrize("kind", control_files.MORE_KINDS)
@@ -278,7 +280,7 @@ def test_whole_run_with_a_control_net_and_its_report(comfy, control_file, models
     checkpoint = tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "sd15_controlled.safetensors")
     model = comfy.run("HalfsafeLoadCheckpoint", ckpt_name=checkpoint.name, storage="as_file", compute="fp32", clip_storage="auto", vae_dtype="auto")[0]
     expected = sample(comfy, model, in_fp32(stock(comfy, control_file("sd15"))))
-    assert torch.equal(expected, sample(comfy, model, load(comfy, control_file("sd15"))))
+    assert relative_error(expected, sample(comfy, model, load(comfy, control_file("sd15")))) < 1e-5
     control = load(comfy, control_file("sd15"), "fp8_e4m3fn", "fp16_safe")
     assert 0 < relative_error(expected, sample(comfy, model, control)) < 0.05
     text, data, _ = comfy.run("HalfsafeReport", model=model)

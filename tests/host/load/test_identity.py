@@ -12,6 +12,7 @@ from halfsafe.precision.plan.rules import rules_from
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import families, held_out, model_files, tiny_models
+from support.measures import relative_error
 
 LTX = {"timestep_scale_multiplier": 500, "positional_embedding_max_pos": [10, 512, 512], "causal_temporal_positioning": True}
 CONFIGS = {
@@ -102,7 +103,7 @@ def test_stock_loader_computes_the_same_with_a_saved_file(comfy, configured, out
     call = families.capture(model, family)
     expected = families.replay(model, call)
     saved = save(comfy, model, output)
-    assert torch.equal(families.replay(in_fp32(load(comfy, saved, "stock")), call), expected)
+    assert relative_error(expected, families.replay(in_fp32(load(comfy, saved, "stock")), call)) < 1e-5
     assert not torch.allclose(families.replay(in_fp32(load(comfy, bare, "stock")), call), expected, rtol=1e-3)
 
 

