@@ -2,9 +2,9 @@
 
 A Wan2.1-1.3B-shaped model in every arithmetic, each in turns with plain fp16: time and error of a denoiser call against
 fp32, kernels, the device memory a call takes, what the guard, LoRAs beside 8-bit weights and fp16 sums cost or gain; SDXL whole and a
-part of Flux, eager, compiled and as CUDA graphs, with a profile beside the cost model; single layers of larger models; loading, with
-and without dynamic VRAM. Prints JSON, exit code 2 where a target is missed. `--dry-run` does the same on a CPU with small shapes, to
-see that it works. What each row tells: benchmarks/README.md.
+part of Flux with a profile beside the cost model; single layers of larger models; loading, with and without dynamic VRAM; parts of Flux
+and SDXL compiled and as CUDA graphs. Prints JSON, exit code 2 where a target is missed. `--dry-run` does the same on a CPU with small
+shapes, to see that it works. What each row tells: gpu-run.md.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from setup.environment import Environment
 from . import reporting
 from .clock import CALLS, kernels, timed
 from .gpu_layers import layer_rows
-from .gpu_models import model_rows, peak_bytes
+from .gpu_models import compiled_rows, model_rows, peak_bytes
 from .host import load_comfy
 
 PLAIN = "fp16"
@@ -34,7 +35,10 @@ STORAGE = {"fp32": "fp32", "fp16": "fp16", "fp16_safe": "fp16", "bf16": "as_file
 COMPUTE = {"int8": "auto"}
 COMPARED = ("fp16_safe", "fp16, guarded", "fp16, fp16 sums", "bf16", "fp8", "int8", "fp8, LoRA", "int8, LoRA")
 LORA_RANK = 16
-LOADS = (("as_file", "--core"), ("fp8_e4m3fn", "--core"), ("as_file",), ("fp8_e4m3fn",), ("int8",))
+LOADS = (
+    ("as_file", "--core", "--dynamic"), ("as_file", "--dynamic"), ("fp8_e4m3fn", "--core", "--dynamic"), ("fp8_e4m3fn", "--dynamic"),
+    ("int8", "--dynamic"), ("fp8_e4m3fn", "--core"), ("fp8_e4m3fn",),
+)  # fmt: skip
 LOAD_SECONDS = 90
 SLOWEST = "fp32"
 WITH_FP16_SUMS = "sm_86"
@@ -52,18 +56,50 @@ def main() -> int:
     result |= {"rows": [], "models": [], "layers": [], "loads": [], "left_out": [], "targets": {}}
     path = comfy.folder / "model.safetensors"
     tiny_models.wan(path) if args.dry_run else tiny_models.wan_1_3b_shaped(path)
-    for row in _parts(comfy, path, args):
-        result[_list_of(row)].append(row)
-        result["targets"] = _targets({row["name"]: row for row in result["rows"]})
-        _write(result, args)
-        if time.monotonic() - start > args.seconds:
-            result["left_out"].append(f"what comes after {row}: {args.seconds} s were up")
-            break
+    row, began = {"name": "the start"}, time.monotonic()
+    try:
+        with ending_after(args.seconds - (began - start)):
+            for row in _parts(comfy, path, args):
+                result[_list_of(row)].append(row | {"took_seconds": round(time.monotonic() - began, 1)})
+                result["targets"] = _targets({row["name"]: row for row in result["rows"]})
+                _write(result, args)
+                began = time.monotonic()
+    except OutOfTime:
+        result["left_out"].append(f"what comes after {_named(row)}: {args.seconds:g} s were up")
     _write(result, args)
     if args.save and not args.dry_run:
         reporting.save(result)
     print(json.dumps(result, indent=2))
+    if any("problem" in row for row in result["loads"]):
+        return 1
     return 0 if args.dry_run else reporting.exit_code(result)
+
+
+class OutOfTime(Exception):
+    """The time for measuring is up."""
+
+
+@contextlib.contextmanager
+def ending_after(seconds: float) -> Iterator[None]:
+    """Raise :class:`OutOfTime` where these seconds are up, also in the middle of a compilation."""
+
+    def end(*_) -> None:
+        raise OutOfTime
+
+    if seconds == float("inf"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _named(row: dict) -> str:
+    return ", ".join(str(row[key]) for key in ("name", "model", "run", "load") if key in row)
 
 
 def _list_of(row: dict) -> str:
@@ -75,7 +111,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=3, help=f"pairs of measurements for each row, of {CALLS} calls each")
     parser.add_argument("--size", type=int, default=64, help="latent height and width; 64 gives 1024 tokens a frame")
     parser.add_argument("--frames", type=int, default=21, help="frames of the latent; 21 give 21504 tokens at size 64")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after this time, in the middle of a row too")
     parser.add_argument("--out", type=Path, help="write the result here after every row")
     parser.add_argument("--dry-run", action="store_true", help="a small model on the CPU")
     args = parser.parse_args()
@@ -90,7 +126,7 @@ def _write(result: dict, args: argparse.Namespace) -> None:
 
 
 def _parts(comfy, path: Path, args: argparse.Namespace) -> Iterator[dict]:
-    """The rows, each when it is asked for; the one that takes longest comes last."""
+    """The rows, each when it is asked for; those that take longest come last."""
     from support import families
 
     plain = families.load(comfy, path, STORAGE[PLAIN], PLAIN)
@@ -103,13 +139,14 @@ def _parts(comfy, path: Path, args: argparse.Namespace) -> Iterator[dict]:
         with _profile(name, args), exact_fp32() if name == SLOWEST else contextlib.nullcontext():
             other = _model(comfy, path, plain, name)
             row = {"name": name, "error": _error(reference, families.replay(other, call))}
-            return row | _in_turns(plain, other, call, args.runs) | _alone(other, call)
+            return row | _in_turns(plain, other, call, 1 if name == SLOWEST else args.runs) | _alone(other, call)
 
     yield from map(compared, COMPARED)
     yield from model_rows(args.dry_run)
     yield from load_rows(args, path)
     yield from layer_rows(args.dry_run)
     yield compared(SLOWEST)
+    yield from compiled_rows(args.dry_run)
 
 
 def load_rows(args: argparse.Namespace, path: Path) -> Iterator[dict]:

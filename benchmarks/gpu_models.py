@@ -1,9 +1,10 @@
-"""Models at their real widths on a GPU, with random weights made there: `fp16_safe` beside plain fp16, eager, compiled and as CUDA
-graphs; and the kernels of a call beside those that the cost model counts. See gpu.py."""
+"""Models at their real widths on a GPU, with random weights made there: `fp16_safe` beside plain fp16, as they are, compiled and as
+CUDA graphs; and the kernels of a call beside those that the cost model counts. See gpu.py."""
 
 from __future__ import annotations
 
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -12,26 +13,42 @@ from .cost_cards import CARDS, LAUNCH, READ
 from .large_models import BUILD, ON_A_GPU, SMALL
 
 WAYS = ("fp16", "fp16_safe")
-COMPILED = {"eager": None, "compiled": {}, "CUDA graphs": {"mode": "reduce-overhead"}}
+WHOLE = ("SDXL", "Flux")
+COMPILED = {"compiled": {}, "CUDA graphs": {"mode": "reduce-overhead"}}
+IN_ORDER = (("Flux", "compiled"), ("SDXL, 22 of 70 blocks", "CUDA graphs"), ("Flux", "CUDA graphs"), ("SDXL, 22 of 70 blocks", "compiled"))
+"""What tells most comes first: compiling takes minutes, and the time may be up. SDXL whole is traced for longer than the command may take."""
+DRY_BACKEND, DRY_CARD = {"compiled": "aot_eager", "CUDA graphs": "eager"}, "H100"
 KINDS = {"product": ("gemm", "cutlass", "xmma", "cudnn", "conv", "wgrad", "nvjet"), "attention": ("flash", "fmha", "attention")}
 PAIRS = 3
 
 
 def model_rows(dry: bool) -> Iterator[dict]:
-    """For each model and way of running it: seconds, reads by the host, memory, and how fp16_safe compares; its profile first."""
-    for name, build in (SMALL if dry else ON_A_GPU).items():
-        model, call = _on_device(build)
-        yield {"model": name, "profile": {way: _profile(name, way, model, call, dry) for way in WAYS}}
-        for how, options in COMPILED.items():
-            yield {"model": name, "run": how} | _ways(model, call, options, dry)
+    """For each model, run as it is: its profile; then seconds, reads by the host, memory, and how fp16_safe compares."""
+    for name in WHOLE:
+        sides = {way: _eager(*_on_device(_built(name, dry), way), way) for way in WAYS}
+        yield {"model": name, "profile": {way: _profile(name, way, call, dry) for way, call in sides.items()}}
+        yield {"model": name, "run": "eager"} | _compared(sides)
 
 
-def _on_device(build: Callable):
-    """A model in fp16 with normal weights that keep the size of what goes through, and the arguments of a call."""
+def compiled_rows(dry: bool) -> Iterator[dict]:
+    """The same of compiled models, with the seconds until a compiled call has run three times."""
+    for name, how in IN_ORDER:
+        options = {"backend": DRY_BACKEND[how]} if dry else COMPILED[how]
+        made = {way: _compiled(*_on_device(_built(name, dry), way), way, options) for way in WAYS}
+        row = _compared({way: call for way, (call, _) in made.items()})
+        yield {"model": name, "run": how, "compile_seconds": {way: round(seconds, 1) for way, (_, seconds) in made.items()}} | row
+
+
+def _built(name: str, dry: bool) -> Callable:
+    return (SMALL if dry else ON_A_GPU)[name]
+
+
+def _on_device(build: Callable, way: str):
+    """A model in fp16 with normal weights that keep the size of what goes through, as the loader has it, and the arguments of a call."""
     import comfy.ops
     import torch
 
-    from .cost import _base_model
+    from .cost import _as_loaded, _base_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(0)
@@ -44,11 +61,17 @@ def _on_device(build: Callable):
                 parameter.fill_(0 if name.endswith("bias") else 1)
         given = {key: value.normal_(generator=generator) for key, value in given.items()}
         call = (x.normal_(generator=generator), torch.full((x.shape[0],), 0.5)), given
+    if way == "fp16_safe":
+        _as_loaded(inner)
     return _base_model(inner.eval().requires_grad_(False)), call
 
 
-def _calls(model, way: str, call, options: dict | None, dry: bool) -> Callable:
-    """A call in one arithmetic, after one that calibrates, compiled where options are given."""
+def _eager(model, call, way: str) -> Callable:
+    """A call in one arithmetic, after one that calibrates."""
+    return _calls(model, call, way)[0]
+
+
+def _calls(model, call, way: str) -> tuple[Callable, object]:
     import torch
 
     from .cost import _executed
@@ -56,17 +79,22 @@ def _calls(model, way: str, call, options: dict | None, dry: bool) -> Callable:
     run = _executed(model, way)
     dtype = torch.float32 if way == "fp16_safe" else torch.float16
     (x, t), given = call[0], {key: value.to(dtype) for key, value in call[1].items()}
-    inner = model.diffusion_model
 
     def go():
         with torch.inference_mode():
             return run(x.to(dtype), t, **given)
 
     go()
-    if options is None:
-        return go
+    return go, run
+
+
+def _compiled(model, call, way: str, options: dict) -> tuple[Callable, float]:
+    """A call of the compiled model, and the seconds until it has run three times."""
+    import torch
+
+    go, run = _calls(model, call, way)
     torch._dynamo.reset()
-    graph = torch.compile(inner, **({"backend": "aot_eager"} if dry else options))
+    graph, start = torch.compile(model.diffusion_model, **options), time.perf_counter()
 
     def compiled():
         run.forward = graph
@@ -77,15 +105,15 @@ def _calls(model, way: str, call, options: dict | None, dry: bool) -> Callable:
 
     for _ in range(3):  # traces, records, replays
         compiled()
-    return compiled
+    wait()
+    return compiled, time.perf_counter() - start
 
 
-def _ways(model, call, options: dict | None, dry: bool) -> dict:
+def _compared(sides: dict[str, Callable]) -> dict:
     """Both arithmetics of a model in turns."""
     import torch
 
     taken: dict[str, list[dict]] = {way: [] for way in WAYS}
-    sides = {way: _calls(model, way, call, options, dry) for way in WAYS}
     row: dict = {way: {"reads": _waits(sides[way]), "peak_bytes": peak_bytes(sides[way])} for way in WAYS}
     for index in range(PAIRS):
         for way in sorted(WAYS, reverse=bool(index % 2)):
@@ -134,10 +162,12 @@ def _waits(call: Callable) -> int | None:
     return sum("synchroniz" in str(warning.message) for warning in caught)
 
 
-def _profile(name: str, way: str, model, call, dry: bool) -> dict:
+def _profile(name: str, way: str, call: Callable, dry: bool) -> dict:
     """Kernels and milliseconds by kind, measured and as the cost model has them, and the kernels that took longest."""
-    measured = _measured(_calls(model, way, call, None, dry))
-    return measured | {"cost_model": None if dry else _estimated(name, way)}
+    import torch
+
+    card = DRY_CARD if dry else next((card for card in CARDS if card in torch.cuda.get_device_name()), None)
+    return _measured(call) | {"cost_model": _estimated(name, way, card)}
 
 
 def _measured(call: Callable) -> dict:
@@ -168,13 +198,10 @@ def kind_of_kernel(name: str) -> str:
     return found[0] if found else "other"
 
 
-def _estimated(name: str, way: str) -> dict | None:
-    """The cost model's kernels and milliseconds by kind on the card at hand; None where it has neither model nor card."""
-    import torch
-
+def _estimated(name: str, way: str, card: str | None) -> dict | None:
+    """The cost model's kernels and milliseconds by kind on a card; None where it has neither model nor card."""
     from .cost import _count
 
-    card = next((card for card in CARDS if card in torch.cuda.get_device_name()), None)
     if card is None or ON_A_GPU[name] is not BUILD[name]:
         return None
     counted = _count(name, way)

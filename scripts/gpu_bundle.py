@@ -179,7 +179,7 @@ def prepared(folder: Path, work: Path, dry: bool) -> dict[str, str]:
         paths.insert(0, blocker)
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "HALFSAFE_DEVICE_PROFILE")}
     more = {"HALFSAFE_DRY_RUN": "1"} if dry else {}
-    settings = {"COMFYUI_DIR": str(comfyui), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
+    settings = {"COMFYUI_DIR": str(comfyui), "PYTHONUNBUFFERED": "1", "PYTHONUTF8": "1"}
     return kept | settings | more | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
 
 

@@ -5,9 +5,9 @@
     python scripts/gpu_run.py tests .gpu --out RESULTS --dry-run      # on a CPU, without what that machine lacks
 
 `.gpu` is the folder that `gpu_bundle.py` made. `tests` leaves `tests.jsonl`, a line for each test as it begins and ends,
-`tests.jsonl.hung` with the tracebacks of one that hung, `tests.json` and a log for each file; `measure` leaves `gpu.json`, written after each row, and its log. Exits with 1 where a test
-fails, hangs or ends its process, where a file has no test that ran, and where a measurement could not be made; a missed
-target is in `gpu.json`.
+`tests.jsonl.hung` with the tracebacks of one that hung, `tests.json`, `tests.md` and a log for each file; `measure` leaves `gpu.json`,
+written after each row, and its log. Exits with 1 where a test fails, hangs or ends its process, where a file has no test that ran, and
+where a measurement could not be made; a missed target is in `gpu.json`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ TEST_SECONDS = {"compile": 150, "dynamic_vram": 120}
 ONE_TEST, DRY_TEST = 45, 1200
 LAST = ("dynamic_vram", "compile")
 MISSED_TARGET = 2
+FRAMES = ("--frames", "9")
+"""9,216 tokens of video: the 21,504 of all frames would take the time of two other rows for each."""
 NO_PLUGINS = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
 """Those of the machine: they ask for packages of their own, and change how tests run."""
 MAY_BE_SKIPPED = ("dynamic_vram",)
@@ -86,6 +88,7 @@ def tests(environ: dict[str, str], out: Path, dry: bool, ends: float) -> int:
         code = logged(command, own, out / f"{name}.log", ends - time.monotonic())
         files[name] = outcome(read(lines)[before:], code)
         (out / "tests.json").write_text(json.dumps(about | {"files": files}, indent=2) + "\n", encoding="utf-8")
+    (out / "tests.md").write_text(table(read(lines)), encoding="utf-8")
     print(json.dumps(files, indent=2))
     return int(any(is_bad(found, dry and name in MAY_BE_SKIPPED) for name, found in files.items()))
 
@@ -94,7 +97,7 @@ def measure(environ: dict[str, str], out: Path, dry: bool, ends: float) -> int:
     """Run benchmarks/gpu.py; a missed target is no failure."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--comfyui", environ["COMFYUI_DIR"], "--out", str(out / "gpu.json")]
     left = ends - time.monotonic()
-    code = logged([*command, *(["--dry-run"] if dry else ["--seconds", str(int(left - 60))])], environ, out / "measure.log", left)
+    code = logged([*command, *(["--dry-run"] if dry else [*FRAMES, "--seconds", str(int(left - 60))])], environ, out / "measure.log", left)
     return int(code not in (0, MISSED_TARGET))
 
 
@@ -120,6 +123,18 @@ def outcome(lines: list[dict], code: int | None) -> dict:
     named = {key: [test for test, found in last.items() if found == key] for key in ("failed", "begun")}
     counts = {key: sum(found == key for found in last.values()) for key in ("passed", "skipped")}
     return {"exit_code": code, **counts, "failed": named["failed"], "never_ended": named["begun"]}
+
+
+def table(lines: list[dict]) -> str:
+    """A table of tests and what became of each, in Markdown: their names say what passing tells."""
+    last = {line["test"]: line for line in lines}
+    rows = ["| file | test | outcome | s | why |", "|---|---|---|---|---|"]
+    for test, line in last.items():
+        file, _, name = test.partition("::")
+        why = line.get("why", "").strip().splitlines()[-1:] or [""]
+        words = name.removeprefix("test_").replace("_", " ").replace("|", "/")
+        rows.append(f"| {Path(file).stem.removeprefix('test_')} | {words} | {line['outcome']} | {line.get('seconds', '')} | {why[0].removeprefix('Skipped: ')} |")
+    return "\n".join(rows) + "\n"
 
 
 def is_bad(found: dict, may_be_skipped: bool = False) -> bool:

@@ -25,7 +25,7 @@ EXTREMES = (aten.amax.default, aten.amin.default, aten.max.default, aten.min.def
 def binary_with_another_result(name: str, out: torch.Tensor, a: torch.Tensor, b) -> None:
     """exec_binary_kernel, aten/src/ATen/native/mps/OperationUtils.mm: kernels exist for operands and results of one dtype, and
     TensorIterator converts a result on a CPU only (PyTorch #152515, #178709)."""
-    common = torch.result_type(*(getattr(operand, "raw", operand) for operand in (a, b)))  # raw: of second_device
+    common = torch.result_type(*(getattr(operand, "raw", operand) for operand in (a, b)))  # raw: of held_tensors
     if out.dtype != common:
         raise RuntimeError(NO_KERNEL.format(name, *(SHORT.get(dtype, str(dtype)) for dtype in (out.dtype, common))))
 

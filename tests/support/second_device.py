@@ -18,10 +18,23 @@ from contextlib import ExitStack
 from unittest import mock
 
 import torch
+from support.held_tensors import (
+    PARAMETER,
+    PLAIN,
+    Functions,
+    as_subclass,
+    hold,
+    is_held,
+    made_on_the_host,
+    modules_swapped,
+    of_raw,
+    parameter,
+    raw_of,
+    tolist,
+)
 from support.late_copies import LateCopies
 from support.rule_book import RuleBook
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -30,7 +43,6 @@ aten = torch.ops.aten
 CPU = torch.device("cpu")
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
-PARAMETER = torch.nn.Parameter
 WHOLE = {aten.scaled_dot_product_attention.default}
 """Computed in one: in parts, torch asks which of its kernels the device has."""
 ANY_DEVICES = {
@@ -41,20 +53,8 @@ READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.defa
 MIXED = "Expected all tensors to be on the same device, but found at least two devices, {} and {}! (when checking {})"
 
 
-class _Wrapper(torch.Tensor):
-    """What torch asks for to make a tensor without memory; no tensor keeps this class."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        raise NotImplementedError(f"{func} in a thread without the second device")
-
-
 INSIDE = "cuda"
 """What torch's C++ knows every kind as: it has a device guard for CUDA that does nothing."""
-INDEXING = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-PLAIN = (torch.Tensor, PARAMETER, torch.nn.Buffer, _Wrapper)
 
 
 _present: list[SecondDevice] = []
@@ -63,24 +63,6 @@ _present: list[SecondDevice] = []
 def is_present() -> bool:
     """Whether there is one now."""
     return bool(_present)
-
-
-def is_held(value: object) -> bool:
-    """Whether a value is a tensor of the emulated device."""
-    return isinstance(value, torch.Tensor) and "raw" in value.__dict__
-
-
-def hold(raw: torch.Tensor, device: torch.device, cls: type = torch.Tensor) -> torch.Tensor:
-    """A tensor of a device whose memory is ``raw``'s, with its strides."""
-    layout = {"strides": raw.stride(), "storage_offset": raw.storage_offset(), "dtype": raw.dtype}
-    tensor = torch.Tensor._make_wrapper_subclass(_Wrapper, raw.shape, device=device, **layout)
-    tensor.raw = raw
-    tensor.__class__ = cls
-    return tensor
-
-
-def raw_of(value):
-    return value.raw if is_held(value) else value
 
 
 class SecondDevice:
@@ -105,28 +87,28 @@ class SecondDevice:
         run = threading.Thread.run
 
         def run_with_device(thread):
-            with Mode(self), Functions(self):
+            with Mode(self), Functions(self.inside):
                 run(thread)
 
         _present.append(self)
         self._undo = ExitStack()
         self._undo.callback(_present.remove, self)
-        self._undo.enter_context(_modules_swapped())
-        self._undo.enter_context(mock.patch.object(PARAMETER, "__new__", _parameter))
+        self._undo.enter_context(modules_swapped())
+        self._undo.enter_context(mock.patch.object(PARAMETER, "__new__", parameter))
         self._undo.enter_context(mock.patch.object(threading.Thread, "run", run_with_device))
-        self._undo.enter_context(mock.patch.object(torch.Tensor, "tolist", _tolist(torch.Tensor.tolist)))
-        self._undo.enter_context(mock.patch.object(torch.Tensor, "as_subclass", _as_subclass(torch.Tensor.as_subclass)))
+        self._undo.enter_context(mock.patch.object(torch.Tensor, "tolist", tolist(torch.Tensor.tolist)))
+        self._undo.enter_context(mock.patch.object(torch.Tensor, "as_subclass", as_subclass(torch.Tensor.as_subclass)))
         self._undo.enter_context(mock.patch.object(torch.Tensor, "set_", self._set(torch.Tensor.set_)))
         self._undo.enter_context(mock.patch.object(torch.Tensor, "_make_wrapper_subclass", self._wrapper(torch.Tensor._make_wrapper_subclass)))
         for name in ("untyped_storage", "data_ptr"):
-            self._undo.enter_context(mock.patch.object(torch.Tensor, name, _of_raw(getattr(torch.Tensor, name))))
+            self._undo.enter_context(mock.patch.object(torch.Tensor, name, of_raw(getattr(torch.Tensor, name))))
         self._undo.enter_context(mock.patch.object(_python_dispatch, "_disable_current_modes", self._other_modes_off(_python_dispatch._disable_current_modes)))
         for name in ("tensor", "as_tensor"):
-            self._undo.enter_context(mock.patch.object(torch, name, _made_on_the_host(getattr(torch, name))))
+            self._undo.enter_context(mock.patch.object(torch, name, made_on_the_host(getattr(torch, name))))
         for name, answer in self._answers().items():
             self._undo.enter_context(mock.patch.object(torch.Tensor, name, property(answer)))
         self._undo.enter_context(Mode(self))
-        self._undo.enter_context(Functions(self))
+        self._undo.enter_context(Functions(self.inside))
         return self
 
     def __exit__(self, *error) -> None:
@@ -279,79 +261,6 @@ def _in_parts(func, args, kwargs):
     if func.namespace == "comfy_kitchen":
         return func._op_dk(EXPLICIT, *args, **kwargs)
     return func.decompose(*args, **kwargs) if func.has_kernel_for_dispatch_key(COMPOSITE) else NotImplemented
-
-
-class Functions(TorchFunctionMode):
-    """Names the device to torch as torch's C++ knows it, and does what torch does without an operation: deep copies and words."""
-
-    def __init__(self, device: SecondDevice):
-        super().__init__()
-        self.of = device
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.device:
-            return func(*args, **kwargs)
-        args, kwargs = self.of.inside(args, kwargs)
-        if func is torch.Tensor.__deepcopy__ and is_held(args[0]):
-            return args[1].setdefault(id(args[0]), _copied_deeply(args[0]))
-        if func in INDEXING and is_held(args[0]):
-            args = (args[0], _as_tensors(args[1]), *args[2:])
-        if func is torch.Tensor.__repr__ and is_held(args[0]):
-            return f"{args[0].raw!r} on {args[0].device}"
-        return func(*args, **kwargs)
-
-
-def _copied_deeply(tensor: torch.Tensor) -> torch.Tensor:
-    copy = tensor.detach().clone()
-    return PARAMETER(copy, tensor.requires_grad) if isinstance(tensor, PARAMETER) else copy
-
-
-def _as_tensors(index):
-    """torch makes tensors of lists in an index with its modes off."""
-    if isinstance(index, tuple):
-        return tuple(map(_as_tensors, index))
-    return torch.tensor(index) if isinstance(index, list) else index
-
-
-def _made_on_the_host(real: Callable) -> Callable:
-    """torch makes a tensor of Python's numbers with its modes off, where nobody would know the device."""
-
-    def call(*args, device=None, **kwargs):
-        return real(*args, **kwargs) if device is None else real(*args, **kwargs).to(device)
-
-    return call
-
-
-def _as_subclass(real: Callable) -> Callable:
-    return lambda tensor, cls: tensor if is_held(tensor) and cls is torch.Tensor else real(tensor, cls)
-
-
-def _of_raw(real: Callable) -> Callable:
-    return lambda tensor: real(raw_of(tensor))
-
-
-def _tolist(real: Callable) -> Callable:
-    return lambda tensor: real(tensor.cpu() if is_held(tensor) else tensor)
-
-
-_new_parameter = PARAMETER.__new__
-
-
-def _parameter(cls, data=None, requires_grad=True):
-    """torch makes one of a plain tensor with its modes off, where nobody would know the tensor."""
-    return hold(data.raw, data.device, cls) if is_held(data) else _new_parameter(cls, data, requires_grad)
-
-
-class _modules_swapped:
-    """``Module.to`` exchanges tensors whole; else it sets ``data``, which knows nothing of the memory held here."""
-
-    def __enter__(self) -> None:
-        self._before = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(True)
-
-    def __exit__(self, *error) -> None:
-        torch.__future__.set_swap_module_params_on_conversion(self._before)
 
 
 def _target(kwargs: dict, ours: list[torch.Tensor]) -> torch.device:

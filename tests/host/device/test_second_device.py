@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from support.second_device import is_held
+from support.held_tensors import is_held
 
 pytestmark = pytest.mark.not_as_on_cuda("the device has rules of its own")
 

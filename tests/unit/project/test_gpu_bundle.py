@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -14,7 +15,7 @@ from pathlib import Path
 import gpu_bundle
 import gpu_run
 import pytest
-from halfsafe.benchmarks import gpu, gpu_models
+from halfsafe.benchmarks import gpu, gpu_models, large_models
 from setup.environment import SetupError
 
 
@@ -131,6 +132,11 @@ def test_the_outcome_names_what_failed_and_what_never_ended() -> None:
     assert found == {"exit_code": 1, "passed": 1, "skipped": 1, "failed": ["b"], "never_ended": ["d"]}
 
 
+def test_the_table_has_a_line_for_each_test() -> None:
+    lines = [{"test": "tests/gpu/test_a.py::test_it_is_right[fp8]", "outcome": "begun"}, {"test": "tests/gpu/test_b.py::test_left", "outcome": "skipped", "seconds": 0.1, "why": "Skipped: no such device"}]
+    assert gpu_run.table(lines).splitlines()[2:] == ["| a | it is right[fp8] | begun |  |  |", "| b | left | skipped | 0.1 | no such device |"]
+
+
 @pytest.mark.parametrize(
     ("found", "bad"),
     [({"passed": 2}, False), ({"skipped": 2}, True), ({"passed": 1, "never_ended": ["d"]}, True), ({"passed": 1, "exit_code": None}, True), ({"passed": 1, "failed": ["b"]}, True)],
@@ -226,3 +232,19 @@ def test_a_kernel_is_of_the_cost_models_kind(kernel: str, kind: str) -> None:
 def test_each_row_goes_to_its_list() -> None:
     rows = {"rows": {"name": "fp16"}, "layers": {"name": "a", "shape": ()}, "models": {"model": "SDXL"}, "loads": {"load": "int8"}}
     assert {name: gpu._list_of(row) for name, row in rows.items()} == {name: name for name in rows}
+
+
+def test_measuring_ends_in_the_middle_of_a_row_when_its_time_is_up() -> None:
+    before, start = signal.getsignal(signal.SIGALRM), time.monotonic()
+    with pytest.raises(gpu.OutOfTime), gpu.ending_after(0.2):
+        time.sleep(60)
+    assert time.monotonic() - start < 30 and signal.getsignal(signal.SIGALRM) is before
+    with gpu.ending_after(float("inf")), gpu.ending_after(60):
+        pass
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    assert gpu._named({"model": "Flux", "run": "compiled", "fp16": {}}) == "Flux, compiled"
+
+
+def test_a_whole_model_is_the_one_that_the_cost_model_counts() -> None:
+    assert large_models.ON_A_GPU["SDXL"] is large_models.BUILD["SDXL"], "else the profile has nothing beside it"
+    assert large_models.ON_A_GPU.keys() == large_models.SMALL.keys() == {*gpu_models.WHOLE, *dict(gpu_models.IN_ORDER)}
