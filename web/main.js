@@ -250,7 +250,7 @@ function show(toast) {
 
 /** @param {any} detail of an `execution_error` event */
 function onError(detail) {
-  const error = errorOf(detail);
+  const error = errorOf(detail, log.run);
   log.end(detail.prompt_id, "failed", error);
   if (error) show({ severity: "error", summary: `Halfsafe: ${error.message}`, detail: error.advice, life: 20000 });
 }

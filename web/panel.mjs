@@ -281,7 +281,7 @@ function remarksOf(report) {
 
 /** @param {import("./report.mjs").Encoder} encoder */
 function encoderLine({ kind, node, verdict, messages, advice }) {
-  return el("li", {}, `${kind} (${t("node {node}", { node })}) `, verdictPill(verdict), ` ${[...messages, advice].map(said).join(" ")}`);
+  return el("li", {}, `${said(kind)} (${t("node {node}", { node })}) `, verdictPill(verdict), ` ${[...messages, advice].map(said).join(" ")}`);
 }
 
 /** @param {string} title @param {HTMLElement[]} items */

@@ -121,7 +121,8 @@ function atStep({ step, sigma }, what) {
 /** "overflow in blocks.0.ffn.2", "drift, int8 product in blocks.0.ffn.2" @param {GuardEvent} event */
 export function whatIn({ kind, layer, op }) {
   const what = kind === "unknown" ? t("NaN or Inf") : kind === "drift" ? `${t(kind)}, ${said(op)}` : t(kind);
-  return layer ? t("{what} in {layer}", { what, layer }) : what;
+  const where = kind === "input" ? said(layer) : layer;
+  return layer ? t("{what} in {layer}", { what, layer: where }) : what;
 }
 
 /** "NVIDIA GeForce RTX 3090 (sm_86)" @param {Report} report */

@@ -91,12 +91,14 @@ function curedText(event) {
   return t("Step {step} was repeated in {to}: {layer} overflowed in {from}.", values);
 }
 
-/** What an error of the pack says; null for the error of another. @param {any} detail of an `execution_error` event @returns {RunError | null} */
-export function errorOf({ node_id: node, exception_type: type, exception_message: text }) {
+/** What an error of the pack says; null for the error of another. @param {any} detail of an `execution_error` event @param {Run | null} run @returns {RunError | null} */
+export function errorOf({ node_id: id, exception_type: type, exception_message: text }, run) {
   if (!String(type).startsWith(OURS)) return null;
-  const plain = text.replace(FOLDERS, "");
+  const [plain, node] = [text.replace(FOLDERS, ""), String(id)];
+  const guards = isTranslated() && run?.events.find(({ message }) => message && text.startsWith(message));
+  if (guards) return { node, message: saidText(guards), advice: said(guards.advice) };
   const message = firstSentence(plain);
-  return { node: String(node), message, advice: plain.slice(message.length).trim() };
+  return { node, message: said(message), advice: said(plain.slice(message.length).trim()) };
 }
 
 /** @param {string} text */

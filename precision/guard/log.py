@@ -77,7 +77,8 @@ def encoder_sentence(event: GuardEvent, origin: Origin, kind: str) -> str:
     else:
         mode = f"computed in {event.from_mode}" if event.from_mode else ""
         place = f"first in {event.layer}{_op(event)}" if event.layer else ""
-        line = ", ".join(filter(None, [f"{kind}: the result is NaN or Inf", mode, place, _rows(event)])) + "."
+        what = ": ".join((kind, "the result is NaN or Inf"))
+        line = ", ".join(filter(None, [what, mode, place, _rows(event)])) + "."
     return " ".join(filter(None, [line, event.evidence]))
 
 

@@ -41,7 +41,7 @@ class NonFinite(HalfsafeError):
     """
 
     def __init__(self, problem: str, verdict: str = STOPPED, advice: str = ""):
-        super().__init__(f"{problem} Verdict: {verdict}.", advice or ADVICE[verdict])
+        super().__init__(" ".join((problem, f"Verdict: {verdict}.")), advice or ADVICE[verdict])
         self.verdict = verdict
 
 

@@ -1,50 +1,75 @@
-"""The sentences that reports and guards are worded with, read from the code: `{0}`, `{1}` stand for an f-string's values."""
+"""The sentences that the pack words while it runs in ComfyUI, read from its code: `{0}`, `{1}` stand for an f-string's values.
+
+Reasons, notes, advice, errors and what guards found: all that a page may draw. A new module is read without being named here.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).absolute().parents[2]
-WORDED_IN = (
-    "precision/plan/accumulation.py", "precision/plan/compute.py", "precision/plan/goal.py", "precision/plan/loaded.py",
-    "precision/plan/presets.py", "precision/plan/storage.py", "precision/plan/weights.py", "precision/devices/detect.py",
-    "precision/devices/profiles.py", "precision/guard/drift.py", "precision/guard/verdicts.py", "precision/guard/wording.py",
-    "nodes/host/report.py", "nodes/host/run/accumulation.py", "nodes/host/lora/patcher.py", "nodes/host/guard/drift.py",
-    "nodes/host/guard/transfers.py",
+OUTSIDE_OF_COMFYUI = ("precision/commands", "precision/library")
+"""The command line, and the library for plain PyTorch."""
+TEXTS_AND_PICTURES = (
+    "precision/analysis/analysis_chart.py", "precision/analysis/analysis_rules.py", "precision/measure/tradeoffs_chart.py",
+    "precision/measure/tradeoffs_text.py", "precision/report/report_chart.py", "precision/report/report_rules.py",
+    "precision/report/report_text.py",
 )  # fmt: skip
-"""The modules that say why a layer is stored and computed as it is, what to note, and what a guard found."""
-ERRORS_SHOWN = "precision/plan/rules.py"
-"""The module whose errors the page shows, line by line, while rules are written."""
-WORD = re.compile(r"(?<![\w=.])[a-z]{2,}(?![\w=])")
-WORDS = 3
+"""What a STRING or IMAGE output holds, which stays as it was made."""
+WORD = re.compile(r"(?<![\w=.])[A-Za-z][a-z]+(?![\w=])")
+WORDS = 2
+CODE = re.compile(r"\\\S|\||\(\?|^[^ ]*$")
+"""Regular expressions, paths and names."""
+UNSAID = {"Schema", "compile", "show_progress"}
+"""What takes texts that the page has from nodeDefs.json, that are patterns, or that ComfyUI draws by itself."""
 
 
 def served_sentences() -> set[str]:
-    """Every text of three words or more in those modules, but docstrings, annotations, log lines and errors; and the errors that the page shows."""
-    found = [text for name in WORDED_IN for text in texts_of(tree_of(name))]
-    raised = [text for node in ast.walk(tree_of(ERRORS_SHOWN)) if named(node) == "RuleError" for text in texts_of(node)]
-    return {text for text in found if words_in(text) >= WORDS} | {text for text in raised if words_in(text)}
+    """Every text of two words or more in what runs in ComfyUI, but docstrings, annotations, log lines and the nodes' own labels."""
+    labels = list(labels_in(json.loads((ROOT / "locales" / "en" / "nodeDefs.json").read_text(encoding="utf-8"))))
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in modules()]
+    said = {text for tree in trees for text in texts_of(tree) if is_sentence(text)} | {text for tree in trees for text in error_frames(tree)}
+    return {text for text in said if not CODE.search(text) and not is_label(text, labels)}
 
 
-def words_in(text: str) -> int:
-    return len(WORD.findall(re.sub(r"\{\w*\}", " ", text)))
+def is_sentence(text: str) -> bool:
+    """Whether a text has enough words, one of them in lower case: others are names."""
+    words = WORD.findall(re.sub(r"\{\w*\}", " ", text))
+    return len(words) >= WORDS and any(word.islower() for word in words)
 
 
-def tree_of(name: str) -> ast.Module:
-    return ast.parse((ROOT / name).read_text(encoding="utf-8"))
+def is_label(text: str, labels: list[str]) -> bool:
+    """Whether nodeDefs.json has a text, or the sentence that a text is, in what a node and its inputs are labelled with."""
+    return text in labels or (text.endswith(".") and any(text in label for label in labels))
 
 
-def named(node: ast.AST) -> str:
-    """Return what a call calls."""
-    return node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+def error_frames(tree: ast.AST) -> set[str]:
+    """What the classes of errors put around every problem, in a word or more."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and any("Error" in ast.unparse(base) for base in node.bases)]
+    return {text for node in classes for text in texts_of(node) if re.search(r"[A-Za-z]{4,}", re.sub(r"\{\w*\}", " ", text))}
+
+
+def modules() -> list[Path]:
+    skipped = [ROOT / name for name in (*OUTSIDE_OF_COMFYUI, *TEXTS_AND_PICTURES)]
+    paths = [path for package in ("precision", "nodes") for path in sorted((ROOT / package).rglob("*.py"))]
+    return [path for path in paths if not any(path.is_relative_to(folder) for folder in skipped)]
+
+
+def labels_in(words: object) -> Iterator[str]:
+    if isinstance(words, dict):
+        for inner in words.values():
+            yield from labels_in(inner)
+    else:
+        yield str(words)
 
 
 def texts_of(tree: ast.AST) -> Iterator[str]:
-    """Yield the texts and f-strings below a node, without what is no part of a report."""
-    if isinstance(tree, ast.Raise) or is_docstring(tree) or is_log(tree):
+    """Yield the texts and f-strings below a node, without what no page shows."""
+    if is_docstring(tree) or is_log(tree) or is_unsaid(tree):
         return
     if isinstance(tree, (ast.JoinedStr, ast.Constant)):
         yield from [template_of(tree)] if isinstance(tree, ast.JoinedStr) or isinstance(tree.value, str) else []
@@ -66,3 +91,9 @@ def is_docstring(node: ast.AST) -> bool:
 
 def is_log(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name) and node.func.value.id == "logger"
+
+
+def is_unsaid(node: ast.AST) -> bool:
+    """Whether this is a call of one of :data:`UNSAID`, or a keyword that labels a node's input."""
+    name = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+    return name in UNSAID or (isinstance(node, ast.keyword) and node.arg in ("tooltip", "display_name"))

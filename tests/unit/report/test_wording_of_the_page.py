@@ -18,6 +18,7 @@ from support.served_sentences import served_sentences, texts_of
 ROOT = Path(__file__).absolute().parents[3]
 LANGUAGES = sorted(path.name for path in (ROOT / "locales").iterdir() if path.name != "en")
 BADGE_WORDS = {"guarded", "fp16 sums", "fp32 sums", "fast fp8 sums"}
+INPUTS = {"latent", "noise", "conditioning", "sampler", "ControlNet output"}
 KINDS = {"overflow", "nan", "weights", "input", "saturation", "canary", "drift"}
 CALL = re.compile(r'\bt\("((?:[^"\\]|\\.)*)"')
 VALUE = re.compile(r"\{\w+\}")
@@ -28,7 +29,8 @@ def words_of_the_page() -> set[str]:
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").iterdir() if path.suffix in (".js", ".mjs"))
     shown = {verdict.replace("_", " ") for verdict in VERDICTS if verdict != "off"}
     tables = {*HEAD, *TABLE, BARRED, CHOSEN, KEPT, PINNED, UNUSED}
-    fixed = tables | KINDS | BADGE_WORDS | {*SENTENCES} | {mode.label for mode in MODES.values()}
+    given = {*wording.ENCODER_INPUTS, *(name for name, _ in wording.ENCODER_INPUTS.values())} | INPUTS
+    fixed = tables | given | KINDS | BADGE_WORDS | {*SENTENCES} | {mode.label for mode in MODES.values()}
     return set(CALL.findall(code)) | shown | fixed | guards_sentences() | served_sentences() | titles_of_the_demo()
 
 
@@ -63,10 +65,10 @@ def why(name, held):
     '''Say why a layer is kept.'''
     logger.info("this line is for the log")
     if not held:
-        raise ValueError("this one is an error of its own")
+        raise ValueError(f"{name} is held in no dtype that is known")
     return f"kept in {held}: {name} is too wide; " if held else "this layer is {} as it is"
 """
-    assert {*texts_of(ast.parse(code))} == {"kept in {0}: {1} is too wide", "this layer is {0} as it is"}
+    assert {*texts_of(ast.parse(code))} == {"{0} is held in no dtype that is known", "kept in {0}: {1} is too wide", "this layer is {0} as it is"}
 
 
 def test_the_pages_texts_are_found_in_its_code():

@@ -1,0 +1,108 @@
+"""What the server words is told in Chinese: errors as a toast and a card, what guards of VAEs and text encoders say."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from browser.comfy_page import ComfyPage
+from halfsafe.precision.errors import CheckpointError, HalfsafeError
+from halfsafe.precision.guard.localize import Origin
+from halfsafe.precision.guard.log import CallPosition, encoder_sentence, event_of, sentence
+from halfsafe.precision.guard.verdicts import ADVICE, NonFinite
+from halfsafe.precision.guard.wording import ENCODERS
+from halfsafe.precision.plan.rules import parse
+from support.served_sentences import served_sentences
+
+WORDS = json.loads((Path(__file__).absolute().parents[2] / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
+TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
+SEND = """async ([name, detail]) => { const { api } = await import("/scripts/api.js"); api.dispatchCustomEvent(name, detail); }"""
+SAID = """async (texts) => { const { said } = await import("/extensions/Halfsafe-Pack/words.mjs"); return texts.map(said); }"""
+TOLD = """async (texts) => { const { errorOf } = await import("/extensions/Halfsafe-Pack/run.mjs");
+    return texts.map((text) => { const { message, advice } = errorOf({ node_id: 1, exception_type: "halfsafe.HalfsafeError", exception_message: text }, null); return `${message} ${advice}`; }); }"""
+ORIGIN = Origin("decoder.mid", "conv2d", "overflow", "", 70000.0)
+
+
+@pytest.fixture
+def chinese(opened_page: ComfyPage) -> Iterator[ComfyPage]:
+    """The page in Chinese, opened anew: a change of the language draws the graph again, at its own time."""
+    yield speak(opened_page, "zh")
+    speak(opened_page, "en")
+
+
+def speak(comfy: ComfyPage, language: str) -> ComfyPage:
+    comfy.set("Comfy.Locale", language)
+    comfy.page.reload()
+    comfy.wait_ready()
+    return comfy
+
+
+def english_in(text: str) -> list[str]:
+    """The English words of a text, without names: those in a row, at least three."""
+    words = "".join(letter if letter.isascii() and (letter.isalpha() or letter == " ") else "|" for letter in text)
+    return [run.strip() for run in words.split("|") if len(run.split()) >= 3]
+
+
+def filled(text: str) -> str:
+    return re.sub(r"\{(\w+)\}", r"<\1>", text)
+
+
+def message_of(make: Callable[[], object]) -> str:
+    with pytest.raises(HalfsafeError) as caught:
+        make()
+    return str(caught.value)
+
+
+def test_every_problem_is_known_where_a_file_and_a_tensor_stand_before_it(chinese: ComfyPage) -> None:
+    problems = [text for text in served_sentences() if not any(joint in text for joint in (". ", ": ", "; ", "=", ".{")) and not text.endswith((".", ":"))]
+    errors = {str(CheckpointError("new models/my model.safetensors", filled(text), "a.b")): filled(WORDS[text]) for text in problems}
+    assert len(errors) > 300
+    wrong = [text for text, said in zip(errors, chinese.evaluate(TOLD, [*errors]), strict=True) if errors[text] not in said]
+    assert wrong == []
+
+
+def test_an_error_is_a_toast_and_a_card_in_chinese(chinese: ComfyPage, pictures: Path, cell: str) -> None:
+    rules = message_of(lambda: parse("blocks.0\nblocks.1 storage=bf17\nrole:nose storage=bf16"))
+    shown = chinese.record_toasts()
+    chinese.add("HalfsafeLayerRules")
+    error = {"node_id": "1", "prompt_id": "bad", "node_type": "HalfsafeLayerRules", "traceback": [], "executed": [], "exception_type": "halfsafe.RuleError"}
+    chinese.evaluate(SEND, ["execution_start", {"prompt_id": "bad"}])
+    chinese.evaluate(SEND, ["execution_error", {**error, "exception_message": rules}])
+    (toast,) = shown()
+    assert toast["summary"].startswith("Halfsafe: \u89c4\u5219\uff0c\u7b2c 1 \u884c"), toast
+    chinese.evaluate(TAB)
+    chinese.page.wait_for_selector(".hs-sidebar .hs-error")
+    card = chinese.page.inner_text(".hs-sidebar .hs-error")
+    chinese.screenshot(pictures, f"sidebar-error-zh-{cell}")
+    chinese.evaluate(TAB)
+    assert card.count("\u89c4\u5219\uff0c\u7b2c") == 3 and english_in(card + toast["detail"]) == [], card
+
+
+def test_the_error_of_a_guard_is_told_as_its_event(chinese: ComfyPage) -> None:
+    position = CallPosition(1, 3, 0.7, [0])
+    event = event_of(position, ORIGIN, "fp16", "fp16", False)
+    error = NonFinite(sentence(event, ORIGIN), "stopped")
+    chinese.evaluate(SEND, ["execution_start", {"prompt_id": "nan"}])
+    told = {"call": 1, "step": 3, "sigma": 0.7, "layer": ORIGIN.layer, "op": "", "kind": "overflow", "batch_rows": [0], "from": "fp16", "to": "fp16", "recovered": False}
+    chinese.send_guard(prompt_id="nan", verdict="stopped", message=sentence(event, ORIGIN), advice=error.advice, event=told)
+    shown = chinese.record_toasts()
+    detail = {"node_id": "1", "prompt_id": "nan", "exception_type": "halfsafe.NonFinite", "exception_message": str(error)}
+    chinese.evaluate(SEND, ["execution_error", detail])
+    (toast,) = shown()
+    assert toast["detail"] == WORDS[ADVICE["stopped"]] and english_in(toast["summary"]) == [] and "decoder.mid" in toast["summary"], toast
+
+
+def test_guards_of_encoders_speak_chinese(chinese: ComfyPage) -> None:
+    position = CallPosition(1, 0, math.nan, [0, 1])
+    wording = ENCODERS["VAE"]
+    failed = encoder_sentence(event_of(position, ORIGIN, "fp16", "fp16", False, wording.fails_in_fp32), ORIGIN, "VAE decode")
+    repeated = Origin("Text encoder encode", "", "overflow", "", math.nan)
+    cured = encoder_sentence(event_of(position, repeated, "fp16", "bf16", True), repeated, "Text encoder encode")
+    texts = [failed, cured, wording.no_memory, *wording.advice.values()]
+    said = chinese.evaluate(SAID, texts)
+    assert [english_in(text) for text in said] == [[]] * len(texts), said
+    assert said[0].endswith(WORDS[wording.fails_in_fp32]) and WORDS["the result is NaN or Inf"] in said[0]
