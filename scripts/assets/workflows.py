@@ -33,7 +33,7 @@ CANDIDATES = "auto/auto\nauto/fp16_safe\nas_file/bf16\nas_file/fp16\nint8/auto\n
 def main() -> None:
     for title, workflow in made(_object_info()).items():
         path = ROOT / "workflows" / f"{title}.json"
-        path.write_text(json.dumps(workflow, indent=1, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
+        path.write_text(json.dumps(workflow, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
         print(path.relative_to(ROOT))
 
 
