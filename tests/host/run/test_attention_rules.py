@@ -91,25 +91,36 @@ def test_in_every_arithmetic(comfy, model_of, compute):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_error_falls_where_attention_is_what_loses_it(comfy, model_of, family):
-    """The attentions of one block round their operands to three bits, as a bad kernel would."""
+    """The attentions of one block, and no others, round their operands to three bits, as a bad kernel would."""
     path, call = model_of(family)
-    block, coarse = FAMILIES[family], []
+    block, inside, coarse = FAMILIES[family], [], []
 
     def rounding(function, q, k, v, heads, *args, **kwargs):
-        coarse.append(q.dtype)
-        q, k = ((tensor.float() * 2).round() / 2 for tensor in (q, k))
-        return function(q.to(v.dtype), k.to(v.dtype), v, heads, *args, **kwargs)
+        if inside:
+            coarse.append(q.dtype)
+            q, k = (((tensor.float() * 2).round() / 2).to(v.dtype) for tensor in (q, k))
+        return function(q, k, v, heads, *args, **kwargs)
 
-    exact = families.replay(load(comfy, path, "as_file", "bf16"), call)
-    errors = {}
-    for pattern in ("", f"{block}.* attention=fp32", "* attention=fp32"):
-        model = load(comfy, path, "as_file", "bf16", rules_from(pattern)).clone()
-        model.model_options["transformer_options"]["optimized_attention_override"] = rounding
+    def left(module, inputs, result):
+        inside.clear()
+        results.append(result[0] if isinstance(result, tuple) else result)
+
+    found, results = {}, []
+    for pattern in (None, "", f"{block}.* attention=fp32", "* attention=fp32"):
+        model = load(comfy, path, "as_file", "bf16", rules_from(pattern or "")).clone()
+        part = model.model.diffusion_model.get_submodule(block)
+        part.register_forward_pre_hook(lambda *_: inside.append(block))
+        part.register_forward_hook(left)
+        if pattern is not None:
+            model.model_options["transformer_options"]["optimized_attention_override"] = rounding
         coarse.clear()
-        errors[pattern] = relative_error(exact, families.replay(model, call)), len(coarse)
-    (plain, all_of_them), (ruled, others), (everywhere, none) = errors.values()
-    assert all_of_them > others > none == 0
-    assert everywhere < 0.3 * plain and everywhere < ruled < plain
+        results.clear()
+        families.replay(model, call)
+        found[pattern] = results[0], len(coarse)
+    (exact, _), (plain, rounded), (ruled, *kept), (everywhere, *all_kept) = found.values()
+    assert rounded > 0 and kept == all_kept == [0]
+    assert relative_error(exact, ruled) < 0.3 * relative_error(exact, plain)
+    assert relative_error(exact, everywhere) < relative_error(exact, plain), "what the block is given is rounded otherwise too"
 
 
 def test_a_rule_that_cannot_act_is_listed_with_its_reason(comfy, model_of):
