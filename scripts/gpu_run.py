@@ -44,6 +44,7 @@ MAY_BE_SKIPPED = ("dynamic_vram",)
 
 def main() -> int:
     options = _parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what it started ends with it
     try:
         return run(options.part, options.folder, options.out, options.dry_run)
     except SetupError as error:

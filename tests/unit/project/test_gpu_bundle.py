@@ -170,6 +170,26 @@ def test_a_command_out_of_time_leaves_its_log_and_no_child(tmp_path: Path) -> No
     assert not status.exists() or status.read_text().split()[2] == "Z"
 
 
+def test_what_a_terminated_run_started_ends_with_it(tmp_path: Path, bundle: Path) -> None:
+    log = tmp_path / "out" / "measure.log"
+    code = (
+        "import sys, gpu_run; gpu_run.prepared = lambda *given: {'COMFYUI_DIR': ''};"
+        "gpu_run.measure = lambda environ, out, dry, ends: gpu_run.logged([sys.executable, '-uc', 'import os, time; print(os.getpid()); time.sleep(60)'], {}, out / 'measure.log', 60);"
+        "sys.exit(gpu_run.main())"
+    )
+    command = [sys.executable, "-c", code, "measure", str(bundle), "--out", str(tmp_path / "out")]
+    run = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(gpu_run.ROOT / "scripts")}, stdout=subprocess.DEVNULL)
+    ends = time.monotonic() + 60
+    while not (log.exists() and log.read_text(encoding="utf-8").strip()) and time.monotonic() < ends:
+        time.sleep(0.1)
+    run.terminate()
+    assert run.wait(30) == 128 + signal.SIGTERM
+    status = Path(f"/proc/{log.read_text(encoding='utf-8').strip()}/stat")
+    while status.exists() and status.read_text().split()[2] != "Z" and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
 TESTS = """
 import time
 
