@@ -101,7 +101,7 @@ class Guard:
         call = Call(executor, *args, **kwargs)
         call.options = dict(call.options)
         run = call.options.pop(INSIDE, None)
-        return run(call) if run else call()
+        return run(call) if run else call.once({})  # the outermost wrapper repeats it, and knows what was kept
 
     def sampling(self, executor, noise, latent_image, sampler, sigmas, denoise_mask=None, *args, **kwargs):
         """Check what goes into one run of a sampler and what comes out."""

@@ -45,7 +45,7 @@ class Call:
         """Make the call, with ``options`` added to its ``transformer_options``."""
         if self.kept is None:
             self.kept = KeptState(self.model, self.options)
-            return self._run(options)
+            return self.once(options)
         return self.again(options)
 
     def again(self, options: dict) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Call:
         self.forget()
         try:
             with model_compiler.compiler_off():
-                return self._run({**PREFIX_CACHE_OFF, **options})
+                return self.once({**PREFIX_CACHE_OFF, **options})
         except BaseException:
             self.forget()
             raise
@@ -66,7 +66,8 @@ class Call:
         self.kept.restore()
         self.forget_dtype()
 
-    def _run(self, options: dict) -> torch.Tensor:
+    def once(self, options: dict) -> torch.Tensor:
+        """Make the call without a look at what is kept, which no repeat can put back."""
         arguments = (self.x, self.t, self.c_concat, self.c_crossattn, _fresh(self.control), {**self.options, **options})
         try:
             return self.executor(*arguments, **self.extra)

@@ -65,8 +65,10 @@ class Names(Place):
     """Names with values in a dict, some of which are not state: the attributes of an instance, the data of a module."""
 
     def read(self) -> dict:
-        held, left_alone = self.owner.copy(), self.left_alone  # at once, as other threads may set attributes meanwhile
-        return {name: value for name, value in held.items() if name not in left_alone} if left_alone else held
+        held = self.owner.copy()  # at once, as other threads may set attributes meanwhile
+        for name in held.keys() & self.left_alone if self.left_alone else ():
+            del held[name]
+        return held
 
     def restore(self) -> None:
         self.write(self.kept)

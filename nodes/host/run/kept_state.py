@@ -153,21 +153,23 @@ class Walk:
         seen, todo = self._seen, [module]
         while todo:
             one = todo.pop()
-            if not _is_single(type(one)):
+            if not _is_single(type(one)):  # type: ignore[arg-type]
                 self._attributes(one)
             elif "forward" in one.__dict__:
                 self._follow([one.__dict__["forward"]])
             for child in one._modules.values():
                 if child is None or id(child) in seen:
                     continue
-                if child._modules or "forward" in child.__dict__ or not _is_single(type(child)):
+                if child._modules or "forward" in child.__dict__ or not _is_single(type(child)):  # type: ignore[arg-type]
                     seen.add(id(child))
                     todo.append(child)
 
     def _attributes(self, module: torch.nn.Module) -> None:
         cls, around = type(module), self._keeper
-        self._kept_by(cls.__module__, cls.__qualname__)
-        self._class(cls)
+        if is_of_pack(cls.__module__):
+            self._keeper = Code(cls.__module__, cls.__qualname__)
+        if cls not in self._classes:
+            self._class(cls)
         self._add(Names(module.__dict__, _of_core()))
         if module._buffers and is_of_pack(cls.__module__):
             self._add(Names(module._buffers))
@@ -300,7 +302,8 @@ def _step_of(cls: Any) -> Callable[[Walk, Any], None]:
     return found or (Walk.nothing if is_of_framework(cls.__module__) else Walk.instance)
 
 
-def _is_single(cls: type) -> bool:
+@functools.lru_cache(maxsize=256)
+def _is_single(cls: Any) -> bool:
     """Tell whether a module of this class keeps nothing of its own: a layer or a container of torch's or ComfyUI's."""
     return is_of_framework(cls.__module__)
 

@@ -120,7 +120,8 @@ class PerModel(Generic[Run]):
         patcher = model.current_patcher
         # By identity: they belong to a wrapper around this one or to a LoRA in bypass mode
         # (comfy/weight_adapter/bypass.py).
-        forwards = [id(module.__dict__["forward"]) for module in run.modules.values() if has_own_forward(module)]
+        exchanged = (module for module in run.modules.values() if "forward" in module.__dict__)
+        forwards = [id(module.__dict__["forward"]) for module in exchanged if has_own_forward(module)]
         unmerged = getattr(patcher, "leaves_weights_alone", None)
         weights = None if unmerged and unmerged() else weight_state(model)
         return weights, hooks_of(patcher), *self._settings(patcher), forwards

@@ -1,0 +1,70 @@
+"""What a guard without a check does in a call that is finite: little."""
+
+import sys
+from collections import Counter
+
+import pytest
+from halfsafe.nodes.host.run import call as calls
+from support import families, tiny_models
+from support.families import load
+from support.guarding import guarded
+from support.leaf_operations import LeafOperations
+
+
+class Operations(LeafOperations):
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def leaf(self, func, args, kwargs):
+        self.seen[func.name()] += 1
+        return func(*args, **kwargs)
+
+
+def functions(model, call) -> int:
+    """How many Python functions a later call of a model runs."""
+    seen = Counter()
+
+    def note(frame, event, arg):
+        seen[event] += 1
+
+    for _ in range(2):
+        families.replay(model, call)
+    sys.setprofile(note)
+    try:
+        families.replay(model, call)
+    finally:
+        sys.setprofile(None)
+    return seen["call"]
+
+
+@pytest.fixture(scope="module")
+def files(models_dir):
+    return [tiny_models.wan(models_dir / "diffusion_models" / f"wan_of_{blocks}.safetensors", blocks=blocks) for blocks in (2, 6)]
+
+
+def test_what_it_does_for_each_block_is_a_hundredth_of_what_the_block_does(comfy, files):
+    counts = []
+    for path in files:
+        plain = load(comfy, path, "as_file", "bf16")
+        call = families.capture(plain, "wan")
+        counts.append((functions(plain, call), functions(guarded(comfy, plain), call)))
+    (plain, with_guard), (more_plain, more_with_guard) = counts
+    print(f"2 blocks: {with_guard - plain} Python functions beside {plain}; 6 blocks: {more_with_guard - more_plain} beside {more_plain}")
+    assert (more_with_guard - with_guard) <= 1.01 * (more_plain - plain)
+
+
+def test_it_measures_the_result_and_reads_once(comfy, files, monkeypatch):
+    """What is kept between calls is looked at once, by the wrapper that may repeat the call."""
+    looks, own = [], calls.KeptState
+    monkeypatch.setattr(calls, "KeptState", lambda *args: looks.append(1) or own(*args))
+    plain = load(comfy, files[0], "as_file", "bf16")
+    call, seen = families.capture(plain, "wan"), []
+    for model in (plain, guarded(comfy, plain)):
+        families.replay(model, call)
+        del looks[:]
+        with Operations() as operations:
+            families.replay(model, call)
+        seen.append(operations.seen)
+    more = {name: count for name, count in (seen[1] - seen[0]).items() if "resolve" not in name}
+    assert more == {"aten::linalg_vector_norm": 1, "aten::stack": 1} and len(looks) == 1
