@@ -7,6 +7,8 @@ const RULES = "HalfsafeLayerRules";
 const ONE = "HalfsafeAutoPrecision";
 const MEASURE = "HalfsafeMeasurePrecisions";
 const GAP = 40;
+/** The workflows' columns are as wide, in pixels at scale 1. */
+const WIDTH = 320;
 const OURS = "Halfsafe";
 
 /** @param {any} app @param {() => void} change */
@@ -91,6 +93,7 @@ export function guardWorkflow(app) {
       const { source } = uses[0];
       const one = addNode(source.graph, ONE, [source.pos[0], source.pos[1]]);
       const [next] = uses.map(({ node }) => node).sort((a, b) => a.pos[0] - b.pos[0]);
+      one.setSize([WIDTH, one.size[1]]);
       one.pos = placeBetween(one, source, next);
       put(one, "model", 0, uses);
       if (place) continue;

@@ -1,7 +1,7 @@
 // @ts-check
 /** Where a new node fits into a graph. */
 
-const GAP = 40;
+const GAP = 20;
 
 /** @typedef {{left: number, top: number, right: number, bottom: number}} Box */
 

@@ -15,8 +15,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 PACK = {"cnr_id": PROJECT["name"], "ver": PROJECT["version"]}
 CORE = {"cnr_id": "comfy-core", "ver": "0.29.0"}
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
-GAP, TITLE = 40, 30
-COLUMNS = ((0, 330), (354, 340), (718, 340), (1082, 330), (1436, 440))
+GAP, TITLE = 28, 30
+COLUMNS = ((0, 310), (330, 320), (670, 320), (1010, 320), (1350, 400))
 
 
 class Output(NamedTuple):
