@@ -33,12 +33,18 @@ def model_of(comfy, models_dir):
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
 def test_finite_and_at_most_six_tenths_of_the_error_of_bf16(comfy, model_of, family, kind):
-    path, call, reference = model_of(family, kind)
-    assert torch.isfinite(reference).all()
+    """Attention that overflows fp16 takes one token each, and of two that are nearly equal either: a median says less of chance."""
+    path, call, _ = model_of(family, kind)
+    x = call.args[0]
+    latents = (x, x.flip(-1), x.flip(-2)) if kind == "attention" else (x,)
+    exact = families.load(comfy, path, "fp32")
+    references = [families.replay(exact, call, latent) for latent in latents]
+    assert all(torch.isfinite(one).all() for one in references)
     errors = {}
     for compute in ("fp16", "bf16", "fp16_safe"):
         model = families.load(comfy, path, "as_file", compute)
-        errors[compute] = relative_error(reference, families.replay(model, call))
+        found = [relative_error(one, families.replay(model, call, latent)) for one, latent in zip(references, latents, strict=True)]
+        errors[compute] = torch.tensor(found).median().item()
     assert errors["fp16_safe"] <= 0.6 * errors["bf16"]
     if kind == "clean":
         assert errors["fp16"] < 0.01
@@ -46,7 +52,8 @@ def test_finite_and_at_most_six_tenths_of_the_error_of_bf16(comfy, model_of, fam
         assert errors["fp16"] != errors["fp16"], "plain fp16 was to overflow"
     else:
         assert not errors["fp16"] < 0.1, "plain fp16 was to be wrong"
-    assert relative_error(reference, families.replay(model, call)) <= 0.6 * errors["bf16"], "the second call"
+    again = torch.tensor([relative_error(one, families.replay(model, call, latent)) for one, latent in zip(references, latents, strict=True)])
+    assert again.median() <= 0.6 * errors["bf16"], "the second call"
     share = float(families.report(comfy, model)["decisions"]["work"].split("%")[0])
     assert share >= 80
 
