@@ -131,10 +131,15 @@ class ComfyPage:
         self.evaluate(code, json.dumps(report))
 
     def record_toasts(self) -> Callable[[], list[dict]]:
-        """Keep the toasts that the pack shows from now on, instead of showing them."""
-        code = """() => { window.toasts = []; const { toast } = app.extensionManager; toast.add = (message) => window.toasts.push(message); }"""
+        """Keep the toasts that the pack shows until the test's end, instead of showing them."""
+        code = """() => { window.toasts = []; const { toast } = app.extensionManager; window.addToast ??= toast.add;
+            toast.add = (message) => window.toasts.push(message); }"""
         self.evaluate(code)
         return lambda: self.evaluate("() => window.toasts")
+
+    def show_toasts(self) -> None:
+        """Show toasts again, if they were kept."""
+        self.evaluate("() => { if (window.addToast) app.extensionManager.toast.add = window.addToast; }")
 
     def send_guard(self, **message: object) -> None:
         """Let the page receive a guard's message, as from the server."""

@@ -106,6 +106,7 @@ def nothing_goes_wrong(opened_page) -> Iterator[None]:
     """No error, no warning and no failed request of the pack's files in the page, after each test."""
     opened_page.problems.clear()
     yield
+    opened_page.show_toasts()
     assert not opened_page.problems
 
 
