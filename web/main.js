@@ -81,7 +81,7 @@ function ownNodes() {
 
 /** @param {any} node @param {string} name @param {HTMLElement} element @param {number} minHeight @param {number[]} size */
 function addWidget(node, name, element, minHeight, size) {
-  const widget = node.addDOMWidget(name, name, element, { serialize: false, getMinHeight: () => minHeight });
+  const widget = node.addDOMWidget(name, name, element, { serialize: false, hideInPanel: true, getMinHeight: () => minHeight });
   widget.serialize = false;
   node.setSize([Math.max(node.size[0], size[0]), Math.max(node.size[1], size[1])]);
 }

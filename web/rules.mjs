@@ -29,7 +29,7 @@ export class RulesNote {
     this.lines = el("div", { class: "hs-mistakes" });
     this.element = el("div", { class: "halfsafe hs-note", role: "status", "data-capture-wheel": "true" }, this.lines);
     const height = () => this.#height;
-    const note = node.addDOMWidget("halfsafe_note", "halfsafe_note", this.element, { serialize: false, margin: MARGIN, getMinHeight: height, getMaxHeight: height });
+    const note = node.addDOMWidget("halfsafe_note", "halfsafe_note", this.element, { serialize: false, hideInPanel: true, margin: MARGIN, getMinHeight: height, getMaxHeight: height });
     note.serialize = false;
     for (const [holder, event] of /** @type {[any, string][]} */ ([[this.widget, "callback"], [node, "onConfigure"], [node, "onConnectionsChange"]])) this.#after(holder, event);
   }

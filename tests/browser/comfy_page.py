@@ -22,6 +22,7 @@ BASE_SETTINGS = {
     "Comfy.Workflow.ShowMissingModelsWarning": False,
     "Comfy.Graph.CanvasInfo": False,
     "Comfy.Notification.ShowVersionUpdates": False,
+    "Comfy.RightSidePanel.IsOpen": False,
 }
 SMALL_VALUES = {"width": 64, "height": 64, "length": 1, "batch_size": 1, "steps": 2}
 STAND_INS = {

@@ -132,6 +132,18 @@ def test_nothing_overflows_at_320_pixels(ran: ComfyPage, pictures: Path, cell: s
     assert ran.evaluate("() => document.querySelector('.hs-panel').getBoundingClientRect().width") <= 320
 
 
+def test_a_node_open_in_the_side_panel_keeps_its_reports_width(ran: ComfyPage) -> None:
+    """ComfyUI gives a widget that it shows there too the side panel's width, on the node as well."""
+    ran.set("Comfy.RightSidePanel.IsOpen", True)
+    ran.evaluate("() => app.canvas.select(app.graph.nodes.find((n) => n.type === 'HalfsafeReport'))")
+    ran.page.wait_for_timeout(500)
+    ran.zoom_to("HalfsafeReport", 560, 640)
+    width = ran.found("() => document.querySelector('.hs-panel').getBoundingClientRect().width > 500", True)
+    ran.evaluate("() => app.canvas.deselectAll()")
+    ran.set("Comfy.RightSidePanel.IsOpen", False)
+    assert width
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_text_stands_out_in_each_theme(ran: ComfyPage, theme: str, pictures: Path, cell: str) -> None:
     ran.set("Comfy.ColorPalette", theme)
