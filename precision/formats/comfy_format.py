@@ -229,7 +229,8 @@ def _seen(weight: StoredWeight, at: torch.Tensor | None) -> torch.Tensor:
     """Return rows of a weight by their numbers, all of them for None, in fp32."""
     at = torch.arange(weight.shape[0]) if at is None else at
     if not at.numel() or weight.plain:
-        return weight.data[at].float() if at.numel() else torch.empty(0, weight.shape[1])
+        # torch 2.8 cannot index fp8 on a CPU ("index_cpu" not implemented for 'Float8_e4m3fn').
+        return weight.data.index_select(0, at).float() if at.numel() else torch.empty(0, weight.shape[1])
     inside = ((at[(at >= rows.start) & (at < rows.stop)] - rows.start, values) for rows, values in weight.parts())
     return torch.cat([values[here] for here, values in inside])
 
