@@ -57,7 +57,9 @@ class Calls:
 
     def make(self, forward: Callable, *args, **kwargs) -> Any:
         """Call a forward, by itself or as a part of a call that is being made. Autocast does not act inside."""
-        device = next((leaf.device.type for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)), "cpu")
+        # torch 2.8 breaks the graph at a generator ("Attempt to trace generator").
+        devices = [leaf.device.type for leaf in tree_leaves((args, kwargs)) if torch.is_tensor(leaf)]
+        device = devices[0] if devices else "cpu"
         autocast = torch.is_autocast_enabled(device)
         with torch.amp.autocast(device, enabled=False) if autocast else nullcontext():
             if not self.calibration.proofs or self._is_running:
