@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ BASE_SETTINGS = {
     "Comfy.Graph.CanvasInfo": False,
     "Comfy.Notification.ShowVersionUpdates": False,
     "Comfy.RightSidePanel.IsOpen": False,
+    "Comfy.Locale": "en",
 }
 SMALL_VALUES = {"width": 64, "height": 64, "length": 1, "batch_size": 1, "steps": 2}
 STAND_INS = {
@@ -43,6 +45,8 @@ class ComfyPage:
         self.problems: list[str] = []
         context.route(lambda url: not url.startswith(server.url), lambda route: route.abort())
         self.page: Page = context.new_page()
+        if slower := os.environ.get("HALFSAFE_SLOW"):
+            context.new_cdp_session(self.page).send("Emulation.setCPUThrottlingRate", {"rate": float(slower)})
         self.page.on("console", self._note_message)
         self.page.on("pageerror", lambda error: self._note(f"{error.name}: {error.message} {error.stack}"))
         self.page.on("response", self._note_response)
@@ -65,6 +69,19 @@ class ComfyPage:
     def set(self, name: str, value: object) -> None:
         """Change one of the page's settings."""
         self.evaluate("async ([name, value]) => { await app.extensionManager.setting.set(name, value); }", [name, value])
+
+    def speak(self, language: str) -> None:
+        """Change the page's language and wait until the page has fetched its node definitions and loaded the graph anew.
+
+        It does so at its own time, and loads the graph as it was at the last click: one made in between is gone.
+        """
+        code = """(language) => { const { setting } = app.extensionManager, load = app.loadGraphData.bind(app);
+            window.spoken = setting.get("Comfy.Locale") === language;
+            if (window.spoken) return;
+            app.loadGraphData = async (...given) => { delete app.loadGraphData; await load(...given); window.spoken = true; };
+            window.dispatchEvent(new MouseEvent("mouseup")); setting.set("Comfy.Locale", language); }"""
+        self.evaluate(code, language)
+        self.page.wait_for_function("() => window.spoken", timeout=60_000)
 
     def evaluate(self, expression: str, argument: object = None) -> object:
         """Run a JavaScript function in the page."""
@@ -95,14 +112,15 @@ class ComfyPage:
         return self.evaluate(code, list(types))
 
     def make_small(self) -> None:
-        """Give the open workflow the small models and sizes a CPU does in seconds."""
-        code = """([values, files]) => { for (const node of app.graph.nodes) for (const widget of node.widgets ?? []) {
+        """Give the open workflow the small models and sizes a CPU does in seconds, and the renderer's own seed: both share the server's cache."""
+        code = """([values, files, seed]) => { for (const node of app.graph.nodes) for (const widget of node.widgets ?? []) {
+            if (widget.name === "seed") widget.value = seed;
             if (typeof widget.value === "number" && widget.name in values) widget.value = Math.min(widget.value, values[widget.name]);
             const options = widget.options?.values;
             const absent = Array.isArray(options) && !options.includes(widget.value);
             if (widget.name in files && (absent || (widget.name === "type" && widget.value === "wan"))) widget.value = files[widget.name];
         } }"""
-        self.evaluate(code, [SMALL_VALUES, STAND_INS])
+        self.evaluate(code, [SMALL_VALUES, STAND_INS, int(self.vue)])
 
     def run(self) -> None:
         """Queue the open workflow, as the Run button does, and wait for its end.

@@ -27,18 +27,12 @@ TOLD = """async (texts) => { const { errorOf } = await import("/extensions/Halfs
 ORIGIN = Origin("decoder.mid", "conv2d", "overflow", "", 70000.0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def chinese(opened_page: ComfyPage) -> Iterator[ComfyPage]:
-    """The page in Chinese, opened anew: a change of the language draws the graph again, at its own time."""
-    yield speak(opened_page, "zh")
-    speak(opened_page, "en")
-
-
-def speak(comfy: ComfyPage, language: str) -> ComfyPage:
-    comfy.set("Comfy.Locale", language)
-    comfy.page.reload()
-    comfy.wait_ready()
-    return comfy
+    """The page in Chinese."""
+    opened_page.speak("zh")
+    yield opened_page
+    opened_page.speak("en")
 
 
 def english_in(text: str) -> list[str]:

@@ -165,7 +165,7 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
     assert comfy.page.locator(".hs-sidebar .hs-verdict").all_inner_texts() == ["drift", "drift"]
     comfy.evaluate(TOGGLE_TAB)
     try:
-        comfy.set("Comfy.Locale", "zh")
+        comfy.speak("zh")
         comfy.page.wait_for_function("() => [...document.querySelectorAll('.hs-verdict')].some((pill) => pill.textContent === '\u504f\u5dee')")
         for selector in (".hs-guard", ".hs-remark", ".hs-sidebar"):
             assert (found := comfy.evaluate(ENGLISH, selector)) == [], found
@@ -174,5 +174,5 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
         (toast,) = [toast for toast in shown() if toast["summary"].startswith("Halfsafe: ")][1:]
         assert (toast["summary"], toast["detail"]) == (f"Halfsafe: {WORDS['Bad weights']}", f"\u9632\u62a4\uff1a{WORDS['bad weights']} {WORDS[ADVICE]}")
     finally:
-        comfy.set("Comfy.Locale", "en")
+        comfy.speak("en")
     comfy.page.wait_for_function("(text) => [...document.querySelectorAll('.hs-guard')].some((guard) => guard.innerText === text)", arg=text)

@@ -98,7 +98,7 @@ def test_panel_badge_and_sidebar_follow_the_pages_language_without_a_reload(comf
         api.dispatchCustomEvent("executed", { node, display_node: node, prompt_id: "shown", output }); }""")
     try:
         for language, speak in (("zh", words.__getitem__), ("en", str)):
-            comfy.set("Comfy.Locale", language)
+            comfy.speak(language)
             shown = "(hint) => [...document.querySelectorAll('.hs-hint')].some((e) => e.isConnected && e.textContent === hint)"
             comfy.page.wait_for_function(shown, arg=speak(hint))
             assert comfy.page.locator(".hs-filter").first.get_attribute("placeholder") == speak("Filter layers")
@@ -106,4 +106,4 @@ def test_panel_badge_and_sidebar_follow_the_pages_language_without_a_reload(comf
             tab = comfy.evaluate("() => app.extensionManager.getSidebarTabs().find((tab) => tab.id === 'halfsafe').tooltip")
             assert tab == speak("Halfsafe: guards and precision reports")
     finally:
-        comfy.set("Comfy.Locale", "en")
+        comfy.speak("en")

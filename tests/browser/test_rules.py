@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from halfsafe.precision.plan.rules import VALUES
 ROUTE = "**/halfsafe/rules"
 WRONG = "blocks.0.* storage=bf16\nblocks.1.* storage=fp4\nre:( compute=fp32"
 RIGHT = "blocks.0.* storage=bf16\nblocks.1.* storage=fp16"
-WORDS = json.loads((Path(__file__).absolute().parents[2] / "locales" / "zh" / "main.json").read_text(encoding="utf-8"))["halfsafe"]
 OUTSIDE = """() => { const box = document.querySelector(".hs-note").getBoundingClientRect(), area = document.querySelector("textarea").getBoundingClientRect();
     return [box.top - area.bottom, box.width - area.width, [...document.querySelectorAll(".hs-note *")].filter((e) => e.scrollWidth > e.clientWidth + 1 && e.clientWidth).length]; }"""
 NOTE = "() => document.querySelector('.hs-note')?.innerText.replaceAll(/\\s+/g, ' ').trim() ?? ''"
@@ -103,12 +101,10 @@ def test_text_that_another_node_gives_is_not_judged(writing: Writing) -> None:
 
 
 def test_mistakes_are_told_in_chinese(writing: Writing, pictures: Path, cell: str) -> None:
+    writing.write(f"{WRONG}\nblocks\na colour=red\nrole:x storage=bf16")
+    writing.waits_for("Line 6")
     try:
-        writing.comfy.set("Comfy.Locale", "zh")
-        writing.page.wait_for_function("(text) => app.extensionManager.getSidebarTabs().some((tab) => tab.tooltip === text)", arg=WORDS["Halfsafe: guards and precision reports"])
-        writing.page.wait_for_timeout(1000)  # the page makes its nodes anew
-        writing.put()
-        writing.write(f"{WRONG}\nblocks\na colour=red\nrole:x storage=bf16")
+        writing.comfy.speak("zh")
         writing.waits_for("第 6 行")
         lines = writing.page.locator(".hs-mistake").all_inner_texts()
         assert [line.split(" ")[:3] for line in lines] == [["第", str(number), "行"] for number in range(2, 7)]
@@ -117,7 +113,7 @@ def test_mistakes_are_told_in_chinese(writing: Writing, pictures: Path, cell: st
         words = writing.comfy.evaluate("() => document.querySelector('.hs-note').innerText.match(/\\b[A-Za-z]+ [a-z]+ [a-z]+ [a-z]+\\b/g)")
         assert words is None or words == ["unterminated subpattern at position"], "Python words what is wrong with an expression"
     finally:
-        writing.comfy.set("Comfy.Locale", "en")
+        writing.comfy.speak("en")
 
 
 def test_without_the_server_nothing_is_marked(writing: Writing) -> None:
