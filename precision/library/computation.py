@@ -101,7 +101,8 @@ class CastInputs:
         self.names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def __call__(self, *args, **kwargs) -> Any:
-        dims = max([0, *(min(2, leaf.dim()) for leaf in tree_leaves((args, kwargs)) if _is_floating(leaf))])
+        # A list, no generator: torch 2.8 breaks the graph at one.
+        dims = max([min(2, leaf.dim()) for leaf in tree_leaves((args, kwargs)) if _is_floating(leaf)], default=0)
         names = [*self.names, *[""] * len(args)]
         args = tuple(self._cast(name, value, dims) for name, value in zip(names, args, strict=False))
         return self.inner(*args, **{name: self._cast(name, value, dims) for name, value in kwargs.items()})

@@ -18,7 +18,7 @@ from types import CodeType
 from unittest import mock
 
 import torch
-from support.leaf_operations import FakeTensor, LeafOperations, aten
+from support.leaf_operations import FakeTensor, LeafOperations, aten, overloads
 
 ROOT = Path(__file__).absolute().parents[2]
 SUPPORT = str(Path(__file__).absolute().parent)
@@ -153,18 +153,18 @@ def _scaled_mm_v2(a, b, scale_a, recipe_a, swizzle_a, scale_b, recipe_b, swizzle
     _scaled(a, b, bias, out_dtype)
 
 
-RULES = {
-    aten.mm.default: _mm,
-    aten.mm.dtype: _mm_wide,
-    aten.addmm.default: _addmm,
-    aten.addmm_.default: _addmm,
-    aten.addmm.dtype_out: _addmm_wide,
-    aten.bmm.default: _bmm,
-    aten.bmm.dtype: _bmm_wide,
-    aten._int_mm.default: _int_mm,
-    aten._scaled_mm.default: _scaled_mm,
-    aten._scaled_mm_v2.default: _scaled_mm_v2,
-}
+RULES = overloads({
+    "mm.default": _mm,
+    "mm.dtype": _mm_wide,
+    "addmm.default": _addmm,
+    "addmm_.default": _addmm,
+    "addmm.dtype_out": _addmm_wide,
+    "bmm.default": _bmm,
+    "bmm.dtype": _bmm_wide,
+    "_int_mm.default": _int_mm,
+    "_scaled_mm.default": _scaled_mm,
+    "_scaled_mm_v2.default": _scaled_mm_v2,
+})  # fmt: skip
 
 
 def _wide_on_a_cpu(a, b, out_dtype):
@@ -179,12 +179,12 @@ def _wide_sum_on_a_cpu(total, a, b, out_dtype, *, beta=1, alpha=1, out):
     return torch.addmm(total, a.to(out_dtype), b.to(out_dtype), beta=beta, alpha=alpha, out=out)
 
 
-ON_A_CPU = {
-    aten.addmm.dtype_out: _wide_sum_on_a_cpu,
-    aten.mm.dtype: _wide_on_a_cpu,
-    aten.bmm.dtype: _wide_on_a_cpu,
-    aten._scaled_mm_v2.default: _scaled_on_a_cpu,
-}
+ON_A_CPU = overloads({
+    "addmm.dtype_out": _wide_sum_on_a_cpu,
+    "mm.dtype": _wide_on_a_cpu,
+    "bmm.dtype": _wide_on_a_cpu,
+    "_scaled_mm_v2.default": _scaled_on_a_cpu,
+})  # fmt: skip
 
 WITHOUT_META = {aten.addmm.dtype_out}
 """torch knows no shape of these (PyTorch #163880)."""

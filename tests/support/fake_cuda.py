@@ -19,9 +19,9 @@ from unittest import mock
 import torch
 from support.cuda_rules import HostReads
 from support.denoise import transformer_options
+from support.fake_tensors import fake_cuda_tensors
 from support.families import Call
 from support.leaf_operations import LeafOperations, aten
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 NO_KERNEL = {aten._unsafe_view.default, aten.lift_fresh.default, aten.detach.default, aten.empty.memory_format, aten.empty_like.default}
@@ -35,7 +35,7 @@ class FakeCuda:
 
     def __init__(self, patcher, answer: float = 1.0):
         self.patcher = patcher
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = fake_cuda_tensors()
         self.reads = AnsweredReads(answer)
 
     def __enter__(self) -> FakeCuda:

@@ -21,6 +21,12 @@ COMPOSITE = {
 }  # fmt: skip
 
 
+def overloads(of: dict[str, object]) -> dict:
+    """``of`` by operation instead of its name, as "mm.dtype"; without what this torch does not have."""
+    found = {name: getattr(getattr(aten, name.split(".")[0], None), name.split(".")[1], None) for name in of}
+    return {found[name]: value for name, value in of.items() if found[name] is not None}
+
+
 class LeafOperations(TorchDispatchMode):
     """Calls ``leaf`` for each operation; a subclass says what it does."""
 

@@ -16,18 +16,18 @@ from dataclasses import dataclass
 
 import torch
 from halfsafe.nodes.host.lora.low_rank import LowRankLayer
-from support.leaf_operations import FakeTensor, LeafOperations, aten
+from support.leaf_operations import FakeTensor, LeafOperations, overloads
 from torch.nn.modules import module as hooks
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "int8", **dict.fromkeys(FP8, "fp8")}
-OPERANDS = {
-    aten.mm.default: (0, 1), aten.mm.dtype: (0, 1), aten.addmm.default: (1, 2), aten.addmm_.default: (1, 2), aten.addmm.dtype_out: (1, 2), aten.bmm.default: (0, 1),
-    aten.bmm.dtype: (0, 1), aten.baddbmm.default: (1, 2), aten._scaled_mm.default: (0, 1), aten._scaled_mm_v2.default: (0, 1),
-    aten._int_mm.default: (0, 1), aten.convolution.default: (0, 1),
-    aten._scaled_dot_product_flash_attention_for_cpu.default: (0, 1), aten._scaled_dot_product_flash_attention.default: (0, 1),
-    aten._scaled_dot_product_efficient_attention.default: (0, 1),
-}  # fmt: skip
+OPERANDS = overloads({
+    "mm.default": (0, 1), "mm.dtype": (0, 1), "addmm.default": (1, 2), "addmm_.default": (1, 2), "addmm.dtype_out": (1, 2), "bmm.default": (0, 1),
+    "bmm.dtype": (0, 1), "baddbmm.default": (1, 2), "_scaled_mm.default": (0, 1), "_scaled_mm_v2.default": (0, 1),
+    "_int_mm.default": (0, 1), "convolution.default": (0, 1),
+    "_scaled_dot_product_flash_attention_for_cpu.default": (0, 1), "_scaled_dot_product_flash_attention.default": (0, 1),
+    "_scaled_dot_product_efficient_attention.default": (0, 1),
+})  # fmt: skip
 INT8_LINEAR = "comfy_kitchen::int8_linear"
 
 

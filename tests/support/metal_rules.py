@@ -9,15 +9,15 @@ from __future__ import annotations
 import math
 
 import torch
-from support.leaf_operations import LeafOperations, aten
+from support.leaf_operations import LeafOperations, aten, overloads
 
 BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "fmax", "fmin", "atan2", "copysign", "hypot", "remainder", "fmod", "pow")
 NO_KERNEL = "Failed to create function state object for: {}_dense_{}_{}"
 SHORT = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-MISSING = (
-    aten._int_mm.default, aten._scaled_mm.default, aten._scaled_mm_v2.default, aten.mm.dtype, aten.addmm.dtype, aten.bmm.dtype, aten.baddbmm.dtype,
-)  # fmt: skip
+MISSING = overloads(dict.fromkeys(
+    ["_int_mm.default", "_scaled_mm.default", "_scaled_mm_v2.default", "mm.dtype", "addmm.dtype", "bmm.dtype", "baddbmm.dtype"]
+))  # fmt: skip
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 EXTREMES = (aten.amax.default, aten.amin.default, aten.max.default, aten.min.default)
 

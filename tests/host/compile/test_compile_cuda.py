@@ -11,9 +11,9 @@ from halfsafe.nodes.host.run.compute import PlannedModel
 from halfsafe.precision.arithmetic.patching import patched
 from halfsafe.precision.plan.choice import Choice
 from halfsafe.precision.plan.compute import ComputeDecision, ComputePlan
+from support.fake_tensors import fake_cuda_tensors
 from support.guarding import core
 from torch._dynamo.utils import counters
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 CONFIG = dict(patch_size=(1, 2, 2), in_dim=16, out_dim=16, dim=256, ffn_dim=512, num_heads=2, num_layers=2, text_dim=64)
 
@@ -45,7 +45,7 @@ def test_one_graph_whose_products_have_fp16_operands_and_fp32_results(comfy, one
         graphs.append(graph)
         return graph
 
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
+    with fake_cuda_tensors(), torch.inference_mode():
         model, (x, t, text), plan = wan_on_cuda()
         run = PlannedModel(plan, model)
         seen(run, x.device)

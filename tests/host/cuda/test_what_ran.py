@@ -10,10 +10,10 @@ from halfsafe.precision.plan.rules import rules_from
 from support import families, tiny_models
 from support.cuda_rules import CudaRules
 from support.fake_cuda import FakeCuda
+from support.fake_tensors import fake_cuda_tensors
 from support.families import load, with_compute
 from support.matmul_spy import MatmulSpy, differences
 from support.summing import accumulation
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 COMPUTES = ("auto", "fp16", "fp16_safe", "bf16", "fp32", "fp8", "int8")
 STORAGES = ("as_file", "fp8_e4m3fn", "fp8_e5m2", "int8")
@@ -142,7 +142,7 @@ def test_a_report_that_lies_is_found(comfy, wan, call):
 def test_comfy_kitchens_general_int8_product_is_padded_to_sizes_that_cuda_takes(comfy, rows):
     from comfy_kitchen.backends.eager.quantization import mm_int8
 
-    with FakeTensorMode(), CudaRules():
+    with fake_cuda_tensors(), CudaRules():
         a, b = (torch.empty(*size, dtype=torch.int8, device="cuda") for size in ((rows, 12), (12, 20)))
         assert mm_int8(a, b).shape == (rows, 20)
         with pytest.raises(RuntimeError, match="self.size"):

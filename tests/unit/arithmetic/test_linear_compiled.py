@@ -11,11 +11,11 @@ from halfsafe.precision.arithmetic.attention import BoundedAttention, Kernels, S
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.fp16_accumulation import Fp16AccumulationLinear, SumBound
 from halfsafe.precision.arithmetic.linear import SafeOperation
+from support.fake_tensors import fake_cuda_tensors
 from support.plain_weights import plain_weights
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 CUDA = torch.device("cuda")
 
@@ -79,7 +79,7 @@ BLOCK = (Block, (1, 12, 32))
 )
 def test_on_cuda_there_is_one_graph_and_no_break(build, shape, wide):
     """``fullgraph`` raises at the first break."""
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), fake_cuda_tensors():
         calibration = Calibration()
         with CUDA:
             module = safe(build(calibration), calibration, wide)
@@ -100,7 +100,7 @@ def test_on_cuda_the_products_of_a_linear_are_of_fp16_operands_with_an_fp32_resu
         graphs.append(graph)
         return graph
 
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.no_grad(), fake_cuda_tensors():
         calibration = Calibration()
         with torch.device(device):
             module, x = safe(torch.nn.Linear(16, 16), calibration), torch.empty(2, 16)
@@ -113,7 +113,7 @@ def test_on_cuda_the_products_of_a_linear_are_of_fp16_operands_with_an_fp32_resu
 
 @pytest.mark.parametrize("exponent", [0, 2])
 def test_bounded_sums_and_attention_on_cuda(exponent):
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with fake_cuda_tensors():
         calibration = Calibration()
         with CUDA:
             module, x = torch.nn.Linear(32, 32, dtype=torch.float16), torch.empty(1, 8, 32, dtype=torch.float16)

@@ -22,9 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.cuda_rules import CudaRules
 from support.fake_cuda import NO_KERNEL
+from support.fake_tensors import fake_cuda_tensors
 from support.leaf_operations import LeafOperations
 from support.measures import relative_error
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROUNDING = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
@@ -138,7 +138,7 @@ def test_bf16_takes_three_kernels():
 @pytest.mark.parametrize(("result", "adds"), [(torch.float16, "aten::addmm_"), (torch.float32, "aten::addmm.dtype_out")])
 def test_an_operand_that_is_bounded_takes_three_kernels_on_cuda(result, adds):
     made = normalized(*factors(), torch.float16)
-    with FakeTensorMode() as fake, CudaRules():
+    with fake_cuda_tensors() as fake, CudaRules():
         x, base = torch.empty(3, 7, 96, dtype=torch.float16, device="cuda"), torch.empty(3, 7, 48, dtype=result, device="cuda")
         down, up, scale = (torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda") for tensor in (made.down, made.up, made.scale))
         with _Launches() as launches, fake:
