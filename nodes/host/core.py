@@ -140,7 +140,7 @@ def is_in_dynamic_memory(layer: Layer) -> bool:
     return hasattr(layer, "_v")
 
 
-def round_to_nearest(layer: Layer) -> None:
+def round_merge_to_nearest(layer: Layer) -> None:
     """Let dynamic VRAM round a merged weight to nearest: an empty key is seed 0 (``resolve_cast_module_with_vbar``)."""
     layer.seed_key = ""
 

@@ -19,6 +19,7 @@ from ....precision.guard.policy import ALL_IN_FP32, Escalation, block_of
 from ....precision.modes import FP32
 from ....precision.plan.compute import ComputeDecision
 from ..facts.layers import DIFFUSION_MODEL, matrix_layers, top_level_parts
+from ..lora.merging import unpatched
 from ..lora.patcher import unmerged_keys
 from ..run.accumulation import accumulation_of
 from ..run.attention import full_precision_attention
@@ -138,17 +139,12 @@ class MergedWeights:
 
     def _multiply(self, name: str, patched: bool, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         module, key = self.modules[name], f"{DIFFUSION_MODEL}{name}.weight"
-        weight = dequantized(self._unpatched(key, module).data.to(x.device)).float()
+        weight = dequantized(unpatched(self._patcher, key, module).data.to(x.device)).float()
         if patched:
             original = {key: [(weight.clone(),)]}
             weight = comfy.lora.calculate_weight(self._patches[key], weight, key, original_weights=original)
         with weights_of(module)(module, x.float(), torch.float32) as (_, bias):
             return multiplied(module, kind_of(module), x.float(), weight, bias, *args, **kwargs).to(x.dtype)
-
-    def _unpatched(self, key: str, module: torch.nn.Module) -> torch.Tensor:
-        """Return the weight before any patch: ComfyUI keeps it where it merged LoRAs, else where a hook changed it."""
-        merged, hooked = self._patcher.backup.get(key), self._patcher.hook_backup.get(key)
-        return merged.weight if merged else hooked[0] if hooked else module.weight
 
 
 def _stored_dtype(module: torch.nn.Module) -> torch.dtype:

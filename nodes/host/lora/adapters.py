@@ -148,9 +148,9 @@ def _is_of_convolution(*tensors: torch.Tensor | None) -> bool:
 
 
 def _if_it_is_small(change: LowRank, kind: str) -> LowRank | str:
-    """Return a change whose two products are at most half of the weight's own, or say that it is larger."""
+    """Return a change whose factors have no more numbers than it has, or say that it is larger."""
     outputs, inputs = change.shape
-    if 2 * change.rank * (outputs + inputs) > outputs * inputs:
+    if change.rank * (outputs + inputs) > outputs * inputs:
         return f"a {kind} of rank {change.rank}, which is not low for {outputs} x {inputs}"
     return change
 

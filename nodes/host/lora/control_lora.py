@@ -8,6 +8,7 @@ import comfy.utils
 import torch
 
 from ....precision.arithmetic.patching import patched
+from ..core import is_in_dynamic_memory
 from ..facts.layers import DIFFUSION_MODEL
 from ..run.modules import dequantized
 
@@ -27,11 +28,16 @@ class DequantizedState(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         key, stored = f"{DIFFUSION_MODEL}{name}", self._state[name]
-        if key in self._patcher.sorted_patches().kept:
+        if key in self._patcher.sorted_patches().kept or self._is_merged_at_calls(key):
             device = self._patcher.load_device
             return dequantized(self._patcher.patch_weight_to_device(key, device_to=device, return_weight=True).data)
         is_quantized = name.endswith(".weight") and f"{name.removesuffix('weight')}comfy_quant" in self._state
         return dequantized(comfy.utils.get_attr(self._patcher.model, key).data) if is_quantized else stored
+
+    def _is_merged_at_calls(self, key: str) -> bool:
+        """Tell whether a weight has none of its patches: dynamic VRAM merges them into what it moves to the device."""
+        patches = self._patcher.sorted_patches()
+        return key in patches.merged and is_in_dynamic_memory(patches.modules[key])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._state)

@@ -3,8 +3,8 @@
 ComfyUI adds a patch to the dequantized weight and quantizes the sum again with stochastic rounding
 (``patch_weight_to_device`` in ``comfy/model_patcher.py``, ``resolve_cast_module_with_vbar`` in ``comfy/ops.py``). Here
 a low-rank patch is left out where weights are loaded, and two thin products are added to the layer's result
-(``low_rank.py``). It stays in ``patches``, where clones, savers and merges read it. What is not low-rank is merged as
-ComfyUI does, but rounded to nearest.
+(``low_rank.py``). It stays in ``patches``, where clones, savers and merges read it. What is not low-rank, or outweighs
+its layer (``precision/arithmetic/merging.py``), is merged as ComfyUI does, but in fp32 and rounded to nearest.
 """
 
 import contextlib
@@ -23,8 +23,7 @@ from ..core import (
     CAST_DTYPE,
     has_cast_dtype,
     is_in_dynamic_memory,
-    round_to_nearest,
-    set_weight_by_class,
+    round_merge_to_nearest,
     sets_own_weight,
     with_weight_setter,
 )
@@ -32,6 +31,7 @@ from ..facts.layers import is_quantized
 from ..run.compute import compute_of
 from ..run.wrappers import LOW_RANK
 from .low_rank import low_rank_patcher
+from .merging import error_of, merging_in_fp32, rounded_to_nearest
 from .patches import SortedPatches, layer_name, sort_patches, strengths_of
 
 if TYPE_CHECKING:
@@ -114,12 +114,14 @@ class UnmergedLowRank:
             self.patches, self._held, self._whole = whole, None, None
 
     def load(self, *args, **kwargs):
+        merged = {key: self.sorted_patches().modules[key] for key in self.sorted_patches().merged}
+        for key, module in merged.items():
+            if key in self.patches and is_quantized(module):
+                error_of(self, key, module)
         with self._merging():
             result = super().load(*args, **kwargs)
-        for key in self.sorted_patches().merged:
-            module = self.sorted_patches().modules[key]
-            if is_in_dynamic_memory(module):
-                round_to_nearest(module)
+        for module in filter(is_in_dynamic_memory, merged.values()):
+            round_merge_to_nearest(module)
         return result
 
     def partially_unload(self, *args, **kwargs):
@@ -130,7 +132,8 @@ class UnmergedLowRank:
         module = self.sorted_patches().modules.get(key)
         if module is None or not sets_own_weight(module):
             return super().patch_weight_to_device(key, *args, **kwargs)
-        with patched([with_weight_setter(module, functools.partial(_set_rounded_to_nearest, module))]):
+        setter = with_weight_setter(module, functools.partial(rounded_to_nearest, module))
+        with patched([setter]), merging_in_fp32:
             return super().patch_weight_to_device(key, *args, **kwargs)
 
     def get_combined_hook_patches(self, hooks):
@@ -201,27 +204,6 @@ def _is_no_attribute(model: torch.nn.Module, name: str) -> bool:
     return is_quantized(module) and not hasattr(module, own)
 
 
-def _set_rounded_to_nearest(module: torch.nn.Module, weight: torch.Tensor, **options):
-    """Set a quantized layer's weight by ComfyUI's own method, its scale made anew. Seed 0 is no stochastic rounding."""
-    # ComfyUI divides fp8 weights by their amax (``requantize_from_float`` with ``recalculate`` in comfy/quant_ops.py):
-    # a weight of zeros, as of the difference of two models, would become NaN.
-    if not weight.any():
-        weight = weight.clone().fill_(torch.finfo(torch.float32).tiny)  # 0 in fp16, which ComfyUI makes no NaN of
-    return set_weight_by_class(module, weight, **{**options, "seed": 0})
-
-
 def unmerged_keys(extended: "ModelPatcher") -> set[str]:
     """Return the keys of the weights whose patches are added unmerged; none for ComfyUI's own ModelPatcher."""
     return extended.sorted_patches().kept if isinstance(extended, UnmergedLowRank) else set()
-
-
-def low_rank_reasons(extended: "ModelPatcher") -> dict[str, str]:
-    """Say by layer what was done with the patches of its 8-bit weight; nothing for ComfyUI's own ModelPatcher."""
-    if not isinstance(extended, UnmergedLowRank):
-        return {}
-    patches = extended.sorted_patches()
-    ranks = {key: sum(change.rank for change in changes.values()) for key, changes in patches.low_rank.items()}
-    unmerged = {key: f"LoRA of rank {rank} added beside the weight" for key, rank in ranks.items()}
-    text = "weight quantized anew, rounded to nearest, with {} merged into it"
-    merged = {key: text.format(reason) for key, reason in patches.merged.items()}
-    return {layer_name(key): text for key, text in (unmerged | merged).items()}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from halfsafe.nodes.host.lora.patcher import _set_rounded_to_nearest
+from halfsafe.nodes.host.lora.merging import rounded_to_nearest
 from support import families
 from support.families import load
 from support.guarding import core, is_finite
@@ -32,7 +32,7 @@ def test_weights_that_a_merge_makes_zero_stay_zero(comfy, wan, other, storage):
 def test_a_weight_of_zeros_is_zeros_in_each_dtype_that_patches_are_added_in(comfy, wan, storage, dtype):
     """ComfyUI adds patches in fp16 on most NVIDIA cards, where the smallest number is too large to be as good as zero."""
     module = load(comfy, wan, storage, "bf16").model.diffusion_model.blocks[0].ffn[0]
-    _set_rounded_to_nearest(module, torch.zeros(module.weight.shape, dtype=dtype))
+    rounded_to_nearest(module, torch.zeros(module.weight.shape, dtype=dtype))
     assert module.weight.dequantize().float().abs().max() < 1e-30
 
 
