@@ -22,6 +22,7 @@ from ..amax import amax
 from ..modes import FP16, FP16_SCALED, FP16_WIDE, FP32
 from .calibration import Calibration
 from .flags import fp32_accumulation
+from .followed import as_plain
 from .known_values import Tag, counted, counting_writes
 from .operand_scale import OperandScale
 from .value_bounds import ValueBound, after_linear, plus
@@ -136,6 +137,10 @@ class SafeOperation:
 
     def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Run the layer on ``input``, of any float dtype; return fp32, or fp16 where that is proven."""
+        with as_plain(input):
+            return self._run(input, *args, **kwargs)
+
+    def _run(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if self.calibration.calibrating:
             result = self._calibrate(input, *args, **kwargs)
             self.calibration.flops[self.scale.name] += matmul_flops(result, self.module, self.kind)
@@ -182,6 +187,7 @@ class SafeOperation:
             self.scale.in_fp32 = self.scale.in_fp32 or not fits_fp16(half)
             if not self.scale.in_fp32:
                 self._fit(x, half, bias)
+            self.calibration.values.multiply(x, in_fp16=self.scale.takes_fp16)
             if not self.scale.in_fp32:
                 operand = self.calibration.operands.calibrated_operand(self.scale, x)
                 self._rely_on(x)

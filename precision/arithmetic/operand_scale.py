@@ -128,6 +128,11 @@ class OperandScale(ScaledOperand):
         """The largest amax that stays finite when it is scaled."""
         return FP16_MAX * 2.0**self.exponent
 
+    @property
+    def takes_fp16(self) -> bool:
+        """Tell whether the operand may come in fp16 as it is."""
+        return not (self.in_fp32 or self.exponent or self.meets_zeros)
+
     def cover(self, known: ValueBound | None, reach: ValueBound | None, magnitude: float, wide: bool) -> None:
         """Decide whether the proof holds for every operand that keeps a bound, unscaled.
 
