@@ -2,10 +2,10 @@
 
 import math
 import runpy
-import time
 
 import pytest
 from support.shipped import ROOT
+from torch.utils.flop_counter import FlopCounterMode
 
 EXAMPLES = sorted(path.name for path in (ROOT / "docs" / "examples").glob("*.py"))
 
@@ -17,9 +17,9 @@ def run(name: str):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_prints_its_measurements_in_a_few_seconds(name, capsys):
-    started = time.process_time()
-    runpy.run_path(str(ROOT / "docs" / "examples" / name), run_name="__main__")
-    assert time.process_time() - started < 10
+    with FlopCounterMode(display=False) as counted:
+        runpy.run_path(str(ROOT / "docs" / "examples" / name), run_name="__main__")
+    assert 1e6 < counted.get_total_flops() < 5e9, "a CPU takes seconds for more"
     assert capsys.readouterr().out.count("error") >= 3
 
 
