@@ -80,6 +80,7 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     bar = comfy.utils.ProgressBar((len(settings) + 1) * STEPS)
     runner = SettingRunner(patcher, inputs)
     with compile_disabled(), compiler_off(), torch.no_grad():
+        _clear_device()
         reference = _reference(runner, advancing(bar))
         rows = []
         for place, (setting, *same) in enumerate(_alike(patcher, settings), 1):
@@ -134,7 +135,6 @@ class SettingRunner:
         """Measure a setting; one that the device, its memory or the weights do not allow is a row that says why."""
         if why := why_not(setting, current_device(), held_storages()):
             return Row(setting, problem=Problem(ProblemKind.UNSUPPORTED, why))
-        _clear_device()
         try:
             return self._measured(setting, advance, is_reference)
         except (HalfsafeError, RuntimeError) as error:  # RuntimeError: a kernel that this device or its driver refuses
