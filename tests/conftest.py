@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.machinery
 import importlib.util
 import sys
@@ -51,8 +52,15 @@ def own_draws(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Refuse to go on where pytest-xdist does not see the groups: it would share out every test by itself, with a server for each process."""
+    """Refuse to go on where pytest-xdist does not see the groups: it would share out every test by itself, with a server for each process.
+
+    What stays until the end is left out of what the collector looks through: modules and tests are a million objects, and each of
+    its runs takes most of a second with them.
+    """
+    gc.collect()
+    gc.freeze()
     if getattr(session.config.option, "loadgroup", False) and not all("@" in item.nodeid for item in session.items):
         raise pytest.UsageError("pytest-xdist lost the groups of the tests: see TOOLS in scripts/setup/environment.py")
 

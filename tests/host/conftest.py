@@ -6,6 +6,7 @@ Without one the tests are reported as skipped, or fail where HALFSAFE_STRICT is 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import tempfile
 import threading
@@ -142,7 +143,10 @@ def models_dir() -> Path:
 @pytest.fixture(scope="session")
 def pack() -> ModuleType:
     """The pack, loaded into this process; the same module tests import as `halfsafe`."""
-    return inprocess.load_pack()
+    module = inprocess.load_pack()
+    gc.collect()
+    gc.freeze()  # see tests/conftest.py
+    return module
 
 
 @pytest.fixture(scope="session")
