@@ -52,13 +52,27 @@ def settled(model, call):
     return fake.reads, kernels.seen
 
 
+@pytest.fixture(scope="module")
+def alone(comfy, files, calls):
+    """(family, storage, compute) -> what the later call of a model with nothing beside it reads and launches, called once."""
+    made = {}
+
+    def get(family, storage, compute):
+        key = family, storage, compute
+        if key not in made:
+            made[key] = settled(load(comfy, files(family), storage, compute), calls(family))
+        return made[key]
+
+    return get
+
+
 def guarded(comfy, model):
     return comfy.run(GUARD, model=model, on_nan="retry_higher", max_retries=2)[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_clean_call_reads_once_and_once_for_the_guard(comfy, files, calls, family):
-    plain, _ = settled(load(comfy, files(family), "fp16", "fp16"), calls(family))
+def test_a_clean_call_reads_once_and_once_for_the_guard(comfy, files, calls, alone, family):
+    plain, _ = alone(family, "fp16", "fp16")
     reads, _ = settled(guarded(comfy, load(comfy, files(family), "fp16", "fp16_safe")), calls(family))
     assert plain.places == []
     assert sorted(reads.places) == ["arithmetic/amax_buffer.read", "guard/model.__call__"]
@@ -71,12 +85,12 @@ def moved(kernels):
 
 @pytest.mark.parametrize(("storage", "compute"), [("fp16", "fp16_safe"), ("fp8_e4m3fn", "fp16_safe"), ("fp8_e4m3fn", "fp8")])
 @pytest.mark.parametrize("family", ["wan", "flux"])
-def test_kernels_and_bytes_are_counted(comfy, files, calls, family, storage, compute):
+def test_kernels_and_bytes_are_counted(comfy, files, alone, family, storage, compute):
     """Prints a row per plan (-s). One product a layer is asserted; two are ComfyUI's own, of positions and time."""
     model = load(comfy, files(family), storage, compute)
     layers = sum(layer["class"] == "Linear" for layer in families.report(comfy, model)["layers"])
-    _, plain = settled(load(comfy, files(family), storage, "fp16"), calls(family))
-    _, seen = settled(model, calls(family))
+    _, plain = alone(family, storage, "fp16")
+    _, seen = alone(family, storage, compute)
     products = sum(kernel.name.split(".")[0] in ("mm", "addmm", "_scaled_mm", "_scaled_mm_v2") for kernel in seen)
     extra, size = (len(seen) - len(plain)) / layers, (moved(seen) - moved(plain)) / 1e6
     print(f"\n{family:14} {storage:10} {compute:9} {layers:3} layers, {len(plain):4} kernels plain, {len(seen):4} planned,"
@@ -101,14 +115,14 @@ def test_a_compiled_model_is_one_graph(comfy, files, calls, family):
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp16_safe"])
 @pytest.mark.parametrize("family", ["wan", "flux"])
-def test_a_lora_beside_eight_bit_weights_takes_three_kernels_a_layer(comfy, files, calls, family, compute):
+def test_a_lora_beside_eight_bit_weights_takes_three_kernels_a_layer(comfy, files, calls, alone, family, compute):
     """Its two products, of which one adds to the layer's, and one kernel between them: no copy of an input or a result. In
     `fp16_safe` an operand may be measured that need not be without the LoRA."""
     model = load(comfy, files(family), "fp8_e4m3fn", compute)
     modules = model.model.diffusion_model.named_modules()
     shapes = {name: tuple(module.weight.shape) for name, module in modules if is_8bit_matrix(module)}
     with_lora = load_lora_for_models(model, None, model_files.lora(shapes, rank=8), 1.0, 0.0)[0]
-    _, plain = settled(model, calls(family))
+    _, plain = alone(family, "fp8_e4m3fn", compute)
     reads, seen = settled(with_lora, calls(family))
     beside = Counter(kernel.name for kernel in seen) - Counter(kernel.name for kernel in plain)
     print(f"\n{family:6} {compute:10} {len(shapes)} LoRAs, {(len(seen) - len(plain)) / len(shapes):.2f} kernels a LoRA: {dict(beside)}")

@@ -2,6 +2,7 @@
 no slice of the file, whose pages the system drops at need, is what the check before loading counts."""
 
 import itertools
+from collections import Counter
 
 import pytest
 import torch
@@ -54,11 +55,23 @@ def small(models_dir):
     return tiny_models.wan(models_dir / "diffusion_models" / "memory_wan.safetensors", blocks=1)
 
 
+def paired(name: str) -> list[tuple[str, str]]:
+    """A device's pairs of storage and compute: each storage twice, and over all devices each pair several times."""
+    start = PROFILE_NAMES.index(name)
+    return [(storage, COMPUTE_OPTIONS[(start + 2 * place + more) % len(COMPUTE_OPTIONS)]) for place, storage in enumerate(STORAGES) for more in (0, 1)]
+
+
+def test_every_pair_is_measured_and_every_device_with_every_compute():
+    pairs = Counter(pair for name in PROFILE_NAMES for pair in paired(name))
+    assert pairs.keys() == set(itertools.product(STORAGES, COMPUTE_OPTIONS)) and min(pairs.values()) >= 3
+    assert all({compute for _, compute in paired(name)} == {*COMPUTE_OPTIONS} for name in PROFILE_NAMES)
+
+
 @pytest.mark.parametrize("name", PROFILE_NAMES)
 def test_the_check_before_loading_is_right(comfy, small, profile, said, name):
     profile(name)
     wrong = {}
-    for storage, compute in itertools.product(STORAGES, COMPUTE_OPTIONS):
+    for storage, compute in paired(name):
         model = families.load(comfy, small, storage, compute)
         found = own_bytes(model.model.diffusion_model, small)
         if abs(said[-1] / found - 1) > CLOSE:
