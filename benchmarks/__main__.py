@@ -1,6 +1,7 @@
 """Halfsafe against the alternative, the same work in the same run: `python -m benchmarks NAME [options]`; `NAME --help` lists them.
 
 load: a bf16 file with the shapes of Wan2.1 1.3B (2.84 GB) to scaled fp8 and to int8 in memory, against ComfyUI's UNETLoader.
+first_step: loading and one step, from the disk and from the page cache, against ComfyUI's loaders, KJNodes and ComfyUI-GGUF.
 convert: the same file disk to disk, against reading all, quantizing all to fp8 and saving all.
 safe16, fp8mm, patch, guard: what a compute plan and the guard cost and how close they come.
 lora: LoRAs beside 8-bit weights against LoRAs merged into them.
@@ -33,7 +34,7 @@ from setup.environment import ROOT, Environment, SetupError, clean_environ, prep
 MODULES = {
     **dict.fromkeys(("load", "convert"), "files"),
     **dict.fromkeys(("safe16", "fp8mm", "patch", "guard", "lora"), "compute"),
-    **{"import": "import_time", "cost": "cost", "kept": "kept", "calibrate": "calibrate", "gguf": "gguf_files", "scaling": "scaling", "drift": "drift", "overflowing": "overflowing", "soak": "soak", "zoo": "zoo", "gpu": "gpu"},
+    **{"import": "import_time", "cost": "cost", "kept": "kept", "calibrate": "calibrate", "gguf": "gguf_files", "first_step": "first_step", "scaling": "scaling", "drift": "drift", "overflowing": "overflowing", "soak": "soak", "zoo": "zoo", "gpu": "gpu"},
 }
 SHARED = ("files", "compute")
 

