@@ -16,12 +16,9 @@ import sys
 import time
 from pathlib import Path
 
-from setup import machine
-from setup.environment import Environment
-
 from . import reporting
 from .guard import run_guard
-from .host import load_comfy
+from .host import conditions, load_comfy
 from .lora import run_lora
 
 SAFE16_LIMIT, FP8_LIMIT, PATCH_LIMIT = 0.6, 0.03, 1.01
@@ -119,11 +116,6 @@ def run_patch(args: argparse.Namespace) -> dict:
     targets = {"time": reporting.target(round(ratio, 4), PATCH_LIMIT)}
     wrappers = len(planned.get_wrappers("apply_model", "halfsafe.compute"))
     return {"benchmark": "patch", "seconds": taken, "wrappers": wrappers, "targets": targets}
-
-
-def conditions(args: argparse.Namespace) -> dict:
-    """What this process measures with."""
-    return machine.conditions(Environment(Path(sys.executable), args.comfyui.resolve()))
 
 
 RUNS = {"safe16": run_safe16, "fp8mm": run_fp8mm, "patch": run_patch, "guard": run_guard, "lora": run_lora}

@@ -28,9 +28,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 from . import reporting
-from .compute import conditions
 from .cost_cards import CARDS, HOST, LAUNCH, READ, REFILL, Card, Kernel
-from .host import load_comfy
+from .host import conditions, load_comfy
 from .large_models import BUILD
 
 SUMS_GAIN = ("2080 Ti", "3090", "4090")

@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
-from setup.environment import ROOT
+from setup import machine
+from setup.environment import ROOT, Environment
 
 
 def load_comfy(args: argparse.Namespace, on_cpu: bool = True) -> SimpleNamespace:
@@ -25,3 +26,8 @@ def load_comfy(args: argparse.Namespace, on_cpu: bool = True) -> SimpleNamespace
     logging.disable(logging.WARNING)
     run = inprocess.runner(inprocess.node_classes(inprocess.load_pack()))
     return SimpleNamespace(run=run, folder=base / "models" / "diffusion_models", keep=keep)
+
+
+def conditions(args: argparse.Namespace) -> dict:
+    """What this process measures with."""
+    return machine.conditions(Environment(Path(sys.executable), args.comfyui.resolve()))
