@@ -64,6 +64,11 @@ def clip_l(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Pat
     return _stream(path, clip_l_shapes(), dtype, seed)
 
 
+def narrow_clip_l(path: Path) -> Path:
+    """Stream a CLIP-L text encoder of 256 channels and six layers, 17 million parameters, which the pack's Load CLIP takes alone."""
+    return _stream(path, clip_l_shapes(256, 6), torch.float16, 0)
+
+
 def wan_vae(path: Path, dtype: torch.dtype = torch.float32, dim: int = 16, seed: int = 0) -> Path:
     """Write a Wan2.1 VAE, 16 latent channels, 8x spatial and 4x temporal compression."""
     import comfy.ldm.wan.vae as module

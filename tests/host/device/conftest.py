@@ -33,4 +33,4 @@ def cured(comfy, overflowing):
 
 @pytest.fixture(scope="package")
 def clip_file(models_dir):
-    return tiny_models.clip_l(models_dir / "text_encoders" / "second_device.safetensors")
+    return tiny_models.narrow_clip_l(models_dir / "text_encoders" / "second_device.safetensors")

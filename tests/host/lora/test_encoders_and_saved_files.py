@@ -17,7 +17,7 @@ LAYERS = {FFN: (1024, 256), "blocks.1.ffn.2": (256, 1024)}
 
 @pytest.fixture(scope="module")
 def clip_file(models_dir):
-    return tiny_models.clip_l(models_dir / "text_encoders" / "clip_l_low_rank.safetensors")
+    return tiny_models.narrow_clip_l(models_dir / "text_encoders" / "clip_l_low_rank.safetensors")
 
 
 def encoder(comfy, path, storage, compute="auto"):
@@ -31,7 +31,7 @@ def encode(clip):
 
 def encoder_lora():
     """A LoRA for the first layers of a CLIP-L, by the names that ComfyUI gives any text encoder's layers."""
-    layers = {f"text_model.encoder.layers.{number}.mlp.fc1": (3072, 768) for number in range(4)}
+    layers = {f"text_model.encoder.layers.{number}.mlp.fc1": (1024, 256) for number in range(4)}
     tensors = model_files.lora(layers, size=0.05)
     return {name.replace("diffusion_model.", "text_encoders.clip_l.transformer."): tensor for name, tensor in tensors.items()}
 
