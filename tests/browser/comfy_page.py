@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 PACK = "/extensions/Halfsafe-Pack/"
 REGISTRY = "https://api.comfy.org/"  # ComfyUI looks up there the packs that a workflow names; nothing outside is reached here
+LONGEST = 120_000
+"""Milliseconds to wait for what is to come: on a busy machine it comes late."""
 READY = "() => window.app?.extensionManager && window.app.graph && !document.getElementById('splash-loader')"
 BASE_SETTINGS = {
     "Comfy.TutorialCompleted": True,
@@ -26,6 +28,16 @@ BASE_SETTINGS = {
     "Comfy.RightSidePanel.IsOpen": False,
     "Comfy.Locale": "en",
 }
+TEST_SETTINGS = {"halfsafe.toasts": True, "halfsafe.badges": True}
+VIEW = {"width": 1500, "height": 950}
+BEGIN = """async (settings) => { const { setting, sidebarTab, toast } = app.extensionManager;
+    if (window.addToast) toast.add = window.addToast;
+    (toast.removeAll ?? toast.dismissAll)();
+    for (const [name, value] of Object.entries(settings)) if (setting.get(name) !== value) await setting.set(name, value);
+    sidebarTab.activeSidebarTabId = null;
+    app.canvas.deselectAll();
+    document.activeElement?.blur(); }"""
+MOUNTED = """() => app.graph.nodes.flatMap((node) => node.widgets ?? []).every(({ element }) => !element?.classList.contains("halfsafe") || element.isConnected)"""
 SMALL_VALUES = {"width": 64, "height": 64, "length": 1, "batch_size": 1, "steps": 2}
 STAND_INS = {
     "model_name": "wan.safetensors",
@@ -41,10 +53,12 @@ class ComfyPage:
     """One page of one ComfyUI. `problems` holds every complaint that concerns the pack's own files."""
 
     def __init__(self, context: BrowserContext, server: Server, vue: bool, theme: str = "dark") -> None:
-        self.server, self.vue, self.theme = server, vue, theme
+        self.server, self.vue = server, vue
+        self.settings = {**BASE_SETTINGS, **TEST_SETTINGS, "Comfy.ColorPalette": theme, "Comfy.VueNodes.Enabled": vue}
         self.problems: list[str] = []
         context.route(lambda url: not url.startswith(server.url), lambda route: route.abort())
         self.page: Page = context.new_page()
+        self.page.set_default_timeout(LONGEST)
         if slower := os.environ.get("HALFSAFE_SLOW"):
             context.new_cdp_session(self.page).send("Emulation.setCPUThrottlingRate", {"rate": float(slower)})
         self.page.on("console", self._note_message)
@@ -54,17 +68,25 @@ class ComfyPage:
 
     def open(self, **settings: object) -> ComfyPage:
         """Load the page and wait until it stands, in the renderer asked for."""
-        theme = {"Comfy.ColorPalette": self.theme, "Comfy.VueNodes.Enabled": self.vue}
-        defaults = {"halfsafe.toasts": True, "halfsafe.badges": True}
-        self.server.post("/settings", {**BASE_SETTINGS, **theme, **defaults, **settings})
+        self.server.post("/settings", {**self.settings, **settings})
         self.page.goto(self.server.url)
         self.wait_ready()
         assert self.page.evaluate("() => window.LiteGraph.vueNodesMode ?? false") == self.vue, "the other renderer"
         return self
 
+    def begin(self, language: str = "en") -> None:
+        """Bring the page to the state that every test begins with, whatever the one before left."""
+        self.page.unroute_all()
+        self.page.set_viewport_size(VIEW)
+        if self.page.locator("[role=dialog]:visible").count():
+            self.open()
+        self.evaluate(BEGIN, self.settings)
+        self.speak(language)
+        self.problems.clear()
+
     def wait_ready(self) -> None:
         """Wait until the page stands."""
-        self.page.wait_for_function(READY, timeout=60_000)
+        self.page.wait_for_function(READY)
 
     def set(self, name: str, value: object) -> None:
         """Change one of the page's settings."""
@@ -75,30 +97,33 @@ class ComfyPage:
 
         It does so at its own time, and loads the graph as it was at the last click: one made in between is gone.
         """
-        code = """(language) => { const { setting } = app.extensionManager, load = app.loadGraphData.bind(app);
-            window.spoken = setting.get("Comfy.Locale") === language;
-            if (window.spoken) return;
-            app.loadGraphData = async (...given) => { delete app.loadGraphData; await load(...given); window.spoken = true; };
-            window.dispatchEvent(new MouseEvent("mouseup")); setting.set("Comfy.Locale", language); }"""
-        self.evaluate(code, language)
-        self.page.wait_for_function("() => window.spoken", timeout=60_000)
+        if self.evaluate("() => app.extensionManager.setting.get('Comfy.Locale')") == language:
+            return
+        code = """(language) => { window.dispatchEvent(new MouseEvent("mouseup")); app.extensionManager.setting.set("Comfy.Locale", language); }"""
+        self.load_by(code, language)
+
+    def load_by(self, expression: str, argument: object) -> None:
+        """Run a function after which the page loads a graph by itself, and wait until it has."""
+        self.evaluate("""() => { window.loaded = false; const load = app.loadGraphData.bind(app);
+            app.loadGraphData = async (...given) => { delete app.loadGraphData; const done = await load(...given); window.loaded = true; return done; }; }""")
+        self.evaluate(expression, argument)
+        self.page.wait_for_function("() => window.loaded")
 
     def evaluate(self, expression: str, argument: object = None) -> object:
         """Run a JavaScript function in the page."""
         return self.page.evaluate(expression, argument)
 
-    def found(self, expression: str, wanted: object, seconds: float = 10) -> object:
-        """Run a function in the page until it gives what is wanted, for some seconds at most, and return what it gave last."""
-        end = time.monotonic() + seconds
+    def found(self, expression: str, wanted: object) -> object:
+        """Run a function in the page until it gives what is wanted, and return what it gave last."""
+        end = time.monotonic() + LONGEST / 1000
         while (given := self.evaluate(expression)) != wanted and time.monotonic() < end:
-            self.page.wait_for_timeout(200)
+            self.page.wait_for_timeout(50)
         return given
 
     def load(self, workflow: dict) -> None:
         """Open a workflow, as dropping its file would."""
         self.evaluate("async (workflow) => { await app.loadGraphData(workflow); }", workflow)
-        if self.vue and workflow["nodes"]:
-            self.page.wait_for_selector(".lg-node")
+        self.page.wait_for_function(MOUNTED)
 
     def saved(self) -> dict:
         """The workflow as the page would save it."""
@@ -109,7 +134,9 @@ class ComfyPage:
         code = """async (types) => { app.graph.clear(); app.canvas.ds.reset(); await new Promise(requestAnimationFrame); let x = 0; return types.map((type) => {
             const node = LiteGraph.createNode(type); node.pos = [x, 100]; x += node.size[0] + 40;
             app.graph.add(node); return node.id; }); }"""
-        return self.evaluate(code, list(types))
+        ids = self.evaluate(code, list(types))
+        self.page.wait_for_function(MOUNTED)
+        return ids
 
     def make_small(self) -> None:
         """Give the open workflow the small models and sizes a CPU does in seconds, and the renderer's own seed: both share the server's cache."""
@@ -142,23 +169,23 @@ class ComfyPage:
             .map((n) => [n.type, n.badges.map((b) => (typeof b === "function" ? b() : b).text).at(-1)]))"""
         return self.evaluate(code)
 
+    def show(self, outputs: dict[str, dict]) -> None:
+        """Let the page receive outputs of nodes, by their ids, as from the server."""
+        code = """async (outputs) => { const { api } = await import("/scripts/api.js");
+            for (const [node, output] of Object.entries(outputs)) api.dispatchCustomEvent("executed", { node, display_node: node, prompt_id: "shown", output }); }"""
+        self.evaluate(code, outputs)
+
     def show_report(self, report: dict) -> None:
         """Let the page receive a report as the output of its report node."""
-        code = """async (text) => { const { api } = await import("/scripts/api.js");
-            const node = String(app.graph.nodes.find((n) => n.type === "HalfsafeReport").id);
-            api.dispatchCustomEvent("executed", { node, display_node: node, prompt_id: "shown", output: { halfsafe_report: [text] } }); }"""
-        self.evaluate(code, json.dumps(report))
+        node = self.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'HalfsafeReport').id)")
+        self.show({node: {"halfsafe_report": [json.dumps(report)]}})
 
     def record_toasts(self) -> Callable[[], list[dict]]:
         """Keep the toasts that the pack shows until the test's end, instead of showing them."""
         code = """() => { window.toasts = []; const { toast } = app.extensionManager; window.addToast ??= toast.add;
-            toast.add = (message) => window.toasts.push(message); }"""
+            toast.add = (message) => (message.summary?.startsWith("Halfsafe: ") ? window.toasts.push(message) : window.addToast(message)); }"""
         self.evaluate(code)
         return lambda: self.evaluate("() => window.toasts")
-
-    def show_toasts(self) -> None:
-        """Show toasts again, if they were kept."""
-        self.evaluate("() => { if (window.addToast) app.extensionManager.toast.add = window.addToast; }")
 
     def send_guard(self, **message: object) -> None:
         """Let the page receive a guard's message, as from the server."""
@@ -173,13 +200,12 @@ class ComfyPage:
             app.canvas.ds.scale = 1; app.canvas.ds.offset[0] = 120 - node.pos[0]; app.canvas.ds.offset[1] = 120 - node.pos[1];
             app.canvas.setDirty(true, true); }"""
         self.evaluate(code, [node_type, width, height])
-        self.page.wait_for_timeout(100)
         self.settle()
 
     def settle(self) -> None:
-        """Wait until the pack's elements keep their boxes for ten frames: a busy machine draws late."""
-        code = """async () => { const boxes = () => JSON.stringify([...document.querySelectorAll("[class^=hs-]")].map((e) => {
-                const { x, y, width, height } = e.getBoundingClientRect(); return [x, y, width, height, e.scrollWidth]; }));
+        """Wait until the canvas, its nodes and the pack's elements keep their boxes for ten frames: a busy machine draws late."""
+        code = """async () => { const { ds } = app.canvas, boxes = () => JSON.stringify([[ds.scale, ...ds.offset], ...app.graph.nodes.map(({ pos, size }) => [...pos, ...size]),
+                ...[...document.querySelectorAll("[class^=hs-]")].map((e) => { const { x, y, width, height } = e.getBoundingClientRect(); return [x, y, width, height, e.scrollWidth]; })]);
             for (let last = boxes(), same = 0, frames = 0; same < 10 && frames < 600; frames++) {
                 await new Promise(requestAnimationFrame); const now = boxes(); same = now === last ? same + 1 : 0; last = now; } }"""
         self.evaluate(code)

@@ -22,11 +22,16 @@ MISSING = [name for name in NEEDED if not os.environ.get(name)]
 MODELS = {"wan": "diffusion_models", "wan_overflowing": "diffusion_models", "clip_l": "text_encoders", "wan_vae": "vae"}
 FRONTENDS = ("pinned", "newest")
 RENDERERS = ("canvas", "nodes2")
+PAIRS = {("pinned", "canvas"), ("newest", "nodes2")}
+"""Where a test marked `paired` runs: in each page and in each renderer, but not in each renderer of each page."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist's, which reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ours = [item for item in items if item.path.parent == Path(__file__).parent]
+    left_out = [item for item in ours if item.get_closest_marker("paired") and not in_a_pair(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
     for item in ours:  # a process and a server for each page
         item.add_marker(pytest.mark.xdist_group(getattr(item, "callspec", None) and item.callspec.params.get("server", "")))
     if not MISSING or not ours:
@@ -35,6 +40,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         raise pytest.UsageError(f"The browser tests need {', '.join(MISSING)}: run scripts/test.py --tier browser.")
     for item in ours:
         item.add_marker(pytest.mark.skip(reason=f"set {', '.join(MISSING)}, or run scripts/test.py --tier browser"))
+
+
+def in_a_pair(item: pytest.Item) -> bool:
+    return (item.callspec.params["server"], item.callspec.params["vue"]) in PAIRS
 
 
 @pytest.fixture(scope="session")
@@ -88,9 +97,9 @@ def cell(request: pytest.FixtureRequest, server: Server, vue: bool) -> str:
 @pytest.fixture(scope="session")
 def opened_page(browser, server: Server, vue: bool) -> Iterator:
     """ComfyUI's page, dark, for all tests of one cell: opening one takes longer than most tests."""
-    from browser.comfy_page import ComfyPage
+    from browser.comfy_page import VIEW, ComfyPage
 
-    context = browser.new_context(viewport={"width": 1500, "height": 950})
+    context = browser.new_context(viewport=VIEW)
     context.grant_permissions(["clipboard-read", "clipboard-write"])
     yield ComfyPage(context, server, vue).open()
     context.close()
@@ -103,11 +112,11 @@ def comfy(opened_page):
 
 
 @pytest.fixture(autouse=True)
-def nothing_goes_wrong(opened_page) -> Iterator[None]:
-    """No error, no warning and no failed request of the pack's files in the page, after each test."""
-    opened_page.problems.clear()
+def nothing_goes_wrong(request: pytest.FixtureRequest, opened_page) -> Iterator[None]:
+    """The same page before each test, in its language; no error, no warning and no failed request of the pack's files in it after."""
+    language = request.node.get_closest_marker("language")
+    opened_page.begin(*(language.args if language else ()))
     yield
-    opened_page.show_toasts()
     assert not opened_page.problems
 
 

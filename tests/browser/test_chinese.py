@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,15 +24,8 @@ SEND = """async ([name, detail]) => { const { api } = await import("/scripts/api
 SAID = """async (texts) => { const { said } = await import("/extensions/Halfsafe-Pack/words.mjs"); return texts.map(said); }"""
 TOLD = """async (texts) => { const { errorOf } = await import("/extensions/Halfsafe-Pack/run.mjs");
     return texts.map((text) => { const { message, advice } = errorOf({ node_id: 1, exception_type: "halfsafe.HalfsafeError", exception_message: text }, null); return `${message} ${advice}`; }); }"""
+pytestmark = [pytest.mark.language("zh"), pytest.mark.paired]  # words and what becomes of them; test_results draws errors everywhere
 ORIGIN = Origin("decoder.mid", "conv2d", "overflow", "", 70000.0)
-
-
-@pytest.fixture(scope="module")
-def chinese(opened_page: ComfyPage) -> Iterator[ComfyPage]:
-    """The page in Chinese."""
-    opened_page.speak("zh")
-    yield opened_page
-    opened_page.speak("en")
 
 
 def english_in(text: str) -> list[str]:
@@ -51,52 +44,51 @@ def message_of(make: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def test_every_problem_is_known_where_a_file_and_a_tensor_stand_before_it(chinese: ComfyPage) -> None:
+def test_every_problem_is_known_where_a_file_and_a_tensor_stand_before_it(comfy: ComfyPage) -> None:
     problems = [text for text in served_sentences() if not any(joint in text for joint in (". ", ": ", "; ", "=", ".{")) and not text.endswith((".", ":"))]
     errors = {str(CheckpointError("new models/my model.safetensors", filled(text), "a.b")): filled(WORDS[text]) for text in problems}
     assert len(errors) > 300
-    wrong = [text for text, said in zip(errors, chinese.evaluate(TOLD, [*errors]), strict=True) if errors[text] not in said]
+    wrong = [text for text, said in zip(errors, comfy.evaluate(TOLD, [*errors]), strict=True) if errors[text] not in said]
     assert wrong == []
 
 
-def test_an_error_is_a_toast_and_a_card_in_chinese(chinese: ComfyPage, pictures: Path, cell: str) -> None:
+def test_an_error_is_a_toast_and_a_card_in_chinese(comfy: ComfyPage, pictures: Path, cell: str) -> None:
     rules = message_of(lambda: parse("blocks.0\nblocks.1 storage=bf17\nrole:nose storage=bf16"))
-    shown = chinese.record_toasts()
-    chinese.add("HalfsafeLayerRules")
+    shown = comfy.record_toasts()
+    comfy.add("HalfsafeLayerRules")
     error = {"node_id": "1", "prompt_id": "bad", "node_type": "HalfsafeLayerRules", "traceback": [], "executed": [], "exception_type": "halfsafe.RuleError"}
-    chinese.evaluate(SEND, ["execution_start", {"prompt_id": "bad"}])
-    chinese.evaluate(SEND, ["execution_error", {**error, "exception_message": rules}])
+    comfy.evaluate(SEND, ["execution_start", {"prompt_id": "bad"}])
+    comfy.evaluate(SEND, ["execution_error", {**error, "exception_message": rules}])
     (toast,) = shown()
     assert toast["summary"].startswith("Halfsafe: \u89c4\u5219\uff0c\u7b2c 1 \u884c"), toast
-    chinese.evaluate(TAB)
-    chinese.page.wait_for_selector(".hs-sidebar .hs-error")
-    card = chinese.page.inner_text(".hs-sidebar .hs-error")
-    chinese.screenshot(pictures, f"sidebar-error-zh-{cell}")
-    chinese.evaluate(TAB)
+    comfy.evaluate(TAB)
+    comfy.page.wait_for_selector(".hs-sidebar .hs-error")
+    card = comfy.page.inner_text(".hs-sidebar .hs-error")
+    comfy.screenshot(pictures, f"sidebar-error-zh-{cell}")
     assert card.count("\u89c4\u5219\uff0c\u7b2c") == 3 and english_in(card + toast["detail"]) == [], card
 
 
-def test_the_error_of_a_guard_is_told_as_its_event(chinese: ComfyPage) -> None:
+def test_the_error_of_a_guard_is_told_as_its_event(comfy: ComfyPage) -> None:
     position = CallPosition(1, 3, 0.7, [0])
     event = event_of(position, ORIGIN, "fp16", "fp16", False)
     error = NonFinite(sentence(event, ORIGIN), "stopped")
-    chinese.evaluate(SEND, ["execution_start", {"prompt_id": "nan"}])
+    comfy.evaluate(SEND, ["execution_start", {"prompt_id": "nan"}])
     told = {"call": 1, "step": 3, "sigma": 0.7, "layer": ORIGIN.layer, "op": "", "kind": "overflow", "batch_rows": [0], "from": "fp16", "to": "fp16", "recovered": False}
-    chinese.send_guard(prompt_id="nan", verdict="stopped", message=sentence(event, ORIGIN), advice=error.advice, event=told)
-    shown = chinese.record_toasts()
+    comfy.send_guard(prompt_id="nan", verdict="stopped", message=sentence(event, ORIGIN), advice=error.advice, event=told)
+    shown = comfy.record_toasts()
     detail = {"node_id": "1", "prompt_id": "nan", "exception_type": "halfsafe.NonFinite", "exception_message": str(error)}
-    chinese.evaluate(SEND, ["execution_error", detail])
+    comfy.evaluate(SEND, ["execution_error", detail])
     (toast,) = shown()
     assert toast["detail"] == WORDS[ADVICE["stopped"]] and english_in(toast["summary"]) == [] and "decoder.mid" in toast["summary"], toast
 
 
-def test_guards_of_encoders_speak_chinese(chinese: ComfyPage) -> None:
+def test_guards_of_encoders_speak_chinese(comfy: ComfyPage) -> None:
     position = CallPosition(1, 0, math.nan, [0, 1])
     wording = ENCODERS["VAE"]
     failed = encoder_sentence(event_of(position, ORIGIN, "fp16", "fp16", False, wording.fails_in_fp32), ORIGIN, "VAE decode")
     repeated = Origin("Text encoder encode", "", "overflow", "", math.nan)
     cured = encoder_sentence(event_of(position, repeated, "fp16", "bf16", True), repeated, "Text encoder encode")
     texts = [failed, cured, wording.no_memory, *wording.advice.values()]
-    said = chinese.evaluate(SAID, texts)
+    said = comfy.evaluate(SAID, texts)
     assert [english_in(text) for text in said] == [[]] * len(texts), said
     assert said[0].endswith(WORDS[wording.fails_in_fp32]) and WORDS["the result is NaN or Inf"] in said[0]

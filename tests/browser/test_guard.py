@@ -96,7 +96,6 @@ def test_toasts_can_be_turned_off(comfy: ComfyPage) -> None:
     tell(comfy, "four", count=2)
     assert shown() == []
     assert comfy.page.locator(".hs-guard .hs-event").count() == 2
-    comfy.set("halfsafe.toasts", True)
 
 
 def test_another_models_guard_is_not_shown_on_a_report(comfy: ComfyPage) -> None:
@@ -119,6 +118,7 @@ def test_the_sidebar_tells_the_last_run(comfy: ComfyPage, pictures: Path, cell: 
     comfy.page.wait_for_selector(".hs-sidebar", state="detached")
 
 
+@pytest.mark.paired  # a run is the server's; what a page draws of it the tests above show in each
 def test_a_real_overflow_is_told_while_it_runs_and_in_the_report(opened_page: ComfyPage, pictures: Path, cell: str) -> None:
     comfy = opened_page
     comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
@@ -141,9 +141,9 @@ def test_a_real_overflow_is_told_while_it_runs_and_in_the_report(opened_page: Co
     comfy.page.wait_for_selector(".hs-sidebar .hs-bar")
     comfy.screenshot(pictures, f"sidebar-{cell}")
     assert "WAN21" in comfy.page.inner_text(".hs-sidebar") and "finished" in comfy.page.inner_text(".hs-sidebar h3")
-    comfy.evaluate(TOGGLE_TAB)
 
 
+@pytest.mark.paired  # a run is the server's; what a page draws of it the tests above show in each
 def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opened_page: ComfyPage, pictures: Path, cell: str) -> None:
     comfy = opened_page
     comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
@@ -164,15 +164,13 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
     comfy.page.wait_for_selector(".hs-sidebar .hs-card .hs-verdict")
     assert comfy.page.locator(".hs-sidebar .hs-verdict").all_inner_texts() == ["drift", "drift"]
     comfy.evaluate(TOGGLE_TAB)
-    try:
-        comfy.speak("zh")
-        comfy.page.wait_for_function("() => [...document.querySelectorAll('.hs-verdict')].some((pill) => pill.textContent === '\u504f\u5dee')")
-        for selector in (".hs-guard", ".hs-remark", ".hs-sidebar"):
-            assert (found := comfy.evaluate(ENGLISH, selector)) == [], found
-        assert comfy.evaluate(NOT_SAID, {english: WORDS[english] for english in served_sentences()}) == []
-        tell(comfy, "zh", kind="verdict", verdict="bad_weights", event=None, message="A weight holds NaN.", advice=ADVICE)
-        (toast,) = [toast for toast in shown() if toast["summary"].startswith("Halfsafe: ")][1:]
-        assert (toast["summary"], toast["detail"]) == (f"Halfsafe: {WORDS['Bad weights']}", f"\u9632\u62a4\uff1a{WORDS['bad weights']} {WORDS[ADVICE]}")
-    finally:
-        comfy.speak("en")
+    comfy.speak("zh")
+    comfy.page.wait_for_function("() => [...document.querySelectorAll('.hs-verdict')].some((pill) => pill.textContent === '\u504f\u5dee')")
+    for selector in (".hs-guard", ".hs-remark", ".hs-sidebar"):
+        assert (found := comfy.evaluate(ENGLISH, selector)) == [], found
+    assert comfy.evaluate(NOT_SAID, {english: WORDS[english] for english in served_sentences()}) == []
+    tell(comfy, "zh", kind="verdict", verdict="bad_weights", event=None, message="A weight holds NaN.", advice=ADVICE)
+    (toast,) = [toast for toast in shown() if toast["summary"].startswith("Halfsafe: ")][1:]
+    assert (toast["summary"], toast["detail"]) == (f"Halfsafe: {WORDS['Bad weights']}", f"\u9632\u62a4\uff1a{WORDS['bad weights']} {WORDS[ADVICE]}")
+    comfy.speak("en")
     comfy.page.wait_for_function("(text) => [...document.querySelectorAll('.hs-guard')].some((guard) => guard.innerText === text)", arg=text)

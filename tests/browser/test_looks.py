@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,49 +17,47 @@ EVENT = {
     "call": 1, "step": 3, "sigma": 0.7031, "layer": "transformer_blocks.17.attn.to_add_out", "op": "", "kind": "overflow", "batch_rows": [0],
     "from": "fp16", "to": "fp16_wide", "recovered": True, "evidence": "", "advice": "",
 }  # fmt: skip
-FIT = """async (workflow) => { await app.loadGraphData(workflow); await new Promise((done) => setTimeout(done, 500)); await app.extensionManager.command.execute("Comfy.Canvas.FitView");
-    await new Promise((done) => setTimeout(done, 900)); const xs = app.graph.nodes.flatMap((n) => [n.pos[0], n.pos[0] + n.size[0]]);
+FIT = """async () => { await app.extensionManager.command.execute("Comfy.Canvas.FitView"); }"""
+FITTED = """() => { const xs = app.graph.nodes.flatMap((n) => [n.pos[0], n.pos[0] + n.size[0]]);
     return { wide: Math.max(...xs) - Math.min(...xs), blurred: app.canvas.low_quality, scale: app.canvas.ds.scale }; }"""
-
-
-@pytest.fixture
-def sized(opened_page: ComfyPage) -> Iterator[ComfyPage]:
-    """The page, whose size, theme and language are put back."""
-    before = opened_page.page.viewport_size
-    yield opened_page
-    opened_page.page.set_viewport_size(before)
-    opened_page.set("Comfy.ColorPalette", "dark")
-    opened_page.speak("en")
+pytestmark = pytest.mark.paired  # the pack's own styles and the nodes' sizes: what a renderer adds to them is the same in both pages
 
 
 @pytest.mark.parametrize(("theme", "language", "width"), [("light", "zh", 1366), ("dark", "zh", 1920), ("light", "en", 2560)])
-def test_the_sidebar_and_a_message_can_be_read(sized: ComfyPage, theme: str, language: str, width: int, pictures: Path, cell: str) -> None:
-    sized.page.set_viewport_size({"width": width, "height": SIZES[width]})
-    sized.set("Comfy.ColorPalette", theme)
-    sized.speak(language)
-    sized.add("HalfsafeNaNGuard", "HalfsafeLayerRules")
-    sized.evaluate("() => { const note = app.graph.nodes[1]; note.widgets.find((w) => w.name === 'rules').value = 'a storage=fp4'; note.onConfigure({}); }")
-    guard = sized.evaluate("() => String(app.graph.nodes[0].id)")
-    sized.evaluate(TAB)
-    sized.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('auto')")
-    sized.send_guard(node_id=guard, prompt_id=f"{theme}{language}{width}", message="Step 3: overflow.", event=EVENT)
-    sized.page.wait_for_selector(".hs-sidebar .hs-card .hs-event")
-    sized.page.wait_for_selector(".hs-mistake", state="attached")
-    sized.settle()
-    sized.screenshot(pictures, f"looks-{theme}-{language}-{width}-{cell}")
-    assert sized.evaluate(CLIPPED, ".hs-sidebar") == [] and sized.evaluate(CLIPPED, ".hs-note") == []
+def test_the_sidebar_and_a_message_can_be_read(comfy: ComfyPage, theme: str, language: str, width: int, pictures: Path, cell: str) -> None:
+    comfy.page.set_viewport_size({"width": width, "height": SIZES[width]})
+    comfy.set("Comfy.ColorPalette", theme)
+    comfy.speak(language)
+    comfy.add("HalfsafeNaNGuard", "HalfsafeLayerRules")
+    comfy.evaluate("() => { const note = app.graph.nodes[1]; note.widgets.find((w) => w.name === 'rules').value = 'a storage=fp4'; note.onConfigure({}); }")
+    guard = comfy.evaluate("() => String(app.graph.nodes[0].id)")
+    comfy.evaluate(TAB)
+    comfy.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('auto')")
+    comfy.send_guard(node_id=guard, prompt_id=f"{theme}{language}{width}", message="Step 3: overflow.", event=EVENT)
+    comfy.page.wait_for_selector(".hs-sidebar .hs-card .hs-event")
+    comfy.page.wait_for_selector(".hs-mistake", state="attached")
+    comfy.settle()
+    comfy.screenshot(pictures, f"looks-{theme}-{language}-{width}-{cell}")
+    assert comfy.evaluate(CLIPPED, ".hs-sidebar") == [] and comfy.evaluate(CLIPPED, ".hs-note") == []
     for selector in (".hs-sidebar *", ".hs-note *"):
-        worst = sized.evaluate(CONTRAST.replace(".hs-panel *", selector))
+        worst = comfy.evaluate(CONTRAST.replace(".hs-panel *", selector))
         assert worst["ratio"] >= 4.5, worst
-    message = sized.page.locator("li[role=alert], .p-toast-message", has_text="Halfsafe: ").last.bounding_box()
+    message = comfy.page.locator("li[role=alert], .p-toast-message", has_text="Halfsafe: ").last.bounding_box()
     assert message["x"] >= 0 and message["x"] + message["width"] <= width
-    sized.evaluate(TAB)
-    sized.evaluate("() => app.extensionManager.toast.removeAll?.()")
 
 
-def test_a_workflow_fits_a_small_page_and_its_text_is_drawn(sized: ComfyPage) -> None:
-    sized.page.set_viewport_size({"width": 1366, "height": 768})
-    found = {path.stem: sized.evaluate(FIT, json.loads(path.read_text(encoding="utf-8"))) for path in WORKFLOWS}
+def fitted(comfy: ComfyPage, path: Path) -> dict:
+    """How wide a workflow is, and how it is drawn where all of it is seen."""
+    comfy.load(json.loads(path.read_text(encoding="utf-8")))
+    comfy.settle()
+    comfy.evaluate(FIT)
+    comfy.settle()
+    return comfy.evaluate(FITTED)
+
+
+def test_a_workflow_fits_a_small_page_and_its_text_is_drawn(comfy: ComfyPage) -> None:
+    comfy.page.set_viewport_size({"width": 1366, "height": 768})
+    found = {path.stem: fitted(comfy, path) for path in WORKFLOWS}
     assert len(found) == 15
     assert max(one["wide"] for one in found.values()) <= 1760
     assert {name for name, one in found.items() if one["blurred"]} <= {"Halfsafe with Wan 2.2"}, "that one has two models, one above the other"

@@ -92,18 +92,13 @@ def test_panel_badge_and_sidebar_follow_the_pages_language_without_a_reload(comf
     hint = "Run the workflow to see what each layer is stored in and computed in, and why."
     comfy.add("HalfsafeReport", "HalfsafeAccumulation")
     comfy.load(comfy.saved())
-    comfy.evaluate("""async () => { const { api } = await import("/scripts/api.js");
-        const node = String(app.graph.nodes.find((n) => n.type === "HalfsafeAccumulation").id);
-        const output = { halfsafe_badge: ["fp16 sums \u00b7 tf32"] };
-        api.dispatchCustomEvent("executed", { node, display_node: node, prompt_id: "shown", output }); }""")
-    try:
-        for language, speak in (("zh", words.__getitem__), ("en", str)):
-            comfy.speak(language)
-            shown = "(hint) => [...document.querySelectorAll('.hs-hint')].some((e) => e.isConnected && e.textContent === hint)"
-            comfy.page.wait_for_function(shown, arg=speak(hint))
-            assert comfy.page.locator(".hs-filter").first.get_attribute("placeholder") == speak("Filter layers")
-            assert comfy.badges()["HalfsafeAccumulation"] == f"{speak('fp16 sums')} \u00b7 tf32"
-            tab = comfy.evaluate("() => app.extensionManager.getSidebarTabs().find((tab) => tab.id === 'halfsafe').tooltip")
-            assert tab == speak("Halfsafe: guards and precision reports")
-    finally:
-        comfy.speak("en")
+    node = comfy.evaluate("() => String(app.graph.nodes.find((n) => n.type === 'HalfsafeAccumulation').id)")
+    comfy.show({node: {"halfsafe_badge": ["fp16 sums \u00b7 tf32"]}})
+    for language, speak in (("zh", words.__getitem__), ("en", str)):
+        comfy.speak(language)
+        shown = "(hint) => [...document.querySelectorAll('.hs-hint')].some((e) => e.isConnected && e.textContent === hint)"
+        comfy.page.wait_for_function(shown, arg=speak(hint))
+        assert comfy.page.locator(".hs-filter").first.get_attribute("placeholder") == speak("Filter layers")
+        assert comfy.badges()["HalfsafeAccumulation"] == f"{speak('fp16 sums')} \u00b7 tf32"
+        tab = comfy.evaluate("() => app.extensionManager.getSidebarTabs().find((tab) => tab.id === 'halfsafe').tooltip")
+        assert tab == speak("Halfsafe: guards and precision reports")

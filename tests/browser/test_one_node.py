@@ -23,6 +23,9 @@ RULES = "() => app.graph.nodes.filter((n) => n.type === 'HalfsafeLayerRules').ma
 VERDICT = ".hs-title .hs-verdict"
 
 
+pytestmark = pytest.mark.paired  # both run the whole workflow; what a report draws test_report shows in each renderer of each page
+
+
 @pytest.fixture
 def one(opened_page: ComfyPage) -> ComfyPage:
     """A page with the one node before the sampler of a model that overflows in fp16."""

@@ -22,24 +22,32 @@ CELLS = """() => [...document.querySelectorAll(".hs-table tbody tr:not(.hs-reaso
 def small_workflow(opened_page) -> dict:
     """The shared workflow with the small models, as the page saves it."""
     comfy = opened_page
+    comfy.begin()
     comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
     comfy.make_small()
     return comfy.saved()
 
 
 @pytest.fixture(scope="module")
-def ran(opened_page, small_workflow: dict) -> ComfyPage:
-    """The page after one run of that workflow."""
+def outputs(opened_page, small_workflow: dict, server: Server) -> dict[str, dict]:
+    """What the server sent for each node of a run of that workflow, read from its history rather than from the page."""
     opened_page.load(small_workflow)
     opened_page.run()
+    history = json.loads(server.get("/history?max_items=1"))
+    return next(iter(history.values()))["outputs"]
+
+
+@pytest.fixture
+def ran(opened_page, small_workflow: dict, outputs: dict[str, dict]) -> ComfyPage:
+    """The page after that run."""
+    opened_page.load(small_workflow)
+    opened_page.show(outputs)
     return opened_page
 
 
 @pytest.fixture(scope="module")
-def report(ran: ComfyPage, server: Server) -> dict:
-    """The report the server sent, read from its history rather than from the page."""
-    history = json.loads(server.get("/history?max_items=1"))
-    outputs = next(iter(history.values()))["outputs"]
+def report(outputs: dict[str, dict]) -> dict:
+    """The report of that run."""
     return json.loads(next(output["halfsafe_report"][0] for output in outputs.values() if "halfsafe_report" in output))
 
 
@@ -91,7 +99,6 @@ def test_columns_sort_and_text_filters(ran: ComfyPage) -> None:
     assert rows and all("ffn" in row["name"] and row["storage"].startswith("fp8") for row in rows)
     ran.page.fill(".hs-filter", "no such layer")
     assert "No layer matches" in ran.page.inner_text(".hs-table")
-    ran.page.fill(".hs-filter", "")
 
 
 def test_rows_open_by_keyboard_and_say_why(ran: ComfyPage, report: dict) -> None:
@@ -118,7 +125,6 @@ def test_long_names_are_whole(ran: ComfyPage, report: dict, width: int, pictures
         return { name: name.textContent, whole: name.scrollWidth <= name.clientWidth, apart: below || box.right <= next.getBoundingClientRect().left }; })""")
     assert [name["name"] for name in names] == [row["name"] for row in rows]
     assert [name for name in names if not (name["whole"] and name["apart"])] == []
-    ran.show_report(report)
 
 
 def test_nothing_overflows_at_320_pixels(ran: ComfyPage, pictures: Path, cell: str) -> None:
@@ -135,13 +141,10 @@ def test_nothing_overflows_at_320_pixels(ran: ComfyPage, pictures: Path, cell: s
 def test_a_node_open_in_the_side_panel_keeps_its_reports_width(ran: ComfyPage) -> None:
     """ComfyUI gives a widget that it shows there too the side panel's width, on the node as well."""
     ran.set("Comfy.RightSidePanel.IsOpen", True)
-    ran.evaluate("() => app.canvas.select(app.graph.nodes.find((n) => n.type === 'HalfsafeReport'))")
-    ran.page.wait_for_timeout(500)
+    title = ran.evaluate("() => { const node = app.graph.nodes.find((n) => n.type === 'HalfsafeReport'); app.canvas.selectNode(node); return node.title; }")
+    ran.page.locator('[data-testid="properties-panel"]', has_text=title).wait_for()
     ran.zoom_to("HalfsafeReport", 560, 640)
-    width = ran.found("() => document.querySelector('.hs-panel').getBoundingClientRect().width > 500", True)
-    ran.evaluate("() => app.canvas.deselectAll()")
-    ran.set("Comfy.RightSidePanel.IsOpen", False)
-    assert width
+    assert ran.found("() => document.querySelector('.hs-panel').getBoundingClientRect().width > 500", True)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -166,7 +169,6 @@ def test_guards_of_encoders_and_control_nets_are_on_the_report(ran: ComfyPage, r
     assert ran.evaluate(CONTRAST)["ratio"] >= 4.5
     ran.show_report({**report, "encoders": [{**vae, "verdict": "clean"}]})
     assert "VAE (node" not in panel.inner_text() and "Guards of VAEs and text encoders (1)" in panel.inner_text()
-    ran.show_report(report)
 
 
 def test_copied_rules_are_rules(ran: ComfyPage, report: dict) -> None:
@@ -201,6 +203,7 @@ def test_swatches_have_the_colours_of_the_report(ran: ComfyPage, report: dict) -
     assert ran.evaluate("() => getComputedStyle(document.querySelector('.hs-panel .hs-bar > span')).backgroundColor") != "rgba(0, 0, 0, 0)"
 
 
+@pytest.mark.paired  # what the server sends again, and what the page keeps of it
 def test_the_report_survives_a_cached_run_and_another_workflow(ran: ComfyPage, small_workflow: dict, report: dict) -> None:
     rows = ran.evaluate(CELLS)
     ran.page.reload()
@@ -224,14 +227,14 @@ def test_the_report_comes_back_with_its_workflow(ran: ComfyPage) -> None:
     assert ran.badges()["HalfsafeLoadDiffusionModel"]
 
 
+@pytest.mark.paired  # by which name the page keeps what a run gave
 def test_the_same_workflow_opened_anew_shows_its_own_run(ran: ComfyPage, small_workflow: dict) -> None:
     ran.evaluate("async (w) => { await app.loadGraphData(w); await app.loadGraphData(w); }", small_workflow)
     ran.run()
     ran.page.wait_for_selector(ROWS, state="attached")
 
 
-def test_deleted_report_leaves_nothing_behind(ran: ComfyPage, small_workflow: dict) -> None:
-    ran.load(small_workflow)
+def test_deleted_report_leaves_nothing_behind(ran: ComfyPage) -> None:
     ran.evaluate("() => app.graph.remove(app.graph.nodes.find((n) => n.type === 'HalfsafeReport'))")
     ran.page.wait_for_function("() => !document.querySelector('.hs-panel')?.isConnected")
     ran.send_guard(message="after the end")

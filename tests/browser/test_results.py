@@ -48,6 +48,7 @@ def small(opened_page: ComfyPage) -> ComfyPage:
     return opened_page
 
 
+@pytest.mark.paired  # a run is the server's; the next test draws results in each renderer of each page
 def test_results_are_on_their_nodes_and_a_saved_file_is_told(small: ComfyPage, pictures: Path, cell: str) -> None:
     small.evaluate(PUT_RESULTS_IN)
     small.load(small.saved())
@@ -80,6 +81,7 @@ def test_a_result_is_drawn_as_a_sentence_and_a_table(opened_page: ComfyPage, nod
     assert marked.all_text_contents() == ["blocks.0.ffn.212.0"] and opened_page.page.locator(".hs-figures tbody tr").count() == 2
 
 
+@pytest.mark.paired  # what the page makes of a message, whatever it draws nodes with
 def test_a_cached_save_is_not_told_again(small: ComfyPage) -> None:
     small.evaluate("""() => { const save = LiteGraph.createNode("HalfsafeSaveModel"); app.graph.add(save);
         app.graph.nodes.find((n) => n.type === "HalfsafeLoadDiffusionModel").connect(0, save, "model"); }""")
@@ -118,11 +120,9 @@ def test_an_error_is_told_by_its_first_sentence(small: ComfyPage, pictures: Path
     assert len(shown()) == 1
 
 
+@pytest.mark.paired  # what is opened and run differs by page and by renderer, each for itself
 def test_show_me_opens_five_nodes_and_draws_a_black_and_a_repaired_picture(small: ComfyPage, pictures: Path, cell: str) -> None:
     workflows = "() => app.extensionManager.workflow.openWorkflows.map((one) => one.path)"
-    small.page.reload()
-    small.wait_ready()
-    small.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
     before, nodes = len(small.evaluate(workflows)), sorted(small.evaluate(TYPES))
     first = small.evaluate("() => app.extensionManager.workflow.activeWorkflow.path")
     small.evaluate(TAB)
@@ -144,10 +144,6 @@ def test_show_me_opens_five_nodes_and_draws_a_black_and_a_repaired_picture(small
 
 
 def test_the_sidebar_greets_and_guards_and_measures_the_open_graph(small: ComfyPage, pictures: Path, cell: str) -> None:
-    small.page.reload()
-    small.wait_ready()
-    small.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
-    small.make_small()
     before = sorted(small.evaluate(TYPES))
     small.evaluate(TAB)
     small.page.wait_for_function("() => document.querySelector('.hs-sidebar .hs-sentence')?.textContent.includes('auto computes in')")
@@ -155,7 +151,7 @@ def test_the_sidebar_greets_and_guards_and_measures_the_open_graph(small: ComfyP
     for name, added in (("Guard this workflow", ["HalfsafeAutoPrecision"]), ("Measure my card", ["HalfsafeMeasurePrecisions", "PreviewImage"])):
         small.page.locator(".hs-sidebar .hs-button", has_text=name).click()
         assert sorted(small.evaluate(TYPES)) == sorted([*before, *added])
-        small.evaluate("() => new Promise((done) => setTimeout(done, 300))")  # what the graph's change draws
+        small.settle()  # what the graph's change draws
         assert small.page.inner_text(".hs-sidebar [role=status]")
         if name == "Guard this workflow":
             linked = small.evaluate("""() => { const one = app.graph.nodes.find((n) => n.type === "HalfsafeAutoPrecision");
