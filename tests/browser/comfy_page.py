@@ -37,7 +37,9 @@ BEGIN = """async (settings) => { const { setting, sidebarTab, toast } = app.exte
     sidebarTab.activeSidebarTabId = null;
     app.canvas.deselectAll();
     document.activeElement?.blur(); }"""
-MOUNTED = """() => app.graph.nodes.flatMap((node) => node.widgets ?? []).every(({ element }) => !element?.classList.contains("halfsafe") || element.isConnected)"""
+MOUNTED = """() => app.canvas.low_quality || app.graph.nodes.filter((node) => app.canvas.isNodeVisible(node)).flatMap((node) => node.widgets ?? [])
+    .every(({ element }) => !element?.classList.contains("halfsafe") || element.isConnected)"""
+"""Whether the pack's elements are in the page, where it shows them: the newest one leaves out those of nodes that are not seen."""
 SMALL_VALUES = {"width": 64, "height": 64, "length": 1, "batch_size": 1, "steps": 2}
 STAND_INS = {
     "model_name": "wan.safetensors",
