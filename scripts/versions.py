@@ -170,8 +170,9 @@ def _environment(folder: Path, python: str, torch: str, for_comfyui: bool) -> Pa
 
 def _torch_packages(version: str, for_comfyui: bool) -> list[str]:
     """torch, and the packages built for that very version which ComfyUI imports."""
-    torch = "torch" if version == "newest" else f"torch=={version}"
-    return [torch, "torchvision", "torchaudio"] if for_comfyui else [torch]
+    exact, most = ("", "") if version == "newest" else (f"=={version}", f"<={version}")
+    # A torchaudio later than its torch does not load, and asks for none; from 2.11 on it has numbers of its own.
+    return [f"torch{exact}", "torchvision", f"torchaudio{most}"] if for_comfyui else [f"torch{exact}"]
 
 
 def _run_tier(outcome: Outcome, python: Path, comfyui: Path | None, pytest_args: list[str], first: Path | None = None) -> Outcome:

@@ -195,7 +195,10 @@ def compute_in_full_precision(modules: dict) -> None:
 
 
 def unpack_to(modules: dict, dtype: torch.dtype) -> None:
-    """Have quantized weights unpack to ``dtype``, whatever those that are not quantized are held in. Copies no data."""
+    """Have quantized weights unpack to ``dtype``, whatever those that are not quantized are held in.
+
+    In inference mode, in which ComfyUI runs nodes, no data are copied.
+    """
     for module in modules.values():
         weight = getattr(module, "weight", None)
         if isinstance(weight, comfy.quant_ops.QuantizedTensor) and weight.dtype != dtype:
