@@ -19,7 +19,7 @@ from .modulation import Modulation, SmallTensors
 from .operand_scale import OperandScale
 from .operand_sharing import SharedOperands
 from .proofs import Proof
-from .result_bound import Fp16Results
+from .result_bound import FiniteResult, Fp16Results
 
 Result = TypeVar("Result")
 AnyProof = TypeVar("AnyProof", bound=Proof)
@@ -46,6 +46,7 @@ class Calibration:
         self.calibrating = True
         self.repeats = 0
         self._once: list[MeasuredOnce] = []
+        self._results: list[FiniteResult] = []
         self._modulations: list[Modulation] = []
         self._buffers: dict[torch.device, tuple[AmaxBuffer, list[Proof]]] = {}
         self._small: dict[torch.device, SmallTensors] = {}
@@ -136,8 +137,9 @@ class Calibration:
         devices: dict[torch.device, list[Proof]] = {}
         if self.last is not None:
             self.last.covered = None
-        scales = (proof for proof in self.proofs.values() if isinstance(proof, OperandScale))
+        scales = [proof for proof in self.proofs.values() if isinstance(proof, OperandScale)]
         self._once = [scale.once for scale in scales if scale.once is not None and scale.once.is_shared]
+        self._results = [scale.finite for scale in scales if scale.by_result]
         self._modulations = self.values.modulations()
         for proof in self._watched():
             if proof.recorder.device is not None:
@@ -155,7 +157,7 @@ class Calibration:
             self._small[device] = SmallTensors(modulations, buffer.records[first:])
 
     def _watched(self) -> list[Proof]:
-        return [*self.proofs.values(), *self._once, *self._modulations]
+        return [*self.proofs.values(), *self._once, *self._results, *self._modulations]
 
     def _all_hold(self) -> bool:
         """Tell whether every proof holds for what this call has recorded; note the largest magnitudes on the way."""

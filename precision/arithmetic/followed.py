@@ -13,9 +13,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from ..dtypes import FP16_MAX
 from .known_values import KnownValues, Tag, counted, counting_writes, tag_at
 from .modulation import Modulation, Operands
+from .result_bound import RESULT_MARGIN
+from .value_bounds import ValueBound
 
 
 class Followed(torch.Tensor):
@@ -24,10 +28,13 @@ class Followed(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
-            operation = None if kwargs else OPERATIONS.get(func)
-            if operation is not None and (found := _modulated(func, *operation, args)) is not None:
-                return found
-            return _seen(func(*args, **(kwargs or {})), args)
+            kwargs = kwargs or {}
+            found = None
+            if func in OPERATIONS and not kwargs:
+                found = _modulated(func, *OPERATIONS[func], args)
+            if found is None and func in BOUNDS:
+                found = _carried(func, BOUNDS[func], args, kwargs)
+            return _seen(func(*args, **kwargs), args) if found is None else found
 
 
 _kinds: dict[type, type] = {torch.Tensor: Followed}
@@ -105,6 +112,8 @@ def _calibrated(step: Modulation, source: Tag, result: torch.Tensor, operands: O
         return result
     result = _noted(step, source.values, result)
     step.tag = tag_at(result)
+    if step.tag is not None:
+        step.tag.sources = (source,)
     return result
 
 
@@ -113,6 +122,46 @@ def _noted(step: Modulation, values: KnownValues, result: torch.Tensor) -> torch
     if tag is None:
         return result
     tag.path, tag.made_by = step.path, step
+    return follow(result)
+
+
+def _kept(tensors: list[ValueBound]) -> ValueBound | None:
+    return tensors[0] if tensors[0].largest <= FP16_MAX / RESULT_MARGIN else None
+
+
+def _product(tensors: list[ValueBound]) -> ValueBound:
+    return ValueBound(tensors[0].largest * tensors[1].largest)
+
+
+def _largest(tensors: list[ValueBound]) -> ValueBound:
+    return ValueBound(max(each.largest for each in tensors))
+
+
+BOUNDS: dict[object, Callable[[list[ValueBound]], ValueBound | None]] = {
+    F.gelu: _kept,
+    F.silu: _kept,
+    torch.mul: _product,
+    torch.Tensor.mul: _product,
+    torch.cat: _largest,
+}
+"""What is known of a result, from what is known of all tensors that it is made of. A GELU or SiLU is no larger than
+what it is of. A product may pass fp16's range: it is then Inf, which every layer behind it shows."""
+
+
+def _carried(func: Callable, bound_of: Callable, args: tuple, kwargs: dict) -> torch.Tensor | None:
+    """Return what an operation of tensors gives that all are known; None where one is not."""
+    tensors = list(args[0]) if isinstance(args[0], tuple | list) else [x for x in args if torch.is_tensor(x)]
+    tags = [tag for x in tensors if (tag := tag_at(x)) is not None and not tag.values.uniform]
+    if len(tags) != len(tensors) or "out" in kwargs or (bound_of is _product and len(tags) != 2):
+        return None
+    known = [bound for tag, x in zip(tags, tensors, strict=True) if (bound := tag.values.of(x)) is not None]
+    if len(known) != len(tags) or (bound := bound_of(known)) is None:
+        return None
+    with counting_writes():
+        result = func(*args, **kwargs)
+    if (tag := tags[0].values.note(result, bound)) is None:
+        return result
+    tag.sources = tuple(tags)
     return follow(result)
 
 

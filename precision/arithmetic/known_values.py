@@ -30,11 +30,13 @@ SAMPLED = 16
 class Tag:
     """Keep what is known of a tensor's values in one call; ``bound`` is None until it is measured, by ``once``.
 
-    ``used``: an operation relies on it. Of a tensor that is followed (``followed.py``), ``path``: what modulates it,
-    ``steps``: how much of that was made; ``made_by``: the modulation that the tensor is the result of.
+    A tensor has one only where no operation that made it hides what is not finite, as a clamp does. ``used``: an
+    operation relies on it. Of a tensor that is followed (``followed.py``), ``path``: what modulates it, ``steps``: how
+    much of that was made; ``made_by``: the modulation that the tensor is the result of; ``sources``: of what it was
+    made of.
     """
 
-    __slots__ = ("bound", "call", "dtype", "made_by", "once", "path", "steps", "used", "values", "version")
+    __slots__ = ("bound", "call", "dtype", "made_by", "once", "path", "sources", "steps", "used", "values", "version")
 
     def __init__(self, bound: ValueBound | None, values: KnownValues, x: torch.Tensor):
         self.bound, self.values, self.version, self.dtype = bound, values, x._version, x.dtype
@@ -43,6 +45,7 @@ class Tag:
         self.path: Path | None = None
         self.steps = 0
         self.made_by: Modulation | None = None
+        self.sources: tuple[Tag, ...] = ()
         self.used = False
 
 
@@ -121,6 +124,9 @@ class KnownValues:
             return None
         tag = Tag(bound, self, x)
         setattr(x, TAG, tag)
+        # ``F.linear`` gives a view of its matrix product: views of the result are views of that.
+        if x._base is not None and x.numel() == x._base.numel() and x.is_contiguous() and x._base.is_contiguous():
+            setattr(x._base, TAG, tag)
         return tag
 
     def tag_of(self, x: torch.Tensor) -> tuple[Tag | None, bool]:
@@ -178,7 +184,8 @@ class KnownValues:
             return
         if in_fp16:
             tag.made_by.wanted = True
-            _use(tag.made_by.source)
+            for source in tag.sources:
+                _use(source)
         else:
             tag.made_by.refused = True
 
@@ -192,8 +199,8 @@ class KnownValues:
 
 def _use(tag: Tag) -> None:
     tag.used = True
-    if tag.made_by is not None:
-        _use(tag.made_by.source)
+    for source in tag.sources:
+        _use(source)
 
 
 def tag_at(x: torch.Tensor) -> Tag | None:

@@ -61,7 +61,7 @@ class Modulation(Proof):
     Attributes:
         bound: of the result. ``limits``: amax of what scales and of what shifts that it is made of: at least 1, and
             what held before.
-        tag: of the result, ``source``: of x, in the call that calibrated, ``since``.
+        tag: of the result, in the call that calibrated, ``since``.
         wanted: a layer has multiplied the result in fp16. ``refused``: something else was done to it.
         path: what was done to the result.
         place: where what is small is copied to: (2 or 1, numbers).
@@ -73,7 +73,6 @@ class Modulation(Proof):
         self.bound = ValueBound(math.inf)
         self.limits: list[float] = []
         self.tag: Tag | None = None
-        self.source: Tag | None = None
         self.since: object = None
         self.numbers = 0
         self.fits = False
@@ -102,7 +101,7 @@ class Modulation(Proof):
         if self.since is source.call:
             self.tag = None
             return False
-        self.since, self.source, self.tag = source.call, source, None
+        self.since, self.tag = source.call, None
         self.recorder.device = operands.x.device
         self.numbers, self.wanted, self.refused = operands.small[0].numel(), False, False
         self.limits = _assumed(operands.small, self.limits)
