@@ -202,9 +202,11 @@ def _count(way: str, build: Callable) -> Counted:
     from support.fake_cuda import AnsweredReads, attention_of_a_gpu
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from .cost_kernels import no_bound_behind_activations, rope_in_one_kernel
+
     dtype = torch.float32 if way in ("fp32", "fp16_safe") else torch.float16
     fakes, reads = FakeTensorMode(allow_non_fake_inputs=True), AnsweredReads(1.0)
-    with fakes, attention_of_a_gpu(), _marked_attention(), _rope_in_one_kernel(), _no_bound_behind_activations(), reads, torch.no_grad():
+    with fakes, attention_of_a_gpu(), _marked_attention(), rope_in_one_kernel(), no_bound_behind_activations(), reads, torch.no_grad():
         import comfy.ops
 
         stored = torch.float32 if way == "fp32" else torch.float16
@@ -344,26 +346,6 @@ def _marked_attention() -> Iterator[None]:
             for function in ("optimized_attention", "optimized_attention_masked") if name.startswith("comfy.ldm") else ():
                 if hasattr(module, function):
                     undo.enter_context(mock.patch.object(module, function, marked))
-        yield
-
-
-@contextlib.contextmanager
-def _rope_in_one_kernel() -> Iterator[None]:
-    import comfy.quant_ops
-
-    ck = comfy.quant_ops.ck
-    both = mock.patch.object(ck, "apply_rope", lambda q, k, freqs: (q.neg(), k.neg()))
-    with both, mock.patch.object(ck, "apply_rope1", lambda x, freqs: x.neg()):
-        yield
-
-
-@contextlib.contextmanager
-def _no_bound_behind_activations() -> Iterator[None]:
-    from halfsafe.precision.arithmetic import followed
-    from halfsafe.precision.arithmetic.value_bounds import ValueBound
-
-    too_large = dict.fromkeys(followed.BOUNDS, lambda bounds: ValueBound(float("inf")))
-    with mock.patch.dict(followed.BOUNDS, too_large):
         yield
 
 
