@@ -20,11 +20,11 @@ from unittest import mock
 import torch
 from support.held_tensors import (
     PARAMETER,
-    PLAIN,
     Functions,
     as_subclass,
     hold,
     is_held,
+    is_plain,
     made_on_the_host,
     modules_swapped,
     of_raw,
@@ -241,7 +241,7 @@ class Mode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if any(kind not in PLAIN for kind in types):
+        if not all(map(is_plain, types)):
             return NotImplemented
         args, kwargs = self.of.inside(args, kwargs)
         if not any(_concerns(leaf) for leaf in tree_leaves((args, kwargs))):
