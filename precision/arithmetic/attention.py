@@ -17,7 +17,6 @@ import torch
 from ..amax import amax
 from .attention_bounds import AttentionBound, AttentionCall, AttentionRange, ScoreBound
 from .calibration import Calibration
-from .followed import as_plain
 from .known_values import counted
 
 AS_IS, SMOOTH, FP32 = "unchanged", "smooth-K", "fp32"
@@ -187,10 +186,6 @@ class SafeAttention:
 
     def __call__(self, kernels: Kernels, q: torch.Tensor, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
         """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``, or fp16 where other results are."""
-        with as_plain(q, k, v):
-            return self._run(kernels, q, k, v, heads, *args, **kwargs)
-
-    def _run(self, kernels: Kernels, q: torch.Tensor, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
         call = AttentionCall(q, k, v, heads, args, kwargs, kernels.fused)
         index, self.index = self.index, self.index + 1
         if self.calibration.calibrating:

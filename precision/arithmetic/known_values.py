@@ -19,7 +19,6 @@ from .proofs import HEADROOM_BITS, Proof, fits_range
 from .value_bounds import ValueBound
 
 if TYPE_CHECKING:
-    from .modulation import Modulation, Path
     from .operand_scale import OperandScale
 
 TAG = "_halfsafe_bound"
@@ -30,22 +29,14 @@ SAMPLED = 16
 class Tag:
     """Keep what is known of a tensor's values in one call; ``bound`` is None until it is measured, by ``once``.
 
-    A tensor has one only where no operation that made it hides what is not finite, as a clamp does. ``used``: an
-    operation relies on it. Of a tensor that is followed (``followed.py``), ``path``: what modulates it, ``steps``: how
-    much of that was made; ``made_by``: the modulation that the tensor is the result of; ``sources``: of what it was
-    made of.
+    ``used``: an operation relies on it.
     """
 
-    __slots__ = ("bound", "call", "dtype", "made_by", "once", "path", "sources", "steps", "used", "values", "version")
+    __slots__ = ("bound", "call", "dtype", "once", "used", "version")
 
-    def __init__(self, bound: ValueBound | None, values: KnownValues, x: torch.Tensor):
-        self.bound, self.values, self.version, self.dtype = bound, values, x._version, x.dtype
-        self.call = values.call
+    def __init__(self, bound: ValueBound | None, call: object, x: torch.Tensor):
+        self.bound, self.call, self.version, self.dtype = bound, call, x._version, x.dtype
         self.once: MeasuredOnce | None = None
-        self.path: Path | None = None
-        self.steps = 0
-        self.made_by: Modulation | None = None
-        self.sources: tuple[Tag, ...] = ()
         self.used = False
 
 
@@ -96,25 +87,20 @@ class MeasuredOnce(Proof):
 class KnownValues:
     """Hold the bounds of one call of a model.
 
-    ``call``: stands for it; ``since``: for the last one that calibrated. ``paths``: of the tensors that are followed.
     ``sampling``: this call measures what is known too. ``uniform``: what is measured must not depend on the block, as
     ComfyUI's model compiler asks: nothing is measured once for all of them, and nothing is known of an attention, which
     is told from others by its order in a call only.
     """
 
     def __init__(self) -> None:
-        self.call = self.since = object()
+        self._call = object()
         self._calls = 0
-        self.calibrating = True
-        self.paths: list[Path] = []
         self.sampling = False
         self.uniform = False
 
     def begin(self, calibrating: bool) -> None:
         """Start a call: what was known of tensors of earlier ones is not relied on."""
-        self.call = object()
-        self.calibrating = calibrating
-        self.since = self.call if calibrating else self.since
+        self._call = object()
         self._calls = 0 if calibrating else self._calls + 1
         self.sampling = self._calls % SAMPLED == 0
 
@@ -122,11 +108,8 @@ class KnownValues:
         """Keep a bound on a tensor, or that one may come; None where torch does not count who writes to it."""
         if torch.compiler.is_compiling() or x.is_inference():
             return None
-        tag = Tag(bound, self, x)
+        tag = Tag(bound, self._call, x)
         setattr(x, TAG, tag)
-        # ``F.linear`` gives a view of its matrix product: views of the result are views of that.
-        if x._base is not None and x.numel() == x._base.numel() and x.is_contiguous() and x._base.is_contiguous():
-            setattr(x._base, TAG, tag)
         return tag
 
     def tag_of(self, x: torch.Tensor) -> tuple[Tag | None, bool]:
@@ -134,7 +117,7 @@ class KnownValues:
         tag, is_view = getattr(x, TAG, None), False
         if tag is None and not x.is_inference() and x._base is not None:
             tag, is_view = getattr(x._base, TAG, None), True
-        if tag is None or tag.call is not self.call or tag.version != x._version or tag.dtype != x.dtype:
+        if tag is None or tag.call is not self._call or tag.version != x._version or tag.dtype != x.dtype:
             return None, False
         return tag, is_view
 
@@ -173,42 +156,9 @@ class KnownValues:
         """Note that an operation relies on the bound of a tensor. ``alone``: it would measure it itself otherwise."""
         tag, _ = self.tag_of(x)
         if tag is not None:
+            tag.used = True
             if tag.once is not None:
                 tag.once.uses += alone
-            _use(tag)
-
-    def multiply(self, x: torch.Tensor, in_fp16: bool) -> None:
-        """Note that a layer multiplies a tensor, and whether it does so in fp16, unscaled."""
-        tag, _ = self.tag_of(x)
-        if tag is None or tag.made_by is None:
-            return
-        if in_fp16:
-            tag.made_by.wanted = True
-            for source in tag.sources:
-                _use(source)
-        else:
-            tag.made_by.refused = True
-
-    def modulations(self) -> list[Modulation]:
-        """List the modulations that are relied on since the last calibration, those of as many numbers next to each
-        other."""
-        all_found = (step for path in self.paths for step in path.modulations())
-        found = (step for step in all_found if step.since is self.since and step.is_relied_on)
-        return sorted(found, key=lambda step: step.numbers)
-
-
-def _use(tag: Tag) -> None:
-    tag.used = True
-    for source in tag.sources:
-        _use(source)
-
-
-def tag_at(x: torch.Tensor) -> Tag | None:
-    """Return what is known of a tensor by whatever model's call it was made in."""
-    tag = getattr(x, TAG, None)
-    if tag is None and not x.is_inference() and x._base is not None:
-        tag = getattr(x._base, TAG, None)
-    return tag and tag.values.tag_of(x)[0]
 
 
 def _measured(x: torch.Tensor) -> tuple[float, float]:
