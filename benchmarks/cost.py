@@ -11,7 +11,8 @@ range fits. The times are estimates from the counts, for these assumptions:
 - A read by the host takes 20 microseconds and empties the queue: where the device is the slower one it waits 1 millisecond.
 - Peaks in TFLOPS for fp16 with fp32 sums, with fp16 sums, for fp32, and GB/s, from NVIDIA's data sheets of each card;
   efficiencies of matmuls and of attention are round figures of published measurements. fp32 runs at 0.85 and 0.55 of its peak.
-- Two blocks of each kind stand for all of a model's, but in SDXL, which is whole: a read counts for as much of a call as they are.
+- Counts are of two blocks of each kind (Flux: one and two) with the model's ends, but of all of SDXL. Times are of the whole model: what twice as many
+  blocks add is taken as often as the model has it, the ends once.
 - ComfyUI's rope is one kernel, as comfy-kitchen's is on CUDA.
 """
 
@@ -22,6 +23,7 @@ import contextlib
 import functools
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -30,7 +32,7 @@ from unittest import mock
 from . import reporting
 from .cost_cards import CARDS, HOST, LAUNCH, READ, REFILL, Card, Kernel
 from .host import conditions, load_comfy
-from .large_models import BUILD
+from .large_models import BUILD, TWICE
 
 SUMS_GAIN = ("2080 Ti", "3090", "4090")
 LIMITS = {
@@ -42,7 +44,7 @@ LIMITS = {
 }
 WAYS = ("fp16", "fp16_safe", "fp32", "fp16 sums", "fp16 sums, scaled")
 WITH_SUMS = ("Wan 1.3B", "Wan 14B", "Flux")
-WHOLE = {"Wan 1.3B": 15, "Wan 14B": 20, "Flux": 19, "SDXL": 1, "Qwen-Image": 30}
+WHOLE = {"Wan 1.3B": 15, "Wan 14B": 20, "Flux": 19, "Qwen-Image": 30}
 """How many times the blocks that are counted a model has."""
 WITHOUT_BF16 = ("T4", "V100", "2080 Ti")
 
@@ -56,18 +58,19 @@ class Counted:
     modes: dict[str, str] = field(default_factory=dict)
     inputs: dict[str, int] = field(default_factory=dict)
     outputs: dict[str, int] = field(default_factory=dict)
-    whole: int = 1
+    repeated: list[Kernel] = field(default_factory=list)
+    times: int = 0
+    """How often the whole model has ``repeated``, the kernels of as many blocks as were counted, beyond them."""
 
     def on_device(self, card: Card) -> float:
-        return sum(kernel.seconds(card) for kernel in self.kernels)
+        return sum(kernel.seconds(card) for kernel in self.kernels) + self.times * sum(kernel.seconds(card) for kernel in self.repeated)
 
     def on_host(self) -> float:
-        return HOST * len(self.kernels)
+        return HOST * (len(self.kernels) + self.times * len(self.repeated))
 
     def seconds(self, card: Card) -> float:
         """The longer of both, and what reads add to it; see the module's assumptions."""
-        reads = self.reads / self.whole
-        return max(self.on_device(card) + REFILL * reads, self.on_host()) + READ * reads
+        return max(self.on_device(card) + REFILL * self.reads, self.on_host()) + READ * self.reads
 
 
 def run_cost(args: argparse.Namespace) -> dict:
@@ -78,7 +81,7 @@ def run_cost(args: argparse.Namespace) -> dict:
 
 
 def _model_rows(name: str) -> dict:
-    counted = {way: _count(name, way) for way in WAYS if name in WITH_SUMS or "sums" not in way}
+    counted = {way: _whole(name, way) for way in WAYS if name in WITH_SUMS or "sums" not in way}
     print(name, file=sys.stderr, flush=True)
     plain = counted["fp16"]
     ways = {way: _way(found, plain) for way, found in counted.items()}
@@ -95,8 +98,9 @@ def _model_rows(name: str) -> dict:
 def _kept(counted: dict[str, Counted], way: str, card: Card) -> float:
     """The share of the gain of fp16 sums in every layer that is left of it when bounds are watched and inputs scaled."""
     plain = counted["fp16"].seconds(card)
-    kernels = [Kernel(**{**vars(k), "fp16_sums": k.kind == "product"}) for k in counted["fp16"].kernels]
-    free = Counted(kernels, 0).seconds(card)
+    fp16 = counted["fp16"]
+    kernels, repeated = ([Kernel(**{**vars(k), "fp16_sums": k.kind == "product"}) for k in of] for of in (fp16.kernels, fp16.repeated))
+    free = Counted(kernels, 0, repeated=repeated, times=fp16.times).seconds(card)
     return round((plain - counted[way].seconds(card)) / (plain - free), 3)
 
 
@@ -179,20 +183,35 @@ def _targets(rows: dict) -> dict:
     return targets
 
 
-def _count(name: str, way: str) -> Counted:
+def _whole(name: str, way: str) -> Counted:
+    """A model's counts, with what its other blocks add."""
+    found = _count(way, BUILD[name])
+    if name in TWICE:
+        added = Counter(map(_cost_of, _count(way, TWICE[name]).kernels)) - Counter(map(_cost_of, found.kernels))
+        found.repeated, found.times = [Kernel("", *cost) for cost in added.elements()], WHOLE[name] - 1
+    return found
+
+
+def _cost_of(kernel: Kernel) -> tuple:
+    return tuple(value for name, value in vars(kernel).items() if name != "layer")
+
+
+def _count(way: str, build: Callable) -> Counted:
     """One call that calibrates nothing, after one that does, without inference mode, which hides casts; every read is answered with a number that fits."""
     import torch
     from support.fake_cuda import AnsweredReads, attention_of_a_gpu
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from .cost_kernels import rope_in_one_kernel
+
     dtype = torch.float32 if way in ("fp32", "fp16_safe") else torch.float16
     fakes, reads = FakeTensorMode(allow_non_fake_inputs=True), AnsweredReads(1.0)
-    with fakes, attention_of_a_gpu(), _marked_attention(), _rope_in_one_kernel(), reads, torch.no_grad():
+    with fakes, attention_of_a_gpu(), _marked_attention(), rope_in_one_kernel(), reads, torch.no_grad():
         import comfy.ops
 
         stored = torch.float32 if way == "fp32" else torch.float16
         with torch.device("cuda"):
-            inner, x, given = BUILD[name](device="cuda", dtype=stored, operations=comfy.ops.manual_cast)
+            inner, x, given = build(device="cuda", dtype=stored, operations=comfy.ops.manual_cast)
         if way == "fp16_safe":
             _as_loaded(inner)
         model = _base_model(inner)
@@ -205,7 +224,7 @@ def _count(name: str, way: str) -> Counted:
         with _costs(inner).watching() as costs:
             run(*call, **given)
         modes = run.modes()
-    return Counted(costs.seen, len(reads.places), modes, costs.inputs, costs.outputs, WHOLE[name])
+    return Counted(costs.seen, len(reads.places), modes, costs.inputs, costs.outputs)
 
 
 def _as_loaded(inner) -> None:
@@ -327,16 +346,6 @@ def _marked_attention() -> Iterator[None]:
             for function in ("optimized_attention", "optimized_attention_masked") if name.startswith("comfy.ldm") else ():
                 if hasattr(module, function):
                     undo.enter_context(mock.patch.object(module, function, marked))
-        yield
-
-
-@contextlib.contextmanager
-def _rope_in_one_kernel() -> Iterator[None]:
-    import comfy.quant_ops
-
-    ck = comfy.quant_ops.ck
-    both = mock.patch.object(ck, "apply_rope", lambda q, k, freqs: (q.neg(), k.neg()))
-    with both, mock.patch.object(ck, "apply_rope1", lambda x, freqs: x.neg()):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from support.fake_cuda import NO_KERNEL
@@ -27,6 +28,17 @@ def inside(layer: str) -> Iterator[None]:
         yield
     finally:
         _layers.pop()
+
+
+@contextlib.contextmanager
+def rope_in_one_kernel() -> Iterator[None]:
+    """ComfyUI's rope is one kernel inside, as comfy-kitchen's is on CUDA."""
+    import comfy.quant_ops
+
+    ck = comfy.quant_ops.ck
+    both = mock.patch.object(ck, "apply_rope", lambda q, k, freqs: (q.neg(), k.neg()))
+    with both, mock.patch.object(ck, "apply_rope1", lambda x, freqs: x.neg()):
+        yield
 
 
 class Costs(LeafOperations):

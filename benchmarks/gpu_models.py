@@ -204,7 +204,7 @@ def _estimated(name: str, way: str, card: str | None) -> dict | None:
 
     if card is None or ON_A_GPU[name] is not BUILD[name]:
         return None
-    counted = _count(name, way)
+    counted = _count(way, BUILD[name])
     kinds = {kind: {"kernels": 0, "ms": 0.0} for kind in (*KINDS, "other")}
     for kernel in counted.kernels:
         kinds[kernel.kind]["kernels"] += 1

@@ -53,14 +53,20 @@ def _sdxl(channels: int = 320, deep: int = 10, size: int = 128) -> Callable:
     return build
 
 
-def _qwen_image(**options):
-    import torch
-    from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+def _qwen_image(layers: int = 2) -> Callable:
+    def build(**options):
+        import torch
+        from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
 
-    return QwenImageTransformer2DModel(in_channels=64, num_layers=2, **options), torch.empty(1, 16, 1, 128, 128), {"context": torch.empty(1, 256, 3584)}
+        model = QwenImageTransformer2DModel(in_channels=64, num_layers=layers, **options)
+        return model, torch.empty(1, 16, 1, 128, 128), {"context": torch.empty(1, 256, 3584)}
+
+    return build
 
 
-BUILD = {"Wan 1.3B": _wan(1536, 8960, 12, 2), "Wan 14B": _wan(5120, 13824, 40, 2), "Flux": _flux(), "SDXL": _sdxl(), "Qwen-Image": _qwen_image}
+BUILD = {"Wan 1.3B": _wan(1536, 8960, 12, 2), "Wan 14B": _wan(5120, 13824, 40, 2), "Flux": _flux(), "SDXL": _sdxl(), "Qwen-Image": _qwen_image()}
+TWICE = {"Wan 1.3B": _wan(1536, 8960, 12, 4), "Wan 14B": _wan(5120, 13824, 40, 4), "Flux": _flux(double=2, single=4), "Qwen-Image": _qwen_image(4)}
+"""The same with twice as many blocks."""
 ON_A_GPU = {"SDXL": BUILD["SDXL"], "Flux": _flux(double=2, single=4), "SDXL, 22 of 70 blocks": _sdxl(deep=2)}
 """What a GPU measures with weights of its own: Flux with as many blocks as make a call of milliseconds, SDXL with as many as compile in minutes."""
 SMALL = {"SDXL": _sdxl(channels=64, deep=1, size=16), "Flux": _flux(hidden=256, size=16), "SDXL, 22 of 70 blocks": _sdxl(channels=64, deep=0, size=8)}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
-from .cost import WHOLE, Counted, _base_model, _costs, _executed, _marked_attention, _rope_in_one_kernel
+from .cost import Counted, _base_model, _costs, _executed, _marked_attention
 from .cost_cards import CARDS, Kernel
 from .large_models import BUILD
 
@@ -37,9 +37,9 @@ def _rows_of(name: str) -> Iterator[dict]:
         row["factors_to_weights"] = round(_numbers(summed, shapes) * 2 / sum(n * k for n, k, _ in shapes.values()), 2)
         for product in ("16 bit", "8 bit"):
             kernels = [_in_8_bits(kernel, shapes) if product == "8 bit" else kernel for kernel in plain]
-            base = Counted(kernels, 0, whole=WHOLE[name])
+            base = Counted(kernels, 0)
             for way, found in (("beside", beside), ("chosen", left)):
-                added = Counted([*kernels, *(one for own in found.values() for one in own)], 0, whole=WHOLE[name])
+                added = Counted([*kernels, *(one for own in found.values() for one in own)], 0)
                 row[f"{way}, {product}"] = {card: round(added.seconds(CARDS[card]) / base.seconds(CARDS[card]), 3) for card in SHOWN}
                 row[f"kernels, {way}"] = len(added.kernels) - len(plain)
         yield row
@@ -59,8 +59,10 @@ def _plain(name: str) -> tuple[list[Kernel], dict[str, tuple[int, int, int]]]:
     from support.fake_cuda import AnsweredReads, attention_of_a_gpu
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    from .cost_kernels import rope_in_one_kernel
+
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    with fakes, attention_of_a_gpu(), _marked_attention(), _rope_in_one_kernel(), AnsweredReads(1.0), torch.no_grad():
+    with fakes, attention_of_a_gpu(), _marked_attention(), rope_in_one_kernel(), AnsweredReads(1.0), torch.no_grad():
         import comfy.ops
 
         with torch.device("cuda"):
