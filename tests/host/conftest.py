@@ -140,6 +140,19 @@ def models_dir() -> Path:
     return Path(_base.name) / "models"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def files_of_a_module(wan: Path, overflowing: Path) -> Iterator[None]:
+    """Files that a module's tests write end with it: those of all modules filled a machine's disk."""
+    before = _files()
+    yield
+    for path in _files() - before:
+        path.unlink(missing_ok=True)
+
+
+def _files() -> set[Path]:
+    return {path for folder in ("models", "output") for path in (Path(_base.name) / folder).rglob("*") if path.is_file()}
+
+
 @pytest.fixture(scope="session")
 def pack() -> ModuleType:
     """The pack, loaded into this process; the same module tests import as `halfsafe`."""

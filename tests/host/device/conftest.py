@@ -31,6 +31,6 @@ def cured(comfy, overflowing):
     return families.sample(families.load(comfy, overflowing, "fp32", "fp32"), "wan", steps=2)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def clip_file(models_dir):
     return tiny_models.narrow_clip_l(models_dir / "text_encoders" / "second_device.safetensors")
