@@ -140,19 +140,6 @@ def models_dir() -> Path:
     return Path(_base.name) / "models"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def files_of_a_module(wan: Path, overflowing: Path) -> Iterator[None]:
-    """Files that a module's tests write end with it: those of all modules filled a machine's disk."""
-    before = _files()
-    yield
-    for path in _files() - before:
-        path.unlink(missing_ok=True)
-
-
-def _files() -> set[Path]:
-    return {path for folder in ("models", "output") for path in (Path(_base.name) / folder).rglob("*") if path.is_file()}
-
-
 @pytest.fixture(scope="session")
 def pack() -> ModuleType:
     """The pack, loaded into this process; the same module tests import as `halfsafe`."""
@@ -195,15 +182,35 @@ def server(comfyui_dir: Path, small_models: Path, tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="session")
-def wan(models_dir: Path) -> Path:
-    """A small Wan model that is finite in fp16. Tests write changed copies of it, never to it."""
-    return tiny_models.wan(models_dir / "diffusion_models" / "wan_clean.safetensors")
+def shared_files(models_dir: Path) -> tuple[Path, Path]:
+    """The files that every module has: ``wan`` and ``overflowing``."""
+    folder = models_dir / "diffusion_models"
+    return tiny_models.wan(folder / "wan_clean.safetensors"), tiny_models.wan_overflowing(folder / "wan_overflowing.safetensors")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files_of_a_module(shared_files: tuple[Path, Path]) -> Iterator[None]:
+    """All other files that a module's tests write end with it: those of all modules, 17 GB, filled a disk."""
+    before = _files()
+    yield
+    for path in _files() - before:
+        path.unlink(missing_ok=True)
+
+
+def _files() -> set[Path]:
+    return {path for folder in ("models", "output") for path in (Path(_base.name) / folder).rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="session")
-def overflowing(models_dir: Path) -> Path:
+def wan(shared_files: tuple[Path, Path]) -> Path:
+    """A small Wan model that is finite in fp16. Tests write changed copies of it, never to it."""
+    return shared_files[0]
+
+
+@pytest.fixture(scope="session")
+def overflowing(shared_files: tuple[Path, Path]) -> Path:
     """The same with a feed-forward scaled, so that it is NaN in fp16 and finite in bf16 and fp32."""
-    return tiny_models.wan_overflowing(models_dir / "diffusion_models" / "wan_overflowing.safetensors")
+    return shared_files[1]
 
 
 @pytest.fixture(scope="session")
