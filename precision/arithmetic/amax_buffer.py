@@ -3,6 +3,9 @@
 A CUDA graph overwrites its results when it runs again ("accessing tensor output of CUDAGraphs that has been
 overwritten"), so what it records goes into tensors made outside of it. And a number read from a tensor is no constant
 of the graph: how an operand is scaled can change without a new compilation, and blocks of a model can share one graph.
+
+Eager code writes to its place in one tensor of records. A graph writes to a tensor of its own for each record, which
+inductor does in the kernel that finds the number: a place whose index is an input takes a kernel more.
 """
 
 import math
@@ -30,6 +33,8 @@ class AmaxBuffer:
             self.records = torch.full((count,), NOTHING, dtype=torch.float32, device=device)
             self.scales = torch.ones((2, count), dtype=torch.float32, device=device)
             self.entries = [Entry(self, index) for index in range(count)]
+        self.graph_records = [entry.graph_record for entry in self.entries]
+        self.has_graphs = False
         self.call = 0
 
     def clear(self) -> None:
@@ -38,9 +43,11 @@ class AmaxBuffer:
         if "torch._dynamo" in sys.modules:  # importing it takes seconds; before that nothing is compiled
             # Inductor makes no CUDA graph of one that writes to an input at any other address ("skipping cudagraphs due
             # to mutated inputs", torch/_inductor/cudagraph_utils.py), and copies such an input at each replay.
-            for tensor in (self.records, self.scales, *(entry.at for entry in self.entries)):
+            for tensor in (self.records, self.scales, *self.graph_records, *(entry.at for entry in self.entries)):
                 torch._dynamo.mark_static_address(tensor, guard=False)
         self.records.fill_(NOTHING)
+        if self.has_graphs:
+            torch._foreach_copy_(self.graph_records, [self.records[0]] * len(self.entries))
 
     def set_exponents(self, exponents: Sequence[float]) -> None:
         """Set the exponent of each record, from which ``Entry.scale`` is had."""
@@ -49,17 +56,21 @@ class AmaxBuffer:
 
     def read(self) -> list[float]:
         """Return every record, ``NOTHING`` where the operation did not run: one transfer and one synchronization."""
+        if self.has_graphs:
+            torch.maximum(self.records, torch.stack(self.graph_records), out=self.records)
         return self.records.tolist()
 
 
 class Entry:
-    """Address one record of a buffer. A graph is given the index as a tensor, so that it holds for every operation."""
+    """Address one record of a buffer. A graph is given tensors, so that it holds for every operation: ``graph_record``
+    and, for what it reads, the index."""
 
     def __init__(self, buffer: AmaxBuffer, index: int):
         self.buffer = buffer
         self.device = buffer.records.device
         self.at = torch.tensor([index], device=self.device)
         self.view = buffer.records[index]
+        self.graph_record = torch.full((), NOTHING, dtype=torch.float32, device=self.device)
         self.written = -1
 
     def write_amax(self, tensor: torch.Tensor) -> None:
@@ -79,11 +90,11 @@ class Entry:
     def record(self, magnitude: torch.Tensor) -> None:
         """Keep the larger of ``magnitude`` (0-dim fp32) and what is recorded already; NaN stays."""
         magnitude = magnitude.detach()
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self.buffer.has_graphs = True
+            self.graph_record.copy_(torch.maximum(self.graph_record, magnitude))
+        else:
             torch.maximum(self.view, magnitude, out=self.view)
-            return
-        records = self.buffer.records
-        records.index_copy_(0, self.at, torch.maximum(records.index_select(0, self.at), magnitude.reshape(1)))
 
     def scale(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``2**-exponent`` and ``2**exponent``, each 0-dim fp32."""
