@@ -111,14 +111,14 @@ def _check(name: str, command: list[str]) -> Result:
 def _run_tier(tier: str, environment: Environment, pytest_args: list[str]) -> Result:
     print(f"\n== {tier}", flush=True)
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # pytest keeps gigabytes of three runs
         junit = Path(folder) / "junit.xml"
         command = [str(environment.python), "-m", "pytest", TIERS[tier], f"--junitxml={junit}", "--durations=5", *_color(), *_workers(tier)]
         try:
             environ = _tier_environ(tier, environment)
         except SetupError as error:
             return Result(tier, None, str(error), time.monotonic() - started)
-        code = run_shown([*command, *pytest_args], ROOT, environ)
+        code = run_shown([*command, *pytest_args], ROOT, {**environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)})
         return Result(tier, code == 0, _counts(junit), time.monotonic() - started)
 
 

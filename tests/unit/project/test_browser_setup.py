@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,17 @@ def test_a_tier_that_cannot_run_is_told_loudly(steps: list, tmp_path: Path, caps
     assert test_script._report([result], asked_by_name) == code
     said = capsys.readouterr().out
     assert "browser NOT RUN" in said and "!!! The browser tests did NOT run.\nNo Chromium was found" in said
+
+
+def test_a_tier_leaves_no_files_in_the_machine_s_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "test_one.py").write_text("import tempfile\ndef test_one(tmp_path): print(tmp_path, tempfile.mkdtemp())\n")
+    (tmp_path / "machine").mkdir()
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.setenv(name, str(tmp_path / "machine"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setitem(test_script.TIERS, "one", str(tmp_path / "test_one.py"))
+    assert test_script._run_tier("one", environment.Environment(PYTHON, tmp_path), ["-p", "no:cacheprovider"]).passed
+    assert list((tmp_path / "machine").iterdir()) == []
 
 
 def test_a_failed_stage_decides_the_exit_code() -> None:
