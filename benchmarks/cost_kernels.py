@@ -31,6 +31,17 @@ def inside(layer: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def no_bound_behind_activations() -> Iterator[None]:
+    """No bound carried through an activation, a gate or `cat` fits inside."""
+    from halfsafe.precision.arithmetic import followed
+    from halfsafe.precision.arithmetic.value_bounds import ValueBound
+
+    too_large = dict.fromkeys(followed.BOUNDS, lambda bounds: ValueBound(float("inf")))
+    with mock.patch.dict(followed.BOUNDS, too_large):
+        yield
+
+
+@contextlib.contextmanager
 def rope_in_one_kernel() -> Iterator[None]:
     """ComfyUI's rope is one kernel inside, as comfy-kitchen's is on CUDA."""
     import comfy.quant_ops

@@ -4,6 +4,10 @@ from collections.abc import Iterator
 
 import torch
 
+PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}
+"""The classes whose tensors do what torch's do: torch's own, and those that are followed for the length of a call
+(``arithmetic/followed.py``)."""
+
 
 def leaves(values, name: str = "") -> Iterator[tuple[str, object]]:
     """Walk nested lists, tuples, dicts and ComfyUI's nested tensors: (place, value) of what is in them."""
@@ -21,7 +25,7 @@ def leaves(values, name: str = "") -> Iterator[tuple[str, object]]:
 
 def tensors_in(values) -> list[torch.Tensor]:
     """List the tensors of torch's own classes among nested values."""
-    return [leaf for _, leaf in leaves(values) if type(leaf) in (torch.Tensor, torch.nn.Parameter)]
+    return [leaf for _, leaf in leaves(values) if type(leaf) in PLAIN]
 
 
 def floats_in(values) -> list[torch.Tensor]:
@@ -41,7 +45,7 @@ def cast_arguments(values, dtypes: tuple[torch.dtype, ...], dtype: torch.dtype):
 
 def replaced(values, function):
     """Copy nested lists, tuples and dicts with ``function`` of each tensor of torch's own classes in its place."""
-    if type(values) in (torch.Tensor, torch.nn.Parameter):
+    if type(values) in PLAIN:
         return function(values)
     if isinstance(values, dict):
         return {key: replaced(value, function) for key, value in values.items()}

@@ -17,6 +17,7 @@ import torch
 from ..amax import amax
 from .attention_bounds import AttentionBound, AttentionCall, AttentionRange, ScoreBound
 from .calibration import Calibration
+from .followed import unfollow
 from .known_values import counted
 
 AS_IS, SMOOTH, FP32 = "unchanged", "smooth-K", "fp32"
@@ -186,6 +187,7 @@ class SafeAttention:
 
     def __call__(self, kernels: Kernels, q: torch.Tensor, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
         """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``, or fp16 where other results are."""
+        unfollow(q, k, v)
         call = AttentionCall(q, k, v, heads, args, kwargs, kernels.fused)
         index, self.index = self.index, self.index + 1
         if self.calibration.calibrating:

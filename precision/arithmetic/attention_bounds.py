@@ -143,8 +143,8 @@ class AttentionBound(AttentionRange):
         largest = [amax(tensor).item() for tensor in (call.q, call.k, call.v)]
         self.by_norm = False
         self.by_norm = not self.holds(self.magnitude(largest) * 2.0**HEADROOM_BITS)
-        bound = known.of(call.v)
-        self.values = bound.largest if bound else max(self.values, 2.0**HEADROOM_BITS * largest[2])
+        bound, measured = known.of(call.v), max(self.values, 2.0**HEADROOM_BITS * largest[2])
+        self.values = bound.largest if bound and MARGIN * bound.largest <= FP16_MAX / MARGIN else measured
         if self._knows_scores(call, known):
             known.rely_on(call.q)
             known.rely_on(call.k)

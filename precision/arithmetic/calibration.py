@@ -15,10 +15,11 @@ from ..oom import is_oom
 from .amax_buffer import AmaxBuffer
 from .compiling import compile_disabled
 from .known_values import MeasuredOnce
+from .modulation import Modulation, SmallTensors
 from .operand_scale import OperandScale
 from .operand_sharing import SharedOperands
 from .proofs import Proof
-from .result_bound import Fp16Results
+from .result_bound import FiniteResult, Fp16Results
 
 Result = TypeVar("Result")
 AnyProof = TypeVar("AnyProof", bound=Proof)
@@ -45,7 +46,10 @@ class Calibration:
         self.calibrating = True
         self.repeats = 0
         self._once: list[MeasuredOnce] = []
+        self._results: list[FiniteResult] = []
+        self._modulations: list[Modulation] = []
         self._buffers: dict[torch.device, tuple[AmaxBuffer, list[Proof]]] = {}
+        self._small: dict[torch.device, SmallTensors] = {}
 
     def add(self, proof: AnyProof) -> AnyProof:
         """Keep a proof under its name, in place of an earlier one."""
@@ -72,6 +76,8 @@ class Calibration:
         self.calibrating = True
         for proof in self.proofs.values():
             proof.forget()
+        for modulation in self._modulations:
+            modulation.forget()
 
     def run(self, call: Callable[[], Result]) -> Result:
         """Make one model call; repeat it with calibration when a proof did not hold, and without fp16 results where
@@ -96,9 +102,13 @@ class Calibration:
 
     def _run(self, call: Callable[[], Result]) -> Result:
         if not self.calibrating:
-            result = self._recorded(call)
-            if self._all_hold():
-                return result
+            try:
+                result = self._recorded(call)
+                if self._all_hold():
+                    return result
+            except RuntimeError as error:
+                if is_oom(error) or not self._has_missed():
+                    raise  # model code that meets a result in fp16 for the first time may fail on it
             self.repeats += 1
         return self._calibrated(call)
 
@@ -131,8 +141,10 @@ class Calibration:
         devices: dict[torch.device, list[Proof]] = {}
         if self.last is not None:
             self.last.covered = None
-        scales = (proof for proof in self.proofs.values() if isinstance(proof, OperandScale))
+        scales = [proof for proof in self.proofs.values() if isinstance(proof, OperandScale)]
         self._once = [scale.once for scale in scales if scale.once is not None and scale.once.is_shared]
+        self._results = [scale.finite for scale in scales if scale.by_result]
+        self._modulations = self.values.modulations()
         for proof in self._watched():
             if proof.recorder.device is not None:
                 devices.setdefault(proof.recorder.device, []).append(proof)
@@ -142,15 +154,23 @@ class Calibration:
                 left = iter(buffer.entries)
                 for proof in proofs:
                     proof.recorder.place([next(left) for _ in range(proof.width)])
-            self._buffers[device][0].set_exponents([proof.exponent for proof in proofs for _ in range(proof.width)])
+            buffer = self._buffers[device][0]
+            buffer.set_exponents([proof.exponent for proof in proofs for _ in range(proof.width)])
+            modulations = [proof for proof in proofs if isinstance(proof, Modulation)]
+            first = len(buffer.records) - sum(each.width for each in modulations)
+            self._small[device] = SmallTensors(modulations, buffer.records[first:])
 
     def _watched(self) -> list[Proof]:
-        return [*self.proofs.values(), *self._once]
+        return [*self.proofs.values(), *self._once, *self._results, *self._modulations]
+
+    def _has_missed(self) -> bool:
+        return any(proof.recorder.missed for proof in self._watched())
 
     def _all_hold(self) -> bool:
         """Tell whether every proof holds for what this call has recorded; note the largest magnitudes on the way."""
-        hold = not any(proof.recorder.missed for proof in self._watched())
-        for buffer, proofs in self._buffers.values():
+        hold = not self._has_missed()
+        for device, (buffer, proofs) in self._buffers.items():
+            self._small[device].measure()
             records = iter(buffer.read())
             for proof in proofs:
                 recorded = [next(records) for _ in range(proof.width)]

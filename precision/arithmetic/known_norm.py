@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from ..dtypes import FP16_MAX
-from .known_values import Tag, counted, counting_writes
+from .followed import follow, unfollow
+from .known_values import Tag, counted, counting_writes, tag_at
+from .modulation import Path
 from .result_bound import RESULT_MARGIN
 from .value_bounds import ValueBound, after_norm
 
@@ -43,26 +45,40 @@ class KnownNorm:
         self.weights = weights
         self.bound: ValueBound | None = None
         self.tag: Tag | None = None
+        self.path = Path()
+        calibration.values.paths.append(self.path)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             return self.inner(input)
+        unfollow(input)
         if self.calibration.calibrating:
             return self._calibrate(input)
         if self.tag is None or not self.tag.used:
             return self.inner(input)
         with self._parameters(input) as parameters, counting_writes():
             result = self._normalized(input, *parameters)
-        self.calibration.values.note(result, self.bound)
-        return result
+        return self._noted(result)
 
     def _calibrate(self, x: torch.Tensor) -> torch.Tensor:
         with self._parameters(x) as parameters:
             result = counted(self._normalized(x, *parameters))
             self.bound = after_norm(x.shape[-1], self._is_centred, *parameters)
         fits = result.dtype != torch.float16 or self.bound.largest <= FP16_MAX / RESULT_MARGIN
-        self.tag = self.calibration.values.note(result, self.bound) if fits else None
+        self.tag = None
+        if not fits:
+            return result
+        result = self._noted(result)
+        self.tag = tag_at(result)
         return result
+
+    def _noted(self, result: torch.Tensor) -> torch.Tensor:
+        values = self.calibration.values
+        tag = values.note(result, self.bound)
+        if tag is None or values.uniform:
+            return result
+        tag.path = self.path
+        return follow(result, values) if values.calibrating or self.path.steps else result
 
     @property
     def _is_centred(self) -> bool:

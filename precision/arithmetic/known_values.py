@@ -7,6 +7,7 @@ whatever model code and other packs do in between. What they compute from it is 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from .proofs import HEADROOM_BITS, Proof, fits_range
 from .value_bounds import ValueBound
 
 if TYPE_CHECKING:
+    from .modulation import Modulation, Path
     from .operand_scale import OperandScale
 
 TAG = "_halfsafe_bound"
@@ -29,15 +31,34 @@ SAMPLED = 16
 class Tag:
     """Keep what is known of a tensor's values in one call; ``bound`` is None until it is measured, by ``once``.
 
-    ``used``: an operation relies on it.
+    A tensor has one only where no operation that made it hides what is not finite, as a clamp does. ``used``: an
+    operation relies on it. ``carried``: something was made of it that keeps a bound too. Of a tensor that is followed
+    (``followed.py``), ``path``: what modulates it, ``steps``: how much of that was made; ``made_by``: the modulation
+    that the tensor is the result of; ``sources``: of what it was made of.
     """
 
-    __slots__ = ("bound", "call", "dtype", "once", "used", "version")
+    __slots__ = (
+        *("bound", "call", "carried", "dtype", "made_by", "once"),
+        *("path", "sources", "steps", "used", "values", "version"),
+    )
 
-    def __init__(self, bound: ValueBound | None, call: object, x: torch.Tensor):
-        self.bound, self.call, self.version, self.dtype = bound, call, x._version, x.dtype
+    def __init__(self, bound: ValueBound | None, values: KnownValues, x: torch.Tensor):
+        self.bound, self.values, self.version, self.dtype = bound, values, x._version, x.dtype
+        self.call = values.call
         self.once: MeasuredOnce | None = None
-        self.used = False
+        self.path: Path | None = None
+        self.steps = 0
+        self.made_by: Modulation | None = None
+        self.sources: tuple[Tag, ...] = ()
+        self.used = self.carried = False
+
+    def forget(self) -> None:
+        """Know nothing of the tensor any more."""
+        self.version = -1
+
+    def __reduce__(self) -> tuple:
+        """Copy and save nothing with a tensor; torch loads an empty set everywhere."""
+        return set, ()
 
 
 class MeasuredOnce(Proof):
@@ -87,37 +108,60 @@ class MeasuredOnce(Proof):
 class KnownValues:
     """Hold the bounds of one call of a model.
 
+    ``call``: stands for it; ``since``: for the last one that calibrated. ``paths``: of the tensors that are followed.
+    ``follows``: any are; none is where one is given to a part that is compiled.
     ``sampling``: this call measures what is known too. ``uniform``: what is measured must not depend on the block, as
     ComfyUI's model compiler asks: nothing is measured once for all of them, and nothing is known of an attention, which
     is told from others by its order in a call only.
     """
 
     def __init__(self) -> None:
-        self._call = object()
+        self.call = self.since = object()
         self._calls = 0
+        self.calibrating = True
+        self.paths: list[Path] = []
+        self.follows = True
+        self._followed: list[tuple[weakref.ref[torch.Tensor], type]] = []
         self.sampling = False
         self.uniform = False
 
     def begin(self, calibrating: bool) -> None:
         """Start a call: what was known of tensors of earlier ones is not relied on."""
-        self._call = object()
+        self.end()
+        self.call = object()
+        self.calibrating = calibrating
+        self.since = self.call if calibrating else self.since
         self._calls = 0 if calibrating else self._calls + 1
         self.sampling = self._calls % SAMPLED == 0
+
+    def followed(self, x: torch.Tensor, kind: type) -> None:
+        """Note that a tensor has another class until the call ends, in place of this one."""
+        self._followed.append((weakref.ref(x), kind))
+
+    def end(self) -> None:
+        """Give every tensor of the call its own class, wherever it is kept."""
+        for kept, kind in self._followed:
+            if (x := kept()) is not None:
+                x.__class__ = kind
+        self._followed.clear()
 
     def note(self, x: torch.Tensor, bound: ValueBound | None = None) -> Tag | None:
         """Keep a bound on a tensor, or that one may come; None where torch does not count who writes to it."""
         if torch.compiler.is_compiling() or x.is_inference():
             return None
-        tag = Tag(bound, self._call, x)
+        tag = Tag(bound, self, x)
         setattr(x, TAG, tag)
+        # ``F.linear`` gives a view of its matrix product: views of the result are views of that.
+        if x._base is not None and x.numel() == x._base.numel() and x.is_contiguous() and x._base.is_contiguous():
+            setattr(x._base, TAG, tag)
         return tag
 
     def tag_of(self, x: torch.Tensor) -> tuple[Tag | None, bool]:
         """Return what is known of a tensor, and whether it is the very tensor that it was found out of, or a view."""
         tag, is_view = getattr(x, TAG, None), False
-        if tag is None and not x.is_inference() and x._base is not None:
+        if not tag and not x.is_inference() and x._base is not None:
             tag, is_view = getattr(x._base, TAG, None), True
-        if tag is None or tag.call is not self._call or tag.version != x._version or tag.dtype != x.dtype:
+        if not tag or tag.call is not self.call or tag.version != x._version or tag.dtype != x.dtype:
             return None, False
         return tag, is_view
 
@@ -156,9 +200,42 @@ class KnownValues:
         """Note that an operation relies on the bound of a tensor. ``alone``: it would measure it itself otherwise."""
         tag, _ = self.tag_of(x)
         if tag is not None:
-            tag.used = True
             if tag.once is not None:
                 tag.once.uses += alone
+            _use(tag)
+
+    def multiply(self, x: torch.Tensor, in_fp16: bool) -> None:
+        """Note that a layer multiplies a tensor, and whether it does so in fp16, unscaled."""
+        tag, _ = self.tag_of(x)
+        if tag is None or tag.made_by is None:
+            return
+        if in_fp16:
+            tag.made_by.wanted = True
+            for source in tag.sources:
+                _use(source)
+        else:
+            tag.made_by.refused = True
+
+    def modulations(self) -> list[Modulation]:
+        """List the modulations that are relied on since the last calibration, those of as many numbers next to each
+        other."""
+        all_found = (step for path in self.paths for step in path.modulations())
+        found = (step for step in all_found if step.since is self.since and step.is_relied_on)
+        return sorted(found, key=lambda step: step.numbers)
+
+
+def _use(tag: Tag) -> None:
+    tag.used = True
+    for source in tag.sources:
+        _use(source)
+
+
+def tag_at(x: torch.Tensor) -> Tag | None:
+    """Return what is known of a tensor by whatever model's call it was made in."""
+    tag = getattr(x, TAG, None)
+    if not tag and not x.is_inference() and x._base is not None:
+        tag = getattr(x._base, TAG, None)
+    return tag.values.tag_of(x)[0] if tag else None
 
 
 def _measured(x: torch.Tensor) -> tuple[float, float]:

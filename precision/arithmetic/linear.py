@@ -19,11 +19,14 @@ import torch
 import torch.nn.functional as F
 
 from ..amax import amax
+from ..dtypes import FP16_MAX
 from ..modes import FP16, FP16_SCALED, FP16_WIDE, FP32
 from .calibration import Calibration
 from .flags import fp32_accumulation
-from .known_values import Tag, counted, counting_writes
+from .followed import as_plain, follow, is_followed
+from .known_values import Tag, counted, counting_writes, tag_at
 from .operand_scale import OperandScale
+from .result_bound import RESULT_MARGIN
 from .value_bounds import ValueBound, after_linear, plus
 from .wide_product import HAS_WIDE_PRODUCT, wide_product
 
@@ -136,41 +139,59 @@ class SafeOperation:
 
     def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Run the layer on ``input``, of any float dtype; return fp32, or fp16 where that is proven."""
+        if not is_followed(input):
+            return self._run(input, *args, **kwargs)
+        with as_plain(input):
+            return self._run(input, *args, **kwargs)
+
+    def _run(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if self.calibration.calibrating:
             result = self._calibrate(input, *args, **kwargs)
             self.calibration.flops[self.scale.name] += matmul_flops(result, self.module, self.kind)
-            if self.scale.covered is None:
-                return result
-            result = counted(result)
-            self.tag = self.calibration.values.note(result, self.scale.reach)
+            result = self._noted(counted(result), self._bound(self.scale.covered is not None))
+            self.tag = tag_at(result)
             return result
         if self.scale.in_fp32:
             return self._changed(input, self._fp32(input, *args, **kwargs))
         operand = self.calibration.operands.operand(self.scale, input)
         noted = not torch.compiler.is_compiling() and self.tag is not None and self.tag.used
         known = noted and self.calibration.values.covers(self.scale, input)
-        result = self._product_of(operand, known, *args, **kwargs)
-        return self._noted(self._changed(input, result, operand), known)
+        bound = self._bound(known) if noted else None
+        result = self._product_of(operand, bound is not None, *args, **kwargs)
+        result = self._changed(input, result, operand)
+        if not torch.compiler.is_compiling():
+            self.scale.record_result(result, alone=self.calibration.operands.runs_once(self.scale))
+        return self._noted(result, bound)
 
-    def _product_of(self, operand: torch.Tensor, known: bool, *args, **kwargs) -> torch.Tensor:
-        counting = counting_writes() if known else nullcontext()
+    def _product_of(self, operand: torch.Tensor, noted: bool, *args, **kwargs) -> torch.Tensor:
+        counting = counting_writes() if noted else nullcontext()
         if self.scale.result.proven:
             with self.weights(self.module, operand, torch.float16, torch.float16) as (weight, bias), counting:
                 return self._fp16(operand, weight, bias, *args, **kwargs)
         with self.weights(self.module, operand, torch.float16) as (weight, bias), counting:
             return self._wide(operand, weight, bias, *args, **kwargs)
 
-    def _noted(self, result: torch.Tensor, known: bool) -> torch.Tensor:
-        """Keep the bound of a result that a later operation relies on."""
+    def _bound(self, known: bool) -> ValueBound | None:
+        """Return what is known of the result if all that this call records holds. ``known``: the operand was known."""
         if known:
-            self.calibration.values.note(result, self.scale.reach)
-        return result
+            return self.scale.reach
+        if self.kind != "linear" or not self.scale.result.proven:
+            return None
+        return ValueBound(FP16_MAX if self.scale.by_result else FP16_MAX / RESULT_MARGIN)
+
+    def _noted(self, result: torch.Tensor, bound: ValueBound | None) -> torch.Tensor:
+        """Keep the bound of a result that a later operation may rely on."""
+        values = self.calibration.values
+        if bound is None or values.note(result, bound) is None or values.uniform:
+            return result
+        followed = values.calibrating or (self.tag is not None and self.tag.carried)
+        return follow(result, values) if followed else result
 
     def _calibrate(self, x, *args, **kwargs) -> torch.Tensor:
         """Calibrate and multiply with one and the same weight, which is asked for once."""
         self.calibration.results.note_operand(x)
         self.calibration.last, self.tag = self.scale, None
-        self.scale.covered = None
+        self.scale.covered, self.scale.by_result = None, False
         plain = type(self.module.weight) in (torch.Tensor, torch.nn.Parameter)
         self.scale.recorder.device = x.device
         # ComfyUI adds a LoRA in place to a weight that it prefetched (comfy/ops.py, resolve_cast_module_with_vbar):
@@ -182,6 +203,7 @@ class SafeOperation:
             self.scale.in_fp32 = self.scale.in_fp32 or not fits_fp16(half)
             if not self.scale.in_fp32:
                 self._fit(x, half, bias)
+            self.calibration.values.multiply(x, in_fp16=self.scale.takes_fp16)
             if not self.scale.in_fp32:
                 operand = self.calibration.operands.calibrated_operand(self.scale, x)
                 self._rely_on(x)
@@ -191,6 +213,10 @@ class SafeOperation:
         result = self._changed(x, self._fp32(x, *args, **kwargs) if result is None else result, operand)
         if self.beside and result.dtype == torch.float16 and not amax(result).item() <= self.largest_fp16:
             self.calibration.results.give_up(self.scale.result)
+        if operand is not None and self.beside is None and tag_at(x) is not None:
+            self.scale.measure_by_result(operand, result, amax(x).item())
+            if self.scale.by_result:
+                self.calibration.values.rely_on(x)
         return result
 
     def _fit(self, x: torch.Tensor, half: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from ..dtypes import FP16_MAX
 from .proofs import FLOOR_BITS, HEADROOM_BITS, Proof, fits_range
-from .result_bound import RESULT_MARGIN, ResultBound
+from .result_bound import RESULT_MARGIN, FiniteResult, ResultBound
 
 if TYPE_CHECKING:
     from .known_values import MeasuredOnce
@@ -49,7 +49,8 @@ class OperandScale(ScaledOperand):
     ``gain``: None until measured. ``in_fp32``: the operation runs in fp32. ``meets_zeros``: its operand was nothing but
     zeros once. ``result``: the proof that the result may be returned in fp16. ``covered``: it holds for any operand
     that is known to keep this bound; its result keeps ``reach``. ``once``: measures an operand that others have too.
-    ``beside``: what is added beside the weight fits fp16 up to this amax.
+    ``beside``: what is added beside the weight fits fp16 up to this amax. ``by_result``: measuring the result is
+    enough, and costs less; ``finite``: measures it. ``owed``: this call is to measure it still.
     """
 
     def __init__(self, name: str, result: ResultBound | None = None):
@@ -62,6 +63,9 @@ class OperandScale(ScaledOperand):
         self.reach: ValueBound | None = None
         self.once: MeasuredOnce | None = None
         self.beside = math.inf
+        self.by_result = False
+        self.owed = False
+        self.finite = FiniteResult(f"{name} result")
         self._falls = 0
 
     def forget(self) -> None:
@@ -128,6 +132,11 @@ class OperandScale(ScaledOperand):
         """The largest amax that stays finite when it is scaled."""
         return FP16_MAX * 2.0**self.exponent
 
+    @property
+    def takes_fp16(self) -> bool:
+        """Tell whether the operand may come in fp16 as it is."""
+        return not (self.in_fp32 or self.exponent or self.meets_zeros)
+
     def cover(self, known: ValueBound | None, reach: ValueBound | None, magnitude: float, wide: bool) -> None:
         """Decide whether the proof holds for every operand that keeps a bound, unscaled.
 
@@ -143,6 +152,18 @@ class OperandScale(ScaledOperand):
         limit = FP16_MAX / RESULT_MARGIN
         if known.largest <= limit and (reach.largest <= limit or (wide and not self.result.proven)):
             self.covered, self.reach = known, reach
+
+    def measure_by_result(self, operand: torch.Tensor, result: torch.Tensor, magnitude: float) -> None:
+        """Decide whether the result is measured in place of an operand of this amax, which nothing has hidden in."""
+        far_from_smallest = self.takes_fp16 and SMALLEST_KNOWN <= magnitude < math.inf
+        self.by_result = self.covered is None and far_from_smallest and result.nbytes < operand.nbytes
+        self.finite.recorder.device = result.device if self.by_result else None
+
+    def record_result(self, result: torch.Tensor, alone: bool) -> None:
+        """Record the amax of a result where its operand was not measured."""
+        if self.owed:
+            self.owed = False
+            self.finite.recorder.record_amax(result, alone)
 
     def record(self, x: torch.Tensor, operand: torch.Tensor, alone: bool) -> None:
         """Record the amax of ``operand``, which is ``x`` as it is multiplied: fewer bytes than ``x`` and as good, but

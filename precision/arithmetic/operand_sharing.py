@@ -44,6 +44,7 @@ class SharedOperands:
     def end(self) -> None:
         """Let go of the tensors of the call."""
         self._last = None
+        self.values.end()
 
     def sharing(self, proof: object) -> list[OperandScale]:
         """Return the scales of the operations after this one that take over its operand and its record."""
@@ -52,7 +53,7 @@ class SharedOperands:
     def place_of(self, scale: OperandScale) -> tuple[bool, int, bool]:
         """Tell of an operation whether it takes over an operand, how many take over its own, and whether it runs once
         in a call."""
-        return scale in self._first, len(self._sharing.get(scale, [])), self._uses.get(scale) == 1
+        return scale in self._first, len(self._sharing.get(scale, [])), self.runs_once(scale)
 
     def operand(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` as it is multiplied: in fp16, scaled, and recorded unless it is known to fit."""
@@ -66,9 +67,18 @@ class SharedOperands:
             return last.operand
         operand, sharing = scale.scaled(x), self._sharing.get(scale)
         if self.values.sampling or not all(self.values.covers(each, x) for each in (scale, *(sharing or ()))):
-            scale.record(x, operand, alone=self._uses.get(scale) == 1)
+            scale.owed = not sharing and self._is_seen_in_result(scale, x)
+            if not scale.owed:
+                scale.record(x, operand, alone=self.runs_once(scale))
         self._last = LastOperand(x, scale, operand, len(sharing)) if sharing else None
         return operand
+
+    def _is_seen_in_result(self, scale: OperandScale, x: torch.Tensor) -> bool:
+        return scale.by_result and not self.values.sampling and self.values.tag_of(x)[0] is not None
+
+    def runs_once(self, scale: OperandScale) -> bool:
+        """Tell whether an operation runs once in a call."""
+        return self._uses.get(scale) == 1
 
     def calibrated_operand(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
         """Return the same in a call that calibrates, without a record."""

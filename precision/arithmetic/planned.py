@@ -117,11 +117,11 @@ class PlannedLayers:
     def allocations(self) -> dict[str, object]:
         """Return layer -> what its allocations depend on: the mode it runs in, and what becomes of its operand."""
         place = self.calibration.operands.place_of
-        operations = self.operations.items()
-        found = {
-            name: (each.observed_mode, each.scale.exponent != 0, each.scale.covered is None, place(each.scale))
-            for name, each in operations
-        }
+        found = {}
+        for name, each in self.operations.items():
+            scale = each.scale
+            measures = scale.covered is None, scale.by_result
+            found[name] = (each.observed_mode, scale.exponent != 0, measures, place(scale))
         return {**self.planned_modes(), **found}
 
     @property

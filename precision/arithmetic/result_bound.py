@@ -6,7 +6,7 @@ import torch
 
 from ..amax import amax
 from ..dtypes import FP16_MAX
-from .proofs import HEADROOM_BITS
+from .proofs import HEADROOM_BITS, Proof
 
 RESULT_MARGIN = 2.0
 
@@ -45,6 +45,19 @@ class ResultBound:
     def limit(self) -> float:
         """The largest magnitude of the operand that the proof holds for."""
         return (FP16_MAX / RESULT_MARGIN - self.bias) / self.row_sum
+
+
+class FiniteResult(Proof):
+    """Prove that an operation held no number that fp16 does not, from the amax of its result.
+
+    An operand that is Inf or NaN times any weight is Inf or NaN, and so is each sum that it is part of: every result of
+    its row. A product past fp16's range is Inf itself. So a result that is finite is right, whatever its operand's amax
+    is, unless model code has hidden an overflow before, which it does not in a tensor that has a ``Tag``.
+    """
+
+    def holds(self, magnitude: float) -> bool:
+        """Tell whether all is finite."""
+        return magnitude < math.inf
 
 
 class Fp16Results:

@@ -12,6 +12,7 @@ Linear                          ``|y_i| <= min(||w_i||_2 ||x||_2, ||w_i||_1 max 
                                 partial sum. 64 of its outputs have a 2-norm of at most ``s ||x||_2 + ||b||_2``, ``s``
                                 the largest singular value of their rows (``spectral_bound``)
 attention                       a mean of rows of v: no element is larger than v's largest
+``scale * x + shift``           ``max |scale|`` times the bound of x, plus ``max |shift|`` for each element
 a view of a tensor              its elements are among the tensor's
 ==============================  ===================================================================================
 
@@ -91,6 +92,13 @@ def after_linear(weight: torch.Tensor, bias: torch.Tensor | None, x: ValueBound)
             by_part = torch.minimum(by_part, x.norm * spectral_bound(weight.unflatten(0, (-1, PART))) + of_bias)
         numbers.append(by_part.amax())
     return ValueBound(*_rounded_up(_read(numbers)))
+
+
+def modulated(bound: ValueBound, scale: float, shift: float, columns: int) -> ValueBound:
+    """Bound rows of ``columns`` numbers times what is no larger than ``scale``, plus what is no larger than ``shift``;
+    rounded to fp16 at most."""
+    scaled = ValueBound(*(ROUNDING * scale * number for number in bound))
+    return plus(scaled, shift, columns)
 
 
 def plus(bound: ValueBound, largest: float, columns: int) -> ValueBound:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from .. import snr
 from ..modes import FP16_ACC16, FP16_SCALED, FP16_WIDE
-from ..nested import floats_in
+from ..nested import PLAIN, floats_in
 from ..report.schema import BlockDrift, CheckReport, GuardEvent
 from .log import CallPosition
 
@@ -128,7 +128,7 @@ class CastsToFp32(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.Tensor.view or any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+        if func is torch.Tensor.view or any(kind not in PLAIN for kind in types):
             return func(*args, **kwargs)
         if func in CAST_METHODS:
             return args[0].float()

@@ -17,7 +17,7 @@ from ..arithmetic.compiling import plain_name
 from ..arithmetic.linear import kind_of
 from ..arithmetic.patching import patched
 from ..dtypes import name_of
-from ..nested import tensors_in
+from ..nested import PLAIN, tensors_in
 
 FACTORY_OPS = (
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",
@@ -115,7 +115,7 @@ class Localizer(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # its own handler runs next, and what that multiplies comes back here
-        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+        if any(kind not in PLAIN for kind in types):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         inputs = _with_reach((args, {key: value for key, value in kwargs.items() if key != "out"}))

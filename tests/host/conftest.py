@@ -35,7 +35,7 @@ CALIBRATING = {
     "arithmetic/linear._calibrate", "arithmetic/linear.fits_fp16", "arithmetic/linear.largest_row_sum",
     "arithmetic/linear._fit", "arithmetic/linear._first_product", "arithmetic/result_bound.note_operand", "arithmetic/operand_sharing._are_equal",
     "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._calibrate", "arithmetic/attention_bounds.calibrate",
-    "arithmetic/known_values._measured", "arithmetic/value_bounds._read",
+    "arithmetic/known_values._measured", "arithmetic/value_bounds._read", "arithmetic/modulation._assumed",
     "arithmetic/attention._in_first_mode_that_fits", "arithmetic/attention._rather_smoothed",
 }  # fmt: skip
 IN_A_CHECK = {"guard/drift"}

@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor)
 COMPOSITE = {
     aten.linear.default, aten.matmul.default, aten.einsum.default, aten.scaled_dot_product_attention.default,
     aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding, aten.conv3d.default, aten.conv3d.padding,
@@ -27,6 +26,10 @@ def overloads(of: dict[str, object]) -> dict:
     return {found[name]: value for name, value in of.items() if found[name] is not None}
 
 
+def _is_plain(kind: type) -> bool:
+    return issubclass(kind, FakeTensor) or kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
 class LeafOperations(TorchDispatchMode):
     """Calls ``leaf`` for each operation; a subclass says what it does."""
 
@@ -37,7 +40,7 @@ class LeafOperations(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(kind not in PLAIN for kind in types):
+        if not all(map(_is_plain, types)):
             return NotImplemented
         kwargs = kwargs or {}
         if func in COMPOSITE:

@@ -106,6 +106,7 @@ class SecondDevice:
         for name in ("tensor", "as_tensor"):
             self._undo.enter_context(mock.patch.object(torch, name, made_on_the_host(getattr(torch, name))))
         for name, answer in self._answers().items():
+            answer.__name__ = name
             self._undo.enter_context(mock.patch.object(torch.Tensor, name, property(answer)))
         self._undo.enter_context(Mode(self))
         self._undo.enter_context(Functions(self.inside))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
+from ....precision import nested
 from ..core import core_writes
 from .kept_places import (
     CELL,
@@ -324,5 +325,5 @@ def _may_be_written(tensor: Any) -> bool:
     """Tell whether a tensor's or array's numbers can be written: of one that was expanded several are in one place."""
     if isinstance(tensor, numpy.ndarray):
         return tensor.flags.writeable
-    plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type != "meta"
+    plain = type(tensor) in nested.PLAIN and tensor.layout == torch.strided and tensor.device.type != "meta"
     return plain and not torch._debug_has_internal_overlap(tensor)

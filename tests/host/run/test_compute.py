@@ -132,7 +132,7 @@ def test_the_ranges_of_a_call_are_read_in_one_transfer(comfy, wan, call_of_two, 
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.shape) or tolist(tensor))
     families.replay(model, call_of_two)
     proofs = compute_of(model).runs.of(model.model).calibration.proofs
-    assert reads == [(sum(proof.width for proof in proofs.values()),)]
+    assert len(reads) == 1 and reads[0].numel() >= sum(proof.width for proof in proofs.values())
 
 
 def held_by_the_pack():

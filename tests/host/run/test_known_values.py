@@ -3,6 +3,7 @@
 import pytest
 import torch
 from halfsafe.nodes.host.run.compute import compute_of
+from halfsafe.precision.arithmetic import followed
 from halfsafe.precision.arithmetic.amax_buffer import Entry, Recorder
 from halfsafe.precision.arithmetic.known_values import KnownValues
 from support import families
@@ -37,6 +38,20 @@ def test_a_later_call_measures_fewer_operands_with_the_same_result(comfy, wan, c
     del measured[:]
     assert torch.equal(known, families.replay(model, call)) and few <= len(measured) - 8
     assert compute_of(model).runs.of(model.model).calibration.repeats == 0
+
+
+@pytest.mark.parametrize("family", ["wan", "flux", "qwen_image", "sd3"])
+def test_modulated_norms_are_made_in_fp16_with_the_same_result(comfy, models_dir, family, monkeypatch):
+    path = families.write_narrow(family, models_dir / "diffusion_models")
+    call = families.capture(load(comfy, path, "fp32"), family)
+    model = load(comfy, path, "as_file", "fp16_safe")
+    families.replay(model, call)
+    calibration = compute_of(model).runs.of(model.model).calibration
+    modulations = calibration.values.modulations()
+    assert sum(modulation.narrows for modulation in modulations) >= 4
+    narrow = families.replay(model, call)
+    monkeypatch.setattr(followed, "_modulated", lambda *_: None)
+    assert torch.equal(narrow, families.replay(model, call)) and calibration.repeats == 0
 
 
 def test_norms_over_an_fp32_stream_are_held_in_fp32(comfy, wan, call):

@@ -249,6 +249,16 @@ def test_a_bound_is_of_a_tensor_and_of_its_views():
             assert values.of(other) is None
 
 
+def test_a_bound_of_a_view_of_all_of_a_tensor_is_of_its_other_views():
+    values = KnownValues()
+    values.begin(calibrating=False)
+    with torch.no_grad():
+        for made, known in ((torch.zeros(8, 4).view(2, 4, 4), True), (torch.zeros(8, 4)[:4].view(4, 4), False)):
+            values.note(made, ValueBound(2.0))
+            assert values.of(made) == (2.0, math.inf, math.inf)
+            assert (values.of(made.chunk(2, dim=-1)[1]) is not None) == known
+
+
 @pytest.mark.parametrize(
     "write",
     [
