@@ -41,7 +41,7 @@ def shift_seeds() -> None:
     if torch.Generator is not drawn_by_torch:
         return
 
-    class Kind(type):
+    class Kind(type(drawn_by_torch)):
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, drawn_by_torch)
 
