@@ -1,4 +1,4 @@
-"""Importing the pack into ComfyUI is fast, writes nothing, starts nothing, asks no network, and works from a read-only folder."""
+"""Importing the pack into ComfyUI imports nothing else, writes nothing, starts nothing, asks no network, and works from a read-only folder."""
 
 import compileall
 import json
@@ -13,7 +13,7 @@ from setup.environment import clean_environ
 from support.shipped import ROOT, shipped_files
 
 CODE = """
-import asyncio, json, os, sys, time
+import asyncio, json, os, sys
 sys.path.insert(0, {comfyui!r})
 sys.argv = ["main.py", "--cpu", "--base-directory", {base!r}, "--database-url", "sqlite:///:memory:"]
 import comfy.options
@@ -28,20 +28,20 @@ def hook(event, args):
         seen.append([event, str(args)[:200]])
 threads = {{t.name for t in __import__("threading").enumerate()}}
 sys.addaudithook(hook)
-start = time.process_time()
+imported = set(sys.modules)
 loaded = asyncio.run(nodes.load_custom_node({pack!r}, module_parent="custom_nodes"))
-busy = time.process_time() - start
+names = {{name.partition(".")[0] for name in set(sys.modules) - imported if {pack!r} not in name}}
 ours = sorted(name for name in nodes.NODE_CLASS_MAPPINGS if name.startswith("Halfsafe"))
 started = sorted({{t.name for t in __import__("threading").enumerate()}} - threads)
 asyncio_own = ("socket.__new__", "socket.bind") if os.name == "nt" else ("socket.__new__",)
 seen = [entry for entry in seen if entry[0] not in asyncio_own]
 with open(os.path.join({base!r}, "probe"), "w"):
     pass
-print(json.dumps({{"loaded": loaded, "nodes": ours, "seen": seen, "threads": started, "of_the_start": busy / start}}))
+print(json.dumps({{"loaded": loaded, "nodes": ours, "seen": seen, "threads": started, "others": sorted(names - set(sys.stdlib_module_names) - {{"custom_nodes"}})}}))
 """
 
 
-def test_import_from_a_read_only_folder_is_fast_and_writes_and_starts_nothing(comfyui_dir, tmp_path):
+def test_import_from_a_read_only_folder_imports_writes_and_starts_nothing(comfyui_dir, tmp_path):
     base, pack = tmp_path / "base", tmp_path / "base" / "custom_nodes" / "Halfsafe-Pack"
     for path in shipped_files():
         (pack / path).parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def test_import_from_a_read_only_folder_is_fast_and_writes_and_starts_nothing(co
     assert result["loaded"] and result["nodes"] == sorted(golden)
     assert result["seen"] == [["open", str(base / "probe")]], "what is not the probe came from the import"
     assert result["threads"] == []
-    assert result["of_the_start"] <= 0.1, "the pack slows ComfyUI's start, in the same process"
+    assert result["others"] == [], "packages that ComfyUI had not imported slow its start"
     assert _files(pack) == before
 
 
