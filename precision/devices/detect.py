@@ -3,11 +3,13 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 
+from ..dtypes import DTYPES
 from ..errors import UnknownProfile
-from ..formats.registry import needs_fp8
+from ..formats.registry import FORMAT_OF_STORAGE, fp8_dtypes
 from ..text import size_text
 from .hardware import default_device, hardware_name, indexed, profile_of
 from .names import code_of
@@ -16,8 +18,8 @@ from .profiles import CAPABILITIES, OCP_FP8, PROFILE_NAMES, DeviceProfile, profi
 
 __all__ = [
     "CAPABILITIES", "PROFILE_NAMES", "PROFILE_VARIABLE", "Device", "DeviceProfile", "auto_compute", "auto_storage",
-    "detect", "fastest_compute", "profile_named", "profile_of", "smallest_storage", "why_int8_is_slow",
-    "why_low_bits_are_slow", "why_no_bf16", "why_no_fp8",
+    "detect", "fastest_compute", "profile_named", "profile_of", "smallest_storage", "unheld_storages",
+    "why_int8_is_slow", "why_low_bits_are_slow", "why_no_bf16", "why_no_fp8",
 ]  # fmt: skip
 
 PROFILE_VARIABLE = "HALFSAFE_DEVICE_PROFILE"
@@ -268,9 +270,23 @@ def why_low_bits_are_slow(device: Device) -> str:
 
 def why_no_fp8(storage: str, device: Device) -> str:
     """Say why a device cannot hold weights in a storage of fp8; empty where it can."""
-    if not needs_fp8(storage) or device.capabilities["fp8_storage"]:
-        return ""
-    return f"not on {device.label}: {device.reason('fp8_storage')}"
+    reason = _fp8_reason(storage, device)
+    return reason and f"not on {device.label}: {reason}"
+
+
+def unheld_storages(device: Device) -> Mapping[str, str]:
+    """Map each storage that a device cannot hold for its fp8 to why."""
+    found = {storage: why_no_fp8(storage, device) for storage in {**FORMAT_OF_STORAGE, **DTYPES}}
+    return MappingProxyType({storage: why for storage, why in found.items() if why})
+
+
+def _fp8_reason(storage: str, device: Device) -> str:
+    dtypes = fp8_dtypes(storage)
+    if dtypes and not device.capabilities["fp8_storage"]:
+        return device.reason("fp8_storage")
+    # Apple's GPUs hold e4m3 from torch 2.15, and no e5m2
+    errors = ((name, why_not_held(device.torch_device, name)) for name in (() if device.simulated else dtypes))
+    return next((f"It cannot hold {name} ({error})." for name, error in errors if error), "")
 
 
 def why_no_bf16(device: Device) -> str:
@@ -285,8 +301,8 @@ def held_storage(device: Device, file_dtype: str) -> tuple[str, str]:
 
 
 def _quantized_storage(device: Device, file_dtype: str) -> tuple[str, str]:
-    if needs_fp8(file_dtype) and not device.capabilities["fp8_storage"]:
-        return _half(device), f"The file is {file_dtype}. {device.reason('fp8_storage')}"
+    if reason := _fp8_reason(file_dtype, device):
+        return _half(device), f"The file is {file_dtype}. {reason}"
     return "as_file", f"The file is already {file_dtype}."
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..arithmetic.flags import flags_set, is_on, read_flag
-from ..dtypes import dtype_named
+from ..dtypes import DTYPES, dtype_named
 from ..oom import is_oom
 
 PROBE_ERRORS = (RuntimeError, TypeError, AttributeError, ValueError, AssertionError)
@@ -70,7 +70,9 @@ def why_not_held(device: torch.device, name: str) -> str:
 
 
 def _held(device: torch.device, name: str) -> tuple[bool, str]:
-    torch.ones(1, dtype=dtype_named(name)).to(device)
+    dtype = DTYPES.get(name) or getattr(torch, name, None)  # torch 2.8 has no dtype of mxfp8's scales
+    if dtype is not None:
+        torch.empty(1, dtype=dtype).to(device)
     return True, ""
 
 

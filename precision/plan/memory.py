@@ -8,7 +8,7 @@ from math import prod
 from ..dtypes import QUANTIZED_NAMES, dtype_named
 from ..formats.checkpoint import Checkpoint, StoredWeight
 from ..formats.comfy_format import AS_FILE, WeightPlan, exceeds_fp16, stays
-from .choice import Choice
+from .choice import Choice, frozen
 from .facts import most
 from .storage import LoadPlan, StorageDecision
 from .weights import Memory, packed_notes, plan_weights
@@ -63,11 +63,11 @@ def plan_model(
     inside = {name: weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
     decided = {name: plan.decisions[layers[name]] for name in inside if layers.get(name) in plan.decisions}
     linear = {name for name, decision in decided.items() if decision.quantizable}
-    memory = Memory(formats, unpacked_dtype(plan), inside.keys() - linear, linear, assigned, plan.no_fp8)
+    memory = Memory(formats, unpacked_dtype(plan), inside.keys() - linear, linear, assigned, plan.unheld)
     asked = {name: decision.storage for name, decision in decided.items()}
     plans = plan_weights(inside, asked, checkpoint.path, memory, read)
     others = {name: weight for name, weight in checkpoint.weights.items() if name not in inside}
-    plans |= plan_weights(others, {}, checkpoint.path, replace(memory, no_fp8=""), read)
+    plans |= plan_weights(others, {}, checkpoint.path, replace(memory, unheld={}), read)
     first = common_dtype(inside, plans, plan)
     dtype = plan.compute.weight_dtype if first == "bf16" and plan.no_bf16 else first
     if dtype == "fp16" and read and _any_exceeds_fp16(inside, plans, checkpoint.path):
@@ -87,21 +87,21 @@ def plan_encoder(
     default: str,
     formats: Container[str],
     assigned: bool = False,
-    no_fp8: str = "",
+    unheld: Mapping[str, str] = frozen({}),
 ) -> MemoryPlan:
     """Plan the weights of a text encoder's file, by layer as ``decisions`` say.
 
     Args:
         choice: the storage of the whole encoder; where that is no dtype, what is not quantized is in ``default``.
         formats: what this ComfyUI holds quantized weights in, as storages are called.
-        assigned, no_fp8: as for :class:`Memory`.
+        assigned, unheld: as for :class:`Memory`.
     """
     dtype = default if choice.used in (*QUANTIZED_NAMES, AS_FILE) else choice.used
     named = ((name, decisions.get(weight.layer)) for name, weight in checkpoint.weights.items())
     decided = {name: decision for name, decision in named if decision}
     linear = {name for name, decision in decided.items() if decision.quantizable}
     unpacked = default if dtype_named(default).itemsize == 2 else "bf16"
-    memory = Memory(formats, unpacked, linear=linear, assigned=assigned, no_fp8=no_fp8)
+    memory = Memory(formats, unpacked, linear=linear, assigned=assigned, unheld=unheld)
     asked = {name: decision.storage for name, decision in decided.items()}
     plans = plan_weights(checkpoint.weights, asked, checkpoint.path, memory)
     return _memory_plan(checkpoint, plans, memory, checkpoint.weights, dtype, asked)
@@ -153,7 +153,7 @@ def _memory_plan(
     ]
     refused = (weight for name, weight in inside.items() if asked.get(name, AS_FILE) == AS_FILE)
     counts = Counter(weight.storage for weight in refused if memory.is_refused(weight))
-    unpacked += [f"{count} weights in {it} were loaded in {dtype}: {memory.no_fp8}" for it, count in counts.items()]
+    unpacked += [f"{count} weights in {it} were loaded in {dtype}: {memory.unheld[it]}" for it, count in counts.items()]
     unpacked += packed_notes(checkpoint, plans)
     otherwise = [f"{name}: {plan.reason}" for name in inside if (plan := plans[name]).reason]
     size = sum(_bytes(weight, plans[name], dtype) for name, weight in inside.items())

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from ..devices.detect import (
@@ -10,13 +10,12 @@ from ..devices.detect import (
     Device,
     auto_storage,
     held_storage,
+    unheld_storages,
     why_low_bits_are_slow,
     why_no_bf16,
-    why_no_fp8,
 )
 from ..dtypes import FP8_NAMES, QUANTIZED_NAMES
 from ..formats.comfy_format import can_be_quantized, codes_of
-from ..formats.registry import needs_fp8
 from ..text import size_text
 from .choice import Choice, frozen
 from .compute import SAFE, ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype_of
@@ -51,7 +50,8 @@ class StorageDecision:
 class LoadPlan:
     """How a model is stored and computed: one storage decision per layer, and the compute plan with its own.
 
-    ``no_bf16``, ``no_fp8``: why the device cannot hold weights in bf16, in fp8; empty where it can.
+    ``no_bf16``: why the device cannot hold weights in bf16; empty where it can. ``unheld``: each storage of fp8 that it
+    cannot hold -> why.
     """
 
     storage: Choice
@@ -59,7 +59,7 @@ class LoadPlan:
     decisions: Mapping[str, StorageDecision]
     without_effect: tuple[tuple[str, str], ...] = ()
     no_bf16: str = ""
-    no_fp8: str = ""
+    unheld: Mapping[str, str] = field(default_factory=lambda: frozen({}))
 
 
 def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Mapping[str, StorageDecision]:
@@ -130,7 +130,7 @@ def plan_load(
     storages |= facts.formats
     arithmetic = plan_compute(facts, device, compute, rules, storages)
     idle = tuple(rules_without_effect(facts.layers, rules))
-    return LoadPlan(choice, arithmetic, decisions, idle, why_no_bf16(device), why_no_fp8("fp8_e4m3fn", device))
+    return LoadPlan(choice, arithmetic, decisions, idle, why_no_bf16(device), unheld_storages(device))
 
 
 def _fitted(
@@ -178,21 +178,21 @@ def plan_text_encoder(
     default: str,
     needed: int,
     free_bytes: int | None,
-    no_fp8: str = "",
+    unheld: Mapping[str, str] = frozen({}),
 ) -> tuple[Choice, Mapping[str, StorageDecision]]:
     """Resolve the storage of a text encoder that takes ``needed`` bytes in 16 bit.
 
     ``default``: the dtype ComfyUI keeps text encoders in; ``free_bytes``: of the host, None where its weights are
-    streamed from their file; ``no_fp8``: why its device cannot hold fp8. An encoder runs once per prompt: 8 bits save
+    streamed from their file; ``unheld``: as of a :class:`LoadPlan`. An encoder runs once per prompt: 8 bits save
     memory, not time.
     """
     choice = Choice(storage, storage)
-    if storage in ("auto", "as_file") and no_fp8 and needs_fp8(file_storage):
-        choice = Choice(storage, default, f"The file is {file_storage}. {no_fp8}")
+    if storage in ("auto", "as_file") and file_storage in unheld:
+        choice = Choice(storage, default, f"The file is {file_storage}. {unheld[file_storage]}")
     elif storage == "auto" and (file_storage.startswith("fp8") or file_storage == "quantized"):
         choice = Choice(storage, "as_file", "the file is quantized already")
     elif storage == "auto" and free_bytes is not None and needed > free_bytes:
-        smaller = "int8" if no_fp8 else "fp8_e4m3fn"
+        smaller = "int8" if "fp8_e4m3fn" in unheld else "fp8_e4m3fn"
         choice = Choice(storage, smaller, f"{size_text(needed)} in 16 bit, {size_text(free_bytes)} of memory are free")
     elif storage == "auto":
         choice = Choice(storage, default, "ComfyUI's default for text encoders")

@@ -6,7 +6,7 @@ tensor is looked at with its scales, its values where they decide, and what hold
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -23,7 +23,8 @@ from ..formats.comfy_format import (
     sampled_error,
     specs_of,
 )
-from ..formats.registry import FORMAT_OF_STORAGE, needs_fp8
+from ..formats.registry import FORMAT_OF_STORAGE
+from .choice import frozen
 from .storage import why_not_quantized
 
 REQUANTIZATION_LIMIT = {"fp8_e4m3fn": 0.04, "fp8_e5m2": 0.08}
@@ -40,7 +41,7 @@ class Memory:
         not_linear: the model's tensors that are the weight of no Linear module, which alone holds fp8 with a scale.
         linear: those that are.
         assigned: the model is given the tensors themselves, as under dynamic VRAM, and none is copied into it.
-        no_fp8: why the device cannot hold fp8; empty where it can.
+        unheld: each storage that the device cannot hold -> why.
     """
 
     formats: Container[str]
@@ -48,7 +49,7 @@ class Memory:
     not_linear: Container[str] = ()
     linear: Container[str] = ()
     assigned: bool = False
-    no_fp8: str = ""
+    unheld: Mapping[str, str] = field(default_factory=lambda: frozen({}))
 
     def lacks(self, weight: StoredWeight) -> bool:
         """Tell whether a weight cannot be held as it is."""
@@ -61,7 +62,7 @@ class Memory:
 
     def is_refused(self, weight: StoredWeight) -> bool:
         """Tell whether a weight is in a format that the device does not have."""
-        return bool(self.no_fp8) and needs_fp8(weight.storage)
+        return weight.storage in self.unheld
 
 
 def plan_weights(

@@ -8,9 +8,8 @@ import comfy.quant_ops
 import torch
 
 from ....precision.devices import memory
-from ....precision.devices.detect import Device, detect, why_no_fp8
+from ....precision.devices.detect import Device, detect, unheld_storages
 from ....precision.errors import StorageNotHeld
-from ....precision.formats.registry import needs_fp8
 
 
 def compute_device() -> torch.device:
@@ -55,16 +54,16 @@ def require_held_by_device(storages: Iterable[str], where: torch.device) -> None
 
     Without it the first move to the device raises, in the middle of a run and in torch's words.
     """
-    why = why_no_fp8_on(where)
-    for storage in filter(needs_fp8, storages):
-        if why:
-            raise StorageNotHeld(f"storage={storage}: {why}", "Use storage=auto, fp16 or bf16.")
+    unheld = unheld_on(where)
+    for storage in filter(unheld.__contains__, storages):
+        raise StorageNotHeld(f"storage={storage}: {unheld[storage]}", "Use storage=auto, fp16 or bf16.")
 
 
-def why_no_fp8_on(where: torch.device) -> str:
-    """Say why a device cannot hold fp8; empty where it can, and for a device that is not ComfyUI's compute device."""
+def unheld_on(where: torch.device) -> Mapping[str, str]:
+    """Map each storage that a device cannot hold for its fp8 to why; none for a device that is not ComfyUI's compute
+    device."""
     device = current_device()
-    return "" if device.simulated or where != compute_device() else why_no_fp8("fp8_e4m3fn", device)
+    return {} if device.simulated or where != compute_device() else unheld_storages(device)
 
 
 def streams_weights(device: torch.device, disable_dynamic: bool) -> bool:

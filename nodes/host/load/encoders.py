@@ -28,7 +28,7 @@ from ..facts.model_facts import held_storages
 from ..lora.unmerged import keep_low_rank_unmerged
 from ..run.modules import ask_for_plain_products
 from .detection import dequantized_tensors, detect_model, stored_tensors
-from .devices import free_host_memory, require_held_by_device, streams_weights, why_no_fp8_on
+from .devices import free_host_memory, require_held_by_device, streams_weights, unheld_on
 from .files import check_quantized_shapes, embedding_folders, of_fitting_shapes, open_model
 from .first_use import check_at_first_text
 from .tensors import LoadedTensors, load_tensors
@@ -152,12 +152,12 @@ def _converted(checkpoint: Checkpoint, storage: str, disable_dynamic: bool) -> t
     in_16_bit = sum(2 * prod(weight.shape) for weight in checkpoint.weights.values())
     streamed = streams_weights(device, disable_dynamic)
     free = None if streamed else free_host_memory()
-    no_fp8 = why_no_fp8_on(device)
+    unheld = unheld_on(device)
     choice, decisions = plan_text_encoder(
-        layer_specs(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free, no_fp8
+        layer_specs(checkpoint), storage, file_dtype(checkpoint), default, in_16_bit, free, unheld
     )
     require_held_by_device((decision.storage for decision in decisions.values()), device)
-    planned = plan_encoder(checkpoint, choice, decisions, default, held_storages(), streamed, no_fp8)
+    planned = plan_encoder(checkpoint, choice, decisions, default, held_storages(), streamed, unheld)
     made = load_tensors(checkpoint, planned, read=not streamed)
     notes = [*planned.notes, *made.notes]
     for note in notes:

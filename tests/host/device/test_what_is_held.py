@@ -12,7 +12,7 @@ from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.errors import StorageNotHeld
 from halfsafe.precision.plan.choice import ATTACHMENT
 from safetensors.torch import load_file, save_file
-from support import families, tiny_models
+from support import families, metal_rules, tiny_models
 from support.families import load
 from support.measures import relative_error
 from support.probing import forget_probes
@@ -79,6 +79,29 @@ def test_a_file_of_fp8_is_unpacked_where_the_device_cannot_hold_it(comfy, wan, o
     assert bool(torch.isfinite(families.sample(model, "wan", steps=1)).all())
     choice = model.attachments[ATTACHMENT].storage
     assert (choice.used, choice.requested) == ("fp16", storage) and "torch 2.15" in choice.reason
+
+
+@pytest.fixture
+def newer_mac(on, monkeypatch):
+    """A Mac with torch 2.15, which holds e4m3 and no other fp8."""
+    monkeypatch.setattr("halfsafe.precision.devices.profiles.torch_version", lambda: (2, 15))
+    monkeypatch.setattr(metal_rules, "FP8", tuple(each for each in metal_rules.FP8 if each is not FP8))
+    return on("mps")
+
+
+@pytest.mark.parametrize(("dtype", "used"), [(FP8, "as_file"), (torch.float8_e5m2, "fp16")])
+def test_a_file_in_an_fp8_that_the_device_cannot_hold_is_unpacked_though_it_holds_another(comfy, wan, newer_mac, dtype, used):
+    path = wan.with_name("second_device_one_fp8.safetensors")
+    save_file({name: tensor.to(dtype) if tensor.dim() == 2 else tensor for name, tensor in load_file(str(wan)).items()}, str(path))
+    model = load(comfy, path, "as_file", "auto")
+    choice = record_of(model).storage
+    assert choice.used == used and ("cannot hold float8_e5m2 (TypeError: " in choice.reason) == (used == "fp16")
+    stored = {getattr(weight, "_qdata", weight).dtype for weight in model.model.diffusion_model.parameters()}
+    assert (dtype in stored) == (used == "as_file") and "float8" not in str(stored - {dtype})
+    if used == "fp16":
+        assert bool(torch.isfinite(families.sample(model, "wan", steps=1)).all())
+        with pytest.raises(StorageNotHeld, match="storage=fp8_e5m2: not on Apple M1, M2: It cannot hold float8_e5m2"):
+            load(comfy, wan, "fp8_e5m2", "auto")
 
 
 @pytest.mark.parametrize(("storage", "compute", "held", "bound"), [

@@ -557,3 +557,11 @@ def test_the_cost_of_fp16_safe_is_the_one_that_was_counted(name):
     models = json.loads((ROOT / "benchmarks" / "results" / "cost.json").read_text(encoding="utf-8"))["models"].values()
     found = [round(100 * (model["to_fp16"][card] - 1)) for model in models for card in CARDS_OF.get(name, ())]
     assert devices.profile_named(name).fp16_safe_cost == (f"{min(found)} to {max(found)} %" if found else "")
+
+
+def test_each_fp8_dtype_that_a_device_cannot_hold_is_asked_of_it(monkeypatch):
+    monkeypatch.setattr(devices, "why_not_held", lambda device, name: "no such dtype" if name in ("float8_e5m2", "float8_e8m0fnu") else "")
+    here = dataclasses.replace(devices.detect(profile="cpu"), simulated=False)
+    found = devices.unheld_storages(here)
+    assert set(found) == {"fp8_e5m2", "mxfp8"} and found["mxfp8"] == f"not on {here.label}: It cannot hold float8_e8m0fnu (no such dtype)."
+    assert devices.held_storage(here, "mxfp8")[0] in ("fp16", "bf16") and devices.held_storage(here, "nvfp4")[0] == "as_file"

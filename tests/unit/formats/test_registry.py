@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from halfsafe.precision.devices.detect import auto_storage, detect
 from halfsafe.precision.dtypes import COMPUTE_OPTIONS, FP8_NAMES, QUANTIZED_NAMES, STORAGE_OPTIONS
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE as ROWS
-from halfsafe.precision.formats.registry import FORMATS, row_of
+from halfsafe.precision.formats.registry import FORMATS, fp8_dtypes, row_of
 from halfsafe.precision.modes import FP8, INT8
 from halfsafe.precision.plan.compute import WEIGHTS_FOR, plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
@@ -41,7 +42,8 @@ def test_what_can_be_made_here_is_an_option_and_a_format():
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_scales_that_a_file_holds_as_bytes_are_tensors_of_the_format(row):
     assert row.byte_scale is None or row.byte_scale[0] in row.encoding.needs
-    assert row.needs_fp8 == ("float8" in str((row.encoding.dtypes, row.byte_scale)))
+    assert bool(fp8_dtypes(row.storage)) == ("float8" in str((row.encoding.dtypes, row.byte_scale)))
+    assert all(hasattr(torch, name) for name in fp8_dtypes(row.storage) if name != "float8_e8m0fnu")
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
@@ -49,7 +51,7 @@ def test_a_device_without_fp8_keeps_the_files_that_need_none(row):
     apple = detect(profile="mps_m1")  # holds e4m3 from torch 2.15
     device = replace(apple, capabilities={**apple.capabilities, "fp8_storage": False})
     storage, reason = auto_storage(device, 1 << 30, row.storage, None)
-    assert (storage == "as_file") == (not row.needs_fp8) and row.storage in reason
+    assert (storage == "as_file") == (not fp8_dtypes(row.storage)) and row.storage in reason
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)

@@ -183,7 +183,8 @@ def test_text_encoder_storage(storage, file_storage, free, expected):
     [("auto", "fp8_e5m2", 20e9, "fp16"), ("as_file", "fp8_e4m3fnuz", 20e9, "fp16"), ("as_file", "bf16", 20e9, "as_file"), ("auto", "bf16", 5e9, "int8")],
 )
 def test_text_encoder_storage_where_the_device_cannot_hold_fp8(storage, file_storage, free, expected):
-    choice, _ = plan.plan_text_encoder(LAYERS, storage, file_storage, "fp16", 10_000_000_000, int(free), "No fp8 here.")
+    unheld = dict.fromkeys(("fp8_e4m3fn", "fp8_e5m2", "fp8_e4m3fnuz"), "No fp8 here.")
+    choice, _ = plan.plan_text_encoder(LAYERS, storage, file_storage, "fp16", 10_000_000_000, int(free), unheld)
     assert choice.used == expected
     assert ("No fp8 here." in choice.reason) == (expected == "fp16")
 

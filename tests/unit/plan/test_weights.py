@@ -138,20 +138,21 @@ def test_what_the_device_cannot_hold_is_unpacked_with_a_note_in_the_part_that_go
     encoder_weights = {f"clip.{key}": replace(weight, name=f"clip.{key}") for key, weight in weights(torch.float8_e4m3fn).items()}
     weight, row = encoded(name)
     inside = replace(weight, name=f"model.{weight.name}")
-    load = replace(plan("as_file", "fp16_safe"), no_fp8="not on this device.")
+    unheld = {row.storage: "not on this device."}
+    load = replace(plan("as_file", "fp16_safe"), unheld=unheld)
     stored = {inside.name: inside, **encoder_weights}
-    planned, held = in_memory(stored, load, prefix="model."), in_memory(stored, replace(load, no_fp8=""), prefix="model.")
+    planned, held = in_memory(stored, load, prefix="model."), in_memory(stored, replace(load, unheld={}), prefix="model.")
     assert planned.plans[inside.name].stored == planned.dtype == "fp16"
     assert held.plans[inside.name].stored == row.storage and held.notes == ()
     assert all(planned.plans[key] == held.plans[key] for key in encoder_weights), "these go elsewhere"
     assert planned.notes == (f"1 weights in {row.storage} were loaded in fp16: not on this device.",)
     choice, decisions = Choice("as_file", "as_file"), plan_storage(LAYERS, "as_file", Rules())
-    encoder = plan_encoder(Checkpoint("file", (), {}, {weight.name: weight}, []), choice, decisions, "fp16", FORMAT_OF_STORAGE, no_fp8="not on this device.")
+    encoder = plan_encoder(Checkpoint("file", (), {}, {weight.name: weight}, []), choice, decisions, "fp16", FORMAT_OF_STORAGE, unheld=unheld)
     assert (encoder.plans[weight.name].stored, encoder.notes) == ("fp16", planned.notes)
 
 
 def test_what_is_asked_for_in_the_place_of_fp8_gets_no_note():
-    load = replace(plan("fp16", "fp16"), no_fp8="not on this device.")
+    load = replace(plan("fp16", "fp16"), unheld={"fp8_e4m3fn": "not on this device."})
     assert in_memory(weights(torch.float8_e4m3fn), load).notes == ()
 
 
