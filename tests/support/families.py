@@ -6,6 +6,7 @@ other load of the same model.
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 from collections.abc import Callable
@@ -218,6 +219,16 @@ def stock(path: Path, dtype: torch.dtype | None = None):
 
 def with_compute(comfy, model, compute: str, rules=None):
     return comfy.run("HalfsafeComputeDtype", model=model, compute=compute, rules=rules)[0]
+
+
+def unload_models() -> None:
+    """Take every model off its device."""
+    import comfy.model_management
+
+    # ComfyUI's free_memory (comfy/model_management.py, 0.30) leaves an entry that fails for every later model where a
+    # collection in its midst ends a patcher that it is about to unload.
+    gc.collect()
+    comfy.model_management.unload_all_models()
 
 
 def report(comfy, model) -> dict:

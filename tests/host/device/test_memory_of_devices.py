@@ -55,7 +55,7 @@ def test_an_unloaded_model_leaves_nothing_on_the_device(comfy, wan, on):
     left = []
     for _ in range(2):
         families.sample(model, "wan", steps=1)
-        model_management.unload_all_models()
+        families.unload_models()
         left.append(device.used(device.device()))
     assert left[0] == left[1] < MIB // 4
 

@@ -307,7 +307,7 @@ def test_the_model_is_freed_although_the_guard_ran(comfy, models_dir, compute):
     assert is_finite(families.sample(model, "wan", steps=1))
     core_model = weakref.ref(model.model)
     del model
-    core("comfy.model_management").unload_all_models()
+    families.unload_models()
     gc.collect()
     assert core_model() is None
 

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from comfy.controlnet import ControlNet
-from comfy.model_management import unload_all_models
 from comfy.ops import disable_weight_init
 from halfsafe.nodes.host.load.control_runs import controls_of, loaded_control
 from halfsafe.nodes.host.report import control_report
@@ -21,7 +20,7 @@ from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.errors import CheckpointError, MemoryShortage
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
-from support import control_files, tiny_models
+from support import control_files, families, tiny_models
 from support.control_files import KINDS, give
 from support.measures import relative_error, summed_alike
 from support.products import Products
@@ -253,7 +252,7 @@ def test_layers_of_the_model_beside_cast_while_the_control_net_calls_them(comfy,
 def test_results_are_the_same_after_unloading(comfy, control_file):
     control = load(comfy, control_file("sd15"), "int8", "auto")
     expected = give(control, "sd15")
-    unload_all_models()
+    families.unload_models()
     assert torch.equal(expected, give(control, "sd15"))
 
 
@@ -261,7 +260,7 @@ def test_a_dropped_control_net_is_freed(comfy, control_file):
     control = load(comfy, control_file("sd15"), "fp8_e4m3fn", "fp16_safe")
     give(control, "sd15")
     module, loaded = weakref.ref(control.control_model), weakref.ref(loaded_control(control))
-    unload_all_models()
+    families.unload_models()
     del control
     gc.collect()
     assert module() is None and loaded() is None

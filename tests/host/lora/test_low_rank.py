@@ -132,7 +132,7 @@ def test_loras_are_applied_together_and_each_clone_has_its_own(comfy, wan, call,
         assert relative_error(expected[0], reference) > 2 * floor, "each LoRA acts"
     assert torch.equal(families.replay(with_lora(model, lora, 0.0), call), plain)
     before = families.replay(ours[1], call)
-    model_management.unload_all_models()
+    families.unload_models()
     assert torch.equal(families.replay(ours[1], call), before)
     assert torch.equal(families.replay(model, call), plain)
     assert not any("forward" in module.__dict__ for module in model.model.diffusion_model.modules())
@@ -148,7 +148,7 @@ def test_the_factors_are_counted_and_go_with_the_model(comfy, wan, call, lora):
     assert factors in loaded and factors.loaded_size() == size
     assert sum(parameter.nbytes for parameter in factors.model.parameters()) == size
     assert model.clone().model_patches_models() == [factors], "clones share them"
-    model_management.unload_all_models()
+    families.unload_models()
     assert factors.loaded_size() == 0
     before = len(model_management.current_loaded_models)
     del model, factors, loaded

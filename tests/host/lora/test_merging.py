@@ -133,7 +133,7 @@ def test_they_are_merged_once_and_the_weights_come_back(comfy, wan, call, loras,
     for again in (ours, ours.clone()):
         assert torch.equal(families.replay(again, call), first)
     assert len(made) == 2 * len(LAYERS)
-    model_management.unload_all_models()
+    families.unload_models()
     assert torch.equal(families.replay(ours, call), first) and len(made) == 3 * len(LAYERS), "merged anew, as it was unloaded"
     stronger = with_loras(model, loras, 2.0)
     other = families.replay(stronger, call)
@@ -209,7 +209,7 @@ def test_weights_that_are_moved_in_and_out_are_not_rounded(comfy, wan, call, exa
     plain = families.replay(model, call)
     without = relative_error(families.replay(exact, call), plain)
     reference = families.replay(with_loras(exact, loras), call)
-    model_management.unload_all_models()  # what was loaded whole stays
+    families.unload_models()  # what was loaded whole stays
     partially_load = type(model).partially_load
     monkeypatch.setattr(type(model), "partially_load", lambda self, device, *_, **__: partially_load(self, device, 1))
     ours = with_loras(model, loras)

@@ -238,7 +238,7 @@ def test_nothing_is_left_on_the_model(comfy, model, path, monkeypatch, error, st
 
     tensors = lora({"blocks.0.ffn.2": tuple(model.model.diffusion_model.blocks[0].ffn[2].weight.shape)})
     model = load_lora_for_models(families.load(comfy, path, "as_file", "bf16"), None, tensors, 1.0, 0)[0]
-    management.unload_all_models()
+    families.unload_models()
     wrappers = {kind: dict(values) for kind, values in model.wrappers.items()}
     weights = {name: tensor.clone() for name, tensor in model.model.state_dict().items()}
     errors = {"interrupt": management.InterruptProcessingException(), "ValueError": ValueError("in the middle"), "none": None}

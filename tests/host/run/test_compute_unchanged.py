@@ -124,12 +124,10 @@ def test_core_s_own_dtype_node_before_and_after(comfy, overflowing, call, refere
 
 
 def test_unloaded_and_loaded_again(comfy, overflowing, call, reference):
-    import comfy.model_management as management
-
     planned = with_compute(comfy, stock(overflowing), "fp16_safe")
     for _ in range(2):
         assert relative_error(reference, families.replay(planned, call)) < 2e-3
-        management.unload_all_models()
+        families.unload_models()
     planned.partially_unload(torch.device("cpu"), 1 << 20)
     assert relative_error(reference, families.replay(planned, call)) < 2e-3
 
