@@ -8,7 +8,6 @@ that they move, beside those of eager code. The counted state is a clean model's
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 
@@ -89,11 +88,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="*", choices=LIMITS, help="only these")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args()
-    result = conditions(args) | run_compiled(args)
-    if args.save:
-        reporting.save(result)
-    print(json.dumps(result, indent=2) if args.json else as_text(result))
-    return reporting.exit_code(result)
+    return reporting.told(conditions(args) | run_compiled(args), args, as_text)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -386,11 +385,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="*", choices=LIMITS, help="only these")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     args = parser.parse_args()
-    result = conditions(args) | run_cost(args)
-    if args.save:
-        reporting.save(result)
-    print(json.dumps(result, indent=2) if args.json else as_text(result))
-    return reporting.exit_code(result)
+    return reporting.told(conditions(args) | run_cost(args), args, as_text)
 
 
 if __name__ == "__main__":

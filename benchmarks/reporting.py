@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from setup.environment import ROOT
@@ -34,3 +35,11 @@ def exit_code(result: dict) -> int:
 def save(result: dict) -> None:
     """Write a result to the file of its benchmark."""
     (FOLDER / f"{result['benchmark']}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def told(result: dict, options: argparse.Namespace, as_text: Callable[[dict], str]) -> int:
+    """Print a result as JSON or text, save it where that is asked for, and return the exit code."""
+    if options.save:
+        save(result)
+    print(json.dumps(result, indent=2) if options.json else as_text(result))
+    return exit_code(result)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import json
 import statistics
 import sys
 import warnings
@@ -307,10 +306,7 @@ def main() -> int:
     conditions = machine.conditions(Environment(Path(sys.executable), options.comfyui))
     found = run(options.names)
     result = {**conditions, "benchmark": "zoo", **found, "targets": {"problems": reporting.target(len(found["problems"]), 0)}}
-    if options.save:
-        reporting.save(result)
-    print(json.dumps(result, indent=2) if options.json else table(result))
-    return reporting.exit_code(result)
+    return reporting.told(result, options, table)
 
 
 if __name__ == "__main__":
