@@ -37,7 +37,7 @@ COMPARED = ("fp16_safe", "fp16, guarded", "fp16, fp16 sums", "bf16", "fp8", "int
 LORA_RANK = 16
 LOADS = (
     ("as_file", "--core", "--dynamic"), ("as_file", "--dynamic"), ("fp8_e4m3fn", "--core", "--dynamic"), ("fp8_e4m3fn", "--dynamic"),
-    ("int8", "--dynamic"), ("fp8_e4m3fn", "--core"), ("fp8_e4m3fn",),
+    ("int8", "--dynamic"), ("fp8_e4m3fn", "--core"), ("fp8_e4m3fn",), ("fp8_e4m3fn", "--on-cpu"), ("int8",), ("int8", "--on-cpu"),
 )  # fmt: skip
 LOAD_SECONDS = 90
 SLOWEST = "fp32"
@@ -150,8 +150,8 @@ def _parts(comfy, path: Path, args: argparse.Namespace) -> Iterator[dict]:
 
 
 def load_rows(args: argparse.Namespace, path: Path) -> Iterator[dict]:
-    """Loading and the first call, each in a process of its own, with ComfyUI's loader and ours, with and without dynamic VRAM."""
-    for how in ((*load, *dynamic) for dynamic in ((), ("--dynamic",)) for load in LOADS):
+    """Loading and the first call, each in a process of its own: ComfyUI's loader and ours, dynamic VRAM or none, quantized there or on the CPU."""
+    for how in LOADS:
         command = [sys.executable, "-m", "benchmarks.gpu_load", "--comfyui", str(args.comfyui), *(["--dry-run"] if args.dry_run else []), str(path), *how]
         ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LOAD_SECONDS * (6 if args.dry_run else 1))
         found = json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else {"problem": ran.stderr[-500:]}

@@ -1,4 +1,4 @@
-"""Loading a model and its first call, in a process of its own: `python -m benchmarks.gpu_load --comfyui DIR FILE STORAGE [--dynamic] [--core]`.
+"""Loading a model and its first call, in a process of its own: `python -m benchmarks.gpu_load --comfyui DIR FILE STORAGE [--dynamic] [--core | --on-cpu]`.
 
 Prints JSON: seconds until the model is there and until the first call has ended, and the host's anonymous memory meanwhile.
 """
@@ -6,6 +6,7 @@ Prints JSON: seconds until the model is there and until the first call has ended
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -22,6 +23,7 @@ def main() -> int:
     parser.add_argument("--comfyui", type=Path, required=True)
     parser.add_argument("--dynamic", action="store_true", help="with ComfyUI's dynamic VRAM")
     parser.add_argument("--core", action="store_true", help="with ComfyUI's own loader")
+    parser.add_argument("--on-cpu", action="store_true", help="with weights quantized on the CPU")
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()
     from .host import load_comfy
@@ -51,9 +53,12 @@ def _core(args: argparse.Namespace):
 
 
 def _ours(args: argparse.Namespace):
+    from halfsafe.nodes.host.load import tensors
     from halfsafe.nodes.host.load.models import load_diffusion_model
     from halfsafe.precision.plan.rules import Rules
 
+    if args.on_cpu:
+        tensors.quantizing_device = contextlib.nullcontext
     return load_diffusion_model(str(args.file), args.storage, "auto", Rules(), disable_dynamic=not args.dynamic)
 
 

@@ -113,11 +113,15 @@ class Codes:
         return self.pack(self.nearest(turned, params)[0], params)
 
     def encode_parts(
-        self, parts: Iterable[tuple[slice, torch.Tensor]], shape: Sequence[int], whole: Mapping[str, torch.Tensor]
+        self,
+        parts: Iterable[tuple[slice, torch.Tensor]],
+        shape: Sequence[int],
+        whole: Mapping[str, torch.Tensor],
+        device: torch.device | None = None,
     ) -> Params:
-        """Round a weight that comes as slices and the rows in them."""
-        data = (shape[0], self.data_columns(shape[1])), self.dtype
-        made = {leaf: empty(*of) for leaf, of in {"weight": data, **self.shapes(*shape)}.items() if leaf not in whole}
+        """Round a weight that comes as slices and the rows in them; the result is on ``device``."""
+        of = {"weight": ((shape[0], self.data_columns(shape[1])), self.dtype), **self.shapes(*shape)}
+        made = {leaf: empty(*kind, device) for leaf, kind in of.items() if leaf not in whole}
         for part, rows in parts:
             found = self.encode(rows, whole)
             for leaf, tensor in made.items():

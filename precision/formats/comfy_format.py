@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..amax import host_amax
+from ..amax import amax_value, host_amax
 from ..dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
 from ..errors import NonFiniteWeight
 from ..files.safetensors_header import TensorSpec
@@ -101,7 +101,7 @@ def finite_bound(weight: StoredWeight, path) -> float:
     if weight.coded is not None:
         largest = weight.coded.bound()
     elif weight.is_number:
-        largest = host_amax(weight.data)
+        largest = host_amax(weight.data) if weight.data.device.type == "cpu" else amax_value(weight.data)
     else:
         largest = 0.0 if weight.scale is None else float(torch.iinfo(weight.data.dtype).max + 1)
     if not math.isfinite(largest):
@@ -219,7 +219,8 @@ def _encoded(weight: StoredWeight, storage: str, path) -> dict[str, torch.Tensor
     if weight.plain and codes.streams:
         made = codes.encode(weight.data, whole)
     else:
-        made = codes.encode_parts(weight.parts(), weight.shape, whole)
+        where = weight.data.device if weight.plain else None
+        made = codes.encode_parts(weight.parts(), weight.shape, whole, where)
     if not all(torch.isfinite(made[leaf].float()).all() for leaf in codes.shapes(*weight.shape)):
         raise _damaged(weight, path, "exceeds the range of fp32 once rotated")
     return made
@@ -228,9 +229,11 @@ def _encoded(weight: StoredWeight, storage: str, path) -> dict[str, torch.Tensor
 def _seen(weight: StoredWeight, at: torch.Tensor | None) -> torch.Tensor:
     """Return rows of a weight by their numbers, all of them for None, in fp32."""
     at = torch.arange(weight.shape[0]) if at is None else at
-    if not at.numel() or weight.plain:
+    if not at.numel():
         # torch 2.8 cannot index fp8 on a CPU ("index_cpu" not implemented for 'Float8_e4m3fn').
-        return weight.data.index_select(0, at).float() if at.numel() else torch.empty(0, weight.shape[1])
+        return torch.empty(0, weight.shape[1])
+    if weight.plain:
+        return weight.data.index_select(0, at.to(weight.data.device)).float()
     inside = ((at[(at >= rows.start) & (at < rows.stop)] - rows.start, values) for rows, values in weight.parts())
     return torch.cat([values[here] for here, values in inside])
 

@@ -1,6 +1,7 @@
 """Models in ComfyUI's own quantization format: made weight by weight, into memory or into a file."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -11,6 +12,9 @@ from .comfy_format import WeightPlan, finite_bound, tensors_of
 
 Rounding = Callable[[StoredWeight, WeightPlan, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 """Return a weight's tensors, given them rounded to nearest, with codes that are chosen otherwise."""
+Made = tuple[str, StoredWeight, dict[str, torch.Tensor]]
+"""A weight's name in the file, it, and its tensors as they are planned."""
+Making = Callable[[Iterable[tuple[str, StoredWeight]], Mapping[str, WeightPlan], Any, bool], Iterator[Made]]
 MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
 WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")
 
@@ -33,8 +37,9 @@ def planned_tensors(
     done: Callable[[str, int], None],
     rounding: Rounding | None = None,
     read: bool = True,
+    making: Making | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Make weights in ComfyUI's format as they are planned, one at a time, and yield their tensors by name.
+    """Make weights in ComfyUI's format as they are planned, one after another, and yield their tensors by name.
     Data that do not change stay views of the file; every weight is checked for NaN and Inf.
 
     Args:
@@ -42,14 +47,22 @@ def planned_tensors(
         done: called with the name of each weight that is written, and the bytes it had.
         rounding: chooses codes; nearest without it.
         read: False to leave weights whose data stay as they are unread, and unchecked.
+        making: makes them as :func:`made_here` does, maybe elsewhere.
 
     Raises:
         NonFiniteWeight: a weight holds NaN or Inf.
     """
-    for name, weight in weights.items():
-        tensors = tensors_of(weight, plans[name].storage, path, read)
+    for name, weight, tensors in (making or made_here)(weights.items(), plans, path, read):
         yield from (rounding(weight, plans[name], tensors) if rounding else tensors).items()
         done(name, weight.file_bytes)
+
+
+def made_here(
+    weights: Iterable[tuple[str, StoredWeight]], plans: Mapping[str, WeightPlan], path, read: bool
+) -> Iterator[Made]:
+    """Make weights where they are, in their order; arguments and errors as of :func:`planned_tensors`."""
+    for name, weight in weights:
+        yield name, weight, tensors_of(weight, plans[name].storage, path, read)
 
 
 def model_prefix(checkpoint: Checkpoint) -> str:

@@ -4,9 +4,10 @@ A weight's rows are cut into groups of ``G`` inputs and each group is multiplied
 matrix, which spreads an outlier over its group (ConvRot, arXiv 2512.03673). Inputs are rotated the same way before a
 matmul, so ``(x R)(W R)^T = x W^T``. Everything is computed in fp32 and equals comfy-kitchen's eager
 ``quantize_int8_convrot_weight`` of an fp32 weight bit for bit, where the matmul library sums the rows of both in one
-order: under ``MKL_CBWR=COMPATIBLE`` 6 of 4,608 scales differ, by their last bit. For a bf16 or fp16 weight
-comfy-kitchen rotates and divides in that dtype, which rounds once more: its codes differ from these by one step here
-and there.
+order: under ``MKL_CBWR=COMPATIBLE`` 6 of 4,608 scales differ, by their last bit. A GPU adds in an order of its own: its
+scales can differ in their last bits from a CPU's, and its codes by one step where they nearly tie. For a bf16 or fp16
+weight comfy-kitchen rotates and divides in that dtype, which rounds once more: its codes differ from these by one step
+here and there.
 """
 
 from functools import cache

@@ -26,6 +26,11 @@ def scratch(count: int, size: int, dtype: torch.dtype, device: torch.device) -> 
     return _held.tensors
 
 
+def forget_scratch() -> None:
+    """Free what :func:`scratch` holds for this thread."""
+    _held.__dict__.clear()
+
+
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
     """Make an uninitialized tensor, in host memory of huge pages where the kernel gives them on request.
 

@@ -45,8 +45,9 @@ def choose_codebook(turned: torch.Tensor) -> torch.Tensor:
 def _sample(values: torch.Tensor, count: int) -> torch.Tensor:
     if values.numel() <= count:
         return values
-    generator = torch.Generator(device=values.device).manual_seed(0)
-    return values[torch.randint(0, values.numel(), (count,), device=values.device, generator=generator)]
+    # Drawn on the CPU: a generator of another device gives other numbers, and so another codebook.
+    drawn = torch.randint(0, values.numel(), (count,), generator=torch.Generator().manual_seed(0))
+    return values[drawn.to(values.device)]
 
 
 def _fitted(sample: torch.Tensor) -> torch.Tensor:

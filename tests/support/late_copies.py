@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 REUSED = "host memory {} was written before its copy to the device took effect"
+FREED = "memory of stream {} was given back while stream {} may still use it, which was neither waited for nor recorded"
 UNORDERED = "{} uses memory on stream {} that stream {} has not finished with"
 POISON = 0x7B
 
@@ -39,11 +41,24 @@ class Stream:
         return {**self.known, self: self.ticks}
 
 
+class Memory:
+    """A tensor whose memory lives as long as others hold it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.key, self._storage = _key(tensor), StorageWeakRef(tensor.untyped_storage())
+        self._dtype, self._layout = tensor.dtype, (tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def __call__(self) -> torch.Tensor | None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return None if storage is None else torch.empty(0, dtype=self._dtype).set_(storage, *self._layout)
+
+
 @dataclass(eq=False)
 class Copy:
-    """One copy that was asked for. ``seen``: the source's bytes at that moment."""
+    """One copy that was asked for. ``into``: gives where; None where a device's memory was given back. ``seen``: the source's bytes at that
+    moment."""
 
-    into: torch.Tensor
+    into: Memory | Callable[[], torch.Tensor]
     source: torch.Tensor
     seen: torch.Tensor
     stream: Stream
@@ -54,16 +69,22 @@ class Copy:
     def make(self) -> None:
         if not self.is_made:
             self.is_made = True
-            self.into.copy_(self.source if self.from_host else self.seen)
+            into = self.into()
+            if into is not None:
+                into.copy_(self.source if self.from_host else self.seen)
 
 
 @dataclass
 class Uses:
-    """Who used a memory last: the queue that wrote it, and how far each had come that read it."""
+    """Who used a memory last: the queue that wrote it, and how far each had come that read it. ``owner``: the queue it was given to, by
+    which torch gives it away again; ``recorded``: those that it waits for before that."""
 
     memory: StorageWeakRef
+    owner: Stream
     written: tuple[Stream, int] | None = None
     read: dict[Stream, int] = field(default_factory=dict)
+    recorded: set[Stream] = field(default_factory=set)
+    others: dict[Stream, int] = field(default_factory=dict)
 
 
 class LateCopies:
@@ -71,7 +92,9 @@ class LateCopies:
 
     def __init__(self):
         self.under_way: list[Copy] = []
+        self.of_pageable = 0
         self._uses: dict[int, Uses] = {}
+        self._shared: dict[int, Uses] = {}
         self._numbers = itertools.count(1)
         self._first: dict[torch.device, Stream] = {}
         self._streams: list[Stream] = []
@@ -99,17 +122,28 @@ class LateCopies:
         self._thread.streams = {**getattr(self._thread, "streams", {}), stream.device: stream}
         return before
 
-    def copy(self, device: torch.device, into: torch.Tensor, source: torch.Tensor, to_device: bool, from_device: bool) -> None:
+    def allocated(self, device: torch.device, memory: torch.Tensor) -> None:
+        """The queue that asks for new memory owns it."""
+        with self._lock:
+            self._uses_of(memory, self.current(device))
+
+    def record(self, memory: torch.Tensor, stream: Stream) -> None:
+        with self._lock:
+            self._uses_of(memory, stream).recorded.add(stream)
+
+    def copy(self, device: torch.device, into: torch.Tensor, source: torch.Tensor, to_device: bool, from_device: bool) -> Copy | None:
         """Ask a device for a copy; between two tensors of devices it is made at once, as everything else of a queue."""
         with self._lock, torch._C._DisableTorchDispatch():
             stream = self.current(device)
             self._use("copy", stream, [source] if from_device else [], [into] if to_device else [])
             if to_device and from_device:
                 into.copy_(source)
-                return
-            self.under_way.append(Copy(into, source, source.clone(), stream, stream.ticks, to_device))
+                return None
+            target = Memory(into) if to_device else lambda: into
+            self.under_way.append(Copy(target, source, source.clone(), stream, stream.ticks, to_device))
             if not to_device:
                 into.untyped_storage().fill_(POISON) if into.is_contiguous() else into.zero_()
+            return self.under_way[-1]
 
     def used(self, device: torch.device, func, memories: list[torch.Tensor], args: tuple) -> None:
         """An operation is about to read or write memories of a device."""
@@ -126,18 +160,39 @@ class LateCopies:
             for copy in done:
                 _end(copy)
 
-    def finish_one(self, into: torch.Tensor) -> None:
+    def finish_one(self, copy: Copy) -> None:
         """A copy that waits: it has taken effect when the host goes on."""
         with self._lock, torch._C._DisableTorchDispatch():
-            for copy in [copy for copy in self.under_way if copy.into is into]:
+            if copy in self.under_way:
                 self.under_way.remove(copy)
-                _end(copy)
+            _end(copy)
+
+    def check_freed(self) -> None:
+        """Raise for memory that was given back while a queue that does not own it may still use it."""
+        for key, uses in [(key, uses) for key, uses in self._shared.items() if uses.memory.expired()]:
+            del self._shared[key]
+            for stream, tick in uses.others.items():
+                if stream not in uses.recorded and self._behind(uses.owner, stream, tick):
+                    raise RuntimeError(FREED.format(uses.owner.number, stream.number))
+
+    def _behind(self, stream: Stream, other: Stream, tick: int) -> bool:
+        """Whether neither a queue nor the host has waited for a moment of another."""
+        return max(stream.known.get(other, 0), self._host.get(other, 0)) < tick
+
+    def _uses_of(self, memory: torch.Tensor, stream: Stream) -> Uses:
+        key = _key(memory)
+        uses = self._uses.get(key)
+        if uses is None or uses.memory.expired():
+            self.check_freed()
+            uses = self._uses[key] = Uses(StorageWeakRef(memory.untyped_storage()), stream)
+        return uses
 
     def _use(self, name: str, stream: Stream, read: list[torch.Tensor], written: list[torch.Tensor]) -> None:
+        self.check_freed()
         stream.ticks += 1
         touched = {_key(memory) for memory in (*read, *written)}
         for copy in self.under_way:
-            if copy.from_host and _key(copy.into) in touched:
+            if copy.from_host and copy.into.key in touched:
                 copy.make()
         for memory in read:
             self._order(name, stream, memory, writes=False)
@@ -145,15 +200,14 @@ class LateCopies:
             self._order(name, stream, memory, writes=True)
 
     def _order(self, name: str, stream: Stream, memory: torch.Tensor, writes: bool) -> None:
-        key = _key(memory)
-        uses = self._uses.get(key)
-        if uses is None or uses.memory.expired():
-            uses = self._uses[key] = Uses(StorageWeakRef(memory.untyped_storage()))
+        uses = self._uses_of(memory, stream)
+        if uses.owner is not stream and uses.owner.device == stream.device:
+            uses.others[stream], self._shared[_key(memory)] = stream.ticks, uses
         earlier = [uses.written] if uses.written else []
         if writes:
             earlier += list(uses.read.items())
         for other, tick in earlier:
-            if other is not stream and other.device == stream.device and max(stream.known.get(other, 0), self._host.get(other, 0)) < tick:
+            if other is not stream and other.device == stream.device and self._behind(stream, other, tick):
                 raise RuntimeError(UNORDERED.format(name, stream.number, other.number))
         if writes:
             uses.written, uses.read = (stream, stream.ticks), {}

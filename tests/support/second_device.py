@@ -43,8 +43,8 @@ aten = torch.ops.aten
 CPU = torch.device("cpu")
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 EXPLICIT = torch._C.DispatchKey.CompositeExplicitAutograd
-WHOLE = {aten.scaled_dot_product_attention.default}
-"""Computed in one: in parts, torch asks which of its kernels the device has."""
+WHOLE = {aten.scaled_dot_product_attention.default, aten.quantile.default}
+"""Computed in one: in parts, torch asks which of its kernels the device has, or turns a tensor in place."""
 ANY_DEVICES = {
     aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default,
     aten.index_put.default, aten._has_compatible_shallow_copy_type.default,
@@ -82,6 +82,7 @@ class SecondDevice:
         self.reads = 0
         self.operations: dict[str, int] = {}
         self._held: dict[int, tuple[StorageWeakRef, torch.device, int]] = {}
+        self._pinned: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __enter__(self) -> SecondDevice:
         run = threading.Thread.run
@@ -100,6 +101,8 @@ class SecondDevice:
         self._undo.enter_context(mock.patch.object(torch.Tensor, "as_subclass", as_subclass(torch.Tensor.as_subclass)))
         self._undo.enter_context(mock.patch.object(torch.Tensor, "set_", self._set(torch.Tensor.set_)))
         self._undo.enter_context(mock.patch.object(torch.Tensor, "_make_wrapper_subclass", self._wrapper(torch.Tensor._make_wrapper_subclass)))
+        self._undo.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: self.copies.record(tensor.raw, stream.queue)))
+        self._undo.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda tensor, *of: self.is_pinned(tensor)))
         for name in ("untyped_storage", "data_ptr"):
             self._undo.enter_context(mock.patch.object(torch.Tensor, name, of_raw(getattr(torch.Tensor, name))))
         self._undo.enter_context(mock.patch.object(_python_dispatch, "_disable_current_modes", self._other_modes_off(_python_dispatch._disable_current_modes)))
@@ -162,9 +165,27 @@ class SecondDevice:
         self._held = {key: entry for key, entry in self._held.items() if not entry[0].expired()}
         return sum(size for _, where, size in self._held.values() if where.index == (device.index or 0))
 
+    def pin(self, memory: torch.Tensor) -> torch.Tensor:
+        storage = memory.untyped_storage()
+        self._pinned[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        return memory
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        entry = None if is_held(tensor) else self._pinned.get(tensor.untyped_storage()._cdata)
+        return entry is not None and not entry[0].expired()
+
+    def pinned(self) -> int:
+        """Bytes of pinned memory, with what torch keeps of it for the next who asks."""
+        return sum(size for _, size in self._pinned.values())
+
+    def empty_pinned(self) -> None:
+        """As ``torch._C._host_emptyCache``."""
+        self._pinned = {key: entry for key, entry in self._pinned.items() if not entry[0].expired()}
+
     def hold(self, raw: torch.Tensor, device: torch.device) -> torch.Tensor:
         storage = raw.untyped_storage()
         device = torch.device(INSIDE, device.index or 0)
+        self.copies.allocated(self.outside(device), raw)
         self._held[storage._cdata] = (StorageWeakRef(storage), device, storage.nbytes())
         return hold(raw, device)
 
@@ -217,13 +238,16 @@ class SecondDevice:
         into = args[0] if func is aten.copy_.default else None
         source = args[1] if into is not None else args[0]
         waits = not (kwargs.get("non_blocking") or (into is not None and len(args) > 2 and args[2]))
-        where = into.device if into is not None else target
+        where = into.device if into is not None else self.outside(target)
+        host = into if where == CPU and into is not None else source
+        if not waits and not is_held(host) and not self.is_pinned(host):
+            self.copies.of_pageable += 1
         memory = raw_of(into) if into is not None else self._room(source, kwargs)
-        self.copies.copy(where if where != CPU else source.device, memory, raw_of(source), where != CPU, is_held(source))
+        copy = self.copies.copy(where if where != CPU else source.device, memory, raw_of(source), where != CPU, is_held(source))
         if where == CPU and waits:
             self.read(source.device)
-        elif waits:
-            self.copies.finish_one(memory)
+        elif waits and copy:
+            self.copies.finish_one(copy)
         return into if into is not None else self.hold(memory, target) if target != CPU else memory
 
     def _room(self, source: torch.Tensor, kwargs: dict) -> torch.Tensor:
@@ -245,6 +269,8 @@ class Mode(TorchDispatchMode):
         if not all(map(is_plain, types)):
             return NotImplemented
         args, kwargs = self.of.inside(args, kwargs)
+        if kwargs.pop("pin_memory", None):
+            return self.of.pin(func(*args, **kwargs))
         if not any(_concerns(leaf) for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         with self:

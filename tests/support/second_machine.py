@@ -46,7 +46,7 @@ def _of_torch(device: SecondDevice, count: int) -> list[tuple[object, str, objec
     if not hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
         pytest.skip("torch 2.8 asks the driver before it works on a device that is not there")
     torch._C._ensureCUDADeviceGuardSet()
-    version = [(torch.version, "cuda", "12.8" if kind == "cuda" else None), (torch.cuda, "_lazy_init", lambda: None)]
+    version = [(torch.version, "cuda", "12.8" if kind == "cuda" else None), (torch.cuda, "_lazy_init", lambda: None), (torch._C, "_host_emptyCache", device.empty_pinned)]
     if kind in ("cuda", "xpu"):
         module = getattr(torch, kind)
         return version + [(module, name, value) for name, value in _Runtime(device, count).names().items() if hasattr(module, name)]
@@ -106,7 +106,7 @@ class _Runtime:
 
     def names(self) -> dict[str, object]:
         own = {name: getattr(self, name) for name in dir(type(self)) if not name.startswith("_") and name != "names"}
-        return {**own, "_lazy_init": lambda: None, "Stream": self._stream, "stream": self._streaming, "device": self._with_device}
+        return {**own, "_lazy_init": lambda: None, "Stream": self._stream, "stream": self._streaming, "Event": self._event, "device": self._with_device}
 
     def is_available(self) -> bool:
         return True
@@ -168,6 +168,9 @@ class _Runtime:
         where = torch.device(self.device.kind, self._index(device))
         return _Stream(self.device, self.device.copies.new_stream(where))
 
+    def _event(self, **options) -> _Event:
+        return _Event(self.device)
+
     @contextlib.contextmanager
     def _streaming(self, stream: _Stream) -> Iterator[None]:
         before = self.device.copies.use(stream.queue)
@@ -201,6 +204,14 @@ class _Stream:
     def wait_stream(self, other: _Stream) -> None:
         self.queue.wait(other.queue.now())
 
+    def wait_event(self, event: _Event) -> None:
+        self.queue.wait(event.moment)
+
+    def record_event(self) -> _Event:
+        event = _Event(self._device)
+        event.record(self)
+        return event
+
     def synchronize(self) -> None:
         self._device.copies.finish(self.queue.now())
 
@@ -209,3 +220,17 @@ class _Stream:
 
     def __hash__(self) -> int:
         return hash(self.queue)
+
+
+class _Event:
+    """torch's event: a moment of a queue, the start of all before it is recorded."""
+
+    def __init__(self, device: SecondDevice):
+        self._device = device
+        self.moment: dict[Stream, int] = {}
+
+    def record(self, stream: _Stream) -> None:
+        self.moment = stream.queue.now()
+
+    def synchronize(self) -> None:
+        self._device.copies.finish(self.moment)

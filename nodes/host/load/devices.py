@@ -1,6 +1,7 @@
 """The device ComfyUI computes on, as the precision core sees it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import comfy.memory_management
 import comfy.model_management
@@ -8,7 +9,8 @@ import comfy.quant_ops
 import torch
 
 from ....precision.devices import memory
-from ....precision.devices.detect import Device, detect, unheld_storages
+from ....precision.devices.detect import Device, detect, requested_profile, unheld_storages
+from ....precision.devices.on_device import OnDevice
 from ....precision.errors import StorageNotHeld
 
 
@@ -80,6 +82,23 @@ def free_device_memory() -> int | None:
     if device.type in ("cpu", "mps", "privateuseone"):
         return None
     return int(comfy.model_management.get_free_memory(device))
+
+
+@contextmanager
+def quantizing_device() -> Iterator[OnDevice | None]:
+    """Give what makes quantized weights on the compute device; None where the CPU does: without CUDA or ROCm, whose
+    pinned copies and streams it takes, and for a simulated device."""
+    device, free = compute_device(), free_device_memory()
+    if device.type != "cuda" or free is None or requested_profile():
+        yield None
+        return
+    maker = OnDevice(device, free)
+    try:
+        with maker:
+            yield maker
+    finally:
+        if maker.used:
+            comfy.model_management.soft_empty_cache()  # torch keeps the device's memory for the next who asks
 
 
 def free_host_memory() -> int:

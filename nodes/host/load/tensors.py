@@ -12,7 +12,7 @@ from ....precision.formats.comfy_format import stays
 from ....precision.formats.comfy_state import planned_tensors
 from ....precision.plan.memory import MemoryPlan
 from ....precision.text import duration_text, size_text
-from .devices import free_host_memory
+from .devices import free_host_memory, quantizing_device
 from .progress import byte_progress
 
 WORTH_TELLING = 2.0
@@ -47,9 +47,12 @@ def load_tensors(checkpoint: Checkpoint, planned: MemoryPlan, read: bool = True)
     weights = checkpoint.weights
     slices = {name for name, weight in weights.items() if stays(weight, planned.plans[name].storage)}
     work = _Work(byte_progress(weights.values()), slices)
-    tensors = dict(planned_tensors(weights, planned.plans, checkpoint.path, work.done, read=read))
+    with quantizing_device() as device:
+        making = device.weights if device else None
+        tensors = dict(planned_tensors(weights, planned.plans, checkpoint.path, work.done, read=read, making=making))
     made = sum(planned.plans[name].bytes for name in weights if name not in slices)
-    return LoadedTensors(tensors, [] if read else [weights[name] for name in slices], work.notes(made))
+    notes = work.notes(made, device.made if device else 0)
+    return LoadedTensors(tensors, [] if read else [weights[name] for name in slices], notes)
 
 
 class _Work:
@@ -66,7 +69,10 @@ class _Work:
         self._progress(size)
         self._last = perf_counter()
 
-    def notes(self, made: int) -> list[str]:
+    def notes(self, made: int, on_device: int) -> list[str]:
         if self._seconds < WORTH_TELLING:
             return []
-        return [f"Making {size_text(made)} of weights took {duration_text(self._seconds)}. {SAVED}"]
+        if not on_device:
+            return [f"Making {size_text(made)} of weights took {duration_text(self._seconds)}. {SAVED}"]
+        there = f"{size_text(on_device)} of them on the GPU"
+        return [f"Making {size_text(made)} of weights took {duration_text(self._seconds)}, {there}. {SAVED}"]
