@@ -20,7 +20,7 @@ class PinnedCopies:
     def __init__(self, device: torch.device):
         self._device = device
         self._uploads = torch.cuda.Stream(device)
-        self._buffers = [torch.empty(PART, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._buffers = torch.empty(2 * PART, dtype=torch.uint8, pin_memory=True).split(PART)
         self._copied = [torch.cuda.Event() for _ in self._buffers]
         self._turn = 0
 
@@ -28,7 +28,7 @@ class PinnedCopies:
         """Give the buffers back to the system."""
         for copied in self._copied:
             copied.synchronize()
-        self._buffers.clear()
+        self._buffers = ()
         torch._C._host_emptyCache()  # torch keeps pinned memory for the next who asks
 
     def upload(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:

@@ -142,7 +142,7 @@ class LateCopies:
             target = Memory(into) if to_device else lambda: into
             self.under_way.append(Copy(target, source, source.clone(), stream, stream.ticks, to_device))
             if not to_device:
-                into.untyped_storage().fill_(POISON) if into.is_contiguous() else into.zero_()
+                into.view(-1).view(torch.uint8).fill_(POISON) if into.is_contiguous() else into.zero_()
             return self.under_way[-1]
 
     def used(self, device: torch.device, func, memories: list[torch.Tensor], args: tuple) -> None:
