@@ -6,7 +6,7 @@ import torch
 
 PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}
 """The classes whose tensors do what torch's do: torch's own, and those that are followed for the length of a call
-(``arithmetic/followed.py``)."""
+(``arithmetic/bounds/followed.py``)."""
 
 
 def leaves(values, name: str = "") -> Iterator[tuple[str, object]]:

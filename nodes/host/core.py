@@ -76,6 +76,11 @@ def bias_functions(layer: Layer) -> list[Callable]:
     return layer.bias_function
 
 
+def is_bias_patched(layer: Layer) -> bool:
+    """Tell whether ComfyUI changes a layer's bias at each call, with dynamic VRAM too."""
+    return bool(layer.bias_function or getattr(layer, "bias_lowvram_function", None))
+
+
 def with_weight_function(layer: Layer, function: Callable) -> Patch:
     """Return what makes ComfyUI run one more function on a layer's weight at each call, after the others."""
     return layer, "weight_function", [*layer.weight_function, function]

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import torch
 
 from ..amax import amax
-from .attention_bounds import AttentionBound, AttentionCall, AttentionRange, ScoreBound
+from .bounds.attention_bounds import AttentionBound, AttentionCall, AttentionRange, ScoreBound
+from .bounds.followed import unfollow
+from .bounds.known_values import counted
 from .calibration import Calibration
-from .followed import unfollow
-from .known_values import counted
 
 AS_IS, SMOOTH, FP32 = "unchanged", "smooth-K", "fp32"
 MODES = (AS_IS, SMOOTH, FP32)

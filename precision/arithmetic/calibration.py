@@ -2,7 +2,7 @@
 
 The first call calibrates: it fixes how each operand is scaled. Later calls only record. When a record leaves the range
 that a proof holds for, the call is repeated with calibration. So a clean call costs one reduction per operation whose
-operand is not known to fit (``known_values``) and one small synchronisation, and no value that overflows is ever used.
+operand is not known to fit (``bounds``) and one small synchronisation, and no value that overflows is ever used.
 """
 
 from collections import Counter
@@ -13,9 +13,9 @@ import torch
 
 from ..oom import is_oom
 from .amax_buffer import AmaxBuffer
+from .bounds.known_values import MeasuredOnce
+from .bounds.modulation import Modulation, SmallTensors
 from .compiling import compile_disabled
-from .known_values import MeasuredOnce
-from .modulation import Modulation, SmallTensors
 from .operand_scale import OperandScale
 from .operand_sharing import SharedOperands
 from .proofs import Proof
@@ -161,7 +161,7 @@ class Calibration:
             self._small[device] = SmallTensors(modulations, buffer.records[first:])
 
     def _watched(self) -> list[Proof]:
-        return [*self.proofs.values(), *self._once, *self._results, *self._modulations]
+        return [*self.proofs.values(), *self._once, *self._results, *self.values.rotations, *self._modulations]
 
     def _has_missed(self) -> bool:
         return any(proof.recorder.missed for proof in self._watched())

@@ -21,18 +21,21 @@ import torch.nn.functional as F
 from ..amax import amax
 from ..dtypes import FP16_MAX
 from ..modes import FP16, FP16_SCALED, FP16_WIDE, FP32
+from .bounds.followed import as_plain, follow, is_followed
+from .bounds.known_values import Tag, counted, counting_writes, tag_at
+from .bounds.value_bounds import ValueBound, after_conv, after_linear, plus
 from .calibration import Calibration
 from .flags import fp32_accumulation
-from .followed import as_plain, follow, is_followed
-from .known_values import Tag, counted, counting_writes, tag_at
 from .operand_scale import OperandScale
 from .result_bound import RESULT_MARGIN
-from .value_bounds import ValueBound, after_linear, plus
 from .wide_product import HAS_WIDE_PRODUCT, wide_product
 
 WeightProvider = Callable[..., AbstractContextManager]
-"""Called with a module, its input, the weight's dtype and, where it is not fp32, the bias's."""
+"""Called with a module, its input, the weight's dtype and, where it is not fp32, the bias's: None for fp32 or, where
+that takes a cast, what it is held in."""
 SMALLEST_WEIGHT = 2.0**-12
+WINOGRAD = 4.0
+"""How much larger than its operand the numbers are that a convolution by F(2x2, 3x3) keeps in fp16."""
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
@@ -154,21 +157,28 @@ class SafeOperation:
         if self.scale.in_fp32:
             return self._changed(input, self._fp32(input, *args, **kwargs))
         operand = self.calibration.operands.operand(self.scale, input)
-        noted = not torch.compiler.is_compiling() and self.tag is not None and self.tag.used
+        noted = self._is_relied_on()
         known = noted and self.calibration.values.covers(self.scale, input)
-        bound = self._bound(known) if noted else None
-        result = self._product_of(operand, bound is not None, *args, **kwargs)
+        result = self._product_of(operand, noted, *args, **kwargs)
         result = self._changed(input, result, operand)
         if not torch.compiler.is_compiling():
             self.scale.record_result(result, alone=self.calibration.operands.runs_once(self.scale))
-        return self._noted(result, bound)
+        return self._noted(result, self._bound(known)) if noted else result
+
+    def _is_relied_on(self) -> bool:
+        """Tell whether a later operation relies on the bound of the result, or several on one measurement of it."""
+        if torch.compiler.is_compiling() or not self.tag or not self.tag.used:
+            return False
+        return self.tag.once is None or self.tag.once.is_shared
 
     def _product_of(self, operand: torch.Tensor, noted: bool, *args, **kwargs) -> torch.Tensor:
         counting = counting_writes() if noted else nullcontext()
         if self.scale.result.proven:
             with self.weights(self.module, operand, torch.float16, torch.float16) as (weight, bias), counting:
                 return self._fp16(operand, weight, bias, *args, **kwargs)
-        with self.weights(self.module, operand, torch.float16) as (weight, bias), counting:
+        # A kernel that adds fp16 to fp32 takes one launch less than a cast of the bias and that sum.
+        bias_dtype = None if self._is_wide(operand.device) else torch.float32
+        with self.weights(self.module, operand, torch.float16, bias_dtype) as (weight, bias), counting:
             return self._wide(operand, weight, bias, *args, **kwargs)
 
     def _bound(self, known: bool) -> ValueBound | None:
@@ -180,12 +190,12 @@ class SafeOperation:
         return ValueBound(FP16_MAX if self.scale.by_result else FP16_MAX / RESULT_MARGIN)
 
     def _noted(self, result: torch.Tensor, bound: ValueBound | None) -> torch.Tensor:
-        """Keep the bound of a result that a later operation may rely on."""
+        """Keep the bound of a result that a later operation may rely on, or that one may come."""
         values = self.calibration.values
-        if bound is None or values.note(result, bound) is None or values.uniform:
+        if (bound is None and values.uniform) or values.note(result, bound) is None or values.uniform:
             return result
-        followed = values.calibrating or (self.tag is not None and self.tag.carried)
-        return follow(result, values) if followed else result
+        followed = values.calibrating or (self.tag and self.tag.carried)
+        return follow(result, values) if followed and bound is not None else result
 
     def _calibrate(self, x, *args, **kwargs) -> torch.Tensor:
         """Calibrate and multiply with one and the same weight, which is asked for once."""
@@ -228,14 +238,20 @@ class SafeOperation:
         self.reach = self.beside.reach if self.beside else 0.0
         if returns_fp16:
             self.scale.prove_result(magnitude, row_sum + self.reach, 0.0 if bias is None else amax(bias).item())
-        known = self.calibration.values.known(self.scale, x) if self.kind == "linear" else None
+        known = self.calibration.values.known(self.scale, x)
         self.scale.cover(known, known and self._reached(half, bias, known), magnitude, wide)
         if self.beside and self._adds(x):
             self.beside.fit(self.scale.leave_room())
 
     def _reached(self, half: torch.Tensor, bias: torch.Tensor | None, known: ValueBound) -> ValueBound:
         """Bound the result, with what is added beside the weight."""
-        return plus(after_linear(half, bias, known), self.reach * known.largest, half.shape[0])
+        reached = after_linear(half, bias, known) if self.kind == "linear" else self._convolved(half, bias, known)
+        return plus(reached, self.reach * known.largest, half.shape[0])
+
+    def _convolved(self, half: torch.Tensor, bias: torch.Tensor | None, known: ValueBound) -> ValueBound:
+        weight = half.transpose(0, 1) if self.kind == "transposed" else half
+        bound = after_conv(weight, bias, known, zeros_around=self.module.padding_mode == "zeros")
+        return ValueBound(max(bound.largest, WINOGRAD * known.largest))
 
     def _rely_on(self, x: torch.Tensor) -> None:
         if self.scale.covered is not None:

@@ -34,9 +34,9 @@ import torch.nn.functional as F
 
 from ..amax import norm_loses_nan
 from ..dtypes import FP16_MAX
+from .bounds.value_bounds import ROUNDING
 from .operand_scale import converts_results
 from .proofs import MARGIN
-from .value_bounds import ROUNDING
 from .wide_product import add_wide_product, wide_product
 
 SMALLEST_SIZE = 2.0**-120

@@ -12,8 +12,8 @@ from .proofs import FLOOR_BITS, HEADROOM_BITS, Proof, fits_range
 from .result_bound import RESULT_MARGIN, FiniteResult, ResultBound
 
 if TYPE_CHECKING:
-    from .known_values import MeasuredOnce
-    from .value_bounds import ValueBound
+    from .bounds.known_values import MeasuredOnce
+    from .bounds.value_bounds import ValueBound
 
 MAX_GAIN = 2.0**16
 MAX_FALLS = 2

@@ -1,11 +1,13 @@
-"""Operands that several operations have in common, such as the input of q, k and v: cast and recorded once."""
+"""Operands that several operations have in common, such as the input of q, k and v, or the text of every block: cast
+and recorded once."""
 
+import weakref
 from typing import NamedTuple
 
 import torch
 
 from ..layer_names import block_of
-from .known_values import KnownValues
+from .bounds.known_values import KnownValues, Tag
 from .operand_scale import OperandScale
 
 
@@ -23,8 +25,9 @@ class SharedOperands:
     """Make the operands of a model's operations.
 
     A call that calibrates finds out who shares an operand: who is given the very same tensor next, not written to in
-    between, in the same block. Nothing is kept for a later block: ComfyUI's model compiler lends the next one the
-    memory of the one before (``nodes/host/run/model_compiler.py``).
+    between, in the same block. Of these nothing is kept for a later block: ComfyUI's model compiler lends the next one
+    the memory of the one before (``nodes/host/run/model_compiler.py``). What is measured once for several operations,
+    which is nothing with that compiler, is cast once for them too, and kept as long as the tensor itself.
     """
 
     def __init__(self) -> None:
@@ -33,10 +36,11 @@ class SharedOperands:
         self._uses: dict[OperandScale, int] = {}
         self._first: dict[OperandScale, OperandScale] = {}
         self._sharing: dict[OperandScale, list[OperandScale]] = {}
+        self._cast: list[weakref.ref[Tag]] = []
 
     def begin(self, calibrating: bool) -> None:
         """Start a call. One that calibrates forgets who shares an operand."""
-        self._last = None
+        self.end()
         self.values.begin(calibrating)
         if calibrating:
             self._uses, self._first, self._sharing = {}, {}, {}
@@ -44,6 +48,10 @@ class SharedOperands:
     def end(self) -> None:
         """Let go of the tensors of the call."""
         self._last = None
+        for kept in self._cast:
+            if (tag := kept()) is not None:
+                tag.operand = None
+        self._cast.clear()
         self.values.end()
 
     def sharing(self, proof: object) -> list[OperandScale]:
@@ -65,12 +73,26 @@ class SharedOperands:
         if last is not None and last.x is x and self._first.get(scale) is last.scale and _scale_alike(last, scale):
             self._last = last._replace(left=last.left - 1) if last.left > 1 else None
             return last.operand
-        operand, sharing = scale.scaled(x), self._sharing.get(scale)
-        if self.values.sampling or not all(self.values.covers(each, x) for each in (scale, *(sharing or ()))):
+        sharing = self._sharing.get(scale)
+        known = not self.values.sampling and all(self.values.covers(each, x) for each in (scale, *(sharing or ())))
+        operand = self._made(scale, x)
+        if not known:
             scale.owed = not sharing and self._is_seen_in_result(scale, x)
             if not scale.owed:
                 scale.record(x, operand, alone=self.runs_once(scale))
         self._last = LastOperand(x, scale, operand, len(sharing)) if sharing else None
+        return operand
+
+    def _made(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
+        tag, is_view = self.values.tag_of(x)
+        if tag is None or is_view or tag.once is None or not tag.once.is_shared or scale.exponent:
+            return scale.scaled(x)
+        if tag.operand is not None:
+            return tag.operand
+        operand = scale.scaled(x)
+        if operand is not x:
+            tag.operand = operand
+            self._cast.append(weakref.ref(tag))
         return operand
 
     def _is_seen_in_result(self, scale: OperandScale, x: torch.Tensor) -> bool:

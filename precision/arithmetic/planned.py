@@ -10,8 +10,8 @@ import torch
 
 from ..dtypes import name_of
 from ..modes import FP16_WIDE, FP32
+from .bounds.known_norm import KnownNorm
 from .calibration import Calibration
-from .known_norm import KnownNorm
 from .linear import SafeOperation, WeightProvider, kind_of, matmul_flops
 from .patching import Patch
 

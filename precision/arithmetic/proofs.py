@@ -14,7 +14,7 @@ proof               no number of these passes fp16's range         from
 
 ``Calibration`` keeps the proofs of a model and checks each after every call, unless it was never given a device to
 record on: what is proven from the weights alone records nothing and needs no check. Nor does an operation whose operand
-is known to fit before it is made (``value_bounds``, ``known_values``): it records nothing in that call.
+is known to fit before it is made (``bounds``): it records nothing in that call.
 """
 
 from abc import ABC, abstractmethod

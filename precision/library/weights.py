@@ -223,12 +223,13 @@ def give_back(layers: Iterable[torch.nn.Module]) -> None:
 
 @contextmanager
 def torch_weights(
-    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype = torch.float32
+    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype | None = torch.float32
 ) -> Iterator[tuple]:
-    """Provide the weight and bias of a layer of torch's own classes on its input's device, each rounded once."""
+    """Provide the weight and bias of a layer of torch's own classes on its input's device, each rounded once.
+    ``bias_dtype``: None for fp32."""
     stored, bias = stored_in(module), own_tensor(module, "bias")
     weight = stored.read(dtype) if stored else own_tensor(module, "weight").to(dtype)
-    yield weight.to(x.device), None if bias is None else bias.to(x.device, bias_dtype)
+    yield weight.to(x.device), None if bias is None else bias.to(x.device, bias_dtype or torch.float32)
 
 
 def own_tensor(module: torch.nn.Module, name: str) -> Any:

@@ -1,8 +1,8 @@
 """A block whose norm's result model code scales and shifts before two layers multiply it."""
 
 import torch
+from halfsafe.precision.arithmetic.bounds.known_norm import KnownNorm
 from halfsafe.precision.arithmetic.calibration import Calibration
-from halfsafe.precision.arithmetic.known_norm import KnownNorm
 from halfsafe.precision.arithmetic.linear import SafeOperation
 from halfsafe.precision.library.weights import torch_weights
 

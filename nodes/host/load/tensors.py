@@ -72,7 +72,7 @@ class _Work:
     def notes(self, made: int, on_device: int) -> list[str]:
         if self._seconds < WORTH_TELLING:
             return []
+        took, there = duration_text(self._seconds), size_text(on_device)
         if not on_device:
-            return [f"Making {size_text(made)} of weights took {duration_text(self._seconds)}. {SAVED}"]
-        there = f"{size_text(on_device)} of them on the GPU"
-        return [f"Making {size_text(made)} of weights took {duration_text(self._seconds)}, {there}. {SAVED}"]
+            return [f"Making {size_text(made)} of weights took {took}. {SAVED}"]
+        return [f"Making {size_text(made)} of weights took {took}, {there} of them on the GPU. {SAVED}"]

@@ -11,9 +11,9 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
-from ....precision.arithmetic.attention_bounds import AttentionCall
+from ....precision.arithmetic.bounds.attention_bounds import AttentionCall
+from ....precision.arithmetic.bounds.known_values import counted
 from ....precision.arithmetic.flags import fp32_accumulation
-from ....precision.arithmetic.known_values import counted
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.planned import PlannedLayers
 from ....precision.layer_names import are_alike
@@ -30,6 +30,7 @@ from .model_compiler import compiler_off
 from .model_compiler import is_on as compiler_is_on
 from .modules import calling_layers, only_normalizes
 from .per_model import PerModel
+from .rotary import know_rotations
 from .ruled_attention import NO_ATTENTION, NO_BLOCK, RuledAttention, blocks_of, outermost
 from .wrappers import COMPUTE, set_wrapper
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 LISTED = 3
+know_rotations()
 
 
 def set_compute(patcher, plan: ComputePlan) -> None:

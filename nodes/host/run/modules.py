@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from comfy.quant_ops import QuantizedTensor
 
-from ....precision.arithmetic.known_norm import is_norm
+from ....precision.arithmetic.bounds.known_norm import is_norm
 from ....precision.arithmetic.linear import WeightProvider, kind_of
 from ....precision.arithmetic.patching import Patch, SharedScope, patched
 from ....precision.library.weights import torch_weights
@@ -23,6 +23,7 @@ from ..core import (
     forwards_of_class,
     full_precision,
     has_product,
+    is_bias_patched,
     is_in_dynamic_memory,
     scales_input,
     weight_functions,
@@ -125,13 +126,15 @@ def weights_of(module: torch.nn.Module) -> WeightProvider:
 
 
 def core_weights(
-    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype = torch.float32
+    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype | None = torch.float32
 ) -> contextlib.AbstractContextManager[tuple]:
     """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``: as they are where they lie ready, else by
-    ``cast_weights``.
+    ``cast_weights``. ``bias_dtype``: None for what the bias is held in, if torch adds that to fp32 and nothing is added
+    to it at a call.
 
     ComfyUI's cast takes longer on the host than a small matmul does on a GPU.
     """
+    bias_dtype = bias_dtype or _dtype_of_bias(module)
     if type(module.weight) is torch.nn.Parameter and module.weight.dtype == dtype and _lies_ready(module, x.device):
         return _as_it_is(module, bias_dtype)
     return cast_weights(module, x, dtype, bias_dtype)
@@ -149,6 +152,11 @@ def _as_it_is(module: torch.nn.Module, bias_dtype: torch.dtype) -> contextlib.Ab
     comfy.ops.run_every_op()
     bias = module.bias
     return contextlib.nullcontext((module.weight, None if bias is None else bias.to(bias_dtype)))
+
+
+def _dtype_of_bias(module: torch.nn.Module) -> torch.dtype:
+    held = torch.float32 if module.bias is None or is_bias_patched(module) else module.bias.dtype
+    return held if held in (torch.float16, torch.bfloat16) else torch.float32
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import pytest
 import torch
 from comfy.ops import manual_cast
 from halfsafe.nodes.host.run.compute import compute_of
+from halfsafe.nodes.host.run.modules import core_weights
 from safetensors.torch import save_file
 from support import families
 from support.families import load, with_compute
@@ -113,3 +114,26 @@ def test_control_residuals_of_a_unet(comfy, models_dir):
 
 def _copied(control):
     return {key: list(values) for key, values in control.items()}
+
+
+@pytest.mark.parametrize(
+    ("held", "patched", "given"),
+    [
+        (torch.float16, False, torch.float16),
+        (torch.bfloat16, False, torch.bfloat16),
+        (torch.float32, False, torch.float32),
+        (torch.float8_e4m3fn, False, torch.float32),
+        (torch.float16, True, torch.float32),
+    ],
+)
+def test_a_wide_layer_is_given_its_bias_as_torch_can_add_it(held, patched, given):
+    """An fp8 model of ComfyUI's own loader holds its biases in fp8, which no operation of torch adds."""
+    layer = manual_cast.Linear(32, 16, dtype=held)
+    for parameter in layer.parameters():
+        parameter.requires_grad_(False).copy_(torch.ones(parameter.shape))
+    if patched:
+        layer.bias_function = [lambda bias: bias * 3]
+    x = torch.ones(2, 32)
+    with torch.inference_mode(), core_weights(layer, x, torch.float16, None) as (weight, bias):
+        assert weight.dtype == torch.float16 and bias.dtype == given
+        assert torch.equal(bias.float(), torch.full((16,), 3.0 if patched else 1.0))

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from halfsafe.nodes.host.run.compute import compute_of
-from halfsafe.precision.arithmetic import followed
 from halfsafe.precision.arithmetic.amax_buffer import Entry, Recorder
-from halfsafe.precision.arithmetic.known_values import KnownValues
+from halfsafe.precision.arithmetic.bounds import followed
+from halfsafe.precision.arithmetic.bounds.known_values import KnownValues
 from support import families
 from support.families import load
 from support.measures import relative_error
@@ -78,3 +78,59 @@ def test_a_lora_of_a_norm_acts_and_is_in_the_bound(comfy, wan, call, size):
         assert relative_error(expected, families.replay(patched, call) - plain) < 0.3
     assert relative_error(plain, families.replay(model, call)) < 1e-3
     assert compute_of(model).runs.of(model.model).calibration.repeats == 0
+
+
+@pytest.mark.parametrize("family", ["wan", "flux", "qwen_image", "hunyuan_video"])
+def test_rotated_q_and_k_are_known_with_the_same_result(comfy, models_dir, family, measured, monkeypatch):
+    path = families.write_narrow(family, models_dir / "diffusion_models")
+    call = families.capture(load(comfy, path, "fp32"), family)
+    model = load(comfy, path, "as_file", "fp16_safe")
+    families.replay(model, call)
+    calibration = compute_of(model).runs.of(model.model).calibration
+    assert len(calibration.values.rotations) in (1, 2)
+    del measured[:]
+    known, few = families.replay(model, call), len(measured)
+    monkeypatch.setattr(followed, "ROTATES", set())
+    del measured[:]
+    unknown = families.replay(model, call)
+    blocks = sum(name.startswith("attention ") for name in calibration.proofs)
+    assert torch.equal(known, unknown) and calibration.repeats == 0
+    # q and k of most attentions, for the rows of each rotation
+    assert few <= len(measured) - blocks + len(calibration.values.rotations)
+
+
+def test_convolutions_behind_group_norms_are_known_with_the_same_result(comfy, models_dir, measured, monkeypatch):
+    path = families.write_narrow("sdxl", models_dir / "diffusion_models")
+    call = families.capture(load(comfy, path, "fp32"), "sdxl")
+    model = load(comfy, path, "as_file", "fp16_safe")
+    families.replay(model, call)
+    run = compute_of(model).runs.of(model.model)
+    covered = [name for name, operation in run.layers.operations.items() if operation.kind == "conv" and operation.scale.covered]
+    behind_norms = [name for name in run.layers.operations if name.endswith(("in_layers.2", "out_layers.3"))]
+    assert set(behind_norms) <= set(covered)
+    del measured[:]
+    known, few = families.replay(model, call), len(measured)
+    monkeypatch.setattr(KnownValues, "covers", lambda self, scale, x: False)
+    del measured[:]
+    assert torch.equal(known, families.replay(model, call)) and few <= len(measured) - len(behind_norms)
+    assert run.calibration.repeats == 0
+
+
+@pytest.mark.parametrize("factor", [2.0, 1e4])
+def test_a_rotation_that_also_scales_is_calibrated_for(comfy, models_dir, factor, monkeypatch):
+    """As YaRN's does where a sampler's shift or another resolution changes it in the midst of a run."""
+    from comfy.ldm.flux import layers
+
+    path = families.write_narrow("flux", models_dir / "diffusion_models")
+    call = families.capture(load(comfy, path, "fp32"), "flux")
+    model = load(comfy, path, "as_file", "fp16_safe")
+    families.replay(model, call)
+    families.replay(model, call)
+    calibration = compute_of(model).runs.of(model.model).calibration
+    own = layers.EmbedND.forward
+    monkeypatch.setattr(layers.EmbedND, "forward", lambda self, ids: factor * own(self, ids))
+    first = families.replay(model, call)
+    assert torch.isfinite(first).all() and calibration.repeats == 1
+    expected = families.replay(load(comfy, path, "fp32"), call)
+    assert relative_error(expected, first) < 2e-2
+    assert torch.equal(first, families.replay(model, call)) and calibration.repeats == 1

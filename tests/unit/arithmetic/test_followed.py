@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from halfsafe.precision.arithmetic import followed
-from halfsafe.precision.arithmetic.known_values import KnownValues
-from halfsafe.precision.arithmetic.value_bounds import ROUNDING, after_norm, modulated
+from halfsafe.precision.arithmetic.bounds import followed
+from halfsafe.precision.arithmetic.bounds.known_values import KnownValues
+from halfsafe.precision.arithmetic.bounds.value_bounds import ROUNDING, after_norm, modulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.modulated import TOKENS, WAYS, Modulated
@@ -112,7 +112,7 @@ def test_a_tensor_for_each_token_is_not_small():
 
 
 def test_a_device_that_converts_no_results_casts(monkeypatch):
-    monkeypatch.setattr("halfsafe.precision.arithmetic.modulation.converts_results", lambda device: False)
+    monkeypatch.setattr("halfsafe.precision.arithmetic.bounds.modulation.converts_results", lambda device: False)
     block = Modulated()
     block.call()
     assert block.error(block.call()) < 2e-3 and set(block.met) == {torch.float32}

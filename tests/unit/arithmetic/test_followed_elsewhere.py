@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from halfsafe.precision.arithmetic.followed import Followed, follow
-from halfsafe.precision.arithmetic.known_values import KnownValues
+from halfsafe.precision.arithmetic.bounds.followed import Followed, follow
+from halfsafe.precision.arithmetic.bounds.known_values import KnownValues
 from halfsafe.precision.guard.localize import Localizer
 from halfsafe.precision.nested import tensors_in
 from support.modulated import TOKENS, WAYS, WIDTH, Modulated

@@ -2,16 +2,17 @@
 
 import contextlib
 import math
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from halfsafe.precision.arithmetic.attention import Kernels, SafeAttention
+from halfsafe.precision.arithmetic.bounds.known_norm import KnownNorm
+from halfsafe.precision.arithmetic.bounds.known_values import SAMPLED, KnownValues, counted
+from halfsafe.precision.arithmetic.bounds.value_bounds import ValueBound
 from halfsafe.precision.arithmetic.calibration import Calibration
-from halfsafe.precision.arithmetic.known_norm import KnownNorm
-from halfsafe.precision.arithmetic.known_values import SAMPLED, KnownValues, counted
 from halfsafe.precision.arithmetic.linear import SafeOperation
-from halfsafe.precision.arithmetic.value_bounds import ValueBound
 from support.leaf_operations import LeafOperations
 
 WIDTH, HEADS, TOKENS = 128, 2, 16
@@ -242,9 +243,11 @@ def test_a_bound_is_of_a_tensor_and_of_its_views():
     values.begin(calibrating=False)
     with torch.inference_mode():
         x = tagged(values)
-        assert values.of(x) == (2.0, 3.0, 2.5)
-        for view in (x.view(8, 4), x.t(), x[1:, ::2], x.unsqueeze(0).movedim(0, 1), x.reshape(2, 2, 8)[0]):
-            assert values.of(view) == (2.0, math.inf, math.inf)
+        assert values.of(x) == ValueBound(2.0, 3.0, 2.5)
+        for view in (x.t(), x[1:, ::2], x.unsqueeze(0).movedim(0, 1).expand(4, 2, 8), x.view(-1)[4:12], x.view(2, 16), x.view(-1)[2:6]):
+            assert values.of(view) == ValueBound(2.0)
+        for view in (x.view(8, 4), x.reshape(2, 2, 8)[0], x[1], x.view(-1)[4:8], x.unsqueeze(0)):  # their rows lie inside of rows
+            assert values.of(view) == ValueBound(2.0, 3.0)
         for other in (x * 1, x.clone(), x.half(), x.t().contiguous(), x.view(torch.int32), torch.cat([x, x])):
             assert values.of(other) is None
 
@@ -255,7 +258,7 @@ def test_a_bound_of_a_view_of_all_of_a_tensor_is_of_its_other_views():
     with torch.no_grad():
         for made, known in ((torch.zeros(8, 4).view(2, 4, 4), True), (torch.zeros(8, 4)[:4].view(4, 4), False)):
             values.note(made, ValueBound(2.0))
-            assert values.of(made) == (2.0, math.inf, math.inf)
+            assert values.of(made) == ValueBound(2.0)
             assert (values.of(made.chunk(2, dim=-1)[1]) is not None) == known
 
 
@@ -311,3 +314,118 @@ def test_the_last_operand_is_measured_though_it_is_known():
     block.x = block.x / 0.0
     block.call()
     assert block.calibration.repeats == 1
+
+
+class Casts(LeafOperations):
+    """List the shapes of what is cast to fp16."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def leaf(self, func, args, kwargs):
+        result = func(*args, **kwargs)
+        if func.name().startswith(("aten::_to_copy", "aten::to.")) and result.dtype == torch.float16 != args[0].dtype:
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+class Embedded(Block):
+    """The same with a text that a layer makes of what the model is given, in fp32, as ``text_embedding`` of Wan."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers["last"].largest_fp16 = None
+
+    def once(self):
+        self.attention.begin()
+        text, x = self.layers["last"](counted(self.text)), self.x
+        for _ in range(3):
+            x = x + self.attended("2", self.norms[1](x), self.between(text))
+        return self.layers["o"](x * torch.ones(()))
+
+
+def test_a_text_that_all_blocks_are_given_is_cast_once(block):
+    with Casts() as seen:
+        block.call()
+    assert seen.shapes.count((1, 5, WIDTH)) == 1
+
+
+def test_a_layers_result_that_all_blocks_are_given_is_measured_and_cast_once():
+    block = Embedded()
+    block.call()
+    with Casts() as seen:
+        result = block.call()
+    assert block.seen == 2 + 3 and block.calibration.repeats == 0  # the first and the last operand; the text, once
+    assert seen.shapes.count((1, 5, WIDTH)) == 2  # the given text and the made one
+    block.text = block.text * 1e3
+    grown = block.call()
+    assert block.calibration.repeats == 1 and torch.isfinite(grown).all() and torch.isfinite(result).all()
+
+
+def test_a_layers_result_that_somebody_writes_to_is_measured_again():
+    block = Embedded()
+    block.call()
+    block.between = lambda text: text.mul_(30.0)
+    block.call()
+    assert block.seen > 2 + 3
+
+
+def test_what_is_cast_once_goes_with_its_tensor():
+    block = Block()
+    block.call()
+    block.call()
+    operands, values = block.calibration.operands, block.calibration.values
+    operands.begin(calibrating=False)
+    with torch.no_grad():
+        x = torch.randn(4, WIDTH)
+        values.note(x)
+        scale = next(layer.scale for layer in block.layers.values() if layer.scale.once is not None and layer.scale.once.is_shared)
+        assert values.covers(scale, x)
+        operand = weakref.ref(operands._made(scale, x))
+        assert operand() is operands._made(scale, x)
+        del x
+    assert operand() is None
+    with torch.no_grad():
+        half = torch.randn(4, WIDTH, dtype=torch.float16)
+        values.note(half)
+        assert values.covers(scale, half)
+        assert operands._made(scale, half) is half and values.tag_of(half)[0].operand is None
+        x = torch.randn(4, WIDTH)
+        values.note(x)
+        assert values.covers(scale, x)
+        operand = weakref.ref(operands._made(scale, x))
+        operands.end()
+    assert operand() is None and x is not None
+
+
+def test_a_head_of_a_view_lies_inside_of_a_row():
+    values = KnownValues()
+    values.begin(calibrating=False)
+    with torch.no_grad():
+        x = torch.zeros(4, 2, 64)
+        values.note(x, ValueBound(2.0, 3.0))
+        assert values.head_norm(x, 64) == values.head_norm(x.view(4, 128), 64) == 3.0
+        assert values.head_norm(x.view(4, 128), 128) == 2.0 * math.sqrt(128)
+        assert values.head_norm(x.transpose(0, 1), 64) == values.head_norm(x.view(-1)[32:96], 64) == 16.0
+        assert values.head_norm(x + 0, 64) == math.inf
+
+
+def test_a_wide_layer_takes_its_bias_as_it_is_held(block):
+    asked = []
+
+    def noted(module, x, dtype, bias_dtype=torch.float32):
+        asked.append((dtype, bias_dtype))
+        return weights(module, x, dtype, bias_dtype or torch.float16)
+
+    block.layers["last"].weights, block.layers["last"].largest_fp16 = noted, None
+    block.calibration.recalibrate()
+    block.call()
+    asked.clear()
+    first = block.call()
+    assert asked == [(torch.float16, None)] and error(block, first) < 2e-3
+    block.layers["last"].wide = False
+    block.calibration.recalibrate()
+    block.call()
+    block.call()
+    assert asked[-1] == (torch.float16, torch.float32)

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from halfsafe.precision.arithmetic.bounds.known_values import SAMPLED
 from halfsafe.precision.arithmetic.calibration import Calibration
-from halfsafe.precision.arithmetic.known_values import SAMPLED
 from halfsafe.precision.arithmetic.linear import SafeOperation
 from halfsafe.precision.library.weights import torch_weights
 from support.leaf_operations import LeafOperations

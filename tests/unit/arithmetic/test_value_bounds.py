@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from halfsafe.precision.arithmetic.value_bounds import (
+from halfsafe.precision.arithmetic.bounds.value_bounds import (
     PART,
     ROUNDING,
     ValueBound,
+    after_conv,
+    after_group_norm,
     after_linear,
     after_norm,
     of_elements,
@@ -63,6 +65,86 @@ def test_one_large_number_comes_close_to_the_bound_of_a_norm(centred):
     bound = after_norm(256, centred, None, None)
     assert found.abs().max() >= bound.largest / (1.01 * ROUNDING)
     assert found.norm(dim=-1).max() >= bound.norm / (1.01 * ROUNDING)
+
+
+GROUPED = ((2, 8, 5), (1, 4, 3, 3), (4, 4, 6), (3, 9, 2, 2, 2), (1, 1, 4))
+"""Groups, then a sample's shape."""
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sampled_from(GROUPED), st.sampled_from(SHAPES), st.integers(0, 999), st.floats(0.01, 100), st.booleans())
+def test_no_input_of_a_group_norm_passes_the_bound(grouped, shape, seed, scale, affine):
+    groups, *sample = grouped
+    x = rows(shape, math.prod(sample), seed).view(-1, *sample)
+    weight, bias = parameters(sample[0], seed, scale) if affine else (None, None)
+    bound = after_group_norm(groups, torch.Size(sample), weight, bias)
+    found = F.group_norm(x, groups, weight, bias, 1e-6)
+    assert found.abs().max() <= bound.largest
+    assert found.flatten(1).norm(dim=1).max() <= bound.sample
+    assert found.norm(dim=-1).max() <= bound.norm
+
+
+def test_two_numbers_come_close_to_the_bound_of_a_group_norm():
+    x = rows("two opposite", 256, 0).view(8, 4, 64) * torch.tensor([1.0] + [0.0] * 63)
+    x = x.index_select(1, torch.zeros(4, dtype=torch.long))
+    found = F.group_norm(x, 4)
+    bound = after_group_norm(4, x.shape[1:], None, None)
+    assert found.abs().max() >= bound.largest / (1.02 * ROUNDING)
+    assert found.flatten(1).norm(dim=1).max() >= bound.sample / (1.02 * ROUNDING)
+
+
+CONVOLUTIONS = {
+    "plain": {"padding": 1},
+    "strided": {"stride": 2},
+    "grouped": {"groups": 2, "padding": 2},
+    "dilated": {"dilation": 2, "padding": 2},
+    "reflected": {"padding": 1, "padding_mode": "reflect"},
+    "around": {"padding": 2, "padding_mode": "circular"},
+}
+
+
+def worst_samples(convolve, size: tuple, bound: ValueBound) -> torch.Tensor:
+    """The samples within a bound that come closest to the bound of the result: along each number of the result."""
+    x = torch.zeros(1, *size, requires_grad=True)
+    result = convolve(x).flatten()
+    found = [torch.autograd.grad(number, x, retain_graph=True)[0] for number in result[:: max(1, len(result) // 10)]]
+    signs, along = torch.cat(found).sign() * bound.largest, torch.cat(found) * 1e6
+    found = torch.cat([signs, along])
+    found = found * (bound.largest / found.flatten(1).abs().amax(1).clamp(min=1e-9)).clamp(max=1)[:, None, None, None]
+    return found * (bound.sample / found.flatten(1).norm(dim=1).clamp(min=1e-9)).clamp(max=1)[:, None, None, None]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("how", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+@settings(deadline=None, max_examples=5)
+@given(seed=st.integers(0, 999), largest=st.floats(0.1, 50), share=st.floats(0.05, 1), has_bias=st.booleans())
+def test_no_sample_within_its_bound_takes_a_convolution_past_its_own(how, transposed, seed, largest, share, has_bias):
+    if transposed and "padding_mode" in how:
+        return
+    torch.manual_seed(seed)
+    kind = torch.nn.ConvTranspose2d if transposed else torch.nn.Conv2d
+    module = kind(4, 6, 3, bias=has_bias, **how)
+    x = ValueBound(largest, sample=largest * math.sqrt(4 * 25) * share)
+    weight = module.weight.detach().transpose(0, 1) if transposed else module.weight.detach()
+    bound = after_conv(weight, module.bias, x, zeros_around=module.padding_mode == "zeros")
+    assert module(worst_samples(module, (4, 5, 5), x)).abs().max() <= bound.largest
+
+
+def test_the_worst_sample_comes_close_to_the_bound_of_a_convolution():
+    torch.manual_seed(0)
+    module, x = torch.nn.Conv2d(4, 6, 3, bias=False), ValueBound(1e9, sample=10.0)
+    bound = after_conv(module.weight.detach(), None, x, zeros_around=True)
+    assert module(worst_samples(module, (4, 3, 3), x)).abs().max() >= bound.largest / (1.01 * ROUNDING)
+
+
+def test_what_is_repeated_around_a_sample_is_not_bounded_by_its_norm():
+    module = torch.nn.Conv2d(1, 1, 3, bias=False, padding=1, padding_mode="replicate")
+    torch.nn.init.ones_(module.weight)
+    sample = torch.zeros(1, 1, 4, 4)
+    sample[..., 0, 0] = 1.0
+    x = ValueBound(1.0, sample=1.0)
+    assert module(sample).max() > after_conv(module.weight.detach(), None, x, zeros_around=True).largest
+    assert module(sample).max() <= after_conv(module.weight.detach(), None, x, zeros_around=False).largest
 
 
 def worst_inputs(weight: torch.Tensor, x: ValueBound) -> torch.Tensor:

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..amax import amax
-from ..dtypes import FP16_MAX
-from .amax_buffer import NOTHING
+from ...amax import amax
+from ...dtypes import FP16_MAX
+from ..amax_buffer import NOTHING
+from ..norms import largest_row_norm
+from ..proofs import HEADROOM_BITS, MARGIN, Proof, fits_range
 from .known_values import KnownValues, Tag
-from .norms import largest_row_norm
-from .proofs import HEADROOM_BITS, MARGIN, Proof, fits_range
 from .value_bounds import ValueBound, of_elements
 
 LARGEST_SCORE = FP16_MAX / MARGIN
@@ -175,7 +175,7 @@ class AttentionBound(AttentionRange):
         of_q, of_k = known.of(call.q), known.of(call.k)
         if of_q is None or of_k is None:
             return False
-        norm_q, norm_k = of_q.of_head(call.head_size()), of_k.of_head(call.head_size())
+        norm_q, norm_k = (known.head_norm(tensor, call.head_size()) for tensor in (call.q, call.k))
         return max(of_q.largest, of_k.largest, norm_q * norm_k * call.masked_factor()) <= LARGEST_SCORE
 
     def _knows_values(self, call: AttentionCall, known: KnownValues) -> bool:

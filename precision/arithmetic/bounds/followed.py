@@ -10,19 +10,20 @@ result; one that does something else with a result made in fp16 is repeated.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch._guards import TracingContext
 
-from ..dtypes import FP16_MAX
-from ..nested import PLAIN
+from ...dtypes import FP16_MAX
+from ...nested import PLAIN
+from ..result_bound import RESULT_MARGIN
 from .known_values import KnownValues, Tag, counted, counting_writes, tag_at
 from .modulation import Modulation, Operands
-from .result_bound import RESULT_MARGIN
 from .value_bounds import ValueBound
 
 
@@ -38,6 +39,8 @@ class Followed(torch.Tensor):
             found = None
             if func in OPERATIONS and not kwargs:
                 found = _modulated(func, *OPERATIONS[func], args)
+            if found is None and func in ROTATES and not kwargs:
+                found = _rotated(func, args)
             if found is None and func in BOUNDS:
                 found = _carried(func, BOUNDS[func], args, kwargs)
             return _otherwise(func, args, kwargs) if found is None else found
@@ -156,26 +159,29 @@ def _noted(step: Modulation, values: KnownValues, result: torch.Tensor) -> torch
     return follow(result, values)
 
 
-def _kept(tensors: list[ValueBound]) -> ValueBound | None:
+def _kept(tensors: list[ValueBound], *_: object) -> ValueBound | None:
     return tensors[0] if tensors[0].largest <= FP16_MAX / RESULT_MARGIN else None
 
 
-def _product(tensors: list[ValueBound]) -> ValueBound:
+def _product(tensors: list[ValueBound], *_: object) -> ValueBound:
     return ValueBound(tensors[0].largest * tensors[1].largest)
 
 
-def _largest(tensors: list[ValueBound]) -> ValueBound:
-    return ValueBound(max(each.largest for each in tensors))
+def _largest(tensors: list[ValueBound], dimension: int, dim: int = 0) -> ValueBound:
+    largest = ValueBound(*map(max, zip(*tensors, strict=True)))
+    return ValueBound(largest.largest) if dim in (-1, dimension - 1) else largest._replace(sample=math.inf)
 
 
-BOUNDS: dict[object, Callable[[list[ValueBound]], ValueBound | None]] = {
+BOUNDS: dict[object, Callable[..., ValueBound | None]] = {
     F.gelu: _kept,
     F.silu: _kept,
     torch.mul: _product,
     torch.Tensor.mul: _product,
     torch.cat: _largest,
+    torch.Tensor.contiguous: _kept,
 }
-"""What is known of a result, from what is known of all tensors that it is made of. A GELU or SiLU is no larger than
+"""What is known of a result, from what is known of all tensors that it is made of, how many dimensions they have, and
+what else the operation is given. A GELU or SiLU is no larger than
 what it is of. A product may pass fp16's range: it is then Inf, which every layer behind it shows."""
 
 
@@ -186,17 +192,43 @@ def _carried(func: Callable, bound_of: Callable, args: tuple, kwargs: dict) -> t
     if len(tags) != len(tensors) or "out" in kwargs or (bound_of is _product and len(tags) != 2):
         return None
     known = [bound for tag, x in zip(tags, tensors, strict=True) if (bound := tag.values.of(x)) is not None]
-    if len(known) != len(tags) or (bound := bound_of(known)) is None:
+    others = [value for value in (*args, *kwargs.values()) if type(value) is int]
+    if len(known) != len(tags) or (bound := bound_of(known, tensors[0].dim(), *others)) is None:
         return None
     for tag, x in zip(tags, tensors, strict=True):
         _unforeseen(x, tag)
         tag.carried = tag.carried or tag.values.calibrating
     with counting_writes():
         result = func(*args, **kwargs)
-    if (tag := tags[0].values.note(result, bound)) is None:
+    if result is tensors[0] or (tag := tags[0].values.note(result, bound)) is None:
         return result
     tag.sources = tuple(tags)
     return follow(result, tag.values)
+
+
+ROTATES: set[object] = set()
+"""The operations that multiply pairs of numbers of each tensor by the 2 x 2 matrices given last, added by a host."""
+
+
+def _rotated(func: Callable, args: tuple) -> Any:
+    """Return rotated tensors, those that something is known of known to keep a bound; None where nothing is."""
+    *tensors, matrices = args
+    found = [(tag, tag.values.of(x)) if (tag := tag_at(x)) is not None else (None, None) for x in tensors]
+    values = next((tag.values for tag, bound in found if bound is not None and not tag.values.uniform), None)
+    rotation = None if values is None or is_followed(matrices) else values.rotation(matrices)
+    if rotation is None:
+        return None
+    with ExitStack() as plain:
+        for x in filter(is_followed, tensors):
+            plain.enter_context(as_plain(x))
+        plain.enter_context(counting_writes())
+        result = func(*args)
+    for (tag, bound), x, made in zip(found, tensors, result if isinstance(result, tuple) else (result,), strict=True):
+        _unforeseen(x, tag)
+        if bound is not None and (made_tag := values.note(made, rotation.of(bound))) is not None:
+            tag.carried = tag.carried or values.calibrating
+            made_tag.sources = (tag,)
+    return result
 
 
 def _otherwise(func: Callable, args: tuple, kwargs: dict) -> object:

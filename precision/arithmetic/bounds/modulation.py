@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..amax import amax, norm_loses_nan
-from ..dtypes import FP16_MAX
-from .operand_scale import converts_results
-from .proofs import HEADROOM_BITS, Proof
-from .result_bound import RESULT_MARGIN
+from ...amax import amax, norm_loses_nan
+from ...dtypes import FP16_MAX
+from ..operand_scale import converts_results
+from ..proofs import HEADROOM_BITS, Proof
+from ..result_bound import RESULT_MARGIN
 from .value_bounds import ValueBound, modulated
 
 if TYPE_CHECKING:

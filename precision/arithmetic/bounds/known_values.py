@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..amax import amax
-from .norms import largest_row_norm
-from .proofs import HEADROOM_BITS, Proof, fits_range
+from ...amax import amax
+from ..norms import largest_row_norm
+from ..proofs import HEADROOM_BITS, Proof, fits_range
+from .rotation import Rotation
 from .value_bounds import ValueBound
 
 if TYPE_CHECKING:
+    from ..operand_scale import OperandScale
     from .modulation import Modulation, Path
-    from .operand_scale import OperandScale
 
 TAG = "_halfsafe_bound"
 SAMPLED = 16
@@ -34,18 +35,22 @@ class Tag:
     A tensor has one only where no operation that made it hides what is not finite, as a clamp does. ``used``: an
     operation relies on it. ``carried``: something was made of it that keeps a bound too. Of a tensor that is followed
     (``followed.py``), ``path``: what modulates it, ``steps``: how much of that was made; ``made_by``: the modulation
-    that the tensor is the result of; ``sources``: of what it was made of.
+    that the tensor is the result of; ``sources``: of what it was made of. ``operand``: it in fp16, for all operations
+    that it was measured for.
     """
 
     __slots__ = (
-        *("bound", "call", "carried", "dtype", "made_by", "once"),
+        "__weakref__",
+        *("bound", "call", "carried", "columns", "dtype", "made_by", "once", "operand"),
         *("path", "sources", "steps", "used", "values", "version"),
     )
 
     def __init__(self, bound: ValueBound | None, values: KnownValues, x: torch.Tensor):
         self.bound, self.values, self.version, self.dtype = bound, values, x._version, x.dtype
         self.call = values.call
+        self.columns = x.shape[-1] if x.dim() else 1
         self.once: MeasuredOnce | None = None
+        self.operand: torch.Tensor | None = None
         self.path: Path | None = None
         self.steps = 0
         self.made_by: Modulation | None = None
@@ -62,7 +67,7 @@ class Tag:
 
 
 class MeasuredOnce(Proof):
-    """Prove that a tensor which several blocks are given keeps a bound, from one measurement a call.
+    """Prove that a tensor which several operations multiply keeps a bound, from one measurement a call.
 
     ``assumed``: the bound, two bits above the numbers it was made from. ``uses``: how many operands it is the bound of.
     """
@@ -109,6 +114,7 @@ class KnownValues:
     """Hold the bounds of one call of a model.
 
     ``call``: stands for it; ``since``: for the last one that calibrated. ``paths``: of the tensors that are followed.
+    ``rotations``: of q and k, in the order in which the call that calibrated met them.
     ``follows``: any are; none is where one is given to a part that is compiled.
     ``sampling``: this call measures what is known too. ``uniform``: what is measured must not depend on the block, as
     ComfyUI's model compiler asks: nothing is measured once for all of them, and nothing is known of an attention, which
@@ -120,6 +126,8 @@ class KnownValues:
         self._calls = 0
         self.calibrating = True
         self.paths: list[Path] = []
+        self.rotations: list[Rotation] = []
+        self._matrices: list[torch.Tensor] = []
         self.follows = True
         self._followed: list[tuple[weakref.ref[torch.Tensor], type]] = []
         self.sampling = False
@@ -144,6 +152,7 @@ class KnownValues:
             if (x := kept()) is not None:
                 x.__class__ = kind
         self._followed.clear()
+        self._matrices.clear()
 
     def note(self, x: torch.Tensor, bound: ValueBound | None = None) -> Tag | None:
         """Keep a bound on a tensor, or that one may come; None where torch does not count who writes to it."""
@@ -170,7 +179,33 @@ class KnownValues:
         tag, is_view = self.tag_of(x)
         if tag is None or tag.bound is None:
             return None
-        return ValueBound(tag.bound.largest) if is_view else tag.bound
+        return _of_view(tag, x) if is_view else tag.bound
+
+    def head_norm(self, x: torch.Tensor, size: int) -> float:
+        """Return the largest 2-norm of ``size`` successive numbers of a tensor, from a multiple of it on."""
+        tag, is_view = self.tag_of(x)
+        if tag is None or tag.bound is None:
+            return math.inf
+        inside = not is_view or _lie_inside(tag, x, size)
+        return tag.bound.of_head(size) if inside else math.sqrt(size) * tag.bound.largest
+
+    def rotation(self, matrices: torch.Tensor) -> Rotation | None:
+        """Return what is known of matrices that rotate, measured where the call meets them first; None for some that
+        the call that calibrated did not meet."""
+        for met, rotation in zip(self._matrices, self.rotations, strict=False):
+            if met is matrices:
+                return rotation
+        place = len(self._matrices)
+        if place == len(self.rotations):
+            if not self.calibrating:
+                return None
+            self.rotations.append(Rotation(f"rotation {place}"))
+        self._matrices.append(matrices)
+        if self.calibrating:
+            self.rotations[place].measure(matrices)
+        else:
+            self.rotations[place].record(matrices)
+        return self.rotations[place]
 
     def covers(self, scale: OperandScale, x: torch.Tensor) -> bool:
         """Tell whether an operation needs no look at its operand: what it was calibrated for holds by what is known of
@@ -181,9 +216,10 @@ class KnownValues:
         if tag is None:
             return False
         if tag.bound is None and scale.once is not None and scale.once.is_shared and not is_view:
-            scale.once.record(x)
-            tag.bound = scale.once.assumed
-        bound = ValueBound(tag.bound.largest) if tag.bound is not None and is_view else tag.bound
+            tag.once = scale.once
+            tag.once.record(x)
+            tag.bound = tag.once.assumed
+        bound = _of_view(tag, x) if tag.bound is not None and is_view else tag.bound
         return bound is not None and bound.is_within(scale.covered)
 
     def known(self, scale: OperandScale, x: torch.Tensor) -> ValueBound | None:
@@ -222,6 +258,21 @@ class KnownValues:
         all_found = (step for path in self.paths for step in path.modulations())
         found = (step for step in all_found if step.since is self.since and step.is_relied_on)
         return sorted(found, key=lambda step: step.numbers)
+
+
+def _of_view(tag: Tag, x: torch.Tensor) -> ValueBound:
+    size = x.shape[-1] if x.dim() else 1
+    return ValueBound(tag.bound.largest, tag.bound.norm if _lie_inside(tag, x, size) else math.inf)
+
+
+def _lie_inside(tag: Tag, x: torch.Tensor, size: int) -> bool:
+    """Tell whether so many successive numbers of a view, from a multiple of it on, lie in one row of what has a
+    bound."""
+    with torch._C.DisableTorchFunctionSubclass():
+        base = x._base
+        if not size or tag.columns % size or not (x.is_contiguous() and base.is_contiguous()):
+            return False
+        return (x.storage_offset() - base.storage_offset()) % size == 0
 
 
 def _use(tag: Tag) -> None:

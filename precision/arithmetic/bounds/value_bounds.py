@@ -8,9 +8,13 @@ LayerNorm of d numbers          it is ``g * z + b`` with ``sum z = 0`` and ``sum
                                 ``|z_i| <= sqrt(d - 1)``: an element is at most ``|g_i| sqrt(d - 1) + |b_i|``, a row's
                                 2-norm at most ``max |g| sqrt(d) + ||b||``
 RMSNorm of d numbers            ``g * z`` with ``sum z**2 <= d``: the same with ``sqrt(d)`` and no ``b``
+GroupNorm of groups of d        as LayerNorm in each group. A sample of c channels of n numbers has a 2-norm of at most
+                                ``sqrt(d sum_groups max g**2) + sqrt(n) ||b||``
 Linear                          ``|y_i| <= min(||w_i||_2 ||x||_2, ||w_i||_1 max |x|) + |b_i|`` (Hoelder); so is every
                                 partial sum. 64 of its outputs have a 2-norm of at most ``s ||x||_2 + ||b||_2``, ``s``
                                 the largest singular value of their rows (``spectral_bound``)
+convolution, zeros around it    as Linear, ``w_i`` all weights of output i: what a kernel covers are numbers of the
+                                sample, each once
 attention                       a mean of rows of v: no element is larger than v's largest
 ``scale * x + shift``           ``max |scale|`` times the bound of x, plus ``max |shift|`` for each element
 a view of a tensor              its elements are among the tensor's
@@ -34,12 +38,14 @@ PART = 64
 
 
 class ValueBound(NamedTuple):
-    """Bound the magnitudes in a tensor: of an element, the 2-norm of a row (last dimension), and the 2-norm of ``PART``
-    successive numbers of a row that begin at a multiple of it."""
+    """Bound the magnitudes in a tensor: of an element, the 2-norm of a row (last dimension), the 2-norm of ``PART``
+    successive numbers of a row that begin at a multiple of it, and the 2-norm of a sample (all but the first
+    dimension)."""
 
     largest: float
     norm: float = math.inf
     part: float = math.inf
+    sample: float = math.inf
 
     def is_within(self, other: "ValueBound") -> bool:
         """Tell whether whatever keeps this bound keeps the other."""
@@ -62,6 +68,22 @@ def after_norm(size: int, centred: bool, weight: torch.Tensor | None, bias: torc
     numbers = [element, row] if weight is None and bias is None else _with_parameters(element, row, weight, bias)
     largest, norm = _rounded_up(numbers)
     return ValueBound(largest, norm, min(norm, math.sqrt(PART) * largest))
+
+
+def after_group_norm(
+    groups: int, sample: torch.Size, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> ValueBound:
+    """Bound the result of a GroupNorm from its parameters. ``sample``: its shape but for the first dimension,
+    (channels, ...)."""
+    channels, size, numbers = sample[0], sample.numel() // groups, sample.numel() // sample[0]
+    like = torch.ones(channels) if weight is None else weight.detach()
+    gain = like.float().abs()
+    shift = torch.zeros_like(gain) if bias is None else bias.detach().float().abs()
+    largest = (gain * math.sqrt(size - 1) + shift).amax()
+    by_group = torch.linalg.vector_norm(gain.unflatten(0, (groups, -1)).amax(1))
+    norm = by_group * math.sqrt(size) + torch.linalg.vector_norm(shift) * math.sqrt(numbers)
+    largest, norm = _rounded_up(_read([largest, norm]))
+    return ValueBound(largest, norm, min(norm, math.sqrt(PART) * largest), norm)
 
 
 def _with_parameters(element: float, row: float, weight: torch.Tensor | None, bias: torch.Tensor | None) -> list[float]:
@@ -92,6 +114,23 @@ def after_linear(weight: torch.Tensor, bias: torch.Tensor | None, x: ValueBound)
             by_part = torch.minimum(by_part, x.norm * spectral_bound(weight.unflatten(0, (-1, PART))) + of_bias)
         numbers.append(by_part.amax())
     return ValueBound(*_rounded_up(_read(numbers)))
+
+
+def after_conv(weight: torch.Tensor, bias: torch.Tensor | None, x: ValueBound, zeros_around: bool) -> ValueBound:
+    """Bound the result of a convolution from the bound of its operand.
+
+    Args:
+        weight: as it is multiplied, (outputs, ...).
+        bias: or None.
+        x: of the operand.
+        zeros_around: it is padded with nothing else, which would repeat numbers of the sample.
+    """
+    rows = weight.flatten(1)
+    sums = x.largest * torch.linalg.vector_norm(rows, 1, dim=1, dtype=torch.float32)
+    if zeros_around and x.sample < math.inf:
+        sums = torch.minimum(sums, x.sample * torch.linalg.vector_norm(rows, 2, dim=1, dtype=torch.float32))
+    reach = [sums.amax()] if bias is None else [sums.amax(), bias.detach().float().abs().amax()]
+    return ValueBound(*_rounded_up([sum(_read(reach))]))
 
 
 def modulated(bound: ValueBound, scale: float, shift: float, columns: int) -> ValueBound:
