@@ -127,7 +127,7 @@ class KnownValues:
         self.calibrating = True
         self.paths: list[Path] = []
         self.rotations: list[Rotation] = []
-        self._matrices: list[torch.Tensor] = []
+        self._matrices: list[weakref.ref[torch.Tensor]] = []
         self.follows = True
         self._followed: list[tuple[weakref.ref[torch.Tensor], type]] = []
         self.sampling = False
@@ -193,14 +193,14 @@ class KnownValues:
         """Return what is known of matrices that rotate, measured where the call meets them first; None for some that
         the call that calibrated did not meet."""
         for met, rotation in zip(self._matrices, self.rotations, strict=False):
-            if met is matrices:
+            if met() is matrices:
                 return rotation
         place = len(self._matrices)
         if place == len(self.rotations):
             if not self.calibrating:
                 return None
             self.rotations.append(Rotation(f"rotation {place}"))
-        self._matrices.append(matrices)
+        self._matrices.append(weakref.ref(matrices))
         if self.calibrating:
             self.rotations[place].measure(matrices)
         else:

@@ -2,6 +2,8 @@
 
 import contextlib
 import math
+import pickle
+import weakref
 
 import pytest
 import torch
@@ -186,6 +188,21 @@ def test_more_matrices_than_were_met_are_not_known():
     result = blocks.call()
     assert torch.isfinite(result).all() and blocks.calibration.repeats == 1
     assert len(blocks.calibration.values.rotations) == 3
+
+
+def test_matrices_that_a_block_makes_for_itself_are_freed_with_it():
+    values, blocks, kept = KnownValues(), Blocks(), []
+    values.begin(calibrating=True)
+    for _ in range(3):
+        matrices = rotations()
+        kept.append(weakref.ref(matrices))
+        assert values.rotation(matrices) is values.rotation(matrices)
+    assert len(values.rotations) == 3 and [ref() is None for ref in kept] == [True, True, False]
+    blocks.after = lambda matrices: matrices.clone()
+    for _ in range(3):
+        blocks.call()
+    assert blocks.calibration.repeats == 0 and len(blocks.calibration.values.rotations) == 3
+    pickle.loads(pickle.dumps(blocks.calibration.values))
 
 
 def test_parts_put_together_along_their_tokens_keep_what_is_known_of_their_rows():
