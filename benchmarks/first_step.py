@@ -150,10 +150,11 @@ def _ready(side: dict, job: dict):
 
 
 def _load_and_step(load, name: str, job: dict) -> dict:
+    import torch
     from support import families
     from support.mapped_loading import mapped_loading
 
-    with AnonymousMemory() as memory:
+    with torch.inference_mode(), AnonymousMemory() as memory:
         start = _Clock()
         with mapped_loading() if job.get("dynamic") else contextlib.nullcontext():
             model = load(name)
