@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from ..amax import amax, norm_loses_nan
+from .norms import largest_row_norm
 
 NOTHING = -1.0
 
@@ -83,9 +84,14 @@ class Entry:
             torch.linalg.vector_norm(tensor.detach(), math.inf, dtype=torch.float32, out=self.view)
 
     def write_row_norm(self, x: torch.Tensor) -> None:
-        """Record the largest 2-norm of the rows of ``x``, in two kernels; not in a compiled graph."""
-        norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32)
-        torch.amax(norms, tuple(range(norms.dim())), out=self.view)
+        """Record the largest 2-norm of the rows of ``x``, in two kernels where it is the first record of the call; not
+        in a compiled graph."""
+        if self.written == self.buffer.call or x.numel() == 0:
+            self.record(largest_row_norm(x))
+        else:
+            self.written = self.buffer.call
+            norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32)
+            torch.amax(norms, tuple(range(norms.dim())), out=self.view)
 
     def record(self, magnitude: torch.Tensor) -> None:
         """Keep the larger of ``magnitude`` (0-dim fp32) and what is recorded already; NaN stays."""

@@ -239,17 +239,19 @@ class SafeOperation:
         if returns_fp16:
             self.scale.prove_result(magnitude, row_sum + self.reach, 0.0 if bias is None else amax(bias).item())
         known = self.calibration.values.known(self.scale, x)
-        self.scale.cover(known, known and self._reached(half, bias, known), magnitude, wide)
+        self.scale.cover(known, known and self._reached(x, half, bias, known), magnitude, wide)
         if self.beside and self._adds(x):
             self.beside.fit(self.scale.leave_room())
 
-    def _reached(self, half: torch.Tensor, bias: torch.Tensor | None, known: ValueBound) -> ValueBound:
+    def _reached(self, x, half: torch.Tensor, bias: torch.Tensor | None, known: ValueBound) -> ValueBound:
         """Bound the result, with what is added beside the weight."""
-        reached = after_linear(half, bias, known) if self.kind == "linear" else self._convolved(half, bias, known)
+        reached = after_linear(half, bias, known) if self.kind == "linear" else self._convolved(x, half, bias, known)
         return plus(reached, self.reach * known.largest, half.shape[0])
 
-    def _convolved(self, half: torch.Tensor, bias: torch.Tensor | None, known: ValueBound) -> ValueBound:
+    def _convolved(self, x, half: torch.Tensor, bias: torch.Tensor | None, known: ValueBound) -> ValueBound:
         weight = half.transpose(0, 1) if self.kind == "transposed" else half
+        if x.dim() < half.dim():
+            known = known._replace(sample=math.inf)  # of a tensor without a batch, that is a channel
         bound = after_conv(weight, bias, known, zeros_around=self.module.padding_mode == "zeros")
         return ValueBound(max(bound.largest, WINOGRAD * known.largest))
 

@@ -29,7 +29,8 @@ class PinnedCopies:
         for copied in self._copied:
             copied.synchronize()
         self._buffers = ()
-        torch._C._host_emptyCache()  # torch keeps pinned memory for the next who asks
+        if hasattr(torch._C, "_host_emptyCache"):  # from torch 2.5 on (PyTorch #134919)
+            torch._C._host_emptyCache()  # torch keeps pinned memory for the next who asks
 
     def upload(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         """Begin to copy a tensor of the host to the device; whoever uses the result there waits for the event."""

@@ -7,6 +7,7 @@ import comfy.memory_management
 import comfy.model_management
 import comfy.quant_ops
 import torch
+from comfy.cli_args import args
 
 from ....precision.devices import memory
 from ....precision.devices.detect import Device, detect, requested_profile, unheld_storages
@@ -87,9 +88,10 @@ def free_device_memory() -> int | None:
 @contextmanager
 def quantizing_device() -> Iterator[OnDevice | None]:
     """Give what makes quantized weights on the compute device; None where the CPU does: without CUDA or ROCm, whose
-    pinned copies and streams it takes, and for a simulated device."""
+    pinned copies and streams it takes, with ``--disable-pinned-memory``, and for a simulated device."""
     device, free = compute_device(), free_device_memory()
-    if device.type != "cuda" or free is None or requested_profile():
+    unpinned = getattr(args, "disable_pinned_memory", False)  # the switch came with ComfyUI's own pinned memory
+    if device.type != "cuda" or free is None or unpinned or requested_profile():
         yield None
         return
     maker = OnDevice(device, free)

@@ -187,7 +187,7 @@ what it is of. A product may pass fp16's range: it is then Inf, which every laye
 
 def _carried(func: Callable, bound_of: Callable, args: tuple, kwargs: dict) -> torch.Tensor | None:
     """Return what an operation of tensors gives that all are known; None where one is not."""
-    tensors = list(args[0]) if isinstance(args[0], tuple | list) else [x for x in args if torch.is_tensor(x)]
+    tensors = list(_tensors_of((*args, *kwargs.values())))
     tags = [tag for x in tensors if (tag := tag_at(x)) is not None and not tag.values.uniform]
     if len(tags) != len(tensors) or "out" in kwargs or (bound_of is _product and len(tags) != 2):
         return None

@@ -70,10 +70,11 @@ class KnownNorm:
     def _calibrate(self, x: torch.Tensor) -> torch.Tensor:
         with self._parameters(x) as parameters:
             result = counted(self._normalized(x, *parameters))
-            self.bound, self.size = self._bound(x, *parameters), self._size(x)
+            self.size = self._size(x)
+            self.bound = self._bound(x, *parameters) if self.size > 1 else ValueBound(math.inf)
         fits = result.dtype != torch.float16 or self.bound.largest <= FP16_MAX / RESULT_MARGIN
         self.tag = None
-        if not fits:
+        if not fits or self.size < 2:  # a group of one is its rounding, and no factor takes its bound to a larger one's
             return result
         result = self._noted(result)
         self.tag = tag_at(result)

@@ -216,6 +216,25 @@ def test_without_pinned_memory_all_is_made_on_the_cpu(on, monkeypatch):
     assert maker.made == 0 and device.operations.get("aten::mm.out", 0) == 0
 
 
+def test_nothing_is_pinned_where_comfyui_is_told_to_pin_nothing(comfy, wan, on, monkeypatch):
+    from comfy.cli_args import args
+
+    monkeypatch.setattr(args, "disable_pinned_memory", True)
+    device, pinned_bytes = on("cuda"), []
+    monkeypatch.setattr(device, "pin", lambda memory: pinned_bytes.append(memory.nbytes) or memory)
+    with Quantizing() as spy:
+        load(comfy, wan, "int8", "fp32")
+    assert not pinned_bytes and set(spy.where["mm"]) == {"cpu"}
+
+
+def test_a_torch_that_empties_no_pinned_memory_loads(on, monkeypatch):
+    device = on("cuda")
+    monkeypatch.delattr(torch._C, "_host_emptyCache")
+    with OnDevice(device.device(), 8 * GIB) as there:
+        assert made(WEIGHTS, IN_INT8, there.weights)
+    assert there.made > 0
+
+
 def test_other_errors_of_the_device_are_raised(on):
     says = "CUDA error: an illegal memory access was encountered"
     with pytest.raises(RuntimeError, match="illegal memory access"):

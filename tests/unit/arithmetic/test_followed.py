@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from halfsafe.precision.arithmetic.bounds import followed
 from halfsafe.precision.arithmetic.bounds.known_values import KnownValues
-from halfsafe.precision.arithmetic.bounds.value_bounds import ROUNDING, after_norm, modulated
+from halfsafe.precision.arithmetic.bounds.value_bounds import ROUNDING, ValueBound, after_norm, modulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.modulated import TOKENS, WAYS, Modulated
@@ -124,6 +124,22 @@ def test_what_is_followed_behaves_as_a_tensor():
     for made in (x + 1, x.sum(), torch.cat([x, x]), x.t().contiguous(), x.unbind()[0] * 2, F.gelu(x), x.clone(), x.half()):
         assert type(made) is torch.Tensor
     assert x.shape == (3, 4) and x.tolist() == x.clone().tolist() and isinstance(x, torch.Tensor)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_operands_that_are_given_by_name_are_as_well_known(by_name):
+    values = KnownValues()
+    values.begin(calibrating=True)
+    with torch.no_grad():
+        x = torch.randn(2, 3)
+        values.note(x, ValueBound(9.0, 9.0))
+        followed.follow(x, values)
+        if by_name:
+            made = torch.cat(tensors=[x, x], dim=1), F.gelu(input=x), torch.mul(input=x, other=x)
+        else:
+            made = torch.cat([x, x], 1), F.gelu(x), x * x
+        assert [values.of(each) for each in made] == [ValueBound(9.0), ValueBound(9.0, 9.0), ValueBound(81.0)]
+    values.end()
 
 
 @settings(deadline=None, max_examples=80)

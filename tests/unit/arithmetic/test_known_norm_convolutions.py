@@ -154,3 +154,37 @@ def test_a_layer_behind_a_norm_whose_channels_were_moved_last_is_known():
             block.calibration.run(block.once)
     assert projection.scale.covered is not None and projection.scale.recorder.entry.view.item() == NOTHING
     assert block.calibration.repeats == 0
+
+
+def test_groups_of_one_number_have_no_bound_and_larger_ones_after_them_run():
+    block = Block()
+    norm = torch.nn.GroupNorm(CHANNELS, CHANNELS).requires_grad_(False)
+    block.norms[0], block.known[0] = norm, KnownNorm(norm, norm.forward, block.calibration, torch_weights)
+    block.x = torch.randn(2, CHANNELS, 1, 1)
+    block.call()
+    assert block.known[0].tag is None
+    block.x = torch.randn(2, CHANNELS, 4, 4)
+    assert block.error(block.call()) < 2e-2
+    block.x, block.once = torch.zeros(2, CHANNELS, 0), lambda: block.known[0](block.x)
+    block.calibration.recalibrate()
+    assert block.call().shape == block.x.shape
+
+
+def test_a_sample_without_a_batch_is_the_whole_tensor():
+    block, length = Block(), 16
+    block.x = torch.randn(CHANNELS, GROUPS, length)
+    norm = torch.nn.GroupNorm(1, GROUPS).requires_grad_(False)
+    block.known[0] = KnownNorm(norm, norm.forward, block.calibration, torch_weights)
+    weight, found = block.convolutions[0].weight.data.mul_(4.0), []
+
+    def once():
+        found[:] = [block.layers[0](block.known[0](block.x))]
+        return block.layers[1](found[0])
+
+    block.once = once
+    block.call()
+    block.x = torch.zeros_like(block.x)
+    block.x[:, :3, 4:7] = 1e4 * weight[0]
+    block.call()
+    assert block.layers[0].scale.covered is not None and block.calibration.repeats == 0
+    assert found[0].abs().max() <= block.layers[0].scale.reach.largest

@@ -371,6 +371,29 @@ def test_a_layers_result_that_somebody_writes_to_is_measured_again():
     assert block.seen > 2 + 3
 
 
+def test_of_two_texts_that_a_layer_makes_each_is_measured():
+    block = Embedded()
+    steady = torch.zeros(1, 5, WIDTH)
+    steady[..., 0] = block.text.abs().max()
+    embedded = block.layers["last"]
+    embedded.module.weight.data.copy_(torch.eye(WIDTH))
+    block.text = steady.clone()
+
+    def once():
+        block.attention.begin()
+        x = block.x
+        for text in (embedded(counted(block.text)), embedded(counted(steady))):
+            for _ in range(2):
+                x = x + block.attended("2", block.norms[1](x), text)
+        return block.layers["o"](x * torch.ones(()))
+
+    block.once = once
+    block.call()
+    block.text = steady.amax().expand(1, 5, WIDTH).clone()  # no element is larger, and each row is 11 times as long
+    block.call()
+    assert block.calibration.repeats == 1
+
+
 def test_what_is_cast_once_goes_with_its_tensor():
     block = Block()
     block.call()
