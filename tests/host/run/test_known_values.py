@@ -134,3 +134,13 @@ def test_a_rotation_that_also_scales_is_calibrated_for(comfy, models_dir, factor
     expected = families.replay(load(comfy, path, "fp32"), call)
     assert relative_error(expected, first) < 2e-2
     assert torch.equal(first, families.replay(model, call)) and calibration.repeats == 1
+
+
+def test_a_function_of_comfy_kitchen_that_is_no_operation_is_passed_over(comfy, monkeypatch):
+    from comfy import quant_ops
+    from halfsafe.nodes.host.run.rotary import know_rotations
+
+    known = set(followed.ROTATES)
+    monkeypatch.setattr(quant_ops.ck, "apply_rope_of_a_later_version", lambda x, matrices: x, raising=False)
+    know_rotations()
+    assert followed.ROTATES == known != set()
