@@ -192,7 +192,7 @@ def _carried(func: Callable, bound_of: Callable, args: tuple, kwargs: dict) -> t
     if len(tags) != len(tensors) or "out" in kwargs or (bound_of is _product and len(tags) != 2):
         return None
     known = [bound for tag, x in zip(tags, tensors, strict=True) if (bound := tag.values.of(x)) is not None]
-    others = [value for value in (*args, *kwargs.values()) if type(value) is int]
+    others = [each for each in (*args, *kwargs.values()) if hasattr(each, "__index__") and not torch.is_tensor(each)]
     if len(known) != len(tags) or (bound := bound_of(known, tensors[0].dim(), *others)) is None:
         return None
     for tag, x in zip(tags, tensors, strict=True):

@@ -5,6 +5,7 @@ import math
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -216,6 +217,7 @@ def test_parts_put_together_along_their_tokens_keep_what_is_known_of_their_rows(
         assert values.of(torch.cat(parts, dim=1)) == ValueBound(2.0, 5.0, 2.5)
         assert values.of(torch.cat(parts, 1)) == values.of(torch.cat(parts, dim=-2))
         assert values.of(torch.cat([parts[0], parts[0]], dim=-1)) == ValueBound(2.0) == values.of(torch.cat([parts[0]] * 2, 2))
+        assert values.of(torch.cat([parts[0]] * 2, dim=np.int64(2))) == ValueBound(2.0)
         assert values.of(torch.cat([parts[0], parts[0]])) == ValueBound(2.0, 3.0, 2.5)
     values.end()
 
