@@ -125,8 +125,12 @@ MEASUREMENTS: dict[str, Callable[[Path], dict]] = {
 
 
 def _load(load: Callable) -> dict:
+    """A load in inference mode, in which ComfyUI runs nodes; outside of it each quantized weight is copied once more."""
+    import torch
+
     model = []
-    result = timed(lambda: model.append(load()))
+    with torch.inference_mode():
+        result = timed(lambda: model.append(load()))
     return result | {"weight_bytes": weight_bytes(model[0])}
 
 
