@@ -20,6 +20,7 @@ from .int8 import (
     why_not_int8,
 )
 from .quantize import power_of_two_scale
+from .scratch import empty
 from .w4a8_scales import (
     GROUP,
     choose_codebook,
@@ -120,8 +121,7 @@ class Codes:
     ) -> Params:
         """Round a weight that comes as slices and the rows in them; the result is on ``device``."""
         of = {"weight": ((shape[0], self.data_columns(shape[1])), self.dtype), **self.shapes(*shape)}
-        own = {leaf: kind for leaf, kind in of.items() if leaf not in whole}
-        made = {leaf: torch.empty(kind[0], dtype=kind[1], device=device) for leaf, kind in own.items()}
+        made = {leaf: empty(*kind, device) for leaf, kind in of.items() if leaf not in whole}
         for part, rows in parts:
             found = self.encode(rows, whole)
             for leaf, tensor in made.items():

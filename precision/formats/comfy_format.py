@@ -17,6 +17,7 @@ from ..files.safetensors_header import TensorSpec
 from .codes import Codes
 from .quantize import quantize
 from .registry import FORMAT_OF_STORAGE
+from .scratch import empty
 from .stored_weight import StoredWeight, comfy_quant_tensor
 
 LARGEST_ROUNDED = max_of(torch.float32) / 2
@@ -252,7 +253,7 @@ def _fp8(weight: StoredWeight, storage: str, bound: float) -> dict[str, torch.Te
     if weight.plain:
         quantized = quantize(weight.data, dtype, largest)
         return {"weight": quantized.data, "weight_scale": quantized.scale}
-    data = torch.empty(weight.shape, dtype=dtype)
+    data = empty(weight.shape, dtype)
     target = weight.matrix(data)
     for rows, part in weight.parts():
         quantized = quantize(part, dtype, largest)

@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 
-from .scratch import scratch
+from .scratch import empty, scratch
 
 GROUPS = (256, 64, 16)
 LARGEST_CODE = 127
@@ -64,8 +64,7 @@ def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
     busy CPU longer than they compute. The blocks are of like size: a BLAS may sum the few rows of a small rest in
     another order. No clamp is needed: a value exceeds 127 scales by so little that it rounds to 127.
     """
-    codes = rows.new_empty(rows.shape, dtype=torch.int8)
-    scale = rows.new_empty(len(rows), 1, dtype=torch.float32)
+    codes, scale = empty(rows.shape, torch.int8, rows.device), rows.new_empty(len(rows), 1, dtype=torch.float32)
     if not rows.numel():
         return codes, scale
     count = -(-len(rows) // max(1, BLOCK // rows.shape[1]))

@@ -12,7 +12,7 @@ import torch
 
 from ..amax import amax
 from ..dtypes import max_of
-from .scratch import scratch
+from .scratch import empty, scratch
 
 PART = 1 << 22
 MIN_SCALE_EXPONENT = -24
@@ -52,7 +52,7 @@ def quantize(tensor: torch.Tensor, dtype: torch.dtype, largest: float) -> Quanti
     value in range, so no clamp is needed and the result is the same on every torch version.
     """
     scale = power_of_two_scale(largest, dtype)
-    data = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    data = empty(tensor.shape, dtype, tensor.device)
     source, target = tensor.contiguous().view(-1), data.view(-1)
     exact = _scales_exactly(tensor.dtype, 1.0 / scale)
     (scaled,) = scratch(1, PART, tensor.dtype if exact else torch.float32, tensor.device)

@@ -12,6 +12,7 @@ from ..dtypes import FP8_DTYPES, name_of
 from .encoding import Encoding
 from .gguf_weight import GgufWeight
 from .registry import Format, row_of
+from .scratch import empty
 
 CHUNK = 1 << 20
 EIGHT_BIT = FP8_DTYPES | {torch.int8}
@@ -173,8 +174,8 @@ class StoredWeight:
         Unscaled data of that dtype is not copied."""
         if self.plain:
             same = self.data.dtype == dtype
-            return self.data if same else torch.empty(self.shape, dtype=dtype, device=self.data.device).copy_(self.data)
-        result = torch.empty(self.shape, dtype=dtype)
+            return self.data if same else empty(self.shape, dtype, self.data.device).copy_(self.data)
+        result = empty(self.shape, dtype)
         target = self.matrix(result)
         for rows, part in self.parts():
             target[rows] = part
