@@ -56,6 +56,11 @@ class OnlyCalled:
         return self._layer(x)
 
 
+PATCH_IN_DYNAMIC_MEMORY = "_lowvram_function"
+"""What ComfyUI puts behind a parameter's name for a patch that it runs at each call with dynamic VRAM (``load`` in
+comfy/model_patcher.py)."""
+
+
 def casts_weights(layer: Layer) -> bool:
     """Tell whether a module is one of ComfyUI's operations, which can cast their weights to their input's dtype."""
     return hasattr(layer, "comfy_cast_weights")
@@ -78,7 +83,7 @@ def bias_functions(layer: Layer) -> list[Callable]:
 
 def is_bias_patched(layer: Layer) -> bool:
     """Tell whether ComfyUI changes a layer's bias at each call, with dynamic VRAM too."""
-    return bool(layer.bias_function or getattr(layer, "bias_lowvram_function", None))
+    return bool(layer.bias_function or getattr(layer, f"bias{PATCH_IN_DYNAMIC_MEMORY}", None))
 
 
 def with_weight_function(layer: Layer, function: Callable) -> Patch:

@@ -181,8 +181,8 @@ BOUNDS: dict[object, Callable[..., ValueBound | None]] = {
     torch.Tensor.contiguous: _kept,
 }
 """What is known of a result, from what is known of all tensors that it is made of, how many dimensions they have, and
-what else the operation is given. A GELU or SiLU is no larger than
-what it is of. A product may pass fp16's range: it is then Inf, which every layer behind it shows."""
+what else the operation is given. A GELU or SiLU is no larger than what it is of. A product may pass fp16's range: it
+is then Inf, which every layer behind it shows."""
 
 
 def _carried(func: Callable, bound_of: Callable, args: tuple, kwargs: dict) -> torch.Tensor | None:

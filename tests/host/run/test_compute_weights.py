@@ -3,6 +3,7 @@
 import pytest
 import torch
 from comfy.ops import manual_cast
+from halfsafe.nodes.host.core import PATCH_IN_DYNAMIC_MEMORY, is_bias_patched
 from halfsafe.nodes.host.run.compute import compute_of
 from halfsafe.nodes.host.run.modules import core_weights
 from safetensors.torch import save_file
@@ -137,3 +138,15 @@ def test_a_wide_layer_is_given_its_bias_as_torch_can_add_it(held, patched, given
     with torch.inference_mode(), core_weights(layer, x, torch.float16, None) as (weight, bias):
         assert weight.dtype == torch.float16 and bias.dtype == given
         assert torch.equal(bias.float(), torch.full((16,), 3.0 if patched else 1.0))
+
+
+def test_a_patch_of_a_bias_with_dynamic_vram_is_seen_by_comfyuis_name_for_it():
+    import inspect
+
+    import comfy.model_patcher
+
+    layer = manual_cast.Linear(32, 16)
+    assert not is_bias_patched(layer)
+    setattr(layer, f"bias{PATCH_IN_DYNAMIC_MEMORY}", lambda bias: bias)
+    assert is_bias_patched(layer)
+    assert f'param_key + "{PATCH_IN_DYNAMIC_MEMORY}"' in inspect.getsource(comfy.model_patcher)
