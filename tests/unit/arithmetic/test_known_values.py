@@ -13,22 +13,9 @@ from halfsafe.precision.arithmetic.bounds.known_values import SAMPLED, KnownValu
 from halfsafe.precision.arithmetic.bounds.value_bounds import ValueBound
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.linear import SafeOperation
-from support.leaf_operations import LeafOperations
+from support.leaf_operations import LeafOperations, Reductions
 
 WIDTH, HEADS, TOKENS = 128, 2, 16
-REDUCTIONS = ("aten::linalg_vector_norm", "aten::amax")
-
-
-class Reductions(LeafOperations):
-    """Count the reductions of a call."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def leaf(self, func, args, kwargs):
-        self.count += func.name().startswith(REDUCTIONS)
-        return func(*args, **kwargs)
 
 
 def weights(module, x, dtype, bias_dtype=torch.float32):

@@ -19,7 +19,7 @@ from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.linear import SafeOperation
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.leaf_operations import LeafOperations
+from support.leaf_operations import Reductions
 
 WIDTH, HEADS, TOKENS = 128, 2, 16
 SIZE = WIDTH // HEADS
@@ -68,18 +68,6 @@ def test_a_pair_comes_close_to_the_bounds_of_its_rotation():
         assert bound.largest / 1.03 <= found.max() <= bound.largest
         assert found.norm() <= bound.norm
     assert found.norm() >= bound.norm / 1.03
-
-
-class Reductions(LeafOperations):
-    """Count the reductions of a call."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def leaf(self, func, args, kwargs):
-        self.count += func.name().startswith(("aten::linalg_vector_norm", "aten::amax"))
-        return func(*args, **kwargs)
 
 
 def weights(module, x, dtype, bias_dtype=None):
