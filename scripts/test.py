@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from setup.environment import (
     prepare,
     provide_kitchen,
 )
+from setup.machine import counts_of
 from setup.progress import run_shown
 
 TIERS = {
@@ -119,7 +119,7 @@ def _run_tier(tier: str, environment: Environment, pytest_args: list[str]) -> Re
         except SetupError as error:
             return Result(tier, None, str(error), time.monotonic() - started)
         code = run_shown([*command, *pytest_args], ROOT, {**environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)})
-        return Result(tier, code == 0, _counts(junit), time.monotonic() - started)
+        return Result(tier, code == 0, counts_of(junit), time.monotonic() - started)
 
 
 def _color() -> list[str]:
@@ -137,14 +137,6 @@ def _tier_environ(tier: str, environment: Environment) -> dict[str, str]:
     if tier == "browser":
         more = {"CHROMIUM": str(chromium.provide_chromium(environment.python)), "HALFSAFE_FRONTEND": str(newest_frontend(environment.python))}
     return clean_environ(PYTHONUNBUFFERED="1", HALFSAFE_STRICT="1", COMFYUI_DIR=str(environment.comfyui), **more)
-
-
-def _counts(junit: Path) -> str:
-    if not junit.exists():
-        return "did not run"
-    suite = next(ElementTree.parse(junit).iter("testsuite"))
-    total, failed, errors, skipped = (int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped"))
-    return f"{total - failed - errors - skipped} passed, {failed} failed, {errors} errors, {skipped} skipped"
 
 
 def _report(results: list[Result], required: str | None = None) -> int:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from .environment import Environment
@@ -57,3 +58,12 @@ def _cpu_name() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def counts_of(junit: Path) -> str:
+    """Return the counts of a JUnit file in words."""
+    if not junit.exists():
+        return "did not run"
+    suite = next(ElementTree.parse(junit).iter("testsuite"))
+    total, failed, errors, skipped = (int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped"))
+    return f"{total - failed - errors - skipped} passed, {failed} failed, {errors} errors, {skipped} skipped"
