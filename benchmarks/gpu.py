@@ -1,10 +1,9 @@
-"""Everything a GPU is needed for, in one go: `python -m benchmarks gpu --comfyui DIR [--save]`.
+"""Everything a GPU is needed for, in one go: `python -m benchmarks gpu --comfyui DIR [--out FILE] [--save]`.
 
-A Wan2.1-1.3B-shaped model in every arithmetic, each in turns with plain fp16: time and error of a denoiser call against
-fp32, kernels, the device memory a call takes, what the guard, LoRAs beside 8-bit weights and fp16 sums cost or gain; SDXL whole and a
-part of Flux with a profile beside the cost model; single layers of larger models; loading, with and without dynamic VRAM; parts of Flux
-and SDXL compiled and as CUDA graphs. Prints JSON, exit code 2 where a target is missed. `--dry-run` does the same on a CPU with small
-shapes, to see that it works. What each row tells: gpu-run.md.
+Device facts; the tests of tests/gpu, a row each; then for SDXL, Wan 1.3B and a part of Flux at their real widths, in ComfyUI's own fp16 and
+in each setting of the pack: seconds to load, host and device time of a call against that fp16, kernels, device memory, error against fp32.
+Each row is written as it comes, and none that fails ends the run. Exit code 1 where a row has a problem, 2 where a target is missed.
+`--dry-run` does the same on a CPU with small models, to see that every line works.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -22,242 +20,228 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from setup import machine
-from setup.environment import Environment
+from setup.environment import ROOT, Environment
 
 from . import reporting
-from .clock import CALLS, kernels, timed
-from .gpu_layers import layer_rows
-from .gpu_models import compiled_rows, model_rows, peak_bytes
 from .host import load_comfy
+from .large_models import ON_A_GPU
 
-PLAIN = "fp16"
-STORAGE = {"fp32": "fp32", "fp16": "fp16", "fp16_safe": "fp16", "bf16": "as_file", "fp8": "fp8_e4m3fn", "int8": "int8"}
-COMPUTE = {"int8": "auto"}
-COMPARED = ("fp16_safe", "fp16, guarded", "fp16, fp16 sums", "bf16", "fp8", "int8", "fp8, LoRA", "int8, LoRA")
-LORA_RANK = 16
-LOADS = (
-    ("as_file", "--core", "--dynamic"), ("as_file", "--dynamic"), ("fp8_e4m3fn", "--core", "--dynamic"), ("fp8_e4m3fn", "--dynamic"),
-    ("int8", "--dynamic"), ("fp8_e4m3fn", "--core"), ("fp8_e4m3fn",), ("fp8_e4m3fn", "--on-cpu"), ("int8",), ("int8", "--on-cpu"),
-)  # fmt: skip
-LOAD_SECONDS = 90
-SLOWEST = "fp32"
-WITH_FP16_SUMS = "sm_86"
-TARGETS = {"fp16_safe_to_fp16": 1.25, "fp32_to_fp16_safe": 3.0, "guard": 1.02}
+SETTINGS = {
+    "auto": ("fp16", "auto"),
+    "auto, guard": ("fp16", "auto"),
+    "fp16_safe": ("fp16", "fp16_safe"),
+    "fp16_safe, guard": ("fp16", "fp16_safe"),
+    "bf16": ("as_file", "bf16"),
+    "fp8": ("fp8_e4m3fn", "auto"),
+    "fp8 products": ("fp8_e4m3fn", "fp8"),
+    "int8": ("int8", "auto"),
+    "fp32": ("fp32", "fp32"),
+}
+MODELS = {"SDXL": ("sdxl", {"size": 128}), "Wan 1.3B": ("wan", {"size": 64, "frames": 9}), "Flux": ("flux", {"size": 128})}
+CALLS, PAIRS = 3, 3
+TEST_SECONDS = 150
+TARGETS = {"auto": 1.02, "auto, guard": 1.03, "fp16_safe": 1.25}
+"""Device or host time of a call in a setting, whichever is larger, against ComfyUI's own fp16."""
 
 
 def main() -> int:
-    args = _parse()
-    start = time.monotonic()
-    comfy = load_comfy(args, on_cpu=args.dry_run)
-    from support import tiny_models
-
-    result = machine.gpu_conditions(Environment(Path(sys.executable), args.comfyui.resolve()))
-    result |= {"benchmark": "gpu", "dry_run": args.dry_run, "latent": [args.frames, args.size, args.size], "pairs": args.runs}
-    result |= {"rows": [], "models": [], "layers": [], "loads": [], "left_out": [], "targets": {}}
-    path = comfy.folder / "model.safetensors"
-    tiny_models.wan(path) if args.dry_run else tiny_models.wan_1_3b_shaped(path)
-    row, began = {"name": "the start"}, time.monotonic()
-    try:
-        with ending_after(args.seconds - (began - start)):
-            for row in _parts(comfy, path, args):
-                result[_list_of(row)].append(row | {"took_seconds": round(time.monotonic() - began, 1)})
-                result["targets"] = _targets({row["name"]: row for row in result["rows"]})
-                _write(result, args)
-                began = time.monotonic()
-    except OutOfTime:
-        result["left_out"].append(f"what comes after {_named(row)}: {args.seconds:g} s were up")
-    _write(result, args)
+    parser = reporting.parser(__doc__)
+    parser.add_argument("--out", type=Path, help="write the result here after every row")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no row after this time")
+    parser.add_argument("--dry-run", action="store_true", help="small models on the CPU")
+    args = parser.parse_args()
+    ends = time.monotonic() + args.seconds
+    result = machine.gpu_conditions(Environment(Path(sys.executable), args.comfyui.resolve())) | {"benchmark": "gpu", "dry_run": args.dry_run, "rows": []}
+    for make in _rows(args):
+        row, began = {}, time.monotonic()
+        try:
+            if began > ends:
+                raise TimeoutError("the time was up before it")
+            row = make()
+        except Exception as error:  # a row that fails is a result too
+            row = {"problem": f"{type(error).__name__}: {error}"[:500]}
+        result["rows"].append({"row": make.__name__, **row, "took_seconds": round(time.monotonic() - began, 1)})
+        result["targets"] = _targets(result["rows"])
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if args.save and not args.dry_run:
         reporting.save(result)
     print(json.dumps(result, indent=2))
-    if any("problem" in row for row in result["loads"]):
+    if any("problem" in row for row in result["rows"]):
         return 1
     return 0 if args.dry_run else reporting.exit_code(result)
 
 
-class OutOfTime(Exception):
-    """The time for measuring is up."""
+def _rows(args: argparse.Namespace) -> Iterator[Callable[[], dict]]:
+    """Yield what makes each row, named after it. The tests come first, in a process of their own."""
+    yield named("tests", lambda: run_tests(args))
+    comfy = load_comfy(args, on_cpu=args.dry_run)
+    for name in MODELS:
+        model = Model(comfy, name, args.dry_run)
+        yield named(f"{name}: core fp16", model.plain)
+        for setting in SETTINGS:
+            yield named(f"{name}: {setting}", lambda model=model, setting=setting: model.compared(setting))
+        model.forget()
 
 
-@contextlib.contextmanager
-def ending_after(seconds: float) -> Iterator[None]:
-    """Raise :class:`OutOfTime` where these seconds are up, also in the middle of a compilation."""
-
-    def end(*_) -> None:
-        raise OutOfTime
-
-    if seconds == float("inf"):
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+def named(name: str, make: Callable[[], dict]) -> Callable[[], dict]:
+    """Give a function a row's name."""
+    make.__name__ = name
+    return make
 
 
-def _named(row: dict) -> str:
-    return ", ".join(str(row[key]) for key in ("name", "model", "run", "load") if key in row)
+def run_tests(args: argparse.Namespace) -> dict:
+    """Run tests/gpu; outcome of each test, of one that hung too."""
+    lines = (args.out or Path("gpu.json")).absolute().with_suffix(".tests.jsonl")
+    lines.write_text("", encoding="utf-8")
+    more = {"COMFYUI_DIR": str(args.comfyui.resolve()), "HALFSAFE_TEST_LINES": str(lines), "HALFSAFE_TEST_SECONDS": str(TEST_SECONDS * (8 if args.dry_run else 1))}
+    environ = os.environ | more | ({"HALFSAFE_DRY_RUN": "1"} if args.dry_run else {}) | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ran = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"], cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    last = {line["test"].split("::")[-1]: line for line in map(json.loads, lines.read_text(encoding="utf-8").splitlines())}
+    bad = {test: line.get("why", "")[-300:] for test, line in last.items() if line["outcome"] in ("failed", "begun")}
+    row = {"passed": sum(line["outcome"] == "passed" for line in last.values()), "skipped": sum(line["outcome"] == "skipped" for line in last.values()), "failed": bad}
+    return row if ran.returncode == 0 and row["passed"] else row | {"problem": ran.stdout[-500:] + ran.stderr[-500:]}
 
 
-def _list_of(row: dict) -> str:
-    return next((name for key, name in (("shape", "layers"), ("model", "models"), ("load", "loads")) if key in row), "rows")
+class Model:
+    """Measure one model: a file with normal weights of its widths, ComfyUI's own fp16, and each setting against that."""
+
+    def __init__(self, comfy, name: str, dry: bool):
+        self.comfy, self.name, self.dry = comfy, name, dry
+        self.family, self.size = MODELS[name]
+        self.path = comfy.folder / f"{self.family}_measured.safetensors"
+
+    def plain(self) -> dict:
+        """Write the file, load it by ComfyUI's own loader and time a call."""
+        import torch
+        from support import families
+
+        self._write()
+        exact = families.load(self.comfy, self.path, "fp32", "fp32")
+        self.call = families.capture(exact, self.family, **({} if self.dry else self.size))
+        self.reference = self._run(exact).float().cpu()
+        start = time.perf_counter()
+        self.core = families.stock(self.path, torch.float16)
+        row = {"loaded_seconds": round(time.perf_counter() - start, 2)} | timed(lambda: self._run(self.core))
+        return row | {"error": self._error(self._run(self.core))} | alone(lambda: self._run(self.core))
+
+    def compared(self, setting: str) -> dict:
+        """Load the model in a setting of the pack and time calls in turns with ComfyUI's own fp16."""
+        from support import families
+
+        start = time.perf_counter()
+        model = families.load(self.comfy, self.path, *SETTINGS[setting])
+        if "guard" in setting:
+            model = self.comfy.run("HalfsafeNaNGuard", model=model, on_nan="retry_higher", max_retries=8)[0]
+        row = {"loaded_seconds": round(time.perf_counter() - start, 2), "error": self._error(self._run(model))}
+        sides = {"plain": lambda: self._run(self.core), "ours": lambda: self._run(model)}
+        taken: dict[str, list[dict]] = {name: [] for name in sides}
+        for index in range(PAIRS):
+            for name in sorted(sides, reverse=bool(index % 2)):
+                taken[name].append(timed(sides[name]))
+        for clock in taken["ours"][0]:
+            row[clock] = statistics.median(one[clock] for one in taken["ours"])
+            pairs = zip(taken["plain"], taken["ours"], strict=True)
+            row[f"{clock}_to_core"] = round(statistics.median(ours[clock] / plain[clock] for plain, ours in pairs), 4)
+        return row | alone(sides["ours"])
+
+    def forget(self) -> None:
+        """Unload the model's clones and remove its file."""
+        from support.families import unload_models
+
+        self.core = self.reference = None
+        unload_models()
+        self.path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        """Write a file with normal weights that keep the size of what goes through; a small one in a dry run."""
+        import comfy.ops
+        import torch
+        from safetensors.torch import save_file
+        from support import families, tiny_models
+
+        if self.dry or self.family == "wan":
+            made = families.write(self.family, self.comfy.folder) if self.dry else tiny_models.wan_1_3b_shaped(self.path)
+            made.replace(self.path)
+            return
+        generator = torch.Generator().manual_seed(0)
+        inner = ON_A_GPU[self.name](device="cpu", dtype=torch.float16, operations=comfy.ops.disable_weight_init)[0]
+        with torch.no_grad():
+            for name, parameter in inner.named_parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
+                else:
+                    parameter.fill_(0 if name.endswith("bias") else 1)
+        save_file({key: value.contiguous() for key, value in inner.state_dict().items()}, str(self.path))
+
+    def _run(self, patcher):
+        from support import families
+
+        return families.replay(patcher, self.call)
+
+    def _error(self, result) -> float | None:
+        error = ((result.float().cpu() - self.reference).norm() / self.reference.norm()).item()
+        return float(f"{error:.2e}") if error == error else None
 
 
-def _parse() -> argparse.Namespace:
-    parser = reporting.parser(__doc__)
-    parser.add_argument("--runs", type=int, default=3, help=f"pairs of measurements for each row, of {CALLS} calls each")
-    parser.add_argument("--size", type=int, default=64, help="latent height and width; 64 gives 1024 tokens a frame")
-    parser.add_argument("--frames", type=int, default=21, help="frames of the latent; 21 give 21504 tokens at size 64")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after this time, in the middle of a row too")
-    parser.add_argument("--out", type=Path, help="write the result here after every row")
-    parser.add_argument("--dry-run", action="store_true", help="a small model on the CPU")
-    args = parser.parse_args()
-    if args.dry_run:
-        args.size, args.frames, args.runs = 8, 2, 2
-    return args
+def timed(call: Callable) -> dict[str, float]:
+    """Seconds of a call over several after one that is not timed: on the host's own thread, and on the device by CUDA's events."""
+    import torch
+
+    call()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if torch.cuda.is_available() else []
+    wait()
+    host, start = time.thread_time(), time.perf_counter()
+    for event in events[:1]:
+        event.record()
+    for _ in range(CALLS):
+        call()
+    for event in events[1:]:
+        event.record()
+    host = (time.thread_time() - host) / CALLS
+    wait()
+    clocks = {"seconds": (time.perf_counter() - start) / CALLS, "host_seconds": host}
+    return clocks | ({"device_seconds": events[0].elapsed_time(events[1]) / 1000 / CALLS} if events else {})
 
 
-def _write(result: dict, args: argparse.Namespace) -> None:
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+def alone(call: Callable) -> dict:
+    """Count the kernels of a call, and the device memory it allocates beyond what was there; empty on a CPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    wait()
+    peak = torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+        call()
+        wait()
+    names = [event.name for event in profiled.events() if event.device_type == DeviceType.CUDA]
+    return {"kernels": sum(not name.startswith(("Memcpy", "Memset")) for name in names), "peak_bytes": peak}
 
 
-def _parts(comfy, path: Path, args: argparse.Namespace) -> Iterator[dict]:
-    """The rows, each when it is asked for; those that take longest come last."""
-    from support import families
+def wait() -> None:
+    """Wait for the device."""
+    import torch
 
-    plain = families.load(comfy, path, STORAGE[PLAIN], PLAIN)
-    call = families.capture(plain, "wan", size=args.size, frames=args.frames)
-    with exact_fp32():
-        reference = _exact(comfy, path, call)
-    yield _alone(plain, call) | {"name": PLAIN, "error": _error(reference, families.replay(plain, call))}
-
-    def compared(name: str) -> dict:
-        with _profile(name, args), exact_fp32() if name == SLOWEST else contextlib.nullcontext():
-            other = _model(comfy, path, plain, name)
-            row = {"name": name, "error": _error(reference, families.replay(other, call))}
-            return row | _in_turns(plain, other, call, 1 if name == SLOWEST else args.runs) | _alone(other, call)
-
-    yield from map(compared, COMPARED)
-    yield from model_rows(args.dry_run)
-    yield from load_rows(args, path)
-    yield from layer_rows(args.dry_run)
-    yield compared(SLOWEST)
-    yield from compiled_rows(args.dry_run)
+    with contextlib.suppress(AssertionError, RuntimeError):
+        torch.cuda.synchronize()
 
 
-def load_rows(args: argparse.Namespace, path: Path) -> Iterator[dict]:
-    """Loading and the first call, each in a process of its own: ComfyUI's loader and ours, dynamic VRAM or none, quantized there or on the CPU."""
-    for how in LOADS:
-        command = [sys.executable, "-m", "benchmarks.gpu_load", "--comfyui", str(args.comfyui), *(["--dry-run"] if args.dry_run else []), str(path), *how]
-        ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LOAD_SECONDS * (6 if args.dry_run else 1))
-        found = json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else {"problem": ran.stderr[-500:]}
-        yield {"load": " ".join(how)} | found
-
-
-def _exact(comfy, path: Path, call):
-    from support import families
-
-    return families.replay(families.load(comfy, path, STORAGE["fp32"], "fp32"), call).float().cpu()
-
-
-def _model(comfy, path: Path, plain, name: str):
-    """The model of a row; that with fp16 sums or the guard is a clone of the plain one."""
-    from support import families
-    from support.guarding import guarded
-    from support.summing import accumulation
-
-    if name == "fp16, guarded":
-        return guarded(comfy, plain)
-    if name == "fp16, fp16 sums":
-        return accumulation(comfy, plain, fp16_accumulation="auto")
-    base, _, lora = name.partition(", ")
-    model = families.load(comfy, path, STORAGE[base], COMPUTE.get(base, base))
-    return _with_lora(model) if lora else model
-
-
-def _with_lora(model):
-    """A LoRA on every layer in 8 bits: it is added to the layers' results."""
-    from comfy.quant_ops import QuantizedTensor
-    from comfy.sd import load_lora_for_models
-    from support import model_files
-
-    named = model.model.diffusion_model.named_modules()
-    shapes = {name: tuple(module.weight.shape) for name, module in named if isinstance(getattr(module, "weight", None), QuantizedTensor)}
-    return load_lora_for_models(model, None, model_files.lora(shapes, rank=LORA_RANK), 0.01, 0.0)[0]
-
-
-@contextlib.contextmanager
-def _profile(name: str, args: argparse.Namespace) -> Iterator[None]:
-    """For fp16 sums: as on a device that gains by them, where this one does not."""
-    from halfsafe.precision.devices.detect import PROFILE_VARIABLE, detect
-
-    wanted = "sums" in name and (args.dry_run or not detect().capabilities["fp16_accumulation"])
-    if wanted:
-        os.environ[PROFILE_VARIABLE] = WITH_FP16_SUMS
-    try:
-        yield
-    finally:
-        if wanted:
-            del os.environ[PROFILE_VARIABLE]
-
-
-@contextlib.contextmanager
-def exact_fp32() -> Iterator[None]:
-    """Without TF32, which torch uses in cuDNN's convolutions unless it is told not to."""
-    from halfsafe.precision.arithmetic import flags
-
-    with flags.flags_set({"tf32_matmul": False, "tf32_convolution": False}):
-        yield
-
-
-def _in_turns(plain, other, call, pairs: int) -> dict:
-    """Seconds of a call of each and how they compare, by medians of pairs that take turns."""
-    from support import families
-
-    sides: dict[str, Callable] = {"plain": lambda: families.replay(plain, call), "other": lambda: families.replay(other, call)}
-    taken: dict[str, list[dict]] = {name: [] for name in sides}
-    for index in range(pairs):
-        for name in sorted(sides, reverse=bool(index % 2)):
-            taken[name].append(timed(sides[name]))
-    clocks = [clock for clock in ("seconds", "device_seconds") if taken["plain"][0][clock] is not None]
-    row = {clock: statistics.median(one[clock] for one in taken["other"]) for clock in clocks}
-    ratios = {clock: [b[clock] / a[clock] for a, b in zip(taken["plain"], taken["other"], strict=True)] for clock in clocks}
-    return row | {f"{clock}_to_fp16": round(statistics.median(ratios[clock]), 4) for clock in clocks}
-
-
-def _alone(model, call) -> dict:
-    """The kernels of a call, and the device memory it takes."""
-    from support import families
-
-    families.replay(model, call)
-    return {"kernels": kernels(lambda: families.replay(model, call)), "peak_bytes": peak_bytes(lambda: families.replay(model, call))}
-
-
-def _error(reference, result) -> float | None:
-    from support.measures import relative_error
-
-    error = relative_error(reference, result.float().cpu())
-    return float(f"{error:.2e}") if error == error else None
-
-
-def _targets(rows: dict[str, dict]) -> dict[str, dict]:
-    """The targets whose rows are there: events where there are any, as a guarded call may start late and end late alike."""
-
-    def to_fp16(name: str) -> float:
-        return rows[name].get("device_seconds_to_fp16", rows[name]["seconds_to_fp16"])
-
-    measured = {}
-    if "fp16_safe" in rows:
-        measured["fp16_safe_to_fp16"] = to_fp16("fp16_safe")
-    if "fp32" in rows:
-        measured["fp32_to_fp16_safe"] = to_fp16("fp32") / to_fp16("fp16_safe")
-    if "fp16, guarded" in rows:
-        measured["guard"] = rows["fp16, guarded"]["seconds_to_fp16"]
-    return {name: reporting.target(round(value, 3), TARGETS[name], name == "fp32_to_fp16_safe") for name, value in measured.items()}
+def _targets(rows: list[dict]) -> dict[str, dict]:
+    """Hold the larger of host and device time of each setting against its limit."""
+    found = {}
+    for row in rows:
+        setting = row["row"].partition(": ")[2]
+        if setting in TARGETS and "problem" not in row:
+            ratio = max(row[key] for key in ("seconds_to_core", "device_seconds_to_core") if key in row)
+            found[row["row"]] = reporting.target(ratio, TARGETS[setting])
+    return found
 
 
 if __name__ == "__main__":
