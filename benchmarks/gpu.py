@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from setup import machine
@@ -52,7 +53,7 @@ def main() -> int:
     args = parser.parse_args()
     ends = time.monotonic() + args.seconds
     result = machine.gpu_conditions(Environment(Path(sys.executable), args.comfyui.resolve())) | {"benchmark": "gpu", "dry_run": args.dry_run, "rows": []}
-    for make in _rows(args):
+    for name, make in _rows(args):
         row, began = {}, time.monotonic()
         try:
             if began > ends:
@@ -60,7 +61,7 @@ def main() -> int:
             row = make()
         except Exception as error:  # a row that fails is a result too
             row = {"problem": f"{type(error).__name__}: {error}"[:500]}
-        result["rows"].append({"row": make.__name__, **row, "took_seconds": round(time.monotonic() - began, 1)})
+        result["rows"].append({"row": name, **row, "took_seconds": round(time.monotonic() - began, 1)})
         result["targets"] = _targets(result["rows"])
         if args.out:
             args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
@@ -72,22 +73,16 @@ def main() -> int:
     return 0 if args.dry_run else reporting.exit_code(result)
 
 
-def _rows(args: argparse.Namespace) -> Iterator[Callable[[], dict]]:
-    """Yield what makes each row, named after it. The tests come first, in a process of their own."""
-    yield named("tests", lambda: run_tests(args))
+def _rows(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], dict]]]:
+    """Yield name and maker of each row. The tests come first, in a process of their own."""
+    yield "tests", lambda: run_tests(args)
     comfy = load_comfy(args, on_cpu=args.dry_run)
     for name in MODELS:
         model = Model(comfy, name, args.dry_run)
-        yield named(f"{name}: core fp16", model.plain)
+        yield f"{name}: core fp16", model.plain
         for setting in SETTINGS:
-            yield named(f"{name}: {setting}", lambda model=model, setting=setting: model.compared(setting))
+            yield f"{name}: {setting}", partial(model.compared, setting)
         model.forget()
-
-
-def named(name: str, make: Callable[[], dict]) -> Callable[[], dict]:
-    """Give a function a row's name."""
-    make.__name__ = name
-    return make
 
 
 def run_tests(args: argparse.Namespace) -> dict:
