@@ -7,6 +7,7 @@ safe16, fp8mm, patch, guard: what a compute plan and the guard cost and how clos
 lora: LoRAs beside 8-bit weights against LoRAs merged into them.
 import: how long ComfyUI takes to import the pack.
 calibrate: weights rounded by a calibration against rounded to nearest, on trained models.
+host_time: what a call costs the host in each setting.
 cost: what fp16_safe costs beside fp16, by count and estimated for several cards.
 known: which bounds that are known beforehand hold trained weights within fp16.
 gguf: what GGUF files cost, against ComfyUI-GGUF.
@@ -31,7 +32,7 @@ from setup.environment import ROOT, Environment, SetupError, clean_environ, prep
 MODULES = {
     **dict.fromkeys(("load", "convert"), "files"),
     **dict.fromkeys(("safe16", "fp8mm", "patch", "guard", "lora"), "compute"),
-    **{"import": "import_time", "cost": "cost", "known": "known", "calibrate": "calibrate", "gguf": "gguf_files", "first_step": "first_step", "drift": "drift", "zoo": "zoo", "gpu": "gpu"},
+    **{"import": "import_time", "cost": "cost", "host_time": "host_time", "known": "known", "calibrate": "calibrate", "gguf": "gguf_files", "first_step": "first_step", "drift": "drift", "zoo": "zoo", "gpu": "gpu"},
 }
 SHARED = ("files", "compute")
 

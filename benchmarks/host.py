@@ -13,7 +13,7 @@ from setup import machine
 from setup.environment import ROOT, Environment
 
 
-def load_comfy(args: argparse.Namespace, on_cpu: bool = True) -> SimpleNamespace:
+def load_comfy(args: argparse.Namespace, on_cpu: bool = True, more: tuple[str, ...] = ()) -> SimpleNamespace:
     """A ComfyUI and this pack in this process, with a models folder that goes away with it."""
     sys.path[:] = [str(ROOT / "tests"), *(p for p in sys.path if Path(p).absolute() != ROOT)]
     import conftest  # noqa: F401  it makes the pack importable as `halfsafe`
@@ -22,7 +22,7 @@ def load_comfy(args: argparse.Namespace, on_cpu: bool = True) -> SimpleNamespace
 
     keep = tempfile.TemporaryDirectory(prefix="halfsafe-bench-")
     base = make_base_directory(Path(keep.name), ROOT)
-    inprocess.setup_comfyui(args.comfyui.resolve(), base, *(["--cpu"] if on_cpu else []))
+    inprocess.setup_comfyui(args.comfyui.resolve(), base, *(["--cpu"] if on_cpu else []), *more)
     logging.disable(logging.WARNING)
     run = inprocess.runner(inprocess.node_classes(inprocess.load_pack()))
     return SimpleNamespace(run=run, folder=base / "models" / "diffusion_models", keep=keep)
