@@ -16,7 +16,6 @@ overflowing: a model that overflows fp16, such as MiniMax H3, in each storage an
 drift: how far clean runs of every family are from the thresholds of the guard's check.
 scaling: how the pack's own work grows with the model.
 soak: hundreds of prompts in one ComfyUI, its memory and its answers.
-zoo: apply and restore on model classes of transformers, diffusers and torchvision.
 gpu: everything that a GPU is needed for.
 
 Prints what was measured, with `--json` every run, and saves it with `--save`. Exits with 2 where a target is missed.
@@ -36,7 +35,7 @@ from setup.environment import ROOT, Environment, SetupError, clean_environ, prep
 MODULES = {
     **dict.fromkeys(("load", "convert"), "files"),
     **dict.fromkeys(("safe16", "fp8mm", "patch", "guard", "lora"), "compute"),
-    **{"import": "import_time", "cost": "cost", "compiled": "compiled", "known": "known", "kept": "kept", "calibrate": "calibrate", "gguf": "gguf_files", "first_step": "first_step", "scaling": "scaling", "drift": "drift", "overflowing": "overflowing", "soak": "soak", "zoo": "zoo", "gpu": "gpu"},
+    **{"import": "import_time", "cost": "cost", "compiled": "compiled", "known": "known", "kept": "kept", "calibrate": "calibrate", "gguf": "gguf_files", "first_step": "first_step", "scaling": "scaling", "drift": "drift", "overflowing": "overflowing", "soak": "soak", "gpu": "gpu"},
 }
 SHARED = ("files", "compute")
 

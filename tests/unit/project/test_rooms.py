@@ -15,7 +15,7 @@ FLOORS = (
     {"formats", "arithmetic"},
     {"devices", "calibrate"},
     {"plan"},
-    {"library", "report"},
+    {"report"},
     {"guard", "analysis", "measure", "commands"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
