@@ -1,6 +1,7 @@
 """Convert a file from disk to disk into ComfyUI's own quantization format."""
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,7 +25,10 @@ from ..plan.facts import layer_specs
 from ..plan.rules import Rules
 from ..plan.storage import StorageDecision, plan_storage
 from ..plan.weights import packed_notes, plan_weights
-from .many import PART
+from ..text import hanging, size_text, wrapped
+from .inspect import section
+
+PART = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 @dataclass(frozen=True)
@@ -147,3 +151,14 @@ def _refuse_name_of_a_part(target: Path) -> None:
 def _refuse_same_file(file: TensorFile, target: Path) -> None:
     if os.path.exists(target) and any(target.samefile(source) for source in file.files):
         raise CheckpointError(target, "source and target are the same file", advice="Give the result another name.")
+
+
+def conversion_text(summary: ConvertSummary) -> str:
+    """Describe what was written, how fast, and what is not stored as asked."""
+    rate = summary.source_bytes / max(summary.seconds, 1e-9)
+    source, target = size_text(summary.source_bytes), size_text(summary.target_bytes)
+    done = f"{source} ({summary.dialect}) to {target} in {summary.seconds:.1f} s, {size_text(rate)}/s"
+    lines = wrapped(f"{summary.target}: {done}", "")
+    lines += hanging("  stored      ", ", ".join(f"{count} {storage}" for storage, count in summary.weights.items()))
+    lines += section("kept", [f"{name}: {reason}" for name, reason in summary.kept])
+    return "\n".join(lines + section("notes", summary.notes))

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -12,18 +12,13 @@ from ..dtypes import FP8_DTYPES, FP16_MAX, max_of, name_of
 from ..errors import CheckpointError
 from ..files.safetensors_file import open_checkpoint
 from ..files.tensor_file import TensorFile
-from ..formats.card import card_in
-from ..formats.checkpoint import (
-    COMFY_QUANT,
-    SCALED_FP8,
-    Checkpoint,
-    dialect_text,
-    read_checkpoint,
-)
+from ..formats.card import card_in, card_lines
+from ..formats.checkpoint import COMFY_QUANT, SCALED_FP8, Checkpoint, dialect_text, read_checkpoint
 from ..formats.comfy_state import model_shapes
 from ..formats.families import UNKNOWN, model_name
 from ..formats.metadata import QUANTIZATION_KEY
 from ..formats.stored_weight import NUMBERS, StoredWeight
+from ..text import count_text, size_text, table, wrapped
 
 SATURATION_LIMIT = 1e-3
 SATURATION_MINIMUM = 1000
@@ -31,6 +26,7 @@ _CHUNK = 1 << 22
 IN_GGUF = "ComfyUI's own loaders read no GGUF; Load Diffusion Model (Halfsafe) and ComfyUI-GGUF do."
 COMFYUI_READS = frozenset({COMFY_QUANT, QUANTIZATION_KEY, SCALED_FP8})
 _OF_DATA = ("nan", "inf", "saturated")
+SHOWN = 30
 
 
 @dataclass(frozen=True)
@@ -62,10 +58,6 @@ class Inspection:
     notes: list[str] = field(default_factory=list)
     card: dict | None = None
 
-    def to_json(self) -> dict:
-        return asdict(self)
-
-
 @dataclass(frozen=True)
 class Finding:
     """One thing :func:`scan_file` found. ``kind``: nan, inf, scale, fp16_range, saturated, zero or unreadable."""
@@ -83,10 +75,6 @@ class Scan:
     tensors: int
     problems: list[Finding]
     remarks: list[Finding]
-
-    def to_json(self) -> dict:
-        return asdict(self)
-
 
 def inspect_file(path) -> Inspection:
     """Read headers and scales only, whatever the size of the file.
@@ -252,3 +240,44 @@ def _saturation(weight: StoredWeight, problems: list[Finding], remarks: list[Fin
     if clipped or weight.scale is None:
         text = f"{share:.3%} of the values sit at the format's maximum of {max_of(weight.data.dtype):g}"
         (problems if clipped else remarks).append(Finding(weight.name, "saturated", text))
+
+
+def inspection_text(inspection: Inspection) -> str:
+    """Describe in a few lines what a file holds, then problems, ComfyUI's view, and notes."""
+    scales = ", ".join(f"{count} {kind}" for kind, count in inspection.scales.items())
+    held = {
+        f"  {dtype}": f"{row['tensors']} tensors, {size_text(row['bytes'])}" for dtype, row in inspection.dtypes.items()
+    }
+    facts = {
+        "dialect": inspection.dialect or "unknown",
+        "model": inspection.model,
+        "size": f"{size_text(inspection.bytes)}, {count_text(inspection.parameters)} parameters",
+        "tensors": f"{inspection.tensors}, {inspection.layers} layers",
+        **held,
+        "scales": scales,
+    }
+    lines = [inspection.file, table([(f"  {name}", text) for name, text in facts.items() if text])]
+    lines += section("card", card_lines(inspection.card or {}))
+    lines += section("problems", inspection.problems)
+    lines += section("stock ComfyUI", inspection.in_comfyui)
+    return "\n".join(lines + section("notes", inspection.notes))
+
+
+def scan_text(scan: Scan) -> str:
+    """List problems, then remarks, one line each."""
+    count = len(scan.problems)
+    verdict = f"{count} problem{'s' * (count > 1)}" if count else "no problem found"
+    lines = wrapped(f"{scan.file}: {scan.tensors} tensors, {verdict}", "")
+    lines += section("problems", [_line(finding) for finding in scan.problems])
+    return "\n".join(lines + section("remarks", [_line(finding) for finding in scan.remarks]))
+
+
+def _line(finding: Finding) -> str:
+    return finding.text if finding.kind in ("scale", "unreadable") else f"{finding.tensor}: {finding.text}"
+
+
+def section(title: str, items: list[str]) -> list[str]:
+    """List the first items below a title, in lines of 80 columns; an empty list gives none."""
+    more = [f"    and {len(items) - SHOWN} more"] if len(items) > SHOWN else []
+    lines = [line for item in items[:SHOWN] for line in wrapped(item, "    ", "  ")]
+    return [f"  {title}:", *lines, *more] if items else []
