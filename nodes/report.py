@@ -44,7 +44,7 @@ class Report(io.ComfyNode):
     def execute(cls, model, after=None) -> io.NodeOutput:
         report = host.report_of(model, encoder_reports())
         text = report.to_text()
-        image = torch.from_numpy(chart(report)).unsqueeze(0)
+        image = torch.from_numpy(chart(report)).unsqueeze(0).float() / 255
         data = json.dumps(report.to_json(), allow_nan=False)
         return io.NodeOutput(text, data, image, ui={"text": (text,), KEY: (data,)})
 

@@ -31,7 +31,9 @@ def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
     widths = [max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in given), strict=True)]
     lines = []
     for row in given:
-        lines += hanging("".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[-1])
+        head = "".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False))
+        fits = len(head + row[-1]) <= WIDTH
+        lines += [(head + row[-1]).rstrip()] if fits else hanging(head, row[-1])
     return "\n".join(lines)
 
 

@@ -15,10 +15,6 @@ from .report_text import report_text
 from .view import legend_of_modes, legend_of_storages, view_of
 
 VERSION = 1
-VERDICTS = (
-    "clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault", "transfer", "off",
-)  # fmt: skip
-
 NOT_IN_JSON = {"json": False}
 JSON_NAMES = {"cls": "class", "from_mode": "from", "to_mode": "to"}
 
@@ -125,7 +121,7 @@ class CheckReport:
 
 @dataclass
 class GuardReport:
-    """What the guard saw; ``verdict`` is one of ``VERDICTS``, "off" when no guard is attached.
+    """What the guard saw; ``verdict``: of ``guard/verdicts.py``, "off" when no guard is attached.
 
     ``rules``: the escalations as lines for Layer Rules. ``advice``: what to do. ``checks``: calls compared with fp32.
     """

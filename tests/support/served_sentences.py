@@ -16,7 +16,7 @@ OUTSIDE_OF_COMFYUI = ("precision/commands",)
 """The command line."""
 TEXTS_AND_PICTURES = (
     "precision/analysis/analysis_chart.py", "precision/analysis/analysis_rules.py", "precision/measure/tradeoffs_chart.py",
-    "precision/measure/tradeoffs_text.py", "precision/report/report_chart.py", "precision/report/report_rules.py",
+    "precision/measure/tradeoffs_text.py", "precision/report/draw.py", "precision/report/report_chart.py", "precision/report/report_rules.py",
     "precision/report/report_text.py",
 )  # fmt: skip
 """What a STRING or IMAGE output holds, which stays as it was made."""

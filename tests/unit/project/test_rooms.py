@@ -10,7 +10,7 @@ import pytest
 from support.shipped import ROOT
 
 FLOORS = (
-    {"errors", "dtypes", "modes", "text", "amax", "nested", "oom", "snr", "images", "layer_names"},
+    {"errors", "dtypes", "modes", "text", "amax", "nested", "oom", "layer_names"},
     {"files"},
     {"formats", "arithmetic"},
     {"devices", "calibrate"},
