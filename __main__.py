@@ -9,7 +9,7 @@ NEEDED = ("torch", "numpy", "safetensors")
 
 
 def _start() -> int:
-    """Import the commands and run one, also where this folder has another name than halfsafe."""
+    """Import the commands and run the command asked for, whatever name the folder has."""
     global __package__
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         install = f"Run it with the Python of your ComfyUI, or: {sys.executable} -m pip install {' '.join(missing)}"

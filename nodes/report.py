@@ -76,7 +76,7 @@ class DeviceInfo(io.ComfyNode):
     def execute(cls, profile) -> io.NodeOutput:
         found = doctor.diagnose(current_device()) if profile == cls.THIS_DEVICE else doctor.describe(profile)
         text = doctor.to_text(found)
-        return io.NodeOutput(text, json.dumps(found, allow_nan=False), ui=doctor.result_of(found).ui())
+        return io.NodeOutput(text, json.dumps(found, allow_nan=False), ui=doctor.diagnosis_result(found).ui())
 
 
 NODES = [Report, DeviceInfo]

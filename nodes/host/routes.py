@@ -20,7 +20,7 @@ def serve_page() -> None:
 
 async def _device(_: web.Request) -> web.Response:
     found = await asyncio.to_thread(lambda: doctor.diagnose(current_device()))
-    return web.json_response(asdict(doctor.result_of(found)))
+    return web.json_response(asdict(doctor.diagnosis_result(found)))
 
 
 async def _rules(request: web.Request) -> web.Response:

@@ -27,7 +27,7 @@ from .convert import conversion_text, convert_file
 from .inspect import Scan, inspect_file, inspection_text, scan_file, scan_text
 from .plan import plan_file
 
-FORMATS = STORAGE_OPTIONS[1:]
+STORAGES = STORAGE_OPTIONS[1:]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,7 +87,7 @@ def _add_convert(commands) -> None:
     convert = _command(commands, "convert", _convert, "write a file in ComfyUI's own quantization format")
     convert.add_argument("source", type=Path, help=".safetensors file, .index.json, or one part of a sharded set")
     convert.add_argument("target", type=Path, help=".safetensors file to write")
-    convert.add_argument("--storage", choices=FORMATS, required=True, metavar="DTYPE", help=", ".join(FORMATS))
+    convert.add_argument("--storage", choices=STORAGES, required=True, metavar="DTYPE", help=", ".join(STORAGES))
     convert.add_argument("--rules", type=Path, help="file with one rule per line, e.g. 'blocks.0.* storage=bf16'")
     presets = f"{', '.join(PRESETS)}; {DEFAULT_PRESET} without it"
     convert.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET, metavar="NAME", help=presets)

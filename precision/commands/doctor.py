@@ -27,7 +27,7 @@ NOT_PROBED = "Simulated profile: the table decides, nothing was probed."
 
 
 def diagnose(device: torch.device | Device | None = None) -> dict:
-    """Collect everything about this machine that decides precision. JSON-safe; changes nothing.
+    """Collect the facts of a machine that decide precision. JSON-safe; changes nothing.
 
     Args:
         device: the device to look at, or one detected already; the default accelerator, else the CPU, when None.
@@ -51,8 +51,8 @@ def diagnose(device: torch.device | Device | None = None) -> dict:
 
 
 def describe(profile: str | None = None) -> dict:
-    """Describe one profile, or this device when None: its capabilities with reasons,
-    and what ``auto`` chooses. JSON-safe.
+    """Describe a profile, or the machine's device when None: capabilities with reasons and the choices of ``auto``.
+    JSON-safe.
 
     Raises:
         UnknownProfile: no such profile.
@@ -125,7 +125,7 @@ def to_text(diagnosis: dict) -> str:
     return "\n\n".join(filter(None, sections)) + "\n"
 
 
-def result_of(diagnosis: dict) -> Result:
+def diagnosis_result(diagnosis: dict) -> Result:
     """Sum up the result of ``diagnose`` or ``describe`` in a sentence."""
     names = {"fp16": "fp16", "bf16": "bf16", "int8_matmul_gains": "int8", "fp8_matmul_gains": "fp8"}
     fast = [name for key, name in names.items() if diagnosis["capabilities"][key]["value"]]

@@ -26,7 +26,7 @@ _CHUNK = 1 << 22
 IN_GGUF = "ComfyUI's own loaders read no GGUF; Load Diffusion Model (Halfsafe) and ComfyUI-GGUF do."
 COMFYUI_READS = frozenset({COMFY_QUANT, QUANTIZATION_KEY, SCALED_FP8})
 _OF_DATA = ("nan", "inf", "saturated")
-SHOWN = 30
+MOST_ITEMS = 30
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,10 @@ class Inspection:
     notes: list[str] = field(default_factory=list)
     card: dict | None = None
 
+
 @dataclass(frozen=True)
-class Finding:
-    """One thing :func:`scan_file` found. ``kind``: nan, inf, scale, fp16_range, saturated, zero or unreadable."""
+class FileFinding:
+    """A fault or remark of :func:`scan_file`. ``kind``: nan, inf, scale, fp16_range, saturated, zero or unreadable."""
 
     tensor: str
     kind: str
@@ -73,8 +74,9 @@ class Scan:
 
     file: str
     tensors: int
-    problems: list[Finding]
-    remarks: list[Finding]
+    problems: list[FileFinding]
+    remarks: list[FileFinding]
+
 
 def inspect_file(path) -> Inspection:
     """Read headers and scales only, whatever the size of the file.
@@ -165,7 +167,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
         weights = read_checkpoint(file, file.metadata, path).weights
     except CheckpointError as error:
         weights = {}
-        problems.append(Finding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
+        problems.append(FileFinding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
     for name, tensor in file.items():
         weight = weights.get(name, StoredWeight(name, tensor))
         if weight.coded is not None:
@@ -178,7 +180,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
     return Scan(str(path), len(file), _placed(problems, file), remarks)
 
 
-def _placed(findings: list[Finding], file: TensorFile) -> list[Finding]:
+def _placed(findings: list[FileFinding], file: TensorFile) -> list[FileFinding]:
     """Name the part of a sharded set that each tensor is in."""
     if len(file.files) == 1:
         return findings
@@ -190,19 +192,21 @@ def _placed(findings: list[Finding], file: TensorFile) -> list[Finding]:
     ]
 
 
-def _scan_tensor(tensor: torch.Tensor, weight: StoredWeight, problems: list[Finding], remarks: list[Finding]) -> None:
+def _scan_tensor(
+    tensor: torch.Tensor, weight: StoredWeight, problems: list[FileFinding], remarks: list[FileFinding]
+) -> None:
     largest = host_amax(tensor)
     if not largest < float("inf"):
         problems += _non_finite(weight.name, tensor.reshape(-1).split(_CHUNK))
     elif largest == 0 and tensor.dim() > 1 and tensor.numel():
-        remarks.append(Finding(weight.name, "zero", f"all {tensor.numel()} values are zero"))
+        remarks.append(FileFinding(weight.name, "zero", f"all {tensor.numel()} values are zero"))
     elif tensor.dtype in FP8_DTYPES and largest == max_of(tensor.dtype):
         _saturation(weight, problems, remarks)
     if tensor.dtype != torch.float16 and largest < float("inf"):
         _fp16_range(weight, weight.bound(largest), problems)
 
 
-def _scan_coded(weight: StoredWeight, problems: list[Finding]) -> None:
+def _scan_coded(weight: StoredWeight, problems: list[FileFinding]) -> None:
     bound = weight.bound(0.0)
     if bound < float("inf"):
         _fp16_range(weight, bound, problems)
@@ -212,12 +216,12 @@ def _scan_coded(weight: StoredWeight, problems: list[Finding]) -> None:
         problems += _non_finite(weight.name, weight.data.reshape(-1).split(_CHUNK))
 
 
-def _fp16_range(weight: StoredWeight, bound: float, problems: list[Finding]) -> None:
+def _fp16_range(weight: StoredWeight, bound: float, problems: list[FileFinding]) -> None:
     if weight.exceeds(FP16_MAX, bound):
-        problems.append(Finding(weight.name, "fp16_range", "values past 65504: infinite once cast to fp16"))
+        problems.append(FileFinding(weight.name, "fp16_range", "values past 65504: infinite once cast to fp16"))
 
 
-def _non_finite(name: str, parts: Iterable[torch.Tensor]) -> list[Finding]:
+def _non_finite(name: str, parts: Iterable[torch.Tensor]) -> list[FileFinding]:
     counts, total = Counter(), 0
     for part in parts:
         values = part.float() if part.dtype in FP8_DTYPES else part
@@ -225,13 +229,13 @@ def _non_finite(name: str, parts: Iterable[torch.Tensor]) -> list[Finding]:
         counts["nan"] += int(values.isnan().sum())
         counts["inf"] += int(values.isinf().sum())
     return [
-        Finding(name, kind, f"{count} of {total} values are {'NaN' if kind == 'nan' else 'infinite'}")
+        FileFinding(name, kind, f"{count} of {total} values are {'NaN' if kind == 'nan' else 'infinite'}")
         for kind, count in counts.items()
         if count
     ]
 
 
-def _saturation(weight: StoredWeight, problems: list[Finding], remarks: list[Finding]) -> None:
+def _saturation(weight: StoredWeight, problems: list[FileFinding], remarks: list[FileFinding]) -> None:
     limit = torch.tensor(max_of(weight.data.dtype)).to(weight.data.dtype).view(torch.uint8)
     flat = weight.data.reshape(-1).view(torch.uint8)
     count = sum(int(((part & 0x7F) == limit).sum()) for part in flat.split(_CHUNK))
@@ -239,7 +243,7 @@ def _saturation(weight: StoredWeight, problems: list[Finding], remarks: list[Fin
     clipped = share > SATURATION_LIMIT and flat.numel() >= SATURATION_MINIMUM
     if clipped or weight.scale is None:
         text = f"{share:.3%} of the values sit at the format's maximum of {max_of(weight.data.dtype):g}"
-        (problems if clipped else remarks).append(Finding(weight.name, "saturated", text))
+        (problems if clipped else remarks).append(FileFinding(weight.name, "saturated", text))
 
 
 def inspection_text(inspection: Inspection) -> str:
@@ -272,12 +276,12 @@ def scan_text(scan: Scan) -> str:
     return "\n".join(lines + section("remarks", [_line(finding) for finding in scan.remarks]))
 
 
-def _line(finding: Finding) -> str:
+def _line(finding: FileFinding) -> str:
     return finding.text if finding.kind in ("scale", "unreadable") else f"{finding.tensor}: {finding.text}"
 
 
 def section(title: str, items: list[str]) -> list[str]:
     """List the first items below a title, in lines of 80 columns; an empty list gives none."""
-    more = [f"    and {len(items) - SHOWN} more"] if len(items) > SHOWN else []
-    lines = [line for item in items[:SHOWN] for line in wrapped(item, "    ", "  ")]
+    more = [f"    and {len(items) - MOST_ITEMS} more"] if len(items) > MOST_ITEMS else []
+    lines = [line for item in items[:MOST_ITEMS] for line in wrapped(item, "    ", "  ")]
     return [f"  {title}:", *lines, *more] if items else []

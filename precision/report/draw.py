@@ -22,7 +22,7 @@ MUTED = (154, 160, 170)
 
 @dataclass(frozen=True)
 class Row:
-    """One bar of a chart, or a heading where it has no parts.
+    """A bar of a chart, or a heading where ``parts`` is empty.
 
     ``parts``: (share of the whole bar, colour), drawn one after the other from the left; ``text`` stands at the right.
     """

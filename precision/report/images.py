@@ -135,7 +135,7 @@ def compare_text(differences: Sequence[Difference], gain: float) -> str:
 
 
 def _mean(differences: Sequence[Difference]) -> Difference:
-    """Average the images' figures, without the images that have none; the largest difference is that of all."""
+    """Average the figures of the images that have any; the largest difference is the largest of all."""
     finite = [one for one in differences if not math.isnan(one.largest)]
     squares, similar = [one.mean_square for one in finite], [one.ssim for one in finite if not math.isnan(one.ssim)]
     bad = sum(one.bad[0] for one in differences), sum(one.bad[1] for one in differences)

@@ -36,7 +36,7 @@ def _head(report: dict) -> list[str]:
 
 
 def _device(device: dict) -> str:
-    """Name the device that was decided for, and the machine where that is another."""
+    """Name the device of the decisions, and the machine where they differ."""
     host = f", host {device['host']}" if device.get("host") else ""
     if not device["simulated"]:
         return f"{device['name']}, profile {device['profile']}{host}"
