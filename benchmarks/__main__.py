@@ -9,10 +9,7 @@ import: how long ComfyUI takes to import the pack.
 calibrate: weights rounded by a calibration against rounded to nearest, on trained models.
 host_time: what a call costs the host in each setting.
 cost: what fp16_safe costs beside fp16, by count and estimated for several cards.
-known: which bounds that are known beforehand hold trained weights within fp16.
-gguf: what GGUF files cost, against ComfyUI-GGUF.
 drift: how far clean runs of every family are from the thresholds of the guard's check.
-zoo: apply and restore on model classes of transformers, diffusers and torchvision.
 gpu: everything that a GPU is needed for.
 
 Prints what was measured, with `--json` every run, and saves it with `--save`. Exits with 2 where a target is missed.
@@ -32,7 +29,7 @@ from setup.environment import ROOT, Environment, SetupError, clean_environ, prep
 MODULES = {
     **dict.fromkeys(("load", "convert"), "files"),
     **dict.fromkeys(("safe16", "fp8mm", "patch", "guard", "lora"), "compute"),
-    **{"import": "import_time", "cost": "cost", "host_time": "host_time", "known": "known", "calibrate": "calibrate", "gguf": "gguf_files", "first_step": "first_step", "drift": "drift", "zoo": "zoo", "gpu": "gpu"},
+    **{"import": "import_time", "cost": "cost", "host_time": "host_time", "calibrate": "calibrate", "first_step": "first_step", "drift": "drift", "gpu": "gpu"},
 }
 SHARED = ("files", "compute")
 

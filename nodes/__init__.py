@@ -7,9 +7,8 @@ from comfy_api.latest import ComfyExtension, io
 from ..precision.devices.detect import PROFILE_VARIABLE
 from ..precision.devices.names import drop_wrong_name
 from . import accumulation, analysis, calibrate, compare, compute, guard, loaders, measure, report, rules, save
-from .host.device_route import serve_device
 from .host.kitchen import warn_once
-from .host.rules_route import serve_rules
+from .host.routes import serve_page
 from .host.watch import watch_every_run
 
 FILES = (loaders, save, rules, compute, accumulation, guard, report, analysis, compare, measure, calibrate)
@@ -22,8 +21,7 @@ class HalfsafeExtension(ComfyExtension):
             logging.error("Halfsafe: %s", problem)
         warn_once()
         watch_every_run()
-        serve_device()
-        serve_rules()
+        serve_page()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         return NODES

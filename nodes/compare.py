@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io, ui
 
-from ..precision.images import compare, compare_text, difference_image
+from ..precision.report.images import compare, compare_text, difference_image
 from .inputs import CATEGORY
 
 

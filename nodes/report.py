@@ -44,7 +44,7 @@ class Report(io.ComfyNode):
     def execute(cls, model, after=None) -> io.NodeOutput:
         report = host.report_of(model, encoder_reports())
         text = report.to_text()
-        image = torch.from_numpy(chart(report)).unsqueeze(0)
+        image = torch.from_numpy(chart(report)).unsqueeze(0).float() / 255
         data = json.dumps(report.to_json(), allow_nan=False)
         return io.NodeOutput(text, data, image, ui={"text": (text,), KEY: (data,)})
 
@@ -76,7 +76,7 @@ class DeviceInfo(io.ComfyNode):
     def execute(cls, profile) -> io.NodeOutput:
         found = doctor.diagnose(current_device()) if profile == cls.THIS_DEVICE else doctor.describe(profile)
         text = doctor.to_text(found)
-        return io.NodeOutput(text, json.dumps(found, allow_nan=False), ui=doctor.result_of(found).ui())
+        return io.NodeOutput(text, json.dumps(found, allow_nan=False), ui=doctor.diagnosis_result(found).ui())
 
 
 NODES = [Report, DeviceInfo]

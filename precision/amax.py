@@ -76,3 +76,13 @@ def _fp8_amax(tensor: torch.Tensor) -> float:
         return math.nan
     largest = max(int(codes.view(np.int8).max()), int(codes.max()) - 0x80, 0)
     return torch.tensor(largest, dtype=torch.uint8).view(tensor.dtype).item()
+
+
+def decibels(noise: float, signal: float) -> float:
+    """Compute ``10 log10(signal / noise)``: inf without noise,
+    -inf for noise that is not finite or without a signal."""
+    if noise == 0:
+        return math.inf
+    if not math.isfinite(noise) or signal == 0:
+        return -math.inf
+    return 10 * (math.log10(signal) - math.log10(noise))

@@ -1,7 +1,8 @@
-"""Wording shared by reports, analyses, commands and errors: sizes, counts, wrapped lines."""
+"""Wording shared by reports, analyses, commands and errors: sizes, counts, wrapped lines, tables."""
 
 import math
 import textwrap
+from collections.abc import Sequence
 
 WIDTH = 80
 
@@ -22,6 +23,18 @@ def hanging(head: str, text: str) -> list[str]:
         return [head.rstrip(), *wrapped(text, indent)]
     lines = wrapped(text, " " * len(head)) or [""]
     return [(head + lines[0].lstrip()).rstrip(), *lines[1:]]
+
+
+def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
+    """Align cells in columns of 80 characters in all; the last cell of a row is wrapped within its own column."""
+    given = [header, *rows] if header else rows
+    widths = [max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in given), strict=True)]
+    lines = []
+    for row in given:
+        head = "".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False))
+        fits = len(head + row[-1]) <= WIDTH
+        lines += [(head + row[-1]).rstrip()] if fits else hanging(head, row[-1])
+    return "\n".join(lines)
 
 
 def size_text(count: float) -> str:

@@ -31,7 +31,7 @@ def model_words(model) -> tuple[str, str]:
 
 
 def control_words(control) -> tuple[str, ...]:
-    """Return the same of a ControlNet; nothing for one that has no compute plan."""
+    """Return the storages and the compute dtype of a ControlNet; nothing where no compute plan is attached."""
     planned = planned_control(control)
     return model_words(planned.current_patcher) if planned else ()
 

@@ -33,10 +33,10 @@ class LiveReport:
         try:
             return executor(*args, **kwargs)
         finally:
-            send_report(self.node_id, self.token, report_text(executor.class_obj.model_patcher))
+            send_report(self.node_id, self.token, report_json(executor.class_obj.model_patcher))
 
 
-def report_text(patcher: ModelPatcher) -> str:
+def report_json(patcher: ModelPatcher) -> str:
     """Return the report of a model as JSON text."""
     return json.dumps(report_of(patcher, encoder_reports()).to_json(), allow_nan=False)
 
@@ -45,4 +45,4 @@ def with_live_report(patcher: ModelPatcher, node_id: str | None) -> tuple[ModelP
     """Return a clone of the model that reports on its runs, and the node's ui output: the report as planned."""
     clone, live = patcher.clone(), LiveReport(node_id)
     set_wrapper(clone, REPORT, live.sampling, WrappersMP.OUTER_SAMPLE)
-    return clone, {KEY: [report_text(clone)], TOKEN: [live.token]}
+    return clone, {KEY: [report_json(clone)], TOKEN: [live.token]}

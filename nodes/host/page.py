@@ -21,7 +21,7 @@ _sent: weakref.WeakKeyDictionary[ProgressRegistry, list[dict]] = weakref.WeakKey
 
 
 def running_prompt_id() -> str | None:
-    """Return the id of the prompt that is running in this thread; None outside of one."""
+    """Return the id of the prompt that runs in the calling thread; None outside of a prompt."""
     context = get_executing_context()
     return context.prompt_id if context else None
 
@@ -42,7 +42,7 @@ def _running_item() -> tuple | None:
 
 
 def show_progress(text: str) -> None:
-    """Show what is being done, in words, on the node that is running, if a page is there to show it."""
+    """Show a text on the running node, if the prompt came from a page."""
     context, server = get_executing_context(), getattr(PromptServer, "instance", None)
     if context is not None and server is not None:
         server.send_progress_text(text, context.node_id, server.client_id)
@@ -58,7 +58,7 @@ def send_to_page(
     event: GuardEvent | None = None,
     of: str = "",
 ) -> None:
-    """Send a guard's event or a run's verdict to the page that queued the prompt, if there is one.
+    """Send a guard's event or a run's verdict to the page that queued the prompt, if any.
 
     ``of``: what is guarded, ``vae`` or ``clip``; empty for a model.
     """
@@ -78,7 +78,7 @@ def send_to_page(
 
 
 def send_report(node_id: str | None, token: str, report: str) -> None:
-    """Send the report of a run to the page that queued the prompt, for the node whose result has that token."""
+    """Send the report of a run to the page that queued the prompt; ``token`` names the node's result."""
     _send(REPORT_EVENT, {"node_id": node_id, "prompt_id": running_prompt_id(), "token": token, "report": report})
 
 
@@ -96,7 +96,7 @@ def _send(event: str, data: dict) -> None:
 
 
 def _keep(message: dict) -> None:
-    """Keep a message with the prompt that is running, if it is of that prompt."""
+    """Keep a message with the running prompt, unless another prompt sent the message."""
     running = get_progress_state()
     if message["prompt_id"] == running.prompt_id:
         _sent.setdefault(running, []).append(message)
@@ -114,7 +114,7 @@ def encoder_reports() -> list[EncoderReport]:
 
 
 def _encoder_report(node_id: str, kind: str, messages: list[dict]) -> EncoderReport:
-    """Make the report of one guard: the first verdict that is no recovery stands, else the last one."""
+    """Make the report of a guard: the first verdict other than a recovery stands, else the last verdict."""
     report = EncoderReport(node_id, kind, messages=[message["message"] for message in messages])
     for message in messages:
         if report.verdict in CURED:

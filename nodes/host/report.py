@@ -91,7 +91,7 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
 
 
 def _modes_elsewhere(patcher: ModelPatcher, here: dict[str, str], *settings: Compute | Guard | None) -> list[str]:
-    """Describe the layers that run in another mode on other devices (MultiGPU), where their own calls ask for it."""
+    """Describe the layers that run in another mode on other devices (MultiGPU), where calls there need another mode."""
     modes: dict[str, dict[str, str]] = {}
     for setting in (setting for setting in settings if setting):
         for device, found in setting.modes_by_device(patcher).items():
@@ -123,7 +123,7 @@ def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
 
 
 def _reasons(layer: LayerReport, record: LoadRecord | None, compute: Compute | None, sums: dict) -> list[str]:
-    """List why a layer is stored, computed and summed as it is; empty texts are for what needs no reason."""
+    """List the reasons of a layer's storage, mode and sums; a choice without a reason gives an empty text."""
     decision = compute.plan.decisions.get(layer.name) if compute else None
     stored, computed = record.reasons.get(layer.name, "") if record else "", decision.reason if decision else ""
     return [stored, computed, sums.get(layer.name, ("", ""))[1], CALLED_IN_FP32 if layer.called_in_fp32 else ""]
@@ -154,7 +154,7 @@ def _add_record(report: Report | ControlReport, record: LoadRecord) -> None:
 
 
 def control_report(control: LoadedControl) -> ControlReport:
-    """Report on a ControlNet that was loaded here, and on the calls that were made of it or of its copies."""
+    """Report on a ControlNet of the Load ControlNet node, and on the calls of the ControlNet and its copies."""
     record, planned = control.record, control.planned
     report = ControlReport(Path(record.file).name, control.cls)
     if planned is None:
@@ -217,7 +217,7 @@ def _layer_report(
 
 
 def _unmet(record: LoadRecord, layers: list[LayerReport]) -> Iterator[tuple[str, str]]:
-    """Yield the storages that rules asked for and that ComfyUI did not keep."""
+    """Yield the storages of rules and ComfyUI's different storages."""
     unmet: dict[tuple[str, str], list[str]] = {}
     for layer in layers:
         asked = record.asked.get(layer.name, layer.storage)

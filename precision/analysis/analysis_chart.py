@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from ..report.report_chart import BACKGROUND, INNER, MARGIN, MUTED, TEXT, WIDTH, Canvas, font_of, legend, shortened
+from ..report.draw import BACKGROUND, INNER, MARGIN, MUTED, TEXT, WIDTH, Canvas, font_of, shortened
 from .analysis_rules import crest_text, decibel_text, whole_decibel_text
 from .results import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
 
@@ -79,7 +79,12 @@ def _bars(canvas: Canvas, layers: list[LayerResult], top: float) -> None:
 
 def _legend(canvas: Canvas, analysis: Analysis) -> None:
     counts = ((status, len(analysis.named(status))) for status in COLOURS)
-    legend(canvas, [(status, f"{count}", COLOURS) for status, count in counts if count])
+    x: float = MARGIN
+    for status, count in counts:
+        if count:
+            canvas.draw.rounded_rectangle((x, canvas.y + 2, x + 16, canvas.y + 18), 4, fill=COLOURS[status])
+            x = canvas.text(canvas.text(x + 24, f"{status} "), f"{count}", colour=MUTED) + 26
+    canvas.y += 44
 
 
 def _weakest(canvas: Canvas, layers: list[LayerResult], top: float) -> None:

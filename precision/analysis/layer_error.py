@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ..amax import amax, amax_value
+from ..amax import amax, amax_value, decibels
 from ..arithmetic.linear import WeightProvider, kind_of, matmul_flops
-from ..snr import decibels
 from .candidates import Candidate, multiply, parts
 
 ROWS = 64

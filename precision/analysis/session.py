@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..amax import decibels
 from ..arithmetic.linear import WeightProvider
 from ..arithmetic.patching import Patch, patched
 from ..errors import HalfsafeError
-from ..snr import decibels
 from .candidates import Candidate
 from .layer_error import Measure, MeasuredForward, weight_error
 from .results import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult

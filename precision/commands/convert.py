@@ -1,6 +1,7 @@
 """Convert a file from disk to disk into ComfyUI's own quantization format."""
 
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -24,7 +25,10 @@ from ..plan.facts import layer_specs
 from ..plan.rules import Rules
 from ..plan.storage import StorageDecision, plan_storage
 from ..plan.weights import packed_notes, plan_weights
-from .many import PART
+from ..text import hanging, size_text, wrapped
+from .inspect import section
+
+PART_NAME = re.compile(r"-\d{5}-of-\d{5}$")
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def convert_file(
     calibration: Calibration | None = None,
     tell: Callable[[str], object] = str,
 ) -> ConvertSummary:
-    """Convert a file, or a sharded set into one file, holding one weight at a time. Every weight is checked for
+    """Convert a file, or the parts of a sharded set into a single file, weight by weight. Every weight is checked for
     NaN/Inf.
 
     Args:
@@ -139,11 +143,22 @@ def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, Stor
 
 
 def _refuse_name_of_a_part(target: Path) -> None:
-    if PART.search(target.stem) and not target.stem.endswith("-of-00001"):
-        advice = f"Name it {PART.sub('', target.stem)}{target.suffix}."
+    if PART_NAME.search(target.stem) and not target.stem.endswith("-of-00001"):
+        advice = f"Name it {PART_NAME.sub('', target.stem)}{target.suffix}."
         raise CheckpointError(target, "named as a part, but would hold the whole model", advice=advice)
 
 
 def _refuse_same_file(file: TensorFile, target: Path) -> None:
     if os.path.exists(target) and any(target.samefile(source) for source in file.files):
         raise CheckpointError(target, "source and target are the same file", advice="Give the result another name.")
+
+
+def conversion_text(summary: ConvertSummary) -> str:
+    """Describe the file that was written, the time, and the layers stored otherwise than asked."""
+    rate = summary.source_bytes / max(summary.seconds, 1e-9)
+    source, target = size_text(summary.source_bytes), size_text(summary.target_bytes)
+    done = f"{source} ({summary.dialect}) to {target} in {summary.seconds:.1f} s, {size_text(rate)}/s"
+    lines = wrapped(f"{summary.target}: {done}", "")
+    lines += hanging("  stored      ", ", ".join(f"{count} {storage}" for storage, count in summary.weights.items()))
+    lines += section("kept", [f"{name}: {reason}" for name, reason in summary.kept])
+    return "\n".join(lines + section("notes", summary.notes))

@@ -13,7 +13,7 @@ from ..devices.profiles import CAPABILITIES
 from ..formats.families import family_named
 from ..report.result import DEVICE, DEVICE_PLAIN, Result
 from ..report.schema import device_section
-from ..text import hanging, on_off, wrapped
+from ..text import on_off, table, wrapped
 
 # What people call it -> its family, and the dtype its files usually have.
 TYPICAL_MODELS = {
@@ -22,11 +22,12 @@ TYPICAL_MODELS = {
     "Z-Image, Qwen-Image": ("Qwen-Image", "bf16"),
     "Flux": ("Flux", "bf16"),
 }
+YES_NO = {True: "yes", False: "no"}
 NOT_PROBED = "Simulated profile: the table decides, nothing was probed."
 
 
 def diagnose(device: torch.device | Device | None = None) -> dict:
-    """Collect everything about this machine that decides precision. JSON-safe; changes nothing.
+    """Collect the facts of a machine that decide precision. JSON-safe; changes nothing.
 
     Args:
         device: the device to look at, or one detected already; the default accelerator, else the CPU, when None.
@@ -50,8 +51,8 @@ def diagnose(device: torch.device | Device | None = None) -> dict:
 
 
 def describe(profile: str | None = None) -> dict:
-    """Describe one profile, or this device when None: its capabilities with reasons,
-    and what ``auto`` chooses. JSON-safe.
+    """Describe a profile, or the machine's device when None: capabilities with reasons and the choices of ``auto``.
+    JSON-safe.
 
     Raises:
         UnknownProfile: no such profile.
@@ -106,14 +107,25 @@ def _devices() -> list[dict]:
 
 def to_text(diagnosis: dict) -> str:
     """Format the result of ``diagnose`` or ``describe`` as plain text, 80 columns."""
-    sections = (
-        _machine(diagnosis), _device(diagnosis), _capabilities(diagnosis), _probes(diagnosis), _autos(diagnosis),
-        _flags(diagnosis),
-    )  # fmt: skip
-    return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+    capabilities = [
+        (f"  {name}", YES_NO[entry["value"]], YES_NO[entry["table"]], entry["reason"])
+        for name, entry in diagnosis["capabilities"].items()
+    ]
+    autos = [(f"  {entry['model']}", entry["compute"], entry["reason"]) for entry in diagnosis["auto"]]
+    stored = [(f"  {diagnosis['too_large']['storage']}", diagnosis["too_large"]["reason"])]
+    sections = [
+        _machine(diagnosis) if "torch" in diagnosis else "",
+        _device(diagnosis),
+        table(capabilities, ("Capability", "here", "table", "")),
+        _probes(diagnosis["probes"]),
+        "Compute dtype auto chooses\n" + table(autos),
+        "Storage auto chooses where 16 bit does not fit the GPU\n" + table(stored),
+        _flags(diagnosis["flags"]) if "flags" in diagnosis else "",
+    ]
+    return "\n\n".join(filter(None, sections)) + "\n"
 
 
-def result_of(diagnosis: dict) -> Result:
+def diagnosis_result(diagnosis: dict) -> Result:
     """Sum up the result of ``diagnose`` or ``describe`` in a sentence."""
     names = {"fp16": "fp16", "bf16": "bf16", "int8_matmul_gains": "int8", "fp8_matmul_gains": "fp8"}
     fast = [name for key, name in names.items() if diagnosis["capabilities"][key]["value"]]
@@ -123,80 +135,33 @@ def result_of(diagnosis: dict) -> Result:
     return Result(DEVICE if gains else DEVICE_PLAIN, values, text=to_text(diagnosis))
 
 
-def core_text(core: dict) -> str:
-    """Format what a ComfyUI has of the names that Halfsafe uses as plain text, 80 columns."""
-    known = len(core["used"]) - len(core["missing"]) - len(core["unread"])
-    found = f"ComfyUI {core['version'] or 'of unknown version'} in {core['folder']}: "
-    lines = wrapped(f"{found}{known} of {len(core['used'])} names found", "")
-    remarks = [f"{entry['name']}: {entry['why']}" for entry in core["missing"]]
-    remarks += [f"{name}: not checked, its file is not there" for name in core["unread"]]
-    remarks += [f"{name}: not in this version: {effect}" for name, effect in core["absent"].items()]
-    lines += [line for text in (*remarks, *core["used"]) for line in wrapped(text, "  ")]
-    return "\n" + "\n".join(lines) + "\n"
-
-
-def _machine(diagnosis: dict) -> list[str]:
-    if "torch" not in diagnosis:
-        return []
+def _machine(diagnosis: dict) -> str:
     runtime = ", ".join(f"{name} {version}" for name, version in diagnosis["runtime"].items() if version) or "CPU only"
     lines = wrapped(f"torch {diagnosis['torch']} ({runtime}), python {diagnosis['python']}, {diagnosis['system']}", "")
     lines += wrapped(f"torch's own fp8 cast: {diagnosis['fp8_cast']}", "")
     lines += [f"{name}={value}" for name, value in diagnosis["environment"].items() if value]
-    return lines + [f"{entry['device']}: {entry['name']}" for entry in diagnosis["devices"]]
+    return "\n".join([*lines, *(f"{entry['device']}: {entry['name']}" for entry in diagnosis["devices"])])
 
 
-def _device(diagnosis: dict) -> list[str]:
-    device = diagnosis["device"]
-    simulated = f", simulated on {device['name']}" if device["simulated"] else f" on {device['name']}"
-    lines = wrapped(f"Profile {device['profile']}: {device['label']}{simulated}", "")
-    if diagnosis["fp8"]["formats"]:
-        fp8 = diagnosis["fp8"]
-        lines += wrapped(f"fp8 matmul: {', '.join(fp8['formats'])}; scales per {', '.join(fp8['scaling'])}", "  ")
-    slow = diagnosis["int8"]["slow"]
-    remarks = ([f"int8 models gain no speed here: {slow}"] if slow else []) + diagnosis["remarks"]
-    return lines + [line for remark in remarks for line in wrapped(remark, "  ")]
+def _device(diagnosis: dict) -> str:
+    device, fp8, slow = diagnosis["device"], diagnosis["fp8"], diagnosis["int8"]["slow"]
+    where = "simulated on" if device["simulated"] else "on"
+    formats, scaling = ", ".join(fp8["formats"]), ", ".join(fp8["scaling"])
+    remarks = [f"fp8 matmul: {formats}; scales per {scaling}"] if formats else []
+    remarks += [f"int8 models gain no speed here: {slow}"] if slow else []
+    lines = wrapped(f"Profile {device['profile']}: {device['label']}, {where} {device['name']}", "")
+    return "\n".join([*lines, *(line for text in (*remarks, *diagnosis["remarks"]) for line in wrapped(text, "  "))])
 
 
-def _capabilities(diagnosis: dict) -> list[str]:
-    lines = [f"{'Capability':<26}{'here':<8}{'table':<8}"]
-    for name, entry in diagnosis["capabilities"].items():
-        states = f"{_yes(entry['value']):<8}{_yes(entry['table']):<8}"
-        lines += hanging(f"  {name:<24}{states}", entry["reason"])
-    return [line.rstrip() for line in lines]
+def _probes(probes: list[dict]) -> str:
+    outcome = {None: "no answer", True: "passed", False: "failed"}
+    rows = [(f"  {entry['name']}", outcome[entry["ok"]], entry["detail"]) for entry in probes]
+    return "Probes, run on the device\n" + table(rows) if rows else NOT_PROBED
 
 
-def _probes(diagnosis: dict) -> list[str]:
-    if not diagnosis["probes"]:
-        return [NOT_PROBED]
-    lines = ["Probes, run on the device"]
-    for entry in diagnosis["probes"]:
-        lines += hanging(f"  {entry['name']:<24}{_passed(entry['ok']):<16}", entry["detail"])
-    return lines
-
-
-def _autos(diagnosis: dict) -> list[str]:
-    lines = ["Compute dtype auto chooses"]
-    for entry in diagnosis["auto"]:
-        lines += hanging(f"  {entry['model']:<24}{entry['compute']:<16}", entry["reason"])
-    found = diagnosis["too_large"]
-    lines.append("Storage auto chooses where 16 bit does not fit the GPU")
-    return lines + hanging(f"  {found['storage']:<38}", found["reason"])
-
-
-def _flags(diagnosis: dict) -> list[str]:
-    flags = diagnosis.get("flags", {})
-    return (["Backend flags"] if flags else []) + [line for flag in flags.items() for line in _flag(*flag)]
-
-
-def _flag(name: str, entry: dict) -> list[str]:
-    if entry["value"] is None:
-        return wrapped(f"{name}: {entry['detail']}", "  ")
-    return hanging(f"  {on_off(entry['value']):<4}", entry["detail"])
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
-
-
-def _passed(ok: bool | None) -> str:
-    return "no answer" if ok is None else "passed" if ok else "failed"
+def _flags(flags: dict[str, dict]) -> str:
+    rows = [
+        (f"  {on_off(entry['value'])}", f"{name}: {entry['detail']}" if entry["value"] is None else entry["detail"])
+        for name, entry in flags.items()
+    ]
+    return "Backend flags\n" + table(rows)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
@@ -12,18 +12,13 @@ from ..dtypes import FP8_DTYPES, FP16_MAX, max_of, name_of
 from ..errors import CheckpointError
 from ..files.safetensors_file import open_checkpoint
 from ..files.tensor_file import TensorFile
-from ..formats.card import card_in
-from ..formats.checkpoint import (
-    COMFY_QUANT,
-    SCALED_FP8,
-    Checkpoint,
-    dialect_text,
-    read_checkpoint,
-)
+from ..formats.card import card_in, card_lines
+from ..formats.checkpoint import COMFY_QUANT, SCALED_FP8, Checkpoint, dialect_text, read_checkpoint
 from ..formats.comfy_state import model_shapes
 from ..formats.families import UNKNOWN, model_name
 from ..formats.metadata import QUANTIZATION_KEY
 from ..formats.stored_weight import NUMBERS, StoredWeight
+from ..text import count_text, size_text, table, wrapped
 
 SATURATION_LIMIT = 1e-3
 SATURATION_MINIMUM = 1000
@@ -31,6 +26,7 @@ _CHUNK = 1 << 22
 IN_GGUF = "ComfyUI's own loaders read no GGUF; Load Diffusion Model (Halfsafe) and ComfyUI-GGUF do."
 COMFYUI_READS = frozenset({COMFY_QUANT, QUANTIZATION_KEY, SCALED_FP8})
 _OF_DATA = ("nan", "inf", "saturated")
+MOST_ITEMS = 30
 
 
 @dataclass(frozen=True)
@@ -62,13 +58,10 @@ class Inspection:
     notes: list[str] = field(default_factory=list)
     card: dict | None = None
 
-    def to_json(self) -> dict:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing :func:`scan_file` found. ``kind``: nan, inf, scale, fp16_range, saturated, zero or unreadable."""
+class FileFinding:
+    """A fault or remark of :func:`scan_file`. ``kind``: nan, inf, scale, fp16_range, saturated, zero or unreadable."""
 
     tensor: str
     kind: str
@@ -81,11 +74,8 @@ class Scan:
 
     file: str
     tensors: int
-    problems: list[Finding]
-    remarks: list[Finding]
-
-    def to_json(self) -> dict:
-        return asdict(self)
+    problems: list[FileFinding]
+    remarks: list[FileFinding]
 
 
 def inspect_file(path) -> Inspection:
@@ -177,7 +167,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
         weights = read_checkpoint(file, file.metadata, path).weights
     except CheckpointError as error:
         weights = {}
-        problems.append(Finding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
+        problems.append(FileFinding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
     for name, tensor in file.items():
         weight = weights.get(name, StoredWeight(name, tensor))
         if weight.coded is not None:
@@ -190,7 +180,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
     return Scan(str(path), len(file), _placed(problems, file), remarks)
 
 
-def _placed(findings: list[Finding], file: TensorFile) -> list[Finding]:
+def _placed(findings: list[FileFinding], file: TensorFile) -> list[FileFinding]:
     """Name the part of a sharded set that each tensor is in."""
     if len(file.files) == 1:
         return findings
@@ -202,19 +192,21 @@ def _placed(findings: list[Finding], file: TensorFile) -> list[Finding]:
     ]
 
 
-def _scan_tensor(tensor: torch.Tensor, weight: StoredWeight, problems: list[Finding], remarks: list[Finding]) -> None:
+def _scan_tensor(
+    tensor: torch.Tensor, weight: StoredWeight, problems: list[FileFinding], remarks: list[FileFinding]
+) -> None:
     largest = host_amax(tensor)
     if not largest < float("inf"):
         problems += _non_finite(weight.name, tensor.reshape(-1).split(_CHUNK))
     elif largest == 0 and tensor.dim() > 1 and tensor.numel():
-        remarks.append(Finding(weight.name, "zero", f"all {tensor.numel()} values are zero"))
+        remarks.append(FileFinding(weight.name, "zero", f"all {tensor.numel()} values are zero"))
     elif tensor.dtype in FP8_DTYPES and largest == max_of(tensor.dtype):
         _saturation(weight, problems, remarks)
     if tensor.dtype != torch.float16 and largest < float("inf"):
         _fp16_range(weight, weight.bound(largest), problems)
 
 
-def _scan_coded(weight: StoredWeight, problems: list[Finding]) -> None:
+def _scan_coded(weight: StoredWeight, problems: list[FileFinding]) -> None:
     bound = weight.bound(0.0)
     if bound < float("inf"):
         _fp16_range(weight, bound, problems)
@@ -224,12 +216,12 @@ def _scan_coded(weight: StoredWeight, problems: list[Finding]) -> None:
         problems += _non_finite(weight.name, weight.data.reshape(-1).split(_CHUNK))
 
 
-def _fp16_range(weight: StoredWeight, bound: float, problems: list[Finding]) -> None:
+def _fp16_range(weight: StoredWeight, bound: float, problems: list[FileFinding]) -> None:
     if weight.exceeds(FP16_MAX, bound):
-        problems.append(Finding(weight.name, "fp16_range", "values past 65504: infinite once cast to fp16"))
+        problems.append(FileFinding(weight.name, "fp16_range", "values past 65504: infinite once cast to fp16"))
 
 
-def _non_finite(name: str, parts: Iterable[torch.Tensor]) -> list[Finding]:
+def _non_finite(name: str, parts: Iterable[torch.Tensor]) -> list[FileFinding]:
     counts, total = Counter(), 0
     for part in parts:
         values = part.float() if part.dtype in FP8_DTYPES else part
@@ -237,13 +229,13 @@ def _non_finite(name: str, parts: Iterable[torch.Tensor]) -> list[Finding]:
         counts["nan"] += int(values.isnan().sum())
         counts["inf"] += int(values.isinf().sum())
     return [
-        Finding(name, kind, f"{count} of {total} values are {'NaN' if kind == 'nan' else 'infinite'}")
+        FileFinding(name, kind, f"{count} of {total} values are {'NaN' if kind == 'nan' else 'infinite'}")
         for kind, count in counts.items()
         if count
     ]
 
 
-def _saturation(weight: StoredWeight, problems: list[Finding], remarks: list[Finding]) -> None:
+def _saturation(weight: StoredWeight, problems: list[FileFinding], remarks: list[FileFinding]) -> None:
     limit = torch.tensor(max_of(weight.data.dtype)).to(weight.data.dtype).view(torch.uint8)
     flat = weight.data.reshape(-1).view(torch.uint8)
     count = sum(int(((part & 0x7F) == limit).sum()) for part in flat.split(_CHUNK))
@@ -251,4 +243,45 @@ def _saturation(weight: StoredWeight, problems: list[Finding], remarks: list[Fin
     clipped = share > SATURATION_LIMIT and flat.numel() >= SATURATION_MINIMUM
     if clipped or weight.scale is None:
         text = f"{share:.3%} of the values sit at the format's maximum of {max_of(weight.data.dtype):g}"
-        (problems if clipped else remarks).append(Finding(weight.name, "saturated", text))
+        (problems if clipped else remarks).append(FileFinding(weight.name, "saturated", text))
+
+
+def inspection_text(inspection: Inspection) -> str:
+    """Describe in a few lines what a file holds, then problems, ComfyUI's view, and notes."""
+    scales = ", ".join(f"{count} {kind}" for kind, count in inspection.scales.items())
+    held = {
+        f"  {dtype}": f"{row['tensors']} tensors, {size_text(row['bytes'])}" for dtype, row in inspection.dtypes.items()
+    }
+    facts = {
+        "dialect": inspection.dialect or "unknown",
+        "model": inspection.model,
+        "size": f"{size_text(inspection.bytes)}, {count_text(inspection.parameters)} parameters",
+        "tensors": f"{inspection.tensors}, {inspection.layers} layers",
+        **held,
+        "scales": scales,
+    }
+    lines = [inspection.file, table([(f"  {name}", text) for name, text in facts.items() if text])]
+    lines += section("card", card_lines(inspection.card or {}))
+    lines += section("problems", inspection.problems)
+    lines += section("stock ComfyUI", inspection.in_comfyui)
+    return "\n".join(lines + section("notes", inspection.notes))
+
+
+def scan_text(scan: Scan) -> str:
+    """List problems, then remarks, one line each."""
+    count = len(scan.problems)
+    verdict = f"{count} problem{'s' * (count > 1)}" if count else "no problem found"
+    lines = wrapped(f"{scan.file}: {scan.tensors} tensors, {verdict}", "")
+    lines += section("problems", [_line(finding) for finding in scan.problems])
+    return "\n".join(lines + section("remarks", [_line(finding) for finding in scan.remarks]))
+
+
+def _line(finding: FileFinding) -> str:
+    return finding.text if finding.kind in ("scale", "unreadable") else f"{finding.tensor}: {finding.text}"
+
+
+def section(title: str, items: list[str]) -> list[str]:
+    """List the first items below a title, in lines of 80 columns; an empty list gives none."""
+    more = [f"    and {len(items) - MOST_ITEMS} more"] if len(items) > MOST_ITEMS else []
+    lines = [line for item in items[:MOST_ITEMS] for line in wrapped(item, "    ", "  ")]
+    return [f"  {title}:", *lines, *more] if items else []

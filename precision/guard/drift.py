@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .. import snr
+from .. import amax
 from ..modes import FP16_ACC16, FP16_SCALED, FP16_WIDE
 from ..nested import PLAIN, floats_in
 from ..report.schema import BlockDrift, CheckReport, GuardEvent
@@ -190,7 +190,7 @@ def _powers(tensor: torch.Tensor) -> list[float]:
 
 def decibels(error: float, signal: float) -> float:
     """Compute the SNR of two powers: inf without an error, and never below ``LOWEST_DB``, as JSON has no -inf."""
-    return max(LOWEST_DB, snr.decibels(error, signal))
+    return max(LOWEST_DB, amax.decibels(error, signal))
 
 
 def worst_blocks(

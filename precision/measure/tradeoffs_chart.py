@@ -6,12 +6,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..analysis.analysis_chart import GRID, GRID_DB, TOP_DB
-from ..report.report_chart import BACKGROUND, BEYOND, INNER, MARGIN, MUTED, TEXT, WIDTH, Canvas, font_of, shortened
+from ..report.draw import BACKGROUND, INNER, MARGIN, MUTED, TEXT, WIDTH, Canvas, font_of, shortened
 from ..text import size_text
 from .tradeoffs import Measurements, Row, pareto_front
 from .tradeoffs_text import seconds_text, snr_text
 
 FRONT, OTHER, ACTIVATIONS = (54, 178, 132), (110, 138, 178), (160, 190, 176)
+BEYOND = (224, 88, 78)
 LEFT, HEIGHT, ROW = 48, 300, 30
 LARGEST, SMALLEST = 22, 5
 COLUMNS = {"seconds per step": 200, "memory": 376, "SNR in dB": 588, "best for": 736}

@@ -10,7 +10,7 @@ from ..plan.rules import compile_pattern
 
 
 def rules_text(report: Mapping, fixed: Collection[str] = ()) -> str:
-    """Write the lines that repeat what a report found, in its JSON form; empty where all layers run alike.
+    """Write rules that repeat the modes and escalations of a report in its JSON form; empty where all layers run alike.
 
     First the layers whose mode is not the most common one, then the blocks with attention in fp32 by a rule, then the
     guard's escalations, which win. ``fixed``: the
@@ -31,7 +31,7 @@ def usual_mode(modes: Iterable[str]) -> str:
 
 
 def _mode_lines(modes: Mapping[str, str], names: list[str]) -> list[str]:
-    """Write a line per layer, or one for all that share a pattern where it matches no other of ``names``."""
+    """Write a line per layer, or a single line for the layers of a pattern where no other of ``names`` matches."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, mode in modes.items():
         if mode in MODES and MODES[mode].rule:

@@ -1,11 +1,11 @@
 """Write a report as plain text, repeated layers once with the blocks they are in."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from ..layer_names import count_patterns, grouped
-from ..text import WIDTH, count_text, hanging, on_off, size_text, wrapped
+from ..text import WIDTH, count_text, hanging, on_off, size_text, table, wrapped
 
 LONGEST = 12
 SETUP = ("class", "storage", "mode", "accumulation", "stream", "kernel")
@@ -36,7 +36,7 @@ def _head(report: dict) -> list[str]:
 
 
 def _device(device: dict) -> str:
-    """Name the device that was decided for, and the machine where that is another."""
+    """Name the device of the decisions, and the machine where they differ."""
     host = f", host {device['host']}" if device.get("host") else ""
     if not device["simulated"]:
         return f"{device['name']}, profile {device['profile']}{host}"
@@ -60,13 +60,12 @@ def _storage(report: dict) -> list[str]:
     if not by_storage:
         return []
     total = sum(by_storage.values()) or 1
-    counts = defaultdict(int)
-    for layer in report["layers"]:
-        counts[layer["storage"]] += 1
-    lines = [f"{'Storage':<16}{'layers':>8}{'bytes':>14}{'share':>8}"]
-    for storage, size in sorted(by_storage.items(), key=lambda item: -item[1]):
-        lines.append(f"{storage:<16}{counts[storage] or '-':>8}{size_text(size):>14}{size / total:>8.1%}")
-    return lines
+    counts = Counter(layer["storage"] for layer in report["layers"])
+    rows = [
+        (storage, f"{counts[storage] or '-'}", size_text(size), f"{size / total:.1%}")
+        for storage, size in sorted(by_storage.items(), key=lambda item: -item[1])
+    ]
+    return [table(rows, ("Storage", "layers", "bytes", "share"))]
 
 
 def _layers(layers: list[dict]) -> list[str]:
@@ -120,11 +119,11 @@ def _flags(flags: dict[str, dict]) -> list[str]:
     flags = {name: flag for name, flag in flags.items() if flag["requested"] != "unchanged"}
     if not flags:
         return []
-    lines = [f"{'Flags':<32}{'requested':<12}{'in scope':<10}{'outside'}"]
-    for name, flag in flags.items():
-        states = f"{on_off(flag['in_scope']):<10}{on_off(flag['outside']):<10}"
-        lines += [f"  {name:<30}{flag['requested']:<12}{states}".rstrip(), *wrapped(flag["reason"], "      ")]
-    return lines
+    rows = [
+        (f"  {name}", flag["requested"], on_off(flag["in_scope"]), on_off(flag["outside"]), flag["reason"])
+        for name, flag in flags.items()
+    ]
+    return [table(rows, ("Flags", "requested", "in scope", "outside", ""))]
 
 
 def _without_effect(entries: list[dict]) -> list[str]:

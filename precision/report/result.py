@@ -40,5 +40,5 @@ class Result:
     toast: bool = False
 
     def ui(self) -> dict[str, tuple[str]]:
-        """Make a node's ui output of it, with the text where other packs' viewers look for one."""
+        """Make a node's ui output of the result, with the text where other packs' viewers look."""
         return {"text": (self.text,), KEY: (json.dumps(asdict(self), allow_nan=False),)}

@@ -15,17 +15,13 @@ from .report_text import report_text
 from .view import legend_of_modes, legend_of_storages, view_of
 
 VERSION = 1
-VERDICTS = (
-    "clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault", "transfer", "off",
-)  # fmt: skip
-
 NOT_IN_JSON = {"json": False}
 JSON_NAMES = {"cls": "class", "from_mode": "from", "to_mode": "to"}
 
 
 @dataclass
 class LayerReport:
-    """One layer: where its weight is kept and how it runs.
+    """A layer: the storage of its weight and its arithmetic.
 
     ``mode``: a name in ``modes.MODES``. ``accumulation``: int8 products are added exactly in int32, which is listed as
     fp32. ``kernel``: for a quantized weight ``native``, a kernel of the device for its format; ``eager``, torch's
@@ -72,7 +68,7 @@ class KeptHigh:
 
 @dataclass
 class GuardEvent:
-    """One result that is not finite, or that is farther from fp32 than its arithmetic explains (``kind`` drift).
+    """A result with NaN or Inf, or farther from fp32 than its arithmetic explains (``kind`` drift).
 
     ``kind``: overflow, nan ...; ``from_mode`` and ``to_mode``: names in ``modes.MODES``; ``evidence``: what the verdict
     rests on, in a sentence; ``snr_db``, ``threshold_db`` and ``advice`` belong to drift.
@@ -96,7 +92,7 @@ class GuardEvent:
 
 @dataclass
 class BlockDrift:
-    """The SNR in dB of one block's result against fp32's, errors of the blocks before it included."""
+    """The SNR in dB of a block's result against fp32's, errors of earlier blocks included."""
 
     name: str
     snr_db: float | None
@@ -125,7 +121,7 @@ class CheckReport:
 
 @dataclass
 class GuardReport:
-    """What the guard saw; ``verdict`` is one of ``VERDICTS``, "off" when no guard is attached.
+    """What the guard saw; ``verdict``: of ``guard/verdicts.py``, "off" when no guard is attached.
 
     ``rules``: the escalations as lines for Layer Rules. ``advice``: what to do. ``checks``: calls compared with fp32.
     """
@@ -153,8 +149,7 @@ class EncoderReport:
 
 @dataclass
 class ControlReport:
-    """A ControlNet that the Load ControlNet node loaded, beside whichever models it runs; ``cls``:
-    ComfyUI's class of it.
+    """A ControlNet of the Load ControlNet node; ``cls``: ComfyUI's class.
 
     ``calls``: how often it ran; None, without layers, for a kind that ComfyUI runs with custom code.
     """

@@ -3,11 +3,27 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
+from ..formats.registry import FORMAT_OF_STORAGE
 from ..layer_names import count_patterns, group_name, pattern_of
-from ..modes import MODES
+from ..modes import FP8, FP16_ACC16, FP32, MODES
 from ..plan.facts import multiplies
 from ..text import count_text, size_text
-from .colours import STORAGE_COLOURS, hex_of
+
+Colour = tuple[int, int, int]
+
+
+def hex_of(colour: Colour) -> str:
+    """Write an RGB colour as CSS does: #eea52a."""
+    return "#{:02x}{:02x}{:02x}".format(*colour)
+
+
+OTHER = hex_of((176, 160, 90))
+MODE_COLOURS = {name: hex_of(mode.colour) for name, mode in MODES.items()}
+STORAGE_COLOURS = {
+    **{row.storage: hex_of(row.colour) for row in FORMAT_OF_STORAGE.values()},
+    **{name: MODE_COLOURS[name] for name in ("fp16", "bf16", "fp32")},
+}
+SUM_COLOURS = {"fp32": hex_of(FP32.colour), "fp16": hex_of(FP16_ACC16.colour), "fp8_fast": hex_of(FP8.colour)}
 
 
 def view_of(report: Mapping) -> dict:
@@ -52,9 +68,9 @@ def _rows(layers: list[dict]) -> list[dict]:
 
 def legend_of_modes() -> dict[str, dict[str, str]]:
     """Return the report's ``modes``: name -> its label and colour."""
-    return {name: {"label": mode.label, "colour": hex_of(mode.colour)} for name, mode in MODES.items()}
+    return {name: {"label": mode.label, "colour": MODE_COLOURS[name]} for name, mode in MODES.items()}
 
 
 def legend_of_storages() -> dict[str, dict[str, str]]:
     """Return the report's ``storages``: name -> its colour."""
-    return {name: {"colour": hex_of(colour)} for name, colour in STORAGE_COLOURS.items()}
+    return {name: {"colour": colour} for name, colour in STORAGE_COLOURS.items()}

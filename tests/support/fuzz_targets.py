@@ -6,13 +6,13 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
 import torch
-from halfsafe.precision.commands.convert import convert_file, decide
-from halfsafe.precision.commands.file_text import conversion_text, inspection_text, scan_text
-from halfsafe.precision.commands.inspect import inspect_file, scan_file
+from halfsafe.precision.commands.convert import conversion_text, convert_file, decide
+from halfsafe.precision.commands.inspect import inspect_file, inspection_text, scan_file, scan_text
 from halfsafe.precision.commands.plan import plan_file
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
@@ -51,13 +51,13 @@ def check_read(path: Path, random: Random) -> None:
 
 def check_inspect(path: Path, random: Random) -> None:
     inspection = inspect_file(path)
-    printable(inspection.to_json(), inspection_text(inspection))
+    printable(vars(inspection), inspection_text(inspection))
 
 
 def check_scan(path: Path, random: Random) -> None:
     seen: list[int] = []
     scan = scan_file(path, seen.append)
-    printable(scan.to_json(), scan_text(scan))
+    printable(asdict(scan), scan_text(scan))
     if sum(seen) != open_checkpoint(path).data_bytes:
         raise Wrong("scan did not count every byte")
 

@@ -4,7 +4,7 @@ import torch
 from halfsafe.precision.arithmetic.bounds.known_norm import KnownNorm
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.linear import SafeOperation
-from halfsafe.precision.library.weights import torch_weights
+from support.plain_weights import plain_weights
 
 from .leaf_operations import LeafOperations
 
@@ -43,7 +43,7 @@ class Modulated:
         self.calibration, self.way = Calibration(), way
         self.calibration.results.allowed = True
         self.module = torch.nn.LayerNorm(WIDTH, elementwise_affine=False)
-        self.norm = KnownNorm(self.module, self.module.forward, self.calibration, torch_weights)
+        self.norm = KnownNorm(self.module, self.module.forward, self.calibration, plain_weights)
         self.linears = {name: torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False) for name in ("q", "k", "last")}
         self.layers = {name: self.layer(name) for name in self.linears}
         self.x = torch.randn(1, TOKENS, WIDTH)
@@ -52,7 +52,7 @@ class Modulated:
 
     def layer(self, name):
         scale = self.calibration.scale(f"blocks.0.{name}")
-        return SafeOperation(self.linears[name], scale, self.calibration, torch_weights, largest_fp16=None if name == "last" else 128.0)
+        return SafeOperation(self.linears[name], scale, self.calibration, plain_weights, largest_fp16=None if name == "last" else 128.0)
 
     def once(self):
         y = self.way(self.norm(self.x), self.scale, self.shift)

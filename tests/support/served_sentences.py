@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).absolute().parents[2]
-OUTSIDE_OF_COMFYUI = ("precision/commands", "precision/library")
-"""The command line, and the library for plain PyTorch."""
+OUTSIDE_OF_COMFYUI = ("precision/commands",)
+"""The command line."""
 TEXTS_AND_PICTURES = (
     "precision/analysis/analysis_chart.py", "precision/analysis/analysis_rules.py", "precision/measure/tradeoffs_chart.py",
-    "precision/measure/tradeoffs_text.py", "precision/report/report_chart.py", "precision/report/report_rules.py",
+    "precision/measure/tradeoffs_text.py", "precision/report/draw.py", "precision/report/report_chart.py", "precision/report/report_rules.py",
     "precision/report/report_text.py",
 )  # fmt: skip
 """What a STRING or IMAGE output holds, which stays as it was made."""

@@ -13,7 +13,6 @@ from comfy.quant_ops import QuantizedTensor
 from ....precision.arithmetic.bounds.known_norm import is_norm
 from ....precision.arithmetic.linear import WeightProvider, kind_of
 from ....precision.arithmetic.patching import Patch, SharedScope, patched
-from ....precision.library.weights import torch_weights
 from ..core import (
     FULL_PRECISION,
     PRODUCT,
@@ -123,6 +122,16 @@ def _runs_as_written(module: torch.nn.Module) -> bool:
 def weights_of(module: torch.nn.Module) -> WeightProvider:
     """Return the provider of such a module's weight in a dtype and its bias in fp32."""
     return core_weights if casts_weights(module) else torch_weights
+
+
+@contextlib.contextmanager
+def torch_weights(
+    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype | None = torch.float32
+) -> Iterator[tuple]:
+    """Provide the weight and bias of a layer of torch's own classes on its input's device. ``bias_dtype``: None for
+    fp32."""
+    weight = module.weight.to(x.device, dtype)
+    yield weight, None if module.bias is None else module.bias.to(x.device, bias_dtype or torch.float32)
 
 
 def core_weights(

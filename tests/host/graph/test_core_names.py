@@ -1,25 +1,34 @@
-"""This ComfyUI has every name that `nodes/host` uses, with the arguments it passes."""
+"""This ComfyUI has every name that `nodes/` uses, and takes the arguments it is given."""
 
+import ast
 import logging
 
-from halfsafe.precision.commands import core_names, core_uses
-from setup.environment import COMFYUI_VERSION
-from setup.machine import comfyui_version
-from support.shipped import ROOT
-
-DOCUMENT = ROOT / "docs" / "comfyui-versions.md"
+import pytest
+from support.core_names import Use, all_uses, missing, uses_in
 
 
-def test_this_comfyui_has_every_name(comfyui_dir):
-    missing = {f"{found.name}: {found.why}": core_uses.used_names().get(found.name) for found in core_names.names_missing(comfyui_dir)}
-    assert missing == {} and core_names.names_unread(comfyui_dir, core_names.used()) == [], f"change these files: {missing}"
+def test_this_comfyui_has_every_name_and_takes_what_it_is_given(comfy):
+    assert len({use.name for use in all_uses()}) > 150 and missing(all_uses()) == {}
 
 
-def test_the_document_counts_the_names_of_this_comfyui(comfyui_dir):
-    version, used = comfyui_version(comfyui_dir), len(core_names.used())
-    if version == COMFYUI_VERSION:
-        (row,) = [line for line in DOCUMENT.read_text(encoding="utf-8").splitlines() if line.startswith(f"| {version} |")]
-        assert f"| {used - len(core_names.names_missing(comfyui_dir))} of {used} |" in row
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("import comfy.ops\ncomfy.ops.gone", "there is no comfy.ops.gone"),
+        ("from comfy.sd import VAE\ndef f(vae: VAE): vae.gone", "there is no comfy.sd.VAE.gone"),
+        ("import comfy.ops\nhasattr(comfy.ops, 'gone')", "there is no comfy.ops.gone"),
+        ("loaded.patcher.gone(1)", "there is no comfy.model_patcher.ModelPatcher.gone"),
+        ("patcher.add_object_patch(1)", "missing a required argument: 'obj'"),
+        ("import comfy.utils\ncomfy.utils.ProgressBar(1, parts=2)", "unexpected keyword argument 'parts'"),
+    ],
+)
+def test_a_name_that_is_gone_or_takes_something_else_is_told(comfy, code, why):
+    (reason,) = missing([*uses_in(ast.parse(code), "a.py")]).values()
+    assert reason.startswith("a.py: ") and why in reason
+
+
+def test_an_attribute_that_no_module_of_comfyuis_mentions_is_told(comfy):
+    assert missing([Use("comfy.ops.*.gone", "core.py"), Use("comfy.ops.*.weight_function", "core.py")]) == {"comfy.ops.*.gone": "core.py: comfy.ops mentions no gone"}
 
 
 def test_a_wrong_device_profile_is_told_at_start_up(pack, monkeypatch, caplog):

@@ -1,7 +1,7 @@
 """Names of files that no file can have: a clear error, from every node and command that takes one."""
 
 import pytest
-from halfsafe.__main__ import main
+from halfsafe.precision.commands.cli import main
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.errors import HalfsafeError

@@ -7,8 +7,8 @@ from halfsafe.nodes.host.lora.low_rank import LowRankModel
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.linear import SafeOperation
 from halfsafe.precision.arithmetic.patching import patched
-from halfsafe.precision.library.weights import torch_weights
 from support.measures import relative_error
+from support.plain_weights import plain_weights
 
 KEY, SHAPE, RANK = "layer.weight", (96, 256), 8
 
@@ -22,7 +22,7 @@ class Layer:
         self.calibration = Calibration()
         self.calibration.results.allowed = True
         self.operation = SafeOperation(
-            self.module, self.calibration.scale("layer"), self.calibration, torch_weights, wide=wide, largest_fp16=largest_fp16
+            self.module, self.calibration.scale("layer"), self.calibration, plain_weights, wide=wide, largest_fp16=largest_fp16
         )
         self.module.forward = self.operation.__call__
         pairs = [(torch.randn(RANK, SHAPE[1], generator=generator) * size, torch.randn(SHAPE[0], RANK, generator=generator) * size) for _ in range(loras)]

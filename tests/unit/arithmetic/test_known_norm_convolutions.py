@@ -8,8 +8,8 @@ from halfsafe.precision.arithmetic.bounds.known_norm import KnownNorm
 from halfsafe.precision.arithmetic.bounds.known_values import KnownValues
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.linear import WINOGRAD, SafeOperation
-from halfsafe.precision.library.weights import torch_weights
 from support.leaf_operations import Reductions
+from support.plain_weights import plain_weights
 
 CHANNELS, GROUPS = 32, 4
 
@@ -25,11 +25,11 @@ class Block:
         for norm in self.norms:
             norm.weight.data.normal_().mul_(gain)
             norm.bias.data.normal_()
-        self.known = [KnownNorm(norm, norm.forward, self.calibration, torch_weights) for norm in self.norms]
+        self.known = [KnownNorm(norm, norm.forward, self.calibration, plain_weights) for norm in self.norms]
         convolution = lambda: torch.nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, padding_mode=padding_mode).requires_grad_(False)  # noqa: E731
         self.convolutions = [convolution() for _ in range(3)]
         self.layers = [
-            SafeOperation(module, self.calibration.scale(f"blocks.{place}.0"), self.calibration, torch_weights, wide, largest)
+            SafeOperation(module, self.calibration.scale(f"blocks.{place}.0"), self.calibration, plain_weights, wide, largest)
             for place, (module, largest) in enumerate(zip(self.convolutions, (128.0, None, None), strict=True))
         ]
         self.between = lambda x: x
@@ -135,7 +135,7 @@ def test_a_layer_behind_a_norm_whose_channels_were_moved_last_is_known():
     """As SDXL's ``proj_in``. Without a mode around the call: below one torch makes no views of what is moved in inference mode."""
     block = Block()
     linear = torch.nn.Linear(CHANNELS, CHANNELS).requires_grad_(False)
-    projection = SafeOperation(linear, block.calibration.scale("blocks.0.proj_in"), block.calibration, torch_weights)
+    projection = SafeOperation(linear, block.calibration.scale("blocks.0.proj_in"), block.calibration, plain_weights)
     block.once = lambda: block.layers[-1](projection(block.known[0](block.x).movedim(1, 3).flatten(1, 2).contiguous()).movedim(1, 2).reshape(block.x.shape))
     for _ in range(2):
         with torch.inference_mode():
@@ -147,7 +147,7 @@ def test_a_layer_behind_a_norm_whose_channels_were_moved_last_is_known():
 def test_groups_of_one_number_have_no_bound_and_larger_ones_after_them_run():
     block = Block()
     norm = torch.nn.GroupNorm(CHANNELS, CHANNELS).requires_grad_(False)
-    block.norms[0], block.known[0] = norm, KnownNorm(norm, norm.forward, block.calibration, torch_weights)
+    block.norms[0], block.known[0] = norm, KnownNorm(norm, norm.forward, block.calibration, plain_weights)
     block.x = torch.randn(2, CHANNELS, 1, 1)
     block.call()
     assert block.known[0].tag is None
@@ -162,7 +162,7 @@ def test_a_sample_without_a_batch_is_the_whole_tensor():
     block, length = Block(), 16
     block.x = torch.randn(CHANNELS, GROUPS, length)
     norm = torch.nn.GroupNorm(1, GROUPS).requires_grad_(False)
-    block.known[0] = KnownNorm(norm, norm.forward, block.calibration, torch_weights)
+    block.known[0] = KnownNorm(norm, norm.forward, block.calibration, plain_weights)
     weight, found = block.convolutions[0].weight.data.mul_(4.0), []
 
     def once():

@@ -3,8 +3,8 @@
 import torch
 from halfsafe.precision.arithmetic.patching import patched
 from halfsafe.precision.arithmetic.planned import PlannedLayers, chain_of
-from halfsafe.precision.library.computation import TorchLayers
 from halfsafe.precision.plan.compute import ComputeDecision
+from support.plain_weights import PlainLayers
 
 DECISIONS = {
     "0": ComputeDecision("fp16_wide", "fp32", ""),
@@ -20,7 +20,7 @@ CHAINS = {
 
 def planned(**how):
     layers = {name: torch.nn.Linear(16, 16, bias=False) for name in DECISIONS}
-    return layers, PlannedLayers(DECISIONS, layers, TorchLayers(), **how)
+    return layers, PlannedLayers(DECISIONS, layers, PlainLayers(), **how)
 
 
 def test_the_chain_of_a_layer_is_listed_from_the_outside_in():

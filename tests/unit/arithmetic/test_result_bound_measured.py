@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from halfsafe.precision.arithmetic.bounds.known_values import SAMPLED
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.linear import SafeOperation
-from halfsafe.precision.library.weights import torch_weights
 from support.leaf_operations import LeafOperations
+from support.plain_weights import plain_weights
 
 WIDTH, HIDDEN, TOKENS = 64, 512, 8
 WAYS = {
@@ -47,7 +47,7 @@ class Mlp:
         self.linears = {name: torch.nn.Linear(*size).requires_grad_(False) for name, size in sizes.items()}
         largest = {"other": 128.0, "up": 128.0, "down": None if wide else 65504.0, "last": None}
         self.layers = {
-            name: SafeOperation(linear, self.calibration.scale(name), self.calibration, torch_weights, largest_fp16=largest[name])
+            name: SafeOperation(linear, self.calibration.scale(name), self.calibration, plain_weights, largest_fp16=largest[name])
             for name, linear in self.linears.items()
         }
         self.x = torch.randn(1, TOKENS, WIDTH)

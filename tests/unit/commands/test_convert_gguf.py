@@ -57,7 +57,7 @@ def test_inspect_shows_types_parameters_and_model(source, values):
     assert found.model == inspect_file(source.with_name("wan.safetensors")).model is not None
     readers = "ComfyUI's own loaders read no GGUF; Load Diffusion Model (Halfsafe) and ComfyUI-GGUF do."
     assert readers in found.in_comfyui
-    json.dumps(found.to_json())
+    json.dumps(vars(found))
 
 
 @pytest.mark.parametrize("storage", ["as_file", "bf16", "fp16", "fp32"])

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from halfsafe.precision.commands.convert import convert_file
-from halfsafe.precision.commands.file_text import inspection_text
-from halfsafe.precision.commands.inspect import inspect_file
+from halfsafe.precision.commands.inspect import inspect_file, inspection_text
 from halfsafe.precision.files.fingerprint import fingerprint
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats import card
@@ -69,16 +68,6 @@ def test_the_cards_error_is_that_of_the_weights(tmp_path, storage):
     assert told**2 == pytest.approx(squares.mean().item(), abs=4 * squares.std().item() / 16**0.5), "these rows stand for the others"
 
 
-@pytest.mark.parametrize(("size", "error"), [(1e-18, 1.0), (1e21, 0.026)])
-def test_the_cards_error_of_very_small_and_very_large_weights_is_a_number(tmp_path, size, error):
-    """No scale is below 2^-24, so fp8 holds zeros for the small ones."""
-    weights = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) * size
-    save_file({"a.weight": weights, "a.bias": torch.zeros(64)}, tmp_path / "in.safetensors")
-    convert_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", "fp8_e4m3fn", rules_from(preset="none"))
-    told = card_of(tmp_path / "out.safetensors")["relative_rms_error_of_16_rows_per_weight"]["fp8_e4m3fn"]
-    assert told == pytest.approx(error, rel=0.15)
-
-
 def test_converting_twice_gives_the_same_bytes_whatever_an_earlier_card_said(tmp_path):
     source, _ = model(tmp_path)
     for name in ("a", "b"):
@@ -103,7 +92,7 @@ def test_inspect_prints_the_card(tmp_path):
     convert_file(source, tmp_path / "out.safetensors", "fp8_e4m3fn", rules_from())
     inspection = inspect_file(tmp_path / "out.safetensors")
     text = inspection_text(inspection)
-    assert inspection.to_json()["card"]["asked_storage"] == "fp8_e4m3fn" and inspect_file(source).card is None
+    assert inspection.card["asked_storage"] == "fp8_e4m3fn" and inspect_file(source).card is None
     assert 'needs comfyui: "0.4.0"' in text and '"file": "in.safetensors"' in text and re.search(r"fp8_e4m3fn 2\.\d\d% \(3\d\.\d dB\)", text)
 
 

@@ -12,7 +12,7 @@ from halfsafe.precision.modes import FP8, INT8
 from halfsafe.precision.plan.compute import WEIGHTS_FOR, plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.rules import Rules
-from halfsafe.precision.report.colours import STORAGE_COLOURS
+from halfsafe.precision.report.view import STORAGE_COLOURS
 from support import dialects
 
 

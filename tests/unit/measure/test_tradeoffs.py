@@ -17,12 +17,11 @@ from halfsafe.precision.measure.tradeoffs import (
     pareto_front,
     rules_for,
 )
-from halfsafe.precision.measure.tradeoffs_chart import FRONT, OTHER, tradeoffs_chart
+from halfsafe.precision.measure.tradeoffs_chart import BEYOND, FRONT, OTHER, tradeoffs_chart
 from halfsafe.precision.measure.tradeoffs_text import seconds_text, table_text
 from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.rules import parse, rules_from
 from halfsafe.precision.plan.storage import plan_storage
-from halfsafe.precision.report.report_chart import BEYOND
 
 MIB = 1 << 20
 LAYERS = [

@@ -94,7 +94,7 @@ def test_json_files_parse(path: Path) -> None:
     assert json.loads(read(path))
 
 
-@pytest.mark.parametrize("path", [Path("CONTRIBUTING.md"), Path("docs/examples/README.md")], ids=str)
+@pytest.mark.parametrize("path", [Path("CONTRIBUTING.md")], ids=str)
 def test_documents_name_files_and_folders_that_exist(path: Path) -> None:
     named = re.findall(r"`([\w./-]+/[\w./-]*)`|python ([\w./-]+\.py)", read(path))
     assert named and [name for pair in named if (name := "".join(pair)) and not name.startswith("/") and not (ROOT / name).exists()] == []

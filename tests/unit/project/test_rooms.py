@@ -10,12 +10,12 @@ import pytest
 from support.shipped import ROOT
 
 FLOORS = (
-    {"errors", "dtypes", "modes", "text", "amax", "nested", "oom", "snr", "images", "layer_names"},
+    {"errors", "dtypes", "modes", "text", "amax", "nested", "oom", "layer_names"},
     {"files"},
     {"formats", "arithmetic"},
     {"devices", "calibrate"},
     {"plan"},
-    {"library", "report"},
+    {"report"},
     {"guard", "analysis", "measure", "commands"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -12,7 +12,6 @@ from halfsafe.precision.guard import verdicts, wording
 from halfsafe.precision.measure.tradeoffs_text import TABLE
 from halfsafe.precision.modes import MODES
 from halfsafe.precision.report.result import SENTENCES
-from halfsafe.precision.report.schema import VERDICTS
 from support.served_sentences import served_sentences, texts_of
 
 ROOT = Path(__file__).absolute().parents[3]
@@ -27,7 +26,7 @@ VALUE = re.compile(r"\{\w+\}")
 def words_of_the_page() -> set[str]:
     """Texts spelled in the page's code, and those it takes from the server: verdicts, kinds of events, modes, badges, reasons."""
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "web").iterdir() if path.suffix in (".js", ".mjs"))
-    shown = {verdict.replace("_", " ") for verdict in VERDICTS if verdict != "off"}
+    shown = {verdict.replace("_", " ") for verdict in (verdicts.CLEAN, *verdicts.ADVICE)}
     tables = {*HEAD, *TABLE, BARRED, CHOSEN, KEPT, PINNED, UNUSED}
     given = {*wording.ENCODER_INPUTS, *(name for name, _ in wording.ENCODER_INPUTS.values())} | INPUTS
     fixed = tables | given | KINDS | BADGE_WORDS | {*SENTENCES} | {mode.label for mode in MODES.values()}

@@ -1,0 +1,193 @@
+"""The commands ``inspect``, ``scan``, ``convert``, ``plan`` and ``doctor``: arguments, output, exit codes.
+
+Exit code 0: done; 1: ``scan`` found problems; 2: an error, in one line on stderr; 130: interrupted.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from ..calibrate.calibration import read_calibration
+from ..devices.detect import detect
+from ..devices.names import EXAMPLES, code_of
+from ..dtypes import STORAGE_OPTIONS
+from ..errors import CheckpointError, HalfsafeError, UnknownProfile
+from ..files.safetensors_file import open_checkpoint
+from ..plan.goal import GOALS
+from ..plan.presets import DEFAULT_PRESET, PRESETS
+from ..plan.rules import rules_from
+from ..text import size_text
+from . import doctor
+from .convert import conversion_text, convert_file
+from .inspect import Scan, inspect_file, inspection_text, scan_file, scan_text
+from .plan import plan_file
+
+STORAGES = STORAGE_OPTIONS[1:]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a name that the terminal's encoding lacks is printed with escapes
+            stream.reconfigure(errors="backslashreplace")
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except HalfsafeError as error:
+        return _fail(error)
+
+
+def _fail(error: HalfsafeError) -> int:
+    _tell(f"halfsafe: {' '.join(str(error).split())}")
+    return 2
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def _print(options: argparse.Namespace, data: dict, text: str) -> None:
+    try:
+        sys.stdout.write(f"{json.dumps(data, indent=2) if options.json else text}\n")
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python writes the rest as it exits
+        if not isinstance(error, BrokenPipeError):  # the reader of a pipe, such as head, has seen enough
+            problem = f"Standard output cannot be written ({error.strerror})."
+            raise HalfsafeError(problem, "The command is done; only what it prints is lost.") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="halfsafe", description="Look at, check and convert model files.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    inspect = _command(commands, "inspect", _inspect, "what a model file holds, and what ComfyUI would do with it")
+    inspect.add_argument("file", type=Path)
+    scan = _command(commands, "scan", _scan, "read every number: NaN, Inf, out of range, lost scales")
+    scan.add_argument("files", type=Path, nargs="+", metavar="file")
+    _add_convert(commands)
+    _add_plan(commands)
+    _command(commands, "doctor", _doctor, "what this device and this torch can do")
+    return parser
+
+
+def _command(commands, name: str, run: Callable, text: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text)
+    command.add_argument("--json", action="store_true", help="print JSON instead of text")
+    command.set_defaults(run=run)
+    return command
+
+
+def _add_convert(commands) -> None:
+    convert = _command(commands, "convert", _convert, "write a file in ComfyUI's own quantization format")
+    convert.add_argument("source", type=Path, help=".safetensors file, .index.json, or one part of a sharded set")
+    convert.add_argument("target", type=Path, help=".safetensors file to write")
+    convert.add_argument("--storage", choices=STORAGES, required=True, metavar="DTYPE", help=", ".join(STORAGES))
+    convert.add_argument("--rules", type=Path, help="file with one rule per line, e.g. 'blocks.0.* storage=bf16'")
+    presets = f"{', '.join(PRESETS)}; {DEFAULT_PRESET} without it"
+    convert.add_argument("--preset", choices=PRESETS, default=DEFAULT_PRESET, metavar="NAME", help=presets)
+    calibration = "round by this file, which Calibrate (Halfsafe) wrote"
+    convert.add_argument("--calibration", type=Path, metavar="FILE", help=calibration)
+    convert.add_argument("--force", action="store_true", help="overwrite the target")
+
+
+def _add_plan(commands) -> None:
+    plan = _command(commands, "plan", _plan, "what would run on a device, layer by layer, and why")
+    plan.add_argument("file", type=Path)
+    devices = f"decide as on this device ({EXAMPLES}, or a code such as sm_86); this one without it"
+    plan.add_argument("--device", type=device, metavar="NAME", help=devices)
+    plan.add_argument("--goal", choices=GOALS, default="balanced")
+    plan.add_argument("--memory", type=gigabytes, metavar="GB", help="free memory of that device, to decide storage by")
+
+
+def gigabytes(text: str) -> int:
+    """Parse an amount of memory to bytes; argparse puts this function's name into its error."""
+    count = float(text) * 1e9
+    if not 0 <= count < math.inf:
+        raise ValueError
+    return int(count)
+
+
+def device(text: str) -> str:
+    """Return the code of a device given by name or code."""
+    try:
+        return code_of(text)
+    except UnknownProfile as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    inspection = inspect_file(options.file)
+    _print(options, asdict(inspection), inspection_text(inspection))
+    return 0
+
+
+def _scan(options: argparse.Namespace) -> int:
+    """Scan the files in turn; a file that cannot be read does not stop the others."""
+    scans: list[Scan] = []
+    failed = 0
+    for file in options.files:
+        try:
+            scans.append(scan_file(file, _progress(open_checkpoint(file).data_bytes, "read")))
+        except CheckpointError as error:
+            failed = _fail(error)
+    if scans:
+        data = asdict(scans[0]) if len(options.files) == 1 else {"files": [asdict(scan) for scan in scans]}
+        _print(options, data, "\n\n".join(map(scan_text, scans)))
+    return failed or int(any(scan.problems for scan in scans))
+
+
+def _progress(total: int, verb: str) -> Callable[[int], None]:
+    """Return a function that is called with the bytes just dealt with, and prints a line at every tenth of all."""
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        before, done = done, done + count
+        if count and 10 * before // total < 10 * done // total:
+            _tell(f"{100 * done // total:3d} % {verb} of {size_text(total)}")
+
+    return advance
+
+
+def _convert(options: argparse.Namespace) -> int:
+    target = options.target
+    if target.suffix not in (".safetensors", ".sft") or os.path.isdir(target):
+        raise HalfsafeError(f"{target} is not the name of a .safetensors file.", "Give the target that ending.")
+    if os.path.exists(target) and not options.force:
+        raise HalfsafeError(f"{target} exists.", "Add --force to overwrite it.")
+    rules = rules_from(_rules_text(options.rules), options.preset)
+    calibration = options.calibration and read_calibration(options.calibration)
+    progress = _progress(open_checkpoint(options.source).data_bytes, "converted")
+    summary = convert_file(
+        options.source, target, options.storage, rules, progress, options.force, calibration, _tell
+    )  # fmt: skip
+    _print(options, asdict(summary), conversion_text(summary))
+    return 0
+
+
+def _rules_text(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return path.read_text(encoding="utf-8-sig")  # Notepad begins a file with a byte order mark
+    except (OSError, ValueError) as error:
+        problem = f"{path}: the rules cannot be read ({error})."
+        raise HalfsafeError(problem, "Give a text file with one rule per line.") from None
+
+
+def _plan(options: argparse.Namespace) -> int:
+    report = plan_file(options.file, detect(profile=options.device), options.goal, options.memory)
+    _print(options, report.to_json(), report.to_text())
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    diagnosis = doctor.diagnose()
+    _print(options, diagnosis, doctor.to_text(diagnosis))
+    return 0

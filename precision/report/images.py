@@ -1,0 +1,159 @@
+"""Compare images: PSNR, the largest difference, SSIM, and the difference as a picture."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ..errors import HalfsafeError
+
+WINDOW = 11
+SIGMA = 1.5
+K1, K2 = 0.01, 0.03
+LUMA = (0.299, 0.587, 0.114)
+BRIGHTEST = 0.9
+MAX_GAIN = 255.0
+MAGENTA = (1.0, 0.0, 1.0)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The difference of two images with values in 0..1.
+
+    ``mean_square``: of all values; ``bad``: how many values of each image are NaN or Inf. The figures are of the pixels
+    where both images are finite, and NaN where no pixel is.
+    """
+
+    mean_square: float
+    largest: float
+    ssim: float
+    bad: tuple[int, int] = (0, 0)
+
+    @property
+    def psnr(self) -> float:
+        """The peak signal to noise ratio in dB: inf for identical images."""
+        return math.inf if self.mean_square == 0 else -10 * math.log10(self.mean_square)
+
+
+def compare(reference: torch.Tensor, candidate: torch.Tensor) -> list[Difference]:
+    """Compare pairs of images, one :class:`Difference` per pair.
+
+    Args:
+        reference, candidate: (batch, height, width, channels), any number of channels; a batch of one is compared with
+            each image of the other.
+
+    Raises:
+        HalfsafeError: the sizes, channels or batches do not go together.
+    """
+    return [_difference(a.double(), b.double()) for a, b in _pairs(reference, candidate)]
+
+
+def _pairs(reference: torch.Tensor, candidate: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    a, b = tuple(reference.shape), tuple(candidate.shape)
+    if a[1:] != b[1:]:
+        shapes = " and ".join(f"{width} x {height} with {channels} channels" for _, height, width, channels in (a, b))
+        problem = f"Reference and candidate differ in size: {shapes}."
+        raise HalfsafeError(problem, "Compare images made at the same size; scaling one would hide the difference.")
+    if a[0] != b[0] and 1 not in (a[0], b[0]):
+        problem = f"The batches differ: {a[0]} reference images, {b[0]} candidate images."
+        raise HalfsafeError(problem, "Give batches of the same length, or one image to compare all others with.")
+    if 0 in a or 0 in b:
+        raise HalfsafeError("There is no image to compare: one input is empty.", "Check the node before it.")
+    left, right = reference.detach().cpu(), candidate.detach().cpu()
+    return [(left[index % a[0]], right[index % b[0]]) for index in range(max(a[0], b[0]))]
+
+
+def _difference(a: torch.Tensor, b: torch.Tensor) -> Difference:
+    finite = (torch.isfinite(a) & torch.isfinite(b)).all(-1)
+    bad = int((~torch.isfinite(a)).sum()), int((~torch.isfinite(b)).sum())
+    if not finite.any():
+        return Difference(math.nan, math.nan, math.nan, bad)
+    error = (a - b)[finite]
+    return Difference(error.square().mean().item(), error.abs().max().item(), ssim(a, b, finite), bad)
+
+
+def ssim(a: torch.Tensor, b: torch.Tensor, finite: torch.Tensor) -> float:
+    """Compute the mean structural similarity of the luma of two images (height, width, channels) in 0..1.
+
+    Wang, Bovik, Sheikh and Simoncelli, "Image quality assessment: from error visibility to structural similarity", IEEE
+    Transactions on Image Processing 13(4), 2004: a Gaussian window of 11 x 11 with sigma 1.5 inside of the image, or as
+    large as a smaller image. Windows with a pixel that is not ``finite`` (height, width) are left out.
+    """
+    x, y = (torch.where(finite, luma(image), 0.0) for image in (a, b))
+    places = [torch.arange(float(min(WINDOW, size)), dtype=a.dtype) for size in x.shape]
+    rows, columns = (torch.exp(-((place - place.mean()) ** 2) / (2 * SIGMA**2)) for place in places)
+    window = torch.outer(rows / rows.sum(), columns / columns.sum())
+    maps = torch.stack([x, y, x * x, y * y, x * y, (~finite).to(a.dtype)])[:, None]
+    mean_x, mean_y, square_x, square_y, product, outside = F.conv2d(maps, window[None, None])[:, 0]
+    c1, c2 = K1**2, K2**2
+    similarity = (2 * mean_x * mean_y + c1) * (2 * (product - mean_x * mean_y) + c2)
+    similarity /= (mean_x**2 + mean_y**2 + c1) * (square_x - mean_x**2 + square_y - mean_y**2 + c2)
+    inside = outside == 0
+    return similarity[inside].mean().item() if inside.any() else math.nan
+
+
+def luma(image: torch.Tensor) -> torch.Tensor:
+    """Convert (height, width, channels) to luma (height, width), ITU-R BT.601, or to the first of fewer than three
+    channels."""
+    if image.shape[-1] < 3:
+        return image[..., 0]
+    return image[..., :3] @ torch.tensor(LUMA, dtype=image.dtype)
+
+
+def difference_image(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Draw the absolute difference, amplified: (batch, height, width, 3), and the factor.
+
+    One factor for the whole batch brings the largest difference to 0.9; it is 255 at most. A difference in alpha shows
+    in all three channels. A pixel that is NaN or Inf in either image is magenta.
+    """
+    differences = torch.stack([(a.float() - b.float()).abs() for a, b in _pairs(reference, candidate)])
+    bad = ~torch.isfinite(differences).all(-1)
+    differences[bad] = 0.0
+    largest = differences.max().item()
+    gain = min(MAX_GAIN, BRIGHTEST / largest) if largest else 1.0
+    picture = (_as_colour(differences) * gain).clamp(0, 1)
+    picture[bad] = torch.tensor(MAGENTA)
+    return picture, gain
+
+
+def _as_colour(differences: torch.Tensor) -> torch.Tensor:
+    """Convert to three channels: a fourth raises all of them, fewer than three become grey."""
+    if differences.shape[-1] < 3:
+        return differences.amax(-1, keepdim=True).repeat(1, 1, 1, 3)
+    return differences[..., :3].maximum(differences[..., -1:]) if differences.shape[-1] > 3 else differences
+
+
+def compare_text(differences: Sequence[Difference], gain: float) -> str:
+    """Write a line per pair of images, their mean, and the factor of the difference image."""
+    lines = [_line(one) for one in differences]
+    if len(lines) > 1:
+        lines = [f"image {number}: {line}" for number, line in enumerate(lines, 1)]
+        lines.append(f"mean: {_line(_mean(differences))}")
+    return "\n".join([*lines, f"difference image: amplified {gain:.3g} times"])
+
+
+def _mean(differences: Sequence[Difference]) -> Difference:
+    """Average the figures of the images that have any; the largest difference is the largest of all."""
+    finite = [one for one in differences if not math.isnan(one.largest)]
+    squares, similar = [one.mean_square for one in finite], [one.ssim for one in finite if not math.isnan(one.ssim)]
+    bad = sum(one.bad[0] for one in differences), sum(one.bad[1] for one in differences)
+    largest = max((one.largest for one in finite), default=math.nan)
+    return Difference(_average(squares), largest, _average(similar), bad)
+
+
+def _average(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _line(one: Difference) -> str:
+    if one.largest == 0 and one.bad == (0, 0):
+        return "identical: PSNR inf dB, max error 0, SSIM 1"
+    text = f"PSNR {one.psnr:.2f} dB, max error {one.largest:.6g}, SSIM {one.ssim:.6f}".replace("nan", "unknown")
+    notes = [
+        f"{count} values of the {name} are NaN or Inf"
+        for name, count in zip(("reference", "candidate"), one.bad, strict=True)
+        if count
+    ]
+    return f"{text} ({'; '.join(notes)}: those pixels are left out)" if notes else text
