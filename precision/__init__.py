@@ -3,7 +3,7 @@
 The names below are what most users need; each is imported when it is first asked for, so that importing this package
 costs nothing. Everything else is in the sub-packages: ``files`` and ``formats`` (what is on disk and what it holds),
 ``devices``, ``plan`` (rules and decisions), ``arithmetic`` (operations and their overflow bounds), ``guard``,
-``analysis``, ``measure``, ``library`` (storage and compute on plain modules), ``report``, ``commands``.
+``study``, ``library`` (storage and compute on plain modules), ``report``, ``commands``.
 """
 
 from importlib import import_module
