@@ -3,11 +3,11 @@
 import torch
 from comfy_api.latest import io
 
-from ..precision.analysis.analysis_chart import analysis_chart
-from ..precision.analysis.analysis_rules import analysis_text, result_of, rules_of
-from ..precision.analysis.candidates import CANDIDATES
-from .host.measure import analysis as host
+from ..precision.study.analysis_text import analysis_text, result_of, rules_of
+from ..precision.study.candidates import CANDIDATES
+from ..precision.study.charts import analysis_chart
 from .host.run.layer_modes import compute_name
+from .host.study import analysis as host
 from .inputs import CATEGORY, RulesType
 
 
@@ -47,7 +47,7 @@ class AnalyzeLayers(io.ComfyNode):
                     "latent_image",
                     tooltip=(
                         "The size to measure at, as for a sampler. "
-                        "A small one is much faster; it costs up to 98 model calls."
+                        "A small one is much faster; it costs 8 to 52 steps, most often about 24."
                     ),
                 ),
                 io.Int.Input(
@@ -74,7 +74,7 @@ class AnalyzeLayers(io.ComfyNode):
                     max=120.0,
                     step=0.5,
                     tooltip=(
-                        "How close the model's output has to stay: "
+                        "How close the final latent has to stay: "
                         "20 dB is an error of 10 %, 25 of 5.6 %, 30 of 3.2 %, 40 of 1 %."
                     ),
                 ),

@@ -8,10 +8,10 @@ import torch
 from comfy_api.latest import io
 
 from ..precision.errors import HalfsafeError
-from ..precision.measure.settings import DEFAULT_SETTINGS, settings_from
-from ..precision.measure.tradeoffs_chart import tradeoffs_chart
-from ..precision.measure.tradeoffs_text import result_of, table_text
-from .host.measure import tradeoffs as host
+from ..precision.study.charts import tradeoffs_chart
+from ..precision.study.settings import DEFAULT_SETTINGS, settings_from
+from ..precision.study.tradeoffs_text import result_of, table_text
+from .host.study import tradeoffs as host
 from .inputs import CATEGORY, RulesType
 
 if TYPE_CHECKING:

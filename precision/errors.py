@@ -69,13 +69,5 @@ class RuleError(HalfsafeError):
         self.mistake = mistake
 
 
-class CandidateError(HalfsafeError):
-    """A line of the candidates text cannot be read."""
-
-    def __init__(self, line: int, problem: str, advice: str = ""):
-        super().__init__(f"Candidates, line {line}: {problem}.", advice)
-        self.line = line
-
-
 class UnknownProfile(HalfsafeError):
     """No device profile has that name."""

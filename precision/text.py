@@ -25,14 +25,14 @@ def hanging(head: str, text: str) -> list[str]:
     return [(head + lines[0].lstrip()).rstrip(), *lines[1:]]
 
 
-def table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
-    """Align cells in columns of 80 characters in all; the last cell of a row is wrapped within its own column."""
+def table(rows: Sequence[Sequence[str]], header: Sequence[str] = (), width: float = WIDTH) -> str:
+    """Align cells in columns of ``width`` characters in all; the last cell of a row is wrapped in its own column."""
     given = [header, *rows] if header else rows
     widths = [max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in given), strict=True)]
     lines = []
     for row in given:
-        head = "".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False))
-        fits = len(head + row[-1]) <= WIDTH
+        head = "".join(f"{cell:<{size}}" for cell, size in zip(row, widths, strict=False))
+        fits = len(head + row[-1]) <= width
         lines += [(head + row[-1]).rstrip()] if fits else hanging(head, row[-1])
     return "\n".join(lines)
 

@@ -43,7 +43,7 @@ AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/cau
 ONCE_PER_DEVICE = {"devices/probes", "precision/amax._drops_nan"}
 ONCE_PER_LOAD = {"load/first_use.check"}
 HOST_MEMORY = {"precision/amax._fp8_amax", "precision/amax.host_amax", "formats/stored_weight.amax", "formats/gguf_weight", "formats/checkpoint._check_finite", "formats/checkpoint._scale"}
-ANALYSIS = {"analysis/session", "analysis/layer_error", "analysis/candidates", "formats/quantize"}
+ANALYSIS = {"study/sensitivity", "study/layer_error", "study/candidates", "formats/quantize"}
 CALIBRATE = {"calibrate/products"}
 ALLOWED_READS = frozenset(CALIBRATE | ONCE_PER_CALL | CALIBRATING | AFTER_A_FAILURE | IN_A_CHECK | ONCE_PER_DEVICE | ONCE_PER_LOAD | HOST_MEMORY | ANALYSIS)
 

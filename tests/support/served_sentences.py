@@ -15,9 +15,8 @@ ROOT = Path(__file__).absolute().parents[2]
 OUTSIDE_OF_COMFYUI = ("precision/commands",)
 """The command line."""
 TEXTS_AND_PICTURES = (
-    "precision/analysis/analysis_chart.py", "precision/analysis/analysis_rules.py", "precision/measure/tradeoffs_chart.py",
-    "precision/measure/tradeoffs_text.py", "precision/report/draw.py", "precision/report/report_chart.py", "precision/report/report_rules.py",
-    "precision/report/report_text.py",
+    "precision/study/analysis_text.py", "precision/study/charts.py", "precision/report/draw.py", "precision/study/tradeoffs_text.py",
+    "precision/report/report_chart.py", "precision/report/report_rules.py", "precision/report/report_text.py",
 )  # fmt: skip
 """What a STRING or IMAGE output holds, which stays as it was made."""
 WORD = re.compile(r"(?<![\w=.])[A-Za-z][a-z]+(?![\w=])")

@@ -29,8 +29,7 @@ from ..run.execution import is_on_several_devices
 from ..run.model_compiler import compiler_off
 from ..run.modules import calling_layers
 from ..run.wrappers import ANALYSIS, set_wrapper
-from .bare_clone import bare_clone
-from .sampling import sample
+from ..study.sampling import bare_clone, sample
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

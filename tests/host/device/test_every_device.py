@@ -4,7 +4,7 @@ import pytest
 import torch
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
-from halfsafe.nodes.host.measure import analysis
+from halfsafe.nodes.host.study import analysis
 from halfsafe.precision.errors import HalfsafeError
 from safetensors.torch import load_file, save_file
 from support import families, model_files, tiny_models

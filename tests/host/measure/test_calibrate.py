@@ -7,7 +7,7 @@ import pytest
 import torch
 from halfsafe.nodes.host.load.files import output_path
 from halfsafe.nodes.host.measure import calibrate as host
-from halfsafe.nodes.host.measure.sampling import sample
+from halfsafe.nodes.host.study.sampling import sample
 from halfsafe.precision.calibrate.calibration import read_calibration
 from halfsafe.precision.errors import HalfsafeError, MemoryShortage
 from halfsafe.precision.text import size_text

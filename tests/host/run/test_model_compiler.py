@@ -9,12 +9,12 @@ from comfy.ldm.minimax.model import MiniMaxH3Model
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.guard.clamps import ClampWatch
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.nodes.host.measure.analysis import analyze_model
 from halfsafe.nodes.host.measure.calibrate import calibrate_model
-from halfsafe.nodes.host.measure.tradeoffs import Inputs, measure_model
 from halfsafe.nodes.host.run.model_compiler import compiler_off
+from halfsafe.nodes.host.study.analysis import analyze_model
+from halfsafe.nodes.host.study.tradeoffs import Inputs, measure_model
 from halfsafe.precision.guard.policy import Escalation
-from halfsafe.precision.measure.settings import settings_from
+from halfsafe.precision.study.settings import settings_from
 from support import families, model_files, qwen_image21, rare_families
 from support.comfy_compiler import GraphError, comfy_compiler
 from support.guarding import guarded, inside, nan_at, report_of

@@ -16,10 +16,10 @@ FLOORS = (
     {"devices", "calibrate"},
     {"plan"},
     {"report"},
-    {"guard", "analysis", "measure", "commands"},
+    {"guard", "study", "commands"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-HOST_ROOMS = ("facts", "run", "lora", "load", "guard", "measure")
+HOST_ROOMS = ("facts", "run", "lora", "load", "guard", "study", "measure")
 """Those of ``nodes/host``, from the bottom: none imports one that stands after it."""
 
 

@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-from halfsafe.precision.analysis.analysis_rules import HEAD
-from halfsafe.precision.analysis.results import BARRED, CHOSEN, KEPT, PINNED, UNUSED
 from halfsafe.precision.guard import verdicts, wording
-from halfsafe.precision.measure.tradeoffs_text import TABLE
 from halfsafe.precision.modes import MODES
 from halfsafe.precision.report.result import SENTENCES
+from halfsafe.precision.study.analysis_text import HEAD
+from halfsafe.precision.study.sensitivity import BARRED, CHOSEN, KEPT, PINNED, UNUSED
+from halfsafe.precision.study.tradeoffs_text import TABLE
 from support.served_sentences import served_sentences, texts_of
 
 ROOT = Path(__file__).absolute().parents[3]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..devices.detect import Device, why_no_fp8
 from ..dtypes import COMPUTE_OPTIONS, QUANTIZED_NAMES, STORAGE_OPTIONS
-from ..errors import CandidateError, HalfsafeError
+from ..errors import HalfsafeError
 from ..plan.compute import SAFE
 from ..plan.rules import numbered_lines
 from ..plan.weights import why_not_held
@@ -36,8 +36,7 @@ def settings_from(text: str) -> list[Setting]:
     """Read settings, one ``storage/compute`` per line, each once. Empty lines and ``#`` comments are skipped.
 
     Raises:
-        CandidateError: a line cannot be read; it carries the line's number.
-        HalfsafeError: there is no setting.
+        HalfsafeError: a line cannot be read, or there is none.
     """
     lines = ((number, line.partition("#")[0].strip()) for number, line in numbered_lines(text))
     found = list(dict.fromkeys(_setting(number, line) for number, line in lines if line))
@@ -47,13 +46,12 @@ def settings_from(text: str) -> list[Setting]:
 
 
 def _setting(number: int, line: str) -> Setting:
-    parts = [part.strip().lower() for part in line.split("/")]
-    if len(parts) != 2:
-        raise CandidateError(number, f"'{line}' is not a storage and a compute dtype", FORM)
-    for value, options, kind in zip(parts, (STORAGE_OPTIONS, COMPUTE_OPTIONS), ("storage", "compute"), strict=True):
+    storage, _, compute = (part.strip().lower() for part in line.partition("/"))
+    for value, options, kind in ((storage, STORAGE_OPTIONS, "storage"), (compute, COMPUTE_OPTIONS, "compute")):
         if value not in options:
-            raise CandidateError(number, f"'{value}' is not a {kind} option", f"Use one of: {', '.join(options)}.")
-    return Setting(*parts)
+            problem = f"Candidates, line {number}, {line}: '{value}' is not a {kind} option."
+            raise HalfsafeError(problem, f"Use one of: {', '.join(options)}.")
+    return Setting(storage, compute)
 
 
 def why_not(setting: Setting, device: Device, formats: Container[str] = QUANTIZED_NAMES) -> str:
@@ -64,7 +62,6 @@ def why_not(setting: Setting, device: Device, formats: Container[str] = QUANTIZE
     needed = {"fp8": "fp8_matmul", "int8": "int8_matmul"}.get(setting.compute, "")
     if setting.compute in ("fp16", "bf16", SAFE) and device.profile.type != "cpu":
         needed = setting.compute.removesuffix("_safe")
-    missing = needed if needed and not device.capabilities[needed] else ""
-    if missing:
-        return f"not on {device.label}: {device.reason(missing)}"
+    if needed and not device.capabilities[needed]:
+        return f"not on {device.label}: {device.reason(needed)}"
     return why_no_fp8(setting.storage, device) or why_not_held(setting.storage, formats)

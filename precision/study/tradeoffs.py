@@ -1,10 +1,8 @@
-"""What settings cost and how close they come: time, memory and SNR of each, the Pareto front,
-and the best for a goal."""
+"""What settings cost and how close they come: time, memory and SNR of each, the best for a goal, and its rules."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from ..dtypes import QUANTIZED_NAMES
 from ..plan.facts import LayerSpec
@@ -20,29 +18,8 @@ BY_ITSELF = ("auto", "int8")
 """Compute options that a loader on ``auto`` follows by itself, given the weights."""
 
 
-class ProblemKind(Enum):
-    """What kept a setting from being measured, or spoiled its result."""
-
-    UNSUPPORTED = "the device cannot do what the setting asks for"
-    NO_MEMORY = "the device or the host has no memory left"
-    REFUSED = "an error that names the cause"
-    NOT_FINITE = "NaN or Inf in a step"
-    STEPS_SKIPPED = "the sampler did not call the model in each step"
-
-
 @dataclass(frozen=True)
-class Problem:
-    """Why a setting was not measured, or what is wrong with its result; ``text``: in words, for the table."""
-
-    kind: ProblemKind
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True)
-class Row:
+class Tradeoff:
     """One setting and what was measured of it.
 
     Attributes:
@@ -50,10 +27,10 @@ class Row:
         seconds: of one step, the median of those timed; ``spread``: the farthest of them from it.
         weight_bytes: of the model's weights.
         extra_bytes: the most that was allocated on the device beyond them; None where the device does not tell.
-        snr_db: of the final latent against the reference; None where there is none.
+        snr_db: of the final latent against the reference; None where nothing was compared.
         storages: storage -> bytes of weights.
         modes: mode -> number of layers that multiplied so.
-        problem: why it was not measured, or what is wrong with its result; None where nothing is.
+        problem: why it was not measured, or what is wrong with its result; empty where nothing is.
         same: other settings that come to the same here, and are not measured again.
     """
 
@@ -65,7 +42,7 @@ class Row:
     snr_db: float | None = None
     storages: Mapping[str, int] = field(default_factory=dict)
     modes: Mapping[str, int] = field(default_factory=dict)
-    problem: Problem | None = None
+    problem: str = ""
     spread: float = 0.0
     same: Sequence[Setting] = ()
 
@@ -82,7 +59,7 @@ class Row:
     @property
     def works(self) -> bool:
         """Tell whether it ran and its result is finite."""
-        return self.problem is None and self.snr_db is not None and self.snr_db > -math.inf
+        return not self.problem and self.snr_db is not None and self.snr_db > -math.inf
 
 
 @dataclass(frozen=True)
@@ -95,7 +72,7 @@ class Measurements:
         automatic: what compute ``auto`` stands for here.
         layers: the model's, with the shapes of their weights.
         shape: of the latent.
-        reference: what the others are compared with; its own SNR is inf.
+        reference: what the others are compared with; it has no SNR.
     """
 
     device: str
@@ -105,11 +82,11 @@ class Measurements:
     layers: Sequence[LayerSpec]
     shape: tuple[int, ...]
     seed: int
-    reference: Row
-    rows: Sequence[Row]
+    reference: Tradeoff
+    rows: Sequence[Tradeoff]
 
     @property
-    def best(self) -> dict[str, Row]:
+    def best(self) -> dict[str, Tradeoff]:
         """Goal -> its best row; empty where nothing works."""
         found = {goal: best_for(goal, self.rows) for goal in GOALS}
         return {goal: row for goal, row in found.items() if row is not None}
@@ -122,18 +99,18 @@ class Measurements:
         return rules_for(best, self.automatic, self.layers) if best else rules_from()
 
 
-def pareto_front(rows: Iterable[Row]) -> list[Row]:
+def pareto_front(rows: Iterable[Tradeoff]) -> list[Tradeoff]:
     """List the rows than which no other is as fast, as small and as close, and better in one of them."""
     working = [row for row in rows if row.works]
     return [row for row in working if not any(_beats(other, row) for other in working)]
 
 
-def _beats(a: Row, b: Row) -> bool:
+def _beats(a: Tradeoff, b: Tradeoff) -> bool:
     mine, theirs = ((row.seconds, row.bytes, -row.snr_db) for row in (a, b))
     return mine != theirs and all(x <= y for x, y in zip(mine, theirs, strict=True))
 
 
-def best_for(goal: str, rows: Iterable[Row]) -> Row | None:
+def best_for(goal: str, rows: Iterable[Tradeoff]) -> Tradeoff | None:
     """Choose the best row for a goal; None where no row works.
 
     quality: the fastest of those within 1 dB of the highest SNR. speed: the closest of those within 3 % of the fastest.
@@ -156,7 +133,7 @@ def best_for(goal: str, rows: Iterable[Row]) -> Row | None:
     return min(fair, key=lambda row: row.seconds * row.bytes)
 
 
-def rules_for(row: Row, automatic: str, layers: Sequence[LayerSpec]) -> Rules:
+def rules_for(row: Tradeoff, automatic: str, layers: Sequence[LayerSpec]) -> Rules:
     """Write a row as rules for a loader, or for Compute Dtype, whose own options are ``auto``.
 
     The first line is for all layers. Rules change layers of a model that computes as ``automatic``: where another dtype

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from ..formats.comfy_format import can_be_quantized
@@ -12,10 +12,11 @@ from ..plan.presets import DEFAULT_PRESET
 from ..plan.rules import Rules, compile_pattern, rules_from
 from ..report.result import CHOSEN as CHOSEN_SENTENCE
 from ..report.result import UNREACHED, WARN, Result
-from ..text import size_text, wrapped
-from .results import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
+from ..text import size_text, table, wrapped
+from .sensitivity import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
 
 HEAD = ("layer", "weight dB", "output dB", "channel dB", "outcome")
+HEADER = ("weakest layers, dB", "weight", "output", "channel", "crest", "outcome")
 WORST = 16
 NUMBERED = 3
 
@@ -67,8 +68,8 @@ def patterns(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, lis
     left, others, found = dict.fromkeys(names), list(others), []
     tried = sorted(_candidates(left).items(), key=lambda item: -len(item[1]))
     for pattern, members in tried:
-        members = [name for name in members if name in left]
-        if len(members) > 1 and not any(map(_matcher(pattern), others)):
+        matches, members = compile_pattern(pattern), [name for name in members if name in left]
+        if len(members) > 1 and not any(matches(name, "") for name in others):
             found.append((pattern, members))
             for name in members:
                 del left[name]
@@ -93,35 +94,29 @@ def _candidates(names: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
-def _matcher(pattern: str):
-    match = compile_pattern(pattern)
-    return lambda name: match(name, "")
-
-
 def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") -> str:
     """Write the analysis in the form of Layer Rules: comments, then the rules."""
-    lines = [*_outcome(analysis, model), "", *_table(analysis), "", *_left_out(analysis), *_use(analysis, computed_in)]
+    target = f"{analysis.candidate.name}, target {analysis.target_db:g} dB"
+    paragraphs = [
+        ["Halfsafe layer analysis", f"{model}, {target}" if model else target],
+        _wrapped([*outcome(analysis), _effort(analysis)]),
+        _table(analysis),
+        _wrapped([*_left_out(analysis), _use(analysis, computed_in)]),
+    ]
+    lines = "\n\n".join("\n".join(paragraph) for paragraph in paragraphs).splitlines()
     return "\n".join([f"# {line}".rstrip() for line in lines] + rule_lines(analysis)) + "\n"
 
 
 def result_of(analysis: Analysis, text: str) -> Result:
     """Sum the analysis up in a sentence and the table of its weakest layers."""
     name, chosen = analysis.candidate.name, analysis.chosen
-    rows = [
-        [layer.name, *map(decibel_text, (layer.weight_db, layer.output_db, layer.channel_db)), layer.status]
-        for layer in _weakest_first(analysis)[:WORST]
-    ]
+    rows = [[*row[:4], row[5]] for row in _rows(analysis)]
+    if not chosen:
+        return Result(UNREACHED, {"candidate": name, "target": f"{analysis.target_db:g}"}, WARN, HEAD, rows, text=text)
     free = len(chosen) + len(analysis.named(KEPT))
-    values: dict[str, str | int] = {"chosen": len(chosen), "free": free, "candidate": name}
-    values["snr"] = whole_decibel_text(analysis.snr_db)
-    if chosen:
-        return Result(CHOSEN_SENTENCE, values, head=HEAD, rows=rows, text=text)
-    return Result(UNREACHED, {"candidate": name, "target": f"{analysis.target_db:g}"}, WARN, HEAD, rows, text=text)
-
-
-def _weakest_first(analysis: Analysis) -> list[LayerResult]:
-    measured = (layer for layer in analysis.layers if layer.worst_db is not None)
-    return sorted(measured, key=lambda layer: layer.worst_db)
+    snr = whole_decibel_text(analysis.snr_db)
+    values: dict[str, str | int] = {"chosen": len(chosen), "free": free, "candidate": name, "snr": snr}
+    return Result(CHOSEN_SENTENCE, values, head=HEAD, rows=rows, text=text)
 
 
 def decibel_text(value: float | None) -> str:
@@ -131,92 +126,77 @@ def decibel_text(value: float | None) -> str:
     return f"{value:.1f}" if math.isfinite(value) else "exact" if value > 0 else "overflow"
 
 
-def crest_text(value: float | None) -> str:
-    """Write a crest factor: 4.8, 130."""
-    return "-" if value is None else f"{value:.1f}" if value < 100 else f"{value:.0f}"
-
-
 def whole_decibel_text(value: float) -> str:
-    """Write the SNR of the model's output, with its unit: "31.5 dB", "no error at all", "NaN or Inf"."""
+    """Write the SNR of a final latent, with its unit: "31.5 dB", "no error at all", "NaN or Inf"."""
     if math.isfinite(value):
         return f"{value:.1f} dB"
     return "no error at all" if value > 0 else "NaN or Inf"
 
 
-def _outcome(analysis: Analysis, model: str) -> list[str]:
+def outcome(analysis: Analysis) -> list[str]:
+    """Say in sentences which share of the layers was chosen, and how close the final latent stays."""
     name, chosen, free = analysis.candidate.name, analysis.chosen, [*analysis.chosen, *analysis.named(KEPT)]
-    target = f"{name}, target {analysis.target_db:g} dB end to end"
-    lines = ["Halfsafe layer analysis", f"{model}, {target}" if model else target]
-    share = f"{len(chosen)} of {len(free)} layers"
-    if analysis.candidate.stores:
-        saved = sum(layer.size for layer in chosen)
-        share += f", {size_text(saved)} of {size_text(sum(layer.size for layer in free))} in {name.partition('_')[0]}"
     if chosen:
-        snr = whole_decibel_text(analysis.snr_db)
-        lines += wrapped(f"Chosen: {share}; {snr} end to end, the worst of the calls.", "")
-        lines += wrapped(f"The latent of a free run of the sampler: {whole_decibel_text(analysis.free_db)}.", "")
+        share = f"{len(chosen)} of {len(free)} layers"
+        if analysis.candidate.stores:
+            sizes = (size_text(sum(layer.size for layer in layers)) for layers in (chosen, free))
+            share += f", {' of '.join(sizes)} in {name.partition('_')[0]}"
+        said = f"Chosen: {share}; {whole_decibel_text(analysis.snr_db)} at the final latent."
     else:
         none = "The target cannot be reached: no layer" if analysis.complete else "No layer was found that"
-        lines += wrapped(f"{none} may be in {name}, so all are kept.", "")
+        said = f"{none} may be in {name}, so all are kept."
     plain = f"all {analysis.all_count} layers that the preset '{DEFAULT_PRESET}' does not keep"
-    lines += wrapped(f"For comparison, {plain}: {whole_decibel_text(analysis.all_db)}.", "")
-    return lines + _effort(analysis)
+    return [said, f"For comparison, {plain}: {whole_decibel_text(analysis.all_db)}."]
 
 
-def _effort(analysis: Analysis) -> list[str]:
-    """Say what was measured, and where the search ended early."""
-    calls = f"{analysis.reference_calls} model calls for them, {analysis.calls} in all"
-    lines = wrapped(f"Measured: {len(analysis.layers)} layers, {calls}, {analysis.trials} trials.", "")
-    if analysis.dropped:
-        why = (
-            "that the calls by themselves allow: in a free run the errors of the steps add up, "
-            "and the target was missed"
-        )
-        lines += wrapped(f"Kept are {analysis.dropped} layers {why}.", "")
-    if not analysis.complete:
-        bound = f"its bound of {analysis.trials} trials"
-        lines += wrapped(f"The search stopped at {bound}: more layers may be possible.", "")
-    return lines
+def _effort(analysis: Analysis) -> str:
+    sets = f"{analysis.trials} sets of layers tried, {analysis.steps} steps of the sampler"
+    more = "" if analysis.complete else " The search stopped at its bound: more layers may be possible."
+    return f"Measured: {len(analysis.layers)} layers, {sets}.{more}"
+
+
+def _wrapped(sentences: Iterable[str]) -> list[str]:
+    return [line for sentence in sentences for line in wrapped(sentence, "")]
+
+
+def _rows(analysis: Analysis) -> list[list[str]]:
+    """Return the cells of the weakest layers' lines in the table."""
+    return [
+        [
+            layer.name,
+            *map(decibel_text, (layer.weight_db, layer.output_db, layer.channel_db)),
+            f"{layer.crest:.3g}",
+            layer.status,
+        ]
+        for layer in analysis.weakest_first[:WORST]
+    ]
 
 
 def _table(analysis: Analysis) -> list[str]:
-    measured = _weakest_first(analysis)
-    lines = [f"{'Weakest layers, dB':<48}{'weight':>9}{'output':>9}{'channel':>9}{'crest':>9}  outcome"]
-    for layer in measured[:WORST]:
-        figures = "".join(f"{decibel_text(value):>9}" for value in (layer.weight_db, layer.output_db, layer.channel_db))
-        figures += f"{crest_text(layer.crest):>9}"
-        head = [layer.name, " " * 48 + figures] if len(layer.name) > 47 else [f"{layer.name:<48}{figures}"]
-        lines += [*head[:-1], f"{head[-1]}  {layer.status}"]
-    if len(measured) > WORST:
-        rest = measured[WORST].worst_db, measured[-1].worst_db
-        lines.append(f"{len(measured) - WORST} more, {decibel_text(rest[0])} to {decibel_text(rest[1])}")
+    lines, rest = table(_rows(analysis), HEADER, math.inf).splitlines(), analysis.weakest_first[WORST:]
+    if rest:
+        lines.append(f"{len(rest)} more, {decibel_text(rest[0].worst_db)} to {decibel_text(rest[-1].worst_db)}")
     return [*lines, "crest: amax / rms of the layer's input, its largest call"]
 
 
 def _left_out(analysis: Analysis) -> list[str]:
     lines = []
     for status in (PINNED, UNUSED, BARRED):
-        layers = analysis.named(status)
-        reasons: dict[str, int] = defaultdict(int)
-        for layer in layers:
-            reasons[layer.reason] += 1
-        counts = [f"{count}" if status == UNUSED else f"{count} {reason}" for reason, count in reasons.items()]
-        lines += wrapped(f"Layers {status}: {', '.join(counts)}.", "") if layers else []
+        reasons = Counter(layer.reason for layer in analysis.named(status))
+        if reasons:
+            lines.append(f"Layers {status}: {', '.join(f'{count} {reason}' for reason, count in reasons.items())}.")
     return lines
 
 
-def _use(analysis: Analysis, computed_in: str) -> list[str]:
-    name = analysis.candidate.name
-    if analysis.candidate.name == INT8.name:
-        measured = (
-            "products in int8" if analysis.candidate.products else f"int8 weights alone, multiplied in {computed_in}"
-        )
+def _use(analysis: Analysis, computed_in: str) -> str:
+    candidate = analysis.candidate
+    how = f"Give these rules to Compute Dtype with compute = {computed_in or 'what the model computes in'}."
+    if candidate.name == INT8.name:
+        alone = f"int8 weights alone, multiplied in {computed_in}"
         how = (
-            f"Measured with {measured}. Give these rules to a Halfsafe loader with storage = int8 and the compute of "
-            "this model."
+            f"Measured with {'products in int8' if candidate.products else alone}. "
+            "Give these rules to a Halfsafe loader with storage = int8 and the compute of this model."
         )
-    elif analysis.candidate.stores:
-        how = f"Give these rules to a Halfsafe loader or Save Model with storage = {name}."
-    else:
-        how = f"Give these rules to Compute Dtype with compute = {computed_in or 'what the model computes in'}."
-    return wrapped(f"{how} Or paste this text into Layer Rules.", "")
+    elif candidate.stores:
+        how = f"Give these rules to a Halfsafe loader or Save Model with storage = {candidate.name}."
+    return f"{how} Or paste this text into Layer Rules."

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from halfsafe.nodes.host.measure.step_timer import StepNotFinite, StepTimer
+from halfsafe.nodes.host.study.step_timer import StepTimer
+from halfsafe.precision.errors import HalfsafeError
 
 SIGMAS = torch.tensor([1.0]), torch.tensor([0.5])
 
@@ -83,24 +84,11 @@ def test_a_device_without_a_module_of_torch_is_waited_for_by_a_read(monkeypatch)
     assert len(reads) == 2 and timer.extra_bytes() is None
 
 
-def test_a_failed_step_is_made_once_more_under_watch():
-    layer = torch.nn.Linear(4, 4)
-    torch.nn.init.constant_(layer.weight, 1e30)
-    model = SimpleNamespace(diffusion_model=torch.nn.Sequential(layer))
-    calls, timer = [], timer_on(Memory())
-
-    def apply(x):
-        calls.append(x)
-        return model.diffusion_model(x)
-
-    def executor(_, conds, x, timestep):
-        inner = type("Executor", (), {"class_obj": model, "__call__": lambda self, x: apply(x)})()
-        return [timer.inside(inner, x)]
-
-    timer.step(executor, model, [], torch.zeros(1, 4), SIGMAS[0])
-    with pytest.raises(StepNotFinite, match=r"^NaN or Inf in step 2, overflow in 0 \(matmul in fp32\)$"):
-        timer.step(executor, model, [], torch.full((1, 4), 1e30), SIGMAS[1])
-    assert len(calls) == 3 and "forward" not in vars(layer)
+def test_a_step_that_is_not_finite_ends_the_run():
+    timer = timer_on(Memory())
+    timer.step(lambda model, conds, x, timestep: [x], None, [], torch.ones(2), SIGMAS[0])
+    with pytest.raises(HalfsafeError, match=r"^NaN or Inf in step 2\. NaN Guard names the layer\.$"):
+        timer.step(lambda model, conds, x, timestep: [x, x / 0], None, [], torch.ones(2), SIGMAS[1])
 
 
 def test_each_step_may_be_interrupted():

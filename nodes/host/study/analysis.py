@@ -1,19 +1,13 @@
-"""Analyse a model in ComfyUI: repeat a short run of its own sampler for each trial."""
+"""Analyze a model in ComfyUI: a short run of its own sampler for each set of layers that is tried."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import comfy.utils
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.analysis.candidates import Candidate, with_fp16_sums
-from ....precision.analysis.results import Analysis
-from ....precision.analysis.search import MAX_TRIALS, RETRIALS
-from ....precision.analysis.session import CONFIRMATIONS, Session, Subject, analyze
 from ....precision.arithmetic.compiling import compile_disabled
 from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch
@@ -23,8 +17,10 @@ from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.formats.int8 import rotation_group
 from ....precision.modes import INT8
 from ....precision.plan.rules import Rules, rules_from
+from ....precision.study.candidates import Candidate, with_fp16_sums
+from ....precision.study.sensitivity import MAX_TRIALS, Analysis, Session, Subject, analyze
 from ..core import casting, casts_weights, with_weight_function
-from ..facts.layers import activation_dtype, matrix_layers
+from ..facts.layers import matrix_layers
 from ..facts.model_facts import model_facts
 from ..load.devices import current_device
 from ..load.progress import advancing
@@ -33,15 +29,13 @@ from ..run.compute import compute_of
 from ..run.model_compiler import compiler_off
 from ..run.modules import core_weights, exchanged, only_multiplies
 from ..run.wrappers import ANALYSIS, set_wrapper
-from .bare_clone import bare_clone
-from .sampling import sample
+from .sampling import bare_clone, sample
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 STEPS = 4
 IMAGE_DENOISE = 0.75
-MOST_CALLS = 2 * STEPS + MAX_TRIALS + (CONFIRMATIONS - 1) * RETRIALS + CONFIRMATIONS * (2 * STEPS - 1)
 
 
 def analyze_model(
@@ -54,23 +48,28 @@ def analyze_model(
     """
     if why := why_no_fp8(candidate, current_device()):
         raise HalfsafeError(f"Layers in {candidate} cannot be measured: {why}", "Choose another, such as int8.")
-    bar = comfy.utils.ProgressBar(MOST_CALLS)
     wanted = Candidate(candidate, _multiplies_in_int8(patcher))
+    bar = comfy.utils.ProgressBar(STEPS * (1 + MAX_TRIALS))
     advance = advancing(bar)
+    clone = bare_clone(patcher)
 
-    def begin_call() -> None:
-        show_progress(session.doing())
-        advance()
-
-    session = Session(subjects_of(patcher, wanted), wanted, core_weights, change, begin_call)
-    clone = _prepared(patcher, session)
-
-    def run():
+    def run() -> list[torch.Tensor]:
         with compile_disabled(), compiler_off(), torch.no_grad():
             return sample(clone, positive, negative, latent, seed, STEPS, IMAGE_DENOISE)
 
-    session.reference(run)
-    analysis = analyze(session, run, target_db, pin)
+    def begin_step(executor, *args):
+        show_progress(session.begin_step())
+        advance()
+        return executor(*args)
+
+    def inside(executor, *args, **kwargs):
+        with session.inside():
+            return executor(*args, **kwargs)
+
+    session = Session(subjects_of(patcher, wanted), wanted, run, core_weights, change)
+    clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, begin_step)
+    set_wrapper(clone, ANALYSIS, inside)
+    analysis = analyze(session, target_db, pin)
     bar.update_absolute(bar.total)
     return analysis
 
@@ -116,8 +115,8 @@ def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
 def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
     """Return patches that make one of ComfyUI's layers compute as the candidate, LoRAs and offloading included."""
     if candidate.stores:
-        stored = [with_weight_function(module, candidate.weight)]
-        rounding = (module, "forward", _of_rounded(module.forward, candidate))
+        stored, exact = [with_weight_function(module, candidate.weight)], module.forward
+        rounding = (module, "forward", lambda x, *args, **kwargs: exact(candidate.input(x), *args, **kwargs))
         return [*stored, rounding] if candidate.rounds_inputs else stored
     forward = _sums_in_fp16 if candidate.sums_in_fp16 and kind_of(module) == "linear" else _cast
 
@@ -127,15 +126,6 @@ def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
     return [*exchanged(module, call), *casting(module)]
 
 
-def _of_rounded(forward: Callable, candidate: Candidate) -> Callable:
-    """Give a layer its input as the candidate rounds it."""
-
-    def call(x, *args, **kwargs):
-        return forward(candidate.input(x), *args, **kwargs)
-
-    return call
-
-
 def _cast(module: torch.nn.Module, dtype: torch.dtype, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
     return type(module).forward(module, x.to(dtype), *args, **kwargs)
 
@@ -143,32 +133,3 @@ def _cast(module: torch.nn.Module, dtype: torch.dtype, x: torch.Tensor, *args, *
 def _sums_in_fp16(module: torch.nn.Module, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
     with core_weights(module, x, dtype) as (weight, bias):
         return with_fp16_sums(x.to(dtype), weight, bias)
-
-
-def _prepared(patcher: ModelPatcher, session: Session) -> ModelPatcher:
-    """Clone the model so that its calls go through the session, innermost of all wrappers."""
-    clone = bare_clone(patcher)
-    stream = activation_dtype(patcher)
-    set_wrapper(clone, ANALYSIS, functools.partial(_watched, session, stream))
-    clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, functools.partial(_step, session))
-    return clone
-
-
-def _watched(session: Session, stream: torch.dtype, executor, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-    """Run one call of the model, with the session's patches on its layers."""
-    with session.inside():
-        result = executor(x, *args, **kwargs)
-    session.measure_unused_weights(x.device, stream)
-    return result
-
-
-def _step(session: Session, executor, model, conds: list, x: torch.Tensor, *args) -> list[torch.Tensor]:
-    """Run one step of the sampler, with all of its conditionings."""
-    found = []
-
-    def call():
-        found.extend(executor(model, conds, x, *args))
-        return [output for output, cond in zip(found, conds, strict=True) if cond is not None]
-
-    outputs = iter(session.step(x, call))
-    return [torch.zeros_like(x) if cond is None else next(outputs) for cond in conds]

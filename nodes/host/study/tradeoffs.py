@@ -14,19 +14,19 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.analysis.session import snr_db
 from ....precision.arithmetic.compiling import compile_disabled
 from ....precision.devices.detect import UNQUANTIZED
-from ....precision.errors import HalfsafeError, MemoryShortage
+from ....precision.errors import HalfsafeError
 from ....precision.formats.checkpoint import Checkpoint
-from ....precision.measure.settings import Setting, why_not
-from ....precision.measure.tradeoffs import Measurements, Problem, ProblemKind, Row
 from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.compute import SAFE
 from ....precision.plan.facts import multiplies
 from ....precision.plan.goal import SUMS
 from ....precision.plan.rules import Rules, rules_from
 from ....precision.plan.storage import LoadPlan, plan_load
+from ....precision.study.sensitivity import snr_db
+from ....precision.study.settings import Setting, why_not
+from ....precision.study.tradeoffs import Measurements, Tradeoff
 from ..core import CAST_DTYPE
 from ..facts.model_facts import held_storages, model_facts, storages
 from ..load.devices import current_device, free_device_memory
@@ -43,16 +43,16 @@ from ..run.compute import compute_of, set_compute
 from ..run.execution import is_on_several_devices
 from ..run.model_compiler import compiler_off
 from ..run.oom import is_oom
-from ..run.wrappers import ANALYSIS, set_wrapper
-from .bare_clone import bare_clone
-from .sampling import sample
-from .step_timer import StepNotFinite, StepTimer
+from ..run.wrappers import ANALYSIS
+from .sampling import bare_clone, sample
+from .step_timer import StepTimer
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 STEPS = 4
 LOADED = "as_file"
+NO_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
     runner = SettingRunner(patcher, inputs)
     with compile_disabled(), compiler_off(), torch.no_grad():
         _clear_device()
-        reference = _reference(runner, advancing(bar))
+        reference = runner.reference(advancing(bar))
         rows = []
         for place, (setting, *same) in enumerate(_alike(patcher, settings), 1):
             bar.update_absolute(place * STEPS)
@@ -112,75 +112,61 @@ def _comes_to(patcher: ModelPatcher, setting: Setting) -> tuple:
     return storage, compute.choice.used, compute.fp8_matmul, tuple(sorted(compute.decisions.items()))
 
 
-def _reference(runner: SettingRunner, advance: Callable[[], object]) -> Row:
-    """Sample the reference, in fp32, or in fp16_safe where fp32 does not fit."""
-    row = runner.row(Setting(LOADED, "fp32"), advance, is_reference=True)
-    if row.problem and row.problem.kind is ProblemKind.NO_MEMORY and current_device().capabilities["fp16"]:
-        row = runner.row(Setting(LOADED, SAFE), lambda: None, is_reference=True)
-    if row.problem:
-        problem = f"The reference, {row.setting}, cannot be compared with: {row.problem}."
-        raise HalfsafeError(problem, "Choose a smaller latent, and check the model with the report or NaN Guard.")
-    return row
-
-
 class SettingRunner:
-    """Measure settings of one model one after the other; ``reference``: the latents that the first one gave."""
+    """Measure settings of one model one after the other; ``latents``: what the reference gave."""
 
     def __init__(self, patcher: ModelPatcher, inputs: Inputs):
         self.patcher = patcher
         self.inputs = inputs
-        self.reference: list[torch.Tensor] = []
+        self.latents: list[torch.Tensor] = []
 
-    def row(self, setting: Setting, advance: Callable[[], object], is_reference: bool = False) -> Row:
+    def reference(self, advance: Callable[[], object]) -> Tradeoff:
+        """Sample the reference, in fp32, or in fp16_safe where fp32 does not fit."""
+        row = self.row(Setting(LOADED, "fp32"), advance)
+        if row.problem == NO_MEMORY and current_device().capabilities["fp16"]:
+            row = self.row(Setting(LOADED, SAFE), lambda: None)
+        if row.problem:
+            problem = f"The reference, {row.setting}, cannot be compared with: {row.problem.removesuffix('.')}."
+            raise HalfsafeError(problem, "Choose a smaller latent, and check the model with the report or NaN Guard.")
+        return replace(row, snr_db=None)
+
+    def row(self, setting: Setting, advance: Callable[[], object]) -> Tradeoff:
         """Measure a setting; one that the device, its memory or the weights do not allow is a row that says why."""
         if why := why_not(setting, current_device(), held_storages()):
-            return Row(setting, problem=Problem(ProblemKind.UNSUPPORTED, why))
+            return Tradeoff(setting, problem=why)
         try:
-            return self._measured(setting, advance, is_reference)
+            return self._measured(setting, advance)
         except (HalfsafeError, RuntimeError) as error:  # RuntimeError: a kernel that this device or its driver refuses
-            return Row(setting, problem=_problem_of(error))
+            text = str(error).partition("\n")[0] or type(error).__name__
+            return Tradeoff(setting, problem=NO_MEMORY if is_oom(error) else text)
         finally:
             _clear_device()
 
-    def _measured(self, setting: Setting, advance: Callable[[], object], is_reference: bool) -> Row:
+    def _measured(self, setting: Setting, advance: Callable[[], object]) -> Tradeoff:
         model, storage = _prepared(self.patcher, setting)
-        if is_reference:
+        if not self.latents:
             model = with_accumulation(model, SUMS["quality"][0])
-        timer = StepTimer(model.load_device, advance)
-        set_wrapper(model, ANALYSIS, timer.inside)
+        timer, given = StepTimer(model.load_device, advance), self.inputs
         model.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, timer.step)
-        snr: float | None = None
-        problem: Problem | None = None
-        try:
-            given = self.inputs
-            latents = sample(model, given.positive, given.negative, given.latent, given.seed, STEPS)
-            self.reference = latents if is_reference else self.reference
-            snr = min(map(snr_db, self.reference, latents))
-        except StepNotFinite as error:
-            snr, problem = float("-inf"), Problem(ProblemKind.NOT_FINITE, str(error))
-        return _row(setting, storage, model, timer, snr, problem)
-
-
-def _row(
-    setting: Setting, storage: str, model: ModelPatcher, timer: StepTimer, snr: float | None, problem: Problem | None
-) -> Row:
-    report = report_of(model)
-    modes = Counter(layer.mode for layer in report.layers if multiplies(layer.cls))
-    timed = timer.seconds[1:] if len(timer.seconds) == STEPS else []
-    seconds = statistics.median(timed) if timed else None
-    spread = max((abs(one - seconds) for one in timed), default=0.0)
-    if seconds is None and not problem:
-        text = f"{len(timer.seconds)} of {STEPS} steps called the model: leave step caches out"
-        problem = Problem(ProblemKind.STEPS_SKIPPED, text)
-    size, sizes = report.model.weight_bytes, report.model.bytes_by_storage
-    return Row(setting, storage, seconds, size, timer.extra_bytes(), snr, sizes, modes, problem, spread)
-
-
-def _problem_of(error: Exception) -> Problem:
-    text = str(error).partition("\n")[0] or type(error).__name__
-    if isinstance(error, MemoryShortage):
-        return Problem(ProblemKind.NO_MEMORY, text)
-    return Problem(ProblemKind.NO_MEMORY, "out of memory") if is_oom(error) else Problem(ProblemKind.REFUSED, text)
+        latents = sample(model, given.positive, given.negative, given.latent, given.seed, STEPS)
+        if len(timer.seconds) != STEPS:
+            called = f"{len(timer.seconds)} of {STEPS} steps called the model."
+            raise HalfsafeError(called, "Leave step caches out.")
+        self.latents = self.latents or latents
+        report = report_of(model)
+        timed = timer.seconds[1:]
+        seconds = statistics.median(timed)
+        return Tradeoff(
+            setting,
+            storage,
+            seconds,
+            report.model.weight_bytes,
+            timer.extra_bytes(),
+            min(map(snr_db, self.latents, latents)),
+            report.model.bytes_by_storage,
+            Counter(layer.mode for layer in report.layers if multiplies(layer.cls)),
+            spread=max(abs(one - seconds) for one in timed),
+        )
 
 
 def _clear_device() -> None:

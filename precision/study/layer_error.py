@@ -1,4 +1,4 @@
-"""Measure the error of one layer in a lower precision: of its weight,
+"""LayerErrors the error of one layer in a lower precision: of its weight,
 and of its output on samples of its real inputs."""
 
 import math
@@ -14,7 +14,7 @@ ROWS = 64
 CROP = (2, 8, 8)
 
 
-class Measure:
+class LayerErrors:
     """The SNRs of one layer in dB, the worst of its calls; ``flops``: multiplications and additions of its matmuls.
 
     ``crest``: the largest crest factor of its inputs, see :func:`crest_factor`.
@@ -39,10 +39,10 @@ class MeasuredForward:
     Needs memory for pieces of ``PART`` elements of the layer's weight, and keeps no input.
     """
 
-    def __init__(self, module: torch.nn.Module, measure: Measure, candidate: Candidate, weights: WeightProvider):
+    def __init__(self, module: torch.nn.Module, errors: LayerErrors, candidate: Candidate, weights: WeightProvider):
         self.module = module
         self.forward: Callable = module.forward
-        self.measure = measure
+        self.errors = errors
         self.candidate = candidate
         self.weights = weights
 
@@ -50,12 +50,12 @@ class MeasuredForward:
         result = self.forward(x, *args, **kwargs)
         if x.numel() == 0:
             return result
-        self.measure.flops += matmul_flops(result, self.module, kind_of(self.module))
+        self.errors.flops += matmul_flops(result, self.module, kind_of(self.module))
         with self.weights(self.module, x, x.dtype) as (weight, bias):
-            if self.measure.weight_db is None:
-                self.measure.weight_db = weight_error(weight, self.candidate)
-            self.measure.crest = max(self.measure.crest or 0.0, crest_factor(x))
-            self.measure.add(*output_error(self.module, sample(self.module, x), weight, bias, self.candidate))
+            if self.errors.weight_db is None:
+                self.errors.weight_db = weight_error(weight, self.candidate)
+            self.errors.crest = max(self.errors.crest or 0.0, crest_factor(x))
+            self.errors.add(*output_error(self.module, sample(self.module, x), weight, bias, self.candidate))
         return result
 
 

@@ -7,21 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from halfsafe.precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
-from halfsafe.precision.measure.settings import Setting, settings_from
-from halfsafe.precision.measure.tradeoffs import (
-    Measurements,
-    Problem,
-    ProblemKind,
-    Row,
-    best_for,
-    pareto_front,
-    rules_for,
-)
-from halfsafe.precision.measure.tradeoffs_chart import BEYOND, FRONT, OTHER, tradeoffs_chart
-from halfsafe.precision.measure.tradeoffs_text import seconds_text, table_text
 from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.rules import parse, rules_from
 from halfsafe.precision.plan.storage import plan_storage
+from halfsafe.precision.study.charts import COLOURS, tradeoffs_chart
+from halfsafe.precision.study.settings import Setting, settings_from
+from halfsafe.precision.study.tradeoffs import Measurements, Tradeoff, best_for, pareto_front, rules_for
+from halfsafe.precision.study.tradeoffs_text import result_of, seconds_text, table_text
+from PIL import ImageColor
 
 MIB = 1 << 20
 LAYERS = [
@@ -32,19 +25,19 @@ LAYERS = [
 ]
 
 
-def row(text: str, seconds=1.0, mib=100, snr=40.0, extra=None, problem=None) -> Row:
+def row(text: str, seconds=1.0, mib=100, snr=40.0, extra=None) -> Tradeoff:
     (setting,) = settings_from(text)
     storage = "as_file" if setting.storage == "auto" else setting.storage
-    return Row(setting, storage, seconds, mib * MIB, extra, snr, {storage: mib * MIB}, {setting.compute: 3}, problem)
+    return Tradeoff(setting, storage, seconds, mib * MIB, extra, snr, {storage: mib * MIB}, {setting.compute: 3})
 
 
-REFERENCE = row("as_file/fp32", 4.0, snr=math.inf)
+REFERENCE = row("as_file/fp32", 4.0, snr=None)
 SLOW = row("as_file/bf16", 2.0, 100, 50.0)
 FAST = row("fp8_e4m3fn/fp8", 0.9, 52, 22.0)
 SMALL = row("int8/auto", 1.0, 50, 38.0)
 WORSE = row("fp8_e4m3fn/auto", 2.5, 53, 30.0)
-BAD = replace(row("as_file/fp16", None, snr=-math.inf), problem=Problem(ProblemKind.NOT_FINITE, "NaN or Inf in step 1, overflow in blocks.0.ffn.2 (matmul in fp16)"))
-CANNOT = Row(Setting("int8", "int8"), problem=Problem(ProblemKind.UNSUPPORTED, "not on Volta: no int8"))
+BAD = Tradeoff(Setting("as_file", "fp16"), problem="NaN or Inf in step 1. NaN Guard names the layer.")
+CANNOT = Tradeoff(Setting("int8", "int8"), problem="not on Volta: no int8")
 ROWS = [SLOW, FAST, SMALL, WORSE, BAD, CANNOT]
 
 
@@ -58,16 +51,8 @@ def test_the_front_is_what_nothing_beats_in_all_three():
     assert pareto_front(twins) == twins and pareto_front([BAD, CANNOT]) == []
 
 
-def test_the_front_agrees_with_all_pairs_compared():
-    generator = np.random.default_rng(3)
-    rows = [row("auto/auto", float(a), int(b), float(c)) for a, b, c in generator.integers(1, 5, (60, 3))]
-    costs = np.array([(one.seconds, one.bytes, -one.snr_db) for one in rows])
-    beaten = [((costs <= cost).all(1) & (costs < cost).any(1)).any() for cost in costs]
-    assert [id(one) for one in pareto_front(rows)] == [id(one) for one, out in zip(rows, beaten, strict=True) if not out]
-
-
 def test_a_latent_that_is_not_finite_is_nothing_that_works():
-    assert not replace(BAD, problem=None).works and replace(BAD, problem=None, snr_db=-3.0, seconds=1.0).works
+    assert not replace(SMALL, snr_db=-math.inf).works and replace(SMALL, snr_db=-3.0).works
 
 
 def test_each_goal_gets_its_best():
@@ -90,13 +75,9 @@ def test_the_best_for_a_goal(goal, rows, best):
     assert best_for(goal, rows) is rows[best]
 
 
-@pytest.mark.parametrize("goal", ["balanced", "quality", "speed", "memory"])
-def test_nothing_that_works_is_no_best(goal):
-    assert best_for(goal, [BAD, CANNOT]) is None and best_for(goal, []) is None
-
-
-@pytest.mark.parametrize("storage", STORAGE_OPTIONS[1:])
-@pytest.mark.parametrize("compute", COMPUTE_OPTIONS)
+@pytest.mark.parametrize(("storage", "compute"), [
+    *[(storage, COMPUTE_OPTIONS[place % len(COMPUTE_OPTIONS)]) for place, storage in enumerate(STORAGE_OPTIONS[1:])], *[("int8", compute) for compute in COMPUTE_OPTIONS],
+])  # fmt: skip
 def test_rules_store_each_layer_as_the_loader_with_that_storage(storage, compute):
     rules = rules_for(row(f"{storage}/{compute}"), "bf16", LAYERS)
     wanted = plan_storage(LAYERS, storage, rules_from())
@@ -124,8 +105,7 @@ def test_the_table_has_the_figures_of_every_row():
     header, *body = cells(table_text(found()))
     assert header == ["setting", "s/step", "memory", "weights", "SNR dB", "what ran"]
     assert body[0] == ["* 1 as_file/bf16", "2.00", "100.00 MiB", "100.00 MiB", "50.0", "weights as_file 100 %; layers bf16 3"]
-    assert body[4] == ["5 as_file/fp16", "-", "100.00 MiB", "100.00 MiB", "NaN", str(BAD.problem)]
-    assert body[5] == ["6 int8/int8", "-", "-", "-", "-", str(CANNOT.problem)]
+    assert body[4] == ["5 as_file/fp16", "-", "-", "-", "-", BAD.problem]
     assert body[6][:2] == ["as_file/fp32 (reference)", "4.00"]
     assert [line[0][0] == "*" for line in body] == [True, True, True, False, False, False, False]
 
@@ -141,9 +121,10 @@ def test_the_table_ends_with_the_rules_and_says_what_memory_is():
 
 
 def test_a_table_without_any_result_says_so():
-    text = table_text(found([BAD, CANNOT]))
-    assert "No setting gave a finite result." in text and "rules" not in text
-    assert found([BAD, CANNOT]).rules == rules_from()
+    none = found([BAD, CANNOT])
+    text = table_text(none)
+    assert "No setting gave a finite result." in text and "rules" not in text and none.rules == rules_from() and not none.best
+    assert result_of(none, text).tone == "bad" and result_of(found(), "").marked == 2
 
 
 def test_a_choice_below_what_the_goal_asks_is_told():
@@ -160,16 +141,14 @@ def pixels(chart: np.ndarray, colour) -> int:
 
 
 def test_the_chart_draws_every_row():
-    chart = tradeoffs_chart(found())
+    chart, one = tradeoffs_chart(found()), tradeoffs_chart(found([SMALL, BAD]))
     assert chart.dtype == np.float32 and chart.shape[1] == 1024 and 0 <= chart.min() <= chart.max() <= 1
-    assert pixels(chart, FRONT) > 3 * pixels(tradeoffs_chart(found([SMALL, BAD])), FRONT) / 2 > 0
-    assert pixels(chart, OTHER) > 0 and pixels(chart, BEYOND) > 0
-    assert tradeoffs_chart(found([*ROWS, *ROWS])).shape[0] == chart.shape[0] + 30 * len(ROWS)
+    for figure in ("time", "weights", "SNR"):
+        assert pixels(chart, ImageColor.getrgb(COLOURS[figure])) > 1.5 * pixels(one, ImageColor.getrgb(COLOURS[figure])) > 0
 
 
 @pytest.mark.parametrize("rows", [
-    [BAD, CANNOT], [row("auto/auto", snr=math.inf)], [row("auto/auto", 1e-6, snr=-3.0)],
-    [row("auto/auto", 1.0, 100, 40.0) for _ in range(12)], [row("auto/auto", 5000.0, 100000, 140.0)],
+    [BAD, CANNOT], [row("auto/auto", 1e-6, snr=math.inf), row("auto/auto", snr=-3.0)], [row("auto/auto", extra=9)] * 60, [row("auto/auto", 5000.0, 100000, 140.0)],
 ])  # fmt: skip
 def test_the_chart_takes_any_figures(rows):
     assert np.isfinite(tradeoffs_chart(found(rows))).all()

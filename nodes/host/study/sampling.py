@@ -1,0 +1,61 @@
+"""A clone of a model to measure, and a short run of ComfyUI's euler sampler on the user's own prompt and size."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import comfy.sample
+import torch
+
+from ..run.accumulation import accumulation_of, with_accumulation
+from ..run.compute import compute_of, set_compute
+from ..run.execution import COMPILE_KWARGS
+from ..run.wrappers import GUARD
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+CFG = 4.0
+RATIOS = ("downscale_ratio_spacial", "downscale_ratio_temporal")
+COMPILE_KEY = "torch.compile"
+"""The key of ComfyUI's TorchCompileModel's wrapper on a model (``comfy_api/torch_helpers/torch_compile.py``)."""
+
+
+def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
+    """Clone a model without guards, which would hide overflows, and without torch.compile.
+
+    Its compute plan and accumulation are made anew, so that those of the model learn nothing from what is measured.
+    """
+    clone, compute, accumulation = patcher.clone(), compute_of(patcher), accumulation_of(patcher)
+    if accumulation:
+        clone = with_accumulation(clone, accumulation.request)
+    if compute:
+        set_compute(clone, compute.plan)
+    for kind, found in clone.wrappers.items():
+        for key in [key for key in found if str(key).startswith(GUARD) or key == COMPILE_KEY]:
+            clone.remove_wrappers_with_key(kind, key)
+    clone.model_options.pop(COMPILE_KWARGS, None)
+    return clone
+
+
+def sample(
+    patcher: ModelPatcher, positive, negative, latent: dict, seed: int, steps: int, image_denoise: float = 1.0
+) -> list[torch.Tensor]:
+    """Run the sampler and return the final latent, one for each part of a nested one.
+
+    Args:
+        negative: conditioning for guidance; None samples the positive one alone.
+        latent: as the KSampler takes it; an empty one gets the size of the model's latents, by the ratios it carries.
+        image_denoise: denoise for a latent that holds an image.
+    """
+    ratios = {name: latent[name] for name in RATIOS if name in latent}
+    start = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"], **ratios)
+    noise = comfy.sample.prepare_noise(start, seed, latent.get("batch_index"))
+    conds = positive, positive if negative is None else negative
+    cfg = 1.0 if negative is None else CFG
+    denoise = image_denoise if not start.is_nested and torch.count_nonzero(start) else 1.0
+    result = comfy.sample.sample(
+        patcher, noise, steps, cfg, "euler", "simple", *conds, start,
+        denoise=denoise, noise_mask=latent.get("noise_mask"), disable_pbar=True, seed=seed,
+    )  # fmt: skip
+    return list(result.unbind()) if result.is_nested else [result]

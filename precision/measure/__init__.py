@@ -1,1 +1,0 @@
-"""Settings of one model compared by speed, memory and error."""

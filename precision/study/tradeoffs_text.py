@@ -1,0 +1,115 @@
+"""Write the settings that were measured as a table, with the best for each goal and its rules."""
+
+import math
+from collections.abc import Mapping
+
+from ..plan.goal import GOALS
+from ..report.result import BAD, BEST, NONE_WORKS, Result
+from ..text import size_text, table, wrapped
+from .analysis_text import whole_decibel_text
+from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff, pareto_front
+
+TABLE = ("setting", "s/step", "memory", "SNR dB", "what ran")
+HEADER = ("    setting", "s/step", "memory", "weights", "SNR dB", "what ran")
+FRONT = "*"
+
+
+def table_text(found: Measurements) -> str:
+    """Write the measurements: a head, one line per setting, notes, the best for each goal, and rules for balanced.
+
+    Columns are two or more spaces apart.
+    """
+    size = " x ".join(map(str, found.shape))
+    head = f"{found.device}: {found.model}, weights loaded in {found.storage}; latent {size}, seed {found.seed}"
+    front = {row.setting for row in pareto_front(found.rows)}
+    rows = [
+        _cells(row, f"{FRONT if row.setting in front else ' '} {number} {row.names}")
+        for number, row in enumerate(found.rows, 1)
+    ]
+    rows.append(_cells(found.reference, f"    {found.reference.setting} (reference)"))
+    written = table(rows, HEADER, math.inf)
+    return "\n".join(["Halfsafe: precisions measured", head, "", written, "", *_notes(found), "", *_best(found)])
+
+
+def result_of(found: Measurements, text: str) -> Result:
+    """Sum the measurements up: the best for balanced in a sentence, and a table of all."""
+    best = found.best.get("balanced")
+    rows = [_shown(row, row.names) for row in found.rows]
+    rows.append(_shown(found.reference, f"{found.reference.setting} (reference)"))
+    if best is None:
+        return Result(NONE_WORKS, {}, BAD, TABLE, rows, text=text)
+    used = max(best.modes, key=lambda mode: best.modes[mode], default=best.setting.compute)
+    values = {
+        "setting": f"{best.storage}/{used}",
+        "seconds": seconds_text(best.seconds),
+        "memory": size_text(best.bytes),
+        "snr": whole_decibel_text(best.snr_db),
+    }
+    return Result(BEST, values, head=TABLE, rows=rows, marked=list(found.rows).index(best), text=text)
+
+
+def _cells(row: Tradeoff, name: str) -> list[str]:
+    if not row.modes:
+        return [name, "-", "-", "-", "-", row.problem]
+    modes = ", ".join(f"{mode} {count}" for mode, count in sorted(row.modes.items(), key=lambda item: -item[1]))
+    ran = row.problem or f"weights {shares_text(row.storages)}; layers {modes}"
+    return [name, seconds_text(row.seconds), size_text(row.bytes), size_text(row.weight_bytes), snr_text(row), ran]
+
+
+def _shown(row: Tradeoff, name: str) -> list[str]:
+    """Return the cells that the page shows: without the weights' size, with how far the timed steps lie apart."""
+    name, seconds, memory, _, snr, ran = _cells(row, name)
+    share = row.spread / row.seconds if row.seconds else 0.0
+    spread = f" \u00b1{share * 100:.0f} %" if share >= 0.01 else ""
+    return [name, seconds + spread, memory, snr, ran]
+
+
+def seconds_text(seconds: float | None) -> str:
+    """Write a time in seconds to three digits: 0.00123, 1.23, 123."""
+    return "-" if seconds is None else f"{seconds:.0f}" if seconds >= 100 else f"{seconds:#.3g}"
+
+
+def snr_text(row: Tradeoff) -> str:
+    """Write an SNR in dB: 31.5, "exact" for no error, "NaN" for a result that is not finite, "-" for none."""
+    if row.snr_db is None:
+        return "-"
+    return f"{row.snr_db:.1f}" if math.isfinite(row.snr_db) else "exact" if row.snr_db > 0 else "NaN"
+
+
+def shares_text(sizes: Mapping[str, int]) -> str:
+    """Write shares of a whole, largest first: "int8 93 %, bf16 7 %"."""
+    total = sum(sizes.values()) or 1
+    largest_first = sorted(sizes.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {100 * size / total:.0f} %" for name, size in largest_first)
+
+
+def _notes(found: Measurements) -> list[str]:
+    has_peak = any(row.extra_bytes is not None for row in (found.reference, *found.rows))
+    beyond = "and the peak of the device beyond them" if has_peak else "alone: this device does not tell its peak"
+    notes = (
+        "s/step: the median of three euler steps; the first of four, which prepares, is not timed.",
+        f"memory: weights {beyond}. as_file: the weights as they are loaded.",
+        f"SNR: of the final latent against {found.reference.setting}; 20 dB is an error of 10 %, 30 dB of 3.2 %.",
+        f"{FRONT}: no other setting here is as fast, as small and as close.",
+    )
+    return [line for note in notes for line in wrapped(note, "")]
+
+
+def _best(found: Measurements) -> list[str]:
+    best = found.best
+    if not best:
+        return ["No setting gave a finite result."]
+    floors = ", ".join(f"{goal} {floor:g} dB" for goal, floor in FLOORS.items())
+    return [
+        f"best per goal (at least {floors}; within {100 * (CLOSE - 1):.0f} % counts as equal):",
+        *(f"  {goal + ':':10}{_choice(best[goal], goal)}" for goal in GOALS),
+        "",
+        "# balanced as rules, for a loader or Compute Dtype with options on auto:",
+        *map(str, found.rules.own),
+    ]
+
+
+def _choice(row: Tradeoff, goal: str) -> str:
+    short = "" if row.snr_db >= FLOORS.get(goal, -math.inf) else ", below what the goal asks: the closest there is"
+    figures = f"{seconds_text(row.seconds)} s/step, {size_text(row.bytes)}, {whole_decibel_text(row.snr_db)}{short}"
+    return f"storage {row.storage}, compute {row.setting.compute} ({figures})"

@@ -1,0 +1,413 @@
+"""Layers are measured and chosen on a small net: the choice holds its target, and its text reads back as the same rules."""
+
+import contextlib
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from halfsafe.precision.amax import host_amax
+from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
+from halfsafe.precision.formats.quantize import dequantize, quantize
+from halfsafe.precision.plan.rules import compile_pattern, parse, rules_from
+from halfsafe.precision.study import sensitivity as a
+from halfsafe.precision.study.analysis_text import WORST, analysis_text, patterns, result_of, rule_lines, rules_of
+from halfsafe.precision.study.candidates import CANDIDATES, PART, Candidate, parts, with_fp16_sums
+from halfsafe.precision.study.charts import COLOURS, analysis_chart
+from halfsafe.precision.study.layer_error import crest_factor, output_error, sample, weight_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import ImageColor
+from support.broken_arithmetic import NoFloat64
+from support.measures import relative_error, sqnr_db
+from support.plain_weights import plain_weights
+from support.storing import tensors_in
+
+FP8 = Candidate("fp8_e4m3fn")
+OUTLIER = 2.0**17
+ROLES = {"time_embedding": "timestep"}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_an_snr_is_computed_on_the_host():
+    reference, result = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.5])
+    with NoFloat64():
+        assert a.snr_db(reference, result) == pytest.approx(20.0) and a.snr_db(reference, reference) == math.inf
+    assert a.snr_db(reference, torch.tensor([3.0, math.nan])) == -math.inf
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width, seed):
+        super().__init__()
+        self.to_q, self.to_k, self.to_v = (torch.nn.Linear(width, width) for _ in range(3))
+        self.mix = torch.nn.Conv1d(width, width, 3, padding=1)
+        self.up, self.down = torch.nn.Linear(width, 2 * width), torch.nn.Linear(2 * width, width)
+        for place, layer in enumerate((self.to_q, self.to_k, self.to_v, self.mix, self.up, self.down)):
+            fan_in = layer.weight[0].numel()
+            layer.weight.data = normal(*layer.weight.shape, seed=100 * seed + place) * fan_in**-0.5
+            layer.bias.data.zero_()
+
+    def forward(self, x):
+        h = F.layer_norm(x, x.shape[-1:])
+        x = x + F.scaled_dot_product_attention(self.to_q(h), self.to_k(h), self.to_v(h))
+        x = x + self.mix(F.layer_norm(x, x.shape[-1:]).transpose(1, 2)).transpose(1, 2)
+        return x + self.down(F.gelu(self.up(F.layer_norm(x, x.shape[-1:]))))
+
+    def plant_outlier(self):
+        """A column of ``down`` so large that fp8 has nothing left for the others; the function stays nearly the same."""
+        self.down.weight.data[:, 0] *= OUTLIER
+        self.up.weight.data[0] /= OUTLIER
+
+
+class Net(torch.nn.Module):
+    def __init__(self, blocks=4, width=32, outliers=()):
+        super().__init__()
+        self.time_embedding = torch.nn.Linear(width, width)
+        self.blocks = torch.nn.ModuleList(Block(width, seed) for seed in range(1, blocks + 1))
+        self.unused = torch.nn.Linear(width, width)
+        self.time_embedding.weight.data, self.time_embedding.bias.data = normal(width, width) * width**-0.5, normal(width)
+        for block in outliers:
+            self.blocks[block].plant_outlier()
+
+    def forward(self, x):
+        x = x + self.time_embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def sampled(self, step=lambda: contextlib.nullcontext()):
+        """The latent after a few steps, each of which starts from what the one before gave."""
+        x = normal(1, 12, 32, seed=1)
+        with torch.no_grad():
+            for _ in range(3):
+                with step():
+                    x = x - 0.3 * self(x)
+        return [x]
+
+
+def change(module, candidate):
+    """The candidate on a torch module: its weight is shadowed, or its forward is."""
+    if candidate.stores:
+        return [(module, "weight", candidate.weight(module.weight))]
+
+    def forward(x):
+        exact = F.linear(x, module.weight, module.bias)
+        return exact + candidate.error(module, x, module.weight, module.bias, 0.0, exact)
+
+    return [(module, "forward", forward)]
+
+
+def analyzed(net, target, candidate=FP8, pin=True, roles=ROLES, interrupt=lambda: None):
+    subjects = [
+        a.Subject(name, type(module).__name__, module, roles.get(name, ""), "no Linear" if isinstance(module, torch.nn.Conv1d) else "")
+        for name, module in net.named_modules()
+        if hasattr(module, "weight")
+    ]
+
+    @contextlib.contextmanager
+    def step():
+        session.begin_step()
+        with session.inside():
+            interrupt()
+            yield
+
+    session = a.Session(subjects, candidate, lambda: net.sampled(step), plain_weights, change)
+    return a.analyze(session, target, pin)
+
+
+def snr_of(net, names):
+    """The SNR of the final latent of a net whose layers hold fp8 weights, measured without the analysis."""
+    exact, weights = net.sampled(), {name: net.get_submodule(name).weight.data for name in names}
+    for name, weight in weights.items():
+        net.get_submodule(name).weight.data = FP8.weight(weight)
+    found = net.sampled()
+    for name, weight in weights.items():
+        net.get_submodule(name).weight.data = weight
+    return sqnr_db(exact[0], found[0])
+
+
+def names_of(layers) -> set[str]:
+    return {layer.name for layer in layers}
+
+
+def test_the_weight_is_that_of_the_packs_own_quantizer():
+    for dtype, name in ((torch.float32, "fp8_e4m3fn"), (torch.bfloat16, "fp8_e5m2")):
+        weight, candidate = (normal(64, 48) * 0.02).to(dtype), Candidate(name)
+        held = quantize(weight, candidate.dtype, host_amax(weight))
+        expected = dequantize(held.data, held.scale, dtype)
+        assert torch.equal(candidate.weight(weight), expected)
+        assert weight_error(weight, candidate) == pytest.approx(sqnr_db(weight, expected), abs=1e-3)
+
+
+def test_int8_is_that_of_the_packs_own_files_and_products_cost_the_inputs_error_too():
+    stored = StoredWeight("a.weight", normal(48, 128))
+    held = read_checkpoint(tensors_in(stored, "int8"), {}, "m").weights["a.weight"]
+    weights, products = Candidate("int8", products=False), Candidate("int8")
+    assert torch.equal(weights.weight(stored.data), held.dequantize(torch.float32))
+    layer, x = torch.nn.Linear(128, 48), normal(64, 128, seed=1)
+    layer.weight.data = stored.data
+    alone, both = (output_error(layer, x, layer.weight.data, None, one)[0] for one in (weights, products))
+    assert torch.equal(weights.input(x), x) and 2 < alone - both < 4
+    x[:, 5] *= 300
+    expected = F.linear(products.input(x), held.dequantize(torch.float32))
+    found = products.error(layer, x, stored.data, None, 0.0, F.linear(x, stored.data)) + F.linear(x, stored.data)
+    assert torch.allclose(found, expected, atol=1e-3)
+
+
+def test_the_crest_factor_tells_where_few_inputs_are_large():
+    x = normal(64, 256)
+    assert crest_factor(x.bfloat16()) == pytest.approx((x.abs().max() / x.square().mean().sqrt()).item(), rel=0.01)
+    assert 3 < crest_factor(x) < 6 and crest_factor(torch.zeros(4, 4)) == 0
+    net = Net(blocks=2)
+    net.blocks[0].up.weight.data[3] *= 1000
+    found = analyzed(net, 20)
+    crests = {layer.name: layer.crest for layer in found.layers}
+    assert len(found.weakest_first) <= WORST and f"{crests['blocks.0.down']:.3g}" in analysis_text(found)
+    assert crests["blocks.0.down"] > 0.99 * math.sqrt(64) and crests["unused"] is None, "one of 64 channels has nearly all the power"
+
+
+def test_parts_of_a_weight_are_small_and_give_the_same_as_the_whole():
+    assert all(part.numel() <= PART for part in parts(torch.empty(3000, 2048))) and len(parts(torch.empty(2, PART))) == 2
+    weight = normal(3000, 2048)
+    held = quantize(weight, FP8.dtype, host_amax(weight))
+    assert torch.equal(FP8.weight(weight), dequantize(held.data, held.scale, torch.float32))
+
+
+def test_fp16_sums_round_as_often_as_they_are_added_up_and_overflow(monkeypatch):
+    x, weight = normal(5, 4096), normal(7, 4096, seed=1)
+    exact, half = F.linear(x, weight), F.linear(x.half().float(), weight.half().float())
+    assert 3 * relative_error(half, half.half()) < relative_error(exact, with_fp16_sums(x.half(), weight.half(), None)) < 5e-3
+    big, sign = torch.full((1, 64), 200.0), torch.ones(1, 64)
+    sign[0, 32:] = -1
+    assert F.linear(big, big * sign).item() == 0
+    assert not torch.isfinite(with_fp16_sums(big, big * sign, None)).any(), "the partial sum passes 65504"
+    monkeypatch.setattr("halfsafe.precision.study.candidates.SUM_LENGTH", 4096)
+    assert relative_error(half, with_fp16_sums(x.half(), weight.half(), None)) < 1e-3, "rounded once"
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+def test_the_error_of_a_layer_on_samples_is_that_of_all_its_inputs(name):
+    layer, x = torch.nn.Linear(64, 48), normal(1, 4000, 64, seed=1)
+    layer.weight.data, candidate = normal(48, 64) / 8, Candidate(name)
+    few, every = (output_error(layer, rows, layer.weight.data, layer.bias.data, candidate) for rows in (sample(layer, x), x[0]))
+    assert len(sample(layer, x)) == 64 and few == pytest.approx(every, abs=1.0)
+    expected = {"fp8_e4m3fn": 31.5, "fp8_e5m2": 25.5, "bf16": 52, "fp16": 70, "fp16_acc16": 66, "int8": 41.5}[name]
+    assert few[0] == pytest.approx(expected, abs=3)
+
+
+@pytest.mark.parametrize(("kind", "groups"), [(torch.nn.Conv1d, 1), (torch.nn.Conv2d, 4), (torch.nn.Conv3d, 1)])
+def test_convolutions_are_measured_on_a_crop(kind, groups):
+    dimensions = int(kind.__name__[4])
+    layer, x = kind(8, 16, 3, padding=1, groups=groups), normal(2, 8, *[20] * dimensions)
+    assert sample(layer, x).shape == (1, 8, *(2, 8, 8)[-dimensions:])
+    error = output_error(layer, sample(layer, x), layer.weight.data, layer.bias.data, Candidate("bf16"))
+    assert 45 < error[1] <= error[0] + 3 < 65
+
+
+def test_an_error_that_large_channels_hide_is_seen():
+    layer, x = torch.nn.Linear(64, 48), normal(64, 64, seed=1)
+    layer.weight.data = normal(48, 64) / 8
+    assert output_error(layer, x, layer.weight.data, None, FP8)[1] == pytest.approx(31.5, abs=1)
+    layer.weight.data[0] *= OUTLIER
+    whole, channel = output_error(layer, x, layer.weight.data, None, FP8)
+    assert whole > 30 and channel < 6, "the large channel alone is right, the others are lost"
+
+
+def test_what_overflows_is_never_tried():
+    net = Net(blocks=1)
+    net.blocks[0].up.weight.data *= 1e6
+    net.blocks[0].down.weight.data /= 1e6
+    found = analyzed(net, 30, Candidate("fp16"))
+    layers = {layer.name: layer for layer in found.layers}
+    assert (layers["blocks.0.up"].output_db, layers["blocks.0.up"].status) == (-math.inf, a.KEPT)
+    assert layers["blocks.0.to_q"].status == a.CHOSEN and "overflow" in analysis_text(found)
+
+
+@pytest.mark.parametrize("target", [20, 28, 32, 36, 45])
+def test_the_choice_holds_its_target_and_its_figure_is_true(target):
+    net = Net(outliers=(1, 2))
+    found = analyzed(net, target)
+    assert found.snr_db >= target and bool(found.chosen) == (found.snr_db < math.inf)
+    assert not found.chosen or found.snr_db == pytest.approx(snr_of(net, names_of(found.chosen)), abs=0.01)
+    assert found.trials <= a.MAX_TRIALS and found.steps == 3 * (1 + found.trials)
+
+
+def test_more_layers_than_the_preset_and_a_smaller_error_where_outliers_are_planted():
+    net, kept = Net(outliers=(1, 2)), {f"blocks.{block}.to_q" for block in range(4)}
+    lost = {"blocks.1.down", "blocks.2.down"}
+    every = {name for name, module in net.named_modules() if isinstance(module, torch.nn.Linear)} - {"unused"}
+    target, roles = snr_of(net, every - lost) - 0.1, dict.fromkeys(kept, "timestep")
+    preset = analyzed(net, 0, roles=roles)
+    assert names_of(preset.chosen) == every - kept and preset.all_count == 17
+    assert names_of(analyzed(net, target, roles=roles).named(a.KEPT)) == lost
+    free = analyzed(net, target, roles=roles, pin=False)
+    assert names_of(free.chosen) == every - lost and free.snr_db > preset.all_db + 6
+
+
+class Additive:
+    """Runs of layers whose noise powers add up, one latent each: what the search sees of a model."""
+
+    def __init__(self, noises, guesses=None):
+        layers = {str(index): torch.nn.Linear(1, 1) for index in range(len(noises))}
+        self.session = a.Session([a.Subject(name, "Linear", layer) for name, layer in layers.items()], FP8, self.run, plain_weights, None)
+        self.noises = noises
+        for name, guess in zip(layers, guesses or noises, strict=True):
+            self.session.errors[name].add(-10 * math.log10(guess), math.inf)
+            self.session.errors[name].flops, self.session.errors[name].crest = 1, 4.0
+
+    def run(self):
+        self.session.begin_step()
+        return [torch.tensor([1.0, math.sqrt(self.noise(self.session._changed or ()))], dtype=torch.float64)]
+
+    def noise(self, names):
+        return sum(self.noises[int(name)] for name in names)
+
+    def analyzed(self, target=20.0):
+        found = a.analyze(self.session, target)
+        assert self.noise(names_of(found.chosen)) <= 10 ** (-target / 10) * (1 + 1e-9), "whatever is found holds"
+        return found
+
+
+def test_layers_are_found_where_thirteen_of_thirty_hold_the_target_by_themselves():
+    noises = [0.004 if index % 7 in (1, 3, 5) else 3.0 for index in range(30)]
+    assert sum(noise <= 0.01 for noise in noises) == 13
+    assert len(Additive(noises).analyzed().chosen) == 2, "as many as there is room for"
+    upside_down = Additive(noises, [1 / (1 + noise) for noise in noises]).analyzed()
+    assert not upside_down.chosen and not upside_down.complete and "No layer was found" in analysis_text(upside_down)
+    found = [Additive(noises, normal(30, seed=seed).exp().tolist()).analyzed() for seed in range(20)]
+    assert sum(bool(one.chosen) for one in found) >= 18, "where errors of layers tell nothing of the model's"
+
+
+def test_a_layer_that_breaks_the_target_costs_itself_alone():
+    for guess in (1e-4, 1e-2):
+        found = Additive([1.0 if index == 9 else 1e-5 for index in range(32)], [1e-3] * 9 + [guess] + [1e-3] * 22).analyzed()
+        assert len(found.chosen) == 31
+
+
+@given(st.lists(st.sampled_from([1e-6, 1e-3, 0.009, 0.02, 5.0]), min_size=1, max_size=60), st.lists(st.floats(1e-6, 1.0), min_size=60, max_size=60))
+@settings(max_examples=100, deadline=None)
+def test_whatever_layers_cost_the_choice_holds_and_nothing_untried_is_denied(noises, guesses):
+    found = Additive(noises, guesses[: len(noises)]).analyzed()
+    assert found.trials <= a.MAX_TRIALS
+    assert found.chosen or not found.complete or min(noises) > 0.01
+
+
+@pytest.mark.parametrize(("candidate", "first"), [(FP8, "large"), (Candidate("fp16"), "busy")])
+def test_what_saves_most_for_its_error_is_tried_first_and_what_overflows_never(candidate, first):
+    figures = {"large": (100, 1, 30.0), "busy": (1, 100, 30.0), "worse": (1, 1, 20.0), "inf": (100, 100, -math.inf)}
+    layers = [a.LayerResult(name, "Linear", size, a.KEPT, "", 30.0, snr, snr, work) for name, (size, work, snr) in figures.items()]
+    order = [name for group in a.ordered_groups(layers, candidate) for name in group]
+    assert order[0] == first and order[-1] == "worse" and len(order) == 3
+
+
+def test_no_module_keeps_anything_even_when_a_call_is_interrupted():
+    net = Net(outliers=(1,))
+    before = {name: dict(module.__dict__) for name, module in net.named_modules()}
+    for stop_at in (0, 2, 4, 9):
+        calls = iter(range(100))
+
+        def interrupt(calls=calls, stop_at=stop_at):
+            if next(calls) == stop_at:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            analyzed(net, 36, interrupt=interrupt)
+        assert {name: dict(module.__dict__) for name, module in net.named_modules()} == before
+
+
+def test_statuses_and_reasons():
+    layers = {layer.name: layer for layer in analyzed(Net(), 20).layers}
+    assert layers["time_embedding"].status == a.PINNED and layers["time_embedding"].output_db > 25
+    assert layers["blocks.0.mix"].status == a.BARRED and layers["blocks.0.mix"].weight_db is None
+    assert layers["unused"].status == a.UNUSED and layers["unused"].output_db is None
+
+
+def test_a_model_that_is_not_finite_or_not_called_is_refused():
+    net = Net(blocks=1)
+    net.blocks[0].up.weight.data[0, 0] = math.nan
+    with pytest.raises(HalfsafeError, match="before anything is changed"):
+        analyzed(net, 20)
+    with pytest.raises(HalfsafeError, match="not called"):
+        a.Session([], FP8, list, plain_weights, change).measure()
+
+
+@pytest.mark.parametrize("names", [
+    ("a.to_q", "a.to_k", "a.to_v"), ("a.q", "a.k", "a.v"), ("a.q_proj", "a.k_proj", "a.v_proj"), ("a.wq", "a.wk", "a.wv"),
+    ("a.add_q_proj", "a.add_k_proj", "a.add_v_proj"), ("a.q_linear", "a.kv_linear"), ("a.to_query", "a.to_key", "a.to_value"),
+])  # fmt: skip
+def test_queries_keys_and_values_are_decided_as_one(names):
+    assert len(set(map(a.group_of, names))) == 1
+
+
+def test_other_layers_are_decided_alone():
+    names = ("a.q", "b.q", "a.k_img", "a.o", "a.to_out.0", "a.ffn.0", "a.ffn.2", "video.0", "keyframe")
+    assert len(set(map(a.group_of, names))) == len(names)
+
+
+LAYERS = [f"blocks.{block}.{layer}" for block in range(4) for layer in ("ffn.0", "ffn.2", "attn.q", "attn.o")] + ["head", "mix.blocks.0.ffn.0"]
+
+
+@given(st.sets(st.sampled_from(LAYERS)))
+@settings(max_examples=100, deadline=None)
+def test_patterns_mean_exactly_the_layers_they_stand_for(kept):
+    found = patterns(kept, [name for name in LAYERS if name not in kept])
+    matchers = [compile_pattern(pattern) for pattern, _ in found]
+    assert {name for name in LAYERS if any(match(name, "") for match in matchers)} == kept
+    assert sorted(name for _, names in found for name in names) == sorted(kept)
+
+
+@pytest.mark.parametrize(("names", "line"), [
+    (LAYERS[:4], "blocks.0.*"), (LAYERS[1:16:4], "blocks.*.ffn.2"), (LAYERS[1:12:4], r"re:^blocks\.(0|1|2)\.ffn\.2$"),
+])  # fmt: skip
+def test_whole_blocks_and_whole_kinds_become_one_line(names, line):
+    assert [pattern for pattern, _ in patterns(names, [name for name in LAYERS if name not in names])] == [line]
+
+
+@pytest.mark.parametrize(("target", "pin"), [(0, True), (34, False), (38, True), (119, False)])
+def test_text_reads_back_as_the_rules_which_give_every_layer_its_outcome(target, pin):
+    found = analyzed(Net(outliers=(1, 2)) if target < 119 else Net(blocks=1), target, pin=pin)
+    rules, text = rules_of(found), analysis_text(found, "Net")
+    assert rules_from(text) == rules and f"{found.steps} steps" in text
+    assert ("cannot be reached" in text) == (target == 119) == (result_of(found, text).tone == "warn")
+    for layer in found.layers:
+        setting = rules.setting("storage", layer.name, layer.cls)
+        stored = (setting[0] if setting else "fp8_e4m3fn") == "fp8_e4m3fn"
+        assert stored == (layer.status == a.CHOSEN) or layer.cls != "Linear", layer.name
+
+
+def test_rules_for_arithmetic_name_the_chosen_layers():
+    found = analyzed(Net(), 60, Candidate("fp16"))
+    rules = parse("\n".join(rule_lines(found)))
+    for layer in found.layers:
+        assert any(rule.matches(layer.name, layer.cls) for rule in rules) == (layer.status == a.CHOSEN)
+    assert {rule.settings for rule in rules} == {(("compute", "fp16"),)}
+    acc16 = parse("\n".join(rule_lines(analyzed(Net(), 30, Candidate("fp16_acc16")))))
+    assert {rule.settings for rule in acc16} == {(("compute", "fp16"), ("accumulation", "fp16"))}
+
+
+@pytest.mark.parametrize("count", [0, 1, 900])
+def test_the_chart_shows_every_outcome(count):
+    statuses = [a.CHOSEN, a.KEPT, a.PINNED, a.BARRED, a.UNUSED]
+    layers = [
+        a.LayerResult(f"blocks.{index}.a_rather_long_name.ffn.0", "Linear", 10, statuses[index % 5], "", 31.0, value, value, crest=4.0)
+        for index, value in zip(range(count), [31.0, 3.0, -math.inf, math.inf, 12.0] * 200, strict=False)
+    ]
+    picture = analysis_chart(a.Analysis(FP8, 25.0, layers, 27.1, 12.0, count), "WAN21")
+    assert picture.shape[1:] == (1024, 3) and picture.dtype.name == "float32" and 0 <= picture.min() <= picture.max() <= 1
+    for status in {layer.status for layer in layers}:
+        assert (np.rint(picture * 255) == ImageColor.getrgb(COLOURS[status])).all(-1).any()
+
+
+def test_what_has_no_decibels_is_said_in_words(monkeypatch):
+    written = []
+    monkeypatch.setattr("halfsafe.precision.report.draw.Canvas.text", lambda canvas, x, text, *_, **__: written.append(text) or x)
+    found = a.Analysis(FP8, 25.0, [a.LayerResult("a", "Linear", 10, a.CHOSEN, "", math.inf, math.inf, math.inf, crest=1.0)], math.inf, -math.inf, 3)
+    analysis_chart(found)
+    for text in (" ".join(written), analysis_text(found)):
+        assert "no error at all" in text and "NaN or Inf" in text and "exact" in text and "inf dB" not in text
