@@ -9,8 +9,8 @@ import torch
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.file_text import inspection_text
 from halfsafe.precision.commands.inspect import inspect_file
-from halfsafe.precision.files.fingerprint import fingerprint
 from halfsafe.precision.files.safetensors_file import open_checkpoint
+from halfsafe.precision.files.tensor_file import fingerprint
 from halfsafe.precision.formats import card
 from halfsafe.precision.formats.card import pack_version
 from halfsafe.precision.formats.checkpoint import read_checkpoint
