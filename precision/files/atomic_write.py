@@ -46,8 +46,8 @@ def replacing(path: Path, overwrite: bool = True) -> Iterator[BinaryIO]:
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
         with os_errors_as(path, "written"):
-            file = open(part, "xb")
-        with file:
+            part.touch(exist_ok=False)
+        with open(part, "wb") as file:
             yield file
             with os_errors_as(path, "written"):
                 file.flush()
