@@ -1,7 +1,6 @@
 """Safetensors files: reading one file or a sharded set, and atomic streamed writing.
 
-The library's ``safe_open`` is not used: it opens no sharded sets, cannot give back the pages of a tensor, and its
-errors name neither file nor tensor. Its ``save_file`` needs all tensors in memory at once.
+The ``safetensors`` library checks headers. Its ``save_file`` needs all tensors in memory at once.
 """
 
 import mmap
@@ -16,7 +15,8 @@ import torch
 from ..errors import CheckpointError
 from .atomic_write import os_errors_as, replacing, require_space
 from .gguf_file import SUFFIX, open_gguf
-from .safetensors_header import MAX_HEADER, Entry, TensorSpec, header_bytes, layout, parse_json, read_header
+from .safetensors_header import AGAIN, MAX_HEADER, Entry, TensorSpec, header_bytes, layout, read_header
+from .strict_json import read_object
 from .tensor_file import TensorFile, map_pages, open_regular
 
 ROOM = 256
@@ -62,11 +62,15 @@ def _open_index(path: Path, part: str = "") -> TensorFile:
     """Open the set of an index; ``part`` is the name of the file that was asked for, if it was one of its parts."""
     with open_regular(path) as file, os_errors_as(path, "read"):
         if os.fstat(file.fileno()).st_size > MAX_HEADER:
-            raise CheckpointError(path, "an index of more than 100 MB", advice="Download it again.")
-        index = parse_json(path, file.read(), "text")
+            raise CheckpointError(path, "an index of more than 100 MB", advice=AGAIN)
+        text = file.read()
+    try:
+        index = read_object(text)
+    except ValueError as error:
+        raise CheckpointError(path, f"its text is {error}", advice=AGAIN) from None
     shards = index.get("weight_map")
     if not isinstance(shards, dict) or not shards:
-        raise CheckpointError(path, "an index without a 'weight_map'", advice="Download it again.")
+        raise CheckpointError(path, "an index without a 'weight_map'", advice=AGAIN)
     for name, shard in shards.items():
         _check_shard(path, name, shard)
     _require_all_parts(path, {*shards.values(), *filter(None, [part])}, set(shards.values()))
@@ -124,8 +128,7 @@ def write_safetensors(
     """Write the tensors that ``specs`` announce, holding one at a time. ``tensors`` may come in any order.
 
     Wide dtypes lie first, as safetensors' own writer lays them. Until everything is on the disk an existing file stays
-    as it is, and no new one appears: not after an exception, and on Linux not after a kill either. ``overwrite=False``
-    leaves a file of that name as it is, also one that appears meanwhile.
+    as it is, and no new one appears under this name. ``overwrite=False`` leaves a file of that name as it is.
 
     Args:
         afterwards: gives, once all tensors are written, entries that take the place of those of ``metadata``, ``ROOM``

@@ -1,4 +1,4 @@
-"""The header of a safetensors file: read and checked, or made for the tensors that will be written.
+"""The header of a safetensors file: read once the ``safetensors`` library has checked it, or made for a new file.
 
 Format: 8 bytes little-endian header length, a JSON header, then the tensors back to back
 (https://github.com/huggingface/safetensors#format). Nothing is allocated from a size that the file claims.
@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from ..errors import CheckpointError
 from .sniff import describe_other_format
-from .strict_json import read_object
 
 MAX_HEADER = 100_000_000
 MAX_NAME = 1000
 MAX_DIMENSIONS = 64
 MAX_ELEMENTS = 1 << 62
+AGAIN = "Download it again."
 CODES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -87,83 +88,57 @@ def read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, str], 
         raise CheckpointError(path, problem, advice=advice)
     if length > size - 8:
         problem = f"truncated in its header: {8 + length - size} more bytes of header are missing, and the tensors"
-        raise CheckpointError(path, problem, advice="Download it again.")
+        raise CheckpointError(path, problem, advice=AGAIN)
     file.seek(8)
-    header = parse_json(path, file.read(length), "header")
-    metadata = _metadata(path, header.pop("__metadata__", None))
-    return metadata, _entries(path, header, 8 + length, size)
-
-
-def parse_json(path: Path, text: bytes, part: str) -> dict:
-    """Parse the JSON object that a part of a file is, or raise CheckpointError."""
+    text = file.read(length)
     try:
-        return read_object(text)
-    except ValueError as error:
-        raise CheckpointError(path, f"its {part} is {error}", advice="Download it again.") from None
+        with safe_open(path, framework="np"):
+            header = json.loads(text)
+    except SafetensorError as error:
+        raise _refusal(path, text, size - 8 - length, error) from None
+    metadata = header.pop("__metadata__", None) or {}
+    entries = [(name, _entry(path, name, value, 8 + length)) for name, value in header.items()]
+    return metadata, dict(sorted(entries, key=lambda item: (item[1].start, item[1].end)))
 
 
-def _metadata(path: Path, value: object) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        raise CheckpointError(path, "its __metadata__ is not a table of texts", advice="Download it again.")
-    return value
-
-
-def _entries(path: Path, header: dict, start: int, size: int) -> dict[str, Entry]:
-    entries = [(name, _entry(path, name, value, start)) for name, value in header.items()]
-    entries.sort(key=lambda item: (item[1].start, item[1].end))
-    end = max((entry.end for _, entry in entries), default=start)
-    if end > size:
-        problem = f"truncated: {end - size} of {end} bytes are missing"
-        raise CheckpointError(path, problem, advice="The download is incomplete: repeat it.")
-    position = start
-    for name, entry in entries:
-        if entry.start != position:
-            problem = "overlaps another tensor" if entry.start < position else "does not follow the tensor before it"
-            raise CheckpointError(path, f"{problem} (offset {entry.start - start})", name, "Download it again.")
-        position = entry.end
-    if position < size:
-        raise CheckpointError(path, f"{size - position} bytes follow the last tensor", advice="Download it again.")
-    return dict(entries)
+def _refusal(path: Path, text: bytes, data: int, error: SafetensorError) -> CheckpointError:
+    """Explain why the library refuses a header, by the tensor at fault where one can be told."""
+    end = 0
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        for name, value in header.items():
+            end = max(end, _entry(path, name, value, 0).end)
+    except CheckpointError as found:
+        return found
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        end = 0
+    if end > data:
+        return CheckpointError(path, f"truncated: {end - data} of {end} bytes are missing", advice=AGAIN)
+    return CheckpointError(path, f"damaged ({ascii(str(error)[:300])[1:-1]})", advice=AGAIN)
 
 
 def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
     check_name(path, name)
-    try:
-        code, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
-        valid = isinstance(code, str) and isinstance(shape, list) and all(_is_size(n) for n in (*shape, start, end))
-    except (TypeError, KeyError, ValueError):
-        valid = False
-    if not valid:
-        raise CheckpointError(path, "its entry in the header is malformed", name, "Download it again.")
-    _check_span(path, name, code, shape, start, end)
+    code, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
+    if code not in TORCH_DTYPES:
+        problem = f"torch {torch.__version__} has no such dtype" if code in CODES else "an unknown dtype"
+        raise CheckpointError(path, f"stored as {code[:40]!r}, {problem}", name, "Update ComfyUI, or use another file.")
+    if len(shape) > MAX_DIMENSIONS or prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+        raise CheckpointError(path, "its shape is impossible", name, AGAIN)
+    expected = prod(shape) * TORCH_DTYPES[code].itemsize
+    if end - start != expected:
+        shown = "x".join(map(str, shape[:8]))
+        raise CheckpointError(
+            path, f"{code} of shape {shown} is {expected} bytes, the file holds {end - start}", name, AGAIN
+        )
     return Entry(path, code, tuple(shape), base + start, base + end)
 
 
 def check_name(path: Path, name: str) -> None:
     """Raise CheckpointError for a tensor's name that errors and reports could not show."""
     if len(name) > MAX_NAME or not name.isprintable():
-        raise CheckpointError(
-            path, "its name is too long or cannot be shown", ascii(name[:80])[1:-1], "Download it again."
-        )
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _check_span(path: Path, name: str, code: str, shape: list[int], start: int, end: int) -> None:
-    if code not in TORCH_DTYPES:
-        known = f"torch {torch.__version__} has no such dtype" if code in CODES else "an unknown dtype"
-        raise CheckpointError(path, f"stored as {code[:40]!r}, {known}", name, "Update ComfyUI, or use another file.")
-    if len(shape) > MAX_DIMENSIONS or prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
-        raise CheckpointError(path, "its shape is impossible", name, "Download it again.")
-    expected = prod(shape) * TORCH_DTYPES[code].itemsize
-    if end - start != expected:
-        shown = "x".join(map(str, shape[:8]))
-        problem = f"{code} of shape {shown} is {expected} bytes, the file holds {end - start}"
-        raise CheckpointError(path, problem, name, "Download it again.")
+        raise CheckpointError(path, "its name is too long or cannot be shown", ascii(name[:80])[1:-1], AGAIN)
 
 
 def layout(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, int]]:

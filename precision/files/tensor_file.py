@@ -1,5 +1,9 @@
-"""Tensors as views of a model file's mapped pages, whatever the format of the file."""
+"""Tensors as views of a model file's mapped pages, whatever the format of the file.
 
+The ``safetensors`` library maps a file anew for torch, within the commit limit: none larger than the memory.
+"""
+
+import hashlib
 import mmap
 import os
 import stat
@@ -14,6 +18,7 @@ from ..dtypes import name_of
 from ..errors import CheckpointError
 from .safetensors_header import Entry
 
+SAMPLE = 4096
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
@@ -115,13 +120,26 @@ def map_pages(path: Path, file: BinaryIO) -> mmap.mmap:
         CheckpointError: the system refuses.
     """
     try:
-        return _map(file)
+        if sys.platform == "linux":
+            # Private and writable counts against the commit limit unless it reserves nothing.
+            return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise CheckpointError(path, f"cannot be mapped into memory ({error.strerror})") from error
 
 
-def _map(file: BinaryIO) -> mmap.mmap:
-    if sys.platform == "linux":
-        # Private and writable counts against the commit limit unless it reserves nothing.
-        return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
-    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+def fingerprint(file: TensorFile) -> str:
+    """Return the SHA-256 of each part's header, and of the first 4096 bytes of each tensor's data.
+
+    The header is all that precedes the first tensor. Files of one architecture have one header; a finetune changes
+    some of the first bytes of nearly every tensor.
+    """
+    digest = hashlib.sha256()
+    for path in file.files:
+        with open(path, "rb") as part:
+            entries = [entry for entry in file.entries.values() if entry.file == path]
+            digest.update(part.read(min((entry.start for entry in entries), default=-1)))
+            for entry in entries:
+                part.seek(entry.start)
+                digest.update(part.read(min(SAMPLE, entry.end - entry.start)))
+    return digest.hexdigest()

@@ -11,9 +11,8 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from ..files.fingerprint import fingerprint
 from ..files.strict_json import read_object
-from ..files.tensor_file import TensorFile
+from ..files.tensor_file import TensorFile, fingerprint
 from .comfy_format import ROWS, SAMPLED, WeightPlan
 from .metadata import CARD_KEY
 from .registry import FORMAT_OF_STORAGE

@@ -41,11 +41,10 @@ CALIBRATING = {
 IN_A_CHECK = {"guard/drift"}
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/transfers", "guard/escalation._numbers", "guard/finite", "run/left_behind"}
 ONCE_PER_DEVICE = {"devices/probes", "precision/amax._drops_nan"}
-ONCE_PER_LOAD = {"load/first_use.check"}
 HOST_MEMORY = {"precision/amax._fp8_amax", "precision/amax.host_amax", "formats/stored_weight.amax", "formats/gguf_weight", "formats/checkpoint._check_finite", "formats/checkpoint._scale"}
 ANALYSIS = {"study/sensitivity", "study/layer_error", "study/candidates", "formats/quantize"}
 CALIBRATE = {"calibrate/products"}
-ALLOWED_READS = frozenset(CALIBRATE | ONCE_PER_CALL | CALIBRATING | AFTER_A_FAILURE | IN_A_CHECK | ONCE_PER_DEVICE | ONCE_PER_LOAD | HOST_MEMORY | ANALYSIS)
+ALLOWED_READS = frozenset(CALIBRATE | ONCE_PER_CALL | CALIBRATING | AFTER_A_FAILURE | IN_A_CHECK | ONCE_PER_DEVICE | HOST_MEMORY | ANALYSIS)
 
 
 class Unavailable(pytest.Module):

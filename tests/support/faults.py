@@ -10,13 +10,13 @@ from unittest import mock
 import torch
 from halfsafe.precision.files import safetensors_file
 
-POINTS = ("open", "fsync", "link", "replace")
+POINTS = ("fsync", "replace")
 PATIENCE = 30.0
 
 
 @contextmanager
 def watched(before: Callable[[], None], after: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Call ``before`` and ``after`` around every step of a write: open, each tensor, flush, link, replace."""
+    """Call ``before`` and ``after`` around every step of a write: each tensor, flush, replace."""
 
     def around(function):
         def call(*args, **kwargs):

@@ -2,9 +2,8 @@
 
 Sees: values and devices at once. A tensor of it is an exact ``torch.Tensor``, as the pack and ComfyUI ask for by type; its
 memory is its own and counted; two devices in one operation raise as on a real one; each operation goes by the device's rule book before it
-is computed on the CPU; copies that do not wait take effect late (``late_copies``); custom operators of comfy-kitchen are run by
-their Python on the device's tensors.
-Does not see: gradients (torch's engine wants a real device), compiled graphs, how a real kernel rounds, and time.
+is computed on the CPU; custom operators of comfy-kitchen are run by their Python on the device's tensors.
+Does not see: gradients (torch's engine wants a real device), compiled graphs, streams and late copies, how a real kernel rounds, and time.
 
 One thread needs one ``Mode``; ``SecondDevice`` gives it to each thread that begins inside of ``with``.
 """
@@ -32,7 +31,6 @@ from support.held_tensors import (
     raw_of,
     tolist,
 )
-from support.late_copies import LateCopies
 from support.rule_book import RuleBook
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
@@ -49,7 +47,6 @@ ANY_DEVICES = {
     aten.copy_.default, aten._to_copy.default, aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default,
     aten.index_put.default, aten._has_compatible_shallow_copy_type.default,
 }  # fmt: skip
-READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default, aten._unique2.default, aten.is_nonzero.default}
 MIXED = "Expected all tensors to be on the same device, but found at least two devices, {} and {}! (when checking {})"
 
 
@@ -78,11 +75,8 @@ class SecondDevice:
         self.kind = kind
         self.book = book
         self.memory = memory
-        self.copies = LateCopies()
-        self.reads = 0
         self.operations: dict[str, int] = {}
         self._held: dict[int, tuple[StorageWeakRef, torch.device, int]] = {}
-        self._pinned: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __enter__(self) -> SecondDevice:
         run = threading.Thread.run
@@ -101,8 +95,6 @@ class SecondDevice:
         self._undo.enter_context(mock.patch.object(torch.Tensor, "as_subclass", as_subclass(torch.Tensor.as_subclass)))
         self._undo.enter_context(mock.patch.object(torch.Tensor, "set_", self._set(torch.Tensor.set_)))
         self._undo.enter_context(mock.patch.object(torch.Tensor, "_make_wrapper_subclass", self._wrapper(torch.Tensor._make_wrapper_subclass)))
-        self._undo.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: self.copies.record(tensor.raw, stream.queue)))
-        self._undo.enter_context(mock.patch.object(torch.Tensor, "is_pinned", lambda tensor, *of: self.is_pinned(tensor)))
         for name in ("untyped_storage", "data_ptr"):
             self._undo.enter_context(mock.patch.object(torch.Tensor, name, of_raw(getattr(torch.Tensor, name))))
         self._undo.enter_context(mock.patch.object(_python_dispatch, "_disable_current_modes", self._other_modes_off(_python_dispatch._disable_current_modes)))
@@ -165,27 +157,9 @@ class SecondDevice:
         self._held = {key: entry for key, entry in self._held.items() if not entry[0].expired()}
         return sum(size for _, where, size in self._held.values() if where.index == (device.index or 0))
 
-    def pin(self, memory: torch.Tensor) -> torch.Tensor:
-        storage = memory.untyped_storage()
-        self._pinned[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        return memory
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        entry = None if is_held(tensor) else self._pinned.get(tensor.untyped_storage()._cdata)
-        return entry is not None and not entry[0].expired()
-
-    def pinned(self) -> int:
-        """Bytes of pinned memory, with what torch keeps of it for the next who asks."""
-        return sum(size for _, size in self._pinned.values())
-
-    def empty_pinned(self) -> None:
-        """As ``torch._C._host_emptyCache``."""
-        self._pinned = {key: entry for key, entry in self._pinned.items() if not entry[0].expired()}
-
     def hold(self, raw: torch.Tensor, device: torch.device) -> torch.Tensor:
         storage = raw.untyped_storage()
         device = torch.device(INSIDE, device.index or 0)
-        self.copies.allocated(self.outside(device), raw)
         self._held[storage._cdata] = (StorageWeakRef(storage), device, storage.nbytes())
         return hold(raw, device)
 
@@ -199,10 +173,6 @@ class SecondDevice:
         self.operations[func.name()] = self.operations.get(func.name(), 0) + 1
         if func in (aten._to_copy.default, aten.copy_.default):
             return self._copied(func, args, kwargs, target)
-        if ours and not func.is_view:
-            self.copies.used(ours[0].device, func, [tensor.raw for tensor in ours], args)
-        if func in READS:
-            self.read(ours[0].device)
         with torch._C._DisableTorchDispatch():
             computed = self.book.answers.get(func, func)(*tree_map(raw_of, args), **tree_map(raw_of, _on_the_cpu(kwargs)))
         known = {id(tensor.raw): tensor for tensor in ours}
@@ -217,15 +187,6 @@ class SecondDevice:
         for dtype in {*asked, *(tensor.dtype for tensor in moved)}:
             self.book.dtype(func, dtype)
 
-    def read(self, device: torch.device) -> None:
-        """The host waits for what this thread's queue of a device was asked."""
-        self.reads += 1
-        self.copies.finish(self.copies.current(device).now())
-
-    def wait(self) -> None:
-        """The host waits for everything that the devices were asked."""
-        self.copies.finish()
-
     def _given(self, result, known: dict[int, torch.Tensor], target: torch.device):
         if not isinstance(result, torch.Tensor):
             return result
@@ -237,17 +198,9 @@ class SecondDevice:
     def _copied(self, func, args, kwargs, target: torch.device):
         into = args[0] if func is aten.copy_.default else None
         source = args[1] if into is not None else args[0]
-        waits = not (kwargs.get("non_blocking") or (into is not None and len(args) > 2 and args[2]))
-        where = into.device if into is not None else self.outside(target)
-        host = into if where == CPU and into is not None else source
-        if not waits and not is_held(host) and not self.is_pinned(host):
-            self.copies.of_pageable += 1
         memory = raw_of(into) if into is not None else self._room(source, kwargs)
-        copy = self.copies.copy(where if where != CPU else source.device, memory, raw_of(source), where != CPU, is_held(source))
-        if where == CPU and waits:
-            self.read(source.device)
-        elif waits and copy:
-            self.copies.finish_one(copy)
+        with torch._C._DisableTorchDispatch():
+            memory.copy_(raw_of(source))
         return into if into is not None else self.hold(memory, target) if target != CPU else memory
 
     def _room(self, source: torch.Tensor, kwargs: dict) -> torch.Tensor:
@@ -270,7 +223,7 @@ class Mode(TorchDispatchMode):
             return NotImplemented
         args, kwargs = self.of.inside(args, kwargs)
         if kwargs.pop("pin_memory", None):
-            return self.of.pin(func(*args, **kwargs))
+            return func(*args, **kwargs)
         if not any(_concerns(leaf) for leaf in tree_leaves((args, kwargs))):
             return func(*args, **kwargs)
         with self:

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.mps
 from support import rule_book
-from support.late_copies import Stream
 from support.probing import forget_probes
 from support.second_device import SecondDevice
 
@@ -46,13 +45,13 @@ def _of_torch(device: SecondDevice, count: int) -> list[tuple[object, str, objec
     if not hasattr(torch._C, "_ensureCUDADeviceGuardSet"):
         pytest.skip("torch 2.8 asks the driver before it works on a device that is not there")
     torch._C._ensureCUDADeviceGuardSet()
-    version = [(torch.version, "cuda", "12.8" if kind == "cuda" else None), (torch.cuda, "_lazy_init", lambda: None), (torch._C, "_host_emptyCache", device.empty_pinned)]
+    version = [(torch.version, "cuda", "12.8" if kind == "cuda" else None), (torch.cuda, "_lazy_init", lambda: None)]
     if kind in ("cuda", "xpu"):
         module = getattr(torch, kind)
         return version + [(module, name, value) for name, value in _Runtime(device, count).names().items() if hasattr(module, name)]
     if kind == "mps":
         names = {
-            "synchronize": device.wait, "empty_cache": lambda: None, "device_count": lambda: 1,
+            "synchronize": lambda: None, "empty_cache": lambda: None, "device_count": lambda: 1,
             "get_rng_state": lambda *where: torch.zeros(16, dtype=torch.uint8), "set_rng_state": lambda *given: None,
         }  # fmt: skip
         mac = [(torch.backends.mps, "is_available", lambda: True), (torch.backends.mps, "get_name", lambda: "Apple M2 Pro"), (sys.modules["platform"], "mac_ver", lambda: ("15.5", ("", "", ""), "arm64"))]
@@ -70,9 +69,9 @@ def _of_comfyui(kind: str) -> list[tuple[object, str, object]]:
         "xpu_available": kind == "xpu",
         "directml_enabled": kind == "privateuseone",
         "lowvram_available": kind != "privateuseone",
-        "NUM_STREAMS": 2 if kind == "cuda" else 0,
+        "NUM_STREAMS": 0,
         "MIN_WEIGHT_MEMORY_RATIO": 0.0 if kind == "cuda" else 0.4,
-        "MAX_PINNED_MEMORY": GIB if kind == "cuda" else -1,
+        "MAX_PINNED_MEMORY": -1,
         "ENABLE_PYTORCH_ATTENTION": kind in ("cuda", "xpu"),
         "current_loaded_models": [],
         **{name: {} for name in ("STREAMS", "stream_counters", "STREAM_CAST_BUFFERS", "LORA_COMPUTE_DTYPES", "PINNED_MEMORY")},
@@ -106,7 +105,7 @@ class _Runtime:
 
     def names(self) -> dict[str, object]:
         own = {name: getattr(self, name) for name in dir(type(self)) if not name.startswith("_") and name != "names"}
-        return {**own, "_lazy_init": lambda: None, "Stream": self._stream, "stream": self._streaming, "Event": self._event, "device": self._with_device}
+        return {**own, "_lazy_init": lambda: None, "device": self._with_device}
 
     def is_available(self) -> bool:
         return True
@@ -144,7 +143,7 @@ class _Runtime:
         return self.device.used(torch.device(self.device.kind, self._index(device)))
 
     def synchronize(self, device=None) -> None:
-        self.device.wait()
+        pass
 
     def empty_cache(self) -> None:
         pass
@@ -152,32 +151,11 @@ class _Runtime:
     def ipc_collect(self) -> None:
         pass
 
-    def current_stream(self, device=None) -> _Stream:
-        return _Stream(self.device, self.device.copies.current(torch.device(self.device.kind, self._index(device))))
-
     def get_rng_state(self, device=None) -> torch.Tensor:
         return torch.zeros(16, dtype=torch.uint8)
 
     def set_rng_state(self, state, device=None) -> None:
         pass
-
-    def cudart(self) -> SimpleNamespace:
-        return SimpleNamespace(cudaHostRegister=lambda pointer, size, flags: 0, cudaHostUnregister=lambda pointer: 0)
-
-    def _stream(self, device=None, priority: int = 0) -> _Stream:
-        where = torch.device(self.device.kind, self._index(device))
-        return _Stream(self.device, self.device.copies.new_stream(where))
-
-    def _event(self, **options) -> _Event:
-        return _Event(self.device)
-
-    @contextlib.contextmanager
-    def _streaming(self, stream: _Stream) -> Iterator[None]:
-        before = self.device.copies.use(stream.queue)
-        try:
-            yield
-        finally:
-            self.device.copies.use(before)
 
     @contextlib.contextmanager
     def _with_device(self, device) -> Iterator[None]:
@@ -192,45 +170,3 @@ class _Runtime:
             return self.chosen if device is None else device
         index = torch.device(device).index
         return self.chosen if index is None else index
-
-
-class _Stream:
-    """torch's stream: ``wait_stream`` orders two queues, ``synchronize`` lets the host wait for one."""
-
-    def __init__(self, device: SecondDevice, queue: Stream):
-        self._device = device
-        self.queue = queue
-
-    def wait_stream(self, other: _Stream) -> None:
-        self.queue.wait(other.queue.now())
-
-    def wait_event(self, event: _Event) -> None:
-        self.queue.wait(event.moment)
-
-    def record_event(self) -> _Event:
-        event = _Event(self._device)
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        self._device.copies.finish(self.queue.now())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream) and other.queue is self.queue
-
-    def __hash__(self) -> int:
-        return hash(self.queue)
-
-
-class _Event:
-    """torch's event: a moment of a queue, the start of all before it is recorded."""
-
-    def __init__(self, device: SecondDevice):
-        self._device = device
-        self.moment: dict[Stream, int] = {}
-
-    def record(self, stream: _Stream) -> None:
-        self.moment = stream.queue.now()
-
-    def synchronize(self) -> None:
-        self._device.copies.finish(self.moment)

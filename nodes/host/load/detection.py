@@ -8,22 +8,21 @@ import comfy.ops
 import comfy.utils
 import torch
 
-from ....precision.arithmetic.linear import kind_of
 from ....precision.dtypes import name_of
 from ....precision.errors import CheckpointError
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import finite_bound
 from ....precision.formats.comfy_state import model_prefix
 from ....precision.plan.facts import LayerSpec, ModelFacts, facts_of
-from .quiet import quiet
+from .lacking import named_if_lacking
+from .progress import quiet
 
 
 @dataclass(frozen=True)
 class Detected:
     """A checkpoint that ComfyUI knows, with ComfyUI's ``config`` of its architecture.
 
-    ``layer_names``: the layer inside the model that each ``.weight`` tensor of the file belongs to; ``missing``: matrix
-    layers of the model for which the file has no weight.
+    ``layer_names``: the layer inside the model that each ``.weight`` tensor of the file belongs to.
     """
 
     checkpoint: Checkpoint
@@ -31,7 +30,6 @@ class Detected:
     config: Any
     facts: ModelFacts
     layer_names: dict[str, str]
-    missing: list[str]
 
 
 def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected:
@@ -52,13 +50,11 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     if config is None:
         advice = _hint(original, only_diffusion_model)
         raise CheckpointError(checkpoint.path, "ComfyUI does not know this architecture", advice=advice)
-    modules = _modules(config, checkpoint, prefix)
-    renamed = _renamed_tensors(config, checkpoint, prefix)
-    names = _layer_names(renamed, checkpoint, prefix)
-    missing = [name for name, module in modules.items() if kind_of(module) and f"{name}.weight" not in renamed]
-    return Detected(
-        checkpoint, prefix, config, facts_of_modules(checkpoint, modules, names, prefix, config), names, missing
-    )
+    with named_if_lacking(checkpoint.path):
+        modules = _modules(config, checkpoint, prefix)
+    names = _layer_names(_renamed_tensors(config, checkpoint, prefix), checkpoint, prefix)
+    facts = facts_of_modules(checkpoint, modules, names, prefix, config)
+    return Detected(checkpoint, prefix, config, facts, names)
 
 
 def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
@@ -72,9 +68,10 @@ def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
 
 
 def _config(checkpoint: Checkpoint, prefix: str):
-    return comfy.model_detection.model_config_from_unet(
-        stored_tensors(checkpoint), prefix, metadata=checkpoint.metadata
-    )
+    with named_if_lacking(checkpoint.path):
+        return comfy.model_detection.model_config_from_unet(
+            stored_tensors(checkpoint), prefix, metadata=checkpoint.metadata
+        )
 
 
 def stored_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

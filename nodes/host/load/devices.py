@@ -1,5 +1,6 @@
 """The device ComfyUI computes on, as the precision core sees it."""
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -7,12 +8,17 @@ import comfy.memory_management
 import comfy.model_management
 import comfy.quant_ops
 import torch
-from comfy.cli_args import args
 
 from ....precision.devices import memory
 from ....precision.devices.detect import Device, detect, requested_profile, unheld_storages
-from ....precision.devices.on_device import OnDevice
 from ....precision.errors import StorageNotHeld
+from ....precision.formats.scratch import forget_scratch
+from ....precision.make.on_gpu import OnGpu
+from ....precision.text import size_text
+
+QUANTIZING = 1 << 30
+"""Bytes that ComfyUI is asked to free of the device before weights are quantized there."""
+logger = logging.getLogger("halfsafe")
 
 
 def compute_device() -> torch.device:
@@ -77,30 +83,37 @@ def streams_weights(device: torch.device, disable_dynamic: bool) -> bool:
 
 
 def free_device_memory() -> int | None:
-    """Count the bytes free on the compute device; None where it shares the host's memory, and under DirectML."""
+    """Count the bytes of the compute device that ComfyUI would give a model: free ones, and those of loaded models.
+
+    None where the device shares the host's memory, and under DirectML.
+    """
     device = compute_device()
     # Of DirectML's ComfyUI says 1 GiB, whatever there is (``get_free_memory`` in comfy/model_management.py).
     if device.type in ("cpu", "mps", "privateuseone"):
         return None
-    return int(comfy.model_management.get_free_memory(device))
+    loaded = (entry for entry in comfy.model_management.current_loaded_models if entry.device == device and entry.model)
+    return int(comfy.model_management.get_free_memory(device)) + sum(entry.model_loaded_memory() for entry in loaded)
 
 
 @contextmanager
-def quantizing_device() -> Iterator[OnDevice | None]:
-    """Give what makes quantized weights on the compute device; None where the CPU does: without CUDA or ROCm, whose
-    pinned copies and streams it takes, with ``--disable-pinned-memory``, and for a simulated device."""
-    device, free = compute_device(), free_device_memory()
-    unpinned = getattr(args, "disable_pinned_memory", False)  # the switch came with ComfyUI's own pinned memory
-    if device.type != "cuda" or free is None or unpinned or requested_profile():
+def quantizing_device() -> Iterator[OnGpu | None]:
+    """Give the maker of quantized weights on the compute device; None where the CPU makes them.
+
+    The CPU does without CUDA or ROCm, and for a simulated device.
+    """
+    device = compute_device()
+    if device.type != "cuda" or requested_profile():
         yield None
         return
-    maker = OnDevice(device, free)
+    comfy.model_management.free_memory(QUANTIZING, device)
+    maker = OnGpu(device, int(comfy.model_management.get_free_memory(device)))
     try:
-        with maker:
-            yield maker
+        yield maker
     finally:
-        if maker.used:
-            comfy.model_management.soft_empty_cache()  # torch keeps the device's memory for the next who asks
+        forget_scratch()
+        comfy.model_management.soft_empty_cache()  # torch keeps the device's memory for the next who asks
+    if maker.without_room:
+        logger.info("Halfsafe: %s quantized on the CPU: no room on the GPU.", size_text(maker.without_room))
 
 
 def free_host_memory() -> int:

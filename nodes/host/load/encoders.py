@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
@@ -29,8 +30,8 @@ from ..lora.unmerged import keep_low_rank_unmerged
 from ..run.modules import ask_for_plain_products
 from .detection import dequantized_tensors, detect_model, stored_tensors
 from .devices import free_host_memory, require_held_by_device, streams_weights, unheld_on
-from .files import check_quantized_shapes, embedding_folders, of_fitting_shapes, open_model
-from .first_use import check_at_first_text
+from .files import check_quantized_shapes, embedding_folders, open_model
+from .lacking import Lacking, lacking_tensors
 from .tensors import LoadedTensors, load_tensors
 
 if TYPE_CHECKING:
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 FP32_ACTIVATIONS = "ComfyUI runs text encoders with fp32 activations"
 CLIP_WORDS, CLIP_LAYER = "text_model.embeddings.token_embedding.weight", "mlp.fc1.weight"
 CLIP_NORM = "text_model.final_layer_norm.weight"
+VISION = re.compile(r"(^|\.)(visual|vision_\w+|multi_modal_projector|lm_head)\.")
+"""Parts of a text encoder that texts do without."""
+ENCODER = re.compile(r"^(encoder|quant_conv)\.")
+"""Parts of a VAE that decoding does without."""
 logger = logging.getLogger("halfsafe")
 
 
@@ -62,7 +67,7 @@ def load_text_encoder(
     converted = [_converted(file, storage, disable_dynamic) for file in files]
     tensors, choice = [made.tensors for made, _ in converted], converted[0][1]
     notes = [note for made, _ in converted for note in made.notes]
-    with of_fitting_shapes(*paths):
+    with lacking_tensors(*paths) as lacking:
         clip = comfy.sd.load_text_encoder_state_dicts(
             list(tensors),
             embedding_directory=embedding_folders(),
@@ -70,9 +75,8 @@ def load_text_encoder(
             model_options=_options(tensors, choice.used) | _clip_sizes(files),
             disable_dynamic=disable_dynamic,
         )
-    check_quantized_shapes(clip.cond_stage_model, *paths)
-    check_at_first_text(clip, [weight for made, _ in converted for weight in made.unread], paths[0])
-    return _finished(clip, paths[0], compute, choice, notes, (_text_encoder_patcher, (paths, kind, storage, compute)))
+    factory = (_reloaded, (load_text_encoder, paths, kind, storage, compute))
+    return _finished(clip, lacking, paths, compute, choice, notes, factory)
 
 
 def _clip_sizes(files: Sequence[Checkpoint]) -> dict:
@@ -83,7 +87,8 @@ def _clip_sizes(files: Sequence[Checkpoint]) -> dict:
     shapes = {name: weight.shape for name, weight in files[0].weights.items()} if len(files) == 1 else {}
     if CLIP_WORDS not in shapes:
         return {}
-    width, layers = shapes[CLIP_WORDS][1], sum(name.endswith(CLIP_LAYER) for name in shapes)
+    numbers = (re.search(r"encoder\.layers\.(\d+)\.", name) for name in shapes)
+    width, layers = shapes[CLIP_WORDS][1], 1 + max((int(number[1]) for number in numbers if number), default=0)
     inner = next(shape[0] for name, shape in shapes.items() if name.endswith(CLIP_LAYER))
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "intermediate_size": inner}
     return {"model_config": {**sizes, "num_attention_heads": max(1, width // 64)}}
@@ -103,7 +108,7 @@ def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool 
         return None
     made, choice = _converted(encoder, storage, disable_dynamic)
     tensors = made.tensors
-    with of_fitting_shapes(path):
+    with lacking_tensors(path) as lacking:
         clip = comfy.sd.CLIP(
             target,
             embedding_directory=embedding_folders(),
@@ -113,20 +118,13 @@ def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool 
             model_options=_options([tensors], choice.used),
             disable_dynamic=disable_dynamic,
         )
-    check_quantized_shapes(clip.cond_stage_model, path)
-    check_at_first_text(clip, made.unread, path)
-    return _finished(clip, path, "auto", choice, made.notes, (_checkpoint_text_encoder_patcher, (path, storage)))
+    factory = (_reloaded, (load_checkpoint_text_encoder, path, storage))
+    return _finished(clip, lacking, [path], "auto", choice, made.notes, factory)
 
 
-def _text_encoder_patcher(
-    paths: Sequence[str], kind: str, storage: str, compute: str, disable_dynamic: bool = False
-) -> ModelPatcher:
-    return load_text_encoder(paths, kind, storage, compute, disable_dynamic).patcher
-
-
-def _checkpoint_text_encoder_patcher(path: str, storage: str, disable_dynamic: bool = False) -> ModelPatcher:
-    clip = load_checkpoint_text_encoder(path, storage, disable_dynamic)
-    return clip.patcher  # type: ignore[union-attr]  # it had one before
+def _reloaded(load: Callable, *arguments, disable_dynamic: bool = False) -> ModelPatcher:
+    """Load a text encoder or a VAE again, for ComfyUI."""
+    return load(*arguments, disable_dynamic=disable_dynamic).patcher
 
 
 def _renamed_by(checkpoint: Checkpoint, process: Callable[[dict], dict]) -> Checkpoint:
@@ -166,10 +164,7 @@ def _converted(checkpoint: Checkpoint, storage: str, disable_dynamic: bool) -> t
 
 
 def _missing_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make identities for the text projections that CLIP-L files lack."""
-    # ComfyUI's quantized layers crash without a weight (``_load_quantized_module`` in comfy/ops.py).
-    if not _is_quantized(tensors):
-        return {}
+    """Make identities for the text projections that CLIP-L files lack, as ComfyUI does for a file of a CLIP-L alone."""
     norms = {name.removesuffix(CLIP_NORM): tensor for name, tensor in tensors.items() if name.endswith(CLIP_NORM)}
     return {
         f"{prefix}text_projection.weight": torch.eye(len(norm), dtype=norm.dtype)
@@ -188,7 +183,20 @@ def _options(encoders: Sequence[dict[str, torch.Tensor]], storage: str) -> dict:
     return {**options, "quantization_metadata": {"mixed_ops": True}} if quantized else options
 
 
-def _finished(clip: CLIP, path: str, compute: str, storage: Choice, notes: Sequence[str], factory: tuple) -> CLIP:
+def _finished(
+    clip: CLIP,
+    lacking: Lacking,
+    paths: Sequence[str],
+    compute: str,
+    storage: Choice,
+    notes: Sequence[str],
+    factory: tuple,
+) -> CLIP:
+    path = paths[0]
+    check_quantized_shapes(clip.cond_stage_model, *paths)
+    if filled := lacking.refuse(clip.cond_stage_model, unless=VISION):
+        notes = [*notes, f"The file lacks {len(filled)} tensors, {filled[0]} first: images in a prompt give NaN."]
+        logger.warning("Halfsafe: %s: %s", path, notes[-1])
     without_effect = () if compute in ("auto", "fp32") else ((f"compute={compute}", FP32_ACTIVATIONS),)
     record = LoadRecord(path, (), storage, without_effect=without_effect, notes=tuple(notes))
     clip.patcher.set_attachments(ATTACHMENT, record)
@@ -202,14 +210,17 @@ def _finished(clip: CLIP, path: str, compute: str, storage: Choice, notes: Seque
     return clip
 
 
-def load_vae(path: str, dtype: str) -> VAE:
-    """Load the VAE in a file, computed in ``dtype`` (``auto``: ComfyUI's choice for the device)."""
+def load_vae(path: str, dtype: str, disable_dynamic: bool = False) -> VAE:
+    """Load the VAE in a file, computed in ``dtype`` (``auto``: ComfyUI's choice for the device).
+
+    ``disable_dynamic`` is ComfyUI's and changes nothing here.
+    """
     checkpoint = open_model(path)
-    return _vae(dequantized_tensors(checkpoint), checkpoint, dtype, (_vae_patcher, (path, dtype)))
+    return _vae(dequantized_tensors(checkpoint), checkpoint, dtype, (_reloaded, (load_vae, path, dtype)))
 
 
-def load_checkpoint_vae(path: str, dtype: str) -> VAE | None:
-    """Load the VAE of a full checkpoint; None where it holds none."""
+def load_checkpoint_vae(path: str, dtype: str, disable_dynamic: bool = False) -> VAE | None:
+    """Load the VAE of a full checkpoint as :func:`load_vae` does; None where it holds none."""
     detected = detect_model(open_model(path), only_diffusion_model=False)
     prefixes = dict.fromkeys(detected.config.vae_key_prefix, "")
     inside = functools.partial(comfy.utils.state_dict_prefix_replace, replace_prefix=prefixes, filter_keys=True)
@@ -217,25 +228,20 @@ def load_checkpoint_vae(path: str, dtype: str) -> VAE | None:
     if not part.weights:
         return None
     tensors = detected.config.process_vae_state_dict(dequantized_tensors(part))
-    return _vae(tensors, part, dtype, (_checkpoint_vae_patcher, (path, dtype)))
-
-
-def _vae_patcher(path: str, dtype: str, disable_dynamic: bool = False) -> ModelPatcher:
-    return load_vae(path, dtype).patcher
-
-
-def _checkpoint_vae_patcher(path: str, dtype: str, disable_dynamic: bool = False) -> ModelPatcher:
-    return load_checkpoint_vae(path, dtype).patcher  # type: ignore[union-attr]  # it had one before
+    return _vae(tensors, part, dtype, (_reloaded, (load_checkpoint_vae, path, dtype)))
 
 
 def _vae(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, dtype: str, factory: tuple) -> VAE:
     comfy_state.check_finite(tensors, checkpoint.path)
-    with of_fitting_shapes(checkpoint.path):
+    with lacking_tensors(checkpoint.path) as lacking:
         vae = comfy.sd.VAE(
             sd=tensors, metadata=checkpoint.metadata, dtype=None if dtype == "auto" else dtype_named(dtype)
         )
     if vae.first_stage_model is None:
         raise CheckpointError(checkpoint.path, "ComfyUI knows no VAE like this", advice="Check that the file is a VAE.")
+    if filled := lacking.refuse(vae.first_stage_model, unless=ENCODER):
+        told = "Halfsafe: %s: lacks %d tensors, %s first: encoding pictures gives NaN."
+        logger.warning(told, checkpoint.path, len(filled), filled[0])
     vae.patcher.cached_patcher_init = factory
     return vae
 

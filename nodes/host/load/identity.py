@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from comfy.cli_args import args
 
 from ....precision.errors import CheckpointError
 from ....precision.files.safetensors_file import open_checkpoint
+from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.card import source_of
 from ....precision.formats.metadata import lasting_metadata
 from ....precision.formats.stored_weight import StoredWeight
@@ -71,7 +73,10 @@ def metadata_of(patcher: ModelPatcher, prompt: dict | None, extra: dict | None) 
     ComfyUI's detection reads it: the ``config`` of LTX-Video, LTX-2, Wan and MiniMax H3 (``comfy/model_detection.py``).
     The workflow is left out where ComfyUI's user switched that off.
     """
-    source = {key: value for key, value in _source_metadata(patcher).items() if key not in WORKFLOW_KEYS}
+    record = patcher.attachments.get(ATTACHMENT)
+    file = None if record else _source_file(patcher)
+    known = record.metadata if record else lasting_metadata(file.metadata) if file else {}
+    source = {key: value for key, value in known.items() if key not in WORKFLOW_KEYS}
     workflow = {} if args.disable_metadata else {"prompt": prompt, **(extra or {})}
     written = {key: json.dumps(value) for key, value in workflow.items() if value is not None}
     return {"format": "pt", **source, **written}
@@ -79,10 +84,10 @@ def metadata_of(patcher: ModelPatcher, prompt: dict | None, extra: dict | None) 
 
 def source_of_model(patcher: ModelPatcher) -> dict[str, object]:
     """Describe the file that a model was loaded from, if known; by its name alone where it is gone."""
-    path = _source_path(patcher)
+    file, path = _source_file(patcher), _source_path(patcher)
     try:
-        return source_of(open_checkpoint(path)) if path else {}
-    except (CheckpointError, OSError):
+        return source_of(file) if file else {"file": Path(path).name} if path else {}
+    except OSError:
         return {"file": Path(path).name}
 
 
@@ -92,16 +97,12 @@ def _source_path(patcher: ModelPatcher) -> str:
     return path if isinstance(path, str) else ""
 
 
-def _source_metadata(patcher: ModelPatcher) -> Mapping[str, str]:
-    """Return the metadata of the file a model came from; that of a stock loader's model is read again."""
-    record = patcher.attachments.get(ATTACHMENT)
-    if record is not None:
-        return record.metadata
+def _source_file(patcher: ModelPatcher) -> TensorFile | None:
+    """Open the file that a model came from; None where it is not known or gone."""
     path = _source_path(patcher)
-    try:
-        return lasting_metadata(open_checkpoint(path).metadata) if path else {}
-    except CheckpointError:
-        return {}
+    with contextlib.suppress(CheckpointError):
+        return open_checkpoint(path) if path else None
+    return None
 
 
 def difference(patcher: ModelPatcher, weights: Mapping[str, StoredWeight], metadata: Mapping[str, str]) -> str:

@@ -17,7 +17,6 @@ from ....precision.dtypes import QUANTIZED_NAMES, dtype_named
 from ....precision.errors import CheckpointError
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.comfy_format import AS_FILE
-from ....precision.formats.stored_weight import StoredWeight
 from ....precision.plan.choice import ATTACHMENT, LoadRecord, frozen
 from ....precision.plan.facts import packed_types
 from ....precision.plan.memory import plan_model
@@ -37,8 +36,8 @@ from .devices import (
     require_held_by_device,
     streams_weights,
 )
-from .files import check_quantized_shapes, of_fitting_shapes, open_model
-from .first_use import check_at_first_call
+from .files import check_quantized_shapes, open_model
+from .lacking import lacking_tensors
 from .tensors import load_tensors
 
 if TYPE_CHECKING:
@@ -64,17 +63,7 @@ def load_weights(
     checkpoint: Checkpoint, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False
 ) -> ModelPatcher:
     """Make a model of the weights of a diffusion model, which are not changed; see :func:`load_diffusion_model`."""
-    detected = detect_model(checkpoint, only_diffusion_model=True)
-    load = prepare(detected, storage, compute, rules, streams_weights(compute_device(), disable_dynamic))
-    with of_fitting_shapes(checkpoint.path), freed_once_copied(load.unpacked):
-        patcher = comfy.sd.load_diffusion_model_state_dict(
-            dict(load.tensors),
-            model_options=operations_for(detected, load),
-            metadata=detected.checkpoint.metadata,
-            disable_dynamic=disable_dynamic,
-        )
-    _finish(patcher, detected, load)
-    return patcher
+    return _load(detect_model(checkpoint, only_diffusion_model=True), storage, compute, rules, disable_dynamic)
 
 
 def load_checkpoint_model(
@@ -82,18 +71,30 @@ def load_checkpoint_model(
 ) -> ModelPatcher:
     """Load the diffusion model of a full checkpoint; see :func:`load_diffusion_model`."""
     detected = detect_model(open_model(path), only_diffusion_model=False)
-    load = prepare(detected, storage, compute, rules, streams_weights(compute_device(), disable_dynamic))
-    with of_fitting_shapes(path), freed_once_copied(load.unpacked):
-        patcher, *_ = comfy.sd.load_state_dict_guess_config(
-            dict(load.tensors),
-            output_vae=False,
-            output_clip=False,
-            model_options=operations_for(detected, load),
-            metadata=detected.checkpoint.metadata,
-            disable_dynamic=disable_dynamic,
-        )
-    _finish(patcher, detected, load)
+    patcher = _load(detected, storage, compute, rules, disable_dynamic, whole=True)
     patcher.cached_patcher_init = (load_checkpoint_model, (path, storage, compute, rules))
+    return patcher
+
+
+def _load(
+    detected: Detected, storage: str, compute: str, rules: Rules, disable_dynamic: bool, whole: bool = False
+) -> ModelPatcher:
+    load = prepare(detected, storage, compute, rules, streams_weights(compute_device(), disable_dynamic))
+    options = {
+        "model_options": operations_for(detected, load),
+        "metadata": detected.checkpoint.metadata,
+        "disable_dynamic": disable_dynamic,
+    }
+    with lacking_tensors(detected.checkpoint.path) as lacking, freed_once_copied(load.unpacked):
+        tensors = dict(load.tensors)
+        if whole:
+            patcher, *_ = comfy.sd.load_state_dict_guess_config(
+                tensors, output_vae=False, output_clip=False, **options
+            )
+        else:
+            patcher = comfy.sd.load_diffusion_model_state_dict(tensors, **options)
+    lacking.refuse(patcher.model.diffusion_model)
+    _finish(patcher, detected, load)
     return patcher
 
 
@@ -104,7 +105,6 @@ class PreparedLoad:
     plan: LoadPlan
     tensors: dict[str, torch.Tensor]
     unpacked: list[torch.Tensor]
-    unread: list[StoredWeight]
     dtype: torch.dtype
     notes: Sequence[str]
 
@@ -132,7 +132,7 @@ def prepare(detected: Detected, storage: str, compute: str, rules: Rules, stream
     names = (name for name, found in weights.plans.items() if found.storage not in (AS_FILE, *QUANTIZED_NAMES))
     unpacked = [tensors[name] for name in names if tensors[name] is not checkpoint.weights[name].data]
     notes = [*weights.notes, *loaded.notes]
-    return PreparedLoad(plan, tensors, unpacked, loaded.unread, dtype_named(weights.dtype), notes)
+    return PreparedLoad(plan, tensors, unpacked, dtype_named(weights.dtype), notes)
 
 
 def quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:
@@ -160,21 +160,10 @@ def _finish(patcher: ModelPatcher, detected: Detected, load: PreparedLoad) -> No
     if plan.compute.is_safe:
         hold_norms_in_fp32(modules.values())
     set_compute(patcher, plan.compute)
-    check_at_first_call(patcher, load.unread, detected.checkpoint.path)
     keep_low_rank_unmerged(patcher)
-    notes = [*weightless_note(detected), *load.notes]
-    patcher.set_attachments(ATTACHMENT, record_of(detected, plan, notes))
+    patcher.set_attachments(ATTACHMENT, record_of(detected, plan, load.notes))
     storage = str(plan.storage).removesuffix(".")
     logger.info("Halfsafe: %s: storage %s; compute %s", detected.checkpoint.path, storage, plan.compute.choice)
-
-
-def weightless_note(detected: Detected) -> list[str]:
-    if not detected.missing:
-        return []
-    names = ", ".join(detected.missing)
-    note = f"The file has no weight for {len(detected.missing)} layers, which hold arbitrary numbers: {names}."
-    logger.warning("Halfsafe: %s: %s", detected.checkpoint.path, note)
-    return [note]
 
 
 def check_quantized(detected: Detected, modules: dict, layers: list[str]) -> None:
@@ -218,7 +207,7 @@ def hold_norms_in_fp32(modules: Iterable[torch.nn.Module]) -> None:
                     setattr(module, name, torch.nn.Parameter(parameter.float(), requires_grad=False))
 
 
-def record_of(detected: Detected, plan: LoadPlan, notes: list[str]) -> LoadRecord:
+def record_of(detected: Detected, plan: LoadPlan, notes: Sequence[str]) -> LoadRecord:
     decisions = plan.decisions.items()
     reasons = packed_types(detected.checkpoint, detected.layer_names)
     for name, decision in decisions:

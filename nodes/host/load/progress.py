@@ -1,6 +1,9 @@
-"""ComfyUI's progress bar and its interrupt."""
+"""What ComfyUI shows and logs meanwhile: its progress bar with its interrupt, and silence."""
 
-from collections.abc import Callable, Iterable
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import comfy.model_management
 import comfy.utils
@@ -21,3 +24,21 @@ def advancing(bar: comfy.utils.ProgressBar) -> Callable:
         bar.update(done)
 
     return advance
+
+
+@contextmanager
+def quiet(below: int = logging.WARNING) -> Iterator[None]:
+    """Drop what ComfyUI logs in this thread below a level: it writes to the root logger itself (``logging.info``).
+
+    What other loggers write, and other threads, passes: the root logger's filters see no record of theirs.
+    """
+    thread, root = threading.get_ident(), logging.getLogger()
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.levelno >= below or record.thread != thread
+
+    root.addFilter(passes)
+    try:
+        yield
+    finally:
+        root.removeFilter(passes)

@@ -7,7 +7,7 @@ from time import perf_counter
 import torch
 
 from ....precision.devices.memory import require_memory
-from ....precision.formats.checkpoint import Checkpoint, StoredWeight
+from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.comfy_format import stays
 from ....precision.formats.comfy_state import planned_tensors
 from ....precision.plan.memory import MemoryPlan
@@ -24,12 +24,10 @@ class LoadedTensors:
     """The tensors of a file in ComfyUI's format.
 
     Attributes:
-        unread: the weights that are slices of the file and were neither read nor checked.
         notes: what a user can do to load faster.
     """
 
     tensors: dict[str, torch.Tensor]
-    unread: list[StoredWeight]
     notes: list[str]
 
 
@@ -52,7 +50,7 @@ def load_tensors(checkpoint: Checkpoint, planned: MemoryPlan, read: bool = True)
         tensors = dict(planned_tensors(weights, planned.plans, checkpoint.path, work.done, read=read, making=making))
     made = sum(planned.plans[name].bytes for name in weights if name not in slices)
     notes = work.notes(made, device.made if device else 0)
-    return LoadedTensors(tensors, [] if read else [weights[name] for name in slices], notes)
+    return LoadedTensors(tensors, notes)
 
 
 class _Work:

@@ -6,7 +6,6 @@ from comfy.patcher_extension import WrappersMP
 
 GUARD = "halfsafe.guard"
 REPORT = "halfsafe.report"
-FIRST_USE = "halfsafe.first_use"
 ACCUMULATION = "halfsafe.accumulation"
 COMPUTE = "halfsafe.compute"
 GUARDED_LAYERS = "halfsafe.guard.layers"
@@ -17,7 +16,6 @@ PLACES = {
     REPORT: -3,
     LOW_RANK_OF_TEXT: -2,
     GUARD: -1,
-    FIRST_USE: 1,
     ACCUMULATION: 2,
     COMPUTE: 3,
     GUARDED_LAYERS: 4,
@@ -26,8 +24,7 @@ PLACES = {
 }
 """The order of our wrappers around a model's call, from the outermost in; wrappers of others are at 0.
 
-Outermost: the guard's check. The check of weights that were not read when they were loaded looks at what the rest
-gives. Accumulation wraps compute. Inside of it the guard's escalated layers, which override
+Outermost: the guard's check. Accumulation wraps compute. Inside of it the guard's escalated layers, which override
 both. Innermost: unmerged LoRAs of 8-bit weights, which add to the result of whatever runs the layer. Around a
 sampler's run, where what is set first runs last (``conditions.conditions_through``), their wrapper is the outermost
 for the same reason, but for the report, which is made when a run has ended.

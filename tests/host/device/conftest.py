@@ -1,7 +1,7 @@
 """Fixtures of tests on the emulated device with values; ``support/second_device.py`` says what it is."""
 
 import pytest
-from support import families, tiny_models
+from support import families
 from support.second_machine import machine
 
 
@@ -29,8 +29,3 @@ def clean(comfy, wan):
 def cured(comfy, overflowing):
     """What the overflowing model gives in fp32 on the CPU."""
     return families.sample(families.load(comfy, overflowing, "fp32", "fp32"), "wan", steps=2)
-
-
-@pytest.fixture(scope="module")
-def clip_file(models_dir):
-    return tiny_models.narrow_clip_l(models_dir / "text_encoders" / "second_device.safetensors")

@@ -180,9 +180,9 @@ def add_scale(tensors):
     ("change", "words"),
     [
         (change_to_nan, "NaN"),
-        (change_shape, r"shape \(64, 320\).*needs \(320, 320\)"),
+        (change_shape, "of shape 64x320, where the model has 320x320"),
         (add_scale, "scale"),
-        (lambda tensors: tensors.pop("input_hint_block.0.weight"), "no control file that ComfyUI's loader knows"),
+        (lambda tensors: tensors.pop("input_hint_block.0.weight"), "lacks input_hint_block.0.weight, by which ComfyUI tells the model"),
         (lambda tensors: tensors.update(difference=torch.zeros(1)), "DiffControlNetLoader"),
     ],
 )
@@ -202,9 +202,9 @@ def test_other_files_are_refused_by_name(comfy, control_file, models_dir, wan):
 
 
 def test_a_file_that_does_not_fit_is_refused_before_it_is_read(comfy, control_file, monkeypatch):
-    from halfsafe.nodes.host.load import tensors
+    from halfsafe.nodes.host.load import controlnet
 
-    monkeypatch.setattr(tensors, "free_host_memory", lambda: 1000)
+    monkeypatch.setattr(controlnet, "free_host_memory", lambda: 1000)
     with pytest.raises(MemoryShortage, match="sd15.safetensors"):
         load(comfy, control_file("sd15"))
 

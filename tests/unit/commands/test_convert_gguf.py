@@ -12,8 +12,8 @@ from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.commands.plan import plan_file
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight
-from halfsafe.precision.files.fingerprint import fingerprint
 from halfsafe.precision.files.safetensors_file import open_checkpoint
+from halfsafe.precision.files.tensor_file import fingerprint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file

@@ -8,8 +8,8 @@ import pytest
 import torch
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file, inspection_text
-from halfsafe.precision.files.fingerprint import fingerprint
 from halfsafe.precision.files.safetensors_file import open_checkpoint
+from halfsafe.precision.files.tensor_file import fingerprint
 from halfsafe.precision.formats import card
 from halfsafe.precision.formats.card import pack_version
 from halfsafe.precision.formats.checkpoint import read_checkpoint

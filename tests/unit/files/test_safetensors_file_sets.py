@@ -7,10 +7,8 @@ import sys
 import pytest
 import torch
 from halfsafe.precision.errors import CheckpointError
-from halfsafe.precision.files import atomic_write
-from halfsafe.precision.files.safetensors_file import open_checkpoint, write_safetensors
-from halfsafe.precision.files.safetensors_header import TensorSpec
-from safetensors.torch import load_file, save_file
+from halfsafe.precision.files.safetensors_file import open_checkpoint
+from safetensors.torch import save_file
 
 
 def parts(folder, count=3, suffix=".safetensors"):
@@ -58,23 +56,3 @@ def test_a_file_that_was_cut_since_it_was_opened_is_told_and_not_read(tmp_path):
     for use in (lambda: file["b"].sum(), file.require_whole):
         with pytest.raises(CheckpointError, match=r"a\.safetensors: cut to 500000 bytes while it was read"):
             use()
-
-
-@pytest.mark.parametrize("system", ["unnamed files", "links", "neither"])
-def test_a_new_file_takes_no_name_that_was_taken_meanwhile(tmp_path, monkeypatch, system):
-    if system != "unnamed files":
-        monkeypatch.setattr(atomic_write, "_open_unnamed", lambda folder: None)
-    if system == "neither":
-        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError(1, "not here")))
-    path, specs = tmp_path / "a.safetensors", [TensorSpec("a", torch.float32, (2,))]
-
-    def tensors():
-        path.write_bytes(b"of another program")
-        yield "a", torch.ones(2)
-
-    with pytest.raises(CheckpointError, match=r"a\.safetensors: appeared while it was being written.*--force"):
-        write_safetensors(path, specs, tensors(), {}, overwrite=False)
-    assert path.read_bytes() == b"of another program" and list(tmp_path.iterdir()) == [path]
-    path.unlink()
-    write_safetensors(path, specs, [("a", torch.ones(2))], {}, overwrite=False)
-    assert load_file(path)["a"].tolist() == [1, 1] and list(tmp_path.iterdir()) == [path]

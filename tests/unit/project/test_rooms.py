@@ -14,6 +14,7 @@ FLOORS = (
     {"files"},
     {"formats", "arithmetic"},
     {"devices", "calibrate"},
+    {"make"},
     {"plan"},
     {"report"},
     {"guard", "study", "commands"},

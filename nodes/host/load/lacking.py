@@ -1,0 +1,110 @@
+"""Find what a file lacks: memory of a model that ComfyUI made and nothing has written to."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ....precision.arithmetic.linear import kind_of
+from ....precision.errors import CheckpointError
+from .files import of_fitting_shapes
+
+aten = torch.ops.aten
+EMPTY = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+COPIES = {aten._to_copy.default, aten.clone.default}
+SHOWN = 5
+AGAIN = "Download it again, or use another file."
+
+
+class Lacking(TorchDispatchMode):
+    """Watches a model being made and loaded: which of its parameters are memory that nothing was written to.
+
+    ComfyUI loads with ``strict=False``, and its layers do not initialize their weights (``disable_weight_init``): such
+    a parameter holds what was in that memory before. Parameters with a default of ComfyUI's own are written to.
+    """
+
+    def __init__(self, paths: Sequence[str]):
+        super().__init__()
+        self._paths = ", ".join(paths)
+        self._unwritten: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in EMPTY or (func in COPIES and self._is_unwritten(args[0])):
+            self._unwritten.update(_storages(result))
+        elif self._unwritten:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._unwritten.difference_update(_storages(value))
+        return result
+
+    def _is_unwritten(self, tensor: object) -> bool:
+        return not self._unwritten.isdisjoint(_storages(tensor))
+
+    def names(self, module: torch.nn.Module) -> list[str]:
+        """List the parameters of a module that the file had nothing for."""
+        # ComfyUI's quantized layers have none before they are given one (``_load_quantized_module`` in comfy/ops.py).
+        none = [f"{name}.weight" for name, part in module.named_modules() if kind_of(part) and part.weight is None]
+        return none + [name for name, parameter in module.named_parameters() if self._is_unwritten(parameter)]
+
+    def refuse(
+        self, module: torch.nn.Module, unless: re.Pattern | None = None, fill: float = math.nan
+    ) -> list[str]:
+        """Refuse a model of which the file lacks a tensor.
+
+        Args:
+            unless: names of parts that a model does without.
+            fill: what those are filled with, so that nothing computes with what was in their memory before.
+
+        Returns:
+            The names of the parameters that were filled.
+
+        Raises:
+            CheckpointError: parameters of other parts are lacking.
+        """
+        names = self.names(module)
+        filled = [name for name in names if unless and unless.search(name)]
+        lacking = [name for name in names if name not in filled]
+        if lacking:
+            more = f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
+            problem = f"lacks {', '.join(lacking[:SHOWN])}{more}, without which the model computes nothing"
+            raise CheckpointError(self._paths, problem, advice=AGAIN)
+        for name in filled:
+            module.get_parameter(name).data.fill_(fill)
+        return filled
+
+
+def _storages(value: object) -> list[StorageWeakRef]:
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    return [StorageWeakRef(value.untyped_storage())] if plain else []  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def lacking_tensors(*paths: str) -> Iterator[Lacking]:
+    """Watch ComfyUI make and load a model of these files, and name a tensor that does not fit it."""
+    lacking = Lacking(paths)
+    with of_fitting_shapes(*paths), named_if_lacking(*paths), lacking:
+        yield lacking
+
+
+@contextlib.contextmanager
+def named_if_lacking(*paths: str) -> Iterator[None]:
+    """Name the tensor and the files where ComfyUI looks for a tensor that no file has."""
+    try:
+        yield
+    except (KeyError, UnboundLocalError) as error:  # the latter: ``model_options_long_clip``, text_encoders/long_clipl.py
+        name = error.args[0] if isinstance(error, KeyError) and error.args else "a tensor"
+        problem = f"lacks {name}, by which ComfyUI tells the model"
+        raise CheckpointError(", ".join(paths), problem, advice=AGAIN) from error

@@ -1,0 +1,70 @@
+"""Quantized weights made on a GPU by the functions of the CPU.
+
+fp8 is equal bit for bit: a largest magnitude is the same in any order, its scale is a power of two, and both round a
+cast to nearest even. int8 and fewer bits rotate first, a product whose sums a device adds in another order: a scale can
+differ in its last bits from a CPU's, and here and there a code by one step.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from ..arithmetic.flags import flags_set
+from ..dtypes import QUANTIZED_NAMES
+from ..formats.comfy_format import WeightPlan, stays, tensors_of
+from ..formats.comfy_state import Made
+from ..formats.stored_weight import StoredWeight
+from ..oom import is_oom
+
+SOURCES = (torch.float16, torch.bfloat16, torch.float32)
+SMALL = 1 << 18
+"""Values below which a weight is made sooner than a device has been asked and waited for: 0.4 ms of a core in fp8."""
+WORK = 256 << 20
+"""Bytes of the device that making a weight takes beside it and its result: for codes of 4 bits, which take most."""
+
+
+class OnGpu:
+    """Makes large plain weights on a GPU, one after another, and all others on the CPU.
+
+    Args:
+        device: CUDA's or ROCm's.
+        free: bytes of its memory that ComfyUI could have. Half of them are used at most.
+
+    Attributes:
+        made: the bytes of the weights that were made there, and ``without_room`` of those that found no room there.
+    """
+
+    def __init__(self, device: torch.device, free: int):
+        self._device, self._room = device, free // 2
+        self.made = self.without_room = 0
+
+    def weights(
+        self, weights: Iterable[tuple[str, StoredWeight]], plans: Mapping[str, WeightPlan], path, read: bool
+    ) -> Iterator[Made]:
+        """Make weights in their order; see :func:`~halfsafe.precision.formats.comfy_state.made_here`."""
+        for name, weight in weights:
+            plan = plans[name]
+            made = self._made(weight, plan, path) if _gains(weight, plan) else None
+            yield name, weight, made or tensors_of(weight, plan.storage, path, read)
+
+    def _made(self, weight: StoredWeight, plan: WeightPlan, path) -> dict[str, torch.Tensor] | None:
+        """Make a weight on the device; None where the device has no memory left for it."""
+        if weight.data.nbytes + plan.bytes + WORK <= self._room:
+            try:
+                # TF32 rounds what is rotated to 10 bits.
+                with flags_set({"tf32_matmul": False}):
+                    tensors = tensors_of(weight.moved(self._device), plan.storage, path)
+                tensors = {name: tensor.cpu() for name, tensor in tensors.items()}
+                self.made += plan.bytes
+                return tensors
+            except RuntimeError as error:
+                if not is_oom(error):
+                    raise
+        self.without_room += plan.bytes
+        return None
+
+
+def _gains(weight: StoredWeight, plan: WeightPlan) -> bool:
+    """Tell whether the device makes a weight sooner: casts are as much to copy, and files' scales are the CPU's."""
+    quantized = plan.storage in QUANTIZED_NAMES and not stays(weight, plan.storage)
+    return quantized and weight.plain and weight.data.dtype in SOURCES and weight.data.numel() >= SMALL

@@ -1,0 +1,154 @@
+"""Weights quantized on an NVIDIA card as a model is loaded: equal to the CPU's, on the CPU where the card has no room, and nothing left there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from halfsafe.precision.errors import NonFiniteWeight
+from halfsafe.precision.formats.checkpoint import StoredWeight
+from halfsafe.precision.formats.comfy_state import planned_tensors
+from halfsafe.precision.make import on_gpu
+from halfsafe.precision.make.on_gpu import OnGpu
+from halfsafe.precision.plan.weights import plan_weights
+from support import model_files
+from support.families import load
+from support.mapped_loading import tensors_of
+from support.quantizing import Quantizing, assert_near, assert_same
+
+aten = torch.ops.aten
+GIB = 1024**3
+STORAGES = ("fp8_e4m3fn", "fp8_e5m2", "int8")
+WEIGHTS = {f"{number}.weight": torch.arange(64 * 256).reshape(64, 256).sin() / number for number in (1, 2, 3, 4)}
+IN_INT8 = dict.fromkeys(WEIGHTS, "int8")
+
+
+@pytest.fixture(autouse=True)
+def small_weights_too(monkeypatch):
+    monkeypatch.setattr(on_gpu, "SMALL", 1)
+
+
+def parts_of(model) -> list[torch.Tensor]:
+    return tensors_of(model.model.diffusion_model)
+
+
+def made(weights, storages, making=None, **options) -> dict[str, torch.Tensor]:
+    stored = {name: StoredWeight(name, tensor) for name, tensor in weights.items()}
+    plans = plan_weights(stored, storages, "m.safetensors")
+    return dict(planned_tensors(stored, plans, "m.safetensors", lambda name, size: None, making=making, **options))
+
+
+def both(device, weights, storages, free=8 * GIB, **options) -> OnGpu:
+    """Make weights on a card and on the CPU, and hold one to the other. Returns what made them on the card."""
+    there = OnGpu(device.device(), free)
+    found, expected = made(weights, storages, there.weights, **options), made(weights, storages, **options)
+    assert list(found) == list(expected)
+    assert_same(list(found.values()), list(expected.values()))
+    return there
+
+
+@pytest.mark.parametrize(("storage", "operation"), [("fp8_e4m3fn", "mul"), ("int8", "mm")])
+def test_a_model_is_quantized_there_and_is_as_the_cpus(comfy, wan, on, storage, operation):
+    expected = parts_of(load(comfy, wan, storage, "fp32"))
+    device = on("cuda")
+    with Quantizing() as spy:
+        found = parts_of(load(comfy, wan, storage, "fp32"))
+    assert spy.where[operation].count("cuda") >= 20 and "cpu" not in spy.where[operation]
+    assert_same(found, expected)
+    assert device.used(device.device()) == 0
+
+
+def test_another_order_of_sums_differs_by_a_last_bit_and_a_step(comfy, wan, on):
+    expected = parts_of(load(comfy, wan, "int8", "fp32"))
+    device = on("cuda")
+    backwards = lambda a, b, *, out: torch.mm(a.flip(1), b.flip(0), out=out)  # noqa: E731
+    device.book = replace(device.book, answers={**device.book.answers, aten.mm.out: backwards})
+    assert assert_near(parts_of(load(comfy, wan, "int8", "fp32")), expected) > 10, "the sums are in another order"
+
+
+@pytest.mark.parametrize(("storage", "dtype"), [*zip(STORAGES, (torch.bfloat16, torch.float16, torch.float32), strict=True)], ids=str)
+def test_weights_of_all_sizes_are_as_the_cpus(on, storage, dtype):
+    shapes = {"larger": (96, 1024), "smaller": (16, 64), "none": (0, 64)}
+    weights = {f"{name}.weight": (torch.randn(shape) * 0.05).to(dtype) for name, shape in shapes.items()}
+    weights["turned.weight"] = torch.randn(64, 256).to(dtype).T.contiguous().T
+    device = on("cuda")
+    there = both(device, weights, dict.fromkeys(weights, storage))
+    assert there.made > 0 and device.used(device.device()) <= 1 << 26
+
+
+def full(device, kind=torch.OutOfMemoryError, says="CUDA out of memory. Tried to allocate 2 GiB."):
+    """Raise at the second rotation."""
+    refuse, calls = device.book.operation, []
+
+    def operation(func, args, kwargs):
+        calls.extend([func] * (func is aten.mm.out))
+        if func is aten.mm.out and len(calls) == 2:
+            raise kind(says)
+        refuse(func, args, kwargs)
+
+    device.book = replace(device.book, operation=operation)
+
+
+def test_a_weight_that_the_device_has_no_memory_for_is_made_on_the_cpu(on):
+    device = on("cuda")
+    full(device)
+    there = both(device, WEIGHTS, IN_INT8)
+    assert there.made == 3 * there.without_room > 0
+
+
+def test_a_weight_that_does_not_fit_beside_what_is_there_is_made_on_the_cpu(on):
+    weights = {"large.weight": torch.randn(512, 1024), "small.weight": torch.randn(16, 64)}
+    there = both(on("cuda"), weights, dict.fromkeys(weights, "int8"), free=2 * (on_gpu.WORK + 512 * 1024 * 4))
+    assert 0 < there.made < 2000 < there.without_room
+
+
+def test_other_errors_of_the_device_are_raised(on):
+    device = on("cuda")
+    full(device, RuntimeError, "CUDA error: an illegal memory access was encountered")
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        both(device, WEIGHTS, IN_INT8)
+
+
+def test_a_damaged_file_is_named(comfy, wan, on):
+    path = wan.with_name("on_gpu_nan.safetensors")
+    model_files.changed(wan, path, lambda found: found["blocks.1.ffn.0.weight"][3].fill_(float("nan")))
+    on("cuda")
+    with pytest.raises(NonFiniteWeight, match=f"{path.name}: .*blocks.1.ffn.0.weight.*NaN or Inf"):
+        load(comfy, path, "int8", "fp32")
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu", "simulated"])
+def test_other_devices_have_the_cpu_make_them(comfy, wan, on, kind, monkeypatch):
+    on("cuda" if kind == "simulated" else kind)
+    if kind == "simulated":
+        monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
+    with Quantizing() as spy:
+        load(comfy, wan, "int8", "fp32")
+    assert set(spy.where["mm"]) == {"cpu"} and len(spy.where["mm"]) >= 20
+
+
+def test_tf32_is_off_where_a_weight_is_rotated_and_as_it_was_after(on, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    there = OnGpu(on("cuda").device(), 8 * GIB)
+    with Quantizing() as spy:
+        made(WEIGHTS, IN_INT8, there.weights)
+    assert len(spy.tf32) == len(WEIGHTS) and not any(spy.tf32)
+    assert torch.backends.cuda.matmul.allow_tf32
+
+
+def test_what_is_cast_or_a_slice_of_the_file_stays_on_the_cpu(on):
+    weights = {"kept.weight": torch.full((8, 64), float("nan")), "1.weight": torch.randn(16, 64)}
+    device = on("cuda")
+    both(device, weights, {"1.weight": "fp16"}, read=False)
+    assert not device.operations
+
+
+def test_what_comfyui_would_unload_counts_as_free(comfy, wan, on):
+    from comfy import model_management
+    from halfsafe.nodes.host.load.devices import free_device_memory
+
+    device = on("cuda")
+    before = free_device_memory()
+    model = load(comfy, wan, "fp16", "fp16")
+    model_management.load_models_gpu([model])
+    assert device.used(device.device()) > 7e6
+    assert abs(before - free_device_memory()) < 1e6

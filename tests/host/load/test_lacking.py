@@ -1,0 +1,102 @@
+"""Files that lack a tensor: refused by name by every loader, or told where the model does without; nothing computes on what was in memory."""
+
+import pytest
+import torch
+from halfsafe.precision.errors import CheckpointError
+from halfsafe.precision.plan.choice import ATTACHMENT
+from support import control_files, families, model_files, tiny_models
+
+SETTINGS = {"compute": "auto"}
+OF_WAN = [
+    ("blocks.0.ffn.0.weight", "fp8_e4m3fn"), ("blocks.0.ffn.0.bias", "as_file"), ("blocks.0.modulation", "int8"),
+    ("blocks.1.norm3.weight", "bf16"), ("head.head.weight", "fp16"), ("patch_embedding.bias", "fp32"), ("time_embedding.0.weight", "int8"),
+]  # fmt: skip
+
+
+def without(source, path, name):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return model_files.changed(source, path, lambda tensors: tensors.pop(name)).name
+
+
+def refused(path, name):
+    known_by = "|a tensor, by which" if "layers.1.mlp.fc1" in name else ""
+    return pytest.raises(CheckpointError, match=rf"{path}.* lacks .*({name.split('.')[-2]}{known_by}).*Download it again")
+
+
+@pytest.mark.parametrize(("name", "storage"), OF_WAN)
+def test_a_diffusion_model(comfy, wan, models_dir, name, storage):
+    path = without(wan, models_dir / "diffusion_models" / "lacking.safetensors", name)
+    with refused(path, name):
+        families.load(comfy, models_dir / "diffusion_models" / path, storage, "auto")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(models_dir):
+    return tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "whole_for_lacking.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "storage", "clip_storage"),
+    [
+        ("model.diffusion_model.time_embed.0.bias", "as_file", "as_file"), ("model.diffusion_model.out.0.weight", "fp8_e4m3fn", "as_file"),
+        ("cond_stage_model.transformer.text_model.encoder.layers.0.mlp.fc1.bias", "as_file", "fp8_e4m3fn"),
+        ("first_stage_model.decoder.conv_out.bias", "int8", "as_file"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint(comfy, checkpoint, models_dir, name, storage, clip_storage):
+    path = without(checkpoint, models_dir / "checkpoints" / "lacking.safetensors", name)
+    with refused(path, name):
+        comfy.run("HalfsafeLoadCheckpoint", ckpt_name=path, storage=storage, clip_storage=clip_storage, vae_dtype="auto", **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def clip_l(models_dir):
+    return tiny_models.narrow_clip_l(models_dir / "text_encoders" / "whole_for_lacking.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "storage"),
+    [
+        ("text_model.encoder.layers.0.mlp.fc2.weight", "fp8_e4m3fn"), ("text_model.encoder.layers.1.mlp.fc1.weight", "as_file"), ("text_model.encoder.layers.1.layer_norm1.weight", "as_file"),
+        ("text_model.encoder.layers.0.self_attn.q_proj.bias", "int8"), ("text_model.final_layer_norm.bias", "fp16"),
+    ],
+)  # fmt: skip
+def test_a_text_encoder(comfy, clip_l, models_dir, name, storage):
+    path = without(clip_l, models_dir / "text_encoders" / "lacking.safetensors", name)
+    with refused(path, name):
+        comfy.run("HalfsafeLoadCLIP", clip_name1=path, type="stable_diffusion", storage=storage, **SETTINGS)
+
+
+def vae_without(models_dir, name):
+    whole = tiny_models.sd_vae(models_dir / "vae" / "whole_for_lacking.safetensors", dtype=torch.float32)
+    return without(whole, models_dir / "vae" / "lacking.safetensors", name)
+
+
+def test_a_vae_that_cannot_decode(comfy, models_dir):
+    path = vae_without(models_dir, "decoder.conv_out.weight")
+    with refused(path, "decoder.conv_out.weight"):
+        comfy.run("HalfsafeLoadVAE", vae_name=path, dtype="fp32")
+
+
+def test_a_vae_that_cannot_encode_decodes_and_says_so(comfy, models_dir, caplog):
+    path = vae_without(models_dir, "encoder.conv_in.bias")
+    vae = comfy.run("HalfsafeLoadVAE", vae_name=path, dtype="fp32")[0]
+    assert "lacks 1 tensors, encoder.conv_in.bias first: encoding pictures gives NaN" in caplog.text
+    assert torch.isfinite(vae.decode(torch.randn(1, 4, 4, 4))).all()
+    assert torch.isnan(vae.encode(torch.rand(1, 32, 32, 3))).all()
+
+
+@pytest.mark.parametrize("storage", ["as_file", "int8"])
+@pytest.mark.parametrize("name", ["middle_block.1.transformer_blocks.0.norm1.weight", "middle_block.1.transformer_blocks.0.attn1.to_q.weight"])
+def test_a_control_net(comfy, models_dir, name, storage):
+    whole = control_files.sd15(models_dir / "controlnet" / "whole_for_lacking.safetensors")
+    path = without(whole, models_dir / "controlnet" / "lacking.safetensors", name)
+    with refused(path, name):
+        comfy.run("HalfsafeLoadControlNet", control_net_name=path, storage=storage, **SETTINGS)
+
+
+def test_a_tensor_that_comfyui_makes_itself_is_not_lacking(comfy, clip_l, models_dir):
+    """The text projection of a CLIP is the identity where a file has none."""
+    clip = comfy.run("HalfsafeLoadCLIP", clip_name1=clip_l.name, type="stable_diffusion", storage="fp8_e4m3fn", **SETTINGS)[0]
+    assert not any("lacks" in note for note in clip.patcher.attachments[ATTACHMENT].notes)
+    assert torch.isfinite(clip.encode_from_tokens(clip.tokenize("a cat"))).all()
