@@ -150,26 +150,6 @@ def is_in_dynamic_memory(layer: Layer) -> bool:
     return hasattr(layer, "_v")
 
 
-def round_merge_to_nearest(layer: Layer) -> None:
-    """Let dynamic VRAM round a merged weight to nearest: an empty key is seed 0 (``resolve_cast_module_with_vbar``)."""
-    layer.seed_key = ""
-
-
-def sets_own_weight(layer: Layer) -> bool:
-    """Tell whether a layer stores a merged weight by a method of its own, as quantized ones do."""
-    return hasattr(layer, "set_weight")
-
-
-def with_weight_setter(layer: Layer, setter: Callable) -> Patch:
-    """Return what makes a layer store a merged weight by ``setter``."""
-    return layer, "set_weight", setter
-
-
-def set_weight_by_class(layer: Layer, weight: torch.Tensor, **options: Any) -> Any:
-    """Store a merged weight by the method of a layer's class."""
-    return type(layer).set_weight(layer, weight, **options)
-
-
 def weight_state(model: PatchedModel) -> Any:
     """Return what ComfyUI identifies the patches by that are in a model's weights now."""
     return model.current_weight_patches_uuid

@@ -16,7 +16,7 @@ from .facts.model_facts import model_facts, storages
 from .guard.encoders import unguarded
 from .load.devices import current_device
 from .load.encoders import vae_in
-from .lora.unmerged import keep_low_rank_unmerged
+from .lora.patcher import keep_low_rank_unmerged
 from .run.accumulation import with_accumulation
 from .run.compute import set_compute
 from .run.modules import only_multiplies

@@ -32,7 +32,7 @@ from .guard.model import Guard, guard_of
 from .load.control_runs import LoadedControl, controls_of
 from .load.devices import current_device
 from .lora.low_rank import LowRankModel
-from .lora.reasons import low_rank_reasons, merging_notes
+from .lora.patcher import low_rank_reasons
 from .run.accumulation import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
 from .run.layer_modes import is_called_in_fp32, kernels_of, observed_modes_of
@@ -78,7 +78,7 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     without_effect, decisions, notes = remarks_of(patcher)
     report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
     report.decisions |= decisions
-    report.notes += [*notes, *merging_notes(patcher), *_int8_notes(layers), *_foreign_notes(patcher)]
+    report.notes += [*notes, *_int8_notes(layers), *_foreign_notes(patcher)]
     patches = (type(patch.model) for patch in patcher.model_patches_models())
     report.notes += [PATCHED_BY.format(cls.__name__) for cls in patches if not issubclass(cls, LowRankModel)]
     report.notes += _modes_elsewhere(patcher, {layer.name: layer.mode for layer in layers}, compute, guard)

@@ -3,13 +3,8 @@
 import torch
 from torch import Tensor
 
-from ..dtypes import TORCH_VERSION
-
 HAS_WIDE_PRODUCT = hasattr(torch.ops.aten.mm, "dtype")
 """torch has ``mm(out_dtype=...)``, from 2.8 on (PyTorch #150812)."""
-ADDS_WIDE_PRODUCT = TORCH_VERSION >= (2, 10)
-"""``addmm(out_dtype=...)`` adds to an fp32 tensor, and in place (PyTorch #167931)."""
-
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
     """Multiply ``x`` (M, K) by ``weight`` (K, N), both fp16 on CUDA, into fp32."""
@@ -17,16 +12,6 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
         return _opaque(x, weight)
     # Never ``addmm`` or ``baddbmm`` in a graph: with ``out_dtype`` they cannot be traced (PyTorch #163880).
     return torch.mm(x, weight, out_dtype=torch.float32)
-
-
-def add_wide_product(total: Tensor, x: Tensor, weight: Tensor, factor: float) -> Tensor:
-    """Add ``factor`` times the product of ``x`` (M, K) and ``weight`` (K, N), fp16, to ``total`` (M, N), fp32, in
-    place; not in a compiled graph."""
-    if total.device.type == "cpu":
-        return total.addmm_(x.float(), weight.float(), alpha=factor)
-    if ADDS_WIDE_PRODUCT:
-        return torch.addmm(total, x, weight, out_dtype=torch.float32, alpha=factor, out=total)
-    return total.add_(wide_product(x, weight), alpha=factor)
 
 
 # torch 2.8 and 2.9 break the graph at each product: "meta_mm() takes 2 positional arguments but 3 were given" (PyTorch

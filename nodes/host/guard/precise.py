@@ -19,8 +19,7 @@ from ....precision.guard.policy import ALL_IN_FP32, Escalation, block_of
 from ....precision.modes import FP32
 from ....precision.plan.compute import ComputeDecision
 from ..facts.layers import DIFFUSION_MODEL, matrix_layers, top_level_parts
-from ..lora.merging import unpatched
-from ..lora.patcher import unmerged_keys
+from ..lora.patcher import added_keys, unpatched
 from ..run.accumulation import accumulation_of
 from ..run.attention import full_precision_attention
 from ..run.call import Call
@@ -111,14 +110,14 @@ def precise_layers(guarded: Guarded, model: "BaseModel", exact: ExactParts) -> E
 class MergedWeights:
     """The layers with LoRAs or other patches, of hooks too, merged into their weights, rounded to the dtype those have.
 
-    ``modules``: layer -> module, and ``in_8_bit`` those whose weight is in 8 bits or less. Patches that Halfsafe
-    keeps unmerged are none of them.
+    ``modules``: layer -> module, and ``in_8_bit`` those whose weight is in 8 bits or less. LoRAs that are
+    added to results are none of them.
     """
 
     def __init__(self, patcher: "ModelPatcher"):
         self._patcher = patcher
-        unmerged, hooked = unmerged_keys(patcher), patcher.get_combined_hook_patches(patcher.current_hooks)
-        keys = (patcher.patches.keys() - unmerged) | hooked.keys()
+        added, hooked = added_keys(patcher), patcher.get_combined_hook_patches(patcher.current_hooks)
+        keys = (patcher.patches.keys() - added) | hooked.keys()
         self._patches = {key: [*patcher.patches.get(key, ()), *hooked.get(key, ())] for key in keys}
         layers = {f"{DIFFUSION_MODEL}{name}.weight": (name, module) for name, module in matrix_layers(patcher.model)}
         found = (layers[key] for key in layers if key in keys)

@@ -26,7 +26,7 @@ from ....precision.plan.facts import file_dtype, layer_specs
 from ....precision.plan.memory import plan_encoder
 from ....precision.plan.storage import plan_text_encoder
 from ..facts.model_facts import held_storages
-from ..lora.unmerged import keep_low_rank_unmerged
+from ..lora.patcher import keep_low_rank_unmerged
 from ..run.modules import ask_for_plain_products
 from .detection import dequantized_tensors, detect_model, stored_tensors
 from .devices import free_host_memory, require_held_by_device, streams_weights, unheld_on

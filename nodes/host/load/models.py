@@ -24,7 +24,7 @@ from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
 from ..core import casts_weights, quantization_format, set_cast_dtype, set_full_precision
 from ..facts.model_facts import held_storages
-from ..lora.unmerged import keep_low_rank_unmerged
+from ..lora.patcher import keep_low_rank_unmerged
 from ..run.compute import set_compute
 from .copies import freed_once_copied
 from .detection import Detected, detect_model

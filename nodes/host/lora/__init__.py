@@ -1,1 +1,1 @@
-"""LoRAs and other weight patches of 8-bit weights: kept unmerged and added to the results of their layers."""
+"""LoRAs of 8-bit weights: left out of the weights and added to the results of their layers."""

@@ -1,241 +1,136 @@
-"""Low-rank changes of a model's 8-bit weights as a model of their own, which ComfyUI loads, offloads and counts."""
+"""LoRAs of a model's 8-bit weights as a model of their own, which ComfyUI loads, offloads and counts."""
 
+import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import comfy.model_patcher
 import comfy.ops
 import torch
+import torch.nn.functional as F
+from comfy.model_patcher import ModelPatcher
+from comfy.weight_adapter import LoRAAdapter
 
 from ....precision.arithmetic.flags import fp32_accumulation
-from ....precision.arithmetic.linear import SafeOperation, has_wide_output
-from ....precision.arithmetic.low_rank import (
-    add_outer_product,
-    fitting_factor,
-    inner_product,
-    joined,
-    row_sizes,
-    scaled_down,
-)
+from ....precision.arithmetic.low_rank import normalized, rows_in_fp16
 from ....precision.arithmetic.patching import Patch
-from ....precision.arithmetic.planned import steps_of
 from ..run.modules import core_weights
-from .adapters import LowRank
-from .extension import extend
-
-if TYPE_CHECKING:
-    from comfy.model_patcher import ModelPatcher
-
-Changes = Mapping[str, Sequence[LowRank]]
-"""Key of a weight -> its low-rank changes, no two of them with the same key."""
+from .patches import LowRank
 
 
 class LowRankLayer(torch.nn.Module):
-    """The low-rank changes of one weight.
+    """The LoRAs of one weight, added to what its layer returns.
 
-    ``in_fp32``: multiply an fp32 input in fp32, instead of in fp16 without overflow.
-    ``down`` and ``up`` are ComfyUI's own layers, which cast and transfer their weights where they are used.
-    ``reach``: of the change (``Beside``) at strengths of 1, or those it has where they are larger.
-    ``largest``: of the fp16 inputs it is fitted to. ``scale``: what ``down``'s results are multiplied by;
-    ``factor`` and ``fitted_scale`` the same in two parts, of which the second fits fp16.
+    ``in_fp32``: multiply an fp32 input in fp32, instead of in fp16 without overflow. ``strengths``: of each LoRA, times
+    its own of ``scales``, on the device. ``held``: all factors in one layer of ComfyUI's, which casts and transfers it.
     """
 
-    def __init__(self, module: torch.nn.Module, changes: Sequence[LowRank]):
+    strengths: torch.Tensor
+
+    def __init__(self, changes: Sequence[LowRank], dtype: torch.dtype):
         super().__init__()
-        self.changes = tuple(changes)
-        self.rank = sum(change.rank for change in changes)
-        self.shape = tuple(module.weight.shape)
-        self.in_fp32 = False
-        self.gains: list[float] = []
-        self.gain = self.reach = 0.0
-        self.largest = self.factor = 1.0
-        self.inner = module.forward
-
-    def build(self, dtype: torch.dtype) -> torch.Tensor:
-        """Make the factors; return their scales, without strengths."""
-        parts = [change.factors(self.shape, dtype) for change in self.changes]
-        factors, self.gains = joined(parts), [part.gain for part in parts]
-        self.down, self.up = _linear(factors.down), _linear(factors.up)
-        return factors.scale
-
-    def set_gain(self, strengths: Sequence[float]) -> None:
-        """Bound the change at these strengths of the changes."""
-        of_each = list(zip(map(abs, strengths), self.gains, strict=True))
-        self.gain = sum(strength * gain for strength, gain in of_each if strength)
-        self.reach = sum(max(strength, 1.0) * gain for strength, gain in of_each)
-        self.factor = fitting_factor(self.largest * self.gain)
-
-    def hold(self, scale: torch.Tensor, fitted_scale: torch.Tensor, factor: torch.Tensor) -> None:
-        """Take views of the model's numbers."""
-        self.scale, self.fitted_scale, self.factor_of_graphs = scale, fitted_scale, factor
-
-    def fit(self, largest: float) -> None:
-        """Be ready for fp16 operands no larger than that."""
-        self.largest = max(1.0, largest)  # 1 is the largest of rows that are brought to it
-        self.factor = fitting_factor(self.largest * self.gain)
-        self.fitted_scale.copy_(self.scale / self.factor)
-        self.factor_of_graphs.fill_(self.factor)
+        self.changes, self.in_fp32 = changes, False
+        self.inner = None
+        made = [{place: normalized(factor, dtype) for place, factor in change.factors().items()} for change in changes]
+        self.shapes = [{place: factor.shape for place, (factor, _) in parts.items()} for parts in made]
+        powers = [math.prod(power for _, power in parts.values()) for parts in made]
+        self.scales = [power * change.scale() for power, change in zip(powers, changes, strict=True)]
+        flat = torch.cat([factor.flatten() for parts in made for factor, _ in parts.values()])
+        self.held = comfy.ops.manual_cast.Linear(len(flat), 1, bias=False, device="meta", dtype=dtype)
+        self.held.weight = torch.nn.Parameter(flat[None], requires_grad=False)
 
     def around(self, module: torch.nn.Module) -> Patch:
-        """Return a patch that adds the changes to what the module's present forward gives: inside of the operation that
-        multiplies where that can do so, else around the forward.
-
-        A graph that was compiled with it holds for as long as that forward is the same.
-        """
-        forward = module.forward
-        operation = steps_of(forward)[-1]
-        if isinstance(operation, SafeOperation):
-            self.largest = max(1.0, operation.stand_beside(self))
-            return operation, "beside", self
-        if self.inner != forward:
-            self.inner = forward
-        self.largest = 1.0
+        """Return a patch that puts this layer around the module's present forward."""
+        # A graph that was compiled with it holds for as long as that forward is the same.
+        if self.inner != module.forward:
+            self.inner = module.forward
         return module, "forward", self.run
 
     def run(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Stand in for the layer's forward."""
         return self(x, self.inner(x, *args, **kwargs))
 
-    def forward(self, x: torch.Tensor, base: torch.Tensor, times: float | torch.Tensor | None = None) -> torch.Tensor:
-        """Add the changes' product with ``x`` to the layer's own result ``base``, in place where that is possible.
+    def forward(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        """Add the LoRAs' products with ``x`` to the layer's ``result``; in fp32 where ``x`` is."""
+        size, sums = None, cast(AbstractContextManager, nullcontext())
+        if x.dtype == torch.float32 and not self.in_fp32 and not x.requires_grad:
+            (x, size), sums = rows_in_fp16(x), fp32_accumulation()
+        with core_weights(self.held, x, x.dtype) as (held, _), sums:
+            for change, factors, strength in zip(self.changes, self._factors(held), self.strengths, strict=True):
+                result = _added(result, change, factors, x, strength if size is None else strength * size)
+        return result
 
-        See ``precision/arithmetic/low_rank.py``. ``times``: see ``Beside``.
-        """
-        if times is not None:
-            return self._added(x, base, self.fitted_scale, self._factor() * times, wide=True)
-        dtype = torch.float16 if x.dtype == torch.float32 and not self.in_fp32 else x.dtype
-        if dtype != torch.float16:
-            return self._added(x, base, self.scale)
-        both_half = x.dtype == base.dtype == torch.float16
-        if both_half and has_wide_output(x.device, "linear") and not torch.compiler.is_compiling():
-            with fp32_accumulation():
-                return self._added(x, base, self.scale, wide=True)
-        base = base.float() if x.dtype == torch.float32 and base.dtype == torch.float16 else base
-        size = row_sizes(x)
-        return self._added(scaled_down(x, size), base, self.fitted_scale, self._factor(), size)
-
-    def _added(self, x, base, scale, factor=1.0, size=None, wide=False) -> torch.Tensor:
-        with core_weights(self.down, x, x.dtype) as (down, _):
-            h = inner_product(x, down, scale, wide)
-        with core_weights(self.up, x, x.dtype) as (up, _):
-            return add_outer_product(base, h, up, factor, size)
-
-    def _factor(self) -> float | torch.Tensor:
-        return self.factor_of_graphs if torch.compiler.is_compiling() else self.factor
+    def _factors(self, held: torch.Tensor) -> Iterator[dict[int, torch.Tensor]]:
+        parts = iter(held.view(-1).split([shape.numel() for shapes in self.shapes for shape in shapes.values()]))
+        for shapes in self.shapes:
+            yield {place: next(parts).view(shape) for place, shape in shapes.items()}
 
 
-def _linear(weight: torch.Tensor) -> torch.nn.Module:
-    outputs, inputs = weight.shape
-    module = comfy.ops.manual_cast.Linear(inputs, outputs, bias=False, device="meta", dtype=weight.dtype)
-    module.weight = torch.nn.Parameter(weight, requires_grad=False)
-    return module
+def _added(
+    result: torch.Tensor, change: LowRank, factors: dict[int, torch.Tensor], x: torch.Tensor, times: torch.Tensor
+) -> torch.Tensor:
+    """Add ``times`` the product of a LoRA with ``x``, in place where that is one kernel."""
+    axis, start, length = change.offset or (0, 0, result.shape[-1])
+    x = x.narrow(-1, start, length) if axis == 1 else x
+    part = result.narrow(-1, start, length) if axis == 0 else result
+    if isinstance(change.adapter, LoRAAdapter):
+        up, down = factors.values()
+        hidden = F.linear(x, down)
+        if not times.dim() and x.dtype == result.dtype and result.is_contiguous():
+            part.view(-1, len(up)).addmm_(hidden.view(-1, len(down)) * times, up.t())
+            return result
+        product = F.linear(hidden, up)
+    else:
+        product = change.product(factors, x)
+    total = torch.addcmul(part, product, times)
+    if total.shape == result.shape:
+        return total
+    result = result.to(total.dtype)
+    result[..., start : start + length] = total
+    return result
 
 
 class LowRankModel(torch.nn.Module):
-    """The low-rank changes of a model's weights: ``layers``, in the order of ``keys``. Built when it is first loaded.
+    """The LoRAs of a model's weights: ``layers`` by the keys of those. ``dtype``: of the factors, 16 bit."""
 
-    Args:
-        modules: key of a weight -> the layer it is in.
-        changes: key of a weight -> its changes.
-        dtype: of the factors, 16 bit.
-    """
-
-    def __init__(self, modules: Mapping[str, torch.nn.Module], changes: Changes, dtype: torch.dtype):
+    def __init__(self, changes: Mapping[str, Sequence[LowRank]], dtype: torch.dtype, device: torch.device):
         super().__init__()
-        self.keys = tuple(changes)
-        self.layers = torch.nn.ModuleList(LowRankLayer(modules[key], changes[key]) for key in self.keys)
-        self.dtype = dtype
-        self._own: torch.Tensor | None = None
-        self._state: tuple | None = None
-        self._numbers: torch.Tensor | None = None
-
-    def by_key(self) -> Iterator[tuple[str, LowRankLayer]]:
-        """Yield (key of a weight, its layer of changes) of each."""
-        return zip(self.keys, self.layers, strict=True)
-
-    def nbytes(self) -> int:
-        """Return the size of the factors in bytes, built or not."""
-        return sum(layer.rank * sum(layer.shape) for layer in self.layers) * self.dtype.itemsize
-
-    def build(self) -> None:
-        """Make all factors, once."""
-        if self._own is None:
-            with torch.inference_mode(False), torch.no_grad():
-                self._own = torch.cat([layer.build(self.dtype) for layer in self.layers]).cpu()
-
-    def set_strengths(self, strengths: dict[tuple, float], device: torch.device) -> None:
-        """Give each change its strength, 0 where none is named, and each layer what fits its inputs (``largest``).
-
-        The numbers stay the same tensor, so that a compiled graph sees new ones.
-
-        Args:
-            strengths: (key of the weight, key of the change) -> strength.
-            device: where the model runs.
-        """
-        self.build()
-        state = strengths, [layer.largest for layer in self.layers], device
-        if state == self._state:
-            return
-        of_layers = [
-            [strengths.get((key, change.key), 0.0) for change in layer.changes] for key, layer in self.by_key()
-        ]
-        for layer, own in zip(self.layers, of_layers, strict=True):
-            layer.set_gain(own)
         with torch.inference_mode(False), torch.no_grad():
-            self._set_numbers(self._own * self._per_rank(of_layers), device)
-        self._state = dict(strengths), *state[1:]
+            layers = [LowRankLayer(of_key, dtype) for of_key in changes.values()]
+            self._numbers = [0.0] * sum(map(len, changes.values()))
+            self._strengths = torch.zeros(len(self._numbers), device=device)
+        self.layers = torch.nn.ModuleList(layers)
+        self.by_key = dict(zip(changes, layers, strict=True))
+        of_layers = self._strengths.split([len(layer.changes) for layer in layers])
+        for layer, strengths in zip(layers, of_layers, strict=True):
+            layer.strengths = strengths
 
-    def _per_rank(self, of_layers: list[list[float]]) -> torch.Tensor:
-        """Repeat the strength of each change as often as it has ranks."""
-        ranks = [change.rank for layer in self.layers for change in layer.changes]
-        return _repeated([strength for own in of_layers for strength in own], ranks)
-
-    def _set_numbers(self, scales: torch.Tensor, device: torch.device) -> None:
-        """Set all layers' scales, those that fit fp16 and their factors: one transfer."""
-        factors = torch.tensor([layer.factor for layer in self.layers], dtype=torch.float32)
-        ranks = [layer.rank for layer in self.layers]
-        fitted = scales / _repeated([layer.factor for layer in self.layers], ranks)
-        numbers = torch.cat([scales, fitted, factors])
-        if self._numbers is not None and self._numbers.device == device:
-            self._numbers.copy_(numbers)
-            return
-        self._numbers = numbers.to(device)
-        *of_ranks, factors = self._numbers.split([len(scales), len(scales), len(ranks)])
-        parts = (tensor.split(ranks) for tensor in of_ranks)
-        for layer, *views in zip(self.layers, *parts, factors.unbind(), strict=True):
-            layer.hold(*views)
-
-
-def _repeated(numbers: Sequence[float], times: Sequence[int]) -> torch.Tensor:
-    return torch.cat([torch.full((count,), number) for number, count in zip(numbers, times, strict=True)])
-
-
-class _BuiltWhenLoaded:
-    """Extend a LowRankModel's ModelPatcher: the factors are made when they are first loaded."""
-
-    if TYPE_CHECKING:
-        model: LowRankModel
-
-    def load(self, *args, **kwargs):
-        self.model.build()
-        return super().load(*args, **kwargs)
+    def set_strengths(self, strengths: Mapping[tuple[str, LowRank], float]) -> None:
+        """Give each LoRA its strength, 0 where none is named; the tensor stays, so that a compiled graph sees it."""
+        numbers = [
+            strengths.get((key, change), 0.0) * scale
+            for key, layer in self.by_key.items()
+            for change, scale in zip(layer.changes, layer.scales, strict=True)
+        ]
+        if numbers != self._numbers:
+            self._strengths.copy_(torch.tensor(numbers))
+            self._numbers = numbers
 
 
 _made: weakref.WeakKeyDictionary[torch.nn.Module, weakref.WeakValueDictionary] = weakref.WeakKeyDictionary()
 
 
 def low_rank_patcher(
-    patcher: "ModelPatcher", modules: Mapping[str, torch.nn.Module], changes: Changes, dtype: torch.dtype
-) -> "ModelPatcher":
-    """Return the ModelPatcher of a LowRankModel on the devices of ``patcher``; clones with equal changes share it."""
-    known = _made.setdefault(patcher.model, weakref.WeakValueDictionary())
-    key = (dtype, patcher.load_device, tuple((key, change.key) for key, found in changes.items() for change in found))
-    found = known.get(key)
-    if found is None:
-        model = LowRankModel(modules, changes, dtype)
-        devices = patcher.load_device, patcher.offload_device
-        found = comfy.model_patcher.CoreModelPatcher(model, *devices, size=model.nbytes())
-        extend(found, _BuiltWhenLoaded)
-        known[key] = found
-    return found
+    patcher: ModelPatcher, changes: Mapping[str, Sequence[LowRank]], dtype: torch.dtype
+) -> ModelPatcher:
+    """Return the ModelPatcher of a LowRankModel on the devices of ``patcher``; clones with equal LoRAs share it."""
+    of_model = _made.setdefault(patcher.model, weakref.WeakValueDictionary())
+    key = dtype, patcher.load_device, tuple((key, *of_key) for key, of_key in changes.items())
+    shared = of_model.get(key)
+    if shared is None:
+        model = LowRankModel(changes, dtype, patcher.load_device)
+        shared = comfy.model_patcher.CoreModelPatcher(model, patcher.load_device, patcher.offload_device)
+        of_model[key] = shared
+    return shared

@@ -1,145 +1,119 @@
-"""Keep low-rank patches (LoRAs) of 8-bit weights out of the weights: ComfyUI's ModelPatcher with that one difference.
+"""Leave LoRAs out of 8-bit weights, and add them to the results of the layers: ComfyUI's ModelPatcher with that one
+difference.
 
-ComfyUI adds a patch to the dequantized weight and quantizes the sum again with stochastic rounding
-(``patch_weight_to_device`` in ``comfy/model_patcher.py``, ``resolve_cast_module_with_vbar`` in ``comfy/ops.py``). Here
-a low-rank patch is left out where weights are loaded, and two thin products are added to the layer's result
-(``low_rank.py``). It stays in ``patches``, where clones, savers and merges read it. What is not low-rank, or outweighs
-its layer (``precision/arithmetic/merging.py``), is merged as ComfyUI does, but in fp32 and rounded to nearest.
+ComfyUI adds a patch to the dequantized weight and rounds the sum to 8 bits again (``patch_weight_to_device`` in
+``comfy/model_patcher.py``). Here a LoRA is left out where weights are loaded, and its product is added to the layer's
+result (``low_rank.py``). It stays in ``patches``, where clones, savers and merges read it.
 """
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-import comfy.utils
+import comfy.model_base
 import torch
+from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
 
-from ....precision.arithmetic.patching import Patch, patched
+from ....precision.arithmetic.compiling import plain_name
+from ....precision.arithmetic.patching import Patch, exchange, patched
 from ....precision.dtypes import name_of
 from ....precision.errors import HalfsafeError
 from ....precision.modes import FP32
-from ..core import (
-    CAST_DTYPE,
-    has_cast_dtype,
-    is_in_dynamic_memory,
-    round_merge_to_nearest,
-    sets_own_weight,
-    with_weight_setter,
-)
-from ..facts.layers import is_quantized
+from ..core import CAST_DTYPE, has_cast_dtype
+from ..facts.layers import DIFFUSION_MODEL, is_quantized
 from ..run.compute import compute_of
-from ..run.wrappers import LOW_RANK
+from ..run.conditions import adapts_text, conditions_through
+from ..run.modules import calling_layers
+from ..run.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
 from .low_rank import low_rank_patcher
-from .merging import error_of, merging_in_fp32, rounded_to_nearest
-from .patches import SortedPatches, layer_name, sort_patches, strengths_of
+from .patches import SortedPatches, change_of, is_8bit_matrix, sort_patches
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
+INJECTED = "halfsafe_low_rank"
 
-class UnmergedLowRank:
-    """Extend a ModelPatcher: hold low-rank patches of 8-bit weights outside of the weights, as a model of their own.
 
-    A method without a description does what ComfyUI's own does.
-    """
+class AddsLowRank:
+    """Extend a ModelPatcher: add LoRAs of 8-bit weights to results. A method without a description does what ComfyUI's
+    own does."""
 
     if TYPE_CHECKING:
         model: torch.nn.Module
         patches: dict
 
     _sorted: tuple[tuple, SortedPatches] | None = None
-    _held: SortedPatches | None = None
-    _whole: dict | None = None
-    _strengths: tuple[SortedPatches, list, dict] | None = None
+    _all_patches: dict | None = None
+    _strengths: tuple[tuple, dict] | None = None
     _low_rank: tuple[SortedPatches, "ModelPatcher"] | None = None
 
     def sorted_patches(self) -> SortedPatches:
-        """Sort the patches of 8-bit weights; anew where patches were added."""
-        if self._held is not None:
-            return self._held
+        """Sort the patches of 8-bit weights; anew where patches were added, and not while weights are loaded."""
         state = self.patches_uuid, len(self.patches), tuple(map(id, self.hook_patches))
-        if self._sorted is None or self._sorted[0] != state:
+        if self._sorted is None or (self._all_patches is None and self._sorted[0] != state):
             self._sorted = state, sort_patches(self)
         return self._sorted[1]
 
     def leaves_weights_alone(self) -> bool:
         """Tell whether no patch is merged into any weight."""
-        return self.patches.keys() <= self.sorted_patches().kept
+        return self.patches.keys() <= self.sorted_patches().added
 
     def low_rank_patcher(self) -> "ModelPatcher | None":
-        """Return the ModelPatcher of the low-rank changes, if there are any."""
-        found = self.sorted_patches()
-        if not found.low_rank:
-            return None
-        if self._low_rank is None or self._low_rank[0] is not found:
-            changes = {key: tuple(by_key.values()) for key, by_key in found.low_rank.items()}
+        """Return the ModelPatcher of the LoRAs, if there are any."""
+        patches = self.sorted_patches()
+        if patches.low_rank and (self._low_rank is None or self._low_rank[0] is not patches):
             dtype = torch.bfloat16 if _cast_dtype(self) == torch.bfloat16 else torch.float16
-            self._low_rank = found, low_rank_patcher(self, found.modules, changes, dtype)
-        return self._low_rank[1]
+            self._low_rank = patches, low_rank_patcher(self, patches.low_rank, dtype)
+        return self._low_rank[1] if patches.low_rank else None
 
-    def forwards(self, device: torch.device) -> list[Patch]:
-        """Make patches that add the low-rank changes on a device, by the hooks active now; none without changes."""
+    def forwards(self) -> list[Patch]:
+        """Make patches that add the LoRAs at the strengths that they have by the hooks active now."""
         patcher = self.low_rank_patcher()
         if patcher is None:
             return []
-        modules, strengths = self.sorted_patches().modules, self._current_strengths()
-        patcher.model.set_strengths(strengths, device)
-        for key, layer in patcher.model.by_key():
+        patcher.model.set_strengths(self._strengths_now())
+        modules, layers = self.sorted_patches().modules, patcher.model.by_key.items()
+        for key, layer in layers:
             layer.in_fp32 = _multiplies_in_fp32(self, key)
-        patches = [layer.around(modules[key]) for key, layer in patcher.model.by_key()]
-        patcher.model.set_strengths(strengths, device)  # for inputs as large as those of the forwards found
-        return patches
+        return [layer.around(modules[key]) for key, layer in layers]
 
-    def _current_strengths(self) -> dict[tuple, float]:
-        found, hooks = self.sorted_patches(), self.current_hooks.hooks if self.current_hooks else []
-        state = [(hook.hook_ref, hook.strength) for hook in hooks]
-        if self._strengths is None or self._strengths[0] is not found or self._strengths[1] != state:
-            combined = super().get_combined_hook_patches(self.current_hooks)
-            patches = self.patches if self._whole is None else self._whole
-            pairs = [(key, patches[key]) for key in found.kept]
-            pairs += [(key, patches) for key, patches in combined.items() if key in found.hooks]
-            self._strengths = found, state, strengths_of(pairs)
-        return self._strengths[2]
+    def _strengths_now(self) -> dict:
+        patches, hooks = self.sorted_patches(), self.current_hooks.hooks if self.current_hooks else []
+        state = patches, [(hook.hook_ref, hook.strength) for hook in hooks]
+        if self._strengths is None or self._strengths[0] != state:
+            own, hooked = self._all_patches or self.patches, super().get_combined_hook_patches(self.current_hooks)
+            pairs = [(key, patch) for key in patches.added for patch in own[key]]
+            pairs += [(key, patch) for key in patches.hooks & hooked.keys() for patch in hooked[key]]
+            self._strengths = state, Counter()
+            for key, patch in pairs:
+                self._strengths[1][key, change_of(patch)] += patch[0]
+        return self._strengths[1]
 
     @contextlib.contextmanager
     def _merging(self) -> Iterator[None]:
         """Leave only what is merged into weights among the patches while the context lasts."""
-        held, whole = self.sorted_patches(), self.patches
-        self._held, self._whole = held, whole
-        self.patches = {key: value for key, value in whole.items() if key not in held.kept}
+        added, whole = self.sorted_patches().added, self.patches
+        self._all_patches, self.patches = whole, {key: whole[key] for key in whole if key not in added}
         try:
             yield
         finally:
-            self.patches, self._held, self._whole = whole, None, None
+            self.patches, self._all_patches = whole, None
 
     def load(self, *args, **kwargs):
-        merged = {key: self.sorted_patches().modules[key] for key in self.sorted_patches().merged}
-        for key, module in merged.items():
-            if key in self.patches and is_quantized(module):
-                error_of(self, key, module)
         with self._merging():
-            result = super().load(*args, **kwargs)
-        for module in filter(is_in_dynamic_memory, merged.values()):
-            round_merge_to_nearest(module)
-        return result
+            return super().load(*args, **kwargs)
 
     def partially_unload(self, *args, **kwargs):
         with self._merging():
             return super().partially_unload(*args, **kwargs)
 
-    def patch_weight_to_device(self, key, *args, **kwargs):
-        module = self.sorted_patches().modules.get(key)
-        if module is None or not sets_own_weight(module):
-            return super().patch_weight_to_device(key, *args, **kwargs)
-        setter = with_weight_setter(module, functools.partial(rounded_to_nearest, module))
-        with patched([setter]), merging_in_fp32:
-            return super().patch_weight_to_device(key, *args, **kwargs)
-
     def get_combined_hook_patches(self, hooks):
         """Return the patches that hooks merge into weights."""
-        unmerged = self.sorted_patches().hooks
-        return {key: value for key, value in super().get_combined_hook_patches(hooks).items() if key not in unmerged}
+        added = self.sorted_patches().hooks
+        return {key: value for key, value in super().get_combined_hook_patches(hooks).items() if key not in added}
 
     def inject_model(self):
         """Inject ours last, so outermost."""
@@ -151,10 +125,10 @@ class UnmergedLowRank:
     def patch_hook_weight_to_device(self, hooks, combined_patches, key, *args, **kwargs):
         """Refuse hooks that would be merged into an 8-bit weight."""
         # ComfyUI cannot put it back: its scale is copied into a copy (``copy_to_param`` in comfy/utils.py).
-        module = self.sorted_patches().modules.get(key)
-        if module is not None and is_quantized(module):
-            change = self.sorted_patches().merged[key]
-            problem = f"A hook changes '{key}' by {change}, which an 8-bit weight cannot take while the model runs."
+        patches = self.sorted_patches()
+        if key in patches.merged and is_quantized(patches.modules[key]):
+            reason = patches.merged[key]
+            problem = f"A hook changes '{key}' by {reason}, which an 8-bit weight cannot take while the model runs."
             raise HalfsafeError(problem, "Load the model with storage bf16, or use a LoRA of another kind.")
         super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kwargs)
 
@@ -165,20 +139,82 @@ class UnmergedLowRank:
     def model_state_dict(self, filter_prefix=None):
         """Leave out the names that a quantized layer gives its scales."""
         # They are no attributes, and ``get_key_patches`` of comfy/model_patcher.py reads them as such.
-        state = super().model_state_dict(filter_prefix)
-        return {name: tensor for name, tensor in state.items() if not _is_no_attribute(self.model, name)}
+        state, layers = super().model_state_dict(filter_prefix), dict(self.model.named_modules())
+        named = ((name, layers.get(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in state)
+        return {name: state[name] for name, layer, own in named if not is_quantized(layer) or hasattr(layer, own)}
 
     def model_state_dict_for_saving(self, model=None, prefix=""):
-        """Return the state dict with all patches merged."""
-        # ComfyUI takes a weight that is loaded for one that is patched (comfy/model_patcher.py).
-        state = super().model_state_dict_for_saving(model, prefix)
-        for key in self.sorted_patches().kept:
-            name = key.removeprefix(prefix)
-            if name in state:
-                weight = self.patch_weight_to_device(key, device_to=self.load_device, return_weight=True)
-                parts = weight.state_dict(name) if is_quantized(self.sorted_patches().modules[key]) else {name: weight}
-                state |= {part: tensor.to("cpu") for part, tensor in parts.items()}
+        state, patches = super().model_state_dict_for_saving(model, prefix), self.sorted_patches()
+        # ComfyUI takes a weight that is loaded for one that is patched, and fails on others in int8.
+        for key in patches.added:
+            weight, name = self.patch_weight_to_device(key, self.load_device, return_weight=True), key[len(prefix) :]
+            parts = weight.state_dict(name) if is_quantized(patches.modules[key]) else {name: weight}
+            state |= {part: tensor.to("cpu") for part, tensor in parts.items() if part in state}
         return state
+
+
+def keep_low_rank_unmerged(patcher: "ModelPatcher") -> None:
+    """Make a patcher and all of its later clones add LoRAs of 8-bit weights to results.
+
+    ``patcher``: a clone, or of a model just loaded.
+    """
+    if isinstance(patcher, AddsLowRank) or not any(is_8bit_matrix(module) for module in patcher.model.modules()):
+        return
+    _extend(patcher)
+    if patcher.patches or patcher.hook_patches:
+        # They are merged into the weights where a clone of ComfyUI's class is loaded, which has the same uuid.
+        patcher.patches_uuid = uuid.uuid4()
+    # A static clone of a dynamic model is of ComfyUI's own class.
+    patcher.add_callback_with_key(CallbacksMP.ON_CLONE, LOW_RANK, lambda _, clone: _extend(clone))
+    if isinstance(patcher.model, comfy.model_base.BaseModel):
+        set_wrapper(patcher, LOW_RANK, _around_call)
+        set_wrapper(patcher, LOW_RANK_OF_TEXT, _around_sampling, WrappersMP.OUTER_SAMPLE)
+    else:  # ComfyUI calls text encoders past all wrappers (``encode_from_tokens`` in comfy/sd.py).
+        patcher.set_injections(LOW_RANK, [PatcherInjection(_inject, _eject)])
+
+
+def _extend(patcher: "ModelPatcher") -> None:
+    if not isinstance(patcher, AddsLowRank):
+        patcher.__class__ = _extended(type(patcher))  # type: ignore[arg-type]  # a class is hashable
+
+
+@functools.cache
+def _extended(base: type) -> type:
+    return type(base.__name__, (AddsLowRank, base), {"__module__": base.__module__})
+
+
+def _around_call(executor, *args, **kwargs):
+    """Wrap a model's call (ComfyUI's APPLY_MODEL)."""
+    return _with_low_rank(executor.class_obj.current_patcher, functools.partial(executor, *args, **kwargs))
+
+
+def _around_sampling(executor, *args, **kwargs):
+    """Wrap sampling (ComfyUI's OUTER_SAMPLE): layers that run on the text before the model's calls have LoRAs too."""
+    patcher = executor.class_obj.model_patcher
+    if not adapts_text(patcher.model):
+        return executor(*args, **kwargs)
+    with conditions_through(patcher.model, functools.partial(_with_low_rank, patcher)):
+        return executor(*args, **kwargs)
+
+
+def _with_low_rank(patcher: "ModelPatcher", call: Callable):
+    forwards = patcher.forwards() if isinstance(patcher, AddsLowRank) else []
+    if not forwards:
+        return call()
+    with patched(forwards), calling_layers(patcher.sorted_patches().modules.values()):
+        return call()
+
+
+def _inject(patcher: AddsLowRank) -> None:
+    """Put the forwards on layers for as long as the patcher is loaded."""
+    exchange(patcher.forwards(), vars(patcher.model).setdefault(INJECTED, []))
+
+
+def _eject(patcher: "ModelPatcher") -> None:
+    """Take off what was injected, also by another clone of the model."""
+    # A clone of an injected patcher counts as injected too (``clone`` in comfy/model_patcher.py).
+    for owner, name, _ in vars(patcher.model).pop(INJECTED, []):
+        owner.__dict__.pop(name, None)
 
 
 def _cast_dtype(patcher) -> torch.dtype | None:
@@ -195,15 +231,27 @@ def _multiplies_in_fp32(patcher, key: str) -> bool:
     return (decision.mode if decision else name_of(_cast_dtype(patcher) or torch.float32)) == FP32.name
 
 
-def _is_no_attribute(model: torch.nn.Module, name: str) -> bool:
-    """Tell whether a name of a state dict is of a quantized weight's scale or format, and no attribute of its layer."""
-    layer, _, own = name.rpartition(".")
-    if not own.startswith(("weight_", "comfy_quant")):
-        return False
-    module = comfy.utils.get_attr(model, layer)
-    return is_quantized(module) and not hasattr(module, own)
+def layer_name(key: str) -> str:
+    """Return the name that plans and reports give the layer whose weight has this key."""
+    return plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")
 
 
-def unmerged_keys(extended: "ModelPatcher") -> set[str]:
-    """Return the keys of the weights whose patches are added unmerged; none for ComfyUI's own ModelPatcher."""
-    return extended.sorted_patches().kept if isinstance(extended, UnmergedLowRank) else set()
+def added_keys(extended: "ModelPatcher") -> set[str]:
+    """Return the keys of the weights whose patches are added to results; none for ComfyUI's own ModelPatcher."""
+    return extended.sorted_patches().added if isinstance(extended, AddsLowRank) else set()
+
+
+def unpatched(patcher: "ModelPatcher", key: str, module: torch.nn.Module) -> torch.Tensor:
+    """Return a weight before any patch: ComfyUI keeps it where it merged LoRAs, else where a hook changed it."""
+    merged, hooked = patcher.backup.get(key), patcher.hook_backup.get(key)
+    return merged.weight if merged else hooked[0] if hooked else module.weight
+
+
+def low_rank_reasons(extended: "ModelPatcher") -> dict[str, str]:
+    """Say by layer what was done with the patches of its 8-bit weight; nothing for ComfyUI's own ModelPatcher."""
+    if not isinstance(extended, AddsLowRank):
+        return {}
+    patches = extended.sorted_patches()
+    texts = {key: f"LoRAs added to the layer's result: {len(of_key)}" for key, of_key in patches.low_rank.items()}
+    texts |= {key: f"weight quantized anew with {why} merged into it" for key, why in patches.merged.items()}
+    return {layer_name(key): text for key, text in texts.items()}

@@ -1,22 +1,48 @@
-"""Sort the patches of 8-bit weights: low-rank ones are kept unmerged while they are smaller than the weight, all others
-are merged into it."""
+"""Sort the patches of 8-bit weights: LoRAs are added to the results of their layers, all others merged by ComfyUI."""
 
-from collections.abc import Iterable
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import comfy.utils
 import torch
+from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter, WeightAdapterBase
 
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.linear import kind_of
-from ....precision.arithmetic.merging import MergingError, outweighs
-from ..facts.layers import DIFFUSION_MODEL, is_quantized
-from .adapters import LowRank, key_of, low_rank
-from .merging import error_of
+from ..facts.layers import is_quantized
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
+
+ALPHA = 2
+"""The place of a number among the ``weights`` of an adapter (``comfy/weight_adapter``); matrices are at the others."""
+RANKED = {LoRAAdapter: (1,), LoHaAdapter: (1,), LoKrAdapter: (6, 4)}
+"""The places of matrices with as many rows as the rank that divides alpha, the first that is there."""
+MERGED_WITH = {LoRAAdapter: (3, 4, 5), LoHaAdapter: (5, 6, 7), LoKrAdapter: (7, 8)}
+"""The places of a DoRA's scale, and of what resizes a weight or is a convolution's."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A LoRA, LoHa or LoKr of a weight. ``offset``: ``(axis, start, length)`` of the part that changes, or None."""
+
+    adapter: WeightAdapterBase
+    offset: tuple[int, int, int] | None
+
+    def factors(self) -> dict[int, torch.Tensor]:
+        """Return the adapter's matrices by their places."""
+        tensors = {place: tensor for place, tensor in enumerate(self.adapter.weights) if place != ALPHA}
+        return {place: tensor.flatten(1) for place, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+
+    def scale(self) -> float:
+        """Return alpha by rank, which multiplies the change."""
+        alpha, weights = self.adapter.weights[ALPHA], self.adapter.weights
+        ranks = [len(weights[place]) for place in RANKED[type(self.adapter)] if weights[place] is not None]
+        return alpha / ranks[0] if ranks and alpha is not None else 1.0
+
+    def product(self, factors: dict[int, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        """Multiply ``x`` by other matrices as ComfyUI's adapter multiplies by its own, at a scale of 1."""
+        return type(self.adapter)(set(), [factors.get(place) for place in range(len(self.adapter.weights))]).h(x, x)
 
 
 @dataclass
@@ -25,89 +51,69 @@ class SortedPatches:
 
     Attributes:
         modules: key of a weight -> its layer.
-        low_rank: key -> the low-rank changes by their keys, those of hooks included.
-        merged: key -> why the weight is quantized anew.
-        outweighing: key -> the rank of low-rank patches that is too high to be kept unmerged, and what merging costs.
-        kept: the keys of weights whose own patches are all kept unmerged.
+        low_rank: key -> the changes that are added to the layer's result, those of hooks included.
+        merged: key -> why ComfyUI merges the patches.
+        added: the keys of weights whose own patches are all added.
         hooks: the keys of weights whose patches by hooks are.
     """
 
-    modules: dict[str, torch.nn.Module] = field(default_factory=dict)
-    low_rank: dict[str, dict[tuple, LowRank]] = field(default_factory=dict)
+    modules: dict[str, torch.nn.Module]
+    low_rank: dict[str, list[LowRank]] = field(default_factory=dict)
     merged: dict[str, str] = field(default_factory=dict)
-    outweighing: dict[str, tuple[int, MergingError]] = field(default_factory=dict)
-    kept: set[str] = field(default_factory=set)
+    added: set[str] = field(default_factory=set)
     hooks: set[str] = field(default_factory=set)
 
 
 def sort_patches(patcher: "ModelPatcher") -> SortedPatches:
-    """Sort a ModelPatcher's patches of 8-bit weights, its own and those of all its hooks.
-
-    Those of hooks are never merged for their rank: their strengths change while the model runs.
-    """
-    result = SortedPatches()
-    for key, patches in patcher.patches.items():
-        changes = _low_rank_changes(result, patcher.model, key, patches)
-        if changes and not _is_merged_for_its_rank(result, patcher, key, changes):
-            result.kept.add(key)
-            result.low_rank[key] = changes
-    for key, patches in _hook_patches(patcher).items():
-        if changes := _low_rank_changes(result, patcher.model, key, patches):
-            result.hooks.add(key)
-            result.low_rank.setdefault(key, {}).update(changes)
+    """Sort a ModelPatcher's patches of 8-bit weights, its own and those of all its hooks."""
+    named = patcher.model.named_modules()
+    result = SortedPatches({f"{plain_name(name)}.weight": module for name, module in named if is_8bit_matrix(module)})
+    hooked = defaultdict(list)
+    for by_key in patcher.hook_patches.values():
+        for key, patches in by_key.items():
+            hooked[key].extend(patches)
+    for of_key, added in ((patcher.patches, result.added), (hooked, result.hooks)):
+        for key, patches in of_key.items():
+            if key not in result.modules:
+                continue
+            shape = tuple(result.modules[key].weight.shape)
+            if reason := next(filter(None, (why_merged(patch, shape) for patch in patches)), ""):
+                result.merged[key] = reason
+            else:
+                added.add(key)
+                result.low_rank[key] = list(dict.fromkeys([*result.low_rank.get(key, ()), *map(change_of, patches)]))
     return result
 
 
-def _hook_patches(patcher: "ModelPatcher") -> dict[str, list[tuple]]:
-    joined: dict[str, list[tuple]] = {}
-    for by_key in patcher.hook_patches.values():
-        for key, patches in by_key.items():
-            joined.setdefault(key, []).extend(patches)
-    return joined
+def change_of(patch: tuple) -> LowRank:
+    """Return the change that a patch makes at a strength of 1; equal for patches of one adapter."""
+    _, adapter, _, offset, _ = patch
+    return LowRank(adapter, offset and tuple(offset))
 
 
-def _low_rank_changes(
-    result: SortedPatches, model: torch.nn.Module, key: str, patches: list[tuple]
-) -> dict[tuple, LowRank]:
-    """Return the patches of one 8-bit weight as low-rank changes; none, and note why, where one of them is not."""
-    module = _layer_of(model, key)
-    if module is None or not is_8bit_matrix(module):
-        return {}
-    result.modules[key] = module
-    changes = {}
-    for patch in patches:
-        change = low_rank(patch, tuple(module.weight.shape))
-        if isinstance(change, str):
-            result.merged[key] = change
-            return {}
-        changes[change.key] = change
-    return changes
+def why_merged(patch: tuple, whole: tuple[int, int]) -> str:
+    """Say why ComfyUI has to merge a patch of a weight ``(outputs, inputs)``; "" where it is added to the result."""
+    _, value, strength_model, _, function = patch
+    if strength_model != 1.0:
+        return "a merge of models"
+    if type(value) not in MERGED_WITH or not hasattr(value, "h"):
+        return "a patch other than a LoRA, LoHa or LoKr"
+    if function is not None:
+        return "a patch that rearranges the weight's rows"
+    if any(value.weights[place] is not None for place in MERGED_WITH[type(value)]):
+        return "a DoRA, or a LoRA that resizes the weight"
+    return "" if _fits(change_of(patch), list(whole)) else "a LoRA for a weight of another shape"
 
 
-def _is_merged_for_its_rank(
-    result: SortedPatches, patcher: "ModelPatcher", key: str, changes: dict[tuple, LowRank]
-) -> bool:
-    """Tell whether changes outweigh their weight and merging leaves most of them, and note both.
-
-    An fp8 weight without a scale takes no merged one: it would pass its range.
-    """
-    module, rank = result.modules[key], sum(change.rank for change in changes.values())
-    if not is_quantized(module) or not outweighs(rank, tuple(module.weight.shape)):
-        return False
-    result.outweighing[key] = rank, error_of(patcher, key, module)
-    if not result.outweighing[key][1].keeps_change:
-        return False
-    result.merged[key] = f"LoRAs of summed rank {rank}"
-    return True
-
-
-def _layer_of(model: torch.nn.Module, key: str) -> torch.nn.Module | None:
-    """Return the layer whose weight a key names; None for a bias, or a layer that the model does not have."""
-    layer, _, name = key.rpartition(".")
+def _fits(change: LowRank, shape: list[int]) -> bool:
+    """Tell whether a change takes the inputs of a weight of this shape, and gives its outputs."""
+    if change.offset:
+        shape[change.offset[0]] = change.offset[2]
+    factors = {place: tensor.to("meta") for place, tensor in change.factors().items()}
     try:
-        return comfy.utils.get_attr(model, layer) if name == "weight" else None
-    except AttributeError:
-        return None
+        return change.product(factors, torch.empty(1, shape[1], device="meta")).shape[-1] == shape[0]
+    except RuntimeError:
+        return False
 
 
 def is_8bit_matrix(module: torch.nn.Module) -> bool:
@@ -116,18 +122,3 @@ def is_8bit_matrix(module: torch.nn.Module) -> bool:
     if kind_of(module) != "linear" or not isinstance(weight, torch.Tensor) or weight.dim() != 2:
         return False
     return is_quantized(module) or (weight.is_floating_point() and weight.dtype.itemsize == 1)
-
-
-def strengths_of(pairs: Iterable[tuple[str, list[tuple]]]) -> dict[tuple, float]:
-    """Add up the strengths of equal patches: (key of the weight, key of the patch) -> strength."""
-    strengths: dict[tuple, float] = {}
-    for key, patches in pairs:
-        for strength, value, _, offset, _ in patches:
-            own = key, key_of(value, offset)
-            strengths[own] = strengths.get(own, 0.0) + strength
-    return strengths
-
-
-def layer_name(key: str) -> str:
-    """Return the name that plans and reports give the layer whose weight has this key."""
-    return plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")

@@ -25,7 +25,7 @@ PLACES = {
 """The order of our wrappers around a model's call, from the outermost in; wrappers of others are at 0.
 
 Outermost: the guard's check. Accumulation wraps compute. Inside of it the guard's escalated layers, which override
-both. Innermost: unmerged LoRAs of 8-bit weights, which add to the result of whatever runs the layer. Around a
+both. Innermost: LoRAs of 8-bit weights, which add to the result of whatever runs the layer. Around a
 sampler's run, where what is set first runs last (``conditions.conditions_through``), their wrapper is the outermost
 for the same reason, but for the report, which is made when a run has ended.
 
@@ -34,8 +34,8 @@ The order of wrappers decides the order of a layer's forwards the other way roun
 runs inside of what an inner one puts there. ``chain_of(module.forward)`` of ``precision/arithmetic/planned.py`` lists
 what runs a layer, from the outside in:
 
-0. ``LowRankLayer``, an unmerged LoRA of an 8-bit weight (``lora/unmerged.py``), which calls the next one and adds to
-   its result; a ``SafeOperation`` calls it instead, with the operand that it has multiplied itself;
+0. ``LowRankLayer``, the LoRAs of an 8-bit weight (``lora/low_rank.py``), which calls the next one and adds to its
+   result;
 1. ``CastResult`` of the guard's escalation (``guard/escalation.py``); it is made outside of the other two and calls
    neither. Else:
 2. ``CastResult`` of compute (``compute.PlannedModel``) around ``SafeOperation`` or ``Fp8Linear``, which multiply by

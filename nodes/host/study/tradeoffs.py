@@ -34,7 +34,7 @@ from ..load.identity import metadata_of
 from ..load.models import load_weights
 from ..load.progress import advancing
 from ..load.save import BYPASS, LiveWeights
-from ..lora.unmerged import keep_low_rank_unmerged
+from ..lora.patcher import keep_low_rank_unmerged
 from ..page import show_progress
 from ..planned import with_compute
 from ..report import report_of

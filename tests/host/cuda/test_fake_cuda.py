@@ -115,9 +115,9 @@ def test_a_compiled_model_is_one_graph(comfy, files, calls, family):
 
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp16_safe"])
 @pytest.mark.parametrize("family", ["wan", "flux"])
-def test_a_lora_beside_eight_bit_weights_takes_three_kernels_a_layer(comfy, files, calls, alone, family, compute):
+def test_a_lora_of_eight_bit_weights_takes_few_kernels_a_layer(comfy, files, calls, alone, family, compute):
     """Its two products, of which one adds to the layer's, and one kernel between them: no copy of an input or a result. In
-    `fp16_safe` an operand may be measured that need not be without the LoRA."""
+    `fp16_safe` its input is measured and brought to fp16, and the sum is in fp32: an operand more may be measured and cast."""
     model = load(comfy, files(family), "fp8_e4m3fn", compute)
     modules = model.model.diffusion_model.named_modules()
     shapes = {name: tuple(module.weight.shape) for name, module in modules if is_8bit_matrix(module)}
@@ -127,6 +127,6 @@ def test_a_lora_beside_eight_bit_weights_takes_three_kernels_a_layer(comfy, file
     beside = Counter(kernel.name for kernel in seen) - Counter(kernel.name for kernel in plain)
     print(f"\n{family:6} {compute:10} {len(shapes)} LoRAs, {(len(seen) - len(plain)) / len(shapes):.2f} kernels a LoRA: {dict(beside)}")
     measured = sum(beside.pop(name, 0) for name in ("linalg_vector_norm", "linalg_vector_norm.out", "amax.out"))
-    assert sum(beside.values()) <= 3 * len(shapes) and len(seen) - len(plain) <= 3 * len(shapes) + measured
-    assert measured <= (len(shapes) / 2 if compute == "fp16_safe" else 0)
+    assert sum(beside.values()) <= (8 if compute == "fp16_safe" else 3) * len(shapes)
+    assert measured <= (1.5 * len(shapes) if compute == "fp16_safe" else 0)
     assert [place for place in reads.places if "read" not in place] == []
