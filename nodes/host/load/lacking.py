@@ -104,7 +104,7 @@ def named_if_lacking(*paths: str) -> Iterator[None]:
     """Name the tensor and the files where ComfyUI looks for a tensor that no file has."""
     try:
         yield
-    except (KeyError, UnboundLocalError) as error:  # the latter: text_encoders/long_clipl.py
+    except (KeyError, UnboundLocalError) as error:  # the latter in text_encoders/long_clipl.py
         name = error.args[0] if isinstance(error, KeyError) and error.args else "a tensor"
         problem = f"lacks {name}, by which ComfyUI tells the model"
         raise CheckpointError(", ".join(paths), problem, advice=AGAIN) from error
