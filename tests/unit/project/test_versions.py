@@ -1,10 +1,8 @@
 """What `scripts/versions.py` makes of a run's results."""
 
-import json
 from pathlib import Path
 from subprocess import CompletedProcess
 
-import pytest
 import versions
 from versions import Outcome, as_table, read_junit
 
@@ -29,14 +27,6 @@ def test_a_run_without_results_is_no_success(tmp_path):
     assert Outcome("unit", "3.11.0", "2.11.0", passed=1).ok
 
 
-def test_saved_outcomes_replace_those_of_the_same_versions(tmp_path, monkeypatch):
-    monkeypatch.setattr(versions, "RESULTS", tmp_path / "versions.json")
-    versions._save([Outcome("unit", "3.11.0", "2.8.0", passed=1), Outcome("unit", "3.11.0", "2.11.0", passed=1)])
-    versions._save([Outcome("unit", "3.11.0", "2.8.0", passed=7)])
-    saved = json.loads((tmp_path / "versions.json").read_text())["outcomes"]
-    assert {row["torch"]: row["passed"] for row in saved} == {"2.8.0": 7, "2.11.0": 1}
-
-
 def test_kernels_run_on_a_comfy_kitchen_before_the_installed_one(tmp_path, monkeypatch):
     """And have a row of their own in the table."""
     folder, runs = tmp_path / "comfy-kitchen-9.9", []
@@ -48,13 +38,6 @@ def test_kernels_run_on_a_comfy_kitchen_before_the_installed_one(tmp_path, monke
     assert "tests/unit" in command and "int8" in command[command.index("-k") + 1]
     assert kwargs["env"]["PYTHONPATH"] == str(folder)
     assert outcome.kitchen == "9.9" and " 9.9 " in as_table([outcome])
-
-
-@pytest.mark.parametrize("version", ["2.8.0", "newest"])
-def test_torch_is_asked_for_by_version(version):
-    assert versions._torch_packages(version, False) == ["torch" if version == "newest" else "torch==2.8.0"]
-    audio = "torchaudio" if version == "newest" else "torchaudio<=2.8.0"
-    assert {"torchvision", audio} < set(versions._torch_packages(version, True))
 
 
 def test_a_tier_runs_as_on_another_cpu(tmp_path, monkeypatch):
