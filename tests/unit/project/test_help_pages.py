@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).absolute().parents[3]
 FOLDER = ROOT / "web" / "docs"
 PAGES = sorted(path.stem for path in FOLDER.glob("*.md"))
@@ -24,12 +22,9 @@ def first_line(page: str, language: str) -> str:
     return line
 
 
-@pytest.mark.parametrize("language", SHAPES)
-@pytest.mark.parametrize("page", PAGES)
-def test_the_first_line_says_when_to_use_the_node_and_when_not(page: str, language: str) -> None:
-    line = first_line(page, language)
-    assert SHAPES[language].fullmatch(line), line
-    assert len(line) <= 200
+def test_the_first_line_says_when_to_use_the_node_and_when_not() -> None:
+    lines = [(shape, first_line(page, language)) for language, shape in SHAPES.items() for page in PAGES]
+    assert [line for shape, line in lines if not shape.fullmatch(line) or len(line) > 200] == []
 
 
 def test_no_two_nodes_are_for_the_same() -> None:

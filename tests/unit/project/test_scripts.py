@@ -9,10 +9,9 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from halfsafe.benchmarks import files
 from setup import environment
-from setup.comfyui_server import Server, ServerError, error_text, link_pack, make_base_directory
-from setup.workflow import WorkflowError, shrink, small_file, substitute_files, to_prompt, written_back
+from setup.comfyui_server import Server, ServerError, error_text, link_pack
+from setup.workflow import WorkflowError, small_file, substitute_files, to_prompt, written_back
 
 ROOT = Path(__file__).absolute().parents[3]
 
@@ -54,22 +53,6 @@ def test_only_the_vendored_comfyui_is_unpacked(tmp_path: Path) -> None:
     assert files == [unpacked / "main.py"]
 
 
-def test_failed_stage_shows_what_the_command_said() -> None:
-    with pytest.raises(environment.SetupError, match=r"(?s)Breaking failed:.*no such package"):
-        environment.run_step("Breaking", [sys.executable, "-c", "print('no such package'); raise SystemExit(1)"])
-
-
-def test_interrupted_or_foreign_stamp_is_not_a_finished_one(tmp_path: Path) -> None:
-    assert environment._stamp(tmp_path) == {}
-    (tmp_path / "halfsafe.json").write_text("{", encoding="utf-8")
-    assert environment._stamp(tmp_path) == {}
-
-
-def test_broken_interpreter_is_not_usable(tmp_path: Path) -> None:
-    assert environment._is_usable(Path(sys.executable), imports=True)
-    assert not environment._is_usable(tmp_path / "absent", imports=False)
-
-
 def test_lock_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
     lock = tmp_path / "lock"
     code = (
@@ -81,12 +64,6 @@ def test_lock_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             waiting.wait(timeout=1.5)
     assert waiting.communicate(timeout=30)[0].strip() == b"in"
-
-
-def test_pack_is_linked_into_an_otherwise_empty_base(tmp_path: Path) -> None:
-    base = make_base_directory(tmp_path / "base", ROOT)
-    assert [path.name for path in (base / "custom_nodes").iterdir()] == ["Halfsafe-Pack"]
-    assert (base / "custom_nodes" / "Halfsafe-Pack" / "pyproject.toml").samefile(ROOT / "pyproject.toml")
 
 
 def test_pack_is_copied_where_links_are_not_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,25 +119,6 @@ def test_failed_prompt_names_its_node() -> None:
     assert error_text(entry).startswith("KSampler: out of memory")
 
 
-def test_seed_control_value_is_not_taken_for_an_input() -> None:
-    info = {
-        "Sampler": {
-            "input": {
-                "required": {
-                    "seed": ["INT", {"default": 0, "control_after_generate": True}],
-                    "steps": ["INT", {"default": 20}],
-                    "name": [["euler", "heun"]],
-                    "model": ["MODEL"],
-                },
-                "optional": {"late": ["FLOAT", {"default": 0.5}]},
-            }
-        }
-    }
-    node = {"id": 4, "type": "Sampler", "widgets_values": [7, "randomize", 12, "heun"], "inputs": []}
-    prompt = to_prompt({"nodes": [node], "links": []}, info)
-    assert prompt["4"]["inputs"] == {"seed": 7, "steps": 12, "name": "heun", "late": 0.5}
-
-
 def test_a_changed_prompt_is_written_back_where_the_page_reads_it() -> None:
     fields = {"seed": ["INT", {"control_after_generate": True}], "steps": ["INT", {}], "name": [["a", "b"]], "model": ["MODEL"]}
     info = {"Sampler": {"input": {"required": fields}}}
@@ -193,28 +151,3 @@ def test_unknown_node_and_file_are_named() -> None:
     prompt = {"1": {"class_type": "Load", "inputs": {"odd_name": "b.safetensors"}}}
     with pytest.raises(WorkflowError, match=r"b\.safetensors"):
         substitute_files(prompt, info, small_file)
-
-
-def test_clip_l_stand_in_is_loaded_as_sd3() -> None:
-    info = {"Load": {"input": {"required": {"clip_name1": [["clip_l.safetensors"]], "type": [["wan", "sd3"]]}}}}
-    prompt = {"1": {"class_type": "Load", "inputs": {"clip_name1": "umt5.safetensors", "type": "wan"}}}
-    inputs = substitute_files(prompt, info, small_file)["1"]["inputs"]
-    assert inputs == {"clip_name1": "clip_l.safetensors", "type": "sd3"}
-
-
-def test_shrinking_lowers_sizes_and_nothing_else() -> None:
-    prompt = {"1": {"class_type": "Latent", "inputs": {"width": 832, "steps": 1, "cfg": 6.0, "length": True}}}
-    inputs = shrink(prompt, width=256)["1"]["inputs"]
-    assert inputs == {"width": 256, "steps": 1, "cfg": 6.0, "length": True}
-
-
-def test_int8_is_compared_with_fp8_and_with_the_other() -> None:
-    runs = {
-        side: [{"seconds": seconds * factor, "cpu_seconds": seconds, "anonymous_bytes": 100, "weight_bytes": 100} for factor in (1.0, 1.1, 3.0)]
-        for side, seconds in (("halfsafe", 2.0), ("int8", 5.0), ("other", 1.0))
-    }
-    summary = {side: files._summary(taken) for side, taken in runs.items()}
-    assert summary["int8"]["seconds"] == 5.5, "the median, which one disturbed run does not move"
-    assert files._ratios(runs, summary, "int8", "other") == {"seconds": 5.0, "cpu_seconds": 5.0, "anonymous_bytes": 1.0, "weight_bytes": 1.0, "best_seconds": 5.0}
-    found = files._targets("load", summary)
-    assert found["int8_to_fp8"] == {"limit": 2.0, "measured": 2.5, "met": False} and found["int8_memory_to_weights"]["met"]

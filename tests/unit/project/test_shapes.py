@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from setup.workflow import ask_for, bypass, to_prompt
+from setup.workflow import bypass, to_prompt
 from support import shapes
 
 EVERYTHING = shapes.all_shapes()
@@ -30,21 +30,6 @@ def test_an_empty_picture_shows_nothing(value: float) -> None:
     assert shapes.read_picture(np.full((128, 128, 3), value)) is None
 
 
-def test_noise_and_blots_show_nothing() -> None:
-    chance = np.random.default_rng(0)
-    assert shapes.read_picture(chance.random((128, 128, 3))) is None
-    blots = np.ones((128, 128, 3))
-    for x, y in chance.integers(10, 100, (6, 2)):
-        blots[x : x + 14, y : y + 14] = shapes.COLOURS["red"]
-    assert shapes.read_picture(blots) is None
-
-
-def test_prompts_name_a_shape_once() -> None:
-    assert shapes.Shape("red", "circle").prompt() == "a red circle"
-    assert shapes.Shape("red", "circle", "pink").prompt() == "a red circle on a pink background"
-    assert len({shape.prompt() for shape in EVERYTHING}) == len(EVERYTHING) == 144
-
-
 def test_trained_files_are_finite_fp16_and_small() -> None:
     for path in (shapes.MODEL, shapes.VAE):
         for name, tensor in load_file(path).items():
@@ -61,14 +46,6 @@ def test_overflowing_twin_holds_the_same_numbers_scaled(tmp_path: Path) -> None:
     for name, tensor in plain.items():
         assert torch.equal(twin[name], tensor * 2.0**13 if name in scaled else tensor), name
         assert twin[name].isfinite().all(), name
-
-
-def test_asking_changes_the_texts_of_the_sampler_and_no_other() -> None:
-    texts = {name: {"class_type": "CLIPTextEncode", "inputs": {"text": "old"}} for name in "123"}
-    sampler = {"class_type": "KSampler", "inputs": {"positive": ["1", 0], "negative": ["2", 0], "cfg": 6.0, "steps": 4}}
-    asked = ask_for({**texts, "4": sampler}, "a red circle")
-    assert [asked[name]["inputs"]["text"] for name in "123"] == ["a red circle", "", "old"]
-    assert asked["4"]["inputs"] == {**sampler["inputs"], "cfg": 3.0}
 
 
 def test_bypassed_nodes_pass_their_input_on() -> None:

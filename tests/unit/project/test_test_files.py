@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from support.shipped import ROOT
 
 THEMES = ("host/compile", "host/cuda", "host/device", "host/graph", "unit/project", "browser", "gpu")
@@ -24,9 +21,9 @@ def test_a_name_that_tells_nothing_is_seen() -> None:
     assert not names_a_file("test_hunt.py") and not names_a_file("test_causeless.py")
 
 
-@pytest.mark.parametrize("path", [path for path in TESTS if path.parent.as_posix() not in THEMES], ids=str)
-def test_a_test_is_named_for_the_file_it_tests(path: Path) -> None:
-    assert names_a_file(path.name), f"call {path} test_<file>.py or test_<file>_<theme>.py, after a file of precision/ or nodes/"
+def test_a_test_is_named_for_the_file_it_tests() -> None:
+    """Call it test_<file>.py or test_<file>_<theme>.py, after a file of precision/ or nodes/."""
+    assert [str(path) for path in TESTS if path.parent.as_posix() not in THEMES and not names_a_file(path.name)] == []
 
 
 def test_no_theme_stands_for_a_folder_that_is_gone() -> None:
