@@ -1,4 +1,4 @@
-"""Measure which layers survive which precision."""
+"""Measure which layers survive a lower precision."""
 
 import torch
 from comfy_api.latest import io

@@ -1,4 +1,4 @@
-"""Measure which precision suits a model on this device."""
+"""Measure the time, memory and error of precisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers of a model survive a lower precision, and which storage and compute suit a model on this device.
+"""Which layers of a model survive a lower precision, and how fast, small and close storages and computes are.
 
 Imports the plans, the report's drawing and what lies below them; neither the guard nor the commands.
 """

@@ -31,8 +31,7 @@ def rules_of(analysis: Analysis) -> Rules:
 
 
 def rule_lines(analysis: Analysis) -> list[str]:
-    """Write the lines of :func:`rules_of`; a pattern covers several layers only where it matches none it would
-    change."""
+    """Write the lines of :func:`rules_of`. No pattern matches a layer with another outcome."""
     high = [layer.name for layer in analysis.layers if layer.status != CHOSEN]
     if analysis.candidate.stores:
         kept = [layer for layer in analysis.layers if _would_be_stored(layer)]
@@ -43,8 +42,7 @@ def rule_lines(analysis: Analysis) -> list[str]:
 
 
 def _would_be_stored(layer: LayerResult) -> bool:
-    """Tell whether this is a layer that was not chosen, yet that a loader would store as the candidate:
-    no preset keeps it."""
+    """Tell whether a loader would store a layer as the candidate though the layer was not chosen."""
     return layer.status != CHOSEN and not layer.sensitive and can_be_quantized(layer.cls)
 
 

@@ -52,8 +52,10 @@ class Candidate:
         return not self.stores and MODES[self.name].sums_in_fp16
 
     def rounded(self, weight: torch.Tensor, amax: float) -> torch.Tensor:
-        """Round a weight, or a part of one, as this candidate stores it; the dtype stays. ``amax``:
-        :func:`amax_value` of the whole weight."""
+        """Round a weight, or some of its rows, to this candidate's storage; the dtype stays.
+
+        ``amax``: :func:`amax_value` of the whole weight.
+        """
         if not self.stores:
             return weight.to(self.dtype).to(weight.dtype)
         if self.name == INT8.name:

@@ -3,6 +3,7 @@ and of its output on samples of its real inputs."""
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -14,35 +15,42 @@ ROWS = 64
 CROP = (2, 8, 8)
 
 
-class LayerErrors:
-    """The SNRs of one layer in dB, the worst of its calls; ``flops``: multiplications and additions of its matmuls.
+@dataclass
+class LayerResult:
+    """The figures of one layer. dB values are signal to noise ratios, the worst of its calls; None: not measured.
 
-    ``crest``: the largest crest factor of its inputs, see :func:`crest_factor`.
+    ``output_db``: of the whole output; ``channel_db``: the mean over output channels, which shows an error that larger
+    channels hide. ``size``: parameters. ``flops``: of its matmuls in one run. ``sensitive``: the default preset keeps
+    it. ``crest``: amax / rms of its input, the largest of its calls.
     """
 
-    def __init__(self):
-        self.weight_db: float | None = None
-        self.output_db: float | None = None
-        self.channel_db: float | None = None
-        self.crest: float | None = None
-        self.flops = 0
+    name: str
+    cls: str
+    size: int
+    status: str
+    reason: str = ""
+    sensitive: bool = False
+    weight_db: float | None = None
+    output_db: float | None = None
+    channel_db: float | None = None
+    flops: int = 0
+    crest: float | None = None
 
-    def add(self, output_db: float, channel_db: float) -> None:
-        """Add the SNRs of one more call; the lowest are kept."""
-        self.output_db = output_db if self.output_db is None else min(self.output_db, output_db)
-        self.channel_db = channel_db if self.channel_db is None else min(self.channel_db, channel_db)
+    @property
+    def worst_db(self) -> float | None:
+        return None if self.output_db is None else min(self.output_db, self.channel_db)
 
 
 class MeasuredForward:
-    """A module's forward that also measures its error, on at most ``ROWS`` rows or one small crop of each input.
+    """A module's forward with a measurement, on at most ``ROWS`` rows or a small crop of each input.
 
     Needs memory for pieces of ``PART`` elements of the layer's weight, and keeps no input.
     """
 
-    def __init__(self, module: torch.nn.Module, errors: LayerErrors, candidate: Candidate, weights: WeightProvider):
+    def __init__(self, module: torch.nn.Module, layer: LayerResult, candidate: Candidate, weights: WeightProvider):
         self.module = module
         self.forward: Callable = module.forward
-        self.errors = errors
+        self.layer = layer
         self.candidate = candidate
         self.weights = weights
 
@@ -50,12 +58,15 @@ class MeasuredForward:
         result = self.forward(x, *args, **kwargs)
         if x.numel() == 0:
             return result
-        self.errors.flops += matmul_flops(result, self.module, kind_of(self.module))
+        layer = self.layer
+        layer.flops += matmul_flops(result, self.module, kind_of(self.module))
         with self.weights(self.module, x, x.dtype) as (weight, bias):
-            if self.errors.weight_db is None:
-                self.errors.weight_db = weight_error(weight, self.candidate)
-            self.errors.crest = max(self.errors.crest or 0.0, crest_factor(x))
-            self.errors.add(*output_error(self.module, sample(self.module, x), weight, bias, self.candidate))
+            if layer.weight_db is None:
+                layer.weight_db = weight_error(weight, self.candidate)
+            output_db, channel_db = output_error(self.module, sample(self.module, x), weight, bias, self.candidate)
+        layer.output_db = min(output_db, math.inf if layer.output_db is None else layer.output_db)
+        layer.channel_db = min(channel_db, math.inf if layer.channel_db is None else layer.channel_db)
+        layer.crest = max(crest_factor(x), layer.crest or 0.0)
         return result
 
 

@@ -18,7 +18,7 @@ from ..arithmetic.linear import WeightProvider
 from ..arithmetic.patching import Patch, patched
 from ..errors import HalfsafeError
 from .candidates import Candidate
-from .layer_error import LayerErrors, MeasuredForward
+from .layer_error import LayerResult, MeasuredForward
 
 CHOSEN, KEPT, PINNED, BARRED, UNUSED = "chosen", "kept", "pinned", "not possible", "never ran"
 MAX_TRIALS = 12
@@ -29,43 +29,6 @@ _PROJECTION = re.compile(r"(^|_)(w?)(?:[qkv]|kv|query|key|value)(?=_|$)")
 Group = tuple[str, ...]
 Run = Callable[[], Sequence[torch.Tensor]]
 """Samples a few steps and returns the final latents."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """One layer. ``role``: what makes it sensitive, if it is; ``barred``: why the candidate cannot act on it."""
-
-    name: str
-    cls: str
-    module: torch.nn.Module
-    role: str = ""
-    barred: str = ""
-
-
-@dataclass
-class LayerResult:
-    """The figures of one layer. dB values are signal to noise ratios; None where nothing was measured.
-
-    ``output_db``: of the whole output; ``channel_db``: the mean over output channels, which shows an error that larger
-    channels hide. ``size``: parameters. ``flops``: of its matmuls in one run. ``sensitive``: the default preset keeps
-    it. ``crest``: amax / rms of its input, the largest of its calls.
-    """
-
-    name: str
-    cls: str
-    size: int
-    status: str
-    reason: str = ""
-    weight_db: float | None = None
-    output_db: float | None = None
-    channel_db: float | None = None
-    flops: int = 0
-    sensitive: bool = False
-    crest: float | None = None
-
-    @property
-    def worst_db(self) -> float | None:
-        return None if self.output_db is None else min(self.output_db, self.channel_db)
 
 
 @dataclass
@@ -95,7 +58,7 @@ class Analysis:
 
     @property
     def weakest_first(self) -> list[LayerResult]:
-        """List the layers that were measured, those of the lowest SNR first."""
+        """List the measured layers, lowest SNR first."""
         measured = (layer for layer in self.layers if layer.worst_db is not None)
         return sorted(measured, key=lambda layer: layer.worst_db)
 
@@ -104,7 +67,7 @@ class Session:
     """Runs of a model's sampler: the first measures every layer, later ones change some layers.
 
     Args:
-        subjects: the layers.
+        subjects: each layer, ``KEPT`` or ``BARRED``, and its module.
         run: samples with the model, each call of which is inside of :meth:`inside`.
         weights: provides a layer's (weight, bias), see ``SafeOperation``.
         change: returns the patches that make a module compute as the candidate.
@@ -115,16 +78,16 @@ class Session:
 
     def __init__(
         self,
-        subjects: Sequence[Subject],
+        subjects: Sequence[tuple[LayerResult, torch.nn.Module]],
         candidate: Candidate,
         run: Run,
         weights: WeightProvider,
         change: Callable[[torch.nn.Module, Candidate], list[Patch]],
     ):
-        self.subjects = {subject.name: subject for subject in subjects}
         self.candidate = candidate
-        self.errors = {name: LayerErrors() for name in self.subjects}
+        self.layers = [layer for layer, _ in subjects]
         self.steps = 0
+        self._modules = {layer.name: module for layer, module in subjects}
         self._run = run
         self._weights = weights
         self._change = change
@@ -138,11 +101,11 @@ class Session:
         return len(self._snrs) - 1
 
     def begin_step(self) -> str:
-        """Count a step of the sampler, and say what it is for."""
+        """Count a step of the sampler, and say in words what runs."""
         self.steps += 1
         if self._changed is None:
-            return f"Measuring {len(self.subjects)} layers, step {self.steps}"
-        return f"Trying {len(self._changed)} of {len(self.subjects)} layers in {self.candidate.name}"
+            return f"Measuring {len(self.layers)} layers, step {self.steps}"
+        return f"Trying {len(self._changed)} of {len(self.layers)} layers in {self.candidate.name}"
 
     def measure(self) -> None:
         """Run the sampler with nothing changed and measure every layer."""
@@ -171,14 +134,14 @@ class Session:
             yield
 
     def _measured(self) -> Iterator[Patch]:
-        for name, subject in self.subjects.items():
-            if not subject.barred:
-                forward = MeasuredForward(subject.module, self.errors[name], self.candidate, self._weights)
-                yield subject.module, "forward", forward
+        for layer in self.layers:
+            if layer.status != BARRED:
+                module = self._modules[layer.name]
+                yield module, "forward", MeasuredForward(module, layer, self.candidate, self._weights)
 
     def _changes(self) -> Iterator[Patch]:
         for name in self._changed:
-            yield from self._change(self.subjects[name].module, self.candidate)
+            yield from self._change(self._modules[name], self.candidate)
 
 
 def snr_db(reference: torch.Tensor, result: torch.Tensor) -> float:
@@ -195,7 +158,12 @@ def analyze(session: Session, target_db: float, pin: bool = True) -> Analysis:
     ``pin``: keep layers with a sensitive role; else they are chosen like the others.
     """
     session.measure()
-    layers = [_result(subject, session.errors[name], pin) for name, subject in session.subjects.items()]
+    layers = session.layers
+    for layer in layers:
+        if layer.status == KEPT and layer.sensitive and pin:
+            layer.status = PINNED
+        elif layer.status == KEPT and not layer.flops:
+            layer.status, layer.reason = UNUSED, "not met in the steps measured"
     free = [layer for layer in layers if layer.status == KEPT]
     plain = frozenset(layer.name for layer in free if not layer.sensitive)
     analysis = Analysis(session.candidate, target_db, layers, all_db=session.snr(plain), all_count=len(plain))
@@ -217,7 +185,7 @@ class Search:
         self.complete = True
 
     def grown(self, chosen: frozenset[str], segment: Sequence[Group]) -> frozenset[str]:
-        """Add a segment of groups to the chosen layers, or the parts of it that hold the target."""
+        """Add a segment of groups to the chosen layers, or parts of the segment, while the target holds."""
         if not segment or self._ends(chosen):
             return chosen
         together = chosen.union(*segment)
@@ -259,16 +227,3 @@ def group_of(name: str) -> str:
     any other layer has its own name."""
     *parent, last = name.split(".")
     return ".".join([*parent, _PROJECTION.sub(r"\1\2qkv", last, count=1)])
-
-
-def _result(subject: Subject, errors: LayerErrors, pin: bool) -> LayerResult:
-    status, reason = KEPT, ""
-    if subject.barred:
-        status, reason = BARRED, subject.barred
-    elif subject.role and pin:
-        status, reason = PINNED, subject.role
-    elif not errors.flops:
-        status, reason = UNUSED, "not met in the steps measured"
-    figures = errors.weight_db, errors.output_db, errors.channel_db, errors.flops
-    size = subject.module.weight.numel()
-    return LayerResult(subject.name, subject.cls, size, status, reason, *figures, bool(subject.role), errors.crest)

@@ -55,9 +55,9 @@ def _setting(number: int, line: str) -> Setting:
 
 
 def why_not(setting: Setting, device: Device, formats: Container[str] = QUANTIZED_NAMES) -> str:
-    """Say why a device, or a ComfyUI with these formats, cannot do what a setting asks for; empty where it can.
+    """Say why a device, or a ComfyUI with these formats, cannot run a setting; empty where the setting can run.
 
-    A CPU emulates 16 bit, slowly: there it is measured all the same.
+    A CPU emulates 16 bit, slowly, and is measured all the same.
     """
     needed = {"fp8": "fp8_matmul", "int8": "int8_matmul"}.get(setting.compute, "")
     if setting.compute in ("fp16", "bf16", SAFE) and device.profile.type != "cpu":

@@ -20,7 +20,7 @@ BY_ITSELF = ("auto", "int8")
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """One setting and what was measured of it.
+    """One setting with its figures.
 
     Attributes:
         storage: what a loader has to be asked for to hold the weights so.
@@ -48,7 +48,7 @@ class Tradeoff:
 
     @property
     def names(self) -> str:
-        """Name the setting and those that come to the same."""
+        """Name the setting and its equals."""
         return " = ".join(map(str, (self.setting, *self.same)))
 
     @property
@@ -64,7 +64,7 @@ class Tradeoff:
 
 @dataclass(frozen=True)
 class Measurements:
-    """All settings that were tried on one model.
+    """All settings that were tried on a model.
 
     Attributes:
         device: what a person calls it.
@@ -100,7 +100,7 @@ class Measurements:
 
 
 def pareto_front(rows: Iterable[Tradeoff]) -> list[Tradeoff]:
-    """List the rows than which no other is as fast, as small and as close, and better in one of them."""
+    """List the rows on the Pareto front of time, memory and SNR."""
     working = [row for row in rows if row.works]
     return [row for row in working if not any(_beats(other, row) for other in working)]
 

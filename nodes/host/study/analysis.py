@@ -18,7 +18,8 @@ from ....precision.formats.int8 import rotation_group
 from ....precision.modes import INT8
 from ....precision.plan.rules import Rules, rules_from
 from ....precision.study.candidates import Candidate, with_fp16_sums
-from ....precision.study.sensitivity import MAX_TRIALS, Analysis, Session, Subject, analyze
+from ....precision.study.layer_error import LayerResult
+from ....precision.study.sensitivity import BARRED, KEPT, MAX_TRIALS, Analysis, Session, analyze
 from ..core import casting, casts_weights, with_weight_function
 from ..facts.layers import matrix_layers
 from ..facts.model_facts import model_facts
@@ -41,7 +42,7 @@ IMAGE_DENOISE = 0.75
 def analyze_model(
     patcher: ModelPatcher, positive, negative, latent: dict, seed: int, candidate: str, target_db: float, pin: bool
 ) -> Analysis:
-    """Find the layers that can be in the candidate's precision on this prompt and latent. The model is not changed.
+    """Find layers that survive the candidate's precision on a prompt and latent. The model is not changed.
 
     Raises:
         HalfsafeError: the device cannot hold what the candidate stores, or the model's own output is not finite.
@@ -86,18 +87,20 @@ def class_name(patcher: ModelPatcher) -> str:
     return type(patcher.model).__name__
 
 
-def subjects_of(patcher: ModelPatcher, candidate: Candidate) -> list[Subject]:
-    """List every layer that multiplies, in model order."""
+def subjects_of(patcher: ModelPatcher, candidate: Candidate) -> list[tuple[LayerResult, torch.nn.Module]]:
+    """List every layer that multiplies, in model order, with its module."""
     preset = rules_from().on(model_facts(patcher).layers)
-    return [
-        Subject(name, type(module).__name__, module, _role(preset, name, module), _why_barred(module, candidate))
-        for name, module in matrix_layers(patcher.model)
-    ]
+    return [_subject(name, module, preset, candidate) for name, module in matrix_layers(patcher.model)]
 
 
-def _role(preset: Rules, name: str, module: torch.nn.Module) -> str:
-    found = preset.setting("storage", name, type(module).__name__)
-    return found[1].reason if found else ""
+def _subject(
+    name: str, module: torch.nn.Module, preset: Rules, candidate: Candidate
+) -> tuple[LayerResult, torch.nn.Module]:
+    cls, barred = type(module).__name__, _why_barred(module, candidate)
+    found = preset.setting("storage", name, cls)
+    reason = barred or (found[1].reason if found else "")
+    status = BARRED if barred else KEPT
+    return LayerResult(name, cls, module.weight.numel(), status, reason, sensitive=found is not None), module
 
 
 def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
@@ -113,7 +116,7 @@ def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
 
 
 def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
-    """Return patches that make one of ComfyUI's layers compute as the candidate, LoRAs and offloading included."""
+    """Return patches that make a layer of ComfyUI compute as the candidate, LoRAs and offloading included."""
     if candidate.stores:
         stored, exact = [with_weight_function(module, candidate.weight)], module.forward
         rounding = (module, "forward", lambda x, *args, **kwargs: exact(candidate.input(x), *args, **kwargs))

@@ -41,7 +41,7 @@ def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
 def sample(
     patcher: ModelPatcher, positive, negative, latent: dict, seed: int, steps: int, image_denoise: float = 1.0
 ) -> list[torch.Tensor]:
-    """Run the sampler and return the final latent, one for each part of a nested one.
+    """Run the sampler and return the final latents, several for a nested latent.
 
     Args:
         negative: conditioning for guidance; None samples the positive one alone.

@@ -28,7 +28,7 @@ class StepTimer:
         self._sigma: float | None = None
 
     def step(self, executor, model, conds: list, x: torch.Tensor, timestep: torch.Tensor, *args) -> list[torch.Tensor]:
-        """Time one step with all of its conditionings, or a part of it, as ComfyUI's CALC_COND_BATCH wrapper.
+        """Time a step with all conditionings, or a part of a step, as ComfyUI's CALC_COND_BATCH wrapper.
 
         Context windows and SkipLayerGuidance make a step in parts.
 
@@ -44,7 +44,7 @@ class StepTimer:
         return results
 
     def extra_bytes(self) -> int | None:
-        """Count the most bytes allocated at one time beyond those at the first step's beginning, weights among them.
+        """Count the peak of allocated bytes beyond those at the first step's beginning, weights among them.
 
         None where the device does not report it.
         """

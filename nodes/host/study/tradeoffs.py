@@ -96,7 +96,7 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
 
 
 def _alike(patcher: ModelPatcher, settings: Sequence[Setting]) -> list[list[Setting]]:
-    """Group the settings that come to one storage and one arithmetic here."""
+    """Group the settings with equal storage and arithmetic on this device."""
     groups: dict[tuple, list[Setting]] = {}
     for setting in settings:
         groups.setdefault(_comes_to(patcher, setting), []).append(setting)
@@ -113,7 +113,7 @@ def _comes_to(patcher: ModelPatcher, setting: Setting) -> tuple:
 
 
 class SettingRunner:
-    """Measure settings of one model one after the other; ``latents``: what the reference gave."""
+    """Measure settings of a model in turn. ``latents``: of the reference."""
 
     def __init__(self, patcher: ModelPatcher, inputs: Inputs):
         self.patcher = patcher
@@ -131,7 +131,7 @@ class SettingRunner:
         return replace(row, snr_db=None)
 
     def row(self, setting: Setting, advance: Callable[[], object]) -> Tradeoff:
-        """Measure a setting; one that the device, its memory or the weights do not allow is a row that says why."""
+        """Measure a setting, or say in the row why the device, its memory or the weights do not allow it."""
         if why := why_not(setting, current_device(), held_storages()):
             return Tradeoff(setting, problem=why)
         try:
@@ -170,7 +170,7 @@ class SettingRunner:
 
 
 def _clear_device() -> None:
-    """Move what is on the device off it, and free the model of an earlier setting."""
+    """Empty the device, and free the model of an earlier setting."""
     # A model's modules refer to each other: only the collector frees them.
     gc.collect()
     comfy.model_management.unload_all_models()
@@ -178,7 +178,7 @@ def _clear_device() -> None:
 
 
 def _prepared(patcher: ModelPatcher, setting: Setting) -> tuple[ModelPatcher, str]:
-    """Return a clone of the model, or of one with other weights, that follows a setting, and the storage to ask for."""
+    """Return a clone of the model, on new weights where the setting asks for them, and the storage to ask for."""
     bare, wanted = bare_clone(patcher), _planned(patcher, setting).storage.used
     if wanted in (LOADED, _stored_as(patcher)):
         record = patcher.attachments.get(ATTACHMENT)
