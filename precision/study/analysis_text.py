@@ -48,17 +48,14 @@ def _would_be_stored(layer: LayerResult) -> bool:
 
 def _lines(layers: list[LayerResult], setting: str, others: Iterable[str]) -> list[str]:
     by_name = {layer.name: layer for layer in layers}
-    return [
-        f"{pattern} {setting}  # {_reason([by_name[name] for name in names])}"
-        for pattern, names in patterns(by_name, others)
-    ]
+    found = ((pattern, [by_name[name] for name in names]) for pattern, names in patterns(by_name, others))
+    return [f"{pattern} {setting}  # {_reason(members)}" for pattern, members in found]
 
 
 def _reason(layers: list[LayerResult]) -> str:
-    if all(layer.worst_db is None for layer in layers):
-        return layers[0].reason
+    measured = [layer.worst_db for layer in layers if layer.worst_db is not None]
     count = f"{len(layers)} layers, " if len(layers) > 1 else ""
-    return f"{count}output {min(layer.worst_db for layer in layers if layer.worst_db is not None):.1f} dB"
+    return f"{count}output {min(measured):.1f} dB" if measured else layers[0].reason
 
 
 def patterns(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, list[str]]]:
@@ -159,15 +156,11 @@ def _wrapped(sentences: Iterable[str]) -> list[str]:
 
 def _rows(analysis: Analysis) -> list[list[str]]:
     """Return the cells of the weakest layers' lines in the table."""
-    return [
-        [
-            layer.name,
-            *map(decibel_text, (layer.weight_db, layer.output_db, layer.channel_db)),
-            f"{layer.crest:.3g}",
-            layer.status,
-        ]
-        for layer in analysis.weakest_first[:WORST]
-    ]
+    rows = []
+    for layer in analysis.weakest_first[:WORST]:
+        figures = map(decibel_text, (layer.weight_db, layer.output_db, layer.channel_db))
+        rows.append([layer.name, *figures, f"{layer.crest:.3g}", layer.status])
+    return rows
 
 
 def _table(analysis: Analysis) -> list[str]:

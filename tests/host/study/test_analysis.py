@@ -220,10 +220,10 @@ def test_it_measures_the_model_with_its_lora(comfy, wan):
 @unruled
 def test_the_seed_the_prompts_and_the_latent_are_measured(comfy, wan):
     model = families.load(comfy, wan, "as_file", "fp32")
-    first, again, other = (analyzed(comfy, model, target=36.0, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (analyzed(comfy, model, seed=seed) for seed in (1, 1, 2))
     assert first[0].layers == again[0].layers and first[2] == again[2] and torch.equal(first[3], again[3])
-    negative, *_ = analyzed(comfy, model, target=36.0, negative=families.conditioning("wan", seed=9))
-    image, *_ = analyzed(comfy, model, target=36.0, latent_image={"samples": families.noise(model, seed=7)})
+    negative, *_ = analyzed(comfy, model, negative=families.conditioning("wan", seed=9))
+    image, *_ = analyzed(comfy, model, latent_image={"samples": families.noise(model, seed=7)})
     assert len({first[0].all_db, other[0].all_db, negative.all_db, image.all_db}) == 4
     assert negative.steps == host.STEPS * (1 + negative.trials)
 
