@@ -9,7 +9,7 @@ from ..precision.commands import doctor
 from ..precision.devices.detect import PROFILE_NAMES
 from ..precision.report.report_chart import chart
 from .host import report as host
-from .host.live_report import KEY
+from .host.live_report import REPORT_KEY
 from .host.load.devices import current_device
 from .host.page import encoder_reports
 from .inputs import CATEGORY
@@ -46,7 +46,7 @@ class Report(io.ComfyNode):
         text = report.to_text()
         image = torch.from_numpy(chart(report)).unsqueeze(0).float() / 255
         data = json.dumps(report.to_json(), allow_nan=False)
-        return io.NodeOutput(text, data, image, ui={"text": (text,), KEY: (data,)})
+        return io.NodeOutput(text, data, image, ui={"text": (text,), REPORT_KEY: (data,)})
 
 
 class DeviceInfo(io.ComfyNode):

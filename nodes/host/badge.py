@@ -13,14 +13,14 @@ from .run.compute import compute_of
 from .run.control import planned_control
 from .run.layer_modes import compute_name
 
-KEY = "halfsafe_badge"
+BADGE_KEY = "halfsafe_badge"
 SHOWN = 20
 
 
 def badge(*words: str | None) -> dict[str, list[str]] | None:
     """Make a node's ui output that puts the words on its badge; None where there is none to show."""
     shown = list(filter(None, words))
-    return {KEY: [" \u00b7 ".join(shown)]} if shown else None
+    return {BADGE_KEY: [" \u00b7 ".join(shown)]} if shown else None
 
 
 def model_words(model) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from .run.wrappers import REPORT, set_wrapper
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
-KEY = "halfsafe_report"
+REPORT_KEY = "halfsafe_report"
 TOKEN = "halfsafe_token"
 
 
@@ -45,4 +45,4 @@ def with_live_report(patcher: ModelPatcher, node_id: str | None) -> tuple[ModelP
     """Return a clone of the model that reports on its runs, and the node's ui output: the report as planned."""
     clone, live = patcher.clone(), LiveReport(node_id)
     set_wrapper(clone, REPORT, live.sampling, WrappersMP.OUTER_SAMPLE)
-    return clone, {KEY: [report_json(clone)], TOKEN: [live.token]}
+    return clone, {REPORT_KEY: [report_json(clone)], TOKEN: [live.token]}

@@ -11,7 +11,7 @@ from ...precision.guard.verdicts import CURED
 from ...precision.report.schema import EncoderReport, GuardEvent, plain
 
 REPORT_EVENT = "halfsafe.report"
-ENCODERS = {"vae": "VAE", "clip": "text encoder"}
+ENCODER_KINDS = {"vae": "VAE", "clip": "text encoder"}
 ENCODER_GUARDS = {
     "HalfsafeGuardVAE": ("vae",), "HalfsafeGuardCLIP": ("clip",), "HalfsafeAutoPrecision": ("vae", "clip"),
 }  # fmt: skip
@@ -106,7 +106,7 @@ def encoder_reports() -> list[EncoderReport]:
     """Report what the Guard VAE and Guard CLIP nodes of the running prompt have sent so far."""
     sent = _sent.get(get_progress_state(), [])
     return [
-        _encoder_report(node_id, ENCODERS[of], [m for m in sent if (m["node_id"], m["of"]) == (node_id, of)])
+        _encoder_report(node_id, ENCODER_KINDS[of], [m for m in sent if (m["node_id"], m["of"]) == (node_id, of)])
         for node_id, node in running_prompt().items()
         for of in ENCODER_GUARDS.get(node["class_type"], ())
         if of in node["inputs"] and node["inputs"].get("guard") != OFF

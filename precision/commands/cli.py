@@ -128,12 +128,16 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _scan(options: argparse.Namespace) -> int:
-    """Scan the files in turn; a file that cannot be read does not stop the others."""
+    """Scan the files in turn, a sharded set once; a file that cannot be read does not stop the others."""
     scans: list[Scan] = []
+    done: set[Path] = set()
     failed = 0
-    for file in options.files:
+    for path in options.files:
         try:
-            scans.append(scan_file(file, _progress(open_checkpoint(file).data_bytes, "read")))
+            file = open_checkpoint(path)
+            if not done.issuperset(file.files):
+                done.update(file.files)
+                scans.append(scan_file(path, _progress(file.data_bytes, "read")))
         except CheckpointError as error:
             failed = _fail(error)
     if scans:

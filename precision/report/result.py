@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-KEY = "halfsafe_result"
+RESULT_KEY = "halfsafe_result"
 GOOD, WARN, BAD = "good", "warn", "bad"
 SAVED = "Saved {file}, {size}."
 FINITE = "Finite: no NaN and no Inf."
@@ -41,4 +41,4 @@ class Result:
 
     def ui(self) -> dict[str, tuple[str]]:
         """Make a node's ui output of the result, with the text where other packs' viewers look."""
-        return {"text": (self.text,), KEY: (json.dumps(asdict(self), allow_nan=False),)}
+        return {"text": (self.text,), RESULT_KEY: (json.dumps(asdict(self), allow_nan=False),)}

@@ -65,6 +65,14 @@ def test_scan_of_several_files_goes_on_after_one_that_cannot_be_read(capsys, sou
     assert code == 1 and [len(file["problems"]) for file in json.loads(out)["files"]] == [0, 1]
 
 
+def test_the_parts_of_a_sharded_model_are_scanned_once(capsys, tmp_path):
+    parts = [tmp_path / f"m-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for number, part in enumerate(parts):
+        save_file({f"blocks.{number}.ffn.0.weight": torch.randn(8, 8)}, part)
+    code, out, _ = run(capsys, "scan", *parts)
+    assert code == 0 and out.count("2 tensors, no problem found") == 1
+
+
 def test_convert_writes_refuses_and_overwrites(capsys, source, tmp_path):
     target = tmp_path / "out.safetensors"
     code, out, err = run(capsys, "convert", source, target, "--storage", "fp8_e4m3fn")

@@ -6,8 +6,6 @@ import pytest
 import torch
 from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.report.images import compare, compare_text, difference_image, luma, ssim
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,8 +42,7 @@ def test_ssim_is_the_formula_of_the_paper(noise):
     assert compare(a[None], b[None])[0].ssim == pytest.approx(expected, abs=1e-6)
 
 
-@given(st.floats(1e-4, 0.9), st.integers(1, 40), st.integers(1, 40), st.sampled_from([1, 3, 4]))
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize(("shift", "height", "width", "channels"), [(1e-4, 1, 40, 3), (0.01, 17, 5, 1), (0.9, 40, 1, 4)])
 def test_a_constant_shift_has_the_psnr_it_must_have(shift, height, width, channels):
     a = torch.full((1, height, width, channels), 0.05)
     found = compare(a, a + shift)[0]
@@ -53,23 +50,20 @@ def test_a_constant_shift_has_the_psnr_it_must_have(shift, height, width, channe
     assert found.largest == pytest.approx(shift, abs=1e-6)
 
 
-@given(st.integers(0, 99), st.floats(0.0, 0.5), st.integers(1, 3), st.sampled_from([(7, 30), (16, 16), (1, 1), (40, 12)]))
-@settings(max_examples=60, deadline=None)
-def test_identical_is_perfect_and_both_directions_agree(seed, noise, batch, size):
-    a = image(batch, *size, 3, seed=seed)
+@pytest.mark.parametrize(("noise", "batch", "size"), [(0.0, 1, (7, 30)), (0.1, 3, (16, 16)), (0.5, 2, (1, 1)), (0.01, 1, (40, 12))])
+def test_identical_is_perfect_and_both_directions_agree(noise, batch, size):
+    a = image(batch, *size, 3)
     for one in compare(a, a.clone()):
         assert one.largest == 0 and one.psnr == math.inf and one.ssim == pytest.approx(1, abs=1e-9)
-    b = (a + noise * (image(batch, *size, 3, seed=seed + 1) - 0.5)).clamp(0, 1)
+    b = (a + noise * (image(batch, *size, 3, seed=1) - 0.5)).clamp(0, 1)
     for there, back in zip(compare(a, b), compare(b, a), strict=True):
         assert there.psnr == back.psnr and there.largest == back.largest
         assert there.ssim == pytest.approx(back.ssim, abs=1e-9)
         assert -1 <= there.ssim <= 1 + 1e-9
 
 
-@given(st.integers(0, 50))
-@settings(max_examples=20, deadline=None)
-def test_more_noise_is_never_better(seed):
-    a, noise = image(1, 32, 32, 3, seed=seed) * 0.5 + 0.25, image(1, 32, 32, 3, seed=seed + 1) - 0.5
+def test_more_noise_is_never_better():
+    a, noise = image(1, 32, 32, 3) * 0.5 + 0.25, image(1, 32, 32, 3, seed=1) - 0.5
     found = [compare(a, a + size * noise)[0] for size in (0.01, 0.05, 0.2, 0.5)]
     for better, worse in pairwise(found):
         assert better.psnr > worse.psnr and better.ssim > worse.ssim and better.largest < worse.largest

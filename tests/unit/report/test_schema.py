@@ -101,11 +101,6 @@ def test_an_empty_report_has_every_section_and_no_guard():
     }
 
 
-def test_reports_do_not_share_their_lists():
-    report.Report().layers.append("x")
-    assert report.Report().layers == []
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -350,7 +345,3 @@ def test_the_chart_shows_ranges_sums_and_what_the_guard_did():
 def test_a_name_of_any_length_is_cut_at_once():
     text = draw.shortened("x" * 10_000_000, 100, 15)
     assert text.endswith("...") and len(text) < 100
-
-
-def test_names_that_are_alike_without_a_number_are_counted():
-    assert grouped(["norm", "norm"], count_patterns(["norm"] * 3)) == ["norm x2 of 3"]
