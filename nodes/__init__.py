@@ -8,7 +8,7 @@ from ..precision.devices.detect import PROFILE_VARIABLE
 from ..precision.devices.names import drop_wrong_name
 from . import accumulation, analysis, calibrate, compare, compute, guard, loaders, measure, report, rules, save
 from .host.device_route import serve_device
-from .host.kitchen import warn_once
+from .host.facts.kernels import warn_once
 from .host.rules_route import serve_rules
 from .host.watch import watch_every_run
 

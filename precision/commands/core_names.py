@@ -17,9 +17,7 @@ ANY = "*"
 BY_HAND = [
     "comfy.controlnet.ControlBase.pre_run(model, percent_to_timestep_function)",
     "comfy.controlnet.ControlNet.load_device",
-    "comfy.controlnet.controlnet_load_state_dict(module, tensors)",
     "comfy.controlnet.load_controlnet_state_dict(tensors, model_options=)",
-    "comfy.controlnet.load_t2i_adapter(tensors, model_options=)",
     "comfy.lora.calculate_weight(patches, weight, key, original_weights=)",
     "comfy.model_base.BaseModel.apply_model(x, t, c_concat, c_crossattn, control, transformer_options)",
     "comfy.model_base.BaseModel.get_dtype()",
@@ -35,7 +33,6 @@ BY_HAND = [
     "comfy.model_management.text_encoder_device()",
     "comfy.model_management.text_encoder_dtype(device)",
     "comfy.model_management.throw_exception_if_processing_interrupted()",
-    "comfy.model_management.unet_dtype(model_params=, supported_dtypes=, weight_dtype=)",
     "comfy.model_management.unet_offload_device()",
     "comfy.model_management.unload_all_models()",
     "comfy.model_patcher.CoreModelPatcher(model, load_device, offload_device, size=)",

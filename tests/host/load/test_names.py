@@ -60,7 +60,7 @@ def test_a_nul_is_told_by_the_convert_command(wan, options, capsys, tmp_path, mo
 
 def test_a_product_that_cannot_run_in_fp8_is_told_once(comfy, wan, call, monkeypatch, caplog):
     import comfy_kitchen.tensor.fp8 as kitchen
-    from halfsafe.nodes.host.kitchen import _once
+    from halfsafe.nodes.host.facts.kernels import _once
     from halfsafe.nodes.host.run import fp8_product
 
     def refused(*args, **options):
