@@ -7,7 +7,7 @@ from comfy_api.latest import ComfyExtension, io
 from ..precision.devices.detect import PROFILE_VARIABLE
 from ..precision.devices.names import drop_wrong_name
 from . import accumulation, analysis, calibrate, compare, compute, guard, loaders, measure, report, rules, save
-from .host.kitchen import warn_once
+from .host.facts.kernels import warn_once
 from .host.routes import serve_page
 from .host.watch import watch_every_run
 

@@ -32,7 +32,7 @@ FOR_WEIGHTS = "Choose fp8 storage, close other programs, or raise the container'
 
 
 def require_memory(needed: int, what: str, available: int, advice: str = FOR_WEIGHTS) -> None:
-    """Check that the ``needed`` bytes for ``what`` are among those ``available``.
+    """Check that ``needed`` bytes are at most the ``available`` bytes; ``what`` is named in the error.
 
     Raises:
         MemoryShortage: they are not.
@@ -62,8 +62,9 @@ def _cgroup_rooms() -> Iterator[int]:
 
 
 def _rooms_above(root: Path, path: str, files: tuple[str, str, str]) -> Iterator[int]:
-    """Yield the bytes that each limited cgroup has left, from the process's own up to ``root``,
-    which a container sees as its own."""
+    """Yield the bytes left in each limited cgroup, from the process's own up to ``root``.
+
+    A container sees ``root`` as its own."""
     folder = root / path.lstrip("/")
     for group in (folder, *folder.parents):
         if group == root or root in group.parents:

@@ -57,7 +57,7 @@ def _once(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Pr
 
 
 def canary(device: torch.device, name: str) -> tuple[bool, str]:
-    """Tell whether a small product in ``fp16``, ``bf16`` or ``fp32`` is right on a device, and what it gave.
+    """Tell whether a small product in ``fp16``, ``bf16`` or ``fp32`` is right on a device, and its error.
     Once per process."""
     result = _once(f"{name}_canary", gemm, device, name)
     return result.ok is not False, result.detail

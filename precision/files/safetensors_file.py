@@ -125,7 +125,7 @@ def write_safetensors(
     overwrite: bool = True,
     afterwards: Callable[[], dict[str, str]] | None = None,
 ) -> None:
-    """Write the tensors that ``specs`` announce, holding one at a time. ``tensors`` may come in any order.
+    """Write the announced tensors, a single tensor in memory at a time. ``tensors`` may come in any order.
 
     Wide dtypes lie first, as safetensors' own writer lays them. Until everything is on the disk an existing file stays
     as it is, and no new one appears under this name. ``overwrite=False`` leaves a file of that name as it is.

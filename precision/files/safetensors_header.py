@@ -142,8 +142,9 @@ def check_name(path: Path, name: str) -> None:
 
 
 def layout(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, int]]:
-    """Map each tensor's name to it and its offset in bytes after the header, wide dtypes first,
-    so that every tensor is aligned.
+    """Map each tensor's name to its spec and its offset in bytes after the header.
+
+    Wide dtypes lie first, so every tensor is aligned.
 
     Raises:
         ValueError: a name occurs twice.

@@ -71,7 +71,7 @@ class TensorFile(Mapping[str, torch.Tensor]):
         return sum(entry.end - entry.start for entry in self.entries.values())
 
     def require_whole(self) -> None:
-        """Raise CheckpointError if one of the files has become shorter since it was opened."""
+        """Raise CheckpointError if a file has become shorter since it was opened."""
         for path, pages in self.maps.items():
             _require_whole(path, pages)
 

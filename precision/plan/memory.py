@@ -172,12 +172,12 @@ def _is_quantized(weight: StoredWeight, plan: WeightPlan) -> bool:
 
 
 def _is_cast(weight: StoredWeight, plan: WeightPlan) -> bool:
-    """Tell whether ComfyUI casts a weight to the one dtype as it loads: it is a number that is not quantized then."""
+    """Tell whether ComfyUI casts a weight, a number and not quantized, to the model's dtype as it loads."""
     return (weight.is_number or weight.quantized) and not _is_quantized(weight, plan)
 
 
 def _is_kept(weight: StoredWeight, plan: WeightPlan, dtype: str, memory: Memory, quantized: bool) -> bool:
-    """Tell whether a model holds the tensor that it is given for a weight.
+    """Tell whether a model holds the given tensor of a weight.
 
     Beside quantized layers ComfyUI's Linear casts what is none (``_load_quantized_module`` in comfy/ops.py).
     """

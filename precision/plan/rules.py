@@ -51,7 +51,7 @@ class Rule:
         return name.startswith(self._beginning) and bool(self._matcher(name, cls, role))
 
     def matches_block(self, name: str, cls: str) -> bool:
-        """Tell whether the pattern matches a module that holds layers, or whatever is inside of it:
+        """Tell whether the pattern matches a module of layers, or everything inside:
         ``blocks.0`` and ``blocks.0.*`` both match ``blocks.0``."""
         return self.matches(name, cls) or self.matches(f"{name}.{ANYTHING}", cls)
 
@@ -106,7 +106,7 @@ class Rules:
         return {}
 
     def setting(self, key: str, name: str, cls: str) -> tuple[str, Rule] | None:
-        """Look up the value of ``key`` for a layer and the rule that sets it; None where no rule does."""
+        """Look up the value of ``key`` for a layer and its rule; None where no rule sets the key."""
         for rule in reversed(self.matching(name, cls)):
             value = dict(rule.settings).get(key)
             if value is not None:
@@ -122,7 +122,7 @@ class Rules:
 
     @cached_property
     def _known(self) -> dict[tuple[str, str], tuple[Rule, ...]]:
-        """(Layer name, class) -> the rules that match it, of the layers asked for so far."""
+        """(Layer name, class) -> the rules that match, of the layers asked for so far."""
         return {}
 
     def without_match(self, layers: Iterable[tuple[str, str]]) -> list[Rule]:
@@ -178,7 +178,7 @@ def parse(text: str) -> list[Rule]:
 
 
 def read(text: str) -> tuple[list[Rule], list[RuleError]]:
-    """Read the rules of a text, and what is wrong with each line that cannot be read; see :func:`parse`."""
+    """Read the rules of a text, and the mistake of each line without a rule; see :func:`parse`."""
     rules, wrong = [], []
     for number, line in numbered_lines(text):
         line, _, comment = re.sub(r"(^|\s)#", "\0", line, count=1).partition("\0")

@@ -1,9 +1,11 @@
-"""Name the kernel that multiplies a quantized weight.
+"""comfy-kitchen: the kernel that multiplies a quantized weight, and its warnings once each.
 
-It is the device's own for that format, torch's general operations, or none of the two where the weight is dequantized.
+A kernel is the device's own for a format, torch's general operations, or neither where the weight is dequantized.
 """
 
 from __future__ import annotations
+
+import logging
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +20,7 @@ from ....precision.modes import FP8
 
 NATIVE, EAGER, DEQUANTIZED = "native", "eager", "dequantized"
 ROWS = 32
+LOGGERS = ("comfy_kitchen.tensor.fp8", "comfy_kitchen.tensor.mxfp8", "comfy_kitchen.tensor.nvfp4")
 
 
 def kernel_of_product(row: Format | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
@@ -63,3 +66,29 @@ def _int8_call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> d
             "convrot_groupsize": 256,
             "input_act": None,
         }
+
+
+class Once(logging.Filter):
+    """Let each message through the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        new = text not in self.seen
+        self.seen.add(text)
+        return new
+
+
+_once = Once()
+
+
+def warn_once() -> None:
+    """Pass on the warnings of comfy-kitchen's ``scaled_mm`` fallbacks (``tensor/fp8.py`` and others) once each.
+
+    It warns at every product: some hundred times a step where a profile of another device is simulated.
+    """
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(_once)

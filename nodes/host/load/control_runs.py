@@ -36,19 +36,19 @@ class LoadedControl:
 
 @dataclass(frozen=True)
 class Runs:
-    """The ControlNets that a model was sampled with in one prompt, which ComfyUI has a progress registry for."""
+    """The ControlNets of a model's runs in a prompt. ComfyUI has a progress registry for each prompt."""
 
     prompt: weakref.ref[ProgressRegistry]
     controls: weakref.WeakKeyDictionary[LoadedControl, None]
 
 
 def note_runs(control: ControlNet, record: LoadRecord) -> None:
-    """Note from now on which models a ControlNet, or a copy of it, is sampled with."""
+    """Note the models of all later runs of a ControlNet and its copies."""
     _follow(control, LoadedControl(type(control).__name__, record, planned_control(control)))
 
 
 def loaded_control(control: ControlNet) -> LoadedControl:
-    """Return what is known of a ControlNet that was loaded here, or of a copy of it."""
+    """Return the record of a ControlNet that was loaded here, also of a copy."""
     return vars(control)["halfsafe"]
 
 
@@ -85,5 +85,5 @@ def _runs_in_prompt(model: BaseModel) -> Runs:
 
 
 def _copy(control: ControlNet, loaded: LoadedControl) -> ControlNet:
-    """Copy a ControlNet as ComfyUI does for every node that applies it, with these methods."""
+    """Copy a ControlNet as ComfyUI does for every node, with the methods of :func:`_follow`."""
     return _follow(type(control).copy(control), loaded)

@@ -58,7 +58,7 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
 
 
 def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
-    """Keep what lies below ``prefix``, as ComfyUI detected it, or else below a prefix that every name has."""
+    """Keep the tensors below ``prefix``, as ComfyUI detected it, or else below a prefix of all names."""
     for start in (prefix, model_prefix(checkpoint)):
         inside = {name[len(start) :]: weight for name, weight in checkpoint.weights.items() if name.startswith(start)}
         if inside:
@@ -75,7 +75,7 @@ def _config(checkpoint: Checkpoint, prefix: str):
 
 
 def stored_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return every tensor by name, as the file holds it, with what ComfyUI's own formats need with it."""
+    """Return every tensor by name, as the file holds it, with the scales of ComfyUI's own formats."""
     tensors = {name: weight.data for name, weight in checkpoint.weights.items()}
     for weight in checkpoint.weights.values():
         tensors.update(weight.auxiliary)

@@ -35,7 +35,7 @@ def model_files(folder: str) -> list[str]:
 
 
 def with_examples(folder: str, names: Sequence[str]) -> list[str]:
-    """List names of ComfyUI's model folder, then those of the pack's examples for it."""
+    """List names of ComfyUI's model folder, then the pack's examples for the folder."""
     return list(dict.fromkeys([*names, *sorted(file.name for file in (EXAMPLES / folder).glob("*.safetensors"))]))
 
 

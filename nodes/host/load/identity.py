@@ -106,7 +106,7 @@ def _source_file(patcher: ModelPatcher) -> TensorFile | None:
 
 
 def difference(patcher: ModelPatcher, weights: Mapping[str, StoredWeight], metadata: Mapping[str, str]) -> str:
-    """Say in what ComfyUI will detect another model in a saved file than the one saved; empty when in nothing."""
+    """Say how the model that ComfyUI will detect in a saved file differs from the saved model; empty if it does not."""
     tensors = {name: weight.data for name, weight in weights.items()}
     found = comfy.model_detection.model_config_from_unet(tensors, "", metadata=dict(metadata))
     own = patcher.model.model_config

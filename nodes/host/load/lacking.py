@@ -93,7 +93,7 @@ def _storages(value: object) -> list[StorageWeakRef]:
 
 @contextlib.contextmanager
 def lacking_tensors(*paths: str) -> Iterator[Lacking]:
-    """Watch ComfyUI make and load a model of these files, and name a tensor that does not fit it."""
+    """Watch ComfyUI load a model of these files, and name a tensor of another shape than the model's."""
     lacking = Lacking(paths)
     with of_fitting_shapes(*paths), named_if_lacking(*paths), lacking:
         yield lacking

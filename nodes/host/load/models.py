@@ -184,7 +184,7 @@ def compute_in_full_precision(modules: dict) -> None:
 
 
 def unpack_to(modules: dict, dtype: torch.dtype) -> None:
-    """Have quantized weights unpack to ``dtype``, whatever those that are not quantized are held in.
+    """Have quantized weights unpack to ``dtype``, whatever other weights are held in.
 
     In inference mode, in which ComfyUI runs nodes, no data are copied.
     """

@@ -17,7 +17,7 @@ def byte_progress(weights: Iterable[StoredWeight]) -> Callable[[int], None]:
 
 
 def advancing(bar: comfy.utils.ProgressBar) -> Callable:
-    """Return a function that moves the bar on, by one or its argument, and raises ComfyUI's interrupt."""
+    """Return a function that moves the bar on and raises ComfyUI's interrupt."""
 
     def advance(done: int = 1) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()
@@ -28,7 +28,7 @@ def advancing(bar: comfy.utils.ProgressBar) -> Callable:
 
 @contextmanager
 def quiet(below: int = logging.WARNING) -> Iterator[None]:
-    """Drop what ComfyUI logs in this thread below a level: it writes to the root logger itself (``logging.info``).
+    """Drop ComfyUI's log of this thread below a level: ComfyUI writes to the root logger itself (``logging.info``).
 
     What other loggers write, and other threads, passes: the root logger's filters see no record of theirs.
     """

@@ -128,7 +128,7 @@ def save_model(
 def _rounding(
     patcher: ModelPatcher, calibration: Calibration, weights: LiveWeights, plans: Mapping[str, WeightPlan], source
 ) -> CalibratedRounding:
-    """Return what rounds the weights by a calibration, on ComfyUI's compute device, and say how long that takes."""
+    """Return the rounding of weights by a calibration, on ComfyUI's compute device, and tell its duration."""
     name = str(source.get("file") or type(patcher.model).__name__)
     rounding = CalibratedRounding(calibration, weights.stored, plans, source, name, device=compute_device())
     logger.info("Halfsafe: %s", started := rounding.start())

@@ -136,7 +136,7 @@ def _signature(forward: Callable) -> inspect.Signature:
 
 
 def _with_attention(part: torch.nn.Module, attend: Callable) -> Callable:
-    """Make a part's forward with ``attend`` in its options, unless what is around it has put it there."""
+    """Make a part's forward with ``attend`` in its options, unless an outer part has put an override there."""
     forward, arguments = part.forward, _signature(type(part).forward).bind
 
     def run(*args, **kwargs):

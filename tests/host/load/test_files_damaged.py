@@ -154,13 +154,6 @@ def load(comfy, node, name, storage="fp8_e4m3fn"):
     return comfy.run(node, ckpt_name=name, storage=storage, compute="bf16", clip_storage="auto", vae_dtype="auto")
 
 
-def test_a_plain_weight_that_does_not_fit_is_named(comfy, models_dir, wan):
-    path = models_dir / "diffusion_models" / "bad-narrow.safetensors"
-    narrowed(wan, path)
-    with pytest.raises(CheckpointError, match=f"{path.name}: {BAD['narrowed'][1]}"):
-        load(comfy, "HalfsafeLoadDiffusionModel", path.name, "as_file")
-
-
 @pytest.mark.parametrize(("damage", "message"), [(poisoned(float("nan")), "NaN or Inf"), (narrowed, "of shape [0-9]+x240")])
 @pytest.mark.parametrize("storage", ["as_file", "int8"])
 @pytest.mark.parametrize(
@@ -298,14 +291,6 @@ def test_server_shows_the_error_and_keeps_working(server, small_models, wan):
             server.prompt(graph(f"bad-{name}.safetensors"))
     outputs = server.prompt(graph("wan.safetensors"))
     assert "fp8_e4m3fn" in outputs["2"]["text"][0]
-
-
-@pytest.mark.parametrize("name", ["../secret.safetensors", "{}"])
-def test_server_refuses_paths_outside_the_model_folders(server, small_models, wan, name):
-    secret = small_models / "secret.safetensors"
-    secret.write_bytes(wan.read_bytes())
-    with pytest.raises(ServerError, match="model_name"):
-        server.prompt(graph(name.format(secret)))
 
 
 def graph(name):
