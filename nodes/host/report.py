@@ -33,7 +33,7 @@ from .load.control_runs import LoadedControl, controls_of
 from .load.devices import current_device
 from .lora.low_rank import LowRankModel
 from .lora.patcher import low_rank_reasons
-from .run.accumulation import flags_of, layer_accumulation, remarks_of
+from .run.accumulation_report import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
 from .run.layer_modes import is_called_in_fp32, kernels_of, observed_modes_of
 

@@ -39,7 +39,7 @@ from ....precision.report.schema import CheckReport
 from ..core import denoised
 from ..facts.kernels import DEQUANTIZED
 from ..facts.layers import activation_dtype, top_level_parts
-from ..run.accumulation import layer_accumulation
+from ..run.accumulation_report import layer_accumulation
 from ..run.attention import OVERRIDE
 from ..run.call import Call
 from ..run.execution import is_compiled, is_on_several_devices

@@ -1,31 +1,40 @@
-"""fp8 products by comfy-kitchen's kernels, called directly.
+"""fp8 products of ComfyUI's quantized tensors, with fast accumulation where a scope of this thread asks for it."""
 
-Its ``QuantizedTensor`` and the custom operator that picks a kernel take longer on the host than a small product on a
-GPU. A graph that is compiled has them, which cost nothing there.
-"""
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
-import comfy.quant_ops
 import torch
 import torch.nn.functional as F
+from comfy.quant_ops import QuantizedTensor
 
 try:
-    from comfy_kitchen.registry import registry
+    from comfy_kitchen import quantize_per_tensor_fp8
     from comfy_kitchen.scaled_mm_v2 import scaled_mm_v2
 except ImportError:
-    registry = None
+    scaled_mm_v2 = None
 
-from .fast_accumulation import fast_product
+from ....precision.guard.localize import stored
 
-ACTIVATION_LAYOUT = "TensorCoreFP8E4M3Layout"
-_quantizers: dict[tuple[torch.device, torch.dtype], Callable[..., torch.Tensor]] = {}
+LAYOUT = "TensorCoreFP8E4M3Layout"
+Refused = dict[tuple[int, ...], str]
+"""Weight shape (outputs, K) -> why torch refused its matmul with fast accumulation."""
+_refused: ContextVar[Refused | None] = ContextVar("halfsafe_fp8_fast_accumulation", default=None)
+
+
+@contextlib.contextmanager
+def fast_accumulation(refused: Refused) -> Iterator[None]:
+    """Let this thread's :func:`fp8_product` accumulate fast; products that torch refuses run as they are, and are noted
+    in ``refused``."""
+    token = _refused.set(refused)
+    try:
+        yield
+    finally:
+        _refused.reset(token)
 
 
 def fp8_product(
-    rows: torch.Tensor, scale: torch.Tensor, weight: comfy.quant_ops.QuantizedTensor, bias: torch.Tensor | None
+    rows: torch.Tensor, scale: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Multiply ``rows`` (M, K), quantized to e4m3, by an fp8 ``weight`` (N, K); return it in the dtype of ``rows``.
 
@@ -35,31 +44,22 @@ def fp8_product(
         weight: as ComfyUI holds it.
         bias: in the dtype of ``rows``.
     """
-    if registry is None or torch.compiler.is_compiling():
-        return _dispatched(rows, scale, weight, bias)
-    values, weight_scale = weight.layout_cls.get_plain_tensors(weight)
-    operands = _quantized(rows, scale), values.t(), scale, weight_scale, bias, rows.dtype
-    product = fast_product(*operands)
-    if product is not None:
-        return product
+    # ComfyUI's QuantizedTensor takes longer on the host than a small product on a GPU; a graph has it for nothing.
+    if scaled_mm_v2 and not torch.compiler.is_compiling():
+        operands = quantize_per_tensor_fp8(rows, scale), stored(weight).t(), scale, weight.params.scale
+        if (product := _fast(*operands, bias, rows.dtype)) is not None:
+            return product
+        with contextlib.suppress(RuntimeError, TypeError):  # what torch refuses is dequantized below, with a word
+            return scaled_mm_v2(*operands, bias, rows.dtype)
+    return F.linear(QuantizedTensor.from_float(rows, LAYOUT, scale=scale), weight.to(rows.dtype), bias)
+
+
+def _fast(left, right, left_scale, right_scale, bias, dtype: torch.dtype) -> torch.Tensor | None:
+    if (refused := _refused.get()) is None:
+        return None
+    scales = {"scale_a": left_scale, "scale_b": right_scale}
     try:
-        return scaled_mm_v2(*operands)
-    except (RuntimeError, TypeError):  # what torch refuses is dequantized there, with a word about it
-        return _dispatched(rows, scale, weight, bias)
-
-
-def _quantized(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Quantize by the kernel that comfy-kitchen picks for this device and dtype, which it is asked for once."""
-    dtype = torch.float8_e4m3fn
-    quantize = _quantizers.get((rows.device, rows.dtype))
-    if quantize is None:
-        call = {"x": rows, "scale": scale, "output_type": dtype}
-        quantize = registry.get_implementation("quantize_per_tensor_fp8", kwargs=call)
-        _quantizers[rows.device, rows.dtype] = quantize
-    return quantize(rows, scale, dtype)
-
-
-def _dispatched(rows, scale, weight, bias) -> torch.Tensor:
-    """Multiply by way of ComfyUI's ``QuantizedTensor``."""
-    quantized = comfy.quant_ops.QuantizedTensor.from_float(rows, ACTIVATION_LAYOUT, scale=scale)
-    return F.linear(quantized, weight.to(rows.dtype), bias)
+        return torch._scaled_mm(left, right, **scales, bias=bias, out_dtype=dtype, use_fast_accum=True)
+    except RuntimeError as error:
+        refused[tuple(reversed(right.shape))] = str(error).partition("\n")[0]
+        return None

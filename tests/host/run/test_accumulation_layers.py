@@ -4,7 +4,8 @@ import threading
 
 import pytest
 import torch
-from halfsafe.nodes.host.run.accumulation import accumulation_of, described
+from halfsafe.nodes.host.run.accumulation import accumulation_of
+from halfsafe.nodes.host.run.accumulation_report import described
 from halfsafe.precision.arithmetic import flags, fp16_accumulation
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.fp16_accumulation import Fp16AccumulationLinear, SumBound

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from halfsafe.precision.arithmetic import flags
-from halfsafe.precision.plan.flag_report import flag_report
+from halfsafe.precision.plan.accumulation import flag_report
 
 MATMUL = torch.backends.cuda.matmul
 

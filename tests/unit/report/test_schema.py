@@ -13,7 +13,7 @@ from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.guard import verdicts
 from halfsafe.precision.layer_names import count_patterns, grouped, number_ranges, pattern_of
 from halfsafe.precision.modes import MODES
-from halfsafe.precision.plan.flag_report import flag_report, flag_reports
+from halfsafe.precision.plan.accumulation import flag_report, flag_reports
 from halfsafe.precision.report import draw
 from halfsafe.precision.report import report_chart as chart
 from halfsafe.precision.report import schema as report
