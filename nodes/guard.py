@@ -8,6 +8,7 @@ from ..precision.guard.finite import Finding, not_finite
 from ..precision.guard.verdicts import NonFinite
 from ..precision.report.result import BAD, FINITE, NOT_FINITE, Result
 from .host.badge import badge, model_words
+from .host.check.drift import checking
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
 from .inputs import CATEGORY, check_input, node_id_of, on_nan_input
@@ -61,7 +62,7 @@ class NaNGuard(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, on_nan, max_retries, check="off") -> io.NodeOutput:
-        guarded = with_guard(model, on_nan, max_retries, node_id_of(cls), check)
+        guarded = with_guard(model, on_nan, max_retries, node_id_of(cls), checking(check))
         return io.NodeOutput(guarded, ui=badge(*model_words(model), "guarded"))
 
 

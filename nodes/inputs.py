@@ -3,9 +3,9 @@
 from comfy_api.latest import io
 
 from ..precision.calibrate.calibration import Calibration
+from ..precision.check.drift import CHECKS
 from ..precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from ..precision.errors import HalfsafeError
-from ..precision.guard.drift import CHECKS
 from ..precision.guard.policy import ON_NAN
 from ..precision.plan.rules import Rules
 

@@ -68,7 +68,6 @@ const causes = () => ({
   bad_input: t("The model was given NaN or Inf"),
   not_precision: t("NaN or Inf that no precision cures"),
   device_fault: t("The device calculates wrongly"),
-  transfer: t("A weight was damaged on its way to the device"),
   drift: t("A step is farther from fp32 than it should be"),
 });
 

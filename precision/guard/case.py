@@ -1,7 +1,7 @@
 """What to do with a call that gave NaN or Inf, whoever made it:
 what explains it, whether a higher precision cures it, the verdict.
 
-Whoever makes calls (of a model, a VAE, a text encoder, a text adapter) gives a :class:`FailedCall`;
+Whoever makes calls (of a model, a VAE, a text encoder) gives a :class:`FailedCall`;
 every decision is here.
 """
 
@@ -15,7 +15,7 @@ from .ladder import RandomStart
 from .localize import Origin
 from .log import CallPosition, GuardLog, event_of
 from .repeats import Repeats
-from .verdicts import BAD_INPUT, BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED, TRANSFER
+from .verdicts import BAD_INPUT, BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED
 from .wording import (
     COMPILED,
     EAGER_IS_FINITE,
@@ -26,6 +26,7 @@ from .wording import (
     PATCH_ADVICE,
     PATCH_READ,
     SAME_AGAIN,
+    STARTED_AGAIN,
     WEIGHTS_MADE_FINITE,
     WITHOUT_PATCHES,
     WRONG_IN_FP32,
@@ -129,7 +130,7 @@ class Case(Generic[Given, Step, Result]):
         """Repeat the call at each step until its result is finite or nothing is left to try."""
         if self.call.about.locates_first and self.repeats.may_take(2):
             again = self._locate()
-            if again.finite and not self.call.about.hidden:
+            if again.finite and not self.call.about.hidden and not self.call.restarts():
                 return self._finite_again(again)
             if diagnosis := self._weight_at_fault():
                 return self._give_up(diagnosis)
@@ -154,6 +155,8 @@ class Case(Generic[Given, Step, Result]):
             steps = steps[-1:]
         if self.repeats.failed_in_fp32:
             steps = steps[:-1]
+        if steps and (packs := self.call.restarts()):
+            return self._started_again(steps[0], packs)
         found = self.repeats.first_finite(steps, self.given)
         if found is None:
             return self._not_cured()
@@ -164,6 +167,20 @@ class Case(Generic[Given, Step, Result]):
             self.call.keep(step, attempt, self.origin)
             self._note(True, RECOVERED, step)
         return attempt.result
+
+    def _started_again(self, step: Step, packs: str) -> Result:
+        """Start the whole sampling again at a step, as the packs' state is of the failed run. It returns only where no
+        repeat is allowed."""
+        if not self.repeats.may_take(1):
+            return self._give_up(self._untried())
+        self.call.widen(step)
+        evidence = STARTED_AGAIN.format(self.call.named(step), packs)
+        event = event_of(self._position(self.rows), self._place, *self.call.modes(self._place, step), True, evidence)
+        message = self.log.describe(replace(event, recovered=False), self._place)
+        self.log.note(event, self._place, RECOVERED, self._advice(RECOVERED), message)
+        self.log.extra_calls += 1
+        self.call.tell(evidence)
+        return self.call.start_again()
 
     def _not_cured(self) -> Result:
         if self.repeats.failed_in_fp32 is None:
@@ -232,13 +249,13 @@ class Case(Generic[Given, Step, Result]):
 
     def _weight_at_fault(self, everywhere: bool = False) -> Diagnosis | None:
         """Find the weight or patch without whose values that are not finite the call would be finite, or the weight
-        that went bad on its way to the device.
+        whose copy on the device is bad.
 
         ``everywhere``: look at all weights, not only at what the operations watched lead to.
         """
         weights, origin = self.call.weights, self.origin
-        if origin and (differs := weights.transfer(origin)):
-            return Diagnosis(origin, TRANSFER, None, differs)
+        if origin and (bad_copy := weights.bad_copy(origin)):
+            return Diagnosis(origin, DEVICE_FAULT, None, bad_copy)
         if origin and origin.kind == "unknown" and (patch := weights.patch_sentence(origin.layer)):
             return Diagnosis(origin, BAD_WEIGHTS, patch, PATCH_READ)
         bad = weights.not_finite() if everywhere or (origin and origin.kind == "weights") else {}
@@ -254,7 +271,7 @@ class Case(Generic[Given, Step, Result]):
     @property
     def _place(self) -> Origin | None:
         """What failed, or what events name instead."""
-        return self.origin or self.call.about.nowhere
+        return self.origin or self.call.about.as_a_whole
 
     def _images(self, rows: set[int]) -> set[int]:
         """List the images that rows of the result are of; none where each row is of all of them."""
@@ -277,15 +294,12 @@ class Case(Generic[Given, Step, Result]):
         return self.call.wording.advice.get(verdict)
 
     def _note(self, recovered: bool, verdict: str, step: Step | None = None) -> None:
-        evidence = self.call.wording.cured if recovered else ""
-        event = event_of(
-            self._position(self.rows), self._place, *self.call.modes(self._place, step), recovered, evidence
-        )
+        event = event_of(self._position(self.rows), self._place, *self.call.modes(self._place, step), recovered)
         self.log.note(event, self._place, verdict, self._advice(verdict))
 
     def _note_unchanged(self, recovered: bool, verdict: str, advice: str | None, evidence: str = "") -> None:
         """Note what is no layer's fault, the arithmetic being as it was."""
-        place = self.call.about.nowhere
+        place = self.call.about.as_a_whole
         mode, _ = self.call.modes(place)
         self.log.note(
             event_of(self._position(self.rows), place, mode, mode, recovered, evidence), place, verdict, advice

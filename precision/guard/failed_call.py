@@ -49,9 +49,9 @@ class Weights(Protocol):
         """Tell whether a weight, quantized or not, holds NaN."""
         ...
 
-    def transfer(self, origin: Origin) -> str:
-        """Describe the weight of the operation that failed first, where it went bad on its way from the file to the
-        device; empty where it did not."""
+    def bad_copy(self, origin: Origin) -> str:
+        """Describe the weight of the operation that failed first, if it is finite in memory and not as the device
+        multiplies by it; empty for any other."""
         ...
 
     def sentence(self, name: str) -> str:
@@ -80,7 +80,7 @@ class Circumstances(Generic[Step]):
         locates_first: the operation is looked for before higher steps are tried, as a call costs little of its run.
         hidden: the result is finite, but the model's own code clamped what was not.
         compiled: torch.compile runs it.
-        nowhere: the origin in events that blame no operation.
+        as_a_whole: the origin in events that blame no operation.
     """
 
     position: CallPosition
@@ -93,7 +93,7 @@ class Circumstances(Generic[Step]):
     locates_first: bool = True
     hidden: bool = False
     compiled: bool = False
-    nowhere: Origin | None = None
+    as_a_whole: Origin | None = None
 
 
 class FailedCall(ABC, Generic[Given, Step, Result]):
@@ -135,6 +135,18 @@ class FailedCall(ABC, Generic[Given, Step, Result]):
     @abstractmethod
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Tell whether an error means that a repeat found no memory."""
+
+    def restarts(self) -> str:
+        """Name the packs that may keep state between steps, beside which the whole sampling starts again instead of
+        the call; empty where the call is repeated."""
+        return ""
+
+    def widen(self, step: Step) -> None:
+        """Run at a step from now on, for a sampling that starts again."""
+
+    def start_again(self) -> Result:
+        """Start the sampling of the call again from its first step. It never returns."""
+        raise NotImplementedError
 
     def tell(self, doing: str) -> None:
         """Tell whoever waits for the call what is being done, in words."""

@@ -85,7 +85,7 @@ class Repeats(Generic[Given, Step, Result]):
     def _what(self) -> str:
         about = self._call.about
         sampled = math.isfinite(about.position.sigma)
-        return f"step {about.position.step}" if sampled else (about.nowhere and about.nowhere.layer) or "the call"
+        return f"step {about.position.step}" if sampled else (about.as_a_whole and about.as_a_whole.layer) or "the call"
 
     def _evidence_allowed(self) -> bool:
         return self._log.on_nan != "retry_higher" or self.may_take(1)

@@ -1,5 +1,4 @@
-"""The sentences that a verdict rests on, and the advice that differs between models, VAEs,
-text encoders and text adapters."""
+"""The sentences that a verdict rests on, and the advice that differs between models, VAEs and text encoders."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ BETWEEN_CALLS = (
     "The model's results were finite: it arose between its calls, in the sampler, "
     "the guidance (cfg) or a patch of either."
 )
+STARTED_AGAIN = "The sampling was started again in {}, as {} may keep state between steps."
 SAME_AGAIN = "The same call, in the same arithmetic and with the same random numbers, is finite."
 EAGER_IS_FINITE = "The compiled call is NaN or Inf each time; without torch.compile it is finite."
 WITHOUT_PATCHES = "In fp32 the call is NaN or Inf with it, and finite without it."
@@ -56,14 +56,12 @@ class Wording:
 
     Args:
         no_memory: what to do where a repeat found no memory.
-        cured: the evidence of a call that a higher precision cured; empty where the event's modes show it.
         fails_in_fp32: the evidence that no precision cures it.
         input_made_finite: the evidence that an input with Inf is at fault.
         advice: verdict -> what to do, where that is another thing than ``verdicts.ADVICE`` has.
     """
 
     no_memory: str
-    cured: str = ""
     fails_in_fp32: str = "In fp32 the call is NaN or Inf too."
     input_made_finite: str = (
         "In fp32 the call is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
@@ -74,11 +72,6 @@ class Wording:
 MODEL = Wording(
     "There was not enough memory to repeat it in a higher precision: put Compute Dtype with fp16_safe "
     "(or bf16, where the device has it) before the sampler, or take a smaller picture or batch."
-)
-TEXT_ADAPTER = Wording(
-    MODEL.no_memory,
-    cured="The text was finite before the model's own adapter, and in fp32 it is after it too.",
-    fails_in_fp32="The text was finite before the model's own adapter; after it it is NaN or Inf in fp32 too.",
 )
 
 

@@ -16,7 +16,7 @@ from .view import legend_of_modes, legend_of_storages, view_of
 
 VERSION = 1
 VERDICTS = (
-    "clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault", "transfer", "off",
+    "clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault", "off",
 )  # fmt: skip
 
 NOT_IN_JSON = {"json": False}

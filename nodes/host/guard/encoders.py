@@ -24,8 +24,7 @@ from ..load.devices import current_device
 from ..load.encoders import vae_in
 from ..run.modules import ask_for_plain_products
 from .causes import LoadedWeights
-from .host_call import HostCall
-from .notify import notifier
+from .host_call import HostCall, notifier
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -78,7 +77,7 @@ def _circumstances(
         in_fp32=torch.float32,
         present=dtype,
         locates_first=False,
-        nowhere=Origin(name, "", "overflow", name_of(dtype), math.nan),
+        as_a_whole=Origin(name, "", "overflow", name_of(dtype), math.nan),
     )
 
 
@@ -112,7 +111,7 @@ class EncoderCall(HostCall[Any, torch.dtype, Any]):
 
     def inputs(self, given: Any) -> list[NotFiniteInput]:
         """List what is not finite of what the call was given, under the one name that people know it by."""
-        name, advice = ENCODER_INPUTS[self.about.nowhere.layer]
+        name, advice = ENCODER_INPUTS[self.about.as_a_whole.layer]
         return inputs_not_finite([(name, given)], {name: advice})
 
     def replaced(self, given: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -38,8 +38,6 @@ class Guarded:
     Args:
         model: ComfyUI's BaseModel.
         recall: begin with what any guard has learned of the model; for a guard that may change what runs.
-
-    ``text_in_fp32``: what the model does with a text before its calls runs in fp32.
     """
 
     def __init__(self, model: "BaseModel", recall: bool):
@@ -52,7 +50,6 @@ class Guarded:
         self.half = self.stream == "fp16"
         self.watches_clamps = self.half and not is_compiled(patcher) and clamps_in_fp16(model.diffusion_model)
         self.device = patcher.load_device
-        self.text_in_fp32 = False
         self.escalation = Escalation()
         self.layers: EscalatedLayers | None = None
         if recall:

@@ -27,13 +27,13 @@ from ....precision.plan.accumulation import (
 )
 from ....precision.plan.flag_report import flag_report, flag_reports
 from ..facts.layers import modules_of
+from ..replay.call import Call
+from ..replay.model_compiler import compiler_off
 from . import fast_accumulation
 from .attention import attending, kernels_of
-from .call import Call
 from .compute import compute_of, needs_fp32_accumulation
 from .execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer
 from .layer_modes import planned_modes_of, settings_of
-from .model_compiler import compiler_off
 from .modules import exchanged, only_multiplies, weights_of
 from .per_model import PerModel
 from .wrappers import ACCUMULATION, set_wrapper

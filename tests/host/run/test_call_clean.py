@@ -4,7 +4,7 @@ import sys
 from collections import Counter
 
 import pytest
-from halfsafe.nodes.host.run import call as calls
+from halfsafe.nodes.host.replay import call as calls
 from support import families, tiny_models
 from support.families import load
 from support.guarding import guarded

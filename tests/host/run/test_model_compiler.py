@@ -12,7 +12,7 @@ from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.measure.analysis import analyze_model
 from halfsafe.nodes.host.measure.calibrate import calibrate_model
 from halfsafe.nodes.host.measure.tradeoffs import Inputs, measure_model
-from halfsafe.nodes.host.run.model_compiler import compiler_off
+from halfsafe.nodes.host.replay.model_compiler import compiler_off
 from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.measure.settings import settings_from
 from support import families, model_files, qwen_image21, rare_families

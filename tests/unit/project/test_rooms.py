@@ -16,10 +16,10 @@ FLOORS = (
     {"devices", "calibrate"},
     {"plan"},
     {"library", "report"},
-    {"guard", "analysis", "measure", "commands"},
+    {"guard", "check", "analysis", "measure", "commands"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-HOST_ROOMS = ("facts", "run", "lora", "load", "guard", "measure")
+HOST_ROOMS = ("facts", "replay", "run", "lora", "load", "guard", "check", "measure")
 """Those of ``nodes/host``, from the bottom: none imports one that stands after it."""
 
 

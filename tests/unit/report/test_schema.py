@@ -128,7 +128,7 @@ def test_every_value_becomes_json(value, expected):
 
 def test_verdict_words_are_the_contracts():
     assert set(report.VERDICTS) == {
-        "clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault", "transfer", "off",
+        "clean", "recovered", "stopped", "bad_weights", "bad_input", "not_precision", "device_fault", "off",
     }  # fmt: skip
 
 
