@@ -19,8 +19,8 @@ from .verdicts import BAD_INPUT, BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION
 from .wording import (
     COMPILED,
     EAGER_IS_FINITE,
-    KEEPS_RESULT,
-    KEPT_RESULT,
+    LEAVE_OUT,
+    MAY_BE_KEPT,
     NAN_GIVEN,
     NAN_READ,
     PATCH_ADVICE,
@@ -130,7 +130,7 @@ class Case(Generic[Given, Step, Result]):
         """Repeat the call at each step until its result is finite or nothing is left to try."""
         if self.call.about.locates_first and self.repeats.may_take(2):
             again = self._locate()
-            if again.finite and not self.call.about.hidden and not self.call.restarts():
+            if again.finite and not self.call.about.hidden and not self._restarts:
                 return self._finite_again(again)
             if diagnosis := self._weight_at_fault():
                 return self._give_up(diagnosis)
@@ -155,8 +155,8 @@ class Case(Generic[Given, Step, Result]):
             steps = steps[-1:]
         if self.repeats.failed_in_fp32:
             steps = steps[:-1]
-        if steps and (packs := self.call.restarts()):
-            return self._started_again(steps[0], packs)
+        if steps and self._restarts:
+            return self._started_again(steps[0])
         found = self.repeats.first_finite(steps, self.given)
         if found is None:
             return self._not_cured()
@@ -168,13 +168,13 @@ class Case(Generic[Given, Step, Result]):
             self._note(True, RECOVERED, step)
         return attempt.result
 
-    def _started_again(self, step: Step, packs: str) -> Result:
+    def _started_again(self, step: Step) -> Result:
         """Start the whole sampling again at a step, as the packs' state is of the failed run. It returns only where no
         repeat is allowed."""
         if not self.repeats.may_take(1):
             return self._give_up(self._untried())
         self.call.widen(step)
-        evidence = STARTED_AGAIN.format(self.call.named(step), packs)
+        evidence = STARTED_AGAIN.format(self.call.named(step), self.call.packs)
         event = event_of(self._position(self.rows), self._place, *self.call.modes(self._place, step), True, evidence)
         message = self.log.describe(replace(event, recovered=False), self._place)
         self.log.note(event, self._place, RECOVERED, self._advice(RECOVERED), message)
@@ -185,8 +185,8 @@ class Case(Generic[Given, Step, Result]):
     def _not_cured(self) -> Result:
         if self.repeats.failed_in_fp32 is None:
             return self._give_up(self._untried())
-        if diagnosis := self._kept_result():
-            return self._give_up(diagnosis)
+        if self.call.packs and self.call.obstacle:
+            return self._give_up(Diagnosis(self._place, STOPPED, LEAVE_OUT.format(self.call.packs), MAY_BE_KEPT))
         diagnosis = self._input_at_fault()
         if not diagnosis and not self.call.about.locates_first:
             self._locate()
@@ -198,12 +198,6 @@ class Case(Generic[Given, Step, Result]):
         if not ok:
             diagnosis = Diagnosis(self._place, DEVICE_FAULT, f"{detail}.", WRONG_IN_FP32)
         return self._give_up(diagnosis or Diagnosis(self._place, NOT_PRECISION, None, self.call.wording.fails_in_fp32))
-
-    def _kept_result(self) -> Diagnosis | None:
-        """Name what gave the repeat in fp32 a result that was kept, so that it tells nothing of precision."""
-        attempt = self.repeats.in_fp32
-        keeper = self.call.kept_result(attempt) if attempt else ""
-        return Diagnosis(self._place, STOPPED, KEEPS_RESULT.format(keeper), KEPT_RESULT) if keeper else None
 
     def _untried(self) -> Diagnosis:
         return Diagnosis(
@@ -267,6 +261,11 @@ class Case(Generic[Given, Step, Result]):
         if self.repeats.fails_in_fp32(self.given) and self.repeats.finite_in_fp32(self.given, list(bad)):
             return Diagnosis(origin, BAD_WEIGHTS, weights.sentence(name), WEIGHTS_MADE_FINITE)
         return None
+
+    @property
+    def _restarts(self) -> bool:
+        """Tell whether the whole sampling is to start again instead of the call."""
+        return bool(self.call.packs) and not self.call.obstacle
 
     @property
     def _place(self) -> Origin | None:

@@ -98,8 +98,14 @@ class Circumstances(Generic[Step]):
 
 class FailedCall(ABC, Generic[Given, Step, Result]):
     """What a case needs of the one that made a call. Every repeat is made with the random numbers
-    that the call began with."""
+    that the call began with.
 
+    ``packs``: those that may keep state between steps, so that the whole sampling starts again instead of the call, and
+    ``obstacle``: why it cannot.
+    """
+
+    packs: str = ""
+    obstacle: str = ""
     wording: Wording
     weights: Weights
     about: Circumstances[Step]
@@ -136,11 +142,6 @@ class FailedCall(ABC, Generic[Given, Step, Result]):
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Tell whether an error means that a repeat found no memory."""
 
-    def restarts(self) -> str:
-        """Name the packs that may keep state between steps, beside which the whole sampling starts again instead of
-        the call; empty where the call is repeated."""
-        return ""
-
     def widen(self, step: Step) -> None:
         """Run at a step from now on, for a sampling that starts again."""
 
@@ -165,10 +166,6 @@ class FailedCall(ABC, Generic[Given, Step, Result]):
 
     def patches(self, given: Given) -> str:
         """Name the functions that nodes put into the model's blocks; empty for none."""
-        return ""
-
-    def kept_result(self, attempt: Attempt[Result]) -> str:
-        """Name what gave an attempt a result that was kept of an earlier one; empty where the call ran."""
         return ""
 
     def without_patches(self, given: Given) -> Given:

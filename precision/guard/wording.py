@@ -19,10 +19,8 @@ NAN_READ = "The weight holds NaN, and the first operation whose result is NaN or
 WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf too, and finite with a zero for each NaN and Inf of the weights."
 WRONG_IN_FP32 = "A test product in fp32 is wrong."
 
-KEPT_RESULT = "In fp32 the model's blocks did not run: a result that was kept of an earlier call stood in for them."
-KEEPS_RESULT = (
-    "A step cache of {} keeps a failed result: switch it off for this model, or let it begin after this step."
-)
+MAY_BE_KEPT = "In fp32 the repeated call is NaN or Inf too, or was given a result that was kept of the failed one."
+LEAVE_OUT = "The sampling could not start again beside {}: leave its node out, or let it begin after this step."
 
 CONTROL_ADVICE = (
     "Load the ControlNet with compute fp32 or fp16_safe in Load ControlNet (Halfsafe), lower its strength, "

@@ -19,7 +19,7 @@ from ....precision.guard.wording import MODEL
 from ..facts.layers import top_level_parts
 from ..replay.call import Call
 from ..replay.code_owner import packs_on
-from ..replay.restart import NOT_HERE, SAMPLING, StartAgain
+from ..replay.restart import NOT_HERE, SAMPLING, Sampling, StartAgain
 from ..run.attention import OVERRIDE, overridden
 from ..run.execution import is_compiled, is_on_several_devices
 from .causes import LoadedWeights, call_inputs, call_patches, without_patches
@@ -49,8 +49,9 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         patcher, present = call.model.current_patcher, guarded.escalation
         self.call, self.model, self.guarded = call, call.model, guarded
         self.weights = LoadedWeights(patcher)
-        self._sampling = call.options.get(SAMPLING)
-        self._packs = " and ".join(packs_on(call))
+        self._sampling: Sampling | None = call.options.get(SAMPLING)
+        self.packs = " and ".join(packs_on(call))
+        self.obstacle = _obstacle(patcher, self._sampling)
         self._last: Attempt[torch.Tensor] | None = None
         self.first = number == 1
         self.about = Circumstances(
@@ -113,20 +114,6 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         parts = top_level_parts(self.model.diffusion_model)
         guarded.remember(escalation_after(step, guarded.escalation, ranges, origin, guarded.modes, guarded.half, parts))
 
-    def restarts(self) -> str:
-        """Name the packs with code on the model, beside which the whole sampling starts again; empty where it cannot
-        or need not."""
-        return "" if self._obstacle() else self._packs
-
-    def remarks(self) -> set[str]:
-        """Say why the call is repeated though packs have code on the model."""
-        return {REPEATED_BESIDE.format(self._packs, self._obstacle())} if self._packs and self._obstacle() else set()
-
-    def _obstacle(self) -> str:
-        if is_on_several_devices(self.model.current_patcher):
-            return ON_SEVERAL_DEVICES
-        return NOT_HERE if self._sampling is None else self._sampling.obstacle
-
     def widen(self, step: Escalation) -> None:
         """Run at a step of the ladder from now on, in later runs of the model too."""
         self.guarded.remember(self.guarded.escalation | step)
@@ -142,15 +129,6 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
     def without_patches(self, given: Call) -> Call:
         """Return a copy of the call without the functions that :meth:`patches` names."""
         return without_patches(given)
-
-    def kept_result(self, attempt: Attempt[torch.Tensor]) -> str:
-        """Name what may have given an attempt a result that was kept: blocks did not run, and those that did are
-        finite; "" where all ran."""
-        ran = attempt.observed.ranges().blocks
-        stack = [name for name in top_level_parts(self.model.diffusion_model) if name.rpartition(".")[2].isdigit()]
-        if ran and (all(name in ran for name in stack) or not all(math.isfinite(ran.get(name, 0.0)) for name in stack)):
-            return ""
-        return self._packs or "another node"
 
     def settle(self) -> None:
         """Leave to later calls what ComfyUI kept of the repeat that cured this one, or of what was before it."""
@@ -171,6 +149,13 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         result = given(**{INSIDE: run})
         self._last = Attempt(result, amax_value(result), observer)
         return self._last
+
+
+def _obstacle(patcher, sampling: Sampling | None) -> str:
+    """Tell why the sampling of a call cannot start again; empty where it can."""
+    if is_on_several_devices(patcher):
+        return ON_SEVERAL_DEVICES
+    return NOT_HERE if sampling is None else sampling.obstacle
 
 
 def _watched(localizer: Localizer, executor: Callable, *args, **kwargs) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ..run.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
 from .causes import sampler_inputs
 from .clamps import ClampWatch
 from .escalation import text_adapter_in_fp32
-from .failure import INSIDE, ModelCall, sigma_of
+from .failure import INSIDE, REPEATED_BESIDE, ModelCall, sigma_of
 from .host_call import notifier
 from .state import Guarded
 
@@ -94,7 +94,8 @@ class Guard:
         if finite or log.given_up:
             return result
         failed = ModelCall(call, number, result, guarded, hidden=math.isfinite(sizes[0]))
-        log.remarks |= failed.remarks()
+        if failed.packs and failed.obstacle:
+            log.remarks.add(REPEATED_BESIDE.format(failed.packs, failed.obstacle))
         try:
             return Case(failed, start, log, call, result, self.max_retries).resolved()
         finally:
@@ -106,7 +107,7 @@ class Guard:
         call.options = dict(call.options)
         call.options.pop(SAMPLING, None)
         run = call.options.pop(INSIDE, None)
-        return run(call) if run else call.once({})  # the outermost wrapper repeats it, and knows what was kept
+        return run(call) if run else call.make({})  # the outermost wrapper repeats it
 
     def sampling(self, executor, noise, latent_image, sampler, sigmas, denoise_mask=None, *args, **kwargs):
         """Check what goes into one run of a sampler and what comes out."""

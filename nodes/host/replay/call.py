@@ -45,7 +45,7 @@ class Call:
         """Make the call, with ``options`` added to its ``transformer_options``."""
         if self.before is None:
             self.before = CoreState(self.options)
-            return self.once(options)
+            return self.make(options)
         return self.again(options)
 
     def again(self, options: dict) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Call:
         self.forget()
         try:
             with model_compiler.compiler_off():
-                return self.once({**PREFIX_CACHE_OFF, **options})
+                return self.make({**PREFIX_CACHE_OFF, **options})
         except BaseException:
             self.forget()
             raise
@@ -67,7 +67,7 @@ class Call:
             self.before.put_back()
         self.forget_dtype()
 
-    def once(self, options: dict) -> torch.Tensor:
+    def make(self, options: dict) -> torch.Tensor:
         """Make the call without a snapshot: nothing is put back before a repeat."""
         arguments = (self.x, self.t, self.c_concat, self.c_crossattn, _fresh(self.control), {**self.options, **options})
         try:

@@ -180,8 +180,7 @@ class StartsAgain(Exception):
 class Beside(Fake):
     """A call beside a pack that may keep state between steps."""
 
-    def restarts(self):
-        return "ComfyUI-Cache"
+    packs = "ComfyUI-Cache"
 
     def widen(self, step):
         self.kept.append(step)
@@ -203,6 +202,13 @@ def test_beside_a_pack_the_sampling_starts_again_at_the_first_step_of_the_ladder
 @pytest.mark.parametrize(("about", "most", "verdict"), [({"steps": []}, 8, "not_precision"), ({}, 0, "stopped")])
 def test_beside_a_pack_nothing_starts_again_without_a_step_or_a_repeat_left(about, most, verdict):
     assert resolve(Beside(finite_at(), **about), most=most)[2].verdict == verdict
+
+
+def test_beside_a_pack_where_the_sampling_cannot_start_again_no_verdict_is_given_on_precision():
+    call = Beside(finite_at())
+    call.obstacle = "its sampler is of another pack"
+    _, _, error = resolve(call)
+    assert call.ran == ["watched", "fp16_safe", "fp32"] and error.verdict == "stopped" and "leave its node out" in str(error)
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 8])
