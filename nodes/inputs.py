@@ -30,8 +30,8 @@ ON_NAN_TOOLTIP = (
 )
 GUARD_OFF = " off: no guard."
 CHECK_TOOLTIP = (
-    "Compare a step with fp32 to find what is finite and wrong. Costs one call a compared step, about ten more "
-    "where it finds something."
+    "Compare a step with fp32 to find what is finite and wrong. Costs one call a compared step; "
+    "left out beside nodes of packs that may keep state between steps."
 )
 
 
