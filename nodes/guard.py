@@ -4,7 +4,7 @@ import torch
 from comfy_api.latest import io
 
 from ..precision.errors import HalfsafeError
-from ..precision.guard.finite import Finding, not_finite
+from ..precision.guard.finite import NotFiniteTensor, not_finite
 from ..precision.guard.verdicts import NonFinite
 from ..precision.report.result import BAD, FINITE, NOT_FINITE, Result
 from .host.badge import badge, model_words
@@ -143,7 +143,7 @@ class CheckFinite(io.ComfyNode):
         return io.NodeOutput(value, not found, text, ui=_result(found, text).ui())
 
 
-def _result(found: list[Finding], text: str) -> Result:
+def _result(found: list[NotFiniteTensor], text: str) -> Result:
     if not found:
         return Result(FINITE, text=text)
     return Result(NOT_FINITE, {"names": ", ".join(finding.name for finding in found)}, BAD, text=text)

@@ -61,7 +61,7 @@ OTHERWISE = (
 
 
 class CastsToFp32(TorchFunctionMode):
-    """While it is on, what model code casts to fp16 or bf16, or makes in them, is fp32: positions, timesteps, masks.
+    """Give model code fp32 for its casts to fp16 or bf16, and for tensors made in them: positions, timesteps, masks.
 
     Tensor classes of others, as of quantized weights, are left alone, and so is ``view``, which reads bits anew.
     """

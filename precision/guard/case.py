@@ -87,8 +87,7 @@ class Case(Generic[Given, Step, Result]):
         self.lost |= rows
 
     def _lose_rows_given_nan(self, one: NotFiniteInput) -> None:
-        """Blame an input's NaN for the rows that were given it,
-        and go on with the others as if it were finite there."""
+        """Blame an input's NaN for its rows, and go on with the other rows as if the input were finite."""
         rows = one.nan_rows(self.call.about.batch) & self.rows
         self.given = self.call.replaced(self.given, zero_for_nan([one]))
         if rows:
@@ -97,7 +96,7 @@ class Case(Generic[Given, Step, Result]):
             self._give_up(one.diagnosis(NAN_GIVEN), position)
 
     def _as_asked(self) -> Result:
-        """Do what the node's setting asks for with a call that no NaN it was given explains."""
+        """Follow the node's setting for a call whose failure no NaN input explains."""
         if self.log.on_nan == "retry_higher":
             return self._repeated()
         if self.call.about.hidden and self.log.verdict != CLEAN:
@@ -109,7 +108,7 @@ class Case(Generic[Given, Step, Result]):
         return self._give_up(self._explained() or Diagnosis(self._place, STOPPED))
 
     def _explained(self) -> Diagnosis | None:
-        """Find what explains the failure where nothing is repeated to cure it; that there was no memory to find it."""
+        """Find the cause of a failure under a setting without repeats; a lack of memory for the search is told too."""
         try:
             return self._weight_at_fault() or self._input_at_fault() or self._patch_at_fault()
         except RuntimeError as error:
@@ -137,7 +136,7 @@ class Case(Generic[Given, Step, Result]):
         return self._up_the_ladder()
 
     def _finite_again(self, watched: Attempt[Result]) -> Result:
-        """Repeat a call that was finite with every operation watched once more exactly as it was, to learn why."""
+        """Repeat a call exactly as it was, after the watched repeat was finite, to learn why."""
         if not self.repeats.may_take(1):
             return self._up_the_ladder()
         plain = self.repeats.run(self.given)
@@ -269,8 +268,8 @@ class Case(Generic[Given, Step, Result]):
 
     @property
     def _place(self) -> Origin | None:
-        """What failed, or what events name instead."""
-        return self.origin or self.call.about.as_a_whole
+        """The origin of the failure, or the origin named by events instead."""
+        return self.origin or self.call.about.default_origin
 
     def _images(self, rows: set[int]) -> set[int]:
         """List the images that rows of the result are of; none where each row is of all of them."""
@@ -297,8 +296,8 @@ class Case(Generic[Given, Step, Result]):
         self.log.note(event, self._place, verdict, self._advice(verdict))
 
     def _note_unchanged(self, recovered: bool, verdict: str, advice: str | None, evidence: str = "") -> None:
-        """Note what is no layer's fault, the arithmetic being as it was."""
-        place = self.call.about.as_a_whole
+        """Note an event without a layer at fault; the arithmetic stays as it was."""
+        place = self.call.about.default_origin
         mode, _ = self.call.modes(place)
         self.log.note(
             event_of(self._position(self.rows), place, mode, mode, recovered, evidence), place, verdict, advice

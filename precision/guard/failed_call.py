@@ -42,7 +42,7 @@ class Weights(Protocol):
     """The weights of what a call runs, named as its modules are."""
 
     def not_finite(self) -> dict[str, torch.Tensor]:
-        """Return name -> weight or buffer, of those that hold NaN or Inf."""
+        """Return name -> weight or buffer with NaN or Inf."""
         ...
 
     def has_nan(self, name: str) -> bool:
@@ -50,8 +50,8 @@ class Weights(Protocol):
         ...
 
     def bad_copy(self, origin: Origin) -> str:
-        """Describe the weight of the operation that failed first, if it is finite in memory and not as the device
-        multiplies by it; empty for any other."""
+        """Describe the weight of the operation that failed first, if the device's copy alone is not finite; empty for
+        any other."""
         ...
 
     def sentence(self, name: str) -> str:
@@ -65,7 +65,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class Circumstances(Generic[Step]):
-    """What is known of a failed call before it is repeated.
+    """Facts on a failed call, before any repeat.
 
     Args:
         position: where it stands in its run.
@@ -80,7 +80,7 @@ class Circumstances(Generic[Step]):
         locates_first: the operation is looked for before higher steps are tried, as a call costs little of its run.
         hidden: the result is finite, but the model's own code clamped what was not.
         compiled: torch.compile runs it.
-        as_a_whole: the origin in events that blame no operation.
+        default_origin: the origin in events that blame no operation.
     """
 
     position: CallPosition
@@ -93,11 +93,11 @@ class Circumstances(Generic[Step]):
     locates_first: bool = True
     hidden: bool = False
     compiled: bool = False
-    as_a_whole: Origin | None = None
+    default_origin: Origin | None = None
 
 
 class FailedCall(ABC, Generic[Given, Step, Result]):
-    """What a case needs of the one that made a call. Every repeat is made with the random numbers
+    """A failed call, as its maker can repeat it. Every repeat is made with the random numbers
     that the call began with.
 
     ``packs``: those that may keep state between steps, so that the whole sampling starts again instead of the call, and
@@ -132,7 +132,7 @@ class FailedCall(ABC, Generic[Given, Step, Result]):
 
     @abstractmethod
     def modes(self, origin: Origin | None, step: Step | None = None) -> tuple[str, str]:
-        """Return (mode in which the call failed, mode after ``step`` was kept) of the operation that failed."""
+        """Return (mode of the operation that failed, its mode after ``step``)."""
 
     @abstractmethod
     def keep(self, step: Step, attempt: Attempt[Result], origin: Origin | None) -> None:
@@ -157,7 +157,7 @@ class FailedCall(ABC, Generic[Given, Step, Result]):
         return FP32.name if step == self.about.in_fp32 else "fp16_safe"
 
     def inputs(self, given: Given) -> list[NotFiniteInput]:
-        """List what is not finite of what the call was given."""
+        """List the inputs of the call with NaN or Inf."""
         return []
 
     def replaced(self, given: Given, function: Callable[[torch.Tensor], torch.Tensor]) -> Given:
@@ -169,5 +169,5 @@ class FailedCall(ABC, Generic[Given, Step, Result]):
         return ""
 
     def without_patches(self, given: Given) -> Given:
-        """Return what the call was given without the functions that :meth:`patches` names."""
+        """Return the inputs of the call without the functions named by :meth:`patches`."""
         return given

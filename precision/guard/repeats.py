@@ -81,9 +81,10 @@ class Repeats(Generic[Given, Step, Result]):
 
     @property
     def _what(self) -> str:
-        about = self._call.about
-        sampled = math.isfinite(about.position.sigma)
-        return f"step {about.position.step}" if sampled else (about.as_a_whole and about.as_a_whole.layer) or "the call"
+        position, origin = self._call.about.position, self._call.about.default_origin
+        if math.isfinite(position.sigma):
+            return f"step {position.step}"
+        return origin.layer if origin else "the call"
 
     def _evidence_allowed(self) -> bool:
         return self._log.on_nan != "retry_higher" or self.may_take(1)

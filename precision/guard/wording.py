@@ -50,7 +50,7 @@ ENCODER_INPUTS = {
 
 @dataclass(frozen=True)
 class Wording:
-    """What is said of one kind of call where kinds differ.
+    """The sentences on a kind of call, where kinds differ.
 
     Args:
         no_memory: what to do where a repeat found no memory.

@@ -81,7 +81,7 @@ def check_of(setting: str, call: Call, number: int, guarded: Guarded, log: Guard
 
 
 class BlockOutputs:
-    """Samples of what the blocks of a model return in one call: name -> one for each time it ran."""
+    """Samples of the results of a model's blocks in a call: name -> a sample for each run of the block."""
 
     def __init__(self, model: torch.nn.Module):
         self.samples: dict[str, list[torch.Tensor]] = {}
@@ -143,12 +143,12 @@ class DriftCheck:
         self._log_check()
 
     def leave_out(self) -> None:
-        """Tell that this call is not compared, as it went wrong; the next one of its step is."""
+        """Log that a call went wrong and is not compared; the next call of its step is."""
         self.log.checked.discard(self.report.step)
         self.log_left_out(NOT_A_RESULT)
 
     def log_left_out(self, why: str) -> None:
-        """Log that this call is not compared."""
+        """Log why the call is not compared."""
         self.report.left_out = why
         self._log_check()
 
@@ -176,7 +176,7 @@ class DriftCheck:
         self._judge(result, exact)
 
     def _judge(self, result: torch.Tensor, exact: torch.Tensor) -> None:
-        """Compare each row with that of the call in fp32, and log an event where one drifts."""
+        """Compare each row with its row of the call in fp32, and log an event if a row drifts."""
         errors, signals = drift.row_errors(result, exact, self._without_network(exact))
         decibels = [drift.decibels(*row) for row in zip(errors, signals, strict=True)]
         threshold = drift.threshold_of(self.report.arithmetic, len(self.guarded.modes))
@@ -251,7 +251,7 @@ def without_step_cache(call: Call) -> Call:
 
 
 def with_rounded_guidance(call: Call, dtype: torch.dtype) -> Call:
-    """Copy a call, its embedded guidance rounded as the model's own code rounds it, which it was made with."""
+    """Copy a call with its embedded guidance rounded as the model's own code rounds it."""
     # Flux and Hunyuan Video multiply it by 1000 in the dtype of the values between layers (``timestep_embedding`` in
     # comfy/ldm/flux/layers.py): 6.0 becomes 6016 in bf16.
     copied, guidance = copy.copy(call), call.extra.get("guidance")

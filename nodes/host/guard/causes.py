@@ -35,7 +35,7 @@ CALL_PATCHES = ("patches", "patches_replace")
 
 
 def call_inputs(call: Call, first: bool) -> list[NotFiniteInput]:
-    """List what a denoiser was given that is not finite.
+    """List the inputs of a denoiser's call with NaN or Inf.
 
     ``first``: nothing of this run was computed by the model yet.
     """
@@ -51,7 +51,7 @@ def call_inputs(call: Call, first: bool) -> list[NotFiniteInput]:
 
 
 def sampler_inputs(noise, latent_image, sigmas, denoise_mask, conds: dict) -> list[NotFiniteInput]:
-    """List what a sampler's run was given that holds NaN."""
+    """List the inputs of a sampler's run with NaN."""
     masks = [cond["mask"] for group in conds.values() for cond in group if isinstance(cond.get("mask"), torch.Tensor)]
     named = [
         (SIGMAS, sigmas.sum()),
@@ -64,7 +64,7 @@ def sampler_inputs(noise, latent_image, sigmas, denoise_mask, conds: dict) -> li
 
 
 def _conditioning(context: torch.Tensor | None, options: dict) -> str:
-    """Name the conditioning of the first row that is not finite, in a batch of one chunk per conditioning."""
+    """Name the conditioning of the first row with NaN or Inf, in a batch with a chunk for each conditioning."""
     if context is None or is_finite(context):
         return "conditioning"
     kinds = options.get("cond_or_uncond") or [0]
@@ -122,7 +122,7 @@ class LoadedWeights:
         self._patcher = patcher
 
     def not_finite(self) -> dict[str, torch.Tensor]:
-        """Return name -> weight or buffer, of those that hold NaN or Inf."""
+        """Return name -> weight or buffer with NaN or Inf."""
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
         return {name: value for name, value in named if not is_finite(stored(value))}
 
@@ -136,8 +136,8 @@ class LoadedWeights:
         return bool(torch.isnan(stored(operator.attrgetter(name)(self.model)).float()).any())
 
     def bad_copy(self, origin: Origin) -> str:
-        """Describe the weight of the operation that failed first, if it is finite in memory and not as the device
-        multiplies by it; empty for any other."""
+        """Describe the weight of the operation that failed first, if the device's copy alone is not finite; empty for
+        any other."""
         name = f"{origin.layer}.weight"
         module = dict(self.model.named_modules()).get(origin.layer) if origin.kind in ("weights", "unknown") else None
         if module is None or kind_of(module) is None or self._is_patched(name):
@@ -178,7 +178,7 @@ class LoadedWeights:
         return ""
 
     def _patches(self) -> list[tuple[str, list]]:
-        """List (key of a weight, its LoRAs and other patches), those that hooks have on now too."""
+        """List (key of a weight, its LoRAs and other patches), with the patches of active hooks."""
         patcher = self._patcher
         return [*patcher.patches.items(), *patcher.get_combined_hook_patches(patcher.current_hooks).items()]
 
@@ -193,7 +193,7 @@ def _advice_on(weight: torch.Tensor) -> str:
 
 
 def _is_finite_in(file: str, name: str, dtype: torch.dtype) -> bool:
-    """Tell whether a weight is finite in its file, and still is in the dtype that it is stored in."""
+    """Tell whether a weight is finite in its file, and stays finite in the dtype of the loaded weight."""
     try:
         weights = open_model(file).weights if file else {}
     except (CheckpointError, OSError):

@@ -10,7 +10,7 @@ from ....precision.amax import amax
 from ....precision.arithmetic.flags import fp32_accumulation
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.guard.casting import promoting
-from ....precision.guard.policy import ALL_IN_FP32, Escalation, ObservedRanges, block_of
+from ....precision.guard.policy import ALL_IN_FP32, Escalation, ObservedRanges, enclosing_block
 from ....precision.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.nested import cast_arguments, floats_in
 from ....precision.plan.compute import ComputeDecision, ComputePlan
@@ -54,7 +54,7 @@ class EscalatedLayers:
         self._model = model if self.everywhere else None
 
     def _widens(self, name: str) -> bool:
-        return self.everywhere or bool(block_of(name, self.blocks))
+        return self.everywhere or bool(enclosing_block(name, self.blocks))
 
     def call(self, call: Call, observing: Sequence[Patch] = ()) -> torch.Tensor:
         """Make a call inside of whatever wrappers others have, with the patches ``observing`` on top of the model's."""
@@ -192,7 +192,7 @@ def _decisions(
 
 
 def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
-    """Decide what a layer of this mode runs in under an escalation.
+    """Decide the arithmetic of a layer with a mode under an escalation.
 
     A custom layer of another loader, which does more than multiply, runs in fp32 where it would have to be wide; fp8
     operands become fp16. An int8 layer that is not escalated itself stays in int8: between fp32 values its product
@@ -209,8 +209,10 @@ def _numbers(kept: dict[str, torch.Tensor]) -> dict[str, float]:
 
 @contextlib.contextmanager
 def text_adapter_in_fp32(model: "BaseModel") -> Iterator[None]:
-    """Run the text adapter of a model, if it has one, in fp32 while the context lasts: it is small, ComfyUI runs it
-    once per prompt, and an overflow in it would pass for a bad text."""
+    """Run the text adapter of a model in fp32 while the context lasts.
+
+    A text adapter is small and runs once per prompt, and an overflow in it would pass for a bad text.
+    """
     if not adapts_text(model):
         yield
         return

@@ -51,7 +51,7 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         self.weights = LoadedWeights(patcher)
         self._sampling: Sampling | None = call.options.get(SAMPLING)
         self.packs = " and ".join(packs_on(call))
-        self.obstacle = _obstacle(patcher, self._sampling)
+        self.obstacle = _why_not_again(patcher, self._sampling)
         self._last: Attempt[torch.Tensor] | None = None
         self.first = number == 1
         self.about = Circumstances(
@@ -89,7 +89,7 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         return self._attempt(given, lambda call: layers.call(call, observing=observing), observer)
 
     def inputs(self, given: Call) -> list[NotFiniteInput]:
-        """List what is not finite of what the call was given."""
+        """List the inputs of the call with NaN or Inf."""
         return call_inputs(given, self.first)
 
     def replaced(self, given: Call, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
@@ -131,7 +131,7 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         return without_patches(given)
 
     def settle(self) -> None:
-        """Leave to later calls what ComfyUI kept of the repeat that cured this one, or of what was before it."""
+        """Leave ComfyUI's state of the repeat that cured the call, or its state before the call, to later calls."""
         if self._last is None:
             return
         if self._last.finite:
@@ -151,7 +151,7 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         return self._last
 
 
-def _obstacle(patcher, sampling: Sampling | None) -> str:
+def _why_not_again(patcher, sampling: Sampling | None) -> str:
     """Tell why the sampling of a call cannot start again; empty where it can."""
     if is_on_several_devices(patcher):
         return ON_SEVERAL_DEVICES

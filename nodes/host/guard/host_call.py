@@ -17,7 +17,7 @@ class HostCall(FailedCall[Given, Step, Result]):
     """A failed call on a device whose memory ComfyUI manages."""
 
     def tell(self, doing: str) -> None:
-        """Show what is being done on the node that runs."""
+        """Show the progress in words on the running node."""
         show_progress(doing)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
@@ -26,7 +26,7 @@ class HostCall(FailedCall[Given, Step, Result]):
 
 
 def notifier(node_id: str | None, prompt: str | None = None, of: str = "") -> Notify:
-    """Return what notifies the user of the events of a node, in ``prompt`` or else the one that runs at the time.
+    """Return a function to notify the user of a node's events, in ``prompt`` or else in the running prompt.
 
     ``of``: what is guarded, as for :func:`send_to_page`.
     """

@@ -59,7 +59,7 @@ def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = Non
 
 
 def guard_of(patcher) -> "Guard | None":
-    """Return the guard on a patcher, if it has one."""
+    """Return the guard on a patcher; None for a patcher without a guard."""
     return patcher.attachments.get(GUARD)
 
 
@@ -110,7 +110,7 @@ class Guard:
         return run(call) if run else call.make({})  # the outermost wrapper repeats it
 
     def sampling(self, executor, noise, latent_image, sampler, sigmas, denoise_mask=None, *args, **kwargs):
-        """Check what goes into one run of a sampler and what comes out."""
+        """Check the inputs and the result of a sampler's run."""
         guider = executor.class_obj
         log = self._begin(guider.model_patcher)
         try:
@@ -124,7 +124,7 @@ class Guard:
             log.notify_verdict()
 
     def report(self, patcher: "ModelPatcher") -> GuardReport:
-        """Report on the last prompt that ran a patcher, or a clone that differs in what changes no arithmetic.
+        """Report on the last prompt of a patcher, or of a clone with the same arithmetic.
 
         Its escalations are those of all devices that ran it, as its rules are for all of them.
         """
@@ -133,7 +133,7 @@ class Guard:
         return self._log(patcher).report(escalation)
 
     def remarks(self, patcher: "ModelPatcher") -> list[str]:
-        """Say what ran with the model, which the guard does not repeat by itself."""
+        """List remarks on what ran beside the model."""
         return sorted(self._log(patcher).remarks)
 
     def modes(self, patcher: "ModelPatcher") -> dict[str, str]:
@@ -142,7 +142,7 @@ class Guard:
         return guarded.layers.modes() if guarded and guarded.layers else {}
 
     def modes_by_device(self, patcher: "ModelPatcher") -> dict[str, dict[str, str]]:
-        """Map devices that made calls to the modes that :meth:`modes` gives for each."""
+        """Map each device to the modes of the layers that run wider there."""
         runs = self.states.by_device(patcher).items()
         return {device: run.layers.modes() if run.layers else {} for device, run in runs}
 

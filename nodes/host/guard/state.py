@@ -20,7 +20,7 @@ LEARNED = "halfsafe_learned"
 
 
 class Learned(dict[tuple, Escalation]):
-    """What guards have learned of one model: state of the model -> escalation."""
+    """Findings of guards on a model: state of the model -> escalation."""
 
     def __deepcopy__(self, memo: dict) -> "Learned":
         """Return an empty one for a copy of the model on another device: a state is known by objects not copied."""
@@ -28,12 +28,12 @@ class Learned(dict[tuple, Escalation]):
 
 
 def learned_of(model: "BaseModel") -> Learned:
-    """Return what guards have learned of a model, which is kept on it: a guard lasts as long as its node's result."""
+    """Return the findings of guards on a model. The model holds them: a guard lasts as long as its node's result."""
     return vars(model).setdefault(LEARNED, Learned())
 
 
 class Guarded:
-    """One model in one state of its weights.
+    """A model in a state of its weights.
 
     Args:
         model: ComfyUI's BaseModel.

@@ -65,7 +65,7 @@ def _owner(filename: str, module: str) -> str:
 
 
 def packs_on(call: Call) -> list[str]:
-    """Name the packs with code that runs in a call, and may keep there what the next call reads.
+    """Name the packs whose code runs in a call and may keep state between calls.
 
     Looks at every module: for calls that failed or are checked.
     """

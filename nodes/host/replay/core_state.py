@@ -28,7 +28,7 @@ class CoreState:
         self._cells = [(cell, copied(cell.cell_contents)) for each in found for cell in _core_cells(each)]
 
     def put_back(self) -> None:
-        """Make all of it what it was."""
+        """Put the whole state back."""
         random.setstate(self._random_numbers[0])
         numpy.random.set_state(self._random_numbers[1])
         for each, attributes in self._objects:
@@ -56,7 +56,7 @@ def _is_core_object(value: object) -> bool:
 
 
 def _core_cells(value: object) -> Iterator[CellType]:
-    """Yield the variables with data that a function of ComfyUI's shares with the node it was made in."""
+    """Yield the closure cells with data of a function of ComfyUI's nodes."""
     function = value.__func__ if isinstance(value, MethodType) else value
     if not isinstance(function, FunctionType) or not (function.__module__ or "").startswith(CORES):
         return

@@ -21,13 +21,13 @@ from .code_owner import code_owner
 
 SAMPLING = "halfsafe_sampling"
 """The entry of ``transformer_options`` with the :class:`Sampling` that a call is of."""
-MOST = 3
-PLAIN = (bool, int, float, str, torch.Tensor, type(None))
+MOST_RESTARTS = 3
+PLAIN_OPTIONS = (bool, int, float, str, torch.Tensor, type(None))
 NOT_HERE = "its calls are not of a sampler's run"
 OTHERS_GUIDER = "its guider is of another pack"
 OTHERS_SAMPLER = "its sampler is of another pack"
 KEEPS_STATE = "its sampler was given something that goes on with each draw"
-TOO_OFTEN = f"it was started again {MOST} times"
+TOO_OFTEN = f"it was started again {MOST_RESTARTS} times"
 
 
 class StartAgain(BaseException):
@@ -66,7 +66,7 @@ class Sampling:
                 if error.sampling is not self:
                     raise
             self._times += 1
-            self.obstacle = TOO_OFTEN if self._times == MOST else ""
+            self.obstacle = TOO_OFTEN if self._times == MOST_RESTARTS else ""
             start.put_back()
             random.setstate(others[0])
             numpy.random.set_state(others[1])
@@ -79,4 +79,4 @@ def _obstacle(guider: comfy.samplers.CFGGuider, sampler: comfy.samplers.Sampler)
     if code_owner(type(sampler)) or code_owner(getattr(sampler, "sampler_function", sampler)):
         return OTHERS_SAMPLER
     given = getattr(sampler, "extra_options", {}).values()
-    return "" if all(isinstance(value, PLAIN) for value in given) else KEEPS_STATE
+    return "" if all(isinstance(value, PLAIN_OPTIONS) for value in given) else KEEPS_STATE
