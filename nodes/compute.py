@@ -11,6 +11,7 @@ from ..precision.plan.goal import GOALS, NO_RULES
 from ..precision.plan.rules import Rules
 from .host import planned
 from .host.badge import badge, model_words
+from .host.check.drift import checking
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
 from .host.live_report import with_live_report
@@ -131,7 +132,7 @@ class AutoPrecision(io.ComfyNode):
         node_id = node_id_of(cls)
         model, vae, why = planned.with_goal(model, goal, clip, vae, checked_rules(rules) or NO_RULES)
         if guard != OFF:
-            model = with_guard(model, guard, MAX_RETRIES, node_id, check)
+            model = with_guard(model, guard, MAX_RETRIES, node_id, checking(check))
             clip = guard_clip(clip, guard, node_id) if clip is not None else None
             vae = guard_vae(vae, guard, node_id) if vae is not None else None
         model, shown = with_live_report(model, node_id)

@@ -4,10 +4,11 @@ import torch
 from comfy_api.latest import io
 
 from ..precision.errors import HalfsafeError
-from ..precision.guard.finite import Finding, not_finite
+from ..precision.guard.finite import NotFiniteTensor, not_finite
 from ..precision.guard.verdicts import NonFinite
 from ..precision.report.result import BAD, FINITE, NOT_FINITE, Result
 from .host.badge import badge, model_words
+from .host.check.drift import checking
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
 from .inputs import CATEGORY, check_input, node_id_of, on_nan_input
@@ -61,7 +62,7 @@ class NaNGuard(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, on_nan, max_retries, check="off") -> io.NodeOutput:
-        guarded = with_guard(model, on_nan, max_retries, node_id_of(cls), check)
+        guarded = with_guard(model, on_nan, max_retries, node_id_of(cls), checking(check))
         return io.NodeOutput(guarded, ui=badge(*model_words(model), "guarded"))
 
 
@@ -142,7 +143,7 @@ class CheckFinite(io.ComfyNode):
         return io.NodeOutput(value, not found, text, ui=_result(found, text).ui())
 
 
-def _result(found: list[Finding], text: str) -> Result:
+def _result(found: list[NotFiniteTensor], text: str) -> Result:
     if not found:
         return Result(FINITE, text=text)
     return Result(NOT_FINITE, {"names": ", ".join(finding.name for finding in found)}, BAD, text=text)

@@ -3,9 +3,9 @@
 from comfy_api.latest import io
 
 from ..precision.calibrate.calibration import Calibration
+from ..precision.check.drift import CHECKS
 from ..precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from ..precision.errors import HalfsafeError
-from ..precision.guard.drift import CHECKS
 from ..precision.guard.policy import ON_NAN
 from ..precision.plan.rules import Rules
 
@@ -30,8 +30,8 @@ ON_NAN_TOOLTIP = (
 )
 GUARD_OFF = " off: no guard."
 CHECK_TOOLTIP = (
-    "Compare a step with fp32 to find what is finite and wrong. Costs one call a compared step, about ten more "
-    "where it finds something."
+    "Compare a step with fp32 to find what is finite and wrong. Costs one call a compared step; "
+    "left out beside nodes of packs that may keep state between steps."
 )
 
 

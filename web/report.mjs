@@ -5,7 +5,7 @@ import { isTranslated, said, t } from "./words.mjs";
  * What the page derives from a report of version 1; no DOM here.
  * @typedef {{name: string, class: string, storage: string, mode: string, accumulation: string, stream: string, reason: string, kernel: string}} Layer
  * @typedef {{call: number, step: number, sigma: number | null, layer: string, op: string, kind: string, from: string, to: string, recovered: boolean, evidence: string, advice: string}} GuardEvent
- * @typedef {{step: number, sigma: number | null, arithmetic: string, snr_db: number | null, threshold_db: number | null, lora_snr_db: number | null, blocks: {name: string, snr_db: number | null}[], left_out: string}} Check
+ * @typedef {{step: number, sigma: number | null, arithmetic: string, snr_db: number | null, threshold_db: number | null, blocks: {name: string, snr_db: number | null}[], left_out: string}} Check
  * @typedef {{verdict: string, calls: number, extra_calls: number, escalations: Record<string, string>, events: GuardEvent[], checks: Check[]}} Guard
  * @typedef {{node: string, kind: string, verdict: string, messages: string[], advice: string}} Encoder
  * @typedef {{file: string, class: string, calls: number | null, layers: Layer[], notes: string[]}} Control
@@ -88,8 +88,7 @@ export function checkText(check) {
   const values = { snr: decibels(check.snr_db), arithmetic: check.arithmetic, expected: decibels(check.threshold_db) };
   const line = t("{snr} from fp32 ({arithmetic}, at least {expected} expected)", values);
   const lowest = blocks && t("lowest after: {blocks}", { blocks });
-  const lora = check.lora_snr_db === null ? "" : t("LoRAs {snr} above the rounding of their weights", { snr: decibels(check.lora_snr_db) });
-  return atStep(check, [line, lowest, lora].filter(Boolean).join("; "));
+  return atStep(check, [line, lowest].filter(Boolean).join("; "));
 }
 
 /** One line on a ControlNet that ran beside the model. @param {Control} control */
@@ -118,9 +117,9 @@ function atStep({ step, sigma }, what) {
   return t("step {step}, sigma {sigma}: {what}", { step, sigma: Number(sigma.toPrecision(4)), what });
 }
 
-/** "overflow in blocks.0.ffn.2", "drift, int8 product in blocks.0.ffn.2" @param {GuardEvent} event */
+/** "overflow in blocks.0.ffn.2", "drift, step cache" @param {GuardEvent} event */
 export function whatIn({ kind, layer, op }) {
-  const what = kind === "unknown" ? t("NaN or Inf") : kind === "drift" ? `${t(kind)}, ${said(op)}` : t(kind);
+  const what = kind === "unknown" ? t("NaN or Inf") : kind === "drift" && op ? `${t(kind)}, ${said(op)}` : t(kind);
   const where = kind === "input" ? said(layer) : layer;
   return layer ? t("{what} in {layer}", { what, layer: where }) : what;
 }

@@ -68,7 +68,6 @@ const causes = () => ({
   bad_input: t("The model was given NaN or Inf"),
   not_precision: t("NaN or Inf that no precision cures"),
   device_fault: t("The device calculates wrongly"),
-  transfer: t("A weight was damaged on its way to the device"),
   drift: t("A step is farther from fp32 than it should be"),
 });
 
@@ -79,7 +78,7 @@ export function toastFor(message, first) {
   const drift = event?.kind === "drift";
   const name = /** @type {keyof ReturnType<typeof causes>} */ (drift ? "drift" : verdict);
   const summary = `Halfsafe: ${causes()[name] ?? verdictText(verdict)}`;
-  if (verdict === "recovered" && event && !drift) return { severity: "success", summary, detail: curedText(event), life: 8000 };
+  if (verdict === "recovered" && event && !drift) return { severity: "success", summary, detail: said(event.evidence) || curedText(event), life: 8000 };
   const what = isTranslated() ? saidText(message) : firstSentence(message.message);
   const detail = [drift && event ? whatIn(event) : what, said(message.advice)].filter(Boolean).join(" ");
   return { severity: drift ? "warn" : "error", summary, detail, life: 20000 };

@@ -7,17 +7,10 @@ from this source, and the contract test looks every attribute up in that file.
 
 from __future__ import annotations
 
-import dis
-import functools
 import inspect
-import types
 from collections.abc import Callable
 from typing import Annotated, Any
 
-import comfy.model_base
-import comfy.model_management
-import comfy.model_patcher
-import comfy.ops
 import torch
 from comfy.quant_ops import QuantizedTensor, get_layout_class
 
@@ -203,23 +196,6 @@ def denoised(sampling: Sampling) -> Callable:
 def set_control_dtype(control: Control, dtype: torch.dtype) -> None:
     """Set the dtype that a ControlNet casts its inputs and weights to."""
     control.manual_cast_dtype = dtype
-
-
-@functools.cache
-def core_writes() -> frozenset[str]:
-    """Name the attributes that ComfyUI's management of models sets on modules: where weights are, what patched them."""
-    found: set[str] = set()
-    for module in (comfy.model_base, comfy.model_management, comfy.model_patcher, comfy.ops):
-        functions = [value for value in vars(module).values() if inspect.isfunction(value)]
-        for cls in filter(inspect.isclass, vars(module).values()):
-            functions += [value for value in vars(cls).values() if inspect.isfunction(value)]
-        found.update(*(_attributes_set(function.__code__) for function in functions))
-    return frozenset(found)
-
-
-def _attributes_set(code: types.CodeType) -> set[str]:
-    found = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
-    return found.union(*(_attributes_set(inner) for inner in code.co_consts if inspect.iscode(inner)))
 
 
 def forget_call(cache: StepCache) -> None:

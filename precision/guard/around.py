@@ -14,7 +14,7 @@ from .wording import BETWEEN_CALLS, NAN_GIVEN
 
 
 def blame_inputs(log: GuardLog, inputs: Sequence[NotFiniteInput], batch: int) -> None:
-    """Blame what a sampler's run of ``batch`` images was given that holds NaN.
+    """Blame the inputs with NaN of a sampler's run of ``batch`` images.
 
     Raises:
         NonFinite: no image is left, or the guard is to stop.
@@ -26,7 +26,7 @@ def blame_inputs(log: GuardLog, inputs: Sequence[NotFiniteInput], batch: int) ->
 
 
 def blame_between_calls(log: GuardLog, result: torch.Tensor, sigmas: torch.Tensor) -> None:
-    """Blame what stands between a model's calls for images that are not finite though no call failed for them.
+    """Blame the code between a model's calls for images with NaN or Inf of which no call failed.
 
     Raises:
         NonFinite: no image is left, or the guard is to stop.

@@ -1,7 +1,7 @@
 """What to do with a call that gave NaN or Inf, whoever made it:
 what explains it, whether a higher precision cures it, the verdict.
 
-Whoever makes calls (of a model, a VAE, a text encoder, a text adapter) gives a :class:`FailedCall`;
+Whoever makes calls (of a model, a VAE, a text encoder) gives a :class:`FailedCall`;
 every decision is here.
 """
 
@@ -15,17 +15,18 @@ from .ladder import RandomStart
 from .localize import Origin
 from .log import CallPosition, GuardLog, event_of
 from .repeats import Repeats
-from .verdicts import BAD_INPUT, BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED, TRANSFER
+from .verdicts import BAD_INPUT, BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED
 from .wording import (
     COMPILED,
     EAGER_IS_FINITE,
-    KEEPS_RESULT,
-    KEPT_RESULT,
+    LEAVE_OUT,
+    MAY_BE_KEPT,
     NAN_GIVEN,
     NAN_READ,
     PATCH_ADVICE,
     PATCH_READ,
     SAME_AGAIN,
+    STARTED_AGAIN,
     WEIGHTS_MADE_FINITE,
     WITHOUT_PATCHES,
     WRONG_IN_FP32,
@@ -86,8 +87,7 @@ class Case(Generic[Given, Step, Result]):
         self.lost |= rows
 
     def _lose_rows_given_nan(self, one: NotFiniteInput) -> None:
-        """Blame an input's NaN for the rows that were given it,
-        and go on with the others as if it were finite there."""
+        """Blame an input's NaN for its rows, and go on with the other rows as if the input were finite."""
         rows = one.nan_rows(self.call.about.batch) & self.rows
         self.given = self.call.replaced(self.given, zero_for_nan([one]))
         if rows:
@@ -96,7 +96,7 @@ class Case(Generic[Given, Step, Result]):
             self._give_up(one.diagnosis(NAN_GIVEN), position)
 
     def _as_asked(self) -> Result:
-        """Do what the node's setting asks for with a call that no NaN it was given explains."""
+        """Follow the node's setting for a call whose failure no NaN input explains."""
         if self.log.on_nan == "retry_higher":
             return self._repeated()
         if self.call.about.hidden and self.log.verdict != CLEAN:
@@ -108,7 +108,7 @@ class Case(Generic[Given, Step, Result]):
         return self._give_up(self._explained() or Diagnosis(self._place, STOPPED))
 
     def _explained(self) -> Diagnosis | None:
-        """Find what explains the failure where nothing is repeated to cure it; that there was no memory to find it."""
+        """Find the cause of a failure under a setting without repeats; a lack of memory for the search is told too."""
         try:
             return self._weight_at_fault() or self._input_at_fault() or self._patch_at_fault()
         except RuntimeError as error:
@@ -129,14 +129,14 @@ class Case(Generic[Given, Step, Result]):
         """Repeat the call at each step until its result is finite or nothing is left to try."""
         if self.call.about.locates_first and self.repeats.may_take(2):
             again = self._locate()
-            if again.finite and not self.call.about.hidden:
+            if again.finite and not self.call.about.hidden and not self._restarts:
                 return self._finite_again(again)
             if diagnosis := self._weight_at_fault():
                 return self._give_up(diagnosis)
         return self._up_the_ladder()
 
     def _finite_again(self, watched: Attempt[Result]) -> Result:
-        """Repeat a call that was finite with every operation watched once more exactly as it was, to learn why."""
+        """Repeat a call exactly as it was, after the watched repeat was finite, to learn why."""
         if not self.repeats.may_take(1):
             return self._up_the_ladder()
         plain = self.repeats.run(self.given)
@@ -154,6 +154,8 @@ class Case(Generic[Given, Step, Result]):
             steps = steps[-1:]
         if self.repeats.failed_in_fp32:
             steps = steps[:-1]
+        if steps and self._restarts:
+            return self._started_again(steps[0])
         found = self.repeats.first_finite(steps, self.given)
         if found is None:
             return self._not_cured()
@@ -165,11 +167,25 @@ class Case(Generic[Given, Step, Result]):
             self._note(True, RECOVERED, step)
         return attempt.result
 
+    def _started_again(self, step: Step) -> Result:
+        """Start the whole sampling again at a step, as the packs' state is of the failed run. It returns only where no
+        repeat is allowed."""
+        if not self.repeats.may_take(1):
+            return self._give_up(self._untried())
+        self.call.widen(step)
+        evidence = STARTED_AGAIN.format(self.call.named(step), self.call.packs)
+        event = event_of(self._position(self.rows), self._place, *self.call.modes(self._place, step), True, evidence)
+        message = self.log.describe(replace(event, recovered=False), self._place)
+        self.log.note(event, self._place, RECOVERED, self._advice(RECOVERED), message)
+        self.log.extra_calls += 1
+        self.call.tell(evidence)
+        return self.call.start_again()
+
     def _not_cured(self) -> Result:
         if self.repeats.failed_in_fp32 is None:
             return self._give_up(self._untried())
-        if diagnosis := self._kept_result():
-            return self._give_up(diagnosis)
+        if self.call.packs and self.call.obstacle:
+            return self._give_up(Diagnosis(self._place, STOPPED, LEAVE_OUT.format(self.call.packs), MAY_BE_KEPT))
         diagnosis = self._input_at_fault()
         if not diagnosis and not self.call.about.locates_first:
             self._locate()
@@ -181,12 +197,6 @@ class Case(Generic[Given, Step, Result]):
         if not ok:
             diagnosis = Diagnosis(self._place, DEVICE_FAULT, f"{detail}.", WRONG_IN_FP32)
         return self._give_up(diagnosis or Diagnosis(self._place, NOT_PRECISION, None, self.call.wording.fails_in_fp32))
-
-    def _kept_result(self) -> Diagnosis | None:
-        """Name what gave the repeat in fp32 a result that was kept, so that it tells nothing of precision."""
-        attempt = self.repeats.in_fp32
-        keeper = self.call.kept_result(attempt) if attempt else ""
-        return Diagnosis(self._place, STOPPED, KEEPS_RESULT.format(keeper), KEPT_RESULT) if keeper else None
 
     def _untried(self) -> Diagnosis:
         return Diagnosis(
@@ -232,13 +242,13 @@ class Case(Generic[Given, Step, Result]):
 
     def _weight_at_fault(self, everywhere: bool = False) -> Diagnosis | None:
         """Find the weight or patch without whose values that are not finite the call would be finite, or the weight
-        that went bad on its way to the device.
+        whose copy on the device is bad.
 
         ``everywhere``: look at all weights, not only at what the operations watched lead to.
         """
         weights, origin = self.call.weights, self.origin
-        if origin and (differs := weights.transfer(origin)):
-            return Diagnosis(origin, TRANSFER, None, differs)
+        if origin and (bad_copy := weights.bad_copy(origin)):
+            return Diagnosis(origin, DEVICE_FAULT, None, bad_copy)
         if origin and origin.kind == "unknown" and (patch := weights.patch_sentence(origin.layer)):
             return Diagnosis(origin, BAD_WEIGHTS, patch, PATCH_READ)
         bad = weights.not_finite() if everywhere or (origin and origin.kind == "weights") else {}
@@ -252,9 +262,14 @@ class Case(Generic[Given, Step, Result]):
         return None
 
     @property
+    def _restarts(self) -> bool:
+        """Tell whether the whole sampling is to start again instead of the call."""
+        return bool(self.call.packs) and not self.call.obstacle
+
+    @property
     def _place(self) -> Origin | None:
-        """What failed, or what events name instead."""
-        return self.origin or self.call.about.nowhere
+        """The origin of the failure, or the origin named by events instead."""
+        return self.origin or self.call.about.default_origin
 
     def _images(self, rows: set[int]) -> set[int]:
         """List the images that rows of the result are of; none where each row is of all of them."""
@@ -277,15 +292,12 @@ class Case(Generic[Given, Step, Result]):
         return self.call.wording.advice.get(verdict)
 
     def _note(self, recovered: bool, verdict: str, step: Step | None = None) -> None:
-        evidence = self.call.wording.cured if recovered else ""
-        event = event_of(
-            self._position(self.rows), self._place, *self.call.modes(self._place, step), recovered, evidence
-        )
+        event = event_of(self._position(self.rows), self._place, *self.call.modes(self._place, step), recovered)
         self.log.note(event, self._place, verdict, self._advice(verdict))
 
     def _note_unchanged(self, recovered: bool, verdict: str, advice: str | None, evidence: str = "") -> None:
-        """Note what is no layer's fault, the arithmetic being as it was."""
-        place = self.call.about.nowhere
+        """Note an event without a layer at fault; the arithmetic stays as it was."""
+        place = self.call.about.default_origin
         mode, _ = self.call.modes(place)
         self.log.note(
             event_of(self._position(self.rows), place, mode, mode, recovered, evidence), place, verdict, advice

@@ -11,7 +11,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class PromotesFloats(TorchFunctionMode):
-    """Give an operation that is called with several float dtypes all of them in fp32, while it is on.
+    """Give operations with arguments of several float dtypes all of them in fp32, while the mode is on.
 
     What writes into one of its arguments is left alone: that has a dtype already.
     """
@@ -26,7 +26,7 @@ class PromotesFloats(TorchFunctionMode):
 
 
 def promoting(function: Callable) -> Callable:
-    """Wrap a function so that its operations promote, and so that what it returns is fp32 where it is 16-bit."""
+    """Wrap a function so that its operations promote to fp32 and its 16-bit results become fp32."""
 
     def run(*args, **kwargs):
         with PromotesFloats():

@@ -42,16 +42,16 @@ class Weights(Protocol):
     """The weights of what a call runs, named as its modules are."""
 
     def not_finite(self) -> dict[str, torch.Tensor]:
-        """Return name -> weight or buffer, of those that hold NaN or Inf."""
+        """Return name -> weight or buffer with NaN or Inf."""
         ...
 
     def has_nan(self, name: str) -> bool:
         """Tell whether a weight, quantized or not, holds NaN."""
         ...
 
-    def transfer(self, origin: Origin) -> str:
-        """Describe the weight of the operation that failed first, where it went bad on its way from the file to the
-        device; empty where it did not."""
+    def bad_copy(self, origin: Origin) -> str:
+        """Describe the weight of the operation that failed first, if the device's copy alone is not finite; empty for
+        any other."""
         ...
 
     def sentence(self, name: str) -> str:
@@ -65,7 +65,7 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class Circumstances(Generic[Step]):
-    """What is known of a failed call before it is repeated.
+    """Facts on a failed call, before any repeat.
 
     Args:
         position: where it stands in its run.
@@ -80,7 +80,7 @@ class Circumstances(Generic[Step]):
         locates_first: the operation is looked for before higher steps are tried, as a call costs little of its run.
         hidden: the result is finite, but the model's own code clamped what was not.
         compiled: torch.compile runs it.
-        nowhere: the origin in events that blame no operation.
+        default_origin: the origin in events that blame no operation.
     """
 
     position: CallPosition
@@ -93,13 +93,19 @@ class Circumstances(Generic[Step]):
     locates_first: bool = True
     hidden: bool = False
     compiled: bool = False
-    nowhere: Origin | None = None
+    default_origin: Origin | None = None
 
 
 class FailedCall(ABC, Generic[Given, Step, Result]):
-    """What a case needs of the one that made a call. Every repeat is made with the random numbers
-    that the call began with."""
+    """A failed call, as its maker can repeat it. Every repeat is made with the random numbers
+    that the call began with.
 
+    ``packs``: those that may keep state between steps, so that the whole sampling starts again instead of the call, and
+    ``obstacle``: why it cannot.
+    """
+
+    packs: str = ""
+    obstacle: str = ""
     wording: Wording
     weights: Weights
     about: Circumstances[Step]
@@ -126,7 +132,7 @@ class FailedCall(ABC, Generic[Given, Step, Result]):
 
     @abstractmethod
     def modes(self, origin: Origin | None, step: Step | None = None) -> tuple[str, str]:
-        """Return (mode in which the call failed, mode after ``step`` was kept) of the operation that failed."""
+        """Return (mode of the operation that failed, its mode after ``step``)."""
 
     @abstractmethod
     def keep(self, step: Step, attempt: Attempt[Result], origin: Origin | None) -> None:
@@ -136,6 +142,13 @@ class FailedCall(ABC, Generic[Given, Step, Result]):
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Tell whether an error means that a repeat found no memory."""
 
+    def widen(self, step: Step) -> None:
+        """Run at a step from now on, for a sampling that starts again."""
+
+    def start_again(self) -> Result:
+        """Start the sampling of the call again from its first step. It never returns."""
+        raise NotImplementedError
+
     def tell(self, doing: str) -> None:
         """Tell whoever waits for the call what is being done, in words."""
 
@@ -144,7 +157,7 @@ class FailedCall(ABC, Generic[Given, Step, Result]):
         return FP32.name if step == self.about.in_fp32 else "fp16_safe"
 
     def inputs(self, given: Given) -> list[NotFiniteInput]:
-        """List what is not finite of what the call was given."""
+        """List the inputs of the call with NaN or Inf."""
         return []
 
     def replaced(self, given: Given, function: Callable[[torch.Tensor], torch.Tensor]) -> Given:
@@ -155,10 +168,6 @@ class FailedCall(ABC, Generic[Given, Step, Result]):
         """Name the functions that nodes put into the model's blocks; empty for none."""
         return ""
 
-    def kept_result(self, attempt: Attempt[Result]) -> str:
-        """Name what gave an attempt a result that was kept of an earlier one; empty where the call ran."""
-        return ""
-
     def without_patches(self, given: Given) -> Given:
-        """Return what the call was given without the functions that :meth:`patches` names."""
+        """Return the inputs of the call without the functions named by :meth:`patches`."""
         return given

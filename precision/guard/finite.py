@@ -10,7 +10,7 @@ LISTED = 8
 
 
 @dataclass(frozen=True)
-class Finding:
+class NotFiniteTensor:
     """A tensor that holds NaN or Inf. ``rows``: the places along its first dimension that do."""
 
     name: str
@@ -31,13 +31,13 @@ def zeroed(tensor: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
 
 
-def not_finite(values) -> list[Finding]:
-    """List what is not finite among the tensors of nested lists, tuples and dicts, named by their places in it."""
+def not_finite(values) -> list[NotFiniteTensor]:
+    """List the tensors with NaN or Inf in nested lists, tuples and dicts, named by their places."""
     found = (_check(leaf, name) for name, leaf in leaves(values) if isinstance(leaf, torch.Tensor))
     return [finding for finding in found if finding]
 
 
-def _check(tensor: torch.Tensor, name: str) -> Finding | None:
+def _check(tensor: torch.Tensor, name: str) -> NotFiniteTensor | None:
     if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -47,4 +47,5 @@ def _check(tensor: torch.Tensor, name: str) -> Finding | None:
     if not bad.any():
         return None
     nan = int(torch.isnan(rows).sum())
-    return Finding(name, nan, int(bad.sum()) - nan, tensor.numel(), tuple(bad.any(1).nonzero().flatten().tolist()))
+    places = tuple(bad.any(1).nonzero().flatten().tolist())
+    return NotFiniteTensor(name, nan, int(bad.sum()) - nan, tensor.numel(), places)

@@ -26,7 +26,7 @@ def input_origin(name: str) -> Origin:
 
 @dataclass(frozen=True)
 class NotFiniteInput:
-    """One of the things a call was given that holds NaN or Inf.
+    """An input of a call with NaN or Inf.
 
     Args:
         name: what people know it as.
@@ -62,7 +62,7 @@ class NotFiniteInput:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """A verdict that repeats cannot better, and what it rests on.
+    """A verdict beyond the reach of repeats, with its evidence.
 
     Args:
         advice: what to do; None for what the verdict has.
@@ -77,7 +77,10 @@ class Diagnosis:
 def inputs_not_finite(
     named: Iterable[tuple[str, object]], advice: dict[str, str] | None = None
 ) -> list[NotFiniteInput]:
-    """List those of (name, nested values) that hold NaN or Inf. ``advice``: name -> what to do if it is the cause."""
+    """List the inputs with NaN or Inf among (name, nested values).
+
+    ``advice``: name -> what to do if the input is the cause.
+    """
     found = ((name, tuple(tensor for tensor in tensors_in(values) if not is_finite(tensor))) for name, values in named)
     return [NotFiniteInput(name, bad, _verdict_on(name), (advice or {}).get(name)) for name, bad in found if bad]
 
@@ -87,7 +90,7 @@ def _verdict_on(name: str) -> str:
 
 
 def nan_inputs(named: Iterable[tuple[str, object]]) -> list[NotFiniteInput]:
-    """List those of (name, nested values) that hold NaN. What is infinite may be meant, or may not matter."""
+    """List the inputs with NaN among (name, nested values). What is infinite may be meant, or may not matter."""
     return [one for one in inputs_not_finite(named) if any(torch.isnan(value).any() for value in one.values)]
 
 
@@ -102,12 +105,12 @@ def rows_not_finite(tensor: torch.Tensor) -> list[int]:
 
 
 def zero_for_nan(chosen: Iterable[NotFiniteInput]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what gives a tensor of the chosen inputs a zero for each NaN, and any other as it is."""
+    """Return a function that replaces each NaN in tensors of the chosen inputs by zero."""
     return _changed(chosen, lambda value: torch.where(torch.isnan(value), torch.zeros_like(value), value))
 
 
 def zero_for_not_finite(chosen: Iterable[NotFiniteInput]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what gives a tensor of the chosen inputs a zero for each NaN and Inf, and any other as it is."""
+    """Return a function that replaces each NaN and Inf in tensors of the chosen inputs by zero."""
     return _changed(chosen, zeroed)
 
 

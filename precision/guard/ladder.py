@@ -33,10 +33,15 @@ class RandomStart:
         generators = _generators(self.device)
         kept = (range(generators.device_count()), self.device.type) if generators else ([], "cuda")
         with torch.random.fork_rng(kept[0], device_type=kept[1]):
-            torch.set_rng_state(self.cpu)
-            if generators and self.own is not None:
-                generators.set_rng_state(self.own, self.device)
+            self.put_back()
             yield
+
+    def put_back(self) -> None:
+        """Draw from there on."""
+        torch.set_rng_state(self.cpu)
+        generators = _generators(self.device)
+        if generators and self.own is not None:
+            generators.set_rng_state(self.own, self.device)
 
 
 def _generators(device: torch.device) -> ModuleType | None:

@@ -182,7 +182,7 @@ class Localizer(TorchDispatchMode):
         return run
 
     def _leave(self, frame: _Frame, outputs: list[torch.Tensor]) -> None:
-        """Blame a module that was given finite values and returned others, where no operation in it was seen to."""
+        """Blame a module with finite inputs and another result, if no operation inside was seen to fail."""
         with torch.utils._python_dispatch._disable_current_modes():
             bad = [tensor for tensor in outputs if not math.isfinite(amax_value(tensor))]
             if self._first_bad or not bad:

@@ -14,7 +14,7 @@ from .verdicts import ADVICE, CLEAN, CURED, NonFinite
 
 @dataclass
 class CallPosition:
-    """The place of a failed call in the sampler's run, and the images of the batch that it spoils.
+    """The place of a failed call in the sampler's run, and the spoiled images of the batch.
 
     Args:
         call: its number, from 1.

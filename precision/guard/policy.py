@@ -104,7 +104,7 @@ def escalate(
     culprit = origin.layer if origin else ""
     if culprit in modes and origin.multiplies and culprit not in wide:
         wide[culprit] = _relieved(modes[culprit])
-    blocks = {block for block in (block_of(name, observed.blocks) for name in [*wide, culprit]) if block}
+    blocks = {block for block in (enclosing_block(name, observed.blocks) for name in [*wide, culprit]) if block}
     if origin and "attention" in origin.op:
         blocks |= observed.attention
     grown = Escalation(
@@ -120,10 +120,10 @@ def escalate(
 
 def escalate_to_fp32(present: Escalation, origin: Origin | None, modes: Mapping[str, str], blocks) -> Escalation:
     """Return the escalation after a failed call that only fp32 cured: the part it happened in, else everything."""
-    block = block_of(origin.layer, blocks) if origin else ""
+    block = enclosing_block(origin.layer, blocks) if origin else ""
     if not block or block in present.blocks:
         return ALL_IN_FP32
-    inside = {name: FP32.name for name in modes if block_of(name, [block])}
+    inside = {name: FP32.name for name in modes if enclosing_block(name, [block])}
     return Escalation({**present.layers, **inside}, present.blocks | {block}, present.stream)
 
 
@@ -134,7 +134,7 @@ def _relieved(mode: str) -> str:
     return (FP16 if lowered else FP16_WIDE).name
 
 
-def block_of(layer: str, blocks) -> str:
+def enclosing_block(layer: str, blocks) -> str:
     """Return the top-level part a module is in; empty where it is in none."""
     inside = (block for block in blocks if layer == block or layer.startswith(f"{block}."))
     return max(inside, key=len, default="")

@@ -19,14 +19,12 @@ class Repeats(Generic[Given, Step, Result]):
         most: how often it may be repeated to cure it; None for as often as the ladder asks.
             Evidence alone is not bounded by it.
 
-    ``failed_in_fp32``: whether the call with the inputs it was given is NaN or Inf in fp32 too, None while unknown, and
-    ``in_fp32`` that repeat.
+    ``failed_in_fp32``: whether the call with the inputs it was given is NaN or Inf in fp32 too, None while unknown.
     """
 
     def __init__(self, call: FailedCall[Given, Step, Result], start: RandomStart, log: GuardLog, most: int | None):
         self.most = most
         self.failed_in_fp32: bool | None = None if call.about.steps else True
-        self.in_fp32: Attempt[Result] | None = None
         self._call = call
         self._start = start
         self._log = log
@@ -71,7 +69,7 @@ class Repeats(Generic[Given, Step, Result]):
     def _at(self, step: Step, given: Given) -> Attempt[Result]:
         attempt = self._again(lambda: self._call.run_at(step, given), f"in {self._call.named(step)}")
         if step == self._call.about.in_fp32:
-            self.failed_in_fp32, self.in_fp32 = not attempt.finite, attempt
+            self.failed_in_fp32 = not attempt.finite
         return attempt
 
     def _again(self, run: Callable, how: str):
@@ -83,9 +81,10 @@ class Repeats(Generic[Given, Step, Result]):
 
     @property
     def _what(self) -> str:
-        about = self._call.about
-        sampled = math.isfinite(about.position.sigma)
-        return f"step {about.position.step}" if sampled else (about.nowhere and about.nowhere.layer) or "the call"
+        position, origin = self._call.about.position, self._call.about.default_origin
+        if math.isfinite(position.sigma):
+            return f"step {position.step}"
+        return origin.layer if origin else "the call"
 
     def _evidence_allowed(self) -> bool:
         return self._log.on_nan != "retry_higher" or self.may_take(1)

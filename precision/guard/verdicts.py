@@ -9,11 +9,13 @@ BAD_WEIGHTS = "bad_weights"
 BAD_INPUT = "bad_input"
 NOT_PRECISION = "not_precision"
 DEVICE_FAULT = "device_fault"
-TRANSFER = "transfer"
 
 CURED = (CLEAN, RECOVERED)
 ADVICE = {
-    RECOVERED: "Nothing to do. The rules in the report make the next run start that way.",
+    RECOVERED: (
+        "NaN and Inf are cured; whether other values are right was not looked at, unless check is on. "
+        "The rules in the report make the next run start that way."
+    ),
     STOPPED: (
         "Set on_nan to retry_higher, or put Compute Dtype with fp16_safe (or bf16, "
         "where the device has it) before the sampler."
@@ -24,11 +26,6 @@ ADVICE = {
     DEVICE_FAULT: (
         "The device or its driver gave a wrong result, not the model: try another driver or torch, "
         "--disable-dynamic-vram, --disable-async-offload, or a device that is not overclocked."
-    ),
-    TRANSFER: (
-        "The file is fine. Free the model and node cache, so that it is read again, and run again; "
-        "if it comes back, start ComfyUI with --disable-dynamic-vram, then with --disable-async-offload "
-        "or --disable-pinned-memory, or try another driver."
     ),
 }
 

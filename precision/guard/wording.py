@@ -1,5 +1,4 @@
-"""The sentences that a verdict rests on, and the advice that differs between models, VAEs,
-text encoders and text adapters."""
+"""The sentences that a verdict rests on, and the advice that differs between models, VAEs and text encoders."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ BETWEEN_CALLS = (
     "The model's results were finite: it arose between its calls, in the sampler, "
     "the guidance (cfg) or a patch of either."
 )
+STARTED_AGAIN = "The sampling was started again in {}, as {} may keep state between steps."
 SAME_AGAIN = "The same call, in the same arithmetic and with the same random numbers, is finite."
 EAGER_IS_FINITE = "The compiled call is NaN or Inf each time; without torch.compile it is finite."
 WITHOUT_PATCHES = "In fp32 the call is NaN or Inf with it, and finite without it."
@@ -19,10 +19,8 @@ NAN_READ = "The weight holds NaN, and the first operation whose result is NaN or
 WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf too, and finite with a zero for each NaN and Inf of the weights."
 WRONG_IN_FP32 = "A test product in fp32 is wrong."
 
-KEPT_RESULT = "In fp32 the model's blocks did not run: a result that was kept of an earlier call stood in for them."
-KEEPS_RESULT = (
-    "A step cache of {} keeps a failed result: switch it off for this model, or let it begin after this step."
-)
+MAY_BE_KEPT = "In fp32 the repeated call is NaN or Inf too, or was given a result that was kept of the failed one."
+LEAVE_OUT = "The sampling could not start again beside {}: leave its node out, or let it begin after this step."
 
 CONTROL_ADVICE = (
     "Load the ControlNet with compute fp32 or fp16_safe in Load ControlNet (Halfsafe), lower its strength, "
@@ -52,18 +50,16 @@ ENCODER_INPUTS = {
 
 @dataclass(frozen=True)
 class Wording:
-    """What is said of one kind of call where kinds differ.
+    """The sentences on a kind of call, where kinds differ.
 
     Args:
         no_memory: what to do where a repeat found no memory.
-        cured: the evidence of a call that a higher precision cured; empty where the event's modes show it.
         fails_in_fp32: the evidence that no precision cures it.
         input_made_finite: the evidence that an input with Inf is at fault.
         advice: verdict -> what to do, where that is another thing than ``verdicts.ADVICE`` has.
     """
 
     no_memory: str
-    cured: str = ""
     fails_in_fp32: str = "In fp32 the call is NaN or Inf too."
     input_made_finite: str = (
         "In fp32 the call is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
@@ -74,11 +70,6 @@ class Wording:
 MODEL = Wording(
     "There was not enough memory to repeat it in a higher precision: put Compute Dtype with fp16_safe "
     "(or bf16, where the device has it) before the sampler, or take a smaller picture or batch."
-)
-TEXT_ADAPTER = Wording(
-    MODEL.no_memory,
-    cured="The text was finite before the model's own adapter, and in fp32 it is after it too.",
-    fails_in_fp32="The text was finite before the model's own adapter; after it it is NaN or Inf in fp32 too.",
 )
 
 

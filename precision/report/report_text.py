@@ -179,15 +179,10 @@ def check_text(check: dict) -> str:
     if check["left_out"]:
         return f"{_when(check)}not compared with fp32. {check['left_out']}"
     blocks = ", ".join(f"{block['name']} {_decibels(block['snr_db'])}" for block in check["blocks"])
-    lora = (
-        f"; LoRAs {_decibels(check['lora_snr_db'])} above the rounding of their weights"
-        if check["lora_snr_db"] is not None
-        else ""
-    )
     expected = f"{check['arithmetic']}, at least {_decibels(check['threshold_db'])} expected"
     return (
         f"{_when(check)}{_decibels(check['snr_db'])} from fp32 ({expected})"
-        f"{'; lowest after ' if blocks else ''}{blocks}{lora}"
+        f"{'; lowest after ' if blocks else ''}{blocks}"
     )
 
 

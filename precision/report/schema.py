@@ -103,8 +103,7 @@ class CheckReport:
     """One call compared with itself in fp32.
 
     ``snr_db``: None where it was ``left_out``, which says why; ``threshold_db``: what ``arithmetic`` gives at least;
-    ``lora_snr_db``: how much more LoRAs in 8-bit weights change than the rounding of those; ``blocks``: the worst
-    three; ``repeats``: how many more calls it took.
+    ``blocks``: the worst three; ``repeats``: how many more calls it took.
     """
 
     call: int
@@ -113,7 +112,6 @@ class CheckReport:
     arithmetic: str
     snr_db: float | None = None
     threshold_db: float | None = None
-    lora_snr_db: float | None = None
     blocks: list[BlockDrift] = field(default_factory=list)
     repeats: int = 0
     left_out: str = ""

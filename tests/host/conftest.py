@@ -38,8 +38,8 @@ CALIBRATING = {
     "bounds/known_values._measured", "bounds/value_bounds._read", "bounds/modulation._assumed", "bounds/rotation.measure",
     "arithmetic/attention._in_first_mode_that_fits", "arithmetic/attention._rather_smoothed",
 }  # fmt: skip
-IN_A_CHECK = {"guard/drift"}
-AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/transfers", "guard/escalation._numbers", "guard/finite", "run/left_behind"}
+IN_A_CHECK = {"check/drift"}
+AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/escalation._numbers", "guard/finite"}
 ONCE_PER_DEVICE = {"devices/probes", "precision/amax._drops_nan"}
 HOST_MEMORY = {"precision/amax._fp8_amax", "precision/amax.host_amax", "formats/stored_weight.amax", "formats/gguf_weight", "formats/checkpoint._check_finite", "formats/checkpoint._scale"}
 ANALYSIS = {"study/sensitivity", "study/layer_error", "study/candidates", "formats/quantize"}

@@ -3,12 +3,14 @@
 import copy
 import operator
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import folder_paths
 import torch
 
 from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch
+from ....precision.errors import CheckpointError
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.guard.finite import zeroed
 from ....precision.guard.inputs import SAMPLER, SIGMA, SIGMAS, NotFiniteInput, inputs_not_finite, is_finite, nan_inputs
@@ -17,18 +19,23 @@ from ....precision.guard.wording import CONTROL_ADVICE
 from ....precision.nested import tensors_in
 from ....precision.plan.choice import ATTACHMENT
 from ..facts.layers import DIFFUSION_MODEL
+from ..load.files import open_model
 from ..page import running_prompt
-from ..run.call import Call
-from ..run.modules import dequantized
-from .transfers import transfer_sentence
+from ..replay.call import Call
+from ..run.modules import dequantized, weights_of
 
 CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
 CONTROL = "ControlNet output"
+BAD_COPY = "The weight '{}' is finite in memory, and NaN or Inf as the device multiplies by it."
+FINITE_IN_FILE = (
+    "The weight '{}' holds NaN or Inf in memory, and in {} it is finite: it went bad after it was read, "
+    "or the file was replaced since. Free the model and node cache, so that it is read again, and run again."
+)
 CALL_PATCHES = ("patches", "patches_replace")
 
 
 def call_inputs(call: Call, first: bool) -> list[NotFiniteInput]:
-    """List what a denoiser was given that is not finite.
+    """List the inputs of a denoiser's call with NaN or Inf.
 
     ``first``: nothing of this run was computed by the model yet.
     """
@@ -44,7 +51,7 @@ def call_inputs(call: Call, first: bool) -> list[NotFiniteInput]:
 
 
 def sampler_inputs(noise, latent_image, sigmas, denoise_mask, conds: dict) -> list[NotFiniteInput]:
-    """List what a sampler's run was given that holds NaN."""
+    """List the inputs of a sampler's run with NaN."""
     masks = [cond["mask"] for group in conds.values() for cond in group if isinstance(cond.get("mask"), torch.Tensor)]
     named = [
         (SIGMAS, sigmas.sum()),
@@ -57,7 +64,7 @@ def sampler_inputs(noise, latent_image, sigmas, denoise_mask, conds: dict) -> li
 
 
 def _conditioning(context: torch.Tensor | None, options: dict) -> str:
-    """Name the conditioning of the first row that is not finite, in a batch of one chunk per conditioning."""
+    """Name the conditioning of the first row with NaN or Inf, in a batch with a chunk for each conditioning."""
     if context is None or is_finite(context):
         return "conditioning"
     kinds = options.get("cond_or_uncond") or [0]
@@ -115,7 +122,7 @@ class LoadedWeights:
         self._patcher = patcher
 
     def not_finite(self) -> dict[str, torch.Tensor]:
-        """Return name -> weight or buffer, of those that hold NaN or Inf."""
+        """Return name -> weight or buffer with NaN or Inf."""
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
         return {name: value for name, value in named if not is_finite(stored(value))}
 
@@ -128,16 +135,17 @@ class LoadedWeights:
         """Tell whether a weight, quantized or not, holds NaN."""
         return bool(torch.isnan(stored(operator.attrgetter(name)(self.model)).float()).any())
 
-    def transfer(self, origin: Origin) -> str:
-        """Describe the weight of the operation that failed first, where it went bad on its way from the file to the
-        device; empty where it did not."""
-        if origin.kind not in ("weights", "unknown"):
-            return ""
-        name = origin.op if origin.kind == "weights" else f"{origin.layer}.weight"
-        module = dict(self.model.named_modules()).get(name.rpartition(".")[0])
+    def bad_copy(self, origin: Origin) -> str:
+        """Describe the weight of the operation that failed first, if the device's copy alone is not finite; empty for
+        any other."""
+        name = f"{origin.layer}.weight"
+        module = dict(self.model.named_modules()).get(origin.layer) if origin.kind in ("weights", "unknown") else None
         if module is None or kind_of(module) is None or self._is_patched(name):
             return ""
-        return transfer_sentence(name, module, self._patcher.load_device, _file_of(self._patcher))
+        if not is_finite(stored(module.weight)):
+            return ""
+        with weights_of(module)(module, torch.zeros(1, device=self._patcher.load_device), torch.float32) as (copied, _):
+            return "" if is_finite(copied) else BAD_COPY.format(name)
 
     def _is_patched(self, name: str) -> bool:
         return any(key == f"{self._prefix}{name}" for key, _ in self._patches())
@@ -152,7 +160,10 @@ class LoadedWeights:
                 f"With its LoRA the weight '{name}' passes the range of {weight.dtype}: "
                 "lower the strength, or load the model with storage bf16 or fp32."
             )
-        return f"The weight '{name}' of {_file_of(self._patcher) or 'the model'} holds NaN or Inf. {_advice_on(weight)}"
+        file = _file_of(self._patcher)
+        if _is_finite_in(file, name, stored(weight).dtype):
+            return FINITE_IN_FILE.format(name, Path(file).name)
+        return f"The weight '{name}' of {file or 'the model'} holds NaN or Inf. {_advice_on(weight)}"
 
     def patch_sentence(self, layer: str) -> str:
         """Describe the LoRA or other patch of a layer's weight that holds NaN or Inf; empty where none does."""
@@ -167,7 +178,7 @@ class LoadedWeights:
         return ""
 
     def _patches(self) -> list[tuple[str, list]]:
-        """List (key of a weight, its LoRAs and other patches), those that hooks have on now too."""
+        """List (key of a weight, its LoRAs and other patches), with the patches of active hooks."""
         patcher = self._patcher
         return [*patcher.patches.items(), *patcher.get_combined_hook_patches(patcher.current_hooks).items()]
 
@@ -179,6 +190,16 @@ def _advice_on(weight: torch.Tensor) -> str:
             "and take scaled e5m2 for e4m3fn. Load Diffusion Model (Halfsafe) does neither. Else get the file again."
         )
     return "Get the file again. If its own value is only too large for fp16, load it with storage bf16 or fp32."
+
+
+def _is_finite_in(file: str, name: str, dtype: torch.dtype) -> bool:
+    """Tell whether a weight is finite in its file, and stays finite in the dtype of the loaded weight."""
+    try:
+        weights = open_model(file).weights if file else {}
+    except (CheckpointError, OSError):
+        return False
+    found = [name] if name in weights else [key for key in weights if key.endswith(f".{name}")]
+    return len(found) == 1 and weights[found[0]].amax <= torch.finfo(dtype).max
 
 
 def _patch_tensors(patch: tuple) -> list[torch.Tensor]:

@@ -24,8 +24,7 @@ from ..load.devices import current_device
 from ..load.encoders import vae_in
 from ..run.modules import ask_for_plain_products
 from .causes import LoadedWeights
-from .host_call import HostCall
-from .notify import notifier
+from .host_call import HostCall, notifier
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -78,12 +77,12 @@ def _circumstances(
         in_fp32=torch.float32,
         present=dtype,
         locates_first=False,
-        nowhere=Origin(name, "", "overflow", name_of(dtype), math.nan),
+        default_origin=Origin(name, "", "overflow", name_of(dtype), math.nan),
     )
 
 
 class EncoderCall(HostCall[Any, torch.dtype, Any]):
-    """One call of a VAE or text encoder, which is in ``dtype``."""
+    """A call of a VAE or text encoder in ``dtype``."""
 
     def __init__(
         self, kind: str, run: Run, patcher: "ModelPatcher", dtype: torch.dtype, about: Circumstances[torch.dtype]
@@ -111,8 +110,8 @@ class EncoderCall(HostCall[Any, torch.dtype, Any]):
             return Attempt(*self._run(None if step == self.dtype else step, given))
 
     def inputs(self, given: Any) -> list[NotFiniteInput]:
-        """List what is not finite of what the call was given, under the one name that people know it by."""
-        name, advice = ENCODER_INPUTS[self.about.nowhere.layer]
+        """List the input of the call if it has NaN or Inf, under the name known to users."""
+        name, advice = ENCODER_INPUTS[self.about.default_origin.layer]
         return inputs_not_finite([(name, given)], {name: advice})
 
     def replaced(self, given: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -130,7 +129,7 @@ class EncoderCall(HostCall[Any, torch.dtype, Any]):
         return replaced(result, lambda value: value.index_fill(0, index.to(value.device), math.nan))
 
     def modes(self, origin: Origin | None, step: torch.dtype | None = None) -> tuple[str, str]:
-        """Return (dtype in which the call failed, dtype that cured it)."""
+        """Return (dtype of the failed call, dtype of its cure)."""
         return name_of(self.dtype), name_of(step or self.dtype)
 
     def named(self, step: torch.dtype) -> str:

@@ -1,7 +1,7 @@
 """Run a model with some parts wider than by themselves: what the guard puts on it for the length of a call."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,25 +10,23 @@ from ....precision.amax import amax
 from ....precision.arithmetic.flags import fp32_accumulation
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.guard.casting import promoting
-from ....precision.guard.policy import Escalation, ObservedRanges, block_of
+from ....precision.guard.policy import ALL_IN_FP32, Escalation, ObservedRanges, enclosing_block
 from ....precision.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.nested import cast_arguments, floats_in
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..core import scaled_input, with_cast_dtype, with_scaled_input
-from ..facts.layers import modules_of, top_level_parts
+from ..facts.layers import matrix_layers, modules_of, top_level_parts
+from ..replay.call import Call
+from ..replay.model_compiler import compiler_off
 from ..run.attention import attending, forward_of, full_precision_attention, in_one_dtype, kernels_of
-from ..run.call import Call
 from ..run.compute import PlannedModel
-from ..run.conditions import Make
+from ..run.conditions import Make, adapts_text, conditions_through
 from ..run.execution import is_compiled
-from ..run.model_compiler import compiler_off
 from ..run.modules import only_multiplies
 from .causes import with_patches
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
-
-    from .precise import ExactParts
 
 CAST = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -40,38 +38,32 @@ class EscalatedLayers:
         escalation: what runs wider.
         model: ComfyUI's BaseModel, with nothing of ours on it at the moment.
         modes: layer -> mode without the escalation, for the layers that multiply.
-        exact: the parts that a check runs in fp32 on top of it.
     """
 
-    def __init__(
-        self, escalation: Escalation, model: "BaseModel", modes: dict[str, str], exact: "ExactParts | None" = None
-    ):
+    def __init__(self, escalation: Escalation, model: "BaseModel", modes: dict[str, str]):
         self.parts = top_level_parts(model.diffusion_model)
         self.everywhere = escalation.stream or escalation.whole
-        wide = not self.everywhere or exact is not None
-        self.blocks = {name: part for name, part in self.parts.items() if wide and name in escalation.blocks}
+        blocks = () if self.everywhere else escalation.blocks
+        self.blocks = {name: part for name, part in self.parts.items() if name in blocks}
         widened = {name: mode for name, mode in modes.items() if self._widens(name)}
-        decisions = _decisions(modules_of(model), escalation, widened) | (exact.decisions if exact else {})
+        decisions = _decisions(modules_of(model), escalation, widened)
         self.decided = {name: decision.mode for name, decision in decisions.items()}
         self.planned = PlannedModel(ComputePlan.of_layers(decisions), model, self._widens)
         self.whole = escalation.whole
-        self._exact = exact
         self._inside = 0
         self._model = model if self.everywhere else None
 
     def _widens(self, name: str) -> bool:
-        return self.everywhere or bool(block_of(name, self.blocks))
+        return self.everywhere or bool(enclosing_block(name, self.blocks))
 
     def call(self, call: Call, observing: Sequence[Patch] = ()) -> torch.Tensor:
         """Make a call inside of whatever wrappers others have, with the patches ``observing`` on top of the model's."""
-        attend = self._attend if self.everywhere or self.blocks or self._exact else None
-        exact = self._exact.everywhere() if self._exact else contextlib.nullcontext()
+        attend = self._attend if self.everywhere or self.blocks else None
         free = compiler_off() if self.blocks else contextlib.nullcontext()
         # torch.compile makes a graph anew for each function it has not met.
         if attend and not is_compiled(call.model.current_patcher):
             call.options = with_patches(call.options, promoting)
         with (
-            exact,
             free,
             patched([*self._patches(), *observing]),
             attending(call.model, call, attend),
@@ -79,8 +71,8 @@ class EscalatedLayers:
         ):
             return self.planned.call(call)
 
-    def around(self, make: Make) -> dict:
-        """Run what calls the model's layers outside of its calls: a text adapter in ``extra_conds``."""
+    def adapted(self, make: Make) -> dict:
+        """Make conditions, which calls layers of the model outside of its calls: a text adapter."""
         with patched(self._patches()), _sums_in_fp32(self.everywhere):
             return self.planned.call(make)
 
@@ -90,17 +82,9 @@ class EscalatedLayers:
 
     def _patches(self) -> list[Patch]:
         own = forwards_in(self.planned.patches)
-        given = {name: own.get(id(part), forward_of(part)) for name, part in self.parts.items()}
-        wrapped = {name: self._part(name, forward) for name, forward in given.items()}
-        changed = (name for name in self.parts if wrapped[name] is not given[name])
-        blocks = [(self.parts[name], "forward", wrapped[name]) for name in changed]
+        given = {name: own.get(id(part), forward_of(part)) for name, part in self.blocks.items()}
+        blocks = [(part, "forward", self._widened_block(given[name])) for name, part in self.blocks.items()]
         return [*self._on_model(), *self.planned.patches, *blocks]
-
-    def _part(self, name: str, forward: Callable) -> Callable:
-        """Wrap a top-level part's forward as the escalation and the check ask for."""
-        exact = self._exact.forward(name, forward) if self._exact else forward
-        returned = self._exact.returned.get(name) if self._exact else None
-        return self._widened_block(exact, returned) if name in self.blocks else exact
 
     def _on_model(self) -> list[Patch]:
         """Cast the model's entry to fp32 and clone its input."""
@@ -115,9 +99,8 @@ class EscalatedLayers:
             with_scaled_input(sampling, lambda sigma, noise: entry(sigma, noise).clone()),
         ]
 
-    def _widened_block(self, forward: Callable, returned: torch.dtype | None) -> Callable:
-        """Wrap a part's forward with fp32 between its layers; its result is in ``returned``, else in the dtype it was
-        given."""
+    def _widened_block(self, forward: Callable) -> Callable:
+        """Wrap a part's forward with fp32 between its layers; its result is in the dtype it was given."""
 
         def run(*args, **kwargs):
             floats = floats_in([value for value in [*args, *kwargs.values()] if not isinstance(value, dict)])
@@ -130,14 +113,11 @@ class EscalatedLayers:
                     result = forward(*args, **kwargs)
             finally:
                 self._inside -= 1
-            wanted = returned or given
-            return result if wanted is None else cast_arguments(result, CAST, wanted)
+            return result if given is None else cast_arguments(result, CAST, given)
 
         return run
 
     def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
-        if self._exact and self._exact.is_inside:
-            return self._exact.attention(function, *args, **kwargs)
         if not (self.everywhere or self._inside):
             return attention(*args, **kwargs)
         plain = full_precision_attention(function)
@@ -212,7 +192,7 @@ def _decisions(
 
 
 def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
-    """Decide what a layer of this mode runs in under an escalation.
+    """Decide the arithmetic of a layer with a mode under an escalation.
 
     A custom layer of another loader, which does more than multiply, runs in fp32 where it would have to be wide; fp8
     operands become fp16. An int8 layer that is not escalated itself stays in int8: between fp32 values its product
@@ -225,3 +205,17 @@ def _decision(mode: str, module: torch.nn.Module) -> ComputeDecision:
 
 def _numbers(kept: dict[str, torch.Tensor]) -> dict[str, float]:
     return {name: value.item() for name, value in kept.items()}
+
+
+@contextlib.contextmanager
+def text_adapter_in_fp32(model: "BaseModel") -> Iterator[None]:
+    """Run the text adapter of a model in fp32 while the context lasts.
+
+    A text adapter is small and runs once per prompt, and an overflow in it would pass for a bad text.
+    """
+    if not adapts_text(model):
+        yield
+        return
+    layers = EscalatedLayers(ALL_IN_FP32, model, {name: FP32.name for name, _ in matrix_layers(model)})
+    with conditions_through(model, layers.adapted):
+        yield

@@ -3,6 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -16,10 +17,11 @@ from ....precision.guard.log import CallPosition
 from ....precision.guard.policy import ALL_IN_FP32, Escalation
 from ....precision.guard.wording import MODEL
 from ..facts.layers import top_level_parts
+from ..replay.call import Call
+from ..replay.code_owner import packs_on
+from ..replay.restart import NOT_HERE, SAMPLING, Sampling, StartAgain
 from ..run.attention import OVERRIDE, overridden
-from ..run.call import Call
-from ..run.execution import is_compiled
-from ..run.left_behind import LeftBehind
+from ..run.execution import is_compiled, is_on_several_devices
 from .causes import LoadedWeights, call_inputs, call_patches, without_patches
 from .escalation import EscalatedLayers, RangeObserver
 from .host_call import HostCall
@@ -27,6 +29,11 @@ from .state import Guarded
 
 INSIDE = "halfsafe_guard"
 """The entry of ``transformer_options`` that says how the guard's innermost wrapper runs a call; no model gets it."""
+ON_SEVERAL_DEVICES = "the model runs on several devices side by side"
+REPEATED_BESIDE = (
+    "A failed call was repeated beside {0}, as the sampling could not start again: {1}. "
+    "What {0} keeps between steps may be of the failed call."
+)
 OUR_PACKAGE = __name__.partition(".nodes.")[0]
 
 
@@ -39,10 +46,12 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
     wording = MODEL
 
     def __init__(self, call: Call, number: int, result: torch.Tensor, guarded: Guarded, hidden: bool):
-        patcher = call.model.current_patcher
+        patcher, present = call.model.current_patcher, guarded.escalation
         self.call, self.model, self.guarded = call, call.model, guarded
         self.weights = LoadedWeights(patcher)
-        self._left = LeftBehind(call.kept, call.model, call.options)
+        self._sampling: Sampling | None = call.options.get(SAMPLING)
+        self.packs = " and ".join(packs_on(call))
+        self.obstacle = _why_not_again(patcher, self._sampling)
         self._last: Attempt[torch.Tensor] | None = None
         self.first = number == 1
         self.about = Circumstances(
@@ -50,7 +59,7 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
             batch=len(result),
             images=images_of(call, result),
             device=call.x.device,
-            steps=model_steps(guarded.modes, guarded.stream, guarded.escalation),
+            steps=[step for step in model_steps(guarded.modes, guarded.stream, present) if step | present != present],
             in_fp32=ALL_IN_FP32,
             hidden=hidden,
             compiled=is_compiled(patcher),
@@ -80,7 +89,7 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         return self._attempt(given, lambda call: layers.call(call, observing=observing), observer)
 
     def inputs(self, given: Call) -> list[NotFiniteInput]:
-        """List what is not finite of what the call was given."""
+        """List the inputs of the call with NaN or Inf."""
         return call_inputs(given, self.first)
 
     def replaced(self, given: Call, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
@@ -105,6 +114,14 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         parts = top_level_parts(self.model.diffusion_model)
         guarded.remember(escalation_after(step, guarded.escalation, ranges, origin, guarded.modes, guarded.half, parts))
 
+    def widen(self, step: Escalation) -> None:
+        """Run at a step of the ladder from now on, in later runs of the model too."""
+        self.guarded.remember(self.guarded.escalation | step)
+
+    def start_again(self) -> NoReturn:
+        """Start the sampling again from its first step."""
+        raise StartAgain(self._sampling)
+
     def patches(self, given: Call) -> str:
         """Name the functions that nodes put into the model's blocks; "" for none."""
         return call_patches(given)
@@ -113,21 +130,11 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         """Return a copy of the call without the functions that :meth:`patches` names."""
         return without_patches(given)
 
-    def kept_result(self, attempt: Attempt[torch.Tensor]) -> str:
-        """Name what may have given an attempt a result that was kept: blocks did not run, and those that did are
-        finite; "" where all ran."""
-        ran = attempt.observed.ranges().blocks
-        stack = [name for name in top_level_parts(self.model.diffusion_model) if name.rpartition(".")[2].isdigit()]
-        if ran and (all(name in ran for name in stack) or not all(math.isfinite(ran.get(name, 0.0)) for name in stack)):
-            return ""
-        return " or ".join(self.call.kept.keepers) or "another node"
-
     def settle(self) -> None:
-        """Leave to later calls what the repeat that cured this one kept, or what was kept before it."""
+        """Leave ComfyUI's state of the repeat that cured the call, or its state before the call, to later calls."""
         if self._last is None:
             return
         if self._last.finite:
-            self._left.give_dtypes()
             self.call.forget_dtype()
         else:
             self.call.forget()
@@ -142,6 +149,13 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         result = given(**{INSIDE: run})
         self._last = Attempt(result, amax_value(result), observer)
         return self._last
+
+
+def _why_not_again(patcher, sampling: Sampling | None) -> str:
+    """Tell why the sampling of a call cannot start again; empty where it can."""
+    if is_on_several_devices(patcher):
+        return ON_SEVERAL_DEVICES
+    return NOT_HERE if sampling is None else sampling.obstacle
 
 
 def _watched(localizer: Localizer, executor: Callable, *args, **kwargs) -> torch.Tensor:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,17 +19,16 @@ from ....precision.guard.log import CallPosition, GuardLog
 from ....precision.guard.policy import ALL_IN_FP32, Escalation
 from ....precision.report.schema import GuardReport
 from ..page import running_prompt_id
-from ..run.call import Call
-from ..run.conditions import Make, adapts_text, conditions_through
+from ..replay.call import Call
+from ..replay.restart import SAMPLING, Sampling
 from ..run.layer_modes import settings_of
 from ..run.per_model import PerModel, branch_of, patches_of
 from ..run.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
-from . import text_adapter
 from .causes import sampler_inputs
 from .clamps import ClampWatch
-from .drift import NOT_A_RESULT, check_of
-from .failure import INSIDE, ModelCall, sigma_of
-from .notify import notifier
+from .escalation import text_adapter_in_fp32
+from .failure import INSIDE, REPEATED_BESIDE, ModelCall, sigma_of
+from .host_call import notifier
 from .state import Guarded
 
 if TYPE_CHECKING:
@@ -36,34 +36,37 @@ if TYPE_CHECKING:
 
 LOGS_KEPT = 8
 MAX_RETRIES = 8
-ADAPTER_LABEL = "text adapter"
 CONTROLNET = (
     "A ControlNet ran beside this model: "
     "what it gives is checked, but no repeat of the guard runs it, and it follows the plan of Load ControlNet alone."
 )
 
 
-def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = None, check: str = "off"):
-    """Return a clone of the model whose calls are guarded. An earlier guard on it is replaced."""
+def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = None, check: Callable | None = None):
+    """Return a clone of the model whose calls are guarded. An earlier guard on it is replaced.
+
+    Args:
+        check: gives what compares a call with fp32, or None for a call that is not compared:
+            ``check.drift.checking``.
+    """
     clone = patcher.clone()
     guard = Guard(on_nan, max_retries, node_id, check)
     set_wrapper(clone, GUARD, guard)
     set_wrapper(clone, GUARDED_LAYERS, guard.inside)
     set_wrapper(clone, GUARD, guard.sampling, WrappersMP.OUTER_SAMPLE)
-    set_wrapper(clone, GUARDED_LAYERS, guard.conditions, WrappersMP.OUTER_SAMPLE)
     clone.set_attachments(GUARD, guard)
     return clone
 
 
 def guard_of(patcher) -> "Guard | None":
-    """Return the guard on a patcher, if it has one."""
+    """Return the guard on a patcher; None for a patcher without a guard."""
     return patcher.attachments.get(GUARD)
 
 
 class Guard:
     """ComfyUI's wrappers for one guard node: around each call, inside of all others, and around each sampler run."""
 
-    def __init__(self, on_nan: str, max_retries: int, node_id: str | None, check: str = "off"):
+    def __init__(self, on_nan: str, max_retries: int, node_id: str | None, check: Callable | None = None):
         self.on_nan = on_nan
         self.max_retries = max_retries
         self.node_id = node_id
@@ -80,17 +83,19 @@ class Guard:
             log.devices.add(str(guarded.device))
             self._check_device(call, guarded, log)
         start = RandomStart.of(call.x.device)
-        check = None if self.check == "off" else check_of(call, number, guarded, log, self.check)
+        check = self.check and self.check(call, number, guarded, log)
         watching = check.watching() if check else contextlib.nullcontext()
         with ClampWatch(guarded.watches_clamps, call.x.device) as watch, watching:
             result = call(**{INSIDE: guarded.layers and guarded.layers.call})
         sizes = torch.stack([amax(result), *watch.sizes()]).tolist()
         finite = all(map(math.isfinite, sizes))
         if check:
-            check.compare(result) if finite else check.leave_out(NOT_A_RESULT)
+            check.compare(result) if finite else check.leave_out()
         if finite or log.given_up:
             return result
         failed = ModelCall(call, number, result, guarded, hidden=math.isfinite(sizes[0]))
+        if failed.packs and failed.obstacle:
+            log.remarks.add(REPEATED_BESIDE.format(failed.packs, failed.obstacle))
         try:
             return Case(failed, start, log, call, result, self.max_retries).resolved()
         finally:
@@ -100,57 +105,35 @@ class Guard:
         """Make a call inside of all other wrappers, as the guard's outermost one asked for in the call's options."""
         call = Call(executor, *args, **kwargs)
         call.options = dict(call.options)
+        call.options.pop(SAMPLING, None)
         run = call.options.pop(INSIDE, None)
-        return run(call) if run else call.once({})  # the outermost wrapper repeats it, and knows what was kept
+        return run(call) if run else call.make({})  # the outermost wrapper repeats it
 
     def sampling(self, executor, noise, latent_image, sampler, sigmas, denoise_mask=None, *args, **kwargs):
-        """Check what goes into one run of a sampler and what comes out."""
+        """Check the inputs and the result of a sampler's run."""
         guider = executor.class_obj
         log = self._begin(guider.model_patcher)
         try:
             blame_inputs(log, sampler_inputs(noise, latent_image, sigmas, denoise_mask, guider.conds), len(noise))
-            with self._inside_conditions(guider.model_patcher):
-                result = executor(noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
+            with text_adapter_in_fp32(guider.model_patcher.model):
+                again = Sampling(guider, sampler)
+                result = again.run(executor, noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
             blame_between_calls(log, result, sigmas)
             return result
         finally:
             log.notify_verdict()
 
-    @contextlib.contextmanager
-    def _inside_conditions(self, patcher: "ModelPatcher"):
-        """Let ``conditions`` run a text adapter in fp32, inside of the compute plan, while the context lasts."""
-        model = patcher.model
-        if not adapts_text(model):
-            yield
-            return
-        with conditions_through(model, text_adapter.inside):
-            yield
-
-    def conditions(self, executor, *args, **kwargs):
-        """Check the texts that the model's own adapter gives, inside of all other wrappers of a sampler's run."""
-        patcher = executor.class_obj.model_patcher
-        if not adapts_text(patcher.model):
-            return executor(*args, **kwargs)
-        with conditions_through(patcher.model, lambda make: self._checked(patcher, make)):
-            return executor(*args, **kwargs)
-
-    def _checked(self, patcher: "ModelPatcher", make: Make) -> dict:
-        guarded, log = self.states.of(patcher.model), self._log(patcher)
-        return text_adapter.checked(make, patcher.model, guarded, log, self.max_retries)
-
     def report(self, patcher: "ModelPatcher") -> GuardReport:
-        """Report on the last prompt that ran a patcher, or a clone that differs in what changes no arithmetic.
+        """Report on the last prompt of a patcher, or of a clone with the same arithmetic.
 
         Its escalations are those of all devices that ran it, as its rules are for all of them.
         """
-        runs = self.states.runs_of(patcher)
-        escalation = functools.reduce(operator.or_, (run.escalation for run in runs), Escalation())
-        report = self._log(patcher).report(escalation)
-        report.escalations |= {ADAPTER_LABEL: "fp32"} if any(run.text_in_fp32 for run in runs) else {}
-        return report
+        escalations = (run.escalation for run in self.states.runs_of(patcher))
+        escalation = functools.reduce(operator.or_, escalations, Escalation())
+        return self._log(patcher).report(escalation)
 
     def remarks(self, patcher: "ModelPatcher") -> list[str]:
-        """Say what ran with the model, which the guard does not repeat by itself."""
+        """List remarks on what ran beside the model."""
         return sorted(self._log(patcher).remarks)
 
     def modes(self, patcher: "ModelPatcher") -> dict[str, str]:
@@ -159,7 +142,7 @@ class Guard:
         return guarded.layers.modes() if guarded and guarded.layers else {}
 
     def modes_by_device(self, patcher: "ModelPatcher") -> dict[str, dict[str, str]]:
-        """Map devices that made calls to the modes that :meth:`modes` gives for each."""
+        """Map each device to the modes of the layers that run wider there."""
         runs = self.states.by_device(patcher).items()
         return {device: run.layers.modes() if run.layers else {} for device, run in runs}
 

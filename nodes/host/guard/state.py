@@ -20,7 +20,7 @@ LEARNED = "halfsafe_learned"
 
 
 class Learned(dict[tuple, Escalation]):
-    """What guards have learned of one model: state of the model -> escalation."""
+    """Findings of guards on a model: state of the model -> escalation."""
 
     def __deepcopy__(self, memo: dict) -> "Learned":
         """Return an empty one for a copy of the model on another device: a state is known by objects not copied."""
@@ -28,18 +28,16 @@ class Learned(dict[tuple, Escalation]):
 
 
 def learned_of(model: "BaseModel") -> Learned:
-    """Return what guards have learned of a model, which is kept on it: a guard lasts as long as its node's result."""
+    """Return the findings of guards on a model. The model holds them: a guard lasts as long as its node's result."""
     return vars(model).setdefault(LEARNED, Learned())
 
 
 class Guarded:
-    """One model in one state of its weights.
+    """A model in a state of its weights.
 
     Args:
         model: ComfyUI's BaseModel.
         recall: begin with what any guard has learned of the model; for a guard that may change what runs.
-
-    ``text_in_fp32``: what the model does with a text before its calls runs in fp32.
     """
 
     def __init__(self, model: "BaseModel", recall: bool):
@@ -52,7 +50,6 @@ class Guarded:
         self.half = self.stream == "fp16"
         self.watches_clamps = self.half and not is_compiled(patcher) and clamps_in_fp16(model.diffusion_model)
         self.device = patcher.load_device
-        self.text_in_fp32 = False
         self.escalation = Escalation()
         self.layers: EscalatedLayers | None = None
         if recall:

@@ -25,8 +25,8 @@ from ..load.devices import free_host_memory
 from ..load.identity import source_of_model
 from ..load.progress import advancing
 from ..page import show_progress
+from ..replay.model_compiler import compiler_off
 from ..run.execution import is_on_several_devices
-from ..run.model_compiler import compiler_off
 from ..run.modules import calling_layers
 from ..run.wrappers import ANALYSIS, set_wrapper
 from ..study.sampling import bare_clone, sample

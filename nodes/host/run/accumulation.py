@@ -18,13 +18,13 @@ from ....precision.layer_names import are_alike
 from ....precision.modes import FP16
 from ....precision.plan.accumulation import AccumulationPlan, MatmulProfile, Request, plan_accumulation
 from ..facts.layers import modules_of
+from ..replay.call import Call
+from ..replay.model_compiler import compiler_off
 from .attention import attending, kernels_of
-from .call import Call
 from .compute import compute_of
 from .execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer
 from .fp8_product import Refused, fast_accumulation
 from .layer_modes import planned_modes_of, settings_of
-from .model_compiler import compiler_off
 from .modules import exchanged, only_multiplies, weights_of
 from .per_model import PerModel
 from .wrappers import ACCUMULATION, set_wrapper

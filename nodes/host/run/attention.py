@@ -11,7 +11,7 @@ from ....precision.arithmetic.attention import Kernels
 from ....precision.arithmetic.linear import kind_of
 from ....precision.arithmetic.patching import Patch, patched
 from ..facts.layers import top_level_parts
-from .call import Call
+from ..replay.call import Call
 
 OVERRIDE = "optimized_attention_override"
 UNFUSED = ("attention_basic", "attention_split", "attention_sub_quad")

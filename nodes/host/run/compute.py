@@ -21,13 +21,13 @@ from ....precision.modes import FP16, FP16_WIDE, INT8, MODE_OF
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..core import casting
 from ..facts.layers import is_quantized, modules_of
+from ..replay.call import Call
+from ..replay.model_compiler import compiler_off
+from ..replay.model_compiler import is_on as compiler_is_on
 from .attention import attending, in_one_dtype, kernels_of
-from .call import Call
 from .conditions import Make, adapts_text, conditions_through
 from .core_layers import CoreLayers, Switching, int8_patches
 from .execution import switches_by_layer
-from .model_compiler import compiler_off
-from .model_compiler import is_on as compiler_is_on
 from .modules import calling_layers, only_normalizes
 from .per_model import PerModel
 from .rotary import know_rotations

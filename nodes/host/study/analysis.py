@@ -26,8 +26,8 @@ from ..facts.model_facts import model_facts
 from ..load.devices import current_device
 from ..load.progress import advancing
 from ..page import show_progress
+from ..replay.model_compiler import compiler_off
 from ..run.compute import compute_of
-from ..run.model_compiler import compiler_off
 from ..run.modules import core_weights, exchanged, only_multiplies
 from ..run.wrappers import ANALYSIS, set_wrapper
 from .sampling import bare_clone, sample

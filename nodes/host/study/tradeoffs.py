@@ -37,11 +37,11 @@ from ..load.save import BYPASS, LiveWeights
 from ..lora.patcher import keep_low_rank_unmerged
 from ..page import show_progress
 from ..planned import with_compute
+from ..replay.model_compiler import compiler_off
 from ..report import report_of
 from ..run.accumulation import with_accumulation
 from ..run.compute import compute_of, set_compute
 from ..run.execution import is_on_several_devices
-from ..run.model_compiler import compiler_off
 from ..run.oom import is_oom
 from ..run.wrappers import ANALYSIS
 from .sampling import bare_clone, sample

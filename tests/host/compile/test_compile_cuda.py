@@ -5,8 +5,8 @@ import types
 
 import torch
 from halfsafe.nodes.host.facts.layers import matrix_layers
+from halfsafe.nodes.host.replay.call import Call
 from halfsafe.nodes.host.run.attention import attending
-from halfsafe.nodes.host.run.call import Call
 from halfsafe.nodes.host.run.compute import PlannedModel
 from halfsafe.precision.arithmetic.patching import patched
 from halfsafe.precision.plan.choice import Choice

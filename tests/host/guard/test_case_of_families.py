@@ -83,7 +83,7 @@ def test_a_weight_that_went_bad_after_it_was_read(comfy, models, family):
     plain = models(family, None, "bf16")
     with spoiled(plain, family):
         error = stopped(guarded(comfy, plain), family)
-    assert error.verdict == "transfer" and f"{LAYERS[family]}.weight" in str(error)
+    assert error.verdict == "bad_weights" and f"{LAYERS[family]}.weight" in str(error) and "it is finite" in str(error)
 
 
 @every_family
@@ -130,20 +130,4 @@ def test_a_product_that_is_wrong(comfy, models, family):
     with Wrong(plain.model.diffusion_model.get_submodule(LAYERS[family]).weight):
         sample(model, family)
     (event,) = report_of(model).events
-    assert (event.kind, event.layer, event.op) == ("drift", LAYERS[family], "bf16 product")
-
-
-@every_family
-def test_an_int8_product_that_is_wrong(comfy, models, monkeypatch, family):
-    plain, product = models(family, None, "int8"), torch._int_mm
-    codes = plain.model.diffusion_model.get_submodule(LAYERS[family]).weight._qdata
-
-    def wrong(a, b, **options):
-        result = product(a, b, **options)
-        return result * 3 // 2 if b.numel() == codes.numel() and torch.equal(b.t(), codes) else result
-
-    monkeypatch.setattr(torch, "_int_mm", wrong)
-    model = guarded(comfy, plain, check="first step")
-    sample(model, family)
-    (event,) = report_of(model).events
-    assert (event.kind, event.layer, event.op) == ("drift", LAYERS[family], "int8 product")
+    assert (event.kind, event.from_mode) == ("drift", "bf16") and event.layer in event.evidence

@@ -4,13 +4,10 @@ import sys
 from collections import Counter
 
 import pytest
-from halfsafe.nodes.host.run import call as calls
 from support import families, tiny_models
 from support.families import load
 from support.guarding import guarded
 from support.leaf_operations import LeafOperations
-
-FOR_A_MODULE = 8
 
 
 class Operations(LeafOperations):
@@ -46,8 +43,8 @@ def files(models_dir):
 
 
 @pytest.mark.not_as_on_cuda
-def test_it_looks_at_the_modules_of_a_block_and_at_none_of_its_layers(comfy, files):
-    """A block of Wan is 3 modules with attributes of their own, beside its layers; ComfyUI runs more than 300 Python functions for it.
+def test_it_looks_at_no_module_of_the_model(comfy, files):
+    """ComfyUI runs more than 300 Python functions for a block of Wan; the guard as many for any number of blocks.
 
     CUDA's rules are left out: they see each operation in Python, 1,800 functions a block.
     """
@@ -58,20 +55,16 @@ def test_it_looks_at_the_modules_of_a_block_and_at_none_of_its_layers(comfy, fil
         counts.append((functions(plain, call), functions(guarded(comfy, plain), call)))
     (plain, with_guard), (more_plain, more_with_guard) = counts
     print(f"2 blocks: {with_guard - plain} Python functions beside {plain}; 6 blocks: {more_with_guard - more_plain} beside {more_plain}")
-    assert (more_with_guard - with_guard) - (more_plain - plain) <= 4 * 3 * FOR_A_MODULE
+    assert more_with_guard - more_plain == with_guard - plain
 
 
-def test_it_measures_the_result_and_reads_once(comfy, files, monkeypatch):
-    """What is kept between calls is looked at once, by the wrapper that may repeat the call."""
-    looks, own = [], calls.KeptState
-    monkeypatch.setattr(calls, "KeptState", lambda *args: looks.append(1) or own(*args))
+def test_it_measures_the_result_and_reads_once(comfy, files):
     plain = load(comfy, files[0], "as_file", "bf16")
     call, seen = families.capture(plain, "wan"), []
     for model in (plain, guarded(comfy, plain)):
         families.replay(model, call)
-        del looks[:]
         with Operations() as operations:
             families.replay(model, call)
         seen.append(operations.seen)
     more = {name: count for name, count in (seen[1] - seen[0]).items() if "resolve" not in name}
-    assert more == {"aten::linalg_vector_norm": 1, "aten::stack": 1} and len(looks) == 1
+    assert more == {"aten::linalg_vector_norm": 1, "aten::stack": 1}

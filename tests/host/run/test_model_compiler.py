@@ -10,7 +10,7 @@ from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.guard.clamps import ClampWatch
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.measure.calibrate import calibrate_model
-from halfsafe.nodes.host.run.model_compiler import compiler_off
+from halfsafe.nodes.host.replay.model_compiler import compiler_off
 from halfsafe.nodes.host.study.analysis import analyze_model
 from halfsafe.nodes.host.study.tradeoffs import Inputs, measure_model
 from halfsafe.precision.guard.policy import Escalation

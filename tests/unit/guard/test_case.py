@@ -30,10 +30,10 @@ class OneWeight:
 
     value: torch.Tensor = field(default_factory=lambda: torch.ones(1))
     patch: str = ""
-    differs: str = ""
+    copied: str = ""
 
-    def transfer(self, origin: Origin) -> str:
-        return self.differs
+    def bad_copy(self, origin: Origin) -> str:
+        return self.copied
 
     def not_finite(self) -> dict[str, torch.Tensor]:
         return {} if torch.isfinite(self.value).all() else {"blocks.0.weight": self.value}
@@ -167,10 +167,48 @@ def test_a_device_whose_product_in_fp32_is_wrong_is_blamed_before_the_model(monk
 
 
 @pytest.mark.parametrize("about", [{}, {"locates_first": False}, {"steps": []}])
-def test_a_weight_that_went_bad_on_its_way_is_told_before_any_other_cause(about):
-    weights = OneWeight(torch.tensor([torch.nan]), patch="A LoRA of 'blocks.0' holds NaN.", differs="The weight went bad on its way.")
-    _, _, error = resolve(Fake(finite_at(), weights=weights, **about))
-    assert error.verdict == "transfer" and "on its way" in str(error) and "The file is fine" in str(error)
+def test_a_weight_whose_copy_on_the_device_is_bad_is_the_devices_fault(about):
+    weights = OneWeight(torch.tensor([torch.nan]), patch="A LoRA of 'blocks.0' holds NaN.", copied="The weight is finite in memory.")
+    log, _, error = resolve(Fake(finite_at(), weights=weights, **about))
+    assert error.verdict == "device_fault" and "finite in memory" in str(error) and "driver" in log.advice
+
+
+class StartsAgain(Exception):
+    pass
+
+
+class Beside(Fake):
+    """A call beside a pack that may keep state between steps."""
+
+    packs = "ComfyUI-Cache"
+
+    def widen(self, step):
+        self.kept.append(step)
+
+    def start_again(self):
+        raise StartsAgain
+
+
+def test_beside_a_pack_the_sampling_starts_again_at_the_first_step_of_the_ladder():
+    call, log = Beside(finite_at("fp16_safe")), GuardLog("retry_higher", describe=lambda event, origin: f"{event.layer}: {event.evidence}")
+    with pytest.raises(StartsAgain):
+        Case(call, RandomStart.of(torch.device("cpu")), log, {"text": GOOD}, BAD, 8).resolved()
+    assert call.ran == ["watched"] and call.kept == ["fp16_safe"] and log.extra_calls == 2
+    (event,) = log.events
+    assert log.verdict == "recovered" and event.recovered and event.layer == "blocks.0"
+    assert event.evidence == "The sampling was started again in fp16_safe, as ComfyUI-Cache may keep state between steps."
+
+
+@pytest.mark.parametrize(("about", "most", "verdict"), [({"steps": []}, 8, "not_precision"), ({}, 0, "stopped")])
+def test_beside_a_pack_nothing_starts_again_without_a_step_or_a_repeat_left(about, most, verdict):
+    assert resolve(Beside(finite_at(), **about), most=most)[2].verdict == verdict
+
+
+def test_beside_a_pack_where_the_sampling_cannot_start_again_no_verdict_is_given_on_precision():
+    call = Beside(finite_at())
+    call.obstacle = "its sampler is of another pack"
+    _, _, error = resolve(call)
+    assert call.ran == ["watched", "fp16_safe", "fp32"] and error.verdict == "stopped" and "leave its node out" in str(error)
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 8])

@@ -9,7 +9,7 @@ from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of, sente
 from halfsafe.precision.guard.policy import (  # fmt: skip
     Escalation,
     ObservedRanges,
-    block_of,
+    enclosing_block,
     escalate,
     escalate_to_fp32,
 )
@@ -105,7 +105,7 @@ def test_escalations_are_rules(escalation):
 
 @pytest.mark.parametrize(("layer", "block"), [("blocks.1.up", "blocks.1"), ("blocks.10.up", ""), ("embed", "embed"), ("", "")])
 def test_block_of(layer, block):
-    assert block_of(layer, SMALL.blocks) == block
+    assert enclosing_block(layer, SMALL.blocks) == block
 
 
 def test_the_worst_verdict_of_a_run_stays():

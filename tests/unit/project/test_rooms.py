@@ -17,10 +17,10 @@ FLOORS = (
     {"make"},
     {"plan"},
     {"report"},
-    {"guard", "study", "commands"},
+    {"guard", "check", "study", "commands"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-HOST_ROOMS = ("facts", "run", "lora", "load", "guard", "study", "measure")
+HOST_ROOMS = ("facts", "replay", "run", "lora", "load", "guard", "check", "study", "measure")
 """Those of ``nodes/host``, from the bottom: none imports one that stands after it."""
 
 

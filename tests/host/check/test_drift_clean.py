@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from halfsafe.precision.guard.drift import THRESHOLDS, threshold_of
+from halfsafe.precision.check.drift import THRESHOLDS, threshold_of
 from support import clean_runs, families
 from support.guarding import report_of
 

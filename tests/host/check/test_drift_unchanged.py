@@ -2,18 +2,29 @@
 
 import pytest
 import torch
-from halfsafe.nodes.host.guard.drift import NOT_A_RESULT
+from halfsafe.nodes.host.check.drift import NOT_A_RESULT
 from halfsafe.precision.report.report_text import report_text
 from support import families
 from support.families import load
-from support.guarding import Counted, core, guarded, inside, int8_attention, left_on, raising_at, report_of, sample
+from support.guarding import (
+    Counted,
+    core,
+    guarded,
+    inside,
+    int8_attention,
+    left_on,
+    nan_at,
+    raising_at,
+    report_of,
+    sample,
+)
 from support.summing import accumulation
 
 ARITHMETICS = [("fp16", "fp16"), ("fp16", "fp16_safe"), ("int8", "int8")]
 
 
 def wrong(model):
-    """A clone with an attention kernel of another pack that is coarse, so that the check searches for it."""
+    """A clone with an attention kernel of another pack that is coarse, so that the check finds a drift."""
     clone = model.clone()
     clone.model_options["transformer_options"]["optimized_attention_override"] = int8_attention
     return clone
@@ -31,7 +42,7 @@ def test_the_latent_is_the_same_to_the_bit_with_the_check_and_without(comfy, wan
         assert not any("forward" in own for own in left_on(model.model.diffusion_model).values())
         assert not any(module._forward_hooks for module in model.model.diffusion_model.modules())
     events = report_of(model).events
-    assert len(report_of(model).checks) == len(events) == 2 and events[0].op == "attention by int8_attention"
+    assert len(report_of(model).checks) == len(events) == 2 and events[0].kind == "drift"
     assert torch.equal(latents[0], latents[2]) and torch.equal(latents[1], latents[3])
 
 
@@ -80,28 +91,19 @@ def test_each_run_of_a_sampler_begins_anew(comfy, wan):
     assert len(report_of(model).checks) == 1 and report_of(model).checks[0].arithmetic == "fp32"
 
 
-@pytest.mark.parametrize("number", [2, 5])
-def test_a_check_without_memory_is_left_out_and_a_search_without_it_told(comfy, wan, flags_as_before, caplog, number):
+def test_a_check_without_memory_is_left_out(comfy, wan, flags_as_before, caplog):
     plain = wrong(load(comfy, wan, "fp16", "fp16"))
     expected = families.sample(plain, "wan", steps=2)
-    model = guarded(comfy, inside(plain, raising_at(torch.OutOfMemoryError("CUDA out of memory"), number)), check="first step")
+    model = guarded(comfy, inside(plain, raising_at(torch.OutOfMemoryError("CUDA out of memory"), 2)), check="first step")
     with caplog.at_level("INFO", "halfsafe"):
         assert torch.equal(expected, families.sample(model, "wan", steps=2))
     (check,) = report_of(model).checks
-    told = check.left_out if number == 2 else report_of(model).events[0].evidence
-    assert "not enough memory" in told and "not enough memory" in caplog.text
+    assert "not enough memory" in check.left_out and "not enough memory" in caplog.text
     assert not any("forward" in own for own in left_on(model.model.diffusion_model).values())
 
 
-def test_a_call_that_the_guard_repeats_is_left_out_and_the_next_of_its_step_checked(comfy, wan, tmp_path):
-    called = tmp_path / "called"  # what is kept in memory would be as before when the call is repeated
-
-    def nan_at_first(executor, args, kwargs):
-        result, first = executor(*args, **kwargs), not called.exists()
-        called.touch()
-        return result * torch.nan if first else result
-
-    model = guarded(comfy, inside(load(comfy, wan, "fp16", "fp16"), nan_at_first), check="first step")
+def test_a_call_that_the_guard_repeats_is_left_out_and_the_next_of_its_step_checked(comfy, wan):
+    model = guarded(comfy, inside(load(comfy, wan, "fp16", "fp16"), nan_at(1)), check="first step")
     sample(model, families.conditioning("wan", length=16), families.conditioning("wan", length=79))  # too unlike for one call
     report = report_of(model)
     assert report.verdict == "device_fault" and report.calls == 4
@@ -131,4 +133,4 @@ def test_the_text_of_the_report_has_the_figures(comfy, wan):
     event, check = report["guard"]["events"][0], report["guard"]["checks"][0]
     assert event["kind"] == "drift" and event["snr_db"] == check["snr_db"] < check["threshold_db"] == event["threshold_db"]
     text = " ".join(report_text(report).split())
-    assert f"{check['snr_db']:.1f} dB from fp32 (fp16" in text and "drift: attention by int8_attention in blocks.1" in text
+    assert f"{check['snr_db']:.1f} dB from fp32 (fp16" in text and "drift" in text and "Farthest:" in text

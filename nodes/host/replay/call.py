@@ -1,4 +1,4 @@
-"""Repeat one call of the denoiser, each time with everything the call before it changed put back."""
+"""Repeat one call of the denoiser, each time with what ComfyUI kept of the call before put back."""
 
 import copy
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from ....precision.nested import replaced
 from ..core import PREFIX_CACHE, empty_prefix_cache, forget_call
 from . import model_compiler
-from .kept_state import KeptState
+from .core_state import CoreState
 
 if TYPE_CHECKING:
     from comfy.model_base import BaseModel
@@ -22,8 +22,8 @@ keys and values of the text, whose key has no dtype."""
 class Call:
     """Hold the arguments of an APPLY_MODEL wrapper, those of ``BaseModel.apply_model``; calling it runs the model.
 
-    ``options``: ``transformer_options``; ``model``: the model it runs; ``kept``: what models and nodes kept before it,
-    which each repeat finds again.
+    ``options``: ``transformer_options``; ``model``: the model it runs; ``before``: what ComfyUI kept before it, which
+    each repeat finds again.
     """
 
     # The arguments of ComfyUI's APPLY_MODEL wrappers, by its names (``apply_model`` in comfy/model_base.py).
@@ -39,35 +39,36 @@ class Call:
         self.control: dict | None = control
         self.options: dict = transformer_options or {}
         self.extra: dict = extra
-        self.kept: KeptState | None = None
+        self.before: CoreState | None = None
 
     def __call__(self, **options) -> torch.Tensor:
         """Make the call, with ``options`` added to its ``transformer_options``."""
-        if self.kept is None:
-            self.kept = KeptState(self.model, self.options)
-            return self.once(options)
+        if self.before is None:
+            self.before = CoreState(self.options)
+            return self.make(options)
         return self.again(options)
 
     def again(self, options: dict) -> torch.Tensor:
-        """Make the call as it was made first, without ComfyUI's model compiler; one that is broken off leaves what was
-        kept before it."""
+        """Make the call as it was made first, without ComfyUI's model compiler; a repeat that is broken off leaves
+        ComfyUI's state as it was before the call."""
         self.forget()
         try:
             with model_compiler.compiler_off():
-                return self.once({**PREFIX_CACHE_OFF, **options})
+                return self.make({**PREFIX_CACHE_OFF, **options})
         except BaseException:
             self.forget()
             raise
 
     def forget(self) -> None:
-        """Put back what was kept before the call."""
+        """Put back what ComfyUI kept before the call."""
         # It holds pinned memory, which it frees by itself only.
         empty_prefix_cache(self.model.diffusion_model)
-        self.kept.restore()
+        if self.before is not None:
+            self.before.put_back()
         self.forget_dtype()
 
-    def once(self, options: dict) -> torch.Tensor:
-        """Make the call without a look at what is kept, which no repeat can put back."""
+    def make(self, options: dict) -> torch.Tensor:
+        """Make the call without a snapshot: nothing is put back before a repeat."""
         arguments = (self.x, self.t, self.c_concat, self.c_crossattn, _fresh(self.control), {**self.options, **options})
         try:
             return self.executor(*arguments, **self.extra)

@@ -1,0 +1,260 @@
+"""Compare a guarded call with itself in fp32, and name the blocks that are the farthest where it drifts."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import comfy.model_management
+import torch
+from comfy.patcher_extension import WrappersMP
+
+from ....precision.arithmetic.compiling import compile_disabled
+from ....precision.arithmetic.patching import patched
+from ....precision.check import drift
+from ....precision.guard.ladder import RandomStart
+from ....precision.guard.log import GuardLog
+from ....precision.guard.policy import ALL_IN_FP32
+from ....precision.modes import FP16_ACC16, FP32
+from ....precision.report.report_text import check_text
+from ....precision.report.schema import CheckReport
+from ..core import denoised
+from ..facts.kernels import DEQUANTIZED
+from ..facts.layers import activation_dtype, top_level_parts
+from ..guard.escalation import EscalatedLayers
+from ..guard.failure import INSIDE, images_of, sigma_of, step_of
+from ..guard.state import Guarded
+from ..replay.call import Call
+from ..replay.code_owner import packs_on
+from ..replay.core_state import CoreState
+from ..replay.model_compiler import compiler_off
+from ..run.accumulation import accumulation_of, layer_accumulation
+from ..run.compute import compute_of
+from ..run.execution import is_compiled, is_on_several_devices
+from ..run.layer_modes import kernels_of, observed_modes_of
+from ..run.oom import is_oom
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+logger = logging.getLogger("halfsafe")
+OTHER_DEVICES = "The model runs on several devices side by side, whose calls share torch's flags."
+NO_MEMORY = "There was not enough memory for the call in fp32: take a smaller picture or batch for the check."
+INTERRUPTED = "It was interrupted."
+NOT_A_RESULT = "It went wrong, which the events tell of."
+NOT_FINITE = "The call in fp32 is NaN or Inf itself."
+NOTHING_RAN = "No layer ran in the call in fp32 either: something that keeps results stands in front of the model."
+MAY_KEEP_STATE = (
+    "{} has code on this model that may keep state between calls, so that a call made once more could change the "
+    "picture: leave its node out for the check."
+)
+QUANTIZED_OPS = ("fp8", "int8")
+GUIDANCE_FACTOR = 1000.0
+STEP_CACHE_KEY = "easycache"
+
+
+def checking(setting: str) -> Callable[..., DriftCheck | None] | None:
+    """Return what gives the guard the check of a call, as a node's ``check`` input asks for; None for off."""
+    return None if setting == "off" else functools.partial(check_of, setting)
+
+
+def check_of(setting: str, call: Call, number: int, guarded: Guarded, log: GuardLog) -> DriftCheck | None:
+    """Return the check of a call about to be made, if its step is to be checked and a call more changes nothing.
+
+    ``number``: the call's among those of the log.
+    """
+    step = step_of(call)
+    if not drift.is_checked(setting, step, log.checked):
+        return None
+    check, told = DriftCheck(call, number, guarded, log, step), bool(log.checked)
+    log.checked.add(step)
+    if packs := packs_on(call):
+        if not told:
+            check.log_left_out(MAY_KEEP_STATE.format(" and ".join(packs)))
+        return None
+    return check
+
+
+class BlockOutputs:
+    """Samples of the results of a model's blocks in a call: name -> a sample for each run of the block."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.samples: dict[str, list[torch.Tensor]] = {}
+        self._parts = top_level_parts(model)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Watch the blocks by hooks while the context lasts: their forwards, which others look at, stay."""
+        notes = ((part, functools.partial(self._note, name)) for name, part in self._parts.items())
+        handles = [part.register_forward_hook(note) for part, note in notes]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, name: str, module: torch.nn.Module, args: tuple, result) -> None:
+        taken = drift.sampled(result)
+        if taken is not None:
+            self.samples.setdefault(name, []).append(taken)
+
+
+class DriftCheck:
+    """One call, compared with itself. Enter :meth:`watching` around the call, then give its result to :meth:`compare`,
+    or :meth:`leave_out` one that is not finite.
+    """
+
+    def __init__(self, call: Call, number: int, guarded: Guarded, log: GuardLog, step: int):
+        self.call = call
+        self.guarded = guarded
+        self.log = log
+        self.model, self.patcher = call.model, call.model.current_patcher
+        self.latent = call.x.clone()
+        self.start = RandomStart.of(call.x.device)
+        self.report = CheckReport(number, step, sigma_of(call), "")
+        self.blocks = BlockOutputs(self.model.diffusion_model)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the call itself, unless torch.compile runs it."""
+        if is_compiled(self.patcher):  # a module with hooks is compiled anew
+            yield
+            return
+        with compiler_off(), self.blocks.watched():
+            yield
+
+    def compare(self, result: torch.Tensor) -> None:
+        """Compare the call's result with the same call in fp32; whatever goes wrong is logged, and the run goes on."""
+        after = CoreState(self.call.options)
+        try:
+            self._compare(result)
+        except comfy.model_management.InterruptProcessingException:
+            comfy.model_management.interrupt_current_processing()  # the user's, and the sampler's to act on
+            self.report.left_out = INTERRUPTED
+        except Exception as error:  # model code may fail in a dtype that it never met
+            self.report.left_out = NO_MEMORY if is_oom(error) else f"It failed in fp32: {error}"
+        finally:
+            after.put_back()
+        self._log_check()
+
+    def leave_out(self) -> None:
+        """Log that a call went wrong and is not compared; the next call of its step is."""
+        self.log.checked.discard(self.report.step)
+        self.log_left_out(NOT_A_RESULT)
+
+    def log_left_out(self, why: str) -> None:
+        """Log why the call is not compared."""
+        self.report.left_out = why
+        self._log_check()
+
+    def _log_check(self) -> None:
+        self.log.checks.append(self.report)
+        logger.info("Halfsafe check: %s", check_text(asdict(self.report)))
+
+    def _compare(self, result: torch.Tensor) -> None:
+        if is_on_several_devices(self.patcher):
+            self.report.left_out = OTHER_DEVICES
+            return
+        with learning_apart(self.patcher), compile_disabled():
+            self._compare_with_fp32(result)
+
+    def _compare_with_fp32(self, result: torch.Tensor) -> None:
+        blocks = BlockOutputs(self.model.diffusion_model)
+        with blocks.watched():
+            exact = self._in_fp32()
+        if not blocks.samples or not torch.isfinite(exact).all():
+            self.report.left_out = NOT_FINITE if blocks.samples else NOTHING_RAN
+            return
+        skipped = not is_compiled(self.patcher) and blocks.samples.keys() - self.blocks.samples.keys()
+        self.report.arithmetic = drift.STEP_CACHE if skipped else _arithmetic(self.patcher, self.guarded)
+        self.report.blocks = drift.worst_blocks(self.blocks.samples, blocks.samples)
+        self._judge(result, exact)
+
+    def _judge(self, result: torch.Tensor, exact: torch.Tensor) -> None:
+        """Compare each row with its row of the call in fp32, and log an event if a row drifts."""
+        errors, signals = drift.row_errors(result, exact, self._without_network(exact))
+        decibels = [drift.decibels(*row) for row in zip(errors, signals, strict=True)]
+        threshold = drift.threshold_of(self.report.arithmetic, len(self.guarded.modes))
+        self.report.snr_db, self.report.threshold_db = min(decibels), threshold
+        if min(decibels) < threshold:
+            images = images_of(self.call, result)
+            rows = {row % images for row, snr in enumerate(decibels) if snr < threshold}
+            event = drift.drift_event(self.report, min(decibels), threshold, sorted(rows))
+            self.log.note_drift(event, drift.drift_sentence(event))
+
+    def _in_fp32(self) -> torch.Tensor:
+        """Make the call once more in fp32, in and between its layers, with the random numbers it had."""
+        layers = EscalatedLayers(ALL_IN_FP32, self.model, self.guarded.modes)
+        widened = self.guarded.escalation
+        given = torch.float32 if widened.stream or widened.whole else activation_dtype(self.patcher)
+        call = with_rounded_guidance(without_step_cache(self.call), given)
+        call.x = self.latent.clone()
+        self.report.repeats += 1
+        self.log.extra_calls += 1
+        with self.start.again():
+            return call.again({INSIDE: functools.partial(_called_in_fp32, layers)})
+
+    def _without_network(self, exact: torch.Tensor) -> torch.Tensor:
+        """Return the call's result if the network gave zeros: what the parametrization makes of the noisy latent."""
+        return denoised(self.model.model_sampling)(self.call.t, torch.zeros_like(exact), self.latent)
+
+
+def _called_in_fp32(layers: EscalatedLayers, call: Call) -> torch.Tensor:
+    """Make a call in fp32 with what the model's code casts in fp32 too."""
+    with drift.CastsToFp32():
+        return layers.call(call)
+
+
+def _summed_modes(patcher: ModelPatcher) -> dict[str, str]:
+    """Map layers to their modes, with fp16 sums as the mode of their own that they are."""
+    in_fp16 = (name for name, (sums, _) in layer_accumulation(patcher).items() if sums == "fp16")
+    modes = observed_modes_of(patcher)
+    return modes | {name: FP16_ACC16.name for name in in_fp16 if name in modes}
+
+
+def _arithmetic(patcher: ModelPatcher, guarded: Guarded) -> str:
+    """Name the arithmetic of a model, as thresholds do: the coarsest of its layers' and of the values between them."""
+    if guarded.escalation.whole:
+        return FP32.name
+    modes = _summed_modes(patcher)
+    found = {drift.arithmetic_named(mode) for mode in [guarded.stream, *(modes[name] for name in guarded.modes)]}
+    kernels = kernels_of(patcher, modes).items()
+    other = any(kernel != DEQUANTIZED and modes[name] not in QUANTIZED_OPS for name, kernel in kernels)
+    return drift.coarsest(found | ({"4-bit products"} if other else set()))
+
+
+@contextlib.contextmanager
+def learning_apart(patcher: ModelPatcher) -> Iterator[None]:
+    """Give the model a compute plan and accumulation that learn apart from its own while the context lasts.
+
+    No later call depends on what they measure.
+    """
+    compute, accumulation = compute_of(patcher), accumulation_of(patcher)
+    fresh: list[tuple] = [(compute, "runs", type(compute)(compute.plan).runs)] if compute else []
+    fresh += [(accumulation, "runs", type(accumulation)(accumulation.request).runs)] if accumulation else []
+    with patched(fresh):
+        yield
+
+
+def without_step_cache(call: Call) -> Call:
+    """Copy a call past the wrapper of ComfyUI's EasyCache, which keeps results of steps."""
+    copied, wrappers = copy.copy(call), dict(call.options.get("wrappers", {}))
+    inner = wrappers.get(WrappersMP.DIFFUSION_MODEL, {})
+    wrappers[WrappersMP.DIFFUSION_MODEL] = {key: group for key, group in inner.items() if key != STEP_CACHE_KEY}
+    copied.options = {**call.options, "wrappers": wrappers}
+    return copied
+
+
+def with_rounded_guidance(call: Call, dtype: torch.dtype) -> Call:
+    """Copy a call with its embedded guidance rounded as the model's own code rounds it."""
+    # Flux and Hunyuan Video multiply it by 1000 in the dtype of the values between layers (``timestep_embedding`` in
+    # comfy/ldm/flux/layers.py): 6.0 becomes 6016 in bf16.
+    copied, guidance = copy.copy(call), call.extra.get("guidance")
+    if isinstance(guidance, torch.Tensor) and guidance.is_floating_point():
+        copied.extra = {**call.extra, "guidance": (guidance.to(dtype) * GUIDANCE_FACTOR).float() / GUIDANCE_FACTOR}
+    return copied

@@ -1,0 +1,69 @@
+"""What ComfyUI itself keeps of one call of a model for the next, taken by name and put back before a repeat."""
+
+import random
+from collections.abc import Iterator
+from types import CellType, FunctionType, MethodType
+
+import numpy
+import torch
+
+from ....precision.nested import leaves
+
+CORES = ("comfy.", "comfy_extras.")
+DATA = (torch.Tensor, bool, int, float, str, dict, list, type(None))
+
+
+class CoreState:
+    """Python's and numpy's random numbers, and what objects and functions of ComfyUI's nodes in a call's options keep:
+    EasyCache, LazyCache, Self-Attention Guidance.
+
+    A ControlNet's lists and the prefix cache of Qwen-Image 2.1 are ``call.Call``'s own affair, torch's random numbers
+    are of ``precision/guard/ladder.py``.
+    """
+
+    def __init__(self, options: dict):
+        self._random_numbers = random.getstate(), numpy.random.get_state()
+        found = [value for _, value in leaves({**options, "sample_sigmas": None})]
+        self._objects = [(each, attributes_of(each)) for each in found if _is_core_object(each)]
+        self._cells = [(cell, copied(cell.cell_contents)) for each in found for cell in _core_cells(each)]
+
+    def put_back(self) -> None:
+        """Put the whole state back."""
+        random.setstate(self._random_numbers[0])
+        numpy.random.set_state(self._random_numbers[1])
+        for each, attributes in self._objects:
+            vars(each).clear()
+            vars(each).update({name: copied(value) for name, value in attributes.items()})
+        for cell, content in self._cells:
+            cell.cell_contents = copied(content)
+
+
+def attributes_of(owner: object) -> dict:
+    """Copy the attributes of an object, its dicts and lists too."""
+    return {name: copied(value) for name, value in vars(owner).items()}
+
+
+def copied(value: object) -> object:
+    """Copy dicts and lists, those in them too; what else is in them stays the same object."""
+    if type(value) is dict:
+        return {key: copied(each) for key, each in value.items()}
+    return [copied(each) for each in value] if type(value) is list else value
+
+
+def _is_core_object(value: object) -> bool:
+    own = type(value)
+    return own.__module__.startswith(CORES) and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module)
+
+
+def _core_cells(value: object) -> Iterator[CellType]:
+    """Yield the closure cells with data of a function of ComfyUI's nodes."""
+    function = value.__func__ if isinstance(value, MethodType) else value
+    if not isinstance(function, FunctionType) or not (function.__module__ or "").startswith(CORES):
+        return
+    for cell in function.__closure__ or ():
+        try:
+            content = cell.cell_contents
+        except ValueError:  # a variable that was given no value
+            continue
+        if type(content) in DATA:
+            yield cell
