@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...precision.devices.detect import why_int8_is_slow
 from ...precision.dtypes import name_of
 from ...precision.formats.checkpoint import dialect_text
 from ...precision.modes import FP16_ACC16, FP32, INT8
 from ...precision.plan.accumulation import EXACT_SUMS
+from ...precision.plan.auto import why_int8_is_slow
 from ...precision.plan.choice import ATTACHMENT, LoadRecord
 from ...precision.report.schema import (
     ControlReport,

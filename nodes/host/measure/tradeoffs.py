@@ -16,11 +16,11 @@ from comfy.patcher_extension import WrappersMP
 
 from ....precision.analysis.session import snr_db
 from ....precision.arithmetic.compiling import compile_disabled
-from ....precision.devices.detect import UNQUANTIZED
 from ....precision.errors import HalfsafeError, MemoryShortage
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.measure.settings import Setting, why_not
 from ....precision.measure.tradeoffs import Measurements, Problem, ProblemKind, Row
+from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.compute import SAFE
 from ....precision.plan.facts import multiplies
