@@ -35,7 +35,7 @@ from .lora.low_rank import LowRankModel
 from .lora.reasons import low_rank_reasons, merging_notes
 from .run.accumulation import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
-from .run.layer_modes import is_called_in_fp32, kernels_of, observed_modes_of
+from .run.layer_modes import is_called_in_fp32, kernels_of, observed_modes_of, stream_dtype
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -205,7 +205,7 @@ def _layer_report(
     modes: dict[str, str],
     sums: dict,
 ) -> LayerReport:
-    stream, mode = name_of(activation_dtype(patcher)), modes[name]
+    stream, mode = name_of(stream_dtype(patcher)), modes[name]
     decision = compute.plan.decisions.get(name) if compute else None
     accumulation, _ = sums.get(name, ("fp32", ""))
     by_code = decision is None and mode == FP32.name and is_called_in_fp32(patcher.model.diffusion_model, name)

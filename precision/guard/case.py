@@ -5,8 +5,9 @@ Whoever makes calls (of a model, a VAE, a text encoder, a text adapter) gives a 
 every decision is here.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Generic
+from typing import Generic, TypeVar
 
 from ..devices import probes
 from .failed_call import Attempt, FailedCall, Given, Result, Step
@@ -14,11 +15,14 @@ from .inputs import Diagnosis, NotFiniteInput, input_origin, zero_for_nan, zero_
 from .ladder import RandomStart
 from .localize import Origin
 from .log import CallPosition, GuardLog, event_of
+from .policy import OFF
 from .repeats import Repeats
 from .verdicts import BAD_INPUT, BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED, TRANSFER
 from .wording import (
+    BEGINS_SAFE,
     COMPILED,
     EAGER_IS_FINITE,
+    GOES_ON,
     KEEPS_RESULT,
     KEPT_RESULT,
     NAN_GIVEN,
@@ -32,6 +36,7 @@ from .wording import (
 )
 
 MOST_INPUTS = 4
+Cured = TypeVar("Cured")
 
 
 class Case(Generic[Given, Step, Result]):
@@ -96,9 +101,16 @@ class Case(Generic[Given, Step, Result]):
             self._give_up(one.diagnosis(NAN_GIVEN), position)
 
     def _as_asked(self) -> Result:
-        """Do what the node's setting asks for with a call that no NaN it was given explains."""
+        """Do what the plan promises, then what the node's setting asks for, with a call that no NaN it was given
+        explains."""
+        promised = self._repeated(self._in_promised) if self.call.about.promised else None
+        if promised is not None:
+            return promised
         if self.log.on_nan == "retry_higher":
-            return self._repeated()
+            return self._repeated(self._in_higher_precision)
+        if self.log.on_nan == OFF:
+            self.log.given_up = True
+            return self.result
         if self.call.about.hidden and self.log.verdict != CLEAN:
             return self.result
         self._locate()
@@ -116,14 +128,26 @@ class Case(Generic[Given, Step, Result]):
                 raise
             return Diagnosis(self._place, STOPPED, self.call.wording.no_memory)
 
-    def _repeated(self) -> Result:
+    def _repeated(self, cure: Callable[[], Cured]) -> Cured:
         """Cure the call, and say so where a repeat, which needs more memory than the call did, finds none."""
         try:
-            return self._in_higher_precision()
+            return cure()
         except RuntimeError as error:
             if self.call.is_out_of_memory(error):
                 self._note_unchanged(False, STOPPED, self.call.wording.no_memory)
             raise
+
+    def _in_promised(self) -> Result | None:
+        """Repeat the call at the step that the model's plan promises; None where its result is not finite either."""
+        step = self.call.about.promised
+        attempt = self.repeats.at(step, self.given)
+        if not attempt.finite:
+            return None
+        self.call.keep(step, attempt, None)
+        modes = self.call.modes(self._place, step)
+        event = event_of(self._position(self.rows), self._place, *modes, True, GOES_ON)
+        self.log.note(event, self._place, RECOVERED, BEGINS_SAFE)
+        return attempt.result
 
     def _in_higher_precision(self) -> Result:
         """Repeat the call at each step until its result is finite or nothing is left to try."""

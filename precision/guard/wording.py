@@ -19,6 +19,9 @@ NAN_READ = "The weight holds NaN, and the first operation whose result is NaN or
 WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf too, and finite with a zero for each NaN and Inf of the weights."
 WRONG_IN_FP32 = "A test product in fp32 is wrong."
 
+GOES_ON = "The model goes on in fp16_safe as long as it is loaded."
+BEGINS_SAFE = "Nothing to do. With Compute Dtype at fp16_safe it begins that way, and no call is repeated."
+
 KEPT_RESULT = "In fp32 the model's blocks did not run: a result that was kept of an earlier call stood in for them."
 KEEPS_RESULT = (
     "A step cache of {} keeps a failed result: switch it off for this model, or let it begin after this step."

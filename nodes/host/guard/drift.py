@@ -38,13 +38,13 @@ from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport
 from ..core import denoised
 from ..facts.kernels import DEQUANTIZED
-from ..facts.layers import activation_dtype, top_level_parts
+from ..facts.layers import top_level_parts
 from ..run.accumulation import layer_accumulation
 from ..run.attention import OVERRIDE
 from ..run.call import Call
 from ..run.execution import is_compiled, is_on_several_devices
 from ..run.kept_state import KeptState
-from ..run.layer_modes import kernels_of, observed_modes_of
+from ..run.layer_modes import kernels_of, observed_modes_of, stream_dtype
 from ..run.model_compiler import compiler_off
 from ..run.oom import is_oom
 from .escalation import EscalatedLayers
@@ -217,7 +217,7 @@ class DriftCheck:
 
     def _run_exact(self, patches: Sequence[Patch]) -> torch.Tensor:
         widened = self.guarded.escalation
-        given = torch.float32 if widened.stream or widened.whole else activation_dtype(self.patcher)
+        given = torch.float32 if widened.stream or widened.whole else stream_dtype(self.patcher)
         layers = precise_layers(self.guarded, self.model, ExactParts())
         return self._run(layers, patches, with_rounded_guidance(self.call, given))
 

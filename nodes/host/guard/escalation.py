@@ -14,11 +14,10 @@ from ....precision.guard.policy import Escalation, ObservedRanges, block_of
 from ....precision.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.nested import cast_arguments, floats_in
 from ....precision.plan.compute import ComputeDecision, ComputePlan
-from ..core import scaled_input, with_cast_dtype, with_scaled_input
 from ..facts.layers import modules_of, top_level_parts
 from ..run.attention import attending, forward_of, full_precision_attention, in_one_dtype, kernels_of
 from ..run.call import Call
-from ..run.compute import PlannedModel
+from ..run.compute import PlannedModel, in_fp32
 from ..run.conditions import Make
 from ..run.execution import is_compiled
 from ..run.model_compiler import compiler_off
@@ -94,26 +93,14 @@ class EscalatedLayers:
         wrapped = {name: self._part(name, forward) for name, forward in given.items()}
         changed = (name for name in self.parts if wrapped[name] is not given[name])
         blocks = [(self.parts[name], "forward", wrapped[name]) for name in changed]
-        return [*self._on_model(), *self.planned.patches, *blocks]
+        entry = in_fp32(self._model) if self._model else []
+        return [*entry, *self.planned.patches, *blocks]
 
     def _part(self, name: str, forward: Callable) -> Callable:
         """Wrap a top-level part's forward as the escalation and the check ask for."""
         exact = self._exact.forward(name, forward) if self._exact else forward
         returned = self._exact.returned.get(name) if self._exact else None
         return self._widened_block(exact, returned) if name in self.blocks else exact
-
-    def _on_model(self) -> list[Patch]:
-        """Cast the model's entry to fp32 and clone its input."""
-        # In fp16 that cast copies the input; in fp32 it is a no-op, and EasyCache (comfy_extras/nodes_easycache.py)
-        # would add to the sampler's own latent in place.
-        if self._model is None:
-            return []
-        sampling = self._model.model_sampling
-        entry = scaled_input(sampling)
-        return [
-            with_cast_dtype(self._model, torch.float32),
-            with_scaled_input(sampling, lambda sigma, noise: entry(sigma, noise).clone()),
-        ]
 
     def _widened_block(self, forward: Callable, returned: torch.dtype | None) -> Callable:
         """Wrap a part's forward with fp32 between its layers; its result is in ``returned``, else in the dtype it was

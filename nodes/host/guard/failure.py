@@ -13,11 +13,13 @@ from ....precision.guard.inputs import NotFiniteInput, rows_not_finite
 from ....precision.guard.ladder import escalation_after, model_steps
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition
-from ....precision.guard.policy import ALL_IN_FP32, Escalation
+from ....precision.guard.policy import ALL_IN_FP32, AS_PLANNED, Escalation
 from ....precision.guard.wording import MODEL
+from ....precision.modes import FP16_WIDE
 from ..facts.layers import top_level_parts
 from ..run.attention import OVERRIDE, overridden
 from ..run.call import Call
+from ..run.compute import fall_back, fallen_back, may_fall_back
 from ..run.execution import is_compiled
 from ..run.left_behind import LeftBehind
 from .causes import LoadedWeights, call_inputs, call_patches, without_patches
@@ -45,14 +47,16 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         self._left = LeftBehind(call.kept, call.model, call.options)
         self._last: Attempt[torch.Tensor] | None = None
         self.first = number == 1
+        promised = AS_PLANNED if may_fall_back(patcher) and not guarded.escalation else None
         self.about = Circumstances(
             CallPosition(number, step_of(call), sigma_of(call)),
             batch=len(result),
             images=images_of(call, result),
             device=call.x.device,
-            steps=model_steps(guarded.modes, guarded.stream, guarded.escalation),
+            steps=[ALL_IN_FP32] if promised else model_steps(guarded.modes, guarded.stream, guarded.escalation),
             in_fp32=ALL_IN_FP32,
             hidden=hidden,
+            promised=promised,
             compiled=is_compiled(patcher),
         )
 
@@ -74,6 +78,9 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
 
     def run_at(self, step: Escalation, given: Call, zeroed: Sequence[str] = ()) -> Attempt[torch.Tensor]:
         """Make the call again under an escalation. ``zeroed``: weights that get a zero for each NaN and Inf."""
+        if step == AS_PLANNED:
+            with fallen_back(self.model):
+                return self._attempt(given, lambda call: call.once({}))
         layers = EscalatedLayers(step, self.model, self.guarded.modes)
         observer = RangeObserver(layers)
         observing = [*observer.patches, *self.weights.zeroed(zeroed)]
@@ -97,10 +104,15 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
 
     def modes(self, origin: Origin | None, step: Escalation | None = None) -> tuple[str, str]:
         """Return (mode by itself, mode now) of the layer that failed, or of values between layers; "" for an input."""
+        if step == AS_PLANNED:
+            return self.guarded.stream, FP16_WIDE.name
         return ("", "") if origin and origin.kind == "input" else self.guarded.modes_at(origin)
 
     def keep(self, step: Escalation, attempt: Attempt[torch.Tensor], origin: Origin | None) -> None:
         """Widen what the attempt showed to be needed, in later runs of the model too."""
+        if step == AS_PLANNED:
+            fall_back(self.model)
+            return
         guarded, ranges = self.guarded, attempt.observed.ranges()
         parts = top_level_parts(self.model.diffusion_model)
         guarded.remember(escalation_after(step, guarded.escalation, ranges, origin, guarded.modes, guarded.half, parts))

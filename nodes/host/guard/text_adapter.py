@@ -15,8 +15,10 @@ from ....precision.guard.inputs import is_finite
 from ....precision.guard.ladder import RandomStart
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog
-from ....precision.guard.policy import ALL_IN_FP32, Escalation
+from ....precision.guard.policy import ALL_IN_FP32, AS_PLANNED, Escalation
 from ....precision.guard.wording import TEXT_ADAPTER
+from ....precision.modes import FP16_WIDE
+from ..run.compute import fall_back, fallen_back, may_fall_back
 from ..run.conditions import TEXT, Make
 from .causes import LoadedWeights
 from .escalation import EscalatedLayers
@@ -67,6 +69,7 @@ class AdapterCall(HostCall[Make, Escalation, dict]):
             device=guarded.device,
             steps=[] if guarded.text_in_fp32 else [ALL_IN_FP32],
             in_fp32=ALL_IN_FP32,
+            promised=AS_PLANNED if may_fall_back(model.current_patcher) else None,
             nowhere=Origin("", "", "unknown", guarded.stream, math.nan),
         )
 
@@ -83,6 +86,9 @@ class AdapterCall(HostCall[Make, Escalation, dict]):
 
     def run_at(self, step: Escalation, given: Make, zeroed: Sequence[str] = ()) -> Attempt[dict]:
         """Make the conditions again under an escalation. ``zeroed``: weights that get a zero for each NaN and Inf."""
+        if step == AS_PLANNED:
+            with fallen_back(self.model):
+                return _attempt(given)
         layers = EscalatedLayers(step, self.model, self.guarded.modes)
         with patched(self.weights.zeroed(zeroed)):
             return _attempt(functools.partial(given.func, **given.keywords, **{INSIDE: layers}))
@@ -98,11 +104,16 @@ class AdapterCall(HostCall[Make, Escalation, dict]):
     def modes(self, origin: Origin | None, step: Escalation | None = None) -> tuple[str, str]:
         """Return (mode in which the adapter failed, mode after ``step`` was kept)."""
         mode, _ = self.guarded.modes_at(origin)
+        if step == AS_PLANNED:
+            return mode, FP16_WIDE.name
         return mode, "fp32" if step else mode
 
     def keep(self, step: Escalation, attempt: Attempt[dict], origin: Origin | None) -> None:
-        """Run the model's adapter in fp32 from now on."""
-        self.guarded.text_in_fp32 = True
+        """Run the model's adapter in fp32 from now on, or all of the model as its plan promises."""
+        if step == AS_PLANNED:
+            fall_back(self.model)
+        else:
+            self.guarded.text_in_fp32 = True
 
 
 def _attempt(make: Make) -> Attempt[dict]:

@@ -256,14 +256,15 @@ def _zeros(first: _Built, load: models.PreparedLoad) -> dict[str, torch.Tensor]:
 
 def _finish(control: ControlNet, detected: detection.Detected, load: models.PreparedLoad) -> None:
     modules, plan = dict(control.control_model.named_modules()), load.plan
+    arithmetic = plan.compute.unwatched
     models.check_quantized(detected, modules, models.quantized_layers(load.tensors, ""))
     models.compute_in_full_precision(modules)
-    models.unpack_to(modules, dtype_named(plan.compute.weight_dtype))
-    plan_control(control, plan.compute, dtype_named(plan.compute.activation_dtype))
+    models.unpack_to(modules, dtype_named(arithmetic.weight_dtype))
+    plan_control(control, arithmetic, dtype_named(arithmetic.activation_dtype))
     record = models.record_of(detected, plan, [*models.weightless_note(detected), *load.notes])
     control.control_model_wrapped.set_attachments(models.ATTACHMENT, record)
     note_runs(control, record)
     storage = str(plan.storage).removesuffix(".")
-    logger.info("Halfsafe: %s: storage %s; compute %s", record.file, storage, plan.compute.choice)
+    logger.info("Halfsafe: %s: storage %s; compute %s", record.file, storage, arithmetic.choice)
     for reason, count in Counter(record.kept.values()).items():
         logger.info("Halfsafe: %s: %d layers kept high: %s", record.file, count, reason)

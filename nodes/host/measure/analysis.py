@@ -24,12 +24,13 @@ from ....precision.formats.int8 import rotation_group
 from ....precision.modes import INT8
 from ....precision.plan.rules import Rules, rules_from
 from ..core import casting, casts_weights, with_weight_function
-from ..facts.layers import activation_dtype, matrix_layers
+from ..facts.layers import matrix_layers
 from ..facts.model_facts import model_facts
 from ..load.devices import current_device
 from ..load.progress import advancing
 from ..page import show_progress
 from ..run.compute import compute_of
+from ..run.layer_modes import stream_dtype
 from ..run.model_compiler import compiler_off
 from ..run.modules import core_weights, exchanged, only_multiplies
 from ..run.wrappers import ANALYSIS, set_wrapper
@@ -148,7 +149,7 @@ def _sums_in_fp16(module: torch.nn.Module, dtype: torch.dtype, x: torch.Tensor) 
 def _prepared(patcher: ModelPatcher, session: Session) -> ModelPatcher:
     """Clone the model so that its calls go through the session, innermost of all wrappers."""
     clone = bare_clone(patcher)
-    stream = activation_dtype(patcher)
+    stream = stream_dtype(patcher)
     set_wrapper(clone, ANALYSIS, functools.partial(_watched, session, stream))
     clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, functools.partial(_step, session))
     return clone
