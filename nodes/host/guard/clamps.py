@@ -1,36 +1,25 @@
-"""Values past fp16's range that ComfyUI's own model code replaces by 65504, or NaN by 0, without a word."""
+"""Operations of model code that make a finite value of one past fp16's range, so that a result hides an overflow."""
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from ....precision.amax import amax
-from ....precision.arithmetic.patching import SharedScope, patched
+from ....precision.arithmetic.patching import SharedScope
 
-CLAMPING_MODULES = ("comfy.ldm.flux.", "comfy.ldm.lumina.", "comfy.ldm.chroma", "comfy.ldm.hunyuan_video.")
-
-
-def clamps_in_fp16(model: torch.nn.Module) -> bool:
-    """Tell whether the code of a diffusion model calls ``torch.nan_to_num`` on fp16 values (ComfyUI 0.29 to 0.38)."""
-    return any(type(module).__module__.startswith(CLAMPING_MODULES) for module in model.modules())
-
-
-@contextlib.contextmanager
-def _nan_to_num_is_seen() -> Iterator[None]:
-    original = torch.nan_to_num
-
-    def run(input, *args, **kwargs):
-        for watch in _watching_here():
-            watch.see(input)
-        return original(input, *args, **kwargs)
-
-    with patched([(torch, "nan_to_num", run)]):
-        yield
-
-
-_seen = SharedScope(_nan_to_num_is_seen)
+GIVEN = (
+    *("nan_to_num", "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum", "fmin", "fmax"),
+    *("isfinite", "isnan", "isinf", "isposinf", "isneginf", "tanh", "sigmoid", "relu", "rsqrt", "reciprocal"),
+)
+"""Functions and methods of torch that bound what they are given, or ask whether it is finite to put something else in
+its place."""
+BOUNDING = ("hardtanh", "relu6", "hardsigmoid", "softsign", "softplus", "elu", "selu")
+RETURNED = ("norm",)
+"""Functions of torch, whose result may pass fp16's range where what they are given does not: a division by it is 0."""
+_largest = torch.maximum
 _of_thread = threading.local()
 
 
@@ -38,8 +27,53 @@ def _watching_here() -> list["ClampWatch"]:
     return _of_thread.__dict__.setdefault("watches", [])
 
 
+def _seen_before(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        for watch in _watching_here():
+            watch.see(args[0] if args else kwargs.get("input"))
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _seen_after(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def run(*args, **kwargs):
+        result = function(*args, **kwargs)
+        for watch in _watching_here():
+            watch.see(result)
+        return result
+
+    return run
+
+
+def _watched() -> list[tuple[object, str, Callable]]:
+    """List (owner, name, function with its watch) for all that is watched, also in place: ``nan_to_num_``."""
+    places = [(owner, f"{name}{end}") for owner in (torch, torch.Tensor) for name in GIVEN for end in ("", "_")]
+    places += [(torch.nn.functional, name) for name in BOUNDING]
+    watched = [(owner, name, _seen_before(getattr(owner, name))) for owner, name in places if hasattr(owner, name)]
+    return watched + [(torch, name, _seen_after(getattr(torch, name))) for name in RETURNED]
+
+
+@contextlib.contextmanager
+def _hiding_is_seen() -> Iterator[None]:
+    changed = [(owner, name, vars(owner).get(name)) for owner, name, _ in WATCHED]
+    for owner, name, function in WATCHED:
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for owner, name, own in changed:
+            delattr(owner, name) if own is None else setattr(owner, name, own)
+
+
+WATCHED = _watched()
+_seen = SharedScope(_hiding_is_seen)
+
+
 class ClampWatch:
-    """Record the largest magnitude, inf or NaN, that ``torch.nan_to_num`` of fp16 values is given on this thread; reads
+    """Record the largest magnitude, inf or NaN, that operations which hide it meet in fp16 on this thread; reads
     nothing back.
 
     It keeps nothing that a block allocates: its one number is made before the call, on ``device``.
@@ -60,11 +94,11 @@ class ClampWatch:
             _watching_here().remove(self)
             _seen.__exit__(*error)
 
-    def see(self, values: torch.Tensor) -> None:
+    def see(self, values: object) -> None:
         """Keep the largest magnitude."""
-        if values.dtype == torch.float16:
-            torch.maximum(self._largest, amax(values), out=self._largest)
+        if isinstance(values, torch.Tensor) and values.dtype == torch.float16:
+            _largest(self._largest, amax(values), out=self._largest)
 
     def sizes(self) -> list[torch.Tensor]:
-        """Return the largest magnitude, 0-dim; 0 where nothing was clamped, and nothing where it is off."""
+        """Return the largest magnitude, 0-dim; 0 where nothing was bounded, and nothing where it is off."""
         return [] if self._largest is None else [self._largest]

@@ -10,7 +10,6 @@ from ..facts.layers import matrix_layers
 from ..run.execution import is_compiled
 from ..run.layer_modes import planned_modes_of, settings_of, stream_dtype
 from ..run.per_model import hooks_of, patches_of
-from .clamps import clamps_in_fp16
 from .escalation import EscalatedLayers
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Guarded:
         self.modes = {name: mode for name, mode in planned_modes_of(patcher).items() if name in multiplying}
         self.stream = name_of(stream_dtype(patcher))
         self.half = self.stream == "fp16"
-        self.watches_clamps = self.half and not is_compiled(patcher) and clamps_in_fp16(model.diffusion_model)
+        self.watches_clamps = self.half and not is_compiled(patcher)
         self.device = patcher.load_device
         self.text_in_fp32 = False
         self.escalation = Escalation()

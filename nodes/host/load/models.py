@@ -25,7 +25,6 @@ from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
 from ..core import casts_weights, quantization_format, set_cast_dtype, set_full_precision
 from ..facts.model_facts import held_storages
-from ..guard.model import look_at_results
 from ..lora.unmerged import keep_low_rank_unmerged
 from ..run.compute import set_compute
 from .copies import freed_once_copied
@@ -161,7 +160,6 @@ def _finish(patcher: ModelPatcher, detected: Detected, load: PreparedLoad) -> No
     if plan.compute.is_safe:
         hold_norms_in_fp32(modules.values())
     set_compute(patcher, plan.compute)
-    look_at_results(patcher)
     check_at_first_call(patcher, load.unread, detected.checkpoint.path)
     keep_low_rank_unmerged(patcher)
     notes = [*weightless_note(detected), *load.notes]
