@@ -1,7 +1,6 @@
 """Operations of model code that make a finite value of one past fp16's range, so that a result hides an overflow."""
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 
@@ -11,15 +10,14 @@ from ....precision.amax import amax
 from ....precision.arithmetic.patching import SharedScope
 
 GIVEN = (
-    *("nan_to_num", "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum", "fmin", "fmax"),
-    *("isfinite", "isnan", "isinf", "isposinf", "isneginf", "tanh", "sigmoid", "relu", "rsqrt", "reciprocal"),
+    *("nan_to_num", "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum"),
+    *("isfinite", "isnan", "isinf", "tanh", "sigmoid", "relu", "rsqrt"),
 )
 """Functions and methods of torch that bound what they are given, or ask whether it is finite to put something else in
 its place."""
 BOUNDING = ("hardtanh", "relu6", "hardsigmoid", "softsign", "softplus", "elu", "selu")
-RETURNED = ("norm",)
-"""Functions of torch, whose result may pass fp16's range where what they are given does not: a division by it is 0."""
-_largest = torch.maximum
+"""Functions of ``torch.nn.functional`` that bound it by themselves."""
+_largest_of = torch.maximum
 _of_thread = threading.local()
 
 
@@ -27,8 +25,9 @@ def _watching_here() -> list["ClampWatch"]:
     return _of_thread.__dict__.setdefault("watches", [])
 
 
-def _seen_before(function: Callable) -> Callable:
-    @functools.wraps(function)
+def _given(function: Callable) -> Callable:
+    """Wrap a function that hides an overflow of what it is given."""
+
     def run(*args, **kwargs):
         for watch in _watching_here():
             watch.see(args[0] if args else kwargs.get("input"))
@@ -37,8 +36,9 @@ def _seen_before(function: Callable) -> Callable:
     return run
 
 
-def _seen_after(function: Callable) -> Callable:
-    @functools.wraps(function)
+def _returned(function: Callable) -> Callable:
+    """Wrap a function whose result overflows where what it is given does not: a division by it gives 0."""
+
     def run(*args, **kwargs):
         result = function(*args, **kwargs)
         for watch in _watching_here():
@@ -48,27 +48,32 @@ def _seen_after(function: Callable) -> Callable:
     return run
 
 
-def _watched() -> list[tuple[object, str, Callable]]:
-    """List (owner, name, function with its watch) for all that is watched, also in place: ``nan_to_num_``."""
-    places = [(owner, f"{name}{end}") for owner in (torch, torch.Tensor) for name in GIVEN for end in ("", "_")]
-    places += [(torch.nn.functional, name) for name in BOUNDING]
-    watched = [(owner, name, _seen_before(getattr(owner, name))) for owner, name in places if hasattr(owner, name)]
-    return watched + [(torch, name, _seen_after(getattr(torch, name))) for name in RETURNED]
+WATCHED = (
+    *((torch, name, _given) for name in GIVEN),
+    (torch, "norm", _returned),
+    *((torch.nn.functional, name, _given) for name in BOUNDING),
+    *((torch.Tensor, name, _given) for name in GIVEN),
+    *((torch.Tensor, f"{name}_", _given) for name in GIVEN if hasattr(torch.Tensor, f"{name}_")),
+)
+"""(owner, name, how it is watched); ``Tensor.norm`` and ``normalize`` call ``torch.norm``."""
 
 
 @contextlib.contextmanager
 def _hiding_is_seen() -> Iterator[None]:
-    changed = [(owner, name, vars(owner).get(name)) for owner, name, _ in WATCHED]
-    for owner, name, function in WATCHED:
-        setattr(owner, name, function)
+    spaces = {owner: vars(owner) for owner, _, _ in WATCHED}
+    own = [(owner, name, spaces[owner].get(name)) for owner, name, _ in WATCHED]
+    for owner, name, watched in WATCHED:
+        setattr(owner, name, watched(getattr(owner, name)))
     try:
         yield
     finally:
-        for owner, name, own in changed:
-            delattr(owner, name) if own is None else setattr(owner, name, own)
+        for owner, name, function in own:
+            if function is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, function)
 
 
-WATCHED = _watched()
 _seen = SharedScope(_hiding_is_seen)
 
 
@@ -97,7 +102,7 @@ class ClampWatch:
     def see(self, values: object) -> None:
         """Keep the largest magnitude."""
         if isinstance(values, torch.Tensor) and values.dtype == torch.float16:
-            _largest(self._largest, amax(values), out=self._largest)
+            _largest_of(self._largest, amax(values), out=self._largest)
 
     def sizes(self) -> list[torch.Tensor]:
         """Return the largest magnitude, 0-dim; 0 where nothing was bounded, and nothing where it is off."""

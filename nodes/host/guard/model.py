@@ -18,7 +18,7 @@ from ....precision.guard.log import CallPosition, GuardLog
 from ....precision.guard.policy import ALL_IN_FP32, OFF, Escalation
 from ....precision.report.schema import GuardReport
 from ..facts.layers import activation_dtype
-from ..page import running_prompt_id
+from ..page import running_node_id, running_prompt_id
 from ..run.call import Call
 from ..run.compute import planned_on
 from ..run.conditions import Make, adapts_text, conditions_through
@@ -60,7 +60,7 @@ def look_at_results(patcher: "ModelPatcher") -> None:
     if guard:
         _take_off(patcher)
     if compute and compute.fallback:
-        _put(patcher, Guard(OFF, 0, None))
+        _put(patcher, Guard(OFF, 0, running_node_id()))
 
 
 def _put(patcher: "ModelPatcher", guard: "Guard") -> None:

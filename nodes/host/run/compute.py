@@ -18,7 +18,7 @@ from ....precision.arithmetic.planned import PlannedLayers
 from ....precision.layer_names import are_alike
 from ....precision.modes import FP16, FP16_WIDE, INT8, MODE_OF
 from ....precision.plan.compute import ComputeDecision, ComputePlan
-from ..core import casting, scaled_input, with_cast_dtype, with_scaled_input
+from ..core import cast_dtype, casting, scaled_input, with_cast_dtype, with_scaled_input
 from ..facts.layers import is_quantized, modules_of
 from .attention import attending, fuses_by_default, in_one_dtype, kernels_of, scores_in_fp32
 from .call import Call
@@ -151,7 +151,7 @@ class Compute:
     @contextmanager
     def _between(self, model, runs: "PerModel[PlannedModel]") -> "Iterator[PlannedModel]":
         """Give a model what the plan exchanges, and fp32 between its layers where it is loaded to cast to fp16."""
-        uncast = self.plan.is_safe and (model.manual_cast_dtype or model.get_dtype()) != torch.float32
+        uncast = self.plan.is_safe and cast_dtype(model) != torch.float32
         with patched(in_fp32(model) if uncast else []):
             run = runs.of(model)
             with patched([*run.patches, *(run.casting if uncast else [])]):
