@@ -4,6 +4,7 @@ from comfy_api.latest import io
 
 from ..precision.plan.rules import rules_from
 from .host.badge import badge, clip_word, control_words, model_words, vae_word
+from .host.guard.model import look_at_results
 from .host.load import controlnet, encoders, files, models
 from .inputs import CATEGORY, checked_rules, compute_input, rules_input, storage_input
 
@@ -66,6 +67,7 @@ class LoadDiffusionModel(io.ComfyNode):
     def execute(cls, model_name, storage, compute, rules=None) -> io.NodeOutput:
         path = files.model_path("diffusion_models", model_name)
         model = models.load_diffusion_model(path, storage, compute, checked_rules(rules) or rules_from())
+        look_at_results(model)
         return io.NodeOutput(model, ui=badge(*model_words(model)))
 
 
@@ -105,6 +107,7 @@ class LoadCheckpoint(io.ComfyNode):
     def execute(cls, ckpt_name, storage, compute, clip_storage, vae_dtype, rules=None) -> io.NodeOutput:
         path = files.model_path("checkpoints", ckpt_name)
         model = models.load_checkpoint_model(path, storage, compute, checked_rules(rules) or rules_from())
+        look_at_results(model)
         clip = encoders.load_checkpoint_text_encoder(path, clip_storage)
         vae = encoders.load_checkpoint_vae(path, vae_dtype)
         return io.NodeOutput(model, clip, vae, ui=badge(*model_words(model)))

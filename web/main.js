@@ -20,6 +20,8 @@ const RULES = "rules";
 const TOASTS = "halfsafe.toasts";
 const BADGES = "halfsafe.badges";
 const WATCH = "Halfsafe.WatchEveryRun";
+/** What a guard's event says where a model's plan fell back. */
+const GOES_ON = "goes on in fp16_safe";
 const BADGE_COLORS = { fgColor: "#ffffff", bgColor: "#1d5c52" };
 const BETWEEN_WORDS = " \u00b7 ";
 const PANEL_SIZE = [460, 480];
@@ -241,6 +243,17 @@ function drawTab() {
 function onGuard(message) {
   const toast = toastFor(message, log.add(message));
   if (toast) show(toast);
+  if (message.event?.evidence?.includes(GOES_ON)) showFallback(message);
+}
+
+/** Let the badge of the node whose plan fell back say what its model goes on in. @param {any} message */
+function showFallback(message) {
+  const node = isOfThisWorkflow() ? nodeById(String(message.node_id)) : null;
+  const output = node ? app.nodeOutputs[locatorOf(node)] : null;
+  const [stored, , ...rest] = (output?.halfsafe_badge?.[0] ?? "").split(BETWEEN_WORDS);
+  if (!stored) return;
+  output.halfsafe_badge = [[stored, "fp16_safe", ...rest].join(BETWEEN_WORDS)];
+  showOutputs();
 }
 
 /** @param {any} toast */
@@ -258,6 +271,20 @@ function onError(detail) {
 /** @param {string} event @param {(detail: any) => void} act */
 function on(event, act) {
   api.addEventListener(event, (/** @type {CustomEvent} */ { detail }) => act(detail));
+}
+
+/** Send the setting with each prompt that the page queues: the server looks at prompts without knowing whose they are. */
+function sendSetting() {
+  const send = api.fetchApi.bind(api);
+  api.fetchApi = (/** @type {string} */ route, /** @type {any} */ options) => send(route, route === "/prompt" && options?.body ? withSetting(options) : options);
+}
+
+/** @param {any} options of the request that queues a prompt */
+function withSetting(options) {
+  const watch = app.extensionManager.setting.get(WATCH);
+  if (!watch || watch === "off") return options;
+  const request = JSON.parse(options.body);
+  return { ...options, body: JSON.stringify({ ...request, extra_data: { ...request.extra_data, halfsafe_watch: watch } }) };
 }
 
 function listen() {
@@ -313,7 +340,7 @@ app.registerExtension({
       id: WATCH,
       category: [PREFIX, "Runs", "Watch"],
       name: "Guard every run, without a node",
-      tooltip: "report: tell of NaN and Inf. retry_higher: also repeat what failed in a higher precision. Holds for the API too.",
+      tooltip: "report: tell of NaN and Inf. retry_higher: also repeat what failed in a higher precision.",
       type: "combo",
       options: ["off", "report", "retry_higher"],
       defaultValue: "off",
@@ -332,6 +359,7 @@ app.registerExtension({
     addStyles();
     await loadWords(api, () => app.extensionManager.setting.get("Comfy.Locale"));
     listen();
+    sendSetting();
     addSidebarTab();
   },
   nodeCreated(/** @type {any} */ node) {

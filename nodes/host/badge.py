@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import torch
 
-from ...precision.devices.detect import UNQUANTIZED
 from ...precision.dtypes import name_of
+from ...precision.plan.auto import UNQUANTIZED
 from .facts.model_facts import storage_of
 from .run.accumulation import accumulation_of
 from .run.compute import compute_of

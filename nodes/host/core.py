@@ -158,6 +158,16 @@ def set_cast_dtype(model: Model, dtype: torch.dtype) -> None:
     model.manual_cast_dtype = dtype
 
 
+def cast_dtype(model: Model) -> torch.dtype:
+    """Return the dtype that a model's inputs are cast to now: its manual cast dtype, else that of its weights."""
+    return model.manual_cast_dtype or dtype_of_weights(model)
+
+
+def dtype_of_weights(model: Model) -> torch.dtype:
+    """Return the dtype that ComfyUI loaded a model's weights in."""
+    return model.get_dtype()
+
+
 def with_cast_dtype(model: Model, dtype: torch.dtype) -> Patch:
     """Return what makes a model cast its weights and inputs to a dtype."""
     return model, "manual_cast_dtype", dtype

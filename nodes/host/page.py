@@ -26,6 +26,12 @@ def running_prompt_id() -> str | None:
     return context.prompt_id if context else None
 
 
+def running_node_id() -> str | None:
+    """Return the id of the node that is running in this thread; None outside of one."""
+    context = get_executing_context()
+    return context.node_id if context else None
+
+
 def running_prompt() -> dict:
     """Return the running prompt, node id -> class and inputs; empty outside of one."""
     item = _running_item()

@@ -14,11 +14,12 @@ from ...precision.plan.rules import Rules
 from .facts.layers import activation_dtype, layers_of
 from .facts.model_facts import model_facts, storages
 from .guard.encoders import unguarded
+from .guard.model import look_at_results
 from .load.devices import current_device
 from .load.encoders import vae_in
 from .lora.patcher import keep_low_rank_unmerged
 from .run.accumulation import with_accumulation
-from .run.compute import set_compute
+from .run.compute import compute_of, set_compute
 from .run.modules import only_multiplies
 
 if TYPE_CHECKING:
@@ -39,7 +40,11 @@ def with_goal(
     device, facts = current_device(), model_facts(patcher)
     found = plan_for_goal(facts, device, goal, storages(patcher), rules)
     plan = with_foreign_layers(with_idle_rules(found.compute, facts, rules), _foreign(patcher))
-    lines = [f"{device.label}, goal {goal}", f"model: {plan.choice.used}. {found.reason}"]
+    model = _planned(patcher, plan)
+    compute = compute_of(model)
+    acting = compute.plan if compute else plan
+    reason = found.reason if acting is plan else acting.choice.reason
+    lines = [f"{device.label}, goal {goal}", f"model: {acting.choice.used}. {reason}"]
     lines += [f"without effect: {setting}: {why}" for setting, why in plan.without_effect]
     if clip is not None:
         lines.append("text encoder: unchanged; ComfyUI runs it with fp32 activations, once per prompt")
@@ -48,7 +53,6 @@ def with_goal(
         lines.append("VAE: fp32")
     elif vae is not None:
         lines.append(f"VAE: unchanged, {str(vae.vae_dtype).removeprefix('torch.')}")
-    model = _planned(patcher, plan)
     if found.sums:
         model = with_accumulation(model, found.sums)
         lines.append(f"sums: {found.sums_reason}; the report tells which could act")
@@ -61,6 +65,7 @@ def _planned(patcher: ModelPatcher, plan: ComputePlan) -> ModelPatcher:
     if activation_dtype(patcher) != activations:
         clone.set_model_compute_dtype(activations)
     set_compute(clone, plan)
+    look_at_results(clone)
     keep_low_rank_unmerged(clone)
     return clone
 

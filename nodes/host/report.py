@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...precision.devices.detect import why_int8_is_slow
 from ...precision.dtypes import name_of
 from ...precision.formats.checkpoint import dialect_text
 from ...precision.modes import FP16_ACC16, FP32, INT8
 from ...precision.plan.accumulation import EXACT_SUMS
+from ...precision.plan.auto import why_int8_is_slow
 from ...precision.plan.choice import ATTACHMENT, LoadRecord
 from ...precision.report.schema import (
     ControlReport,
@@ -35,7 +35,7 @@ from .lora.low_rank import LowRankModel
 from .lora.patcher import low_rank_reasons
 from .run.accumulation_report import flags_of, layer_accumulation, remarks_of
 from .run.compute import Compute, compute_of
-from .run.layer_modes import is_called_in_fp32, kernels_of, observed_modes_of
+from .run.layer_modes import is_called_in_fp32, kernels_of, observed_modes_of, stream_dtype
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -205,7 +205,7 @@ def _layer_report(
     modes: dict[str, str],
     sums: dict,
 ) -> LayerReport:
-    stream, mode = name_of(activation_dtype(patcher)), modes[name]
+    stream, mode = name_of(stream_dtype(patcher)), modes[name]
     decision = compute.plan.decisions.get(name) if compute else None
     accumulation, _ = sums.get(name, ("fp32", ""))
     by_code = decision is None and mode == FP32.name and is_called_in_fp32(patcher.model.diffusion_model, name)

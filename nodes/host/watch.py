@@ -1,88 +1,77 @@
-"""Guards put into every prompt that is queued, where the page's setting asks for it."""
+"""Guards put into every prompt that the page queues, where its setting asks for it."""
 
-import contextlib
 import copy
-import json
-import logging
+from collections.abc import Callable
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
-import folder_paths
 import nodes
-from aiohttp import web
-from server import PromptServer
+from comfy_execution.graph import DynamicPrompt
+from execution import PromptExecutor
 
 from ...precision.guard.policy import ON_NAN
 
-SETTING = "Halfsafe.WatchEveryRun"
+ASKED_BY = "halfsafe_watch"
+"""The entry of a prompt's ``extra_data`` with which the page sends its setting."""
 GUARDS = {"MODEL": ("HalfsafeNaNGuard", "model"), "VAE": ("HalfsafeGuardVAE", "vae")}
 OURS = "Halfsafe"
-logger = logging.getLogger("halfsafe")
-_asking: ContextVar[str] = ContextVar("halfsafe_asking", default="default")
-"""Who queues the prompt; ComfyUI has users where it was started with --multi-user."""
-
-
-class Watched(dict):
-    """A prompt's nodes as they run, by id. Read as a whole, as pictures and the history keep it, it is as asked.
-
-    What runs reads ids and single nodes: validate_prompt and PromptExecutor.execute_async in ComfyUI's execution.py
-    (``for x in prompt``, ``prompt[x]``, ``prompt.keys()``), DynamicPrompt in comfy_execution/graph.py, and the caches'
-    keys through it. What is kept goes through :meth:`items`: PromptQueue.get copies the item for the queue's list and
-    the history with copy.deepcopy, which fills a dict subclass's copy from its items, and every save node writes
-    json.dumps, whose C encoder calls them for a subclass. NodeReplaceManager.apply_replacements finds what it replaces
-    by them too, and writes it into what runs alone.
-    """
-
-    def __init__(self, asked: dict, running: dict):
-        super().__init__(running)
-        self.asked = copy.deepcopy(asked)
-
-    def items(self):
-        """List the nodes that were asked for."""
-        return self.asked.items()
+_asked: ContextVar[dict | None] = ContextVar("halfsafe_asked", default=None)
+"""The nodes of the prompt that runs, as they were asked for; None where none were added."""
 
 
 def watch_every_run() -> None:
-    """Let ComfyUI show each prompt to :func:`watched` before it is queued."""
-    if server := getattr(PromptServer, "instance", None):
-        server.add_on_prompt_handler(watched)
-        server.app.middlewares.append(note_user)
+    """Let ComfyUI run guards with a prompt whose queue, history and pictures keep the nodes as they were asked for."""
+    PromptExecutor.execute_async = _guarding(PromptExecutor.execute_async)
+    DynamicPrompt.get_original_prompt = _as_asked(DynamicPrompt.get_original_prompt)
 
 
-@web.middleware
-async def note_user(request: web.Request, handler: Any) -> web.StreamResponse:
-    """Keep whose request is answered, which ComfyUI does not hand to what looks at prompts."""
-    with contextlib.suppress(KeyError):  # a user that ComfyUI does not know
-        _asking.set(PromptServer.instance.user_manager.get_request_user_id(request))
-    return await handler(request)
+def _guarding(execute: Callable) -> Callable:
+    async def execute_async(self, prompt: dict, prompt_id: str, extra_data: dict, *args, **kwargs) -> None:
+        running = watched(prompt, extra_data)
+        # ComfyUI writes fingerprints of nodes into the prompt that runs (IsChangedCache in execution.py).
+        token = _asked.set(copy.deepcopy(prompt) if running is not prompt else None)
+        try:
+            await execute(self, running, prompt_id, extra_data, *args, **kwargs)
+        finally:
+            _asked.reset(token)
+
+    return execute_async
 
 
-def watched(request: dict) -> dict:
-    """Return a request to queue a prompt, with guards in it if the setting asks for them."""
-    on_nan, prompt = _setting(), request.get("prompt")
-    if on_nan not in ON_NAN or not isinstance(prompt, dict):
-        return request
-    running = with_guards(prompt, on_nan)
-    return request if running == prompt else {**request, "prompt": Watched(prompt, running)}
+def _as_asked(original_prompt: Callable) -> Callable:
+    """Give nodes that write the prompt into a picture the nodes that were asked for."""
+
+    def get_original_prompt(self) -> dict:
+        asked = _asked.get()
+        return original_prompt(self) if asked is None else asked
+
+    return get_original_prompt
+
+
+def watched(prompt: dict, extra_data: dict) -> dict:
+    """Return the nodes to run for a prompt: with guards if its ``extra_data`` asks for them, else itself."""
+    on_nan = extra_data.get(ASKED_BY)
+    running = with_guards(prompt, on_nan) if on_nan in ON_NAN else prompt
+    return prompt if running == prompt else running
 
 
 def with_guards(prompt: dict, on_nan: str) -> dict:
     """Return the nodes of a prompt with a guard before each node that uses a model or VAE up."""
-    running = dict(prompt)
+    running, guarded = dict(prompt), _guarded(prompt)
     for node_id, node in prompt.items():
-        inputs = {name: _guarded(running, prompt, node, link, on_nan) for name, link in node.get("inputs", {}).items()}
-        if inputs != node.get("inputs", {}):
+        given = node.get("inputs", {})
+        inputs = {name: _through_guard(running, prompt, node, link, on_nan, guarded) for name, link in given.items()}
+        if inputs != given:
             running[node_id] = {**node, "inputs": inputs}
     return running
 
 
-def _guarded(running: dict, prompt: dict, node: dict, value: Any, on_nan: str) -> Any:
+def _through_guard(running: dict, prompt: dict, node: dict, value: Any, on_nan: str, guarded: set) -> Any:
     """Return an input's value, or a link to the guard of what it links to, which is added to ``running``."""
     kind = _kind(prompt, value)
     if kind not in GUARDS or kind in _returned(node) or node["class_type"].startswith(OURS):
         return value
-    if _has_guard(prompt, value):
+    if (value[0], kind) in guarded:
         return value
     cls, name = GUARDS[kind]
     guard_id = f"halfsafe_{value[0]}_{value[1]}"
@@ -91,12 +80,22 @@ def _guarded(running: dict, prompt: dict, node: dict, value: Any, on_nan: str) -
     return [guard_id, 0]
 
 
-def _has_guard(prompt: dict, link: list) -> bool:
-    """Tell whether a node of the pack that guards stands anywhere before a link, on the way of its model or VAE."""
-    kind, source = _kind(prompt, link), prompt[link[0]]
-    guards = (GUARDS[kind][0], "HalfsafeAutoPrecision")
-    before = [value for value in source.get("inputs", {}).values() if _kind(prompt, value) == kind]
-    return source["class_type"] in guards or any(_has_guard(prompt, value) for value in before)
+def _guarded(prompt: dict) -> set[tuple[str, str]]:
+    """Return (node, type) of the guards in a prompt and of what comes after them on the way of that type."""
+    after: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for node_id, node in prompt.items():
+        for value in node.get("inputs", {}).values():
+            if kind := _kind(prompt, value):
+                after.setdefault((value[0], kind), []).append((node_id, kind))
+    guards = {cls: [kind] for kind, (cls, _) in GUARDS.items()} | {"HalfsafeAutoPrecision": [*GUARDS]}
+    found: set[tuple[str, str]] = set()
+    ways = [(node_id, kind) for node_id, node in prompt.items() for kind in guards.get(node["class_type"], ())]
+    while ways:
+        way = ways.pop()
+        if way not in found:
+            found.add(way)
+            ways += after.get(way, [])
+    return found
 
 
 def _kind(prompt: dict, value: object) -> str:
@@ -109,15 +108,3 @@ def _kind(prompt: dict, value: object) -> str:
 
 def _returned(node: dict) -> tuple:
     return tuple(getattr(nodes.NODE_CLASS_MAPPINGS.get(node.get("class_type")), "RETURN_TYPES", ()))
-
-
-def _setting() -> str:
-    """Read the page's setting, which ComfyUI keeps with the user; off where there is none."""
-    file = Path(folder_paths.get_user_directory(), _asking.get(), "comfy.settings.json")
-    try:
-        return json.loads(file.read_text(encoding="utf-8")).get(SETTING, "off")
-    except FileNotFoundError:
-        return "off"
-    except ValueError as error:
-        logger.warning("Halfsafe: %s cannot be read (%s), so runs are not watched.", file.name, error)
-        return "off"

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .. import snr
+from .. import amax
 from ..modes import FP16_ACC16, FP16_SCALED, FP16_WIDE
 from ..nested import PLAIN, floats_in
 from ..report.schema import BlockDrift, CheckReport, GuardEvent
@@ -129,7 +129,7 @@ def _powers(tensor: torch.Tensor) -> list[float]:
 
 def decibels(error: float, signal: float) -> float:
     """Compute the SNR of two powers: inf without an error, and never below ``LOWEST_DB``, as JSON has no -inf."""
-    return max(LOWEST_DB, snr.decibels(error, signal))
+    return max(LOWEST_DB, amax.decibels(error, signal))
 
 
 def worst_blocks(

@@ -6,11 +6,12 @@ import platform
 import torch
 
 from ..arithmetic.flags import read_flags
-from ..devices.detect import PROFILE_VARIABLE, Device, auto_compute, detect, smallest_storage, why_int8_is_slow
+from ..devices.detect import PROFILE_VARIABLE, Device, detect
 from ..devices.hardware import hardware_name
 from ..devices.probes import fp8_cast, probe
 from ..devices.profiles import CAPABILITIES
 from ..formats.families import family_named
+from ..plan.auto import auto_compute, smallest_storage, why_int8_is_slow
 from ..report.result import DEVICE, DEVICE_PLAIN, Result
 from ..report.schema import device_section
 from ..text import on_off, table, wrapped

@@ -5,8 +5,9 @@ Whoever makes calls (of a model, a VAE, a text encoder) gives a :class:`FailedCa
 every decision is here.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Generic
+from typing import Generic, TypeVar
 
 from ..devices import probes
 from .failed_call import Attempt, FailedCall, Given, Result, Step
@@ -14,11 +15,14 @@ from .inputs import Diagnosis, NotFiniteInput, input_origin, zero_for_nan, zero_
 from .ladder import RandomStart
 from .localize import Origin
 from .log import CallPosition, GuardLog, event_of
+from .policy import OFF
 from .repeats import Repeats
 from .verdicts import BAD_INPUT, BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED
 from .wording import (
+    BEGINS_SAFE,
     COMPILED,
     EAGER_IS_FINITE,
+    GOES_ON,
     LEAVE_OUT,
     MAY_BE_KEPT,
     NAN_GIVEN,
@@ -33,6 +37,7 @@ from .wording import (
 )
 
 MOST_INPUTS = 4
+Cured = TypeVar("Cured")
 
 
 class Case(Generic[Given, Step, Result]):
@@ -96,9 +101,15 @@ class Case(Generic[Given, Step, Result]):
             self._give_up(one.diagnosis(NAN_GIVEN), position)
 
     def _as_asked(self) -> Result:
-        """Follow the node's setting for a call whose failure no NaN input explains."""
+        """Do what the plan promises, then follow the node's setting, for a call whose failure no NaN input explains."""
+        promised = self._repeated(self._in_promised) if self.call.about.promised else None
+        if promised is not None:
+            return promised
         if self.log.on_nan == "retry_higher":
-            return self._repeated()
+            return self._repeated(self._in_higher_precision)
+        if self.log.on_nan == OFF:
+            self.log.given_up = True
+            return self.result
         if self.call.about.hidden and self.log.verdict != CLEAN:
             return self.result
         self._locate()
@@ -116,14 +127,28 @@ class Case(Generic[Given, Step, Result]):
                 raise
             return Diagnosis(self._place, STOPPED, self.call.wording.no_memory)
 
-    def _repeated(self) -> Result:
+    def _repeated(self, cure: Callable[[], Cured]) -> Cured:
         """Cure the call, and say so where a repeat, which needs more memory than the call did, finds none."""
         try:
-            return self._in_higher_precision()
+            return cure()
         except RuntimeError as error:
             if self.call.is_out_of_memory(error):
                 self._note_unchanged(False, STOPPED, self.call.wording.no_memory)
             raise
+
+    def _in_promised(self) -> Result | None:
+        """Repeat the call at the step that the model's plan promises; None where its result is not finite either."""
+        step = self.call.about.promised
+        if self._restarts:
+            return self._started_again(step)
+        attempt = self.repeats.at(step, self.given)
+        if not attempt.finite:
+            return None
+        self.call.keep(step, attempt, None)
+        modes = self.call.modes(self._place, step)
+        event = event_of(self._position(self.rows), self._place, *modes, True, GOES_ON)
+        self.log.note(event, self._place, RECOVERED, BEGINS_SAFE)
+        return attempt.result
 
     def _in_higher_precision(self) -> Result:
         """Repeat the call at each step until its result is finite or nothing is left to try."""
@@ -170,7 +195,7 @@ class Case(Generic[Given, Step, Result]):
     def _started_again(self, step: Step) -> Result:
         """Start the whole sampling again at a step, as the packs' state is of the failed run. It returns only where no
         repeat is allowed."""
-        if not self.repeats.may_take(1):
+        if step != self.call.about.promised and not self.repeats.may_take(1):
             return self._give_up(self._untried())
         self.call.widen(step)
         evidence = STARTED_AGAIN.format(self.call.named(step), self.call.packs)

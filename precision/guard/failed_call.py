@@ -79,6 +79,7 @@ class Circumstances(Generic[Step]):
         present: the step it failed at, where it may be repeated so before others.
         locates_first: the operation is looked for before higher steps are tried, as a call costs little of its run.
         hidden: the result is finite, but the model's own code clamped what was not.
+        promised: the step that the model's plan falls back to, whatever the guard is to do; None where it has none.
         compiled: torch.compile runs it.
         default_origin: the origin in events that blame no operation.
     """
@@ -92,6 +93,7 @@ class Circumstances(Generic[Step]):
     present: Step | None = None
     locates_first: bool = True
     hidden: bool = False
+    promised: Step | None = None
     compiled: bool = False
     default_origin: Origin | None = None
 

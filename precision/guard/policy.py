@@ -72,6 +72,8 @@ def _order(mode: str) -> int:
 
 
 ALL_IN_FP32 = Escalation(whole=True)
+AS_PLANNED = Escalation(stream=True)
+"""The fallback of a model's compute plan in the place of that plan, ``fp16_safe``."""
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,10 @@ class Repeats(Generic[Given, Step, Result]):
                 return step, attempt
         return None
 
+    def at(self, step: Step, given: Given) -> Attempt[Result]:
+        """Repeat the call at a step, however many repeats are allowed."""
+        return self._at(step, given)
+
     def fails_in_fp32(self, given: Given) -> bool:
         """Tell whether the call as it is is not finite in fp32 either; False where that may not be tried any more."""
         if self.failed_in_fp32 is None and self._evidence_allowed():

@@ -21,6 +21,8 @@ WRONG_IN_FP32 = "A test product in fp32 is wrong."
 
 MAY_BE_KEPT = "In fp32 the repeated call is NaN or Inf too, or was given a result that was kept of the failed one."
 LEAVE_OUT = "The sampling could not start again beside {}: leave its node out, or let it begin after this step."
+GOES_ON = "The model goes on in fp16_safe as long as it is loaded."
+BEGINS_SAFE = "Nothing to do. With Compute Dtype at fp16_safe it begins that way, and no call is repeated."
 
 CONTROL_ADVICE = (
     "Load the ControlNet with compute fp32 or fp16_safe in Load ControlNet (Halfsafe), lower its strength, "

@@ -3,11 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..devices.detect import Device, auto_compute
+from ..devices.detect import Device
 from ..dtypes import FP8_NAMES, QUANTIZED_NAMES
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..modes import FP8, FP16, INT8, MODE_OF
 from .accumulation import MatmulProfile, fp16_sums_inert
+from .auto import auto_compute
 from .choice import Choice, frozen
 from .facts import LayerSpec, ModelFacts
 from .rules import Rule, Rules
@@ -20,6 +21,8 @@ WEIGHTS_FOR = {
 LEAVES_QUANTIZED = ("auto", *WEIGHTS_FOR)
 """Compute options that ask for no dtype: weights in other formats multiply by themselves."""
 FP8_MULTIPLE = 16
+OVERFLOWED = "A result in plain fp16 was NaN or Inf: the model goes on in fp16_safe as long as it is loaded."
+NOT_LOOKED_AT = "Nothing looks at these results, so plain fp16 is not taken: fp16_safe cannot overflow."
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class ComputePlan:
         decisions: layer name -> decision, for the layers that do not simply follow ``activation_dtype``.
         without_effect: (setting, reason).
         attention: rules that ask for fp32 in the attention of blocks, which no plan knows by name.
+        fallback: the plan from the first result on that is not finite, where ``auto`` took plain fp16.
     """
 
     choice: Choice
@@ -55,6 +59,7 @@ class ComputePlan:
     without_effect: tuple[tuple[str, str], ...] = ()
     notes: tuple[str, ...] = ()
     attention: tuple[Rule, ...] = ()
+    fallback: "ComputePlan | None" = None
 
     @classmethod
     def of_layers(cls, decisions: Mapping[str, ComputeDecision]) -> "ComputePlan":
@@ -65,6 +70,18 @@ class ComputePlan:
     def is_safe(self) -> bool:
         """Tell whether the whole model computes as ``fp16_safe``."""
         return self.choice.used == SAFE
+
+    @property
+    def exchanges(self) -> bool:
+        """Tell whether anything of the model runs otherwise than ComfyUI would run it in this dtype."""
+        return bool(self.decisions or self.is_safe or self.attention)
+
+    @property
+    def unwatched(self) -> "ComputePlan":
+        """The same plan for a model whose results nobody looks at."""
+        if self.fallback is None:
+            return self
+        return replace(self.fallback, choice=replace(self.fallback.choice, reason=NOT_LOOKED_AT))
 
     @property
     def mixes_fp32_in(self) -> bool:
@@ -107,11 +124,28 @@ def plan_compute(
     weights can multiply in fp8, and quantized weights multiply quantized until a dtype is asked for.
     """
     choice, without_effect, notes = _choose(facts, device, compute)
+    plan = _planned(facts, device, choice, rules, storages, without_effect, notes)
+    if choice.requested not in LEAVES_QUANTIZED or choice.used != FP16.name:
+        return plan
+    safe = replace(choice, used=SAFE, reason=OVERFLOWED)
+    return replace(plan, fallback=_planned(facts, device, safe, rules, storages, without_effect, notes))
+
+
+def _planned(
+    facts: ModelFacts,
+    device: Device,
+    choice: Choice,
+    rules: Rules,
+    storages: Mapping[str, str] | None,
+    idle: Sequence[tuple[str, str]],
+    notes: Sequence[str],
+) -> ComputePlan:
+    """Decide layer by layer for a model whose compute option is resolved."""
     rules = rules.on(facts.layers)
-    fp8_matmul = _multiplies_in_fp8(facts, device, compute)
+    fp8_matmul = _multiplies_in_fp8(facts, device, choice.requested)
     stored = storages or {}
     decisions: dict[str, ComputeDecision] = {}
-    without_effect += rules_on_other_layers(facts.layers, rules)
+    without_effect = [*idle, *rules_on_other_layers(facts.layers, rules)]
     for layer in facts.layers:
         decision, problem = _decide(layer, choice, fp8_matmul, device, rules, stored.get(layer.name, ""))
         sums, inert = _sums(layer, decision.mode if decision else MODE_OF[choice.used], device, rules)
@@ -121,7 +155,7 @@ def plan_compute(
             decisions[layer.name] = decision
         without_effect += [entry for entry in (problem, inert) if entry and entry not in without_effect]
     if storages is not None and not without_effect:
-        without_effect += _no_weight_for(compute, stored)
+        without_effect += _no_weight_for(choice.requested, stored)
     if any(decision.stream == "fp32" for decision in decisions.values()):
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
         decisions |= {name: ComputeDecision(MODE_OF[choice.used], "same", "") for name in followers}

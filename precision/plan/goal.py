@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..devices.detect import UNQUANTIZED, Device, auto_compute, fastest_compute, smallest_storage
+from ..devices.detect import Device
 from ..dtypes import FP8_NAMES
 from .accumulation import Request
+from .auto import UNQUANTIZED, smallest_storage
 from .compute import SAFE, WEIGHTS_FOR, ComputePlan, plan_compute
 from .facts import ModelFacts
 from .rules import Rules
@@ -74,16 +75,7 @@ def _compute_for(facts: ModelFacts, device: Device, goal: str, stored: frozenset
         return "fp8", "fp8 products are faster than 16-bit ones here."
     if goal == "speed" and stored & {*WEIGHTS_FOR["int8"]} and device.capabilities["int8_matmul_gains"]:
         return "auto", f"int8 products. {device.reason('int8_matmul_gains')}"
-    if goal == "speed" and stored <= {*UNQUANTIZED} and _is_fp16_faster(facts, device):
-        reason = "fp16 can overflow, which NaN Guard repairs; balanced takes fp16_safe."
-        return "fp16", f"{reason} {_advice(device, goal, stored)}".strip()
     return "auto", _advice(device, goal, stored)
-
-
-def _is_fp16_faster(facts: ModelFacts, device: Device) -> bool:
-    """Tell whether ``auto`` takes ``fp16_safe`` only so that nothing overflows: fp16 sums act on plain fp16 alone."""
-    choices = [choose(device, facts.supported, facts.file_dtype)[0] for choose in (auto_compute, fastest_compute)]
-    return choices == [SAFE, "fp16"]
 
 
 def _advice(device: Device, goal: str, stored: frozenset[str]) -> str:

@@ -33,7 +33,9 @@ def plan_loaded(
 def with_idle_rules(plan: ComputePlan, facts: ModelFacts, rules: Rules) -> ComputePlan:
     """List the rules that cannot act on a model in memory as such in its plan."""
     late = ((str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
-    return replace(plan, without_effect=(*plan.without_effect, *rules_without_effect(facts.layers, rules), *late))
+    idle = (*rules_without_effect(facts.layers, rules), *late)
+    fallback = plan.fallback and with_idle_rules(plan.fallback, facts, rules)
+    return replace(plan, without_effect=(*plan.without_effect, *idle), fallback=fallback)
 
 
 def with_foreign_layers(plan: ComputePlan, foreign: Mapping[str, str]) -> ComputePlan:
@@ -42,6 +44,7 @@ def with_foreign_layers(plan: ComputePlan, foreign: Mapping[str, str]) -> Comput
     Args:
         foreign: layer name -> the Python module of its class.
     """
+    plan = replace(plan, fallback=plan.fallback and with_foreign_layers(plan.fallback, foreign))
     safe = {name: decision for name, decision in plan.decisions.items() if decision.mode == MODE_OF[SAFE]}
     moved = {
         name: ComputeDecision("fp32", decision.stream, f"{foreign[name]} multiplies in its own way: run in fp32")

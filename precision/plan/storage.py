@@ -5,20 +5,13 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from ..devices.detect import (
-    ACTIVATION_ROOM,
-    Device,
-    auto_storage,
-    held_storage,
-    unheld_storages,
-    why_low_bits_are_slow,
-    why_no_bf16,
-)
+from ..devices.detect import Device, unheld_storages, why_no_bf16
 from ..dtypes import FP8_NAMES, QUANTIZED_NAMES
 from ..formats.comfy_format import can_be_quantized, codes_of
 from ..text import size_text
+from .auto import ACTIVATION_ROOM, auto_storage, held_storage, why_low_bits_are_slow
 from .choice import Choice, frozen
-from .compute import SAFE, ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype_of
+from .compute import ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype_of
 from .facts import LayerSpec, ModelFacts
 from .fit import FEWER_BITS, FITTED, PREDICTED_ERROR, Errors, bytes_in, fit_layers, predicted
 from .rules import TEXT_ENCODER_RULES, Rules
@@ -119,7 +112,7 @@ def plan_load(
         formats: what the ComfyUI that loads it holds quantized weights in, as storages are called.
         errors: what each layer loses in each storage, where ``auto`` has to choose between them.
         fitted: go below 8 bits where the model does not fit in them, as with ``auto``, though ``storage`` has 8.
-        streamed_from: as for :func:`~halfsafe.precision.devices.detect.auto_storage`.
+        streamed_from: as for :func:`~halfsafe.precision.plan.auto.auto_storage`.
     """
     computed = choose_compute(facts, device, compute)
     choice = _choose_storage(facts, device, storage, computed, free_device_bytes, streamed_from)
@@ -219,6 +212,6 @@ def _choose_storage(
         used, reason = enough, f"an fp32 file computed in {compute.used} needs no more than {enough}"
     room = None if free_device_bytes is None or streamed_from is None else free_device_bytes - ACTIVATION_ROOM
     fits = room is None or size <= room
-    if used == "as_file" and own == "bf16" and compute.used == SAFE and fits:
+    if used == "as_file" and own == "bf16" and enough == "fp16" and fits:
         used, reason = enough, f"{compute.used} multiplies in {enough}: converted once, not at every step"
     return Choice(storage, used, reason)

@@ -32,15 +32,15 @@ def graph(on_nan: str, model: str = MODEL, seed: int = 1) -> dict:
     }
 
 
-def told(server: Server, prompt: dict) -> tuple[list[dict], dict]:
-    """Run a prompt as an open page does: the guard's events it was sent, and the history's entry."""
-    return asyncio.run(_told(server, prompt))
+def told(server: Server, prompt: dict, extra: dict | None = None) -> tuple[list[dict], dict]:
+    """Run a prompt as an open page does, with ``extra_data``: the guard's events it was sent, and the history's entry."""
+    return asyncio.run(_told(server, {"prompt": prompt, "client_id": "page", "extra_data": extra or {}}))
 
 
-async def _told(server: Server, prompt: dict) -> tuple[list[dict], dict]:
+async def _told(server: Server, request: dict) -> tuple[list[dict], dict]:
     events = []
     async with aiohttp.ClientSession() as session, session.ws_connect(f"{server.url}/ws?clientId=page") as socket:
-        async with session.post(f"{server.url}/prompt", json={"prompt": prompt, "client_id": "page"}) as answer:
+        async with session.post(f"{server.url}/prompt", json=request) as answer:
             assert answer.status == 200, await answer.text()
             prompt_id = (await answer.json())["prompt_id"]
         async for message in _messages(socket):

@@ -25,7 +25,7 @@ from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport
 from ..core import denoised
 from ..facts.kernels import DEQUANTIZED
-from ..facts.layers import activation_dtype, top_level_parts
+from ..facts.layers import top_level_parts
 from ..guard.escalation import EscalatedLayers
 from ..guard.failure import INSIDE, images_of, sigma_of, step_of
 from ..guard.state import Guarded
@@ -36,7 +36,7 @@ from ..replay.model_compiler import compiler_off
 from ..run.accumulation import accumulation_of, layer_accumulation
 from ..run.compute import compute_of
 from ..run.execution import is_compiled, is_on_several_devices
-from ..run.layer_modes import kernels_of, observed_modes_of
+from ..run.layer_modes import kernels_of, observed_modes_of, stream_dtype
 from ..run.oom import is_oom
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class DriftCheck:
         """Make the call once more in fp32, in and between its layers, with the random numbers it had."""
         layers = EscalatedLayers(ALL_IN_FP32, self.model, self.guarded.modes)
         widened = self.guarded.escalation
-        given = torch.float32 if widened.stream or widened.whole else activation_dtype(self.patcher)
+        given = torch.float32 if widened.stream or widened.whole else stream_dtype(self.patcher)
         call = with_rounded_guidance(without_step_cache(self.call), given)
         call.x = self.latent.clone()
         self.report.repeats += 1

@@ -8,7 +8,7 @@ from comfy.quant_ops import QuantizedTensor
 
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.linear import kind_of
-from ..core import CAST_DTYPE
+from ..core import CAST_DTYPE, dtype_of_weights
 from .model_code import called_one_by_one
 
 DIFFUSION_MODEL = "diffusion_model."
@@ -74,4 +74,4 @@ def is_quantized(module: torch.nn.Module) -> bool:
 
 def activation_dtype(patcher) -> torch.dtype:
     """Return the dtype of the model's activations: its manual cast dtype, else that of its weights."""
-    return patcher.get_model_object(CAST_DTYPE) or patcher.model.get_dtype()
+    return patcher.get_model_object(CAST_DTYPE) or dtype_of_weights(patcher.model)

@@ -1,36 +1,23 @@
-"""Values past fp16's range that ComfyUI's own model code replaces by 65504, or NaN by 0, without a word."""
+"""Operations of model code that make a finite value of one past fp16's range, so that a result hides an overflow."""
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
 from ....precision.amax import amax
-from ....precision.arithmetic.patching import SharedScope, patched
+from ....precision.arithmetic.patching import SharedScope
 
-CLAMPING_MODULES = ("comfy.ldm.flux.", "comfy.ldm.lumina.", "comfy.ldm.chroma", "comfy.ldm.hunyuan_video.")
-
-
-def clamps_in_fp16(model: torch.nn.Module) -> bool:
-    """Tell whether the code of a diffusion model calls ``torch.nan_to_num`` on fp16 values (ComfyUI 0.29 to 0.38)."""
-    return any(type(module).__module__.startswith(CLAMPING_MODULES) for module in model.modules())
-
-
-@contextlib.contextmanager
-def _nan_to_num_is_seen() -> Iterator[None]:
-    original = torch.nan_to_num
-
-    def run(input, *args, **kwargs):
-        for watch in _watching_here():
-            watch.see(input)
-        return original(input, *args, **kwargs)
-
-    with patched([(torch, "nan_to_num", run)]):
-        yield
-
-
-_seen = SharedScope(_nan_to_num_is_seen)
+GIVEN = (
+    *("nan_to_num", "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum"),
+    *("isfinite", "isnan", "isinf", "tanh", "sigmoid", "relu", "rsqrt"),
+)
+"""Functions and methods of torch that bound what they are given, or ask whether it is finite to put something else in
+its place."""
+BOUNDING = ("hardtanh", "relu6", "hardsigmoid", "softsign", "softplus", "elu", "selu")
+"""Functions of ``torch.nn.functional`` that bound it by themselves."""
+_largest_of = torch.maximum
 _of_thread = threading.local()
 
 
@@ -38,8 +25,60 @@ def _watching_here() -> list["ClampWatch"]:
     return _of_thread.__dict__.setdefault("watches", [])
 
 
+def _given(function: Callable) -> Callable:
+    """Wrap a function that hides an overflow of what it is given."""
+
+    def run(*args, **kwargs):
+        for watch in _watching_here():
+            watch.see(args[0] if args else kwargs.get("input"))
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _returned(function: Callable) -> Callable:
+    """Wrap a function whose result overflows where what it is given does not: a division by it gives 0."""
+
+    def run(*args, **kwargs):
+        result = function(*args, **kwargs)
+        for watch in _watching_here():
+            watch.see(result)
+        return result
+
+    return run
+
+
+WATCHED = (
+    *((torch, name, _given) for name in GIVEN),
+    (torch, "norm", _returned),
+    *((torch.nn.functional, name, _given) for name in BOUNDING),
+    *((torch.Tensor, name, _given) for name in GIVEN),
+    *((torch.Tensor, f"{name}_", _given) for name in GIVEN if hasattr(torch.Tensor, f"{name}_")),
+)
+"""(owner, name, how it is watched); ``Tensor.norm`` and ``normalize`` call ``torch.norm``."""
+
+
+@contextlib.contextmanager
+def _hiding_is_seen() -> Iterator[None]:
+    spaces = {owner: vars(owner) for owner, _, _ in WATCHED}
+    own = [(owner, name, spaces[owner].get(name)) for owner, name, _ in WATCHED]
+    for owner, name, watched in WATCHED:
+        setattr(owner, name, watched(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        for owner, name, function in own:
+            if function is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, function)
+
+
+_seen = SharedScope(_hiding_is_seen)
+
+
 class ClampWatch:
-    """Record the largest magnitude, inf or NaN, that ``torch.nan_to_num`` of fp16 values is given on this thread; reads
+    """Record the largest magnitude, inf or NaN, that operations which hide it meet in fp16 on this thread; reads
     nothing back.
 
     It keeps nothing that a block allocates: its one number is made before the call, on ``device``.
@@ -60,11 +99,11 @@ class ClampWatch:
             _watching_here().remove(self)
             _seen.__exit__(*error)
 
-    def see(self, values: torch.Tensor) -> None:
+    def see(self, values: object) -> None:
         """Keep the largest magnitude."""
-        if values.dtype == torch.float16:
-            torch.maximum(self._largest, amax(values), out=self._largest)
+        if isinstance(values, torch.Tensor) and values.dtype == torch.float16:
+            _largest_of(self._largest, amax(values), out=self._largest)
 
     def sizes(self) -> list[torch.Tensor]:
-        """Return the largest magnitude, 0-dim; 0 where nothing was clamped, and nothing where it is off."""
+        """Return the largest magnitude, 0-dim; 0 where nothing was bounded, and nothing where it is off."""
         return [] if self._largest is None else [self._largest]

@@ -14,12 +14,11 @@ from ....precision.guard.policy import ALL_IN_FP32, Escalation, ObservedRanges, 
 from ....precision.modes import FP8, FP16_WIDE, FP32, modes_named
 from ....precision.nested import cast_arguments, floats_in
 from ....precision.plan.compute import ComputeDecision, ComputePlan
-from ..core import scaled_input, with_cast_dtype, with_scaled_input
 from ..facts.layers import matrix_layers, modules_of, top_level_parts
 from ..replay.call import Call
 from ..replay.model_compiler import compiler_off
 from ..run.attention import attending, forward_of, full_precision_attention, in_one_dtype, kernels_of
-from ..run.compute import PlannedModel
+from ..run.compute import PlannedModel, in_fp32
 from ..run.conditions import Make, adapts_text, conditions_through
 from ..run.execution import is_compiled
 from ..run.modules import only_multiplies
@@ -84,20 +83,8 @@ class EscalatedLayers:
         own = forwards_in(self.planned.patches)
         given = {name: own.get(id(part), forward_of(part)) for name, part in self.blocks.items()}
         blocks = [(part, "forward", self._widened_block(given[name])) for name, part in self.blocks.items()]
-        return [*self._on_model(), *self.planned.patches, *blocks]
-
-    def _on_model(self) -> list[Patch]:
-        """Cast the model's entry to fp32 and clone its input."""
-        # In fp16 that cast copies the input; in fp32 it is a no-op, and EasyCache (comfy_extras/nodes_easycache.py)
-        # would add to the sampler's own latent in place.
-        if self._model is None:
-            return []
-        sampling = self._model.model_sampling
-        entry = scaled_input(sampling)
-        return [
-            with_cast_dtype(self._model, torch.float32),
-            with_scaled_input(sampling, lambda sigma, noise: entry(sigma, noise).clone()),
-        ]
+        entry = in_fp32(self._model) if self._model else []
+        return [*entry, *self.planned.patches, *blocks]
 
     def _widened_block(self, forward: Callable) -> Callable:
         """Wrap a part's forward with fp32 between its layers; its result is in the dtype it was given."""

@@ -14,13 +14,15 @@ from ....precision.guard.inputs import NotFiniteInput, rows_not_finite
 from ....precision.guard.ladder import escalation_after, model_steps
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition
-from ....precision.guard.policy import ALL_IN_FP32, Escalation
+from ....precision.guard.policy import ALL_IN_FP32, AS_PLANNED, Escalation
 from ....precision.guard.wording import MODEL
+from ....precision.modes import FP16_WIDE
 from ..facts.layers import top_level_parts
 from ..replay.call import Call
 from ..replay.code_owner import packs_on
 from ..replay.restart import NOT_HERE, SAMPLING, Sampling, StartAgain
 from ..run.attention import OVERRIDE, overridden
+from ..run.compute import fall_back, fallen_back, may_fall_back
 from ..run.execution import is_compiled, is_on_several_devices
 from .causes import LoadedWeights, call_inputs, call_patches, without_patches
 from .escalation import EscalatedLayers, RangeObserver
@@ -54,14 +56,16 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         self.obstacle = _why_not_again(patcher, self._sampling)
         self._last: Attempt[torch.Tensor] | None = None
         self.first = number == 1
+        promised = AS_PLANNED if may_fall_back(patcher) and not guarded.escalation else None
         self.about = Circumstances(
             CallPosition(number, step_of(call), sigma_of(call)),
             batch=len(result),
             images=images_of(call, result),
             device=call.x.device,
-            steps=[step for step in model_steps(guarded.modes, guarded.stream, present) if step | present != present],
+            steps=[ALL_IN_FP32] if promised else _new_steps(guarded, present),
             in_fp32=ALL_IN_FP32,
             hidden=hidden,
+            promised=promised,
             compiled=is_compiled(patcher),
         )
 
@@ -83,6 +87,9 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
 
     def run_at(self, step: Escalation, given: Call, zeroed: Sequence[str] = ()) -> Attempt[torch.Tensor]:
         """Make the call again under an escalation. ``zeroed``: weights that get a zero for each NaN and Inf."""
+        if step == AS_PLANNED:
+            with fallen_back(self.model):
+                return self._attempt(given, lambda call: call.make({}))
         layers = EscalatedLayers(step, self.model, self.guarded.modes)
         observer = RangeObserver(layers)
         observing = [*observer.patches, *self.weights.zeroed(zeroed)]
@@ -106,17 +113,25 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
 
     def modes(self, origin: Origin | None, step: Escalation | None = None) -> tuple[str, str]:
         """Return (mode by itself, mode now) of the layer that failed, or of values between layers; "" for an input."""
+        if step == AS_PLANNED:
+            return self.guarded.stream, FP16_WIDE.name
         return ("", "") if origin and origin.kind == "input" else self.guarded.modes_at(origin)
 
     def keep(self, step: Escalation, attempt: Attempt[torch.Tensor], origin: Origin | None) -> None:
         """Widen what the attempt showed to be needed, in later runs of the model too."""
+        if step == AS_PLANNED:
+            fall_back(self.model)
+            return
         guarded, ranges = self.guarded, attempt.observed.ranges()
         parts = top_level_parts(self.model.diffusion_model)
         guarded.remember(escalation_after(step, guarded.escalation, ranges, origin, guarded.modes, guarded.half, parts))
 
     def widen(self, step: Escalation) -> None:
-        """Run at a step of the ladder from now on, in later runs of the model too."""
-        self.guarded.remember(self.guarded.escalation | step)
+        """Run at a step of the ladder from now on, or as the plan promises, in later runs of the model too."""
+        if step == AS_PLANNED:
+            fall_back(self.model)
+        else:
+            self.guarded.remember(self.guarded.escalation | step)
 
     def start_again(self) -> NoReturn:
         """Start the sampling again from its first step."""
@@ -149,6 +164,11 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         result = given(**{INSIDE: run})
         self._last = Attempt(result, amax_value(result), observer)
         return self._last
+
+
+def _new_steps(guarded: Guarded, present: Escalation) -> list[Escalation]:
+    """List the steps of the ladder that widen more than the model's present escalation."""
+    return [step for step in model_steps(guarded.modes, guarded.stream, present) if step | present != present]
 
 
 def _why_not_again(patcher, sampling: Sampling | None) -> str:

@@ -16,11 +16,13 @@ from ....precision.guard.around import blame_between_calls, blame_device, blame_
 from ....precision.guard.case import Case
 from ....precision.guard.ladder import RandomStart
 from ....precision.guard.log import CallPosition, GuardLog
-from ....precision.guard.policy import ALL_IN_FP32, Escalation
+from ....precision.guard.policy import ALL_IN_FP32, OFF, Escalation
 from ....precision.report.schema import GuardReport
-from ..page import running_prompt_id
+from ..facts.layers import activation_dtype
+from ..page import running_node_id, running_prompt_id
 from ..replay.call import Call
 from ..replay.restart import SAMPLING, Sampling
+from ..run.compute import planned_on
 from ..run.layer_modes import settings_of
 from ..run.per_model import PerModel, branch_of, patches_of
 from ..run.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
@@ -50,12 +52,33 @@ def with_guard(patcher, on_nan: str, max_retries: int, node_id: str | None = Non
             ``check.drift.checking``.
     """
     clone = patcher.clone()
-    guard = Guard(on_nan, max_retries, node_id, check)
-    set_wrapper(clone, GUARD, guard)
-    set_wrapper(clone, GUARDED_LAYERS, guard.inside)
-    set_wrapper(clone, GUARD, guard.sampling, WrappersMP.OUTER_SAMPLE)
-    clone.set_attachments(GUARD, guard)
+    _put(clone, Guard(on_nan, max_retries, node_id, check))
     return clone
+
+
+def look_at_results(patcher: "ModelPatcher") -> None:
+    """Look at each result of a patcher that may fall back, which a guard of its own does already; at no other's."""
+    guard, compute = guard_of(patcher), planned_on(patcher)
+    if guard and guard.on_nan != OFF:
+        return
+    if guard:
+        _take_off(patcher)
+    if compute and compute.fallback:
+        _put(patcher, Guard(OFF, 0, running_node_id()))
+
+
+def _put(patcher: "ModelPatcher", guard: "Guard") -> None:
+    set_wrapper(patcher, GUARD, guard)
+    set_wrapper(patcher, GUARDED_LAYERS, guard.inside)
+    set_wrapper(patcher, GUARD, guard.sampling, WrappersMP.OUTER_SAMPLE)
+    patcher.set_attachments(GUARD, guard)
+
+
+def _take_off(patcher: "ModelPatcher") -> None:
+    for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
+        for key in (GUARD, GUARDED_LAYERS):
+            patcher.remove_wrappers_with_key(kind, key)
+    del patcher.attachments[GUARD]
 
 
 def guard_of(patcher) -> "Guard | None":
@@ -64,7 +87,10 @@ def guard_of(patcher) -> "Guard | None":
 
 
 class Guard:
-    """ComfyUI's wrappers for one guard node: around each call, inside of all others, and around each sampler run."""
+    """ComfyUI's wrappers for one guard node: around each call, inside of all others, and around each sampler run.
+
+    With ``on_nan`` off it does what the compute plan promises, and nothing else.
+    """
 
     def __init__(self, on_nan: str, max_retries: int, node_id: str | None, check: Callable | None = None):
         self.on_nan = on_nan
@@ -78,9 +104,8 @@ class Guard:
         call = Call(executor, *args, **kwargs)
         guarded, log = self.states.of(call.model), self._log(call.model.current_patcher)
         number = log.begin_call()
-        log.remarks |= {CONTROLNET} if call.control else set()
-        if str(guarded.device) not in log.devices:
-            log.devices.add(str(guarded.device))
+        if self.on_nan != OFF:
+            log.remarks |= {CONTROLNET} if call.control else set()
             self._check_device(call, guarded, log)
         start = RandomStart.of(call.x.device)
         check = self.check and self.check(call, number, guarded, log)
@@ -114,11 +139,13 @@ class Guard:
         guider = executor.class_obj
         log = self._begin(guider.model_patcher)
         try:
-            blame_inputs(log, sampler_inputs(noise, latent_image, sigmas, denoise_mask, guider.conds), len(noise))
+            if self.on_nan != OFF:
+                blame_inputs(log, sampler_inputs(noise, latent_image, sigmas, denoise_mask, guider.conds), len(noise))
             with text_adapter_in_fp32(guider.model_patcher.model):
                 again = Sampling(guider, sampler)
                 result = again.run(executor, noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
-            blame_between_calls(log, result, sigmas)
+            if self.on_nan != OFF:
+                blame_between_calls(log, result, sigmas)
             return result
         finally:
             log.notify_verdict()
@@ -128,6 +155,8 @@ class Guard:
 
         Its escalations are those of all devices that ran it, as its rules are for all of them.
         """
+        if self.on_nan == OFF and not self._log(patcher).events:
+            return GuardReport()
         escalations = (run.escalation for run in self.states.runs_of(patcher))
         escalation = functools.reduce(operator.or_, escalations, Escalation())
         return self._log(patcher).report(escalation)
@@ -155,8 +184,9 @@ class Guard:
         return self._logs.get(self._branch(patcher)) or self._keep(patcher, self._new_log())
 
     def _branch(self, patcher: "ModelPatcher") -> tuple:
-        """Return a log's key: MultiGPU's clones of a patcher on other devices have the same."""
-        return *branch_of(patcher), *settings_of(patcher)
+        """Return a log's key: MultiGPU's clones of a patcher on other devices have the same, and so has one that fell
+        back."""
+        return *branch_of(patcher), planned_on(patcher), activation_dtype(patcher)
 
     def _keep(self, patcher: "ModelPatcher", log: GuardLog) -> GuardLog:
         """Keep the log of a patcher's branch, and those of the last few others."""
@@ -180,6 +210,9 @@ class Guard:
 
     def _check_device(self, call: Call, guarded: Guarded, log: GuardLog) -> None:
         """Check a product in the model's dtype, for which some devices give zeros, once per device and process."""
+        if str(guarded.device) in log.devices:
+            return
+        log.devices.add(str(guarded.device))
         if guarded.stream not in probes.GEMM_TOLERANCE or guarded.escalation.whole:
             return
         ok, detail = probes.canary(guarded.device, guarded.stream)

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 from ....precision.dtypes import name_of
 from ....precision.guard.localize import Origin
 from ....precision.guard.policy import Escalation
-from ..facts.layers import activation_dtype, matrix_layers
+from ..facts.layers import matrix_layers
 from ..run.execution import is_compiled
-from ..run.layer_modes import planned_modes_of, settings_of
+from ..run.layer_modes import planned_modes_of, settings_of, stream_dtype
 from ..run.per_model import hooks_of, patches_of
-from .clamps import clamps_in_fp16
 from .escalation import EscalatedLayers
 
 if TYPE_CHECKING:
@@ -46,9 +45,9 @@ class Guarded:
         self.modules = dict(model.diffusion_model.named_modules())
         multiplying = {name for name, _ in matrix_layers(model)}
         self.modes = {name: mode for name, mode in planned_modes_of(patcher).items() if name in multiplying}
-        self.stream = name_of(activation_dtype(patcher))
+        self.stream = name_of(stream_dtype(patcher))
         self.half = self.stream == "fp16"
-        self.watches_clamps = self.half and not is_compiled(patcher) and clamps_in_fp16(model.diffusion_model)
+        self.watches_clamps = self.half and not is_compiled(patcher)
         self.device = patcher.load_device
         self.escalation = Escalation()
         self.layers: EscalatedLayers | None = None

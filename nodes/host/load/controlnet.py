@@ -140,12 +140,13 @@ def _plan(control: ControlNet, checkpoint: Checkpoint, storage: str, compute: st
     _store(module, detected, load)
     patcher, offload_device = comfy.model_patcher.CoreModelPatcher, comfy.model_management.unet_offload_device()
     control.control_model_wrapped = patcher(module, load_device=control.load_device, offload_device=offload_device)
-    plan_control(control, load.plan.compute, dtype_named(load.plan.compute.activation_dtype))
+    arithmetic = load.plan.compute.unwatched
+    plan_control(control, arithmetic, dtype_named(arithmetic.activation_dtype))
     record = models.record_of(detected, load.plan, load.notes)
     control.control_model_wrapped.set_attachments(models.ATTACHMENT, record)
     note_runs(control, record)
     chosen = str(load.plan.storage).removesuffix(".")
-    logger.info("Halfsafe: %s: storage %s; compute %s", record.file, chosen, load.plan.compute.choice)
+    logger.info("Halfsafe: %s: storage %s; compute %s", record.file, chosen, arithmetic.choice)
     for reason, count in Counter(record.kept.values()).items():
         logger.info("Halfsafe: %s: %d layers kept high: %s", record.file, count, reason)
 
@@ -191,4 +192,4 @@ def _store(module: torch.nn.Module, detected: detection.Detected, load: models.P
     modules = dict(module.named_modules())
     models.check_quantized(detected, modules, layers)
     models.compute_in_full_precision(modules)
-    models.unpack_to(modules, dtype_named(load.plan.compute.weight_dtype))
+    models.unpack_to(modules, dtype_named(load.plan.compute.unwatched.weight_dtype))

@@ -89,6 +89,18 @@ def is_fused(function: Callable) -> bool:
     return function.__name__ not in UNFUSED
 
 
+def fuses_by_default() -> bool:
+    """Tell whether the attention that ComfyUI was started with keeps its scores in fp32 registers."""
+    attention = comfy.ldm.modules.attention
+    return is_fused(attention.optimized_attention) and is_fused(attention.optimized_attention_masked)
+
+
+def scores_in_fp32(function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
+    """Run attention with the scores of an unfused kernel in fp32: one of -inf in fp16 leaves its token out unseen."""
+    kwargs |= {} if is_fused(function) else {"attn_precision": torch.float32}
+    return attention(*args, **kwargs)
+
+
 def kernels_of(function: Callable, attention: Callable) -> Kernels:
     """Describe an attention of ComfyUI's, ``function``, in whose place ``attention`` would run."""
     return Kernels(attention, full_precision_attention(function), is_fused(function), attention is not function)

@@ -1,9 +1,8 @@
 """A compute plan on a ModelPatcher: module forwards and attention are exchanged for the length of each model call."""
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,12 +18,12 @@ from ....precision.arithmetic.planned import PlannedLayers
 from ....precision.layer_names import are_alike
 from ....precision.modes import FP16, FP16_WIDE, INT8, MODE_OF
 from ....precision.plan.compute import ComputeDecision, ComputePlan
-from ..core import casting
+from ..core import cast_dtype, casting, scaled_input, with_cast_dtype, with_scaled_input
 from ..facts.layers import is_quantized, modules_of
 from ..replay.call import Call
 from ..replay.model_compiler import compiler_off
 from ..replay.model_compiler import is_on as compiler_is_on
-from .attention import attending, in_one_dtype, kernels_of
+from .attention import attending, fuses_by_default, in_one_dtype, kernels_of, scores_in_fp32
 from .conditions import Make, adapts_text, conditions_through
 from .core_layers import CoreLayers, Switching, int8_patches
 from .execution import switches_by_layer
@@ -38,26 +37,55 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 LISTED = 3
+_fell_back: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""The models whose plans run in their fallback: not told on the model, whose attributes a repeat puts back."""
 know_rotations()
 
 
 def set_compute(patcher, plan: ComputePlan) -> None:
     """Make ``patcher``, a clone or a model just loaded, run as planned. An earlier plan is replaced.
 
-    A plan that exchanges nothing adds no wrapper.
+    A plan that exchanges nothing and has nothing to fall back to adds no wrapper.
     """
     for kind in (WrappersMP.APPLY_MODEL, WrappersMP.OUTER_SAMPLE):
         patcher.remove_wrappers_with_key(kind, COMPUTE)
     compute = Compute(plan)
     patcher.set_attachments(COMPUTE, compute)
-    if plan.decisions or plan.is_safe or plan.attention:
+    if plan.exchanges or plan.fallback:
         set_wrapper(patcher, COMPUTE, compute)
         set_wrapper(patcher, COMPUTE, compute.sampling, WrappersMP.OUTER_SAMPLE)
 
 
-def compute_of(patcher) -> "Compute | None":
-    """Return the plan's executor on a patcher, if it has one."""
+def planned_on(patcher) -> "Compute | None":
+    """Return the plan's executor on a patcher as it was put there, if it has one."""
     return patcher.attachments.get(COMPUTE)
+
+
+def compute_of(patcher) -> "Compute | None":
+    """Return the plan's executor that runs a patcher now, if it has one: its fallback's after an overflow."""
+    compute = planned_on(patcher)
+    return compute and compute.acting(patcher.model)
+
+
+def may_fall_back(patcher) -> bool:
+    """Tell whether a patcher's plan has a fallback, and its model does not run in that yet."""
+    compute = planned_on(patcher)
+    return compute is not None and compute.acting(patcher.model) is not compute.fallback is not None
+
+
+@contextmanager
+def fallen_back(model) -> Iterator[None]:
+    """Run the plans of a model in their fallback while the context lasts."""
+    _fell_back.add(model)
+    try:
+        yield
+    finally:
+        _fell_back.discard(model)
+
+
+def fall_back(model) -> None:
+    """Run the plans of a model in their fallback for as long as the model is loaded, whichever patcher it has."""
+    _fell_back.add(model)
 
 
 class Compute:
@@ -66,12 +94,24 @@ class Compute:
 
     def __init__(self, plan: ComputePlan):
         self.plan = plan
+        self.fallback = Compute(plan.fallback) if plan.fallback else None
         self.runs: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model, fp16_results=plan.is_safe))
         self.adapters: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model))
 
+    def acting(self, model) -> "Compute":
+        """Return what runs a model now: the fallback after an overflow, else this."""
+        return self.fallback if self.fallback and model in _fell_back else self
+
     def __call__(self, executor, *args, **kwargs):
-        run, call = self.runs.of(executor.class_obj), Call(executor, *args, **kwargs)
-        with patched(run.patches), attending(executor.class_obj, call, run.attend, run.given):
+        call = Call(executor, *args, **kwargs)
+        acting = self.acting(call.model)
+        watched = self.fallback and acting is self
+        with attending(call.model, call, scores_in_fp32 if watched and not fuses_by_default() else None):
+            return acting.run(call) if acting.plan.exchanges else call.once({})
+
+    def run(self, call: Call) -> torch.Tensor:
+        """Make a call with the plan's forwards and attention in place of the model's."""
+        with self._between(call.model, self.runs) as run, attending(call.model, call, run.attend, run.given):
             return run.call(call)
 
     def planned_modes(self, patcher: "ModelPatcher") -> dict[str, str]:
@@ -98,13 +138,24 @@ class Compute:
         model = executor.class_obj.model_patcher.model
         if not adapts_text(model):
             return executor(*args, **kwargs)
-        with conditions_through(model, functools.partial(self._conditions, model)):
+        with conditions_through(model, lambda make: self.acting(model).conditions(model, make)):
             return executor(*args, **kwargs)
 
-    def _conditions(self, model, make: Make) -> dict:
-        run = self.adapters.of(model)
-        with patched(run.patches):
+    def conditions(self, model, make: Make) -> dict:
+        """Make a text's conditions as the plan has it."""
+        if not self.plan.exchanges:
+            return make()
+        with self._between(model, self.adapters) as run:
             return run.call(make)
+
+    @contextmanager
+    def _between(self, model, runs: "PerModel[PlannedModel]") -> "Iterator[PlannedModel]":
+        """Give a model what the plan exchanges, and fp32 between its layers where it is loaded to cast to fp16."""
+        uncast = self.plan.is_safe and cast_dtype(model) != torch.float32
+        with patched(in_fp32(model) if uncast else []):
+            run = runs.of(model)
+            with patched([*run.patches, *(run.casting if uncast else [])]):
+                yield run
 
     def ranges(self, patcher: "ModelPatcher") -> dict[str, float]:
         """Return layer -> the largest magnitude it was given, of the layers that are watched."""
@@ -174,6 +225,7 @@ class PlannedModel:
         for name in in_int8:
             self._patches += int8_patches(self.modules[name], plan.decisions[name])
         self.calling = calling_layers(planned.values())
+        self.casting = [patch for module in named.values() for patch in casting(module)]
         if self._mixes:
             self._patches += [patch for name, module in named.items() if inside(name) for patch in casting(module)]
 
@@ -263,6 +315,15 @@ def _without_int8(plan: ComputePlan, name: str) -> ComputeDecision:
     """Return a layer's decision; int8 of a weight that is not stored in it is what the other layers compute in."""
     decision = plan.decisions[name]
     return replace(decision, mode=MODE_OF[plan.choice.used]) if decision.mode == INT8.name else decision
+
+
+def in_fp32(model) -> list[Patch]:
+    """Cast a model's entry to fp32 and clone its input."""
+    # In fp16 that cast copies the input; in fp32 it is a no-op, and EasyCache (comfy_extras/nodes_easycache.py) would
+    # add to the sampler's own latent in place.
+    entry = scaled_input(model.model_sampling)
+    cloning = with_scaled_input(model.model_sampling, lambda sigma, noise: entry(sigma, noise).clone())
+    return [with_cast_dtype(model, torch.float32), cloning]
 
 
 def needs_fp32_accumulation(plan: ComputePlan, patcher: "ModelPatcher") -> bool:

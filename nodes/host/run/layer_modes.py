@@ -29,6 +29,12 @@ def compute_name(patcher) -> str:
     return compute.plan.choice.used if compute else name_of(activation_dtype(patcher))
 
 
+def stream_dtype(patcher) -> torch.dtype:
+    """Return the dtype between a model's layers as it runs now: fp32 in ``fp16_safe``, whatever the model casts to."""
+    compute = compute_of(patcher)
+    return torch.float32 if compute and compute.plan.is_safe else activation_dtype(patcher)
+
+
 def settings_of(patcher) -> tuple:
     """Return what a call's arithmetic depends on besides the weights: the compute plan and the activation dtype."""
     return compute_of(patcher), name_of(activation_dtype(patcher))
@@ -47,7 +53,7 @@ def observed_modes_of(patcher) -> dict[str, str]:
 
 
 def _modes(patcher, decided: dict[str, str]) -> dict[str, str]:
-    activations = name_of(activation_dtype(patcher))
+    activations = name_of(stream_dtype(patcher))
     layers = layers_of(patcher)
     return {name: _mode(patcher, name, module, activations, decided.get(name, "")) for name, module in layers}
 
@@ -73,7 +79,7 @@ def kernels_of(patcher, modes: dict[str, str]) -> dict[str, str]:
 
 
 def _kernel(patcher, name: str, module: torch.nn.Module, mode: str) -> str:
-    row, compute, dtype = _format(module), compute_of(patcher), activation_dtype(patcher)
+    row, compute, dtype = _format(module), compute_of(patcher), stream_dtype(patcher)
     if row is not None and row.mode is not None:
         as_stored = mode == row.mode.name
     else:

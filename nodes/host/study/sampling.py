@@ -30,7 +30,7 @@ def bare_clone(patcher: ModelPatcher) -> ModelPatcher:
     if accumulation:
         clone = with_accumulation(clone, accumulation.request)
     if compute:
-        set_compute(clone, compute.plan)
+        set_compute(clone, compute.plan.unwatched)
     for kind, found in clone.wrappers.items():
         for key in [key for key in found if str(key).startswith(GUARD) or key == COMPILE_KEY]:
             clone.remove_wrappers_with_key(kind, key)

@@ -15,9 +15,9 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.compiling import compile_disabled
-from ....precision.devices.detect import UNQUANTIZED
 from ....precision.errors import HalfsafeError
 from ....precision.formats.checkpoint import Checkpoint
+from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
 from ....precision.plan.compute import SAFE
 from ....precision.plan.facts import multiplies

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
-from types import SimpleNamespace
+import time
 
 import pytest
 from halfsafe.nodes.host import watch
-from halfsafe.nodes.host.watch import Watched, with_guards
+from halfsafe.nodes.host.watch import ASKED_BY, watched, with_guards
 from PIL import Image
 from setup.comfyui_server import Server
 from support import tiny_models
 from support.guarded_runs import MODEL, brightness, graph, picture, told
-
-SETTING = "Halfsafe.WatchEveryRun"
 
 
 def unguarded(seed: int = 1) -> dict:
@@ -32,16 +29,9 @@ def running(server: Server, small_models) -> Server:
     return server
 
 
-@pytest.fixture
-def watching(running: Server):
-    yield lambda value: running.post("/settings", {SETTING: value})
-    running.post("/settings", {SETTING: "off"})
-
-
-def test_every_run_is_guarded_and_pictures_and_history_are_as_asked(running: Server, watching) -> None:
-    watching("retry_higher")
+def test_every_run_is_guarded_and_pictures_and_history_are_as_asked(running: Server) -> None:
     prompt = unguarded(seed=41)
-    events, entry = told(running, prompt)
+    events, entry = told(running, prompt, {ASKED_BY: "retry_higher"})
     assert [event["kind"] for event in events] == ["event", "verdict"] and events[0]["verdict"] == "recovered"
     png = picture(running, entry)
     assert max(brightness(png)) > 4
@@ -49,13 +39,11 @@ def test_every_run_is_guarded_and_pictures_and_history_are_as_asked(running: Ser
     assert json.dumps(entry["prompt"][2]) == json.dumps(prompt)
 
 
-def test_what_ran_already_is_cached_and_off_leaves_the_prompt_alone(running: Server, watching) -> None:
-    watching("retry_higher")
-    told(running, unguarded(seed=42))
-    _, again = told(running, unguarded(seed=42))
+def test_what_ran_already_is_cached_and_off_leaves_the_prompt_alone(running: Server) -> None:
+    for _ in range(2):
+        _, again = told(running, unguarded(seed=42), {ASKED_BY: "retry_higher"})
     cached = next(detail["nodes"] for name, detail in again["status"]["messages"] if name == "execution_cached")
     assert {"1", "6", "7", "8", "halfsafe_1_0"} <= {*cached}
-    watching("off")
     prompt = unguarded(seed=43)
     events, entry = told(running, prompt)
     png = picture(running, entry)
@@ -66,25 +54,14 @@ def test_what_ran_already_is_cached_and_off_leaves_the_prompt_alone(running: Ser
     assert held == prompt
 
 
-@pytest.mark.parametrize(("request_of", "watches"), [({"user": "ann"}, True), ({"user": "default"}, False), ({}, False)])
-def test_each_user_has_a_setting_of_their_own(comfy, monkeypatch, tmp_path, request_of: dict, watches: bool) -> None:
-    for user, setting in (("default", "off"), ("ann", "report")):
-        (tmp_path / user).mkdir()
-        (tmp_path / user / "comfy.settings.json").write_text(json.dumps({SETTING: setting}), encoding="utf-8")
-    users = SimpleNamespace(get_request_user_id=lambda request: request["user"])
-    monkeypatch.setattr(watch.folder_paths, "get_user_directory", lambda: str(tmp_path))
-    monkeypatch.setattr(watch, "PromptServer", SimpleNamespace(instance=SimpleNamespace(user_manager=users)))
-
-    async def queue(_: dict) -> dict:
-        return watch.watched({"prompt": unguarded()})
-
-    queued = asyncio.run(watch.note_user(request_of, handler=queue))
-    assert isinstance(queued["prompt"], Watched) == watches
+@pytest.mark.parametrize("asked", [{}, {ASKED_BY: "off"}, {ASKED_BY: "nonsense"}, {ASKED_BY: None}])
+def test_a_prompt_that_asks_for_nothing_runs_as_it_is(comfy, asked: dict) -> None:
+    prompt = unguarded()
+    assert watched(prompt, asked) is prompt
 
 
-def test_report_only_tells(running: Server, watching) -> None:
-    watching("report")
-    events, entry = told(running, unguarded(seed=44))
+def test_report_only_tells(running: Server) -> None:
+    events, entry = told(running, unguarded(seed=44), {ASKED_BY: "report"})
     assert events and max(brightness(picture(running, entry))) <= 4
 
 
@@ -96,5 +73,32 @@ def test_guards_stand_where_models_and_vaes_are_used_up_and_never_twice(comfy) -
     assert guarded["6"]["inputs"]["model"] == ["halfsafe_11_0", 0] and guarded["11"] == prompt["11"]
     assert guarded["7"]["inputs"]["vae"] == ["halfsafe_3_0", 0]
     assert with_guards(guarded, "report") == guarded
-    seen = Watched(prompt, guarded)
-    assert json.loads(json.dumps(seen)) == prompt and seen["6"] == guarded["6"] and "halfsafe_3_0" in seen
+
+
+def merges(links) -> dict:
+    """60 nodes that make a model of models, those the nodes that ``links`` gives for a number, and a sampler behind each."""
+    prompt = {"0": {"class_type": "UNETLoader", "inputs": {"unet_name": "a", "weight_dtype": "default"}}}
+    for number in range(1, 61):
+        inputs = {f"model{place}": [str(node), 0] for place, node in enumerate(links(number), 1)}
+        prompt[str(number)] = {"class_type": "LoraLoaderModelOnly", "inputs": inputs}
+        prompt[f"s{number}"] = {"class_type": "KSampler", "inputs": {"model": [str(number), 0]}}
+    return prompt
+
+
+@pytest.mark.parametrize(
+    ("links", "reached"),
+    [
+        (lambda n: (n - 1, n - 1), True), (lambda n: (n - 1, max(0, n - 2)), True), (range, True),
+        (lambda n: range(61), True), (lambda n: (n % 60 + 1, n), False),
+    ],
+    ids=["twice", "the two before", "all before", "all", "a circle"],
+)  # fmt: skip
+def test_a_graph_of_60_merges_with_any_links_is_looked_at_at_once(comfy, monkeypatch, links, reached: bool) -> None:
+    monkeypatch.setitem(watch.nodes.NODE_CLASS_MAPPINGS, "HalfsafeNaNGuard", comfy.nodes["HalfsafeNaNGuard"])
+    prompt = merges(links)
+    start = time.perf_counter()
+    guarded = with_guards(prompt, "report")
+    assert time.perf_counter() - start < 0.05
+    assert sum(name.startswith("halfsafe_") for name in guarded) == 60
+    prompt["0"] = {"class_type": "HalfsafeNaNGuard", "inputs": {"model": ["60", 0]}}
+    assert (with_guards(prompt, "report") == prompt) is reached, "what comes after a guard is guarded"

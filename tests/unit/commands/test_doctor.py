@@ -86,8 +86,8 @@ def test_every_profile_is_described_in_eighty_columns():
     ("name", "computes"),
     [
         ("sm_61", ["fp32", "fp32", "fp32", "fp32"]),
-        ("sm_75", ["fp16_safe"] * 4),
-        ("sm_89", ["fp16_safe", "fp16_safe", "bf16", "bf16"]),
+        ("sm_75", ["fp16", "fp16", "fp16_safe", "fp16_safe"]),
+        ("sm_89", ["fp16", "fp16", "bf16", "bf16"]),
         ("gfx1100", ["bf16"] * 4),
         ("mps_m1", ["fp16_safe"] * 4),
     ],

@@ -10,6 +10,7 @@ from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.devices import hardware, probes, profiles
 from halfsafe.precision.dtypes import COMPUTE_OPTIONS
 from halfsafe.precision.errors import UnknownProfile
+from halfsafe.precision.plan import auto
 from support.shipped import ROOT
 
 CONTRACT = (
@@ -196,7 +197,7 @@ def test_gtx_16_cards_compute_nothing_in_fp16(name, cuda):
     device = devices.detect(cuda((7, 5), name))
     assert not device.capabilities["fp16"] and not device.capabilities["fp16_accumulation"]
     assert "wrong or NaN" in device.reason("fp16")
-    assert devices.auto_compute(device, WAN, "fp16")[0] == "fp32"
+    assert auto.auto_compute(device, WAN, "fp16")[0] == "fp32"
 
 
 def test_gtx_16_cards_multiply_in_int8_without_tensor_cores(cuda):
@@ -232,7 +233,7 @@ def test_directml_has_fp16_and_none_of_what_its_types_lack():
         assert row.reason(capability).endswith(".") and "CPU" not in row.reason(capability)
     device = dataclasses.replace(devices.detect(torch.device("cpu")), profile=row, capabilities=row.capabilities, reasons={name: row.reason(name) for name in COLUMNS})
     for supported in (WAN, FLUX, QWEN):
-        assert devices.auto_compute(device, supported, "bf16")[0] == "fp16_safe"
+        assert auto.auto_compute(device, supported, "bf16")[0] == "fp16_safe"
 
 
 def test_other_turing_cards_keep_fp16(cuda):
@@ -354,72 +355,45 @@ def test_a_device_cannot_be_changed():
     assert hash(device) == hash(devices.detect(torch.device("cpu")))
 
 
-@pytest.mark.parametrize(
-    ("name", "wan", "qwen", "flux"),
-    [
-        ("sm_61", "fp32", "fp32", "fp32"),
-        ("sm_70", "fp16_safe", "fp16_safe", "fp16_safe"),
-        ("sm_75", "fp16_safe", "fp16_safe", "fp16_safe"),
-        ("sm_80", "fp16_safe", "bf16", "bf16"),
-        ("sm_86", "fp16_safe", "bf16", "bf16"),
-        ("sm_89", "fp16_safe", "bf16", "bf16"),
-        ("sm_90", "fp16_safe", "bf16", "bf16"),
-        ("sm_100", "fp16_safe", "bf16", "bf16"),
-        ("sm_120", "fp16_safe", "bf16", "bf16"),
-        ("gfx90a", "bf16", "bf16", "bf16"),
-        ("gfx942", "bf16", "bf16", "bf16"),
-        ("gfx1100", "bf16", "bf16", "bf16"),
-        ("gfx1201", "bf16", "bf16", "bf16"),
-        ("mps_m1", "fp16_safe", "fp16_safe", "fp16_safe"),
-        ("mps_m3", "bf16", "bf16", "bf16"),
-        ("xpu", "bf16", "bf16", "bf16"),
-        ("cpu", "fp32", "fp32", "fp32"),
-    ],
-)
-def test_auto_compute_on_every_profile(name, wan, qwen, flux):
-    row = devices.detect(profile=name)
-    chosen = [devices.auto_compute(row, supported, "bf16") for supported in (WAN, QWEN, FLUX)]
-    assert [option for option, _ in chosen] == [wan, qwen, flux]
-    assert all(reason.endswith(".") for _, reason in chosen)
-
-
 @pytest.mark.parametrize("name", CONTRACT)
 def test_a_model_without_fp16_takes_fp16_safe_only_on_devices_without_bf16(name):
     row = devices.detect(profile=name)
     expected = name in ("sm_70", "sm_75", "mps_m1")
-    chosen, reason = devices.auto_compute(row, QWEN, "bf16")
+    chosen, reason = auto.auto_compute(row, QWEN, "bf16")
     assert (chosen == "fp16_safe") is expected
     assert ("cannot overflow" in reason) is expected
-    assert devices.auto_compute(row, ("fp32",), "fp32")[0] == "fp32"
+    assert auto.auto_compute(row, ("fp32",), "fp32")[0] == "fp32"
 
 
 @pytest.mark.parametrize("name", CONTRACT)
-def test_plain_fp16_is_nobodys_default(name):
+def test_plain_fp16_is_taken_on_nvidia_alone_and_its_way_out_is_told(name):
     row = devices.detect(profile=name)
     for supported, file_dtype in ((WAN, "bf16"), (WAN, "fp16"), (FLUX, "fp16"), (("fp16", "fp32"), "fp16"), (("fp16",), "bf16")):
-        chosen, reason = devices.auto_compute(row, supported, file_dtype)
-        assert chosen != "fp16"
+        chosen, reason = auto.auto_compute(row, supported, file_dtype)
+        assert (chosen == "fp16") is (name.startswith("sm_") and name != "sm_61")
+        assert ("goes on in fp16_safe" in reason) is (chosen == "fp16")
         assert ("cannot overflow" in reason) is (chosen == "fp16_safe")
 
 
 def test_a_model_that_prefers_fp32_keeps_it_where_bf16_is_native():
     row = devices.detect(profile="sm_86")
-    assert devices.auto_compute(row, ("fp32", "bf16"), "fp32")[0] == "fp32"
+    assert auto.auto_compute(row, ("fp32", "bf16"), "fp32")[0] == "fp32"
 
 
-def test_an_fp16_file_is_computed_in_fp16_without_its_overflow_where_the_model_allows_it():
+def test_an_fp16_file_is_computed_in_fp16_where_the_model_allows_it():
     row = devices.detect(profile="sm_86")
-    assert devices.auto_compute(row, FLUX, "fp16")[0] == "fp16_safe"
-    assert devices.auto_compute(devices.detect(profile="gfx1100"), FLUX, "fp16")[0] == "bf16"
-    assert devices.auto_compute(devices.detect(profile="mps_m1"), FLUX, "fp16")[0] == "fp16_safe"
-    assert devices.auto_compute(row, QWEN, "fp16")[0] == "bf16"
-    assert devices.auto_compute(devices.detect(profile="sm_61"), FLUX, "fp16")[0] == "fp32"
+    assert auto.auto_compute(row, FLUX, "fp16")[0] == auto.auto_compute(devices.detect(profile="sm_75"), FLUX, "fp16")[0] == "fp16"
+    assert auto.auto_compute(devices.detect(profile="sm_75"), FLUX, "bf16")[0] == "fp16_safe"
+    assert auto.auto_compute(devices.detect(profile="gfx1100"), FLUX, "fp16")[0] == "bf16"
+    assert auto.auto_compute(devices.detect(profile="mps_m1"), FLUX, "fp16")[0] == "fp16_safe"
+    assert auto.auto_compute(row, QWEN, "fp16")[0] == "bf16"
+    assert auto.auto_compute(devices.detect(profile="sm_61"), FLUX, "fp16")[0] == "fp32"
 
 
 def test_auto_compute_follows_the_probe_not_the_table(cuda):
     zeros = probes.Probe("fp16_gemm", False, "fp16 matmul gives zeros")
     device = devices.detect(cuda((8, 6), results=(zeros,)))
-    assert devices.auto_compute(device, WAN, "bf16")[0] == "bf16"
+    assert auto.auto_compute(device, WAN, "bf16")[0] == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -445,14 +419,14 @@ def test_auto_compute_follows_the_probe_not_the_table(cuda):
 )
 def test_auto_storage(profile, gib, file_dtype, free, storage):
     free_bytes = None if free is None else free * GIB
-    chosen, reason = devices.auto_storage(devices.detect(profile=profile), gib * GIB, file_dtype, free_bytes)
+    chosen, reason = auto.auto_storage(devices.detect(profile=profile), gib * GIB, file_dtype, free_bytes)
     assert chosen == storage
     assert reason.endswith(".")
 
 
 @pytest.mark.parametrize("profile", ["sm_86", "gfx1100"])
 def test_auto_storage_gives_its_numbers(profile):
-    _, reason = devices.auto_storage(devices.detect(profile=profile), 26 * GIB, "bf16", 24 * GIB)
+    _, reason = auto.auto_storage(devices.detect(profile=profile), 26 * GIB, "bf16", 24 * GIB)
     assert all(number in reason for number in ("26.00 GiB", "24.00 GiB", "2.00 GiB", "13.00 GiB"))
 
 
@@ -472,7 +446,7 @@ TOO_LARGE = {
 def test_storage_auto_where_sixteen_bit_does_not_fit(name, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     row = devices.detect(profile=name)
-    storages = {compute: devices.auto_storage(row, 26 * GIB, "bf16", 24 * GIB, compute) for compute in COMPUTE_OPTIONS}
+    storages = {compute: auto.auto_storage(row, 26 * GIB, "bf16", 24 * GIB, compute) for compute in COMPUTE_OPTIONS}
     for compute, (storage, reason) in storages.items():
         assert storage == TOO_LARGE[name][compute not in ("auto", "int8")], compute
         assert reason.endswith(".") and ("third of fp8's" in reason) == (storage == "int8")
@@ -482,16 +456,16 @@ def test_storage_auto_where_sixteen_bit_does_not_fit(name, monkeypatch):
 @pytest.mark.parametrize("name", CONTRACT)
 def test_storage_auto_changes_nothing_where_sixteen_bit_fits(name):
     row = devices.detect(profile=name)
-    assert {devices.auto_storage(row, 20 * GIB, "bf16", 24 * GIB, compute)[0] for compute in COMPUTE_OPTIONS} == {"as_file"}
+    assert {auto.auto_storage(row, 20 * GIB, "bf16", 24 * GIB, compute)[0] for compute in COMPUTE_OPTIONS} == {"as_file"}
 
 
 def test_storage_auto_takes_fp8_where_the_kernels_of_int8_are_missing_and_says_why(cuda, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     card = torch.device("cuda", 0)
     device = devices.detect(cuda((8, 6), results=(probes.probe("int8_kernels", probes.int8_kernels, card),)))
-    storage, reason = devices.auto_storage(device, 26 * GIB, "bf16", 24 * GIB)
+    storage, reason = auto.auto_storage(device, 26 * GIB, "bf16", 24 * GIB)
     assert storage == "fp8_e4m3fn" and "Not int8:" in reason and "built for CUDA 12.8" in reason
-    assert "built for CUDA 12.8" in devices.why_int8_is_slow(device)
+    assert "built for CUDA 12.8" in auto.why_int8_is_slow(device)
 
 
 @pytest.mark.parametrize(
@@ -504,19 +478,19 @@ def test_storage_auto_takes_fp8_where_the_kernels_of_int8_are_missing_and_says_w
 )  # fmt: skip
 def test_why_int8_is_slow_here(name, said, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.11.0")
-    why = devices.why_int8_is_slow(devices.detect(profile=name))
+    why = auto.why_int8_is_slow(devices.detect(profile=name))
     assert said in why and bool(why) is bool(said)
 
 
 def test_apple_has_int8_products_without_gain_from_torch_2_15_on(newest_torch):
     device = devices.detect(profile="mps_m3")
-    assert device.capabilities["int8_matmul"] and "No int8 kernels for Apple" in devices.why_int8_is_slow(device)
+    assert device.capabilities["int8_matmul"] and "No int8 kernels for Apple" in auto.why_int8_is_slow(device)
 
 
 def test_a_capability_that_is_found_missing_later_is_off_with_its_reason():
     device = devices.detect(profile="sm_86")
     changed = device.without("int8_matmul_gains", "The kernels are missing.")
-    assert changed.reason("int8_matmul_gains") == "The kernels are missing." == devices.why_int8_is_slow(changed)
+    assert changed.reason("int8_matmul_gains") == "The kernels are missing." == auto.why_int8_is_slow(changed)
     assert {name for name, on in device.capabilities.items() if on != changed.capabilities[name]} == {"int8_matmul_gains"}
 
 
@@ -531,10 +505,10 @@ def test_b300_gains_nothing_from_int8(cuda):
 def test_an_fp8_file_is_widened_where_fp8_tensors_do_not_work(profile, storage, monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     row = devices.detect(profile=profile)
-    chosen, reason = devices.auto_storage(row, 26 * GIB, "fp8_e4m3fn", 64 * GIB)
+    chosen, reason = auto.auto_storage(row, 26 * GIB, "fp8_e4m3fn", 64 * GIB)
     assert chosen == storage and "Needs torch 2.15" in reason
-    assert devices.auto_storage(row, 26 * GIB, "bf16", 24 * GIB)[0] == "as_file"
-    assert devices.auto_storage(row, 26 * GIB, "int8", 24 * GIB)[0] == "as_file"
+    assert auto.auto_storage(row, 26 * GIB, "bf16", 24 * GIB)[0] == "as_file"
+    assert auto.auto_storage(row, 26 * GIB, "int8", 24 * GIB)[0] == "as_file"
 
 
 def test_torch_versions_are_read_from_any_build_name(monkeypatch):
@@ -545,7 +519,7 @@ def test_torch_versions_are_read_from_any_build_name(monkeypatch):
 
 def test_the_memory_of_a_simulated_device_is_not_called_absent(monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
-    storage, reason = devices.auto_storage(devices.detect(torch.device("cpu")), 26 * GIB, "bf16", None)
+    storage, reason = auto.auto_storage(devices.detect(torch.device("cpu")), 26 * GIB, "bf16", None)
     assert storage == "as_file" and "simulated device is not known" in reason
 
 
@@ -564,4 +538,4 @@ def test_each_fp8_dtype_that_a_device_cannot_hold_is_asked_of_it(monkeypatch):
     here = dataclasses.replace(devices.detect(profile="cpu"), simulated=False)
     found = devices.unheld_storages(here)
     assert set(found) == {"fp8_e5m2", "mxfp8"} and found["mxfp8"] == f"not on {here.label}: It cannot hold float8_e8m0fnu (no such dtype)."
-    assert devices.held_storage(here, "mxfp8")[0] in ("fp16", "bf16") and devices.held_storage(here, "nvfp4")[0] == "as_file"
+    assert auto.held_storage(here, "mxfp8")[0] in ("fp16", "bf16") and auto.held_storage(here, "nvfp4")[0] == "as_file"

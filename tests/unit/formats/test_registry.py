@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from halfsafe.precision.devices.detect import auto_storage, detect
+from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.dtypes import COMPUTE_OPTIONS, FP8_NAMES, QUANTIZED_NAMES, STORAGE_OPTIONS
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE as ROWS
 from halfsafe.precision.formats.registry import FORMATS, fp8_dtypes, row_of
 from halfsafe.precision.modes import FP8, INT8
+from halfsafe.precision.plan.auto import auto_storage
 from halfsafe.precision.plan.compute import WEIGHTS_FOR, plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.rules import Rules

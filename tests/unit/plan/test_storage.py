@@ -53,7 +53,7 @@ def test_a_rule_cannot_put_a_convolution_into_fp8():
     ("profile", "supported", "expected"),
     [
         ("sm_61", ("fp16", "bf16", "fp32"), "fp32"),
-        ("sm_75", ("fp16", "bf16", "fp32"), "fp16_safe"),
+        ("sm_75", ("fp16", "bf16", "fp32"), "fp16"),
         ("sm_75", ("bf16", "fp32"), "fp16_safe"),
         ("sm_86", ("bf16", "fp32"), "bf16"),
         ("cpu", ("fp32",), "fp32"),
