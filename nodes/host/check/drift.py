@@ -33,7 +33,8 @@ from ..replay.call import Call
 from ..replay.code_owner import packs_on
 from ..replay.core_state import CoreState
 from ..replay.model_compiler import compiler_off
-from ..run.accumulation import accumulation_of, layer_accumulation
+from ..run.accumulation import accumulation_of
+from ..run.accumulation_report import layer_accumulation
 from ..run.compute import compute_of
 from ..run.execution import is_compiled, is_on_several_devices
 from ..run.layer_modes import kernels_of, observed_modes_of, stream_dtype

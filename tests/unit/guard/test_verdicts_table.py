@@ -6,9 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from halfsafe.precision.guard import verdicts
-from halfsafe.precision.report.schema import VERDICTS
+from halfsafe.precision.guard.verdicts import ADVICE, CLEAN
 from support.shipped import ROOT
 
 NAMES = {value for name, value in vars(verdicts).items() if name.isupper() and isinstance(value, str)}
@@ -29,16 +28,9 @@ def imported(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names if isinstance(getattr(verdicts, alias.name), str))
 
 
-def test_the_table_has_every_verdict_of_the_report() -> None:
-    assert set(VERDICTS) == NAMES | {"off"}
+def test_no_file_of_the_nodes_spells_or_imports_a_verdict() -> None:
+    assert [found for path in sorted((ROOT / "nodes").rglob("*.py")) for found in (*spelled(path), *imported(path))] == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "nodes").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_file_of_the_nodes_spells_or_imports_a_verdict(path: Path) -> None:
-    assert [*spelled(path), *imported(path)] == []
-
-
-def test_the_guard_of_the_core_spells_them_in_its_table_alone() -> None:
-    found = [one for path in sorted(TABLE.parent.glob("*.py")) if path != TABLE for one in spelled(path)]
-    assert found == []
-    assert len(list(spelled(TABLE))) == len(NAMES)
+def test_every_verdict_but_clean_has_advice() -> None:
+    assert set(ADVICE) == NAMES - {CLEAN}
