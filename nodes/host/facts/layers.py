@@ -9,8 +9,13 @@ from comfy.quant_ops import QuantizedTensor
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.linear import kind_of
 from ..core import CAST_DTYPE, dtype_of_weights
-from .model_code import called_one_by_one
 
+CALLED_BY_ITEMS = {
+    ("comfy.ldm.cosmos.predict2", "t_embedder"),
+    *(("comfy.ldm.cosmos.blocks", f"to_{part}") for part in "qkv"),
+    ("comfy.ldm.omnigen.omnigen2", "to_out"),
+}
+"""(where a class of ComfyUI's is, attribute) of each ``Sequential`` whose items its code calls one by one."""
 DIFFUSION_MODEL = "diffusion_model."
 """What names of a model's layers begin with in ComfyUI's ``BaseModel`` and in the keys of patches."""
 
@@ -56,7 +61,8 @@ def is_called_by_items(module: torch.nn.Module, holder: torch.nn.Module, name: s
     as a UNet's blocks and ``t_embedder`` of Cosmos 2 (``comfy/ldm/cosmos/predict2.py``)."""
     if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict, TimestepEmbedSequential)):
         return True
-    return type(module) is torch.nn.Sequential and name in called_one_by_one(type(holder))
+    places = (base.__module__ for base in type(holder).__mro__)
+    return type(module) is torch.nn.Sequential and any((place, name) in CALLED_BY_ITEMS for place in places)
 
 
 def _items(name: str, container: torch.nn.Module) -> dict[str, torch.nn.Module]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import comfy.model_base
 import torch
 from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
+from comfy.utils import get_attr
 
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.patching import Patch, exchange, patched
@@ -26,7 +27,7 @@ from ..core import CAST_DTYPE, has_cast_dtype
 from ..facts.layers import DIFFUSION_MODEL, is_quantized
 from ..run.compute import compute_of
 from ..run.conditions import adapts_text, conditions_through
-from ..run.modules import calling_layers
+from ..run.modules import calling_layers, dequantized
 from ..run.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
 from .low_rank import low_rank_patcher
 from .patches import SortedPatches, change_of, is_8bit_matrix, sort_patches
@@ -183,6 +184,18 @@ def _extended(base: type) -> type:
     return type(base.__name__, (AddsLowRank, base), {"__module__": base.__module__})
 
 
+class _Numbers(dict):
+    """A state dict that is read dequantized: ComfyUI's ControlLora copies quantized weights without their scales."""
+
+    def __init__(self, network: torch.nn.Module, state: dict):
+        super().__init__(state)
+        self._network = network
+
+    def __getitem__(self, name):
+        is_quantized_weight = name.endswith(".weight") and f"{name.removesuffix('weight')}comfy_quant" in self
+        return dequantized(get_attr(self._network, name).data) if is_quantized_weight else super().__getitem__(name)
+
+
 def _around_call(executor, *args, **kwargs):
     """Wrap a model's call (ComfyUI's APPLY_MODEL)."""
     return _with_low_rank(executor.class_obj.current_patcher, functools.partial(executor, *args, **kwargs))
@@ -190,10 +203,13 @@ def _around_call(executor, *args, **kwargs):
 
 def _around_sampling(executor, *args, **kwargs):
     """Wrap sampling (ComfyUI's OUTER_SAMPLE): layers that run on the text before the model's calls have LoRAs too."""
-    patcher = executor.class_obj.model_patcher
-    if not adapts_text(patcher.model):
-        return executor(*args, **kwargs)
-    with conditions_through(patcher.model, functools.partial(_with_low_rank, patcher)):
+    patcher, network = executor.class_obj.model_patcher, executor.class_obj.model_patcher.model.diffusion_model
+    original = network.state_dict
+    numbers = network, "state_dict", lambda *args, **kwargs: _Numbers(network, original(*args, **kwargs))
+    with contextlib.ExitStack() as held:
+        held.enter_context(patched([numbers]))
+        if adapts_text(patcher.model):
+            held.enter_context(conditions_through(patcher.model, functools.partial(_with_low_rank, patcher)))
         return executor(*args, **kwargs)
 
 

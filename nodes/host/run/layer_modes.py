@@ -17,8 +17,7 @@ from ..core import (
 )
 from ..facts.kernels import DEQUANTIZED, kernel_of_product
 from ..facts.layers import DIFFUSION_MODEL, activation_dtype, is_quantized, layers_of
-from ..facts.own_casts import FP32 as CAST_TO_FP32
-from ..facts.own_casts import own_cast
+from ..facts.own_casts import CAST_TO_FP32, own_cast
 from .compute import compute_of
 from .core_layers import FP8_RESULT, has_changed_weight
 

@@ -1,8 +1,6 @@
 """The report against a spy on the products, for every family at its smallest and those that Halfsafe has no rules for."""
 
 import pytest
-from comfy.ldm.wan.model import SCAILWanModel, VaceWanModel, WanModel
-from comfy.ldm.wan.model_wandancer import WanDancerModel
 from support import families, held_out, tiny_models
 from support.families import load, with_compute
 from support.matmul_spy import MatmulSpy, differences
@@ -41,13 +39,3 @@ def test_the_report_is_what_ran(comfy, made, monkeypatch, family, storage):
     for compute in COMPUTES:
         found[compute] = disagreements(comfy, with_compute(comfy, stored, compute), call)
     assert found == {compute: [] for compute in COMPUTES}
-
-
-def test_casts_that_model_code_makes_are_read_from_it():
-    from halfsafe.nodes.host.facts.own_casts import _casts_in
-
-    patches = {"patch_embedding": "fp32"}
-    assert _casts_in(WanModel) == patches
-    assert _casts_in(VaceWanModel) == {**patches, "vace_patch_embedding": "fp32"}
-    assert _casts_in(WanDancerModel) == {**patches, "patch_embedding_global": "fp32"}
-    assert _casts_in(SCAILWanModel).keys() >= {"patch_embedding", "patch_embedding_pose"}

@@ -4,8 +4,6 @@ Two names of the CPU, "cpu" and "cpu:1", stand for two devices. Threads, clones 
 Its threads are not in inference mode, as no thread is that it does not put there.
 """
 
-import threading
-import time
 from contextlib import nullcontext
 
 import pytest
@@ -108,27 +106,3 @@ def test_the_test_product_is_made_on_each_device(comfy, wan, split, monkeypatch)
     sample(both)
     assert report_of(both).verdict == "device_fault"
     assert [event.op for event in report_of(both).events] == ["matmul"]
-
-
-def test_source_is_parsed_by_one_thread_at_a_time(monkeypatch):
-    from halfsafe.nodes.host.facts import own_casts
-
-    parse, inside, most = own_casts.sources, [], []
-
-    def watched(cls):
-        inside.append(cls)
-        most.append(len(inside))
-        time.sleep(0.01)
-        inside.remove(cls)
-        return parse(cls)
-
-    monkeypatch.setattr(own_casts, "sources", watched)
-    own_casts._casts_in.cache_clear()
-    classes = [type(f"Model{number}", (torch.nn.Linear,), {"__module__": "comfy.test"}) for number in range(4)]
-    models = [torch.nn.Sequential(cls(1, 1)) for cls in classes]
-    threads = [threading.Thread(target=own_casts.own_cast, args=(model, "0.x")) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(most) >= 4 and max(most) == 1
