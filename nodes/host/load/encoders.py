@@ -240,8 +240,8 @@ def _vae(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, dtype: str, f
     if vae.first_stage_model is None:
         raise CheckpointError(checkpoint.path, "ComfyUI knows no VAE like this", advice="Check that the file is a VAE.")
     if filled := lacking.refuse(vae.first_stage_model, unless=ENCODER):
-        told = "Halfsafe: %s: lacks %d tensors, %s first: encoding pictures gives NaN."
-        logger.warning(told, checkpoint.path, len(filled), filled[0])
+        first, path = filled[0], checkpoint.path
+        logger.warning("Halfsafe: %s: lacks %d tensors, %s first: encoding gives NaN.", path, len(filled), first)
     vae.patcher.cached_patcher_init = factory
     return vae
 

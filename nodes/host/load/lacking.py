@@ -56,7 +56,8 @@ class Lacking(TorchDispatchMode):
     def names(self, module: torch.nn.Module) -> list[str]:
         """List the parameters of a module that the file had nothing for."""
         # ComfyUI's quantized layers have none before they are given one (``_load_quantized_module`` in comfy/ops.py).
-        none = [f"{name}.weight" for name, part in module.named_modules() if kind_of(part) and part.weight is None]
+        layers = ((name, part) for name, part in module.named_modules() if kind_of(part))
+        none = [f"{name}.weight" for name, part in layers if getattr(part, "weight", part) is None]
         return none + [name for name, parameter in module.named_parameters() if self._is_unwritten(parameter)]
 
     def refuse(

@@ -81,7 +81,7 @@ def test_a_vae_that_cannot_decode(comfy, models_dir):
 def test_a_vae_that_cannot_encode_decodes_and_says_so(comfy, models_dir, caplog):
     path = vae_without(models_dir, "encoder.conv_in.bias")
     vae = comfy.run("HalfsafeLoadVAE", vae_name=path, dtype="fp32")[0]
-    assert "lacks 1 tensors, encoder.conv_in.bias first: encoding pictures gives NaN" in caplog.text
+    assert "lacks 1 tensors, encoder.conv_in.bias first: encoding gives NaN" in caplog.text
     assert torch.isfinite(vae.decode(torch.randn(1, 4, 4, 4))).all()
     assert torch.isnan(vae.encode(torch.rand(1, 32, 32, 3))).all()
 
