@@ -107,7 +107,7 @@ class Compute:
         acting = self.acting(call.model)
         watched = self.fallback and acting is self
         with attending(call.model, call, scores_in_fp32 if watched and not fuses_by_default() else None):
-            return acting.run(call) if acting.plan.exchanges else call.once({})
+            return acting.run(call) if acting.plan.exchanges else call.make({})
 
     def run(self, call: Call) -> torch.Tensor:
         """Make a call with the plan's forwards and attention in place of the model's."""
