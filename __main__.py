@@ -155,7 +155,7 @@ def _add_convert(commands) -> None:
         type=Path,
         nargs="+",
         metavar="source",
-        help=".safetensors or .gguf file, .index.json, or one part of a sharded set",
+        help=".safetensors file, .index.json, or one part of a sharded set",
     )
     convert.add_argument(
         "target", type=Path, help=".safetensors file to write, or a folder for files of the same names"

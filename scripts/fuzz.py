@@ -1,6 +1,6 @@
 """Damaged files, rules and reports in bulk: every answer is right or a typed error. `python scripts/fuzz.py --help`.
 
-Each case is one genuine file of a random dialect, GGUF in one of five, mutated (`tests/support/mutations.py`), and given to every target
+Each case is one genuine file of a random dialect, mutated (`tests/support/mutations.py`), and given to every target
 (`tests/support/fuzz_targets.py`). Case N of a seed is always the same; `--only N` runs it alone and shows what it does.
 The cases run in a process with limited memory; a crash, a hang and a write outside of the folder count as failures.
 With `--atheris` (a package for Python 3.11 to 3.13, not needed otherwise) coverage of `precision/` guides the bytes.
@@ -215,7 +215,7 @@ def run_case(case: int, seed: int, folder: Path, tally: Tally, confinement, targ
     from support import fuzz_targets, mutations
 
     random = Random(f"{seed}:{case}")
-    name, content = mutations.mutated_file(random)
+    name, content = "in.safetensors", mutations.mutated(random)
     path = folder / name
     tally.cases += 1
     for target in targets or fuzz_targets.TARGETS:
@@ -248,7 +248,7 @@ def _show(case: int, seed: int, targets: list[str] | None) -> int:
     _import_pack()
     from support import fuzz_targets, mutations
 
-    name, content = mutations.mutated_file(Random(f"{seed}:{case}"))
+    name, content = "in.safetensors", mutations.mutated(Random(f"{seed}:{case}"))
     print(f"{name}, {len(content)} bytes: {content[:1500]!r}")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name

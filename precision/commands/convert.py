@@ -23,7 +23,7 @@ from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
 from ..plan.rules import Rules
 from ..plan.storage import StorageDecision, plan_storage
-from ..plan.weights import packed_notes, plan_weights
+from ..plan.weights import plan_weights
 from .many import PART
 
 
@@ -81,7 +81,7 @@ def convert_file(
     tensors = planned_tensors(checkpoint.weights, plans, source, _done(file, progress), rounding)
     write_safetensors(target, planned_specs(plans), tensors, metadata, overwrite, card if rounding else None)
     if progress:
-        progress(file.data_bytes - sum(weight.file_bytes for weight in checkpoint.weights.values()))
+        progress(file.data_bytes - sum(weight.data.nbytes for weight in checkpoint.weights.values()))
     return ConvertSummary(
         source=str(source),
         target=str(target),
@@ -128,7 +128,7 @@ def _rounding(
 def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, WeightPlan]) -> list[str]:
     idle = rules_without_effect(layer_specs(checkpoint, model_prefix(checkpoint)), rules)
     otherwise = [f"{name}: {plan.reason}" for name, plan in plans.items() if plan.reason]
-    return [*checkpoint.notes, *packed_notes(checkpoint, plans), *(f"{rule}: {why}" for rule, why in idle), *otherwise]
+    return [*checkpoint.notes, *(f"{rule}: {why}" for rule, why in idle), *otherwise]
 
 
 def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, StorageDecision]:

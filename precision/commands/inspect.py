@@ -28,7 +28,6 @@ from ..formats.stored_weight import NUMBERS, StoredWeight
 SATURATION_LIMIT = 1e-3
 SATURATION_MINIMUM = 1000
 _CHUNK = 1 << 22
-IN_GGUF = "ComfyUI's own loaders read no GGUF; Load Diffusion Model (Halfsafe) and ComfyUI-GGUF do."
 COMFYUI_READS = frozenset({COMFY_QUANT, QUANTIZATION_KEY, SCALED_FP8})
 _OF_DATA = ("nan", "inf", "saturated")
 
@@ -144,7 +143,7 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     """Say what ComfyUI 0.29 to 0.38 does with the file: ``utils.convert_old_quants``, ``ops._load_quantized_module``,
     ``model_base`` (unexpected keys).
     """
-    quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.coded is None]
+    quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.encoding is None]
     known = not COMFYUI_READS.isdisjoint(checkpoint.dialects)
     scaled = [weight for weight in quantized if weight.scale is not None]
     clipped = [w for w in scaled if known and w.input_scale is None and not w.full_precision]
@@ -158,7 +157,6 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     )
     found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
     formats = Counter(w.row for w in checkpoint.weights.values() if w.encoding is not None)
-    found += [IN_GGUF] if "GGUF" in checkpoint.dialects else []
     return [
         *found,
         *(f"{count} layers: {row.title} needs ComfyUI {row.since} or later." for row, count in formats.items()),
@@ -180,7 +178,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
         problems.append(Finding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
     for name, tensor in file.items():
         weight = weights.get(name, StoredWeight(name, tensor))
-        if weight.coded is not None:
+        if weight.encoding is not None:
             _scan_coded(weight, problems)
         elif tensor.dtype in NUMBERS:
             _scan_tensor(tensor, weight, problems, remarks)
@@ -218,8 +216,6 @@ def _scan_coded(weight: StoredWeight, problems: list[Finding]) -> None:
     bound = weight.bound(0.0)
     if bound < float("inf"):
         _fp16_range(weight, bound, problems)
-    elif weight.packed is not None:
-        problems += _non_finite(weight.name, (part for _, part in weight.parts()))
     else:
         problems += _non_finite(weight.name, weight.data.reshape(-1).split(_CHUNK))
 

@@ -14,13 +14,11 @@ import torch
 
 from ..dtypes import FP8_DTYPES, name_of
 from ..errors import CheckpointError, NonFiniteWeight, UnconsumedScale
-from ..files.gguf_file import GgufFile
 from ..files.strict_json import read_object
 from ..files.tensor_file import TensorFile
 from .encoded import encoding_of
 from .encoding import NonFiniteScale
 from .foreign import reject_foreign
-from .gguf_weight import GgufWeight
 from .metadata import QUANTIZATION_KEY, lasting_metadata
 from .registry import FORMATS
 from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, block_sizes, blocks_are_assumed, granularity_of
@@ -73,7 +71,7 @@ class _Reader:
         self.metadata = metadata
         self.path = path
         self.taken: set[str] = set()
-        self.dialects: Counter[str] = Counter({"GGUF": 1} if isinstance(tensors, GgufFile) else {})
+        self.dialects: Counter[str] = Counter()
         self.remarks: Counter[str] = Counter()
 
     def read(self) -> Checkpoint:
@@ -84,7 +82,7 @@ class _Reader:
         }
         self._check_leftovers(quantized)
         weights = {
-            name: replace(quantized.get(name) or self._as_stored(name, tensor), file=self._file_of(name))
+            name: replace(quantized.get(name) or StoredWeight(name, tensor), file=self._file_of(name))
             for name, tensor in self.tensors.items()
             if name not in self.taken
         }
@@ -203,22 +201,6 @@ class _Reader:
         except ValueError as error:
             raise CheckpointError(self._file_of(name), f"{declared}, but {error}", name, _DAMAGED) from None
         return StoredWeight(name, encoding.data, encoding=encoding)
-
-    def _as_stored(self, name: str, data: torch.Tensor) -> StoredWeight:
-        """Read a tensor without a scale of its own, unpacked later where a GGUF file has it in blocks."""
-        packed = self.tensors.packed.get(name) if isinstance(self.tensors, GgufFile) else None
-        if packed is None:
-            return StoredWeight(name, data)
-        self.dialects[packed.type] += 1
-        try:
-            weight = GgufWeight(packed.type, packed.shape, data)
-        except ValueError as error:
-            raise CheckpointError(
-                self.path, f"{packed.type}, but {error}", name, "Use a file in another type, such as Q8_0."
-            ) from None
-        if not data.numel():
-            return StoredWeight(name, torch.empty(packed.shape, dtype=torch.bfloat16))
-        return StoredWeight(name, torch.empty(packed.shape, dtype=torch.bfloat16, device="meta"), packed=weight)
 
     def _weight_scale(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor | None, str, str]:
         found = next(((key, dialect) for key, dialect in _weight_scale_names(name) if key in self.tensors), None)

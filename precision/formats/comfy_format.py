@@ -98,8 +98,8 @@ def finite_bound(weight: StoredWeight, path) -> float:
     Raises:
         NonFiniteWeight: it holds NaN or Inf, or exceeds fp32's range.
     """
-    if weight.coded is not None:
-        largest = weight.coded.bound()
+    if weight.encoding is not None:
+        largest = weight.encoding.bound()
     elif weight.is_number:
         largest = host_amax(weight.data) if weight.data.device.type == "cpu" else amax_value(weight.data)
     else:
@@ -240,7 +240,7 @@ def _seen(weight: StoredWeight, at: torch.Tensor | None) -> torch.Tensor:
 
 def _fp8_amax(weight: StoredWeight, bound: float) -> float:
     """Return the amax that one fp8 scale is made for. The bound of a weight that is unpacked is loose."""
-    return bound if weight.coded is None else weight.amax
+    return bound if weight.encoding is None else weight.amax
 
 
 def _fp8(weight: StoredWeight, storage: str, bound: float) -> dict[str, torch.Tensor]:
@@ -264,7 +264,7 @@ def _fp8(weight: StoredWeight, storage: str, bound: float) -> dict[str, torch.Te
 def _stays(weight: StoredWeight, storage: str) -> bool:
     """Tell whether a weight is in an fp8 storage with one scale, or in its fnuz sibling."""
     own = OF_FNUZ.get(name_of(weight.data.dtype), name_of(weight.data.dtype))
-    return weight.coded is None and weight.granularity in ("none", "tensor") and own == storage in FP8_NAMES
+    return weight.encoding is None and weight.granularity in ("none", "tensor") and own == storage in FP8_NAMES
 
 
 def specs_of(weight: StoredWeight, storage: str) -> list[TensorSpec]:

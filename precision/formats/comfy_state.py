@@ -54,7 +54,7 @@ def planned_tensors(
     """
     for name, weight, tensors in (making or made_here)(weights.items(), plans, path, read):
         yield from (rounding(weight, plans[name], tensors) if rounding else tensors).items()
-        done(name, weight.file_bytes)
+        done(name, weight.data.nbytes)
 
 
 def made_here(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 PACKED = "packed"
-"""The storage of weights that another loader, such as ComfyUI-GGUF's, keeps as bytes in a format of its own."""
+"""The storage of weights that another loader keeps as bytes in a format of its own."""
 
 
 def model_facts(patcher: ModelPatcher) -> ModelFacts:
@@ -49,7 +49,9 @@ def _is_known(weight: torch.Tensor) -> bool:
 def storage_of(tensor: torch.Tensor) -> str:
     """Name the storage of a weight, quantized or not."""
     if not _is_known(tensor):
-        return PACKED
+        # ComfyUI-GGUF's GGMLTensor (its ops.py) has GGML's type, an enum of the package gguf.
+        kind = getattr(tensor, "tensor_type", None)
+        return PACKED if kind is None else f"gguf {kind.name}"
     if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
         return name_of(tensor.dtype)
     formats = comfy.quant_ops.QUANT_ALGOS.items()

@@ -13,13 +13,11 @@ import comfy.quant_ops
 import comfy.sd
 import torch
 
-from ....precision.dtypes import QUANTIZED_NAMES, dtype_named
+from ....precision.dtypes import dtype_named
 from ....precision.errors import CheckpointError
 from ....precision.formats.checkpoint import Checkpoint
-from ....precision.formats.comfy_format import AS_FILE
 from ....precision.formats.stored_weight import StoredWeight
 from ....precision.plan.choice import ATTACHMENT, LoadRecord, frozen
-from ....precision.plan.facts import packed_types
 from ....precision.plan.memory import plan_model
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
@@ -27,7 +25,6 @@ from ..core import casts_weights, quantization_format, set_cast_dtype, set_full_
 from ..facts.model_facts import held_storages
 from ..lora.unmerged import keep_low_rank_unmerged
 from ..run.compute import set_compute
-from .copies import freed_once_copied
 from .detection import Detected, detect_model
 from .devices import (
     compute_device,
@@ -66,7 +63,7 @@ def load_weights(
     """Make a model of the weights of a diffusion model, which are not changed; see :func:`load_diffusion_model`."""
     detected = detect_model(checkpoint, only_diffusion_model=True)
     load = prepare(detected, storage, compute, rules, streams_weights(compute_device(), disable_dynamic))
-    with of_fitting_shapes(checkpoint.path), freed_once_copied(load.unpacked):
+    with of_fitting_shapes(checkpoint.path):
         patcher = comfy.sd.load_diffusion_model_state_dict(
             dict(load.tensors),
             model_options=operations_for(detected, load),
@@ -83,7 +80,7 @@ def load_checkpoint_model(
     """Load the diffusion model of a full checkpoint; see :func:`load_diffusion_model`."""
     detected = detect_model(open_model(path), only_diffusion_model=False)
     load = prepare(detected, storage, compute, rules, streams_weights(compute_device(), disable_dynamic))
-    with of_fitting_shapes(path), freed_once_copied(load.unpacked):
+    with of_fitting_shapes(path):
         patcher, *_ = comfy.sd.load_state_dict_guess_config(
             dict(load.tensors),
             output_vae=False,
@@ -103,7 +100,6 @@ class PreparedLoad:
 
     plan: LoadPlan
     tensors: dict[str, torch.Tensor]
-    unpacked: list[torch.Tensor]
     unread: list[StoredWeight]
     dtype: torch.dtype
     notes: Sequence[str]
@@ -128,11 +124,8 @@ def prepare(detected: Detected, storage: str, compute: str, rules: Rules, stream
     require_held_by_device((decision.storage for decision in plan.decisions.values()), compute_device())
     weights = plan_model(checkpoint, plan, detected.layer_names, detected.prefix, formats, assigned=streamed)
     loaded = load_tensors(checkpoint, weights, read=not streamed)
-    tensors = loaded.tensors
-    names = (name for name, found in weights.plans.items() if found.storage not in (AS_FILE, *QUANTIZED_NAMES))
-    unpacked = [tensors[name] for name in names if tensors[name] is not checkpoint.weights[name].data]
     notes = [*weights.notes, *loaded.notes]
-    return PreparedLoad(plan, tensors, unpacked, loaded.unread, dtype_named(weights.dtype), notes)
+    return PreparedLoad(plan, loaded.tensors, loaded.unread, dtype_named(weights.dtype), notes)
 
 
 def quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:
@@ -220,15 +213,11 @@ def hold_norms_in_fp32(modules: Iterable[torch.nn.Module]) -> None:
 
 def record_of(detected: Detected, plan: LoadPlan, notes: list[str]) -> LoadRecord:
     decisions = plan.decisions.items()
-    reasons = packed_types(detected.checkpoint, detected.layer_names)
-    for name, decision in decisions:
-        if decision.reason:
-            reasons[name] = "; ".join(filter(None, (reasons.get(name), decision.reason)))
     return LoadRecord(
         file=detected.checkpoint.path,
         dialects=detected.checkpoint.dialects,
         storage=plan.storage,
-        reasons=frozen(reasons),
+        reasons=frozen({name: decision.reason for name, decision in decisions if decision.reason}),
         kept=frozen({name: decision.reason for name, decision in decisions if decision.kept}),
         asked=frozen({name: decision.storage for name, decision in decisions if decision.storage != "as_file"}),
         without_effect=plan.without_effect,

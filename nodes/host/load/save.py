@@ -153,7 +153,7 @@ def _refuse_foreign(patcher: ModelPatcher) -> None:
     if foreign:
         first, cls = next(iter(foreign.items()))
         problem = f"Layer '{first}' and {len(foreign) - 1} more are packed in a format of another loader ({cls})."
-        advice = "Load the file with Load Diffusion Model (Halfsafe), which reads GGUF too, and save that model."
+        advice = "Load the model from a .safetensors file and save that."
         raise HalfsafeError(problem, advice)
 
 

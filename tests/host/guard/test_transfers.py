@@ -6,7 +6,7 @@ import pytest
 import torch
 from halfsafe.precision.guard.verdicts import NonFinite
 from safetensors.torch import load_file, save_file
-from support import families, gguf_files, model_files
+from support import families, model_files
 from support.dynamic_vram import dynamic_vram
 from support.families import load
 from support.guarding import guarded, report_of
@@ -50,12 +50,6 @@ def test_a_weight_that_is_fine_in_its_file_is_not_blamed_on_the_file(comfy, wan,
 
 def test_infinity_is_compared_too(comfy, wan):
     assert stopped(guarded(comfy, spoiled(by_core(comfy, wan), math.inf))).verdict == "transfer"
-
-
-def test_a_gguf_file_is_compared_by_its_values(comfy, wan, models_dir):
-    path = gguf_files.of_model(wan, models_dir / "diffusion_models" / "spoiled.gguf", ("Q8_0",))
-    error = stopped(guarded(comfy, spoiled(load(comfy, path, "as_file", "bf16"))))
-    assert error.verdict == "transfer" and "spoiled.gguf" in str(error)
 
 
 def test_a_file_may_hold_another_tensor_whose_name_ends_alike(comfy, wan, models_dir):

@@ -7,7 +7,6 @@ import torch
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.formats.encoded import encoding_of
-from halfsafe.precision.formats.gguf_weight import GgufWeight
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.plan.choice import Choice
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
@@ -172,22 +171,3 @@ def test_a_16_bit_weight_with_a_scale_that_cannot_be_quantized_keeps_its_scale(s
     weight = StoredWeight(name, torch.ones(shape, dtype=torch.bfloat16), torch.tensor(0.5), "tensor")
     (found,) = plan_weights({name: weight}, {name: storage}, "file").values()
     assert (found.storage, bool(found.reason)) == ("bf16", True)
-
-
-@pytest.mark.parametrize("storage", ["int8", "fp8_e4m3fn"])
-def test_a_packed_weight_beside_a_scale_like_name_goes_to_16_bit(storage):
-    packed = GgufWeight("Q8_0", (4, 32), torch.zeros(4 * 34, dtype=torch.uint8))
-    weight = StoredWeight("a.weight", torch.empty(4, 32, dtype=torch.bfloat16, device="meta"), packed=packed)
-    stored = {"a.weight": weight, "a.scale": StoredWeight("a.scale", torch.ones(4))}
-    found = plan_weights(stored, {"a.weight": storage}, "file")["a.weight"]
-    assert (found.storage, found.reason) == ("bf16", "a tensor beside it is named like a scale")
-
-
-@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
-def test_a_packed_weight_is_quantized_as_one_in_16_bit_is(storage):
-    """No limit on what one scale costs: like a 16-bit file, and unlike formats with a scale for each block."""
-    blocks = torch.zeros(16, 34, dtype=torch.uint8)
-    blocks[:, :2] = torch.tensor([1.0] + 15 * [2.0**-14]).half().view(16, 1).view(torch.uint8)
-    blocks[:, 2:] = torch.arange(32, dtype=torch.uint8)
-    weight = StoredWeight("a.weight", torch.empty(16, 32, dtype=torch.bfloat16, device="meta"), packed=GgufWeight("Q8_0", (16, 32), blocks.view(-1)))
-    assert plan_weights({"a.weight": weight}, {"a.weight": storage}, "file")["a.weight"].storage == storage
