@@ -105,13 +105,11 @@ BY_HAND = [
     "comfy.utils.state_dict_prefix_replace(state_dict, replace_prefix=, filter_keys=)",
     "comfy.utils.unet_to_diffusers(unet_config)",
     "comfy_execution.utils.get_executing_context()",
-    "folder_paths.filter_files_extensions(files, extensions)",
     "folder_paths.get_filename_list(folder)",
     "folder_paths.get_folder_paths(folder)",
     "folder_paths.get_full_path(folder, name)",
     "folder_paths.get_output_directory()",
     "folder_paths.get_save_image_path(prefix, folder)",
-    "folder_paths.recursive_search(folder, excluded)",
     "server.PromptServer.send_progress_text(text, node_id, sid)",
     "server.PromptServer.send_sync(event, data, client_id)",
 ]

@@ -15,6 +15,7 @@ from ..files.tensor_file import TensorFile
 from ..formats.card import card_in
 from ..formats.checkpoint import (
     COMFY_QUANT,
+    QUANTIZATION_KEY,
     SCALED_FP8,
     Checkpoint,
     dialect_text,
@@ -22,7 +23,6 @@ from ..formats.checkpoint import (
 )
 from ..formats.comfy_state import model_shapes
 from ..formats.families import UNKNOWN, model_name
-from ..formats.metadata import QUANTIZATION_KEY
 from ..formats.stored_weight import NUMBERS, StoredWeight
 
 SATURATION_LIMIT = 1e-3
@@ -156,10 +156,10 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
         (clipped, "no input scale: where the GPU multiplies in fp8, activations are clipped at 448"),
     )
     found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
-    formats = Counter(w.row for w in checkpoint.weights.values() if w.encoding is not None)
+    formats = Counter(w.format for w in checkpoint.weights.values() if w.encoding is not None)
     return [
         *found,
-        *(f"{count} layers: {row.title} needs ComfyUI {row.since} or later." for row, count in formats.items()),
+        *(f"{count} layers: {kind.title} needs ComfyUI {kind.since} or later." for kind, count in formats.items()),
     ]
 
 

@@ -4,8 +4,6 @@ from collections.abc import Iterator
 
 import torch
 
-from ..formats.scratch import empty
-
 PART = 32 << 20
 """Bytes of each buffer."""
 
@@ -46,7 +44,7 @@ class PinnedCopies:
 
     def download(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor of the device, as the current stream leaves it, to the host."""
-        result, stream = empty(tensor.shape, tensor.dtype), torch.cuda.current_stream(self._device)
+        result, stream = torch.empty(tensor.shape, dtype=tensor.dtype), torch.cuda.current_stream(self._device)
         before = None
         for source, target in zip(_parts(tensor), _parts(result), strict=True):
             buffer, copied = self._next(len(source))

@@ -1,15 +1,9 @@
-"""Memory to compute in, the same each time, and memory for large results."""
+"""Memory to compute in, the same each time."""
 
-import ctypes
-import functools
-import mmap
 import threading
-from collections.abc import Sequence
 
 import torch
 
-LARGE = 1 << 20
-"""Bytes from which on a result asks for huge pages. Neighbours of 1 MB share one."""
 _held = threading.local()
 
 
@@ -27,24 +21,5 @@ def scratch(count: int, size: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def forget_scratch() -> None:
-    """Free what :func:`scratch` holds for this thread."""
+    """Free the tensors of :func:`scratch` in the current thread."""
     _held.__dict__.clear()
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Make an uninitialized tensor, in host memory of huge pages where the kernel gives them on request.
-
-    The page faults of new memory take as long as a cast into it, at 4 KB each.
-    """
-    tensor = torch.empty(shape, dtype=dtype, device=device)
-    if tensor.device.type == "cpu" and tensor.nbytes >= LARGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        page = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        # A kernel without huge pages refuses the advice, and the memory is as any other.
-        _libc().madvise(ctypes.c_void_p(page), ctypes.c_size_t(end - page), mmap.MADV_HUGEPAGE)
-    return tensor
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)

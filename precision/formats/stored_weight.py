@@ -9,9 +9,7 @@ from functools import cached_property
 import torch
 
 from ..dtypes import FP8_DTYPES, name_of
-from .encoding import Encoding
-from .registry import Format, row_of
-from .scratch import empty
+from .format import Encoded, Format
 
 CHUNK = 1 << 20
 EIGHT_BIT = FP8_DTYPES | {torch.int8}
@@ -40,7 +38,7 @@ class StoredWeight:
     granularity: str = "none"
     input_scale: torch.Tensor | None = None
     full_precision: bool = False
-    encoding: Encoding | None = None
+    encoding: Encoded | None = None
     file: str = ""
 
     @property
@@ -55,12 +53,12 @@ class StoredWeight:
     @property
     def storage(self) -> str:
         """The storage name: ``bf16``, ``fp8_e4m3fn``, ``int8``, ``nvfp4``."""
-        return name_of(self.data.dtype) if self.encoding is None else self.row.storage
+        return name_of(self.data.dtype) if self.encoding is None else self.format.storage
 
     @property
-    def row(self) -> Format:
+    def format(self) -> Format:
         """The quantization format of an encoded weight."""
-        return row_of(self.encoding.format, self.encoding.data.nbytes, math.prod(self.shape))
+        return self.encoding.format
 
     @property
     def quantized(self) -> bool:
@@ -115,7 +113,7 @@ class StoredWeight:
 
     @cached_property
     def amax(self) -> float:
-        """The largest magnitude of the weight, for which all of it is read."""
+        """The largest magnitude of the weight; reads all values."""
         return max(part.abs().max().item() for _, part in self.parts())
 
     def exceeds(self, limit: float, bound: float) -> bool:
@@ -158,8 +156,8 @@ class StoredWeight:
         Unscaled data of that dtype is not copied."""
         if self.plain:
             same = self.data.dtype == dtype
-            return self.data if same else empty(self.shape, dtype, self.data.device).copy_(self.data)
-        result = empty(self.shape, dtype)
+            return self.data if same else torch.empty(self.shape, dtype=dtype, device=self.data.device).copy_(self.data)
+        result = torch.empty(self.shape, dtype=dtype)
         target = self.matrix(result)
         for rows, part in self.parts():
             target[rows] = part
@@ -185,7 +183,7 @@ def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
 
 
 def block_sizes(shape: Sequence[int], counts: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the block lengths that cut a weight of ``shape`` into ``counts`` blocks, the last ones possibly short.
+    """Return the block lengths that cut a weight of ``shape`` into ``counts`` blocks, the last possibly short.
 
     Square blocks where some fit. 128 where that fits (DeepSeek, Qwen, vLLM), else the power of two, else the exact
     divisor. None where there are none.

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ..amax import amax_value
 from ..dtypes import FP8_NAMES, dtype_named, name_of
 from ..errors import HalfsafeError
-from ..formats.quantize import Quantized, dequantize, power_of_two_scale, quantize
+from ..formats.fp8 import Quantized, dequantize, power_of_two_scale, quantize
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 READ_IN = "_halfsafe_read_in"

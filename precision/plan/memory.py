@@ -144,10 +144,10 @@ def _memory_plan(
     dtype: str,
     asked: Mapping[str, str],
 ) -> MemoryPlan:
-    lacking = Counter(weight.row for weight in inside.values() if memory.is_unknown(weight))
+    lacking = Counter(weight.format for weight in inside.values() if memory.is_unknown(weight))
     unpacked = [
-        f"{count} layers in {row.title}, which ComfyUI has from {row.since} on, were unpacked to {memory.unpacked}."
-        for row, count in lacking.items()
+        f"{count} layers in {kind.title}, which ComfyUI has from {kind.since} on, were unpacked to {memory.unpacked}."
+        for kind, count in lacking.items()
     ]
     refused = (weight for name, weight in inside.items() if asked.get(name, AS_FILE) == AS_FILE)
     counts = Counter(weight.storage for weight in refused if memory.is_refused(weight))

@@ -32,7 +32,7 @@ WITH_SCALE = "a tensor beside it is named like a scale"
 
 @dataclass(frozen=True)
 class Memory:
-    """What a ComfyUI that weights are loaded into, and its device, can hold.
+    """The formats and dtypes that a ComfyUI and its device can hold.
 
     Attributes:
         formats: what it holds quantized weights in, as storages are called.
@@ -55,7 +55,7 @@ class Memory:
         return self.is_unknown(weight) or self.is_refused(weight)
 
     def is_unknown(self, weight: StoredWeight) -> bool:
-        """Tell whether a weight is in a format that this ComfyUI does not have."""
+        """Tell whether a weight is in a format unknown to the ComfyUI."""
         # Its own loader fails on one with a KeyError (``_load_quantized_module`` in comfy/ops.py).
         return weight.encoding is not None and weight.storage not in self.formats
 
@@ -83,11 +83,11 @@ def plan_weights(
 
     Raises:
         NonFiniteWeight: a weight whose values were read holds NaN or Inf.
-        StorageNotHeld: ``memory`` lacks what is asked for.
-        CheckpointError: a weight has to be unpacked and the file does not tell its shape.
+        StorageNotHeld: ``memory`` lacks the storage that is asked for, or the comfy-kitchen that writes it is missing.
+        CheckpointError: a weight has to be unpacked, and nothing here can, or the file does not tell its shape.
     """
-    if memory is not None:
-        require_held(asked.values(), memory.formats)
+    written = [name for name in {*asked.values()} & FORMAT_OF_STORAGE.keys() if FORMAT_OF_STORAGE[name].can_write]
+    require_held(asked.values(), written if memory is None else memory.formats)
     with_scales = {name.rpartition(".")[0] for name in weights if looks_like_scale(name)}
     plans = {}
     for name, weight in weights.items():
@@ -114,8 +114,8 @@ def why_not_held(storage: str, formats: Container[str]) -> str:
     """Say why a ComfyUI with these formats cannot hold weights in a storage; "" where it can."""
     if storage not in QUANTIZED_NAMES or storage in formats:
         return ""
-    row = FORMAT_OF_STORAGE[storage]
-    return f"this ComfyUI does not run {row.title}, which came with ComfyUI {row.since} and its comfy-kitchen."
+    format = FORMAT_OF_STORAGE[storage]
+    return f"this ComfyUI does not run {format.title}, which came with ComfyUI {format.since} and its comfy-kitchen."
 
 
 def _plan(weight: StoredWeight, storage: str, reason: str, error: SampledError) -> WeightPlan:
@@ -134,12 +134,16 @@ def _plan(weight: StoredWeight, storage: str, reason: str, error: SampledError) 
 
 
 def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read: bool) -> tuple[str, str]:
-    """Return what is made of one weight, and why that is not what was asked for."""
+    """Return the storage of a weight, and why the asked storage is not used."""
     if weight.data.numel() == 0 or (weight.scale is None and not weight.is_number and weight.encoding is None):
         return AS_FILE, ""
     storage = _wanted(weight, asked, memory)
     if storage == AS_FILE or (weight.encoding is not None and storage == weight.storage):
         return AS_FILE, ""
+    if read and weight.encoding is not None and not weight.format.unpacks:
+        advice = f"Use ComfyUI {weight.format.since} or later, or another version of the model."
+        problem = f"in {weight.format.title}, which this comfy-kitchen cannot unpack"
+        raise CheckpointError(weight.file or path, problem, weight.name, advice)
     if read and weight.encoding is not None and (doubt := weight.encoding.doubt):
         if memory is not None and memory.lacks(weight):
             advice = "Update ComfyUI to one that reads the format, or use another version of the model."

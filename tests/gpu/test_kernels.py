@@ -116,7 +116,7 @@ def test_the_flag_for_fp16_sums_acts_where_the_probe_says_so(device):
 def test_an_fp8_product_with_a_dynamic_scale(device, capabilities):
     if not capabilities["fp8_matmul"]:
         pytest.skip("no fp8 products here")
-    from halfsafe.precision.formats.quantize import activation_scale
+    from halfsafe.precision.formats.fp8 import activation_scale
 
     torch.manual_seed(0)
     x = torch.randn(256, 256, device=device).bfloat16()

@@ -88,7 +88,7 @@ def genuine() -> dict[str, bytes]:
 
 def _writers() -> dict[str, Callable[[Path], Path]]:
     weights, biases = dialects.reference(LAYERS, SHAPE)
-    six, _ = dialects.reference(tuple(f"blocks.{number}.fc" for number in range(6)), (16, 64))
+    four, _ = dialects.reference(tuple(f"blocks.{number}.fc" for number in range(4)), (16, 64))
     prefixed = {f"model.diffusion_model.{layer}": weight for layer, weight in weights.items()}
 
     def with_all(write: Callable, **options) -> Callable[[Path], Path]:
@@ -112,10 +112,9 @@ def _writers() -> dict[str, Callable[[Path], Path]]:
         "block": with_all(dialects.block_wise, rows=16, columns=16),
         "block scale": with_all(dialects.block_wise, scale_name="scale", rows=16, columns=16),
         "group": with_all(dialects.block_wise, scale_name="weight_scale", rows=1, columns=16),
-        "native": lambda path: dialects.native(path, six, {}),
-        "int8": lambda path: dialects.in_format(path, six, {}, "int8"),
-        "int8 without format": lambda path: dialects.in_format(path, six, {}, "int8", {"convrot": True, "convrot_groupsize": 64}),
-        "w4a8": lambda path: dialects.in_format(path, six, {}, "w4a8"),
+        "native": lambda path: dialects.native(path, four, {}),
+        "int8": lambda path: dialects.in_format(path, four, {}, "int8"),
+        "int8 without format": lambda path: dialects.in_format(path, four, {}, "int8", {"convrot": True, "convrot_groupsize": 64}),
     }
 
 

@@ -10,7 +10,7 @@ import torch
 from halfsafe.nodes.host.run import fp8_product as product
 from halfsafe.nodes.host.run.core_layers import Fp8Linear
 from halfsafe.nodes.host.run.fast_accumulation import fast_accumulation
-from halfsafe.precision.formats.quantize import activation_scale
+from halfsafe.precision.formats.fp8 import activation_scale
 from support.dynamic_vram import dynamic_vram
 from support.families import load
 from support.measures import relative_error

@@ -13,7 +13,7 @@ from halfsafe.precision.analysis.layer_error import crest_factor, output_error, 
 from halfsafe.precision.analysis.search import MAX_TRIALS, Search, group_of, power
 from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
-from halfsafe.precision.formats.quantize import dequantize, quantize
+from halfsafe.precision.formats.fp8 import dequantize, quantize
 from halfsafe.precision.plan.rules import compile_pattern, parse, rules_from
 from hypothesis import given, settings
 from hypothesis import strategies as st

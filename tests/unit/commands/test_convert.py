@@ -17,8 +17,7 @@ from halfsafe.precision.errors import CheckpointError, NonFiniteWeight
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.files.tensor_file import TensorFile
 from halfsafe.precision.formats import comfy_format
-from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
-from halfsafe.precision.formats.metadata import CARD_KEY
+from halfsafe.precision.formats.checkpoint import CARD_KEY, StoredWeight, read_checkpoint
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.plan import weights as plan_of_weights
 from halfsafe.precision.plan.rules import rules_from
@@ -241,7 +240,7 @@ SCRIPT = """
     import conftest, torch
     from halfsafe.precision.amax import host_amax
     from halfsafe.precision.commands.convert import convert_file
-    from halfsafe.precision.formats.quantize import quantize
+    from halfsafe.precision.formats.fp8 import quantize
     from halfsafe.precision.plan.rules import rules_from
     def anonymous():
         with open("/proc/self/status") as status:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
-from halfsafe.precision.formats.encoded import encoding_of
-from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
+from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE, encoded_weight
 from halfsafe.precision.plan.choice import Choice
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.memory import plan_encoder, plan_model, unpacked_dtype
@@ -115,7 +114,7 @@ def encoded(name):
     row = next(row for row in FORMAT_OF_STORAGE.values() if row.storage == name)
     settings = {"format": row.name, "group_size": 64 if name == "awq4" else 16, "convrot_groupsize": 256}
     leaves = {leaf: tensors[leaf] for leaf in row.leaves if leaf in tensors}
-    weight = encoding_of(tensors["weight"], leaves, settings)
+    weight = encoded_weight(tensors["weight"], leaves, settings)
     return StoredWeight("blocks.0.ffn.0.weight", weight.data, encoding=weight), row
 
 
@@ -132,7 +131,7 @@ def test_a_format_that_comfyui_lacks_is_unpacked_with_a_note_for_models_and_enco
     assert f"1 layers in {row.title}, which ComfyUI has from {row.since} on, were unpacked to bf16." in model.notes
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "w4a8"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_what_the_device_cannot_hold_is_unpacked_with_a_note_in_the_part_that_goes_there(name):
     encoder_weights = {f"clip.{key}": replace(weight, name=f"clip.{key}") for key, weight in weights(torch.float8_e4m3fn).items()}
     weight, row = encoded(name)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from halfsafe.precision.formats import w4a8_scales
+from halfsafe.precision.formats import fp8
 from support import draws
 
 CONFTEST = Path(__file__).absolute().parents[2] / "conftest.py"
@@ -75,6 +75,6 @@ def test_the_products_own_seeds_stay(another_seed, monkeypatch):
     draws.shift_seeds()
     assert torch.Generator().manual_seed(7).initial_seed() == 7 + draws.SHIFT
     assert isinstance(torch.default_generator, torch.Generator)
-    assert w4a8_scales.__name__.partition(".")[0] == draws.PRODUCT
+    assert fp8.__name__.partition(".")[0] == draws.PRODUCT
     monkeypatch.setattr(draws, "PRODUCT", __name__.partition(".")[0])
     assert torch.Generator().manual_seed(7).initial_seed() == 7
