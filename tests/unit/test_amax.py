@@ -8,7 +8,7 @@ from halfsafe.precision import amax as amax_module
 from halfsafe.precision.amax import amax, amax_value, host_amax, norm_loses_nan
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.linear import SafeOperation, fits_fp16
-from halfsafe.precision.formats.quantize import activation_scale
+from halfsafe.precision.formats.fp8 import activation_scale
 from halfsafe.precision.guard.localize import Localizer, first_bad_weight
 from support.broken_arithmetic import NormsLoseNaN
 from support.plain_weights import plain_weights

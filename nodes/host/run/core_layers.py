@@ -10,7 +10,7 @@ from ....precision.arithmetic.linear import WeightProvider
 from ....precision.arithmetic.patching import Patch
 from ....precision.arithmetic.planned import LayerHost
 from ....precision.dtypes import dtype_named
-from ....precision.formats.quantize import activation_scale
+from ....precision.formats.fp8 import activation_scale
 from ....precision.modes import FP8, FP16_WIDE, FP32
 from ....precision.plan.compute import ComputeDecision
 from ....precision.plan.fp16_results import largest_fp16_result

@@ -212,29 +212,12 @@ def test_blocks_of_empty_weights_are_planned(tmp_path):
     fuzz_targets.judge("plan", path, Random(0))
 
 
-def test_mutated_gguf_files_are_read_right_or_refused(tmp_path):
-    path = tmp_path / "in.gguf"
-    for case in range(60):
-        path.write_bytes(mutations.mutated_gguf(Random(f"test:{case}")))
-        for target in ("read", "inspect", "scan", "convert", "plan"):
-            fuzz_targets.judge(target, path, Random(case))
-    assert {file.name for file in tmp_path.iterdir()} <= {"in.gguf", "out.safetensors"}
-
-
-def test_genuine_gguf_files_convert_to_every_storage(tmp_path):
-    path = tmp_path / "in.gguf"
-    for name, content in mutations.genuine_gguf().items():
-        path.write_bytes(content)
-        assert {fuzz_targets.judge("convert", path, Random(seed)) for seed in range(12)} == {"ok"}, name
-
-
 # the fuzzer itself
 
 
 def test_the_same_case_is_the_same_file():
-    first, again, other = (mutations.mutated_file(Random(seed)) for seed in ("7:1", "7:1", "7:2"))
+    first, again, other = (mutations.mutated(Random(seed)) for seed in ("7:1", "7:1", "7:2"))
     assert first == again != other
-    assert {mutations.mutated_file(Random(seed))[0] for seed in range(40)} == {"in.gguf", "in.safetensors"}
 
 
 def test_wrong_answers_and_unknown_errors_are_failures(tmp_path, monkeypatch):
