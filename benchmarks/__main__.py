@@ -10,7 +10,6 @@ calibrate: weights rounded by a calibration against rounded to nearest, on train
 kept: which share of each model's weights the default rules keep in 16 bit.
 cost: what fp16_safe costs beside fp16, by count and estimated for several cards.
 compiled: what torch.compile makes of fp16_safe beside fp16, by count.
-known: which bounds that are known beforehand hold trained weights within fp16.
 gguf: what GGUF files cost, against ComfyUI-GGUF.
 overflowing: a model that overflows fp16, such as MiniMax H3, in each storage and compute under the guard.
 drift: how far clean runs of every family are from the thresholds of the guard's check.
@@ -36,7 +35,7 @@ from setup.environment import ROOT, Environment, SetupError, clean_environ, prep
 MODULES = {
     **dict.fromkeys(("load", "convert"), "files"),
     **dict.fromkeys(("safe16", "fp8mm", "patch", "guard", "lora"), "compute"),
-    **{"import": "import_time", "cost": "cost", "compiled": "compiled", "known": "known", "kept": "kept", "calibrate": "calibrate", "gguf": "gguf_files", "first_step": "first_step", "scaling": "scaling", "drift": "drift", "overflowing": "overflowing", "soak": "soak", "zoo": "zoo", "gpu": "gpu"},
+    **{"import": "import_time", "cost": "cost", "compiled": "compiled", "kept": "kept", "calibrate": "calibrate", "gguf": "gguf_files", "first_step": "first_step", "scaling": "scaling", "drift": "drift", "overflowing": "overflowing", "soak": "soak", "zoo": "zoo", "gpu": "gpu"},
 }
 SHARED = ("files", "compute")
 

@@ -147,7 +147,7 @@ def scales_input(layer: Layer) -> bool:
 
 def is_in_dynamic_memory(layer: Layer) -> bool:
     """Tell whether dynamic VRAM holds a layer's weight, and moves it to the device at its calls."""
-    return hasattr(layer, "_v")
+    return "_v" in layer.__dict__  # nn.Module's own look-up of a name that is not there raises inside
 
 
 def round_merge_to_nearest(layer: Layer) -> None:
@@ -257,11 +257,6 @@ def without_compiler(arguments: CommandLine) -> list[Patch]:
     """Return what turns off ComfyUI's model compiler, which each model asks as its call begins; nothing where there is
     none."""
     return [(arguments, "disable_comfy_compiler", True)] if hasattr(arguments, "disable_comfy_compiler") else []
-
-
-def has_compiler(arguments: CommandLine) -> bool:
-    """Tell whether ComfyUI has a model compiler that is on."""
-    return not getattr(arguments, "disable_comfy_compiler", True)
 
 
 def close_graph(prefetching: Prefetching) -> None:

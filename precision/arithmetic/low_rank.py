@@ -34,11 +34,12 @@ import torch.nn.functional as F
 
 from ..amax import norm_loses_nan
 from ..dtypes import FP16_MAX
-from .bounds.value_bounds import ROUNDING
 from .operand_scale import converts_results
 from .proofs import MARGIN
 from .wide_product import add_wide_product, wide_product
 
+ROUNDING = 1.01
+"""What rounding adds to a bound."""
 SMALLEST_SIZE = 2.0**-120
 SMALLEST_HALF = 2.0**-24
 """fp16's smallest number."""

@@ -10,7 +10,7 @@ import comfy.lora
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.arithmetic.bounds.attention_bounds import AttentionCall
+from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.arithmetic.linear import kind_of, multiplied
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.guard.drift import CastsToFp32

@@ -11,8 +11,7 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
-from ....precision.arithmetic.bounds.attention_bounds import AttentionCall
-from ....precision.arithmetic.bounds.known_values import counted
+from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.arithmetic.flags import fp32_accumulation
 from ....precision.arithmetic.patching import Patch, patched
 from ....precision.arithmetic.planned import PlannedLayers
@@ -21,16 +20,14 @@ from ....precision.modes import FP16, FP16_WIDE, INT8, MODE_OF
 from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..core import casting
 from ..facts.layers import is_quantized, modules_of
-from .attention import attending, in_one_dtype, kernels_of
+from .attention import attending, has_attention_patch, in_one_dtype, kernels_of
 from .call import Call
 from .conditions import Make, adapts_text, conditions_through
 from .core_layers import CoreLayers, Switching, int8_patches
 from .execution import switches_by_layer
 from .model_compiler import compiler_off
-from .model_compiler import is_on as compiler_is_on
-from .modules import calling_layers, only_normalizes
+from .modules import calling_layers
 from .per_model import PerModel
-from .rotary import know_rotations
 from .ruled_attention import NO_ATTENTION, NO_BLOCK, RuledAttention, blocks_of, outermost
 from .wrappers import COMPUTE, set_wrapper
 
@@ -38,7 +35,6 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 LISTED = 3
-know_rotations()
 
 
 def set_compute(patcher, plan: ComputePlan) -> None:
@@ -71,7 +67,8 @@ class Compute:
 
     def __call__(self, executor, *args, **kwargs):
         run, call = self.runs.of(executor.class_obj), Call(executor, *args, **kwargs)
-        with patched(run.patches), attending(executor.class_obj, call, run.attend, run.given):
+        run.attention.is_patched = has_attention_patch(call.options)
+        with patched(run.patches), attending(executor.class_obj, call, run.attend, run.inputs):
             return run.call(call)
 
     def planned_modes(self, patcher: "ModelPatcher") -> dict[str, str]:
@@ -103,6 +100,7 @@ class Compute:
 
     def _conditions(self, model, make: Make) -> dict:
         run = self.adapters.of(model)
+        run.calibration.recalibrate()  # its one call in a run gives objects of ComfyUI's, which no look sees through
         with patched(run.patches):
             return run.call(make)
 
@@ -151,10 +149,7 @@ class PlannedModel:
         self, plan: ComputePlan, model, inside: Callable[[str], bool] = lambda name: True, fp16_results: bool = False
     ):
         named = modules_of(model)
-        planned = {name: module for name, module in named.items() if name in plan.decisions}
-        norms = {name: module for name, module in named.items() if plan.is_safe and only_normalizes(module)}
-        self.modules = planned | norms
-        self._planned = list(planned)
+        self.modules = planned = {name: module for name, module in named.items() if name in plan.decisions}
         self.plan = plan
         self._safe, self._mixes = plan.is_safe, plan.mixes_fp32_in  # a graph breaks where it reads the plan's mappings
         self._model = weakref.ref(model)
@@ -164,7 +159,7 @@ class PlannedModel:
         decisions = {name: _without_int8(plan, name) for name in planned if name not in in_int8}
         modules = {name: self.modules[name] for name in decisions}
         host = CoreLayers(plan.activation_dtype, self._switching)
-        self.layers = PlannedLayers(decisions, modules, host, safe=plan.is_safe, norms=norms.values())
+        self.layers = PlannedLayers(decisions, modules, host, safe=plan.is_safe)
         self.calibration = self.layers.calibration
         self.calibration.results.allowed = fp16_results
         self._alike: bool | None = None
@@ -187,7 +182,7 @@ class PlannedModel:
         proof does not hold."""
         patcher = self._model().current_patcher
         off = needs_fp32_accumulation(self.plan, patcher)
-        self.calibration.values.uniform = compiler_is_on()
+        self.calibration.by_layer = not off
         self._switching.by_layer = not self._has_rules or switches_by_layer(patcher)
 
         def once():
@@ -205,10 +200,10 @@ class PlannedModel:
             self._alike = None
             return False
         if self._alike is None:
-            kinds = {name: self.plan.decisions[name].mode for name in self._planned} | self.layers.allocations()
+            kinds = {name: self.plan.decisions[name].mode for name in self.modules} | self.layers.allocations()
             attention_is_alike = not self.ruled.rules and len({*self.attention.calls_in_fp32}) < 2
             self._alike = attention_is_alike and are_alike(kinds, modules_of(self._model()))
-        return self._alike and not self.calibration.varies
+        return self._alike
 
     @property
     def attend(self) -> Callable | None:
@@ -216,18 +211,10 @@ class PlannedModel:
         one."""
         return self._attend if self._safe or self._mixes or self.ruled.rules else None
 
-    def given(self, arguments: dict) -> dict:
-        """Return what the model is given, its tensors such that several blocks may measure one of them once."""
-        if not self._safe or self.calibration.values.uniform or torch.compiler.is_compiling():
-            return arguments
-        return {name: self._watched(value) for name, value in arguments.items()}
-
-    def _watched(self, value: object) -> object:
-        if not torch.is_tensor(value) or not value.is_floating_point():
-            return value
-        watched = counted(value)
-        self.calibration.values.note(watched)
-        return watched
+    @property
+    def inputs(self) -> Callable | None:
+        """Return what is told the model's inputs in each call; None for a plan that multiplies nothing in fp16."""
+        return self.calibration.watch_inputs if self.layers.operations else None
 
     def _attend(self, function: Callable, attention: Callable, q, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
         if self.calibration.calibrating:

@@ -9,13 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from ...amax import amax
-from ...dtypes import FP16_MAX
-from ..amax_buffer import NOTHING
-from ..norms import largest_row_norm
-from ..proofs import HEADROOM_BITS, MARGIN, Proof, fits_range
-from .known_values import KnownValues, Tag
-from .value_bounds import ValueBound, of_elements
+from ..amax import amax
+from ..dtypes import FP16_MAX
+from .amax_buffer import largest_row_norm
+from .proofs import HEADROOM_BITS, MARGIN, Proof, fits_range
 
 LARGEST_SCORE = FP16_MAX / MARGIN
 MASK_FACTOR = 8.0
@@ -79,6 +76,10 @@ class AttentionCall(NamedTuple):
         masked = any(torch.is_tensor(mask) and mask.is_floating_point() for mask in given)
         return self.score_factor() * (MASK_FACTOR if masked else 1.0)
 
+    def needs_scores(self) -> bool:
+        """Tell whether the scores must fit fp16: those of an unfused kernel, or those that a mask is added to."""
+        return not self.fused or self.masked_factor() > self.score_factor()
+
     def score_bound(self) -> torch.Tensor:
         """Compute the largest number the scores can reach, 0-dim fp32."""
         of_q, of_k = self.norms()
@@ -114,96 +115,50 @@ class AttentionRange(Proof):
 
 
 class AttentionBound(AttentionRange):
-    """Prove the same of one attention, from numbers that cost a kernel each: amax of q, k and v as they are multiplied,
-    of those that no bound is known of.
+    """Prove that one attention over fp16 operands holds no number past fp16's range.
 
-    ``size``: of a head; ``factor``: of a score, the mask's included; ``by_norm``: amax alone bounds its scores too
-    roughly, so norms of rows of q and k are recorded, by two kernels each. ``values``: what no element of v passes,
-    where a later operation relies on the result's bound (``tag``).
+    A kernel that is fused has no such number but in q, k and v. Inf in v makes Inf or NaN of the result, and Inf in k
+    either NaN or a score of -Inf, whose weight is the 0 that it should be. Of q it may leave zeros behind, so that the
+    amax of q is recorded, in one kernel. Its limit also keeps scores where they were measured, so that they do not
+    become coarse. With a mask that is added, or scores in fp16, the norms of the rows of q and k are recorded, and
+    their product is bounded.
+
+    ``factor``: of a score, the mask's included; ``limit``: the largest amax of q; ``by_norm``: record the norms.
     """
 
-    width = 3
+    width = 2
 
     def __init__(self, name: str):
         super().__init__(name)
-        self.size = 1
         self.factor = 1.0
+        self.limit = 0.0
         self.by_norm = False
-        self.values = 0.0
-        self.tag: Tag | None = None
 
-    def forget(self) -> None:
-        """Begin anew, for a model whose operands are others now."""
-        super().forget()
-        self.values = 0.0
+    def calibrate(self, call: AttentionCall, largest: float) -> None:
+        """Choose the numbers to record. ``largest``: the largest number of the attention."""
+        self.recorder.device = call.q.device
+        self.factor, self.by_norm = call.masked_factor(), call.needs_scores()
+        if not self.by_norm:
+            self.limit = min(math.sqrt(LARGEST_SCORE / largest), 2.0**HEADROOM_BITS) * amax(call.q).item()
 
-    def calibrate(self, call: AttentionCall, known: KnownValues) -> None:
-        """Choose what to record."""
-        self.recorder.device, self.size, self.factor = call.q.device, call.head_size(), call.masked_factor()
-        largest = [amax(tensor).item() for tensor in (call.q, call.k, call.v)]
-        self.by_norm = False
-        self.by_norm = not self.holds(self.magnitude(largest) * 2.0**HEADROOM_BITS)
-        bound, measured = known.of(call.v), max(self.values, 2.0**HEADROOM_BITS * largest[2])
-        self.values = bound.largest if bound and MARGIN * bound.largest <= FP16_MAX / MARGIN else measured
-        if self._knows_scores(call, known):
-            known.rely_on(call.q)
-            known.rely_on(call.k)
-        if self._knows_values(call, known):
-            known.rely_on(call.v)
-
-    def record(self, call: AttentionCall, given: AttentionCall, known: KnownValues) -> None:
-        """Record what bounds the scores, and the amax of v, but for what is known of the tensors that were ``given``.
-
-        A call may bring a mask, or another attention, where the measured one had none: the larger factor counts.
-        """
-        self.size, self.factor = max(self.size, call.head_size()), max(self.factor, call.masked_factor())
-        recorder = self.recorder
-        if recorder.entry is None or recorder.entry.device != call.q.device:
-            recorder.missed = True
+    def record(self, call: AttentionCall) -> None:
+        """Record the numbers of an attention. A call may bring a mask, or another kernel, where the measured one had
+        none: the larger factor counts."""
+        self.factor = max(self.factor, call.masked_factor())
+        if not (self.by_norm or call.needs_scores()):
+            self.recorder.record_amax(call.q)
             return
-        if known.sampling or not self._knows_scores(given, known):
-            for entry, tensor in zip(recorder.entries, (call.q, call.k), strict=False):
-                if self.by_norm:
-                    entry.write_row_norm(call.by_head(tensor))
-                else:
-                    entry.write_amax(tensor)
-        if known.sampling or not self._knows_values(given, known):
-            recorder.entries[2].write_amax(call.v)
-
-    def _knows_scores(self, call: AttentionCall, known: KnownValues) -> bool:
-        """Tell whether no score and no element of q and k can pass fp16's range, by what is known of both."""
-        of_q, of_k = known.of(call.q), known.of(call.k)
-        if of_q is None or of_k is None:
-            return False
-        norm_q, norm_k = (known.head_norm(tensor, call.head_size()) for tensor in (call.q, call.k))
-        return max(of_q.largest, of_k.largest, norm_q * norm_k * call.masked_factor()) <= LARGEST_SCORE
-
-    def _knows_values(self, call: AttentionCall, known: KnownValues) -> bool:
-        of_v = known.of(call.v)
-        return of_v is not None and of_v.largest <= min(self.values, LARGEST_SCORE)
-
-    def result_bound(self, columns: int) -> ValueBound:
-        """Bound the result's rows of ``columns`` numbers: a mean of rows of v, with room for kernels that round it."""
-        return of_elements(MARGIN * self.values, columns)
-
-    def ran(self, numbers: list[float]) -> bool:
-        """Tell whether any of the numbers was recorded in a call."""
-        return any(number != NOTHING for number in numbers)
+        if not self.by_norm:
+            self.recorder.missed.any = True
+        for place, norm in enumerate(call.norms()):
+            self.recorder.record(norm, place)
 
     def magnitude(self, numbers: list[float]) -> float:
-        """Return the largest number the attention can hold, of those that were recorded; not finite where one of them
-        is not."""
-        if not all(map(math.isfinite, numbers)):
-            return math.nan
-        found = [0.0]
-        if numbers[0] != NOTHING:
-            of_q, of_k = (number if self.by_norm else number * self.size**0.5 for number in numbers[:2])
-            found += [of_q, of_k, of_q * of_k * self.factor]
-        if numbers[2] != NOTHING:
-            if self.tag is not None and self.tag.used and numbers[2] > self.values:
-                return math.nan
-            found += [numbers[2], SMALLEST_VALUE * FP16_MAX / numbers[2] if numbers[2] else math.inf]
-        return max(found)
+        """Return the largest number of the attention, from its records; of q alone, its growth to fp16's range."""
+        of_q, of_k = numbers
+        if not self.by_norm:
+            return FP16_MAX * of_q / self.limit * (1 - 2.0**-12) if self.limit else math.nan
+        return max(of_q, of_k, of_q * of_k * self.factor)
 
 
 def smoothed(k: torch.Tensor) -> torch.Tensor:
