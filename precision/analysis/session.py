@@ -224,9 +224,7 @@ def analyze(session: Session, run: Run, target_db: float, pin: bool = True) -> A
     return analysis
 
 
-def _confirmed(
-    session: Session, run: Run, search: Search, groups: list[Group], analysis: Analysis
-) -> frozenset[str]:
+def _confirmed(session: Session, run: Run, search: Search, groups: list[Group], analysis: Analysis) -> frozenset[str]:
     """Choose layers that hold the target on all calls and in a free run.
 
     Where a choice misses it on a call, some of its layers have to hold it there. Where it misses it in a free run, they

@@ -230,6 +230,7 @@ class SafeAttention:
             self.fp32_flops += flops
             return call.run_in(torch.float32, kernels.fp32)
         self.bounds[index].calibrate(call, largest)
+        self.calibration.in_fp16 = True
         results.any_returned = results.any_returned or dtype == torch.float16
         return result
 

@@ -35,21 +35,21 @@ class InputRange(Proof):
 
     def __init__(self, name: str):
         super().__init__(name)
-        self.smallest = math.inf
+        self.range = math.inf, 0.0
 
     def forget(self) -> None:
         """Begin anew, for a model with other operands."""
         super().forget()
-        self.smallest = math.inf
+        self.range = math.inf, 0.0
 
     def measure(self, magnitude: float) -> None:
         """Widen the range to a magnitude."""
-        self.largest, self.smallest = max(self.largest, magnitude), min(self.smallest, magnitude or math.inf)
+        self.range = min(self.range[0], magnitude or math.inf), max(self.range[1], magnitude)
 
     def holds(self, magnitude: float) -> bool:
         """Tell whether a magnitude is 0 or inside of the range and its room."""
         room = 2.0**HEADROOM_BITS
-        return magnitude == 0 or self.smallest / room <= magnitude <= self.largest * room
+        return magnitude == 0 or self.range[0] / room <= magnitude <= self.range[1] * room
 
 
 class Calibration:
@@ -59,6 +59,7 @@ class Calibration:
     runs in it. A compiled graph depends on what a proof decides, such as ``in_fp32``, and not on the number of
     measurements.
     ``flops``: floating-point operations of each operation in the call that calibrated. ``repeats``: calls made twice.
+    ``in_fp16``: an operation or an attention multiplies in fp16, so that results are looked at.
     ``by_layer``: each product holds fp16 accumulation off by itself, as nothing holds it off for the call.
     """
 
@@ -69,6 +70,7 @@ class Calibration:
         self.results = Fp16Results()
         self.hiding = HidingCode()
         self.calibrating = True
+        self.in_fp16 = False
         self.by_layer = True
         self.repeats = 0
         self._result = FiniteResult("result of the call")
@@ -84,6 +86,7 @@ class Calibration:
 
     def scale(self, name: str) -> OperandScale:
         """Make the operand scale of an operation."""
+        self.in_fp16 = True
         return self.add(OperandScale(name, self.results.bound()))
 
     def largest(self) -> dict[str, float]:
@@ -164,16 +167,12 @@ class Calibration:
         self.operands.begin()
         self.results.begin()
         self.hiding.begin()
-        with compile_disabled(), self.hiding if self._multiplies_in_fp16 else nullcontext():
+        with compile_disabled(), self.hiding if self.in_fp16 else nullcontext():
             return call()
-
-    @property
-    def _multiplies_in_fp16(self) -> bool:
-        return any(isinstance(proof, OperandScale) for proof in self.proofs.values())
 
     def _place(self, result: object) -> None:
         """Give every measured proof its records on its device, and the graphs the exponents."""
-        found = floats_in([result]) if self._multiplies_in_fp16 else []
+        found = floats_in([result]) if self.in_fp16 else []
         self._result.recorder.device = found[0].device if found else None
         devices: dict[torch.device, list[Proof]] = {}
         for proof in (*self.proofs.values(), self._result):

@@ -33,11 +33,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..layer_names import block_of
 
 SATURATING = {
-    *("tanh", "sigmoid", "hardsigmoid", "hardtanh", "relu", "relu6", "_softmax", "_safe_softmax", "exp", "erf", "atan"),
-    *("clamp", "clamp_min", "clamp_max", "minimum", "maximum", "sort", "topk", "argmax", "sign", "reciprocal"),
+    *("tanh", "sigmoid", "hardsigmoid", "hardtanh", "relu", "relu6", "softmax", "_softmax", "_safe_softmax", "exp"),
+    *("clip", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "sort", "topk", "argmax", "sign", "reciprocal"),
 }
 TESTING = {"nan_to_num", "isnan", "isinf", "isfinite", "eq", "ne", "lt", "le", "gt", "ge"}
-REPLACING = {"nan_to_num", "clamp", "clamp_min", "clamp_max", "minimum", "maximum"}
+REPLACING = {"nan_to_num", "clip", "clamp", "clamp_min", "clamp_max", "minimum", "maximum"}
 
 
 class Looked(Protocol):

@@ -165,9 +165,7 @@ class CalibratedRounding:
         return f"{len(self.errors)} layers rounded by the calibration: error of their results {share:.2f} of nearest"
 
 
-def card_of(
-    provenance: Provenance, plans: Iterable[WeightPlan], rounding: CalibratedRounding | None
-) -> dict[str, str]:
+def card_of(provenance: Provenance, plans: Iterable[WeightPlan], rounding: CalibratedRounding | None) -> dict[str, str]:
     """Make the card of a file, as an entry of its metadata; the errors of weights that were rounded by a calibration
     are their own once all are written."""
     if rounding is None:
@@ -175,9 +173,7 @@ def card_of(
     return card_entry(replace(provenance, calibration=rounding.card), rounding.plans)
 
 
-def _numbers(
-    codes: Codes, params: Mapping[str, torch.Tensor], values: torch.Tensor, at: Sequence[int]
-) -> torch.Tensor:
+def _numbers(codes: Codes, params: Mapping[str, torch.Tensor], values: torch.Tensor, at: Sequence[int]) -> torch.Tensor:
     return codes.nearest(values, params, at)[1]
 
 

@@ -151,9 +151,7 @@ def core_weights(
     return cast_weights(module, x, dtype, bias_dtype or _dtype_of_bias(module))
 
 
-def _lies_ready(
-    module: torch.nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device
-) -> bool:
+def _lies_ready(module: torch.nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device) -> bool:
     """Tell whether a layer's parameters are on the device, and nothing is done to them at a call."""
     if weight.device != device or (bias is not None and bias.device != device) or torch.compiler.is_compiling():
         return False
