@@ -58,8 +58,8 @@ class SharedOperands:
             scale.recorder.missed.any = True
         elif scale.is_watched:
             scale.record(x, operand)
-        if takers := self.sharing.get(scale):
-            self._made = MadeOperand(x, scale, operand, len(takers))
+        takers = self.sharing.get(scale)
+        self._made = MadeOperand(x, scale, operand, len(takers)) if takers else None
         return operand
 
     def measured(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
