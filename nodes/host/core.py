@@ -145,9 +145,15 @@ def scales_input(layer: Layer) -> bool:
     return hasattr(layer, "pre_quant_scale")
 
 
+def uses_parameters_as_they_are(layer: Layer) -> bool:
+    """Tell whether ComfyUI does nothing to a layer's parameters at a call but to move and cast them."""
+    # nn.Module's own look-up of a name that is not there raises an exception inside, which takes a microsecond.
+    return not ("_v" in layer.__dict__ or layer.weight_function or layer.bias_function)
+
+
 def is_in_dynamic_memory(layer: Layer) -> bool:
     """Tell whether dynamic VRAM holds a layer's weight, and moves it to the device at its calls."""
-    return "_v" in layer.__dict__  # nn.Module's own look-up of a name that is not there raises inside
+    return hasattr(layer, "_v")
 
 
 def round_merge_to_nearest(layer: Layer) -> None:

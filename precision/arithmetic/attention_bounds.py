@@ -50,7 +50,7 @@ class AttentionCall(NamedTuple):
 
     def in_fp16(self) -> "AttentionCall":
         """Return the same attention over fp16 operands."""
-        q, k, v = (tensor.to(torch.float16) for tensor in (self.q, self.k, self.v))
+        q, k, v = self.q.to(torch.float16), self.k.to(torch.float16), self.v.to(torch.float16)
         return AttentionCall(q, k, v, self.heads, self.args, self.kwargs, self.fused)
 
     def head_size(self) -> int:
@@ -72,13 +72,18 @@ class AttentionCall(NamedTuple):
 
     def masked_factor(self) -> float:
         """Return the score factor with a mask counted eightfold, so that no score outweighs a masked one."""
-        given = (*self.args, self.kwargs.get("mask"))
-        masked = any(torch.is_tensor(mask) and mask.is_floating_point() for mask in given)
-        return self.score_factor() * (MASK_FACTOR if masked else 1.0)
+        return self.score_factor() * (MASK_FACTOR if self.is_masked() else 1.0)
+
+    def is_masked(self) -> bool:
+        """Tell whether a mask is added to the scores."""
+        for mask in (*self.args, self.kwargs.get("mask")):
+            if isinstance(mask, torch.Tensor) and mask.is_floating_point():
+                return True
+        return False
 
     def needs_scores(self) -> bool:
         """Tell whether the scores must fit fp16: those of an unfused kernel, or those that a mask is added to."""
-        return not self.fused or self.masked_factor() > self.score_factor()
+        return not self.fused or self.is_masked()
 
     def score_bound(self) -> torch.Tensor:
         """Compute the largest number the scores can reach, 0-dim fp32."""
@@ -144,12 +149,12 @@ class AttentionBound(AttentionRange):
     def record(self, call: AttentionCall) -> None:
         """Record the numbers of an attention. A call may bring a mask, or another kernel, where the measured one had
         none: the larger factor counts."""
-        self.factor = max(self.factor, call.masked_factor())
         if not (self.by_norm or call.needs_scores()):
             self.recorder.record_amax(call.q)
             return
         if not self.by_norm:
             self.recorder.missed.any = True
+        self.factor = max(self.factor, call.masked_factor())
         for place, norm in enumerate(call.norms()):
             self.recorder.record(norm, place)
 

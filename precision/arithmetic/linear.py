@@ -12,7 +12,7 @@ F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). What overflows there gives Inf o
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,6 @@ None: that of the stored weight where it is a plain one of 16 or 32 bit, fp32 wi
 ``bias_dtype`` None: fp32, or the stored dtype where it takes no cast and torch adds it to fp32."""
 SMALLEST_WEIGHT = 2.0**-12
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-NOTHING_TO_HOLD = nullcontext()
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
@@ -109,8 +108,11 @@ class SafeOperation:
         if self.scale.in_fp32:
             return self._in_fp32(input, *args, **kwargs)
         operand = self.calibration.operands.of(self.scale, input)
-        dtype = torch.float16 if self.scale.result.proven else None if self._is_wide(operand) else torch.float32
-        with self.weights(self.module, operand, torch.float16, dtype) as (weight, bias):
+        if self.scale.result.proven:
+            bias_dtype: torch.dtype | None = torch.float16
+        else:
+            bias_dtype = None if self._is_wide(operand) else torch.float32
+        with self.weights(self.module, operand, torch.float16, bias_dtype) as (weight, bias):
             result = self._in_fp16(operand, weight, bias, *args, **kwargs)
         if self.finite is not None:
             self.finite.recorder.record_amax(self._column(result))
@@ -133,16 +135,21 @@ class SafeOperation:
 
     def _in_fp16(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         """Multiply in fp16. A result that is not proven is fp32, or made so from a scaled one."""
-        with fp32_accumulation() if self.calibration.by_layer else NOTHING_TO_HOLD:
-            if self.scale.result.proven:
-                return multiplied(self.module, self.kind, operand, weight, bias, *args, **kwargs)
-            if not self._is_wide(operand):
-                product = multiplied(self.module, self.kind, operand, weight, None, *args, **kwargs)
-            elif operand.device.type == "cpu" or _needs_gradient(operand, weight):
-                product = multiplied(self.module, self.kind, operand.float(), weight.float(), None, *args, **kwargs)
-            else:
-                product = wide_product(operand.reshape(-1, operand.shape[-1]), weight.t())
-                product = product.reshape(*operand.shape[:-1], weight.shape[0])
+        if self.calibration.by_layer:
+            with fp32_accumulation():
+                return self._multiplied(operand, weight, bias, *args, **kwargs)
+        return self._multiplied(operand, weight, bias, *args, **kwargs)
+
+    def _multiplied(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
+        if self.scale.result.proven:
+            return multiplied(self.module, self.kind, operand, weight, bias, *args, **kwargs)
+        if not self._is_wide(operand):
+            product = multiplied(self.module, self.kind, operand, weight, None, *args, **kwargs)
+        elif operand.device.type == "cpu" or _needs_gradient(operand, weight):
+            product = multiplied(self.module, self.kind, operand.float(), weight.float(), None, *args, **kwargs)
+        else:
+            product = wide_product(operand.reshape(-1, operand.shape[-1]), weight.t())
+            product = product.reshape(*operand.shape[:-1], weight.shape[0])
         if bias is not None and self.kind != "linear":
             bias = bias.reshape(-1, *[1] * len(self.module.kernel_size))
         return self.scale.unscaled(product, bias)

@@ -20,12 +20,16 @@ class ScaledOperand(Proof):
     """Bound the operand of an operation after it was multiplied by ``2**-exponent``."""
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` times ``2**-exponent`` in fp16, exact, by one kernel where the device has one. A compiled graph
-        multiplies by a tensor, whatever the exponent is."""
+        """Return ``x`` times ``2**-exponent`` in fp16, exact. A compiled graph multiplies by a tensor, whatever the
+        exponent is."""
         if torch.compiler.is_compiling() and self.recorder.entry is not None:
             return (x * self.recorder.entry.scale()[0]).to(torch.float16)
+        return self.scaled_eagerly(x)
+
+    def scaled_eagerly(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the same by one kernel, where the device has one."""
         if not self.exponent:
-            return x.to(torch.float16)
+            return x if x.dtype == torch.float16 else x.to(torch.float16)
         recorded = x.requires_grad and torch.is_grad_enabled()
         if torch.compiler.is_compiling() or recorded or not converts_results(x.device):
             return (x * 2.0**-self.exponent).to(torch.float16)
@@ -39,7 +43,8 @@ class OperandScale(ScaledOperand):
     amax, where ``gain`` is the largest 1-norm of the weight's rows, or 1 where the device returns fp32.
 
     ``gain``: None until measured. ``in_fp32``: the operation runs in fp32. ``meets_zeros``: its operand was nothing but
-    zeros once. ``result``: the proof that the result may be returned in fp16.
+    zeros once. ``is_watched``: the operand is measured in every call, as it is scaled or was nearly too small for fp16;
+    an overflow of any other shows in the result, as Inf or NaN. ``result``: the proof that the result may be fp16.
     """
 
     def __init__(self, name: str, result: ResultBound | None = None):
@@ -47,6 +52,7 @@ class OperandScale(ScaledOperand):
         self.gain: float | None = None
         self.in_fp32 = False
         self.meets_zeros = False
+        self.is_watched = False
         self.result = result or ResultBound()
         self._falls = 0
         self._smallest = math.inf
@@ -56,14 +62,6 @@ class OperandScale(ScaledOperand):
         super().forget()
         self.gain, self.in_fp32, self._falls, self._smallest = None, False, 0, math.inf
         self.result.refuted = False
-
-    @property
-    def is_watched(self) -> bool:
-        """Tell whether the operand is measured in every call: a scaled one, and one that is nearly too small for fp16.
-
-        Of any other an overflow shows in the result, as Inf or NaN.
-        """
-        return self.exponent != 0 or self.meets_zeros or self._smallest < SMALLEST_UNWATCHED
 
     @property
     def limit(self) -> float:
@@ -91,6 +89,10 @@ class OperandScale(ScaledOperand):
         self._smallest = min(self._smallest, magnitude or math.inf)
         if gain > MAX_GAIN:
             self.in_fp32 = True
+        self._fit(magnitude, gain, measured)
+        self.is_watched = self.exponent != 0 or self.meets_zeros or self._smallest < SMALLEST_UNWATCHED
+
+    def _fit(self, magnitude: float, gain: float, measured: bool) -> None:
         if not 0 < magnitude < math.inf or self.holds(magnitude * 2.0**HEADROOM_BITS):
             return
         needed = math.ceil(math.log2(magnitude) + math.log2(gain / FP16_MAX)) + HEADROOM_BITS

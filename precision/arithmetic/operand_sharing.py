@@ -53,7 +53,7 @@ class SharedOperands:
         if alike and self._first.get(scale) is made.scale:
             self._made = made._replace(left=made.left - 1) if made.left > 1 else None
             return made.operand
-        operand = scale.scaled(x)
+        operand = scale.scaled_eagerly(x)
         if scale.gain is None:
             scale.recorder.missed.any = True
         elif scale.is_watched:
@@ -64,7 +64,7 @@ class SharedOperands:
 
     def measured(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` in fp16, scaled, in a call that calibrates."""
-        operand, made = scale.scaled(x), self._made
+        operand, made = scale.scaled_eagerly(x), self._made
         self._calls[scale] = self._calls.get(scale, 0) + 1
         if self._calls[scale] == 1 and made is not None and made.x is x and _is_same(made, scale, operand):
             self._first[scale] = made.scale

@@ -16,14 +16,13 @@ from ..core import (
     FULL_PRECISION,
     PRODUCT,
     OnlyCalled,
-    bias_functions,
     casts_weights,
     forwards_of_class,
     full_precision,
     has_product,
     is_bias_patched,
-    is_in_dynamic_memory,
     scales_input,
+    uses_parameters_as_they_are,
     weight_functions,
     with_product,
 )
@@ -153,9 +152,9 @@ def core_weights(
 
 def _lies_ready(module: torch.nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device) -> bool:
     """Tell whether a layer's parameters are on the device, and nothing is done to them at a call."""
-    if weight.device != device or (bias is not None and bias.device != device) or torch.compiler.is_compiling():
+    if weight.device != device or (bias is not None and bias.device != device):
         return False
-    return not (is_in_dynamic_memory(module) or weight_functions(module) or bias_functions(module))
+    return uses_parameters_as_they_are(module)
 
 
 def _dtype_to_measure(module: torch.nn.Module) -> torch.dtype:
