@@ -162,15 +162,11 @@ class SafeAttention:
     Args:
         calibration: the model's.
         asked: tell whether the attention that is called now is to run in fp32 whatever its scores are.
-
-    Attributes:
-        is_patched: code of a node is given the results, in this call, and may overflow where they are fp16.
     """
 
     def __init__(self, calibration: Calibration, asked: Callable[[], bool] = lambda: False):
         self.calibration = calibration
         self.asked = asked
-        self.is_patched = False
         self.range = calibration.add(AttentionRange("attention"))
         self.finite = calibration.add(FiniteResult("attention result"))
         self.bounds: list[AttentionBound] = []
@@ -191,11 +187,10 @@ class SafeAttention:
             self.fp32_flops = 0
 
     def __call__(self, kernels: Kernels, q: torch.Tensor, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
-        """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``, or fp16 where other results are; fp32
-        where a node's code is given the result."""
+        """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``, or fp16 where other results are."""
         call = AttentionCall(q, k, v, heads, args, kwargs, kernels.fused)
         index, self.index = self.index, self.index + 1
-        dtype = torch.float32 if self.is_patched else torch.float16 if self.calibration.results.allowed else q.dtype
+        dtype = torch.float16 if self.calibration.results.allowed else q.dtype
         if self.calibration.calibrating:
             with self.calibration.hiding.pause():
                 return self._calibrated(index, kernels, call, dtype)

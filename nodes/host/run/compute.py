@@ -67,7 +67,7 @@ class Compute:
 
     def __call__(self, executor, *args, **kwargs):
         run, call = self.runs.of(executor.class_obj), Call(executor, *args, **kwargs)
-        run.attention.is_patched = has_attention_patch(call.options)
+        run.hand_out(fp32=has_attention_patch(call.options))
         with patched(run.patches), attending(executor.class_obj, call, run.attend, run.inputs):
             return run.call(call)
 
@@ -161,7 +161,8 @@ class PlannedModel:
         host = CoreLayers(plan.activation_dtype, self._switching)
         self.layers = PlannedLayers(decisions, modules, host, safe=plan.is_safe)
         self.calibration = self.layers.calibration
-        self.calibration.results.allowed = fp16_results
+        self._fp16_results = self.calibration.results.allowed = fp16_results
+        self._hands_out_fp32 = False
         self._alike: bool | None = None
         self.ruled = RuledAttention(plan.attention, named)
         self.attention = SafeAttention(self.calibration, self.ruled.is_inside)
@@ -176,6 +177,14 @@ class PlannedModel:
     def patches(self) -> list[Patch]:
         """What to set on the model's modules for the length of a call."""
         return [*self._patches, *self.ruled.patches()]
+
+    def hand_out(self, fp32: bool) -> None:
+        """Return fp32 from every layer and attention, for nodes whose code takes the results of attentions: what is
+        made of them there may overflow in fp16 and be finite (a 1-norm, in comfy_extras/nodes_nag.py)."""
+        if fp32 != self._hands_out_fp32:
+            self._hands_out_fp32 = fp32
+            self.calibration.results.allowed = self._fp16_results and not fp32
+            self.calibration.recalibrate()
 
     def call(self, call: Call | Make):
         """Make one call of the model, or of its text adapter, its patches set; it is repeated with calibration when a

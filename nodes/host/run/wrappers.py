@@ -37,8 +37,7 @@ The order of wrappers decides the order of a layer's forwards the other way roun
 runs inside of what an inner one puts there. ``chain_of(module.forward)`` of ``precision/arithmetic/planned.py`` lists
 what runs a layer, from the outside in:
 
-0. ``LowRankLayer``, an unmerged LoRA of an 8-bit weight (``lora/unmerged.py``), which calls the next one and adds to
-   its result; a ``SafeOperation`` calls it instead, with the operand that it has multiplied itself;
+0. an unmerged LoRA of an 8-bit weight (``lora/unmerged.py``), which calls the next one and adds to its result;
 1. ``CastResult`` of the guard's escalation (``guard/escalation.py``); it is made outside of the other two and calls
    neither. Else:
 2. ``CastResult`` of compute (``compute.PlannedModel``) around ``SafeOperation`` or ``Fp8Linear``, which multiply by

@@ -161,22 +161,6 @@ def test_a_foreign_kernel_that_overflows_runs_in_fp32_in_the_same_call(later):
     assert calibration.repeats == later
 
 
-@pytest.mark.parametrize("patched", [True, False])
-def test_an_attention_s_result_is_fp32_for_a_node_s_code(patched):
-    calibration = Calibration()
-    calibration.results.allowed = True
-    attention = SafeAttention(calibration)
-    attention.is_patched = patched
-    q = torch.randn(1, 6, 32).half()
-
-    def call():
-        attention.begin()
-        return attention(Kernels(sdpa, sdpa), q, q, q, 2)
-
-    for _ in range(2):
-        assert calibration.run(call).dtype == (torch.float32 if patched else torch.float16)
-
-
 def test_what_follows_an_attention_alone_may_refute_its_fp16_result():
     """No layer returns fp16 here, and what a node makes of the attention's result overflows."""
     torch.manual_seed(0)
