@@ -29,7 +29,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from . import reporting
-from .cost_cards import CARDS, HOST, LAUNCH, READ, REFILL, Card, Kernel
+from .cost_cards import CARDS, HOST, READ, REFILL, Card, Kernel
 from .host import conditions, load_comfy
 from .large_models import BUILD, TWICE
 
@@ -92,8 +92,7 @@ def _model_rows(name: str) -> dict:
     host_bound = [card for card in CARDS if plain.on_host() > plain.on_device(CARDS[card])]
     of_fp32 = {card: round(of["fp32"] / of["fp16_safe"], 2) for card, of in estimates.items()}
     kept = {way: {card: _kept(counted, way, CARDS[card]) for card in SUMS_GAIN} for way in counted if "sums" in way}
-    guard = {card: round(1 + (READ + 2 * LAUNCH) / of["fp16_safe"], 4) for card, of in estimates.items()}
-    return {"counts": ways, "seconds": estimates, "to_fp16": to_fp16, "on_device": device, "bound_by_host": host_bound, "fp32_to_safe": of_fp32, "gain_kept": kept, "guard": guard}
+    return {"counts": ways, "seconds": estimates, "to_fp16": to_fp16, "on_device": device, "bound_by_host": host_bound, "fp32_to_safe": of_fp32, "gain_kept": kept}
 
 
 def _kept(counted: dict[str, Counted], way: str, card: Card) -> float:
@@ -109,7 +108,6 @@ def _way(found: Counted, plain: Counted) -> dict:
     """Kernels and bytes beyond plain fp16: of a whole call, of a layer, of an attention; the layer with the most of each."""
     layers = [_extra(layer, found, plain) for layer in found.outputs]
     fp16 = [row for row in layers if found.modes.get(row["layer"], "fp16") == "fp16"]
-    attentions = sum(k.kind == "attention" for k in plain.kernels) or 1
     return {
         "kernels": len(found.kernels),
         "kernels_beyond_fp16": len(found.kernels) - len(plain.kernels),
@@ -120,7 +118,6 @@ def _way(found: Counted, plain: Counted) -> dict:
         "layers_with_fp16_results": len(fp16),
         "of_layers_with_fp16_results": _summary(fp16),
         "of_other_layers": _summary([row for row in layers if row not in fp16]),
-        "kernels_per_attention": round((_inside("attention", found) - _inside("attention", plain)) / attentions, 2),
     }
 
 
@@ -155,10 +152,6 @@ def _summary(rows: list[dict]) -> dict | None:
     }
 
 
-def _inside(layer: str, found: Counted) -> int:
-    return sum(kernel.layer == layer for kernel in found.kernels)
-
-
 def _moved(kernels: list[Kernel]) -> int:
     return sum(kernel.read + kernel.written for kernel in kernels)
 
@@ -175,7 +168,6 @@ def _targets(rows: dict) -> dict:
         targets[f"{name}: kernels of a proven layer"] = reporting.target(proven["kernels"]["most"], 2)
         targets[f"{name}: bytes per input element, mean"] = reporting.target(proven["bytes_per_input_element"]["mean"], 6)
         targets[f"{name}: bytes per output element"] = reporting.target(proven["bytes_per_output_element"]["most"], 0)
-        targets[f"{name}: guard"] = reporting.target(max(row["guard"].values()), 1.01)
         if name.startswith(("Wan", "Flux")):
             slowest = min(row["fp32_to_safe"][card] for card in WITHOUT_BF16)
             targets[f"{name}: fp32 to fp16_safe"] = reporting.target(slowest, 3.0, at_least=True)
@@ -372,9 +364,8 @@ def as_text(result: dict) -> str:
             lines.append(f"| {way} | {found['kernels']} | {found['kernels_beyond_fp16']:+} | {found['bytes_to_fp16']} | {found['reads']} | {fp16} |")
         safe = row["counts"]["fp16_safe"]
         lines += [f"proven layers: {safe['of_layers_with_fp16_results']}", f"other layers: {safe['of_other_layers']}"]
-        lines.append(f"kernels per attention beyond fp16's: {safe['kernels_per_attention']}")
         lines.append(f"bound by the host: {', '.join(row['bound_by_host']) or 'no card'}")
-        for key in ("to_fp16", "on_device", "fp32_to_safe", "guard"):
+        for key in ("to_fp16", "on_device", "fp32_to_safe"):
             lines.append(f"{key}: " + ", ".join(f"{card} {value}" for card, value in row[key].items()))
         lines.append(f"gain kept: {row['gain_kept']}")
     for key, held in result["targets"].items():

@@ -148,7 +148,7 @@ def scales_input(layer: Layer) -> bool:
 def uses_parameters_as_they_are(layer: Layer) -> bool:
     """Tell whether ComfyUI does nothing to a layer's parameters at a call but to move and cast them."""
     # nn.Module's own look-up of a name that is not there raises an exception inside, which takes a microsecond.
-    return not ("_v" in layer.__dict__ or layer.weight_function or layer.bias_function)
+    return not ("_v" in vars(layer) or layer.weight_function or layer.bias_function)
 
 
 def is_in_dynamic_memory(layer: Layer) -> bool:

@@ -43,7 +43,7 @@ class InputRange(Proof):
         self.range = math.inf, 0.0
 
     def measure(self, magnitude: float) -> None:
-        """Widen the range to a magnitude."""
+        """Widen the range to a magnitude, Inf too, as of a mask; to no NaN."""
         self.range = min(self.range[0], magnitude or math.inf), max(self.range[1], magnitude)
 
     def holds(self, magnitude: float) -> bool:
@@ -102,9 +102,9 @@ class Calibration:
             proof = self.proofs.get(name := f"input {key}") or self.add(InputRange(name))
             if not self.calibrating:
                 proof.recorder.record_amax(x)
-            elif math.isfinite(magnitude := amax(x).item()):
+            else:
                 proof.recorder.device = x.device
-                proof.measure(magnitude)
+                proof.measure(amax(x).item())
 
     def recalibrate(self) -> None:
         """Calibrate in the next call, as in the first one. What was compiled stays as it is where the outcome is the

@@ -136,6 +136,13 @@ def test_an_input_that_leaves_the_measured_range_has_the_call_repeated(size, rep
     assert calibration.repeats == (2 if math.isnan(size) else repeats)
 
 
+def test_a_mask_of_inf_among_the_inputs_repeats_no_call():
+    calibration, mask = Calibration(), torch.tensor([[0.0, -math.inf]])
+    for _ in range(3):
+        calibration.run(lambda: calibration.watch_inputs({"mask": mask}))
+    assert calibration.repeats == 0
+
+
 def test_slots_keep_their_addresses_until_there_is_a_new_one(placed):
     calibration, (a, b) = placed
     before = a.recorder.entry.buffer.records.data_ptr()
