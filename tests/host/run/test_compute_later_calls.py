@@ -7,8 +7,9 @@ import torch
 from comfy.ldm.modules.attention import attention_pytorch
 from halfsafe.nodes.host.run.compute import compute_of
 from halfsafe.precision.layer_names import by_pattern
-from support import families
+from support import families, tiny_models
 from support.families import load
+from support.leaf_operations import LeafOperations, aten
 from support.measures import relative_error
 
 FAMILIES = ("wan", "flux", "sd3", "hunyuan_video", "ltxv", "sdxl", "qwen_image", "z_image")
@@ -65,6 +66,32 @@ def test_an_operand_of_any_layer_that_overflows_later_is_seen(model_of, family):
         if reference.isfinite().all() and not later <= max(2e-3, 1.2 * measured):
             wrong.append((name, later, measured))
     assert not wrong
+
+
+class Looks(LeafOperations):
+    """How many largest magnitudes are found."""
+
+    count = 0
+
+    def leaf(self, func, args, kwargs):
+        self.count += func.overloadpacket is aten.linalg_vector_norm
+        return func(*args, **kwargs)
+
+
+def test_a_later_call_of_a_transformer_looks_at_most_at_a_quarter_of_its_layers(comfy, models_dir, monkeypatch):
+    """With a fused attention, as on a GPU; what is looked at outside of the blocks is the same for any number of them."""
+    monkeypatch.setattr("comfy.ldm.wan.model.optimized_attention", attention_pytorch)
+    found = []
+    for blocks in (2, 6):
+        path = tiny_models.wan(models_dir / "diffusion_models" / f"looks_of_{blocks}.safetensors", blocks=blocks)
+        model = load(comfy, path, "as_file", "fp16_safe")
+        call = families.capture(model, "wan")
+        families.replay(model, call)
+        with Looks() as looks:
+            families.replay(model, call)
+        found.append((looks.count, sum(isinstance(module, torch.nn.Linear) for module in model.model.diffusion_model.modules())))
+    (few, of_few), (many, of_many) = found
+    assert many - few <= (of_many - of_few) / 4 and few <= of_few / 4 + 3, "beside two inputs and the result"
 
 
 @pytest.mark.parametrize("family", ["flux", "sdxl"])
