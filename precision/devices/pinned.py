@@ -60,7 +60,8 @@ class PinnedCopies:
         return result
 
     def _next(self, size: int) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Return the buffer whose copy was asked for first, once that has ended, and the event to record for the next."""
+        """Return the buffer whose copy was asked for first, once that has ended, and the event to record for the next.
+        """
         self._turn = 1 - self._turn
         self._copied[self._turn].synchronize()
         return self._buffers[self._turn][:size], self._copied[self._turn]

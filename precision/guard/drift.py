@@ -172,7 +172,9 @@ def sampled(values) -> torch.Tensor | None:
     return torch.cat([part.clone() for part in taken]) if taken else None
 
 
-def row_errors(result: torch.Tensor, reference: torch.Tensor, without: torch.Tensor) -> tuple[list[float], list[float]]:
+def row_errors(
+    result: torch.Tensor, reference: torch.Tensor, without: torch.Tensor
+) -> tuple[list[float], list[float]]:
     """Compute (power of the error, power of the signal) of each row of a batch, against a reference.
 
     The signal is what the network adds to the result: its difference from the result ``without``, that of a network

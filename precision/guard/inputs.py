@@ -114,3 +114,4 @@ def zero_for_not_finite(chosen: Iterable[NotFiniteInput]) -> Callable[[torch.Ten
 def _changed(chosen: Iterable[NotFiniteInput], change: Callable[[torch.Tensor], torch.Tensor]):
     wanted = {id(value) for one in chosen for value in one.values}
     return lambda value: change(value) if id(value) in wanted else value
+
