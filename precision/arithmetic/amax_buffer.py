@@ -28,7 +28,7 @@ def largest_row_norm(x: torch.Tensor) -> torch.Tensor:
 
 
 class AmaxBuffer:
-    """Hold one record and one power of two for each of several operations on one device.
+    """Hold a record and a power of two for each operation on a device.
 
     Args:
         count: how many records.
@@ -99,7 +99,7 @@ class Entry:
 
 
 class Missed:
-    """Hold the fact that an operation of this call had no valid record: never measured, or on another device."""
+    """Say whether an operation of the call had no valid record: never measured, or on another device."""
 
     any = False
 

@@ -26,7 +26,7 @@ WORTH_SMOOTHING = 0.25
 
 
 class Kernels(NamedTuple):
-    """Name what can compute one of ComfyUI's attentions.
+    """Name the functions that can compute an attention of ComfyUI.
 
     Args:
         attention: what would run.
@@ -124,7 +124,7 @@ class BoundedAttention:
         return run_in_fp32(kernels, call)
 
     def summary(self) -> str:
-        """Say in one line how many attentions run how, and name those that were changed with their bound; empty before
+        """Say in a line how many attentions run how, and name the changed attentions with their bound; empty before
         a call."""
         if self.always_fp32:
             return "all fp16 attentions in fp32" if self.met else ""
@@ -145,7 +145,7 @@ def run_in_fp32(kernels: Kernels, call: AttentionCall) -> torch.Tensor:
 
 
 def _rather_smoothed(bound: float, call: AttentionCall) -> bool:
-    """Tell whether scores fit fp16 but are coarse in it, and all of them share what makes them large."""
+    """Tell whether scores fit fp16 but are coarse, from an offset that all keys share."""
     if not COARSE_SCORE < bound < math.inf:
         return False
     return call.smoothed().score_bound().item() < WORTH_SMOOTHING * bound

@@ -65,13 +65,12 @@ class AttentionCall(NamedTuple):
         return largest_row_norm(self.by_head(self.q)), largest_row_norm(self.by_head(self.k))
 
     def score_factor(self) -> float:
-        """Return what a product of a row of q and one of k is multiplied by at most; unfused scores are scaled after
-        the product."""
+        """Return the largest factor of a product of rows of q and k; unfused scores are scaled after the product."""
         scale = self.kwargs.get("scale") or self.head_size() ** -0.5
         return scale if self.fused else max(scale, 1.0)
 
     def masked_factor(self) -> float:
-        """Return the score factor with a mask counted eightfold, so that no score outweighs a masked one."""
+        """Return the score factor, eightfold with a mask, so that no score outweighs a masked score."""
         return self.score_factor() * (MASK_FACTOR if self.is_masked() else 1.0)
 
     def is_masked(self) -> bool:
@@ -111,16 +110,15 @@ class ScoreBound(Proof):
 
 
 class AttentionRange(Proof):
-    """Prove that attentions over fp16 operands hold no number that fp16 does not, from the largest one they can
-    hold."""
+    """Prove that attentions over fp16 operands stay in its range, from the largest number they can hold."""
 
     def holds(self, magnitude: float) -> bool:
-        """Tell whether fp16 holds numbers up to this one."""
+        """Tell whether fp16 holds numbers up to ``magnitude``."""
         return fits_range(magnitude)
 
 
 class AttentionBound(AttentionRange):
-    """Prove that one attention over fp16 operands holds no number past fp16's range.
+    """Prove that an attention over fp16 operands stays in fp16's range.
 
     A kernel that is fused has no such number but in q, k and v. Inf in v makes Inf or NaN of the result, and Inf in k
     either NaN or a score of -Inf, whose weight is the 0 that it should be. Of q it may leave zeros behind, so that the

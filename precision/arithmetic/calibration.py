@@ -90,7 +90,7 @@ class Calibration:
         return self.add(OperandScale(name, self.results.bound()))
 
     def largest(self) -> dict[str, float]:
-        """Return operation -> the largest magnitude it was given, of those that met any."""
+        """Return operation -> the largest magnitude of its operands; operations without any are left out."""
         return {name: proof.largest for name, proof in self.proofs.items() if proof.largest}
 
     def watch_inputs(self, inputs: Mapping[str, object]) -> None:
@@ -199,7 +199,7 @@ class Calibration:
         return hold
 
     def _is_held(self, proof: Proof, magnitude: float) -> bool:
-        """Tell whether a proof holds for a magnitude, and those of the operations that share its operand."""
+        """Tell whether a proof holds for a magnitude, and the proofs of operations with the same operand."""
         proofs = (proof, *self.operands.sharing.get(proof, ()))  # type: ignore[call-overload]  # scales alone share
         for each in proofs:
             each.largest = max(each.largest, magnitude)

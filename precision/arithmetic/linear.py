@@ -158,13 +158,13 @@ class SafeOperation:
         return has_wide_output(x.device, self.kind) if self.wide is None else self.wide
 
     def _column(self, result: torch.Tensor) -> torch.Tensor:
-        """Return one channel of the result, which has a sum with each element of the operand; of groups, all."""
+        """Return a channel of the result, in whose sums each element of the operand is; all channels of groups."""
         if getattr(self.module, "groups", 1) > 1:
             return result
         return result.select(-1 if self.kind == "linear" else -1 - len(self.module.kernel_size), 0)
 
     def _calibrate(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        """Calibrate and multiply with one and the same weight, which is asked for once."""
+        """Calibrate and multiply with the same weight, asked for once."""
         # ComfyUI adds a LoRA in place to a weight that it prefetched (comfy/ops.py, resolve_cast_module_with_vbar):
         # asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is
         # asked for in fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.
@@ -214,7 +214,7 @@ class SafeOperation:
 def multiplied(
     module: torch.nn.Module, kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args, **how
 ) -> torch.Tensor:
-    """Multiply as a module of this kind does, by the weight and bias given, all of one dtype; other arguments as of its
+    """Multiply as a module of a kind does, by a weight and bias of the same dtype; other arguments as of its
     forward."""
     if kind == "linear":
         return F.linear(x, weight, bias)

@@ -27,7 +27,7 @@ class ScaledOperand(Proof):
         return self.scaled_eagerly(x)
 
     def scaled_eagerly(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the same by one kernel, where the device has one."""
+        """Scale ``x`` in eager code, in a single kernel where the device has such a kernel."""
         if not self.exponent:
             return x if x.dtype == torch.float16 else x.to(torch.float16)
         recorded = x.requires_grad and torch.is_grad_enabled()
@@ -37,7 +37,7 @@ class ScaledOperand(Proof):
 
 
 class OperandScale(ScaledOperand):
-    """Prove that an operand times ``2**-exponent`` fits fp16, and so does its product where that is fp16.
+    """Prove that an operand times ``2**-exponent`` fits fp16, and its product too where the device returns fp16.
 
     It holds for operands whose amax is from ``floor`` to ``limit``: a sum of products is at most ``gain`` times that
     amax, where ``gain`` is the largest 1-norm of the weight's rows, or 1 where the device returns fp32.

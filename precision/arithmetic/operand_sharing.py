@@ -11,7 +11,7 @@ from .operand_scale import OperandScale
 
 
 class MadeOperand(NamedTuple):
-    """Hold the operand made last, the tensor and the scale it was made of, and how many layers are still to take it."""
+    """Hold the last operand with its tensor and scale, and the number of layers still to take the operand."""
 
     x: torch.Tensor
     scale: OperandScale

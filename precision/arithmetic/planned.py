@@ -41,12 +41,12 @@ class LayerHost:
         return None
 
     def patches(self, layer: torch.nn.Module, decision: ComputeDecision, forward: Forward) -> list[Patch]:
-        """Return what to set on a layer so that all of its products go through ``forward``."""
+        """Return the patches of a layer that route all of its products through ``forward``."""
         return [(layer, "forward", forward)]
 
 
 class PlannedLayers:
-    """Exchange the forwards of a model's layers for others that follow a plan, and keep what their calls show.
+    """Exchange the forwards of a model's layers for others that follow a plan, and record the modes of their calls.
 
     Args:
         decisions: layer -> decision, for every layer.

@@ -28,7 +28,7 @@ MARGIN = 2.0
 
 
 class Proof(ABC):
-    """State a bound on the numbers of one operation, from a call that calibrates.
+    """State a bound on the numbers of an operation, from a call that calibrates.
 
     ``exponent``: its operand is multiplied by ``2**-exponent``. ``largest``: the largest magnitude of all calls so far.
     """

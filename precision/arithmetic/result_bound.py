@@ -37,7 +37,7 @@ class ResultBound:
 
 
 class FiniteResult(Proof):
-    """Prove from its amax that a result holds no Inf or NaN, and so no number before it did.
+    """Prove from the amax of a result that no number up to there was Inf or NaN.
 
     An operand that is Inf or NaN times any weight is Inf or NaN, and so is each sum with it: every result of its row. A
     product past fp16's range is Inf itself. So a finite result is right, unless model code has hidden an overflow
@@ -50,7 +50,7 @@ class FiniteResult(Proof):
 
 
 class Fp16Results:
-    """Choose which operations of a model return fp16, in calls that calibrate.
+    """Choose the operations of a model to return fp16, in calls that calibrate.
 
     What model code makes of two fp16 results can still overflow, and is then the operand of a later operation: fp16
     results are given up for the model. ``allowed``: any result may be fp16. ``any_returned``: a layer or an attention
@@ -71,13 +71,13 @@ class Fp16Results:
         return self._bounds[-1]
 
     def begin(self) -> None:
-        """Start a call that calibrates, in which nothing is proven yet."""
+        """Start a call that calibrates, with nothing proven yet."""
         self._overflowed, self._widened, self.any_returned, self._block = False, False, False, []
         for bound in self._bounds:
             bound.proven = False
 
     def note_result(self, bound: ResultBound) -> None:
-        """Count an operation that has returned fp16 to the block of operations that runs."""
+        """Count an operation with an fp16 result to the block of operations that runs."""
         self.any_returned = True
         self._block.append(bound)
 
@@ -87,7 +87,7 @@ class Fp16Results:
         self._widened = True
 
     def note_operand(self, magnitude: float, dtype: torch.dtype) -> None:
-        """Look for an overflow in an operand of this amax, which an fp16 result may be the reason of."""
+        """Look for an overflow in an operand, by its amax: an fp16 result may be the reason."""
         if self.any_returned:
             # ComfyUI clamps what overflows in some models (``clamp_fp16`` in comfy/ldm/lumina/model.py): fp16's largest
             # number counts as not finite.

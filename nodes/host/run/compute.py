@@ -52,7 +52,7 @@ def set_compute(patcher, plan: ComputePlan) -> None:
 
 
 def compute_of(patcher) -> "Compute | None":
-    """Return the plan's executor on a patcher, if it has one."""
+    """Return the plan's executor on a patcher; None without a plan."""
     return patcher.attachments.get(COMPUTE)
 
 
@@ -105,7 +105,7 @@ class Compute:
             return run.call(make)
 
     def ranges(self, patcher: "ModelPatcher") -> dict[str, float]:
-        """Return layer -> the largest magnitude it was given, of the layers that are watched."""
+        """Return layer -> the largest magnitude of its operands, of the layers that met any."""
         run = self.runs.last_of(patcher)
         return run.calibration.largest() if run else {}
 
@@ -136,7 +136,7 @@ class Compute:
 
 
 class PlannedModel:
-    """Run the calls of one of ComfyUI's models under a plan, and keep what they have shown.
+    """Run the calls of a model of ComfyUI under a plan, and record their modes and ranges.
 
     Args:
         plan: what to do.
@@ -204,7 +204,7 @@ class PlannedModel:
         return self.calibration.run(once)
 
     def _allocates_alike(self) -> bool:
-        """Tell whether each block runs as the one before it, so that it allocates the same."""
+        """Tell whether each block runs, and allocates, as the block before."""
         if self.calibration.calibrating:
             self._alike = None
             return False
@@ -238,7 +238,7 @@ class PlannedModel:
         return in_one_dtype(attention, q, k, v, heads, *args, **kwargs)
 
     def planned_modes(self) -> dict[str, str]:
-        """Return layer -> the mode its forward was made for, of the layers that have another one than ComfyUI's."""
+        """Return layer -> the mode of its forward, of the layers with another forward than ComfyUI's."""
         return self.layers.planned_modes()
 
     def observed_modes(self) -> dict[str, str]:
