@@ -15,13 +15,16 @@ from ....precision.devices import probes
 from ....precision.guard.around import blame_between_calls, blame_device, blame_inputs
 from ....precision.guard.case import Case
 from ....precision.guard.ladder import RandomStart
-from ....precision.guard.log import CallPosition, GuardLog
+from ....precision.guard.log import CallPosition, GuardLog, event_of
 from ....precision.guard.policy import ALL_IN_FP32, Escalation
+from ....precision.guard.verdicts import RECOVERED, STOPPED
+from ....precision.guard.wording import MODEL
 from ....precision.report.schema import GuardReport
 from ..page import running_prompt_id
 from ..replay.call import Call
 from ..replay.restart import SAMPLING, Sampling
 from ..run.layer_modes import settings_of
+from ..run.oom import is_oom
 from ..run.per_model import PerModel, branch_of, patches_of
 from ..run.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
 from .causes import sampler_inputs
@@ -120,6 +123,10 @@ class Guard:
                 result = again.run(executor, noise, latent_image, sampler, sigmas, denoise_mask, *args, **kwargs)
             blame_between_calls(log, result, sigmas)
             return result
+        except RuntimeError as error:
+            if log.verdict == RECOVERED and is_oom(error):  # of a sampling that started again in fp32
+                log.note(event_of(CallPosition(log.calls), None, "", "", False), None, STOPPED, MODEL.no_memory)
+            raise
         finally:
             log.notify_verdict()
 
