@@ -12,13 +12,11 @@ from comfy.patcher_extension import WrappersMP
 
 from ....precision.amax import amax
 from ....precision.devices import probes
-from ....precision.guard.around import blame_between_calls, blame_device, blame_inputs
+from ....precision.guard.around import blame_between_calls, blame_device, blame_inputs, blame_memory
 from ....precision.guard.case import Case
 from ....precision.guard.ladder import RandomStart
-from ....precision.guard.log import CallPosition, GuardLog, event_of
+from ....precision.guard.log import CallPosition, GuardLog
 from ....precision.guard.policy import ALL_IN_FP32, Escalation
-from ....precision.guard.verdicts import RECOVERED, STOPPED
-from ....precision.guard.wording import MODEL
 from ....precision.report.schema import GuardReport
 from ..page import running_prompt_id
 from ..replay.call import Call
@@ -124,8 +122,8 @@ class Guard:
             blame_between_calls(log, result, sigmas)
             return result
         except RuntimeError as error:
-            if log.verdict == RECOVERED and is_oom(error):  # of a sampling that started again in fp32
-                log.note(event_of(CallPosition(log.calls), None, "", "", False), None, STOPPED, MODEL.no_memory)
+            if is_oom(error):
+                blame_memory(log)
             raise
         finally:
             log.notify_verdict()
