@@ -6,13 +6,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import comfy.ldm.lumina.model
 import torch
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
 from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.arithmetic.flags import fp32_accumulation
-from ....precision.arithmetic.patching import Patch, patched
+from ....precision.arithmetic.patching import Patch, SharedScope, patched
 from ....precision.arithmetic.planned import PlannedLayers
 from ....precision.layer_names import are_alike
 from ....precision.modes import FP16, FP16_WIDE, INT8, MODE_OF
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 LISTED = 3
 _fell_back: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """The models whose plans run in their fallback: not told on the model, whose attributes a repeat puts back."""
+_unclamped = SharedScope(lambda: patched([(comfy.ldm.lumina.model, "clamp_fp16", lambda x: x)]))
+"""Lumina and Z-Image put 65504 in place of what overflows in fp16, where a look at the result is to find it."""
 
 
 def set_compute(patcher, plan: ComputePlan) -> None:
@@ -215,6 +218,8 @@ class PlannedModel:
         self.calibration = self.layers.calibration
         self._fp16_results = self.calibration.results.allowed = fp16_results
         self._hands_out_fp32 = False
+        clamps = plan.is_safe and any(type(m).__module__ == comfy.ldm.lumina.model.__name__ for m in named.values())
+        self._clamping = _unclamped if clamps else nullcontext()
         self._alike: bool | None = None
         self.ruled = RuledAttention(plan.attention, named)
         self.attention = SafeAttention(self.calibration, self.ruled.is_inside)
@@ -251,7 +256,7 @@ class PlannedModel:
             self.attention.begin()
             self.ruled.begin()
             free = nullcontext() if self._allocates_alike() else compiler_off()
-            with fp32_accumulation() if off else nullcontext(), free, self.calling:
+            with fp32_accumulation() if off else nullcontext(), free, self.calling, self._clamping:
                 return call()
 
         return self.calibration.run(once)
