@@ -1,4 +1,4 @@
-"""Damaged files, rules and reports: right or refused. `scripts/fuzz.py` runs the same in bulk; here what it once found."""
+"""Damaged files: right or refused. `scripts/fuzz.py` runs the same in bulk; here what it once found."""
 
 import json
 from collections import Counter

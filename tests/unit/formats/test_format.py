@@ -20,7 +20,7 @@ from halfsafe.precision.plan.compute import WEIGHTS_FOR, plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.rules import Rules
 from halfsafe.precision.plan.weights import Memory, plan_weights
-from halfsafe.precision.report.colours import STORAGE_COLOURS
+from halfsafe.precision.report.view import STORAGE_COLOURS
 from safetensors.torch import save_file
 from support import dialects
 from support.measures import relative_error
