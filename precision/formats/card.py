@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from ..files.strict_json import read_object
+from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile, fingerprint
 from .checkpoint import CARD_KEY
 from .comfy_format import ROWS, SAMPLED, WeightPlan

@@ -14,7 +14,7 @@ import torch
 
 from ..base.dtypes import FP8_DTYPES, name_of
 from ..base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
-from ..files.strict_json import read_object
+from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile
 from .format import NonFiniteScale
 from .registry import FORMATS, encoded_weight
@@ -23,6 +23,8 @@ from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, block_sizes, blocks
 COMFY_QUANT, SCALED_FP8 = "comfy_quant", "scaled_fp8"
 QUANTIZATION_KEY = "_quantization_metadata"
 CARD_KEY = "halfsafe"
+MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
+WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")
 READS_UP_TO = "0.38"
 _DAMAGED = "The file is damaged: get it again."
 _SCALE_LEAF = re.compile(r"(^|_)scales?(_|$)")
@@ -67,6 +69,26 @@ class Checkpoint:
     metadata: dict[str, str]
     weights: dict[str, StoredWeight]
     notes: list[str]
+
+    @property
+    def prefix(self) -> str:
+        """What precedes the diffusion model's own names; as in ComfyUI's ``unet_prefix_from_state_dict``."""
+        names = list(self.weights)
+        inside = (prefix for prefix in MODEL_PREFIXES if any(name.startswith(prefix) for name in names))
+        whole = (prefix for prefix in WHOLE_PREFIXES if all(name.startswith(prefix) for name in names))
+        return next(inside, None) or next(whole, "")
+
+    @property
+    def model_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the diffusion model's weights by its own names."""
+        prefix = self.prefix
+        return {name.removeprefix(prefix): weight.shape for name, weight in self.weights.items()}
+
+    def refuse_lora(self) -> None:
+        """Raise :class:`CheckpointError` for a LoRA, which is no model."""
+        name = next((name for name in self.weights if "lora_" in name), None)
+        if name is not None:
+            raise CheckpointError(self.path, "a LoRA, which is applied in 16 bit", name, "Convert the model instead.")
 
 
 def dialect_text(dialects: Sequence[str]) -> str:

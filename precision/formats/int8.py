@@ -18,7 +18,7 @@ import torch
 
 from ..base.modes import INT8
 from .format import Encoded, Format, Tensors
-from .scratch import scratch
+from .fp8 import scratch
 
 GROUPS = (256, 64, 16)
 LARGEST_CODE = 127
@@ -65,9 +65,7 @@ def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
     """
     codes = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
     scale = rows.new_empty(len(rows), 1, dtype=torch.float32)
-    if not rows.numel():
-        return codes, scale
-    count = -(-len(rows) // max(1, BLOCK // rows.shape[1]))
+    count = -(-len(rows) // max(1, BLOCK // rows.shape[1])) or 1
     exact, values = scratch(2, max(BLOCK, rows.shape[1]), torch.float32, rows.device)
     turn = hadamard(group).to(rows.device).T
     for block, code, s in zip(*(tensor.tensor_split(count) for tensor in (rows, codes, scale)), strict=True):

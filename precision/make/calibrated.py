@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 
 from ..base.text import duration_text
 from ..formats.card import Provenance, card_entry
-from ..formats.comfy_format import SampledError, WeightPlan
-from ..formats.comfy_state import Made, made_here
+from ..formats.comfy_format import Made, SampledError, WeightPlan, made_here
 from ..formats.format import Format
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
@@ -73,17 +72,15 @@ class CalibratedRounding:
         others = [replace(p, error=SampledError()) if name in self._work else p for name, p in plans.items()]
         return card_entry(replace(provenance, calibration=card), others)
 
-    def made(
-        self, weights: Iterable[tuple[str, StoredWeight]], plans: Mapping[str, WeightPlan], path, read: bool
-    ) -> Iterator[Made]:
-        """Make weights in their order as :func:`~halfsafe.precision.formats.comfy_state.made_here` does, with codes
-        that are chosen."""
+    def made(self, weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], path) -> Iterator[Made]:
+        """Make weights as :func:`~halfsafe.precision.formats.comfy_format.made_here` does, with codes that are chosen.
+        """
         self._began = time.monotonic()
-        for name, weight, tensors in made_here(weights, plans, path, read):
-            if name in self._work:
-                tensors[name] = self._data(weight, plans[name], tensors)
-                self._done += self._work[name]
-            yield name, weight, tensors
+        for weight, tensors in made_here(weights, plans, path):
+            if weight.name in self._work:
+                tensors[weight.name] = self._data(weight, plans[weight.name], tensors)
+                self._done += self._work[weight.name]
+            yield weight, tensors
 
     def _data(self, weight: StoredWeight, plan: WeightPlan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Choose a weight's codes some rows at a time; its scales stay as they are."""

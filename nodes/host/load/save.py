@@ -16,8 +16,7 @@ from ....precision.base.errors import HalfsafeError
 from ....precision.files.safetensors_file import write_safetensors
 from ....precision.formats.card import Provenance, card_entry
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
-from ....precision.formats.comfy_format import WeightPlan
-from ....precision.formats.comfy_state import planned_specs, planned_tensors
+from ....precision.formats.comfy_format import WeightPlan, made_here, tensors_made
 from ....precision.make.calibrated import CalibratedRounding
 from ....precision.make.calibration import Calibration
 from ....precision.plan.facts import LayerSpec
@@ -116,9 +115,9 @@ def save_model(
     provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched)
     rounding = _rounding(patcher, calibration, weights, plans, provenance.source) if calibration else None
     metadata |= rounding.card_entry(provenance, plans) if rounding else card_entry(provenance, plans.values())
-    making = rounding.made if rounding else None
-    tensors = planned_tensors(weights, plans, name, _done(weights, rounding), making=making)
-    write_safetensors(path, planned_specs(plans), tensors, metadata)
+    made = (rounding.made if rounding else made_here)(weights, plans, name)
+    specs = [spec for plan in plans.values() for spec in plan.specs]
+    write_safetensors(path, specs, tensors_made(made, _done(weights, rounding)), metadata)
     if rounding:
         logger.info("Halfsafe: %s: %s", name, rounding.text())
     return name, os.path.getsize(path)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from halfsafe.precision.base.errors import NonFiniteWeight
 from halfsafe.precision.formats.checkpoint import StoredWeight
-from halfsafe.precision.formats.comfy_state import planned_tensors
+from halfsafe.precision.formats.comfy_format import made_here, tensors_made
 from halfsafe.precision.make import on_gpu
 from halfsafe.precision.make.on_gpu import OnGpu
 from halfsafe.precision.plan.weights import plan_weights
@@ -31,10 +31,10 @@ def parts_of(model) -> list[torch.Tensor]:
     return tensors_of(model.model.diffusion_model)
 
 
-def made(weights, storages, making=None, **options) -> dict[str, torch.Tensor]:
+def made(weights, storages, making=made_here, **options) -> dict[str, torch.Tensor]:
     stored = {name: StoredWeight(name, tensor) for name, tensor in weights.items()}
     plans = plan_weights(stored, storages, "m.safetensors")
-    return dict(planned_tensors(stored, plans, "m.safetensors", lambda name, size: None, making=making, **options))
+    return dict(tensors_made(making(stored, plans, "m.safetensors", **options), lambda name, size: None))
 
 
 def both(device, weights, storages, free=8 * GIB, **options) -> OnGpu:

@@ -327,23 +327,6 @@ def test_tensors_may_come_in_any_order(tmp_path):
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(tmp_path / "a.safetensors").items())
 
 
-def test_metadata_is_told_once_all_is_written(tmp_path):
-    path, tensors, left = tmp_path / "a.safetensors", {"a": torch.ones(1000), "b": torch.zeros(5).half()}, ["a", "b"]
-
-    def given():
-        yield from ((name, tensors[name]) for name in list(left) if left.remove(name) is None)
-
-    def after():
-        return {"b": "known " * 40 if not left else ""}
-
-    write_safetensors(path, specs_of(tensors), given(), {"a": "1", "b": ""}, afterwards=after)
-    assert open_checkpoint(path).metadata == {"a": "1", "b": "known " * 40}
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(path).items())
-    with pytest.raises(ValueError, match="more than there are"):
-        write_safetensors(tmp_path / "b.safetensors", specs_of(tensors), tensors.items(), {}, afterwards=lambda: {"b": "x" * 999})
-    assert list(tmp_path.iterdir()) == [path]
-
-
 @pytest.mark.parametrize("given", [{}, {"a": torch.ones(3)}, {"a": torch.ones(2).half()}, {"b": torch.ones(2)}])
 def test_other_tensors_than_announced_leave_no_file(tmp_path, given):
     with pytest.raises(ValueError, match="announced"):
