@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import comfy.lora
@@ -116,8 +116,8 @@ def save_model(
     rounding = _rounding(patcher, calibration, weights, plans, provenance.source) if calibration else None
     metadata |= rounding.card_entry(provenance, plans) if rounding else card_entry(provenance, plans.values())
     made = (rounding.made if rounding else made_here)(weights, plans, name)
-    specs = [spec for plan in plans.values() for spec in plan.specs]
-    write_safetensors(path, specs, tensors_made(made, _done(weights, rounding)), metadata)
+    specs, progress = [spec for plan in plans.values() for spec in plan.specs], byte_progress(weights.stored.values())
+    write_safetensors(path, specs, tensors_made(made, lambda name, size: progress(size)), metadata)
     if rounding:
         logger.info("Halfsafe: %s: %s", name, rounding.text())
     return name, os.path.getsize(path)
@@ -126,24 +126,12 @@ def save_model(
 def _rounding(
     patcher: ModelPatcher, calibration: Calibration, weights: LiveWeights, plans: Mapping[str, WeightPlan], source
 ) -> CalibratedRounding:
-    """Return the rounding of weights by a calibration, on ComfyUI's compute device, and tell its duration."""
+    """Return the rounding of weights by a calibration, on ComfyUI's compute device, and tell of it."""
     name = str(source.get("file") or type(patcher.model).__name__)
     rounding = CalibratedRounding(calibration, weights.stored, plans, source, name, device=compute_device())
     logger.info("Halfsafe: %s", started := rounding.start())
     show_progress(started)
     return rounding
-
-
-def _done(weights: LiveWeights, rounding: CalibratedRounding | None) -> Callable[[str, int], None]:
-    """Return a function to call after each written weight: moves the progress bar and shows the time left."""
-    progress = byte_progress(weights.stored.values())
-
-    def done(name: str, size: int) -> None:
-        progress(size)
-        if rounding and (left := rounding.left()):
-            show_progress(left)
-
-    return done
 
 
 def _refuse_foreign(patcher: ModelPatcher) -> None:
