@@ -97,12 +97,6 @@ def test_views_share_the_mapping_and_writes_never_reach_the_file(tmp_path):
     assert open_checkpoint(tmp_path / "a.safetensors")["a"].sum() == 0
 
 
-def test_a_view_outlives_its_file_object(tmp_path):
-    write(tmp_path / "a.safetensors", {"a": torch.arange(1000.0)})
-    tensor = open_checkpoint(tmp_path / "a.safetensors")["a"]
-    assert tensor.sum() == 499500
-
-
 def test_released_pages_read_the_same_again(tmp_path):
     write(tmp_path / "a.safetensors", {"a": torch.arange(100000.0), "b": torch.ones(3)})
     file = open_checkpoint(tmp_path / "a.safetensors")
@@ -379,11 +373,6 @@ def test_too_small_a_disk_is_told_before_the_first_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_file, "replacing", None)
     with pytest.raises(CheckpointError, match=r"976\.56 KiB free, 38\.15 MiB are needed"):
         write(tmp_path / "a.safetensors", {"a": torch.ones(10_000_000)})
-
-
-def test_an_impossible_folder_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="no folder|cannot be written"):
-        write(tmp_path / "missing" / "a.safetensors", {"a": torch.ones(1)})
 
 
 KILLED = """
