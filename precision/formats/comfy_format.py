@@ -208,7 +208,7 @@ def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
         shared = format.scale_for(_fp8_amax(weight, bound))
     else:
         shared = format.shared(_some_rows(weight, format.sampled(weight.shape[1])))
-    if weight.plain and format.streams:
+    if weight.plain and not format.writer:
         return {**format.encode(weight.data, shared), **shared}
     device = weight.data.device if weight.plain else None
     specs = {leaf: spec for leaf, spec in format.specs(*weight.shape).items() if leaf not in shared}

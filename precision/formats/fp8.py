@@ -105,7 +105,6 @@ class Fp8(Format):
 
     mode = FP8
     writes = True
-    streams = True
     dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
 
     def __init__(self, name: str, storage: str, since: str, colour: tuple[int, int, int], dtype: torch.dtype):

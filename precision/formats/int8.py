@@ -32,13 +32,6 @@ def rotation_group(columns: int) -> int | None:
     return next((group for group in GROUPS if columns and columns % group == 0), None)
 
 
-def why_not_int8(columns: int) -> str:
-    """Say why a weight with so many inputs is not held in int8; "" if possible."""
-    if rotation_group(columns):
-        return ""
-    return f"no rotation of 256, 64 or 16 divides its {columns} inputs, and int8 without one fails on outliers"
-
-
 @cache
 def hadamard(size: int) -> torch.Tensor:
     """Return the normalized regular Hadamard matrix of ``size``, a power of 4; fp32, symmetric and its own inverse."""
@@ -86,17 +79,17 @@ class Rotated(Format):
     """A format whose codes belong to rotated rows."""
 
     def why_not(self, columns: int) -> str:
-        return why_not_int8(columns)
+        if rotation_group(columns):
+            return ""
+        return f"no rotation of 256, 64 or 16 divides its {columns} inputs, and int8 without one fails on outliers"
 
     def turned(self, rows: torch.Tensor) -> torch.Tensor:
-        return rotated(rows.float(), fitting_group(rows))
+        return rotated(rows.float(), fitting_group(rows.shape[1]))
 
 
-def fitting_group(rows: torch.Tensor) -> int:
-    """Return the rotation group of rows with a fitting number of columns."""
-    group = rotation_group(rows.shape[1])
-    assert group is not None
-    return group
+def fitting_group(columns: int) -> int:
+    """Return the rotation group of a number of inputs that has one."""
+    return next(group for group in GROUPS if columns % group == 0)
 
 
 class Int8(Rotated):
@@ -105,7 +98,6 @@ class Int8(Rotated):
     name, storage, since, colour = "int8_tensorwise", "int8", "0.27.0", INT8.colour
     product, mode = "int8_linear", INT8
     writes = True
-    streams = True
 
     def check(self, weight: Encoded) -> None:
         if weight.tensors["weight_scale"].numel() > 1:
@@ -138,7 +130,7 @@ class Int8(Rotated):
         return {"convrot": True, "convrot_groupsize": rotation_group(columns)}
 
     def encode(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Tensors:
-        codes, scale = quantize_rows(rows, fitting_group(rows))
+        codes, scale = quantize_rows(rows, fitting_group(rows.shape[1]))
         return {"weight": codes, "weight_scale": scale}
 
     def nearest(
