@@ -18,7 +18,7 @@ from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile
 from .format import NonFiniteScale
 from .registry import FORMATS, encoded_weight
-from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, block_sizes, blocks_are_assumed, granularity_of
+from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, granularity_of
 
 COMFY_QUANT, SCALED_FP8 = "comfy_quant", "scaled_fp8"
 QUANTIZATION_KEY = "_quantization_metadata"
@@ -261,9 +261,6 @@ class _Reader:
         if granularity is None:
             shapes = f"{tuple(scale.shape)} fits no layout of a weight of shape {tuple(data.shape)}"
             raise UnconsumedScale(self.path, f"a scale of shape {shapes}", key, "Report the tool that wrote this file.")
-        if granularity == "block" and blocks_are_assumed(data.shape, scale.shape):
-            sizes = " x ".join(map(str, block_sizes(data.shape, scale.shape)))
-            self.remarks[f"scales per block, read as blocks of {sizes}; their shape would fit others too"] += 1
         if dialect == SCALED_FP8 and data.dtype == torch.float8_e5m2:
             self.remarks["e5m2 under a scaled_fp8 marker, which ComfyUI reads as e4m3fn; read as e5m2"] += 1
         shape = {"tensor": (), "row": (-1, 1), "block": scale.shape}[granularity]

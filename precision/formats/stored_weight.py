@@ -199,15 +199,6 @@ def _blocks(size: int, count: int) -> list[int]:
     return [block for block in candidates if math.ceil(size / block) == count]
 
 
-def blocks_are_assumed(shape: Sequence[int], counts: Sequence[int]) -> bool:
-    """Tell whether other blocks than those of :func:`block_sizes` would cut ``shape`` without a rest."""
-    blocks = block_sizes(shape, counts) or ()
-    return any(
-        count > 1 and size % count == 0 and size // count != block
-        for size, count, block in zip(shape, counts, blocks, strict=True)
-    )
-
-
 def comfy_quant_tensor(settings: dict) -> torch.Tensor:
     """Make ComfyUI's ``<layer>.comfy_quant``: JSON as uint8."""
     return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
