@@ -94,15 +94,14 @@ def finite_bound(weight: StoredWeight, path) -> float:
     Raises:
         NonFiniteWeight: it holds NaN or Inf, or exceeds fp32's range.
     """
-    if weight.encoding is not None:
-        largest = weight.encoding.bound()
-    elif weight.is_number:
+    largest = 0.0
+    if weight.is_number and weight.encoding is None:
         largest = host_amax(weight.data) if weight.data.device.type == "cpu" else amax_value(weight.data)
-    else:
-        largest = 0.0 if weight.scale is None else float(torch.iinfo(weight.data.dtype).max + 1)
-    if not math.isfinite(largest):
-        raise _damaged(weight, path, "holds NaN or Inf")
+    elif weight.scale is not None:
+        largest = float(torch.iinfo(weight.data.dtype).max + 1)
     bound = weight.bound(largest)
+    if not math.isfinite(bound):
+        raise _damaged(weight, path, "holds NaN or Inf")
     if bound > max_of(torch.float32):
         raise _damaged(weight, path, "exceeds the range of fp32")
     return bound

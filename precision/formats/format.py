@@ -1,7 +1,7 @@
 """What every quantization format of ComfyUI has, and a weight in one of them.
 
-A format is a class in a file of its own: its tensors in a file, how they are read and written, and what multiplies
-them. Names, tensors and versions are those of ComfyUI ``comfy/quant_ops.py`` (``QUANT_ALGOS``) and ``comfy/ops.py``
+A format is a class: its tensors in a file, how they are read and written, and what multiplies them. Names, tensors and
+versions are those of ComfyUI ``comfy/quant_ops.py`` (``QUANT_ALGOS``) and ``comfy/ops.py``
 (``_load_quantized_module``), layouts and products those of comfy-kitchen's ``tensor/*.py``;
 ``tests/host/load/test_registry.py`` holds the formats against both.
 """

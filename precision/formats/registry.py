@@ -1,4 +1,4 @@
-"""The quantization formats of ComfyUI, each from a file of its own."""
+"""The quantization formats of ComfyUI, by their names and storages."""
 
 from collections.abc import Mapping
 from dataclasses import replace
