@@ -11,7 +11,7 @@ from ..formats.comfy_format import can_be_quantized
 from ..formats.registry import FORMAT_OF_STORAGE
 from .auto import ACTIVATION_ROOM, auto_storage, held_storage, why_low_bits_are_slow
 from .choice import Choice, frozen
-from .compute import ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype_of
+from .compute import SAFE, ComputePlan, choose_compute, plan_compute, rules_without_effect
 from .facts import LayerSpec, ModelFacts
 from .rules import TEXT_ENCODER_RULES, Rules
 
@@ -80,17 +80,12 @@ def decide_layer(layer: LayerSpec, storage: str, rules: Rules) -> StorageDecisio
 def why_not_quantized(storage: str, shape: Sequence[int], cls: str = "") -> str:
     """Say why a weight cannot be stored in fp8 or int8; "" where it can be.
 
-    Args:
-        shape: of the weight.
-        cls: the class of its layer; empty where a file alone is known.
+    ``cls``: the class of its layer; empty where only its file is at hand.
     """
     kind = "fp8" if storage in FP8_NAMES else storage
     if not can_be_quantized(cls or "Linear", len(shape)):
-        return (
-            f"{cls}: only Linear weights are held in {kind}"
-            if cls
-            else f"ComfyUI holds only the weights of Linear layers in {kind}"
-        )
+        where = f"{cls}: only Linear weights are held in {kind}"
+        return where if cls else f"ComfyUI holds only the weights of Linear layers in {kind}"
     return FORMAT_OF_STORAGE[storage].why_not(shape[1])
 
 
@@ -215,7 +210,7 @@ def _choose_storage(
         return Choice(storage, storage)
     size, own, asked = 2 * facts.parameters, facts.file_dtype, compute.requested
     used, reason = auto_storage(device, size, own, free_device_bytes, asked, streamed_from)
-    enough = weight_dtype_of(compute.used)
+    enough = "fp16" if compute.used == SAFE else compute.used
     if used == "as_file" and own == "fp32" and enough != "fp32":
         used, reason = enough, f"an fp32 file computed in {compute.used} needs no more than {enough}"
     room = None if free_device_bytes is None or streamed_from is None else free_device_bytes - ACTIVATION_ROOM
