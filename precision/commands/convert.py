@@ -101,8 +101,11 @@ def convert_file(
 def _read(source: str | os.PathLike, target: Path) -> tuple[TensorFile, Checkpoint]:
     """Open a file that can be converted into ``target``."""
     file = open_checkpoint(source)
-    _refuse_same_file(file, target)
-    _refuse_name_of_a_part(target)
+    if os.path.exists(target) and any(target.samefile(part) for part in file.files):
+        raise CheckpointError(target, "source and target are the same file", advice="Give the result another name.")
+    if PART_NAME.search(target.stem) and not target.stem.endswith("-of-00001"):
+        advice = f"Name it {PART_NAME.sub('', target.stem)}{target.suffix}."
+        raise CheckpointError(target, "named as a part, but would hold the whole model", advice=advice)
     checkpoint = read_checkpoint(file, file.metadata, source)
     refuse_lora(checkpoint)
     return file, checkpoint
@@ -139,17 +142,6 @@ def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, Stor
     prefix = model_prefix(checkpoint)
     decisions = plan_storage(layer_specs(checkpoint, prefix), storage, rules)
     return {prefix + name: decision for name, decision in decisions.items()}
-
-
-def _refuse_name_of_a_part(target: Path) -> None:
-    if PART_NAME.search(target.stem) and not target.stem.endswith("-of-00001"):
-        advice = f"Name it {PART_NAME.sub('', target.stem)}{target.suffix}."
-        raise CheckpointError(target, "named as a part, but would hold the whole model", advice=advice)
-
-
-def _refuse_same_file(file: TensorFile, target: Path) -> None:
-    if os.path.exists(target) and any(target.samefile(source) for source in file.files):
-        raise CheckpointError(target, "source and target are the same file", advice="Give the result another name.")
 
 
 def conversion_text(summary: ConvertSummary) -> str:

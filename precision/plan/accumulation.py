@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -42,10 +42,6 @@ class Request:
     tf32: str = UNCHANGED
     fp8_fast_accumulation: str = UNCHANGED
     attention: str = UNCHANGED
-
-    @property
-    def changes_nothing(self) -> bool:
-        return all(getattr(self, item.name) == UNCHANGED for item in fields(self))
 
     def over(self, earlier: "Request") -> "Request":
         """Return this request, with what it leaves unchanged as an earlier node asked."""
@@ -133,13 +129,19 @@ def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) 
 def _problem(setting: str, value: str, device: Device, matmuls: MatmulProfile) -> str | None:
     """Say why a setting has no effect here; None where it has one.
     On and off are obeyed where they only bring no speed."""
-    check = {
-        "fp16_accumulation": why_no_fp16_sums if value == "auto" else fp16_sums_inert,
-        "reduced_precision_reduction": _reduction_inert,
-        "tf32": _tf32_inert,
-        "fp8_fast_accumulation": _fp8_inert,
-    }[setting]
-    return check(device, matmuls)
+    if setting == "fp16_accumulation":
+        problem = fp16_sums_inert(device, matmuls)
+        no_gain = value == "auto" and not device.capabilities[setting]
+        return device.reason(setting).rstrip(".") if no_gain and not problem else problem
+    if setting == "fp8_fast_accumulation":
+        return _fp8_inert(device, matmuls)
+    if problem := _needs_nvidia(device, FIRST_TF32 if setting == "tf32" else 0):
+        return problem
+    if setting == "tf32":
+        return None if FP32.name in matmuls.modes else f"no layer multiplies in fp32, but in {_listed(matmuls.modes)}"
+    if any(mode.is_16bit for mode in modes_named(matmuls.modes)):
+        return None
+    return f"it acts on 16-bit products only, and these layers multiply in {_listed(matmuls.modes)}"
 
 
 def _reason(setting: str, asked: str, problem: str | None, device: Device) -> str:
@@ -155,14 +157,6 @@ def _reason(setting: str, asked: str, problem: str | None, device: Device) -> st
     return f"Held {asked} while this model runs. {more}".strip()
 
 
-def why_no_fp16_sums(device: Device, matmuls: MatmulProfile) -> str | None:
-    """Say why fp16 accumulation cannot act on this model here, or brings nothing; None where it helps."""
-    problem = fp16_sums_inert(device, matmuls)
-    if problem or device.capabilities["fp16_accumulation"]:
-        return problem
-    return device.reason("fp16_accumulation").rstrip(".")
-
-
 def fp16_sums_inert(device: Device, matmuls: MatmulProfile) -> str | None:
     """Say why fp16 accumulation cannot act on this model here; None where it can."""
     if missing := _missing("fp16_accumulation"):
@@ -176,20 +170,6 @@ def fp16_sums_inert(device: Device, matmuls: MatmulProfile) -> str | None:
     if wide:
         return FP32_RESULTS
     return f"it acts on fp16 products only, and these layers multiply in {_listed(matmuls.modes)}"
-
-
-def _reduction_inert(device: Device, matmuls: MatmulProfile) -> str | None:
-    if problem := _needs_nvidia(device, 0):
-        return problem
-    if not any(mode.is_16bit for mode in modes_named(matmuls.modes)):
-        return f"it acts on 16-bit products only, and these layers multiply in {_listed(matmuls.modes)}"
-    return None
-
-
-def _tf32_inert(device: Device, matmuls: MatmulProfile) -> str | None:
-    if problem := _needs_nvidia(device, FIRST_TF32):
-        return problem
-    return None if FP32.name in matmuls.modes else f"no layer multiplies in fp32, but in {_listed(matmuls.modes)}"
 
 
 def _fp8_inert(device: Device, matmuls: MatmulProfile) -> str | None:

@@ -129,16 +129,12 @@ def rules_from(text: str = "", preset: str = DEFAULT_PRESET, previous: Rules | N
         RuleError: a line cannot be read; it carries the line's number.
         HalfsafeError: no preset has that name.
     """
-    previous = previous or Rules()
-    presets = previous.presets + tuple(rule for rule in preset_rules(preset) if rule not in previous.presets)
-    return Rules(presets, previous.own + tuple(parse(text)), (*previous.names, preset))
-
-
-def preset_rules(preset: str) -> list[Rule]:
-    """Return the rules of a preset; each keeps a layer in the dtype of the file."""
     if preset not in PRESETS:
         raise HalfsafeError(f"'{preset}' is not a rules preset.", f"Use one of: {', '.join(PRESETS)}.")
-    return [Rule(pattern, KEEP, role, preset) for pattern, role in PRESETS[preset]]
+    previous = previous or Rules()
+    added = (Rule(pattern, KEEP, role, preset) for pattern, role in PRESETS[preset])
+    presets = previous.presets + tuple(rule for rule in added if rule not in previous.presets)
+    return Rules(presets, previous.own + tuple(parse(text)), (*previous.names, preset))
 
 
 def numbered_lines(text: str) -> Iterator[tuple[int, str]]:

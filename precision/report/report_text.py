@@ -27,7 +27,11 @@ def _head(report: dict) -> list[str]:
     lines = ["Halfsafe report", "==============="]
     if device:
         lines += hanging("Device  ", _device(device))
-        lines += wrapped(capability_line(device["capabilities"]), "        ")
+        can, cannot = (
+            ", ".join(name for name, on in device["capabilities"].items() if on is wanted) or "nothing"
+            for wanted in (True, False)
+        )
+        lines += wrapped(f"can: {can}; cannot: {cannot}", "        ")
     size = f"{count_text(model['parameters'])} parameters, {size_text(model['weight_bytes'])}"
     lines += hanging("Model   ", f"{model['class'] or 'unknown class'}, {size} of weights")
     for name, decision in report["decisions"].items():
@@ -45,12 +49,6 @@ def _device(device: dict) -> str:
 
 def _notes(notes: list[str]) -> list[str]:
     return ["Notes", *(line for note in notes for line in wrapped(note, "  "))] if notes else []
-
-
-def capability_line(capabilities: dict[str, bool]) -> str:
-    """List what a device can do: "can: bf16, fp8_storage; cannot: fp8_matmul"."""
-    can, cannot = (", ".join(name for name, on in capabilities.items() if on is wanted) for wanted in (True, False))
-    return f"can: {can or 'nothing'}; cannot: {cannot or 'nothing'}"
 
 
 def _storage(report: dict) -> list[str]:

@@ -5,10 +5,11 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+from ..base.modes import MODES
 from ..devices.detect import Device
 from .report_rules import rules_text
 from .report_text import report_text
-from .view import legend_of_modes, legend_of_storages, view_of
+from .view import MODE_COLOURS, STORAGE_COLOURS, view_of
 
 VERSION = 1
 JSON_NAMES = {"cls": "class", "from_mode": "from", "to_mode": "to"}
@@ -193,7 +194,8 @@ class Report:
         repeat what ran; ``view``, see :func:`~.view.view_of`.
         """
         data = {"version": VERSION, **plain(self)}
-        legends = {"modes": legend_of_modes(), "storages": legend_of_storages()}
+        modes = {name: {"label": mode.label, "colour": MODE_COLOURS[name]} for name, mode in MODES.items()}
+        legends = {"modes": modes, "storages": {name: {"colour": it} for name, it in STORAGE_COLOURS.items()}}
         fixed = {layer.name for layer in self.layers if layer.called_in_fp32}
         return {**data, **legends, "rules": rules_text(data, fixed), "view": view_of(data)}
 
