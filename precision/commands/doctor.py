@@ -74,7 +74,7 @@ def _description(device: Device) -> dict:
         "remarks": row.remarks,
         "probes": [asdict(probe) for probe in device.probes],
         "auto": [_auto(device, model) for model in TYPICAL_MODELS],
-        "too_large": _too_large(device),
+        "too_large": dict(zip(("storage", "reason"), _too_large(device), strict=True)),
     }
 
 
@@ -84,12 +84,11 @@ def _auto(device: Device, model: str) -> dict:
     return {"model": model, "file": file_dtype, "compute": compute, "reason": reason}
 
 
-def _too_large(device: Device) -> dict:
-    """Say what storage ``auto`` takes where 16-bit weights do not fit."""
+def _too_large(device: Device) -> tuple[str, str]:
+    """Choose the storage that ``auto`` takes where 16-bit weights do not fit, and say why."""
     if device.profile.type in ("cpu", "mps"):
-        return {"storage": "as_file", "reason": "There is no separate GPU memory to fit weights into."}
-    storage, reason = smallest_storage(device)
-    return {"storage": storage, "reason": reason}
+        return "as_file", "There is no separate GPU memory to fit weights into."
+    return smallest_storage(device)
 
 
 def _devices() -> list[dict]:

@@ -143,8 +143,8 @@ def _memory_plan(
         f"{count} layers in {kind.title}, which ComfyUI has from {kind.since} on, were unpacked to {memory.unpacked}."
         for kind, count in lacking.items()
     ]
-    refused = (weight for name, weight in inside.items() if asked.get(name, AS_FILE) == AS_FILE)
-    counts = Counter(weight.storage for weight in refused if memory.is_refused(weight))
+    as_file = (weight for name, weight in inside.items() if asked.get(name, AS_FILE) == AS_FILE)
+    counts = Counter(weight.storage for weight in as_file if weight.storage in memory.unheld)
     unpacked += [f"{count} weights in {it} were loaded in {dtype}: {memory.unheld[it]}" for it, count in counts.items()]
     otherwise = [f"{name}: {plan.reason}" for name in inside if (plan := plans[name]).reason]
     size = sum(_bytes(weight, plans[name], dtype) for name, weight in inside.items())

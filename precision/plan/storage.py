@@ -59,11 +59,10 @@ class LoadPlan:
 def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Mapping[str, StorageDecision]:
     """Decide the storage of each layer, by name, for a model that is asked to be stored in ``storage``."""
     rules = rules.on(layers)
-    return frozen({layer.name: decide_layer(layer, storage, rules) for layer in layers})
+    return frozen({layer.name: _decide_layer(layer, storage, rules) for layer in layers})
 
 
-def decide_layer(layer: LayerSpec, storage: str, rules: Rules) -> StorageDecision:
-    """Decide what a layer is stored in by its name, its class and its weight's shape, and say why."""
+def _decide_layer(layer: LayerSpec, storage: str, rules: Rules) -> StorageDecision:
     found = rules.setting("storage", layer.name, layer.cls)
     if found and found[1].preset and storage not in QUANTIZED_NAMES:
         found = None  # presets guard layers against 8 bits only
@@ -196,12 +195,7 @@ def plan_text_encoder(
 
 
 def _choose_storage(
-    facts: ModelFacts,
-    device: Device,
-    storage: str,
-    compute: Choice,
-    free_device_bytes: int | None,
-    streamed_from: int | None,
+    facts: ModelFacts, device: Device, storage: str, compute: Choice, free: int | None, streamed_from: int | None
 ) -> Choice:
     if storage == "as_file":
         used, reason = held_storage(device, facts.file_dtype)
@@ -209,12 +203,11 @@ def _choose_storage(
     if storage != "auto":
         return Choice(storage, storage)
     size, own, asked = 2 * facts.parameters, facts.file_dtype, compute.requested
-    used, reason = auto_storage(device, size, own, free_device_bytes, asked, streamed_from)
+    used, reason = auto_storage(device, size, own, free, asked, streamed_from)
     enough = "fp16" if compute.used == SAFE else compute.used
     if used == "as_file" and own == "fp32" and enough != "fp32":
         used, reason = enough, f"an fp32 file computed in {compute.used} needs no more than {enough}"
-    room = None if free_device_bytes is None or streamed_from is None else free_device_bytes - ACTIVATION_ROOM
-    fits = room is None or size <= room
+    fits = free is None or streamed_from is None or size <= free - ACTIVATION_ROOM
     if used == "as_file" and own == "bf16" and enough == "fp16" and fits:
         used, reason = enough, f"{compute.used} multiplies in {enough}: converted once, not at every step"
     return Choice(storage, used, reason)
