@@ -75,9 +75,12 @@ def convert_file(
     plans = plan_weights(checkpoint.weights, asked, source, done=_done(file))
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of(file), storage, rules.names, lines, card=file.metadata.get(CARD_KEY, ""))
-    rounding = _rounding(calibration, checkpoint, plans, provenance.source) if calibration else None
-    card = rounding.card_entry(provenance, plans) if rounding else card_entry(provenance, plans.values())
-    if rounding:
+    card, rounding = card_entry(provenance, plans.values()), None
+    if calibration:
+        origin, prefix, device = provenance.source, model_prefix(checkpoint), default_device()
+        name = str(origin["file"])
+        rounding = CalibratedRounding(calibration, checkpoint.weights, plans, origin, name, prefix, device)
+        card = rounding.card_entry(provenance, plans)
         tell(rounding.start())
     metadata = {"format": "pt"} | checkpoint.metadata | card
     making = rounding.made if rounding else None
@@ -122,13 +125,6 @@ def _done(file: TensorFile, progress: Callable[[int], None] | None = None) -> Ca
         file.require_whole()
 
     return done
-
-
-def _rounding(
-    calibration: Calibration, checkpoint: Checkpoint, plans: Mapping[str, WeightPlan], source: Mapping[str, object]
-) -> CalibratedRounding:
-    name, prefix = str(source["file"]), model_prefix(checkpoint)
-    return CalibratedRounding(calibration, checkpoint.weights, plans, source, name, prefix, default_device())
 
 
 def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, WeightPlan]) -> list[str]:

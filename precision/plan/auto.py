@@ -54,10 +54,8 @@ def _instead_of_fp16(device: Device, supported: Sequence[str], file_dtype: str) 
 
 def _why_not(device: Device, supported: Sequence[str]) -> str:
     reasons = [device.reason(option) for option in ("bf16", "fp16") if option in supported]
-    unsafe = [option for option in ("bf16", "fp16") if option not in supported]
-    if unsafe:
-        reasons.append(f"The model is not safe in plain {' or '.join(unsafe)}.")
-    return " ".join(reasons)
+    unsafe = " or ".join(option for option in ("bf16", "fp16") if option not in supported)
+    return " ".join([*reasons, f"The model is not safe in plain {unsafe}."] if unsafe else reasons)
 
 
 def auto_storage(

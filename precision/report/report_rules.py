@@ -31,13 +31,9 @@ def _mode_lines(modes: Mapping[str, str], names: list[str]) -> list[str]:
     for name, mode in modes.items():
         if mode in MODES and MODES[mode].rule:
             groups[pattern_of(name), mode].append(name)
-    return [
-        f"{glob} {MODES[mode].rule}"
-        for (pattern, mode), members in groups.items()
-        for glob in (members if len(members) == 1 or _matched(pattern, names) != len(members) else [pattern])
-    ]
-
-
-def _matched(pattern: str, names: list[str]) -> int:
-    match = compile_pattern(pattern)
-    return sum(bool(match(name, "")) for name in names)
+    lines = []
+    for (pattern, mode), members in groups.items():
+        match = compile_pattern(pattern)
+        one_line = len(members) > 1 and sum(bool(match(name, "")) for name in names) == len(members)
+        lines += [f"{glob} {MODES[mode].rule}" for glob in ([pattern] if one_line else members)]
+    return lines
