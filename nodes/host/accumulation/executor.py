@@ -34,7 +34,7 @@ def with_accumulation(patcher, request: Request):
     """Return a clone of the model that runs as requested; what the request leaves unchanged is as an earlier node
     asked."""
     clone = patcher.clone()
-    if request.changes_nothing:
+    if request == Request():
         return clone
     earlier = accumulation_of(patcher)
     accumulation = Accumulation(request.over(earlier.request) if earlier else request)

@@ -361,7 +361,7 @@ def test_the_chart_shows_every_outcome(count):
 
 def test_what_has_no_decibels_is_said_in_words(monkeypatch):
     written = []
-    monkeypatch.setattr("halfsafe.precision.report.draw.Canvas.text", lambda canvas, x, text, *_, **__: written.append(text) or x)
+    monkeypatch.setattr("halfsafe.precision.report.draw.write_text", lambda drawing, x, y, text, *_: written.append(text))
     found = a.Analysis(FP8, 25.0, [a.LayerResult("a", "Linear", 10, a.CHOSEN, "", False, math.inf, math.inf, math.inf, crest=1.0)], math.inf, -math.inf, 3)
     analysis_chart(found)
     for text in (" ".join(written), analysis_text(found)):
