@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 FP32_ACTIVATIONS = "ComfyUI runs text encoders with fp32 activations"
 CLIP_WORDS, CLIP_LAYER = "text_model.embeddings.token_embedding.weight", "mlp.fc1.weight"
 CLIP_NORM = "text_model.final_layer_norm.weight"
-VISION = re.compile(r"(^|\.)(visual|vision_\w+|multi_modal_projector|lm_head)\.")
+VISION = re.compile(r"(^|\.)(visual|vision_\w+|audio_(model|projector)|multi_modal_projector|lm_head)\.")
 """Parts of a text encoder that texts do without."""
 ENCODER = re.compile(r"^(encoder|quant_conv)\.")
 """Parts of a VAE that decoding does without."""

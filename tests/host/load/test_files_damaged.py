@@ -3,9 +3,11 @@
 import pytest
 import torch
 from halfsafe.precision.base.errors import CheckpointError, MemoryShortage
+from halfsafe.precision.guard.verdicts import NonFinite
 from safetensors.torch import save_file
 from setup.comfyui_server import ServerError
-from support import effort, model_files, tiny_models
+from support import effort, families, model_files, tiny_models
+from support.mapped_loading import mapped_loading
 
 WEIGHT = "blocks.0.ffn.0.weight"
 
@@ -132,6 +134,20 @@ def test_bad_file_is_named_at_once(comfy, wan, checkpoint, models_dir, monkeypat
     assert not taken or name not in IN_THE_HEADER
     assert not built or name in IN_A_WEIGHT
     assert set(taken.values()) <= {1, 2, 3}, "to look at its names, to plan, to convert it"
+
+
+@pytest.mark.parametrize("storage", ["as_file", "int8"])
+def test_nan_that_dynamic_vram_leaves_in_the_file_is_named_by_the_guard(comfy, wan, models_dir, storage):
+    """A weight that stays a slice of its file is not read at load; the first result that is not finite tells it."""
+    path = models_dir / "diffusion_models" / "bad-streamed.safetensors"
+    model_files.changed(wan, path, lambda tensors: tensors["head.head.weight"][3, 5:6].fill_(float("nan")))
+    with mapped_loading():
+        model = families.load(comfy, path, storage, "fp32")
+    guarded = comfy.run("HalfsafeNaNGuard", model=model, on_nan="retry_higher", max_retries=8)[0]
+    with pytest.raises(NonFinite) as error:
+        families.sample(guarded, "wan")
+    assert error.value.verdict == "bad_weights"
+    assert "head.head.weight" in str(error.value) and path.name in str(error.value)
 
 
 def counted_models(monkeypatch) -> list:
