@@ -112,7 +112,7 @@ def lacking_tensors(*paths: str) -> Iterator[Lacking]:
 
 @contextlib.contextmanager
 def named_if_lacking(*paths: str) -> Iterator[None]:
-    """Name the tensor and the files where ComfyUI looks for a tensor that no file has; other errors pass as they are."""
+    """Name the tensor and the files where ComfyUI looks for a tensor that no file has; other errors pass."""
     try:
         yield
     except (KeyError, UnboundLocalError) as error:

@@ -111,7 +111,7 @@ def test_connectors_that_a_text_encoder_of_ltx_2_brings_are_not_lacking(comfy, m
     whole = rare_families.write("ltxav", models_dir / "diffusion_models" / "ltxav_whole.safetensors")
     path = whole.with_name("ltxav_alone.safetensors")
     with safe_open(str(whole), "pt") as file:
-        save_file({name: file.get_tensor(name) for name in file.keys() if "_connector." not in name}, str(path), file.metadata())
+        save_file({name: file.get_tensor(name) for name in file.keys() if "_connector." not in name}, str(path), file.metadata())  # noqa: SIM118
     model = families.load(comfy, path, storage, "auto")
     assert "audio_embeddings_connector" in caplog.text and "a text encoder without them gives NaN" in caplog.text
     processed = [[torch.randn(1, 8, 2 * model.model.diffusion_model.caption_channels), {}]]
