@@ -8,7 +8,7 @@ from ..precision.study.candidates import CANDIDATES
 from ..precision.study.charts import analysis_chart
 from .host.compute.layer_modes import compute_name
 from .host.study import analysis as host
-from .inputs import CATEGORY, RulesType
+from .inputs import CATEGORY, RulesType, seed_input
 
 
 class AnalyzeLayers(io.ComfyNode):
@@ -23,15 +23,7 @@ class AnalyzeLayers(io.ComfyNode):
             description=(
                 "Measure on your own prompt which layers survive a lower precision, and get rules that keep the others."
             ),
-            search_aliases=[
-                "layer analysis",
-                "sensitivity",
-                "mixed precision",
-                "layer quality",
-                "which layers",
-                "quantization error",
-                "snr",
-            ],
+            search_aliases=["layer analysis", "sensitivity", "mixed precision", "layer quality", "which layers", "snr"],
             inputs=[
                 io.Model.Input(
                     "model",
@@ -50,14 +42,7 @@ class AnalyzeLayers(io.ComfyNode):
                         "A small one is much faster; it costs 8 to 52 steps, most often about 24."
                     ),
                 ),
-                io.Int.Input(
-                    "seed",
-                    default=0,
-                    min=0,
-                    max=0xFFFFFFFFFFFFFFFF,
-                    control_after_generate=False,
-                    tooltip="The noise. The same seed gives the same rules.",
-                ),
+                seed_input("The noise. The same seed gives the same rules."),
                 io.Combo.Input(
                     "candidate",
                     options=list(CANDIDATES),

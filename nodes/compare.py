@@ -16,16 +16,7 @@ class CompareImages(io.ComfyNode):
             description=(
                 "PSNR, largest error and SSIM of two images of the same size, and their difference as a picture."
             ),
-            search_aliases=[
-                "psnr",
-                "ssim",
-                "image difference",
-                "diff",
-                "compare precision",
-                "quality",
-                "before and after",
-                "a/b",
-            ],
+            search_aliases=["psnr", "ssim", "image difference", "compare precision", "before and after", "a/b"],
             inputs=[
                 io.Image.Input(
                     "reference",

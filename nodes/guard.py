@@ -30,15 +30,7 @@ class NaNGuard(io.ComfyNode):
                 "Check every step for NaN and Inf: "
                 "find the layer, repeat it in a higher precision, or say what else is wrong."
             ),
-            search_aliases=[
-                "black image",
-                "nan",
-                "inf",
-                "overflow",
-                "invalid value encountered in cast",
-                "fp16 fix",
-                "no half",
-            ],
+            search_aliases=["black image", "inf", "overflow", "invalid value encountered in cast", "fp16 fix"],
             inputs=[
                 io.Model.Input("model", tooltip="The model; the output is a guarded clone. Works with any loader."),
                 on_nan_input(),

@@ -143,7 +143,3 @@ def output_path(filename_prefix: str) -> tuple[str, str]:
     )
     file = f"{name}_{counter:05}_.safetensors"
     return f"{folder}/{file}", f"{subfolder}/{file}" if subfolder else file
-
-
-def embedding_folders() -> list[str]:
-    return folder_paths.get_folder_paths("embeddings")

@@ -13,7 +13,7 @@ from comfy.controlnet import ControlNet
 from comfy.ops import disable_weight_init
 from halfsafe.nodes.host.comfyui.execution import switches_by_layer
 from halfsafe.nodes.host.compute.control import planned_control
-from halfsafe.nodes.host.load.control_runs import controls_of, loaded_control
+from halfsafe.nodes.host.load.controlnet import controls_of, loaded_control
 from halfsafe.nodes.host.reporting.report import control_report
 from halfsafe.precision.arithmetic.linear import kind_of
 from halfsafe.precision.base.errors import CheckpointError, MemoryShortage
