@@ -29,11 +29,7 @@ class Calibrate(io.ComfyNode):
             search_aliases=["gptq", "calibration", "better int8", "quantize quality", "hessian", "w4a8"],
             inputs=[
                 io.Model.Input(
-                    "model",
-                    tooltip=(
-                        "The model that will be saved, from any loader, LoRAs included; best in 16 bit. "
-                        "It is not changed."
-                    ),
+                    "model", tooltip="The model to save, LoRAs included, best in 16 bit. It is not changed."
                 ),
                 io.Conditioning.Input("positive", tooltip="A prompt like those you use."),
                 io.Latent.Input(
@@ -51,10 +47,7 @@ class Calibrate(io.ComfyNode):
                     "filename_prefix",
                     default="",
                     optional=True,
-                    tooltip=(
-                        "Where to keep it, below ComfyUI's output folder, for convert --calibration. Empty: nowhere. "
-                        "Up to 4 GB for a large model."
-                    ),
+                    tooltip="Below ComfyUI's output folder, kept for convert --calibration. Empty: nowhere.",
                 ),
             ],
             outputs=[

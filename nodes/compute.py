@@ -72,10 +72,7 @@ class AutoPrecision(io.ComfyNode):
                     "goal",
                     options=list(GOALS),
                     default="balanced",
-                    tooltip=(
-                        "balanced: fast here and safe. quality: closest to fp32, the VAE in fp32. "
-                        "speed: 8-bit products where this device gains. memory: smallest activations."
-                    ),
+                    tooltip="balanced: fast and safe. quality: closest to fp32. speed: 8-bit products. memory: least.",
                 ),
                 io.Clip.Input(
                     "clip",

@@ -40,10 +40,7 @@ class NaNGuard(io.ComfyNode):
                     min=0,
                     max=64,
                     advanced=True,
-                    tooltip=(
-                        "How often one step may be repeated. A cure takes three at most: "
-                        "to find the layer, in fp16_safe, in fp32. Telling another cause may take a few more."
-                    ),
+                    tooltip="How often one step may be repeated. A cure takes three at most.",
                 ),
                 check_input(),
             ],

@@ -50,8 +50,7 @@ class LoadDiffusionModel(Loader):
                 file_input(
                     "model_name",
                     cls.FOLDER,
-                    "A .safetensors file in models/diffusion_models; "
-                    "fp8, int8 and ComfyUI's other quantization formats, sharded or with diffusers' names too.",
+                    "A .safetensors file in models/diffusion_models, of any of ComfyUI's formats, sharded too.",
                 ),
                 storage_input(),
                 compute_input(),
@@ -133,10 +132,7 @@ class LoadCLIP(Loader):
                     "type", options=encoders.text_encoder_types(), tooltip="The model family the encoder is for."
                 ),
                 storage_input(
-                    tooltip=(
-                        "How the weights are kept. "
-                        "auto: as ComfyUI does, fp8 if memory is short. fp8 and int8 save memory, not time."
-                    )
+                    tooltip="auto: as ComfyUI does, fp8 if memory is short. fp8 and int8 save memory, not time."
                 ),
                 compute_input(),
                 *more,
@@ -170,8 +166,7 @@ class LoadControlNet(Loader):
                 file_input(
                     "control_net_name",
                     cls.FOLDER,
-                    "A .safetensors file in models/controlnet, "
-                    "of any kind that ComfyUI's own loader knows; quantized ones too.",
+                    "A .safetensors file in models/controlnet, of any kind that ComfyUI knows; quantized too.",
                 ),
                 storage_input(),
                 compute_input(),

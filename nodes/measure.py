@@ -37,20 +37,14 @@ class MeasurePrecisions(io.ComfyNode):
                 io.Conditioning.Input("positive", tooltip="A prompt like those you use."),
                 io.Latent.Input(
                     "latent_image",
-                    tooltip=(
-                        "The size to measure at, as for a sampler: time and memory hold for this size. "
-                        "Each candidate costs four steps."
-                    ),
+                    tooltip="The size to measure at: time and memory hold for it. Each candidate costs four steps.",
                 ),
                 seed_input("The noise, the same for every candidate."),
                 io.String.Input(
                     "candidates",
                     multiline=True,
                     default=DEFAULT_SETTINGS,
-                    tooltip=(
-                        "One <storage>/<compute> per line, such as int8/auto; # comments. "
-                        "as_file: the weights as loaded. The table tells what this device cannot do."
-                    ),
+                    tooltip="One <storage>/<compute> per line, such as int8/auto; # comments. as_file: as loaded.",
                 ),
                 io.Conditioning.Input(
                     "negative", optional=True, tooltip="Sampled too when given, with cfg 4, at twice the time."

@@ -45,10 +45,7 @@ class SaveModel(io.ComfyNode):
                 CalibrationType.Input(
                     "calibration",
                     optional=True,
-                    tooltip=(
-                        "From Calibrate (Halfsafe), of this model: weights are rounded by what the layers meet. "
-                        "Closer to the original; takes minutes for a large model."
-                    ),
+                    tooltip="From Calibrate, of this model: weights are rounded closer to the original, in minutes.",
                 ),
             ],
             outputs=[io.String.Output(display_name="path")],

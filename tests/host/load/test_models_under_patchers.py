@@ -163,9 +163,9 @@ def test_simulated_device(comfy, wan, monkeypatch, profile):
 STORAGE = {"sm_61": "as_file", "sm_75": "fp16", "sm_86": "fp16", "sm_89": "fp16", "cpu": "as_file"}
 EXPECTED_MODES = {
     "sm_61": {"fp32"},
-    "sm_75": {"fp16_wide"},
-    "sm_86": {"fp16_wide"},
-    "sm_89": {"fp16_wide"},
+    "sm_75": {"fp16"},
+    "sm_86": {"fp16"},
+    "sm_89": {"fp16"},
     "cpu": {"fp32"},
 }
 
