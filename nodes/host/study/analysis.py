@@ -82,11 +82,6 @@ def _multiplies_in_int8(patcher: ModelPatcher) -> bool:
     return asked in ("auto", "fp8", "int8") and current_device().capabilities.get("int8_matmul", True)
 
 
-def class_name(patcher: ModelPatcher) -> str:
-    """Name ComfyUI's class of a model, such as WAN21."""
-    return type(patcher.model).__name__
-
-
 def subjects_of(patcher: ModelPatcher, candidate: Candidate) -> list[tuple[LayerResult, torch.nn.Module]]:
     """List every layer that multiplies, in model order, with its module."""
     preset = rules_from().on(model_facts(patcher).layers)

@@ -78,8 +78,7 @@ def in_fp32(model):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("origin", ["ours", "stock"])
-@pytest.mark.parametrize("storage", ["as_file", "int8"])
+@pytest.mark.parametrize(("origin", "storage"), [("ours", "int8"), ("stock", "as_file")])
 def test_a_saved_model_is_the_same_model(comfy, configured, output, family, origin, storage):
     _, path = configured(family)
     model = load(comfy, path, origin)
