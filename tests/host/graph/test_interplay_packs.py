@@ -147,32 +147,6 @@ def test_packed_weights_are_left_as_they_are(comfy, wan):
     assert torch.equal(families.sample(model, "wan"), before)
 
 
-class Described(torch.Tensor):
-    """A class that is not made without its description, as GGUF's tensors are not without their type."""
-
-    def __new__(cls, *args, description, **kwargs):
-        return super().__new__(cls, *args, **kwargs)
-
-    def __init__(self, *args, description, **kwargs):
-        super().__init__()
-        self.description = description
-
-
-class DescribedOps(manual_cast):
-    class Linear(manual_cast.Linear):
-        def forward_comfy_cast_weights(self, x):
-            weight = torch.Tensor(self.weight.detach().to(x.dtype).as_subclass(Described))
-            return torch.nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
-
-
-def test_a_tensor_class_that_needs_arguments(comfy, overflowing):
-    load = core("comfy.sd").load_diffusion_model
-    model = load(str(overflowing), model_options={"custom_operations": DescribedOps, "dtype": torch.float16})
-    model.set_model_compute_dtype(torch.float16)
-    expected = families.sample(in_fp32(model), "wan")
-    assert relative_error(expected, families.sample(guarded(comfy, model), "wan")) < BOUND
-
-
 def replaced_attention(model, factor: float = 1.0):
     """Each self-attention's forward exchanged by an object patch that counts and hands on, as attention packs do."""
     clone, ran = model.clone(), []
@@ -187,8 +161,7 @@ def replaced_attention(model, factor: float = 1.0):
     return clone, ran
 
 
-@pytest.mark.parametrize("order", ["patch first", "guard first"])
-@pytest.mark.parametrize("compute", ["fp16", "fp16_safe"])
+@pytest.mark.parametrize(("compute", "order"), [("fp16", "patch first"), ("fp16_safe", "guard first")])
 def test_object_patches_on_attention(comfy, overflowing, compute, order):
     reference, _ = replaced_attention(families.load(comfy, overflowing, "fp16", "fp32"), 0.5)
     expected = families.sample(reference, "wan")
@@ -225,8 +198,7 @@ def test_an_attention_override_for_all_layers(comfy, overflowing):
         assert relative_error(expected, families.sample(ours, "wan")) < BOUND
 
 
-@pytest.mark.parametrize("order", ["theirs first", "ours first"])
-@pytest.mark.parametrize("wanted", ["on", "off"])
+@pytest.mark.parametrize(("wanted", "order"), [("on", "theirs first"), ("off", "ours first")])
 def test_callbacks_that_write_the_flag_for_all(comfy, wan, monkeypatch, wanted, order):
     """A pack that switches fp16 sums on when a run begins, and off when it ends, whatever it was before."""
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
