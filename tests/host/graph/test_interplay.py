@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-import torch._dynamo
 from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
 from halfsafe.precision.guard.verdicts import NonFinite
 from safetensors.torch import load_file, save_file
 from support import families, model_files, tiny_models
 from support.families import load
-from support.guarding import core, guarded, is_finite, left_on, report_of, sample
+from support.guarding import core, guarded, is_finite, left_on, sample
 from support.measures import relative_error
 from support.summing import accumulation, states
 
@@ -116,32 +115,6 @@ def test_a_controlnet(comfy, checkpoint, control, stack, strength):
         assert relative_error(expected, sample(model, *controlled)) < BOUND
 
 
-@stacks
-def test_the_core_node_of_torch_compile(comfy, models_dir, stack):
-    torch._dynamo.reset()
-    path = tiny_models.wan_overflowing(models_dir / "diffusion_models" / "compiled_by_core.safetensors", blocks=1)
-    reference, model = pair(comfy, path, stack)
-    compiled = core("comfy_extras.nodes_torch_compile").TorchCompileModel.execute(model, "eager").args[0]
-    expected = families.sample(reference, "wan")
-    for _ in range(2):
-        assert relative_error(expected, families.sample(compiled, "wan")) < BOUND
-    torch._dynamo.reset()
-
-
-def merged(*models):
-    return core("comfy_extras.nodes_model_merging").ModelMergeSimple().merge(*models, 0.6)[0]
-
-
-@pytest.mark.parametrize("compute", ["fp16", "fp16_safe"])
-def test_a_merge_of_two_loaded_models(comfy, overflowing, clean, compute):
-    expected = families.sample(merged(*(load(comfy, path, "fp32", "fp32") for path in (overflowing, clean))), "wan")
-    alone = [load(comfy, path, "fp16", compute) for path in (overflowing, clean)]
-    assert relative_error(expected, families.sample(through_the_nodes(comfy, merged(*alone)), "wan")) < BOUND
-    first = families.sample(load(comfy, overflowing, "fp32", "fp32"), "wan")
-    assert relative_error(first, expected) > 5 * BOUND
-    assert relative_error(first, families.sample(through_the_nodes(comfy, alone[0]), "wan")) < BOUND, "the first is as it was"
-
-
 def scheduled(comfy, lora, cond, start=0.5):
     """The conditioning with a LoRA by hook, on from a part of the steps, as ComfyUI's nodes make it."""
     nodes = core("comfy_extras.nodes_hooks")
@@ -163,27 +136,6 @@ def test_a_scheduled_lora_by_hook(comfy, overflowing, lora, storage, compute):
     for _ in range(2):
         assert relative_error(expected, sample(model, scheduled(comfy, lora, cond), cfg=1.0, steps=4)) < BOUND
     assert relative_error(without, sample(model, cond, cfg=1.0, steps=4)) < BOUND, "and is gone afterwards"
-
-
-@stacks
-def test_two_samplers_in_a_row(comfy, overflowing, stack):
-    """The first two of four steps in one KSampler (Advanced), the others in a second one."""
-    positive, negative = families.conditioning("wan"), families.conditioning("wan", seed=9)
-
-    def in_two(model):
-        run = comfy.core["KSamplerAdvanced"]().sample
-        latent = {"samples": torch.zeros(1, 16, 1, 8, 8)}
-        settings = (1, 4, 3.0, "euler", "simple", positive, negative)
-        (latent,) = run(model, "enable", *settings, latent, 0, 2, "enable")
-        return run(model, "disable", *settings, latent, 2, 4, "disable")[0]["samples"]
-
-    reference, model = pair(comfy, overflowing, stack)
-    expected = in_two(reference)
-    first = in_two(model)
-    assert relative_error(expected, first) < BOUND
-    again = in_two(model)
-    assert relative_error(expected, again) < BOUND
-    assert torch.equal(again, in_two(model))
 
 
 @stacks
@@ -237,19 +189,6 @@ def test_the_core_nodes_decode_with_a_guarded_vae(comfy, vaes, kind, decoder):
     vae = comfy.run("HalfsafeGuardVAE", vae=half, on_nan="retry_higher")[0]
     assert relative_error(expected, decode(vae)) < 0.03
     assert [event.recovered for event in getattr(vae, ATTRIBUTE).log.events] == [True]
-
-
-@stacks
-def test_a_static_clone_of_a_dynamic_stack(comfy, overflowing, stack, monkeypatch):
-    """What TorchCompileModel and others ask of a model under dynamic VRAM: the clone is loaded anew, and guarded."""
-    reference, model = pair(comfy, overflowing, stack)
-    expected = families.sample(reference, "wan")
-    assert relative_error(expected, families.sample(model, "wan")) < BOUND
-    monkeypatch.setattr(model, "is_dynamic", lambda: True)
-    static = model.clone(disable_dynamic=True)
-    assert static.model is not model.model
-    assert relative_error(expected, families.sample(static, "wan")) < BOUND
-    assert report_of(static).calls > 0
 
 
 @pytest.fixture

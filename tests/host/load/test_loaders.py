@@ -10,7 +10,7 @@ from halfsafe.precision.plan.memory import plan_model
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.plan.storage import plan_load
 from support import dialects, families, model_files, tiny_models
-from support.denoise import denoise
+from support.families import denoise
 from support.measures import relative_error
 
 

@@ -12,8 +12,7 @@ from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file
-from support.denoise import denoise
-from support.families import stock
+from support.families import denoise, stock
 from support.matmul_spy import MatmulSpy
 from support.measures import relative_error
 

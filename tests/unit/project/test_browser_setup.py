@@ -54,7 +54,8 @@ def make_program(path: Path) -> Path:
 
 
 def test_a_program_on_the_path_is_found_and_the_variable_wins(nothing_installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chromium.find_chromium() == make_program(nothing_installed / "msedge")
+    program = make_program(nothing_installed / "msedge")
+    assert chromium.find_chromium() == program
     monkeypatch.setenv("CHROMIUM", str(make_program(nothing_installed / "my browser")))
     assert chromium.find_chromium() == nothing_installed / "my browser"
 
