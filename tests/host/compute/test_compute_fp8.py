@@ -14,8 +14,8 @@ from halfsafe.precision.arithmetic.linear import kind_of
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files, tiny_models
 from support.families import load, with_compute
+from support.matmul_spy import Products
 from support.measures import relative_error
-from support.products import Products
 from support.summing import accumulation
 
 

@@ -14,8 +14,8 @@ from support import dialects, families, model_files, tiny_models
 from support.families import load, with_compute
 from support.guarding import guarded
 from support.int8_models import PastForward, dequantized, int8, layers_of
+from support.matmul_spy import Products
 from support.measures import relative_error
-from support.products import Products
 
 ASKED = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp16_safe": "fp16"}
 """Compute -> mode; the results of ``fp16_safe`` are proven to fit fp16 in this model."""

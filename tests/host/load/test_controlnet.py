@@ -22,8 +22,8 @@ from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
 from support import control_files, families, tiny_models
 from support.control_files import KINDS, give
+from support.matmul_spy import Products
 from support.measures import relative_error, summed_alike
-from support.products import Products
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from support import dialects, families, model_files, tiny_models
-from support.denoise import denoise
+from support.families import denoise
 from support.measures import relative_error
 
 

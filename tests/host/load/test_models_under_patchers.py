@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from support import model_files, tiny_models
-from support.denoise import denoise
+from support.families import denoise
 from support.measures import relative_error
 
 LAYER, KEPT = "blocks.0.ffn.0", "time_projection.1"

@@ -10,7 +10,7 @@ from halfsafe.precision.plan.rules import rules_from
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import model_files, tiny_models
-from support.denoise import denoise
+from support.families import denoise
 from support.measures import relative_error
 from support.saved_models import KEPT, LAYER, load, save, stock, with_lora
 

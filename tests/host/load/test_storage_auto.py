@@ -9,11 +9,10 @@ from halfsafe.nodes.host.load import devices, models
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from support import families
-from support.denoise import denoise
-from support.families import stock
+from support.families import denoise, stock
 from support.int8_models import layers_of
+from support.matmul_spy import Products
 from support.measures import relative_error
-from support.products import Products
 
 GIB = 1024**3
 SMALL, LARGE = 2 * GIB, 64 * GIB

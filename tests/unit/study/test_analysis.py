@@ -158,13 +158,6 @@ def test_the_crest_factor_tells_where_few_inputs_are_large():
     assert crests["down.0"] > 0.99 * math.sqrt(64) and crests["unused"] is None, "one of 64 channels has nearly all the power"
 
 
-def test_parts_of_a_weight_are_small_and_give_the_same_as_the_whole():
-    assert all(part.numel() <= PART for part in parts(torch.empty(3000, 2048))) and len(parts(torch.empty(2, PART))) == 2
-    weight = normal(3000, 2048)
-    data, scale = quantize(weight, FP8.dtype, host_amax(weight))
-    assert torch.equal(FP8.weight(weight), data.float() * scale)
-
-
 def test_fp16_sums_round_as_often_as_they_are_added_up_and_overflow(monkeypatch):
     x, weight = normal(5, 4096), normal(7, 4096, seed=1)
     exact, half = F.linear(x, weight), F.linear(x.half().float(), weight.half().float())
