@@ -16,7 +16,7 @@ import torch
 from support.shipped import ROOT
 
 NODES = ROOT / "nodes"
-CORE = NODES / "host" / "core.py"
+CORE = NODES / "host" / "comfyui" / "attributes.py"
 COMFY = ("comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "nodes")
 OBJECTS = {
     "patcher.model": "comfy.model_base.BaseModel", "patcher": "comfy.model_patcher.ModelPatcher", "_patcher": "comfy.model_patcher.ModelPatcher",
@@ -120,7 +120,7 @@ def uses_in(tree: ast.Module, file: str) -> Iterator[Use]:
 
 @cache
 def module_attributes() -> frozenset[tuple[str, str]]:
-    """(file of ComfyUI, attribute) of everything that `core.py` reads or sets of ComfyUI's modules."""
+    """(file of ComfyUI, attribute) of everything that `attributes.py` reads or sets of ComfyUI's modules."""
     tree = ast.parse(CORE.read_text(encoding="utf-8"))
     aliases = [node for node in tree.body if isinstance(node, ast.Assign) and dotted(getattr(node.value, "value", node)) == "Annotated"]
     owners = {dotted(node.targets[0]): text for node in aliases for text in texts(node.value.slice.elts[1])}
