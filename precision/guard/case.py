@@ -21,6 +21,7 @@ from .wording import (
     BEGINS_SAFE,
     COMPILED,
     EAGER_IS_FINITE,
+    FAILS_IN_FP32,
     GOES_ON,
     LEAVE_OUT,
     MAY_BE_KEPT,
@@ -225,7 +226,7 @@ class Case(Generic[Given, Step, Result]):
         ok, detail = probes.canary(self.call.about.device, "fp32")
         if not ok:
             diagnosis = Diagnosis(self._place, DEVICE_FAULT, f"{detail}.", WRONG_IN_FP32)
-        return self._give_up(diagnosis or Diagnosis(self._place, NOT_PRECISION, None, self.call.wording.fails_in_fp32))
+        return self._give_up(diagnosis or Diagnosis(self._place, NOT_PRECISION, None, FAILS_IN_FP32))
 
     def _untried(self) -> Diagnosis:
         return Diagnosis(

@@ -131,16 +131,6 @@ def test_regional_conditionings(comfy, overflowing, fp32):
     assert report_of(model).extra_calls <= 4 and report_of(model).verdict == "recovered"
 
 
-def test_inpainting(comfy, overflowing, fp32):
-    mask = torch.zeros(1, 1, 8, 8)
-    mask[..., 4:] = 1.0
-    cond = families.conditioning("wan")
-    reference = sample(fp32, cond, cond, noise_mask=mask)
-    model = guarded(comfy, plain_fp16(comfy, overflowing))
-    assert relative_error(reference, sample(model, cond, cond, noise_mask=mask)) < 0.02
-    assert report_of(model).extra_calls == 2
-
-
 @pytest.mark.parametrize("sampler", ["heun", "uni_pc_bh2", "dpm_2", "lcm"])
 def test_samplers_with_several_calls_a_step(comfy, overflowing, fp32, sampler):
     reference = families.sample(fp32, "wan", sampler=sampler)
@@ -201,20 +191,6 @@ def test_two_models_in_two_threads(comfy, overflowing, fp32, models_dir):
     for model in models:
         assert report_of(model).extra_calls == 2
         assert relative_error(reference, families.sample(model, "wan")) < 0.02
-
-
-@pytest.mark.parametrize("node", ["ModelSamplingSD3", "ModelSamplingFlux"])
-def test_model_sampling_after_the_guard(comfy, overflowing, fp32, node):
-    module = core("comfy_extras.nodes_model_advanced")
-
-    def patch(model):
-        options = (3.0,) if node == "ModelSamplingSD3" else (1.15, 0.5, 64, 64)
-        return getattr(module, node)().patch(model, *options)[0]
-
-    reference = families.sample(patch(fp32), "wan")
-    model = patch(guarded(comfy, plain_fp16(comfy, overflowing)))
-    assert relative_error(reference, families.sample(model, "wan")) < 0.02
-    assert guard_of(model).report(model).extra_calls == 2
 
 
 def test_layers_of_torchs_own_classes(comfy, overflowing, fp32):
