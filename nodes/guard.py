@@ -4,7 +4,7 @@ import torch
 from comfy_api.latest import io
 
 from ..precision.base.errors import HalfsafeError
-from ..precision.guard.finite import NotFiniteTensor, not_finite
+from ..precision.guard.inputs import NotFiniteTensor, not_finite
 from ..precision.guard.verdicts import NonFinite
 from ..precision.report.result import BAD, FINITE, NOT_FINITE, Result
 from .host.check.drift import checking

@@ -252,17 +252,6 @@ def layer_name(key: str) -> str:
     return plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")
 
 
-def added_keys(extended: "ModelPatcher") -> set[str]:
-    """Return the keys of the weights whose patches are added to results; none for ComfyUI's own ModelPatcher."""
-    return extended.sorted_patches().added if isinstance(extended, AddsLowRank) else set()
-
-
-def unpatched(patcher: "ModelPatcher", key: str, module: torch.nn.Module) -> torch.Tensor:
-    """Return a weight before any patch: ComfyUI keeps it where it merged LoRAs, else where a hook changed it."""
-    merged, hooked = patcher.backup.get(key), patcher.hook_backup.get(key)
-    return merged.weight if merged else hooked[0] if hooked else module.weight
-
-
 def low_rank_reasons(extended: "ModelPatcher") -> dict[str, str]:
     """Say by layer what was done with the patches of its 8-bit weight; nothing for ComfyUI's own ModelPatcher."""
     if not isinstance(extended, AddsLowRank):

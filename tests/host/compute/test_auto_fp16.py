@@ -13,6 +13,7 @@ from halfsafe.nodes.host.reporting.badge import model_words
 from halfsafe.precision.guard.verdicts import NonFinite
 from support import families, tiny_models
 from support.compiling import compiled
+from support.custom_nodes.step_caches import PACKS
 from support.families import load, with_compute
 from support.guarding import Counted, guarded, inside, is_finite, left_on, raising_at, report_of, sample
 from support.leaf_operations import Reductions
@@ -123,6 +124,18 @@ def test_a_guard_takes_what_auto_promises_as_its_first_step(comfy, loud, referen
     assert report_of(model).verdict == "clean"
 
 
+@pytest.mark.not_as_on_cuda("packs read noise levels back by themselves")
+@pytest.mark.parametrize("name", PACKS)
+def test_beside_a_step_cache_the_sampling_starts_again_and_is_that_of_fp16_safe(comfy, loud, name):
+    expected = families.sample(PACKS[name](with_compute(comfy, load(comfy, loud, "as_file", "fp16"), "fp16_safe")), "wan")
+    model = PACKS[name](of_node(comfy, loud))
+    assert torch.equal(families.sample(model, "wan"), expected)
+    report = report_of(model)
+    (event,) = report.events
+    assert (report.verdict, report.extra_calls, model_words(model)[1]) == ("recovered", 1, "fp16_safe")
+    assert event.evidence == "The sampling was started again in fp16_safe, as step_caches may keep state between steps."
+
+
 def nan_always(executor, args, kwargs):
     return executor(*args, **kwargs) * torch.nan
 
@@ -224,7 +237,7 @@ def functions(model, call) -> int:
     seen = Counter()
 
     def note(frame, event, argument):
-        seen[event] += "kept_" not in frame.f_code.co_filename
+        seen[event] += "core_state" not in frame.f_code.co_filename
 
     for _ in range(2):
         families.replay(model, call)
