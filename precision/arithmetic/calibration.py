@@ -19,11 +19,9 @@ from ..base.amax import amax
 from ..base.compiling import compile_disabled
 from ..base.nested import floats_in
 from ..base.oom import is_oom
-from .amax_buffer import NOTHING, AmaxBuffer
 from .hiding import HidingCode
-from .operand_scale import OperandScale
-from .operand_sharing import SharedOperands
-from .proofs import HEADROOM_BITS, Proof
+from .operand_scale import OperandScale, SharedOperands
+from .proofs import HEADROOM_BITS, NOTHING, AmaxBuffer, Proof
 from .result_bound import FiniteResult, Fp16Results
 
 Result = TypeVar("Result")
@@ -210,7 +208,7 @@ def _placed(proofs: list[Proof], buffer: AmaxBuffer) -> list[tuple[Proof, int]]:
     """Give each proof its entries of a buffer; return the proofs, each with the place of its first entry."""
     places, first = [], 0
     for proof in proofs:
-        proof.recorder.place(buffer.entries[first : first + proof.width])
+        proof.recorder.entries = buffer.entries[first : first + proof.width]
         places.append((proof, first))
         first += proof.width
     return places

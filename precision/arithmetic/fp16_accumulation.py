@@ -16,11 +16,10 @@ import torch.nn.functional as F
 from ..base import flags
 from ..base.amax import amax
 from ..base.dtypes import FP16_MAX
-from .amax_buffer import largest_row_norm
 from .calibration import Calibration
 from .linear import WeightProvider
 from .operand_scale import ScaledOperand
-from .proofs import FLOOR_BITS, MARGIN
+from .proofs import FLOOR_BITS, MARGIN, largest_row_norm
 
 MAX_EXPONENT = 6
 WORTH_SCALING = 1024

@@ -22,8 +22,8 @@ from ..base.flags import fp32_accumulation
 from ..base.modes import FP16, FP16_SCALED, FP16_WIDE, FP32
 from .calibration import Calibration
 from .operand_scale import OperandScale
+from .products import HAS_WIDE_PRODUCT, wide_product
 from .result_bound import FiniteResult
-from .wide_product import HAS_WIDE_PRODUCT, wide_product
 
 WeightProvider = Callable[..., AbstractContextManager]
 """``provider(module, x, dtype, bias_dtype=fp32)`` yields a layer's ``(weight, bias)`` on the device of ``x``. ``dtype``

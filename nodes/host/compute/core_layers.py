@@ -7,13 +7,13 @@ import torch
 from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from ....precision.arithmetic.linear import WeightProvider
 from ....precision.arithmetic.planned import LayerHost
+from ....precision.arithmetic.result_bound import largest_fp16_result
 from ....precision.base.dtypes import dtype_named
 from ....precision.base.flags import flags_set
 from ....precision.base.modes import FP8, FP16_WIDE, FP32
 from ....precision.base.patching import Patch
 from ....precision.formats.fp8 import activation_scale
 from ....precision.plan.compute import ComputeDecision
-from ....precision.plan.fp16_results import largest_fp16_result
 from ..comfyui.attributes import bias_functions, casting, not_forced_to_cast, weight_functions
 from ..comfyui.layers import is_quantized
 from ..comfyui.weights import exchanged, has_own_forward, only_multiplies, quantized_weights, weights_of

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from halfsafe.precision.arithmetic.amax_buffer import NOTHING, AmaxBuffer, Entry
+from halfsafe.precision.arithmetic.proofs import NOTHING, AmaxBuffer, Entry
 from support.fake_tensors import fake_cuda_tensors
 from support.inductor_kernels import Inductor
 from torch._dynamo.backends.common import aot_autograd

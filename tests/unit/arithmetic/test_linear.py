@@ -8,7 +8,7 @@ from halfsafe.precision.arithmetic.attention import Kernels, SafeAttention
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.fp16_accumulation import Fp16AccumulationLinear, SumBound
 from halfsafe.precision.arithmetic.linear import SafeOperation, _row_sum, has_wide_output
-from halfsafe.precision.arithmetic.wide_product import can_be_traced
+from halfsafe.precision.arithmetic.products import can_be_traced
 from halfsafe.precision.base import flags
 from halfsafe.precision.base.compiling import compile_disabled
 from hypothesis import given, settings
