@@ -166,9 +166,6 @@ class Fp16AccumulationLinear:
         self.weights = weights
         self.by_layer = by_layer
 
-    def __repr__(self) -> str:
-        return f"Fp16AccumulationLinear({'proven' if self.sums.proven else 'not proven'})"
-
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if x.dtype != torch.float16 or self.weights is None:
             return self.inner(x, *args, **kwargs)

@@ -91,15 +91,12 @@ class SafeOperation:
 
     @property
     def observed_mode(self) -> str:
-        """The mode of the layer in its last calibration; planned is ``fp16_wide`` (``PlannedLayers``)."""
+        """The mode of the layer in its last calibration; planned is ``fp16_wide``."""
         if self.scale.in_fp32:
             return FP32.name
         if self.scale.result.proven:
             return FP16.name
         return FP16_SCALED.name if self.scale.exponent else FP16_WIDE.name
-
-    def __repr__(self) -> str:
-        return f"SafeOperation({self.observed_mode})"
 
     def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Run the layer on ``input``, of any float dtype; return fp32, or fp16 where that is proven."""

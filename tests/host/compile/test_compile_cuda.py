@@ -6,7 +6,7 @@ import types
 import torch
 from halfsafe.nodes.host.comfyui.layers import matrix_layers
 from halfsafe.nodes.host.compute.attention import attending
-from halfsafe.nodes.host.compute.executor import PlannedModel
+from halfsafe.nodes.host.compute.planned_model import PlannedModel
 from halfsafe.nodes.host.replay.call import Call
 from halfsafe.precision.base.patching import patched
 from halfsafe.precision.plan.choice import Choice
