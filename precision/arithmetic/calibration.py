@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -74,7 +75,6 @@ class Calibration:
         self._result = FiniteResult("result of the call")
         self._missed = self._result.recorder.missed
         self._buffers: dict[torch.device, tuple[AmaxBuffer, list[Proof]]] = {}
-        self._places: dict[torch.device, list[tuple[Proof, int]]] = {}
 
     def add(self, proof: AnyProof) -> AnyProof:
         """Hold a proof under its name, in place of an earlier one."""
@@ -134,8 +134,11 @@ class Calibration:
 
     def _run(self, call: Callable[[], Result]) -> Result:
         if not self.calibrating:
+            self._missed.any = False
+            for buffer, _ in self._buffers.values():
+                buffer.clear()
             try:
-                result = self._recorded(call)
+                result = call()
                 if self._holds(result):
                     return result
             except RuntimeError as error:
@@ -143,13 +146,6 @@ class Calibration:
                     raise  # model code that meets a result in fp16 for the first time may fail on it
             self.repeats += 1
         return self._calibrated(call)
-
-    def _recorded(self, call: Callable[[], Result]) -> Result:
-        self.operands.end()
-        self._missed.any = False
-        for buffer, _ in self._buffers.values():
-            buffer.clear()
-        return call()
 
     def _calibrated(self, call: Callable[[], Result]) -> Result:
         self.calibrating = True
@@ -179,7 +175,9 @@ class Calibration:
         for device, proofs in devices.items():
             if device not in self._buffers or self._buffers[device][1] != proofs:
                 self._buffers[device] = buffer, _ = AmaxBuffer(sum(proof.width for proof in proofs), device), proofs
-                self._places[device] = _placed(proofs, buffer)
+                entries = iter(buffer.entries)
+                for proof in proofs:
+                    proof.recorder.entries = list(islice(entries, proof.width))
             self._buffers[device][0].set_exponents([proof.exponent for proof in proofs for _ in range(proof.width)])
 
     def _holds(self, result: object) -> bool:
@@ -189,11 +187,12 @@ class Calibration:
             for x in floats_in([result]):
                 self._result.recorder.record_amax(x)
         hold = not self._missed.any
-        for device, (buffer, _) in self._buffers.items():
-            records = buffer.read()
-            for proof, first in self._places[device]:
+        for buffer, proofs in self._buffers.values():
+            records, first = buffer.read(), 0
+            for proof in proofs:
                 if records[first] != NOTHING:
                     hold = self._is_held(proof, proof.magnitude(records[first : first + proof.width])) and hold
+                first += proof.width
         return hold
 
     def _is_held(self, proof: Proof, magnitude: float) -> bool:
@@ -202,13 +201,3 @@ class Calibration:
         for each in proofs:
             each.largest = max(each.largest, magnitude)
         return all(each.holds(magnitude) for each in proofs)
-
-
-def _placed(proofs: list[Proof], buffer: AmaxBuffer) -> list[tuple[Proof, int]]:
-    """Give each proof its entries of a buffer; return the proofs, each with the place of its first entry."""
-    places, first = [], 0
-    for proof in proofs:
-        proof.recorder.entries = buffer.entries[first : first + proof.width]
-        places.append((proof, first))
-        first += proof.width
-    return places

@@ -8,7 +8,6 @@ sum moves the rounded sum by at most ``2 |p|``, for if ``|p|`` is below half a u
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -30,40 +29,12 @@ FP16_ACCUMULATION = "fp16_accumulation"
 LABELS = {"amax": ("amax", "||w||1"), "norm": ("||x||", "||w||2")}
 
 
-@dataclass(frozen=True)
-class SumEvidence:
-    """Keep what a proof of sums was decided from.
-
-    Attributes:
-        by: ``amax`` or ``norm``, of the input and the weight: the one with the smaller bound.
-        of_input, of_weight: these two.
-        terms: products per sum (K).
-        exponent: the input is scaled by ``2**-exponent``; 0 also where it is not proven.
-        worth_scaling: scaling would pay.
-    """
-
-    by: str
-    of_input: float
-    of_weight: float
-    terms: int
-    exponent: float = 0
-    worth_scaling: bool = True
-
-    def __str__(self) -> str:
-        """Say it in words."""
-        input_norm, weight_norm = LABELS[self.by]
-        numbers = f"{input_norm} {self.of_input:.3g}, {weight_norm} {self.of_weight:.3g}, K {self.terms}"
-        bound = f"bound {self.of_input * self.of_weight:.4g} of {FP16_MAX:.0f} ({numbers})"
-        few = "" if self.worth_scaling else f", too few outputs to gain by scaling ({WORTH_SCALING})"
-        return bound + few + (f", input scaled by 2^-{self.exponent}" if self.exponent else "")
-
-
 class SumBound(ScaledOperand):
     """Prove that no partial sum of a Linear's products passes fp16's range, from norms of its input and of its weight.
 
     ``terms``: products per sum (K), 0 until measured. ``gain``: the weight's norm in the smaller of the two bounds,
     ``by`` which that is. ``proven``: it fits, or does with the input scaled, which ``scales``. ``evidence``: what
-    decided that, None until measured.
+    decided that in words, empty until measured.
     """
 
     def __init__(self, name: str):
@@ -73,7 +44,7 @@ class SumBound(ScaledOperand):
         self.scales = False
         self.by = "amax"
         self.proven = False
-        self.evidence: SumEvidence | None = None
+        self.evidence = ""
         self._largest = {"amax": 0.0, "norm": 0.0}
 
     def forget(self) -> None:
@@ -106,18 +77,16 @@ class SumBound(ScaledOperand):
         gains = {"amax": row_sum, "norm": row_norm}
         self.by = min(gains, key=lambda by: self._largest[by] * gains[by])
         self.gain = gains[self.by]
-        self.exponent = needed_exponent(self.bound)
+        of_input = self._largest[self.by]
+        self.exponent = needed_exponent(of_input * self.gain)
         scalable = can_scale and self._largest["amax"] >= 2.0 ** (self.exponent - FLOOR_BITS)
         self.scales = self.exponent != 0
         self.proven = self.exponent == 0 or (self.exponent <= MAX_EXPONENT and scalable)
-        exponent = self.exponent if self.proven else 0
-        of_input = self._largest[self.by]
-        self.evidence = SumEvidence(self.by, of_input, self.gain, terms, exponent, can_scale or self.proven)
-
-    @property
-    def bound(self) -> float:
-        """The largest partial sum there can be, before scaling."""
-        return self._largest[self.by] * self.gain
+        input_norm, weight_norm = LABELS[self.by]
+        numbers = f"{input_norm} {of_input:.3g}, {weight_norm} {self.gain:.3g}, K {terms}"
+        few = "" if can_scale or self.proven else f", too few outputs to gain by scaling ({WORTH_SCALING})"
+        scaled = f", input scaled by 2^-{self.exponent}" if self.proven and self.scales else ""
+        self.evidence = f"bound {of_input * self.gain:.4g} of {FP16_MAX:.0f} ({numbers}){few}{scaled}"
 
     def magnitude_of(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the proof depends on, the largest element or row norm of an input, 0-dim fp32."""

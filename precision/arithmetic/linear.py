@@ -63,7 +63,6 @@ class SafeOperation:
             fp32.
         calibration: the model's.
         weights: provides ``(weight, bias)`` of the module.
-        wide: whether the device returns fp32 from fp16 operands; None to ask it. For tests of CUDA's path on a CPU.
         largest_fp16: return fp16 while the result is proven to fit it and no larger than this when measured. None:
             always fp32.
 
@@ -77,7 +76,6 @@ class SafeOperation:
         scale: OperandScale,
         calibration: Calibration,
         weights: WeightProvider,
-        wide: bool | None = None,
         largest_fp16: float | None = None,
     ):
         self.module = module
@@ -85,7 +83,6 @@ class SafeOperation:
         self.scale = scale
         self.calibration = calibration
         self.weights = weights
-        self.wide = wide
         self.largest_fp16 = largest_fp16
         self.finite: FiniteResult | None = None
 
@@ -152,7 +149,7 @@ class SafeOperation:
         return self.scale.unscaled(product, bias)
 
     def _is_wide(self, x: torch.Tensor) -> bool:
-        return has_wide_output(x.device, self.kind) if self.wide is None else self.wide
+        return has_wide_output(x.device, self.kind)
 
     def _column(self, result: torch.Tensor) -> torch.Tensor:
         """Return a channel of the result, in whose sums each element of the operand is; all channels of groups."""

@@ -46,7 +46,7 @@ def _why(operation: Fp16AccumulationLinear) -> str:
     """Say what a layer's sums were decided by; empty before a call."""
     if operation.weights is None:
         return f"{type(operation.module).__name__} multiplies in its own way"
-    return str(operation.sums.evidence or "")
+    return operation.sums.evidence
 
 
 def _sums_of(run: AccumulationRun) -> dict[str, tuple[str, str]]:

@@ -26,10 +26,9 @@ from ....precision.report.schema import CheckReport
 from ..accumulation.accumulation_report import layer_accumulation
 from ..accumulation.executor import accumulation_of
 from ..comfyui.attributes import denoised
-from ..comfyui.execution import is_compiled, is_on_several_devices
+from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.kernels import DEQUANTIZED
 from ..comfyui.layers import top_level_parts
-from ..comfyui.oom import is_oom
 from ..compute.executor import compute_of
 from ..compute.layer_modes import kernels_of, observed_modes_of, stream_dtype
 from ..guard.escalation import EscalatedLayers

@@ -26,7 +26,7 @@ PLACES = {
 
 Outermost: the guard's check. Accumulation wraps compute. Inside of it the guard's escalated layers, which override
 both. Innermost: LoRAs of 8-bit weights, which add to the result of whatever runs the layer. Around a
-sampler's run, where what is set first runs last (``conditions.conditions_through``), their wrapper is the outermost
+sampler's run, where what is set first runs last (``execution.conditions_through``), their wrapper is the outermost
 for the same reason, but for the report, which is made when a run has ended.
 
 The order of wrappers decides the order of a layer's forwards the other way round. Each wrapper patches

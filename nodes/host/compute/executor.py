@@ -12,7 +12,7 @@ from ....precision.base.modes import INT8
 from ....precision.base.patching import patched
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import cast_dtype
-from ..comfyui.conditions import Make, adapts_text, conditions_through
+from ..comfyui.execution import Make, adapts_text, conditions_through
 from ..comfyui.layers import modules_of
 from ..comfyui.wrappers import COMPUTE, set_wrapper
 from ..replay.call import Call

@@ -16,8 +16,7 @@ from ....precision.base.modes import FP16, FP16_WIDE, INT8
 from ....precision.base.patching import Patch, SharedScope, patched
 from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import casting, scaled_input, with_cast_dtype, with_scaled_input
-from ..comfyui.conditions import Make
-from ..comfyui.execution import switches_by_layer
+from ..comfyui.execution import Make, switches_by_layer
 from ..comfyui.layers import is_quantized, modules_of
 from ..comfyui.weights import calling_layers
 from ..replay.call import Call

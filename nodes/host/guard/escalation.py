@@ -14,8 +14,7 @@ from ....precision.base.patching import Patch, patched
 from ....precision.guard.casting import promoting
 from ....precision.guard.policy import ALL_IN_FP32, Escalation, ObservedRanges, enclosing_block
 from ....precision.plan.compute import ComputeDecision, ComputePlan
-from ..comfyui.conditions import Make, adapts_text, conditions_through
-from ..comfyui.execution import is_compiled
+from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled
 from ..comfyui.layers import matrix_layers, modules_of, top_level_parts
 from ..comfyui.weights import only_multiplies
 from ..compute.attention import attending, forward_of, full_precision_attention, in_one_dtype, kernels_of

@@ -21,7 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 def safe(module, wide=None):
     calibration = Calibration()
-    return SafeOperation(module, calibration.scale("layer"), calibration, plain_weights, wide), calibration
+    return operation_on(module, "layer", calibration, wide), calibration
+
+
+def operation_on(module, name, calibration, wide):
+    """An operation of a layer; ``wide``: as on a device that returns fp32 from fp16 operands, or on another."""
+    operation = SafeOperation(module, calibration.scale(name), calibration, plain_weights)
+    if wide is not None:
+        operation._is_wide = lambda x: wide
+    return operation
 
 
 MODULES = {
@@ -174,7 +182,7 @@ def test_twelve_measurements_need_one_graph_and_give_the_same_as_without_it(wide
     torch.manual_seed(0)
     module, counter = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), CompileCounter()
     calibration = Calibration()
-    operations = [SafeOperation(layer, calibration.scale(name), calibration, plain_weights, wide) for name, layer in module.named_children()]
+    operations = [operation_on(layer, name, calibration, wide) for name, layer in module.named_children()]
     run = torch.compile(lambda x: operations[1](operations[0](x)), backend=counter)
     x, exponents = torch.randn(4, 64), set()
 
@@ -416,11 +424,11 @@ def test_a_gradient_goes_through_where_torch_has_none_for_fp32_results(trained):
         pytest.skip("this torch has no mm(out_dtype=) on the meta device")
     module = torch.nn.Linear(64, 48, device="meta").requires_grad_(False)
     calibration = Calibration()
-    scale = calibration.scale("layer")
-    calibration.calibrating, scale.gain = False, 1.0
+    operation = operation_on(module, "layer", calibration, wide=True)
+    calibration.calibrating, operation.scale.gain = False, 1.0
     x = torch.zeros(3, 64, device="meta")
     of = (x if trained == "input" else getattr(module, trained)).requires_grad_()
-    result = SafeOperation(module, scale, calibration, plain_weights, wide=True)(x)
+    result = operation(x)
     result.sum().backward()
     assert of.grad.shape
     assert result.dtype == torch.float32
