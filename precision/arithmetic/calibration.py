@@ -17,9 +17,9 @@ from typing import TypeVar
 import torch
 
 from ..base.amax import amax
-from ..base.compiling import compile_disabled
 from ..base.nested import floats_in
 from ..base.oom import is_oom
+from ..base.patching import compile_disabled
 from .hiding import HidingCode
 from .operand_scale import OperandScale, SharedOperands
 from .proofs import HEADROOM_BITS, NOTHING, AmaxBuffer, Proof

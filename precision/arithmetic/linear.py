@@ -12,7 +12,7 @@ F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). What overflows there gives Inf o
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -129,10 +129,8 @@ class SafeOperation:
 
     def _in_fp16(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         """Multiply in fp16. A result that is not proven is fp32, or made so from a scaled one."""
-        if self.calibration.by_layer:
-            with fp32_accumulation():
-                return self._multiplied(operand, weight, bias, *args, **kwargs)
-        return self._multiplied(operand, weight, bias, *args, **kwargs)
+        with fp32_accumulation() if self.calibration.by_layer else nullcontext():
+            return self._multiplied(operand, weight, bias, *args, **kwargs)
 
     def _multiplied(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         if self.scale.result.proven:

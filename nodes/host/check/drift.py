@@ -14,9 +14,8 @@ import comfy.model_management
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.base.compiling import compile_disabled
 from ....precision.base.modes import FP16_ACC16, FP32
-from ....precision.base.patching import patched
+from ....precision.base.patching import compile_disabled, patched
 from ....precision.check import drift
 from ....precision.guard.ladder import RandomStart
 from ....precision.guard.log import GuardLog

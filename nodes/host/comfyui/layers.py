@@ -8,7 +8,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequenti
 from comfy.quant_ops import QuantizedTensor
 
 from ....precision.arithmetic.linear import kind_of
-from ....precision.base.compiling import plain_name
+from ....precision.base.layer_names import plain_name
 from .attributes import CAST_DTYPE, dtype_of_weights
 
 CALLED_BY_ITEMS = {

@@ -8,8 +8,8 @@ from typing import NoReturn
 import torch
 
 from ....precision.base.amax import amax_value
-from ....precision.base.compiling import compile_disabled
 from ....precision.base.modes import FP16_WIDE
+from ....precision.base.patching import compile_disabled
 from ....precision.guard.failed_call import Attempt, Circumstances
 from ....precision.guard.inputs import NotFiniteInput, rows_not_finite
 from ....precision.guard.ladder import escalation_after, model_steps

@@ -18,9 +18,9 @@ import torch
 from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
 from comfy.utils import get_attr
 
-from ....precision.base.compiling import plain_name
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import HalfsafeError
+from ....precision.base.layer_names import plain_name
 from ....precision.base.modes import FP32
 from ....precision.base.patching import Patch, exchange, patched
 from ..comfyui.attributes import CAST_DTYPE, has_cast_dtype

@@ -14,8 +14,8 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.base.compiling import compile_disabled
 from ....precision.base.errors import HalfsafeError
+from ....precision.base.patching import compile_disabled
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT

@@ -10,7 +10,7 @@ from halfsafe.precision.arithmetic.fp16_accumulation import Fp16AccumulationLine
 from halfsafe.precision.arithmetic.linear import SafeOperation, _row_sum, has_wide_output
 from halfsafe.precision.arithmetic.products import can_be_traced
 from halfsafe.precision.base import flags
-from halfsafe.precision.base.compiling import compile_disabled
+from halfsafe.precision.base.patching import compile_disabled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_tensors import fake_cuda_tensors
