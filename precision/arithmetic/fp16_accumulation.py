@@ -64,11 +64,8 @@ class SumBound(ScaledOperand):
     def prove(self, largest: float, norm: float, row_sum: float, row_norm: float, terms: int, can_scale: bool) -> None:
         """Decide from the largest input met so far and the weight; a NaN or inf input teaches nothing.
 
-        Args:
-            largest, norm: largest magnitude of the input and largest norm of its rows.
-            row_sum, row_norm: largest 1-norm and 2-norm of the weight's rows.
-            terms: products per sum.
-            can_scale: it pays to scale the input by a power of two.
+        ``largest``, ``norm``: the largest magnitude of the input and norm of its rows. ``row_sum``, ``row_norm``: the
+        largest 1-norm and 2-norm of the weight's rows. ``can_scale``: it pays to scale the input.
         """
         if not math.isfinite(largest) or not math.isfinite(norm):
             return
@@ -110,13 +107,8 @@ def needed_exponent(bound: float) -> float:
 class Fp16AccumulationLinear:
     """Run a Linear with fp16 accumulation where its sums are proven to fit, inside a scope in which the flag is off.
 
-    Args:
-        module: the Linear.
-        inner: what the module runs otherwise.
-        sums: its proof.
-        calibration: the model's calibration.
-        weights: as for ``SafeOperation``; None where the module's weight cannot be had, and so no proof.
-        by_layer: switch the flag around this layer; else it is as the scope has it.
+    ``inner``: what the module runs otherwise. ``weights``: None where the module's weight cannot be had, and so no
+    proof. ``by_layer``: switch the flag around this layer; else it is as the scope has it.
     """
 
     def __init__(

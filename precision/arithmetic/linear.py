@@ -57,17 +57,9 @@ def has_wide_output(device: torch.device, kind: str) -> bool:
 class SafeOperation:
     """Run one module's forward with fp16 operands: finite wherever fp32 is.
 
-    Args:
-        module: a Linear, Conv or ConvTranspose.
-        scale: how its operand is scaled, and what is proven of it; ``scale.in_fp32`` once the layer was found to need
-            fp32.
-        calibration: the model's.
-        weights: provides ``(weight, bias)`` of the module.
-        largest_fp16: return fp16 while the result is proven to fit it and no larger than this when measured. None:
-            always fp32.
-
-    Attributes:
-        finite: checks the result in every later call, where model code may hide an overflow of the layer.
+    ``scale``: how the operand is scaled, and what is proven of it. ``largest_fp16``: return fp16 while the result is
+    proven to fit it and no larger than this when measured; None: always fp32. ``finite``: checks the result in every
+    later call, where model code may hide an overflow of the layer.
     """
 
     def __init__(
@@ -135,9 +127,11 @@ class SafeOperation:
     def _multiplied(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         if self.scale.result.proven:
             return multiplied(self.module, self.kind, operand, weight, bias, *args, **kwargs)
+        # ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to 2.11).
+        needs_gradient = torch.is_grad_enabled() and (operand.requires_grad or weight.requires_grad)
         if not self._is_wide(operand):
             product = multiplied(self.module, self.kind, operand, weight, None, *args, **kwargs)
-        elif operand.device.type == "cpu" or _needs_gradient(operand, weight):
+        elif operand.device.type == "cpu" or needs_gradient:
             product = multiplied(self.module, self.kind, operand.float(), weight.float(), None, *args, **kwargs)
         else:
             product = wide_product(operand.reshape(-1, operand.shape[-1]), weight.t())
@@ -219,12 +213,6 @@ def multiplied(
     )
     convolve = TRANSPOSED[dimensions]
     return convolve(x, weight, bias, module.stride, module.padding, padding, module.groups, module.dilation)
-
-
-def _needs_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Tell whether autograd records this product."""
-    # ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to 2.11).
-    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
 
 
 def _row_sum(weight: torch.Tensor, kind: str) -> torch.Tensor:

@@ -49,13 +49,7 @@ class ResultBound:
         self.refuted = False
 
     def prove(self, magnitude: float, row_sum: float, bias: float) -> None:
-        """Decide from a measured operand.
-
-        Args:
-            magnitude: of the operand.
-            row_sum: the largest 1-norm of the weight's rows.
-            bias: the largest magnitude of the bias.
-        """
+        """Decide from the amax of an operand and of the bias, and the largest 1-norm of the weight's rows."""
         if math.isfinite(magnitude):
             self.refuted = self.refuted or 2.0**HEADROOM_BITS * magnitude * row_sum + 2.0 * bias > FP16_MAX
         self.proven = math.isfinite(magnitude) and not self.refuted

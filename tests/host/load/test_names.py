@@ -37,13 +37,13 @@ def test_a_nul_is_told_by_convert_on_either_side(wan, tmp_path):
 
 def test_a_product_that_cannot_run_in_fp8_is_told_once(comfy, wan, call, monkeypatch, caplog):
     import comfy_kitchen.tensor.fp8 as kitchen
-    from halfsafe.nodes.host.comfyui.kernels import _once
+    from halfsafe.nodes.host.comfyui.kernels import _warned
     from halfsafe.nodes.host.compute import fp8_product
 
     def refused(*args, **options):
         raise RuntimeError("no such product on this device")
 
-    _once.seen.clear()
+    _warned.clear()
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
     monkeypatch.setattr(kitchen, "_fp8_scaled_mm", refused)
     monkeypatch.setattr(fp8_product, "scaled_mm_v2", refused)
