@@ -26,13 +26,11 @@ WORTH_SMOOTHING = 0.25
 
 
 class Kernels(NamedTuple):
-    """Name the functions that can compute an attention of ComfyUI.
+    """Name the functions that can compute an attention of ComfyUI: what would run, and what runs in fp32 in its place,
+    which kernels of 16 bit or less cannot take.
 
-    Args:
-        attention: what would run.
-        fp32: what runs in fp32 in its place, which kernels of 16 bit or less cannot take.
-        fused: ``attention`` keeps its scores in fp32 registers and scales before it rounds.
-        foreign: ``attention`` is somebody's override, whose result is checked too.
+    ``fused``: ``attention`` keeps its scores in fp32 registers and scales before it rounds. ``foreign``: it is
+    somebody's override, whose result is checked too.
     """
 
     attention: Callable
@@ -51,12 +49,8 @@ class AttentionState:
 
 
 class BoundedAttention:
-    """Run every fp16 attention of a model so that its scores fit, distinguished by their order in a call.
-
-    Args:
-        calibration: the model's; all attentions record in one proof there.
-        always_fp32: compute every fp16 attention in fp32, without calibration.
-    """
+    """Run every fp16 attention of a model so that its scores fit, distinguished by their order in a call; or every one
+    in fp32, without calibration."""
 
     def __init__(self, calibration: Calibration, always_fp32: bool = False):
         self.calibration = calibration
@@ -86,7 +80,7 @@ class BoundedAttention:
         if self.calibration.calibrating:
             if index == len(self.states):
                 self.states.append(AttentionState(f"attention {index}"))
-            self.scores.recorder.device = q.device
+            self.scores.device = q.device
             result = self._in_first_mode_that_fits(self.states[index], kernels, call)
             self.changed = self.changed or self.states[index].mode != AS_IS
             return result
@@ -96,7 +90,7 @@ class BoundedAttention:
         if mode == SMOOTH:
             call = call.smoothed()
         result, bound = call.run(kernels.attention), call.score_bound()
-        self.scores.recorder.record(bound + 0 * amax(result) if kernels.foreign else bound)
+        self.scores.record(bound + 0 * amax(result) if kernels.foreign else bound)
         return result
 
     def _in_first_mode_that_fits(self, state: AttentionState, kernels: Kernels, call: AttentionCall) -> torch.Tensor:
@@ -144,11 +138,8 @@ class SafeAttention:
 
     Attentions are distinguished by their order in a model call; one that was never measured runs in fp32. The layers
     before one with large scores return fp32: q and k are rounded once and not twice. The result of a foreign kernel is
-    looked at: its own arithmetic may overflow.
-
-    Args:
-        calibration: the model's.
-        asked: tell whether the attention that is called now is to run in fp32 whatever its scores are.
+    looked at: its own arithmetic may overflow. ``asked``: tell whether the attention that is called now is to run in
+    fp32 whatever its scores are.
     """
 
     def __init__(self, calibration: Calibration, asked: Callable[[], bool] = lambda: False):
@@ -185,12 +176,12 @@ class SafeAttention:
             return call.in_dtype(torch.float32).run(kernels.fp32)
         call = call.in_dtype(torch.float16)
         if torch.compiler.is_compiling():
-            self.range.recorder.record(call.largest())
+            self.range.record(call.largest())
         else:
-            self.bounds[index].record(call)
+            self.bounds[index].record_call(call)
         result = call.run(kernels.attention)
         if kernels.foreign:
-            self.finite.recorder.record_amax(result)
+            self.finite.record_amax(result)
         return result.to(dtype)
 
     def _calibrated(self, index: int, kernels: Kernels, call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
@@ -218,7 +209,7 @@ class SafeAttention:
 
     def _note(self, call: AttentionCall) -> tuple[float, float]:
         """Note the operands; return the amax of q, and the largest number that the attention can hold."""
-        self.range.recorder.device = self.finite.recorder.device = call.q.device
+        self.range.device = self.finite.device = call.q.device
         *operands, largest = torch.stack([*map(amax, (call.q, call.k, call.v)), call.largest()]).tolist()
         for tensor, magnitude in zip((call.q, call.k, call.v), operands, strict=True):
             self.calibration.results.note_operand(magnitude, tensor.dtype)

@@ -126,21 +126,21 @@ class AttentionBound(AttentionRange):
 
     def calibrate(self, call: AttentionCall, amax_of_q: float, largest: float) -> None:
         """Choose the numbers to record. ``largest``: the largest number of the attention."""
-        self.recorder.device = call.q.device
+        self.device = call.q.device
         self.factor, self.by_norm = call.masked_factor(), not call.fused or call.is_masked()
         self.limit = min(math.sqrt(LARGEST_SCORE / largest), 2.0**HEADROOM_BITS) * amax_of_q
 
-    def record(self, call: AttentionCall) -> None:
+    def record_call(self, call: AttentionCall) -> None:
         """Record the numbers of an attention. A call may bring a mask, or another kernel, where the measured one had
         none: the larger factor counts."""
         if not (self.by_norm or not call.fused or call.is_masked()):
-            self.recorder.record_amax(call.q)
+            self.record_amax(call.q)
             return
         if not self.by_norm:
-            self.recorder.missed.any = True
+            self.missed.any = True
         self.factor = max(self.factor, call.masked_factor())
         for place, norm in enumerate(call.norms()):
-            self.recorder.record(norm, place)
+            self.record(norm, place)
 
     def magnitude(self, numbers: list[float]) -> float:
         """Return the largest number of the attention, from its records; of q alone, its growth to fp16's range."""

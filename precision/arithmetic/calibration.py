@@ -73,13 +73,13 @@ class Calibration:
         self.by_layer = True
         self.repeats = 0
         self._result = FiniteResult("result of the call")
-        self._missed = self._result.recorder.missed
+        self._missed = self._result.missed
         self._buffers: dict[torch.device, tuple[AmaxBuffer, list[Proof]]] = {}
 
     def add(self, proof: AnyProof) -> AnyProof:
         """Hold a proof under its name, in place of an earlier one."""
         self.proofs[proof.name] = proof
-        proof.recorder.missed = self._missed
+        proof.missed = self._missed
         return proof
 
     def scale(self, name: str) -> OperandScale:
@@ -99,9 +99,9 @@ class Calibration:
                 continue
             proof = self.proofs.get(name := f"input {key}") or self.add(InputRange(name))
             if not self.calibrating:
-                proof.recorder.record_amax(x)
+                proof.record_amax(x)
             else:
-                proof.recorder.device = x.device
+                proof.device = x.device
                 proof.measure(amax(x).item())
 
     def recalibrate(self) -> None:
@@ -167,25 +167,25 @@ class Calibration:
     def _place(self, result: object) -> None:
         """Give every measured proof its records on its device, and the graphs the exponents."""
         found = floats_in([result]) if self.in_fp16 else []
-        self._result.recorder.device = found[0].device if found else None
+        self._result.device = found[0].device if found else None
         devices: dict[torch.device, list[Proof]] = {}
         for proof in (*self.proofs.values(), self._result):
-            if proof.recorder.device is not None:
-                devices.setdefault(proof.recorder.device, []).append(proof)
+            if proof.device is not None:
+                devices.setdefault(proof.device, []).append(proof)
         for device, proofs in devices.items():
             if device not in self._buffers or self._buffers[device][1] != proofs:
                 self._buffers[device] = buffer, _ = AmaxBuffer(sum(proof.width for proof in proofs), device), proofs
                 entries = iter(buffer.entries)
                 for proof in proofs:
-                    proof.recorder.entries = list(islice(entries, proof.width))
+                    proof.entries = list(islice(entries, proof.width))
             self._buffers[device][0].set_exponents([proof.exponent for proof in proofs for _ in range(proof.width)])
 
     def _holds(self, result: object) -> bool:
         """Tell whether the result of a call is finite and each record in its range; note the largest magnitudes on the
         way."""
-        if self._result.recorder.device is not None:
+        if self._result.device is not None:
             for x in floats_in([result]):
-                self._result.recorder.record_amax(x)
+                self._result.record_amax(x)
         hold = not self._missed.any
         for buffer, proofs in self._buffers.values():
             records, first = buffer.read(), 0

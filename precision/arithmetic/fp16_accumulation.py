@@ -131,13 +131,13 @@ class Fp16AccumulationLinear:
         if x.dtype != torch.float16 or self.weights is None:
             return self.inner(x, *args, **kwargs)
         if self.calibration.calibrating:
-            self.sums.recorder.device = x.device
+            self.sums.device = x.device
             return self._calibrate(x)
         if not self.sums.proven:
             if not self.by_layer and not self.sums.terms:
-                self.sums.recorder.record(x.new_full((), math.inf, dtype=torch.float32))
+                self.sums.record(x.new_full((), math.inf, dtype=torch.float32))
             return self.inner(x, *args, **kwargs)
-        self.sums.recorder.record(self.sums.magnitude_of(x))
+        self.sums.record(self.sums.magnitude_of(x))
         with flags.switched(FP16_ACCUMULATION, True) if self.by_layer else nullcontext():
             return self._scaled(x) if self.sums.scales else self.inner(x, *args, **kwargs)
 
@@ -153,8 +153,8 @@ class Fp16AccumulationLinear:
         """Multiply a scaled input. Scaling back and the bias are part of the matmul, but in a compiled graph."""
         with self.weights(self.module, x, torch.float16, torch.float16) as (weight, bias):
             scaled = self.sums.scaled(x)
-            if torch.compiler.is_compiling() and self.sums.recorder.entry is not None:
-                product = F.linear(scaled, weight).mul_(self.sums.recorder.entry.scale()[1])
+            if torch.compiler.is_compiling() and self.sums.entry is not None:
+                product = F.linear(scaled, weight).mul_(self.sums.entry.scale()[1])
                 return product if bias is None else product.add_(bias)
             summand, beta = (weight.new_empty(1), 0) if bias is None else (bias, 1)
             rows = scaled.reshape(-1, weight.shape[1])

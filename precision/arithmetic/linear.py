@@ -101,14 +101,14 @@ class SafeOperation:
         with self.weights(self.module, operand, torch.float16, bias_dtype) as (weight, bias):
             result = self._in_fp16(operand, weight, bias, *args, **kwargs)
         if self.finite is not None:
-            self.finite.recorder.record_amax(self._column(result))
+            self.finite.record_amax(self._column(result))
         return result
 
     def look(self) -> None:
         """Look at the result in every later call."""
         if self.finite is None:
             self.finite = self.calibration.add(FiniteResult(f"{self.scale.name} result"))
-        self.finite.recorder.device = self.scale.recorder.device
+        self.finite.device = self.scale.device
 
     def widen(self) -> None:
         """Return fp32 from now on: model code replaces what overflows in fp16."""
@@ -155,7 +155,7 @@ class SafeOperation:
         # asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is
         # asked for in fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.
         plain = type(self.module.weight) in (torch.Tensor, torch.nn.Parameter)
-        self.scale.recorder.device = x.device
+        self.scale.device = x.device
         result = None
         with self.calibration.hiding.pause():
             with self.weights(self.module, x, None) as (weight, bias):

@@ -25,8 +25,8 @@ class ScaledOperand(Proof):
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` times ``2**-exponent`` in fp16, exact. A compiled graph multiplies by a tensor, whatever the
         exponent is."""
-        if torch.compiler.is_compiling() and self.recorder.entry is not None:
-            return (x * self.recorder.entry.scale()[0]).to(torch.float16)
+        if torch.compiler.is_compiling() and self.entry is not None:
+            return (x * self.entry.scale()[0]).to(torch.float16)
         return self.scaled_eagerly(x)
 
     def scaled_eagerly(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,10 +108,10 @@ class OperandScale(ScaledOperand):
         self.result.prove(magnitude, row_sum, bias)
         self.result.proven = self.result.proven and not (self.in_fp32 or self.exponent)
 
-    def record(self, x: torch.Tensor, operand: torch.Tensor) -> None:
+    def record_operand(self, x: torch.Tensor, operand: torch.Tensor) -> None:
         """Record the amax of ``operand``, the fp16 form of ``x``. Zeros may be what fp16 leaves of small numbers: an
         operation that has met zeros records ``x``."""
-        self.recorder.record_amax(x if self.meets_zeros else operand)
+        self.record_amax(x if self.meets_zeros else operand)
 
     def magnitude(self, numbers: list[float]) -> float:
         """Return the operand's amax from its record."""
@@ -126,8 +126,8 @@ class OperandScale(ScaledOperand):
     def unscaled(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``product`` times ``2**exponent``, plus ``bias``, in fp32 and in one pass; ``product`` may be written
         to."""
-        if torch.compiler.is_compiling() and self.recorder.entry is not None:
-            product = product.float() * self.recorder.entry.scale()[1]
+        if torch.compiler.is_compiling() and self.entry is not None:
+            product = product.float() * self.entry.scale()[1]
             return product if bias is None else product + bias
         if bias is None:
             return product.float().mul_(2.0**self.exponent) if self.exponent else product.float()
@@ -182,7 +182,7 @@ class SharedOperands:
         the kernel that makes it."""
         if torch.compiler.is_compiling():
             operand = scale.scaled(x)
-            scale.record(x, operand)
+            scale.record_operand(x, operand)
             return operand
         made = self._made
         alike = made is not None and made.x is x and made.scale.exponent == scale.exponent
@@ -191,9 +191,9 @@ class SharedOperands:
             return made.operand
         operand = scale.scaled_eagerly(x)
         if scale.gain is None:
-            scale.recorder.missed.any = True
+            scale.missed.any = True
         elif scale.is_watched:
-            scale.record(x, operand)
+            scale.record_operand(x, operand)
         takers = self.sharing.get(scale)
         self._made = MadeOperand(x, scale, operand, len(takers)) if takers else None
         return operand

@@ -49,12 +49,7 @@ def largest_row_norm(x: torch.Tensor) -> torch.Tensor:
 
 
 class AmaxBuffer:
-    """Hold a record and a power of two for each operation on a device.
-
-    Args:
-        count: how many records.
-        device: where the operations run.
-    """
+    """Hold a record and a power of two for each operation on a device."""
 
     def __init__(self, count: int, device: torch.device):
         # Only a tensor made outside of inference mode can be written to both inside and outside of it.
@@ -125,17 +120,37 @@ class Missed:
     any = False
 
 
-class Recorder:
-    """Record numbers of one operation during a model call, without a synchronisation.
+class Proof(ABC):
+    """State a bound on the numbers of an operation, from a call that calibrates, and record them in every other call
+    without a synchronisation.
 
+    ``exponent``: its operand is multiplied by ``2**-exponent``. ``largest``: the largest magnitude of all calls so far.
     ``device``: where the operation was measured, None before. ``entries``: its records there. ``missed``: the
     calibration's.
     """
 
-    def __init__(self) -> None:
+    width = 1
+    """How many numbers it records in a call."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self.exponent: float = 0
+        self.largest = 0.0
         self.device: torch.device | None = None
         self.entries: list[Entry] = []
         self.missed = Missed()
+
+    def magnitude(self, numbers: list[float]) -> float:
+        """Return the magnitude to be checked, from the ``width`` numbers recorded in a call."""
+        return numbers[0]
+
+    @abstractmethod
+    def holds(self, magnitude: float) -> bool:
+        """Tell whether the proof holds for a magnitude; never for NaN, nor before it was measured."""
+
+    def forget(self) -> None:
+        """Begin anew, for a model with other operands."""
+        self.largest = 0.0
 
     @property
     def entry(self) -> Entry | None:
@@ -163,34 +178,6 @@ class Recorder:
         else:
             entry.written = entry.buffer.call
             torch.linalg.vector_norm(tensor.detach(), math.inf, dtype=torch.float32, out=entry.view)
-
-
-class Proof(ABC):
-    """State a bound on the numbers of an operation, from a call that calibrates.
-
-    ``exponent``: its operand is multiplied by ``2**-exponent``. ``largest``: the largest magnitude of all calls so far.
-    """
-
-    width = 1
-    """How many numbers it records in a call."""
-
-    def __init__(self, name: str):
-        self.name = name
-        self.exponent: float = 0
-        self.largest = 0.0
-        self.recorder = Recorder()
-
-    def magnitude(self, numbers: list[float]) -> float:
-        """Return the magnitude to be checked, from the ``width`` numbers recorded in a call."""
-        return numbers[0]
-
-    @abstractmethod
-    def holds(self, magnitude: float) -> bool:
-        """Tell whether the proof holds for a magnitude; never for NaN, nor before it was measured."""
-
-    def forget(self) -> None:
-        """Begin anew, for a model with other operands."""
-        self.largest = 0.0
 
 
 def fits_range(magnitude: float, limit: float = FP16_MAX, floor: float = 2.0**-FLOOR_BITS) -> bool:

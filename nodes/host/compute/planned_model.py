@@ -35,11 +35,8 @@ _unclamped = SharedScope(lambda: patched([(comfy.ldm.lumina.model, "clamp_fp16",
 class PlannedModel:
     """Run the calls of a model of ComfyUI under a plan, and record their modes and ranges.
 
-    Args:
-        plan: what to do.
-        model: as it is during a call, inside of the wrappers around this one.
-        inside: tell whether one of the other modules can be given fp32 activations, where the plan mixes them in.
-        fp16_results: layers between a block's norms and its residual stream may return fp16.
+    ``inside``: tell whether one of the other modules can be given fp32 activations, where the plan mixes them in.
+    ``fp16_results``: layers between a block's norms and its residual stream may return fp16.
     """
 
     def __init__(

@@ -167,14 +167,6 @@ def test_one_row_of_a_batch_is_enough(comfy, clean):
     assert is_finite(found) and model_words(model)[1] == "fp16_safe"
 
 
-def test_two_models_in_turn_are_told_apart(comfy, clean, loud):
-    quiet, other = of_node(comfy, clean), of_node(comfy, loud)
-    expected = families.sample(quiet, "wan")
-    assert is_finite(families.sample(other, "wan"))
-    assert torch.equal(families.sample(quiet, "wan"), expected)
-    assert (model_words(quiet)[1], model_words(other)[1]) == ("fp16", "fp16_safe")
-
-
 def test_another_dtype_takes_the_look_away_and_a_guard_stays(comfy, loud):
     model = of_node(comfy, loud)
     assert guard_of(model).on_nan == "off"

@@ -27,14 +27,6 @@ def test_nothing_is_held_before_a_measurement_nor_ever_a_nan():
     assert not any(map(scale.holds, (math.nan, math.inf, FP16_MAX * 2, 1e-9)))
 
 
-def test_magnitudes_that_keep_swinging_end_in_fp32():
-    scale = OperandScale("layer")
-    for _ in range(3):
-        scale.calibrate(1e12)
-        scale.calibrate(1e-12)
-    assert scale.in_fp32
-
-
 def test_a_layer_first_reached_at_a_later_call_is_measured():
     calibration, calls = Calibration(), []
     a, b = calibration.scale("a"), calibration.scale("b")
@@ -44,20 +36,11 @@ def test_a_layer_first_reached_at_a_later_call_is_measured():
 
     def later():
         calls.append(calibration.calibrating)
-        b.recorder.record(torch.tensor(1.0)) if not calibration.calibrating else b.calibrate(1.0)
+        b.record(torch.tensor(1.0)) if not calibration.calibrating else b.calibrate(1.0)
 
     calibration.run(first)
     calibration.run(later)
     assert calls == [False, True] and calibration.repeats == 1
-
-
-def test_an_error_while_measuring_measures_again():
-    calibration = Calibration()
-    with pytest.raises(KeyError):
-        calibration.run(lambda: {}["missing"])
-    assert calibration.calibrating
-    assert calibration.run(lambda: calibration.calibrating)
-    assert calibration.run(lambda: not calibration.calibrating)
 
 
 @pytest.fixture(params=[True, False], ids=["made in inference mode", "made outside"])
@@ -68,7 +51,7 @@ def placed(request):
 
     def measured():
         for scale in scales:
-            scale.recorder.device = torch.device("cpu")
+            scale.device = torch.device("cpu")
             scale.calibrate(1.0)
 
     with torch.inference_mode(request.param):
@@ -78,7 +61,7 @@ def placed(request):
 
 def recorded(scale, *values):
     for value in values:
-        scale.recorder.record(torch.tensor(value))
+        scale.record(torch.tensor(value))
 
 
 @pytest.mark.parametrize("inference", [True, False])
@@ -111,13 +94,13 @@ def test_zeros_are_held_once_they_were_met(placed):
 
 def test_a_record_that_needs_no_gradient_is_kept_of_one_that_does(placed):
     calibration, (a, _) = placed
-    calibration.run(lambda: a.recorder.record(amax(torch.ones(3, requires_grad=True) * 2)))
+    calibration.run(lambda: a.record(amax(torch.ones(3, requires_grad=True) * 2)))
     assert a.largest == 2
 
 
 def test_an_operation_that_has_moved_is_measured_there(placed):
     calibration, (a, _) = placed
-    calibration.run(lambda: a.recorder.record(torch.ones((), device="meta")))
+    calibration.run(lambda: a.record(torch.ones((), device="meta")))
     assert calibration.repeats == 1
 
 

@@ -125,7 +125,7 @@ def test_no_partial_sum_of_a_scaled_convolution_passes_fp16(inputs, outputs, ker
 
 
 @pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize("sizes", [(1e-7, 1e-7), (1e12, 1e-6, 1e12, 1e-6, 1.0), (1.0, 0.0, 1.0)])
+@pytest.mark.parametrize("sizes", [(1e-7, 1e-7), (1e12, 1e-6, 1e12, 1e-6, 1.0), (1.0, 0.0, 1.0), (2e-3, 1e-6, 1e-7, 0.0, 1e-9)])
 def test_small_inputs_are_not_rounded_to_nothing(wide, sizes):
     torch.manual_seed(0)
     module = torch.nn.Linear(64, 48, bias=False)

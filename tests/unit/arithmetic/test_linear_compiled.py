@@ -37,7 +37,7 @@ def attention(q, k, v, heads, **kwargs):
 def measured(calibration, device, exponent=0):
     """What a first call would find, without numbers to find it from."""
     for proof in calibration.proofs.values():
-        proof.recorder.device, proof.gain, proof.exponent, proof.proven, proof.scales = device, 1.0, exponent, True, exponent != 0
+        proof.device, proof.gain, proof.exponent, proof.proven, proof.scales = device, 1.0, exponent, True, exponent != 0
     calibration._place(None)
     calibration.calibrating = False
 
@@ -212,4 +212,4 @@ def test_parts_that_are_cuda_graphs_are_watched(inference):
             calibration._buffers[x.device][0].clear()
             call(compiled, torch.full((4, 16), bad))
             assert not calibration._holds(None)
-            assert all(not math.isfinite(scale.recorder.entry.view.item()) for scale in scales)
+            assert all(not math.isfinite(scale.entry.view.item()) for scale in scales)
