@@ -16,7 +16,7 @@ import torch
 from support.shipped import ROOT
 
 NODES = ROOT / "nodes"
-CORE = NODES / "host" / "core.py"
+CORE = NODES / "host" / "comfyui" / "attributes.py"
 COMFY = ("comfy", "comfy_api", "comfy_execution", "comfy_extras", "folder_paths", "server", "nodes")
 OBJECTS = {
     "patcher.model": "comfy.model_base.BaseModel", "patcher": "comfy.model_patcher.ModelPatcher", "_patcher": "comfy.model_patcher.ModelPatcher",
