@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..arithmetic.linear import kind_of
 from ..base.amax import amax_value
-from ..base.compiling import plain_name
 from ..base.dtypes import name_of
+from ..base.layer_names import plain_name
 from ..base.nested import PLAIN, tensors_in
 from ..base.patching import patched
 

@@ -36,11 +36,11 @@ if COMFYUI:
     inprocess.setup_comfyui(COMFYUI, Path(_base.name), "--cpu")
 
 
-ONCE_PER_CALL = {"arithmetic/amax_buffer.read", "guard/model.__call__"}
+ONCE_PER_CALL = {"arithmetic/proofs.read", "guard/model.__call__"}
 CALIBRATING = {
-    "arithmetic/linear._choose", "arithmetic/linear._first_product", "arithmetic/operand_sharing._is_same", "arithmetic/calibration.watch_inputs",
-    "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._note", "arithmetic/attention._calibrated", "arithmetic/attention_bounds.calibrate",
-    "arithmetic/attention._in_first_mode_that_fits", "arithmetic/attention._rather_smoothed",
+    "arithmetic/linear._choose", "arithmetic/linear._first_product", "arithmetic/operand_scale._is_same", "arithmetic/calibration.watch_inputs",
+    "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._note", "arithmetic/attention._calibrated",
+    "arithmetic/attention._in_first_mode_that_fits",
 }  # fmt: skip
 IN_A_CHECK = {"check/drift"}
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/escalation._numbers"}

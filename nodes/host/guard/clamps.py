@@ -59,19 +59,19 @@ WATCHED = (
     *((torch.Tensor, f"{name}_", _given) for name in GIVEN if hasattr(torch.Tensor, f"{name}_")),
 )
 """(owner, name, how it is watched); ``Tensor.norm`` and ``normalize`` call ``torch.norm``."""
+SPACES = {owner: vars(owner) for owner in (torch, torch.nn.functional, torch.Tensor)}
 
 
 @contextlib.contextmanager
 def _hiding_is_seen() -> Iterator[None]:
-    spaces = {owner: vars(owner) for owner in (torch, torch.nn.functional, torch.Tensor)}
-    own = [(owner, name, spaces[owner].get(name)) for owner, name, _ in WATCHED]
-    for owner, name, watched in WATCHED:
-        setattr(owner, name, watched(getattr(owner, name)))
+    own = [(owner, name, name in SPACES[owner] and SPACES[owner][name]) for owner, name, _ in WATCHED]
+    for (owner, name, watched), (_, _, function) in zip(WATCHED, own, strict=True):
+        setattr(owner, name, watched(function or getattr(owner, name)))
     try:
         yield
     finally:
         for owner, name, function in own:
-            if function is None:
+            if not function:
                 delattr(owner, name)
             else:
                 setattr(owner, name, function)

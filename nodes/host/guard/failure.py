@@ -9,8 +9,8 @@ from typing import NoReturn
 import torch
 
 from ....precision.base.amax import amax_value
-from ....precision.base.compiling import compile_disabled
 from ....precision.base.modes import FP16_WIDE
+from ....precision.base.patching import compile_disabled
 from ....precision.guard.failed_call import Attempt, Circumstances, FailedCall, Given, Result, Step
 from ....precision.guard.inputs import NotFiniteInput, rows_not_finite
 from ....precision.guard.ladder import escalation_after, model_steps
@@ -20,9 +20,8 @@ from ....precision.guard.policy import ALL_IN_FP32, AS_PLANNED, Escalation
 from ....precision.guard.verdicts import asks_for_action
 from ....precision.guard.wording import MODEL
 from ....precision.report.schema import GuardEvent
-from ..comfyui.execution import is_compiled, is_on_several_devices
+from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.layers import top_level_parts
-from ..comfyui.oom import is_oom
 from ..comfyui.page import running_prompt_id, send_to_page, show_progress
 from ..compute.attention import OVERRIDE, overridden
 from ..compute.executor import fall_back, fallen_back, may_fall_back

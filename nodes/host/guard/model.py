@@ -24,8 +24,8 @@ from ....precision.guard.log import (
 )
 from ....precision.guard.policy import ALL_IN_FP32, OFF, Escalation
 from ....precision.report.schema import GuardReport
+from ..comfyui.execution import is_oom
 from ..comfyui.layers import activation_dtype
-from ..comfyui.oom import is_oom
 from ..comfyui.page import running_node_id, running_prompt_id
 from ..comfyui.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
 from ..compute.executor import planned_on

@@ -18,13 +18,13 @@ import torch
 from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
 from comfy.utils import get_attr
 
-from ....precision.base.compiling import plain_name
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import HalfsafeError
+from ....precision.base.layer_names import plain_name
 from ....precision.base.modes import FP32
 from ....precision.base.patching import Patch, exchange, patched
 from ..comfyui.attributes import CAST_DTYPE, has_cast_dtype
-from ..comfyui.conditions import adapts_text, conditions_through
+from ..comfyui.execution import adapts_text, conditions_through
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
 from ..comfyui.weights import calling_layers, dequantized
 from ..comfyui.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper

@@ -9,10 +9,9 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.linear import kind_of
-from ....precision.base.compiling import compile_disabled
 from ....precision.base.errors import HalfsafeError
 from ....precision.base.modes import INT8
-from ....precision.base.patching import Patch
+from ....precision.base.patching import Patch, compile_disabled
 from ....precision.devices.detect import why_no_fp8
 from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.formats.int8 import rotation_group

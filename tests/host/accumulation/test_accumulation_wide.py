@@ -189,17 +189,6 @@ def test_compiled_graphs_run_with_the_flag_off_if_any_layer_is_wide(comfy, wan, 
     assert graphs.seen and not any(graphs.seen)
 
 
-@pytest.mark.usefixtures("one_graph")
-def test_a_plan_that_was_used_before_the_model_was_compiled(comfy, wan, call, fast):
-    graphs = Graphs()
-    model = with_compute(comfy, load(comfy, wan, "fp16", "fp16"), "fp16", rules_from(WIDE_FFN))
-    assert any(spied(model, call).plain)
-    for _ in range(2):
-        families.replay(compiled(model, backend=graphs), call)
-    assert graphs.seen and not any(graphs.seen)
-    assert any(spied(model, call).plain)
-
-
 def test_quality_allows_split_k_in_every_product(comfy, wan, call, fast):
     model = comfy.run("HalfsafeAutoPrecision", model=load(comfy, wan, "as_file", "bf16"), goal="quality")[0]
     spy = spied(model, call)

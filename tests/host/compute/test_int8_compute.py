@@ -187,21 +187,6 @@ def test_a_rule_on_the_stream_takes_the_fp32_result_of_the_product(comfy, stored
     assert relative_error(expected, result) < 0.02 and expected.abs().max() > 65504
 
 
-def test_two_models_and_a_changed_setting_in_one_prompt(comfy, stored, call, profile):
-    """Compute Dtype nodes on one loaded model: each branch runs as it says, before and after the other."""
-    profile("sm_86")
-    branches = {compute: with_compute(comfy, stored["int8"], compute) for compute in ("int8", "fp32", "fp16_safe", "auto")}
-    first = {compute: families.replay(model, call) for compute, model in branches.items()}
-    for compute, model in reversed(branches.items()):
-        with int8_products() as spy:
-            assert torch.equal(families.replay(model, call), first[compute])
-        assert len(spy) == (20 if compute in ("int8", "auto") else 0)
-    assert torch.equal(first["int8"], first["auto"]) and not torch.equal(first["int8"], first["fp32"])
-    with int8_products() as spy:
-        families.replay(stored["int8"], call)
-    assert len(spy) == 0
-
-
 @pytest.mark.parametrize("compute", ["int8", "fp16_safe", "fp8"])
 @pytest.mark.parametrize("storage", ["int8", "fp8_e4m3fn"])
 @pytest.mark.parametrize("way", ["merged", "at each call"])

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from halfsafe.precision.arithmetic.amax_buffer import NOTHING, AmaxBuffer, Entry
+from halfsafe.precision.arithmetic.proofs import NOTHING, AmaxBuffer, Entry
 from support.fake_tensors import fake_cuda_tensors
 from torch._dynamo.backends.common import aot_autograd
 from torch._guards import TracingContext
