@@ -42,6 +42,9 @@ let cached = new Set();
 /** The token of a node's result -> the report of its last run, which takes the place of the one as planned.
  * @type {Map<string, string>} */
 const ran = new Map();
+/** The nodes whose plan fell back, until they run anew: what the server sends of a cached one says what was planned.
+ * @type {Set<string>} */
+const fellBack = new Set();
 /** @type {WeakMap<any, string>} */
 const badgeTexts = new WeakMap();
 /** @type {HTMLElement | null} */
@@ -53,9 +56,10 @@ let device = "";
 /** Our sidebar tab as the page keeps it: Nodes 2.0 draws a badge again when what the badge read from here changes. */
 let watched = { revision: 0, tooltip: "" };
 
-/** A badge's words, those with a translation in the page's language. @param {any} output */
-function badgeText(output) {
+/** A badge's words, those with a translation in the page's language. @param {any} node @param {any} output */
+function badgeText(node, output) {
   const words = (output?.halfsafe_badge?.[0] ?? "").split(BETWEEN_WORDS);
+  if (words[1] && fellBack.has(placeOf(node))) words[1] = "fp16_safe";
   return words.map((/** @type {string} */ word) => t(word)).join(BETWEEN_WORDS);
 }
 
@@ -71,6 +75,11 @@ function addStyles() {
 function locatorOf(node) {
   const graph = node.graph;
   return !graph || graph.isRootGraph ? String(node.id) : `${graph.id}:${node.id}`;
+}
+
+/** The key of a node among those of all workflows. @param {any} node */
+function placeOf(node) {
+  return `${workflowId()} ${locatorOf(node)}`;
 }
 
 /** Every Halfsafe node of the workflow, those in subgraphs too. */
@@ -117,7 +126,7 @@ function showOutputs() {
   watched.tooltip = tabTooltip();
   for (const node of ownNodes()) {
     const output = app.nodeOutputs[locatorOf(node)];
-    const text = badgeText(output);
+    const text = badgeText(node, output);
     if (text !== (badgeTexts.get(node) ?? "")) {
       badgeTexts.set(node, text);
       watched.revision += 1;
@@ -150,6 +159,8 @@ function reportText(output) {
 
 /** @param {any} detail of an `executed` event */
 function noteExecuted(detail) {
+  const node = isOfThisWorkflow() ? nodeById(String(detail.node)) : null;
+  if (node && !cached.has(detail.node)) fellBack.delete(placeOf(node));
   const result = resultIn(detail.output);
   if (result?.toast && !cached.has(detail.node)) show({ severity: "success", summary: `Halfsafe: ${sentenceOf(result)}`, life: 12000 });
   if (!detail.output?.halfsafe_token) noteTold(detail.prompt_id, detail.output?.halfsafe_report?.[0]);
@@ -249,10 +260,8 @@ function onGuard(message) {
 /** Let the badge of the node whose plan fell back say what its model goes on in. @param {any} message */
 function showFallback(message) {
   const node = isOfThisWorkflow() ? nodeById(String(message.node_id)) : null;
-  const output = node ? app.nodeOutputs[locatorOf(node)] : null;
-  const [stored, , ...rest] = (output?.halfsafe_badge?.[0] ?? "").split(BETWEEN_WORDS);
-  if (!stored) return;
-  output.halfsafe_badge = [[stored, "fp16_safe", ...rest].join(BETWEEN_WORDS)];
+  if (!node) return;
+  fellBack.add(placeOf(node));
   showOutputs();
 }
 

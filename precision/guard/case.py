@@ -200,13 +200,16 @@ class Case(Generic[Given, Step, Result]):
     def _started_again(self, step: Step) -> Result:
         """Start the whole sampling again at a step, as the packs' state is of the failed run. It returns only where no
         repeat is allowed."""
-        if step != self.call.about.promised and not self.repeats.may_take(1):
+        promised = step == self.call.about.promised
+        if not promised and not self.repeats.may_take(1):
             return self._give_up(self._untried())
         self.call.widen(step)
         evidence = STARTED_AGAIN.format(self.call.named(step), self.call.packs)
+        if promised:
+            evidence = f"{evidence} {GOES_ON}"
         event = event_of(self._position(self.rows), self._place, *self.call.modes(self._place, step), True, evidence)
         message = self.log.describe(replace(event, recovered=False), self._place)
-        self.log.note(event, self._place, RECOVERED, self._advice(RECOVERED), message)
+        self.log.note(event, self._place, RECOVERED, BEGINS_SAFE if promised else self._advice(RECOVERED), message)
         self.log.extra_calls += 1
         self.call.tell(evidence)
         return self.call.start_again()

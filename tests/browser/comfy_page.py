@@ -28,7 +28,7 @@ BASE_SETTINGS = {
     "Comfy.RightSidePanel.IsOpen": False,
     "Comfy.Locale": "en",
 }
-TEST_SETTINGS = {"halfsafe.toasts": True, "halfsafe.badges": True}
+TEST_SETTINGS = {"halfsafe.toasts": True, "halfsafe.badges": True, "Halfsafe.WatchEveryRun": "off"}
 VIEW = {"width": 1500, "height": 950}
 BEGIN = """async (settings) => { const { setting, sidebarTab, toast } = app.extensionManager;
     if (window.addToast) toast.add = window.addToast;

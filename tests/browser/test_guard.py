@@ -22,6 +22,10 @@ PUT_GUARD_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.typ
     app.graph.add(guard);
     loader.connect(0, guard, "model"); guard.connect(0, of("KSampler"), "model"); guard.connect(0, of("HalfsafeReport"), "model"); }"""
 
+PLAIN_FP16 = """() => { const loader = app.graph.nodes.find((n) => n.type === "HalfsafeLoadDiffusionModel");
+    const values = { model_name: "wan_overflowing.safetensors", storage: "fp16", compute: "fp16" };
+    for (const widget of loader.widgets) widget.value = values[widget.name] ?? widget.value; }"""
+
 PUT_STALE_CACHE_IN = """() => { const of = (type) => app.graph.nodes.find((n) => n.type === type);
     const guard = LiteGraph.createNode("HalfsafeNaNGuard"), cache = LiteGraph.createNode("EasyCache");
     const put = (node, values) => { for (const widget of node.widgets) widget.value = values[widget.name] ?? widget.value; };
@@ -96,6 +100,37 @@ def test_toasts_can_be_turned_off(comfy: ComfyPage) -> None:
     tell(comfy, "four", count=2)
     assert shown() == []
     assert comfy.page.locator(".hs-guard .hs-event").count() == 2
+
+
+def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: ComfyPage) -> None:
+    node = guard_id(comfy)
+
+    def badge_after(*cached: str) -> str:
+        for event, detail in (("execution_start", {"prompt_id": "b"}), ("execution_cached", {"prompt_id": "b", "nodes": list(cached)})):
+            comfy.evaluate("async ([event, detail]) => { (await import('/scripts/api.js')).api.dispatchCustomEvent(event, detail); }", [event, detail])
+        comfy.show({node: {"halfsafe_badge": ["fp32 \u00b7 fp16 \u00b7 guarded"]}})
+        return comfy.badges()["HalfsafeNaNGuard"]
+
+    assert badge_after() == "fp32 \u00b7 fp16 \u00b7 guarded"
+    tell(comfy, "b", event={**EVENT, "evidence": "The model goes on in fp16_safe as long as it is loaded."})
+    assert comfy.badges()["HalfsafeNaNGuard"] == "fp32 \u00b7 fp16_safe \u00b7 guarded"
+    assert badge_after(node) == "fp32 \u00b7 fp16_safe \u00b7 guarded", "the server sends a cached node's badge again as it was planned"
+    assert badge_after() == "fp32 \u00b7 fp16 \u00b7 guarded"
+
+
+@pytest.mark.paired  # a run is the server's; the setting is the page's
+def test_the_setting_alone_guards_every_run(opened_page: ComfyPage) -> None:
+    comfy = opened_page
+    comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
+    comfy.make_small()
+    comfy.evaluate(PLAIN_FP16)
+    shown = comfy.record_toasts()
+    for setting, told in (("off", 0), ("retry_higher", 1)):
+        comfy.set("Halfsafe.WatchEveryRun", setting)
+        with comfy.page.expect_request(lambda request: request.method == "POST" and request.url.endswith("/prompt")) as sent:
+            comfy.run()
+        assert sent.value.post_data_json["extra_data"].get("halfsafe_watch", "off") == setting
+        assert len(shown()) == told
 
 
 def test_another_models_guard_is_not_shown_on_a_report(comfy: ComfyPage) -> None:

@@ -60,7 +60,7 @@ class EscalatedLayers:
         free = compiler_off() if self.blocks else contextlib.nullcontext()
         # torch.compile makes a graph anew for each function it has not met.
         if attend and not is_compiled(call.model.current_patcher):
-            call.options = with_patches(call.options, promoting)
+            call.options = with_patches(call.options, self._promoting)
         with (
             free,
             patched([*self._patches(), *observing]),
@@ -100,6 +100,15 @@ class EscalatedLayers:
             finally:
                 self._inside -= 1
             return result if given is None else cast_arguments(result, CAST, given)
+
+        return run
+
+    def _promoting(self, function: Callable) -> Callable:
+        """Wrap a node's function so that its operations promote inside of what is widened, and nowhere else."""
+        promoted = promoting(function)
+
+        def run(*args, **kwargs):
+            return (promoted if self.everywhere or self._inside else function)(*args, **kwargs)
 
         return run
 

@@ -84,7 +84,7 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         self._sampling: Sampling | None = call.options.get(SAMPLING)
         self.packs = " and ".join(packs_on(call))
         self.obstacle = _why_not_again(patcher, self._sampling)
-        self._take_back: Callable[[], None] | None = None
+        self._take_back: Callable[[], None] = lambda: None
         self._last: Attempt[torch.Tensor] | None = None
         self.first = number == 1
         promised = AS_PLANNED if may_fall_back(patcher) and not guarded.escalation else None

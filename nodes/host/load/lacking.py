@@ -56,10 +56,12 @@ class Lacking(TorchDispatchMode):
 
     def names(self, module: torch.nn.Module) -> list[str]:
         """List the parameters of a module that the file had nothing for."""
-        # ComfyUI's quantized layers have none before they are given one (``_load_quantized_module`` in comfy/ops.py).
+        # ComfyUI's quantized layers have none before they are given one (``_load_quantized_module`` in comfy/ops.py),
+        # and without one their bias is not loaded, which the file may have.
         layers = ((name, part) for name, part in module.named_modules() if kind_of(part))
         none = [f"{name}.weight" for name, part in layers if getattr(part, "weight", part) is None]
-        return none + [name for name, parameter in module.named_parameters() if self._is_unwritten(parameter)]
+        unwritten = [name for name, parameter in module.named_parameters() if self._is_unwritten(parameter)]
+        return none + [name for name in unwritten if f"{name.rpartition('.')[0]}.weight" not in none]
 
     def refuse(
         self, module: torch.nn.Module, unless: re.Pattern | None = None, fill: float = math.nan

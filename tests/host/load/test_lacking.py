@@ -29,8 +29,9 @@ def refused(path, name):
 @pytest.mark.parametrize(("name", "storage"), OF_WAN)
 def test_a_diffusion_model(comfy, wan, models_dir, name, storage):
     path = without(wan, models_dir / "diffusion_models" / "lacking.safetensors", name)
-    with refused(path, name):
+    with refused(path, name) as refusal:
         families.load(comfy, models_dir / "diffusion_models" / path, storage, "auto")
+    assert refusal.match(f"lacks '?{name}'?, (without|by) which"), "and nothing that the file has"
 
 
 @pytest.fixture(scope="module")

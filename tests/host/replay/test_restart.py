@@ -6,6 +6,7 @@ import pytest
 import torch
 from halfsafe.nodes.host.guard.state import learned_of
 from halfsafe.nodes.host.replay.code_owner import code_owner
+from halfsafe.precision.guard.wording import BEGINS_SAFE, GOES_ON
 from support import families
 from support.custom_nodes import step_caches
 from support.custom_nodes.step_caches import PACKS
@@ -102,6 +103,17 @@ def test_a_sampling_without_memory_to_start_again_is_stopped_and_says_so(comfy, 
         run(model)
     report = report_of(model)
     assert report.verdict == "stopped" and "not enough memory" in report.advice and report.escalations == {}
+
+
+def test_an_interrupt_after_autos_own_start_again_is_an_interrupt_and_the_event_tells_no_rules(comfy, models, monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
+    interrupt = core("comfy.model_management").InterruptProcessingException
+    plain = families.with_compute(comfy, step_caches.cache_dit(models("wan", "ffn", "fp16")), "auto")
+    model = guarded(comfy, inside(plain, raising_at(interrupt(), 3)))
+    with pytest.raises(interrupt):
+        run(model)
+    (event,) = report_of(model).events
+    assert event.evidence == f"{STARTED.format('fp16_safe')} {GOES_ON}" and report_of(model).advice == BEGINS_SAFE
 
 
 class OthersSampler:
