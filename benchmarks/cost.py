@@ -1,8 +1,8 @@
 """What `fp16_safe` and fp16 sums cost beside plain fp16, counted on fake CUDA tensors at the shapes of large models.
 
 `python -m benchmarks cost --comfyui DIR [--json] [--save] [--models NAME ...]`; no GPU, no weights. Counted: every kernel of one
-denoiser call of ComfyUI's own model, its bytes, and each read by the host, by layer. The counted state is a clean model's: every
-range fits, and every bound but those carried through activations, gates and `cat`, which no real weight leaves within fp16's range. The times are estimates from the counts, for these assumptions:
+denoiser call of ComfyUI's own model, its bytes, and each read by the host, by layer. The counted state is a clean model's, whose
+ranges all fit, in eager code; in a compiled graph the amax of an operand is found in the kernel that makes it. The times are estimates from the counts, for these assumptions:
 
 - A product takes its operations at the card's peak times an efficiency, any other kernel its bytes at 0.85 of the memory's
   bandwidth, and each launch 2 microseconds more. No cache, no overlap on the device.
@@ -29,17 +29,19 @@ from types import SimpleNamespace
 from unittest import mock
 
 from . import reporting
-from .cost_cards import CARDS, HOST, LAUNCH, READ, REFILL, Card, Kernel
+from .cost_cards import CARDS, HOST, READ, REFILL, Card, Kernel
 from .host import conditions, load_comfy
 from .large_models import BUILD, TWICE
 
 SUMS_GAIN = ("2080 Ti", "3090", "4090")
+NEED_IT = ("T4", "V100", "2080 Ti", "RX 6800", "M1 Max")
+"""The cards that have no bf16, or none that is fast."""
 LIMITS = {
-    "Wan 1.3B": {"all cards": 1.04},
-    "Wan 14B": {"all cards": 1.04},
-    "Flux": {"all cards": 1.08},
-    "Qwen-Image": {"all cards": 1.08},
-    "SDXL": {"H100": 1.20, "4090": 1.12},
+    "Wan 1.3B": dict.fromkeys(NEED_IT, 1.02),
+    "Wan 14B": dict.fromkeys(NEED_IT, 1.02),
+    "Flux": dict.fromkeys(NEED_IT, 1.04),
+    "Qwen-Image": dict.fromkeys(NEED_IT, 1.04),
+    "SDXL": dict.fromkeys(NEED_IT, 1.11) | {"V100": 1.115},
 }
 WAYS = ("fp16", "fp16_safe", "fp32", "fp16 sums", "fp16 sums, scaled")
 WITH_SUMS = ("Wan 1.3B", "Wan 14B", "Flux")
@@ -90,8 +92,7 @@ def _model_rows(name: str) -> dict:
     host_bound = [card for card in CARDS if plain.on_host() > plain.on_device(CARDS[card])]
     of_fp32 = {card: round(of["fp32"] / of["fp16_safe"], 2) for card, of in estimates.items()}
     kept = {way: {card: _kept(counted, way, CARDS[card]) for card in SUMS_GAIN} for way in counted if "sums" in way}
-    guard = {card: round(1 + (READ + 2 * LAUNCH) / of["fp16_safe"], 4) for card, of in estimates.items()}
-    return {"counts": ways, "seconds": estimates, "to_fp16": to_fp16, "on_device": device, "bound_by_host": host_bound, "fp32_to_safe": of_fp32, "gain_kept": kept, "guard": guard}
+    return {"counts": ways, "seconds": estimates, "to_fp16": to_fp16, "on_device": device, "bound_by_host": host_bound, "fp32_to_safe": of_fp32, "gain_kept": kept}
 
 
 def _kept(counted: dict[str, Counted], way: str, card: Card) -> float:
@@ -107,7 +108,6 @@ def _way(found: Counted, plain: Counted) -> dict:
     """Kernels and bytes beyond plain fp16: of a whole call, of a layer, of an attention; the layer with the most of each."""
     layers = [_extra(layer, found, plain) for layer in found.outputs]
     fp16 = [row for row in layers if found.modes.get(row["layer"], "fp16") == "fp16"]
-    attentions = sum(k.kind == "attention" for k in plain.kernels) or 1
     return {
         "kernels": len(found.kernels),
         "kernels_beyond_fp16": len(found.kernels) - len(plain.kernels),
@@ -118,7 +118,6 @@ def _way(found: Counted, plain: Counted) -> dict:
         "layers_with_fp16_results": len(fp16),
         "of_layers_with_fp16_results": _summary(fp16),
         "of_other_layers": _summary([row for row in layers if row not in fp16]),
-        "kernels_per_attention": round((_inside("attention", found) - _inside("attention", plain)) / attentions, 2),
     }
 
 
@@ -153,10 +152,6 @@ def _summary(rows: list[dict]) -> dict | None:
     }
 
 
-def _inside(layer: str, found: Counted) -> int:
-    return sum(kernel.layer == layer for kernel in found.kernels)
-
-
 def _moved(kernels: list[Kernel]) -> int:
     return sum(kernel.read + kernel.written for kernel in kernels)
 
@@ -173,7 +168,6 @@ def _targets(rows: dict) -> dict:
         targets[f"{name}: kernels of a proven layer"] = reporting.target(proven["kernels"]["most"], 2)
         targets[f"{name}: bytes per input element, mean"] = reporting.target(proven["bytes_per_input_element"]["mean"], 6)
         targets[f"{name}: bytes per output element"] = reporting.target(proven["bytes_per_output_element"]["most"], 0)
-        targets[f"{name}: guard"] = reporting.target(max(row["guard"].values()), 1.01)
         if name.startswith(("Wan", "Flux")):
             slowest = min(row["fp32_to_safe"][card] for card in WITHOUT_BF16)
             targets[f"{name}: fp32 to fp16_safe"] = reporting.target(slowest, 3.0, at_least=True)
@@ -201,11 +195,11 @@ def _count(way: str, build: Callable) -> Counted:
     from support.fake_cuda import AnsweredReads, attention_of_a_gpu
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from .cost_kernels import no_bound_behind_activations, rope_in_one_kernel
+    from .cost_kernels import rope_in_one_kernel
 
     dtype = torch.float32 if way in ("fp32", "fp16_safe") else torch.float16
     fakes, reads = FakeTensorMode(allow_non_fake_inputs=True), AnsweredReads(1.0)
-    with fakes, attention_of_a_gpu(), _marked_attention(), rope_in_one_kernel(), no_bound_behind_activations(), reads, torch.no_grad():
+    with fakes, attention_of_a_gpu(), _marked_attention(), rope_in_one_kernel(), reads, torch.no_grad():
         import comfy.ops
 
         stored = torch.float32 if way == "fp32" else torch.float16
@@ -370,9 +364,8 @@ def as_text(result: dict) -> str:
             lines.append(f"| {way} | {found['kernels']} | {found['kernels_beyond_fp16']:+} | {found['bytes_to_fp16']} | {found['reads']} | {fp16} |")
         safe = row["counts"]["fp16_safe"]
         lines += [f"proven layers: {safe['of_layers_with_fp16_results']}", f"other layers: {safe['of_other_layers']}"]
-        lines.append(f"kernels per attention beyond fp16's: {safe['kernels_per_attention']}")
         lines.append(f"bound by the host: {', '.join(row['bound_by_host']) or 'no card'}")
-        for key in ("to_fp16", "on_device", "fp32_to_safe", "guard"):
+        for key in ("to_fp16", "on_device", "fp32_to_safe"):
             lines.append(f"{key}: " + ", ".join(f"{card} {value}" for card, value in row[key].items()))
         lines.append(f"gain kept: {row['gain_kept']}")
     for key, held in result["targets"].items():

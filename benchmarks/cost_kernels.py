@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
-import torch.nn.functional as F
 from support.fake_cuda import NO_KERNEL
 from support.leaf_operations import LeafOperations, aten
 from torch.utils._pytree import tree_leaves
@@ -32,42 +31,14 @@ def inside(layer: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_bound_behind_activations() -> Iterator[None]:
-    """No bound of a layer's result that is carried through an activation or a gate fits inside."""
-    from halfsafe.precision.arithmetic.bounds import followed
-    from halfsafe.precision.arithmetic.bounds.value_bounds import ValueBound
-
-    def too_large(bounds: list, *_: object) -> ValueBound:
-        is_of_group_norm = bounds[0].sample < math.inf
-        return bounds[0] if is_of_group_norm else ValueBound(math.inf)
-
-    replaced = dict.fromkeys((F.gelu, F.silu, torch.mul, torch.Tensor.mul), too_large)
-    with mock.patch.dict(followed.BOUNDS, replaced):
-        yield
-
-
-@contextlib.contextmanager
 def rope_in_one_kernel() -> Iterator[None]:
     """ComfyUI's rope is one kernel inside, as comfy-kitchen's is on CUDA."""
     import comfy.quant_ops
-    from halfsafe.precision.arithmetic.bounds import followed
 
     ck = comfy.quant_ops.ck
-    both = mock.patch.object(ck, "apply_rope", _rope), mock.patch.object(ck, "apply_rope1", _rope1)
-    with both[0], both[1], mock.patch.object(followed, "ROTATES", {_rope, _rope1}):
+    both = mock.patch.object(ck, "apply_rope", lambda q, k, _: (q.neg(), k.neg())), mock.patch.object(ck, "apply_rope1", lambda x, _: x.neg())
+    with both[0], both[1]:
         yield
-
-
-def _rope(q: torch.Tensor, k: torch.Tensor, freqs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if torch.overrides.has_torch_function((q, k)):
-        return torch.overrides.handle_torch_function(_rope, (q, k), q, k, freqs)
-    return q.neg(), k.neg()
-
-
-def _rope1(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    if torch.overrides.has_torch_function((x,)):
-        return torch.overrides.handle_torch_function(_rope1, (x,), x, freqs)
-    return x.neg()
 
 
 class Costs(LeafOperations):

@@ -34,7 +34,6 @@ from setup.comfyui_server import make_base_directory
 from setup.environment import ROOT, Environment, clean_environ, write_models
 
 from . import reporting
-from .gguf_files import write as write_gguf
 from .measure import AnonymousMemory, set_up, weight_bytes
 
 MODEL, WARMING = "wan_1_3b_part", "wan"
@@ -242,7 +241,23 @@ def write(job: dict) -> None:
     folder = Path(job["base"]) / "models" / "diffusion_models"
     convert_file(folder / BF16, folder / FP8, "fp8_e4m3fn", rules_from())
     if "gguf" in job["packs"]:
-        write_gguf({**job, "kind": "Q8_0", "ggml": ""})
+        _write_q8_0(folder)
+
+
+def _write_q8_0(folder: Path) -> None:
+    """Write the model as ComfyUI-GGUF's converter lays it out: matrices quantized, the rest F32."""
+    import gguf
+    from safetensors.torch import load_file
+
+    writer = gguf.GGUFWriter(str(folder / Q8_0), "wan")
+    for name, weight in load_file(folder / BF16).items():
+        whole = weight.dim() != 2 or weight.numel() <= 1024 or "modulation" in name
+        kind = gguf.GGMLQuantizationType["F32" if whole else "Q8_0"]
+        writer.add_tensor(name, gguf.quants.quantize(weight.float().numpy(), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def _measure(job: dict) -> None:

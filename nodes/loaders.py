@@ -46,9 +46,9 @@ class LoadDiffusionModel(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model_name",
-                    options=files.diffusion_model_files(),
+                    options=files.model_files("diffusion_models"),
                     tooltip=(
-                        "A .safetensors or .gguf file in models/diffusion_models; "
+                        "A .safetensors file in models/diffusion_models; "
                         "fp8, int8 and ComfyUI's other quantization formats, sharded or with diffusers' names too."
                     ),
                 ),

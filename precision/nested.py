@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import torch
 
 PLAIN: set[type] = {torch.Tensor, torch.nn.Parameter}
-"""The classes whose tensors do what torch's do: torch's own, and those that are followed for the length of a call
-(``arithmetic/bounds/followed.py``)."""
+"""Torch's own classes of tensors."""
 
 
 def leaves(values, name: str = "") -> Iterator[tuple[str, object]]:

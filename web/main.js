@@ -275,8 +275,8 @@ function on(event, act) {
 
 /** Send the setting with each prompt that the page queues: the server looks at prompts without knowing whose they are. */
 function sendSetting() {
-  const send = api.fetchApi.bind(api);
-  api.fetchApi = (/** @type {string} */ route, /** @type {any} */ options) => send(route, route === "/prompt" && options?.body ? withSetting(options) : options);
+  const send = api.fetchApi;
+  api.fetchApi = (/** @type {string} */ route, /** @type {any} */ options) => send.call(api, route, route === "/prompt" && options?.body ? withSetting(options) : options);
 }
 
 /** @param {any} options of the request that queues a prompt */

@@ -138,6 +138,12 @@ def scales_input(layer: Layer) -> bool:
     return hasattr(layer, "pre_quant_scale")
 
 
+def uses_parameters_as_they_are(layer: Layer) -> bool:
+    """Tell whether ComfyUI does nothing to a layer's parameters at a call but to move and cast them."""
+    # nn.Module's own look-up of a name that is not there raises an exception inside, which takes a microsecond.
+    return not ("_v" in vars(layer) or layer.weight_function or layer.bias_function)
+
+
 def is_in_dynamic_memory(layer: Layer) -> bool:
     """Tell whether dynamic VRAM holds a layer's weight, and moves it to the device at its calls."""
     return hasattr(layer, "_v")
@@ -223,11 +229,6 @@ def without_compiler(arguments: CommandLine) -> list[Patch]:
     """Return what turns off ComfyUI's model compiler, which each model asks as its call begins; nothing where there is
     none."""
     return [(arguments, "disable_comfy_compiler", True)] if hasattr(arguments, "disable_comfy_compiler") else []
-
-
-def has_compiler(arguments: CommandLine) -> bool:
-    """Tell whether ComfyUI has a model compiler that is on."""
-    return not getattr(arguments, "disable_comfy_compiler", True)
 
 
 def close_graph(prefetching: Prefetching) -> None:

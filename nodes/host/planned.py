@@ -41,10 +41,7 @@ def with_goal(
     found = plan_for_goal(facts, device, goal, storages(patcher), rules)
     plan = with_foreign_layers(with_idle_rules(found.compute, facts, rules), _foreign(patcher))
     model = _planned(patcher, plan)
-    compute = compute_of(model)
-    acting = compute.plan if compute else plan
-    reason = found.reason if acting is plan else acting.choice.reason
-    lines = [f"{device.label}, goal {goal}", f"model: {acting.choice.used}. {reason}"]
+    lines = [f"{device.label}, goal {goal}", f"model: {_runs_in(model, plan, found.reason)}"]
     lines += [f"without effect: {setting}: {why}" for setting, why in plan.without_effect]
     if clip is not None:
         lines.append("text encoder: unchanged; ComfyUI runs it with fp32 activations, once per prompt")
@@ -57,6 +54,14 @@ def with_goal(
         model = with_accumulation(model, found.sums)
         lines.append(f"sums: {found.sums_reason}; the report tells which could act")
     return model, vae, "\n".join(lines)
+
+
+def _runs_in(model: ModelPatcher, plan: ComputePlan, reason: str) -> str:
+    """Say what a planned model runs in, and why: for the plan's ``reason``, or as it has fallen back already."""
+    acting = compute_of(model)
+    if acting is None or acting.plan is plan:
+        return f"{plan.choice.used}. {reason}"
+    return f"{acting.plan.choice.used}. {acting.plan.choice.reason}"
 
 
 def _planned(patcher: ModelPatcher, plan: ComputePlan) -> ModelPatcher:

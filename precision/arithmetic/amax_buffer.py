@@ -15,13 +15,20 @@ from collections.abc import Sequence
 import torch
 
 from ..amax import amax, norm_loses_nan
-from .norms import largest_row_norm
 
 NOTHING = -1.0
 
 
+def largest_row_norm(x: torch.Tensor) -> torch.Tensor:
+    """Compute the largest 2-norm of the rows of ``x`` (..., K), 0-dim fp32 and without a synchronisation; 0 where it is
+    empty."""
+    if x.numel() == 0:
+        return x.new_zeros((), dtype=torch.float32)
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax()
+
+
 class AmaxBuffer:
-    """Hold one record and one power of two for each of several operations on one device.
+    """Hold a record and a power of two for each operation on a device.
 
     Args:
         count: how many records.
@@ -37,15 +44,17 @@ class AmaxBuffer:
         self.graph_records = [entry.graph_record for entry in self.entries]
         self.has_graphs = False
         self.call = 0
+        self._is_marked = False
 
     def clear(self) -> None:
         """Forget what was recorded."""
         self.call += 1
-        if "torch._dynamo" in sys.modules:  # importing it takes seconds; before that nothing is compiled
+        if not self._is_marked and "torch._dynamo" in sys.modules:  # importing it takes seconds
             # Inductor makes no CUDA graph of one that writes to an input at any other address ("skipping cudagraphs due
             # to mutated inputs", torch/_inductor/cudagraph_utils.py), and copies such an input at each replay.
             for tensor in (self.records, self.scales, *self.graph_records, *(entry.at for entry in self.entries)):
                 torch._dynamo.mark_static_address(tensor, guard=False)
+            self._is_marked = True
         self.records.fill_(NOTHING)
         if self.has_graphs:
             torch._foreach_copy_(self.graph_records, [self.records[0]] * len(self.entries))
@@ -74,27 +83,8 @@ class Entry:
         self.graph_record = torch.full((), NOTHING, dtype=torch.float32, device=self.device)
         self.written = -1
 
-    def write_amax(self, tensor: torch.Tensor) -> None:
-        """Record the amax of a tensor, in one kernel where it is the first record of the call; not in a compiled
-        graph."""
-        if self.written == self.buffer.call or tensor.numel() == 0 or norm_loses_nan(tensor.device):
-            self.record(amax(tensor))
-        else:
-            self.written = self.buffer.call
-            torch.linalg.vector_norm(tensor.detach(), math.inf, dtype=torch.float32, out=self.view)
-
-    def write_row_norm(self, x: torch.Tensor) -> None:
-        """Record the largest 2-norm of the rows of ``x``, in two kernels where it is the first record of the call; not
-        in a compiled graph."""
-        if self.written == self.buffer.call or x.numel() == 0:
-            self.record(largest_row_norm(x))
-        else:
-            self.written = self.buffer.call
-            norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.float32)
-            torch.amax(norms, tuple(range(norms.dim())), out=self.view)
-
     def record(self, magnitude: torch.Tensor) -> None:
-        """Keep the larger of ``magnitude`` (0-dim fp32) and what is recorded already; NaN stays."""
+        """Record the larger of ``magnitude`` (0-dim fp32) and the present record; NaN stays."""
         magnitude = magnitude.detach()
         if torch.compiler.is_compiling():
             self.buffer.has_graphs = True
@@ -108,34 +98,48 @@ class Entry:
         return down.reshape(()), up.reshape(())
 
 
+class Missed:
+    """Say whether an operation of the call had no valid record: never measured, or on another device."""
+
+    any = False
+
+
 class Recorder:
     """Record numbers of one operation during a model call, without a synchronisation.
 
     ``device``: where it was measured, None before that. ``entries``: its records there, ``entry`` the first.
-    ``missed``: it ran in this call on a device where it has none.
+    ``missed``: the calibration's.
     """
 
     def __init__(self) -> None:
         self.device: torch.device | None = None
         self.entries: list[Entry] = []
         self.entry: Entry | None = None
-        self.missed = False
+        self.missed = Missed()
 
     def place(self, entries: list[Entry]) -> None:
         """Record there from now on."""
         self.entries, self.entry = entries, entries[0]
 
-    def record(self, magnitude: torch.Tensor) -> None:
-        """Keep the larger of ``magnitude`` (0-dim fp32) and what this call has recorded already; NaN stays."""
+    def record(self, magnitude: torch.Tensor, place: int = 0) -> None:
+        """Record the larger of ``magnitude`` (0-dim fp32) and the record of this call so far; NaN stays."""
         if self.entry is None or self.entry.device != magnitude.device:
-            self.missed = True
+            self.missed.any = True
         else:
-            self.entry.record(magnitude)
+            self.entries[place].record(magnitude)
 
-    def record_amax(self, tensor: torch.Tensor, alone: bool) -> None:
-        """Record the amax of a tensor. ``alone``: nothing but eager code records here, which takes one kernel instead
-        of two."""
-        if torch.compiler.is_compiling() or not alone or self.entry is None or self.entry.device != tensor.device:
-            self.record(amax(tensor))
+    def record_amax(self, tensor: torch.Tensor, place: int = 0) -> None:
+        """Record the amax of a tensor: one kernel where it is the first record of a call of eager code, else two."""
+        entry = self.entries[place] if self.entries else None
+        if (
+            entry is None
+            or torch.compiler.is_compiling()
+            or entry.device != tensor.device
+            or entry.written == entry.buffer.call
+            or tensor.numel() == 0
+            or norm_loses_nan(tensor.device)
+        ):
+            self.record(amax(tensor), place)
         else:
-            self.entry.write_amax(tensor)
+            entry.written = entry.buffer.call
+            torch.linalg.vector_norm(tensor.detach(), math.inf, dtype=torch.float32, out=entry.view)

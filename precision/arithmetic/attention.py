@@ -15,10 +15,9 @@ from typing import NamedTuple
 import torch
 
 from ..amax import amax
-from .bounds.attention_bounds import AttentionBound, AttentionCall, AttentionRange, ScoreBound
-from .bounds.followed import unfollow
-from .bounds.known_values import counted
+from .attention_bounds import AttentionBound, AttentionCall, AttentionRange, ScoreBound
 from .calibration import Calibration
+from .result_bound import FiniteResult
 
 AS_IS, SMOOTH, FP32 = "unchanged", "smooth-K", "fp32"
 MODES = (AS_IS, SMOOTH, FP32)
@@ -27,7 +26,7 @@ WORTH_SMOOTHING = 0.25
 
 
 class Kernels(NamedTuple):
-    """Name what can compute one of ComfyUI's attentions.
+    """Name the functions that can compute an attention of ComfyUI.
 
     Args:
         attention: what would run.
@@ -125,7 +124,7 @@ class BoundedAttention:
         return run_in_fp32(kernels, call)
 
     def summary(self) -> str:
-        """Say in one line how many attentions run how, and name those that were changed with their bound; empty before
+        """Say in a line how many attentions run how, and name the changed attentions with their bound; empty before
         a call."""
         if self.always_fp32:
             return "all fp16 attentions in fp32" if self.met else ""
@@ -146,7 +145,7 @@ def run_in_fp32(kernels: Kernels, call: AttentionCall) -> torch.Tensor:
 
 
 def _rather_smoothed(bound: float, call: AttentionCall) -> bool:
-    """Tell whether scores fit fp16 but are coarse in it, and all of them share what makes them large."""
+    """Tell whether scores fit fp16 but are coarse, from an offset that all keys share."""
     if not COARSE_SCORE < bound < math.inf:
         return False
     return call.smoothed().score_bound().item() < WORTH_SMOOTHING * bound
@@ -157,7 +156,8 @@ class SafeAttention:
     elsewhere.
 
     Attentions are distinguished by their order in a model call; one that was never measured runs in fp32. The layers
-    before one with large scores return fp32: q and k are rounded once and not twice.
+    before one with large scores return fp32: q and k are rounded once and not twice. The result of a foreign kernel is
+    looked at: its own arithmetic may overflow.
 
     Args:
         calibration: the model's.
@@ -168,6 +168,7 @@ class SafeAttention:
         self.calibration = calibration
         self.asked = asked
         self.range = calibration.add(AttentionRange("attention"))
+        self.finite = calibration.add(FiniteResult("attention result"))
         self.bounds: list[AttentionBound] = []
         self.calls_in_fp32: list[bool] = []
         self.any_in_fp32 = False
@@ -187,52 +188,51 @@ class SafeAttention:
 
     def __call__(self, kernels: Kernels, q: torch.Tensor, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
         """Run one attention with ComfyUI's arguments. Returns the dtype of ``q``, or fp16 where other results are."""
-        unfollow(q, k, v)
         call = AttentionCall(q, k, v, heads, args, kwargs, kernels.fused)
         index, self.index = self.index, self.index + 1
+        dtype = torch.float16 if self.calibration.results.allowed else q.dtype
         if self.calibration.calibrating:
-            self._calibrate(index, call)
+            with self.calibration.hiding.pause():
+                return self._calibrated(index, kernels, call, dtype)
         if index >= len(self.calls_in_fp32) or (self.any_in_fp32 and self.calls_in_fp32[index]):
             return call.run_in(torch.float32, kernels.fp32)
-        dtype = torch.float16 if self.calibration.results.allowed else q.dtype
-        given, call = call, call.in_fp16()
+        call = call.in_fp16()
         if torch.compiler.is_compiling():
             self.range.recorder.record(call.largest())
-            return call.run_in(torch.float16, kernels.attention).to(dtype)
-        bound = self.bounds[index]
-        if not self.calibration.calibrating:
-            bound.record(call, given, self.calibration.values)
-        result = call.run_in(torch.float16, kernels.attention).to(dtype)
-        return result if kernels.foreign or self.calibration.values.uniform else self._noted(bound, result)
+        else:
+            self.bounds[index].record(call)
+        result = call.run_in(torch.float16, kernels.attention)
+        if kernels.foreign:
+            self.finite.recorder.record_amax(result)
+        return result.to(dtype)
 
-    def _noted(self, bound: AttentionBound, result: torch.Tensor) -> torch.Tensor:
-        """Keep the bound of a result where a later operation relies on it."""
-        if not self.calibration.calibrating and not (bound.tag is not None and bound.tag.used):
-            return result
-        result = counted(result)
-        tag = self.calibration.values.note(result, bound.result_bound(result.shape[-1]))
-        if self.calibration.calibrating:
-            bound.tag = tag
-        return result
-
-    def _calibrate(self, index: int, call: AttentionCall) -> None:
-        for tensor in (call.q, call.k, call.v):
-            self.calibration.results.note_operand(tensor)
-        largest = call.largest().item()
+    def _calibrated(self, index: int, kernels: Kernels, call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
         if index == len(self.calls_in_fp32):
             self.calls_in_fp32.append(False)
             self.bounds.append(self.calibration.add(AttentionBound(f"attention {index}")))
-        asked = self.asked()
-        self.calibration.results.close_block(coarse=asked or largest > COARSE_SCORE)
-        in_fp32 = asked or self.calls_in_fp32[index] or not self.range.holds(largest * 2.0)
+        results, result = self.calibration.results, None
+        largest = self._note(call)
+        in_fp32 = self.asked() or self.calls_in_fp32[index] or not self.range.holds(largest * 2.0)
+        results.close_block(coarse=self.asked() or largest > COARSE_SCORE)
+        if not in_fp32:
+            result = call.run_in(torch.float16, kernels.attention).to(dtype)
+            in_fp32 = kernels.foreign and not math.isfinite(amax(result).item())
         self.calls_in_fp32[index] = in_fp32
         self.any_in_fp32 = self.any_in_fp32 or in_fp32
-        self._count(call, in_fp32)
-        self.range.recorder.device = call.q.device
-        if not in_fp32:
-            self.bounds[index].calibrate(call, self.calibration.values)
-
-    def _count(self, call: AttentionCall, in_fp32: bool) -> None:
         flops = 4 * call.q.numel() * call.k.shape[-2]
         self.calibration.flops[self.range.name] += flops
-        self.fp32_flops += flops if in_fp32 else 0
+        if in_fp32 or result is None:
+            self.fp32_flops += flops
+            return call.run_in(torch.float32, kernels.fp32)
+        self.bounds[index].calibrate(call, largest)
+        self.calibration.in_fp16 = True
+        results.any_returned = results.any_returned or dtype == torch.float16
+        return result
+
+    def _note(self, call: AttentionCall) -> float:
+        """Note the operands; return the largest number that the attention can hold."""
+        self.range.recorder.device = self.finite.recorder.device = call.q.device
+        *operands, largest = torch.stack([*map(amax, (call.q, call.k, call.v)), call.largest()]).tolist()
+        for tensor, magnitude in zip((call.q, call.k, call.v), operands, strict=True):
+            self.calibration.results.note_operand(magnitude, tensor.dtype)
+        return largest

@@ -1,74 +1,110 @@
-"""Measure a model's operations in its first call, and check the proofs made from that in each later one.
+"""Measure a model's operations in its first call, run later calls by that plan, and look at what they computed.
 
-The first call calibrates: it fixes how each operand is scaled. Later calls only record. When a record leaves the range
-that a proof holds for, the call is repeated with calibration. So a clean call costs one reduction per operation whose
-operand is not known to fit (``bounds``) and one small synchronisation, and no value that overflows is ever used.
+The first call calibrates: it fixes how each operand is scaled and which results are fp16. A product of fp16 operands
+with sums in fp32 is right where its result is finite, so later calls look at their own result, and measure no more than
+scaled operands, the model's inputs, attention in fp16 and layers whose overflow model code may hide (``hiding.py``).
+Where a look finds Inf or NaN, or a number has left its range, the call is repeated with calibration. So a clean call
+costs a few reductions and one small synchronisation, and no value that overflows is ever used.
 """
 
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
 
+from ..amax import amax
+from ..nested import floats_in
 from ..oom import is_oom
-from .amax_buffer import AmaxBuffer
-from .bounds.known_values import MeasuredOnce
-from .bounds.modulation import Modulation, SmallTensors
+from .amax_buffer import NOTHING, AmaxBuffer
 from .compiling import compile_disabled
+from .hiding import HidingCode
 from .operand_scale import OperandScale
 from .operand_sharing import SharedOperands
-from .proofs import Proof
+from .proofs import HEADROOM_BITS, Proof
 from .result_bound import FiniteResult, Fp16Results
 
 Result = TypeVar("Result")
 AnyProof = TypeVar("AnyProof", bound=Proof)
 
 
+class InputRange(Proof):
+    """State the range of an input of the model that was measured, with room on both sides."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.range = math.inf, 0.0
+
+    def forget(self) -> None:
+        """Begin anew, for a model with other operands."""
+        super().forget()
+        self.range = math.inf, 0.0
+
+    def measure(self, magnitude: float) -> None:
+        """Widen the range to a magnitude, Inf too, as of a mask; to no NaN."""
+        self.range = min(self.range[0], magnitude or math.inf), max(self.range[1], magnitude)
+
+    def holds(self, magnitude: float) -> bool:
+        """Tell whether a magnitude is 0 or inside of the range and its room."""
+        room = 2.0**HEADROOM_BITS
+        return magnitude == 0 or self.range[0] / room <= magnitude <= self.range[1] * room
+
+
 class Calibration:
-    """Keep the proofs of one model's operations, and make its calls.
+    """Hold the proofs of one model's operations, and make its calls.
 
     ``calibrating``: this call may read numbers back from the device, to fix how operands are scaled; nothing compiled
     runs in it. A compiled graph depends on what a proof decides, such as ``in_fp32``, and not on the number of
     measurements.
-    ``last``: the last operation of the call that calibrated. It is always measured: what is not finite before it is not
-    finite there.
     ``flops``: floating-point operations of each operation in the call that calibrated. ``repeats``: calls made twice.
+    ``in_fp16``: an operation or an attention multiplies in fp16, so that results are looked at.
+    ``by_layer``: each product holds fp16 accumulation off by itself, as nothing holds it off for the call.
     """
 
     def __init__(self) -> None:
         self.proofs: dict[str, Proof] = {}
         self.flops: Counter[str] = Counter()
         self.operands = SharedOperands()
-        self.values = self.operands.values
-        self.last: OperandScale | None = None
         self.results = Fp16Results()
+        self.hiding = HidingCode()
         self.calibrating = True
+        self.in_fp16 = False
+        self.by_layer = True
         self.repeats = 0
-        self._once: list[MeasuredOnce] = []
-        self._results: list[FiniteResult] = []
-        self._modulations: list[Modulation] = []
+        self._result = FiniteResult("result of the call")
+        self._missed = self._result.recorder.missed
         self._buffers: dict[torch.device, tuple[AmaxBuffer, list[Proof]]] = {}
-        self._small: dict[torch.device, SmallTensors] = {}
+        self._places: dict[torch.device, list[tuple[Proof, int]]] = {}
 
     def add(self, proof: AnyProof) -> AnyProof:
-        """Keep a proof under its name, in place of an earlier one."""
+        """Hold a proof under its name, in place of an earlier one."""
         self.proofs[proof.name] = proof
+        proof.recorder.missed = self._missed
         return proof
 
     def scale(self, name: str) -> OperandScale:
         """Make the operand scale of an operation."""
+        self.in_fp16 = True
         return self.add(OperandScale(name, self.results.bound()))
 
     def largest(self) -> dict[str, float]:
-        """Return operation -> the largest magnitude it was given, of those that met any."""
+        """Return operation -> the largest magnitude of its operands; operations without any are left out."""
         return {name: proof.largest for name, proof in self.proofs.items() if proof.largest}
 
-    @property
-    def varies(self) -> bool:
-        """Tell whether blocks that run alike may measure different things: one of them what others have too, or all of
-        them in some calls only."""
-        return bool(self._once) or self.values.sampling
+    def watch_inputs(self, inputs: Mapping[str, object]) -> None:
+        """Measure the model's inputs, by name: the floating tensors of more than one dimension among them, which a text
+        and a latent are and a timestep is not."""
+        for key, x in inputs.items():
+            if not isinstance(x, torch.Tensor) or not x.is_floating_point() or x.dim() < 2:
+                continue
+            proof = self.proofs.get(name := f"input {key}") or self.add(InputRange(name))
+            if not self.calibrating:
+                proof.recorder.record_amax(x)
+            else:
+                proof.recorder.device = x.device
+                proof.measure(amax(x).item())
 
     def recalibrate(self) -> None:
         """Calibrate in the next call, as in the first one. What was compiled stays as it is where the outcome is the
@@ -76,11 +112,9 @@ class Calibration:
         self.calibrating = True
         for proof in self.proofs.values():
             proof.forget()
-        for modulation in self._modulations:
-            modulation.forget()
 
     def run(self, call: Callable[[], Result]) -> Result:
-        """Make one model call; repeat it with calibration when a proof did not hold, and without fp16 results where
+        """Make one model call; repeat it with calibration when a look at it failed, and without fp16 results where
         those are what model code fails on: not every operation of torch takes fp16 together with fp32.
 
         Raises:
@@ -89,7 +123,7 @@ class Calibration:
         try:
             return self._run(call)
         except RuntimeError as error:
-            if is_oom(error) or not self.results.any_proven:
+            if is_oom(error) or not self.results.any_returned:
                 raise
             self.results.allowed = False
             try:
@@ -104,18 +138,17 @@ class Calibration:
         if not self.calibrating:
             try:
                 result = self._recorded(call)
-                if self._all_hold():
+                if self._holds(result):
                     return result
             except RuntimeError as error:
-                if is_oom(error) or not self._has_missed():
+                if is_oom(error) or not self._missed.any:
                     raise  # model code that meets a result in fp16 for the first time may fail on it
             self.repeats += 1
         return self._calibrated(call)
 
     def _recorded(self, call: Callable[[], Result]) -> Result:
-        self.operands.begin(calibrating=False)
-        for proof in self._watched():
-            proof.recorder.missed = False
+        self.operands.end()
+        self._missed.any = False
         for buffer, _ in self._buffers.values():
             buffer.clear()
         return call()
@@ -125,62 +158,59 @@ class Calibration:
         result = self._measured(call)
         while self.results.conclude():
             result = self._measured(call)
-        self._place()
+        self._place(result)
         self.calibrating = False
         return result
 
     def _measured(self, call: Callable[[], Result]) -> Result:
         self.flops.clear()
-        self.operands.begin(calibrating=True)
+        self.operands.begin()
         self.results.begin()
-        with compile_disabled():
+        self.hiding.begin()
+        with compile_disabled(), self.hiding if self.in_fp16 else nullcontext():
             return call()
 
-    def _place(self) -> None:
+    def _place(self, result: object) -> None:
         """Give every measured proof its records on its device, and the graphs the exponents."""
+        found = floats_in([result]) if self.in_fp16 else []
+        self._result.recorder.device = found[0].device if found else None
         devices: dict[torch.device, list[Proof]] = {}
-        if self.last is not None:
-            self.last.covered = None
-        scales = [proof for proof in self.proofs.values() if isinstance(proof, OperandScale)]
-        self._once = [scale.once for scale in scales if scale.once is not None and scale.once.is_shared]
-        self._results = [scale.finite for scale in scales if scale.by_result]
-        self._modulations = self.values.modulations()
-        for proof in self._watched():
+        for proof in (*self.proofs.values(), self._result):
             if proof.recorder.device is not None:
                 devices.setdefault(proof.recorder.device, []).append(proof)
         for device, proofs in devices.items():
             if device not in self._buffers or self._buffers[device][1] != proofs:
                 self._buffers[device] = buffer, _ = AmaxBuffer(sum(proof.width for proof in proofs), device), proofs
-                left = iter(buffer.entries)
-                for proof in proofs:
-                    proof.recorder.place([next(left) for _ in range(proof.width)])
-            buffer = self._buffers[device][0]
-            buffer.set_exponents([proof.exponent for proof in proofs for _ in range(proof.width)])
-            modulations = [proof for proof in proofs if isinstance(proof, Modulation)]
-            first = len(buffer.records) - sum(each.width for each in modulations)
-            self._small[device] = SmallTensors(modulations, buffer.records[first:])
+                self._places[device] = _placed(proofs, buffer)
+            self._buffers[device][0].set_exponents([proof.exponent for proof in proofs for _ in range(proof.width)])
 
-    def _watched(self) -> list[Proof]:
-        return [*self.proofs.values(), *self._once, *self._results, *self.values.rotations, *self._modulations]
-
-    def _has_missed(self) -> bool:
-        return any(proof.recorder.missed for proof in self._watched())
-
-    def _all_hold(self) -> bool:
-        """Tell whether every proof holds for what this call has recorded; note the largest magnitudes on the way."""
-        hold = not self._has_missed()
-        for device, (buffer, proofs) in self._buffers.items():
-            self._small[device].measure()
-            records = iter(buffer.read())
-            for proof in proofs:
-                recorded = [next(records) for _ in range(proof.width)]
-                if proof.ran(recorded):
-                    hold = self._holds(proof, proof.magnitude(recorded)) and hold
+    def _holds(self, result: object) -> bool:
+        """Tell whether the result of a call is finite and each record in its range; note the largest magnitudes on the
+        way."""
+        if self._result.recorder.device is not None:
+            for x in floats_in([result]):
+                self._result.recorder.record_amax(x)
+        hold = not self._missed.any
+        for device, (buffer, _) in self._buffers.items():
+            records = buffer.read()
+            for proof, first in self._places[device]:
+                if records[first] != NOTHING:
+                    hold = self._is_held(proof, proof.magnitude(records[first : first + proof.width])) and hold
         return hold
 
-    def _holds(self, proof: Proof, magnitude: float) -> bool:
-        """Tell whether a proof holds for a magnitude, and those of the operations that share its operand."""
-        proofs = (proof, *self.operands.sharing(proof))
+    def _is_held(self, proof: Proof, magnitude: float) -> bool:
+        """Tell whether a proof holds for a magnitude, and the proofs of operations with the same operand."""
+        proofs = (proof, *self.operands.sharing.get(proof, ()))  # type: ignore[call-overload]  # scales alone share
         for each in proofs:
             each.largest = max(each.largest, magnitude)
         return all(each.holds(magnitude) for each in proofs)
+
+
+def _placed(proofs: list[Proof], buffer: AmaxBuffer) -> list[tuple[Proof, int]]:
+    """Give each proof its entries of a buffer; return the proofs, each with the place of its first entry."""
+    places, first = [], 0
+    for proof in proofs:
+        proof.recorder.place(buffer.entries[first : first + proof.width])
+        places.append((proof, first))
+        first += proof.width
+    return places

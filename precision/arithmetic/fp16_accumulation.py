@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from ..amax import amax
 from ..dtypes import FP16_MAX
 from . import flags
+from .amax_buffer import largest_row_norm
 from .calibration import Calibration
 from .linear import WeightProvider
-from .norms import largest_row_norm, weight_norms
 from .operand_scale import ScaledOperand
 from .proofs import FLOOR_BITS, MARGIN
 
@@ -123,6 +123,12 @@ class SumBound(ScaledOperand):
     def magnitude_of(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the proof depends on, the largest element or row norm of an input, 0-dim fp32."""
         return amax(x) if self.by == "amax" else largest_row_norm(x)
+
+
+def weight_norms(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the largest 1-norm and 2-norm of the rows of a weight (outputs, K), each 0-dim fp32."""
+    first, second = (torch.linalg.vector_norm(weight, order, dim=-1, dtype=torch.float32).amax() for order in (1, 2))
+    return first, second
 
 
 def needed_exponent(bound: float) -> float:

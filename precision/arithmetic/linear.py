@@ -12,30 +12,24 @@ F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). What overflows there gives Inf o
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from contextlib import AbstractContextManager
 
 import torch
 import torch.nn.functional as F
 
 from ..amax import amax
-from ..dtypes import FP16_MAX
 from ..modes import FP16, FP16_SCALED, FP16_WIDE, FP32
-from .bounds.followed import as_plain, follow, is_followed
-from .bounds.known_values import Tag, counted, counting_writes, tag_at
-from .bounds.value_bounds import ValueBound, after_conv, after_linear, plus
 from .calibration import Calibration
 from .flags import fp32_accumulation
 from .operand_scale import OperandScale
-from .result_bound import RESULT_MARGIN
+from .result_bound import FiniteResult
 from .wide_product import HAS_WIDE_PRODUCT, wide_product
 
 WeightProvider = Callable[..., AbstractContextManager]
-"""Called with a module, its input, the weight's dtype and, where it is not fp32, the bias's: None for fp32 or, where
-that takes a cast, what it is held in."""
+"""``provider(module, x, dtype, bias_dtype=fp32)`` yields a layer's ``(weight, bias)`` on the device of ``x``. ``dtype``
+None: that of the stored weight where it is a plain one of 16 or 32 bit, fp32 with a LoRA added, else fp16.
+``bias_dtype`` None: fp32, or the stored dtype where it takes no cast and torch adds it to fp32."""
 SMALLEST_WEIGHT = 2.0**-12
-WINOGRAD = 4.0
-"""How much larger than its operand the numbers are that a convolution by F(2x2, 3x3) keeps in fp16."""
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
@@ -60,24 +54,6 @@ def has_wide_output(device: torch.device, kind: str) -> bool:
     return device.type == "cuda" and kind == "linear" and torch.version.hip is None and HAS_WIDE_PRODUCT
 
 
-class Beside(Protocol):
-    """Add a change of a weight to its layer's result, as ``low_rank.py`` does.
-
-    ``reach``: how much larger than the largest magnitude of an input the change of a result can be.
-    """
-
-    reach: float
-
-    def fit(self, largest: float) -> None:
-        """Be ready for fp16 operands no larger than that."""
-
-    def __call__(
-        self, x: torch.Tensor, result: torch.Tensor, times: float | torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return ``result`` with the change for an input, written over. ``times``: ``x`` is an operand in fp16 no
-        larger than was fitted, and the change for it is to be multiplied by that."""
-
-
 class SafeOperation:
     """Run one module's forward with fp16 operands: finite wherever fp32 is.
 
@@ -86,18 +62,14 @@ class SafeOperation:
         scale: how its operand is scaled, and what is proven of it; ``scale.in_fp32`` once the layer was found to need
             fp32.
         calibration: the model's.
-        weights: provides ``(weight, bias)`` of the module on the input's device, the weight in the dtype asked for and
-            the bias in fp32, or in the dtype given last.
+        weights: provides ``(weight, bias)`` of the module.
         wide: whether the device returns fp32 from fp16 operands; None to ask it. For tests of CUDA's path on a CPU.
         largest_fp16: return fp16 while the result is proven to fit it and no larger than this when measured. None:
             always fp32.
 
     Attributes:
-        beside: what is added to the result; set from outside for the length of a call.
-        reach: of what its proofs hold for.
+        finite: checks the result in every later call, where model code may hide an overflow of the layer.
     """
-
-    beside: Beside | None = None
 
     def __init__(
         self,
@@ -115,22 +87,11 @@ class SafeOperation:
         self.weights = weights
         self.wide = wide
         self.largest_fp16 = largest_fp16
-        self.tag: Tag | None = None
-        self.reach = 0.0
-
-    def stand_beside(self, change: Beside) -> float:
-        """Return how large an operand ``change`` must be fitted to in the next call. One that reaches further than what
-        the proofs hold for has that call repeated with calibration."""
-        if self.calibration.calibrating or self.scale.in_fp32:
-            return 1.0
-        if change.reach > self.reach:
-            self.scale.recorder.missed = True
-        return self.scale.room if self.scale.beside < math.inf else 1.0
+        self.finite: FiniteResult | None = None
 
     @property
     def observed_mode(self) -> str:
-        """The mode the layer was found to run in by its last calibration; planned is ``fp16_wide``
-        (``PlannedLayers``)."""
+        """The mode of the layer in its last calibration; planned is ``fp16_wide`` (``PlannedLayers``)."""
         if self.scale.in_fp32:
             return FP32.name
         if self.scale.result.proven:
@@ -142,183 +103,118 @@ class SafeOperation:
 
     def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Run the layer on ``input``, of any float dtype; return fp32, or fp16 where that is proven."""
-        if not is_followed(input):
-            return self._run(input, *args, **kwargs)
-        with as_plain(input):
-            return self._run(input, *args, **kwargs)
-
-    def _run(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if self.calibration.calibrating:
-            result = self._calibrate(input, *args, **kwargs)
-            self.calibration.flops[self.scale.name] += matmul_flops(result, self.module, self.kind)
-            result = self._noted(counted(result), self._bound(self.scale.covered is not None))
-            self.tag = tag_at(result)
-            return result
+            return self._calibrate(input, *args, **kwargs)
         if self.scale.in_fp32:
-            return self._changed(input, self._fp32(input, *args, **kwargs))
-        operand = self.calibration.operands.operand(self.scale, input)
-        noted = self._is_relied_on()
-        known = noted and self.calibration.values.covers(self.scale, input)
-        result = self._product_of(operand, noted, *args, **kwargs)
-        result = self._changed(input, result, operand)
-        if not torch.compiler.is_compiling():
-            self.scale.record_result(result, alone=self.calibration.operands.runs_once(self.scale))
-        return self._noted(result, self._bound(known)) if noted else result
-
-    def _is_relied_on(self) -> bool:
-        """Tell whether a later operation relies on the bound of the result, or several on one measurement of it."""
-        if torch.compiler.is_compiling() or not self.tag or not self.tag.used:
-            return False
-        return self.tag.once is None or self.tag.once.is_shared
-
-    def _product_of(self, operand: torch.Tensor, noted: bool, *args, **kwargs) -> torch.Tensor:
-        counting = counting_writes() if noted else nullcontext()
+            return self._in_fp32(input, *args, **kwargs)
+        operand = self.calibration.operands.of(self.scale, input)
         if self.scale.result.proven:
-            with self.weights(self.module, operand, torch.float16, torch.float16) as (weight, bias), counting:
-                return self._fp16(operand, weight, bias, *args, **kwargs)
-        # A kernel that adds fp16 to fp32 takes one launch less than a cast of the bias and that sum.
-        bias_dtype = None if self._is_wide(operand.device) else torch.float32
-        with self.weights(self.module, operand, torch.float16, bias_dtype) as (weight, bias), counting:
-            return self._wide(operand, weight, bias, *args, **kwargs)
+            bias_dtype: torch.dtype | None = torch.float16
+        else:
+            bias_dtype = None if self._is_wide(operand) else torch.float32
+        with self.weights(self.module, operand, torch.float16, bias_dtype) as (weight, bias):
+            result = self._in_fp16(operand, weight, bias, *args, **kwargs)
+        if self.finite is not None:
+            self.finite.recorder.record_amax(self._column(result))
+        return result
 
-    def _bound(self, known: bool) -> ValueBound | None:
-        """Return what is known of the result if all that this call records holds. ``known``: the operand was known."""
-        if known:
-            return self.scale.reach
-        if self.kind != "linear" or not self.scale.result.proven:
-            return None
-        return ValueBound(FP16_MAX if self.scale.by_result else FP16_MAX / RESULT_MARGIN)
+    def look(self) -> None:
+        """Look at the result in every later call."""
+        if self.finite is None:
+            self.finite = self.calibration.add(FiniteResult(f"{self.scale.name} result"))
+        self.finite.recorder.device = self.scale.recorder.device
 
-    def _noted(self, result: torch.Tensor, bound: ValueBound | None) -> torch.Tensor:
-        """Keep the bound of a result that a later operation may rely on, or that one may come."""
-        values = self.calibration.values
-        if (bound is None and values.uniform) or values.note(result, bound) is None or values.uniform:
+    def widen(self) -> None:
+        """Return fp32 from now on: model code replaces what overflows in fp16."""
+        if self.scale.result.proven:
+            self.calibration.results.give_up(self.scale.result)
+
+    def _in_fp32(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        with self.weights(self.module, x, torch.float32) as (weight, bias):
+            return multiplied(self.module, self.kind, x.float(), weight, bias, *args, **kwargs)
+
+    def _in_fp16(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
+        """Multiply in fp16. A result that is not proven is fp32, or made so from a scaled one."""
+        if self.calibration.by_layer:
+            with fp32_accumulation():
+                return self._multiplied(operand, weight, bias, *args, **kwargs)
+        return self._multiplied(operand, weight, bias, *args, **kwargs)
+
+    def _multiplied(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
+        if self.scale.result.proven:
+            return multiplied(self.module, self.kind, operand, weight, bias, *args, **kwargs)
+        if not self._is_wide(operand):
+            product = multiplied(self.module, self.kind, operand, weight, None, *args, **kwargs)
+        elif operand.device.type == "cpu" or _needs_gradient(operand, weight):
+            product = multiplied(self.module, self.kind, operand.float(), weight.float(), None, *args, **kwargs)
+        else:
+            product = wide_product(operand.reshape(-1, operand.shape[-1]), weight.t())
+            product = product.reshape(*operand.shape[:-1], weight.shape[0])
+        if bias is not None and self.kind != "linear":
+            bias = bias.reshape(-1, *[1] * len(self.module.kernel_size))
+        return self.scale.unscaled(product, bias)
+
+    def _is_wide(self, x: torch.Tensor) -> bool:
+        return has_wide_output(x.device, self.kind) if self.wide is None else self.wide
+
+    def _column(self, result: torch.Tensor) -> torch.Tensor:
+        """Return a channel of the result, in whose sums each element of the operand is; all channels of groups."""
+        if getattr(self.module, "groups", 1) > 1:
             return result
-        followed = values.calibrating or (self.tag and self.tag.carried)
-        return follow(result, values) if followed and bound is not None else result
+        return result.select(-1 if self.kind == "linear" else -1 - len(self.module.kernel_size), 0)
 
-    def _calibrate(self, x, *args, **kwargs) -> torch.Tensor:
-        """Calibrate and multiply with one and the same weight, which is asked for once."""
-        self.calibration.results.note_operand(x)
-        self.calibration.last, self.tag = self.scale, None
-        self.scale.covered, self.scale.by_result = None, False
-        plain = type(self.module.weight) in (torch.Tensor, torch.nn.Parameter)
-        self.scale.recorder.device = x.device
+    def _calibrate(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        """Calibrate and multiply with the same weight, asked for once."""
         # ComfyUI adds a LoRA in place to a weight that it prefetched (comfy/ops.py, resolve_cast_module_with_vbar):
         # asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is
         # asked for in fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.
-        operand = result = None
-        with self.weights(self.module, x, torch.float32 if plain else torch.float16) as (weight, bias):
-            half = weight.to(torch.float16)
-            self.scale.in_fp32 = self.scale.in_fp32 or not fits_fp16(half)
-            if not self.scale.in_fp32:
-                self._fit(x, half, bias)
-            self.calibration.values.multiply(x, in_fp16=self.scale.takes_fp16)
-            if not self.scale.in_fp32:
-                operand = self.calibration.operands.calibrated_operand(self.scale, x)
-                self._rely_on(x)
-                result = self._first_product(operand, half, bias, *args, **kwargs)
-            elif plain:
-                result = self._apply(x.float(), weight, bias, *args, **kwargs)
-        result = self._changed(x, self._fp32(x, *args, **kwargs) if result is None else result, operand)
-        if self.beside and result.dtype == torch.float16 and not amax(result).item() <= self.largest_fp16:
-            self.calibration.results.give_up(self.scale.result)
-        if operand is not None and self.beside is None and tag_at(x) is not None:
-            self.scale.measure_by_result(operand, result, amax(x).item())
-            if self.scale.by_result:
-                self.calibration.values.rely_on(x)
+        plain = type(self.module.weight) in (torch.Tensor, torch.nn.Parameter)
+        self.scale.recorder.device = x.device
+        result = None
+        with self.calibration.hiding.pause():
+            with self.weights(self.module, x, None) as (weight, bias):
+                half = weight.to(torch.float16)
+                self._choose(x, half, bias)
+                if not self.scale.in_fp32:
+                    operand = self.calibration.operands.measured(self.scale, x)
+                    result = self._first_product(operand, half, bias, *args, **kwargs)
+                elif plain:
+                    result = multiplied(self.module, self.kind, x.float(), weight.float(), bias, *args, **kwargs)
+            if result is None:
+                result = self._in_fp32(x, *args, **kwargs)
+        self.calibration.flops[self.scale.name] += matmul_flops(result, self.module, self.kind)
+        if not self.scale.in_fp32:
+            self.calibration.hiding.ran(self.scale.name, self)
         return result
 
-    def _fit(self, x: torch.Tensor, half: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Choose the scale of the input, and whether the result is proven to fit fp16."""
-        magnitude, wide = amax(x).item(), self._is_wide(x.device)
-        returns_fp16 = self.largest_fp16 is not None and self.calibration.results.allowed
-        row_sum = 1.0 if wide and not returns_fp16 else largest_row_sum(half, self.kind)
-        self.scale.calibrate(magnitude, 1.0 if wide else row_sum)
-        self.reach = self.beside.reach if self.beside else 0.0
-        if returns_fp16:
-            self.scale.prove_result(magnitude, row_sum + self.reach, 0.0 if bias is None else amax(bias).item())
-        known = self.calibration.values.known(self.scale, x)
-        self.scale.cover(known, known and self._reached(x, half, bias, known), magnitude, wide)
-        if self.beside and self._adds(x):
-            self.beside.fit(self.scale.leave_room())
-
-    def _reached(self, x, half: torch.Tensor, bias: torch.Tensor | None, known: ValueBound) -> ValueBound:
-        """Bound the result, with what is added beside the weight."""
-        reached = after_linear(half, bias, known) if self.kind == "linear" else self._convolved(x, half, bias, known)
-        return plus(reached, self.reach * known.largest, half.shape[0])
-
-    def _convolved(self, x, half: torch.Tensor, bias: torch.Tensor | None, known: ValueBound) -> ValueBound:
-        weight = half.transpose(0, 1) if self.kind == "transposed" else half
-        if x.dim() < half.dim():
-            known = known._replace(sample=math.inf)  # of a tensor without a batch, that is a channel
-        bound = after_conv(weight, bias, known, zeros_around=self.module.padding_mode == "zeros")
-        return ValueBound(max(bound.largest, WINOGRAD * known.largest))
-
-    def _rely_on(self, x: torch.Tensor) -> None:
-        if self.scale.covered is not None:
-            shares, _, _ = self.calibration.operands.place_of(self.scale)
-            self.calibration.values.rely_on(x, alone=not shares)
+    def _choose(self, x: torch.Tensor, half: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Choose the scale of the input, and whether the result is proven to fit fp16; one read of the device."""
+        numbers = [amax(x), amax(half), _row_sum(half, self.kind), *([] if bias is None else [amax(bias)])]
+        magnitude, of_weight, row_sum, *of_bias = torch.stack(numbers).tolist()
+        self.calibration.results.note_operand(magnitude, x.dtype)
+        self.scale.in_fp32 = self.scale.in_fp32 or not SMALLEST_WEIGHT <= of_weight < math.inf
+        if self.scale.in_fp32:
+            return
+        self.scale.calibrate(magnitude, 1.0 if self._is_wide(x) else max(1.0, row_sum))
+        if self.largest_fp16 is not None and self.calibration.results.allowed:
+            self.scale.prove_result(magnitude, max(1.0, row_sum), *of_bias or [0.0])
 
     def _first_product(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         """Multiply in a call that calibrates: in fp16 only if it is not larger there than allowed."""
         if self.scale.result.proven:
-            result = self._fp16(operand, weight, None if bias is None else bias.to(torch.float16), *args, **kwargs)
+            half_bias = None if bias is None else bias.to(torch.float16)
+            result = self._in_fp16(operand, weight, half_bias, *args, **kwargs)
             if amax(result).item() <= self.largest_fp16:
                 self.calibration.results.note_result(self.scale.result)
                 return result
             self.scale.result.refute()
-        return self._wide(operand, weight, bias, *args, **kwargs)
-
-    def _fp32(self, x, *args, **kwargs) -> torch.Tensor:
-        with self.weights(self.module, x, torch.float32) as (weight, bias):
-            return self._apply(x.float(), weight, bias, *args, **kwargs)
-
-    def _fp16(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
-        with fp32_accumulation():
-            return self._apply(operand, weight, bias, *args, **kwargs)
-
-    def _wide(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
-        with fp32_accumulation():
-            product = self._product(operand, weight, *args, **kwargs)
-        return self.scale.unscaled(product, None if bias is None else self._broadcast(bias))
-
-    def _changed(self, x: torch.Tensor, result: torch.Tensor, operand: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a result with what is added beside the weight, after the weight was given back: ComfyUI may put the
-        change's own where it was (``get_cast_buffer`` in comfy/model_management.py)."""
-        if self.beside is None:
-            return result
-        if operand is None or not self._adds(operand):
-            return self.beside(x.to(result.dtype) if result.dtype == torch.float16 else x, result)
-        with fp32_accumulation():
-            return self.beside(operand, result, times=self.scale.times)
-
-    def _adds(self, x: torch.Tensor) -> bool:
-        """Tell whether the product's operand can be multiplied by what is beside the weight too."""
-        return not self.scale.in_fp32 and self._is_wide(x.device) and not _needs_gradient(x, self.module.weight)
-
-    def _is_wide(self, device: torch.device) -> bool:
-        return has_wide_output(device, self.kind) if self.wide is None else self.wide
-
-    def _product(self, x, weight, *args, **kwargs) -> torch.Tensor:
-        if not self._is_wide(x.device):
-            return self._apply(x, weight, None, *args, **kwargs)
-        if x.device.type == "cpu" or _needs_gradient(x, weight):
-            return self._apply(x.float(), weight.float(), None, *args, **kwargs)
-        product = wide_product(x.reshape(-1, x.shape[-1]), weight.t())
-        return product.reshape(*x.shape[:-1], weight.shape[0])
-
-    def _apply(self, x, weight, bias, *args, **kwargs) -> torch.Tensor:
-        return multiplied(self.module, self.kind, x, weight, bias, *args, **kwargs)
-
-    def _broadcast(self, bias: torch.Tensor) -> torch.Tensor:
-        return bias if self.kind == "linear" else bias.reshape(-1, *[1] * len(self.module.kernel_size))
+        return self._in_fp16(operand, weight, bias, *args, **kwargs)
 
 
 def multiplied(
     module: torch.nn.Module, kind: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *args, **how
 ) -> torch.Tensor:
-    """Multiply as a module of this kind does, by the weight and bias given, all of one dtype; other arguments as of its
+    """Multiply as a module of a kind does, by a weight and bias of the same dtype; other arguments as of its
     forward."""
     if kind == "linear":
         return F.linear(x, weight, bias)
@@ -339,17 +235,11 @@ def _needs_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
 
 
-def largest_row_sum(weight: torch.Tensor, kind: str) -> float:
-    """Compute ``max ||w||_1`` over the output channels: the largest factor by which a layer can raise ``amax``
-    of its input."""
+def _row_sum(weight: torch.Tensor, kind: str) -> torch.Tensor:
+    """Compute ``max ||w||_1`` over the output channels, 0-dim fp32: the largest factor by which a layer can raise
+    ``amax`` of its input."""
     outputs = weight.transpose(0, 1) if kind == "transposed" else weight
-    rows = outputs.reshape(outputs.shape[0], -1)
-    return max(1.0, torch.linalg.vector_norm(rows, 1, dim=1, dtype=torch.float32).max().item())
-
-
-def fits_fp16(weight: torch.Tensor) -> bool:
-    """Tell whether a weight cast to fp16 is finite and has not lost its precision to fp16's smallest numbers."""
-    return SMALLEST_WEIGHT <= amax(weight).item() < math.inf
+    return torch.linalg.vector_norm(outputs.reshape(outputs.shape[0], -1), 1, dim=1, dtype=torch.float32).amax()
 
 
 def matmul_flops(result: torch.Tensor, module: torch.nn.Module, kind: str) -> int:

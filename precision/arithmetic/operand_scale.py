@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..dtypes import FP16_MAX
 from .proofs import FLOOR_BITS, HEADROOM_BITS, Proof, fits_range
-from .result_bound import RESULT_MARGIN, FiniteResult, ResultBound
-
-if TYPE_CHECKING:
-    from .bounds.known_values import MeasuredOnce
-    from .bounds.value_bounds import ValueBound
+from .result_bound import ResultBound
 
 MAX_GAIN = 2.0**16
 MAX_FALLS = 2
-ROOM_BESIDE = 64.0
-"""How much operands may grow before a LoRA beside the weight must be fitted anew: of fp16's 30 bits, 12 are left below
-what a rank of it mostly is."""
-SMALLEST_KNOWN = 2.0 ** (6 - FLOOR_BITS)
-"""The amax from which on an operand is not measured in each call: 64 times what fp16 is too coarse for."""
+SMALLEST_UNWATCHED = 2.0 ** (6 - FLOOR_BITS)
+"""The amax from which on an unscaled operand is not measured in each call: 64 times what fp16 is too coarse for."""
 
 
 class ScaledOperand(Proof):
     """Bound the operand of an operation after it was multiplied by ``2**-exponent``."""
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` times ``2**-exponent`` in fp16, exact, by one kernel where the device has one. A compiled graph
-        multiplies by a tensor, whatever the exponent is."""
+        """Return ``x`` times ``2**-exponent`` in fp16, exact. A compiled graph multiplies by a tensor, whatever the
+        exponent is."""
         if torch.compiler.is_compiling() and self.recorder.entry is not None:
             return (x * self.recorder.entry.scale()[0]).to(torch.float16)
+        return self.scaled_eagerly(x)
+
+    def scaled_eagerly(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale ``x`` in eager code, in a single kernel where the device has such a kernel."""
         if not self.exponent:
-            return x.to(torch.float16)
+            return x if x.dtype == torch.float16 else x.to(torch.float16)
         recorded = x.requires_grad and torch.is_grad_enabled()
         if torch.compiler.is_compiling() or recorded or not converts_results(x.device):
             return (x * 2.0**-self.exponent).to(torch.float16)
@@ -41,16 +37,14 @@ class ScaledOperand(Proof):
 
 
 class OperandScale(ScaledOperand):
-    """Prove that an operand times ``2**-exponent`` fits fp16, and so does its product where that is fp16.
+    """Prove that an operand times ``2**-exponent`` fits fp16, and its product too where the device returns fp16.
 
     It holds for operands whose amax is from ``floor`` to ``limit``: a sum of products is at most ``gain`` times that
     amax, where ``gain`` is the largest 1-norm of the weight's rows, or 1 where the device returns fp32.
 
     ``gain``: None until measured. ``in_fp32``: the operation runs in fp32. ``meets_zeros``: its operand was nothing but
-    zeros once. ``result``: the proof that the result may be returned in fp16. ``covered``: it holds for any operand
-    that is known to keep this bound; its result keeps ``reach``. ``once``: measures an operand that others have too.
-    ``beside``: what is added beside the weight fits fp16 up to this amax. ``by_result``: measuring the result is
-    enough, and costs less; ``finite``: measures it. ``owed``: this call is to measure it still.
+    zeros once. ``is_watched``: the operand is measured in every call, as it is scaled or was nearly too small for fp16;
+    an overflow of any other shows in the result, as Inf or NaN. ``result``: the proof that the result may be fp16.
     """
 
     def __init__(self, name: str, result: ResultBound | None = None):
@@ -58,31 +52,21 @@ class OperandScale(ScaledOperand):
         self.gain: float | None = None
         self.in_fp32 = False
         self.meets_zeros = False
+        self.is_watched = False
         self.result = result or ResultBound()
-        self.covered: ValueBound | None = None
-        self.reach: ValueBound | None = None
-        self.once: MeasuredOnce | None = None
-        self.beside = math.inf
-        self.by_result = False
-        self.owed = False
-        self.finite = FiniteResult(f"{name} result")
         self._falls = 0
+        self._smallest = math.inf
 
     def forget(self) -> None:
-        """Begin anew, for a model whose operands are others now."""
+        """Begin anew, for a model with other operands."""
         super().forget()
-        self.gain, self.in_fp32, self._falls = None, False, 0
+        self.gain, self.in_fp32, self._falls, self._smallest = None, False, 0, math.inf
         self.result.refuted = False
-        if self.once is not None:
-            self.once.forget()
 
     @property
     def limit(self) -> float:
         """The largest amax that stays finite; below any before the first measurement."""
-        if self.gain is None:
-            return -1.0
-        own = self.result.limit if self.result.proven else self.limit_of_operand / self.gain
-        return min(own, self.beside)
+        return -1.0 if self.gain is None else FP16_MAX * 2.0**self.exponent / self.gain
 
     @property
     def floor(self) -> float:
@@ -99,11 +83,16 @@ class OperandScale(ScaledOperand):
         Left to fp32: an operand whose amax keeps falling out of the range that its larger ones need, and a gain so
         large that scaling for it costs the operand its precision.
         """
-        measured, self.gain, self.beside = self.gain is not None, gain, math.inf
+        measured, self.gain = self.gain is not None, gain
         self.largest = max(self.largest, magnitude)
         self.meets_zeros = self.meets_zeros or magnitude == 0
+        self._smallest = min(self._smallest, magnitude or math.inf)
         if gain > MAX_GAIN:
             self.in_fp32 = True
+        self._fit(magnitude, gain, measured)
+        self.is_watched = self.exponent != 0 or self.meets_zeros or self._smallest < SMALLEST_UNWATCHED
+
+    def _fit(self, magnitude: float, gain: float, measured: bool) -> None:
         if not 0 < magnitude < math.inf or self.holds(magnitude * 2.0**HEADROOM_BITS):
             return
         needed = math.ceil(math.log2(magnitude) + math.log2(gain / FP16_MAX)) + HEADROOM_BITS
@@ -116,63 +105,13 @@ class OperandScale(ScaledOperand):
         self.result.prove(magnitude, row_sum, bias)
         self.result.proven = self.result.proven and not (self.in_fp32 or self.exponent)
 
-    def leave_room(self) -> float:
-        """Choose the amax up to which what is added beside the weight must fit fp16; return ``room``."""
-        largest = ROOM_BESIDE * max(self.largest, self.covered.largest if self.covered else 0.0)
-        self.beside = largest if 0 < largest < math.inf else self.limit_of_operand
-        return self.room
-
-    @property
-    def room(self) -> float:
-        """That amax of the operand as it is multiplied."""
-        return self.beside * 2.0**-self.exponent
-
-    @property
-    def limit_of_operand(self) -> float:
-        """The largest amax that stays finite when it is scaled."""
-        return FP16_MAX * 2.0**self.exponent
-
-    @property
-    def takes_fp16(self) -> bool:
-        """Tell whether the operand may come in fp16 as it is."""
-        return not (self.in_fp32 or self.exponent or self.meets_zeros)
-
-    def cover(self, known: ValueBound | None, reach: ValueBound | None, magnitude: float, wide: bool) -> None:
-        """Decide whether the proof holds for every operand that keeps a bound, unscaled.
-
-        Args:
-            known: the bound; None where there is none.
-            reach: of the result, by it.
-            magnitude: of the measured operand, which is far from fp16's smallest numbers.
-            wide: whether the product is fp32.
-        """
-        self.covered = self.reach = None
-        if known is None or reach is None or self.in_fp32 or self.exponent or not magnitude >= SMALLEST_KNOWN:
-            return
-        limit = FP16_MAX / RESULT_MARGIN
-        if known.largest <= limit and (reach.largest <= limit or (wide and not self.result.proven)):
-            self.covered, self.reach = known, reach
-
-    def measure_by_result(self, operand: torch.Tensor, result: torch.Tensor, magnitude: float) -> None:
-        """Decide whether the result is measured in place of an operand of this amax, which nothing has hidden in."""
-        far_from_smallest = self.takes_fp16 and SMALLEST_KNOWN <= magnitude < math.inf
-        self.by_result = self.covered is None and far_from_smallest and result.nbytes < operand.nbytes
-        self.finite.recorder.device = result.device if self.by_result else None
-
-    def record_result(self, result: torch.Tensor, alone: bool) -> None:
-        """Record the amax of a result where its operand was not measured."""
-        if self.owed:
-            self.owed = False
-            self.finite.recorder.record_amax(result, alone)
-
-    def record(self, x: torch.Tensor, operand: torch.Tensor, alone: bool) -> None:
-        """Record the amax of ``operand``, which is ``x`` as it is multiplied: fewer bytes than ``x`` and as good, but
-        that zeros may be what is left of numbers that fp16 does not hold. An operation that has met zeros records
-        ``x``."""
-        self.recorder.record_amax(x if self.meets_zeros else operand, alone)
+    def record(self, x: torch.Tensor, operand: torch.Tensor) -> None:
+        """Record the amax of ``operand``, the fp16 form of ``x``. Zeros may be what fp16 leaves of small numbers: an
+        operation that has met zeros records ``x``."""
+        self.recorder.record_amax(x if self.meets_zeros else operand)
 
     def magnitude(self, numbers: list[float]) -> float:
-        """Return the operand's amax, from what was recorded."""
+        """Return the operand's amax from its record."""
         if self.meets_zeros:
             return numbers[0]
         return numbers[0] * 2.0**self.exponent if numbers[0] else math.nan
@@ -180,13 +119,6 @@ class OperandScale(ScaledOperand):
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` times ``2**-exponent`` in fp16; there is no exponent where the result is fp16."""
         return x.to(torch.float16) if self.result.proven else super().scaled(x)
-
-    @property
-    def times(self) -> float | torch.Tensor:
-        """What products of the operand are multiplied by: a tensor in a compiled graph, whatever the exponent is."""
-        if torch.compiler.is_compiling() and self.recorder.entry is not None:
-            return self.recorder.entry.scale()[1]
-        return 2.0**self.exponent
 
     def unscaled(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``product`` times ``2**exponent``, plus ``bias``, in fp32 and in one pass; ``product`` may be written

@@ -3,14 +3,13 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..dtypes import name_of
 from ..modes import FP16_WIDE, FP32
-from .bounds.known_norm import KnownNorm
 from .calibration import Calibration
 from .linear import SafeOperation, WeightProvider, kind_of, matmul_flops
 from .patching import Patch
@@ -28,10 +27,6 @@ class LayerHost:
         """Return what provides a layer's weight in a dtype; None where only its own forward can multiply by it."""
         raise NotImplementedError
 
-    def weights_of_norm(self, norm: torch.nn.Module) -> WeightProvider | None:
-        """Return what provides a norm's parameters in a dtype; None where only its own forward can normalize."""
-        return None
-
     def own_forward(self, layer: torch.nn.Module, mode: str) -> tuple[Forward, torch.dtype]:
         """Return the layer's own forward, which multiplies in its input's dtype, and the dtype that comes closest to a
         mode."""
@@ -46,12 +41,12 @@ class LayerHost:
         return None
 
     def patches(self, layer: torch.nn.Module, decision: ComputeDecision, forward: Forward) -> list[Patch]:
-        """Return what to set on a layer so that all of its products go through ``forward``."""
+        """Return the patches of a layer that route all of its products through ``forward``."""
         return [(layer, "forward", forward)]
 
 
 class PlannedLayers:
-    """Exchange the forwards of a model's layers for others that follow a plan, and keep what their calls show.
+    """Exchange the forwards of a model's layers for others that follow a plan, and record the modes of their calls.
 
     Args:
         decisions: layer -> decision, for every layer.
@@ -59,7 +54,6 @@ class PlannedLayers:
         host: how they multiply.
         results: the dtype of a result that no decision asks to be fp32; None for that of the layer's input.
         safe: fp32 results are left as they are, and fp16 ones where they are proven to fit.
-        norms: the norms whose results may be known to fit.
     """
 
     def __init__(
@@ -69,7 +63,6 @@ class PlannedLayers:
         host: LayerHost,
         results: torch.dtype | None = None,
         safe: bool = False,
-        norms: Iterable[torch.nn.Module] = (),
     ):
         self.calibration = Calibration()
         self.operations: dict[str, SafeOperation] = {}
@@ -85,10 +78,6 @@ class PlannedLayers:
             patches = host.patches(layer, decision, product)
             self._forwards[name] = next(value for _, attribute, value in patches if attribute == "forward")
             self.patches += patches
-        for norm in norms:
-            if (weights := host.weights_of_norm(norm)) is not None:
-                known = KnownNorm(norm, norm.forward, self.calibration, weights)
-                self.patches.append((norm, "forward", known.__call__))
 
     def _product(self, name: str, layer: torch.nn.Module, host: LayerHost) -> Forward:
         """Make what multiplies: a method and not an object, for which torch.compile would make a graph of its own."""
@@ -116,12 +105,12 @@ class PlannedLayers:
 
     def allocations(self) -> dict[str, object]:
         """Return layer -> what its allocations depend on: the mode it runs in, and what becomes of its operand."""
-        place = self.calibration.operands.place_of
-        found = {}
-        for name, each in self.operations.items():
-            scale = each.scale
-            measures = scale.covered is None, scale.by_result
-            found[name] = (each.observed_mode, scale.exponent != 0, measures, place(scale))
+        sharing = self.calibration.operands.sharing
+        scales = {name: (each, each.scale) for name, each in self.operations.items()}
+        found = {
+            name: (each.observed_mode, scale.is_watched, each.finite is None, len(sharing.get(scale, ())))
+            for name, (each, scale) in scales.items()
+        }
         return {**self.planned_modes(), **found}
 
     @property

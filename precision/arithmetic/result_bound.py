@@ -4,11 +4,8 @@ import math
 
 import torch
 
-from ..amax import amax
 from ..dtypes import FP16_MAX
 from .proofs import HEADROOM_BITS, Proof
-
-RESULT_MARGIN = 2.0
 
 
 class ResultBound:
@@ -19,8 +16,6 @@ class ResultBound:
     """
 
     def __init__(self) -> None:
-        self.row_sum = 1.0
-        self.bias = 0.0
         self.proven = False
         self.refuted = False
 
@@ -32,7 +27,6 @@ class ResultBound:
             row_sum: the largest 1-norm of the weight's rows.
             bias: the largest magnitude of the bias.
         """
-        self.row_sum, self.bias = row_sum, bias
         if math.isfinite(magnitude):
             self.refuted = self.refuted or 2.0**HEADROOM_BITS * magnitude * row_sum + 2.0 * bias > FP16_MAX
         self.proven = math.isfinite(magnitude) and not self.refuted
@@ -41,18 +35,13 @@ class ResultBound:
         """Give the proof up until the model's operands are others."""
         self.proven, self.refuted = False, True
 
-    @property
-    def limit(self) -> float:
-        """The largest magnitude of the operand that the proof holds for."""
-        return (FP16_MAX / RESULT_MARGIN - self.bias) / self.row_sum
-
 
 class FiniteResult(Proof):
-    """Prove that an operation held no number that fp16 does not, from the amax of its result.
+    """Prove from the amax of a result that no number up to there was Inf or NaN.
 
-    An operand that is Inf or NaN times any weight is Inf or NaN, and so is each sum that it is part of: every result of
-    its row. A product past fp16's range is Inf itself. So a result that is finite is right, whatever its operand's amax
-    is, unless model code has hidden an overflow before, which it does not in a tensor that has a ``Tag``.
+    An operand that is Inf or NaN times any weight is Inf or NaN, and so is each sum with it: every result of its row. A
+    product past fp16's range is Inf itself. So a finite result is right, unless model code has hidden an overflow
+    before (``hiding.py``).
     """
 
     def holds(self, magnitude: float) -> bool:
@@ -61,14 +50,16 @@ class FiniteResult(Proof):
 
 
 class Fp16Results:
-    """Choose which operations of a model return fp16, in calls that calibrate.
+    """Choose the operations of a model to return fp16, in calls that calibrate.
 
-    What model code makes of two fp16 results can still overflow, and is then the operand of a later operation, whose
-    record shows it: fp16 results are given up for the model. ``allowed``: any result may be fp16.
+    What model code makes of two fp16 results can still overflow, and is then the operand of a later operation: fp16
+    results are given up for the model. ``allowed``: any result may be fp16. ``any_returned``: a layer or an attention
+    has returned fp16 in this call.
     """
 
     def __init__(self) -> None:
         self.allowed = False
+        self.any_returned = False
         self._bounds: list[ResultBound] = []
         self._block: list[ResultBound] = []
         self._overflowed = False
@@ -79,32 +70,29 @@ class Fp16Results:
         self._bounds.append(ResultBound())
         return self._bounds[-1]
 
-    @property
-    def any_proven(self) -> bool:
-        return any(bound.proven for bound in self._bounds)
-
     def begin(self) -> None:
-        """Start a call that calibrates, in which nothing is proven yet."""
-        self._overflowed, self._widened, self._block = False, False, []
+        """Start a call that calibrates, with nothing proven yet."""
+        self._overflowed, self._widened, self.any_returned, self._block = False, False, False, []
         for bound in self._bounds:
             bound.proven = False
 
     def note_result(self, bound: ResultBound) -> None:
-        """Count an operation that has returned fp16 to the block of operations that runs."""
+        """Count an operation with an fp16 result to the block of operations that runs."""
+        self.any_returned = True
         self._block.append(bound)
 
     def give_up(self, bound: ResultBound) -> None:
-        """Refute the proof of an operation whose result has turned out too large; the call is made again."""
+        """Refute the proof of an operation whose result must be fp32 after all; the call is made again."""
         bound.refute()
         self._widened = True
 
-    def note_operand(self, operand: torch.Tensor) -> None:
-        """Look for an overflow in an operand, which an fp16 result may be the reason of."""
-        if self.any_proven:
+    def note_operand(self, magnitude: float, dtype: torch.dtype) -> None:
+        """Look for an overflow in an operand, by its amax: an fp16 result may be the reason."""
+        if self.any_returned:
             # ComfyUI clamps what overflows in some models (``clamp_fp16`` in comfy/ldm/lumina/model.py): fp16's largest
             # number counts as not finite.
-            limit = FP16_MAX if operand.dtype == torch.float16 else math.inf
-            self._overflowed = self._overflowed or not amax(operand).item() < limit
+            limit = FP16_MAX if dtype == torch.float16 else math.inf
+            self._overflowed = self._overflowed or not magnitude < limit
 
     def close_block(self, coarse: bool) -> None:
         """End the block of operations that ran. ``coarse``: fp16 is too coarse for what is made of their results."""

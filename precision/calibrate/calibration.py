@@ -15,7 +15,7 @@ from ..files.safetensors_header import TensorSpec
 from ..files.strict_json import read_object
 from ..files.tensor_file import TensorFile
 from ..text import size_text
-from .products import WIDTHS, Products
+from .products import Products
 
 KEY = "halfsafe_calibration"
 FINGERPRINT = "sha256_of_header_and_4096_bytes_of_each_tensor"
@@ -24,14 +24,14 @@ NAMED = 5
 
 @dataclass(frozen=True)
 class Calibration:
-    """What the layers of one model met.
+    """Sums over the inputs of one model's layers.
 
     Attributes:
         model: the file it was loaded from, as :func:`~halfsafe.precision.formats.card.source_of` describes it; empty
-            where that is not known.
+            where the file is not known.
         cls: ComfyUI's class of the model.
-        layers: layer name inside the diffusion model -> products of its inputs.
         width: the widest block asked for.
+        layers: layer name inside the diffusion model -> products of its inputs.
         runs: how many samplings are in it, ``calls``: how many calls of the model.
     """
 
@@ -43,19 +43,9 @@ class Calibration:
     calls: int = 0
 
     @property
-    def bytes(self) -> int:
-        """The bytes it takes in memory."""
-        return sum(products.blocks.nbytes for products in self.layers.values())
-
-    @property
     def name(self) -> str:
         """The model in words: its file, or its class."""
         return str(self.model.get("file") or self.cls)
-
-    @property
-    def unreached(self) -> list[str]:
-        """Name the layers that met nothing, which are rounded to nearest."""
-        return [name for name in self.layers if self.usable(name) is None]
 
     def usable(self, layer: str) -> Products | None:
         """Return the products of a layer that has met something."""
@@ -65,17 +55,17 @@ class Calibration:
     def copied(self) -> dict[str, Products]:
         """Copy the sums of all layers, for more to be added to them."""
         with torch.inference_mode(False):
-            return {name: replace(found, blocks=found.blocks.clone()) for name, found in self.layers.items()}
+            return {name: replace(sums, blocks=sums.blocks.clone()) for name, sums in self.layers.items()}
 
     def require_model(self, model: Mapping[str, object], name: str, columns: Mapping[str, int]) -> None:
-        """Raise HalfsafeError unless this is a calibration of that model: by its file where both are known, and by the
-        layers it has.
+        """Raise HalfsafeError if the calibration is of another model, by its file, if both files are known, and by its
+        layers.
 
         Args:
             columns: layer -> its number of inputs, of at least the layers that are calibrated.
         """
         mine, other = self.model.get(FINGERPRINT), model.get(FINGERPRINT)
-        odd = next((layer for layer, found in self.layers.items() if columns.get(layer) != found.columns), None)
+        odd = next((layer for layer, sums in self.layers.items() if columns.get(layer) != sums.columns), None)
         if odd is None and (mine == other or not mine or not other):
             return
         problem = f"The calibration is of another model: of {self.name}, not of {name}"
@@ -83,25 +73,23 @@ class Calibration:
         raise HalfsafeError(f"{problem} ({why}).", "Calibrate the very file whose model is saved or converted.")
 
     def card(self, layers: Collection[str]) -> dict[str, object]:
-        """Return what the card of a file says of which these layers were rounded by this."""
-        tokens = [self.layers[name].tokens for name in layers]
-        seen = {"layers": len(tokens), "tokens_per_layer": [min(tokens, default=0), max(tokens, default=0)]}
-        return {"method": "GPTQ", "model": self.name, "runs": self.runs, "model_calls": self.calls, **seen}
+        """Describe the calibration for the card of a file, given the rounded layers."""
+        seen = {"runs": self.runs, "model_calls": self.calls, "layers": len(layers)}
+        return {"method": "GPTQ", "model": self.name, **seen}
 
     def text(self) -> str:
-        """Say what it saw: layers, tokens, calls, memory, and what was left out."""
-        tokens = [products.tokens for products in self.layers.values() if products.tokens]
+        """Describe the calibration: layers, tokens, calls, memory, and inputs left out."""
+        tokens = [sums.tokens for sums in self.layers.values() if sums.tokens]
         seen = f"{min(tokens):,} to {max(tokens):,} tokens each" if tokens else "none of them called"
+        size = size_text(sum(sums.blocks.nbytes for sums in self.layers.values()))
         lines = [
             f"Calibration of {self.name} ({self.cls})",
             f"{len(tokens)} layers, {seen}, in {self.calls} model calls of {self.runs} run{'s' * (self.runs != 1)}; "
-            f"{size_text(self.bytes)} in memory, blocks of up to {self.width} inputs"
-            f"{'' if self.width > WIDTHS[-1] else ': more free host memory gives wider ones, which come closer'}.",
+            f"{size} in memory, blocks of up to {self.width} inputs.",
         ]
-        if self.unreached:
-            lines.append(f"Rounded to nearest, as they were not called: {_named(self.unreached)}.")
-        left_out = [f"{name} ({found.left_out})" for name, found in self.layers.items() if found.left_out]
-        if left_out:
+        if unreached := [name for name in self.layers if self.usable(name) is None]:
+            lines.append(f"Rounded to nearest, as they were not called: {_named(unreached)}.")
+        if left_out := [f"{name} ({sums.left_out})" for name, sums in self.layers.items() if sums.left_out]:
             lines.append(f"Inputs with NaN or Inf were left out: {_named(left_out)}. Attach NaN Guard to learn why.")
         return "\n".join(lines)
 
@@ -111,19 +99,17 @@ class Calibration:
         Raises:
             CheckpointError: the file cannot be written.
         """
-        counts = {name: [found.width, found.tokens, found.left_out] for name, found in self.layers.items()}
+        counts = {name: [sums.width, sums.tokens, sums.left_out] for name, sums in self.layers.items()}
         values = {"model": dict(self.model), "class": self.cls, "width": self.width}
         values |= {"runs": self.runs, "calls": self.calls, "layers": counts}
-        specs = [
-            TensorSpec(name, torch.float32, (len(found.blocks), found.width * (found.width + 1) // 2))
-            for name, found in self.layers.items()
-        ]
+        shapes = {name: (len(sums.blocks), sums.width * (sums.width + 1) // 2) for name, sums in self.layers.items()}
+        specs = [TensorSpec(name, torch.float32, shape) for name, shape in shapes.items()]
         write_safetensors(path, specs, self._triangles(), {KEY: json.dumps(values)})
 
     def _triangles(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, found in self.layers.items():
-            row, column = torch.triu_indices(found.width, found.width)
-            yield name, found.blocks[:, row, column]
+        for name, sums in self.layers.items():
+            row, column = torch.triu_indices(sums.width, sums.width)
+            yield name, sums.blocks[:, row, column]
 
 
 def _named(layers: Sequence[str]) -> str:
@@ -141,16 +127,13 @@ def read_calibration(path: str | os.PathLike) -> Calibration:
     file = open_checkpoint(path)
     try:
         values = read_object(file.metadata[KEY])
-        names = {
-            name: (int(width), int(tokens), int(left_out))
-            for name, (width, tokens, left_out) in values["layers"].items()
-        }
+        names = {name: [int(number) for number in numbers] for name, numbers in values["layers"].items()}
         model, cls = dict(values["model"]), str(values["class"])
         width, runs, calls = (int(values[key]) for key in ("width", "runs", "calls"))
+        layers = {name: _products(file, path, name, *numbers) for name, numbers in names.items()}
     except (KeyError, ValueError, TypeError, AttributeError):
         advice = "Give the file that Calibrate (Halfsafe) wrote."
         raise CheckpointError(path, "no calibration of this pack", advice=advice) from None
-    layers = {name: _products(file, path, name, *numbers) for name, numbers in names.items()}
     return Calibration(model, cls, width, layers, runs, calls)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..formats.int8 import hadamard, rotation_group
+from ..formats.int8 import rotation_group
 
 WIDTHS = (1024, 512, 256)
 ROWS = 2048
@@ -69,9 +69,3 @@ class Products:
         self.tokens += count
         parts = rows.unflatten(1, (-1, self.width)).transpose(0, 1)
         self.blocks += torch.bmm(parts.mT, parts).cpu()
-
-    def rotated(self, group: int) -> torch.Tensor:
-        """Return the blocks of the products of rotated inputs, see :func:`~halfsafe.precision.formats.int8.rotated`."""
-        turn = hadamard(group)
-        turned = torch.matmul(self.blocks.reshape(-1, group), turn).view_as(self.blocks)
-        return torch.matmul(turned.mT.reshape(-1, group), turn).view_as(self.blocks)

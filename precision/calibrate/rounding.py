@@ -18,7 +18,6 @@ DAMPING_OF_FEW = 0.2
 STEP = 32
 SWEEPS = 2
 
-
 Nearest = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Round values ``(rows, c)``, which stand in those ``c`` columns of a weight, to the nearest numbers it can hold."""
 
@@ -27,7 +26,7 @@ Nearest = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def rounded(
     values: torch.Tensor, blocks: torch.Tensor, tokens: int, nearest: Nearest, sweeps: int = SWEEPS
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Round a weight ``(rows, K)`` in fp32 so that it errs least on inputs of these products.
+    """Round a weight ``(rows, K)`` in fp32 with the least error on inputs of these products.
 
     Args:
         blocks: ``(K / b, b, b)``, on the host; in the weight's own basis. ``tokens``: how many inputs are in them.
@@ -59,7 +58,7 @@ def rounded(
 
 
 def damping(width: int, tokens: int) -> float:
-    """Return which part of the mean diagonal is added to blocks of that width, sums over so many tokens.
+    """Return the share of the mean diagonal to add to blocks of that width, sums over so many tokens.
 
     1 % is GPTQ's own. Fewer tokens than inputs say nothing of most directions, and a larger part keeps the change there
     small: as if each block had met a fifth of its width in tokens of no direction (docs/calibration.md has the errors).

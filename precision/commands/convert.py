@@ -6,25 +6,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ..calibrate.calibration import Calibration
-from ..calibrate.weights import CalibratedRounding, card_of
+from ..calibrate.weights import CalibratedRounding
 from ..devices.hardware import default_device
 from ..errors import CheckpointError
 from ..files.safetensors_file import open_checkpoint, write_safetensors
 from ..files.tensor_file import TensorFile
-from ..formats.card import Provenance, source_of
-from ..formats.checkpoint import Checkpoint, dialect_text, read_checkpoint
+from ..formats.card import Provenance, card_entry, source_of
+from ..formats.checkpoint import CARD_KEY, Checkpoint, dialect_text, read_checkpoint
 from ..formats.comfy_format import WeightPlan
 from ..formats.comfy_state import model_prefix, planned_specs, planned_tensors, refuse_lora
-from ..formats.metadata import CARD_KEY
 from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
 from ..plan.rules import Rules
 from ..plan.storage import StorageDecision, plan_storage
-from ..plan.weights import packed_notes, plan_weights
+from ..plan.weights import plan_weights
 from ..text import hanging, size_text, wrapped
 from .inspect import section
 
@@ -78,14 +76,15 @@ def convert_file(
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of(file), storage, rules.names, lines, card=file.metadata.get(CARD_KEY, ""))
     rounding = _rounding(calibration, checkpoint, plans, provenance.source) if calibration else None
-    card = partial(card_of, provenance, plans.values(), rounding)
+    card = rounding.card_entry(provenance, plans) if rounding else card_entry(provenance, plans.values())
     if rounding:
         tell(rounding.start())
-    metadata = {"format": "pt"} | checkpoint.metadata | card()
-    tensors = planned_tensors(checkpoint.weights, plans, source, _done(file, progress), rounding)
-    write_safetensors(target, planned_specs(plans), tensors, metadata, overwrite, card if rounding else None)
+    metadata = {"format": "pt"} | checkpoint.metadata | card
+    making = rounding.made if rounding else None
+    tensors = planned_tensors(checkpoint.weights, plans, source, _done(file, progress), making=making)
+    write_safetensors(target, planned_specs(plans), tensors, metadata, overwrite)
     if progress:
-        progress(file.data_bytes - sum(weight.file_bytes for weight in checkpoint.weights.values()))
+        progress(file.data_bytes - sum(weight.data.nbytes for weight in checkpoint.weights.values()))
     return ConvertSummary(
         source=str(source),
         target=str(target),
@@ -132,7 +131,7 @@ def _rounding(
 def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, WeightPlan]) -> list[str]:
     idle = rules_without_effect(layer_specs(checkpoint, model_prefix(checkpoint)), rules)
     otherwise = [f"{name}: {plan.reason}" for name, plan in plans.items() if plan.reason]
-    return [*checkpoint.notes, *packed_notes(checkpoint, plans), *(f"{rule}: {why}" for rule, why in idle), *otherwise]
+    return [*checkpoint.notes, *(f"{rule}: {why}" for rule, why in idle), *otherwise]
 
 
 def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, StorageDecision]:

@@ -13,17 +13,22 @@ from ..errors import CheckpointError
 from ..files.safetensors_file import open_checkpoint
 from ..files.tensor_file import TensorFile
 from ..formats.card import card_in, card_lines
-from ..formats.checkpoint import COMFY_QUANT, SCALED_FP8, Checkpoint, dialect_text, read_checkpoint
+from ..formats.checkpoint import (
+    COMFY_QUANT,
+    QUANTIZATION_KEY,
+    SCALED_FP8,
+    Checkpoint,
+    dialect_text,
+    read_checkpoint,
+)
 from ..formats.comfy_state import model_shapes
 from ..formats.families import UNKNOWN, model_name
-from ..formats.metadata import QUANTIZATION_KEY
 from ..formats.stored_weight import NUMBERS, StoredWeight
 from ..text import count_text, size_text, table, wrapped
 
 SATURATION_LIMIT = 1e-3
 SATURATION_MINIMUM = 1000
 _CHUNK = 1 << 22
-IN_GGUF = "ComfyUI's own loaders read no GGUF; Load Diffusion Model (Halfsafe) and ComfyUI-GGUF do."
 COMFYUI_READS = frozenset({COMFY_QUANT, QUANTIZATION_KEY, SCALED_FP8})
 _OF_DATA = ("nan", "inf", "saturated")
 MOST_ITEMS = 30
@@ -134,7 +139,7 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     """Say what ComfyUI 0.29 to 0.38 does with the file: ``utils.convert_old_quants``, ``ops._load_quantized_module``,
     ``model_base`` (unexpected keys).
     """
-    quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.coded is None]
+    quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.encoding is None]
     known = not COMFYUI_READS.isdisjoint(checkpoint.dialects)
     scaled = [weight for weight in quantized if weight.scale is not None]
     clipped = [w for w in scaled if known and w.input_scale is None and not w.full_precision]
@@ -147,11 +152,10 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
         (clipped, "no input scale: where the GPU multiplies in fp8, activations are clipped at 448"),
     )
     found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
-    formats = Counter(w.row for w in checkpoint.weights.values() if w.encoding is not None)
-    found += [IN_GGUF] if "GGUF" in checkpoint.dialects else []
+    formats = Counter(w.format for w in checkpoint.weights.values() if w.encoding is not None)
     return [
         *found,
-        *(f"{count} layers: {row.title} needs ComfyUI {row.since} or later." for row, count in formats.items()),
+        *(f"{count} layers: {kind.title} needs ComfyUI {kind.since} or later." for kind, count in formats.items()),
     ]
 
 
@@ -170,7 +174,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
         problems.append(FileFinding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
     for name, tensor in file.items():
         weight = weights.get(name, StoredWeight(name, tensor))
-        if weight.coded is not None:
+        if weight.encoding is not None:
             _scan_coded(weight, problems)
         elif tensor.dtype in NUMBERS:
             _scan_tensor(tensor, weight, problems, remarks)
@@ -210,8 +214,6 @@ def _scan_coded(weight: StoredWeight, problems: list[FileFinding]) -> None:
     bound = weight.bound(0.0)
     if bound < float("inf"):
         _fp16_range(weight, bound, problems)
-    elif weight.packed is not None:
-        problems += _non_finite(weight.name, (part for _, part in weight.parts()))
     else:
         problems += _non_finite(weight.name, weight.data.reshape(-1).split(_CHUNK))
 

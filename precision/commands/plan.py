@@ -10,7 +10,7 @@ from ..formats.checkpoint import Checkpoint, dialect_text, read_checkpoint
 from ..formats.comfy_state import model_prefix, model_shapes, refuse_lora
 from ..formats.families import family_of, model_name
 from ..formats.registry import FORMAT_OF_STORAGE
-from ..plan.facts import LayerSpec, ModelFacts, facts_of, layer_specs, packed_types
+from ..plan.facts import LayerSpec, ModelFacts, facts_of, layer_specs
 from ..plan.goal import plan_for_goal, storage_for_goal
 from ..plan.memory import MemoryPlan, plan_model
 from ..plan.rules import rules_from
@@ -58,9 +58,8 @@ def _report(
 ) -> Report:
     model = ModelReport(model_name(model_shapes(checkpoint)), facts.parameters, memory.bytes)
     report = Report(device_section(device), model)
-    types = packed_types(checkpoint, names)
     report.layers = [
-        _layer(layer, memory.storage_of(checkpoint.weights[name]), plan, types.get(layer.name, ""))
+        _layer(layer, memory.storage_of(checkpoint.weights[name]), plan)
         for name, layer in zip(names, facts.layers, strict=True)
     ]
     report.kept_high = [KeptHigh(name, decision.reason) for name, decision in plan.decisions.items() if decision.kept]
@@ -75,9 +74,9 @@ def _report(
     return report
 
 
-def _layer(layer: LayerSpec, storage: str, plan: LoadPlan, source: str) -> LayerReport:
+def _layer(layer: LayerSpec, storage: str, plan: LoadPlan) -> LayerReport:
     decision = plan.compute.decisions.get(layer.name)
     stream = plan.compute.activation_dtype
-    reasons = [source, plan.decisions[layer.name].reason, decision.reason if decision else ""]
+    reasons = [plan.decisions[layer.name].reason, decision.reason if decision else ""]
     reason = "; ".join(dict.fromkeys(filter(None, reasons)))
     return LayerReport(layer.name, layer.cls, storage, decision.mode if decision else stream, "fp32", stream, reason)

@@ -161,12 +161,12 @@ ROWS = (
                "fp16_accumulation": NO_GAIN, "int8_matmul": NO_INT8_UNITS},
     ),
     DeviceProfile(
-        "sm_75", "RTX 20xx, T4 (Turing)", "nvidia", fp16_safe_cost="1 to 11 %", bf16_native=False,
+        "sm_75", "RTX 20xx, T4 (Turing)", "nvidia", fp16_safe_cost="1 to 12 %", bf16_native=False,
         fp16_accumulation_gains=True, needs_torch=FP16_ACCUMULATION_TORCH, **INT8,
         notes={"fp16_accumulation": GEFORCE_GAIN},
     ),
     DeviceProfile(
-        "sm_80", "A100, A30 (Ampere)", "nvidia", fp16_safe_cost="2 to 17 %", **INT8,
+        "sm_80", "A100, A30 (Ampere)", "nvidia", fp16_safe_cost="3 to 17 %", **INT8,
         notes={"fp16_accumulation": NO_GAIN},
     ),
     DeviceProfile(
@@ -179,7 +179,7 @@ ROWS = (
                "compile": "torch.compile cannot convert e4m3fn here (PyTorch #167082): use fp8_e5m2 with it."},
     ),
     DeviceProfile(
-        "sm_89", "RTX 40xx, L4, L40 (Ada)", fp16_safe_cost="2 to 17 %", fp16_accumulation_gains=True,
+        "sm_89", "RTX 40xx, L4, L40 (Ada)", fp16_safe_cost="3 to 17 %", fp16_accumulation_gains=True,
         fp8_fast_accumulation=True, scaling=("tensor", "row"),
         needs_torch={"fp8_matmul": (2, 3), **FP16_ACCUMULATION_TORCH}, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
@@ -189,17 +189,17 @@ ROWS = (
                                     "(comfyui-quant-bench)."},
     ),
     DeviceProfile(
-        "sm_90", "H100, H200 (Hopper)", fp16_safe_cost="3 to 32 %", fp8_fast_accumulation=True,
+        "sm_90", "H100, H200 (Hopper)", fp16_safe_cost="4 to 38 %", fp8_fast_accumulation=True,
         scaling=("tensor", "row", "block"), **FP8_NVIDIA,
         notes={"fp16_accumulation": NO_GAIN,
                "fp8_fast_accumulation": "On keeps about 14 bits of the sums; off promotes them to fp32."},
     ),
     DeviceProfile(
-        "sm_100", "B200 (Blackwell)", fp16_safe_cost="2 to 32 %", scaling=("tensor", "row", "mx"), **FP8_NVIDIA,
+        "sm_100", "B200 (Blackwell)", fp16_safe_cost="4 to 38 %", scaling=("tensor", "row", "mx"), **FP8_NVIDIA,
         notes={"fp16_accumulation": "fp16 accumulation is not expected to be faster here."},
     ),
     DeviceProfile(
-        "sm_120", "RTX 50xx (Blackwell)", fp16_safe_cost="1 to 14 %", fp16_accumulation_gains=True,
+        "sm_120", "RTX 50xx (Blackwell)", fp16_safe_cost="2 to 14 %", fp16_accumulation_gains=True,
         scaling=("tensor", "row"), needs_torch=FP16_ACCUMULATION_TORCH, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "int8_matmul_gains": "An RTX 5060 is 1.20x as fast with int8 as with fp8 (ComfyUI-INT8-Fast #69)."},

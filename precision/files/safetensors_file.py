@@ -14,7 +14,6 @@ import torch
 
 from ..errors import CheckpointError
 from .atomic_write import os_errors_as, replacing, require_space
-from .gguf_file import SUFFIX, open_gguf
 from .safetensors_header import AGAIN, MAX_HEADER, Entry, TensorSpec, header_bytes, layout, read_header
 from .strict_json import read_object
 from .tensor_file import TensorFile, map_pages, open_regular
@@ -25,7 +24,7 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suff
 
 
 def open_checkpoint(path: str | os.PathLike) -> TensorFile:
-    """Open a safetensors file, the index of a sharded set, the whole set that a shard belongs to, or a GGUF file.
+    """Open a safetensors file, the index of a sharded set, or the whole set that a shard belongs to.
 
     Raises:
         CheckpointError: the file is missing, damaged, truncated, of another kind, or one of its shards is.
@@ -33,8 +32,6 @@ def open_checkpoint(path: str | os.PathLike) -> TensorFile:
     path = Path(path)
     if path.name.endswith(".index.json"):
         return _open_index(path)
-    if path.suffix.lower() == SUFFIX:
-        return open_gguf(path)
     shard = _SHARD.fullmatch(path.name)
     if shard is None or int(shard["count"]) <= 1:
         return _open_files(path, [path])

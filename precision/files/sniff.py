@@ -12,7 +12,7 @@ _STARTS = (
     (
         b"GGUF",
         "a GGUF file",
-        "Give it a name that ends in .gguf, and load it as a diffusion model; other GGUF files are for ComfyUI-GGUF.",
+        "Load it with ComfyUI-GGUF and connect its MODEL to any Halfsafe node.",
     ),
     (b"PK\x03\x04", "a zip archive, as PyTorch's .ckpt, .pt and .pth files are", f"{_CONVERT}."),
     (b"\x80\x02", "a Python pickle, as old .ckpt and .pt files are", f"{_CONVERT}."),

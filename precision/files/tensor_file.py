@@ -103,7 +103,7 @@ def open_regular(path: Path) -> BinaryIO:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
             raise CheckpointError(
-                path, "a folder, not a file", advice="Give the .safetensors, .gguf or .index.json file in it."
+                path, "a folder, not a file", advice="Give the .safetensors or .index.json file in it."
             )
         if not stat.S_ISREG(mode):
             raise CheckpointError(path, "not a regular file")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ..files.strict_json import read_object
 from ..files.tensor_file import TensorFile, fingerprint
+from .checkpoint import CARD_KEY
 from .comfy_format import ROWS, SAMPLED, WeightPlan
-from .metadata import CARD_KEY
 from .registry import FORMAT_OF_STORAGE
 
 WHAT_ERROR = f"relative_rms_error_of_{ROWS * len(SAMPLED)}_rows_per_weight"
@@ -81,7 +81,7 @@ def _errors(plans: Iterable[WeightPlan]) -> dict[str, float]:
 
 @cache
 def pack_version() -> str:
-    """Return this pack's version: of its folder's pyproject.toml, else of the package that pip installed."""
+    """Return the pack's version: of its folder's pyproject.toml, else of the installed package."""
     project = Path(__file__).parents[2] / "pyproject.toml"
     found = _VERSION.search(project.read_text(encoding="utf-8")) if project.is_file() else None
     return found[1] if found else version("halfsafe")
@@ -92,7 +92,7 @@ def _numbers(version_text: str) -> tuple[int, ...]:
 
 
 def card_in(metadata: Mapping[str, str]) -> dict | None:
-    """Read the card of a file by its metadata; None where it has none that can be read."""
+    """Read the card of a file by its metadata; None without a readable card."""
     try:
         return read_object(metadata[CARD_KEY])
     except (KeyError, ValueError):

@@ -7,31 +7,50 @@ NVIDIA ModelOpt and vLLM (``weight_scale``, ``input_scale``, ``k_scale``); DeepS
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..dtypes import FP8_DTYPES, name_of
 from ..errors import CheckpointError, NonFiniteWeight, UnconsumedScale
-from ..files.gguf_file import GgufFile
 from ..files.strict_json import read_object
 from ..files.tensor_file import TensorFile
-from .encoded import encoding_of
-from .encoding import NonFiniteScale
-from .foreign import reject_foreign
-from .gguf_weight import GgufWeight
-from .metadata import QUANTIZATION_KEY, lasting_metadata
-from .registry import FORMATS
+from .format import NonFiniteScale
+from .registry import FORMATS, encoded_weight
 from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, block_sizes, blocks_are_assumed, granularity_of
 
 COMFY_QUANT, SCALED_FP8 = "comfy_quant", "scaled_fp8"
+QUANTIZATION_KEY = "_quantization_metadata"
+CARD_KEY = "halfsafe"
 READS_UP_TO = "0.38"
 _DAMAGED = "The file is damaged: get it again."
 _SCALE_LEAF = re.compile(r"(^|_)scales?(_|$)")
 _WEIGHT_SCALES = ("weight_scale", "weight_scale_inv", "scale_weight", "weight_scale_2", "scale_input")
 _INPUT_SCALES = ("input_scale", "scale_input")
 _CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale", "prob_output_scale", "output_scale")
+
+_ORIGINAL = "Use the 16-bit or fp8 version of this model."
+_FOREIGN = (
+    (
+        ("wscales", "smooth_factor", "proj_down"),
+        "a Nunchaku (SVDQuant) file",
+        "Load it with the ComfyUI-nunchaku nodes.",
+    ),
+    (
+        ("absmax", "quant_map", "bitsandbytes__nf4", "SCB"),
+        "a bitsandbytes file",
+        "Load it with a bitsandbytes loader node.",
+    ),
+    (("svd_up", "svd_down", "zero_point"), "an SDNQ file", f"It runs in SD.Next. {_ORIGINAL}"),
+    (("weight_packed", "weight_global_scale"), "a compressed-tensors file", f"It runs in vLLM. {_ORIGINAL}"),
+    (("_data", "_scale"), "an optimum-quanto file", _ORIGINAL),
+    (("weight_qdata", "_weight_qdata"), "a torchao file", _ORIGINAL),
+    (("float8_data",), "a flux-fp8-api file", _ORIGINAL),
+    (("W_q",), "an HQQ file", _ORIGINAL),
+    (("qweight", "qzeros"), "a GPTQ or AWQ file", _ORIGINAL),
+)
+"""Tensor names of other tools' formats, which neither ComfyUI nor this package reads, the tool, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +82,25 @@ def read_checkpoint(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str
         NonFiniteWeight: a scale is NaN, infinite, zero or negative.
         CheckpointError: another tool's format, or a contradiction inside the file.
     """
-    reject_foreign(tensors, path)
+    _reject_foreign(tensors, path)
     return _Reader(tensors, metadata or {}, path).read()
+
+
+def _reject_foreign(names: Iterable[str], path) -> None:
+    """Raise CheckpointError, naming the tool and what to use, if a tensor name belongs to a foreign format."""
+    example = {name.rpartition(".")[2]: name for name in names}
+    for leaves, tool, advice in _FOREIGN:
+        leaf = next((leaf for leaf in leaves if leaf in example), None)
+        if leaf is not None:
+            raise CheckpointError(path, tool, example[leaf], advice)
+
+
+def lasting_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Return the metadata that stays true of converted weights: without ComfyUI's table of quantized layers and our
+    card, both written anew, and hashes of the tensors (``modelspec.hash_sha256``, ``sshs_model_hash``)."""
+    return {
+        key: value for key, value in metadata.items() if key not in (QUANTIZATION_KEY, CARD_KEY) and "hash" not in key
+    }
 
 
 class _Reader:
@@ -73,7 +109,7 @@ class _Reader:
         self.metadata = metadata
         self.path = path
         self.taken: set[str] = set()
-        self.dialects: Counter[str] = Counter({"GGUF": 1} if isinstance(tensors, GgufFile) else {})
+        self.dialects: Counter[str] = Counter()
         self.remarks: Counter[str] = Counter()
 
     def read(self) -> Checkpoint:
@@ -84,7 +120,7 @@ class _Reader:
         }
         self._check_leftovers(quantized)
         weights = {
-            name: replace(quantized.get(name) or self._as_stored(name, tensor), file=self._file_of(name))
+            name: replace(quantized.get(name) or StoredWeight(name, tensor), file=self._file_of(name))
             for name, tensor in self.tensors.items()
             if name not in self.taken
         }
@@ -196,29 +232,13 @@ class _Reader:
         self.taken.update(found.values())
         try:
             bias = self.tensors.get(f"{layer}.bias")
-            encoding = encoding_of(data, tensors, settings, None if bias is None else bias.numel())
+            encoding = encoded_weight(data, tensors, settings, None if bias is None else bias.numel())
         except NonFiniteScale as error:
             key = found[error.leaf]
             raise NonFiniteWeight(self._file_of(key), str(error), key, _DAMAGED) from None
         except ValueError as error:
             raise CheckpointError(self._file_of(name), f"{declared}, but {error}", name, _DAMAGED) from None
         return StoredWeight(name, encoding.data, encoding=encoding)
-
-    def _as_stored(self, name: str, data: torch.Tensor) -> StoredWeight:
-        """Read a tensor without a scale of its own, unpacked later where a GGUF file has it in blocks."""
-        packed = self.tensors.packed.get(name) if isinstance(self.tensors, GgufFile) else None
-        if packed is None:
-            return StoredWeight(name, data)
-        self.dialects[packed.type] += 1
-        try:
-            weight = GgufWeight(packed.type, packed.shape, data)
-        except ValueError as error:
-            raise CheckpointError(
-                self.path, f"{packed.type}, but {error}", name, "Use a file in another type, such as Q8_0."
-            ) from None
-        if not data.numel():
-            return StoredWeight(name, torch.empty(packed.shape, dtype=torch.bfloat16))
-        return StoredWeight(name, torch.empty(packed.shape, dtype=torch.bfloat16, device="meta"), packed=weight)
 
     def _weight_scale(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor | None, str, str]:
         found = next(((key, dialect) for key, dialect in _weight_scale_names(name) if key in self.tensors), None)
@@ -310,7 +330,7 @@ def _layer(name: str) -> str | None:
 
 
 def _weight_scale_names(name: str) -> list[tuple[str, str]]:
-    """List where the scale of a weight may be, and the dialect that puts it there."""
+    """List the names of a weight's scale in each dialect, with the dialect."""
     names = [(f"{name}_scale", "weight_scale"), (f"{name}_scale_inv", "weight_scale_inv")]
     layer = _layer(name)
     return names if layer is None else [*names, (f"{layer}.scale_weight", SCALED_FP8), (f"{layer}.scale", "scale")]
@@ -330,7 +350,7 @@ def _shaped(scale: torch.Tensor, granularity: str) -> torch.Tensor:
 
 
 def _parents(names) -> set[str]:
-    """Return every module that holds one of the tensors, itself or further down, the whole model excepted."""
+    """Return every module with a tensor of these, itself or further down, the whole model excepted."""
     parents = set()
     for name in names:
         while name := name.rpartition(".")[0]:

@@ -14,10 +14,9 @@ from ..amax import amax_value, host_amax
 from ..dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
 from ..errors import NonFiniteWeight
 from ..files.safetensors_header import TensorSpec
-from .codes import Codes
-from .quantize import quantize
+from .format import Format, Tensors
+from .fp8 import Fp8, quantize
 from .registry import FORMAT_OF_STORAGE
-from .scratch import empty
 from .stored_weight import StoredWeight, comfy_quant_tensor
 
 LARGEST_ROUNDED = max_of(torch.float32) / 2
@@ -44,7 +43,7 @@ class SampledError:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """What one weight is stored in.
+    """The storage of a weight.
 
     Attributes:
         storage: what is made of it; ``as_file``: it stays as it is.
@@ -98,8 +97,8 @@ def finite_bound(weight: StoredWeight, path) -> float:
     Raises:
         NonFiniteWeight: it holds NaN or Inf, or exceeds fp32's range.
     """
-    if weight.coded is not None:
-        largest = weight.coded.bound()
+    if weight.encoding is not None:
+        largest = weight.encoding.bound()
     elif weight.is_number:
         largest = host_amax(weight.data) if weight.data.device.type == "cpu" else amax_value(weight.data)
     else:
@@ -117,7 +116,7 @@ def _damaged(weight: StoredWeight, path, problem: str) -> NonFiniteWeight:
 
 
 def requantization_error(weight: StoredWeight, storage: str, path) -> float:
-    """Measure what bringing a weight to one fp8 scale costs, on a sample of its rows.
+    """Measure the error of a weight with a single fp8 scale, on a sample of its rows.
 
     Returns:
         The root mean square of each row's relative error: a small output channel counts like a large one.
@@ -143,12 +142,9 @@ def sampled_error(weight: StoredWeight, storage: str) -> SampledError:
     if storage not in QUANTIZED_NAMES or _stays(weight, storage):
         return SampledError()
     rows = torch.cat([weight.rows(part) for part in _sampled_runs(weight.shape[0])])
-    return SampledError.of(_quantized_values(rows, storage), rows)
-
-
-def sampled_rows(rows: int) -> torch.Tensor:
-    """Return the numbers of the rows that stand for a weight."""
-    return torch.cat([torch.arange(part.start, part.stop) for part in _sampled_runs(rows)])
+    if not torch.isfinite(rows).all():
+        return SampledError()  # the weight is refused once it is read whole
+    return SampledError.of(_quantized_values(rows, FORMAT_OF_STORAGE[storage]), rows)
 
 
 def _sampled_runs(rows: int) -> list[slice]:
@@ -158,21 +154,14 @@ def _sampled_runs(rows: int) -> list[slice]:
     return [slice(start, start + ROWS) for start in (rows * over // under - ROWS // 2 for over, under in SAMPLED)]
 
 
-def _quantized_values(rows: torch.Tensor, storage: str) -> torch.Tensor:
-    codes = codes_of(storage)
-    turned = codes.turned(rows)
-    return codes.turned(codes.nearest(turned, codes.prepare(turned))[1])
-
-
-def codes_of(storage: str) -> Codes:
-    """Return the codes of one of ``QUANTIZED_NAMES``."""
-    codes = FORMAT_OF_STORAGE[storage].codes
-    assert codes is not None
-    return codes
+def _quantized_values(rows: torch.Tensor, format: Format) -> torch.Tensor:
+    shared = format.shared(rows)
+    params = {**format.encode(rows, shared), **shared}
+    return format.turned(format.nearest(format.turned(rows), params))
 
 
 def stays(weight: StoredWeight, storage: str) -> bool:
-    """Tell whether the data that a weight has in a storage are those of its file: none are made."""
+    """Tell whether a weight keeps the data of its file in a storage."""
     if storage in QUANTIZED_NAMES:
         return _stays(weight, storage) and weight.data.dtype == dtype_named(storage)
     return storage == AS_FILE or (weight.plain and weight.data.dtype == dtype_named(storage))
@@ -196,14 +185,15 @@ def tensors_of(weight: StoredWeight, storage: str, path, read: bool = True) -> d
         raise _damaged(weight, path, problem)
     if storage not in QUANTIZED_NAMES:
         return {weight.name: weight.dequantize(dtype_named(storage))}
-    made = _fp8(weight, storage, largest) if storage in FP8_NAMES else _encoded(weight, storage, path)
+    made = _encoded(weight, FORMAT_OF_STORAGE[storage], path, largest)
     return {**{f"{weight.layer}.{leaf}": tensor for leaf, tensor in made.items()}, **_settings(weight, storage)}
 
 
 def _settings(weight: StoredWeight, storage: str) -> dict[str, torch.Tensor]:
     """Make the tensors besides data and scales: their ``comfy_quant``, and the scale of the layer's fp8 input if
     known."""
-    settings = {"format": FORMAT_OF_STORAGE[storage].name} | codes_of(storage).settings(weight.shape[1])
+    format = FORMAT_OF_STORAGE[storage]
+    settings = {"format": format.name} | format.settings(weight.shape[1])
     if storage in FP8_NAMES and weight.full_precision:
         settings["full_precision_matrix_mult"] = True
     tensors = {f"{weight.layer}.comfy_quant": comfy_quant_tensor(settings)}
@@ -212,67 +202,64 @@ def _settings(weight: StoredWeight, storage: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _encoded(weight: StoredWeight, storage: str, path) -> dict[str, torch.Tensor]:
-    """Round a weight to the codes of a storage that rotates; its tensors by the last part of their names."""
-    codes = codes_of(storage)
-    whole = codes.whole(codes.turned(_seen(weight, codes.sampled(*weight.shape))))
-    if weight.plain and codes.streams:
-        made = codes.encode(weight.data, whole)
+def _encoded(weight: StoredWeight, format: Format, path, bound: float) -> Tensors:
+    """Round a weight to nearest in a format; its tensors by the last part of their names."""
+    if isinstance(format, Fp8) and _stays(weight, format.storage):
+        # The values of an fnuz format fit its sibling with the same scale; only its last subnormal bit is lost.
+        scale = torch.tensor(1.0) if weight.scale is None else weight.scale
+        return {"weight": weight.data.to(format.dtype), "weight_scale": scale}
+    if isinstance(format, Fp8):
+        shared = format.scale_for(_fp8_amax(weight, bound))
     else:
-        where = weight.data.device if weight.plain else None
-        made = codes.encode_parts(weight.parts(), weight.shape, whole, where)
-    if not all(torch.isfinite(made[leaf].float()).all() for leaf in codes.shapes(*weight.shape)):
+        shared = format.shared(_some_rows(weight, format.sampled(weight.shape[1])))
+    if weight.plain and format.streams:
+        made = format.encode(weight.data, shared)
+    else:
+        made = _encoded_in_parts(weight, format, shared)
+    if not all(torch.isfinite(tensor.float()).all() for leaf, tensor in made.items() if leaf != "weight"):
         raise _damaged(weight, path, "exceeds the range of fp32 once rotated")
+    return {**made, **shared}
+
+
+def _encoded_in_parts(weight: StoredWeight, format: Format, shared: Tensors) -> Tensors:
+    device = weight.data.device if weight.plain else None
+    specs = {leaf: spec for leaf, spec in format.specs(*weight.shape).items() if leaf not in shared}
+    made = {leaf: torch.empty(shape, dtype=dtype, device=device) for leaf, (shape, dtype) in specs.items()}
+    for part, rows in weight.parts():
+        for leaf, tensor in format.encode(rows, shared).items():
+            made[leaf][part] = tensor
     return made
 
 
-def _seen(weight: StoredWeight, at: torch.Tensor | None) -> torch.Tensor:
-    """Return rows of a weight by their numbers, all of them for None, in fp32."""
-    at = torch.arange(weight.shape[0]) if at is None else at
-    if not at.numel():
+def _some_rows(weight: StoredWeight, count: int) -> torch.Tensor:
+    """Return rows of a weight in fp32, spread evenly, all of them where there are no more."""
+    rows, columns = weight.shape
+    if not count:
         # torch 2.8 cannot index fp8 on a CPU ("index_cpu" not implemented for 'Float8_e4m3fn').
-        return torch.empty(0, weight.shape[1])
+        return torch.empty(0, columns)
+    at = torch.linspace(0, rows - 1, count).long() if rows > count else torch.arange(rows)
     if weight.plain:
         return weight.data.index_select(0, at.to(weight.data.device)).float()
-    inside = ((at[(at >= rows.start) & (at < rows.stop)] - rows.start, values) for rows, values in weight.parts())
+    inside = ((at[(at >= part.start) & (at < part.stop)] - part.start, values) for part, values in weight.parts())
     return torch.cat([values[here] for here, values in inside])
 
 
 def _fp8_amax(weight: StoredWeight, bound: float) -> float:
-    """Return the amax that one fp8 scale is made for. The bound of a weight that is unpacked is loose."""
-    return bound if weight.coded is None else weight.amax
-
-
-def _fp8(weight: StoredWeight, storage: str, bound: float) -> dict[str, torch.Tensor]:
-    dtype = dtype_named(storage)
-    if _stays(weight, storage):
-        # The values of an fnuz format fit its sibling with the same scale; only its last subnormal bit is lost.
-        scale = torch.tensor(1.0) if weight.scale is None else weight.scale
-        return {"weight": weight.data.to(dtype), "weight_scale": scale}
-    largest = _fp8_amax(weight, bound)
-    if weight.plain:
-        quantized = quantize(weight.data, dtype, largest)
-        return {"weight": quantized.data, "weight_scale": quantized.scale}
-    data = empty(weight.shape, dtype)
-    target = weight.matrix(data)
-    for rows, part in weight.parts():
-        quantized = quantize(part, dtype, largest)
-        target[rows] = quantized.data
-    return {"weight": data, "weight_scale": quantized.scale}
+    """Return the amax to make the fp8 scale for. The bound of a weight that is unpacked is loose."""
+    return bound if weight.encoding is None else weight.amax
 
 
 def _stays(weight: StoredWeight, storage: str) -> bool:
     """Tell whether a weight is in an fp8 storage with one scale, or in its fnuz sibling."""
     own = OF_FNUZ.get(name_of(weight.data.dtype), name_of(weight.data.dtype))
-    return weight.coded is None and weight.granularity in ("none", "tensor") and own == storage in FP8_NAMES
+    return weight.encoding is None and weight.granularity in ("none", "tensor") and own == storage in FP8_NAMES
 
 
 def specs_of(weight: StoredWeight, storage: str) -> list[TensorSpec]:
     """Describe the tensors that :func:`tensors_of` will give, without making them."""
     if storage in QUANTIZED_NAMES:
-        codes, (rows, columns) = codes_of(storage), weight.shape
-        shapes = {"weight": ((rows, codes.data_columns(columns)), codes.dtype), **codes.shapes(rows, columns)}
-        made = [TensorSpec(f"{weight.layer}.{leaf}", dtype, shape) for leaf, (shape, dtype) in shapes.items()]
+        specs = FORMAT_OF_STORAGE[storage].specs(*weight.shape).items()
+        made = [TensorSpec(f"{weight.layer}.{leaf}", dtype, shape) for leaf, (shape, dtype) in specs]
         return made + [_spec(name, tensor) for name, tensor in _settings(weight, storage).items()]
     if storage == AS_FILE:
         return [_spec(name, tensor) for name, tensor in {weight.name: weight.data, **weight.auxiliary}.items()]

@@ -10,8 +10,6 @@ from ..files.safetensors_header import TensorSpec
 from .checkpoint import Checkpoint, StoredWeight
 from .comfy_format import WeightPlan, finite_bound, tensors_of
 
-Rounding = Callable[[StoredWeight, WeightPlan, dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""Return a weight's tensors, given them rounded to nearest, with codes that are chosen otherwise."""
 Made = tuple[str, StoredWeight, dict[str, torch.Tensor]]
 """A weight's name in the file, it, and its tensors as they are planned."""
 Making = Callable[[Iterable[tuple[str, StoredWeight]], Mapping[str, WeightPlan], Any, bool], Iterator[Made]]
@@ -35,7 +33,6 @@ def planned_tensors(
     plans: Mapping[str, WeightPlan],
     path,
     done: Callable[[str, int], None],
-    rounding: Rounding | None = None,
     read: bool = True,
     making: Making | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -45,16 +42,15 @@ def planned_tensors(
     Args:
         path: what errors name as the place of a bad weight.
         done: called with the name of each weight that is written, and the bytes it had.
-        rounding: chooses codes; nearest without it.
         read: False to leave weights whose data stay as they are unread, and unchecked.
-        making: makes them as :func:`made_here` does, maybe elsewhere.
+        making: makes them as :func:`made_here` does, elsewhere or with other codes.
 
     Raises:
         NonFiniteWeight: a weight holds NaN or Inf.
     """
     for name, weight, tensors in (making or made_here)(weights.items(), plans, path, read):
-        yield from (rounding(weight, plans[name], tensors) if rounding else tensors).items()
-        done(name, weight.file_bytes)
+        yield from tensors.items()
+        done(name, weight.data.nbytes)
 
 
 def made_here(

@@ -16,7 +16,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Family:
-    """A family: the name people use, the dtypes it is safe in, and what identifies it.
+    """A model family: the name people use, its safe dtypes, and its tensors.
 
     Attributes:
         supported: ComfyUI's, without the fp16 that it adds for some on devices of its choice.

@@ -10,11 +10,15 @@ weight comfy-kitchen rotates and divides in that dtype, which rounds once more: 
 here and there.
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from functools import cache
 
 import torch
 
-from .scratch import empty, scratch
+from ..modes import INT8
+from .format import Encoded, Format, Tensors
+from .scratch import scratch
 
 GROUPS = (256, 64, 16)
 LARGEST_CODE = 127
@@ -29,15 +33,10 @@ def rotation_group(columns: int) -> int | None:
 
 
 def why_not_int8(columns: int) -> str:
-    """Say why a weight with that many inputs is not held in int8; "" where it can be."""
+    """Say why a weight with so many inputs is not held in int8; "" if possible."""
     if rotation_group(columns):
         return ""
     return f"no rotation of 256, 64 or 16 divides its {columns} inputs, and int8 without one fails on outliers"
-
-
-def is_rotation_group(size: object) -> bool:
-    """Tell whether a regular Hadamard matrix of ``size`` exists: 4, 16, 64, 256, 1024."""
-    return type(size) is int and size in (4, 16, 64, 256, 1024)
 
 
 @cache
@@ -64,7 +63,8 @@ def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
     busy CPU longer than they compute. The blocks are of like size: a BLAS may sum the few rows of a small rest in
     another order. No clamp is needed: a value exceeds 127 scales by so little that it rounds to 127.
     """
-    codes, scale = empty(rows.shape, torch.int8, rows.device), rows.new_empty(len(rows), 1, dtype=torch.float32)
+    codes = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
+    scale = rows.new_empty(len(rows), 1, dtype=torch.float32)
     if not rows.numel():
         return codes, scale
     count = -(-len(rows) // max(1, BLOCK // rows.shape[1]))
@@ -79,6 +79,80 @@ def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
 
 
 def dequantize_rows(codes: torch.Tensor, scale: torch.Tensor, group: int | None) -> torch.Tensor:
-    """Return the fp32 rows that int8 codes ``(n, K)`` stand for; ``group``: None for a weight that is not rotated."""
+    """Return the fp32 rows of int8 codes ``(n, K)``; ``group``: None for a weight without rotation."""
     values = codes.float().mul_(scale)
     return values if group is None else rotated(values, group)
+
+
+class Rotated(Format):
+    """A format whose codes belong to rotated rows."""
+
+    def why_not(self, columns: int) -> str:
+        return why_not_int8(columns)
+
+    def turned(self, rows: torch.Tensor) -> torch.Tensor:
+        return rotated(rows.float(), fitting_group(rows))
+
+
+def fitting_group(rows: torch.Tensor) -> int:
+    """Return the rotation group of rows with a fitting number of columns."""
+    group = rotation_group(rows.shape[1])
+    assert group is not None
+    return group
+
+
+class Int8(Rotated):
+    """One int8 number a weight, ``weight_scale`` fp32 of shape () or (rows, 1); rotated where ``convrot`` is set."""
+
+    name, storage, since, colour = "int8_tensorwise", "int8", "0.27.0", INT8.colour
+    product, mode = "int8_linear", INT8
+    writes = True
+    streams = True
+
+    def check(self, weight: Encoded) -> None:
+        if weight.tensors["weight_scale"].numel() > 1:
+            weight.require_shape("weight_scale", (weight.shape[0], 1), (weight.shape[0],))
+        _group(weight)
+
+    def read(self, data: torch.Tensor, tensors: Tensors, settings: dict, outputs: int | None) -> Encoded:
+        """Read a weight with ``weight_scale`` in the shape that ComfyUI multiplies by,
+        and ``convrot`` where also its embeddings look.
+        """
+        scale = tensors["weight_scale"]
+        if scale.dim() == 1 or (scale.numel() == 1 and len(data) > 1):
+            tensors = {"weight_scale": scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1)}
+        weight = Encoded(self, data, tensors, settings)
+        if (group := _group(weight)) is None:
+            return weight
+        return Encoded(self, data, tensors, settings | {"convrot": True, "convrot_groupsize": group})
+
+    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
+        scale = weight.numbers("weight_scale").reshape(-1, 1)
+        return dequantize_rows(weight.data[part], scale if len(scale) == 1 else scale[part], _group(weight))
+
+    def bound(self, weight: Encoded) -> float:
+        return 128 * weight.numbers("weight_scale").max().item() * math.sqrt(_group(weight) or 1)
+
+    def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"weight": ((rows, columns), torch.int8), "weight_scale": ((rows, 1), torch.float32)}
+
+    def settings(self, columns: int) -> dict:
+        return {"convrot": True, "convrot_groupsize": rotation_group(columns)}
+
+    def encode(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Tensors:
+        codes, scale = quantize_rows(rows, fitting_group(rows))
+        return {"weight": codes, "weight_scale": scale}
+
+    def nearest(
+        self, values: torch.Tensor, params: Mapping[str, torch.Tensor], at: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        scale = params["weight_scale"]
+        return (values / scale).round_().clamp_(-LARGEST_CODE - 1, LARGEST_CODE).mul_(scale)
+
+    def codes(self, numbers: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return (numbers / params["weight_scale"]).round_().to(torch.int8)
+
+
+def _group(weight: Encoded) -> int | None:
+    """Return the rotation's group, None where the weight is not rotated."""
+    return weight.group if weight.setting("convrot", False) else None

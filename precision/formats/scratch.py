@@ -1,7 +1,6 @@
 """Memory to compute in, the same each time."""
 
 import threading
-from collections.abc import Sequence
 
 import torch
 
@@ -22,10 +21,5 @@ def scratch(count: int, size: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def forget_scratch() -> None:
-    """Free what :func:`scratch` holds for this thread."""
+    """Free the tensors of :func:`scratch` in the current thread."""
     _held.__dict__.clear()
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-    """Make an uninitialized tensor."""
-    return torch.empty(shape, dtype=dtype, device=device)

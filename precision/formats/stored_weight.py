@@ -9,10 +9,7 @@ from functools import cached_property
 import torch
 
 from ..dtypes import FP8_DTYPES, name_of
-from .encoding import Encoding
-from .gguf_weight import GgufWeight
-from .registry import Format, row_of
-from .scratch import empty
+from .format import Encoded, Format
 
 CHUNK = 1 << 20
 EIGHT_BIT = FP8_DTYPES | {torch.int8}
@@ -22,7 +19,7 @@ USUAL_BLOCK = 128
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One tensor of a model. ``data * scale`` is the weight, unless ``encoding`` or ``packed`` know its values.
+    """One tensor of a model. ``data * scale`` is the weight, unless ``encoding`` has its values.
 
     Attributes:
         name: full tensor name, ``blocks.0.ffn.0.weight``.
@@ -32,8 +29,6 @@ class StoredWeight:
         input_scale: fp32 0-dim activation multiplier, if the file has one.
         full_precision: the file asks for ``full_precision_matrix_mult``.
         encoding: the weight in one of ComfyUI's formats that are more than fp8 data and a scale.
-        packed: the weight in a format that no ComfyUI holds. ``data`` then has the weight's shape and a 16-bit dtype,
-            and no memory: what it would be in a file that is not quantized.
         file: the file that holds it, which of a sharded set is one of several.
     """
 
@@ -43,8 +38,7 @@ class StoredWeight:
     granularity: str = "none"
     input_scale: torch.Tensor | None = None
     full_precision: bool = False
-    encoding: Encoding | None = None
-    packed: GgufWeight | None = None
+    encoding: Encoded | None = None
     file: str = ""
 
     @property
@@ -58,35 +52,23 @@ class StoredWeight:
 
     @property
     def storage(self) -> str:
-        """The storage name: ``bf16``, ``fp8_e4m3fn``, ``int8``, ``nvfp4``; of a packed weight its type: ``Q4_K``."""
-        if self.packed is not None:
-            return self.packed.type
-        return name_of(self.data.dtype) if self.encoding is None else self.row.storage
+        """The storage name: ``bf16``, ``fp8_e4m3fn``, ``int8``, ``nvfp4``."""
+        return name_of(self.data.dtype) if self.encoding is None else self.format.storage
 
     @property
-    def row(self) -> Format:
+    def format(self) -> Format:
         """The quantization format of an encoded weight."""
-        return row_of(self.encoding.format, self.encoding.data.nbytes, math.prod(self.shape))
+        return self.encoding.format
 
     @property
     def quantized(self) -> bool:
         """Tell whether it is stored in 8 bits or fewer."""
-        return self.coded is not None or self.data.dtype in EIGHT_BIT
-
-    @property
-    def coded(self) -> Encoding | GgufWeight | None:
-        """What knows the weight's values where they are not ``data * scale``."""
-        return self.encoding if self.packed is None else self.packed
+        return self.encoding is not None or self.data.dtype in EIGHT_BIT
 
     @property
     def plain(self) -> bool:
         """Tell whether ``data`` are the weight's values."""
-        return self.coded is None and self.granularity == "none"
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of its data in the file."""
-        return self.data.nbytes if self.packed is None else self.packed.data.nbytes
+        return self.encoding is None and self.granularity == "none"
 
     @property
     def is_number(self) -> bool:
@@ -125,19 +107,19 @@ class StoredWeight:
 
     def bound(self, amax: float) -> float:
         """Return an upper bound on ``|weight|`` for ``|data| <= amax``. Tight where there is one scale."""
-        if self.coded is not None:
-            return self.coded.bound()
+        if self.encoding is not None:
+            return self.encoding.bound()
         return amax if self.scale is None else amax * self.scale.max().item()
 
     @cached_property
     def amax(self) -> float:
-        """The largest magnitude of the weight, for which all of it is read."""
+        """The largest magnitude of the weight; reads all values."""
         return max(part.abs().max().item() for _, part in self.parts())
 
     def exceeds(self, limit: float, bound: float) -> bool:
         """Tell whether a value of the weight exceeds ``limit``, given its :meth:`bound`.
         Reads the weight only where that leaves it open."""
-        if bound <= limit or (self.coded is None and self.granularity in ("none", "tensor")):
+        if bound <= limit or (self.encoding is None and self.granularity in ("none", "tensor")):
             return bound > limit
         return any(part.abs().max() > limit for _, part in self.parts())
 
@@ -153,8 +135,8 @@ class StoredWeight:
         return rows, count // rows if rows else 1
 
     def _values(self, rows: slice) -> torch.Tensor:
-        if self.coded is not None:
-            return self.coded.rows(rows)
+        if self.encoding is not None:
+            return self.encoding.rows(rows)
         return self._times_scale(self.matrix(self.data)[rows].float(), rows)
 
     def _times_scale(self, part: torch.Tensor, rows: slice) -> torch.Tensor:
@@ -174,8 +156,8 @@ class StoredWeight:
         Unscaled data of that dtype is not copied."""
         if self.plain:
             same = self.data.dtype == dtype
-            return self.data if same else empty(self.shape, dtype, self.data.device).copy_(self.data)
-        result = empty(self.shape, dtype)
+            return self.data if same else torch.empty(self.shape, dtype=dtype, device=self.data.device).copy_(self.data)
+        result = torch.empty(self.shape, dtype=dtype)
         target = self.matrix(result)
         for rows, part in self.parts():
             target[rows] = part
@@ -201,7 +183,7 @@ def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
 
 
 def block_sizes(shape: Sequence[int], counts: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the block lengths that cut a weight of ``shape`` into ``counts`` blocks, the last ones possibly short.
+    """Return the block lengths that cut a weight of ``shape`` into ``counts`` blocks, the last possibly short.
 
     Square blocks where some fit. 128 where that fits (DeepSeek, Qwen, vLLM), else the power of two, else the exact
     divisor. None where there are none.

@@ -1,86 +1,155 @@
-"""ComfyUI's ``asym_w4a8_int8``: 4- or 6-bit codes for numbers on an int8 grid (comfy-kitchen
-``tensor/w4a8_int8.py``).
+"""ComfyUI's ``asym_w4a8_int8``: codes of 4 or 6 bits for numbers on an int8 grid, made and unpacked by comfy-kitchen.
+
+``weight_s_rel`` (rows, groups) times a code's value, rounded to int8, times ``weight_s_channel`` (rows,), rotated.
+``weight_codebook`` (16,) has the values of 4-bit codes, else they are the codes about their middle; the top bits of
+6-bit codes follow in a plane of their own (``tensor/w4a8_int8.py``: 4 bits from 0.2.31 on, 6 bits from 0.2.40 on).
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from .encoding import Encoding, halves, setting
-from .int8 import rotated
+from ..modes import INT8
+from .format import Encoded, Tensors
+from .int8 import Rotated, fitting_group, rotation_group
+
+GROUP = 16
+LARGEST_6_BIT = 31
+SAMPLED_VALUES = 1 << 22
 
 
-@dataclass(frozen=True)
-class W4a8(Encoding):
-    """Codes of 4 bits (or of 6: their top bits follow in a plane of their own) for numbers on an int8 grid, rotated.
+class W4a8(Rotated):
+    """Codes of 4 bits, or of 6."""
 
-    ``weight_s_rel`` (rows, groups) times a code's value, rounded to int8, times ``weight_s_channel`` (rows,);
-    ``weight_codebook`` (16,) gives the values of 4-bit codes, else they are the codes about their middle.
-    """
-
+    name, product, mode = "asym_w4a8_int8", "w4a8_int8_linear", INT8
     needs = ("weight_s_rel", "weight_s_channel")
     may_have = ("weight_codebook", "weight_correction")
     signed = ("weight_codebook", "weight_correction")
+    byte_scale = ("weight_s_rel", "float8_e4m3fn")
+    unpacker, writer = "dequantize_w4a8_int8_weight", "quantize_w4a8_int8_weight"
+    writes = True
 
-    def check(self) -> None:
-        rows, columns = self.shape
-        self._has("weight_s_rel", (rows, columns // self._group_size))
-        if self._bits not in (4, 6) or self.data.shape[1] * 8 != columns * self._bits:
-            raise ValueError(f"{self.data.shape[1]} bytes a row for {columns} inputs")
-        groups = columns // self._group_size
-        self._has("weight_s_channel", (rows,))
-        if "weight_codebook" in self.tensors:
-            self._has("weight_codebook", (16,))
-        if "weight_correction" in self.tensors:
-            self._has("weight_correction", (groups, rows))
-        if self._bits == 6 and len(self.tensors) > 2:
+    def __init__(self, storage: str, bits: int, since: str, colour: tuple[int, int, int], asks: str = ""):
+        self.storage, self.bits, self.since, self.colour, self.asks = storage, bits, since, colour, asks
+
+    def shape(self, weight: Encoded) -> tuple[int, ...]:
+        scale = weight.tensors["weight_s_rel"]
+        return (len(weight.data), (scale.shape[1] if scale.dim() == 2 else 0) * _group_size(weight))
+
+    def check(self, weight: Encoded) -> None:
+        (rows, columns), size = weight.shape, _group_size(weight)
+        weight.require_shape("weight_s_rel", (rows, columns // size))
+        bits = weight.data.shape[1] * 8 // max(columns, 1)
+        if bits not in (4, 6) or weight.data.shape[1] * 8 != columns * bits:
+            raise ValueError(f"{weight.data.shape[1]} bytes a row for {columns} inputs")
+        weight.require_shape("weight_s_channel", (rows,))
+        if "weight_codebook" in weight.tensors:
+            weight.require_shape("weight_codebook", (16,))
+        if "weight_correction" in weight.tensors:
+            weight.require_shape("weight_correction", (columns // size, rows))
+        if bits == 6 and len(weight.tensors) > 2:
             raise ValueError("a codebook or correction beside 6-bit codes")
-        self._group()
+        weight.group  # noqa: B018
 
-    @property
-    def _group_size(self) -> int:
-        size = setting(self.settings, "group_size", 16)
-        if type(size) is not int or not 4 <= size <= 4096 or (16 % size and size % 16):
-            raise ValueError(f"a group_size of {size!r}")
-        return size
-
-    @property
-    def _bits(self) -> int:
-        return self.data.shape[1] * 8 // max(self.shape[1], 1)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        scale = self.tensors["weight_s_rel"]
-        return (self.data.shape[0], (scale.shape[1] if scale.dim() == 2 else 0) * self._group_size)
-
-    def rows(self, part: slice) -> torch.Tensor:
-        columns = self.shape[1]
-        numbers = self._values(self._codes(self.data[part], columns)).reshape(
-            -1, columns // self._group_size, self._group_size
+    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
+        tensors = weight.tensors
+        correction = tensors.get("weight_correction")
+        return self.kitchen(self.unpacker)(
+            weight.data[part],
+            tensors["weight_s_rel"][part],
+            tensors["weight_s_channel"][part],
+            codebook=tensors.get("weight_codebook"),
+            correction=None if correction is None else correction[:, part],
+            group_size=_group_size(weight),
+            convrot_groupsize=weight.group,
+            output_dtype=torch.float32,
         )
-        numbers = numbers.mul_(self._numbers("weight_s_rel")[part].unsqueeze(2)).round_().clamp_(-127, 127)
-        numbers = numbers.mul_(self._numbers("weight_s_channel")[part].reshape(-1, 1, 1))
-        if "weight_correction" in self.tensors:
-            numbers = numbers.add_(self._numbers("weight_correction").T[part].unsqueeze(2))
-        return rotated(numbers.reshape(-1, columns), self._group())
 
-    def _codes(self, data: torch.Tensor, columns: int) -> torch.Tensor:
-        codes = halves(data[:, : columns // 2])
-        if self._bits == 6:
-            top = data[:, columns // 2 :].view(torch.uint8).unsqueeze(2) >> torch.tensor(
-                [0, 2, 4, 6], dtype=torch.uint8
-            )
-            codes = codes | (top & 3).reshape(-1, columns) << 4
-        return codes
+    def bound(self, weight: Encoded) -> float:
+        has = "weight_correction" in weight.tensors
+        correction = weight.numbers("weight_correction").abs().max().item() if has else 0.0
+        return (127 * weight.numbers("weight_s_channel").max().item() + correction) * math.sqrt(weight.group)
 
-    def _values(self, codes: torch.Tensor) -> torch.Tensor:
-        if "weight_codebook" in self.tensors:
-            return self._numbers("weight_codebook")[codes.int()]
-        return codes.float() - (1 << self._bits - 1)
-
-    def bound(self) -> float:
-        correction = (
-            self._numbers("weight_correction").abs().max().item() if "weight_correction" in self.tensors else 0.0
+    def why_not(self, columns: int) -> str:
+        odd = self.bits == 6 and columns % 32
+        return super().why_not(columns) or (
+            f"ComfyUI's 6-bit codes need a multiple of 32 inputs, and it has {columns}" if odd else ""
         )
-        return (127 * self._numbers("weight_s_channel").max().item() + correction) * math.sqrt(self._group())
+
+    def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        scales = {
+            "weight": ((rows, columns * self.bits // 8), torch.int8),
+            "weight_s_rel": ((rows, columns // GROUP), torch.float8_e4m3fn),
+            "weight_s_channel": ((rows,), torch.float32),
+        }
+        return scales | ({"weight_codebook": ((16,), torch.float32)} if self.bits == 4 else {})
+
+    def settings(self, columns: int) -> dict:
+        return {"group_size": GROUP, "convrot_groupsize": rotation_group(columns)}
+
+    def sampled(self, columns: int) -> int:
+        return max(1, SAMPLED_VALUES // max(columns, 1)) if self.bits == 4 else 0
+
+    def shared(self, rows: torch.Tensor) -> Tensors:
+        return {"weight_codebook": self._quantized(rows)[4]} if self.bits == 4 else {}
+
+    def encode(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Tensors:
+        data, relative, channel, *_ = self._quantized(rows, params.get("weight_codebook"))
+        return {"weight": data, "weight_s_rel": relative, "weight_s_channel": channel}
+
+    def _quantized(self, rows: torch.Tensor, codebook: torch.Tensor | None = None) -> tuple:
+        # comfy-kitchen before 0.2.40 has 4 bits and no such parameter.
+        bits = {} if self.bits == 4 else {"bits": self.bits}
+        group = fitting_group(rows)
+        return self.kitchen(self.writer)(
+            rows.float(), convrot_groupsize=group, codebook_tensor=codebook, **bits
+        )
+
+    def nearest(
+        self, values: torch.Tensor, params: Mapping[str, torch.Tensor], at: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        grids, channel = self._grids(params, at), params["weight_s_channel"].unsqueeze(1)
+        targets = (values / channel).reshape(len(grids), -1)
+        return grids.gather(1, _nearest(grids, targets)).view(values.shape).mul_(channel)
+
+    def codes(self, numbers: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        grids = self._grids(params)
+        targets = (numbers / params["weight_s_channel"].unsqueeze(1)).reshape(len(grids), -1)
+        codes = _nearest(grids, targets).to(torch.uint8).view(numbers.shape)
+        if self.bits == 4:
+            return _halves(codes).view(torch.int8)
+        codes += 1  # the code 0 is not used
+        top = codes >> 4
+        fours = top[:, ::4] | top[:, 1::4] << 2 | top[:, 2::4] << 4 | top[:, 3::4] << 6
+        return torch.cat((_halves(codes), fours), 1).view(torch.int8)
+
+    def _grids(self, params: Mapping[str, torch.Tensor], at: Sequence[int] | None = None) -> torch.Tensor:
+        """Return the ascending int8 numbers of each group's codes, ``(rows * groups, codes)``."""
+        relative = params["weight_s_rel"].float()
+        if at is not None:
+            relative = relative[:, torch.as_tensor(at, device=relative.device) // GROUP]
+        if self.bits == 4:
+            levels = params["weight_codebook"]
+        else:
+            levels = torch.arange(-LARGEST_6_BIT, LARGEST_6_BIT + 1.0, device=relative.device)
+        return (levels * relative.unsqueeze(2)).round_().clamp_(-127, 127).view(-1, len(levels))
+
+
+def _group_size(weight: Encoded) -> int:
+    size = weight.setting("group_size", GROUP)
+    if type(size) is not int or not 4 <= size <= 4096 or (16 % size and size % 16):
+        raise ValueError(f"a group_size of {size!r}")
+    return size
+
+
+def _nearest(grids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Find the index of the nearest number of its row's ascending grid for each target, the lower of two as near."""
+    position, last = torch.searchsorted(grids, targets.contiguous()), grids.shape[1] - 1
+    low, high = (position - 1).clamp_(min=0), position.clamp_(max=last)
+    return torch.where((targets - grids.gather(1, high)).abs_() < (targets - grids.gather(1, low)).abs_(), high, low)
+
+
+def _halves(codes: torch.Tensor) -> torch.Tensor:
+    """Pack the low 4 bits of two codes into a byte, the first one low."""
+    return codes[:, ::2] & 15 | (codes[:, 1::2] & 15) << 4

@@ -9,8 +9,8 @@ from ..nested import tensors_in
 from .inputs import NotFiniteInput, is_finite, rows_not_finite
 from .localize import Origin
 from .log import CallPosition, GuardLog, event_of
-from .verdicts import ADVICE, DEVICE_FAULT, NOT_PRECISION
-from .wording import BETWEEN_CALLS, NAN_GIVEN
+from .verdicts import ADVICE, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED
+from .wording import BETWEEN_CALLS, MODEL, NAN_GIVEN
 
 
 def blame_inputs(log: GuardLog, inputs: Sequence[NotFiniteInput], batch: int) -> None:
@@ -56,3 +56,9 @@ def blame_device(log: GuardLog, position: CallPosition, device: torch.device, mo
     if log.on_nan == "stop":
         raise error
     return cured
+
+
+def blame_memory(log: GuardLog) -> None:
+    """Take back that a run was cured whose sampling found no memory to run in a higher precision."""
+    if log.verdict == RECOVERED:
+        log.note(event_of(CallPosition(log.calls), None, "", "", False), None, STOPPED, MODEL.no_memory)

@@ -111,11 +111,14 @@ def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) 
     attention_problem = _attention_problem(request.attention, matmuls)
     return AccumulationPlan(
         request=request,
-        flags=frozen({
-            part: value == "on"
-            for setting, value in changed.items() if value != "on" or not problems[setting]
-            for part in PARTS[setting]
-        }),
+        flags=frozen(
+            {
+                part: value == "on"
+                for setting, value in changed.items()
+                if value != "on" or not problems[setting]
+                for part in PARTS[setting]
+            }
+        ),
         proving=request.fp16_accumulation == "auto" and not problems["fp16_accumulation"],
         whole=matmuls.whole,
         naming=request.fp16_accumulation == "on" and not problems["fp16_accumulation"],

@@ -17,20 +17,15 @@ def frozen(values: Mapping[str, Value]) -> Mapping[str, Value]:
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting as asked for, as resolved on this device, and why.
-
-    Attributes:
-        held: what layers come to where that is not what was resolved for all of them: "w6a8 + w4a8".
-    """
+    """A setting as asked for, as resolved on this device, and why."""
 
     requested: str
     used: str
     reason: str = ""
-    held: str = ""
 
     def __str__(self) -> str:
         asked = "" if self.requested == self.used else f" (asked: {self.requested})"
-        return f"{self.held or self.used}{asked}" + (f": {self.reason}" if self.reason else "")
+        return f"{self.used}{asked}" + (f": {self.reason}" if self.reason else "")
 
 
 @dataclass(frozen=True)

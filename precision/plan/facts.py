@@ -111,12 +111,6 @@ def _inferred_class(name: str, weight: StoredWeight, has_bias: bool) -> str:
     return "Embedding" if not has_bias and _TABLE.search(name.rsplit(".", 1)[-1]) else "Linear"
 
 
-def packed_types(checkpoint: Checkpoint, layers: Mapping[str, str]) -> dict[str, str]:
-    """Say by layer what its weight is in the file, where no ComfyUI holds it so; ``layers``: tensor name -> layer."""
-    packed = ((layer, checkpoint.weights[name].packed) for name, layer in layers.items())
-    return {layer: f"{weight.type} in the file" for layer, weight in packed if weight is not None}
-
-
 def file_dtype(checkpoint: Checkpoint, prefix: str = "") -> str:
     """Name the storage that most of the weights below ``prefix`` have, by number of values;
     ``none`` without weights."""

@@ -11,7 +11,7 @@ from ..formats.comfy_format import AS_FILE, WeightPlan, exceeds_fp16, stays
 from .choice import Choice, frozen
 from .facts import most
 from .storage import LoadPlan, StorageDecision
-from .weights import Memory, packed_notes, plan_weights
+from .weights import Memory, plan_weights
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,6 @@ def common_dtype(weights: Mapping[str, StoredWeight], plans: Mapping[str, Weight
     for asked in [*(by_layer if len(by_layer) == 1 else ()), plan.storage.used]:
         if asked not in (AS_FILE, *QUANTIZED_NAMES):
             return asked
-    if any(weight.packed is not None for weight in weights.values()):
-        return unpacked_dtype(plan)
     sizes: Counter[str] = Counter()
     for name, weight in weights.items():
         if weight.is_number and not weight.quantized and plans[name].storage == AS_FILE:
@@ -146,15 +144,14 @@ def _memory_plan(
     dtype: str,
     asked: Mapping[str, str],
 ) -> MemoryPlan:
-    lacking = Counter(weight.row for weight in inside.values() if memory.is_unknown(weight))
+    lacking = Counter(weight.format for weight in inside.values() if memory.is_unknown(weight))
     unpacked = [
-        f"{count} layers in {row.title}, which ComfyUI has from {row.since} on, were unpacked to {memory.unpacked}."
-        for row, count in lacking.items()
+        f"{count} layers in {kind.title}, which ComfyUI has from {kind.since} on, were unpacked to {memory.unpacked}."
+        for kind, count in lacking.items()
     ]
     refused = (weight for name, weight in inside.items() if asked.get(name, AS_FILE) == AS_FILE)
     counts = Counter(weight.storage for weight in refused if memory.is_refused(weight))
     unpacked += [f"{count} weights in {it} were loaded in {dtype}: {memory.unheld[it]}" for it, count in counts.items()]
-    unpacked += packed_notes(checkpoint, plans)
     otherwise = [f"{name}: {plan.reason}" for name in inside if (plan := plans[name]).reason]
     size = sum(_bytes(weight, plans[name], dtype) for name, weight in inside.items())
     quantized = any(_is_quantized(weight, plans[name]) for name, weight in inside.items())

@@ -1,25 +1,26 @@
 """From rules, device and model to decisions: what each weight is stored in, and why."""
 
-from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
 from ..devices.detect import Device, unheld_storages, why_no_bf16
 from ..dtypes import FP8_NAMES, QUANTIZED_NAMES
-from ..formats.comfy_format import can_be_quantized, codes_of
+from ..formats.comfy_format import can_be_quantized
+from ..formats.registry import FORMAT_OF_STORAGE
 from ..text import size_text
 from .auto import ACTIVATION_ROOM, auto_storage, held_storage, why_low_bits_are_slow
 from .choice import Choice, frozen
 from .compute import ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype_of
 from .facts import LayerSpec, ModelFacts
-from .fit import FEWER_BITS, FITTED, PREDICTED_ERROR, Errors, bytes_in, fit_layers, predicted
 from .rules import TEXT_ENCODER_RULES, Rules
 
 EIGHT_BITS = ("int8", "fp8_e4m3fn")
-DOES_NOT_FIT = "in int8 the model does not fit into the device's memory"
+PREDICTED_ERROR = {"int8": 0.0089, "w6a8": 0.0184, "w4a8": 0.0617}
+"""Relative error of a layer's int8 product with weights rounded to nearest: MiniLM in benchmarks/README.md."""
+FEWER_BITS = ("w6a8", "w4a8")
+"""Storages with fewer bits than 8, which pack a weight's columns."""
 TELLS_MODEL = "ComfyUI tells the model by how many columns this weight has, which fewer bits than 8 pack"
-INT8_ERROR = PREDICTED_ERROR["int8"]
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def why_not_quantized(storage: str, shape: Sequence[int], cls: str = "") -> str:
             if cls
             else f"ComfyUI holds only the weights of Linear layers in {kind}"
         )
-    return codes_of(storage).why_not(shape[1])
+    return FORMAT_OF_STORAGE[storage].why_not(shape[1])
 
 
 def plan_load(
@@ -101,7 +102,6 @@ def plan_load(
     rules: Rules,
     free_device_bytes: int | None,
     formats: Container[str] = QUANTIZED_NAMES,
-    errors: Errors = predicted,
     fitted: bool = False,
     streamed_from: int | None = None,
 ) -> LoadPlan:
@@ -110,7 +110,6 @@ def plan_load(
     Args:
         free_device_bytes: memory left on the device, None where weights live in host memory anyway.
         formats: what the ComfyUI that loads it holds quantized weights in, as storages are called.
-        errors: what each layer loses in each storage, where ``auto`` has to choose between them.
         fitted: go below 8 bits where the model does not fit in them, as with ``auto``, though ``storage`` has 8.
         streamed_from: as for :func:`~halfsafe.precision.plan.auto.auto_storage`.
     """
@@ -118,7 +117,7 @@ def plan_load(
     choice = _choose_storage(facts, device, storage, computed, free_device_bytes, streamed_from)
     decisions = plan_storage(facts.layers, choice.used, rules)
     if (storage == "auto" or fitted) and choice.used in EIGHT_BITS and free_device_bytes is not None:
-        choice, decisions = _fitted(facts, device, choice, decisions, free_device_bytes, formats, errors)
+        choice, decisions = _fitted(facts, device, choice, decisions, rules, free_device_bytes, formats)
     storages = {name: facts.file_dtype if d.storage == "as_file" else d.storage for name, d in decisions.items()}
     storages |= facts.formats
     arithmetic = plan_compute(facts, device, compute, rules, storages)
@@ -131,37 +130,46 @@ def _fitted(
     device: Device,
     choice: Choice,
     decisions: Mapping[str, StorageDecision],
+    rules: Rules,
     free: int,
     formats: Container[str],
-    errors: Errors,
 ) -> tuple[Choice, Mapping[str, StorageDecision]]:
-    """Store layers in fewer bits than int8 where that makes the model fit, and say so.
+    """Store the model in w6a8, else in w4a8, where int8 does not fit and the smaller one does, and say so.
 
     Where fp8 was chosen, int8 products gain nothing or are not what runs, and those of fewer bits are int8 products.
     """
-    layers = [layer for layer in facts.layers if decisions[layer.name] == StorageDecision(choice.used, "")]
-    in_int8 = sum(bytes_in("int8", *layer.shape) for layer in layers)
-    others = 2 * (facts.parameters - sum(prod(layer.shape) for layer in layers))
-    room = free - ACTIVATION_ROOM - others
-    if in_int8 <= room:
+    room, size = free - ACTIVATION_ROOM, _bytes_stored(facts, decisions)
+    if size <= room:
         return choice, decisions
-    fit, slow = fit_layers(layers, room, formats, errors), why_low_bits_are_slow(device)
-    if fit is None or slow or choice.used != "int8":
-        held, moved = choice.used.split("_")[0], size_text(in_int8 - room)
-        why = f"{slow} storage=w4a8 makes it fit all the same." if fit else "Fewer bits do not make it fit either."
-        shortage = f"In {held} the model does not fit either: ComfyUI moves {moved} in and out. {why.strip()}"
-        return replace(choice, reason=f"{choice.reason} {shortage}".strip()), decisions
-    counts = Counter(fit.storages.values())
-    taken = [name for name in FITTED if counts[name]]
+    smaller = {name: plan_storage(facts.layers, name, rules) for name in FEWER_BITS if name in formats}
+    fitting = next((name for name, own in smaller.items() if _bytes_stored(facts, own) <= room), None)
+    held, moved, slow = choice.used.split("_")[0], size_text(size - room), why_low_bits_are_slow(device)
+    if fitting is None or slow or choice.used != "int8":
+        why = f"{slow} storage={fitting} makes it fit all the same.".strip()
+        why = why if fitting else "Fewer bits do not make it fit either."
+        reason = f"In {held} the model does not fit either: ComfyUI moves {moved} in and out. {why}"
+        return replace(choice, reason=f"{choice.reason} {reason}".strip()), decisions
     reason = (
-        f"In int8 {size_text(in_int8 + others)} do not fit either: "
-        f"{', '.join(f'{counts[name]} layers in {name}' for name in taken)} take "
-        f"{size_text(fit.bytes + others)}, with an error of {fit.error:.1%} predicted for a layer's result where int8 "
-        f"has {INT8_ERROR:.1%}. With storage=int8 ComfyUI moves {size_text(in_int8 - room)} in and out at each step."
+        f"In int8 {size_text(size)} do not fit either: {fitting} takes "
+        f"{size_text(_bytes_stored(facts, smaller[fitting]))}, with an error of {PREDICTED_ERROR[fitting]:.1%} "
+        f"predicted for a layer's result where int8 has {PREDICTED_ERROR['int8']:.1%}. "
+        f"With storage=int8 ComfyUI moves {moved} in and out at each step."
     )
-    smaller = {name: StorageDecision(used, DOES_NOT_FIT) for name, used in fit.storages.items() if used != "int8"}
-    choice = replace(choice, reason=f"{choice.reason} {reason}".strip(), held=" + ".join(taken))
-    return choice, frozen({**decisions, **smaller})
+    return replace(choice, used=fitting, reason=f"{choice.reason} {reason}".strip()), smaller[fitting]
+
+
+def _bytes_stored(facts: ModelFacts, decisions: Mapping[str, StorageDecision]) -> int:
+    """Count the bytes of a model whose layers are quantized as decided, all else in 16 bit."""
+    quantized = {layer: decisions[layer.name].storage for layer in facts.layers}
+    quantized = {layer: storage for layer, storage in quantized.items() if storage in QUANTIZED_NAMES}
+    size = sum(quantized_bytes(storage, *layer.shape) for layer, storage in quantized.items())
+    return size + 2 * (facts.parameters - sum(prod(layer.shape) for layer in quantized))
+
+
+def quantized_bytes(storage: str, rows: int, columns: int) -> int:
+    """Count the bytes of a weight with its scales in a quantized storage."""
+    specs = FORMAT_OF_STORAGE[storage].specs(rows, columns).values()
+    return sum(prod(shape) * dtype.itemsize for shape, dtype in specs)
 
 
 def plan_text_encoder(

@@ -4,7 +4,6 @@ The rules of a user and the modules of a model are asked before, layer by layer 
 tensor is looked at with its scales, its values where they decide, and what holds it afterwards.
 """
 
-from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -12,7 +11,7 @@ import torch
 
 from ..dtypes import FP8_DTYPES, FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, name_of
 from ..errors import CheckpointError, StorageNotHeld
-from ..formats.checkpoint import Checkpoint, StoredWeight, looks_like_scale
+from ..formats.checkpoint import StoredWeight, looks_like_scale
 from ..formats.comfy_format import (
     AS_FILE,
     OF_FNUZ,
@@ -33,7 +32,7 @@ WITH_SCALE = "a tensor beside it is named like a scale"
 
 @dataclass(frozen=True)
 class Memory:
-    """What a ComfyUI that weights are loaded into, and its device, can hold.
+    """The formats and dtypes that a ComfyUI and its device can hold.
 
     Attributes:
         formats: what it holds quantized weights in, as storages are called.
@@ -53,10 +52,10 @@ class Memory:
 
     def lacks(self, weight: StoredWeight) -> bool:
         """Tell whether a weight cannot be held as it is."""
-        return weight.packed is not None or self.is_unknown(weight) or self.is_refused(weight)
+        return self.is_unknown(weight) or self.is_refused(weight)
 
     def is_unknown(self, weight: StoredWeight) -> bool:
-        """Tell whether a weight is in a format that this ComfyUI does not have."""
+        """Tell whether a weight is in a format unknown to the ComfyUI."""
         # Its own loader fails on one with a KeyError (``_load_quantized_module`` in comfy/ops.py).
         return weight.encoding is not None and weight.storage not in self.formats
 
@@ -84,22 +83,22 @@ def plan_weights(
 
     Raises:
         NonFiniteWeight: a weight whose values were read holds NaN or Inf.
-        StorageNotHeld: ``memory`` lacks what is asked for.
-        CheckpointError: a weight has to be unpacked and the file does not tell its shape.
+        StorageNotHeld: ``memory`` lacks the storage that is asked for, or the comfy-kitchen that writes it is missing.
+        CheckpointError: a weight has to be unpacked, and nothing here can, or the file does not tell its shape.
     """
-    if memory is not None:
-        require_held(asked.values(), memory.formats)
+    written = [name for name in {*asked.values()} & FORMAT_OF_STORAGE.keys() if FORMAT_OF_STORAGE[name].can_write]
+    require_held(asked.values(), written if memory is None else memory.formats)
     with_scales = {name.rpartition(".")[0] for name in weights if looks_like_scale(name)}
     plans = {}
     for name, weight in weights.items():
         storage, reason = _decide(weight, asked.get(name, AS_FILE), path, memory, read)
-        becomes_quantized = storage in QUANTIZED_NAMES and (weight.packed is not None or not weight.quantized)
+        becomes_quantized = storage in QUANTIZED_NAMES and not weight.quantized
         if becomes_quantized and weight.layer in with_scales:
             storage, reason = _not_quantized(weight), WITH_SCALE
         error = sampled_error(weight, storage) if memory is None else SampledError()
         plans[name] = _plan(weight, storage, reason, error)
         if done:
-            done(name, weight.file_bytes)
+            done(name, weight.data.nbytes)
     return plans
 
 
@@ -115,8 +114,8 @@ def why_not_held(storage: str, formats: Container[str]) -> str:
     """Say why a ComfyUI with these formats cannot hold weights in a storage; "" where it can."""
     if storage not in QUANTIZED_NAMES or storage in formats:
         return ""
-    row = FORMAT_OF_STORAGE[storage]
-    return f"this ComfyUI does not run {row.title}, which came with ComfyUI {row.since} and its comfy-kitchen."
+    format = FORMAT_OF_STORAGE[storage]
+    return f"this ComfyUI does not run {format.title}, which came with ComfyUI {format.since} and its comfy-kitchen."
 
 
 def _plan(weight: StoredWeight, storage: str, reason: str, error: SampledError) -> WeightPlan:
@@ -135,12 +134,16 @@ def _plan(weight: StoredWeight, storage: str, reason: str, error: SampledError) 
 
 
 def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read: bool) -> tuple[str, str]:
-    """Return what is made of one weight, and why that is not what was asked for."""
-    if weight.data.numel() == 0 or (weight.scale is None and not weight.is_number and weight.coded is None):
+    """Return the storage of a weight, and why the asked storage is not used."""
+    if weight.data.numel() == 0 or (weight.scale is None and not weight.is_number and weight.encoding is None):
         return AS_FILE, ""
     storage = _wanted(weight, asked, memory)
     if storage == AS_FILE or (weight.encoding is not None and storage == weight.storage):
         return AS_FILE, ""
+    if read and weight.encoding is not None and not weight.format.unpacks:
+        advice = f"Use ComfyUI {weight.format.since} or later, or another version of the model."
+        problem = f"in {weight.format.title}, which this comfy-kitchen cannot unpack"
+        raise CheckpointError(weight.file or path, problem, weight.name, advice)
     if read and weight.encoding is not None and (doubt := weight.encoding.doubt):
         if memory is not None and memory.lacks(weight):
             advice = "Update ComfyUI to one that reads the format, or use another version of the model."
@@ -155,11 +158,8 @@ def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read:
 
 def _wanted(weight: StoredWeight, asked: str, memory: Memory | None) -> str:
     """Return the storage to make if the weight allows it, or ``as_file``."""
-    if weight.packed is not None:
-        unpacked = "bf16" if memory is None else memory.unpacked
-        return unpacked if asked in ("auto", AS_FILE) else asked
     if memory is not None:
-        fp8 = weight.coded is None and weight.data.dtype in FP8_DTYPES
+        fp8 = weight.encoding is None and weight.data.dtype in FP8_DTYPES
         if (fp8 and weight.name in memory.not_linear) or (asked == AS_FILE and memory.lacks(weight)):
             return memory.unpacked
         if asked not in QUANTIZED_NAMES and weight.scale is None and not weight.quantized:
@@ -187,15 +187,3 @@ def _quantized(weight: StoredWeight, storage: str, path, read: bool) -> tuple[st
 
 def _not_quantized(weight: StoredWeight) -> str:
     return "bf16" if weight.quantized or weight.scale is not None else AS_FILE
-
-
-def packed_notes(checkpoint: Checkpoint, plans: Mapping[str, WeightPlan]) -> list[str]:
-    """Say what became of weights in formats that no ComfyUI holds."""
-    counts = Counter(
-        (w.packed.type, plans[name].stored) for name, w in checkpoint.weights.items() if w.packed is not None
-    )
-    anew = "quantized anew to {}, whose error is added to that of the file"
-    return [
-        f"{count} weights in {kind} were {(anew if stored in QUANTIZED_NAMES else 'unpacked to {}').format(stored)}."
-        for (kind, stored), count in counts.items()
-    ]

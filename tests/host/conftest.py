@@ -32,17 +32,15 @@ if COMFYUI:
 
 ONCE_PER_CALL = {"arithmetic/amax_buffer.read", "guard/model.__call__"}
 CALIBRATING = {
-    "arithmetic/linear._calibrate", "arithmetic/linear.fits_fp16", "arithmetic/linear.largest_row_sum",
-    "arithmetic/linear._fit", "arithmetic/linear._first_product", "arithmetic/result_bound.note_operand", "arithmetic/operand_sharing._are_equal",
-    "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._calibrate", "bounds/attention_bounds.calibrate",
-    "bounds/known_values._measured", "bounds/value_bounds._read", "bounds/modulation._assumed", "bounds/rotation.measure",
+    "arithmetic/linear._choose", "arithmetic/linear._first_product", "arithmetic/operand_sharing._is_same", "arithmetic/calibration.watch_inputs",
+    "arithmetic/fp16_accumulation._calibrate", "arithmetic/attention._note", "arithmetic/attention._calibrated", "arithmetic/attention_bounds.calibrate",
     "arithmetic/attention._in_first_mode_that_fits", "arithmetic/attention._rather_smoothed",
 }  # fmt: skip
 IN_A_CHECK = {"check/drift"}
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/escalation._numbers", "guard/finite"}
 ONCE_PER_DEVICE = {"devices/probes", "precision/amax._drops_nan"}
-HOST_MEMORY = {"precision/amax._fp8_amax", "precision/amax.host_amax", "formats/stored_weight.amax", "formats/gguf_weight", "formats/checkpoint._check_finite", "formats/checkpoint._scale"}
-ANALYSIS = {"study/sensitivity", "study/layer_error", "study/candidates", "formats/quantize"}
+HOST_MEMORY = {"precision/amax._fp8_amax", "precision/amax.host_amax", "formats/stored_weight.amax", "formats/checkpoint._check_finite", "formats/checkpoint._scale"}
+ANALYSIS = {"study/sensitivity", "study/layer_error", "study/candidates", "formats/fp8"}
 CALIBRATE = {"calibrate/products"}
 ALLOWED_READS = frozenset(CALIBRATE | ONCE_PER_CALL | CALIBRATING | AFTER_A_FAILURE | IN_A_CHECK | ONCE_PER_DEVICE | HOST_MEMORY | ANALYSIS)
 

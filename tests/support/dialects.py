@@ -1,7 +1,7 @@
 """Writers of model files as the real tools lay them out. Each takes 16-bit reference weights and biases by layer name."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -130,11 +130,11 @@ def block_wise(
     return save(path, _scaled(weights, scale_name, per_block, rows=rows, columns=columns), biases, {"format": "pt"})
 
 
-def native(path: Path, weights: Weights, biases: Weights) -> Path:
-    """Layers by turns in each of :data:`NATIVE`, ComfyUI's formats other than scaled fp8, as its own tools write them."""
-    tensors = {}
+def native(path: Path, weights: Weights, biases: Weights, names: Sequence[str] = ()) -> Path:
+    """Layers by turns in each of :data:`NATIVE`, or of some, ComfyUI's formats other than scaled fp8, as its own tools write them."""
+    tensors, chosen = {}, [*(names or NATIVE)]
     for number, (layer, weight) in enumerate(weights.items()):
-        make = list(NATIVE.values())[number % len(NATIVE)]
+        make = NATIVE[chosen[number % len(chosen)]]
         tensors |= {f"{layer}.{leaf}": value for leaf, value in make(weight.float()).items()}
     return save(path, tensors, biases, {"format": "pt"})
 

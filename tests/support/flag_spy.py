@@ -31,26 +31,21 @@ class FlagSpy(TorchFunctionMode):
         super().__init__()
         self.seen: list[Product] = []
         self._in_wide = False
-        self._real = {name: getattr(SafeOperation, name) for name in ("_product", "_fp16")}
+        self._real = SafeOperation._multiplied
 
     def __enter__(self) -> FlagSpy:
-        for name in self._real:
-            setattr(SafeOperation, name, self._noted(name))
-        return super().__enter__()
-
-    def _noted(self, name: str):
         def product(operation, x, weight, *args, **kwargs):
             self._in_wide = operation.kind == "linear" and x.dtype == weight.dtype == torch.float16
             try:
-                return self._real[name](operation, x, weight, *args, **kwargs)
+                return self._real(operation, x, weight, *args, **kwargs)
             finally:
                 self._in_wide = False
 
-        return product
+        SafeOperation._multiplied = product
+        return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
-        for name, method in self._real.items():
-            setattr(SafeOperation, name, method)
+        SafeOperation._multiplied = self._real
         super().__exit__(*error)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):

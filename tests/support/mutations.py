@@ -88,7 +88,7 @@ def genuine() -> dict[str, bytes]:
 
 def _writers() -> dict[str, Callable[[Path], Path]]:
     weights, biases = dialects.reference(LAYERS, SHAPE)
-    six, _ = dialects.reference(tuple(f"blocks.{number}.fc" for number in range(6)), (16, 64))
+    four, _ = dialects.reference(tuple(f"blocks.{number}.fc" for number in range(4)), (16, 64))
     prefixed = {f"model.diffusion_model.{layer}": weight for layer, weight in weights.items()}
 
     def with_all(write: Callable, **options) -> Callable[[Path], Path]:
@@ -112,69 +112,10 @@ def _writers() -> dict[str, Callable[[Path], Path]]:
         "block": with_all(dialects.block_wise, rows=16, columns=16),
         "block scale": with_all(dialects.block_wise, scale_name="scale", rows=16, columns=16),
         "group": with_all(dialects.block_wise, scale_name="weight_scale", rows=1, columns=16),
-        "native": lambda path: dialects.native(path, six, {}),
-        "int8": lambda path: dialects.in_format(path, six, {}, "int8"),
-        "int8 without format": lambda path: dialects.in_format(path, six, {}, "int8", {"convrot": True, "convrot_groupsize": 64}),
-        "w4a8": lambda path: dialects.in_format(path, six, {}, "w4a8"),
+        "native": lambda path: dialects.native(path, four, {}),
+        "int8": lambda path: dialects.in_format(path, four, {}, "int8"),
+        "int8 without format": lambda path: dialects.in_format(path, four, {}, "int8", {"convrot": True, "convrot_groupsize": 64}),
     }
-
-
-@cache
-def genuine_gguf() -> dict[str, bytes]:
-    """Small GGUF files of a model whose weights are in types of their own, by name."""
-    from . import gguf_files
-
-    kinds = gguf_files.ASKED_FOR
-    with tempfile.TemporaryDirectory() as folder:
-        return {
-            f"gguf {' '.join(group)}": _gguf(Path(folder) / f"{group[0]}.gguf", group).read_bytes()
-            for group in (kinds[:4], kinds[4:8], kinds[8:12], kinds[12:])
-        }
-
-
-def _gguf(path: Path, kinds: tuple[str, ...]) -> Path:
-    from . import gguf_files
-
-    weights, _ = dialects.reference(tuple(f"blocks.{number}.fc" for number in range(len(kinds))), (8, 256))
-    return gguf_files.write(
-        path, {f"{layer}.weight": gguf_files.in_type(weight, kind) for (layer, weight), kind in zip(weights.items(), kinds, strict=True)}
-    )
-
-
-def mutated_file(random: Random) -> tuple[str, bytes]:
-    """(name, content) of a damaged file: safetensors in most cases, GGUF in some."""
-    return ("in.gguf", mutated_gguf(random)) if random.random() < 0.2 else ("in.safetensors", mutated(random))
-
-
-def mutated_gguf(random: Random) -> bytes:
-    """A genuine GGUF file after a few mutations: of numbers and names of its header, of its data, of any bytes."""
-    content = random.choice(list(genuine_gguf().values()))
-    for _ in range(random.choice((1, 1, 2, 3))):
-        content = random.choice((_gguf_number, _gguf_number, _gguf_name, _gguf_data, _with_other_bytes))(random, content)
-    return content
-
-
-def _gguf_number(random: Random, content: bytes) -> bytes:
-    """Another number somewhere in the header: a count, a length, a type, a shape, an offset."""
-    size = random.choice((1, 4, 8))
-    value = random.choice((*EXTREMES[:-1], random.randrange(64))) % 256**size
-    at = random.randrange(0, max(1, min(len(content), 700) - size))
-    return content[:at] + value.to_bytes(size, "little") + content[at + size :]
-
-
-def _gguf_name(random: Random, content: bytes) -> bytes:
-    """Another name for a tensor or a field, with its own length."""
-    old = random.choice((b"blocks.0.fc.weight", b"blocks.1.fc.weight", b"general.architecture", b"wan"))
-    new = random.choice((*NAMES, "blocks.1.fc.weight", "blocks.0.fc.bias")).encode("utf-8", "surrogatepass")
-    return content.replace(len(old).to_bytes(8, "little") + old, len(new).to_bytes(8, "little") + new, 1)
-
-
-def _gguf_data(random: Random, content: bytes) -> bytes:
-    """Other bytes in the last part of the file: fp16 scales that are NaN or Inf among them."""
-    begin = random.randrange(min(800, len(content)), len(content) + 1) if len(content) > 800 else 0
-    end = min(len(content), begin + random.choice((2, 18, 300, 10**6)))
-    fill = random.choice((b"\x00\x7e", b"\x00\x7c", b"\xff\xff", b"\x00\x00", b"\x01\x80", random.randbytes(2)))
-    return content[:begin] + (fill * (end - begin))[: end - begin] + content[end:]
 
 
 @cache

@@ -8,7 +8,7 @@ import comfy.quant_ops
 import torch
 
 from ....precision.dtypes import name_of
-from ....precision.formats.registry import FORMAT_OF_STORAGE, FORMATS, Format, row_of
+from ....precision.formats.registry import FORMAT_OF_STORAGE, FORMATS, Format, format_of
 from ....precision.plan.facts import LayerSpec, ModelFacts, most
 from ..core import is_in_layout, takes_to_quantize
 from .layers import layers_of
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 PACKED = "packed"
-"""The storage of weights that another loader, such as ComfyUI-GGUF's, keeps as bytes in a format of its own."""
+"""The storage of weights that another loader keeps as bytes in a format of its own."""
 
 
 def model_facts(patcher: ModelPatcher) -> ModelFacts:
@@ -49,23 +49,25 @@ def _is_known(weight: torch.Tensor) -> bool:
 def storage_of(tensor: torch.Tensor) -> str:
     """Name the storage of a weight, quantized or not."""
     if not _is_known(tensor):
-        return PACKED
+        # ComfyUI-GGUF's GGMLTensor (its ops.py) has GGML's type, an enum of the package gguf.
+        kind = getattr(tensor, "tensor_type", None)
+        return PACKED if kind is None else f"gguf {kind.name}"
     if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
         return name_of(tensor.dtype)
     formats = comfy.quant_ops.QUANT_ALGOS.items()
     found = (name for name, algorithm in formats if is_in_layout(tensor, algorithm["comfy_tensor_layout"]))
     name = next(found, "quantized")
-    return row_of(name, tensor.nbytes, tensor.numel()).storage if name in FORMATS else name
+    return format_of(name, tensor.nbytes, tensor.numel()).storage if name in FORMATS else name
 
 
 def held_storages() -> frozenset[str]:
-    """Return what this ComfyUI holds quantized weights in, as storages are called."""
-    return frozenset(row.storage for row in FORMAT_OF_STORAGE.values() if _holds(row))
+    """Return the quantized storages of this ComfyUI, by their names in options."""
+    return frozenset(format.storage for format in FORMAT_OF_STORAGE.values() if _holds(format))
 
 
-def _holds(row: Format) -> bool:
-    algorithm = comfy.quant_ops.QUANT_ALGOS.get(row.name)
-    return algorithm is not None and takes_to_quantize(algorithm["comfy_tensor_layout"], row.asks)
+def _holds(format: Format) -> bool:
+    algorithm = comfy.quant_ops.QUANT_ALGOS.get(format.name)
+    return algorithm is not None and takes_to_quantize(algorithm["comfy_tensor_layout"], format.asks)
 
 
 def parameter_count(patcher: ModelPatcher) -> int:

@@ -54,6 +54,7 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         self._sampling: Sampling | None = call.options.get(SAMPLING)
         self.packs = " and ".join(packs_on(call))
         self.obstacle = _why_not_again(patcher, self._sampling)
+        self._take_back: Callable[[], None] | None = None
         self._last: Attempt[torch.Tensor] | None = None
         self.first = number == 1
         promised = AS_PLANNED if may_fall_back(patcher) and not guarded.escalation else None
@@ -131,11 +132,11 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         if step == AS_PLANNED:
             fall_back(self.model)
         else:
-            self.guarded.remember(self.guarded.escalation | step)
+            self._take_back = self.guarded.remember(self.guarded.escalation | step)
 
     def start_again(self) -> NoReturn:
         """Start the sampling again from its first step."""
-        raise StartAgain(self._sampling)
+        raise StartAgain(self._sampling, self._take_back)
 
     def patches(self, given: Call) -> str:
         """Name the functions that nodes put into the model's blocks; "" for none."""

@@ -12,7 +12,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ....precision.amax import amax
 from ....precision.devices import probes
-from ....precision.guard.around import blame_between_calls, blame_device, blame_inputs
+from ....precision.guard.around import blame_between_calls, blame_device, blame_inputs, blame_memory
 from ....precision.guard.case import Case
 from ....precision.guard.ladder import RandomStart
 from ....precision.guard.log import CallPosition, GuardLog
@@ -24,6 +24,7 @@ from ..replay.call import Call
 from ..replay.restart import SAMPLING, Sampling
 from ..run.compute import planned_on
 from ..run.layer_modes import settings_of
+from ..run.oom import is_oom
 from ..run.per_model import PerModel, branch_of, patches_of
 from ..run.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
 from .causes import sampler_inputs
@@ -147,6 +148,10 @@ class Guard:
             if self.on_nan != OFF:
                 blame_between_calls(log, result, sigmas)
             return result
+        except RuntimeError as error:
+            if is_oom(error):
+                blame_memory(log)
+            raise
         finally:
             log.notify_verdict()
 

@@ -1,6 +1,7 @@
 """What the guard knows of a model in one state of its weights: what runs wider, and what earlier runs showed."""
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ....precision.dtypes import name_of
@@ -59,11 +60,18 @@ class Guarded:
         if escalation != self.escalation:
             self.escalation, self.layers = escalation, EscalatedLayers(escalation, self.model(), self.modes)
 
-    def remember(self, escalation: Escalation) -> None:
-        """Run with this escalation from now on, in later runs of the model too."""
+    def remember(self, escalation: Escalation) -> Callable[[], None]:
+        """Run with this escalation from now on, in later runs of the model too. Returns a function to take it back."""
+        model, before = self.model(), (self.escalation, self.layers)
+        learned, state = learned_of(model), _known_as(model)
         self.grow(escalation)
-        model = self.model()
-        learned_of(model)[_known_as(model)] = escalation
+        learned[state] = escalation
+
+        def take_back() -> None:
+            self.escalation, self.layers = before
+            learned[state] = self.escalation
+
+        return take_back
 
     def modes_at(self, origin: Origin | None) -> tuple[str, str]:
         """Return (mode by itself, mode now) of the layer that failed, or of the values between layers."""

@@ -108,11 +108,9 @@ def _check_fused(checkpoint: Checkpoint, names: list[str]) -> None:
 
 
 def dequantized_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return every tensor by name, those quantized with a scale, and packed ones, in bf16."""
+    """Return every tensor by name, those quantized with a scale in bf16."""
     return {
-        name: weight.dequantize(torch.bfloat16)
-        if weight.scale is not None or weight.packed is not None
-        else weight.data
+        name: weight.data if weight.scale is None else weight.dequantize(torch.bfloat16)
         for name, weight in checkpoint.weights.items()
     }
 

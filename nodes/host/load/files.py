@@ -13,7 +13,6 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 
 from ....precision.errors import CheckpointError, HalfsafeError
-from ....precision.files.gguf_file import SUFFIX, GgufFile
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
@@ -37,17 +36,6 @@ def model_files(folder: str) -> list[str]:
 def with_examples(folder: str, names: Sequence[str]) -> list[str]:
     """List names of ComfyUI's model folder, then the pack's examples for the folder."""
     return list(dict.fromkeys([*names, *sorted(file.name for file in (EXAMPLES / folder).glob("*.safetensors"))]))
-
-
-def diffusion_model_files() -> list[str]:
-    """List the names ComfyUI has for ``diffusion_models``, and the GGUF files in the same folders, which it leaves out.
-
-    No folder kind is registered for them, as ``unet_gguf`` is by ComfyUI-GGUF: it would be listed among ComfyUI's own.
-    """
-    folders = folder_paths.get_folder_paths("diffusion_models")
-    found = (folder_paths.recursive_search(folder, [".git"])[0] for folder in folders)
-    gguf = (name for names in found for name in folder_paths.filter_files_extensions(names, [SUFFIX]))
-    return with_examples("diffusion_models", sorted({*folder_paths.get_filename_list("diffusion_models"), *gguf}))
 
 
 def model_path(folder: str, name: str) -> str:
@@ -123,7 +111,7 @@ def _file_with(tensor: str, shape: Sequence[int], paths: Sequence[str]) -> str:
 
 
 def _tensors(file: TensorFile) -> TensorFile:
-    enabled = getattr(comfy.memory_management, "aimdo_enabled", False) and not isinstance(file, GgufFile)
+    enabled = getattr(comfy.memory_management, "aimdo_enabled", False)
     codes = {entry.dtype for entry in file.entries.values()}
     known = codes <= comfy.utils._TYPES.keys() and all(path.suffix.lower() in MAPPED for path in file.files)
     return MappedByCore(file) if enabled and known else file

@@ -18,7 +18,7 @@ from ....precision.errors import CheckpointError
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.card import source_of
-from ....precision.formats.metadata import lasting_metadata
+from ....precision.formats.checkpoint import lasting_metadata
 from ....precision.formats.stored_weight import StoredWeight
 from ....precision.plan.choice import ATTACHMENT
 

@@ -13,12 +13,10 @@ import comfy.quant_ops
 import comfy.sd
 import torch
 
-from ....precision.dtypes import QUANTIZED_NAMES, dtype_named
+from ....precision.dtypes import dtype_named
 from ....precision.errors import CheckpointError
 from ....precision.formats.checkpoint import Checkpoint
-from ....precision.formats.comfy_format import AS_FILE
 from ....precision.plan.choice import ATTACHMENT, LoadRecord, frozen
-from ....precision.plan.facts import packed_types
 from ....precision.plan.memory import plan_model
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
@@ -26,7 +24,6 @@ from ..core import casts_weights, quantization_format, set_cast_dtype, set_full_
 from ..facts.model_facts import held_storages
 from ..lora.patcher import keep_low_rank_unmerged
 from ..run.compute import set_compute
-from .copies import freed_once_copied
 from .detection import Detected, detect_model
 from .devices import (
     compute_device,
@@ -85,7 +82,7 @@ def _load(
         "metadata": detected.checkpoint.metadata,
         "disable_dynamic": disable_dynamic,
     }
-    with lacking_tensors(detected.checkpoint.path) as lacking, freed_once_copied(load.unpacked):
+    with lacking_tensors(detected.checkpoint.path) as lacking:
         tensors = dict(load.tensors)
         if whole:
             patcher, *_ = comfy.sd.load_state_dict_guess_config(
@@ -104,7 +101,6 @@ class PreparedLoad:
 
     plan: LoadPlan
     tensors: dict[str, torch.Tensor]
-    unpacked: list[torch.Tensor]
     dtype: torch.dtype
     notes: Sequence[str]
 
@@ -128,11 +124,8 @@ def prepare(detected: Detected, storage: str, compute: str, rules: Rules, stream
     require_held_by_device((decision.storage for decision in plan.decisions.values()), compute_device())
     weights = plan_model(checkpoint, plan, detected.layer_names, detected.prefix, formats, assigned=streamed)
     loaded = load_tensors(checkpoint, weights, read=not streamed)
-    tensors = loaded.tensors
-    names = (name for name, found in weights.plans.items() if found.storage not in (AS_FILE, *QUANTIZED_NAMES))
-    unpacked = [tensors[name] for name in names if tensors[name] is not checkpoint.weights[name].data]
     notes = [*weights.notes, *loaded.notes]
-    return PreparedLoad(plan, tensors, unpacked, dtype_named(weights.dtype), notes)
+    return PreparedLoad(plan, loaded.tensors, dtype_named(weights.dtype), notes)
 
 
 def quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:
@@ -209,15 +202,11 @@ def hold_norms_in_fp32(modules: Iterable[torch.nn.Module]) -> None:
 
 def record_of(detected: Detected, plan: LoadPlan, notes: Sequence[str]) -> LoadRecord:
     decisions = plan.decisions.items()
-    reasons = packed_types(detected.checkpoint, detected.layer_names)
-    for name, decision in decisions:
-        if decision.reason:
-            reasons[name] = "; ".join(filter(None, (reasons.get(name), decision.reason)))
     return LoadRecord(
         file=detected.checkpoint.path,
         dialects=detected.checkpoint.dialects,
         storage=plan.storage,
-        reasons=frozen(reasons),
+        reasons=frozen({name: decision.reason for name, decision in decisions if decision.reason}),
         kept=frozen({name: decision.reason for name, decision in decisions if decision.kept}),
         asked=frozen({name: decision.storage for name, decision in decisions if decision.storage != "as_file"}),
         without_effect=plan.without_effect,

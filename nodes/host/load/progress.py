@@ -13,7 +13,7 @@ from ....precision.formats.checkpoint import StoredWeight
 
 def byte_progress(weights: Iterable[StoredWeight]) -> Callable[[int], None]:
     """Return a function to call with the bytes of these weights just dealt with."""
-    return advancing(comfy.utils.ProgressBar(max(1, sum(weight.file_bytes for weight in weights))))
+    return advancing(comfy.utils.ProgressBar(max(1, sum(weight.data.nbytes for weight in weights))))
 
 
 def advancing(bar: comfy.utils.ProgressBar) -> Callable:

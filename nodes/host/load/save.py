@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import TYPE_CHECKING
 
 import comfy.lora
@@ -14,10 +13,10 @@ import torch
 
 from ....precision.arithmetic.compiling import plain_name
 from ....precision.calibrate.calibration import Calibration
-from ....precision.calibrate.weights import CalibratedRounding, card_of
+from ....precision.calibrate.weights import CalibratedRounding
 from ....precision.errors import HalfsafeError
 from ....precision.files.safetensors_file import write_safetensors
-from ....precision.formats.card import Provenance
+from ....precision.formats.card import Provenance, card_entry
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
 from ....precision.formats.comfy_format import WeightPlan
 from ....precision.formats.comfy_state import planned_specs, planned_tensors
@@ -41,7 +40,7 @@ logger = logging.getLogger("halfsafe")
 
 
 class LiveWeights(Mapping[str, StoredWeight]):
-    """The weights of a model as they are in memory; a patched one is computed, in fp32, whenever it is asked for."""
+    """The weights of a model in memory; a patched weight is computed in fp32 at each access."""
 
     def __init__(self, patcher: ModelPatcher):
         self._patcher = patcher
@@ -116,10 +115,10 @@ def save_model(
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched)
     rounding = _rounding(patcher, calibration, weights, plans, provenance.source) if calibration else None
-    card = partial(card_of, provenance, plans.values(), rounding)
-    metadata |= card()
-    tensors = planned_tensors(weights, plans, name, _done(weights, rounding), rounding)
-    write_safetensors(path, planned_specs(plans), tensors, metadata, afterwards=card if rounding else None)
+    metadata |= rounding.card_entry(provenance, plans) if rounding else card_entry(provenance, plans.values())
+    making = rounding.made if rounding else None
+    tensors = planned_tensors(weights, plans, name, _done(weights, rounding), making=making)
+    write_safetensors(path, planned_specs(plans), tensors, metadata)
     if rounding:
         logger.info("Halfsafe: %s: %s", name, rounding.text())
     return name, os.path.getsize(path)
@@ -137,7 +136,7 @@ def _rounding(
 
 
 def _done(weights: LiveWeights, rounding: CalibratedRounding | None) -> Callable[[str, int], None]:
-    """Return what to do once a weight is written: move the progress bar on, and say how long it still takes."""
+    """Return a function to call after each written weight: moves the progress bar and shows the time left."""
     progress = byte_progress(weights.stored.values())
 
     def done(name: str, size: int) -> None:
@@ -153,7 +152,7 @@ def _refuse_foreign(patcher: ModelPatcher) -> None:
     if foreign:
         first, cls = next(iter(foreign.items()))
         problem = f"Layer '{first}' and {len(foreign) - 1} more are packed in a format of another loader ({cls})."
-        advice = "Load the file with Load Diffusion Model (Halfsafe), which reads GGUF too, and save that model."
+        advice = "Load the model from a .safetensors file and save that."
         raise HalfsafeError(problem, advice)
 
 

@@ -54,7 +54,7 @@ def load_tensors(checkpoint: Checkpoint, planned: MemoryPlan, read: bool = True)
 
 
 class _Work:
-    """Sum the seconds in which weights are made; none of those that stay slices of the file."""
+    """Sum the seconds of making weights; slices of the file are left out."""
 
     def __init__(self, progress: Callable[[int], None], slices: set[str]):
         self._progress, self._slices = progress, slices

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import comfy.utils
 import torch
@@ -12,7 +13,7 @@ from comfy.patcher_extension import WrappersMP
 from comfy.quant_ops import QuantizedTensor
 
 from ....precision.arithmetic.compiling import compile_disabled
-from ....precision.arithmetic.patching import Patch, patched
+from ....precision.arithmetic.patching import patched
 from ....precision.calibrate.calibration import Calibration
 from ....precision.calibrate.products import WIDTHS, Products, products_bytes
 from ....precision.devices.memory import require_memory
@@ -47,7 +48,7 @@ def calibrate_model(
     previous: Calibration | None = None,
     path: str = "",
 ) -> Calibration:
-    """Sample ``STEPS`` steps and sum what every layer meets that could be quantized. The model is not changed.
+    """Sample ``STEPS`` steps and sum the inputs of every quantizable layer. The model is not changed.
 
     Args:
         previous: of the same model; what it saw is added.
@@ -61,7 +62,7 @@ def calibrate_model(
     if is_on_several_devices(patcher):
         problem = "The model is spread over several devices."
         raise HalfsafeError(problem, "Calibrate it before MultiGPU, on one of them.")
-    modules = calibrated_layers(patcher)
+    modules = {name: module for name, module in matrix_layers(patcher.model) if can_be_quantized(type(module).__name__)}
     columns = {name: module.in_features for name, module in modules.items()}
     source, cls = source_of_model(patcher), type(patcher.model).__name__
     if previous is not None:
@@ -69,19 +70,13 @@ def calibrate_model(
     width = _width(columns, cls, WIDTHS if previous is None else (previous.width,))
     if path:
         require_space(Path(path), _bytes(columns, width) // 2)
-    sums = {name: Products.empty(count, width) for name, count in columns.items()}
+    sums = {name: Products.empty(number, width) for name, number in columns.items()}
     sums |= previous.copied() if previous else {}
     calls = _sampled(patcher, modules, sums, (positive, negative, latent, seed, STEPS))
     if not calls:
         raise HalfsafeError("The model was not called, so nothing was calibrated.", "Give it a latent and a prompt.")
     runs, earlier = (previous.runs, previous.calls) if previous else (0, 0)
     return Calibration(source, cls, width, sums, runs + 1, earlier + calls)
-
-
-def calibrated_layers(patcher: ModelPatcher) -> dict[str, torch.nn.Module]:
-    """Map names to the layers whose weights ComfyUI can hold quantized."""
-    layers = matrix_layers(patcher.model)
-    return {name: module for name, module in layers if can_be_quantized(type(module).__name__)}
 
 
 def _width(columns: Mapping[str, int], cls: str, widths: Sequence[int]) -> int:
@@ -99,57 +94,44 @@ def _width(columns: Mapping[str, int], cls: str, widths: Sequence[int]) -> int:
 
 
 def _bytes(columns: Mapping[str, int], width: int) -> int:
-    return sum(products_bytes(count, width) for count in columns.values())
+    return sum(products_bytes(number, width) for number in columns.values())
 
 
 def _sampled(
-    patcher: ModelPatcher,
-    modules: Mapping[str, torch.nn.Module],
-    sums: Mapping[str, Products],
-    inputs: tuple[Any, Any, dict, int, int],
+    patcher: ModelPatcher, modules: Mapping[str, torch.nn.Module], sums: Mapping[str, Products], inputs: tuple
 ) -> int:
     """Run the sampler with every layer's inputs summed; return how many calls the model had.
 
     Args:
         inputs: what :func:`~.sampling.sample` takes besides the model.
     """
-    bar = comfy.utils.ProgressBar(STEPS)
-    advance, calls = advancing(bar), []
-    clone = bare_clone(patcher)
+    bar, steps, calls = comfy.utils.ProgressBar(STEPS), count(1), count()
+    advance, clone = advancing(bar), bare_clone(patcher)
 
     def step(executor, *args):
         advance()
-        show_progress(f"step {min(len(steps) + 1, STEPS)} of {STEPS}")
-        steps.append(1)
+        show_progress(f"step {min(next(steps), STEPS)} of {STEPS}")
         return executor(*args)
 
-    def call(executor, x: torch.Tensor, *args, **kwargs):
-        calls.append(1)
-        with patched(_watched(modules, sums, lambda: advance(0))), calling_layers(modules.values()):
-            return executor(x, *args, **kwargs)
+    def call(executor, *args, **kwargs):
+        next(calls)
+        watched = ((module, "forward", _summing(module.forward, sums[name])) for name, module in modules.items())
+        with patched(watched), calling_layers(modules.values()):
+            return executor(*args, **kwargs)
 
-    steps: list[int] = []
+    def _summing(forward: Callable, own: Products) -> Callable:
+        """Add a layer's inputs to its sums on their way to its forward."""
+
+        def summed(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+            advance(0)
+            own.add(x.dequantize() if isinstance(x, QuantizedTensor) else x)
+            return forward(x, *args, **kwargs)
+
+        return summed
+
     set_wrapper(clone, ANALYSIS, call)
     clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, step)
     with compile_disabled(), compiler_off(), torch.no_grad():
         sample(clone, *inputs)
     bar.update_absolute(STEPS)
-    return len(calls)
-
-
-def _watched(
-    modules: Mapping[str, torch.nn.Module], sums: Mapping[str, Products], advance: Callable[[], object]
-) -> Iterator[Patch]:
-    for name, module in modules.items():
-        yield module, "forward", _summing(module.forward, sums[name], advance)
-
-
-def _summing(forward: Callable, sums: Products, advance: Callable[[], object]) -> Callable:
-    """Add a layer's inputs to its sums on their way to its forward."""
-
-    def call(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        advance()
-        sums.add(x.dequantize() if isinstance(x, QuantizedTensor) else x)
-        return forward(x, *args, **kwargs)
-
-    return call
+    return next(calls)

@@ -8,7 +8,7 @@ import comfy.model_prefetch
 from comfy.cli_args import args
 
 from ....precision.arithmetic.patching import SharedScope, patched
-from ..core import close_graph, has_compiler, without_compiler
+from ..core import close_graph, without_compiler
 
 _off = SharedScope(lambda: patched(without_compiler(args)))
 
@@ -19,11 +19,6 @@ def compiler_off() -> SharedScope:
     It has to be off before ComfyUI calls the diffusion model: MiniMax H3 begins its graph before all wrappers in it.
     """
     return _off
-
-
-def is_on() -> bool:
-    """Tell whether the compiler may record the next call."""
-    return has_compiler(args)
 
 
 def after_failure() -> None:

@@ -31,11 +31,14 @@ TOO_OFTEN = f"it was started again {MOST_RESTARTS} times"
 
 
 class StartAgain(BaseException):
-    """Raised out of a model's call: its sampling starts again. No ``except Exception`` of a pack may take it."""
+    """Raised out of a model's call: its sampling starts again. No ``except Exception`` of a pack may take it.
 
-    def __init__(self, sampling: Sampling):
+    ``undo``: takes back what was changed for the new run, if that run does not come to its end.
+    """
+
+    def __init__(self, sampling: Sampling, undo: Callable[[], None] = lambda: None):
         super().__init__()
-        self.sampling = sampling
+        self.sampling, self.undo = sampling, undo
 
 
 class Sampling:
@@ -48,12 +51,21 @@ class Sampling:
         self.obstacle = _obstacle(guider, sampler)
         self._guider = guider
         self._times = 0
+        self._undo: list[Callable[[], None]] = []
 
     def __deepcopy__(self, memo: dict) -> Sampling:
         return self
 
-    def run(self, executor: Callable, noise: torch.Tensor, latent_image, sampler, sigmas, *args, **kwargs):
+    def run(self, executor: Callable, *args, **kwargs):
         """Run the sampler, from its first step for as often as a call asks for it."""
+        try:
+            return self._run(executor, *args, **kwargs)
+        except BaseException:
+            for undo in reversed(self._undo):
+                undo()
+            raise
+
+    def _run(self, executor: Callable, noise: torch.Tensor, latent_image, sampler, sigmas, *args, **kwargs):
         guider = self._guider
         conditionings, start = guider.conds, RandomStart.of(guider.model_patcher.load_device)
         others = random.getstate(), numpy.random.get_state()
@@ -62,9 +74,10 @@ class Sampling:
             guider.conds = {name: [copy.copy(each) for each in group] for name, group in conditionings.items()}
             try:
                 return executor(noise, latent_image, sampler, sigmas, *args, **kwargs)
-            except StartAgain as error:
-                if error.sampling is not self:
+            except StartAgain as again:
+                if again.sampling is not self:
                     raise
+                self._undo.append(again.undo)
             self._times += 1
             self.obstacle = TOO_OFTEN if self._times == MOST_RESTARTS else ""
             start.put_back()

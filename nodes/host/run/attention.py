@@ -14,6 +14,9 @@ from ..facts.layers import top_level_parts
 from ..replay.call import Call
 
 OVERRIDE = "optimized_attention_override"
+ATTENTION_PATCHES = {"attn1_output_patch", "attn2_output_patch", "attn1", "attn2"}
+EXACT = ("attention_pytorch", "attention_basic", "attention_split", "attention_sub_quad")
+"""ComfyUI's attentions that neither quantize nor keep sums in fp16."""
 UNFUSED = ("attention_basic", "attention_split", "attention_sub_quad")
 
 
@@ -34,10 +37,10 @@ def overridden(options: dict, run: Callable) -> dict:
 
 @contextlib.contextmanager
 def attending(
-    model: torch.nn.Module, call: Call, run: Callable | None, given: Callable[[dict], dict] | None = None
+    model: torch.nn.Module, call: Call, run: Callable | None, inputs: Callable[[dict], None] | None = None
 ) -> Iterator[None]:
-    """Give a model's call ``run`` as its attention, as ``overridden`` does; None changes nothing. ``given``: of the
-    named arguments of its forward, what stands in for them.
+    """Give a model's call ``run`` as its attention, as ``overridden`` does; None changes nothing. ``inputs``: is told
+    the arguments of the model's forward, by their place or name.
 
     ComfyUI's TorchCompileModel drops every guard on ``transformer_options`` (comfy_extras/nodes_torch_compile.py): a
     graph compiled without an override would run with one, and one compiled with it would never see what it depends on
@@ -48,16 +51,16 @@ def attending(
         yield
         return
     call.options = overridden(call.options, run)
-    with patched(_entries(model.diffusion_model, call.options[OVERRIDE], given)):
+    with patched(_entries(model.diffusion_model, call.options[OVERRIDE], inputs)):
         yield
 
 
-def _entries(model: torch.nn.Module, override: Callable, given: Callable | None) -> Iterator[Patch]:
+def _entries(model: torch.nn.Module, override: Callable, inputs: Callable | None) -> Iterator[Patch]:
     whole = getattr(model, "_orig_mod", model)
     for part in (model, *top_level_parts(model).values()):
         part = getattr(part, "_orig_mod", part)
         if kind_of(part) is None and holds_modules(part):
-            yield part, "forward", _entry(forward_of(part), override, given if part is whole else None)
+            yield part, "forward", _entry(forward_of(part), override, inputs if part is whole else None)
 
 
 def holds_modules(module: torch.nn.Module) -> bool:
@@ -70,18 +73,24 @@ def forward_of(part: torch.nn.Module) -> Callable:
     return getattr(part.forward, "behind", part.forward)
 
 
-def _entry(forward: Callable, override: Callable, given: Callable | None) -> Callable:
+def _entry(forward: Callable, override: Callable, inputs: Callable | None) -> Callable:
     """Make a part's forward with this override in its options; the newest override holds the earlier ones."""
 
     def run(*args, transformer_options=None, **kwargs):
-        if given is not None:
-            kwargs = given(kwargs)
+        if inputs is not None:
+            inputs({**dict(enumerate(args)), **kwargs})
         if transformer_options is not None:
             kwargs["transformer_options"] = {**transformer_options, OVERRIDE: override}
         return forward(*args, **kwargs)
 
     run.behind = forward
     return run
+
+
+def has_attention_patch(options: dict) -> bool:
+    """Tell whether a node's code is given the results of a model's attentions, or replaces attentions."""
+    patches = options.get("patches", {}).keys() | options.get("patches_replace", {}).keys()
+    return not patches.isdisjoint(ATTENTION_PATCHES)
 
 
 def is_fused(function: Callable) -> bool:
@@ -103,7 +112,8 @@ def scores_in_fp32(function: Callable, attention: Callable, *args, **kwargs) -> 
 
 def kernels_of(function: Callable, attention: Callable) -> Kernels:
     """Describe an attention of ComfyUI's, ``function``, in whose place ``attention`` would run."""
-    return Kernels(attention, full_precision_attention(function), is_fused(function), attention is not function)
+    foreign = attention is not function or function.__name__ not in EXACT
+    return Kernels(attention, full_precision_attention(function), is_fused(function), foreign)
 
 
 def full_precision_attention(function: Callable) -> Callable:

@@ -6,14 +6,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import comfy.ldm.lumina.model
 import torch
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.attention import SafeAttention, run_in_fp32
-from ....precision.arithmetic.bounds.attention_bounds import AttentionCall
-from ....precision.arithmetic.bounds.known_values import counted
+from ....precision.arithmetic.attention_bounds import AttentionCall
 from ....precision.arithmetic.flags import fp32_accumulation
-from ....precision.arithmetic.patching import Patch, patched
+from ....precision.arithmetic.patching import Patch, SharedScope, patched
 from ....precision.arithmetic.planned import PlannedLayers
 from ....precision.layer_names import are_alike
 from ....precision.modes import FP16, FP16_WIDE, INT8, MODE_OF
@@ -22,14 +22,12 @@ from ..core import cast_dtype, casting, scaled_input, with_cast_dtype, with_scal
 from ..facts.layers import is_quantized, modules_of
 from ..replay.call import Call
 from ..replay.model_compiler import compiler_off
-from ..replay.model_compiler import is_on as compiler_is_on
-from .attention import attending, fuses_by_default, in_one_dtype, kernels_of, scores_in_fp32
+from .attention import attending, fuses_by_default, has_attention_patch, in_one_dtype, kernels_of, scores_in_fp32
 from .conditions import Make, adapts_text, conditions_through
 from .core_layers import CoreLayers, Switching, int8_patches
 from .execution import switches_by_layer
-from .modules import calling_layers, only_normalizes
+from .modules import calling_layers
 from .per_model import PerModel
-from .rotary import know_rotations
 from .ruled_attention import NO_ATTENTION, NO_BLOCK, RuledAttention, blocks_of, outermost
 from .wrappers import COMPUTE, set_wrapper
 
@@ -39,7 +37,8 @@ if TYPE_CHECKING:
 LISTED = 3
 _fell_back: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """The models whose plans run in their fallback: not told on the model, whose attributes a repeat puts back."""
-know_rotations()
+_unclamped = SharedScope(lambda: patched([(comfy.ldm.lumina.model, "clamp_fp16", lambda x: x)]))
+"""Lumina and Z-Image put 65504 in place of what overflows in fp16, where a look at the result is to find it."""
 
 
 def set_compute(patcher, plan: ComputePlan) -> None:
@@ -57,7 +56,7 @@ def set_compute(patcher, plan: ComputePlan) -> None:
 
 
 def planned_on(patcher) -> "Compute | None":
-    """Return the plan's executor on a patcher as it was put there, if it has one."""
+    """Return the plan's executor on a patcher as it was put there; None without a plan."""
     return patcher.attachments.get(COMPUTE)
 
 
@@ -107,11 +106,12 @@ class Compute:
         acting = self.acting(call.model)
         watched = self.fallback and acting is self
         with attending(call.model, call, scores_in_fp32 if watched and not fuses_by_default() else None):
-            return acting.run(call) if acting.plan.exchanges else call.once({})
+            return acting.run(call) if acting.plan.exchanges else call.make({})
 
     def run(self, call: Call) -> torch.Tensor:
         """Make a call with the plan's forwards and attention in place of the model's."""
-        with self._between(call.model, self.runs) as run, attending(call.model, call, run.attend, run.given):
+        with self._between(call.model, self.runs) as run, attending(call.model, call, run.attend, run.inputs):
+            run.hand_out(fp32=has_attention_patch(call.options))
             return run.call(call)
 
     def planned_modes(self, patcher: "ModelPatcher") -> dict[str, str]:
@@ -146,6 +146,8 @@ class Compute:
         if not self.plan.exchanges:
             return make()
         with self._between(model, self.adapters) as run:
+            # The text's one call in a run returns objects of ComfyUI's, which no look sees through.
+            run.calibration.recalibrate()
             return run.call(make)
 
     @contextmanager
@@ -158,7 +160,7 @@ class Compute:
                 yield run
 
     def ranges(self, patcher: "ModelPatcher") -> dict[str, float]:
-        """Return layer -> the largest magnitude it was given, of the layers that are watched."""
+        """Return layer -> the largest magnitude of its operands, of the layers that met any."""
         run = self.runs.last_of(patcher)
         return run.calibration.largest() if run else {}
 
@@ -189,7 +191,7 @@ class Compute:
 
 
 class PlannedModel:
-    """Run the calls of one of ComfyUI's models under a plan, and keep what they have shown.
+    """Run the calls of a model of ComfyUI under a plan, and record their modes and ranges.
 
     Args:
         plan: what to do.
@@ -202,10 +204,7 @@ class PlannedModel:
         self, plan: ComputePlan, model, inside: Callable[[str], bool] = lambda name: True, fp16_results: bool = False
     ):
         named = modules_of(model)
-        planned = {name: module for name, module in named.items() if name in plan.decisions}
-        norms = {name: module for name, module in named.items() if plan.is_safe and only_normalizes(module)}
-        self.modules = planned | norms
-        self._planned = list(planned)
+        self.modules = planned = {name: module for name, module in named.items() if name in plan.decisions}
         self.plan = plan
         self._safe, self._mixes = plan.is_safe, plan.mixes_fp32_in  # a graph breaks where it reads the plan's mappings
         self._model = weakref.ref(model)
@@ -215,9 +214,12 @@ class PlannedModel:
         decisions = {name: _without_int8(plan, name) for name in planned if name not in in_int8}
         modules = {name: self.modules[name] for name in decisions}
         host = CoreLayers(plan.activation_dtype, self._switching)
-        self.layers = PlannedLayers(decisions, modules, host, safe=plan.is_safe, norms=norms.values())
+        self.layers = PlannedLayers(decisions, modules, host, safe=plan.is_safe)
         self.calibration = self.layers.calibration
-        self.calibration.results.allowed = fp16_results
+        self._fp16_results = self.calibration.results.allowed = fp16_results
+        self._hands_out_fp32 = False
+        clamps = plan.is_safe and any(type(m).__module__ == comfy.ldm.lumina.model.__name__ for m in named.values())
+        self._clamping = _unclamped if clamps else nullcontext()
         self._alike: bool | None = None
         self.ruled = RuledAttention(plan.attention, named)
         self.attention = SafeAttention(self.calibration, self.ruled.is_inside)
@@ -234,33 +236,41 @@ class PlannedModel:
         """What to set on the model's modules for the length of a call."""
         return [*self._patches, *self.ruled.patches()]
 
+    def hand_out(self, fp32: bool) -> None:
+        """Return fp32 from every layer and attention, for nodes whose code takes the results of attentions: what is
+        made of them there may overflow in fp16 and be finite (a 1-norm, in comfy_extras/nodes_nag.py)."""
+        if fp32 != self._hands_out_fp32:
+            self._hands_out_fp32 = fp32
+            self.calibration.results.allowed = self._fp16_results and not fp32
+            self.calibration.recalibrate()
+
     def call(self, call: Call | Make):
         """Make one call of the model, or of its text adapter, its patches set; it is repeated with calibration when a
         proof does not hold."""
         patcher = self._model().current_patcher
         off = needs_fp32_accumulation(self.plan, patcher)
-        self.calibration.values.uniform = compiler_is_on()
+        self.calibration.by_layer = not off
         self._switching.by_layer = not self._has_rules or switches_by_layer(patcher)
 
         def once():
             self.attention.begin()
             self.ruled.begin()
             free = nullcontext() if self._allocates_alike() else compiler_off()
-            with fp32_accumulation() if off else nullcontext(), free, self.calling:
+            with fp32_accumulation() if off else nullcontext(), free, self.calling, self._clamping:
                 return call()
 
         return self.calibration.run(once)
 
     def _allocates_alike(self) -> bool:
-        """Tell whether each block runs as the one before it, so that it allocates the same."""
+        """Tell whether each block runs, and allocates, as the block before."""
         if self.calibration.calibrating:
             self._alike = None
             return False
         if self._alike is None:
-            kinds = {name: self.plan.decisions[name].mode for name in self._planned} | self.layers.allocations()
+            kinds = {name: self.plan.decisions[name].mode for name in self.modules} | self.layers.allocations()
             attention_is_alike = not self.ruled.rules and len({*self.attention.calls_in_fp32}) < 2
             self._alike = attention_is_alike and are_alike(kinds, modules_of(self._model()))
-        return self._alike and not self.calibration.varies
+        return self._alike
 
     @property
     def attend(self) -> Callable | None:
@@ -268,18 +278,10 @@ class PlannedModel:
         one."""
         return self._attend if self._safe or self._mixes or self.ruled.rules else None
 
-    def given(self, arguments: dict) -> dict:
-        """Return what the model is given, its tensors such that several blocks may measure one of them once."""
-        if not self._safe or self.calibration.values.uniform or torch.compiler.is_compiling():
-            return arguments
-        return {name: self._watched(value) for name, value in arguments.items()}
-
-    def _watched(self, value: object) -> object:
-        if not torch.is_tensor(value) or not value.is_floating_point():
-            return value
-        watched = counted(value)
-        self.calibration.values.note(watched)
-        return watched
+    @property
+    def inputs(self) -> Callable | None:
+        """Return what is told the model's inputs in each call; None for a plan that multiplies nothing in fp16."""
+        return self.calibration.watch_inputs if self.layers.operations else None
 
     def _attend(self, function: Callable, attention: Callable, q, k, v, heads: int, *args, **kwargs) -> torch.Tensor:
         if self.calibration.calibrating:
@@ -294,7 +296,7 @@ class PlannedModel:
         return in_one_dtype(attention, q, k, v, heads, *args, **kwargs)
 
     def planned_modes(self) -> dict[str, str]:
-        """Return layer -> the mode its forward was made for, of the layers that have another one than ComfyUI's."""
+        """Return layer -> the mode of its forward, of the layers with another forward than ComfyUI's."""
         return self.layers.planned_modes()
 
     def observed_modes(self) -> dict[str, str]:

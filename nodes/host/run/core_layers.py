@@ -10,14 +10,14 @@ from ....precision.arithmetic.linear import WeightProvider
 from ....precision.arithmetic.patching import Patch
 from ....precision.arithmetic.planned import LayerHost
 from ....precision.dtypes import dtype_named
-from ....precision.formats.quantize import activation_scale
+from ....precision.formats.fp8 import activation_scale
 from ....precision.modes import FP8, FP16_WIDE, FP32
 from ....precision.plan.compute import ComputeDecision
 from ....precision.plan.fp16_results import largest_fp16_result
-from ..core import bias_functions, casting, casts_weights, not_forced_to_cast, weight_functions
+from ..core import bias_functions, casting, not_forced_to_cast, weight_functions
 from ..facts.layers import is_quantized
 from .fp8_product import fp8_product
-from .modules import exchanged, has_own_forward, only_multiplies, only_normalizes, quantized_weights, weights_of
+from .modules import exchanged, has_own_forward, only_multiplies, quantized_weights, weights_of
 
 FP8_RESULT = "bf16"
 """What fp8 products give an fp32 stream: torch has none with an fp32 result and a bias."""
@@ -44,10 +44,6 @@ class CoreLayers(LayerHost):
     def weights(self, layer: torch.nn.Module) -> WeightProvider | None:
         """Return ComfyUI's cast for a layer that does no more than multiply."""
         return weights_of(layer) if only_multiplies(layer) else None
-
-    def weights_of_norm(self, norm: torch.nn.Module) -> WeightProvider | None:
-        """Return ComfyUI's cast for a norm that does no more than normalize."""
-        return weights_of(norm) if only_normalizes(norm) and casts_weights(norm) else None
 
     def own_forward(self, layer: torch.nn.Module, mode: str) -> tuple[Callable[..., torch.Tensor], torch.dtype]:
         """Return the forward that is on the layer now, and a dtype for its input: ComfyUI's classes cast their weights

@@ -10,21 +10,19 @@ import torch
 import torch.nn.functional as F
 from comfy.quant_ops import QuantizedTensor
 
-from ....precision.arithmetic.bounds.known_norm import is_norm
 from ....precision.arithmetic.linear import WeightProvider, kind_of
 from ....precision.arithmetic.patching import Patch, SharedScope, patched
 from ..core import (
     FULL_PRECISION,
     PRODUCT,
     OnlyCalled,
-    bias_functions,
     casts_weights,
     forwards_of_class,
     full_precision,
     has_product,
     is_bias_patched,
-    is_in_dynamic_memory,
     scales_input,
+    uses_parameters_as_they_are,
     weight_functions,
     with_product,
 )
@@ -37,6 +35,9 @@ CAST_PARAMETERS = inspect.signature(comfy.ops.cast_bias_weight).parameters
 PATCHES_IN_FP32 = {"compute_dtype": torch.float32} if "compute_dtype" in CAST_PARAMETERS else {}
 """LoRAs of dynamic VRAM are added in fp32, as ComfyUI adds them in an fp32 model; its own default is the weight's
 dtype."""
+
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 def has_own_forward(module: torch.nn.Module) -> bool:
@@ -103,18 +104,7 @@ def dequantized(weight: torch.Tensor) -> torch.Tensor:
 
 def only_multiplies(module: torch.nn.Module) -> bool:
     """Tell whether the module does no more than cast its weights and multiply: ComfyUI's and torch's own classes."""
-    if scales_input(module) or kind_of(module) is None:
-        return False
-    return _runs_as_written(module)
-
-
-def only_normalizes(module: torch.nn.Module) -> bool:
-    """Tell the same of a norm."""
-    return is_norm(module) and _runs_as_written(module)
-
-
-def _runs_as_written(module: torch.nn.Module) -> bool:
-    if has_own_forward(module):
+    if scales_input(module) or kind_of(module) is None or has_own_forward(module):
         return False
     return all(method.__module__.startswith((comfy.ops.__name__, "torch.nn.")) for method in forwards_of_class(module))
 
@@ -126,46 +116,57 @@ def weights_of(module: torch.nn.Module) -> WeightProvider:
 
 @contextlib.contextmanager
 def torch_weights(
-    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype | None = torch.float32
+    module: torch.nn.Module,
+    x: torch.Tensor,
+    dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None = torch.float32,
 ) -> Iterator[tuple]:
-    """Provide the weight and bias of a layer of torch's own classes on its input's device. ``bias_dtype``: None for
-    fp32."""
-    weight = module.weight.to(x.device, dtype)
-    yield weight, None if module.bias is None else module.bias.to(x.device, bias_dtype or torch.float32)
+    """Provide the weight and bias of a layer of torch's own classes on its input's device, each rounded once.
+    ``bias_dtype``: None for fp32."""
+    bias = module.bias
+    weight = module.weight.to(x.device, dtype or module.weight.dtype)
+    yield weight, None if bias is None else bias.to(x.device, bias_dtype or torch.float32)
 
 
 def core_weights(
-    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype | None = torch.float32
+    module: torch.nn.Module,
+    x: torch.Tensor,
+    dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None = torch.float32,
 ) -> contextlib.AbstractContextManager[tuple]:
-    """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``: as they are where they lie ready, else by
-    ``cast_weights``. ``bias_dtype``: None for what the bias is held in, if torch adds that to fp32 and nothing is added
-    to it at a call.
+    """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``, as ``WeightProvider`` says: the parameters
+    themselves where they lie ready, else by ``cast_weights``.
 
     ComfyUI's cast takes longer on the host than a small matmul does on a GPU.
     """
-    bias_dtype = bias_dtype or _dtype_of_bias(module)
-    if type(module.weight) is torch.nn.Parameter and module.weight.dtype == dtype and _lies_ready(module, x.device):
-        return _as_it_is(module, bias_dtype)
-    return cast_weights(module, x, dtype, bias_dtype)
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if dtype is None:
+        dtype = _dtype_to_measure(module)
+    if type(weight) is torch.nn.Parameter and weight.dtype == dtype and _lies_ready(module, weight, bias, x.device):
+        comfy.ops.run_every_op()
+        if bias is not None and bias.dtype != bias_dtype:
+            bias = bias.to(bias_dtype or (bias.dtype if bias.dtype in HALF else torch.float32))
+        return contextlib.nullcontext((weight, bias))
+    return cast_weights(module, x, dtype, bias_dtype or _dtype_of_bias(module))
 
 
-def _lies_ready(module: torch.nn.Module, device: torch.device) -> bool:
+def _lies_ready(module: torch.nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device) -> bool:
     """Tell whether a layer's parameters are on the device, and nothing is done to them at a call."""
-    if is_in_dynamic_memory(module) or torch.compiler.is_compiling():
+    if weight.device != device or (bias is not None and bias.device != device):
         return False
-    on_device = module.weight.device == device and (module.bias is None or module.bias.device == device)
-    return on_device and not weight_functions(module) and not bias_functions(module)
+    return uses_parameters_as_they_are(module)
 
 
-def _as_it_is(module: torch.nn.Module, bias_dtype: torch.dtype) -> contextlib.AbstractContextManager[tuple]:
-    comfy.ops.run_every_op()
-    bias = module.bias
-    return contextlib.nullcontext((module.weight, None if bias is None else bias.to(bias_dtype)))
+def _dtype_to_measure(module: torch.nn.Module) -> torch.dtype:
+    if weight_functions(module) and not is_quantized(module):
+        return torch.float32
+    held = module.weight.dtype
+    return held if held in (*HALF, torch.float32) and not is_quantized(module) else torch.float16
 
 
 def _dtype_of_bias(module: torch.nn.Module) -> torch.dtype:
     held = torch.float32 if module.bias is None or is_bias_patched(module) else module.bias.dtype
-    return held if held in (torch.float16, torch.bfloat16) else torch.float32
+    return held if held in HALF else torch.float32
 
 
 @contextlib.contextmanager
@@ -190,7 +191,11 @@ def cast_weights(
 
 def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> contextlib.AbstractContextManager[tuple]:
     """Provide a quantized layer's weight as stored, LoRA merged, and its bias in the dtype of the input ``x``."""
-    return _as_it_is(module, x.dtype) if _lies_ready(module, x.device) else _cast_quantized_weights(module, x)
+    weight, bias = module.weight, module.bias
+    if not _lies_ready(module, weight, bias, x.device):
+        return _cast_quantized_weights(module, x)
+    comfy.ops.run_every_op()
+    return contextlib.nullcontext((weight, None if bias is None else bias.to(x.dtype)))
 
 
 @contextlib.contextmanager

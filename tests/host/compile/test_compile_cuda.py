@@ -34,7 +34,7 @@ def seen(run, device):
     for proof in run.calibration.proofs.values():
         proof.recorder.device, proof.gain = device, 1.0
     run.attention.calls_in_fp32 = [False] * 4
-    run.calibration._place()
+    run.calibration._place(None)
     run.calibration.calibrating = False
 
 

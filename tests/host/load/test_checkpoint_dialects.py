@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from halfsafe.precision.errors import NonFiniteWeight
+from halfsafe.precision.errors import CheckpointError, NonFiniteWeight
 from safetensors.torch import load_file, save_file
 from support import dialects, model_files, tiny_models
 from support.denoise import denoise
@@ -117,18 +117,20 @@ def test_a_sharded_set_is_one_model(comfy, folder, wan, reference, floors, name)
     assert relative_error(reference, denoise(load(comfy, folder / shards[0]))) < floors[floor] * factor
 
 
-def test_comfyuis_formats_are_handed_to_it_or_unpacked_where_it_is_too_old(comfy, folder, wan):
+def test_comfyuis_formats_are_handed_to_it_and_too_new_ones_are_unpacked_or_refused(comfy, folder, wan):
     from halfsafe.nodes.host.facts.model_facts import held_storages
     from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 
-    path = model_files.in_dialect(wan, folder / "native.safetensors", dialects.native)
-    model = load(comfy, path)
-    held = {layer["storage"] for layer in report(comfy, model)["layers"]}
-    known = held_storages() & dialects.NATIVE.keys()
-    assert {"nvfp4", "mxfp8", "int8", "int4"} <= known <= held
-    too_new = [FORMAT_OF_STORAGE[storage].title for storage in dialects.NATIVE if storage not in known]
-    notes = " ".join(model.attachments["halfsafe"].notes)
-    assert all(f"layers in {declared}, which ComfyUI has from" in notes for declared in too_new)
+    held = held_storages() & dialects.NATIVE.keys()
+    path = model_files.in_dialect(wan, folder / "native.safetensors", dialects.native, names=sorted(held))
+    assert {"nvfp4", "mxfp8", "int8", "int4"} <= held <= {layer["storage"] for layer in report(comfy, load(comfy, path))["layers"]}
+    for name in dialects.NATIVE.keys() - held:
+        row, path = FORMAT_OF_STORAGE[name], model_files.in_dialect(wan, folder / f"{name}.safetensors", dialects.native, names=[name])
+        if row.unpacks:
+            assert f"layers in {row.title}, which ComfyUI has from" in " ".join(load(comfy, path).attachments["halfsafe"].notes)
+        else:
+            with pytest.raises(CheckpointError, match=rf"{name}\.safetensors: tensor .*comfy-kitchen cannot unpack.*ComfyUI {row.since}"):
+                load(comfy, path)
 
 
 def test_converting_while_loading(comfy, folder, wan, reference, floors):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from halfsafe.precision.commands.convert import convert_file
-from halfsafe.precision.formats.metadata import CARD_KEY
+from halfsafe.precision.formats.checkpoint import CARD_KEY
 from halfsafe.precision.plan.rules import rules_from
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

@@ -57,6 +57,7 @@ def weights_of(patcher) -> dict[str, torch.Tensor]:
 
 
 def test_stock_comfyui_reads_the_weights_that_we_wrote(ours, wan):
+    assert relative_error(denoise(stock(wan, torch.float32)), denoise(stock(ours, torch.float32))) < 0.02
     file, exact = open_checkpoint(ours), load_file(wan)
     stored = read_checkpoint(file, file.metadata, ours).weights
     for layer, weight in weights_of(stock(ours, torch.float32)).items():
@@ -65,10 +66,6 @@ def test_stock_comfyui_reads_the_weights_that_we_wrote(ours, wan):
         assert torch.equal(weight._qdata.cpu(), stored[f"{layer}.weight"].data)
         assert relative_error(found, weight.dequantize().float().cpu()) < 3e-3  # ComfyUI gives it in the compute dtype
         assert 0.002 < relative_error(exact[f"{layer}.weight"], found) < 0.012
-
-
-def test_stock_comfyui_multiplies_them_with_the_error_of_the_format(ours, wan):
-    assert relative_error(denoise(stock(wan, torch.float32)), denoise(stock(ours, torch.float32))) < 0.02
 
 
 def test_a_file_that_comfyui_made_is_read_as_it_reads_it(comfy, of_comfyui, wan):
@@ -106,14 +103,3 @@ def test_int8_is_made_on_load_and_kept_from_what_is_sensitive(comfy, wan):
     held = {layer["name"]: layer["storage"] for layer in report["layers"] if layer["class"] == "Linear"}
     assert {"int8"} < set(held.values()) and held["blocks.0.ffn.0"] == "int8" and held["head.head"] != "int8"
     assert relative_error(denoise(stock(wan, torch.float32)), denoise(model)) < 0.02
-
-
-def test_a_saved_int8_model_is_the_loaded_one(comfy, ours):
-    import folder_paths
-
-    node = comfy.nodes["HalfsafeSaveModel"].PREPARE_CLASS_CLONE(None)
-    (name,) = node.execute(load(comfy, ours), "int8/again", "int8", None).args
-    before, after = load_file(ours), load_file(f"{folder_paths.get_output_directory()}/{name}")
-    for layer in model_files.WAN_LINEARS:
-        assert torch.equal(before[f"{layer}.weight"], after[f"{layer}.weight"])
-        assert torch.equal(before[f"{layer}.weight_scale"], after[f"{layer}.weight_scale"])

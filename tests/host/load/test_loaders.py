@@ -9,7 +9,6 @@ from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.plan.memory import plan_model
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.plan.storage import plan_load
-from safetensors.torch import load_file, save_file
 from support import dialects, families, model_files, tiny_models
 from support.denoise import denoise
 from support.measures import relative_error
@@ -41,23 +40,6 @@ def test_every_storage_gives_the_picture(comfy, wan, reference, storage, compute
 @pytest.fixture(scope="module")
 def checkpoint(models_dir):
     return tiny_models.sd15_checkpoint(models_dir / "checkpoints" / "sd15.safetensors")
-
-
-def test_weights_of_a_full_checkpoint_that_were_unpacked_are_freed_once_the_model_has_them(comfy, checkpoint, monkeypatch):
-    """ComfyUI copies them into its modules: the model would be in memory twice."""
-    from halfsafe.nodes.host.load import models
-
-    tensors, inside = load_file(checkpoint), "model.diffusion_model."
-    convolutions = [name for name, tensor in tensors.items() if name.startswith(inside) and tensor.dim() == 4]
-    path = checkpoint.with_name("fp8_convolutions.safetensors")
-    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn) for name in convolutions}, path)
-    made, original = [], models.load_tensors
-    monkeypatch.setattr(models, "load_tensors", lambda *given, **how: made.append(original(*given, **how)) or made[-1])
-    settings = {"storage": "as_file", "compute": "fp32", "clip_storage": "as_file", "vae_dtype": "fp32"}
-    model = comfy.run("HalfsafeLoadCheckpoint", ckpt_name=path.name, **settings)[0]
-    assert {made[0].tensors[name].untyped_storage().nbytes() for name in convolutions} == {0}
-    held = dict(model.model.diffusion_model.named_parameters())
-    assert all(held[name.removeprefix(inside)].isfinite().all() for name in convolutions)
 
 
 def picture(model, clip, vae):

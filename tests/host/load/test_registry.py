@@ -31,7 +31,7 @@ def test_a_row_reads_exactly_the_tensors_that_comfyui_reads(algorithms):
 
 
 def test_a_row_holds_the_weight_in_comfyuis_dtype(algorithms):
-    held = {name: rows()[name].encoding.dtypes for name in algorithms}
+    held = {name: rows()[name].dtypes for name in algorithms}
     assert all(algorithm["storage_t"] in held[name] for name, algorithm in algorithms.items())
 
 

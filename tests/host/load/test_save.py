@@ -6,7 +6,7 @@ import pytest
 import torch
 from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.formats.card import card_in
-from halfsafe.precision.formats.metadata import CARD_KEY
+from halfsafe.precision.formats.checkpoint import CARD_KEY
 from halfsafe.precision.plan.rules import rules_from
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

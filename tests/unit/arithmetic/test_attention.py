@@ -3,7 +3,7 @@
 import pytest
 import torch
 from halfsafe.precision.arithmetic.attention import AS_IS, FP32, SMOOTH, BoundedAttention, Kernels
-from halfsafe.precision.arithmetic.bounds.attention_bounds import smoothed
+from halfsafe.precision.arithmetic.attention_bounds import smoothed
 from halfsafe.precision.arithmetic.calibration import Calibration
 from support.measures import relative_error
 

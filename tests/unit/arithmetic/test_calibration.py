@@ -89,15 +89,14 @@ def recorded(scale, *values):
 
 
 @pytest.mark.parametrize("inference", [True, False])
-def test_records_keep_the_largest_and_nan(placed, inference):
+@pytest.mark.parametrize("values", [(5.0, math.nan, 7.0), (math.inf, 1.0), (math.nan, math.inf)])
+def test_records_keep_the_largest_and_nan(placed, inference, values):
     calibration, (a, b) = placed
     with torch.inference_mode(inference):
         calibration.run(lambda: recorded(a, 1.0, 3.0, 2.0))
         assert a.largest == 3 and b.largest == 1 and calibration.repeats == 0
-        for values in ((5.0, math.nan, 7.0), (math.inf, 1.0), (math.nan, math.inf)):
-            calibration._recorded(lambda values=values: recorded(b, *values))
-            assert not calibration._all_hold()
-        assert b.recorder.entry.view.isnan()
+        calibration.run(lambda: recorded(b, *values) if not calibration.calibrating else None)
+        assert calibration.repeats == 1
 
 
 def test_only_what_ran_is_checked(placed):
@@ -105,18 +104,16 @@ def test_only_what_ran_is_checked(placed):
     b.gain = None
     calibration.run(lambda: recorded(a, 1.0))
     assert calibration.repeats == 0
-    calibration._recorded(lambda: recorded(b, 1.0))
-    assert not calibration._all_hold()
+    calibration.run(lambda: recorded(b, 1.0))
+    assert calibration.repeats == 1
 
 
 def test_zeros_are_held_once_they_were_met(placed):
     """A zero may be what fp16 leaves of a small number: only a calibration sees the difference."""
     calibration, (a, _) = placed
-    calibration._recorded(lambda: recorded(a, 0.0))
-    assert not calibration._all_hold()
-    a.calibrate(0.0)
-    calibration._recorded(lambda: recorded(a, 0.0))
-    assert calibration._all_hold()
+    calibration.run(lambda: a.calibrate(0.0) if calibration.calibrating else recorded(a, 0.0))
+    calibration.run(lambda: recorded(a, 0.0))
+    assert calibration.repeats == 1
 
 
 def test_a_record_that_needs_no_gradient_is_kept_of_one_that_does(placed):
@@ -127,8 +124,23 @@ def test_a_record_that_needs_no_gradient_is_kept_of_one_that_does(placed):
 
 def test_an_operation_that_has_moved_is_measured_there(placed):
     calibration, (a, _) = placed
-    calibration._recorded(lambda: a.recorder.record(torch.ones((), device="meta")))
-    assert not calibration._all_hold()
+    calibration.run(lambda: a.recorder.record(torch.ones((), device="meta")))
+    assert calibration.repeats == 1
+
+
+@pytest.mark.parametrize(("size", "repeats"), [(3.9, 0), (4.1, 1), (0.26, 0), (0.24, 1), (0.0, 0), (math.nan, 1)])
+def test_an_input_that_leaves_the_measured_range_has_the_call_repeated(size, repeats):
+    calibration = Calibration()
+    for each in (1.0, size, size):
+        calibration.run(lambda each=each: calibration.watch_inputs({0: torch.full((2, 3), each), "t": torch.full((2,), 1e9 * each)}))
+    assert calibration.repeats == (2 if math.isnan(size) else repeats)
+
+
+def test_a_mask_of_inf_among_the_inputs_repeats_no_call():
+    calibration, mask = Calibration(), torch.tensor([[0.0, -math.inf]])
+    for _ in range(3):
+        calibration.run(lambda: calibration.watch_inputs({"mask": mask}))
+    assert calibration.repeats == 0
 
 
 def test_slots_keep_their_addresses_until_there_is_a_new_one(placed):

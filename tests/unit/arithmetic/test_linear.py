@@ -9,7 +9,7 @@ from halfsafe.precision.arithmetic.attention import Kernels, SafeAttention
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.compiling import compile_disabled
 from halfsafe.precision.arithmetic.fp16_accumulation import Fp16AccumulationLinear, SumBound
-from halfsafe.precision.arithmetic.linear import SafeOperation, has_wide_output, largest_row_sum
+from halfsafe.precision.arithmetic.linear import SafeOperation, _row_sum, has_wide_output
 from halfsafe.precision.arithmetic.wide_product import can_be_traced
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -242,7 +242,7 @@ def test_largest_row_sum_bounds_every_output():
         x = torch.randn(shape)
         kind = "transposed" if "transposed" in name else "conv"
         with torch.inference_mode():
-            assert module(x).abs().max() <= x.abs().max() * largest_row_sum(module.weight, kind) * 1.0001, name
+            assert module(x).abs().max() <= x.abs().max() * _row_sum(module.weight, kind) * 1.0001, name
 
 
 def test_work_counts_two_operations_per_weight_and_position():

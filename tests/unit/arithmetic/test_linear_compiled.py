@@ -38,7 +38,7 @@ def measured(calibration, device, exponent=0):
     """What a first call would find, without numbers to find it from."""
     for proof in calibration.proofs.values():
         proof.recorder.device, proof.gain, proof.exponent, proof.proven, proof.scales = device, 1.0, exponent, True, exponent != 0
-    calibration._place()
+    calibration._place(None)
     calibration.calibrating = False
 
 
@@ -207,5 +207,5 @@ def test_parts_that_are_cuda_graphs_are_watched(inference):
         assert [scale.largest for scale in scales] == pytest.approx(sizes, rel=2**-11)
         for bad in (math.nan, math.inf):
             calibration._recorded(lambda bad=bad: call(compiled, torch.full((4, 16), bad)))
-            assert not calibration._all_hold()
+            assert not calibration._holds(None)
             assert all(not math.isfinite(scale.recorder.entry.view.item()) for scale in scales)

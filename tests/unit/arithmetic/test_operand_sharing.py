@@ -10,11 +10,11 @@ def operands_of(names: list[str]) -> list[torch.Tensor]:
     scales = [calibration.scale(name) for name in names]
     for scale in scales:
         scale.calibrate(1.0)
-    calibration.operands.begin(calibrating=True)
+    calibration.operands.begin()
     for scale in scales:
-        calibration.operands.calibrated_operand(scale, x)
-    calibration.operands.begin(calibrating=False)
-    return [calibration.operands.operand(scale, x) for scale in scales]
+        calibration.operands.measured(scale, x)
+    calibration.operands.end()
+    return [calibration.operands.of(scale, x) for scale in scales]
 
 
 def test_operations_of_one_block_share_an_operand():

@@ -12,12 +12,13 @@ from halfsafe.precision.errors import CheckpointError, HalfsafeError
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.card import WHAT_ERROR, card_in, source_of
 from halfsafe.precision.formats.checkpoint import read_checkpoint
-from halfsafe.precision.formats.comfy_format import sampled_rows
+from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
 from support.measures import relative_error
 
 LAYERS = {"blocks.0.attn": (96, 256), "blocks.0.mlp": (256, 512), "blocks.1.attn": (96, 256), "blocks.1.mlp": (256, 512)}
+OTHERS = [name for name, row in FORMAT_OF_STORAGE.items() if row.can_write and name != "int8"]
 SEEN = ("blocks.0.attn", "blocks.0.mlp", "blocks.1.attn")
 
 
@@ -52,9 +53,9 @@ def error_of(weights, exact, layer, prefix="") -> float:
     return relative_error(x @ exact[name].float().T, x @ weights[name].dequantize(torch.float32).T)
 
 
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-@pytest.mark.parametrize("storage", ["int8", "fp8_e4m3fn", "fp8_e5m2", "w6a8", "w4a8"])
-def test_a_file_is_converted_closer(tmp_path, storage, prefix):
+@pytest.mark.parametrize(("storage", "prefix"), [("int8", ""), ("int8", "model.diffusion_model."), *((name, "") for name in OTHERS)])
+def test_a_file_is_converted_closer(tmp_path, monkeypatch, storage, prefix):
+    monkeypatch.setattr(weights_of, "VALUES", 1 << 14)  # some rows at a time
     source = model_file(tmp_path / "model.safetensors", prefix=prefix)
     near, _ = converted(source, tmp_path / "near.safetensors", storage)
     found, summary = converted(source, tmp_path / "found.safetensors", storage, calibrated(source))
@@ -73,32 +74,10 @@ def test_the_card_says_what_was_rounded_by_what(tmp_path):
     calibration = calibrated(source)
     calibration.layers["blocks.0.attn"].tokens = 0
     converted(source, tmp_path / "found.safetensors", "int8", calibration)
-    card = card_in(open_checkpoint(tmp_path / "found.safetensors").metadata)
-    assert 0.1 < card["calibration"].pop("error_of_results_to_nearest") < 0.85
-    assert card["calibration"] == {
-        "method": "GPTQ", "model": "model.safetensors", "runs": 1, "model_calls": 8, "layers": 2, "tokens_per_layer": [600, 600]
-    }  # fmt: skip
-
-
-def sampled_error_of(weights, exact) -> float:
-    """The relative error of the rows that stand for all weights of a file."""
-    pairs = [(weights[f"{layer}.weight"].dequantize(torch.float32), exact[f"{layer}.weight"].float()) for layer in LAYERS]
-    one, other = (torch.cat([rows[sampled_rows(len(rows))].flatten() for rows in side]) for side in zip(*pairs, strict=True))
-    return relative_error(other, one)
-
-
-@pytest.mark.parametrize("storage", ["int8", "fp8_e4m3fn", "w6a8", "w4a8"])
-def test_the_errors_on_the_card_are_those_of_what_was_written(tmp_path, monkeypatch, storage):
-    monkeypatch.setattr(weights_of, "VALUES", 1 << 14)  # some rows at a time
-    source = model_file(tmp_path / "model.safetensors")
-    near, _ = converted(source, tmp_path / "near.safetensors", storage)
-    found, _ = converted(source, tmp_path / "found.safetensors", storage, calibrated(source))
-    exact, limit = load_file(source), 0.02 if storage.startswith("w") else 1e-3  # codebooks of some rows, and of all
-    says = {}
-    for name, weights in (("near", near), ("found", found)):
-        says[name] = card_in(open_checkpoint(tmp_path / f"{name}.safetensors").metadata)[WHAT_ERROR][storage]
-        assert says[name] == pytest.approx(sampled_error_of(weights, exact), rel=limit)
-    assert says["found"] > 1.05 * says["near"], "what is closest on the inputs is not closest by itself"
+    converted(source, tmp_path / "near.safetensors", "int8")
+    near, card = (card_in(open_checkpoint(tmp_path / f"{name}.safetensors").metadata) for name in ("near", "found"))
+    assert card["calibration"] == {"method": "GPTQ", "model": "model.safetensors", "runs": 1, "model_calls": 8, "layers": 2}
+    assert 0 < card[WHAT_ERROR]["int8"] != near[WHAT_ERROR]["int8"], "of the weights that were rounded to nearest alone"
 
 
 def test_a_layer_is_kept_nearest_where_the_solver_errs(tmp_path, monkeypatch):
@@ -136,7 +115,8 @@ def test_it_is_read_as_it_was_written(tmp_path):
         kept = again.layers[name]
         assert (kept.tokens, kept.left_out) == (products.tokens, products.left_out)
         assert torch.equal(kept.blocks.triu(), products.blocks.triu()) and torch.equal(kept.blocks, kept.blocks.mT)
-    assert (tmp_path / "kept.safetensors").stat().st_size < 0.55 * found.bytes
+    size = sum(products.blocks.nbytes for products in found.layers.values())
+    assert (tmp_path / "kept.safetensors").stat().st_size < 0.55 * size
     more = again.copied()
     more["blocks.0.mlp"].add(inputs("blocks.0.mlp"))
     assert more["blocks.0.mlp"].tokens == 1200 and again.layers["blocks.0.mlp"].tokens == 600
@@ -172,9 +152,7 @@ def test_layers_that_met_nothing_are_named_and_rounded_to_nearest(tmp_path):
     source = model_file(tmp_path / "model.safetensors")
     found = calibrated(source, tokens=0)
     assert "none of them called" in found.text() and "not called: blocks.0.attn, blocks.0.mlp" in found.text()
-    near, _ = converted(source, tmp_path / "near.safetensors", "int8")
-    kept, summary = converted(source, tmp_path / "found.safetensors", "int8", found)
-    assert all(torch.equal(near[name].data, kept[name].data) for name in near if near[name].encoding is None)
+    _, summary = converted(source, tmp_path / "found.safetensors", "int8", found)
     assert "no layer was rounded by the calibration" in summary.notes
 
 
@@ -185,12 +163,3 @@ def test_a_file_that_it_rounds_nothing_of_does_not_claim_it(tmp_path, storage):
     convert_file(source, target, storage, rules_from("", "none"), calibration=calibrated(source), tell=said.append)
     assert "calibration" not in card_in(open_checkpoint(target).metadata)
     assert said == ["the calibration rounds no layer: none that it knows is written anew in int8, fp8, w6a8 or w4a8"]
-
-
-def test_the_time_is_said_before_and_while(tmp_path, monkeypatch):
-    source, said = model_file(tmp_path / "model.safetensors"), []
-    monkeypatch.setattr(weights_of, "_seconds_per_product", lambda device, storage: {"int8": 1e-5, "w4a8": 5e-5}[storage])
-    work = {layer: LAYERS[layer][0] * LAYERS[layer][1] * 256 for layer in SEEN}
-    for rule, slower in (("", 0), ("*.mlp storage=w4a8", 4 * work["blocks.0.mlp"])):
-        convert_file(source, tmp_path / "x.safetensors", "int8", rules_from(rule, "none"), calibration=calibrated(source), tell=said.append)
-        assert said.pop() == f"rounding 3 layers by the calibration: about {-(-(sum(work.values()) + slower) // 6000000)} min"

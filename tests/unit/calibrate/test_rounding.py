@@ -7,10 +7,15 @@ import torch
 from halfsafe.precision.calibrate import rounding
 from halfsafe.precision.calibrate.products import Products, block_width
 from halfsafe.precision.calibrate.rounding import rounded
-from halfsafe.precision.calibrate.weights import CODES
+from halfsafe.precision.calibrate.weights import turned_products
+from halfsafe.precision.formats.int8 import rotated, rotation_group
+from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.measures import relative_error
+
+WRITTEN = [name for name, row in FORMAT_OF_STORAGE.items() if row.can_write]
+"""With the comfy-kitchen at hand; ``formats/test_w4a8.py`` runs this file with a newer one."""
 
 
 def inputs(tokens: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -29,6 +34,17 @@ def weight_of(rows: int, columns: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
+def chosen_for(storage, weight, products):
+    """The turned weight, its nearest numbers and those chosen by the products, and the squared errors of both."""
+    row = FORMAT_OF_STORAGE[storage]
+    shared = row.shared(weight)
+    params, turned = {**row.encode(weight, shared), **shared}, row.turned(weight)
+    blocks = turned_products(products.blocks, row)
+    found, before, after = rounded(turned, blocks, products.tokens, lambda values, at: row.nearest(values, params, at))
+    assert torch.equal(row.nearest(found, params), found), "numbers that the format has"
+    return turned, row.nearest(turned, params), found, before, after, blocks
+
+
 def error(found, weight, x) -> torch.Tensor:
     return ((found - weight) @ x.T).square().sum()
 
@@ -43,7 +59,7 @@ def best_of_all(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_it_comes_near_the_best_of_all_on_tiny_problems(seed):
     x, weight = inputs(64, 4, seed), weight_of(8, 4, seed)
     blocks = (x.T @ x)[None]
@@ -74,91 +90,48 @@ def test_gptq_is_the_textbook_s(monkeypatch):
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    st.sampled_from(list(CODES)),
-    st.integers(1, 12),
-    st.sampled_from((32, 48, 64, 192, 320, 512)),
-    st.integers(1, 300),
-    st.integers(0, 99),
-)
+@given(st.sampled_from(WRITTEN), st.integers(1, 12), st.sampled_from((32, 48, 64, 192, 320, 512)), st.integers(1, 300), st.integers(0, 99))
 def test_it_is_never_worse_than_nearest(storage, rows, columns, tokens, seed):
-    codes = CODES[storage]
-    if codes.why_not(columns):
+    if FORMAT_OF_STORAGE[storage].why_not(columns):
         return
-    weight, x = weight_of(rows, columns, seed), inputs(tokens, columns, seed) * 1e3
-    products = Products.empty(columns, 256)
-    products.add(x)
-    group = codes.group(columns)
-    turned, blocks = codes.turned(weight), products.blocks if group is None else products.rotated(group)
-    params = codes.prepare(turned)
-    found, before, after = rounded(turned, blocks, products.tokens, lambda values, at: codes.nearest(values, params, at)[1])
-    near = codes.nearest(turned, params)[1]
+    weight, products = weight_of(rows, columns, seed), Products.empty(columns, 256)
+    products.add(inputs(tokens, columns, seed) * 1e3)
+    turned, near, found, before, after, blocks = chosen_for(storage, weight, products)
     assert torch.isfinite(found).all() and after <= before
-    assert torch.equal(codes.nearest(found, params)[1], found)  # numbers that the format has
     for which, difference in ((before, near - turned), (after, found - turned)):
         parts = difference.unflatten(1, (len(blocks), -1)).transpose(0, 1)
         torch.testing.assert_close((parts @ blocks * parts).sum(), which, rtol=2e-2, atol=1e-2 * float(before))
 
 
-@pytest.mark.parametrize(("storage", "share"), [("int8", 0.8), ("fp8_e4m3fn", 0.8), ("w6a8", 0.8), ("w4a8", 0.8)])
-def test_other_inputs_of_the_same_kind_gain_too(storage, share):
-    mix = torch.randn(256, 256, generator=torch.Generator().manual_seed(3)) * torch.logspace(-2, 0, 256)
-    x, other = (torch.randn(2048, 256, generator=torch.Generator().manual_seed(seed)) @ mix.T for seed in (4, 5))
-    weight, codes = weight_of(96, 256), CODES[storage]
-    products = Products.empty(256, 256)
+@pytest.mark.parametrize(("tokens", "spread", "share"), [(2048, -2, 0.8), (8, -0.5, 1.01), (32, -0.5, 1.01), (128, -0.5, 1.01)])
+@pytest.mark.parametrize("storage", WRITTEN)
+def test_other_inputs_of_the_same_kind_gain_and_few_tokens_spoil_nothing(storage, tokens, spread, share):
+    """With few tokens most directions were never met: what is not seen must not pay for what is."""
+    if tokens < 256 and storage.startswith("fp8"):
+        return  # fp8 does not rotate
+    mix = torch.randn(256, 256, generator=torch.Generator().manual_seed(3)) * torch.logspace(spread, 0, 256)
+    x, other = (torch.randn(count, 256, generator=torch.Generator().manual_seed(count)) @ mix.T for count in (tokens, 2000))
+    weight, row, products = weight_of(64, 256), FORMAT_OF_STORAGE[storage], Products.empty(256, 256)
     products.add(x)
-    turned = codes.turned(weight)
-    params = codes.prepare(turned)
-    blocks = products.rotated(256) if codes.group(256) else products.blocks
-    found, *_ = rounded(turned, blocks, products.tokens, lambda values, at: codes.nearest(values, params, at)[1])
+    _, near, found, *_ = chosen_for(storage, weight, products)
     exact = other @ weight.T
-    near, chosen = (relative_error(exact, other @ codes.turned(numbers).T) for numbers in (codes.nearest(turned, params)[1], found))
-    assert chosen <= share * near
+    near, found = (relative_error(exact, other @ row.turned(numbers).T) for numbers in (near, found))
+    assert found <= share * near
 
 
-@pytest.mark.parametrize("columns", [16, 48, 64, 132, 256, 384, 1536, 3072, 8960, 13824, 4099])
-@pytest.mark.parametrize("width", [256, 512, 1024])
+@pytest.mark.parametrize("columns", [16, 132, 384, 3072, 13824, 4099])
+@pytest.mark.parametrize("width", [256, 1024])
 def test_blocks_are_equal_and_no_group_of_the_rotation_is_cut(columns, width):
-    from halfsafe.precision.formats.int8 import rotation_group
-
     found = block_width(columns, width)
     assert columns % found == 0 and found <= max(width, 256) and found % (rotation_group(columns) or 1) == 0
 
 
 def test_the_products_are_turned_as_inputs_are():
-    from halfsafe.precision.formats.int8 import rotated
-
     x, plain, turned = inputs(100, 512), Products.empty(512, 256), Products.empty(512, 256)
     plain.add(x)
     turned.add(rotated(x, 256))
-    torch.testing.assert_close(plain.rotated(256), turned.blocks, rtol=1e-4, atol=1e-4 * float(turned.blocks.abs().max()))
-
-
-def test_sums_in_parts_equal_one_run():
-    x, once, parts = inputs(300, 64), *(Products.empty(64, 256) for _ in range(2))
-    once.add(x)
-    parts.add(x[:100])
-    parts.add(x[100:])
-    assert parts.tokens == once.tokens == 300
-    torch.testing.assert_close(parts.blocks, once.blocks, rtol=1e-3, atol=1e-6 * float(once.blocks.max()))
-
-
-@pytest.mark.parametrize("tokens", [8, 32, 128])
-@pytest.mark.parametrize("storage", ["int8", "w4a8"])
-def test_few_tokens_do_not_spoil_other_inputs(storage, tokens):
-    """Inputs that go in every direction, of which few are seen: what is not seen must not pay for what is."""
-    columns = 256
-    mix = torch.randn(columns, columns, generator=torch.Generator().manual_seed(3)) * torch.logspace(-0.5, 0, columns)
-    x, other = (torch.randn(count, columns, generator=torch.Generator().manual_seed(count)) @ mix.T for count in (tokens, 2000))
-    weight, codes = weight_of(32, columns), CODES[storage]
-    products = Products.empty(columns, 1024)
-    products.add(x)
-    turned = codes.turned(weight)
-    params = codes.prepare(turned)
-    found, *_ = rounded(turned, products.rotated(256), tokens, lambda values, at: codes.nearest(values, params, at)[1])
-    exact = other @ weight.T
-    near, chosen = (relative_error(exact, other @ codes.turned(numbers).T) for numbers in (codes.nearest(turned, params)[1], found))
-    assert chosen <= 1.01 * near
+    found = turned_products(plain.blocks, FORMAT_OF_STORAGE["int8"])
+    torch.testing.assert_close(found, turned.blocks, rtol=1e-4, atol=1e-4 * float(turned.blocks.abs().max()))
 
 
 def test_inputs_that_are_not_finite_are_counted_and_left_out():

@@ -15,7 +15,7 @@ from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.errors import CheckpointError, NonFiniteWeight
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats import comfy_format
-from halfsafe.precision.formats.metadata import CARD_KEY
+from halfsafe.precision.formats.checkpoint import CARD_KEY
 from halfsafe.precision.plan import weights as plan_of_weights
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import save_file
@@ -164,7 +164,7 @@ SCRIPT = """
     import conftest, torch
     from halfsafe.precision.amax import host_amax
     from halfsafe.precision.commands.convert import convert_file
-    from halfsafe.precision.formats.quantize import quantize
+    from halfsafe.precision.formats.fp8 import quantize
     from halfsafe.precision.plan.rules import rules_from
     def anonymous():
         with open("/proc/self/status") as status:

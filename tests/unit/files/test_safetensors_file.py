@@ -187,7 +187,7 @@ DAMAGED = {
     "html after blanks": (b"\n  <html lang='en'><head>", "web page"),
     "zip": (b"PK\x03\x04\0\0\0\0\0\0" + b"\0" * 40, r"\.ckpt, \.pt"),
     "pickle": (b"\x80\x02}q\0X\x0e\0\0\0state_dict", "pickle"),
-    "gguf": (b"GGUF\x03\0\0\0" + b"\0" * 40, "GGUF"),
+    "gguf": (b"GGUF\x03\0\0\0" + b"\0" * 40, "Load it with ComfyUI-GGUF and connect its MODEL to any Halfsafe node"),
     "lfs": (b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1\n", "git-LFS"),
     "text": (b"Access to model black-forest-labs/FLUX is restricted", "Access to model"),
     "huge header": ((1 << 60).to_bytes(8, "little") + b"{" + b"\0" * 20, "header of 1152921504606846976"),

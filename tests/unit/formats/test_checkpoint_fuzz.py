@@ -1,7 +1,7 @@
 """Damaged files, rules and reports: right or refused. `scripts/fuzz.py` runs the same in bulk; here what it once found."""
 
 import json
-import sys
+from collections import Counter
 from pathlib import Path
 from random import Random
 
@@ -21,7 +21,7 @@ from halfsafe.precision.report.schema import LayerReport, Report
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from support import bad_worker, fuzz_targets, mutations
+from support import fuzz_targets, mutations
 from support.dialects import E4M3
 from support.storing import in_storages
 
@@ -212,29 +212,12 @@ def test_blocks_of_empty_weights_are_planned(tmp_path):
     fuzz_targets.judge("plan", path, Random(0))
 
 
-def test_mutated_gguf_files_are_read_right_or_refused(tmp_path):
-    path = tmp_path / "in.gguf"
-    for case in range(60):
-        path.write_bytes(mutations.mutated_gguf(Random(f"test:{case}")))
-        for target in ("read", "inspect", "scan", "convert", "plan"):
-            fuzz_targets.judge(target, path, Random(case))
-    assert {file.name for file in tmp_path.iterdir()} <= {"in.gguf", "out.safetensors"}
-
-
-def test_genuine_gguf_files_convert_to_every_storage(tmp_path):
-    path = tmp_path / "in.gguf"
-    for name, content in mutations.genuine_gguf().items():
-        path.write_bytes(content)
-        assert {fuzz_targets.judge("convert", path, Random(seed)) for seed in range(12)} == {"ok"}, name
-
-
 # the fuzzer itself
 
 
 def test_the_same_case_is_the_same_file():
-    first, again, other = (mutations.mutated_file(Random(seed)) for seed in ("7:1", "7:1", "7:2"))
+    first, again, other = (mutations.mutated(Random(seed)) for seed in ("7:1", "7:1", "7:2"))
     assert first == again != other
-    assert {mutations.mutated_file(Random(seed))[0] for seed in range(40)} == {"in.gguf", "in.safetensors"}
 
 
 def test_wrong_answers_and_unknown_errors_are_failures(tmp_path, monkeypatch):
@@ -244,10 +227,10 @@ def test_wrong_answers_and_unknown_errors_are_failures(tmp_path, monkeypatch):
     def leaves_a_file(path, random):
         (path.parent / "left").touch()
 
-    confinement, tally = fuzz_targets.Confinement(), fuzz.Tally()
+    confinement = fuzz_targets.Confinement()
     monkeypatch.setattr(fuzz_targets, "TARGETS", {"wrong": wrong, "leaves": leaves_a_file, "escapes": escapes, "read": fuzz_targets.check_read})
-    fuzz.run_case(0, 0, tmp_path, tally, confinement)
-    assert {key.split(":")[0] for key in tally.failures} == {"wrong", "leaves", "escapes"}
+    failures = fuzz.run_case(0, 0, tmp_path, Counter(), confinement)
+    assert {key.split(":")[0] for key in failures} == {"wrong", "leaves", "escapes"}
     assert list(tmp_path.iterdir()) == [] and not (tmp_path.parent / "escaped").exists()
 
 
@@ -255,15 +238,3 @@ def escapes(path, random):
     outside = path.parent.parent / "escaped"
     outside.write_bytes(b"")
     outside.unlink()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="ends processes as Linux does")
-def test_hangs_and_crashes_are_counted_and_the_other_cases_run(tmp_path, monkeypatch):
-    options = type("Options", (), {"seed": 0, "targets": None, "limit": 1.0})()
-    monkeypatch.setattr(fuzz, "_serve", bad_worker.serve)
-    tally = fuzz.Tally()
-    with fuzz._Worker(tmp_path, options) as worker:
-        assert worker.run(0, 10, tally) == [(0, 3), (4, 10)]
-        assert worker.run(4, 10, tally) == [(4, 7), (8, 10)]
-        assert worker.run(8, 10, tally) == []
-    assert {entry["problem"] for entry in tally.failures.values()} == {"crash -9", "hang"}

@@ -14,7 +14,7 @@ from support.storing import in_storages, normal_weight, plan_of, tensors_in
 
 kitchen = pytest.importorskip("comfy_kitchen.backends.eager.quantization")
 NAME = "blocks.0.ffn.0.weight"
-SHAPES = ((64, 256), (5, 512), (128, 320), (33, 48), (1, 16), (257, 1536))
+SHAPES = ((5, 512), (128, 320), (33, 48), (1, 16), (257, 1536))
 
 
 def as_int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -47,18 +47,13 @@ def test_rotating_in_sixteen_bit_as_comfy_kitchen_does_costs_a_step_now_and_then
     assert apart.max() <= 2 and 0 < (apart > 0).float().mean() < 0.4
 
 
-@pytest.mark.parametrize("size", [4, 16, 64, 256, 1024])
+@pytest.mark.parametrize("size", [4, 64, 1024])
 def test_the_rotation_is_its_own_inverse_and_that_of_comfy_kitchen(size):
     from comfy_kitchen.tensor.int8_utils import _build_hadamard
 
     matrix = int8.hadamard(size)
     assert torch.equal(matrix, _build_hadamard(size)) and torch.equal(matrix, dialects.rotation(size))
     assert torch.equal(matrix @ matrix, torch.eye(size)) and torch.equal(matrix, matrix.T)
-
-
-@pytest.mark.parametrize(("columns", "group"), [(3072, 256), (320, 64), (48, 16), (100, None), (0, None)])
-def test_the_largest_group_that_divides_the_inputs(columns, group):
-    assert int8.rotation_group(columns) == group
 
 
 def test_a_weight_of_several_parts_is_that_of_one():
@@ -81,14 +76,6 @@ def test_rows_wider_than_a_block_and_calls_in_any_grad_mode_use_the_same_memory(
         int8.quantize_rows(weight, 256)
     found = int8.quantize_rows(weight.requires_grad_(), 256)
     assert all(torch.equal(*pair) and not pair[0].requires_grad for pair in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("rows", [1, 2, 7, 64])
-def test_parts_are_small_and_cover_every_row(monkeypatch, rows):
-    monkeypatch.setattr("halfsafe.precision.formats.stored_weight.CHUNK", 100)
-    stored = StoredWeight(NAME, torch.arange(rows * 48.0).reshape(rows, 48))
-    parts = [values for _, values in stored.parts()]
-    assert torch.equal(torch.cat(parts), stored.data) and max(len(part) for part in parts) <= 2
 
 
 def test_int8_is_three_times_closer_than_fp8_at_the_same_size():
@@ -117,22 +104,15 @@ def test_rows_of_one_value(value):
     assert torch.equal(found["weight"], codes) and torch.equal(found["weight_scale"], scale)
 
 
+def test_the_largest_group_that_divides_the_inputs():
+    assert [int8.rotation_group(columns) for columns in (3072, 320, 48, 100, 0)] == [256, 64, 16, None, None]
+    plan = plan_of(StoredWeight(NAME, torch.randn(4, 100)), "int8")
+    assert plan.storage == "as_file" and "100" in plan.reason
+
+
 def test_values_that_overflow_once_rotated_are_an_error():
     with pytest.raises(NonFiniteWeight, match="rotated"):
         as_int8(torch.full((4, 256), 1.6e38) * int8.hadamard(256)[0].sign())
-
-
-def test_a_layer_that_no_rotation_fits_is_not_quantized():
-    plan = plan_of(StoredWeight(NAME, torch.randn(4, 100)), "int8")
-    assert plan.storage == "as_file" and "100" in plan.reason
-    data, scale = dialects.per_tensor(torch.randn(4, 100))
-    assert plan_of(StoredWeight(NAME, data, scale, "tensor"), "int8").storage == "bf16"
-
-
-@pytest.mark.parametrize(("name", "shape"), [("conv.weight", (4, 16, 3, 3)), ("norm.weight", (256,)), ("table", (4, 256))])
-def test_what_comfyui_cannot_hold_in_int8_stays(name, shape):
-    plan = plan_of(StoredWeight(name, torch.randn(shape)), "int8")
-    assert plan.storage == "as_file" and "int8" in plan.reason
 
 
 @pytest.mark.parametrize("source", ["per_tensor", "per_row", "per_block"])
@@ -145,12 +125,6 @@ def test_from_every_fp8_granularity(source):
     found = read_checkpoint(tensors, {}, "m").weights[NAME]
     assert not notes and found.storage == "int8"
     assert torch.equal(found.data, kitchen.quantize_int8_convrot_weight(exact, 64)[0])
-
-
-def test_announced_tensors_are_those_that_are_made():
-    stored = StoredWeight(NAME, normal_weight((8, 64)))
-    made = tensors_in(stored, "int8")
-    assert [(s.name, s.dtype, s.shape) for s in plan_of(stored, "int8").specs] == [(n, t.dtype, tuple(t.shape)) for n, t in made.items()]
 
 
 def test_no_rows_have_no_codes():

@@ -1,10 +1,14 @@
 import pytest
 import torch
 from halfsafe.precision.devices import detect as devices
+from halfsafe.precision.dtypes import QUANTIZED_NAMES
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
+from halfsafe.precision.formats.comfy_format import specs_of
 from halfsafe.precision.plan import storage as plan
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts, file_dtype, layer_specs
 from halfsafe.precision.plan.rules import rules_from
+from halfsafe.precision.plan.storage import plan_load, plan_storage, quantized_bytes
+from support.storing import normal_weight
 
 LAYERS = [
     LayerSpec("blocks.0.ffn.0", "Linear", (64, 32)),
@@ -193,3 +197,61 @@ def test_text_encoder_keeps_embeddings():
     layers = [LayerSpec("shared", "Embedding", (9, 4)), LayerSpec("encoder.block.0.wo", "Linear", (4, 4))]
     _, decisions = plan.plan_text_encoder(layers, "fp8_e4m3fn", "fp16", "fp16", 1, 10)
     assert [decisions[layer.name].storage for layer in layers] == ["as_file", "fp8_e4m3fn"]
+
+
+# a model that does not fit in int8
+
+GIB = 1 << 30
+
+
+def fitted(profile, gib, formats=QUANTIZED_NAMES, rules=""):
+    """What ``auto`` makes of 8 GiB of int8 on a card with so much memory."""
+    layers = [LayerSpec(f"blocks.{i}.ffn", "Linear", (4096, 4096)) for i in range(512)]
+    facts = ModelFacts(layers, 512 << 24, "bf16", ("bf16", "fp32"))
+    return plan_load(facts, devices.detect(profile=profile), "auto", "auto", rules_from(rules, "none"), int(gib * GIB), formats)
+
+
+def held(plan):
+    return {decision.storage for decision in plan.decisions.values()}
+
+
+@pytest.mark.parametrize(
+    ("gib", "formats", "expected"),
+    [
+        (10.1, QUANTIZED_NAMES, "int8"), (9, QUANTIZED_NAMES, "w6a8"), (7, QUANTIZED_NAMES, "w4a8"), (4, QUANTIZED_NAMES, "int8"),
+        (9, ("int8", "w4a8"), "w4a8"), (9, ("int8",), "int8"),
+    ],
+)  # fmt: skip
+def test_auto_takes_the_most_bits_that_fit_for_the_whole_model_and_says_what_it_costs(gib, formats, expected):
+    plan = fitted("sm_86", gib, formats)
+    assert held(plan) == {expected} == {plan.storage.used}
+    assert {d.mode for d in plan.compute.decisions.values()} == {"int8"}
+    if expected != "int8":
+        assert f"{expected} takes" in plan.storage.reason and "in and out at each step" in plan.storage.reason
+    elif gib < 10:
+        assert "Fewer bits do not make it fit either" in plan.storage.reason and "in and out" in plan.storage.reason
+
+
+def test_without_a_kernel_for_them_few_bits_are_named_and_not_taken():
+    plan = fitted("sm_75", 9)
+    assert held(plan) == {"int8"} and "needs sm_80" in plan.storage.reason and "storage=w6a8 makes it fit" in plan.storage.reason
+
+
+def test_a_layer_that_a_rule_stores_in_int8_stays_so():
+    plan = fitted("sm_86", 9, rules="blocks.1?.ffn storage=int8")
+    assert {plan.decisions[f"blocks.1{i}.ffn"].storage for i in range(10)} == {"int8"} and held(plan) == {"int8", "w6a8"}
+
+
+def test_the_weight_that_comfyui_tells_the_model_by_is_not_packed():
+    told, other = (LayerSpec(f"blocks.1.transformer_blocks.0.attn2.to_{kind}", "Linear", (640, 2048)) for kind in "kv")
+    for storage in ("w6a8", "w4a8"):
+        decisions = plan_storage([told, other], storage, rules_from())
+        assert decisions[told.name].storage == "int8" and "ComfyUI tells the model" in decisions[told.name].reason
+        assert decisions[other.name].storage == storage
+    assert plan_storage([told], "fp8_e4m3fn", rules_from())[told.name].storage == "fp8_e4m3fn"
+
+
+@pytest.mark.parametrize("storage", ["int8", "w6a8", "w4a8"])
+def test_bytes_are_those_of_the_tensors_without_the_text_of_their_settings(storage):
+    specs = specs_of(StoredWeight("layer.weight", normal_weight((48, 320))), storage)
+    assert quantized_bytes(storage, 48, 320) == sum(spec.bytes for spec in specs if not spec.name.endswith("comfy_quant"))

@@ -6,9 +6,7 @@ import pytest
 import torch
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
-from halfsafe.precision.formats.encoded import encoding_of
-from halfsafe.precision.formats.gguf_weight import GgufWeight
-from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
+from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE, encoded_weight
 from halfsafe.precision.plan.choice import Choice
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.memory import plan_encoder, plan_model, unpacked_dtype
@@ -116,7 +114,7 @@ def encoded(name):
     row = next(row for row in FORMAT_OF_STORAGE.values() if row.storage == name)
     settings = {"format": row.name, "group_size": 64 if name == "awq4" else 16, "convrot_groupsize": 256}
     leaves = {leaf: tensors[leaf] for leaf in row.leaves if leaf in tensors}
-    weight = encoding_of(tensors["weight"], leaves, settings)
+    weight = encoded_weight(tensors["weight"], leaves, settings)
     return StoredWeight("blocks.0.ffn.0.weight", weight.data, encoding=weight), row
 
 
@@ -133,7 +131,7 @@ def test_a_format_that_comfyui_lacks_is_unpacked_with_a_note_for_models_and_enco
     assert f"1 layers in {row.title}, which ComfyUI has from {row.since} on, were unpacked to bf16." in model.notes
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "w4a8"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_what_the_device_cannot_hold_is_unpacked_with_a_note_in_the_part_that_goes_there(name):
     encoder_weights = {f"clip.{key}": replace(weight, name=f"clip.{key}") for key, weight in weights(torch.float8_e4m3fn).items()}
     weight, row = encoded(name)
@@ -172,22 +170,3 @@ def test_a_16_bit_weight_with_a_scale_that_cannot_be_quantized_keeps_its_scale(s
     weight = StoredWeight(name, torch.ones(shape, dtype=torch.bfloat16), torch.tensor(0.5), "tensor")
     (found,) = plan_weights({name: weight}, {name: storage}, "file").values()
     assert (found.storage, bool(found.reason)) == ("bf16", True)
-
-
-@pytest.mark.parametrize("storage", ["int8", "fp8_e4m3fn"])
-def test_a_packed_weight_beside_a_scale_like_name_goes_to_16_bit(storage):
-    packed = GgufWeight("Q8_0", (4, 32), torch.zeros(4 * 34, dtype=torch.uint8))
-    weight = StoredWeight("a.weight", torch.empty(4, 32, dtype=torch.bfloat16, device="meta"), packed=packed)
-    stored = {"a.weight": weight, "a.scale": StoredWeight("a.scale", torch.ones(4))}
-    found = plan_weights(stored, {"a.weight": storage}, "file")["a.weight"]
-    assert (found.storage, found.reason) == ("bf16", "a tensor beside it is named like a scale")
-
-
-@pytest.mark.parametrize("storage", ["fp8_e4m3fn", "fp8_e5m2", "int8"])
-def test_a_packed_weight_is_quantized_as_one_in_16_bit_is(storage):
-    """No limit on what one scale costs: like a 16-bit file, and unlike formats with a scale for each block."""
-    blocks = torch.zeros(16, 34, dtype=torch.uint8)
-    blocks[:, :2] = torch.tensor([1.0] + 15 * [2.0**-14]).half().view(16, 1).view(torch.uint8)
-    blocks[:, 2:] = torch.arange(32, dtype=torch.uint8)
-    weight = StoredWeight("a.weight", torch.empty(16, 32, dtype=torch.bfloat16, device="meta"), packed=GgufWeight("Q8_0", (16, 32), blocks.view(-1)))
-    assert plan_weights({"a.weight": weight}, {"a.weight": storage}, "file")["a.weight"].storage == storage

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from halfsafe.precision.amax import host_amax
 from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
-from halfsafe.precision.formats.quantize import dequantize, quantize
+from halfsafe.precision.formats.fp8 import dequantize, quantize
 from halfsafe.precision.plan.rules import compile_pattern, parse, rules_from
 from halfsafe.precision.study import sensitivity as a
 from halfsafe.precision.study.analysis_text import WORST, analysis_text, patterns, result_of, rule_lines, rules_of

@@ -1,3 +1,5 @@
+"""Scaled fp8: one power-of-two scale per weight, and the scales of activations."""
+
 import math
 import threading
 from unittest import mock
@@ -5,11 +7,11 @@ from unittest import mock
 import pytest
 import torch
 from halfsafe.precision.amax import host_amax
-from halfsafe.precision.formats import quantize as q
+from halfsafe.precision.formats import fp8 as q
 from halfsafe.precision.formats import scratch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.measures import relative_error, sqnr_db
+from support.measures import relative_error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -19,7 +21,7 @@ def round_trip(weight, dtype, out=torch.float32):
     return q.dequantize(result.data, result.scale, out)
 
 
-@pytest.mark.parametrize("std", [1e4, 1.0, 0.05, 0.02, 0.005, 0.001, 1e-6])
+@pytest.mark.parametrize("std", [1e4, 0.02, 1e-6])
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dtype", "bound"), [(E4M3, 0.0275), (E5M2, 0.054)])
 def test_error_is_the_formats_own_at_every_spread(std, source, dtype, bound):
@@ -27,17 +29,12 @@ def test_error_is_the_formats_own_at_every_spread(std, source, dtype, bound):
     assert relative_error(weight, round_trip(weight, dtype)) < bound
 
 
-def test_unscaled_cast_is_what_we_beat():
-    weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(1)) * 0.001
-    assert relative_error(weight, weight.to(E4M3)) > 0.5
-
-
 @given(
     values=st.lists(st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=64),
     dtype=st.sampled_from([E4M3, E5M2, torch.float8_e4m3fnuz]),
     source=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_never_nan_and_never_beyond_the_largest_value(values, dtype, source):
     weight = torch.tensor(values).to(source)
     result = q.quantize(weight, dtype, host_amax(weight))
@@ -58,12 +55,6 @@ def test_scale_is_the_smallest_power_of_two_that_fits(amax, dtype):
     assert scale == 2.0**-24 or amax / (scale / 2) > largest
 
 
-def test_zero_weight_gets_scale_one_and_stays_zero():
-    result = q.quantize(torch.zeros(4, 4), E4M3, 0.0)
-    assert result.scale.item() == 1.0
-    assert not result.data.float().any()
-
-
 def test_dequantizing_to_bf16_and_fp16_rounds_nothing():
     weight = torch.randn(256, 256) * 0.02
     result = q.quantize(weight, E4M3, host_amax(weight))
@@ -73,38 +64,21 @@ def test_dequantizing_to_bf16_and_fp16_rounds_nothing():
         assert torch.equal(in_core.float(), exact)
 
 
-def test_quantizing_twice_changes_nothing():
+def test_quantizing_twice_changes_nothing_and_zeros_stay():
     once = round_trip(torch.randn(64, 64) * 0.02, E4M3)
     assert torch.equal(round_trip(once, E4M3), once)
+    zeros = q.quantize(torch.zeros(4, 4), E4M3, 0.0)
+    assert zeros.scale.item() == 1.0 and not zeros.data.float().any()
 
 
-def test_quantize_writes_every_chunk(monkeypatch):
+def test_every_part_of_a_strided_weight_is_written_in_any_grad_mode(monkeypatch):
     monkeypatch.setattr(q, "PART", 16)
     monkeypatch.setattr(scratch, "_held", threading.local())
-    weight = torch.arange(1.0, 51.0)
-    assert relative_error(weight, round_trip(weight, E4M3)) < 0.03
-
-
-def test_strided_weight_is_quantized_as_itself():
     weight = torch.randn(32, 16).t()
-    assert relative_error(weight, round_trip(weight, E4M3)) < 0.03
-
-
-def test_error_measures():
-    reference = torch.tensor([3.0, 4.0])
-    assert relative_error(reference, torch.tensor([3.0, 4.5])) == pytest.approx(0.1)
-    assert sqnr_db(reference, torch.tensor([3.0, 4.5])) == pytest.approx(20.0)
-    assert sqnr_db(reference, reference) == math.inf
-
-
-def test_quantizes_in_any_grad_mode_one_after_the_other(monkeypatch):
-    monkeypatch.setattr(scratch, "_held", threading.local())
-    weight = torch.randn(8, 8)
     with torch.inference_mode():
-        expected = q.quantize(weight, torch.float8_e4m3fn, host_amax(weight))
-    weight.requires_grad_()
-    found = q.quantize(weight, torch.float8_e4m3fn, host_amax(weight))
-    assert torch.equal(found.data.float(), expected.data.float()) and not found.data.requires_grad
+        expected = round_trip(weight, E4M3)
+    assert relative_error(weight, expected) < 0.03
+    assert torch.equal(round_trip(weight.requires_grad_(), E4M3), expected)
 
 
 @pytest.mark.parametrize(("dtype", "amaxes"), [(torch.float16, (0.0, 6e-8, 1e-3, 5e-3, 1.0, 6e4)), (torch.bfloat16, (0.0, 1e-38, 1e-3, 1e38))])

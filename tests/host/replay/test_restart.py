@@ -4,11 +4,12 @@ import random
 
 import pytest
 import torch
+from halfsafe.nodes.host.guard.state import learned_of
 from halfsafe.nodes.host.replay.code_owner import code_owner
 from support import families
 from support.custom_nodes import step_caches
 from support.custom_nodes.step_caches import PACKS
-from support.guarding import core, guarded, inside, is_finite, loaded_once, nan_at, report_of
+from support.guarding import core, guarded, inside, is_finite, loaded_once, nan_at, raising_at, report_of
 from support.measures import relative_error
 
 STEPS = 4
@@ -79,6 +80,7 @@ def test_what_fp16_safe_does_not_cure_starts_again_in_fp32_and_then_no_more(comf
     report = report_of(model)
     assert report.verdict == "not_precision" and [event.recovered for event in report.events] == [True, True, False]
     assert [event.evidence for event in report.events[:2]] == [STARTED.format("fp16_safe"), STARTED.format("fp32")]
+    assert report.escalations == {} and not any(learned_of(model.model).values()), "what cured nothing is not kept"
 
 
 def test_an_ip_adapter_starts_the_sampling_again_and_has_no_check(comfy, models):
@@ -91,6 +93,15 @@ def test_an_ip_adapter_starts_the_sampling_again_and_has_no_check(comfy, models)
     assert relative_error(expected, sample(model)) < 0.05
     report = report_of(model)
     assert report.verdict == "recovered" and report.events[0].evidence == STARTED.format("fp16_safe") and len(report.checks) == 1
+
+
+def test_a_sampling_without_memory_to_start_again_is_stopped_and_says_so(comfy, models):
+    failing = inside(step_caches.magcache(models("wan", "ffn", "fp16")), raising_at(torch.OutOfMemoryError("CUDA out of memory"), 3))
+    model = guarded(comfy, failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(model)
+    report = report_of(model)
+    assert report.verdict == "stopped" and "not enough memory" in report.advice and report.escalations == {}
 
 
 class OthersSampler:

@@ -1,4 +1,4 @@
-"""Scaled FP8: one power-of-two scale per tensor.
+"""ComfyUI's ``float8_e4m3fn`` and ``float8_e5m2``, written with one power-of-two scale per tensor.
 
 A power of two is as accurate as any other scale (about 2.65 % relative error for a normal weight, whatever its spread),
 and it multiplies and divides without rounding: the dequantized weight is exact in bf16 and fp16, and a weight that is
@@ -6,13 +6,16 @@ already on an fp8 grid survives being scaled again.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..amax import amax
+from ..amax import amax, host_amax
 from ..dtypes import max_of
-from .scratch import empty, scratch
+from ..modes import FP8
+from .format import Encoded, Format, Tensors
+from .scratch import scratch
 
 PART = 1 << 22
 MIN_SCALE_EXPONENT = -24
@@ -44,7 +47,6 @@ def power_of_two_scale(largest: float, dtype: torch.dtype) -> float:
     return math.ldexp(1.0, max(exponent - 1 if mantissa == 0.5 else exponent, MIN_SCALE_EXPONENT))
 
 
-@torch.no_grad()
 def quantize(tensor: torch.Tensor, dtype: torch.dtype, largest: float) -> Quantized:
     """Quantize a finite tensor whose :func:`~halfsafe.precision.amax.host_amax` is ``largest``.
 
@@ -52,13 +54,18 @@ def quantize(tensor: torch.Tensor, dtype: torch.dtype, largest: float) -> Quanti
     value in range, so no clamp is needed and the result is the same on every torch version.
     """
     scale = power_of_two_scale(largest, dtype)
-    data = empty(tensor.shape, dtype, tensor.device)
+    return Quantized(_divided(tensor, dtype, scale), torch.tensor(scale, dtype=torch.float32))
+
+
+@torch.no_grad()
+def _divided(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    data = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     source, target = tensor.contiguous().view(-1), data.view(-1)
     exact = _scales_exactly(tensor.dtype, 1.0 / scale)
     (scaled,) = scratch(1, PART, tensor.dtype if exact else torch.float32, tensor.device)
     for part, out in zip(source.split(PART), target.split(PART), strict=True):
         out.copy_(torch.mul(part if exact else part.float(), 1.0 / scale, out=scaled[: part.numel()]))
-    return Quantized(data, torch.tensor(scale, dtype=torch.float32))
+    return data
 
 
 def _scales_exactly(dtype: torch.dtype, factor: float) -> bool:
@@ -91,3 +98,53 @@ def activation_scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Compute ``data * scale`` for one scale per tensor, multiplied in fp32 and cast to ``dtype``."""
     return (data.float() * scale).to(dtype)
+
+
+class Fp8(Format):
+    """fp8 numbers, written with one scale. A bank of experts has a scale for each expert, or for each of its rows."""
+
+    mode = FP8
+    writes = True
+    streams = True
+    dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+    def __init__(self, name: str, storage: str, since: str, colour: tuple[int, int, int], dtype: torch.dtype):
+        self.name, self.storage, self.since, self.colour, self.dtype = name, storage, since, colour, dtype
+
+    def check(self, weight: Encoded) -> None:
+        if weight.tensors["weight_scale"].numel() > 1:
+            weight.require_shape("weight_scale", (weight.shape[0], 1), (weight.shape[0],))
+
+    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
+        scale = weight.numbers("weight_scale").reshape(-1, 1)
+        return weight.data[part].float().mul_(scale if len(scale) == 1 else scale[part])
+
+    def bound(self, weight: Encoded) -> float:
+        return host_amax(weight.data) * weight.numbers("weight_scale").max().item()
+
+    def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"weight": ((rows, columns), self.dtype), "weight_scale": ((), torch.float32)}
+
+    def shared(self, rows: torch.Tensor) -> Tensors:
+        return self.scale_for(host_amax(rows))
+
+    def scale_for(self, largest: float) -> Tensors:
+        """Make the scale of a weight by its largest magnitude."""
+        return {"weight_scale": torch.tensor(power_of_two_scale(largest, self.dtype))}
+
+    def encode(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Tensors:
+        return {"weight": _divided(rows, self.dtype, params["weight_scale"].item())}
+
+    def nearest(
+        self, values: torch.Tensor, params: Mapping[str, torch.Tensor], at: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        # Columns that were corrected for earlier ones may exceed the range, which the cast would make NaN of.
+        largest, scale = torch.finfo(self.dtype).max, params["weight_scale"].to(values.device)
+        return (values / scale).clamp(-largest, largest).to(self.dtype).float() * scale
+
+    def codes(self, numbers: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        return (numbers / params["weight_scale"].to(numbers.device)).to(self.dtype)
+
+
+E4M3 = Fp8("float8_e4m3fn", "fp8_e4m3fn", "0.4.0", FP8.colour, torch.float8_e4m3fn)
+E5M2 = Fp8("float8_e5m2", "fp8_e5m2", "0.8.0", (220, 104, 46), torch.float8_e5m2)

@@ -1,0 +1,178 @@
+"""How large the numbers of an attention can be: bounds from its operands, and what is proven from them.
+
+A score is at most ``max ||q|| * max ||k|| * scale`` (Cauchy-Schwarz); a result is a mean of rows of v.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..amax import amax
+from ..dtypes import FP16_MAX
+from .amax_buffer import largest_row_norm
+from .proofs import HEADROOM_BITS, MARGIN, Proof, fits_range
+
+LARGEST_SCORE = FP16_MAX / MARGIN
+MASK_FACTOR = 8.0
+SMALLEST_VALUE = 2.0**-10
+
+
+class AttentionCall(NamedTuple):
+    """Hold the arguments of one of ComfyUI's attentions: q, k and v of (..., tokens, channels), and what follows
+    ``heads``.
+
+    ``fused``: its scores are kept in fp32 and scaled before they are rounded.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    heads: int
+    args: tuple
+    kwargs: dict
+    fused: bool = True
+
+    def run(self, attention: Callable) -> torch.Tensor:
+        """Run an attention on these arguments."""
+        return attention(self.q, self.k, self.v, self.heads, *self.args, **self.kwargs)
+
+    def run_in(self, dtype: torch.dtype, attention: Callable) -> torch.Tensor:
+        """Run an attention on operands and masks in ``dtype``. Returns what it returns."""
+        masks = (_mask_in(dtype, mask) for mask in self.args)
+        kwargs = {**self.kwargs, "mask": _mask_in(dtype, self.kwargs["mask"])} if "mask" in self.kwargs else self.kwargs
+        return attention(self.q.to(dtype), self.k.to(dtype), self.v.to(dtype), self.heads, *masks, **kwargs)
+
+    def smoothed(self) -> "AttentionCall":
+        """Return the same attention over keys less their mean."""
+        return AttentionCall(self.q, smoothed(self.k), self.v, self.heads, self.args, self.kwargs, self.fused)
+
+    def in_fp16(self) -> "AttentionCall":
+        """Return the same attention over fp16 operands."""
+        q, k, v = self.q.to(torch.float16), self.k.to(torch.float16), self.v.to(torch.float16)
+        return AttentionCall(q, k, v, self.heads, self.args, self.kwargs, self.fused)
+
+    def head_size(self) -> int:
+        return self.q.shape[-1] if self.q.dim() == 4 else self.q.shape[-1] // self.heads
+
+    def by_head(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Split the channels of q or k into heads: (..., heads, size)."""
+        return tensor.unflatten(-1, (-1, self.head_size()))
+
+    def norms(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the largest 2-norm of a head's rows of q and of k, each 0-dim fp32."""
+        return largest_row_norm(self.by_head(self.q)), largest_row_norm(self.by_head(self.k))
+
+    def score_factor(self) -> float:
+        """Return the largest factor of a product of rows of q and k; unfused scores are scaled after the product."""
+        scale = self.kwargs.get("scale") or self.head_size() ** -0.5
+        return scale if self.fused else max(scale, 1.0)
+
+    def masked_factor(self) -> float:
+        """Return the score factor, eightfold with a mask, so that no score outweighs a masked score."""
+        return self.score_factor() * (MASK_FACTOR if self.is_masked() else 1.0)
+
+    def is_masked(self) -> bool:
+        """Tell whether a mask is added to the scores."""
+        for mask in (*self.args, self.kwargs.get("mask")):
+            if isinstance(mask, torch.Tensor) and mask.is_floating_point():
+                return True
+        return False
+
+    def needs_scores(self) -> bool:
+        """Tell whether the scores must fit fp16: those of an unfused kernel, or those that a mask is added to."""
+        return not self.fused or self.is_masked()
+
+    def score_bound(self) -> torch.Tensor:
+        """Compute the largest number the scores can reach, 0-dim fp32."""
+        of_q, of_k = self.norms()
+        return of_q * of_k * self.score_factor()
+
+    def largest(self) -> torch.Tensor:
+        """Compute the largest number the attention can hold, 0-dim fp32: a norm of a row of q or k, a score, an element
+        of v.
+
+        Values so small that fp16 would round them away count as too large.
+        """
+        of_q, of_k = self.norms()
+        of_v = amax(self.v)
+        score = of_q * of_k * self.masked_factor()
+        return torch.stack([of_q, of_k, score, of_v, SMALLEST_VALUE * FP16_MAX / of_v]).amax()
+
+
+class ScoreBound(Proof):
+    """Prove that no score of a model's fp16 attentions passes fp16's range, from the norms of their q and k."""
+
+    def holds(self, magnitude: float) -> bool:
+        """Tell whether scores up to this bound fit."""
+        return magnitude <= LARGEST_SCORE
+
+
+class AttentionRange(Proof):
+    """Prove that attentions over fp16 operands stay in its range, from the largest number they can hold."""
+
+    def holds(self, magnitude: float) -> bool:
+        """Tell whether fp16 holds numbers up to ``magnitude``."""
+        return fits_range(magnitude)
+
+
+class AttentionBound(AttentionRange):
+    """Prove that an attention over fp16 operands stays in fp16's range.
+
+    A kernel that is fused has no such number but in q, k and v. Inf in v makes Inf or NaN of the result, and Inf in k
+    either NaN or a score of -Inf, whose weight is the 0 that it should be. Of q it may leave zeros behind, so that the
+    amax of q is recorded, in one kernel. Its limit also keeps scores where they were measured, so that they do not
+    become coarse. With a mask that is added, or scores in fp16, the norms of the rows of q and k are recorded, and
+    their product is bounded.
+
+    ``factor``: of a score, the mask's included; ``limit``: the largest amax of q; ``by_norm``: record the norms.
+    """
+
+    width = 2
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.factor = 1.0
+        self.limit = 0.0
+        self.by_norm = False
+
+    def calibrate(self, call: AttentionCall, largest: float) -> None:
+        """Choose the numbers to record. ``largest``: the largest number of the attention."""
+        self.recorder.device = call.q.device
+        self.factor, self.by_norm = call.masked_factor(), call.needs_scores()
+        if not self.by_norm:
+            self.limit = min(math.sqrt(LARGEST_SCORE / largest), 2.0**HEADROOM_BITS) * amax(call.q).item()
+
+    def record(self, call: AttentionCall) -> None:
+        """Record the numbers of an attention. A call may bring a mask, or another kernel, where the measured one had
+        none: the larger factor counts."""
+        if not (self.by_norm or call.needs_scores()):
+            self.recorder.record_amax(call.q)
+            return
+        if not self.by_norm:
+            self.recorder.missed.any = True
+        self.factor = max(self.factor, call.masked_factor())
+        for place, norm in enumerate(call.norms()):
+            self.recorder.record(norm, place)
+
+    def magnitude(self, numbers: list[float]) -> float:
+        """Return the largest number of the attention, from its records; of q alone, its growth to fp16's range."""
+        of_q, of_k = numbers
+        if not self.by_norm:
+            return FP16_MAX * of_q / self.limit * (1 - 2.0**-12) if self.limit else math.nan
+        return max(of_q, of_k, of_q * of_k * self.factor)
+
+
+def smoothed(k: torch.Tensor) -> torch.Tensor:
+    """Subtract from the keys their mean over tokens (dimension -2). Any one vector would do, so its rounding is no
+    error."""
+    return k - k.mean(-2, keepdim=True, dtype=torch.float32).to(k.dtype)
+
+
+def _mask_in(dtype: torch.dtype, mask: object) -> object:
+    """Cast a floating mask. In fp16 it is clamped to half of the range, which hides a token as well as -inf does and
+    can be added to a score."""
+    if not isinstance(mask, torch.Tensor) or not mask.is_floating_point():
+        return mask
+    return (mask.clamp(-FP16_MAX / 2, FP16_MAX / 2) if dtype == torch.float16 else mask).to(dtype)

@@ -1,1 +1,0 @@
-"""What is known of the values of tensors without a look at them, and how it is carried through model code."""

@@ -1,0 +1,34 @@
+"""ComfyUI's ``awq_w4a16``: two unsigned numbers a byte with a scale and an offset per group, unpacked by comfy-kitchen.
+"""
+
+import torch
+
+from .format import Encoded, Format
+
+
+class Awq4(Format):
+    """Two numbers a byte, the low half first: ``(number - 8) * weight_scale + weight_zeros``, both (groups, rows)."""
+
+    name, storage, since, colour = "awq_w4a16", "awq4", "0.38.1", (160, 132, 200)
+    product, unpacker = "gemv_awq_w4a16", "tensor.TensorCoreAWQW4A16Layout"
+    quantizes_operands = False
+    needs = ("weight_scale", "weight_zeros")
+    signed = ("weight_scale", "weight_zeros")
+    per_byte = 2
+
+    def check(self, weight: Encoded) -> None:
+        (rows, columns), size = weight.shape, weight.setting("group_size", 64)
+        if type(size) is not int or size < 1 or columns % size:
+            raise ValueError(f"a group_size of {size!r} for {columns} inputs")
+        for name in self.needs:
+            weight.require_shape(name, (columns // size, rows))
+
+    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
+        layout, data = self.kitchen(self.unpacker), weight.data[part]
+        scale, zeros = (weight.numbers(name)[:, part] for name in self.needs)
+        shape, size = (len(data), weight.shape[1]), weight.setting("group_size", 64)
+        return layout.dequantize(data, layout.Params(scale, torch.float32, shape, zeros, size))
+
+    def bound(self, weight: Encoded) -> float:
+        scale, zeros = (weight.numbers(name).abs().max().item() for name in self.needs)
+        return 8 * scale + zeros

@@ -1,0 +1,113 @@
+"""ComfyUI's ``nvfp4`` and ``mxfp8``: a scale for each 16 or 32 inputs, unpacked by comfy-kitchen.
+
+Scales lie in cuBLAS' layout, tiles of 128 rows x 4 columns, and rows and columns are filled up with zeros:
+https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
+"""
+
+import torch
+
+from ..amax import host_amax
+from .format import Encoded, Format, Tensors
+
+FP4_MAX = 6.0
+TILE = 128
+LOOKED_AT = 256
+"""Rows unpacked at a time to see whether a weight's last column is zero."""
+
+
+class Blocks(Format):
+    """A format with a scale for each ``block`` inputs, whose rows and columns are padded to a multiple of ``block``.
+
+    A file has no record of the shape before (ComfyUI takes the module's, ``_orig_shape`` in comfy/ops.py). A layer's
+    bias tells its rows; a weight that ends in a value other than zero was not padded.
+    """
+
+    block: int
+
+    def read(self, data: torch.Tensor, tensors: Tensors, settings: dict, outputs: int | None) -> Encoded:
+        fits = outputs is not None and -(-outputs // self.block) * self.block == len(data)
+        return Encoded(self, data, tensors, settings, outputs if fits else None)
+
+    def shape(self, weight: Encoded) -> tuple[int, ...]:
+        rows, columns = super().shape(weight)
+        return (rows if weight.outputs is None else weight.outputs, columns)
+
+    def check(self, weight: Encoded) -> None:
+        columns = weight.shape[1]
+        if columns % self.block:
+            raise ValueError(f"{columns} inputs, where a multiple of {self.block} is meant")
+        scales = weight.tensors["weight_scale"]
+        down, across = -(-weight.shape[0] // TILE) * TILE, -(-columns // self.block // 4) * 4
+        if scales.numel() != down * across:
+            raise ValueError(f"its weight_scale of shape {tuple(scales.shape)} is not padded to {down} x {across}")
+
+    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
+        start, end = part.start // TILE * TILE, -(-part.stop // TILE) * TILE
+        scales = weight.tensors["weight_scale"].reshape(-(-weight.shape[0] // TILE) * TILE, -1)
+        values = self._unpacked(weight, weight.data[start:end], scales[start:end])
+        return values[part.start - start : part.stop - start]
+
+    def _unpacked(self, weight: Encoded, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def doubt(self, weight: Encoded) -> str:
+        rows = weight.shape[0]
+        open_rows = weight.outputs is None and rows % self.block == 0 and not weight.rows(slice(rows - 1, rows)).any()
+        parts = (weight.rows(slice(start, min(start + LOOKED_AT, rows))) for start in range(0, rows, LOOKED_AT))
+        open_columns = not any(part[:, -1].any() for part in parts)
+        what = " and ".join(name for name, is_open in (("rows", open_rows), ("columns", open_columns)) if is_open)
+        return f"its last {what} are zero, which may be padding that the file does not tell from values" if what else ""
+
+
+class Nvfp4(Blocks):
+    """Two e2m1 numbers a byte, the high half first; ``weight_scale`` e4m3 for each 16 inputs, ``weight_scale_2`` for
+    all.
+
+    ``pre_quant_scale`` (columns,), which ComfyUI multiplies the layer's inputs by, is part of the weight here.
+    """
+
+    name, storage, since, colour = "nvfp4", "nvfp4", "0.8.0", (236, 214, 92)
+    product, unpacker = "scaled_mm_nvfp4", "dequantize_nvfp4"
+    needs = ("weight_scale", "weight_scale_2")
+    may_have = ("input_scale", "pre_quant_scale")
+    signed = ("pre_quant_scale",)
+    byte_scale = ("weight_scale", "float8_e4m3fn")
+    dtypes = (torch.uint8,)
+    per_byte = 2
+    block = 16
+
+    def check(self, weight: Encoded) -> None:
+        super().check(weight)
+        if weight.tensors["weight_scale_2"].numel() != 1:
+            raise ValueError(f"its weight_scale_2 holds {weight.tensors['weight_scale_2'].numel()} values")
+        if "pre_quant_scale" in weight.tensors:
+            weight.require_shape("pre_quant_scale", (weight.shape[1],))
+
+    def _unpacked(self, weight: Encoded, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        whole = weight.numbers("weight_scale_2").reshape(())
+        values = self.kitchen(self.unpacker)(data, whole, scales.to(torch.float8_e4m3fn), torch.float32)
+        smoothing = weight.tensors.get("pre_quant_scale")
+        return values if smoothing is None else values.mul_(smoothing.float())
+
+    def bound(self, weight: Encoded) -> float:
+        has = "pre_quant_scale" in weight.tensors
+        smoothing = weight.numbers("pre_quant_scale").abs().max().item() if has else 1.0
+        scales = (weight.numbers(name).max().item() for name in self.needs)
+        return FP4_MAX * smoothing * next(scales) * next(scales)
+
+
+class Mxfp8(Blocks):
+    """e4m3 numbers, ``weight_scale`` e8m0 for each 32 inputs."""
+
+    name, storage, since, colour = "mxfp8", "mxfp8", "0.18.0", (190, 108, 70)
+    product, unpacker = "scaled_mm_mxfp8", "dequantize_mxfp8"
+    may_have = ("input_scale",)
+    byte_scale = ("weight_scale", "float8_e8m0fnu")
+    dtypes = (torch.float8_e4m3fn,)
+    block = 32
+
+    def _unpacked(self, weight: Encoded, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        return self.kitchen(self.unpacker)(data, scales, torch.float32)
+
+    def bound(self, weight: Encoded) -> float:
+        return host_amax(weight.data) * weight.numbers("weight_scale").max().item()
