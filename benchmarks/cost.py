@@ -277,8 +277,8 @@ class _Executor:
 
 
 def _safe(model, way: str):
-    from halfsafe.nodes.host.facts.layers import matrix_layers
-    from halfsafe.nodes.host.run.compute import Compute
+    from halfsafe.nodes.host.comfyui.layers import matrix_layers
+    from halfsafe.nodes.host.compute.executor import Compute
     from halfsafe.precision.plan.choice import Choice
     from halfsafe.precision.plan.compute import ComputeDecision, ComputePlan
 
@@ -290,8 +290,8 @@ class _sums:
     """Every Linear with fp16 sums that its bound proves, its input scaled or not."""
 
     def __init__(self, model, way: str):
-        from halfsafe.nodes.host.facts.layers import matrix_layers
-        from halfsafe.nodes.host.run.modules import exchanged, weights_of
+        from halfsafe.nodes.host.comfyui.layers import matrix_layers
+        from halfsafe.nodes.host.comfyui.weights import exchanged, weights_of
         from halfsafe.precision.arithmetic.calibration import Calibration
         from halfsafe.precision.arithmetic.fp16_accumulation import (
             WORTH_SCALING,
@@ -311,8 +311,8 @@ class _sums:
                 self.patches += exchanged(module, operation.__call__)
 
     def __call__(self, call, *args):
-        from halfsafe.precision.arithmetic.flags import flags_set
-        from halfsafe.precision.arithmetic.patching import patched
+        from halfsafe.precision.base.flags import flags_set
+        from halfsafe.precision.base.patching import patched
 
         with patched(self.patches), flags_set({"fp16_accumulation": False}):
             return self.calibration.run(lambda: call(*args))

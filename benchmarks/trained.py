@@ -120,9 +120,9 @@ def shapes_model(loaded) -> Trained:
     """The project's own model in ComfyUI: the final latent, without guidance, of what the default rules quantize."""
     import comfy.sample
     import comfy.sd as loaders
-    from halfsafe.nodes.host.facts.layers import matrix_layers
-    from halfsafe.nodes.host.facts.model_facts import model_facts
-    from halfsafe.precision.arithmetic.patching import patched
+    from halfsafe.nodes.host.comfyui.layers import matrix_layers
+    from halfsafe.nodes.host.comfyui.model_facts import model_facts
+    from halfsafe.precision.base.patching import patched
     from halfsafe.precision.plan.rules import rules_from
     from support import families, shapes, tiny_models
 

@@ -7,9 +7,9 @@ from comfy_api.latest import ComfyExtension, io
 from ..precision.devices.detect import PROFILE_VARIABLE
 from ..precision.devices.names import drop_wrong_name
 from . import accumulation, analysis, calibrate, compare, compute, guard, loaders, measure, report, rules, save
-from .host.facts.kernels import warn_once
-from .host.routes import serve_page
-from .host.watch import watch_every_run
+from .host.comfyui.kernels import warn_once
+from .host.reporting.routes import serve_page
+from .host.reporting.watch import watch_every_run
 
 FILES = (loaders, save, rules, compute, accumulation, guard, report, analysis, compare, measure, calibrate)
 NODES: list[type[io.ComfyNode]] = [node for file in FILES for node in file.NODES]

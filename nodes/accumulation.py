@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from comfy_api.latest import io
 
 from ..precision.plan.accumulation import ATTENTION_OPTIONS, FP16_OPTIONS, SWITCH_OPTIONS, UNCHANGED, Request
-from .host.badge import badge, sums_words
-from .host.run.accumulation import with_accumulation
+from .host.accumulation.executor import with_accumulation
+from .host.reporting.badge import badge, sums_words
 from .inputs import CATEGORY
 
 if TYPE_CHECKING:
-    from .host.types import ModelPatcher
+    from .host.comfyui.types import ModelPatcher
 
 
 def _choice(

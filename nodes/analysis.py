@@ -6,7 +6,7 @@ from comfy_api.latest import io
 from ..precision.study.analysis_text import analysis_text, result_of, rules_of
 from ..precision.study.candidates import CANDIDATES
 from ..precision.study.charts import analysis_chart
-from .host.run.layer_modes import compute_name
+from .host.compute.layer_modes import compute_name
 from .host.study import analysis as host
 from .inputs import CATEGORY, RulesType
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from comfy_api.latest import io, ui
 
 from .host.load.files import output_path
-from .host.measure import calibrate as host
+from .host.study import calibrate as host
 from .inputs import CATEGORY, CalibrationType, checked_calibration
 
 if TYPE_CHECKING:
-    from ..precision.calibrate.calibration import Calibration
-    from .host.types import ModelPatcher
+    from ..precision.make.calibration import Calibration
+    from .host.comfyui.types import ModelPatcher
 
 
 class Calibrate(io.ComfyNode):

@@ -9,16 +9,16 @@ from comfy_api.latest import io
 from ..precision.guard.policy import OFF, ON_NAN
 from ..precision.plan.goal import GOALS, NO_RULES
 from ..precision.plan.rules import Rules
-from .host import planned
-from .host.badge import badge, model_words
 from .host.check.drift import checking
+from .host.guard import planned
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
-from .host.live_report import with_live_report
+from .host.reporting.badge import badge, model_words
+from .host.reporting.live_report import with_live_report
 from .inputs import CATEGORY, RulesType, check_input, checked_rules, compute_input, node_id_of, on_nan_input
 
 if TYPE_CHECKING:
-    from .host.types import CLIP, VAE, ModelPatcher
+    from .host.comfyui.types import CLIP, VAE, ModelPatcher
 
 
 class ComputeDtype(io.ComfyNode):

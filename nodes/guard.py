@@ -3,14 +3,14 @@
 import torch
 from comfy_api.latest import io
 
-from ..precision.errors import HalfsafeError
+from ..precision.base.errors import HalfsafeError
 from ..precision.guard.finite import NotFiniteTensor, not_finite
 from ..precision.guard.verdicts import NonFinite
 from ..precision.report.result import BAD, FINITE, NOT_FINITE, Result
-from .host.badge import badge, model_words
 from .host.check.drift import checking
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
+from .host.reporting.badge import badge, model_words
 from .inputs import CATEGORY, check_input, node_id_of, on_nan_input
 
 CHECK_ADVICE = (

@@ -2,11 +2,11 @@
 
 from comfy_api.latest import io
 
-from ..precision.calibrate.calibration import Calibration
+from ..precision.base.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
+from ..precision.base.errors import HalfsafeError
 from ..precision.check.drift import CHECKS
-from ..precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
-from ..precision.errors import HalfsafeError
 from ..precision.guard.policy import ON_NAN
+from ..precision.make.calibration import Calibration
 from ..precision.plan.rules import Rules
 
 CATEGORY = "precision"

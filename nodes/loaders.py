@@ -3,9 +3,9 @@
 from comfy_api.latest import io
 
 from ..precision.plan.rules import rules_from
-from .host.badge import badge, clip_word, control_words, model_words, vae_word
 from .host.guard.model import look_at_results
 from .host.load import controlnet, encoders, files, models
+from .host.reporting.badge import badge, clip_word, control_words, model_words, vae_word
 from .inputs import CATEGORY, checked_rules, compute_input, rules_input, storage_input
 
 NO_FILE = "none"

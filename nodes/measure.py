@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from comfy_api.latest import io
 
-from ..precision.errors import HalfsafeError
+from ..precision.base.errors import HalfsafeError
 from ..precision.study.charts import tradeoffs_chart
 from ..precision.study.settings import DEFAULT_SETTINGS, settings_from
 from ..precision.study.tradeoffs_text import result_of, table_text
@@ -15,7 +15,7 @@ from .host.study import tradeoffs as host
 from .inputs import CATEGORY, RulesType
 
 if TYPE_CHECKING:
-    from .host.types import ModelPatcher
+    from .host.comfyui.types import ModelPatcher
 
 
 class MeasurePrecisions(io.ComfyNode):

@@ -8,10 +8,10 @@ from comfy_api.latest import io
 from ..precision.commands import doctor
 from ..precision.devices.detect import PROFILE_NAMES
 from ..precision.report.report_chart import chart
-from .host import report as host
-from .host.live_report import REPORT_KEY
+from .host.comfyui.page import encoder_reports
 from .host.load.devices import current_device
-from .host.page import encoder_reports
+from .host.reporting import report as host
+from .host.reporting.live_report import REPORT_KEY
 from .inputs import CATEGORY
 
 

@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..precision.errors import HalfsafeError
+from ..precision.base.errors import HalfsafeError
 from ..precision.plan.presets import DEFAULT_PRESET, PRESETS
 from ..precision.plan.rules import rules_from
 from .inputs import CATEGORY, RulesType, checked_rules

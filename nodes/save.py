@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 from comfy_api.latest import io
 
+from ..precision.base.text import size_text
 from ..precision.plan.rules import rules_from
 from ..precision.report.result import SAVED, Result
-from ..precision.text import size_text
 from .host.load.save import save_model
 from .inputs import CATEGORY, CalibrationType, checked_calibration, checked_rules, rules_input, storage_input
 
 if TYPE_CHECKING:
-    from ..precision.calibrate.calibration import Calibration
+    from ..precision.make.calibration import Calibration
     from ..precision.plan.rules import Rules
-    from .host.types import ModelPatcher
+    from .host.comfyui.types import ModelPatcher
 
 STORAGE_TOOLTIP = "How the weights are stored. auto and as_file keep what the model is loaded in."
 

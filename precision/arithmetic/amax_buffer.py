@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..amax import amax, norm_loses_nan
+from ..base.amax import amax, norm_loses_nan
 
 NOTHING = -1.0
 

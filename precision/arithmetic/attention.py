@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..amax import amax
+from ..base.amax import amax
 from .attention_bounds import AttentionBound, AttentionCall, AttentionRange, ScoreBound
 from .calibration import Calibration
 from .result_bound import FiniteResult

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..amax import amax
-from ..dtypes import FP16_MAX
+from ..base.amax import amax
+from ..base.dtypes import FP16_MAX
 from .amax_buffer import largest_row_norm
 from .proofs import HEADROOM_BITS, MARGIN, Proof, fits_range
 

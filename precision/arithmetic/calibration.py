@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import torch
 
-from ..amax import amax
-from ..nested import floats_in
-from ..oom import is_oom
+from ..base.amax import amax
+from ..base.compiling import compile_disabled
+from ..base.nested import floats_in
+from ..base.oom import is_oom
 from .amax_buffer import NOTHING, AmaxBuffer
-from .compiling import compile_disabled
 from .hiding import HidingCode
 from .operand_scale import OperandScale
 from .operand_sharing import SharedOperands

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..amax import amax
-from ..dtypes import FP16_MAX
-from . import flags
+from ..base import flags
+from ..base.amax import amax
+from ..base.dtypes import FP16_MAX
 from .amax_buffer import largest_row_norm
 from .calibration import Calibration
 from .linear import WeightProvider

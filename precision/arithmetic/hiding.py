@@ -30,7 +30,7 @@ from typing import Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..layer_names import block_of
+from ..base.layer_names import block_of
 
 SATURATING = {
     *("tanh", "sigmoid", "hardsigmoid", "hardtanh", "relu", "relu6", "softmax", "_softmax", "_safe_softmax", "exp"),

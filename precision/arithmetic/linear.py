@@ -17,10 +17,10 @@ from contextlib import AbstractContextManager
 import torch
 import torch.nn.functional as F
 
-from ..amax import amax
-from ..modes import FP16, FP16_SCALED, FP16_WIDE, FP32
+from ..base.amax import amax
+from ..base.flags import fp32_accumulation
+from ..base.modes import FP16, FP16_SCALED, FP16_WIDE, FP32
 from .calibration import Calibration
-from .flags import fp32_accumulation
 from .operand_scale import OperandScale
 from .result_bound import FiniteResult
 from .wide_product import HAS_WIDE_PRODUCT, wide_product

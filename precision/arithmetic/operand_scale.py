@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ..dtypes import FP16_MAX
+from ..base.dtypes import FP16_MAX
 from .proofs import FLOOR_BITS, HEADROOM_BITS, Proof, fits_range
 from .result_bound import ResultBound
 

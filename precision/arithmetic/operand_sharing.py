@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..layer_names import block_of
+from ..base.layer_names import block_of
 from .operand_scale import OperandScale
 
 

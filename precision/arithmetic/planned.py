@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..dtypes import name_of
-from ..modes import FP16_WIDE, FP32
+from ..base.dtypes import name_of
+from ..base.modes import FP16_WIDE, FP32
+from ..base.patching import Patch
 from .calibration import Calibration
 from .linear import SafeOperation, WeightProvider, kind_of, matmul_flops
-from .patching import Patch
 
 if TYPE_CHECKING:
     from ..plan.compute import ComputeDecision

@@ -18,7 +18,7 @@ proof               no number of these passes fp16's range         from
 
 from abc import ABC, abstractmethod
 
-from ..dtypes import FP16_MAX
+from ..base.dtypes import FP16_MAX
 from .amax_buffer import Recorder
 
 HEADROOM_BITS = 2

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ..dtypes import FP16_MAX
+from ..base.dtypes import FP16_MAX
 from .proofs import HEADROOM_BITS, Proof
 
 

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .. import amax
-from ..modes import FP16_ACC16, FP16_SCALED, FP16_WIDE
-from ..nested import PLAIN, floats_in
+from ..base import amax
+from ..base.modes import FP16_ACC16, FP16_SCALED, FP16_WIDE
+from ..base.nested import PLAIN, floats_in
 from ..report.schema import BlockDrift, CheckReport, GuardEvent
 
 CHECKS = ("off", "first step", "every 5th step")

@@ -1,1 +1,4 @@
-"""What ``python -m halfsafe`` runs: inspect, scan, convert, plan, doctor."""
+"""Run ``python -m halfsafe``: inspect, scan, convert, plan, doctor.
+
+May import every room of the core but ``guard``, ``check`` and ``study``.
+"""

@@ -12,16 +12,16 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from ..calibrate.calibration import read_calibration
+from ..base.dtypes import STORAGE_OPTIONS
+from ..base.errors import CheckpointError, HalfsafeError, UnknownProfile
+from ..base.text import size_text
 from ..devices.detect import detect
 from ..devices.names import EXAMPLES, code_of
-from ..dtypes import STORAGE_OPTIONS
-from ..errors import CheckpointError, HalfsafeError, UnknownProfile
 from ..files.safetensors_file import open_checkpoint
+from ..make.calibration import read_calibration
 from ..plan.goal import GOALS
 from ..plan.presets import DEFAULT_PRESET, PRESETS
 from ..plan.rules import rules_from
-from ..text import size_text
 from . import doctor
 from .convert import conversion_text, convert_file
 from .inspect import Scan, inspect_file, inspection_text, scan_file, scan_text

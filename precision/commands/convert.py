@@ -8,22 +8,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..calibrate.calibration import Calibration
-from ..calibrate.weights import CalibratedRounding
+from ..base.errors import CheckpointError
+from ..base.text import hanging, size_text, wrapped
 from ..devices.hardware import default_device
-from ..errors import CheckpointError
 from ..files.safetensors_file import open_checkpoint, write_safetensors
 from ..files.tensor_file import TensorFile
 from ..formats.card import Provenance, card_entry, source_of
 from ..formats.checkpoint import CARD_KEY, Checkpoint, dialect_text, read_checkpoint
 from ..formats.comfy_format import WeightPlan
 from ..formats.comfy_state import model_prefix, planned_specs, planned_tensors, refuse_lora
+from ..make.calibrated import CalibratedRounding
+from ..make.calibration import Calibration
 from ..plan.compute import rules_without_effect
 from ..plan.facts import layer_specs
 from ..plan.rules import Rules
 from ..plan.storage import StorageDecision, plan_storage
 from ..plan.weights import plan_weights
-from ..text import hanging, size_text, wrapped
 from .inspect import section
 
 PART_NAME = re.compile(r"-\d{5}-of-\d{5}$")

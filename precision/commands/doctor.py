@@ -5,7 +5,8 @@ import platform
 
 import torch
 
-from ..arithmetic.flags import read_flags
+from ..base.flags import read_flags
+from ..base.text import on_off, table, wrapped
 from ..devices.detect import PROFILE_VARIABLE, Device, detect
 from ..devices.hardware import hardware_name
 from ..devices.probes import fp8_cast, probe
@@ -14,7 +15,6 @@ from ..formats.families import family_named
 from ..plan.auto import auto_compute, smallest_storage, why_int8_is_slow
 from ..report.result import DEVICE, DEVICE_PLAIN, Result
 from ..report.schema import device_section
-from ..text import on_off, table, wrapped
 
 # What people call it -> its family, and the dtype its files usually have.
 TYPICAL_MODELS = {

@@ -7,9 +7,10 @@ from math import prod
 
 import torch
 
-from ..amax import host_amax
-from ..dtypes import FP8_DTYPES, FP16_MAX, max_of, name_of
-from ..errors import CheckpointError
+from ..base.amax import host_amax
+from ..base.dtypes import FP8_DTYPES, FP16_MAX, max_of, name_of
+from ..base.errors import CheckpointError
+from ..base.text import count_text, size_text, table, wrapped
 from ..files.safetensors_file import open_checkpoint
 from ..files.tensor_file import TensorFile
 from ..formats.card import card_in, card_lines
@@ -24,7 +25,6 @@ from ..formats.checkpoint import (
 from ..formats.comfy_state import model_shapes
 from ..formats.families import UNKNOWN, model_name
 from ..formats.stored_weight import NUMBERS, StoredWeight
-from ..text import count_text, size_text, table, wrapped
 
 SATURATION_LIMIT = 1e-3
 SATURATION_MINIMUM = 1000

@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import torch
 
-from ..dtypes import DTYPES
-from ..errors import UnknownProfile
+from ..base.dtypes import DTYPES
+from ..base.errors import UnknownProfile
 from ..formats.registry import FORMAT_OF_STORAGE, fp8_dtypes
 from .hardware import default_device, hardware_name, indexed, profile_of
 from .names import code_of

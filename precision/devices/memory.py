@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import MemoryShortage
-from ..text import size_text
+from ..base.errors import MemoryShortage
+from ..base.text import size_text
 
 PROC = Path("/proc")
 CGROUPS = Path("/sys/fs/cgroup")

@@ -3,7 +3,7 @@
 import os
 import re
 
-from ..errors import UnknownProfile
+from ..base.errors import UnknownProfile
 from .profiles import PROFILE_NAMES
 
 _VENDORS = re.compile(

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..arithmetic.flags import flags_set, is_on, read_flag
-from ..dtypes import DTYPES, dtype_named
-from ..oom import is_oom
+from ..base.dtypes import DTYPES, dtype_named
+from ..base.flags import flags_set, is_on, read_flag
+from ..base.oom import is_oom
 
 PROBE_ERRORS = (RuntimeError, TypeError, AttributeError, ValueError, AssertionError)
 GEMM_TOLERANCE = {"fp16": 1e-2, "bf16": 2e-2, "fp32": 5e-3}

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..dtypes import torch_version
-from ..errors import UnknownProfile
+from ..base.dtypes import torch_version
+from ..base.errors import UnknownProfile
 
 CAPABILITY_FIELDS = {
     "fp16": "fp16_fast",

@@ -1,1 +1,4 @@
-"""Files on disk: safetensors read and written whole, headers checked, bytes that are another format recognised."""
+"""Read and write safetensors on disk, and recognise the bytes of other formats.
+
+May import ``base`` alone.
+"""

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 import torch
 
-from ..errors import CheckpointError
+from ..base.errors import CheckpointError
 from .atomic_write import os_errors_as, replacing, require_space
 from .safetensors_header import AGAIN, MAX_HEADER, Entry, TensorSpec, header_bytes, layout, read_header
 from .strict_json import read_object

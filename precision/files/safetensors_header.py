@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import CheckpointError
+from ..base.errors import CheckpointError
 from .sniff import describe_other_format
 
 MAX_HEADER = 100_000_000

@@ -14,8 +14,8 @@ from typing import BinaryIO
 
 import torch
 
-from ..dtypes import name_of
-from ..errors import CheckpointError
+from ..base.dtypes import name_of
+from ..base.errors import CheckpointError
 from .safetensors_header import Entry
 
 SAMPLE = 4096

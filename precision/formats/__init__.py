@@ -1,1 +1,4 @@
-"""What weights are stored in: read, quantize and write every quantization format."""
+"""Read, quantize and write the quantization formats of weights, one file each, and tell a model's family.
+
+May import ``base`` and ``files``.
+"""

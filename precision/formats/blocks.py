@@ -6,7 +6,7 @@ https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
 
 import torch
 
-from ..amax import host_amax
+from ..base.amax import host_amax
 from .format import Encoded, Format, Tensors
 
 FP4_MAX = 6.0

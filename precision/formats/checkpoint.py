@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..dtypes import FP8_DTYPES, name_of
-from ..errors import CheckpointError, NonFiniteWeight, UnconsumedScale
+from ..base.dtypes import FP8_DTYPES, name_of
+from ..base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from ..files.strict_json import read_object
 from ..files.tensor_file import TensorFile
 from .format import NonFiniteScale

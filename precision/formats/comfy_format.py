@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..amax import amax_value, host_amax
-from ..dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
-from ..errors import NonFiniteWeight
+from ..base.amax import amax_value, host_amax
+from ..base.dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
+from ..base.errors import NonFiniteWeight
 from ..files.safetensors_header import TensorSpec
 from .format import Format, Tensors
 from .fp8 import Fp8, quantize

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
+from ..base.errors import CheckpointError
 from ..files.safetensors_header import TensorSpec
 from .checkpoint import Checkpoint, StoredWeight
 from .comfy_format import WeightPlan, finite_bound, tensors_of

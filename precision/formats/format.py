@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ..errors import StorageNotHeld
-from ..modes import Mode
+from ..base.errors import StorageNotHeld
+from ..base.modes import Mode
 
 Tensors = dict[str, torch.Tensor]
 """Tensors of a layer by the last part of their names: ``weight``, ``weight_scale``."""
@@ -49,7 +49,7 @@ class Format:
         colour: RGB, in pictures and on the page.
         product: comfy-kitchen's function that multiplies such a weight; empty for fp8, which torch's ``_scaled_mm``
             does.
-        mode: the arithmetic of ComfyUI's own product; None where no row of ``precision/modes.py`` says it.
+        mode: the arithmetic of ComfyUI's own product; None where no row of ``precision/base/modes.py`` says it.
         quantizes_operands: that product multiplies quantized operands; else it unpacks the weight as it goes.
         bits: of a value, which tell formats with one name apart; 0 where the name does.
         asks: a parameter of ``quantize`` of comfy-kitchen's layout, without which it has the name but not this.

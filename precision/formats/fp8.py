@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..amax import amax, host_amax
-from ..dtypes import max_of
-from ..modes import FP8
+from ..base.amax import amax, host_amax
+from ..base.dtypes import max_of
+from ..base.modes import FP8
 from .format import Encoded, Format, Tensors
 from .scratch import scratch
 
@@ -48,7 +48,7 @@ def power_of_two_scale(largest: float, dtype: torch.dtype) -> float:
 
 
 def quantize(tensor: torch.Tensor, dtype: torch.dtype, largest: float) -> Quantized:
-    """Quantize a finite tensor whose :func:`~halfsafe.precision.amax.host_amax` is ``largest``.
+    """Quantize a finite tensor whose :func:`~halfsafe.precision.base.amax.host_amax` is ``largest``.
 
     Works in chunks: beyond the result it needs 32 MB at most, whatever the size. The scale is exact and keeps every
     value in range, so no clamp is needed and the result is the same on every torch version.

@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from ..modes import INT8
+from ..base.modes import INT8
 from .format import Encoded, Format, Tensors
 from .scratch import scratch
 

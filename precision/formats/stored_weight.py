@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from ..dtypes import FP8_DTYPES, name_of
+from ..base.dtypes import FP8_DTYPES, name_of
 from .format import Encoded, Format
 
 CHUNK = 1 << 20

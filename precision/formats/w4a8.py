@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ..modes import INT8
+from ..base.modes import INT8
 from .format import Encoded, Tensors
 from .int8 import Rotated, fitting_group, rotation_group
 

@@ -1,1 +1,4 @@
-"""Guard policy: find a non-finite value, locate its origin, decide what runs in higher precision."""
+"""Find NaN and Inf, locate their origin, decide what runs wider, and give the verdict.
+
+May import every room of the core below it: ``base`` to ``report``.
+"""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..nested import tensors_in
+from ..base.nested import tensors_in
 from .inputs import NotFiniteInput, is_finite, rows_not_finite
 from .localize import Origin
 from .log import CallPosition, GuardLog, event_of

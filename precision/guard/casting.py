@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..nested import replaced, tensors_in
+from ..base.nested import replaced, tensors_in
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from ..modes import FP32
+from ..base.modes import FP32
 from .inputs import NotFiniteInput
 from .localize import Origin
 from .log import CallPosition

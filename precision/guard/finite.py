@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..nested import leaves
+from ..base.nested import leaves
 
 LISTED = 8
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..amax import amax_value
-from ..nested import tensors_in
+from ..base.amax import amax_value
+from ..base.nested import tensors_in
 from .finite import zeroed
 from .localize import Origin
 from .verdicts import BAD_INPUT, NOT_PRECISION

@@ -7,8 +7,8 @@ from types import ModuleType
 
 import torch
 
+from ..base.modes import FP16_WIDE
 from ..devices.hardware import device_module
-from ..modes import FP16_WIDE
 from .localize import Origin
 from .policy import ALL_IN_FP32, Escalation, ObservedRanges, escalate, escalate_to_fp32
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..amax import amax_value
-from ..arithmetic.compiling import plain_name
 from ..arithmetic.linear import kind_of
-from ..arithmetic.patching import patched
-from ..dtypes import name_of
-from ..nested import PLAIN, tensors_in
+from ..base.amax import amax_value
+from ..base.compiling import plain_name
+from ..base.dtypes import name_of
+from ..base.nested import PLAIN, tensors_in
+from ..base.patching import patched
 
 FACTORY_OPS = (
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided",

@@ -7,8 +7,8 @@ cannot overflow and reveals every layer's amax; later calls upcast only the laye
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..dtypes import FP16_MAX
-from ..modes import FP16, FP16_WIDE, FP32, MODES, modes_named
+from ..base.dtypes import FP16_MAX
+from ..base.modes import FP16, FP16_WIDE, FP32, MODES, modes_named
 from .localize import Origin
 
 ON_NAN = ("retry_higher", "stop", "report")

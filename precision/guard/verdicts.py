@@ -1,6 +1,6 @@
 """Name the verdicts of a run, and what to try after each."""
 
-from ..errors import HalfsafeError
+from ..base.errors import HalfsafeError
 
 CLEAN = "clean"
 RECOVERED = "recovered"

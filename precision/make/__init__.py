@@ -1,1 +1,4 @@
-"""Weights made for a model. May import base, files, formats and devices; plans say what is made."""
+"""Make weights in a storage: on the CPU or the device, rounded to nearest or by a calibration (GPTQ).
+
+May import ``base``, ``files``, ``formats`` and ``devices``.
+"""

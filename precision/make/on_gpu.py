@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from ..arithmetic.flags import flags_set
-from ..dtypes import QUANTIZED_NAMES
+from ..base.dtypes import QUANTIZED_NAMES
+from ..base.flags import flags_set
+from ..base.oom import is_oom
 from ..formats.comfy_format import WeightPlan, stays, tensors_of
 from ..formats.comfy_state import Made
 from ..formats.stored_weight import StoredWeight
-from ..oom import is_oom
 
 SOURCES = (torch.float16, torch.bfloat16, torch.float32)
 SMALL = 1 << 18

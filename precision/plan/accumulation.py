@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields, replace
 
 import torch
 
-from ..arithmetic import flags
+from ..base import flags
+from ..base.modes import FP8, FP32, modes_named
 from ..devices.detect import Device
-from ..modes import FP8, FP32, modes_named
 from .choice import frozen
 
 UNCHANGED = "unchanged"

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from ..base.text import size_text
 from ..devices.detect import Device, why_not_fp8
-from ..text import size_text
 
 GIB = 1024**3
 ACTIVATION_ROOM = 2 * GIB

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..base.dtypes import FP8_NAMES, QUANTIZED_NAMES
+from ..base.modes import FP8, FP16, INT8, MODE_OF
 from ..devices.detect import Device
-from ..dtypes import FP8_NAMES, QUANTIZED_NAMES
 from ..formats.registry import FORMAT_OF_STORAGE
-from ..modes import FP8, FP16, INT8, MODE_OF
 from .accumulation import MatmulProfile, fp16_sums_inert
 from .auto import auto_compute
 from .choice import Choice, frozen

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from ..dtypes import FP8_DTYPES, name_of
+from ..base.dtypes import FP8_DTYPES, name_of
 from ..formats.checkpoint import Checkpoint, StoredWeight
 
 MATRIX_CLASSES = ("Linear", "Conv")

@@ -9,7 +9,7 @@ SDXL's ``proj_in``, must return fp32: ComfyUI clamps fp16 streams in silence (``
 
 import re
 
-from ..dtypes import FP16_MAX
+from ..base.dtypes import FP16_MAX
 
 LARGEST_FACTOR = 128.0
 """Results that model code may multiply with each other, as gated MLPs do:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..base.dtypes import FP8_NAMES
 from ..devices.detect import Device
-from ..dtypes import FP8_NAMES
 from .accumulation import Request
 from .auto import UNQUANTIZED, smallest_storage
 from .compute import SAFE, WEIGHTS_FOR, ComputePlan, plan_compute

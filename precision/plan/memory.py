@@ -5,7 +5,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from ..dtypes import QUANTIZED_NAMES, dtype_named
+from ..base.dtypes import QUANTIZED_NAMES, dtype_named
 from ..formats.checkpoint import Checkpoint, StoredWeight
 from ..formats.comfy_format import AS_FILE, WeightPlan, exceeds_fp16, stays
 from .choice import Choice, frozen

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from functools import cached_property
 
-from ..dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
-from ..errors import HalfsafeError, RuleError
+from ..base.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
+from ..base.errors import HalfsafeError, RuleError
 from .facts import LayerSpec
 from .presets import DEFAULT_PRESET, PRESETS, TEXT_ENCODER
 from .structure import ROLES, roles_of

@@ -4,11 +4,11 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from ..base.dtypes import FP8_NAMES, QUANTIZED_NAMES
+from ..base.text import size_text
 from ..devices.detect import Device, unheld_storages, why_no_bf16
-from ..dtypes import FP8_NAMES, QUANTIZED_NAMES
 from ..formats.comfy_format import can_be_quantized
 from ..formats.registry import FORMAT_OF_STORAGE
-from ..text import size_text
 from .auto import ACTIVATION_ROOM, auto_storage, held_storage, why_low_bits_are_slow
 from .choice import Choice, frozen
 from .compute import ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype_of

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..dtypes import FP8_DTYPES, FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, name_of
-from ..errors import CheckpointError, StorageNotHeld
+from ..base.dtypes import FP8_DTYPES, FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, name_of
+from ..base.errors import CheckpointError, StorageNotHeld
 from ..formats.checkpoint import StoredWeight, looks_like_scale
 from ..formats.comfy_format import (
     AS_FILE,

@@ -1,1 +1,4 @@
-"""The report: its schema, text and pictures."""
+"""The report: its schema, text and pictures, and two images compared.
+
+May import every room of the core below it: ``base`` to ``plan``.
+"""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..errors import HalfsafeError
+from ..base.errors import HalfsafeError
 
 WINDOW = 11
 SIGMA = 1.5

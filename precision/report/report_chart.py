@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ..text import count_text, size_text
+from ..base.text import count_text, size_text
 from .draw import Row, bar_chart
 from .report_text import verdict_shown
 from .schema import GuardReport, Report

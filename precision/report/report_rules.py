@@ -3,8 +3,8 @@
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
-from ..layer_names import pattern_of
-from ..modes import MODES
+from ..base.layer_names import pattern_of
+from ..base.modes import MODES
 from ..plan.facts import multiplies
 from ..plan.rules import compile_pattern
 

@@ -4,8 +4,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-from ..layer_names import count_patterns, grouped
-from ..text import WIDTH, count_text, hanging, on_off, size_text, table, wrapped
+from ..base.layer_names import count_patterns, grouped
+from ..base.text import WIDTH, count_text, hanging, on_off, size_text, table, wrapped
 
 LONGEST = 12
 SETUP = ("class", "storage", "mode", "accumulation", "stream", "kernel")

@@ -8,8 +8,8 @@ from pathlib import PurePath
 
 import torch
 
+from ..base.dtypes import name_of
 from ..devices.detect import Device
-from ..dtypes import name_of
 from .report_rules import rules_text
 from .report_text import report_text
 from .view import legend_of_modes, legend_of_storages, view_of

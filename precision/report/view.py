@@ -3,11 +3,11 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
+from ..base.layer_names import count_patterns, group_name, pattern_of
+from ..base.modes import FP8, FP16_ACC16, FP32, MODES
+from ..base.text import count_text, size_text
 from ..formats.registry import FORMAT_OF_STORAGE
-from ..layer_names import count_patterns, group_name, pattern_of
-from ..modes import FP8, FP16_ACC16, FP32, MODES
 from ..plan.facts import multiplies
-from ..text import count_text, size_text
 
 Colour = tuple[int, int, int]
 

@@ -5,14 +5,14 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from ..base.layer_names import pattern_of
+from ..base.modes import INT8, MODES
+from ..base.text import size_text, table, wrapped
 from ..formats.comfy_format import can_be_quantized
-from ..layer_names import pattern_of
-from ..modes import INT8, MODES
 from ..plan.presets import DEFAULT_PRESET
 from ..plan.rules import Rules, compile_pattern, rules_from
 from ..report.result import CHOSEN as CHOSEN_SENTENCE
 from ..report.result import UNREACHED, WARN, Result
-from ..text import size_text, table, wrapped
 from .sensitivity import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
 
 HEAD = ("layer", "weight dB", "output dB", "channel dB", "outcome")

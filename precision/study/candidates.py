@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ..amax import amax_value
-from ..dtypes import FP8_NAMES, QUANTIZED_NAMES, dtype_named
+from ..base.amax import amax_value
+from ..base.dtypes import FP8_NAMES, QUANTIZED_NAMES, dtype_named
+from ..base.modes import BF16, FP16, FP16_ACC16, INT8, MODES
 from ..formats.fp8 import dequantize, quantize
 from ..formats.int8 import dequantize_rows, quantize_rows, rotation_group
-from ..modes import BF16, FP16, FP16_ACC16, INT8, MODES
 
 CANDIDATES = (*FP8_NAMES, FP16.name, FP16_ACC16.name, BF16.name, INT8.name)
 PART = 1 << 22

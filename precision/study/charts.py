@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from ..base.text import size_text
 from ..report.draw import Row, bar_chart
-from ..text import size_text
 from .analysis_text import decibel_text, outcome
 from .sensitivity import Analysis
 from .tradeoffs import Measurements, Tradeoff

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..amax import amax, amax_value, decibels
 from ..arithmetic.linear import WeightProvider, kind_of, matmul_flops
+from ..base.amax import amax, amax_value, decibels
 from .candidates import Candidate, multiply, parts
 
 ROWS = 64

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..amax import decibels
 from ..arithmetic.linear import WeightProvider
-from ..arithmetic.patching import Patch, patched
-from ..errors import HalfsafeError
+from ..base.amax import decibels
+from ..base.errors import HalfsafeError
+from ..base.patching import Patch, patched
 from .candidates import Candidate
 from .layer_error import LayerResult, MeasuredForward
 

@@ -3,9 +3,9 @@
 from collections.abc import Container
 from dataclasses import dataclass
 
+from ..base.dtypes import COMPUTE_OPTIONS, QUANTIZED_NAMES, STORAGE_OPTIONS
+from ..base.errors import HalfsafeError
 from ..devices.detect import Device, why_no_fp8
-from ..dtypes import COMPUTE_OPTIONS, QUANTIZED_NAMES, STORAGE_OPTIONS
-from ..errors import HalfsafeError
 from ..plan.compute import SAFE
 from ..plan.rules import numbered_lines
 from ..plan.weights import why_not_held

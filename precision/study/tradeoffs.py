@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..dtypes import QUANTIZED_NAMES
+from ..base.dtypes import QUANTIZED_NAMES
 from ..plan.facts import LayerSpec
 from ..plan.goal import GOALS
 from ..plan.rules import Rules, rules_from

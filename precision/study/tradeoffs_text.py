@@ -3,9 +3,9 @@
 import math
 from collections.abc import Mapping
 
+from ..base.text import size_text, table, wrapped
 from ..plan.goal import GOALS
 from ..report.result import BAD, BEST, NONE_WORKS, Result
-from ..text import size_text, table, wrapped
 from .analysis_text import whole_decibel_text
 from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff, pareto_front
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from browser.comfy_page import ComfyPage
-from halfsafe.precision.errors import CheckpointError, HalfsafeError
+from halfsafe.precision.base.errors import CheckpointError, HalfsafeError
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, encoder_sentence, event_of, sentence
 from halfsafe.precision.guard.verdicts import ADVICE, NonFinite

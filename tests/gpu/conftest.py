@@ -92,7 +92,7 @@ def gaining(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def exact_fp32(device: torch.device) -> Iterator[None]:
     """References in fp32 without TF32, which torch uses in cuDNN's convolutions unless it is told not to."""
-    from halfsafe.precision.arithmetic.flags import SETTINGS, state_of
+    from halfsafe.precision.base.flags import SETTINGS, state_of
 
     before = {name: state_of(name) for name in ("tf32_matmul", "tf32_convolution")}
     for name in before:

@@ -118,7 +118,7 @@ def test_fp16_sums_act_and_are_scoped(comfy, clean, exact, gaining):
 @pytest.mark.parametrize("compute", ["fp16", "bf16", "fp16_safe"])
 def test_reduced_precision_reduction_is_off_around_a_whole_model(comfy, clean, exact, as_nvidia, compute):
     """Without split-k cuBLAS refuses every product that cuBLASLt does not take."""
-    from halfsafe.precision.arithmetic import flags
+    from halfsafe.precision.base import flags
 
     seen = []
     model = accumulation(comfy, load(comfy, clean, "as_file", compute), reduced_precision_reduction="off")

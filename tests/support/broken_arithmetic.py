@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
+from halfsafe.precision.base import flags
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -16,7 +16,7 @@ import comfy.cli_args
 import comfy.model_prefetch
 import pytest
 import torch
-from halfsafe.precision.nested import tensors_in
+from halfsafe.precision.base.nested import tensors_in
 from support.leaf_operations import LeafOperations
 from torch.multiprocessing.reductions import StorageWeakRef
 

@@ -1,6 +1,6 @@
 """The names of ComfyUI that `nodes/` uses, read from its source, and whether the ComfyUI that is imported has them and takes what they are given.
 
-Attributes of ComfyUI's modules (``torch.nn.Module``) have no class to look them up in: `nodes/host/core.py` alone reads and sets them, and its
+Attributes of ComfyUI's modules (``torch.nn.Module``) have no class to look them up in: `nodes/host/comfyui/attributes.py` alone reads and sets them, and its
 annotations name the file of ComfyUI that mentions them.
 """
 
@@ -91,7 +91,7 @@ def why_refused(function: Callable, call: ast.Call, is_method: bool) -> str:
 def all_uses() -> list[Use]:
     trees = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(NODES.rglob("*.py"))}
     found = [use for file, tree in trees.items() for use in uses_in(tree, file)]
-    return [*found, *(Use(f"{file}.*.{name}", "nodes/host/core.py") for file, name in module_attributes())]
+    return [*found, *(Use(f"{file}.*.{name}", "nodes/host/comfyui/attributes.py") for file, name in module_attributes())]
 
 
 def uses_in(tree: ast.Module, file: str) -> Iterator[Use]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.linear import SafeOperation
+from halfsafe.precision.base import flags
 from support.summing import FP16_ACCUMULATION
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode

@@ -11,13 +11,13 @@ from pathlib import Path
 from random import Random
 
 import torch
+from halfsafe.precision.base.dtypes import QUANTIZED_NAMES, STORAGE_OPTIONS
+from halfsafe.precision.base.errors import CheckpointError, HalfsafeError, RuleError, StorageNotHeld
 from halfsafe.precision.commands.convert import conversion_text, convert_file, decide
 from halfsafe.precision.commands.inspect import inspect_file, inspection_text, scan_file, scan_text
 from halfsafe.precision.commands.plan import plan_file
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
-from halfsafe.precision.dtypes import QUANTIZED_NAMES, STORAGE_OPTIONS
-from halfsafe.precision.errors import CheckpointError, HalfsafeError, RuleError, StorageNotHeld
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE

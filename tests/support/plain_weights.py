@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import torch
 from halfsafe.precision.arithmetic.planned import LayerHost
-from halfsafe.precision.dtypes import dtype_named
+from halfsafe.precision.base.dtypes import dtype_named
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import comfy.ops
 import torch
 from comfy.quant_ops import QuantizedTensor
 from halfsafe.nodes.host.lora.low_rank import LowRankLayer
-from halfsafe.precision.dtypes import name_of
+from halfsafe.precision.base.dtypes import name_of
 from torch.nn.modules import module as every_module
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.base import flags
 from support import families
 
 FP16_ACCUMULATION = "fp16_accumulation"

@@ -1,4 +1,4 @@
 """Make a guarded call once more in fp32, and tell how far it was from that.
 
-May import ``replay``, ``run`` and ``guard``; the nodes hand a check to the guard, which does not import it.
+May import ``replay``, ``compute`` and ``guard``; the nodes hand a check to the guard, which does not import it.
 """

@@ -14,18 +14,24 @@ import comfy.model_management
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.arithmetic.compiling import compile_disabled
-from ....precision.arithmetic.patching import patched
+from ....precision.base.compiling import compile_disabled
+from ....precision.base.modes import FP16_ACC16, FP32
+from ....precision.base.patching import patched
 from ....precision.check import drift
 from ....precision.guard.ladder import RandomStart
 from ....precision.guard.log import GuardLog
 from ....precision.guard.policy import ALL_IN_FP32
-from ....precision.modes import FP16_ACC16, FP32
 from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport
-from ..core import denoised
-from ..facts.kernels import DEQUANTIZED
-from ..facts.layers import top_level_parts
+from ..accumulation.accumulation_report import layer_accumulation
+from ..accumulation.executor import accumulation_of
+from ..comfyui.attributes import denoised
+from ..comfyui.execution import is_compiled, is_on_several_devices
+from ..comfyui.kernels import DEQUANTIZED
+from ..comfyui.layers import top_level_parts
+from ..comfyui.oom import is_oom
+from ..compute.executor import compute_of
+from ..compute.layer_modes import kernels_of, observed_modes_of, stream_dtype
 from ..guard.escalation import EscalatedLayers
 from ..guard.failure import INSIDE, images_of, sigma_of, step_of
 from ..guard.state import Guarded
@@ -33,12 +39,6 @@ from ..replay.call import Call
 from ..replay.code_owner import packs_on
 from ..replay.core_state import CoreState
 from ..replay.model_compiler import compiler_off
-from ..run.accumulation import accumulation_of
-from ..run.accumulation_report import layer_accumulation
-from ..run.compute import compute_of
-from ..run.execution import is_compiled, is_on_several_devices
-from ..run.layer_modes import kernels_of, observed_modes_of, stream_dtype
-from ..run.oom import is_oom
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

@@ -1,1 +1,4 @@
-"""The guard around a model's, a VAE's and a text encoder's calls."""
+"""Guard each call of a model, VAE or text encoder: find NaN and Inf, repeat wider, tell why.
+
+May import every room of the host but ``check``, ``study`` and ``reporting``; the node hands it the check.
+"""

@@ -9,20 +9,20 @@ import folder_paths
 import torch
 
 from ....precision.arithmetic.linear import kind_of
-from ....precision.arithmetic.patching import Patch
-from ....precision.errors import CheckpointError
+from ....precision.base.errors import CheckpointError
+from ....precision.base.nested import tensors_in
+from ....precision.base.patching import Patch
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.guard.finite import zeroed
 from ....precision.guard.inputs import SAMPLER, SIGMA, SIGMAS, NotFiniteInput, inputs_not_finite, is_finite, nan_inputs
 from ....precision.guard.localize import Origin, stored
 from ....precision.guard.wording import CONTROL_ADVICE
-from ....precision.nested import tensors_in
 from ....precision.plan.choice import ATTACHMENT
-from ..facts.layers import DIFFUSION_MODEL
+from ..comfyui.layers import DIFFUSION_MODEL
+from ..comfyui.page import running_prompt
+from ..comfyui.weights import dequantized, weights_of
 from ..load.files import open_model
-from ..page import running_prompt
 from ..replay.call import Call
-from ..run.modules import dequantized, weights_of
 
 CONDITIONINGS = {0: "positive conditioning", 1: "negative conditioning"}
 CONTROL = "ControlNet output"

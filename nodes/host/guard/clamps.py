@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ....precision.amax import amax
-from ....precision.arithmetic.patching import SharedScope
+from ....precision.base.amax import amax
+from ....precision.base.patching import SharedScope
 
 GIVEN = (
     *("nan_to_num", "clamp", "clamp_min", "clamp_max", "clip", "minimum", "maximum"),

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ....precision.amax import amax_value
-from ....precision.arithmetic.patching import patched
-from ....precision.dtypes import name_of
+from ....precision.base.amax import amax_value
+from ....precision.base.dtypes import name_of
+from ....precision.base.nested import replaced, tensors_in
+from ....precision.base.patching import patched
 from ....precision.guard.case import Case
 from ....precision.guard.failed_call import Attempt, Circumstances
 from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite, rows_not_finite
@@ -18,11 +19,10 @@ from ....precision.guard.ladder import RandomStart, encoder_steps
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog, encoder_sentence
 from ....precision.guard.wording import ENCODER_INPUTS, ENCODERS
-from ....precision.nested import replaced, tensors_in
-from ..core import CAST_DTYPE
+from ..comfyui.attributes import CAST_DTYPE
+from ..comfyui.weights import ask_for_plain_products
 from ..load.devices import current_device
 from ..load.encoders import vae_in
-from ..run.modules import ask_for_plain_products
 from .causes import LoadedWeights
 from .host_call import HostCall, notifier
 

@@ -6,22 +6,22 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....precision.amax import amax
-from ....precision.arithmetic.flags import fp32_accumulation
-from ....precision.arithmetic.patching import Patch, patched
+from ....precision.base.amax import amax
+from ....precision.base.flags import fp32_accumulation
+from ....precision.base.modes import FP8, FP16_WIDE, FP32, modes_named
+from ....precision.base.nested import cast_arguments, floats_in
+from ....precision.base.patching import Patch, patched
 from ....precision.guard.casting import promoting
 from ....precision.guard.policy import ALL_IN_FP32, Escalation, ObservedRanges, enclosing_block
-from ....precision.modes import FP8, FP16_WIDE, FP32, modes_named
-from ....precision.nested import cast_arguments, floats_in
 from ....precision.plan.compute import ComputeDecision, ComputePlan
-from ..facts.layers import matrix_layers, modules_of, top_level_parts
+from ..comfyui.conditions import Make, adapts_text, conditions_through
+from ..comfyui.execution import is_compiled
+from ..comfyui.layers import matrix_layers, modules_of, top_level_parts
+from ..comfyui.weights import only_multiplies
+from ..compute.attention import attending, forward_of, full_precision_attention, in_one_dtype, kernels_of
+from ..compute.executor import PlannedModel, in_fp32
 from ..replay.call import Call
 from ..replay.model_compiler import compiler_off
-from ..run.attention import attending, forward_of, full_precision_attention, in_one_dtype, kernels_of
-from ..run.compute import PlannedModel, in_fp32
-from ..run.conditions import Make, adapts_text, conditions_through
-from ..run.execution import is_compiled
-from ..run.modules import only_multiplies
 from .causes import with_patches
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ from typing import NoReturn
 
 import torch
 
-from ....precision.amax import amax_value
-from ....precision.arithmetic.compiling import compile_disabled
+from ....precision.base.amax import amax_value
+from ....precision.base.compiling import compile_disabled
+from ....precision.base.modes import FP16_WIDE
 from ....precision.guard.failed_call import Attempt, Circumstances
 from ....precision.guard.inputs import NotFiniteInput, rows_not_finite
 from ....precision.guard.ladder import escalation_after, model_steps
@@ -16,14 +17,13 @@ from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition
 from ....precision.guard.policy import ALL_IN_FP32, AS_PLANNED, Escalation
 from ....precision.guard.wording import MODEL
-from ....precision.modes import FP16_WIDE
-from ..facts.layers import top_level_parts
+from ..comfyui.execution import is_compiled, is_on_several_devices
+from ..comfyui.layers import top_level_parts
+from ..compute.attention import OVERRIDE, overridden
+from ..compute.executor import fall_back, fallen_back, may_fall_back
 from ..replay.call import Call
 from ..replay.code_owner import packs_on
 from ..replay.restart import NOT_HERE, SAMPLING, Sampling, StartAgain
-from ..run.attention import OVERRIDE, overridden
-from ..run.compute import fall_back, fallen_back, may_fall_back
-from ..run.execution import is_compiled, is_on_several_devices
 from .causes import LoadedWeights, call_inputs, call_patches, without_patches
 from .escalation import EscalatedLayers, RangeObserver
 from .host_call import HostCall

@@ -7,8 +7,8 @@ from ....precision.guard.failed_call import FailedCall, Given, Result, Step
 from ....precision.guard.log import Notify
 from ....precision.guard.verdicts import asks_for_action
 from ....precision.report.schema import GuardEvent
-from ..page import running_prompt_id, send_to_page, show_progress
-from ..run.oom import is_oom
+from ..comfyui.oom import is_oom
+from ..comfyui.page import running_prompt_id, send_to_page, show_progress
 
 logger = logging.getLogger("halfsafe")
 

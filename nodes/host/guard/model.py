@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.amax import amax
+from ....precision.base.amax import amax
 from ....precision.devices import probes
 from ....precision.guard.around import blame_between_calls, blame_device, blame_inputs, blame_memory
 from ....precision.guard.case import Case
@@ -18,15 +18,15 @@ from ....precision.guard.ladder import RandomStart
 from ....precision.guard.log import CallPosition, GuardLog
 from ....precision.guard.policy import ALL_IN_FP32, OFF, Escalation
 from ....precision.report.schema import GuardReport
-from ..facts.layers import activation_dtype
-from ..page import running_node_id, running_prompt_id
+from ..comfyui.layers import activation_dtype
+from ..comfyui.oom import is_oom
+from ..comfyui.page import running_node_id, running_prompt_id
+from ..comfyui.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
+from ..compute.executor import planned_on
+from ..compute.layer_modes import settings_of
+from ..compute.per_model import PerModel, branch_of, patches_of
 from ..replay.call import Call
 from ..replay.restart import SAMPLING, Sampling
-from ..run.compute import planned_on
-from ..run.layer_modes import settings_of
-from ..run.oom import is_oom
-from ..run.per_model import PerModel, branch_of, patches_of
-from ..run.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
 from .causes import sampler_inputs
 from .clamps import ClampWatch
 from .escalation import text_adapter_in_fp32

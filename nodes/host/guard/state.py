@@ -4,13 +4,13 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ....precision.dtypes import name_of
+from ....precision.base.dtypes import name_of
 from ....precision.guard.localize import Origin
 from ....precision.guard.policy import Escalation
-from ..facts.layers import matrix_layers
-from ..run.execution import is_compiled
-from ..run.layer_modes import planned_modes_of, settings_of, stream_dtype
-from ..run.per_model import hooks_of, patches_of
+from ..comfyui.execution import is_compiled
+from ..comfyui.layers import matrix_layers
+from ..compute.layer_modes import planned_modes_of, settings_of, stream_dtype
+from ..compute.per_model import hooks_of, patches_of
 from .escalation import EscalatedLayers
 
 if TYPE_CHECKING:

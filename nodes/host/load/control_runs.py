@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from comfy_execution.progress import ProgressRegistry, get_progress_state
 
 from ....precision.plan.choice import LoadRecord
-from ..run.control import PlannedControl, planned_control
+from ..compute.control import PlannedControl, planned_control
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlNet

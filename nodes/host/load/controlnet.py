@@ -18,16 +18,16 @@ import comfy.ops
 import comfy.supported_models
 import torch
 
+from ....precision.base.dtypes import dtype_named
+from ....precision.base.errors import CheckpointError
 from ....precision.devices.memory import require_memory
-from ....precision.dtypes import dtype_named
-from ....precision.errors import CheckpointError
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.comfy_state import check_finite
 from ....precision.formats.stored_weight import StoredWeight
 from ....precision.plan.choice import Choice, LoadRecord
 from ....precision.plan.facts import file_dtype
 from ....precision.plan.rules import Rules
-from ..run.control import plan_control
+from ..compute.control import plan_control
 from . import detection, models
 from .control_runs import loaded_control, note_runs
 from .devices import free_host_memory

@@ -8,8 +8,8 @@ import comfy.ops
 import comfy.utils
 import torch
 
-from ....precision.dtypes import name_of
-from ....precision.errors import CheckpointError
+from ....precision.base.dtypes import name_of
+from ....precision.base.errors import CheckpointError
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import finite_bound
 from ....precision.formats.comfy_state import model_prefix

@@ -9,12 +9,12 @@ import comfy.model_management
 import comfy.quant_ops
 import torch
 
+from ....precision.base.errors import StorageNotHeld
+from ....precision.base.text import size_text
 from ....precision.devices import memory
 from ....precision.devices.detect import Device, detect, requested_profile, unheld_storages
-from ....precision.errors import StorageNotHeld
 from ....precision.formats.scratch import forget_scratch
 from ....precision.make.on_gpu import OnGpu
-from ....precision.text import size_text
 
 QUANTIZING = 1 << 30
 """Bytes that ComfyUI is asked to free of the device before weights are quantized there."""

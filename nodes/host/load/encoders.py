@@ -17,17 +17,17 @@ import comfy.utils
 import nodes
 import torch
 
-from ....precision.dtypes import QUANTIZED_NAMES, dtype_named, name_of
-from ....precision.errors import CheckpointError
+from ....precision.base.dtypes import QUANTIZED_NAMES, dtype_named, name_of
+from ....precision.base.errors import CheckpointError
 from ....precision.formats import comfy_state
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.plan.choice import ATTACHMENT, Choice, LoadRecord
 from ....precision.plan.facts import file_dtype, layer_specs
 from ....precision.plan.memory import plan_encoder
 from ....precision.plan.storage import plan_text_encoder
-from ..facts.model_facts import held_storages
+from ..comfyui.model_facts import held_storages
+from ..comfyui.weights import ask_for_plain_products
 from ..lora.patcher import keep_low_rank_unmerged
-from ..run.modules import ask_for_plain_products
 from .detection import dequantized_tensors, detect_model, stored_tensors
 from .devices import free_host_memory, require_held_by_device, streams_weights, unheld_on
 from .files import check_quantized_shapes, embedding_folders, open_model

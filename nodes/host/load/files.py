@@ -12,11 +12,11 @@ import folder_paths
 import torch
 from comfy.quant_ops import QuantizedTensor
 
-from ....precision.errors import CheckpointError, HalfsafeError
+from ....precision.base.errors import CheckpointError, HalfsafeError
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.checkpoint import Checkpoint, read_checkpoint
-from ..core import quantization_format
+from ..comfyui.attributes import quantization_format
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "builtin_model"
 """Small files that come with the pack, in folders named as ComfyUI's are.

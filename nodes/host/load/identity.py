@@ -14,7 +14,7 @@ import comfy.model_sampling
 import torch
 from comfy.cli_args import args
 
-from ....precision.errors import CheckpointError
+from ....precision.base.errors import CheckpointError
 from ....precision.files.safetensors_file import open_checkpoint
 from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.card import source_of

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....precision.arithmetic.linear import kind_of
-from ....precision.errors import CheckpointError
+from ....precision.base.errors import CheckpointError
 from .files import of_fitting_shapes
 
 aten = torch.ops.aten

@@ -13,17 +13,17 @@ import comfy.quant_ops
 import comfy.sd
 import torch
 
-from ....precision.dtypes import dtype_named
-from ....precision.errors import CheckpointError
+from ....precision.base.dtypes import dtype_named
+from ....precision.base.errors import CheckpointError
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.plan.choice import ATTACHMENT, LoadRecord, frozen
 from ....precision.plan.memory import plan_model
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
-from ..core import casts_weights, quantization_format, set_cast_dtype, set_full_precision
-from ..facts.model_facts import held_storages
+from ..comfyui.attributes import casts_weights, quantization_format, set_cast_dtype, set_full_precision
+from ..comfyui.model_facts import held_storages
+from ..compute.executor import set_compute
 from ..lora.patcher import keep_low_rank_unmerged
-from ..run.compute import set_compute
 from .detection import Detected, detect_model
 from .devices import (
     compute_device,

@@ -11,22 +11,22 @@ import comfy.lora
 import comfy.quant_ops
 import torch
 
-from ....precision.arithmetic.compiling import plain_name
-from ....precision.calibrate.calibration import Calibration
-from ....precision.calibrate.weights import CalibratedRounding
-from ....precision.errors import HalfsafeError
+from ....precision.base.compiling import plain_name
+from ....precision.base.errors import HalfsafeError
 from ....precision.files.safetensors_file import write_safetensors
 from ....precision.formats.card import Provenance, card_entry
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
 from ....precision.formats.comfy_format import WeightPlan
 from ....precision.formats.comfy_state import planned_specs, planned_tensors
+from ....precision.make.calibrated import CalibratedRounding
+from ....precision.make.calibration import Calibration
 from ....precision.plan.facts import LayerSpec
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import plan_storage
 from ....precision.plan.weights import plan_weights, require_held
-from ..facts.layers import DIFFUSION_MODEL, modules_of
-from ..facts.model_facts import foreign_layers, held_storages
-from ..page import show_progress
+from ..comfyui.layers import DIFFUSION_MODEL, modules_of
+from ..comfyui.model_facts import foreign_layers, held_storages
+from ..comfyui.page import show_progress
 from .devices import compute_device
 from .files import output_path
 from .identity import difference, marks_of, metadata_of, source_of_model

@@ -6,12 +6,12 @@ from time import perf_counter
 
 import torch
 
+from ....precision.base.text import duration_text, size_text
 from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.formats.comfy_format import stays
 from ....precision.formats.comfy_state import planned_tensors
 from ....precision.plan.memory import MemoryPlan
-from ....precision.text import duration_text, size_text
 from .devices import free_host_memory, quantizing_device
 from .progress import byte_progress
 

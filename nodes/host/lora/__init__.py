@@ -1,1 +1,4 @@
-"""LoRAs of 8-bit weights: left out of the weights and added to the results of their layers."""
+"""Add LoRAs of 8-bit weights to the results of their layers, by ComfyUI's own adapters.
+
+May import ``comfyui``, ``replay``, ``compute`` and ``accumulation``.
+"""

@@ -18,17 +18,17 @@ import torch
 from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
 from comfy.utils import get_attr
 
-from ....precision.arithmetic.compiling import plain_name
-from ....precision.arithmetic.patching import Patch, exchange, patched
-from ....precision.dtypes import name_of
-from ....precision.errors import HalfsafeError
-from ....precision.modes import FP32
-from ..core import CAST_DTYPE, has_cast_dtype
-from ..facts.layers import DIFFUSION_MODEL, is_quantized
-from ..run.compute import compute_of
-from ..run.conditions import adapts_text, conditions_through
-from ..run.modules import calling_layers, dequantized
-from ..run.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
+from ....precision.base.compiling import plain_name
+from ....precision.base.dtypes import name_of
+from ....precision.base.errors import HalfsafeError
+from ....precision.base.modes import FP32
+from ....precision.base.patching import Patch, exchange, patched
+from ..comfyui.attributes import CAST_DTYPE, has_cast_dtype
+from ..comfyui.conditions import adapts_text, conditions_through
+from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
+from ..comfyui.weights import calling_layers, dequantized
+from ..comfyui.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
+from ..compute.executor import compute_of
 from .low_rank import low_rank_patcher
 from .patches import SortedPatches, change_of, is_8bit_matrix, sort_patches
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter, WeightAdapterBase
 
-from ....precision.arithmetic.compiling import plain_name
 from ....precision.arithmetic.linear import kind_of
-from ..facts.layers import is_quantized
+from ....precision.base.compiling import plain_name
+from ..comfyui.layers import is_quantized
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....precision.nested import replaced
-from ..core import PREFIX_CACHE, empty_prefix_cache, forget_call
+from ....precision.base.nested import replaced
+from ..comfyui.attributes import PREFIX_CACHE, empty_prefix_cache, forget_call
 from . import model_compiler
 from .core_state import CoreState
 

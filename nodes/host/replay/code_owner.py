@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import comfy.model_management
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.nested import leaves
+from ....precision.base.nested import leaves
 
 if TYPE_CHECKING:
     from .call import Call

@@ -7,7 +7,7 @@ from types import CellType, FunctionType, MethodType
 import numpy
 import torch
 
-from ....precision.nested import leaves
+from ....precision.base.nested import leaves
 
 CORES = ("comfy.", "comfy_extras.")
 DATA = (torch.Tensor, bool, int, float, str, dict, list, type(None))

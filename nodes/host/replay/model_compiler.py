@@ -7,8 +7,8 @@ the one before it did, and to free it before it ends.
 import comfy.model_prefetch
 from comfy.cli_args import args
 
-from ....precision.arithmetic.patching import SharedScope, patched
-from ..core import close_graph, without_compiler
+from ....precision.base.patching import SharedScope, patched
+from ..comfyui.attributes import close_graph, without_compiler
 
 _off = SharedScope(lambda: patched(without_compiler(args)))
 

@@ -8,28 +8,28 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.arithmetic.compiling import compile_disabled
 from ....precision.arithmetic.linear import kind_of
-from ....precision.arithmetic.patching import Patch
+from ....precision.base.compiling import compile_disabled
+from ....precision.base.errors import HalfsafeError
+from ....precision.base.modes import INT8
+from ....precision.base.patching import Patch
 from ....precision.devices.detect import why_no_fp8
-from ....precision.errors import HalfsafeError
 from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.formats.int8 import rotation_group
-from ....precision.modes import INT8
 from ....precision.plan.rules import Rules, rules_from
 from ....precision.study.candidates import Candidate, with_fp16_sums
 from ....precision.study.layer_error import LayerResult
 from ....precision.study.sensitivity import BARRED, KEPT, MAX_TRIALS, Analysis, Session, analyze
-from ..core import casting, casts_weights, with_weight_function
-from ..facts.layers import matrix_layers
-from ..facts.model_facts import model_facts
+from ..comfyui.attributes import casting, casts_weights, with_weight_function
+from ..comfyui.layers import matrix_layers
+from ..comfyui.model_facts import model_facts
+from ..comfyui.page import show_progress
+from ..comfyui.weights import core_weights, exchanged, only_multiplies
+from ..comfyui.wrappers import ANALYSIS, set_wrapper
+from ..compute.executor import compute_of
 from ..load.devices import current_device
 from ..load.progress import advancing
-from ..page import show_progress
 from ..replay.model_compiler import compiler_off
-from ..run.compute import compute_of
-from ..run.modules import core_weights, exchanged, only_multiplies
-from ..run.wrappers import ANALYSIS, set_wrapper
 from .sampling import bare_clone, sample
 
 if TYPE_CHECKING:

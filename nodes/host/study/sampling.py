@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import comfy.sample
 import torch
 
-from ..run.accumulation import accumulation_of, with_accumulation
-from ..run.compute import compute_of, set_compute
-from ..run.execution import COMPILE_KWARGS
-from ..run.wrappers import GUARD
+from ..accumulation.executor import accumulation_of, with_accumulation
+from ..comfyui.execution import COMPILE_KWARGS
+from ..comfyui.wrappers import GUARD
+from ..compute.executor import compute_of, set_compute
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

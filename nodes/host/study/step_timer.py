@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from ....precision.base.errors import HalfsafeError
 from ....precision.devices.hardware import device_module
-from ....precision.errors import HalfsafeError
 
 
 class StepTimer:

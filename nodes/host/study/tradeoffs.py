@@ -14,8 +14,8 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.arithmetic.compiling import compile_disabled
-from ....precision.errors import HalfsafeError
+from ....precision.base.compiling import compile_disabled
+from ....precision.base.errors import HalfsafeError
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
@@ -27,23 +27,23 @@ from ....precision.plan.storage import LoadPlan, plan_load
 from ....precision.study.sensitivity import snr_db
 from ....precision.study.settings import Setting, why_not
 from ....precision.study.tradeoffs import Measurements, Tradeoff
-from ..core import CAST_DTYPE
-from ..facts.model_facts import held_storages, model_facts, storages
+from ..accumulation.executor import with_accumulation
+from ..comfyui.attributes import CAST_DTYPE
+from ..comfyui.execution import is_on_several_devices
+from ..comfyui.model_facts import held_storages, model_facts, storages
+from ..comfyui.oom import is_oom
+from ..comfyui.page import show_progress
+from ..comfyui.wrappers import ANALYSIS
+from ..compute.executor import compute_of, set_compute
+from ..guard.planned import with_compute
 from ..load.devices import current_device, free_device_memory
 from ..load.identity import metadata_of
 from ..load.models import load_weights
 from ..load.progress import advancing
 from ..load.save import BYPASS, LiveWeights
 from ..lora.patcher import keep_low_rank_unmerged
-from ..page import show_progress
-from ..planned import with_compute
 from ..replay.model_compiler import compiler_off
-from ..report import report_of
-from ..run.accumulation import with_accumulation
-from ..run.compute import compute_of, set_compute
-from ..run.execution import is_on_several_devices
-from ..run.oom import is_oom
-from ..run.wrappers import ANALYSIS
+from ..reporting.report import report_of
 from .sampling import bare_clone, sample
 from .step_timer import StepTimer
 

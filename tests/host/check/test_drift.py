@@ -3,7 +3,7 @@
 import pytest
 import torch
 from comfy.sd import load_lora_for_models
-from halfsafe.nodes.host.run import core_layers
+from halfsafe.nodes.host.compute import core_layers
 from halfsafe.precision.devices import probes
 from support import families, model_files, rare_families
 from support.families import load

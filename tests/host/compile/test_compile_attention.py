@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from halfsafe.nodes.host.run.accumulation import accumulation_of
-from halfsafe.nodes.host.run.compute import compute_of
+from halfsafe.nodes.host.accumulation.executor import accumulation_of
+from halfsafe.nodes.host.compute.executor import compute_of
 from halfsafe.precision.arithmetic import attention_bounds
 from halfsafe.precision.plan.rules import rules_from
 from support import families, tiny_models

@@ -4,11 +4,11 @@ import re
 import types
 
 import torch
-from halfsafe.nodes.host.facts.layers import matrix_layers
+from halfsafe.nodes.host.comfyui.layers import matrix_layers
+from halfsafe.nodes.host.compute.attention import attending
+from halfsafe.nodes.host.compute.executor import PlannedModel
 from halfsafe.nodes.host.replay.call import Call
-from halfsafe.nodes.host.run.attention import attending
-from halfsafe.nodes.host.run.compute import PlannedModel
-from halfsafe.precision.arithmetic.patching import patched
+from halfsafe.precision.base.patching import patched
 from halfsafe.precision.plan.choice import Choice
 from halfsafe.precision.plan.compute import ComputeDecision, ComputePlan
 from support.fake_tensors import fake_cuda_tensors

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from halfsafe.nodes.host.run.compute import compute_of
+from halfsafe.nodes.host.compute.executor import compute_of
 from support import families, tiny_models
 from support.compiling import COMPILER, compiled
 from support.families import load, with_compute

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 import torch._dynamo
+from halfsafe.nodes.host.accumulation.executor import accumulation_of
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.nodes.host.run.accumulation import accumulation_of
 from support import families, tiny_models
 from support.compiling import COMPILER, compiled
 from support.families import load

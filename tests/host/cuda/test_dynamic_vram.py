@@ -7,7 +7,7 @@ import torch
 from comfy.lora import calculate_weight
 from comfy.model_patcher import LowVramPatch
 from comfy.sd import load_lora_for_models
-from halfsafe.nodes.host.run.modules import core_weights
+from halfsafe.nodes.host.comfyui.weights import core_weights
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files
 from support.dynamic_vram import WAYS, dynamic_vram

@@ -8,11 +8,11 @@ import torch
 from comfy import model_management
 from comfy.cli_args import args
 from comfy.sd import load_lora_for_models
+from halfsafe.nodes.host.compute.executor import compute_of
 from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
-from halfsafe.nodes.host.run.compute import compute_of
 from halfsafe.nodes.host.study import analysis
+from halfsafe.precision.base.errors import HalfsafeError, StorageNotHeld
 from halfsafe.precision.devices.detect import detect
-from halfsafe.precision.errors import HalfsafeError, StorageNotHeld
 from halfsafe.precision.plan.choice import ATTACHMENT
 from safetensors.torch import load_file, save_file
 from support import families, model_files, tiny_models

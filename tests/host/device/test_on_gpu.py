@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from halfsafe.precision.errors import NonFiniteWeight
+from halfsafe.precision.base.errors import NonFiniteWeight
 from halfsafe.precision.formats.checkpoint import StoredWeight
 from halfsafe.precision.formats.comfy_state import planned_tensors
 from halfsafe.precision.make import on_gpu

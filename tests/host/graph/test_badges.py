@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from halfsafe.precision.dtypes import name_of
+from halfsafe.precision.base.dtypes import name_of
 from support import tiny_models
 
 SUMS = {"reduced_precision_reduction": "unchanged", "fp8_fast_accumulation": "unchanged", "attention": "unchanged"}

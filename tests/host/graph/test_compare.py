@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.base.errors import HalfsafeError
 
 NODE = "HalfsafeCompareImages"
 

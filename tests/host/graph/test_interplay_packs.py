@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfy.ops import manual_cast
 from comfy.patcher_extension import CallbacksMP
-from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.base import flags
 from safetensors.torch import save_file
 from support import families, model_files
 from support.guarding import core, guarded, is_finite, report_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
 from halfsafe.nodes.host.load import encoders as load_encoders
-from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.guard.verdicts import NonFinite
 from safetensors.torch import load_file, save_file
 from support import tiny_models

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
-from halfsafe.precision.arithmetic.patching import patched
+from halfsafe.precision.base.patching import patched
 from halfsafe.precision.guard.verdicts import NonFinite
 from safetensors.torch import load_file, save_file
 from support import dialects, families, model_files, tiny_models

@@ -7,8 +7,8 @@ import torch
 from halfsafe.nodes.host.guard import host_call
 from halfsafe.nodes.host.guard.failure import INSIDE
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
+from halfsafe.precision.base import flags
 from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.plan.rules import rules_from
 from support import families, tiny_models

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 from comfy import model_management
+from halfsafe.nodes.host.comfyui.oom import is_oom
 from halfsafe.nodes.host.guard.clamps import ClampWatch
-from halfsafe.nodes.host.run.oom import is_oom
-from halfsafe.precision import amax as amax_module
+from halfsafe.precision.base import amax as amax_module
 from halfsafe.precision.guard.verdicts import NonFinite
 from support import families
 from support.broken_arithmetic import NormsLoseNaN

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from halfsafe.nodes.host.facts.layers import modules_of
+from halfsafe.nodes.host.comfyui.layers import modules_of
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.plan.rules import rules_from

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from comfy_execution.utils import CurrentNodeContext
+from halfsafe.nodes.host.compute.layer_modes import observed_modes_of, planned_modes_of
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.nodes.host.run.layer_modes import observed_modes_of, planned_modes_of
 from support import families
 from support.guarding import core, guarded, is_finite, modes_of, plain_fp16, report_of
 

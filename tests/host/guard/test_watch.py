@@ -7,8 +7,8 @@ import json
 import time
 
 import pytest
-from halfsafe.nodes.host import watch
-from halfsafe.nodes.host.watch import ASKED_BY, watched, with_guards
+from halfsafe.nodes.host.reporting import watch
+from halfsafe.nodes.host.reporting.watch import ASKED_BY, watched, with_guards
 from PIL import Image
 from setup.comfyui_server import Server
 from support import tiny_models

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from halfsafe.precision.errors import CheckpointError, NonFiniteWeight
+from halfsafe.precision.base.errors import CheckpointError, NonFiniteWeight
 from safetensors.torch import load_file, save_file
 from support import dialects, model_files, tiny_models
 from support.denoise import denoise
@@ -118,7 +118,7 @@ def test_a_sharded_set_is_one_model(comfy, folder, wan, reference, floors, name)
 
 
 def test_comfyuis_formats_are_handed_to_it_and_too_new_ones_are_unpacked_or_refused(comfy, folder, wan):
-    from halfsafe.nodes.host.facts.model_facts import held_storages
+    from halfsafe.nodes.host.comfyui.model_facts import held_storages
     from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 
     held = held_storages() & dialects.NATIVE.keys()

@@ -11,13 +11,13 @@ import pytest
 import torch
 from comfy.controlnet import ControlNet
 from comfy.ops import disable_weight_init
+from halfsafe.nodes.host.comfyui.execution import switches_by_layer
+from halfsafe.nodes.host.compute.control import planned_control
 from halfsafe.nodes.host.load.control_runs import controls_of, loaded_control
-from halfsafe.nodes.host.report import control_report
-from halfsafe.nodes.host.run.control import planned_control
-from halfsafe.nodes.host.run.execution import switches_by_layer
+from halfsafe.nodes.host.reporting.report import control_report
 from halfsafe.precision.arithmetic.linear import kind_of
+from halfsafe.precision.base.errors import CheckpointError, MemoryShortage
 from halfsafe.precision.commands.convert import convert_file
-from halfsafe.precision.errors import CheckpointError, MemoryShortage
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
 from support import control_files, families, tiny_models

@@ -5,7 +5,7 @@ from math import prod
 import comfy.model_detection
 import comfy.supported_models
 import pytest
-from halfsafe.precision.dtypes import name_of
+from halfsafe.precision.base.dtypes import name_of
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.formats.families import UNKNOWN, family_of
 from halfsafe.precision.formats.int8 import why_not_int8

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from halfsafe.precision.errors import CheckpointError, MemoryShortage
+from halfsafe.precision.base.errors import CheckpointError, MemoryShortage
 from safetensors.torch import save_file
 from setup.comfyui_server import ServerError
 from support import effort, model_files, tiny_models

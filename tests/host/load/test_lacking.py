@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from halfsafe.precision.errors import CheckpointError
+from halfsafe.precision.base.errors import CheckpointError
 from halfsafe.precision.plan.choice import ATTACHMENT
 from support import control_files, families, model_files, tiny_models
 

@@ -79,7 +79,7 @@ def test_full_checkpoint_makes_the_picture(comfy, checkpoint, stock_picture, sto
 
 
 def storages(model):
-    from halfsafe.nodes.host.facts.model_facts import storage_of
+    from halfsafe.nodes.host.comfyui.model_facts import storage_of
 
     return {storage_of(parameter) for parameter in model.parameters()}
 

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 import torch
 from comfy.quant_ops import QuantizedTensor
-from halfsafe.nodes.host.facts.model_facts import held_storages
+from halfsafe.nodes.host.comfyui.model_facts import held_storages
+from halfsafe.precision.base.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from halfsafe.precision.devices.detect import PROFILE_NAMES
-from halfsafe.precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from halfsafe.precision.plan.weights import why_not_held
 from safetensors.torch import load_file, save_file
 from support import dialects, families, model_files, tiny_models

@@ -5,9 +5,9 @@ import json
 import comfy.quant_ops
 import pytest
 import torch
-from halfsafe.nodes.host.facts.model_facts import held_storages
+from halfsafe.nodes.host.comfyui.model_facts import held_storages
+from halfsafe.precision.base.errors import StorageNotHeld
 from halfsafe.precision.commands.convert import convert_file
-from halfsafe.precision.errors import StorageNotHeld
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.plan.rules import rules_from

@@ -7,7 +7,7 @@ import folder_paths
 import pytest
 import torch
 from comfy.sd import load_lora_for_models
-from halfsafe.nodes.host.facts.model_facts import held_storages
+from halfsafe.nodes.host.comfyui.model_facts import held_storages
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.plan.rules import rules_from

@@ -1,8 +1,8 @@
 """Names of files that no file can have: a clear error, from every node and command that takes one."""
 
 import pytest
+from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.commands.convert import convert_file
-from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.plan.rules import rules_from
 from support import families
 
@@ -37,8 +37,8 @@ def test_a_nul_is_told_by_convert_on_either_side(wan, tmp_path):
 
 def test_a_product_that_cannot_run_in_fp8_is_told_once(comfy, wan, call, monkeypatch, caplog):
     import comfy_kitchen.tensor.fp8 as kitchen
-    from halfsafe.nodes.host.facts.kernels import _once
-    from halfsafe.nodes.host.run import fp8_product
+    from halfsafe.nodes.host.comfyui.kernels import _once
+    from halfsafe.nodes.host.compute import fp8_product
 
     def refused(*args, **options):
         raise RuntimeError("no such product on this device")

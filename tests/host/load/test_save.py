@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.formats.card import card_in
 from halfsafe.precision.formats.checkpoint import CARD_KEY
 from halfsafe.precision.plan.rules import rules_from

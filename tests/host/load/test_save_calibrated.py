@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from halfsafe.nodes.host.facts.model_facts import held_storages
+from halfsafe.nodes.host.comfyui.model_facts import held_storages
 from halfsafe.nodes.host.load import save as host
-from halfsafe.precision.errors import HalfsafeError, StorageNotHeld
+from halfsafe.precision.base.errors import HalfsafeError, StorageNotHeld
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.card import card_in
 from halfsafe.precision.formats.checkpoint import read_checkpoint

@@ -6,7 +6,7 @@ import pytest
 import torch
 from comfy.ops import manual_cast
 from comfy.sd import load_diffusion_model
-from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.base.errors import HalfsafeError
 from support import families
 
 LAYER = "blocks.0.ffn.0"

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 from halfsafe.nodes.host.load import models, tensors
-from halfsafe.precision.errors import MemoryShortage
+from halfsafe.precision.base.errors import MemoryShortage
 from support import dialects, families, model_files, saved_models
 from support.int8_models import int8
 from support.mapped_loading import Reads, mapped_loading, own_bytes, tensors_of

@@ -9,12 +9,12 @@ from comfy.lora import calculate_weight
 from comfy.quant_ops import QuantizedTensor
 from comfy.sd import load_bypass_lora_for_models, load_diffusion_model, load_lora_for_models
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter
+from halfsafe.nodes.host.compute.executor import compute_of
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.lora.low_rank import LowRankModel
 from halfsafe.nodes.host.lora.patcher import AddsLowRank
 from halfsafe.nodes.host.lora.patches import change_of, why_merged
-from halfsafe.nodes.host.run.compute import compute_of
-from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.base.errors import HalfsafeError
 from safetensors.torch import save_file
 from support import families, model_files, tiny_models
 from support.dynamic_vram import dynamic_vram

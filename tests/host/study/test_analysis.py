@@ -5,7 +5,7 @@ import torch
 from halfsafe.nodes.host.load.devices import current_device
 from halfsafe.nodes.host.study import analysis as host
 from halfsafe.nodes.host.study.sampling import sample
-from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.study.candidates import Candidate
 from halfsafe.precision.study.sensitivity import BARRED, CHOSEN, KEPT, MAX_TRIALS
@@ -262,7 +262,7 @@ def test_memory_stays_bounded(comfy, models_dir):
 
 def test_a_lora_that_is_added_at_each_call_is_in_the_weight_that_is_rounded(comfy):
     from comfy.ops import manual_cast
-    from halfsafe.precision.arithmetic.patching import patched
+    from halfsafe.precision.base.patching import patched
 
     layer, x = manual_cast.Linear(32, 16), torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
     weight, delta = (torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))

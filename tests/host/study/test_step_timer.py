@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from halfsafe.nodes.host.study.step_timer import StepTimer
-from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.base.errors import HalfsafeError
 
 SIGMAS = torch.tensor([1.0]), torch.tensor([0.5])
 

@@ -5,10 +5,10 @@ import weakref
 
 import pytest
 import torch
-from halfsafe.nodes.host.facts.model_facts import model_facts
+from halfsafe.nodes.host.comfyui.model_facts import model_facts
 from halfsafe.nodes.host.study import tradeoffs as host
 from halfsafe.nodes.host.study.step_timer import StepTimer
-from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.plan.rules import parse
 from halfsafe.precision.study.settings import Setting, settings_from
 from halfsafe.precision.study.tradeoffs import Tradeoff, rules_for

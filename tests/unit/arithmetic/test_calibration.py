@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
-from halfsafe.precision.amax import amax
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.operand_scale import OperandScale
-from halfsafe.precision.dtypes import FP16_MAX
+from halfsafe.precision.base.amax import amax
+from halfsafe.precision.base.dtypes import FP16_MAX
 from hypothesis import given
 from hypothesis import strategies as st
 

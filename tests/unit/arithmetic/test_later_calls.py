@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from halfsafe.precision.arithmetic.attention import Kernels, SafeAttention
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.linear import SafeOperation
-from halfsafe.precision.dtypes import FP16_MAX
+from halfsafe.precision.base.dtypes import FP16_MAX
 from support.measures import relative_error
 from support.plain_weights import plain_weights
 

@@ -4,13 +4,13 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from halfsafe.precision.arithmetic import flags
 from halfsafe.precision.arithmetic.attention import Kernels, SafeAttention
 from halfsafe.precision.arithmetic.calibration import Calibration
-from halfsafe.precision.arithmetic.compiling import compile_disabled
 from halfsafe.precision.arithmetic.fp16_accumulation import Fp16AccumulationLinear, SumBound
 from halfsafe.precision.arithmetic.linear import SafeOperation, _row_sum, has_wide_output
 from halfsafe.precision.arithmetic.wide_product import can_be_traced
+from halfsafe.precision.base import flags
+from halfsafe.precision.base.compiling import compile_disabled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_tensors import fake_cuda_tensors

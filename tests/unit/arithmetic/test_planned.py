@@ -1,8 +1,8 @@
 """A plan on layers: what runs around each, and the mode that was planned beside the one that was observed."""
 
 import torch
-from halfsafe.precision.arithmetic.patching import patched
 from halfsafe.precision.arithmetic.planned import PlannedLayers, chain_of
+from halfsafe.precision.base.patching import patched
 from halfsafe.precision.plan.compute import ComputeDecision
 from support.plain_weights import PlainLayers
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from halfsafe.precision.base.errors import CheckpointError, NonFiniteWeight
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file, scan_file
-from halfsafe.precision.errors import CheckpointError, NonFiniteWeight
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats import comfy_format
 from halfsafe.precision.formats.checkpoint import CARD_KEY
@@ -162,7 +162,7 @@ SCRIPT = """
     import os, signal, sys, threading
     sys.path.insert(0, {tests!r})
     import conftest, torch
-    from halfsafe.precision.amax import host_amax
+    from halfsafe.precision.base.amax import host_amax
     from halfsafe.precision.commands.convert import convert_file
     from halfsafe.precision.formats.fp8 import quantize
     from halfsafe.precision.plan.rules import rules_from

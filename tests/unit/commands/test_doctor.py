@@ -6,11 +6,11 @@ import subprocess
 
 import pytest
 import torch
-from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.base import flags
+from halfsafe.precision.base.errors import UnknownProfile
 from halfsafe.precision.commands import doctor
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.devices import probes
-from halfsafe.precision.errors import UnknownProfile
 from support.probing import forget_probes
 
 MODELS = ("Wan 2.1, 2.2", "SDXL", "Z-Image, Qwen-Image", "Flux")

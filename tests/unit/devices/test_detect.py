@@ -6,10 +6,10 @@ import types
 
 import pytest
 import torch
+from halfsafe.precision.base.dtypes import COMPUTE_OPTIONS
+from halfsafe.precision.base.errors import UnknownProfile
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.devices import hardware, probes, profiles
-from halfsafe.precision.dtypes import COMPUTE_OPTIONS
-from halfsafe.precision.errors import UnknownProfile
 from halfsafe.precision.plan import auto
 from support.shipped import ROOT
 

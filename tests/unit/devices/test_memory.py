@@ -3,8 +3,8 @@
 import sys
 
 import pytest
+from halfsafe.precision.base.errors import MemoryShortage
 from halfsafe.precision.devices import memory
-from halfsafe.precision.errors import MemoryShortage
 
 GB = 10**9
 

@@ -3,11 +3,11 @@
 import os
 
 import pytest
+from halfsafe.precision.base.errors import UnknownProfile
 from halfsafe.precision.devices import names
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.names import code_of, drop_wrong_name
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
-from halfsafe.precision.errors import UnknownProfile
 
 
 @pytest.mark.parametrize(

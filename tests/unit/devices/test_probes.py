@@ -7,7 +7,7 @@ import types
 
 import pytest
 import torch
-from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.base import flags
 from halfsafe.precision.devices import probes
 
 pytestmark = pytest.mark.usefixtures("fresh_probes")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from halfsafe.precision.base.errors import CheckpointError
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file, scan_file
-from halfsafe.precision.errors import CheckpointError
 from halfsafe.precision.files import safetensors_file, tensor_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.plan.rules import rules_from

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from halfsafe.precision.errors import CheckpointError
+from halfsafe.precision.base.errors import CheckpointError
 from halfsafe.precision.files import atomic_write, safetensors_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint, write_safetensors
 from halfsafe.precision.files.safetensors_header import CODE_OF, CODES, TORCH_DTYPES, TensorSpec

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from halfsafe.precision.errors import CheckpointError
+from halfsafe.precision.base.errors import CheckpointError
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from safetensors.torch import save_file
 

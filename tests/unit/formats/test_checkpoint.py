@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from halfsafe.precision.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
+from halfsafe.precision.base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.stored_weight import StoredWeight, block_sizes, granularity_of

@@ -8,11 +8,11 @@ from random import Random
 import fuzz
 import pytest
 import torch
+from halfsafe.precision.base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from halfsafe.precision.commands.convert import convert_file, decide
 from halfsafe.precision.commands.inspect import inspect_file
 from halfsafe.precision.commands.plan import plan_file
 from halfsafe.precision.devices import detect as devices
-from halfsafe.precision.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.stored_weight import comfy_quant_tensor, granularity_of

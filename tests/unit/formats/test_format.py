@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from halfsafe.precision.base.dtypes import COMPUTE_OPTIONS, FP8_NAMES, QUANTIZED_NAMES, STORAGE_OPTIONS
+from halfsafe.precision.base.errors import CheckpointError, NonFiniteWeight, StorageNotHeld, UnconsumedScale
+from halfsafe.precision.base.modes import FP8, INT8
 from halfsafe.precision.commands.convert import convert_file
 from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.devices.detect import detect
-from halfsafe.precision.dtypes import COMPUTE_OPTIONS, FP8_NAMES, QUANTIZED_NAMES, STORAGE_OPTIONS
-from halfsafe.precision.errors import CheckpointError, NonFiniteWeight, StorageNotHeld, UnconsumedScale
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats import format as format_module
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE, FORMATS, format_of, fp8_dtypes
-from halfsafe.precision.modes import FP8, INT8
 from halfsafe.precision.plan.auto import auto_storage
 from halfsafe.precision.plan.compute import WEIGHTS_FOR, plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts

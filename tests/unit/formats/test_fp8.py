@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from halfsafe.precision.amax import host_amax
+from halfsafe.precision.base.amax import host_amax
 from halfsafe.precision.formats import fp8 as q
 from halfsafe.precision.formats import scratch
 from hypothesis import example, given, settings

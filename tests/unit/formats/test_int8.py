@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from halfsafe.precision.errors import NonFiniteWeight
+from halfsafe.precision.base.errors import NonFiniteWeight
 from halfsafe.precision.formats import int8, scratch
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.stored_weight import CHUNK

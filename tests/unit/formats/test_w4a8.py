@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from halfsafe.precision.errors import StorageNotHeld
+from halfsafe.precision.base.errors import StorageNotHeld
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.format import kitchen_function
 from halfsafe.precision.formats.int8 import rotated, rotation_group
@@ -72,4 +72,4 @@ def test_without_such_a_comfy_kitchen_they_are_refused_by_name(monkeypatch):
 
 @pytest.mark.skipif(HAS_6_BITS, reason="this process has it")
 def test_the_same_in_a_process_with_a_newer_comfy_kitchen():
-    run_tests_with_kitchen("tests/unit/formats/test_w4a8.py", "tests/unit/formats/test_format.py", "tests/unit/calibrate/test_rounding.py")
+    run_tests_with_kitchen("tests/unit/formats/test_w4a8.py", "tests/unit/formats/test_format.py", "tests/unit/make/test_rounding.py")

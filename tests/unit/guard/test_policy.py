@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from halfsafe.precision.dtypes import FP16_MAX
+from halfsafe.precision.base.dtypes import FP16_MAX
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of, sentence
 from halfsafe.precision.guard.policy import (  # fmt: skip

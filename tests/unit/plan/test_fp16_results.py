@@ -1,5 +1,5 @@
 import pytest
-from halfsafe.precision.dtypes import FP16_MAX
+from halfsafe.precision.base.dtypes import FP16_MAX
 from halfsafe.precision.plan.fp16_results import LARGEST_FACTOR, largest_fp16_result
 
 FACTORS = (

@@ -1,5 +1,5 @@
 import pytest
-from halfsafe.precision.errors import HalfsafeError, RuleError
+from halfsafe.precision.base.errors import HalfsafeError, RuleError
 from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.presets import PRESETS
 from halfsafe.precision.plan.rules import Rules, parse, rules_from

@@ -1,7 +1,7 @@
 """Rules of ten thousand lines, and of lines in any script."""
 
 import pytest
-from halfsafe.precision.errors import RuleError
+from halfsafe.precision.base.errors import RuleError
 from halfsafe.precision.plan import rules as module
 from halfsafe.precision.plan.rules import rules_from
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
+from halfsafe.precision.base.dtypes import QUANTIZED_NAMES
 from halfsafe.precision.devices import detect as devices
-from halfsafe.precision.dtypes import QUANTIZED_NAMES
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.formats.comfy_format import specs_of
 from halfsafe.precision.plan import storage as plan

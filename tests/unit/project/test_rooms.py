@@ -10,17 +10,17 @@ import pytest
 from support.shipped import ROOT
 
 FLOORS = (
-    {"errors", "dtypes", "modes", "text", "amax", "nested", "oom", "layer_names"},
+    {"base"},
     {"files"},
     {"formats", "arithmetic"},
-    {"devices", "calibrate"},
+    {"devices"},
     {"make"},
     {"plan"},
     {"report"},
     {"guard", "check", "study", "commands"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-HOST_ROOMS = ("facts", "replay", "run", "lora", "load", "guard", "check", "study", "measure")
+HOST_ROOMS = ("comfyui", "replay", "compute", "accumulation", "lora", "load", "guard", "check", "reporting", "study")
 """Those of ``nodes/host``, from the bottom: none imports one that stands after it."""
 
 

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from halfsafe.precision.base.modes import MODES
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import ROWS
 from halfsafe.precision.formats.families import family_named
 from halfsafe.precision.guard import verdicts
-from halfsafe.precision.modes import MODES
 from halfsafe.precision.plan.auto import auto_compute
 from halfsafe.precision.plan.presets import PRESETS
 from halfsafe.precision.plan.rules import VALUES

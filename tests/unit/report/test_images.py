@@ -4,7 +4,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.report.images import compare, compare_text, difference_image, luma, ssim
 
 pytestmark = pytest.mark.usefixtures("one_thread")

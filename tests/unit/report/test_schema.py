@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from halfsafe.precision.arithmetic import flags
+from halfsafe.precision.base import flags
+from halfsafe.precision.base.layer_names import count_patterns, grouped, number_ranges, pattern_of
+from halfsafe.precision.base.modes import MODES
+from halfsafe.precision.base.text import size_text
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.guard import verdicts
-from halfsafe.precision.layer_names import count_patterns, grouped, number_ranges, pattern_of
-from halfsafe.precision.modes import MODES
 from halfsafe.precision.plan.accumulation import flag_report, flag_reports
 from halfsafe.precision.report import draw
 from halfsafe.precision.report import report_chart as chart
 from halfsafe.precision.report import schema as report
-from halfsafe.precision.text import size_text
 
 CONTRACT = """
 {"version": 1,

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from halfsafe.precision.modes import MODES
+from halfsafe.precision.base.modes import MODES
 from halfsafe.precision.plan.rules import parse
 from halfsafe.precision.report.report_rules import rules_text
 from halfsafe.precision.report.schema import GuardReport, LayerReport, ModelReport, Report

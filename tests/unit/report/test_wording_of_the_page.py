@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
+from halfsafe.precision.base.modes import MODES
 from halfsafe.precision.guard import verdicts, wording
-from halfsafe.precision.modes import MODES
 from halfsafe.precision.report.result import SENTENCES
 from halfsafe.precision.study.analysis_text import HEAD
 from halfsafe.precision.study.sensitivity import BARRED, CHOSEN, KEPT, PINNED, UNUSED

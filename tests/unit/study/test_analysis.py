@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from halfsafe.precision.amax import host_amax
-from halfsafe.precision.errors import HalfsafeError
+from halfsafe.precision.base.amax import host_amax
+from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
 from halfsafe.precision.formats.fp8 import dequantize, quantize
 from halfsafe.precision.plan.rules import compile_pattern, parse, rules_from

@@ -1,9 +1,9 @@
 """Candidates as text: pairs of options, errors by line, and what a device cannot do."""
 
 import pytest
+from halfsafe.precision.base.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
+from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.devices.detect import detect
-from halfsafe.precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
-from halfsafe.precision.errors import HalfsafeError
 from halfsafe.precision.study.settings import DEFAULT_SETTINGS, Setting, settings_from, why_not
 
 

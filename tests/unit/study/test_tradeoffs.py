@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from halfsafe.precision.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
+from halfsafe.precision.base.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from halfsafe.precision.plan.facts import LayerSpec
 from halfsafe.precision.plan.rules import parse, rules_from
 from halfsafe.precision.plan.storage import plan_storage

@@ -1,0 +1,170 @@
+"""How the report words accumulation: sums of each layer and why, torch's flags, settings without effect."""
+
+import torch
+
+from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16AccumulationLinear
+from ....precision.arithmetic.linear import kind_of
+from ....precision.base import flags
+from ....precision.base.modes import FP8, FP16, INT8
+from ....precision.plan.accumulation import (
+    EXACT_SUMS,
+    NO_SWITCH,
+    PARTS,
+    AccumulationPlan,
+    Request,
+    flag_report,
+    flag_reports,
+)
+from ..comfyui.execution import switches_by_layer
+from ..comfyui.layers import modules_of
+from ..compute.executor import compute_of, needs_fp32_accumulation
+from ..compute.fp8_product import Refused
+from ..compute.layer_modes import planned_modes_of
+from .executor import AccumulationRun, accumulation_of, asked_by_rule, sums_by_rule
+
+NAMED = 8
+HELD_OFF = "Held off while this model runs: its fp16 products have fp32 results, which fp16 sums cannot give."
+NO_FP8_OF_OURS = "ComfyUI multiplies these fp8 layers by itself: set compute=fp8 with Compute Dtype (Halfsafe)"
+HOW = {
+    (True, True): "fp16 sums",
+    (False, False): "fp32 sums",
+    (False, True): "fp16 sums as asked, not proven",
+    (True, False): "fp32 sums, as not all layers are proven",
+}
+"""(a layer is proven, its sums are in fp16) -> how the reason begins."""
+NOT_MEASURED = "fp32 sums until a call has proven more"
+
+
+def described(operation: Fp16AccumulationLinear, in_fp16: bool) -> tuple[str, str]:
+    """Return (accumulation, reason) of a layer."""
+    why, how = _why(operation), HOW[operation.sums.proven, in_fp16]
+    return "fp16" if in_fp16 else "fp32", f"{how}: {why}" if why else NOT_MEASURED
+
+
+def _why(operation: Fp16AccumulationLinear) -> str:
+    """Say what a layer's sums were decided by; empty before a call."""
+    if operation.weights is None:
+        return f"{type(operation.module).__name__} multiplies in its own way"
+    return str(operation.sums.evidence or "")
+
+
+def _sums_of(run: AccumulationRun) -> dict[str, tuple[str, str]]:
+    """Return layer -> (accumulation, reason) of a run's fp16 layers."""
+    whole = run.all_in_fp16 if run.plan.whole else True
+    return {
+        name: described(operation, run.plan.naming or (operation.sums.proven and whole))
+        for name, operation in run.operations.items()
+    }
+
+
+def _state_text(run: AccumulationRun) -> str:
+    """Say in one line how many layers accumulate in fp16; empty before the first call."""
+    used = run.used()
+    if not run.plan.proving or run.calibration.calibrating:
+        return ""
+    proven = [op.sums for op in used if op.sums.proven]
+    scaled = sum(sums.exponent > 0 for sums in proven)
+    line = f"{len(proven)} of {len(used)} fp16 layers are proven ({scaled} with their input scaled)"
+    line += f"; {run.calibration.repeats} calls were repeated."
+    if not run.plan.whole:
+        return line
+    outcome = "on for all" if run.all_in_fp16 else "off"
+    outcome += "" if run.attention_is_bounded else ", as attention's own products are not bounded"
+    return f"{line} Under torch.compile or on several devices it cannot be switched layer by layer: {outcome}."
+
+
+def _inert_rules(patcher) -> list[tuple[str, str]]:
+    """Return (setting, reason) of the rules on accumulation of a model whose layers cannot differ in it."""
+    asked = {} if switches_by_layer(patcher) else asked_by_rule(patcher)
+    layers = {sums: [name for name in asked if asked[name] == sums] for sums in asked.values()}
+    return [(f"accumulation={sums}", f"{NO_SWITCH}: {_named(names)}") for sums, names in layers.items()]
+
+
+def _named(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+
+def layer_accumulation(patcher) -> dict[str, tuple[str, str]]:
+    """Return layer -> (accumulation, reason) of the layers whose products can sum in anything but fp32, and of int8
+    layers: exact int32 sums, scaled in fp32, are listed as fp32."""
+    return _planned_accumulation(patcher) | sums_by_rule(patcher)
+
+
+def _planned_accumulation(patcher) -> dict[str, tuple[str, str]]:
+    accumulation, modes, modules = accumulation_of(patcher), planned_modes_of(patcher), modules_of(patcher.model)
+    run = accumulation.runs.last_of(patcher) if accumulation else None
+    plan = accumulation.plan_for(patcher) if accumulation else AccumulationPlan(Request())
+    sums = {name: ("fp32", EXACT_SUMS) for name, mode in modes.items() if mode == INT8.name}
+    if run and run.operations:
+        sums |= _sums_of(run)
+    elif plan.naming or _is_fp16_by_default(patcher, plan):
+        half = (name for name, mode in modes.items() if mode == FP16.name and kind_of(modules[name]) == "linear")
+        sums |= dict.fromkeys(half, ("fp16", ""))
+    refused = run.refused_fp8 if run else {}
+    return sums | {name: _fp8_fast(modules[name], refused) for name in _fp8_layers(patcher) if plan.fp8_fast}
+
+
+def _fp8_layers(patcher) -> list[str]:
+    """Name the layers whose fp8 products are ours, as a compute plan asks for."""
+    decisions = compute.plan.decisions if (compute := compute_of(patcher)) else {}
+    return [name for name, mode in planned_modes_of(patcher).items() if mode == FP8.name and name in decisions]
+
+
+def _fp8_fast(module: torch.nn.Module, refused: Refused) -> tuple[str, str]:
+    problem = refused.get(tuple(module.weight.shape))
+    return ("fp32", f"torch refuses fast accumulation here: {problem}") if problem else ("fp8_fast", "")
+
+
+def _is_fp16_by_default(patcher, plan: AccumulationPlan) -> bool:
+    """Tell whether ComfyUI was started with fp16 accumulation and nothing of ours holds it off."""
+    if FP16_ACCUMULATION in plan.flags or torch.version.hip or _held_off(patcher):
+        return False
+    return torch.cuda.is_available() and bool(flags.outside(FP16_ACCUMULATION))
+
+
+def _held_off(patcher) -> bool:
+    compute = compute_of(patcher)
+    return compute is not None and needs_fp32_accumulation(compute.plan, patcher)
+
+
+def flags_of(patcher) -> dict[str, dict]:
+    """Make the report's ``flags``: each setting as requested, inside and outside of the model's calls."""
+    accumulation = accumulation_of(patcher)
+    if accumulation is None:
+        found = flag_reports()
+        if _held_off(patcher):
+            found[FP16_ACCUMULATION] = flag_report(FP16_ACCUMULATION, reason=HELD_OFF, in_scope=False)
+        return found
+    plan, run = accumulation.plan_for(patcher), accumulation.runs.last_of(patcher)
+    inside = {name: plan.flags[parts[0]] for name, parts in PARTS.items() if plan.flags.keys() & set(parts)}
+    reasons = dict(plan.reasons)
+    if plan.proving:
+        sums = _sums_of(run).values() if run else ()
+        inside[FP16_ACCUMULATION] = any(accumulates == "fp16" for accumulates, _ in sums)
+        reasons[FP16_ACCUMULATION] = (_state_text(run) if run else "") or plan.reasons[FP16_ACCUMULATION]
+    if _held_off(patcher):
+        inside[FP16_ACCUMULATION] = False
+    inside["fp8_fast_accumulation"] = plan.fp8_fast and bool(_fp8_layers(patcher))
+    return {name: flag_report(name, getattr(plan.request, name), reasons[name], inside.get(name)) for name in PARTS}
+
+
+def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str], list[str]]:
+    """Return what the report adds for a request: settings without effect, decisions, notes."""
+    accumulation = accumulation_of(patcher)
+    if accumulation is None:
+        return _inert_rules(patcher), {}, []
+    plan, run = accumulation.plan_for(patcher), accumulation.runs.last_of(patcher)
+    without_effect = [*plan.without_effect, *_inert_rules(patcher)]
+    if plan.fp8_fast and not _fp8_layers(patcher):
+        without_effect.append(("fp8_fast_accumulation=on", NO_FP8_OF_OURS))
+    summary = run.attention.summary() if run and run.attention else ""
+    decisions = {"attention": f"{plan.request.attention}: {summary}"} if summary else {}
+    return without_effect, decisions, _notes(run) if run and plan.naming else []
+
+
+def _notes(run: AccumulationRun) -> list[str]:
+    """Describe the layers that sum in fp16 because it was asked for, though their bound passes fp16's range."""
+    names = [op.sums.name for op in run.used() if not run.calibration.calibrating and not op.sums.proven]
+    lines = [f"{name} ({_why(run.operations[name])})" for name in names[:NAMED]]
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return [f"fp16_accumulation=on, not proven safe in {len(names)} layers: {'; '.join(lines)}{more}"] if names else []

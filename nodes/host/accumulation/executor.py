@@ -1,0 +1,184 @@
+"""Carry out an accumulation request on a ModelPatcher: flags, fp16 accumulation and attention, during each model
+call."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ....precision.arithmetic.attention import BoundedAttention
+from ....precision.arithmetic.calibration import Calibration
+from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16AccumulationLinear, SumBound
+from ....precision.arithmetic.linear import kind_of
+from ....precision.base import flags
+from ....precision.base.compiling import compile_disabled
+from ....precision.base.layer_names import are_alike
+from ....precision.base.modes import FP16
+from ....precision.base.patching import Patch, patched
+from ....precision.devices.detect import detect
+from ....precision.plan.accumulation import AccumulationPlan, MatmulProfile, Request, plan_accumulation
+from ..comfyui.execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer
+from ..comfyui.layers import modules_of
+from ..comfyui.weights import exchanged, only_multiplies, weights_of
+from ..comfyui.wrappers import ACCUMULATION, set_wrapper
+from ..compute.attention import attending, kernels_of
+from ..compute.executor import compute_of
+from ..compute.fp8_product import Refused, fast_accumulation
+from ..compute.layer_modes import planned_modes_of, settings_of
+from ..compute.per_model import PerModel
+from ..replay.call import Call
+from ..replay.model_compiler import compiler_off
+
+
+def with_accumulation(patcher, request: Request):
+    """Return a clone of the model that runs as requested; what the request leaves unchanged is as an earlier node
+    asked."""
+    clone = patcher.clone()
+    if request.changes_nothing:
+        return clone
+    earlier = accumulation_of(patcher)
+    accumulation = Accumulation(request.over(earlier.request) if earlier else request)
+    set_wrapper(clone, ACCUMULATION, accumulation)
+    clone.set_attachments(ACCUMULATION, accumulation)
+    return clone
+
+
+def accumulation_of(patcher) -> "Accumulation | None":
+    """Return the request's executor on a patcher, if it has one."""
+    return patcher.attachments.get(ACCUMULATION)
+
+
+class Accumulation:
+    """Wrap the calls of models (ComfyUI's APPLY_MODEL) for one request. It keeps what it learns of each model it runs,
+    not the model."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.runs: PerModel[AccumulationRun] = PerModel(lambda model: AccumulationRun(request, model), _settings)
+
+    def __call__(self, executor, *args, **kwargs):
+        run, call = self.runs.of(executor.class_obj), Call(executor, *args, **kwargs)
+
+        def once():
+            with run.scope():
+                return call()
+
+        with patched(run.patches), attending(executor.class_obj, call, run.attend):
+            return run.calibration.run(once) if run.watches else once()
+
+    def plan_for(self, patcher) -> AccumulationPlan:
+        """Return the plan its calls followed, else the one the next call will."""
+        run = self.runs.last_of(patcher)
+        return run.plan if run else _planned(self.request, patcher)
+
+
+class AccumulationRun:
+    """Keep one model under a request: its plan, its patches and what its calls have shown."""
+
+    def __init__(self, request: Request, model):
+        patcher = model.current_patcher
+        self.plan = plan = _planned(request, patcher)
+        self.calibration = Calibration()
+        self.operations: dict[str, Fp16AccumulationLinear] = {}
+        if plan.proving or plan.naming:
+            self.operations = dict(self._operations(patcher))
+        self.modules = {name: operation.module for name, operation in self.operations.items()}
+        auto = plan.attention == "auto"
+        self.attention = BoundedAttention(self.calibration, not auto) if plan.attention in ("auto", "fp32") else None
+        self.watches = bool(self.operations) or auto
+        self.refused_fp8: Refused = {}
+        self._names = list(modules_of(model))
+        self._alike: bool | None = None
+        patches = (exchanged(operation.module, operation.__call__) for operation in self.operations.values())
+        self._patches: list[Patch] = [patch for of_one in patches for patch in of_one]
+
+    def _operations(self, patcher) -> Iterator[tuple[str, Fp16AccumulationLinear]]:
+        modes, ruled = planned_modes_of(patcher), sums_by_rule(patcher)
+        for name, module in modules_of(patcher.model).items():
+            if modes.get(name) == FP16.name and kind_of(module) == "linear" and name not in ruled:
+                sums = self.calibration.add(SumBound(name))
+                weights = weights_of(module) if only_multiplies(module) else None
+                by_layer = not self.plan.whole
+                yield name, Fp16AccumulationLinear(module, module.forward, sums, self.calibration, weights, by_layer)
+
+    @property
+    def patches(self) -> list[Patch]:
+        return self._patches if self.plan.proving or self.calibration.calibrating else []
+
+    @contextlib.contextmanager
+    def scope(self):
+        """Hold the flags for the length of one call of the model."""
+        if self.attention:
+            self.attention.begin()
+        held = {**self.plan.flags, FP16_ACCUMULATION: self.all_in_fp16} if self.plan.proving else self.plan.flags
+        with contextlib.ExitStack() as scopes:
+            scopes.enter_context(flags.flags_set(held))
+            if self.plan.fp8_fast:
+                scopes.enter_context(fast_accumulation(self.refused_fp8))
+            if self.plan.whole and self.watches and self.calibration.calibrating:
+                scopes.enter_context(compile_disabled())
+            if not self._allocates_alike():
+                scopes.enter_context(compiler_off())
+            yield
+
+    def _allocates_alike(self) -> bool:
+        """Tell whether each block runs as the one before it, so that it allocates the same."""
+        if self.watches and self.calibration.calibrating:
+            self._alike = None
+            return False
+        if self._alike is None:
+            scaled = {name: (op.sums.proven, op.sums.exponent) for name, op in self.operations.items()}
+            modes = {state.mode for state in getattr(self.attention, "states", ())}
+            self._alike = len(modes) < 2 and are_alike(scaled, self._names)
+        return self._alike
+
+    @property
+    def all_in_fp16(self) -> bool:
+        """Tell whether every matmul may accumulate in fp16; only asked where the flag cannot be switched by layer."""
+        if not self.plan.whole or self.calibration.calibrating:
+            return False
+        return self.attention_is_bounded and all(op.weights and op.sums.proven for op in self.used())
+
+    @property
+    def attention_is_bounded(self) -> bool:
+        return self.attention is not None and not self.attention.unfused
+
+    def used(self) -> list[Fp16AccumulationLinear]:
+        """Return the layers that met fp16 inputs, and those whose weight is out of reach."""
+        return [op for op in self.operations.values() if op.sums.terms or not op.weights]
+
+    @property
+    def attend(self) -> Callable | None:
+        """Return bounded attention, to stand around whatever override is there already; None where none was asked
+        for."""
+        return self._attend if self.attention else None
+
+    def _attend(self, function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
+        return self.attention(kernels_of(function, attention), *args, **kwargs)
+
+
+def _planned(request: Request, patcher) -> AccumulationPlan:
+    return plan_accumulation(request, detect(patcher.load_device), _matmul_profile(patcher))
+
+
+def _matmul_profile(patcher) -> MatmulProfile:
+    modes = planned_modes_of(patcher)
+    multiplying = {modes.get(name) for name, module in modules_of(patcher.model).items() if kind_of(module)}
+    return MatmulProfile(frozenset(multiplying - {None}), is_compiled(patcher), is_on_several_devices(patcher))
+
+
+def _settings(patcher) -> tuple:
+    return *settings_of(patcher), COMPILE_KWARGS in patcher.model_options
+
+
+def sums_by_rule(patcher) -> dict[str, tuple[str, str]]:
+    """Return layer -> (accumulation, reason) of the layers that a rule of the compute plan decides."""
+    asked = asked_by_rule(patcher) if switches_by_layer(patcher) else {}
+    return {name: (sums, f"{sums} sums by rule") for name, sums in asked.items()}
+
+
+def asked_by_rule(patcher) -> dict[str, str]:
+    """Return layer -> the accumulation that a rule asks for."""
+    compute = compute_of(patcher)
+    decisions = compute.plan.decisions if compute else {}
+    return {name: decision.sums for name, decision in decisions.items() if decision.sums}

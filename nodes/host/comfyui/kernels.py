@@ -1,0 +1,94 @@
+"""comfy-kitchen: the kernel that multiplies a quantized weight, and its warnings once each.
+
+A kernel is the device's own for a format, torch's general operations, or neither where the weight is dequantized.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+try:
+    from comfy_kitchen.registry import registry
+except ImportError:
+    registry = None
+
+from ....precision.base.modes import FP8
+from ....precision.formats.registry import FORMAT_OF_STORAGE, Format
+
+NATIVE, EAGER, DEQUANTIZED = "native", "eager", "dequantized"
+ROWS = 32
+LOGGERS = ("comfy_kitchen.tensor.fp8", "comfy_kitchen.tensor.mxfp8", "comfy_kitchen.tensor.nvfp4")
+
+
+def kernel_of_product(row: Format | None, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
+    """Name the kernel that multiplies a weight as it is stored: ``native`` or ``eager``.
+
+    An fp8 product is torch's own ``_scaled_mm``, which a CPU emulates. The others are comfy-kitchen's, in the first of
+    its backends that takes the call: CUDA, HIP, Triton, or eager, which is made of torch's general operations. ComfyUI
+    turns backends off (``comfy/quant_ops.py``).
+
+    Args:
+        row: the weight's format; None for one that has no row.
+        shape: of the weight, (outputs, inputs).
+        dtype: of the layer's input and result.
+        device: where the model runs.
+    """
+    if device.type == "cpu" or row is None:
+        return EAGER
+    if row.mode is FP8:
+        return NATIVE
+    arguments = _int8_call(shape, dtype, device) if row.product == FORMAT_OF_STORAGE["int8"].product else None
+    return NATIVE if _backend(row.product, arguments) not in ("", "eager") else EAGER
+
+
+def _backend(function: str, arguments: dict | None = None) -> str:
+    """Name the backend that comfy-kitchen takes; "" for none. Its int8 product alone depends on a call's arguments."""
+    if registry is None:
+        return ""
+    try:
+        return registry.get_capable_backend(function, arguments)
+    except RuntimeError:
+        return ""
+
+
+def _int8_call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> dict:
+    with FakeTensorMode():
+        return {
+            "x": torch.empty(ROWS, shape[-1], dtype=dtype, device=device),
+            "weight": torch.empty(shape, dtype=torch.int8, device=device),
+            "weight_scale": torch.empty(shape[0], 1, device=device),
+            "bias": None,
+            "out_dtype": dtype,
+            "convrot": True,
+            "convrot_groupsize": 256,
+            "input_act": None,
+        }
+
+
+class Once(logging.Filter):
+    """Let each message through the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        new = text not in self.seen
+        self.seen.add(text)
+        return new
+
+
+_once = Once()
+
+
+def warn_once() -> None:
+    """Pass on the warnings of comfy-kitchen's ``scaled_mm`` fallbacks (``tensor/fp8.py`` and others) once each.
+
+    It warns at every product: some hundred times a step where a profile of another device is simulated.
+    """
+    for name in LOGGERS:
+        logging.getLogger(name).addFilter(_once)

@@ -1,0 +1,84 @@
+"""What a plan needs to know of a model in memory: its layers, its weights and what they are stored in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import comfy.quant_ops
+import torch
+
+from ....precision.base.dtypes import name_of
+from ....precision.formats.registry import FORMAT_OF_STORAGE, FORMATS, Format, format_of
+from ....precision.plan.facts import LayerSpec, ModelFacts, most
+from .attributes import is_in_layout, takes_to_quantize
+from .layers import layers_of
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+
+PACKED = "packed"
+"""The storage of weights that another loader keeps as bytes in a format of its own."""
+
+
+def model_facts(patcher: ModelPatcher) -> ModelFacts:
+    """Collect what a compute plan needs to know of a model in memory."""
+    layers = tuple(
+        LayerSpec(name, type(module).__name__, tuple(module.weight.shape)) for name, module in layers_of(patcher)
+    )
+    supported = tuple(name_of(dtype) for dtype in patcher.model.model_config.supported_inference_dtypes)
+    return ModelFacts(layers, parameter_count(patcher), most(bytes_by_storage(patcher)), supported)
+
+
+def storages(patcher: ModelPatcher) -> dict[str, str]:
+    """Return the storage of each layer's weight by layer name, without bytes in a custom format of another loader."""
+    weights = {name: module.weight for name, module in layers_of(patcher)}
+    return {name: storage_of(weight) for name, weight in weights.items() if _is_known(weight)}
+
+
+def foreign_layers(patcher: ModelPatcher) -> dict[str, str]:
+    """Return the class of each layer's weight, by layer name, that another loader keeps in a format of its own."""
+    weights = {name: module.weight for name, module in layers_of(patcher)}
+    return {name: type(weight).__name__ for name, weight in weights.items() if not _is_known(weight)}
+
+
+def _is_known(weight: torch.Tensor) -> bool:
+    return isinstance(weight, comfy.quant_ops.QuantizedTensor) or weight.is_floating_point()
+
+
+def storage_of(tensor: torch.Tensor) -> str:
+    """Name the storage of a weight, quantized or not."""
+    if not _is_known(tensor):
+        # ComfyUI-GGUF's GGMLTensor (its ops.py) has GGML's type, an enum of the package gguf.
+        kind = getattr(tensor, "tensor_type", None)
+        return PACKED if kind is None else f"gguf {kind.name}"
+    if not isinstance(tensor, comfy.quant_ops.QuantizedTensor):
+        return name_of(tensor.dtype)
+    formats = comfy.quant_ops.QUANT_ALGOS.items()
+    found = (name for name, algorithm in formats if is_in_layout(tensor, algorithm["comfy_tensor_layout"]))
+    name = next(found, "quantized")
+    return format_of(name, tensor.nbytes, tensor.numel()).storage if name in FORMATS else name
+
+
+def held_storages() -> frozenset[str]:
+    """Return the quantized storages of this ComfyUI, by their names in options."""
+    return frozenset(format.storage for format in FORMAT_OF_STORAGE.values() if _holds(format))
+
+
+def _holds(format: Format) -> bool:
+    algorithm = comfy.quant_ops.QUANT_ALGOS.get(format.name)
+    return algorithm is not None and takes_to_quantize(algorithm["comfy_tensor_layout"], format.asks)
+
+
+def parameter_count(patcher: ModelPatcher) -> int:
+    """Count the parameters of a model."""
+    return sum(parameter.numel() for parameter in patcher.model.diffusion_model.parameters())
+
+
+def bytes_by_storage(patcher: ModelPatcher) -> dict[str, int]:
+    """Count the bytes of a model's weights in each storage, as loaded."""
+    sizes: dict[str, int] = {}
+    for parameter in patcher.model.diffusion_model.parameters():
+        storage = storage_of(parameter)
+        sizes[storage] = sizes.get(storage, 0) + parameter.nbytes  # of a quantized one without its scales
+    return sizes

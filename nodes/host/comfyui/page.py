@@ -1,0 +1,128 @@
+"""Send the open page what guards and long work say while a prompt runs, and keep what guards say for its report."""
+
+import weakref
+
+from comfy_execution.progress import ProgressRegistry, get_progress_state
+from comfy_execution.utils import get_executing_context
+from server import PromptServer
+
+from ....precision.guard.policy import EVENT, OFF
+from ....precision.guard.verdicts import CURED
+from ....precision.report.schema import EncoderReport, GuardEvent, plain
+
+REPORT_EVENT = "halfsafe.report"
+ENCODER_KINDS = {"vae": "VAE", "clip": "text encoder"}
+ENCODER_GUARDS = {
+    "HalfsafeGuardVAE": ("vae",), "HalfsafeGuardCLIP": ("clip",), "HalfsafeAutoPrecision": ("vae", "clip"),
+}  # fmt: skip
+"""A node that guards encoders -> its inputs that it guards, where they are connected."""
+# ComfyUI makes a registry for each prompt and drops it with the next one: what is kept with it is the prompt's own.
+_sent: weakref.WeakKeyDictionary[ProgressRegistry, list[dict]] = weakref.WeakKeyDictionary()
+
+
+def running_prompt_id() -> str | None:
+    """Return the id of the prompt that runs in the calling thread; None outside of a prompt."""
+    context = get_executing_context()
+    return context.prompt_id if context else None
+
+
+def running_node_id() -> str | None:
+    """Return the id of the node that is running in this thread; None outside of one."""
+    context = get_executing_context()
+    return context.node_id if context else None
+
+
+def running_prompt() -> dict:
+    """Return the running prompt, node id -> class and inputs; empty outside of one."""
+    item = _running_item()
+    return item[2] if item else {}
+
+
+def _running_item() -> tuple | None:
+    """Return the queue's entry of the running prompt: number, id, nodes, extra data ..."""
+    prompt_id, server = running_prompt_id(), getattr(PromptServer, "instance", None)
+    if prompt_id is None or server is None:
+        return None
+    running, _ = server.prompt_queue.get_current_queue_volatile()
+    return next((item for item in running if item[1] == prompt_id), None)
+
+
+def show_progress(text: str) -> None:
+    """Show a text on the running node, if the prompt came from a page."""
+    context, server = get_executing_context(), getattr(PromptServer, "instance", None)
+    if context is not None and server is not None:
+        server.send_progress_text(text, context.node_id, server.client_id)
+
+
+def send_to_page(
+    node_id: str | None,
+    prompt: str | None,
+    kind: str,
+    verdict: str,
+    message: str,
+    advice: str,
+    event: GuardEvent | None = None,
+    of: str = "",
+) -> None:
+    """Send a guard's event or a run's verdict to the page that queued the prompt, if any.
+
+    ``of``: what is guarded, ``vae`` or ``clip``; empty for a model.
+    """
+    data = {
+        "node_id": node_id,
+        "prompt_id": prompt,
+        "kind": kind,
+        "verdict": verdict,
+        "message": message,
+        "advice": advice,
+        "of": of,
+        "workflow": _workflow_id(),
+    }
+    data["event"] = plain(event) if event else None
+    _keep(data)
+    _send(EVENT, data)
+
+
+def send_report(node_id: str | None, token: str, report: str) -> None:
+    """Send the report of a run to the page that queued the prompt; ``token`` names the node's result."""
+    _send(REPORT_EVENT, {"node_id": node_id, "prompt_id": running_prompt_id(), "token": token, "report": report})
+
+
+def _workflow_id() -> str:
+    """Return the id of the workflow that the running prompt was queued from; empty where none was sent along."""
+    item = _running_item()
+    extra = item[3] if item else {}
+    return str(((extra.get("extra_pnginfo") or {}).get("workflow") or {}).get("id") or "")
+
+
+def _send(event: str, data: dict) -> None:
+    server = getattr(PromptServer, "instance", None)
+    if server is not None:
+        server.send_sync(event, data, server.client_id)
+
+
+def _keep(message: dict) -> None:
+    """Keep a message with the running prompt, unless another prompt sent the message."""
+    running = get_progress_state()
+    if message["prompt_id"] == running.prompt_id:
+        _sent.setdefault(running, []).append(message)
+
+
+def encoder_reports() -> list[EncoderReport]:
+    """Report what the Guard VAE and Guard CLIP nodes of the running prompt have sent so far."""
+    sent = _sent.get(get_progress_state(), [])
+    return [
+        _encoder_report(node_id, ENCODER_KINDS[of], [m for m in sent if (m["node_id"], m["of"]) == (node_id, of)])
+        for node_id, node in running_prompt().items()
+        for of in ENCODER_GUARDS.get(node["class_type"], ())
+        if of in node["inputs"] and node["inputs"].get("guard") != OFF
+    ]
+
+
+def _encoder_report(node_id: str, kind: str, messages: list[dict]) -> EncoderReport:
+    """Make the report of a guard: the first verdict other than a recovery stands, else the last verdict."""
+    report = EncoderReport(node_id, kind, messages=[message["message"] for message in messages])
+    for message in messages:
+        if report.verdict in CURED:
+            report.verdict, report.advice = message["verdict"], message["advice"]
+    return report

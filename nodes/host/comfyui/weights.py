@@ -1,0 +1,215 @@
+"""Exchange the forwards of a loaded model's modules, and provide their weights in a dtype."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import comfy.ops
+import torch
+import torch.nn.functional as F
+from comfy.quant_ops import QuantizedTensor
+
+from ....precision.arithmetic.linear import WeightProvider, kind_of
+from ....precision.base.patching import Patch, SharedScope, patched
+from .attributes import (
+    FULL_PRECISION,
+    PRODUCT,
+    OnlyCalled,
+    casts_weights,
+    forwards_of_class,
+    full_precision,
+    has_product,
+    is_bias_patched,
+    scales_input,
+    uses_parameters_as_they_are,
+    weight_functions,
+    with_product,
+)
+from .layers import is_quantized
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+CAST_PARAMETERS = inspect.signature(comfy.ops.cast_bias_weight).parameters
+PATCHES_IN_FP32 = {"compute_dtype": torch.float32} if "compute_dtype" in CAST_PARAMETERS else {}
+"""LoRAs of dynamic VRAM are added in fp32, as ComfyUI adds them in an fp32 model; its own default is the weight's
+dtype."""
+
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def has_own_forward(module: torch.nn.Module) -> bool:
+    """Tell whether something other than its class gave this module its forward, such as a LoRA in bypass mode."""
+    forward = module.__dict__.get("forward")
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
+
+
+def exchanged(module: torch.nn.Module, forward: Callable) -> list[Patch]:
+    """Route all of a layer's matmuls through ``forward``.
+
+    ``_full_precision_mm`` also turns off the two paths of ``comfy/ops.py`` that bypass ``forward``: its own fp8 matmul
+    and, since ComfyUI 0.38, an fp16 matmul taken while fp16 accumulation is on.
+    """
+    patches = [(module, "forward", forward), full_precision(module)]
+    return [*patches, with_product(module, _dequantized_linear)] if is_quantized(module) else patches
+
+
+@contextlib.contextmanager
+def _input_act_calls_layers() -> Iterator[None]:
+    original = comfy.ops.linear_input_act
+
+    def run(linear, x, *args, **kwargs):
+        of_other_dtype = is_quantized(linear) and linear.weight.dtype != x.dtype
+        return original(OnlyCalled(linear) if has_own_forward(linear) or of_other_dtype else linear, x, *args, **kwargs)
+
+    with patched([(comfy.ops, "linear_input_act", run)]):
+        yield
+
+
+_input_act = SharedScope(_input_act_calls_layers)
+
+
+def calling_layers(modules: Iterable[torch.nn.Module]) -> contextlib.AbstractContextManager:
+    """Have ``linear_input_act`` of ``comfy/ops.py`` call layers whose forward we exchanged, on every thread.
+
+    ComfyUI's own multiplies by a layer's int8 weight itself (MiniMax; from 0.33 on the MLPs of Wan and LTX-Video too),
+    and dequantizes it where its dtype is not the input's, as in an fp32 stream: there the layer is called, which keeps
+    int8. Changes nothing where no module is quantized.
+    """
+    if not hasattr(comfy.ops, "linear_input_act") or not any(map(is_quantized, modules)):
+        return contextlib.nullcontext()
+    return _input_act
+
+
+def ask_for_plain_products(patcher: "ModelPatcher") -> None:
+    """Make the quantized layers of a patcher's model dequantize their weights for as long as it is loaded."""
+    for name, module in patcher.model.named_modules():
+        if is_quantized(module) and has_product(module):
+            patcher.add_object_patch(f"{name}.{FULL_PRECISION}", True)
+            patcher.add_object_patch(f"{name}.{PRODUCT}", _dequantized_linear)
+
+
+def _dequantized_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Multiply as inside of ComfyUI's quantized Linear. An int8 weight left quantized multiplies in int8 whatever
+    ``_full_precision_mm`` says, up to ComfyUI 0.33 (``forward_comfy_cast_weights`` in ``comfy/ops.py``)."""
+    return F.linear(x, dequantized(weight), bias)
+
+
+def dequantized(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight as plain numbers, in the dtype it has."""
+    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+
+
+def only_multiplies(module: torch.nn.Module) -> bool:
+    """Tell whether the module does no more than cast its weights and multiply: ComfyUI's and torch's own classes."""
+    if scales_input(module) or kind_of(module) is None or has_own_forward(module):
+        return False
+    return all(method.__module__.startswith((comfy.ops.__name__, "torch.nn.")) for method in forwards_of_class(module))
+
+
+def weights_of(module: torch.nn.Module) -> WeightProvider:
+    """Return the provider of such a module's weight in a dtype and its bias in fp32."""
+    return core_weights if casts_weights(module) else torch_weights
+
+
+@contextlib.contextmanager
+def torch_weights(
+    module: torch.nn.Module,
+    x: torch.Tensor,
+    dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None = torch.float32,
+) -> Iterator[tuple]:
+    """Provide the weight and bias of a layer of torch's own classes on its input's device, each rounded once.
+    ``bias_dtype``: None for fp32."""
+    bias = module.bias
+    weight = module.weight.to(x.device, dtype or module.weight.dtype)
+    yield weight, None if bias is None else bias.to(x.device, bias_dtype or torch.float32)
+
+
+def core_weights(
+    module: torch.nn.Module,
+    x: torch.Tensor,
+    dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None = torch.float32,
+) -> contextlib.AbstractContextManager[tuple]:
+    """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype``, as ``WeightProvider`` says: the parameters
+    themselves where they lie ready, else by ``cast_weights``.
+
+    ComfyUI's cast takes longer on the host than a small matmul does on a GPU.
+    """
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if dtype is None:
+        dtype = _dtype_to_measure(module)
+    if type(weight) is torch.nn.Parameter and weight.dtype == dtype and _lies_ready(module, weight, bias, x.device):
+        comfy.ops.run_every_op()
+        if bias is not None and bias.dtype != bias_dtype:
+            bias = bias.to(bias_dtype or (bias.dtype if bias.dtype in HALF else torch.float32))
+        return contextlib.nullcontext((weight, bias))
+    return cast_weights(module, x, dtype, bias_dtype or _dtype_of_bias(module))
+
+
+def _lies_ready(module: torch.nn.Module, weight: torch.Tensor, bias: torch.Tensor | None, device: torch.device) -> bool:
+    """Tell whether a layer's parameters are on the device, and nothing is done to them at a call."""
+    if weight.device != device or (bias is not None and bias.device != device):
+        return False
+    return uses_parameters_as_they_are(module)
+
+
+def _dtype_to_measure(module: torch.nn.Module) -> torch.dtype:
+    if weight_functions(module) and not is_quantized(module):
+        return torch.float32
+    held = module.weight.dtype
+    return held if held in (*HALF, torch.float32) and not is_quantized(module) else torch.float16
+
+
+def _dtype_of_bias(module: torch.nn.Module) -> torch.dtype:
+    held = torch.float32 if module.bias is None or is_bias_patched(module) else module.bias.dtype
+    return held if held in HALF else torch.float32
+
+
+@contextlib.contextmanager
+def cast_weights(
+    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype
+) -> Iterator[tuple]:
+    """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype`` through ComfyUI's cast: offload, LoRA,
+    quantization.
+
+    A LoRA added at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is asked for.
+    """
+    comfy.ops.run_every_op()
+    asked = torch.float32 if weight_functions(module) else dtype
+    weight, bias, cuda_stream = comfy.ops.cast_bias_weight(
+        module, dtype=asked, device=x.device, bias_dtype=bias_dtype, offloadable=True, **PATCHES_IN_FP32
+    )
+    try:
+        yield dequantized(weight).to(dtype), bias
+    finally:
+        comfy.ops.uncast_bias_weight(module, weight, bias, cuda_stream)
+
+
+def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> contextlib.AbstractContextManager[tuple]:
+    """Provide a quantized layer's weight as stored, LoRA merged, and its bias in the dtype of the input ``x``."""
+    weight, bias = module.weight, module.bias
+    if not _lies_ready(module, weight, bias, x.device):
+        return _cast_quantized_weights(module, x)
+    comfy.ops.run_every_op()
+    return contextlib.nullcontext((weight, None if bias is None else bias.to(x.dtype)))
+
+
+@contextlib.contextmanager
+def _cast_quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> Iterator[tuple]:
+    """Provide the same through ComfyUI's cast.
+
+    The weight is asked for in its own dtype: ``cast_bias_weight`` dequantizes it in any other.
+    """
+    comfy.ops.run_every_op()
+    weight, bias, cuda_stream = comfy.ops.cast_bias_weight(
+        module, dtype=module.weight.dtype, device=x.device, bias_dtype=x.dtype, offloadable=True, want_requant=True,
+        **PATCHES_IN_FP32,
+    )  # fmt: skip
+    try:
+        yield weight, bias
+    finally:
+        comfy.ops.uncast_bias_weight(module, weight, bias, cuda_stream)

@@ -1,0 +1,130 @@
+"""Override a model's attention through ComfyUI's ``optimized_attention_override``, in front of an earlier override."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+
+import comfy.ldm.modules.attention
+import torch
+
+from ....precision.arithmetic.attention import Kernels
+from ....precision.arithmetic.linear import kind_of
+from ....precision.base.patching import Patch, patched
+from ..comfyui.layers import top_level_parts
+from ..replay.call import Call
+
+OVERRIDE = "optimized_attention_override"
+ATTENTION_PATCHES = {"attn1_output_patch", "attn2_output_patch", "attn1", "attn2"}
+EXACT = ("attention_pytorch", "attention_basic", "attention_split", "attention_sub_quad")
+"""ComfyUI's attentions that neither quantize nor keep sums in fp16."""
+UNFUSED = ("attention_basic", "attention_split", "attention_sub_quad")
+
+
+def overridden(options: dict, run: Callable) -> dict:
+    """Return ``transformer_options`` whose attentions are ``run(function, attention, *args, **kwargs)``.
+
+    ``function`` is ComfyUI's own; ``attention`` is what would run in its place otherwise: itself, or an earlier
+    override.
+    """
+    previous = options.get(OVERRIDE)
+
+    def override(function, *args, **kwargs):
+        attention = function if previous is None else functools.partial(previous, function)
+        return run(function, attention, *args, **kwargs)
+
+    return {**options, OVERRIDE: override}
+
+
+@contextlib.contextmanager
+def attending(
+    model: torch.nn.Module, call: Call, run: Callable | None, inputs: Callable[[dict], None] | None = None
+) -> Iterator[None]:
+    """Give a model's call ``run`` as its attention, as ``overridden`` does; None changes nothing. ``inputs``: is told
+    the arguments of the model's forward, by their place or name.
+
+    ComfyUI's TorchCompileModel drops every guard on ``transformer_options`` (comfy_extras/nodes_torch_compile.py): a
+    graph compiled without an override would run with one, and one compiled with it would never see what it depends on
+    change. So the parts that may be compiled have a forward of our own for the length of the call, which holds the
+    override itself.
+    """
+    if run is None:
+        yield
+        return
+    call.options = overridden(call.options, run)
+    with patched(_entries(model.diffusion_model, call.options[OVERRIDE], inputs)):
+        yield
+
+
+def _entries(model: torch.nn.Module, override: Callable, inputs: Callable | None) -> Iterator[Patch]:
+    whole = getattr(model, "_orig_mod", model)
+    for part in (model, *top_level_parts(model).values()):
+        part = getattr(part, "_orig_mod", part)
+        if kind_of(part) is None and holds_modules(part):
+            yield part, "forward", _entry(forward_of(part), override, inputs if part is whole else None)
+
+
+def holds_modules(module: torch.nn.Module) -> bool:
+    """Tell whether a module has others in it; a compiled one among them refuses ``len``, and so ``bool``."""
+    return next(module.children(), None) is not None
+
+
+def forward_of(part: torch.nn.Module) -> Callable:
+    """Return a part's forward, past an entry that holds the attention of an outer wrapper."""
+    return getattr(part.forward, "behind", part.forward)
+
+
+def _entry(forward: Callable, override: Callable, inputs: Callable | None) -> Callable:
+    """Make a part's forward with this override in its options; the newest override holds the earlier ones."""
+
+    def run(*args, transformer_options=None, **kwargs):
+        if inputs is not None:
+            inputs({**dict(enumerate(args)), **kwargs})
+        if transformer_options is not None:
+            kwargs["transformer_options"] = {**transformer_options, OVERRIDE: override}
+        return forward(*args, **kwargs)
+
+    run.behind = forward
+    return run
+
+
+def has_attention_patch(options: dict) -> bool:
+    """Tell whether a node's code is given the results of a model's attentions, or replaces attentions."""
+    patches = options.get("patches", {}).keys() | options.get("patches_replace", {}).keys()
+    return not patches.isdisjoint(ATTENTION_PATCHES)
+
+
+def is_fused(function: Callable) -> bool:
+    """Tell whether an attention keeps its scores in fp32 registers."""
+    return function.__name__ not in UNFUSED
+
+
+def fuses_by_default() -> bool:
+    """Tell whether the attention that ComfyUI was started with keeps its scores in fp32 registers."""
+    attention = comfy.ldm.modules.attention
+    return is_fused(attention.optimized_attention) and is_fused(attention.optimized_attention_masked)
+
+
+def scores_in_fp32(function: Callable, attention: Callable, *args, **kwargs) -> torch.Tensor:
+    """Run attention with the scores of an unfused kernel in fp32: one of -inf in fp16 leaves its token out unseen."""
+    kwargs |= {} if is_fused(function) else {"attn_precision": torch.float32}
+    return attention(*args, **kwargs)
+
+
+def kernels_of(function: Callable, attention: Callable) -> Kernels:
+    """Describe an attention of ComfyUI's, ``function``, in whose place ``attention`` would run."""
+    foreign = attention is not function or function.__name__ not in EXACT
+    return Kernels(attention, full_precision_attention(function), is_fused(function), foreign)
+
+
+def full_precision_attention(function: Callable) -> Callable:
+    """Return an attention that takes fp32 and keeps its precision: itself, or ComfyUI's default for a kernel of 16 bit
+    or less."""
+    if function.__name__ in (*UNFUSED, "attention_pytorch"):
+        return function
+    return comfy.ldm.modules.attention.attention_pytorch
+
+
+def in_one_dtype(attention: Callable, q, k, v, *args, **kwargs) -> torch.Tensor:
+    """Run attention in the widest dtype among q, k and v, where only some of them come from fp32 activations."""
+    widest = max((q.dtype, k.dtype, v.dtype), key=lambda dtype: dtype.itemsize)
+    return attention(q.to(widest), k.to(widest), v.to(widest), *args, **kwargs)

@@ -1,0 +1,148 @@
+"""A compute plan on the model of a ControlNet: ComfyUI calls that past all wrappers, so its own forward sets and resets
+it."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import comfy.utils
+import torch
+
+from ....precision.base.patching import Patch, patched
+from ..comfyui.attributes import casting, set_control_dtype, weight_state
+from .attention import OVERRIDE, overridden
+from .executor import Compute, set_compute
+
+if TYPE_CHECKING:
+    from comfy.controlnet import ControlNet
+    from comfy.model_patcher import ModelPatcher
+
+    from ....precision.plan.compute import ComputePlan
+
+OPTIONS = "transformer_options"
+
+
+def plan_control(control: ControlNet, plan: ComputePlan, dtype: torch.dtype) -> None:
+    """Make a ControlNet that was just loaded, and all of its later copies, run as planned with activations in
+    ``dtype``.
+
+    ComfyUI's copies share the model and its ModelPatcher, so both hold the plan.
+    """
+    set_control_dtype(control, dtype)
+    control.control_model.dtype = dtype  # ComfyUI casts inputs to it (``get_control`` in comfy/controlnet.py)
+    patcher = control.control_model_wrapped
+    control.control_model.__dict__["forward"] = PlannedControl(control.control_model, patcher, plan, dtype)
+    set_compute(patcher, plan)
+
+
+def planned_control(control: Any) -> PlannedControl | None:
+    """Return the planned model of a control net; None where ComfyUI loaded it or runs it as it is."""
+    forward = vars(getattr(control, "control_model", None) or control).get("forward")
+    return forward if isinstance(forward, PlannedControl) else None
+
+
+class PlannedControl:
+    """Run a ControlNet's model in place of its forward. Plans and reports take it for a model of ComfyUI's
+    ``BaseModel``.
+
+    It holds neither the model nor its patcher, as it is among the model's attributes: it keeps neither in memory. The
+    ControlNet object itself is in a cycle (``_follow`` in ``load/control_runs.py``), so all three are freed by the
+    garbage collection after ComfyUI drops it.
+    ``calls``: how often the ControlNet ran, its copies on other devices included.
+    """
+
+    def __init__(self, module: torch.nn.Module, patcher: ModelPatcher, plan: ComputePlan, dtype: torch.dtype):
+        self._module, self._patcher = weakref.ref(module), weakref.ref(patcher)
+        self.compute = Compute(plan)
+        self.manual_cast_dtype = dtype
+        self.has_copies = False
+        self._calls = [0]
+
+    def __deepcopy__(self, memo: dict) -> PlannedControl:
+        """Copy the plan for a copy of the model on another device (``deepclone_multigpu`` in comfy/controlnet.py)."""
+        module = copy.deepcopy(self.diffusion_model, memo)
+        copied = PlannedControl(module, self._patcher(), self.compute.plan, self.manual_cast_dtype)
+        copied._calls, copied.has_copies, self.has_copies = self._calls, True, True
+        return copied
+
+    @property
+    def calls(self) -> int:
+        return self._calls[0]
+
+    @property
+    def diffusion_model(self) -> torch.nn.Module:
+        return self._module()
+
+    @property
+    def current_patcher(self) -> ControlPatcher:
+        return ControlPatcher(self._patcher(), self)
+
+    @property
+    def current_weight_patches_uuid(self):
+        return weight_state(self.diffusion_model)
+
+    def get_dtype(self) -> torch.dtype:
+        return self.manual_cast_dtype
+
+    def __call__(self, *args, **kwargs):
+        self._calls[0] += 1
+        module, run = self.diffusion_model, self.compute.runs.of(self)
+        with patched([*_casting(kwargs.get("base_model")), *run.patches, *_attending(module, run.attend)]):
+            return run.call(functools.partial(type(module).forward, module, *args, **kwargs))
+
+
+class ControlPatcher:
+    """Stand for the ModelPatcher of a planned ControlNet, with ``model`` as a diffusion model's has it."""
+
+    def __init__(self, patcher: ModelPatcher, model: PlannedControl):
+        self._patcher = patcher
+        self.model = model
+
+    @property
+    def is_multigpu_base_clone(self) -> bool:
+        """Read by ``is_on_several_devices``: threads run a ControlNet's copies side by side."""
+        return self.model.has_copies
+
+    def __getattr__(self, name: str):
+        return getattr(self._patcher, name)
+
+    def get_model_object(self, name: str):
+        return comfy.utils.get_attr(self.model, name)
+
+
+def _casting(base: torch.nn.Module | None) -> Iterator[Patch]:
+    """Have the model that a ControlNet runs with cast its weights: Qwen-Image Fun's calls layers of it
+    (comfy/ldm/qwen_image/controlnet.py), with activations in a dtype of its own."""
+    for part in base.modules() if base else ():
+        yield from casting(part)
+
+
+def _attending(module: torch.nn.Module, attend: Callable | None) -> Iterator[Patch]:
+    """Give the blocks of a ControlNet's model their attention: ComfyUI passes it no options (``get_control`` in
+    comfy/controlnet.py)."""
+    for part in module.modules() if attend else ():
+        if part is not module and OPTIONS in _signature(type(part).forward).parameters:
+            yield part, "forward", _with_attention(part, attend)
+
+
+@functools.cache
+def _signature(forward: Callable) -> inspect.Signature:
+    return inspect.signature(forward)
+
+
+def _with_attention(part: torch.nn.Module, attend: Callable) -> Callable:
+    """Make a part's forward with ``attend`` in its options, unless an outer part has put an override there."""
+    forward, arguments = part.forward, _signature(type(part).forward).bind
+
+    def run(*args, **kwargs):
+        bound = arguments(part, *args, **kwargs)
+        options = bound.arguments.get(OPTIONS) or {}
+        bound.arguments[OPTIONS] = options if OVERRIDE in options else overridden(options, attend)
+        return forward(*bound.args[1:], **bound.kwargs)
+
+    return run

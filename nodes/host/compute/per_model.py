@@ -1,0 +1,164 @@
+"""Keep what a wrapper learns of each model it runs, for as long as the model lives, apart for each state of the
+model."""
+
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ....precision.base.nested import tensors_in
+from ..comfyui.attributes import weight_state
+from ..comfyui.weights import has_own_forward
+from .attention import OVERRIDE
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+KEPT = 4
+
+
+class ModelRun(Protocol):
+    """Keep what a wrapper learned of one model. ``modules``: the modules it patches by name."""
+
+    modules: dict[str, torch.nn.Module]
+
+
+Run = TypeVar("Run", bound=ModelRun)
+Branch = tuple
+
+
+@dataclass
+class _Kept(Generic[Run]):
+    """Keep the run of one state. ``branches``: those of the patchers that made its calls; ``device``: where they are
+    made."""
+
+    state: tuple
+    run: Run
+    device: str = ""
+    branches: set[Branch] = field(default_factory=set)
+
+
+class PerModel(Generic[Run]):
+    """Cache the runs of one wrapper by the state of the model.
+
+    Args:
+        make: builds the run of a model as it is now.
+        settings: extra cache key of a ModelPatcher, compared for equality. Patches of weights, active hooks and the
+            forwards found on the run's modules are always part of the key.
+    """
+
+    def __init__(
+        self, make: Callable[[torch.nn.Module], Run], settings: Callable[["ModelPatcher"], tuple] = lambda _: ()
+    ):
+        self._make = make
+        self._settings = settings
+        self._runs: weakref.WeakKeyDictionary[torch.nn.Module, list[_Kept[Run]]] = weakref.WeakKeyDictionary()
+        self._patches: weakref.WeakKeyDictionary[Run, object] = weakref.WeakKeyDictionary()
+
+    def of(self, model: torch.nn.Module) -> Run:
+        """Return the run for the model as it is now; the last few states are remembered.
+
+        It measures anew where unmerged LoRAs are others now, which change no weight but what layers are
+        given.
+        """
+        run = self._found(model)
+        patches = self._patches.setdefault(run, weight_state(model))
+        if patches != weight_state(model):
+            self._patches[run] = weight_state(model)
+            self._runs[model][0].branches = {self._branch(model.current_patcher)}
+            if hasattr(run, "calibration"):
+                run.calibration.recalibrate()
+        return run
+
+    def _found(self, model: torch.nn.Module) -> Run:
+        runs = self._runs.setdefault(model, [])
+        index = next((index for index, kept in enumerate(runs) if kept.state == self._state(model, kept.run)), None)
+        kept = self._made(model) if index is None else runs.pop(index)
+        if model.current_patcher is not None:  # detached from its last patcher, as between two prompts
+            kept.branches.add(self._branch(model.current_patcher))
+            kept.device = str(model.current_patcher.load_device)
+        runs.insert(0, kept)
+        del runs[KEPT:]
+        return kept.run
+
+    def _made(self, model: torch.nn.Module) -> _Kept[Run]:
+        run = self._make(model)
+        return _Kept(self._state(model, run), run)
+
+    def last(self, model: torch.nn.Module) -> Run | None:
+        """Return the run of the model's last call, if it made one, whichever patcher it was of."""
+        runs = self._runs.get(model)
+        return runs[0].run if runs else None
+
+    def last_of(self, patcher: "ModelPatcher") -> Run | None:
+        """Return the run of the last call that was made with a patcher or a clone that runs as it does, if there was
+        one."""
+        return next(iter(self.runs_of(patcher)), None)
+
+    def runs_of(self, patcher: "ModelPatcher") -> list[Run]:
+        """Return the runs of a patcher's branch, the last first; then those of its clones on other devices
+        (MultiGPU)."""
+        return [kept.run for runs in self._by_device(patcher) for kept in runs]
+
+    def by_device(self, patcher: "ModelPatcher") -> dict[str, Run]:
+        """Return device -> the last run of a patcher's branch there, its own first."""
+        return {runs[0].device: runs[0].run for runs in self._by_device(patcher) if runs}
+
+    def _by_device(self, patcher: "ModelPatcher") -> list[list[_Kept[Run]]]:
+        branch, own = self._branch(patcher), self._runs.get(patcher.model, [])
+        others = [runs for model, runs in list(self._runs.items()) if model is not patcher.model]
+        return [[kept for kept in runs if branch in kept.branches] for runs in [own, *others]]
+
+    def _branch(self, patcher: "ModelPatcher") -> Branch:
+        return *branch_of(patcher), *self._settings(patcher)
+
+    def _state(self, model: torch.nn.Module, run: Run) -> tuple:
+        patcher = model.current_patcher
+        # By identity: they belong to a wrapper around this one or to a LoRA in bypass mode
+        # (comfy/weight_adapter/bypass.py).
+        exchanged = (module for module in run.modules.values() if "forward" in module.__dict__)
+        forwards = [id(module.__dict__["forward"]) for module in exchanged if has_own_forward(module)]
+        unmerged = getattr(patcher, "leaves_weights_alone", None)
+        weights = None if unmerged and unmerged() else weight_state(model)
+        return weights, hooks_of(patcher), *self._settings(patcher), forwards
+
+
+def hooks_of(patcher) -> weakref.ref | None:
+    """Return a weak reference to the active hooks: they hold a LoRA's weights, and the key outlives them."""
+    hooks = getattr(patcher, "current_hooks", None)
+    return hooks and weakref.ref(hooks)
+
+
+_count = itertools.count()
+_numbers = WeakTensorKeyDictionary()
+_patches_known: weakref.WeakKeyDictionary["ModelPatcher", tuple] = weakref.WeakKeyDictionary()
+
+
+def branch_of(patcher: "ModelPatcher") -> tuple[int, int]:
+    """Tell a patcher from the others of its model: by its weight patches and by the attention that was put on it.
+
+    ComfyUI clones patchers in every node, so clones with the same of both are one branch.
+    """
+    override = patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
+    return patches_of(patcher), id(override)
+
+
+def patches_of(patcher: "ModelPatcher") -> int:
+    """Hash a patcher's weight patches by their tensors: ComfyUI assigns a new ``patches_uuid`` per run when hooks are
+    active."""
+    known = _patches_known.get(patcher)
+    if known is None or known[0] != patcher.patches_uuid:
+        pairs = [(key, patch) for key, patches in patcher.patches.items() for patch in patches]
+        patches = tuple((key, patch[0], _number_of(patch[1])) for key, patch in pairs)
+        known = _patches_known[patcher] = (patcher.patches_uuid, hash(patches))
+    return known[1]
+
+
+def _number_of(patch) -> int:
+    """Return a number that no other patch's tensors ever have: object ids are used again once a LoRA is freed."""
+    tensors = tensors_in([getattr(patch, "weights", patch)])
+    return _numbers.setdefault(tensors[0], next(_count)) if tensors else id(patch)

@@ -1,0 +1,83 @@
+"""Attention in fp32 in the blocks that rules name, told by the block that is running."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+
+from ....precision.arithmetic.linear import kind_of
+from ....precision.base.patching import Patch
+from ....precision.plan.rules import Rule
+from ..comfyui.layers import is_called_by_items
+from .attention import forward_of, holds_modules
+
+NO_BLOCK = "the pattern matches no block of this model, which holds layers"
+NO_ATTENTION = "no attention of ComfyUI ran in {}"
+
+
+def blocks_of(rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]) -> dict[str, list[Rule]]:
+    """Map the modules that hold others to the rules that match them; modules without a rule are left out.
+
+    A module that is never called itself, as a list of blocks or a UNet's block, stands for those in it.
+    """
+    found: dict[str, list[Rule]] = {}
+    passed_on: dict[str, list[Rule]] = {}
+    for name, module in modules.items() if rules else ():
+        if not name or not holds_modules(module) or kind_of(module) is not None:
+            continue
+        holder, _, own = name.rpartition(".")
+        matching = [rule for rule in rules if rule.matches_block(name, type(module).__name__)]
+        matching += [rule for rule in passed_on.get(holder, ()) if rule not in matching]
+        if is_called_by_items(module, modules[holder], own):
+            passed_on[name] = matching
+        elif matching:
+            found[name] = matching
+    return found
+
+
+class RuledAttention:
+    """The blocks of a model whose attention rules put in fp32.
+
+    ``ran_in``: block -> its rules, of the outermost that an attention ran in.
+    """
+
+    def __init__(self, rules: Sequence[Rule], modules: Mapping[str, torch.nn.Module]):
+        self.rules = blocks_of(rules, modules)
+        self.ran_in: dict[str, list[Rule]] = {}
+        self._blocks = {name: modules[name] for name in self.rules}
+        self._depth = 0
+        self._seen = 0
+
+    def patches(self) -> list[Patch]:
+        """Return what notes that a block is running."""
+        return [(block, "forward", self._noted(name, forward_of(block))) for name, block in self._blocks.items()]
+
+    def _noted(self, name: str, forward: Callable) -> Callable:
+        def run(*args, **kwargs):
+            seen = self._seen
+            self._depth += 1
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._depth -= 1
+                if self._seen > seen:
+                    self.ran_in[name] = self.rules[name]
+
+        return run
+
+    def is_inside(self) -> bool:
+        """Tell whether one of the blocks is running."""
+        return self._depth > 0
+
+    def begin(self) -> None:
+        """Call before each model call."""
+        self._seen = 0
+
+    def note(self) -> None:
+        """Note that an attention runs. A compiled graph would be made anew for each count: call it in no graph."""
+        self._seen += 1
+
+
+def outermost(blocks: Collection[str]) -> list[str]:
+    """Leave out the blocks that are inside of others."""
+    names = set(blocks)
+    return [name for name in blocks if not any(name.startswith(f"{other}.") for other in names)]

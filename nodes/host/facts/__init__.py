@@ -1,1 +1,0 @@
-"""What is known of a loaded model before anything is put on it."""

@@ -1,0 +1,80 @@
+"""Put a compute plan on a clone of a model, whoever loaded it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ....precision.base.dtypes import dtype_named
+from ....precision.plan.compute import ComputePlan
+from ....precision.plan.goal import plan_for_goal
+from ....precision.plan.loaded import plan_loaded, with_foreign_layers, with_idle_rules
+from ....precision.plan.rules import Rules
+from ..accumulation.executor import with_accumulation
+from ..comfyui.layers import activation_dtype, layers_of
+from ..comfyui.model_facts import model_facts, storages
+from ..comfyui.weights import only_multiplies
+from ..compute.executor import compute_of, set_compute
+from ..load.devices import current_device
+from ..load.encoders import vae_in
+from ..lora.patcher import keep_low_rank_unmerged
+from .encoders import unguarded
+from .model import look_at_results
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+    from comfy.sd import CLIP, VAE
+
+
+def with_compute(patcher: ModelPatcher, compute: str, rules: Rules) -> ModelPatcher:
+    """Return a clone of the model that computes as asked."""
+    plan = plan_loaded(model_facts(patcher), current_device(), compute, rules, storages(patcher), _foreign(patcher))
+    return _planned(patcher, plan)
+
+
+def with_goal(
+    patcher: ModelPatcher, goal: str, clip: CLIP | None, vae: VAE | None, rules: Rules
+) -> tuple[ModelPatcher, VAE | None, str]:
+    """Return (model, VAE, why) for a goal of the one node."""
+    device, facts = current_device(), model_facts(patcher)
+    found = plan_for_goal(facts, device, goal, storages(patcher), rules)
+    plan = with_foreign_layers(with_idle_rules(found.compute, facts, rules), _foreign(patcher))
+    model = _planned(patcher, plan)
+    lines = [f"{device.label}, goal {goal}", f"model: {_runs_in(model, plan, found.reason)}"]
+    lines += [f"without effect: {setting}: {why}" for setting, why in plan.without_effect]
+    if clip is not None:
+        lines.append("text encoder: unchanged; ComfyUI runs it with fp32 activations, once per prompt")
+    if vae is not None and goal == "quality":
+        vae = vae_in(unguarded(vae), torch.float32)
+        lines.append("VAE: fp32")
+    elif vae is not None:
+        lines.append(f"VAE: unchanged, {str(vae.vae_dtype).removeprefix('torch.')}")
+    if found.sums:
+        model = with_accumulation(model, found.sums)
+        lines.append(f"sums: {found.sums_reason}; the report tells which could act")
+    return model, vae, "\n".join(lines)
+
+
+def _runs_in(model: ModelPatcher, plan: ComputePlan, reason: str) -> str:
+    """Say what a planned model runs in, and why: for the plan's ``reason``, or as it has fallen back already."""
+    acting = compute_of(model)
+    if acting is None or acting.plan is plan:
+        return f"{plan.choice.used}. {reason}"
+    return f"{acting.plan.choice.used}. {acting.plan.choice.reason}"
+
+
+def _planned(patcher: ModelPatcher, plan: ComputePlan) -> ModelPatcher:
+    clone = patcher.clone()
+    activations = dtype_named(plan.activation_dtype)
+    if activation_dtype(patcher) != activations:
+        clone.set_model_compute_dtype(activations)
+    set_compute(clone, plan)
+    look_at_results(clone)
+    keep_low_rank_unmerged(clone)
+    return clone
+
+
+def _foreign(patcher: ModelPatcher) -> dict[str, str]:
+    """Map layers that do more than cast and multiply, as another loader's do, to the Python module of their class."""
+    return {name: type(module).__module__ for name, module in layers_of(patcher) if not only_multiplies(module)}

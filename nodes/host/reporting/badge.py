@@ -1,0 +1,67 @@
+"""Make the badges that nodes show in the page: the dtypes their output really has."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from ....precision.base.dtypes import name_of
+from ....precision.plan.auto import UNQUANTIZED
+from ..accumulation.executor import accumulation_of
+from ..comfyui.model_facts import storage_of
+from ..compute.control import planned_control
+from ..compute.executor import compute_of
+from ..compute.layer_modes import compute_name
+
+BADGE_KEY = "halfsafe_badge"
+SHOWN = 20
+
+
+def badge(*words: str | None) -> dict[str, list[str]] | None:
+    """Make a node's ui output that puts the words on its badge; None where there is none to show."""
+    shown = list(filter(None, words))
+    return {BADGE_KEY: [" \u00b7 ".join(shown)]} if shown else None
+
+
+def model_words(model) -> tuple[str, str]:
+    """Return the storages and the compute dtype of a model, as resolved on this device."""
+    compute = compute_of(model)
+    used = "fp8" if compute and compute.plan.fp8_matmul else compute_name(model)
+    return _stored(model.model.diffusion_model.parameters()), used
+
+
+def control_words(control) -> tuple[str, ...]:
+    """Return the storages and the compute dtype of a ControlNet; nothing where no compute plan is attached."""
+    planned = planned_control(control)
+    return model_words(planned.current_patcher) if planned else ()
+
+
+def clip_word(clip) -> str:
+    """Return the storages of a text encoder."""
+    return _stored(clip.cond_stage_model.parameters())
+
+
+def vae_word(vae) -> str:
+    """Return the dtype a VAE works in."""
+    return name_of(vae.vae_dtype)
+
+
+def sums_words(model) -> list[str]:
+    """Return how matmuls will accumulate, as far as an Accumulation node decides it and can act here."""
+    accumulation = accumulation_of(model)
+    if accumulation is None:
+        return []
+    plan = accumulation.plan_for(model)
+    idle = {setting.partition("=")[0] for setting, _ in plan.without_effect}
+    fp16 = (plan.proving or plan.flags.get("fp16_accumulation")) and "fp16_accumulation" not in idle
+    tf32 = plan.flags.get("tf32_matmul") and "tf32" not in idle
+    return ["fp16 sums" if fp16 else "fp32 sums", "fast fp8 sums" if plan.fp8_fast else "", "tf32" if tf32 else ""]
+
+
+def _stored(parameters: Iterable[torch.Tensor]) -> str:
+    """Name the storages of a twentieth of the weights or more, 8 bit and less first: "fp8_e4m3fn + bf16"."""
+    sizes = Counter()
+    for parameter in parameters:
+        sizes[storage_of(parameter)] += parameter.numel()
+    shown = [name for name, size in sizes.most_common() if size * SHOWN >= sizes.total()]
+    return " + ".join(sorted(shown, key=lambda name: name in UNQUANTIZED))

@@ -1,0 +1,228 @@
+"""Read what a loaded model really is: the dtype of each weight it holds and how each layer runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ....precision.base.dtypes import name_of
+from ....precision.base.modes import FP16_ACC16, FP32, INT8
+from ....precision.formats.checkpoint import dialect_text
+from ....precision.plan.accumulation import EXACT_SUMS
+from ....precision.plan.auto import why_int8_is_slow
+from ....precision.plan.choice import ATTACHMENT, LoadRecord
+from ....precision.report.schema import (
+    ControlReport,
+    EncoderReport,
+    KeptHigh,
+    LayerReport,
+    ModelReport,
+    Report,
+    WithoutEffect,
+    device_section,
+)
+from ..accumulation.accumulation_report import flags_of, layer_accumulation, remarks_of
+from ..comfyui.kernels import DEQUANTIZED
+from ..comfyui.layers import activation_dtype, layers_of
+from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_count, storage_of
+from ..compute.executor import Compute, compute_of
+from ..compute.layer_modes import is_called_in_fp32, kernels_of, observed_modes_of, stream_dtype
+from ..guard.model import Guard, guard_of
+from ..load.control_runs import LoadedControl, controls_of
+from ..load.devices import current_device
+from ..lora.low_rank import LowRankModel
+from ..lora.patcher import low_rank_reasons
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+PATCHED_BY = (
+    "A model patch ({}) runs inside of this model's calls: "
+    "they are checked and repeated with it, its own layers are in no plan."
+)
+LISTED = 3
+CALLED_IN_FP32 = "the model's own code casts its input to fp32"
+WIDENED = "widened by the guard"
+Reasons = dict[str, list[str]]
+"""Layer name -> why it is as it is, a text each; they are joined when the report is made."""
+
+
+def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> Report:
+    """Report on a model, from its modules and from what its plan found in the calls made so far.
+
+    ``encoders``: what the guards of VAEs and text encoders have reported in the same prompt.
+    """
+    record, compute, (layers, reasons) = patcher.attachments.get(ATTACHMENT), compute_of(patcher), _layers(patcher)
+    for name, reason in low_rank_reasons(patcher).items():
+        reasons.setdefault(name, []).append(reason)
+    sizes = bytes_by_storage(patcher)
+    model = ModelReport(type(patcher.model).__name__, parameter_count(patcher), sum(sizes.values()), sizes)
+    report = Report(device_section(current_device()), model, layers, flags_of(patcher))
+    if guard := guard_of(patcher):
+        report.guard = guard.report(patcher)
+        report.ranges = guard.ranges(patcher)
+        _escalate(layers, reasons, guard.modes(patcher))
+        report.notes += guard.remarks(patcher)
+    if record:
+        _add_record(report, record)
+    if compute:
+        _add_plan(report, compute, patcher)
+        report.ranges |= compute.ranges(patcher)
+        report.attention_in_fp32 = compute.attention_in_fp32(patcher)
+    else:
+        report.decisions["compute"] = f"{name_of(activation_dtype(patcher))}: as its loader chose"
+    without_effect, decisions, notes = remarks_of(patcher)
+    report.without_effect += [WithoutEffect(*entry) for entry in without_effect]
+    report.decisions |= decisions
+    report.notes += [*notes, *_int8_notes(layers), *_foreign_notes(patcher)]
+    patches = (type(patch.model) for patch in patcher.model_patches_models())
+    report.notes += [PATCHED_BY.format(cls.__name__) for cls in patches if not issubclass(cls, LowRankModel)]
+    report.notes += _modes_elsewhere(patcher, {layer.name: layer.mode for layer in layers}, compute, guard)
+    report.encoders = list(encoders)
+    report.control_nets = [control_report(control) for control in controls_of(patcher.model)]
+    names = {layer.name for layer in layers}
+    report.ranges = {name: largest for name, largest in report.ranges.items() if name in names}
+    _write_reasons(layers, reasons)
+    return report
+
+
+def _modes_elsewhere(patcher: ModelPatcher, here: dict[str, str], *settings: Compute | Guard | None) -> list[str]:
+    """Describe the layers that run in another mode on other devices (MultiGPU), where calls there need another mode."""
+    modes: dict[str, dict[str, str]] = {}
+    for setting in (setting for setting in settings if setting):
+        for device, found in setting.modes_by_device(patcher).items():
+            modes[device] = modes.get(device, here) | found
+    modes.pop(str(patcher.load_device), None)
+    differing = {
+        device: {name: mode for name, mode in found.items() if here.get(name) != mode}
+        for device, found in modes.items()
+    }
+    return [
+        f"On {device} {_listed(found)}: each device widens what its own calls need."
+        for device, found in differing.items()
+        if found
+    ]
+
+
+def _listed(modes: dict[str, str]) -> str:
+    first = ", ".join(f"{name} runs in {mode}" for name, mode in list(modes.items())[:LISTED])
+    return first + (f" and {len(modes) - LISTED} more layers in another mode than here" if len(modes) > LISTED else "")
+
+
+def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
+    record, compute, modes = patcher.attachments.get(ATTACHMENT), compute_of(patcher), observed_modes_of(patcher)
+    kernels, sums = kernels_of(patcher, modes), layer_accumulation(patcher)
+    layers = [_layer_report(patcher, name, module, compute, modes, sums) for name, module in layers_of(patcher)]
+    for layer in layers:
+        layer.kernel = kernels.get(layer.name, "")
+    return layers, {layer.name: _reasons(layer, record, compute, sums) for layer in layers}
+
+
+def _reasons(layer: LayerReport, record: LoadRecord | None, compute: Compute | None, sums: dict) -> list[str]:
+    """List the reasons of a layer's storage, mode and sums; a choice without a reason gives an empty text."""
+    decision = compute.plan.decisions.get(layer.name) if compute else None
+    stored, computed = record.reasons.get(layer.name, "") if record else "", decision.reason if decision else ""
+    return [stored, computed, sums.get(layer.name, ("", ""))[1], CALLED_IN_FP32 if layer.called_in_fp32 else ""]
+
+
+def _write_reasons(layers: list[LayerReport], reasons: Reasons) -> None:
+    """Join the reasons of each layer for its report."""
+    for layer in layers:
+        layer.reason = "; ".join(dict.fromkeys(filter(None, reasons[layer.name])))
+
+
+def _foreign_notes(patcher: ModelPatcher) -> list[str]:
+    counts = Counter(foreign_layers(patcher).values())
+    what = "layers are packed in a format of another loader"
+    return [f"{count} {what} ({cls}); Save Model cannot read them." for cls, count in counts.items()]
+
+
+def _add_record(report: Report | ControlReport, record: LoadRecord) -> None:
+    """Add what was decided when the file was loaded."""
+    report.kept_high = [KeptHigh(name, reason) for name, reason in record.kept.items()]
+    without_effect = [*record.without_effect, *_unmet(record, report.layers)]
+    report.without_effect = [WithoutEffect(*entry) for entry in without_effect]
+    report.decisions = {
+        "file": f"{Path(record.file).name}, {dialect_text(record.dialects)}",
+        "storage": str(record.storage),
+    }
+    report.notes += record.notes
+
+
+def control_report(control: LoadedControl) -> ControlReport:
+    """Report on a ControlNet of the Load ControlNet node, and on the calls of the ControlNet and its copies."""
+    record, planned = control.record, control.planned
+    report = ControlReport(Path(record.file).name, control.cls)
+    if planned is None:
+        _add_record(report, record)
+        return report
+    patcher, report.calls = planned.current_patcher, planned.calls
+    report.cls, (report.layers, reasons) = type(planned.diffusion_model).__name__, _layers(patcher)
+    _write_reasons(report.layers, reasons)
+    _add_record(report, record)
+    _add_plan(report, planned.compute, patcher)
+    report.notes += _int8_notes(report.layers)
+    return report
+
+
+def _int8_notes(layers: list[LayerReport]) -> list[str]:
+    why = why_int8_is_slow(current_device())
+    multiply = any(layer.mode == INT8.name for layer in layers)
+    return [f"Layers that multiply in int8 gain no speed here: {why}"] if why and multiply else []
+
+
+def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPatcher) -> None:
+    report.without_effect += [WithoutEffect(*entry) for entry in compute.plan.without_effect]
+    report.without_effect += [WithoutEffect(*entry) for entry in compute.idle_attention_rules(patcher)]
+    report.decisions["compute"] = str(compute.plan.choice)
+    if blocks := compute.attention_in_fp32(patcher):
+        report.decisions["attention by rule"] = f"fp32 in {', '.join(blocks)}"
+    if share := compute.fp16_share_text(patcher):
+        report.decisions["work"] = share
+    report.notes += compute.plan.notes
+
+
+def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str]) -> None:
+    """Set the modes that the guard runs layers in now."""
+    for layer in layers:
+        if layer.name in modes:
+            layer.mode, layer.accumulation, layer.stream = modes[layer.name], "fp32", "fp32"
+            stays_int8 = layer.mode == INT8.name
+            kept = [reason for reason in reasons[layer.name] if stays_int8 or reason != EXACT_SUMS]
+            reasons[layer.name] = [*kept, WIDENED]
+            layer.kernel = layer.kernel if stays_int8 else layer.kernel and DEQUANTIZED
+
+
+def _layer_report(
+    patcher: ModelPatcher,
+    name: str,
+    module: torch.nn.Module,
+    compute: Compute | None,
+    modes: dict[str, str],
+    sums: dict,
+) -> LayerReport:
+    stream, mode = name_of(stream_dtype(patcher)), modes[name]
+    decision = compute.plan.decisions.get(name) if compute else None
+    accumulation, _ = sums.get(name, ("fp32", ""))
+    by_code = decision is None and mode == FP32.name and is_called_in_fp32(patcher.model.diffusion_model, name)
+    if decision and decision.stream == "fp32":
+        stream = "fp32"
+    mode = FP16_ACC16.name if accumulation == "fp16" else mode
+    cls, storage = type(module).__name__, storage_of(module.weight)
+    return LayerReport(name, cls, storage, mode, accumulation, stream, called_in_fp32=by_code)
+
+
+def _unmet(record: LoadRecord, layers: list[LayerReport]) -> Iterator[tuple[str, str]]:
+    """Yield the storages of rules and ComfyUI's different storages."""
+    unmet: dict[tuple[str, str], list[str]] = {}
+    for layer in layers:
+        asked = record.asked.get(layer.name, layer.storage)
+        if asked != layer.storage:
+            unmet.setdefault((asked, layer.storage), []).append(layer.name)
+    for (asked, held), names in unmet.items():
+        why = f"{len(names)} layers ({names[0]} ...) are in {held}: ComfyUI holds what is not quantized in one dtype"
+        yield f"storage={asked}", why

@@ -1,0 +1,29 @@
+"""What the page asks ComfyUI's server for: this device in a sentence, and the lines of rules that cannot be read."""
+
+import asyncio
+from dataclasses import asdict
+
+from aiohttp import web
+from server import PromptServer
+
+from ....precision.commands import doctor
+from ....precision.plan.rules import read
+from ..load.devices import current_device
+
+
+def serve_page() -> None:
+    """Let ComfyUI's server answer the page."""
+    if server := getattr(PromptServer, "instance", None):
+        server.routes.get("/halfsafe/device")(_device)
+        server.routes.post("/halfsafe/rules")(_rules)
+
+
+async def _device(_: web.Request) -> web.Response:
+    found = await asyncio.to_thread(lambda: doctor.diagnose(current_device()))
+    return web.json_response(asdict(doctor.diagnosis_result(found)))
+
+
+async def _rules(request: web.Request) -> web.Response:
+    rules, wrong = read(await request.text())
+    mistakes = [{"line": error.line, "mistake": error.mistake, "advice": error.advice} for error in wrong]
+    return web.json_response({"count": len(rules), "mistakes": mistakes})

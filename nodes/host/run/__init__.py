@@ -1,1 +1,0 @@
-"""Compute plans and accumulation around each call of a model."""

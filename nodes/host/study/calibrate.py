@@ -1,0 +1,137 @@
+"""Calibrate a model in ComfyUI: sum the products of its layers' inputs over a short run of its own sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import comfy.utils
+import torch
+from comfy.patcher_extension import WrappersMP
+from comfy.quant_ops import QuantizedTensor
+
+from ....precision.base.compiling import compile_disabled
+from ....precision.base.errors import HalfsafeError
+from ....precision.base.patching import patched
+from ....precision.base.text import size_text
+from ....precision.devices.memory import require_memory
+from ....precision.files.atomic_write import require_space
+from ....precision.formats.comfy_format import can_be_quantized
+from ....precision.make.calibration import Calibration
+from ....precision.make.products import WIDTHS, Products, products_bytes
+from ..comfyui.execution import is_on_several_devices
+from ..comfyui.layers import matrix_layers
+from ..comfyui.page import show_progress
+from ..comfyui.weights import calling_layers
+from ..comfyui.wrappers import ANALYSIS, set_wrapper
+from ..load.devices import free_host_memory
+from ..load.identity import source_of_model
+from ..load.progress import advancing
+from ..replay.model_compiler import compiler_off
+from .sampling import bare_clone, sample
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
+
+STEPS = 8
+MOST_MEMORY = 8 << 30
+
+
+def calibrate_model(
+    patcher: ModelPatcher,
+    positive,
+    negative,
+    latent: dict,
+    seed: int,
+    previous: Calibration | None = None,
+    path: str = "",
+) -> Calibration:
+    """Sample ``STEPS`` steps and sum the inputs of every quantizable layer. The model is not changed.
+
+    Args:
+        previous: of the same model; what it saw is added.
+        path: where it will be written, if anywhere.
+
+    Raises:
+        MemoryShortage: the sums do not fit into the host's memory.
+        CheckpointError: they do not fit on the disk of ``path``.
+        HalfsafeError: ``previous`` is of another model, the model is spread over several devices, or it was not called.
+    """
+    if is_on_several_devices(patcher):
+        problem = "The model is spread over several devices."
+        raise HalfsafeError(problem, "Calibrate it before MultiGPU, on one of them.")
+    modules = {name: module for name, module in matrix_layers(patcher.model) if can_be_quantized(type(module).__name__)}
+    columns = {name: module.in_features for name, module in modules.items()}
+    source, cls = source_of_model(patcher), type(patcher.model).__name__
+    if previous is not None:
+        previous.require_model(source, str(source.get("file") or cls), columns)
+    width = _width(columns, cls, WIDTHS if previous is None else (previous.width,))
+    if path:
+        require_space(Path(path), _bytes(columns, width) // 2)
+    sums = {name: Products.empty(number, width) for name, number in columns.items()}
+    sums |= previous.copied() if previous else {}
+    calls = _sampled(patcher, modules, sums, (positive, negative, latent, seed, STEPS))
+    if not calls:
+        raise HalfsafeError("The model was not called, so nothing was calibrated.", "Give it a latent and a prompt.")
+    runs, earlier = (previous.runs, previous.calls) if previous else (0, 0)
+    return Calibration(source, cls, width, sums, runs + 1, earlier + calls)
+
+
+def _width(columns: Mapping[str, int], cls: str, widths: Sequence[int]) -> int:
+    """Return the widest blocks whose sums take no more than half of the free memory, and 8 GiB; the narrowest at least.
+
+    Raises:
+        MemoryShortage: not even the narrowest fit into the free memory.
+    """
+    free = free_host_memory()
+    sizes = {width: _bytes(columns, width) for width in widths}
+    width = next((width for width, size in sizes.items() if size <= min(free // 2, MOST_MEMORY)), widths[-1])
+    require_memory(sizes[width], f"Calibrating {cls}", free, "Free some: close other programs, unload other models.")
+    show_progress(f"{len(columns)} layers, {size_text(sizes[width])} of host memory for what they meet")
+    return width
+
+
+def _bytes(columns: Mapping[str, int], width: int) -> int:
+    return sum(products_bytes(number, width) for number in columns.values())
+
+
+def _sampled(
+    patcher: ModelPatcher, modules: Mapping[str, torch.nn.Module], sums: Mapping[str, Products], inputs: tuple
+) -> int:
+    """Run the sampler with every layer's inputs summed; return how many calls the model had.
+
+    Args:
+        inputs: what :func:`~.sampling.sample` takes besides the model.
+    """
+    bar, steps, calls = comfy.utils.ProgressBar(STEPS), count(1), count()
+    advance, clone = advancing(bar), bare_clone(patcher)
+
+    def step(executor, *args):
+        advance()
+        show_progress(f"step {min(next(steps), STEPS)} of {STEPS}")
+        return executor(*args)
+
+    def call(executor, *args, **kwargs):
+        next(calls)
+        watched = ((module, "forward", _summing(module.forward, sums[name])) for name, module in modules.items())
+        with patched(watched), calling_layers(modules.values()):
+            return executor(*args, **kwargs)
+
+    def _summing(forward: Callable, own: Products) -> Callable:
+        """Add a layer's inputs to its sums on their way to its forward."""
+
+        def summed(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+            advance(0)
+            own.add(x.dequantize() if isinstance(x, QuantizedTensor) else x)
+            return forward(x, *args, **kwargs)
+
+        return summed
+
+    set_wrapper(clone, ANALYSIS, call)
+    clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, step)
+    with compile_disabled(), compiler_off(), torch.no_grad():
+        sample(clone, *inputs)
+    bar.update_absolute(STEPS)
+    return next(calls)

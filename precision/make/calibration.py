@@ -1,0 +1,149 @@
+"""A calibration of a model: the products of its layers' inputs, kept in memory or in a safetensors file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ..base.errors import CheckpointError, HalfsafeError
+from ..base.text import size_text
+from ..files.safetensors_file import open_checkpoint, write_safetensors
+from ..files.safetensors_header import TensorSpec
+from ..files.strict_json import read_object
+from ..files.tensor_file import TensorFile
+from .products import Products
+
+KEY = "halfsafe_calibration"
+FINGERPRINT = "sha256_of_header_and_4096_bytes_of_each_tensor"
+NAMED = 5
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Sums over the inputs of one model's layers.
+
+    Attributes:
+        model: the file it was loaded from, as :func:`~halfsafe.precision.formats.card.source_of` describes it; empty
+            where the file is not known.
+        cls: ComfyUI's class of the model.
+        width: the widest block asked for.
+        layers: layer name inside the diffusion model -> products of its inputs.
+        runs: how many samplings are in it, ``calls``: how many calls of the model.
+    """
+
+    model: Mapping[str, object]
+    cls: str
+    width: int
+    layers: dict[str, Products] = field(default_factory=dict)
+    runs: int = 0
+    calls: int = 0
+
+    @property
+    def name(self) -> str:
+        """The model in words: its file, or its class."""
+        return str(self.model.get("file") or self.cls)
+
+    def usable(self, layer: str) -> Products | None:
+        """Return the products of a layer that has met something."""
+        products = self.layers.get(layer)
+        return products if products is not None and products.tokens else None
+
+    def copied(self) -> dict[str, Products]:
+        """Copy the sums of all layers, for more to be added to them."""
+        with torch.inference_mode(False):
+            return {name: replace(sums, blocks=sums.blocks.clone()) for name, sums in self.layers.items()}
+
+    def require_model(self, model: Mapping[str, object], name: str, columns: Mapping[str, int]) -> None:
+        """Raise HalfsafeError if the calibration is of another model, by its file, if both files are known, and by its
+        layers.
+
+        Args:
+            columns: layer -> its number of inputs, of at least the layers that are calibrated.
+        """
+        mine, other = self.model.get(FINGERPRINT), model.get(FINGERPRINT)
+        odd = next((layer for layer, sums in self.layers.items() if columns.get(layer) != sums.columns), None)
+        if odd is None and (mine == other or not mine or not other):
+            return
+        problem = f"The calibration is of another model: of {self.name}, not of {name}"
+        why = "their files differ" if odd is None else f"layer '{odd}' is not in both with as many inputs"
+        raise HalfsafeError(f"{problem} ({why}).", "Calibrate the very file whose model is saved or converted.")
+
+    def card(self, layers: Collection[str]) -> dict[str, object]:
+        """Describe the calibration for the card of a file, given the rounded layers."""
+        seen = {"runs": self.runs, "model_calls": self.calls, "layers": len(layers)}
+        return {"method": "GPTQ", "model": self.name, **seen}
+
+    def text(self) -> str:
+        """Describe the calibration: layers, tokens, calls, memory, and inputs left out."""
+        tokens = [sums.tokens for sums in self.layers.values() if sums.tokens]
+        seen = f"{min(tokens):,} to {max(tokens):,} tokens each" if tokens else "none of them called"
+        size = size_text(sum(sums.blocks.nbytes for sums in self.layers.values()))
+        lines = [
+            f"Calibration of {self.name} ({self.cls})",
+            f"{len(tokens)} layers, {seen}, in {self.calls} model calls of {self.runs} run{'s' * (self.runs != 1)}; "
+            f"{size} in memory, blocks of up to {self.width} inputs.",
+        ]
+        if unreached := [name for name in self.layers if self.usable(name) is None]:
+            lines.append(f"Rounded to nearest, as they were not called: {_named(unreached)}.")
+        if left_out := [f"{name} ({sums.left_out})" for name, sums in self.layers.items() if sums.left_out]:
+            lines.append(f"Inputs with NaN or Inf were left out: {_named(left_out)}. Attach NaN Guard to learn why.")
+        return "\n".join(lines)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write it to a safetensors file: of each layer's symmetric blocks the upper triangles, in fp32.
+
+        Raises:
+            CheckpointError: the file cannot be written.
+        """
+        counts = {name: [sums.width, sums.tokens, sums.left_out] for name, sums in self.layers.items()}
+        values = {"model": dict(self.model), "class": self.cls, "width": self.width}
+        values |= {"runs": self.runs, "calls": self.calls, "layers": counts}
+        shapes = {name: (len(sums.blocks), sums.width * (sums.width + 1) // 2) for name, sums in self.layers.items()}
+        specs = [TensorSpec(name, torch.float32, shape) for name, shape in shapes.items()]
+        write_safetensors(path, specs, self._triangles(), {KEY: json.dumps(values)})
+
+    def _triangles(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, sums in self.layers.items():
+            row, column = torch.triu_indices(sums.width, sums.width)
+            yield name, sums.blocks[:, row, column]
+
+
+def _named(layers: Sequence[str]) -> str:
+    """Name the first few layers, and how many there are besides."""
+    first = ", ".join(layers[:NAMED])
+    return first if len(layers) <= NAMED else f"{first} and {len(layers) - NAMED} more"
+
+
+def read_calibration(path: str | os.PathLike) -> Calibration:
+    """Read a calibration file; its tensors are copied.
+
+    Raises:
+        CheckpointError: the file is damaged, or no calibration.
+    """
+    file = open_checkpoint(path)
+    try:
+        values = read_object(file.metadata[KEY])
+        names = {name: [int(number) for number in numbers] for name, numbers in values["layers"].items()}
+        model, cls = dict(values["model"]), str(values["class"])
+        width, runs, calls = (int(values[key]) for key in ("width", "runs", "calls"))
+        layers = {name: _products(file, path, name, *numbers) for name, numbers in names.items()}
+    except (KeyError, ValueError, TypeError, AttributeError):
+        advice = "Give the file that Calibrate (Halfsafe) wrote."
+        raise CheckpointError(path, "no calibration of this pack", advice=advice) from None
+    return Calibration(model, cls, width, layers, runs, calls)
+
+
+def _products(file: TensorFile, path, name: str, width: int, tokens: int, left_out: int) -> Products:
+    size = width * (width + 1) // 2
+    triangles = file[name] if name in file else torch.empty(0)
+    if width < 1 or triangles.dim() != 2 or triangles.shape[1] != size or not torch.isfinite(triangles).all():
+        raise CheckpointError(path, "a calibration whose sums are missing or damaged", name, "Calibrate again.")
+    row, column = torch.triu_indices(width, width)
+    with torch.inference_mode(False):
+        blocks = torch.empty(len(triangles), width, width)
+        blocks[:, row, column] = blocks[:, column, row] = triangles.float()
+    return Products(blocks, tokens, left_out)

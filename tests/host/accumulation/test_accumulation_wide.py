@@ -1,0 +1,177 @@
+"""fp16 products with fp32 results, which cuBLAS refuses while fp16 accumulation is on: none meets it, in a real ComfyUI."""
+
+import pytest
+import torch
+from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.precision.base import flags
+from halfsafe.precision.guard.policy import Escalation
+from halfsafe.precision.plan.rules import rules_from
+from support import families
+from support.compiling import compiled
+from support.families import load, report, with_compute
+from support.flag_spy import FlagSpy
+from support.guarding import guarded, plain_fp16
+from support.summing import FP16_ACCUMULATION, accumulation, started_with
+
+pytestmark = pytest.mark.usefixtures("flags_as_before", "ampere")
+PLAIN_FFN, WIDE_FFN = "blocks.0.ffn.* compute=fp16", "blocks.0.ffn.* compute=fp16_safe"
+FP16_SUMS = "* accumulation=fp16"
+MIXED = {"mostly wide": ("fp16_safe", PLAIN_FFN), "mostly plain": ("fp16", WIDE_FFN)}
+
+
+def spied(model, call, calls=2):
+    with FlagSpy() as spy:
+        for _ in range(calls):
+            families.replay(model, call)
+    return spy
+
+
+@pytest.fixture
+def fast():
+    """ComfyUI as started with --fast fp16_accumulation."""
+    with started_with([FP16_ACCUMULATION], True):
+        yield
+
+
+def in_scope(comfy, model):
+    entry = report(comfy, model)["flags"][FP16_ACCUMULATION]
+    return entry["in_scope"], entry["outside"], entry["reason"]
+
+
+def test_fp16_safe_in_a_comfyui_that_sums_in_fp16(comfy, wan, call, fast):
+    model = load(comfy, wan, "as_file", "fp16_safe")
+    for _ in range(2):
+        spy = spied(model, call)
+        assert spy.wide and not any(spy.wide)
+        inside, outside, reason = in_scope(comfy, model)
+        assert (inside, outside) == (False, True) and "fp32 results" in reason
+        assert flags.is_on(FP16_ACCUMULATION) is True
+
+
+@pytest.mark.parametrize("order", ["compute first", "compute last"])
+def test_fp16_safe_with_fp16_accumulation_asked_for(comfy, wan, call, order):
+    model = load(comfy, wan, "as_file", "bf16")
+    if order == "compute first":
+        ours = accumulation(comfy, with_compute(comfy, model, "fp16_safe"), fp16_accumulation="on")
+    else:
+        ours = with_compute(comfy, accumulation(comfy, model, fp16_accumulation="on"), "fp16_safe")
+    spy = spied(ours, call)
+    assert spy.wide and not any(spy.wide)
+    assert any(entry["setting"] == f"{FP16_ACCUMULATION}=on" for entry in report(comfy, ours)["without_effect"])
+    assert in_scope(comfy, ours)[:2] == (False, False)
+
+
+@pytest.mark.parametrize("plan", MIXED)
+def test_in_a_mixed_plan_each_layer_sums_as_it_can(comfy, wan, call, plan, fast):
+    compute, rule = MIXED[plan]
+    model = with_compute(comfy, load(comfy, wan, "fp16", "fp16"), compute, rules_from(rule))
+    for ours in (model, accumulation(comfy, model, fp16_accumulation="on")):
+        spy = spied(ours, call)
+        assert spy.wide and not any(spy.wide) and spy.plain and all(spy.plain)
+
+
+@pytest.mark.parametrize("plan", MIXED)
+def test_a_rule_for_fp16_sums_does_not_reach_wide_layers(comfy, wan, call, plan):
+    compute, rule = MIXED[plan]
+    model = with_compute(comfy, load(comfy, wan, "fp16", "fp16"), compute, rules_from(f"{rule}\n{FP16_SUMS}"))
+    spy = spied(model, call)
+    assert spy.wide and not any(spy.wide) and spy.plain and all(spy.plain)
+
+
+@pytest.mark.parametrize("plan", MIXED)
+def test_several_devices_agree_on_fp32_sums(comfy, wan, call, plan, fast):
+    """Threads side by side have one flag between them: what a layer sums in must not depend on what the other does."""
+    compute, rule = MIXED[plan]
+    model = with_compute(comfy, load(comfy, wan, "fp16", "fp16"), compute, rules_from(rule))
+    model = accumulation(comfy, model, fp16_accumulation="on")
+    model.is_multigpu_base_clone = True
+    spy = spied(model, call)
+    assert spy.wide and spy.plain and not any(spy.wide + spy.plain)
+    assert in_scope(comfy, model)[:2] == (False, True)
+
+
+@pytest.mark.parametrize("kind", ["ffn", "residual", "embedding"])
+@pytest.mark.parametrize("asked", ["by ComfyUI", "by the node"])
+def test_what_the_guard_repeats_and_widens(comfy, models_dir, kind, asked):
+    path = families.files_in(models_dir / "diffusion_models", "wide")("wan", kind)
+    model = guarded(comfy, plain_fp16(comfy, path))
+    if asked == "by the node":
+        model = accumulation(comfy, model, fp16_accumulation="on")
+    with started_with([FP16_ACCUMULATION], asked == "by ComfyUI"):
+        for _ in range(2):
+            with FlagSpy() as spy:
+                families.sample(model, "wan", steps=2)
+            assert spy.wide and not any(spy.wide)
+
+
+@pytest.mark.parametrize("asked", ["by ComfyUI", "by the node"])
+def test_what_the_guard_left_as_it_was_sums_as_asked_beside_what_it_widened(comfy, wan, call, asked):
+    model = guarded(comfy, plain_fp16(comfy, wan))
+    if asked == "by the node":
+        model = accumulation(comfy, model, fp16_accumulation="on")
+    families.replay(model, call)
+    state = guard_of(model).states.last(model.model)
+    state.grow(Escalation({"blocks.0.ffn.2": "fp16_wide", "text_embedding.0": "fp16_wide"}, frozenset({"blocks.0"})))
+    with started_with([FP16_ACCUMULATION], asked == "by ComfyUI"):
+        spy = spied(model, call)
+    assert spy.wide and not any(spy.wide) and True in spy.plain and False in spy.plain
+
+
+class Graphs:
+    """A backend that notes the flag whenever a compiled graph runs."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, graph, inputs):
+        def run(*args):
+            self.seen.append(flags.is_on(FP16_ACCUMULATION))
+            return graph.forward(*args)
+
+        return run
+
+
+@pytest.mark.usefixtures("one_graph")
+@pytest.mark.parametrize("keys", [("diffusion_model",), ("diffusion_model.blocks.0", "diffusion_model.blocks.1")])
+@pytest.mark.parametrize("plan", [*MIXED, "all wide"])
+def test_compiled_graphs_run_with_the_flag_off_if_any_layer_is_wide(comfy, wan, call, plan, keys, fast):
+    compute, rule = MIXED.get(plan, ("fp16_safe", ""))
+    graphs = Graphs()
+    model = with_compute(comfy, load(comfy, wan, "fp16", "fp16"), compute, rules_from(rule) if rule else None)
+    for ours in (model, accumulation(comfy, model, fp16_accumulation="on")):
+        ours = compiled(ours, keys, graphs)
+        for _ in range(3):
+            families.replay(ours, call)
+        assert in_scope(comfy, ours)[:2] == (False, True)
+    assert graphs.seen and not any(graphs.seen)
+
+
+@pytest.mark.usefixtures("one_graph")
+def test_a_plan_that_was_used_before_the_model_was_compiled(comfy, wan, call, fast):
+    graphs = Graphs()
+    model = with_compute(comfy, load(comfy, wan, "fp16", "fp16"), "fp16", rules_from(WIDE_FFN))
+    assert any(spied(model, call).plain)
+    for _ in range(2):
+        families.replay(compiled(model, backend=graphs), call)
+    assert graphs.seen and not any(graphs.seen)
+    assert any(spied(model, call).plain)
+
+
+def test_quality_allows_split_k_in_every_product(comfy, wan, call, fast):
+    model = comfy.run("HalfsafeAutoPrecision", model=load(comfy, wan, "as_file", "bf16"), goal="quality")[0]
+    spy = spied(model, call)
+    assert spy.seen and spy.wide
+    for product in spy.seen:
+        pairs = [product.states[f"{name}_reduced_precision_reduction"] for name in ("fp16", "bf16")]
+        assert [pair if isinstance(pair, tuple) else (pair, True) for pair in pairs] == [(False, True)] * 2
+        assert product.in_fp16 is False and flags.SETTINGS["tf32_matmul"].is_on(product.states["tf32_matmul"]) is False
+    entry = report(comfy, model)["flags"]["reduced_precision_reduction"]
+    assert entry["in_scope"] is False and "added in fp32" in entry["reason"]
+
+
+def test_fp16_safe_as_a_simulated_device_without_fp32_results_sums_in_fp32_too(comfy, wan, call, fast, monkeypatch):
+    from halfsafe.precision.arithmetic import linear as operations
+
+    monkeypatch.setattr(operations, "has_wide_output", lambda device, kind: False)
+    spy = spied(load(comfy, wan, "as_file", "fp16_safe"), call)
+    assert spy.wide and {product.dtype for product in spy.seen if product.wide} == {torch.float16} and not any(spy.wide)

@@ -1,0 +1,66 @@
+"""Layers that ComfyUI multiplies without calling them: from 0.38 a Wan's second FFN layer, in fp16 while sums are fp16."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from halfsafe.precision.base import flags
+from halfsafe.precision.plan.rules import rules_from
+from support import families
+from support.families import load, with_compute
+from support.measures import relative_error
+from support.summing import FP16_ACCUMULATION, accumulation
+
+LAYERS = ("blocks.0.ffn.2", "blocks.1.ffn.2")
+
+
+class PastForward(torch.nn.Sequential):
+    """A Sequential that multiplies its last layer by itself under the condition that ComfyUI 0.38 has; on any device."""
+
+    def forward(self, x):
+        *before, last = self
+        for module in before:
+            x = module(x)
+        if flags.is_on(FP16_ACCUMULATION) and x.dtype == torch.float16 and not getattr(last, "_full_precision_mm", False):
+            self.past.append(last)
+            return F.linear(x, last.weight, last.bias)
+        return last(x)
+
+
+@pytest.fixture
+def went_past(comfy, wan):
+    """(model, the layers that were multiplied past their forward), fp16."""
+    model, past = load(comfy, wan, "fp16", "fp16"), []
+    for block in model.model.diffusion_model.blocks:
+        block.ffn.__class__, block.ffn.past = PastForward, past
+    return model, past
+
+
+def test_the_stand_in_goes_past_a_layer_nothing_is_asked_of(went_past, call):
+    model, past = went_past
+    with flags.flags_set({FP16_ACCUMULATION: True}):
+        families.replay(model, call)
+    assert len(past) == len(LAYERS)
+
+
+def test_layers_with_a_rule_are_called(comfy, went_past, call):
+    model, past = went_past
+    reference = families.replay(with_compute(comfy, model, "fp32"), call)
+    ruled = with_compute(comfy, model, "fp16", rules=rules_from(text="*ffn.2 compute=fp32"))
+    with flags.flags_set({FP16_ACCUMULATION: True}):
+        result = families.replay(ruled, call)
+    assert not past and relative_error(reference, result) < 0.01
+
+
+def test_layers_whose_sums_are_measured_are_called(comfy, went_past, call, ampere, flags_as_before):
+    model, past = went_past
+    ours = accumulation(comfy, model, fp16_accumulation="on")
+    families.replay(ours, call)
+    assert not past, "the first call names the layers whose sums may overflow"
+    families.replay(ours, call)
+    assert len(past) == len(LAYERS), "later calls are as fast as ComfyUI makes them"
+
+
+def test_nothing_stays_on_the_layers(comfy, went_past, call):
+    model, _ = went_past
+    families.replay(with_compute(comfy, model, "fp16_safe"), call)
+    assert not any("_full_precision_mm" in module.__dict__ for module in model.model.modules())

@@ -1,0 +1,74 @@
+"""The order in which our wrappers' forwards run one layer, as ``chain_of`` lists it in a call."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from comfy.sd import load_lora_for_models
+from halfsafe.nodes.host.comfyui import wrappers
+from halfsafe.nodes.host.compute.executor import compute_of
+from halfsafe.nodes.host.guard.model import guard_of
+from halfsafe.precision.arithmetic.planned import chain_of
+from halfsafe.precision.plan.rules import rules_from
+from support import families, model_files
+from support.families import load
+from support.guarding import guarded
+from support.summing import accumulation
+
+LAYER, OUTPUTS, INPUTS = "blocks.0.ffn.0", 1024, 256
+
+
+def chain_in_a_call(model, call):
+    """What runs the layer in the second call of a model, after the one that measures."""
+    module, seen = model.model.diffusion_model.get_submodule(LAYER), []
+    hook = module.register_forward_pre_hook(lambda module, args: seen.append(chain_of(module.forward)))
+    try:
+        for _ in range(2):
+            seen.clear()
+            families.replay(model, call)
+    finally:
+        hook.remove()
+    return seen[0]
+
+
+def with_everything(comfy, wan):
+    rules = rules_from(f"{LAYER} compute=fp16 stream=fp32", "none")
+    model = families.with_compute(comfy, load(comfy, wan, "fp8_e4m3fn", "fp16"), "fp16", rules)
+    model = accumulation(comfy, model, fp16_accumulation="auto")
+    return load_lora_for_models(model, None, model_files.lora({LAYER: (OUTPUTS, INPUTS)}, rank=4), 1.0, 0.0)[0]
+
+
+def test_the_chain_of_a_layer_is_the_one_that_the_wrappers_document(comfy, wan, call, ampere):
+    model = with_everything(comfy, wan)
+    chain = chain_in_a_call(model, call)
+    assert chain[:3] == ["LowRankLayer", "CastResult(fp32)", "CastOperation(fp16)"]
+    assert chain[3].startswith("Fp16AccumulationLinear(") and chain[4:] == ["Linear"]
+    text = Path(wrappers.__file__).read_text(encoding="utf-8")
+    places = [text.index(f"``{step.partition('(')[0]}``") for step in chain[:4]]
+    assert places == sorted(places), "the list in wrappers.py has another order"
+    layers = compute_of(model).runs.last_of(model).layers
+    assert layers.chain(LAYER) == chain[1:], "all but what is beside the weight is compute's"
+    assert f"such as {LAYER}: {' > '.join(chain[1:])}" in repr(layers)
+
+
+def test_an_escalated_layer_runs_neither_compute_nor_accumulation(comfy, wan, call, ampere, monkeypatch):
+    model = guarded(comfy, with_everything(comfy, wan), on_nan="retry_higher", max_retries=3)
+    module = model.model.diffusion_model.get_submodule(LAYER)
+    own = type(module).forward
+
+    def overflowing(self, x, *args, **kwargs):
+        return own(self, x, *args, **kwargs) * (torch.inf if self is module and x.dtype == torch.float16 else 1)
+
+    monkeypatch.setattr(type(module), "forward", overflowing)
+    chain = chain_in_a_call(model, call)
+    assert guard_of(model) is not None
+    assert chain == ["LowRankLayer", "CastResult(fp32)", "CastOperation(fp32)", "Linear"]
+
+
+@pytest.mark.parametrize(("storage", "compute", "expected"), [
+    ("fp16", "fp16_safe", ["SafeOperation(fp16)"]),
+    ("fp8_e4m3fn", "fp8", ["CastResult(as input)", "Fp8Linear(e4m3)"]),
+])  # fmt: skip
+def test_layers_that_multiply_by_themselves_end_the_chain(comfy, wan, call, monkeypatch, storage, compute, expected):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
+    assert chain_in_a_call(load(comfy, wan, storage, compute), call) == expected

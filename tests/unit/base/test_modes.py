@@ -1,0 +1,65 @@
+"""The arithmetic modes: one table, in the contract's order, and nothing beside it that spells their names."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from halfsafe.precision.base.modes import FP16, FP16_WIDE, MODE_OF, MODES, modes_named
+from halfsafe.precision.devices.detect import detect
+from halfsafe.precision.plan.compute import plan_compute
+from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
+from halfsafe.precision.plan.rules import Rules
+
+ROOT = Path(__file__).absolute().parents[2]
+ONLY_MODES = {"fp16_acc16", "fp16_wide", "fp16_scaled"}
+FACTS = ModelFacts([LayerSpec("layer", "Linear", (32, 32))], 1024, "fp16", ("fp16", "bf16", "fp32"))
+
+
+def test_the_modes_are_the_contracts_in_its_order():
+    assert list(MODES) == ["fp8", "int8", "fp16_acc16", "fp16", "fp16_wide", "fp16_scaled", "bf16", "fp32"]
+    assert all(name == mode.name for name, mode in MODES.items())
+
+
+def test_a_compute_option_asks_for_the_plain_mode_of_its_rule():
+    assert MODE_OF == {
+        "fp8": "fp8", "int8": "int8", "fp16": "fp16", "fp16_safe": "fp16_wide", "bf16": "bf16", "fp32": "fp32",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("option", ["fp16", "fp16_safe", "bf16", "fp32"])
+def test_a_plan_runs_its_layers_in_the_mode_of_the_option(option):
+    plan = plan_compute(FACTS, detect(torch.device("cpu"), profile="sm_86"), option, Rules())
+    modes = {decision.mode for decision in plan.decisions.values()} or {plan.activation_dtype}
+    assert modes == {MODE_OF[option]}
+
+
+def test_what_a_matmul_reads_and_returns_decides_what_may_act_on_it():
+    assert [name for name, mode in MODES.items() if mode.takes_fp16_sums] == ["fp16_acc16", "fp16"]
+    assert [name for name, mode in MODES.items() if mode.is_wide] == ["fp16_wide", "fp16_scaled"]
+    assert [name for name, mode in MODES.items() if mode.is_8bit] == ["fp8", "int8"]
+    assert [name for name, mode in MODES.items() if mode.is_16bit] == ["fp16_acc16", "fp16", "fp16_wide", "fp16_scaled", "bf16"]
+
+
+def test_a_dtype_that_is_no_mode_is_left_out():
+    assert modes_named(["fp64", "fp16", "fp16_wide"]) == [FP16, FP16_WIDE]
+
+
+def test_modes_have_colours_of_their_own():
+    assert len({mode.colour for mode in MODES.values()}) == len({mode.label for mode in MODES.values()}) == len(MODES)
+
+
+def strings_in(path: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+def test_no_other_file_spells_a_modes_name():
+    code = [*(ROOT / "precision").rglob("*.py"), *(ROOT / "nodes").rglob("*.py")]
+    spelled = [path.relative_to(ROOT) for path in code if path.stem != "modes" and strings_in(path) & ONLY_MODES]
+    assert not spelled
+
+
+def test_the_page_spells_no_modes_name():
+    pages = [path for path in (ROOT / "web").iterdir() if path.is_file()]
+    assert not [path.name for path in pages if any(name in path.read_text(encoding="utf-8") for name in ONLY_MODES)]
