@@ -78,7 +78,7 @@ def main() -> int:
 def _parse():
     parser = reporting.parser(__doc__)
     parser.add_argument("--kjnodes", type=Path, metavar="DIR", help="a checkout of kijai/ComfyUI-KJNodes")
-    parser.add_argument("--gguf", type=Path, metavar="DIR", help="a checkout of city96/ComfyUI-GGUF")
+    parser.add_argument("--gguf", type=Path, metavar="DIR", help="a checkout of city96/ComfyUI-GGUF, whose package gguf has to be installed")
     parser.add_argument("--runs", type=int, default=3, help="loads of each side from the disk and from the page cache (default: 3)")
     parser.add_argument("--folder", help="where to put the model files for the time being (2 GB, on a disk)")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

@@ -1,4 +1,4 @@
-"""Damaged files, rules and reports in bulk: every answer is right or a typed error. `python scripts/fuzz.py --help`.
+"""Damaged files in bulk: every answer is right or a typed error. `python scripts/fuzz.py --help`.
 
 Case N of a seed is always the same: a genuine file of a random dialect, mutated (`tests/support/mutations.py`), and given to every target
 (`tests/support/fuzz_targets.py`). A case that hangs or crashes ends the run; its number stands in the last line. `--only N` runs one alone.
@@ -68,14 +68,13 @@ def run_case(case: int, seed: int, folder: Path, outcomes: Counter, confinement)
     """Mutate one file, give it to every target, and return place in the code -> traceback of what was neither right nor refused."""
     from support import fuzz_targets, mutations
 
-    name, content = mutations.mutated_file(Random(f"{seed}:{case}"))
-    path, failures = folder / name, {}
+    content, path, failures = mutations.mutated(Random(f"{seed}:{case}")), folder / "in.safetensors", {}
     for target in fuzz_targets.TARGETS:
         path.write_bytes(content)
         try:
             with confinement.within(folder):
                 outcomes[fuzz_targets.judge(target, path, Random(f"{seed}:{case}:{target}"))] += 1
-            left = {file.name for file in folder.iterdir()} - {name, "out.safetensors"}
+            left = {file.name for file in folder.iterdir()} - {path.name, "out.safetensors"}
             if left:
                 raise fuzz_targets.Wrong(f"files were left: {left}")
         except Exception as error:

@@ -15,8 +15,7 @@ from ..files.safetensors_file import open_checkpoint, write_safetensors
 from ..files.tensor_file import TensorFile
 from ..formats.card import Provenance, card_entry, source_of
 from ..formats.checkpoint import CARD_KEY, Checkpoint, dialect_text, read_checkpoint
-from ..formats.comfy_format import WeightPlan
-from ..formats.comfy_state import model_prefix, planned_specs, planned_tensors, refuse_lora
+from ..formats.comfy_format import WeightPlan, made_here, tensors_made
 from ..make.calibrated import CalibratedRounding
 from ..make.calibration import Calibration
 from ..plan.compute import rules_without_effect
@@ -80,9 +79,9 @@ def convert_file(
     if rounding:
         tell(rounding.start())
     metadata = {"format": "pt"} | checkpoint.metadata | card
-    making = rounding.made if rounding else None
-    tensors = planned_tensors(checkpoint.weights, plans, source, _done(file, progress), making=making)
-    write_safetensors(target, planned_specs(plans), tensors, metadata, overwrite)
+    made = (rounding.made if rounding else made_here)(checkpoint.weights, plans, source)
+    specs = [spec for plan in plans.values() for spec in plan.specs]
+    write_safetensors(target, specs, tensors_made(made, _done(file, progress)), metadata, overwrite)
     if progress:
         progress(file.data_bytes - sum(weight.data.nbytes for weight in checkpoint.weights.values()))
     return ConvertSummary(
@@ -104,7 +103,7 @@ def _read(source: str | os.PathLike, target: Path) -> tuple[TensorFile, Checkpoi
     _refuse_same_file(file, target)
     _refuse_name_of_a_part(target)
     checkpoint = read_checkpoint(file, file.metadata, source)
-    refuse_lora(checkpoint)
+    checkpoint.refuse_lora()
     return file, checkpoint
 
 
@@ -124,19 +123,19 @@ def _done(file: TensorFile, progress: Callable[[int], None] | None = None) -> Ca
 def _rounding(
     calibration: Calibration, checkpoint: Checkpoint, plans: Mapping[str, WeightPlan], source: Mapping[str, object]
 ) -> CalibratedRounding:
-    name, prefix = str(source["file"]), model_prefix(checkpoint)
+    name, prefix = str(source["file"]), checkpoint.prefix
     return CalibratedRounding(calibration, checkpoint.weights, plans, source, name, prefix, default_device())
 
 
 def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, WeightPlan]) -> list[str]:
-    idle = rules_without_effect(layer_specs(checkpoint, model_prefix(checkpoint)), rules)
+    idle = rules_without_effect(layer_specs(checkpoint, checkpoint.prefix), rules)
     otherwise = [f"{name}: {plan.reason}" for name, plan in plans.items() if plan.reason]
     return [*checkpoint.notes, *(f"{rule}: {why}" for rule, why in idle), *otherwise]
 
 
 def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, StorageDecision]:
     """Decide the storage of each layer of the diffusion model, by full layer name; a bundled VAE or CLIP has none."""
-    prefix = model_prefix(checkpoint)
+    prefix = checkpoint.prefix
     decisions = plan_storage(layer_specs(checkpoint, prefix), storage, rules)
     return {prefix + name: decision for name, decision in decisions.items()}
 

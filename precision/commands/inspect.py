@@ -22,7 +22,6 @@ from ..formats.checkpoint import (
     dialect_text,
     read_checkpoint,
 )
-from ..formats.comfy_state import model_shapes
 from ..formats.families import UNKNOWN, model_name
 from ..formats.stored_weight import NUMBERS, StoredWeight
 
@@ -114,14 +113,14 @@ def inspect_file(path) -> Inspection:
 
 
 def _model(checkpoint: Checkpoint) -> str | None:
-    name = model_name(model_shapes(checkpoint))
+    name = model_name(checkpoint.model_shapes)
     return None if name == UNKNOWN.name else name
 
 
 def _dtypes(file: TensorFile) -> dict[str, dict[str, int]]:
     result: dict[str, dict[str, int]] = {}
     for name, entry in file.entries.items():
-        row = result.setdefault(file.dtype_name(name), {"tensors": 0, "bytes": 0})
+        row = result.setdefault(name_of(file.entries[name].torch_dtype), {"tensors": 0, "bytes": 0})
         row["tensors"] += 1
         row["bytes"] += entry.end - entry.start
     return dict(sorted(result.items(), key=lambda item: -item[1]["bytes"]))

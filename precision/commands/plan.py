@@ -7,7 +7,6 @@ from pathlib import Path
 from ..devices.detect import Device
 from ..files.safetensors_file import open_checkpoint
 from ..formats.checkpoint import Checkpoint, dialect_text, read_checkpoint
-from ..formats.comfy_state import model_prefix, model_shapes, refuse_lora
 from ..formats.families import family_of, model_name
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..plan.facts import LayerSpec, ModelFacts, facts_of, layer_specs
@@ -32,9 +31,9 @@ def plan_file(
     """
     file = open_checkpoint(path)
     checkpoint = read_checkpoint(file, file.metadata, path)
-    refuse_lora(checkpoint)
-    prefix = model_prefix(checkpoint)
-    family = family_of(model_shapes(checkpoint))
+    checkpoint.refuse_lora()
+    prefix = checkpoint.prefix
+    family = family_of(checkpoint.model_shapes)
     facts = facts_of(checkpoint, prefix, layer_specs(checkpoint, prefix), family.supported)
     storage, why = storage_for_goal(device, goal, frozenset({facts.file_dtype}))
     plan = plan_load(facts, device, storage, "auto", rules_from(), device_memory, fitted=True)
@@ -56,7 +55,7 @@ def _report(
     memory: MemoryPlan,
     reason: str,
 ) -> Report:
-    model = ModelReport(model_name(model_shapes(checkpoint)), facts.parameters, memory.bytes)
+    model = ModelReport(model_name(checkpoint.model_shapes), facts.parameters, memory.bytes)
     report = Report(device_section(device), model)
     report.layers = [
         _layer(layer, memory.storage_of(checkpoint.weights[name]), plan)

@@ -6,7 +6,7 @@ The ``safetensors`` library checks headers. Its ``save_file`` needs all tensors 
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,12 +14,9 @@ import torch
 
 from ..base.errors import CheckpointError
 from .atomic_write import os_errors_as, replacing, require_space
-from .safetensors_header import AGAIN, MAX_HEADER, Entry, TensorSpec, header_bytes, layout, read_header
-from .strict_json import read_object
+from .safetensors_header import AGAIN, MAX_HEADER, Entry, TensorSpec, header_bytes, layout, read_header, read_object
 from .tensor_file import TensorFile, map_pages, open_regular
 
-ROOM = 256
-"""Bytes of a header for what is known of a file only once it is written."""
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.(?i:safetensors|sft))")
 
 
@@ -120,16 +117,11 @@ def write_safetensors(
     tensors: Iterable[tuple[str, torch.Tensor]],
     metadata: dict[str, str],
     overwrite: bool = True,
-    afterwards: Callable[[], dict[str, str]] | None = None,
 ) -> None:
     """Write the announced tensors, a single tensor in memory at a time. ``tensors`` may come in any order.
 
     Wide dtypes lie first, as safetensors' own writer lays them. Until everything is on the disk an existing file stays
     as it is, and no new one appears under this name. ``overwrite=False`` leaves a file of that name as it is.
-
-    Args:
-        afterwards: gives, once all tensors are written, entries that take the place of those of ``metadata``, ``ROOM``
-            bytes longer at most.
 
     Raises:
         CheckpointError: the disk is too small or full, the folder cannot be written to, or there is a file to be left.
@@ -138,16 +130,12 @@ def write_safetensors(
     path = _real_path(path)
     places = layout(specs)
     header = header_bytes(places, metadata)
-    if afterwards:
-        header = header_bytes(places, metadata, len(header) + ROOM)
     with os_errors_as(path, "written"):
         require_space(path, len(header) + sum(spec.bytes for spec in specs))
     with replacing(path, overwrite) as file:
         with os_errors_as(path, "written"):
             file.write(header)
         _write_all(path, file, len(header), places, tensors)
-        if afterwards:
-            _rewrite_header(path, file, len(header), header_bytes(places, metadata | afterwards(), len(header)))
 
 
 def _real_path(path: str | os.PathLike) -> Path:
@@ -168,14 +156,6 @@ def _write_all(path: Path, file: BinaryIO, base: int, places: dict, tensors: Ite
         del tensor  # before the next one is made
     if waiting:
         raise ValueError(f"{next(iter(waiting))} was announced and not written")
-
-
-def _rewrite_header(path: Path, file: BinaryIO, size: int, header: bytes) -> None:
-    if len(header) > size:
-        raise ValueError(f"the metadata takes {len(header) - size} bytes more than there are")
-    with os_errors_as(path, "written"):
-        file.seek(0)
-        file.write(header)
 
 
 def _write_tensor(file: BinaryIO, position: int, tensor: torch.Tensor) -> None:

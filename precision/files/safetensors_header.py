@@ -5,6 +5,7 @@ Format: 8 bytes little-endian header length, a JSON header, then the tensors bac
 """
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -158,14 +159,43 @@ def layout(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, int]]:
     return places
 
 
-def header_bytes(places: dict[str, tuple[TensorSpec, int]], metadata: dict[str, str], least: int = 0) -> bytes:
-    """Return the file up to its first tensor, whose place is a multiple of 8 and ``least`` or more, for a
-    :func:`layout`."""
+def header_bytes(places: dict[str, tuple[TensorSpec, int]], metadata: dict[str, str]) -> bytes:
+    """Return the file up to its first tensor, whose place is a multiple of 8, for a :func:`layout`."""
     table: dict[str, dict] = {"__metadata__": metadata} if metadata else {}
     for spec, start in places.values():
         offsets = [start, start + spec.bytes]
         table[spec.name] = {"dtype": CODE_OF[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
     text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
-    text = text.ljust(least - 8)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def read_object(text: str | bytes) -> dict:
+    """Parse a JSON object in UTF-8 with unique keys and no lone surrogates.
+
+    Raises:
+        ValueError: ``text`` is no such object; the message says why, in ASCII.
+    """
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8-sig")
+        value = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_number)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # fails on half of a surrogate pair, which no file can hold
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"no valid JSON ({ascii(str(error))[1:-1]})") from None
+    if not isinstance(value, dict):
+        raise ValueError("no JSON object")
+    return value
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r} occurs twice")
+    return result

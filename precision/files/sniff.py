@@ -31,14 +31,10 @@ def describe_other_format(head: bytes) -> tuple[str, str]:
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     if text[:1] == b"<":
         return "a web page (HTML), not a model", f"{_AGAIN}: the site may ask you to log in or to accept a licence."
-    if _is_text(text):
+    if len(text) > 3 and all(32 <= byte < 127 or byte in b"\t\r\n" for byte in text[:64]):
         shown = text[:60].decode("ascii").splitlines()[0]
         return f"a text file that begins {shown!r}, not a model", f"{_AGAIN}: the site may have answered with an error."
     if len(head) < 9:
         return f"only {len(head)} bytes long", f"{_AGAIN}."
     length = int.from_bytes(head[:8], "little")
     return f"no safetensors file (a header of {length} bytes is impossible, or does not begin with '{{')", f"{_AGAIN}."
-
-
-def _is_text(head: bytes) -> bool:
-    return len(head) > 3 and all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head[:64])

@@ -14,7 +14,6 @@ from typing import BinaryIO
 
 import torch
 
-from ..base.dtypes import name_of
 from ..base.errors import CheckpointError
 from .safetensors_header import Entry
 
@@ -51,14 +50,6 @@ class TensorFile(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.entries)
-
-    def dtype_name(self, name: str) -> str:
-        """Name what a tensor is stored in: ``bf16``, ``uint8``."""
-        return name_of(self.entries[name].torch_dtype)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of what a tensor holds."""
-        return self.entries[name].shape
 
     @property
     def files(self) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Read, quantize and write the quantization formats of weights, one file each, and tell a model's family.
+"""Read, quantize and write the quantization formats of weights, and tell a model's family.
 
 May import ``base`` and ``files``.
 """

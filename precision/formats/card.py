@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from ..files.strict_json import read_object
+from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile, fingerprint
 from .checkpoint import CARD_KEY
 from .comfy_format import ROWS, SAMPLED, WeightPlan
@@ -54,11 +54,15 @@ def card_entry(provenance: Provenance, plans: Iterable[WeightPlan]) -> dict[str,
     plans = list(plans)
     if provenance.card and not any(plan.changes for plan in plans):
         return {CARD_KEY: provenance.card}
-    rows = {FORMAT_OF_STORAGE[plan.stored] for plan in plans if plan.format}
-    errors = _errors(plans)
-    values = {
+    needed = {FORMAT_OF_STORAGE[plan.stored].since for plan in plans if plan.format}
+    sums = {plan.storage: (0.0, 0.0) for plan in plans}
+    for plan in plans:
+        error, values = sums[plan.storage]
+        sums[plan.storage] = error + plan.error.error, values + plan.error.values
+    errors = {storage: round(math.sqrt(error / values), 6) for storage, (error, values) in sums.items() if values}
+    card = {
         "halfsafe": pack_version(),
-        "needs_comfyui": max((row.since for row in rows), key=_numbers, default=None),
+        "needs_comfyui": max(needed, key=lambda since: [*map(int, since.split("."))], default=None),
         "asked_storage": provenance.asked,
         "weights": dict(sorted(Counter(plan.stored for plan in plans).items())),
         "rules": {"presets": list(dict.fromkeys(provenance.presets)), "lines": list(provenance.rules)},
@@ -67,16 +71,7 @@ def card_entry(provenance: Provenance, plans: Iterable[WeightPlan]) -> dict[str,
         **({"calibration": dict(provenance.calibration)} if provenance.calibration else {}),
         **({WHAT_ERROR: errors} if errors else {}),
     }
-    return {CARD_KEY: json.dumps(values)}
-
-
-def _errors(plans: Iterable[WeightPlan]) -> dict[str, float]:
-    """Return the relative error of the weights in each storage that was measured; none where all of them are zero."""
-    sums: dict[str, tuple[float, float]] = {}
-    for plan in plans:
-        error, values = sums.get(plan.storage, (0.0, 0.0))
-        sums[plan.storage] = error + plan.error.error, values + plan.error.values
-    return {storage: round(math.sqrt(error / values), 6) for storage, (error, values) in sums.items() if values}
+    return {CARD_KEY: json.dumps(card)}
 
 
 @cache
@@ -85,10 +80,6 @@ def pack_version() -> str:
     project = Path(__file__).parents[2] / "pyproject.toml"
     found = _VERSION.search(project.read_text(encoding="utf-8")) if project.is_file() else None
     return found[1] if found else version("halfsafe")
-
-
-def _numbers(version_text: str) -> tuple[int, ...]:
-    return tuple(map(int, version_text.split(".")))
 
 
 def card_in(metadata: Mapping[str, str]) -> dict | None:
@@ -101,14 +92,15 @@ def card_in(metadata: Mapping[str, str]) -> dict | None:
 
 def card_lines(card: Mapping[str, object]) -> list[str]:
     """Format a card as text, a line for each of its values; errors also in dB."""
-    lines = [
-        f"{name.replace('_', ' ')}: {json.dumps(value)}" for name, value in card.items() if value and name != WHAT_ERROR
-    ]
     errors = card.get(WHAT_ERROR)
     pairs = errors.items() if isinstance(errors, dict) else ()
-    numbers = [(storage, error) for storage, error in pairs if isinstance(error, (int, float)) and error > 0]
     what = WHAT_ERROR.replace("_", " ")
+    lines = (f"{name.replace('_', ' ')}: {json.dumps(value)}" for name, value in card.items() if value)
     return [
-        *lines,
-        *(f"{what}: {storage} {error:.2%} ({-20 * math.log10(error):.1f} dB)" for storage, error in numbers),
+        *(line for line in lines if not line.startswith(what)),
+        *(
+            f"{what}: {storage} {error:.2%} ({-20 * math.log10(error):.1f} dB)"
+            for storage, error in pairs
+            if isinstance(error, (int, float)) and error > 0
+        ),
     ]

@@ -7,22 +7,24 @@ NVIDIA ModelOpt and vLLM (``weight_scale``, ``input_scale``, ``k_scale``); DeepS
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ..base.dtypes import FP8_DTYPES, name_of
 from ..base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
-from ..files.strict_json import read_object
+from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile
 from .format import NonFiniteScale
 from .registry import FORMATS, encoded_weight
-from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, block_sizes, blocks_are_assumed, granularity_of
+from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, granularity_of
 
 COMFY_QUANT, SCALED_FP8 = "comfy_quant", "scaled_fp8"
 QUANTIZATION_KEY = "_quantization_metadata"
 CARD_KEY = "halfsafe"
+MODEL_PREFIXES = ("model.diffusion_model.", "model.model.", "net.")
+WHOLE_PREFIXES = ("diffusion_model.", "model.", "transformer.")
 READS_UP_TO = "0.38"
 _DAMAGED = "The file is damaged: get it again."
 _SCALE_LEAF = re.compile(r"(^|_)scales?(_|$)")
@@ -68,6 +70,26 @@ class Checkpoint:
     weights: dict[str, StoredWeight]
     notes: list[str]
 
+    @property
+    def prefix(self) -> str:
+        """What precedes the diffusion model's own names; as in ComfyUI's ``unet_prefix_from_state_dict``."""
+        names = list(self.weights)
+        inside = (prefix for prefix in MODEL_PREFIXES if any(name.startswith(prefix) for name in names))
+        whole = (prefix for prefix in WHOLE_PREFIXES if all(name.startswith(prefix) for name in names))
+        return next(inside, None) or next(whole, "")
+
+    @property
+    def model_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the diffusion model's weights by its own names."""
+        prefix = self.prefix
+        return {name.removeprefix(prefix): weight.shape for name, weight in self.weights.items()}
+
+    def refuse_lora(self) -> None:
+        """Raise :class:`CheckpointError` for a LoRA, which is no model."""
+        name = next((name for name in self.weights if "lora_" in name), None)
+        if name is not None:
+            raise CheckpointError(self.path, "a LoRA, which is applied in 16 bit", name, "Convert the model instead.")
+
 
 def dialect_text(dialects: Sequence[str]) -> str:
     """Write the quantization formats of a file for people."""
@@ -82,17 +104,12 @@ def read_checkpoint(tensors: Mapping[str, torch.Tensor], metadata: dict[str, str
         NonFiniteWeight: a scale is NaN, infinite, zero or negative.
         CheckpointError: another tool's format, or a contradiction inside the file.
     """
-    _reject_foreign(tensors, path)
-    return _Reader(tensors, metadata or {}, path).read()
-
-
-def _reject_foreign(names: Iterable[str], path) -> None:
-    """Raise CheckpointError, naming the tool and what to use, if a tensor name belongs to a foreign format."""
-    example = {name.rpartition(".")[2]: name for name in names}
+    example = {name.rpartition(".")[2]: name for name in tensors}
     for leaves, tool, advice in _FOREIGN:
         leaf = next((leaf for leaf in leaves if leaf in example), None)
         if leaf is not None:
             raise CheckpointError(path, tool, example[leaf], advice)
+    return _Reader(tensors, metadata or {}, path).read()
 
 
 def lasting_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -137,7 +154,9 @@ class _Reader:
             layers = self._json(self.metadata[QUANTIZATION_KEY], QUANTIZATION_KEY).get("layers")
             if not isinstance(layers, dict) or not all(isinstance(value, dict) for value in layers.values()):
                 raise CheckpointError(self.path, f"its {QUANTIZATION_KEY} holds no table of layers")
-            settings = {layer: value for layer, value in layers.items() if self._known(layer)}
+            settings = {layer: value for layer, value in layers.items() if f"{layer}.weight" in self.tensors}
+            if absent := len(layers) - len(settings):
+                self.remarks[f"named in {QUANTIZATION_KEY}, but not in the file"] += absent
         for name in self.tensors:
             if name.endswith(".comfy_quant"):
                 self.taken.add(name)
@@ -147,12 +166,6 @@ class _Reader:
                 if f"{layer}.weight" not in self.tensors:
                     raise CheckpointError(self.path, "describes a weight that is not in the file", name)
         return settings
-
-    def _known(self, layer: str) -> bool:
-        if f"{layer}.weight" in self.tensors:
-            return True
-        self.remarks[f"named in {QUANTIZATION_KEY}, but not in the file"] += 1
-        return False
 
     def _json(self, text: str | bytes, where: str) -> dict:
         try:
@@ -176,10 +189,9 @@ class _Reader:
         layer = _layer(name)
         if layer is not None and (layer in self.settings or f"{layer}.scale_weight" in self.tensors):
             return True
-        return (tensor.dtype in FP8_DTYPES and not looks_like_scale(name)) or self._has_int8_scale(name, tensor)
-
-    def _has_int8_scale(self, name: str, tensor: torch.Tensor) -> bool:
-        return tensor.dtype == torch.int8 and any(key in self.tensors for key, _ in _weight_scale_names(name))
+        if tensor.dtype == torch.int8:
+            return any(key in self.tensors for key, _ in _weight_scale_names(name))
+        return tensor.dtype in FP8_DTYPES and not looks_like_scale(name)
 
     def _weight(self, name: str, data: torch.Tensor) -> StoredWeight:
         layer = _layer(name)
@@ -192,14 +204,11 @@ class _Reader:
         scale, granularity, dialect = self._weight_scale(name, data)
         if settings is None and data.dtype in EIGHT_BIT:
             self.dialects[dialect] += 1
-        full = bool(settings and settings.get("full_precision_matrix_mult")) or (
-            dialect == SCALED_FP8 and self._asks_full_precision(name)
-        )
+        full = bool(settings and settings.get("full_precision_matrix_mult"))
+        if dialect == SCALED_FP8:
+            prefix = max((prefix for prefix in self.full_precision if name.startswith(prefix)), key=len, default="")
+            full = full or self.full_precision.get(prefix, False)
         return StoredWeight(name, data, scale, granularity, self._input_scale(layer), full)
-
-    def _asks_full_precision(self, name: str) -> bool:
-        prefix = max((prefix for prefix in self.full_precision if name.startswith(prefix)), key=len, default=None)
-        return prefix is not None and self.full_precision[prefix]
 
     def _format(self, name: str, data: torch.Tensor, settings: dict) -> str:
         """Return the format that ``comfy_quant`` declares."""
@@ -252,12 +261,10 @@ class _Reader:
         if granularity is None:
             shapes = f"{tuple(scale.shape)} fits no layout of a weight of shape {tuple(data.shape)}"
             raise UnconsumedScale(self.path, f"a scale of shape {shapes}", key, "Report the tool that wrote this file.")
-        if granularity == "block" and blocks_are_assumed(data.shape, scale.shape):
-            sizes = " x ".join(map(str, block_sizes(data.shape, scale.shape)))
-            self.remarks[f"scales per block, read as blocks of {sizes}; their shape would fit others too"] += 1
         if dialect == SCALED_FP8 and data.dtype == torch.float8_e5m2:
             self.remarks["e5m2 under a scaled_fp8 marker, which ComfyUI reads as e4m3fn; read as e5m2"] += 1
-        return _shaped(scale, granularity), granularity, dialect
+        shape = {"tensor": (), "row": (-1, 1), "block": scale.shape}[granularity]
+        return scale.reshape(shape), granularity, dialect
 
     def _sixteen_bit_scale(
         self, key: str, scale: torch.Tensor, dialect: str, dtype: torch.dtype
@@ -289,17 +296,17 @@ class _Reader:
         if tensor.numel() == 0:
             raise CheckpointError(self._file_of(key), "an empty scale", key)
         scale = tensor.float()
-        self._check_finite(key, scale)
+        if not torch.isfinite(scale).all():
+            raise NonFiniteWeight(self._file_of(key), "a scale that is NaN or infinite", key, _DAMAGED)
         if scale.min() <= 0:
             raise NonFiniteWeight(self._file_of(key), f"a scale of {scale.min().item():g}", key, _DAMAGED)
         return scale
 
-    def _check_finite(self, key: str, scale: torch.Tensor) -> None:
-        if not torch.isfinite(scale).all():
-            raise NonFiniteWeight(self._file_of(key), "a scale that is NaN or infinite", key, _DAMAGED)
-
     def _check_leftovers(self, quantized: dict[str, StoredWeight]) -> None:
-        parents = _parents(name for name, weight in quantized.items() if weight.quantized)
+        parents: set[str] = set()  # of quantized weights, near or far, the whole model excepted
+        for name in (name for name, weight in quantized.items() if weight.quantized):
+            while name := name.rpartition(".")[0]:
+                parents.add(name)
         for name in self.tensors:
             if name not in self.taken and name not in quantized and looks_like_scale(name):
                 self._check_leftover(name, parents, quantized)
@@ -314,7 +321,9 @@ class _Reader:
         elif leaf in _INPUT_SCALES and weight is not None and weight.dtype not in EIGHT_BIT:
             self.taken.add(name)
             self.remarks["input scales of layers that are not quantized were left out"] += 1
-        elif _is_eight_bit(weight) or (leaf in _WEIGHT_SCALES and (weight is None or f"{layer}.weight" in quantized)):
+        elif (weight is not None and weight.dtype in EIGHT_BIT | {torch.uint8}) or (
+            leaf in _WEIGHT_SCALES and (weight is None or f"{layer}.weight" in quantized)
+        ):
             raise UnconsumedScale(
                 self.path,
                 "looks like a quantization scale and belongs to no weight that can be read",
@@ -339,20 +348,3 @@ def _weight_scale_names(name: str) -> list[tuple[str, str]]:
 def looks_like_scale(name: str) -> bool:
     """Tell whether a tensor is named as quantization scales are: a last part with the word scale or scales in it."""
     return _SCALE_LEAF.search(name.rpartition(".")[2]) is not None
-
-
-def _is_eight_bit(weight: torch.Tensor | None) -> bool:
-    return weight is not None and (weight.dtype in EIGHT_BIT or weight.dtype == torch.uint8)
-
-
-def _shaped(scale: torch.Tensor, granularity: str) -> torch.Tensor:
-    return scale.reshape({"tensor": (), "row": (-1, 1), "block": scale.shape}[granularity])
-
-
-def _parents(names) -> set[str]:
-    """Return every module with a tensor of these, itself or further down, the whole model excepted."""
-    parents = set()
-    for name in names:
-        while name := name.rpartition(".")[0]:
-            parents.add(name)
-    return parents

@@ -1,4 +1,4 @@
-"""One weight in ComfyUI's own quantization format: what it is stored in there, and its tensors.
+"""Weights in ComfyUI's own quantization format: what they are stored in there, and their tensors.
 
 A quantized layer is ``<layer>.weight`` (fp8 or int8), ``<layer>.weight_scale`` (fp32, 0-dim; int8: (rows, 1)),
 ``<layer>.comfy_quant`` (JSON as uint8) and, if known, ``<layer>.input_scale`` (ComfyUI ``comfy/ops.py``,
@@ -6,6 +6,7 @@ A quantized layer is ``<layer>.weight`` (fp8 or int8), ``<layer>.weight_scale`` 
 """
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,8 @@ SAMPLED = ((1, 4), (3, 4))
 ROWS = 8
 AS_FILE = "as_file"
 OF_FNUZ = {"fp8_e4m3fnuz": "fp8_e4m3fn", "fp8_e5m2fnuz": "fp8_e5m2"}
+Made = tuple[StoredWeight, dict[str, torch.Tensor]]
+"""A weight and its tensors as they are planned."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,6 @@ class SampledError:
 
     error: float = 0.0
     values: float = 0.0
-
-    @classmethod
-    def of(cls, found: torch.Tensor, rows: torch.Tensor) -> "SampledError":
-        """Compare rows with what they became."""
-        exact = rows.double()  # squares of small weights are zero in fp32, of large ones Inf
-        return cls((found - exact).square().sum().item(), exact.square().sum().item())
 
 
 @dataclass(frozen=True)
@@ -97,15 +94,14 @@ def finite_bound(weight: StoredWeight, path) -> float:
     Raises:
         NonFiniteWeight: it holds NaN or Inf, or exceeds fp32's range.
     """
-    if weight.encoding is not None:
-        largest = weight.encoding.bound()
-    elif weight.is_number:
+    largest = 0.0
+    if weight.is_number and weight.encoding is None:
         largest = host_amax(weight.data) if weight.data.device.type == "cpu" else amax_value(weight.data)
-    else:
-        largest = 0.0 if weight.scale is None else float(torch.iinfo(weight.data.dtype).max + 1)
-    if not math.isfinite(largest):
-        raise _damaged(weight, path, "holds NaN or Inf")
+    elif weight.scale is not None:
+        largest = float(torch.iinfo(weight.data.dtype).max + 1)
     bound = weight.bound(largest)
+    if not math.isfinite(bound):
+        raise _damaged(weight, path, "holds NaN or Inf")
     if bound > max_of(torch.float32):
         raise _damaged(weight, path, "exceeds the range of fp32")
     return bound
@@ -126,8 +122,8 @@ def requantization_error(weight: StoredWeight, storage: str, path) -> float:
     """
     largest, squares, rows = _fp8_amax(weight, finite_bound(weight, path)), 0.0, 0
     for _, part in weight.parts(sample=ERROR_SAMPLE):
-        quantized = quantize(part, dtype_named(storage), largest)
-        error = (quantized.data.float() * quantized.scale - part).square().sum(1)
+        data, scale = quantize(part, dtype_named(storage), largest)
+        error = (data.float() * scale - part).square().sum(1)
         squares += (error / part.square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)).sum().item()
         rows += part.shape[0]
     return math.sqrt(squares / rows)
@@ -139,12 +135,17 @@ def sampled_error(weight: StoredWeight, storage: str) -> SampledError:
     Nothing but these rows is read: fp8 gets a scale for their own amax. Scales are powers of two, so that the error
     differs from that of the whole weight's scale only for values that become subnormal with one of them.
     """
-    if storage not in QUANTIZED_NAMES or _stays(weight, storage):
+    if storage not in QUANTIZED_NAMES or _is_same_fp8(weight, storage):
         return SampledError()
     rows = torch.cat([weight.rows(part) for part in _sampled_runs(weight.shape[0])])
     if not torch.isfinite(rows).all():
         return SampledError()  # the weight is refused once it is read whole
-    return SampledError.of(_quantized_values(rows, FORMAT_OF_STORAGE[storage]), rows)
+    format = FORMAT_OF_STORAGE[storage]
+    shared = format.shared(rows)
+    params = {**format.encode(rows, shared), **shared}
+    found = format.turned(format.nearest(format.turned(rows), params))
+    exact = rows.double()  # squares of small weights are zero in fp32, of large ones Inf
+    return SampledError((found - exact).square().sum().item(), exact.square().sum().item())
 
 
 def _sampled_runs(rows: int) -> list[slice]:
@@ -154,16 +155,10 @@ def _sampled_runs(rows: int) -> list[slice]:
     return [slice(start, start + ROWS) for start in (rows * over // under - ROWS // 2 for over, under in SAMPLED)]
 
 
-def _quantized_values(rows: torch.Tensor, format: Format) -> torch.Tensor:
-    shared = format.shared(rows)
-    params = {**format.encode(rows, shared), **shared}
-    return format.turned(format.nearest(format.turned(rows), params))
-
-
 def stays(weight: StoredWeight, storage: str) -> bool:
     """Tell whether a weight keeps the data of its file in a storage."""
     if storage in QUANTIZED_NAMES:
-        return _stays(weight, storage) and weight.data.dtype == dtype_named(storage)
+        return _is_same_fp8(weight, storage) and weight.data.dtype == dtype_named(storage)
     return storage == AS_FILE or (weight.plain and weight.data.dtype == dtype_named(storage))
 
 
@@ -181,17 +176,17 @@ def tensors_of(weight: StoredWeight, storage: str, path, read: bool = True) -> d
     if storage == AS_FILE:
         return {weight.name: weight.data, **weight.auxiliary}
     if largest > LARGEST_ROUNDED:
-        problem = f"holds values up to {largest:.3g}, which round to infinity in {storage}"
-        raise _damaged(weight, path, problem)
+        raise _damaged(weight, path, f"holds values up to {largest:.3g}, which round to infinity in {storage}")
     if storage not in QUANTIZED_NAMES:
         return {weight.name: weight.dequantize(dtype_named(storage))}
-    made = _encoded(weight, FORMAT_OF_STORAGE[storage], path, largest)
+    made = _encoded(weight, FORMAT_OF_STORAGE[storage], largest)
+    if not all(torch.isfinite(tensor.float()).all() for leaf, tensor in made.items() if leaf != "weight"):
+        raise _damaged(weight, path, "exceeds the range of fp32 once rotated")
     return {**{f"{weight.layer}.{leaf}": tensor for leaf, tensor in made.items()}, **_settings(weight, storage)}
 
 
 def _settings(weight: StoredWeight, storage: str) -> dict[str, torch.Tensor]:
-    """Make the tensors besides data and scales: their ``comfy_quant``, and the scale of the layer's fp8 input if
-    known."""
+    """Make a quantized weight's ``comfy_quant``, and the scale of the layer's fp8 input if the file has that."""
     format = FORMAT_OF_STORAGE[storage]
     settings = {"format": format.name} | format.settings(weight.shape[1])
     if storage in FP8_NAMES and weight.full_precision:
@@ -202,9 +197,9 @@ def _settings(weight: StoredWeight, storage: str) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _encoded(weight: StoredWeight, format: Format, path, bound: float) -> Tensors:
+def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
     """Round a weight to nearest in a format; its tensors by the last part of their names."""
-    if isinstance(format, Fp8) and _stays(weight, format.storage):
+    if isinstance(format, Fp8) and _is_same_fp8(weight, format.storage):
         # The values of an fnuz format fit its sibling with the same scale; only its last subnormal bit is lost.
         scale = torch.tensor(1.0) if weight.scale is None else weight.scale
         return {"weight": weight.data.to(format.dtype), "weight_scale": scale}
@@ -212,36 +207,25 @@ def _encoded(weight: StoredWeight, format: Format, path, bound: float) -> Tensor
         shared = format.scale_for(_fp8_amax(weight, bound))
     else:
         shared = format.shared(_some_rows(weight, format.sampled(weight.shape[1])))
-    if weight.plain and format.streams:
-        made = format.encode(weight.data, shared)
-    else:
-        made = _encoded_in_parts(weight, format, shared)
-    if not all(torch.isfinite(tensor.float()).all() for leaf, tensor in made.items() if leaf != "weight"):
-        raise _damaged(weight, path, "exceeds the range of fp32 once rotated")
-    return {**made, **shared}
-
-
-def _encoded_in_parts(weight: StoredWeight, format: Format, shared: Tensors) -> Tensors:
+    if weight.plain and not format.writer:
+        return {**format.encode(weight.data, shared), **shared}
     device = weight.data.device if weight.plain else None
     specs = {leaf: spec for leaf, spec in format.specs(*weight.shape).items() if leaf not in shared}
     made = {leaf: torch.empty(shape, dtype=dtype, device=device) for leaf, (shape, dtype) in specs.items()}
     for part, rows in weight.parts():
         for leaf, tensor in format.encode(rows, shared).items():
             made[leaf][part] = tensor
-    return made
+    return {**made, **shared}
 
 
 def _some_rows(weight: StoredWeight, count: int) -> torch.Tensor:
     """Return rows of a weight in fp32, spread evenly, all of them where there are no more."""
     rows, columns = weight.shape
     if not count:
-        # torch 2.8 cannot index fp8 on a CPU ("index_cpu" not implemented for 'Float8_e4m3fn').
         return torch.empty(0, columns)
     at = torch.linspace(0, rows - 1, count).long() if rows > count else torch.arange(rows)
-    if weight.plain:
-        return weight.data.index_select(0, at.to(weight.data.device)).float()
     inside = ((at[(at >= part.start) & (at < part.stop)] - part.start, values) for part, values in weight.parts())
-    return torch.cat([values[here] for here, values in inside])
+    return torch.cat([values[here.to(values.device)] for here, values in inside])
 
 
 def _fp8_amax(weight: StoredWeight, bound: float) -> float:
@@ -249,7 +233,7 @@ def _fp8_amax(weight: StoredWeight, bound: float) -> float:
     return bound if weight.encoding is None else weight.amax
 
 
-def _stays(weight: StoredWeight, storage: str) -> bool:
+def _is_same_fp8(weight: StoredWeight, storage: str) -> bool:
     """Tell whether a weight is in an fp8 storage with one scale, or in its fnuz sibling."""
     own = OF_FNUZ.get(name_of(weight.data.dtype), name_of(weight.data.dtype))
     return weight.encoding is None and weight.granularity in ("none", "tensor") and own == storage in FP8_NAMES
@@ -268,3 +252,28 @@ def specs_of(weight: StoredWeight, storage: str) -> list[TensorSpec]:
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, tensor.dtype, tuple(tensor.shape))
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor], path) -> None:
+    """Raise :class:`NonFiniteWeight` for the first floating tensor that holds NaN or Inf."""
+    for name, tensor in tensors.items():
+        finite_bound(StoredWeight(name, tensor), path)
+
+
+def made_here(
+    weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], path, read: bool = True
+) -> Iterator[Made]:
+    """Make weights where they are, one after another, by :func:`tensors_of`."""
+    for name, weight in weights.items():
+        yield weight, tensors_of(weight, plans[name].storage, path, read)
+
+
+def tensors_made(made: Iterable[Made], done: Callable[[str, int], None]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of weights by name as they are made.
+
+    Args:
+        done: called with the name of each weight once its tensors are taken, and the bytes it had.
+    """
+    for weight, tensors in made:
+        yield from tensors.items()
+        done(weight.name, weight.data.nbytes)

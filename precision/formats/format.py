@@ -1,7 +1,7 @@
 """What every quantization format of ComfyUI has, and a weight in one of them.
 
-A format is a class in a file of its own: its tensors in a file, how they are read and written, and what multiplies
-them. Names, tensors and versions are those of ComfyUI ``comfy/quant_ops.py`` (``QUANT_ALGOS``) and ``comfy/ops.py``
+A format is a class: its tensors in a file, how they are read and written, and what multiplies them. Names, tensors and
+versions are those of ComfyUI ``comfy/quant_ops.py`` (``QUANT_ALGOS``) and ``comfy/ops.py``
 (``_load_quantized_module``), layouts and products those of comfy-kitchen's ``tensor/*.py``;
 ``tests/host/load/test_registry.py`` holds the formats against both.
 """
@@ -54,13 +54,12 @@ class Format:
         bits: of a value, which tell formats with one name apart; 0 where the name does.
         asks: a parameter of ``quantize`` of comfy-kitchen's layout, without which it has the name but not this.
         unpacker: comfy-kitchen's function that unpacks it, and ``writer``: the one that makes it; empty where this
-            package does.
+            package does, in constant memory for any number of rows of any dtype.
         writes: weights are written in it.
         needs: the tensors beside ``<layer>.weight`` that a file must have, and ``may_have``: those that it may.
         signed: the tensors that may be negative.
         byte_scale: the tensor that a file may hold as bytes, and the name of its dtype in torch.
         dtypes: that data may be stored in, the usual one first, and ``per_byte``: how many values a byte holds.
-        streams: :meth:`encode` goes through any number of rows of any dtype in constant memory.
     """
 
     name: str
@@ -81,7 +80,6 @@ class Format:
     byte_scale: tuple[str, str] | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.int8,)
     per_byte: int = 1
-    streams: bool = False
 
     @property
     def title(self) -> str:

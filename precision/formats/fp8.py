@@ -6,8 +6,8 @@ already on an fp8 grid survives being scaled again.
 """
 
 import math
+import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -15,7 +15,6 @@ from ..base.amax import amax, host_amax
 from ..base.dtypes import max_of
 from ..base.modes import FP8
 from .format import Encoded, Format, Tensors
-from .scratch import scratch
 
 PART = 1 << 22
 MIN_SCALE_EXPONENT = -24
@@ -25,14 +24,25 @@ BELOW_TWO = 2.0 - 2.0**-15
 fp16 or bf16 number to the next, and more than fp32 rounds by."""
 FP32_EXPONENT = 0x7F800000
 """The bits of fp32's exponent: with those alone a number is the power of two at or below it, and NaN is inf."""
+_held = threading.local()
 
 
-@dataclass(frozen=True)
-class Quantized:
-    """``data`` (fp8) times ``scale`` (0-dim fp32, a power of two) is the weight."""
+def scratch(count: int, size: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Give ``count`` tensors of ``size`` elements, the same each time in a thread until others are asked for.
 
-    data: torch.Tensor
-    scale: torch.Tensor
+    Page faults of fresh memory take as long as a multiplication, and large tensors that come and go between weights
+    that stay leave holes in the heap. Made outside of inference mode, or they could not be written to there later.
+    """
+    kind = count, size, dtype, device
+    if getattr(_held, "kind", None) != kind:
+        with torch.inference_mode(False):
+            _held.kind, _held.tensors = kind, [torch.empty(size, dtype=dtype, device=device) for _ in range(count)]
+    return _held.tensors
+
+
+def forget_scratch() -> None:
+    """Free the tensors of :func:`scratch` in the current thread."""
+    _held.__dict__.clear()
 
 
 def power_of_two_scale(largest: float, dtype: torch.dtype) -> float:
@@ -47,32 +57,27 @@ def power_of_two_scale(largest: float, dtype: torch.dtype) -> float:
     return math.ldexp(1.0, max(exponent - 1 if mantissa == 0.5 else exponent, MIN_SCALE_EXPONENT))
 
 
-def quantize(tensor: torch.Tensor, dtype: torch.dtype, largest: float) -> Quantized:
-    """Quantize a finite tensor whose :func:`~halfsafe.precision.base.amax.host_amax` is ``largest``.
+def quantize(tensor: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize a finite tensor whose :func:`~halfsafe.precision.base.amax.host_amax` is ``largest``: fp8 data, and the
+    0-dim fp32 scale, a power of two, that multiplies them.
 
     Works in chunks: beyond the result it needs 32 MB at most, whatever the size. The scale is exact and keeps every
     value in range, so no clamp is needed and the result is the same on every torch version.
     """
     scale = power_of_two_scale(largest, dtype)
-    return Quantized(_divided(tensor, dtype, scale), torch.tensor(scale, dtype=torch.float32))
+    return _divided(tensor, dtype, scale), torch.tensor(scale)
 
 
 @torch.no_grad()
 def _divided(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     data = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     source, target = tensor.contiguous().view(-1), data.view(-1)
-    exact = _scales_exactly(tensor.dtype, 1.0 / scale)
+    # bf16 holds the product with a power of two always, fp16 where it grows (to 57344 at most).
+    exact = tensor.dtype == torch.bfloat16 or (tensor.dtype == torch.float16 and scale <= 1)
     (scaled,) = scratch(1, PART, tensor.dtype if exact else torch.float32, tensor.device)
     for part, out in zip(source.split(PART), target.split(PART), strict=True):
         out.copy_(torch.mul(part if exact else part.float(), 1.0 / scale, out=scaled[: part.numel()]))
     return data
-
-
-def _scales_exactly(dtype: torch.dtype, factor: float) -> bool:
-    """Tell whether ``dtype`` holds the product with a power of two: bf16 always, fp16 when it scales up (to 57344 at
-    most).
-    """
-    return dtype == torch.bfloat16 or (dtype == torch.float16 and factor >= 1)
 
 
 def activation_scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -95,17 +100,11 @@ def activation_scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (scale.view(torch.int32) & FP32_EXPONENT).view(torch.float32)
 
 
-def dequantize(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Compute ``data * scale`` for one scale per tensor, multiplied in fp32 and cast to ``dtype``."""
-    return (data.float() * scale).to(dtype)
-
-
 class Fp8(Format):
     """fp8 numbers, written with one scale. A bank of experts has a scale for each expert, or for each of its rows."""
 
     mode = FP8
     writes = True
-    streams = True
     dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
 
     def __init__(self, name: str, storage: str, since: str, colour: tuple[int, int, int], dtype: torch.dtype):

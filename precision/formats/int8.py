@@ -18,7 +18,7 @@ import torch
 
 from ..base.modes import INT8
 from .format import Encoded, Format, Tensors
-from .scratch import scratch
+from .fp8 import scratch
 
 GROUPS = (256, 64, 16)
 LARGEST_CODE = 127
@@ -30,13 +30,6 @@ def rotation_group(columns: int) -> int | None:
     """Return the largest group that divides a weight's number of inputs, or None:
     without rotation, outliers ruin int8."""
     return next((group for group in GROUPS if columns and columns % group == 0), None)
-
-
-def why_not_int8(columns: int) -> str:
-    """Say why a weight with so many inputs is not held in int8; "" if possible."""
-    if rotation_group(columns):
-        return ""
-    return f"no rotation of 256, 64 or 16 divides its {columns} inputs, and int8 without one fails on outliers"
 
 
 @cache
@@ -65,9 +58,7 @@ def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
     """
     codes = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
     scale = rows.new_empty(len(rows), 1, dtype=torch.float32)
-    if not rows.numel():
-        return codes, scale
-    count = -(-len(rows) // max(1, BLOCK // rows.shape[1]))
+    count = -(-len(rows) // max(1, BLOCK // rows.shape[1])) or 1
     exact, values = scratch(2, max(BLOCK, rows.shape[1]), torch.float32, rows.device)
     turn = hadamard(group).to(rows.device).T
     for block, code, s in zip(*(tensor.tensor_split(count) for tensor in (rows, codes, scale)), strict=True):
@@ -88,17 +79,17 @@ class Rotated(Format):
     """A format whose codes belong to rotated rows."""
 
     def why_not(self, columns: int) -> str:
-        return why_not_int8(columns)
+        if rotation_group(columns):
+            return ""
+        return f"no rotation of 256, 64 or 16 divides its {columns} inputs, and int8 without one fails on outliers"
 
     def turned(self, rows: torch.Tensor) -> torch.Tensor:
-        return rotated(rows.float(), fitting_group(rows))
+        return rotated(rows.float(), fitting_group(rows.shape[1]))
 
 
-def fitting_group(rows: torch.Tensor) -> int:
-    """Return the rotation group of rows with a fitting number of columns."""
-    group = rotation_group(rows.shape[1])
-    assert group is not None
-    return group
+def fitting_group(columns: int) -> int:
+    """Return the rotation group of a number of inputs that has one."""
+    return next(group for group in GROUPS if columns % group == 0)
 
 
 class Int8(Rotated):
@@ -107,7 +98,6 @@ class Int8(Rotated):
     name, storage, since, colour = "int8_tensorwise", "int8", "0.27.0", INT8.colour
     product, mode = "int8_linear", INT8
     writes = True
-    streams = True
 
     def check(self, weight: Encoded) -> None:
         if weight.tensors["weight_scale"].numel() > 1:
@@ -140,7 +130,7 @@ class Int8(Rotated):
         return {"convrot": True, "convrot_groupsize": rotation_group(columns)}
 
     def encode(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Tensors:
-        codes, scale = quantize_rows(rows, fitting_group(rows))
+        codes, scale = quantize_rows(rows, fitting_group(rows.shape[1]))
         return {"weight": codes, "weight_scale": scale}
 
     def nearest(

@@ -1,4 +1,4 @@
-"""The quantization formats of ComfyUI, each from a file of its own."""
+"""The quantization formats of ComfyUI, by their names and storages."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,11 +6,10 @@ from math import prod
 
 import torch
 
-from .awq import Awq4
 from .blocks import Mxfp8, Nvfp4
 from .format import Encoded, Experts, Format
+from .four_bits import Awq4, Int4
 from .fp8 import E4M3, E5M2
-from .int4 import Int4
 from .int8 import Int8
 from .w4a8 import W4a8
 

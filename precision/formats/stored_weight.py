@@ -99,11 +99,22 @@ class StoredWeight:
         count = -(-rows // max(1, CHUNK // max(columns, 1)))
         for i in range(0, count, max(1, count // sample) if sample else 1):
             part = slice(rows * i // count, rows * (i + 1) // count)
-            yield part, self._values(part)
+            yield part, self.rows(part)
 
-    def rows(self, part: slice) -> torch.Tensor:
+    def rows(self, rows: slice) -> torch.Tensor:
         """Return some rows of :meth:`matrix`, in fp32."""
-        return self._values(part)
+        if self.encoding is not None:
+            return self.encoding.rows(rows)
+        part, scale = self.matrix(self.data)[rows].float(), self.scale
+        if scale is None:
+            return part
+        if self.granularity == "row":
+            scale = scale[rows]
+        elif self.granularity == "block":
+            down, across = block_sizes(self.data.shape, scale.shape)
+            scale = scale[torch.arange(rows.start, rows.stop) // down]
+            scale = scale.repeat_interleave(across, 1)[:, : part.shape[1]]
+        return part * scale if self.data.dtype == torch.float32 else part.mul_(scale)
 
     def bound(self, amax: float) -> float:
         """Return an upper bound on ``|weight|`` for ``|data| <= amax``. Tight where there is one scale."""
@@ -133,23 +144,6 @@ class StoredWeight:
         columns = self.shape[-1] if self.shape and count else 1
         rows = self.scale.shape[0] if self.granularity == "row" else count // columns
         return rows, count // rows if rows else 1
-
-    def _values(self, rows: slice) -> torch.Tensor:
-        if self.encoding is not None:
-            return self.encoding.rows(rows)
-        return self._times_scale(self.matrix(self.data)[rows].float(), rows)
-
-    def _times_scale(self, part: torch.Tensor, rows: slice) -> torch.Tensor:
-        if self.granularity == "none":
-            return part
-        scale = self.scale
-        if self.granularity == "row":
-            scale = scale[rows]
-        elif self.granularity == "block":
-            down, across = block_sizes(self.data.shape, scale.shape)
-            scale = scale[torch.arange(rows.start, rows.stop) // down]
-            scale = scale.repeat_interleave(across, 1)[:, : part.shape[1]]
-        return part * scale if self.data.dtype == torch.float32 else part.mul_(scale)
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Dequantize the weight to ``dtype``; beyond the result this takes 16 MB.
@@ -203,15 +197,6 @@ def _blocks(size: int, count: int) -> list[int]:
         return [size]
     candidates = [USUAL_BLOCK, 1 << math.ceil(math.log2(size / count)), *([size // count] if size % count == 0 else [])]
     return [block for block in candidates if math.ceil(size / block) == count]
-
-
-def blocks_are_assumed(shape: Sequence[int], counts: Sequence[int]) -> bool:
-    """Tell whether other blocks than those of :func:`block_sizes` would cut ``shape`` without a rest."""
-    blocks = block_sizes(shape, counts) or ()
-    return any(
-        count > 1 and size % count == 0 and size // count != block
-        for size, count, block in zip(shape, counts, blocks, strict=True)
-    )
 
 
 def comfy_quant_tensor(settings: dict) -> torch.Tensor:

@@ -101,10 +101,8 @@ class W4a8(Rotated):
     def _quantized(self, rows: torch.Tensor, codebook: torch.Tensor | None = None) -> tuple:
         # comfy-kitchen before 0.2.40 has 4 bits and no such parameter.
         bits = {} if self.bits == 4 else {"bits": self.bits}
-        group = fitting_group(rows)
-        return self.kitchen(self.writer)(
-            rows.float(), convrot_groupsize=group, codebook_tensor=codebook, **bits
-        )
+        group = fitting_group(rows.shape[1])
+        return self.kitchen(self.writer)(rows.float(), convrot_groupsize=group, codebook_tensor=codebook, **bits)
 
     def nearest(
         self, values: torch.Tensor, params: Mapping[str, torch.Tensor], at: Sequence[int] | None = None

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 
-from ..base.text import duration_text
 from ..formats.card import Provenance, card_entry
-from ..formats.comfy_format import SampledError, WeightPlan
-from ..formats.comfy_state import Made, made_here
+from ..formats.comfy_format import Made, SampledError, WeightPlan, made_here
 from ..formats.format import Format
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
@@ -56,8 +53,7 @@ class CalibratedRounding:
         columns = {self._layer(weight): weight.shape[1] for weight in matrices}
         calibration.require_model(source, name, columns)
         met = {weight.name: self._products(weight, plans[weight.name]) for weight in matrices}
-        self._work = {name: weights[name].data.numel() * sums.width for name, sums in met.items() if sums}
-        self._done, self._began = 0, time.monotonic()
+        self._work = {name: sums for name, sums in met.items() if sums}
 
     def _layer(self, weight: StoredWeight) -> str:
         return weight.layer.removeprefix(self._prefix)
@@ -73,22 +69,17 @@ class CalibratedRounding:
         others = [replace(p, error=SampledError()) if name in self._work else p for name, p in plans.items()]
         return card_entry(replace(provenance, calibration=card), others)
 
-    def made(
-        self, weights: Iterable[tuple[str, StoredWeight]], plans: Mapping[str, WeightPlan], path, read: bool
-    ) -> Iterator[Made]:
-        """Make weights in their order as :func:`~halfsafe.precision.formats.comfy_state.made_here` does, with codes
-        that are chosen."""
-        self._began = time.monotonic()
-        for name, weight, tensors in made_here(weights, plans, path, read):
-            if name in self._work:
-                tensors[name] = self._data(weight, plans[name], tensors)
-                self._done += self._work[name]
-            yield name, weight, tensors
+    def made(self, weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], path) -> Iterator[Made]:
+        """Make weights as :func:`~halfsafe.precision.formats.comfy_format.made_here` does, with codes that are chosen.
+        """
+        for weight, tensors in made_here(weights, plans, path):
+            if weight.name in self._work:
+                tensors[weight.name] = self._data(weight, plans[weight.name], tensors)
+            yield weight, tensors
 
     def _data(self, weight: StoredWeight, plan: WeightPlan, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Choose a weight's codes some rows at a time; its scales stay as they are."""
-        format, (rows, columns), sums = FORMAT_OF_STORAGE[plan.storage], weight.shape, self._products(weight, plan)
-        assert sums is not None
+        format, (rows, columns), sums = FORMAT_OF_STORAGE[plan.storage], weight.shape, self._work[weight.name]
         blocks = turned_products(sums.blocks, format)
         params = {name.rpartition(".")[2]: tensor.to(self._device) for name, tensor in tensors.items()}
         by_row = [leaf for leaf, (shape, _) in format.specs(rows, columns).items() if shape[:1] == (rows,)]
@@ -109,14 +100,6 @@ class CalibratedRounding:
         if not self._work:
             return "the calibration rounds no layer: none that it knows is written anew in int8, fp8, w6a8 or w4a8"
         return f"rounding {len(self._work)} layers by the calibration"
-
-    def left(self) -> str:
-        """Say how long the layers that are not done yet will take."""
-        left = sum(self._work.values()) - self._done
-        if not left or not self._done:
-            return ""
-        seconds = (time.monotonic() - self._began) * left / self._done
-        return f"{len(self.errors)} of {len(self._work)} layers rounded, {duration_text(seconds)} left"
 
     def text(self) -> str:
         """Tell the gain: the error on the calibration's own inputs, as a share of rounding to nearest."""

@@ -12,8 +12,7 @@ import torch
 from ..base.errors import CheckpointError, HalfsafeError
 from ..base.text import size_text
 from ..files.safetensors_file import open_checkpoint, write_safetensors
-from ..files.safetensors_header import TensorSpec
-from ..files.strict_json import read_object
+from ..files.safetensors_header import TensorSpec, read_object
 from ..files.tensor_file import TensorFile
 from .products import Products
 

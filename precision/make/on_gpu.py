@@ -5,15 +5,14 @@ cast to nearest even. int8 and fewer bits rotate first, a product whose sums a d
 differ in its last bits from a CPU's, and here and there a code by one step.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from ..base.dtypes import QUANTIZED_NAMES
 from ..base.flags import flags_set
 from ..base.oom import is_oom
-from ..formats.comfy_format import WeightPlan, stays, tensors_of
-from ..formats.comfy_state import Made
+from ..formats.comfy_format import Made, WeightPlan, stays, tensors_of
 from ..formats.stored_weight import StoredWeight
 
 SOURCES = (torch.float16, torch.bfloat16, torch.float32)
@@ -39,13 +38,13 @@ class OnGpu:
         self.made = self.without_room = 0
 
     def weights(
-        self, weights: Iterable[tuple[str, StoredWeight]], plans: Mapping[str, WeightPlan], path, read: bool
+        self, weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], path, read: bool = True
     ) -> Iterator[Made]:
-        """Make weights in their order; see :func:`~halfsafe.precision.formats.comfy_state.made_here`."""
-        for name, weight in weights:
+        """Make weights in their order; see :func:`~halfsafe.precision.formats.comfy_format.made_here`."""
+        for name, weight in weights.items():
             plan = plans[name]
             made = self._made(weight, plan, path) if _gains(weight, plan) else None
-            yield name, weight, made or tensors_of(weight, plan.storage, path, read)
+            yield weight, made or tensors_of(weight, plan.storage, path, read)
 
     def _made(self, weight: StoredWeight, plan: WeightPlan, path) -> dict[str, torch.Tensor] | None:
         """Make a weight on the device; None where the device has no memory left for it."""

@@ -6,6 +6,7 @@ The squared error that a change ``D`` of a weight (rows, K) makes on inputs ``X`
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +25,9 @@ def block_width(columns: int, width: int) -> int:
     return columns // next(counts, units)
 
 
-def products_bytes(columns: int, width: int) -> int:
-    """Count the bytes of the products of a layer with that many inputs."""
-    return columns * block_width(columns, width) * 4
+def products_bytes(columns: Iterable[int], width: int) -> int:
+    """Count the bytes of the products of layers with so many inputs."""
+    return sum(number * block_width(number, width) * 4 for number in columns)
 
 
 @dataclass

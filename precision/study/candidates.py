@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from ..base.amax import amax_value
 from ..base.dtypes import FP8_NAMES, QUANTIZED_NAMES, dtype_named
 from ..base.modes import BF16, FP16, FP16_ACC16, INT8, MODES
-from ..formats.fp8 import dequantize, quantize
+from ..formats.fp8 import quantize
 from ..formats.int8 import dequantize_rows, quantize_rows, rotation_group
 
 CANDIDATES = (*FP8_NAMES, FP16.name, FP16_ACC16.name, BF16.name, INT8.name)
@@ -60,8 +60,8 @@ class Candidate:
             return weight.to(self.dtype).to(weight.dtype)
         if self.name == INT8.name:
             return _in_int8(weight)
-        rounded = quantize(weight, self.dtype, amax)
-        return dequantize(rounded.data, rounded.scale.to(weight.device), weight.dtype)
+        data, scale = quantize(weight, self.dtype, amax)
+        return (data.float() * scale.to(weight.device)).to(weight.dtype)
 
     def input(self, x: torch.Tensor) -> torch.Tensor:
         """Round a layer's input ``(..., K)`` to int8 where this candidate does; the dtype stays."""

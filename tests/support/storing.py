@@ -2,8 +2,7 @@
 
 import torch
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
-from halfsafe.precision.formats.comfy_format import WeightPlan, tensors_of
-from halfsafe.precision.formats.comfy_state import planned_tensors
+from halfsafe.precision.formats.comfy_format import WeightPlan, made_here, tensors_made, tensors_of
 from halfsafe.precision.plan.weights import plan_weights
 
 
@@ -21,7 +20,7 @@ def in_storages(checkpoint: Checkpoint, storages: dict[str, str]) -> tuple[dict[
     """A checkpoint's tensors, its layers in these storages, and (tensor, why it is not stored as asked)."""
     asked = {f"{layer}.weight": storage for layer, storage in storages.items()}
     plans = plan_weights(checkpoint.weights, asked, checkpoint.path)
-    made = dict(planned_tensors(checkpoint.weights, plans, checkpoint.path, lambda name, size: None))
+    made = dict(tensors_made(made_here(checkpoint.weights, plans, checkpoint.path), lambda name, size: None))
     return made, [(name, plan.reason) for name, plan in plans.items() if plan.reason]
 
 

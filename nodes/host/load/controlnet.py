@@ -22,7 +22,7 @@ from ....precision.base.dtypes import dtype_named
 from ....precision.base.errors import CheckpointError
 from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import Checkpoint
-from ....precision.formats.comfy_state import check_finite
+from ....precision.formats.comfy_format import check_finite
 from ....precision.formats.stored_weight import StoredWeight
 from ....precision.plan.choice import Choice, LoadRecord
 from ....precision.plan.facts import file_dtype

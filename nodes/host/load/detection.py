@@ -12,7 +12,6 @@ from ....precision.base.dtypes import name_of
 from ....precision.base.errors import CheckpointError
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import finite_bound
-from ....precision.formats.comfy_state import model_prefix
 from ....precision.plan.facts import LayerSpec, ModelFacts, facts_of
 from .lacking import named_if_lacking
 from .progress import quiet
@@ -59,7 +58,7 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
 
 def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
     """Keep the tensors below ``prefix``, as ComfyUI detected it, or else below a prefix of all names."""
-    for start in (prefix, model_prefix(checkpoint)):
+    for start in (prefix, checkpoint.prefix):
         inside = {name[len(start) :]: weight for name, weight in checkpoint.weights.items() if name.startswith(start)}
         if inside:
             weights = {name: replace(weight, name=name) for name, weight in inside.items()}

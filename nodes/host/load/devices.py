@@ -13,7 +13,7 @@ from ....precision.base.errors import StorageNotHeld
 from ....precision.base.text import size_text
 from ....precision.devices import memory
 from ....precision.devices.detect import Device, detect, requested_profile, unheld_storages
-from ....precision.formats.scratch import forget_scratch
+from ....precision.formats.fp8 import forget_scratch
 from ....precision.make.on_gpu import OnGpu
 
 QUANTIZING = 1 << 30

@@ -19,7 +19,7 @@ import torch
 
 from ....precision.base.dtypes import QUANTIZED_NAMES, dtype_named, name_of
 from ....precision.base.errors import CheckpointError
-from ....precision.formats import comfy_state
+from ....precision.formats import comfy_format
 from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.plan.choice import ATTACHMENT, Choice, LoadRecord
 from ....precision.plan.facts import file_dtype, layer_specs
@@ -232,7 +232,7 @@ def load_checkpoint_vae(path: str, dtype: str, disable_dynamic: bool = False) ->
 
 
 def _vae(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, dtype: str, factory: tuple) -> VAE:
-    comfy_state.check_finite(tensors, checkpoint.path)
+    comfy_format.check_finite(tensors, checkpoint.path)
     with lacking_tensors(checkpoint.path) as lacking:
         vae = comfy.sd.VAE(
             sd=tensors, metadata=checkpoint.metadata, dtype=None if dtype == "auto" else dtype_named(dtype)

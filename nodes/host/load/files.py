@@ -105,7 +105,7 @@ def _file_with(tensor: str, shape: Sequence[int], paths: Sequence[str]) -> str:
     A tensor has another prefix in the model than in its file: ``model.diffusion_model.`` and the like.
     """
     opened = ((file, name) for path in paths for file in [open_checkpoint(path)] for name in file)
-    alike = ((file, name) for file, name in opened if file.shape(name) == tuple(shape))
+    alike = ((file, name) for file, name in opened if file.entries[name].shape == tuple(shape))
     files = {str(file.entries[name].file) for file, name in alike if name.endswith(tensor) or tensor.endswith(name)}
     return files.pop() if len(files) == 1 else ", ".join(paths)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import comfy.lora
@@ -16,8 +16,7 @@ from ....precision.base.errors import HalfsafeError
 from ....precision.files.safetensors_file import write_safetensors
 from ....precision.formats.card import Provenance, card_entry
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint
-from ....precision.formats.comfy_format import WeightPlan
-from ....precision.formats.comfy_state import planned_specs, planned_tensors
+from ....precision.formats.comfy_format import WeightPlan, made_here, tensors_made
 from ....precision.make.calibrated import CalibratedRounding
 from ....precision.make.calibration import Calibration
 from ....precision.plan.facts import LayerSpec
@@ -116,9 +115,9 @@ def save_model(
     provenance = Provenance(source_of_model(patcher), storage, rules.names, lines, patched)
     rounding = _rounding(patcher, calibration, weights, plans, provenance.source) if calibration else None
     metadata |= rounding.card_entry(provenance, plans) if rounding else card_entry(provenance, plans.values())
-    making = rounding.made if rounding else None
-    tensors = planned_tensors(weights, plans, name, _done(weights, rounding), making=making)
-    write_safetensors(path, planned_specs(plans), tensors, metadata)
+    made = (rounding.made if rounding else made_here)(weights, plans, name)
+    specs, progress = [spec for plan in plans.values() for spec in plan.specs], byte_progress(weights.stored.values())
+    write_safetensors(path, specs, tensors_made(made, lambda name, size: progress(size)), metadata)
     if rounding:
         logger.info("Halfsafe: %s: %s", name, rounding.text())
     return name, os.path.getsize(path)
@@ -127,24 +126,12 @@ def save_model(
 def _rounding(
     patcher: ModelPatcher, calibration: Calibration, weights: LiveWeights, plans: Mapping[str, WeightPlan], source
 ) -> CalibratedRounding:
-    """Return the rounding of weights by a calibration, on ComfyUI's compute device, and tell its duration."""
+    """Return the rounding of weights by a calibration, on ComfyUI's compute device, and tell of it."""
     name = str(source.get("file") or type(patcher.model).__name__)
     rounding = CalibratedRounding(calibration, weights.stored, plans, source, name, device=compute_device())
     logger.info("Halfsafe: %s", started := rounding.start())
     show_progress(started)
     return rounding
-
-
-def _done(weights: LiveWeights, rounding: CalibratedRounding | None) -> Callable[[str, int], None]:
-    """Return a function to call after each written weight: moves the progress bar and shows the time left."""
-    progress = byte_progress(weights.stored.values())
-
-    def done(name: str, size: int) -> None:
-        progress(size)
-        if rounding and (left := rounding.left()):
-            show_progress(left)
-
-    return done
 
 
 def _refuse_foreign(patcher: ModelPatcher) -> None:

@@ -9,8 +9,7 @@ import torch
 from ....precision.base.text import duration_text, size_text
 from ....precision.devices.memory import require_memory
 from ....precision.formats.checkpoint import Checkpoint
-from ....precision.formats.comfy_format import stays
-from ....precision.formats.comfy_state import planned_tensors
+from ....precision.formats.comfy_format import made_here, stays, tensors_made
 from ....precision.plan.memory import MemoryPlan
 from .devices import free_host_memory, quantizing_device
 from .progress import byte_progress
@@ -46,11 +45,10 @@ def load_tensors(checkpoint: Checkpoint, planned: MemoryPlan, read: bool = True)
     slices = {name for name, weight in weights.items() if stays(weight, planned.plans[name].storage)}
     work = _Work(byte_progress(weights.values()), slices)
     with quantizing_device() as device:
-        making = device.weights if device else None
-        tensors = dict(planned_tensors(weights, planned.plans, checkpoint.path, work.done, read=read, making=making))
-    made = sum(planned.plans[name].bytes for name in weights if name not in slices)
-    notes = work.notes(made, device.made if device else 0)
-    return LoadedTensors(tensors, notes)
+        made = (device.weights if device else made_here)(weights, planned.plans, checkpoint.path, read)
+        tensors = dict(tensors_made(made, work.done))
+    size = sum(planned.plans[name].bytes for name in weights if name not in slices)
+    return LoadedTensors(tensors, work.notes(size, device.made if device else 0))
 
 
 class _Work:

@@ -69,7 +69,7 @@ def calibrate_model(
         previous.require_model(source, str(source.get("file") or cls), columns)
     width = _width(columns, cls, WIDTHS if previous is None else (previous.width,))
     if path:
-        require_space(Path(path), _bytes(columns, width) // 2)
+        require_space(Path(path), products_bytes(columns.values(), width) // 2)
     sums = {name: Products.empty(number, width) for name, number in columns.items()}
     sums |= previous.copied() if previous else {}
     calls = _sampled(patcher, modules, sums, (positive, negative, latent, seed, STEPS))
@@ -86,15 +86,11 @@ def _width(columns: Mapping[str, int], cls: str, widths: Sequence[int]) -> int:
         MemoryShortage: not even the narrowest fit into the free memory.
     """
     free = free_host_memory()
-    sizes = {width: _bytes(columns, width) for width in widths}
+    sizes = {width: products_bytes(columns.values(), width) for width in widths}
     width = next((width for width, size in sizes.items() if size <= min(free // 2, MOST_MEMORY)), widths[-1])
     require_memory(sizes[width], f"Calibrating {cls}", free, "Free some: close other programs, unload other models.")
     show_progress(f"{len(columns)} layers, {size_text(sizes[width])} of host memory for what they meet")
     return width
-
-
-def _bytes(columns: Mapping[str, int], width: int) -> int:
-    return sum(products_bytes(number, width) for number in columns.values())
 
 
 def _sampled(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from halfsafe.precision.base.errors import NonFiniteWeight
 from halfsafe.precision.formats.checkpoint import StoredWeight
-from halfsafe.precision.formats.comfy_state import planned_tensors
+from halfsafe.precision.formats.comfy_format import made_here, tensors_made
 from halfsafe.precision.make import on_gpu
 from halfsafe.precision.make.on_gpu import OnGpu
 from halfsafe.precision.plan.weights import plan_weights
@@ -31,10 +31,10 @@ def parts_of(model) -> list[torch.Tensor]:
     return tensors_of(model.model.diffusion_model)
 
 
-def made(weights, storages, making=None, **options) -> dict[str, torch.Tensor]:
+def made(weights, storages, making=made_here, **options) -> dict[str, torch.Tensor]:
     stored = {name: StoredWeight(name, tensor) for name, tensor in weights.items()}
     plans = plan_weights(stored, storages, "m.safetensors")
-    return dict(planned_tensors(stored, plans, "m.safetensors", lambda name, size: None, making=making, **options))
+    return dict(tensors_made(making(stored, plans, "m.safetensors", **options), lambda name, size: None))
 
 
 def both(device, weights, storages, free=8 * GIB, **options) -> OnGpu:
@@ -131,7 +131,8 @@ def test_tf32_is_off_where_a_weight_is_rotated_and_as_it_was_after(on, monkeypat
     there = OnGpu(on("cuda").device(), 8 * GIB)
     with Quantizing() as spy:
         made(WEIGHTS, IN_INT8, there.weights)
-    assert len(spy.tf32) == len(WEIGHTS) and not any(spy.tf32)
+    there = [tf32 for where, tf32 in zip(spy.where["mm"], spy.tf32, strict=True) if where == "cuda"]
+    assert len(there) == len(WEIGHTS) and not any(there)
     assert torch.backends.cuda.matmul.allow_tf32
 
 

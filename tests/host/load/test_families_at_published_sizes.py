@@ -8,7 +8,7 @@ import pytest
 from halfsafe.precision.base.dtypes import name_of
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.formats.families import UNKNOWN, family_of
-from halfsafe.precision.formats.int8 import why_not_int8
+from halfsafe.precision.formats.int8 import rotation_group
 from halfsafe.precision.plan.facts import layer_specs
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.plan.storage import plan_storage
@@ -72,7 +72,7 @@ def test_the_ends_of_the_data_path_stay_high_and_most_of_the_blocks_do_not(name,
     linear = [layer for layer in layers if layer.cls == "Linear"]
     inside = [layer for layer in linear if roles.get(layer.name) != OUTSIDE]
     assert all(decisions[layer.name].kept for layer in linear if layer not in inside)
-    can = [layer for layer in inside if storage != "int8" or not why_not_int8(layer.shape[1])]  # OmniGen2: 2520 inputs
+    can = [layer for layer in inside if storage != "int8" or rotation_group(layer.shape[1])]  # OmniGen2: 2520 inputs
     assert weights(layer for layer in can if decisions[layer.name].storage == storage) > 0.55 * weights(can)
     # PiD, a decoder of 1.4 billion parameters, has 11 %, Chroma Radiance's pixel blocks 9 %, PixelDiT's as much, all others below 7 %.
     assert weights(layer for layer in linear if layer not in inside) < 0.12 * weights(layers)

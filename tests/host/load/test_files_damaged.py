@@ -260,7 +260,7 @@ def test_too_little_memory_is_refused_before_a_weight_is_read(comfy, models_dir,
         raise AssertionError("a weight was read")
 
     monkeypatch.setattr(tensors, "free_host_memory", lambda: 1_000_000)
-    monkeypatch.setattr(tensors, "planned_tensors", must_not_run)
+    monkeypatch.setattr(tensors, "made_here", must_not_run)
     with pytest.raises(MemoryShortage, match=r"wan_clean\.safetensors.*needs .* of memory"):
         load(comfy, "HalfsafeLoadDiffusionModel", wan.name)
 

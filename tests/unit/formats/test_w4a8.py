@@ -1,6 +1,9 @@
 """ComfyUI's 4- and 6-bit codes by comfy-kitchen's own functions, in a process with one that has both."""
 
 import inspect
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from halfsafe.precision.formats.format import kitchen_function
 from halfsafe.precision.formats.int8 import rotated, rotation_group
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.plan.weights import plan_weights
-from support.kitchen_process import run_tests_with_kitchen
+from setup.environment import ROOT, clean_environ, kitchen_folder
 from support.measures import relative_error
 from support.storing import normal_weight, tensors_in
 
@@ -72,4 +75,11 @@ def test_without_such_a_comfy_kitchen_they_are_refused_by_name(monkeypatch):
 
 @pytest.mark.skipif(HAS_6_BITS, reason="this process has it")
 def test_the_same_in_a_process_with_a_newer_comfy_kitchen():
-    run_tests_with_kitchen("tests/unit/formats/test_w4a8.py", "tests/unit/formats/test_format.py", "tests/unit/make/test_rounding.py")
+    """The one that `scripts/test.py` puts into its cache; one process holds one."""
+    folder = kitchen_folder()
+    if not folder.exists():
+        (pytest.fail if os.environ.get("HALFSAFE_STRICT") else pytest.skip)(f"run scripts/test.py, which puts {folder.name} into its cache")
+    paths = ("tests/unit/formats/test_w4a8.py", "tests/unit/formats/test_format.py", "tests/unit/make/test_rounding.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths]
+    done = subprocess.run(command, cwd=ROOT, env=clean_environ(PYTHONPATH=str(folder)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
