@@ -20,11 +20,11 @@ def main() -> int:
     args = reporting.parser(__doc__).parse_args()
     comfy = load_comfy(args)
     import torch
-    from support import clean_runs, small_sizes
+    from support import clean_runs, tiny_models
 
     rows: dict[str, dict] = {}
     for family in clean_runs.FAMILIES:
-        with small_sizes.small_sizes(), torch.inference_mode():
+        with tiny_models.small_sizes(), torch.inference_mode():
             rows[family] = measured(comfy, family)
         print(family, file=sys.stderr, flush=True)
     lowest = min(found["margin_db"] for row in rows.values() for found in row["arithmetics"].values())

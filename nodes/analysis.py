@@ -8,7 +8,7 @@ from ..precision.study.candidates import CANDIDATES
 from ..precision.study.charts import analysis_chart
 from .host.compute.layer_modes import compute_name
 from .host.study import analysis as host
-from .inputs import CATEGORY, RulesType
+from .inputs import CATEGORY, RulesType, seed_input
 
 
 class AnalyzeLayers(io.ComfyNode):
@@ -23,49 +23,24 @@ class AnalyzeLayers(io.ComfyNode):
             description=(
                 "Measure on your own prompt which layers survive a lower precision, and get rules that keep the others."
             ),
-            search_aliases=[
-                "layer analysis",
-                "sensitivity",
-                "mixed precision",
-                "layer quality",
-                "which layers",
-                "quantization error",
-                "snr",
-            ],
+            search_aliases=["layer analysis", "sensitivity", "mixed precision", "layer quality", "which layers", "snr"],
             inputs=[
                 io.Model.Input(
-                    "model",
-                    tooltip=(
-                        "The model in the precision to compare with, "
-                        "from any loader, LoRAs included. It is not changed."
-                    ),
+                    "model", tooltip="The model to compare with, from any loader, LoRAs included. It is not changed."
                 ),
                 io.Conditioning.Input(
                     "positive", tooltip="A prompt like those you use: layers are measured on what they meet with it."
                 ),
                 io.Latent.Input(
                     "latent_image",
-                    tooltip=(
-                        "The size to measure at, as for a sampler. "
-                        "A small one is much faster; it costs 8 to 52 steps, most often about 24."
-                    ),
+                    tooltip="The size to measure at: a small one is much faster. It costs 8 to 52 steps.",
                 ),
-                io.Int.Input(
-                    "seed",
-                    default=0,
-                    min=0,
-                    max=0xFFFFFFFFFFFFFFFF,
-                    control_after_generate=False,
-                    tooltip="The noise. The same seed gives the same rules.",
-                ),
+                seed_input("The noise. The same seed gives the same rules."),
                 io.Combo.Input(
                     "candidate",
                     options=list(CANDIDATES),
                     default="fp8_e4m3fn",
-                    tooltip=(
-                        "fp8, int8: weights stored so; rules for a loader or Save Model. "
-                        "fp16, bf16, fp16_acc16: products in it; rules for Compute Dtype."
-                    ),
+                    tooltip="fp8, int8: weights stored so. fp16, bf16, fp16_acc16: products in it, for Compute Dtype.",
                 ),
                 io.Float.Input(
                     "target_snr_db",
@@ -73,10 +48,7 @@ class AnalyzeLayers(io.ComfyNode):
                     min=0.0,
                     max=120.0,
                     step=0.5,
-                    tooltip=(
-                        "How close the final latent has to stay: "
-                        "20 dB is an error of 10 %, 25 of 5.6 %, 30 of 3.2 %, 40 of 1 %."
-                    ),
+                    tooltip="How close the final latent stays: 20 dB is an error of 10 %, 25 of 5.6 %, 40 of 1 %.",
                 ),
                 io.Conditioning.Input("negative", optional=True, tooltip="Measured too when given, at twice the time."),
                 io.Combo.Input(
@@ -85,11 +57,7 @@ class AnalyzeLayers(io.ComfyNode):
                     default=cls.KEEP,
                     optional=True,
                     advanced=True,
-                    tooltip=(
-                        "keep high: embeddings, modulation, "
-                        "first and last layers stay as they are, whatever is measured.\n"
-                        "measure: they are chosen like the others, which may save more."
-                    ),
+                    tooltip="keep high: embeddings, first and last layers stay. measure: chosen like the others.",
                 ),
             ],
             outputs=[
@@ -105,7 +73,7 @@ class AnalyzeLayers(io.ComfyNode):
     ) -> io.NodeOutput:
         pin = sensitive_layers == cls.KEEP
         found = host.analyze_model(model, positive, negative, latent_image, seed, candidate, target_snr_db, pin)
-        name = host.class_name(model)
+        name = type(model.model).__name__
         text = analysis_text(found, name, compute_name(model))
         chart = torch.from_numpy(analysis_chart(found, name)).unsqueeze(0)
         return io.NodeOutput(rules_of(found), text, chart, ui=result_of(found, text).ui())

@@ -8,7 +8,7 @@ from comfy_api.latest import io, ui
 
 from .host.load.files import output_path
 from .host.study import calibrate as host
-from .inputs import CATEGORY, CalibrationType, checked_calibration
+from .inputs import CATEGORY, CalibrationType, checked_calibration, seed_input
 
 if TYPE_CHECKING:
     from ..precision.make.calibration import Calibration
@@ -26,36 +26,17 @@ class Calibrate(io.ComfyNode):
                 "Learn in one short sampling what each layer meets, so that Save Model rounds its weights by that: "
                 "int8, fp8, w6a8 and w4a8 come closer to the original, at no cost when the file is used."
             ),
-            search_aliases=[
-                "gptq",
-                "calibration",
-                "better int8",
-                "quantize quality",
-                "calibrated quantization",
-                "hessian",
-                "w4a8",
-            ],
+            search_aliases=["gptq", "calibration", "better int8", "quantize quality", "hessian", "w4a8"],
             inputs=[
                 io.Model.Input(
-                    "model",
-                    tooltip=(
-                        "The model that will be saved, from any loader, LoRAs included; best in 16 bit. "
-                        "It is not changed."
-                    ),
+                    "model", tooltip="The model to save, LoRAs included, best in 16 bit. It is not changed."
                 ),
                 io.Conditioning.Input("positive", tooltip="A prompt like those you use."),
                 io.Latent.Input(
                     "latent_image",
                     tooltip="The size to sample at, as for a sampler: eight steps. 1024x1024 is enough by itself.",
                 ),
-                io.Int.Input(
-                    "seed",
-                    default=0,
-                    min=0,
-                    max=0xFFFFFFFFFFFFFFFF,
-                    control_after_generate=False,
-                    tooltip="The noise. The same seed gives the same calibration.",
-                ),
+                seed_input("The noise. The same seed gives the same calibration."),
                 io.Conditioning.Input("negative", optional=True, tooltip="Sampled too when given, at twice the time."),
                 CalibrationType.Input(
                     "previous",
@@ -66,10 +47,7 @@ class Calibrate(io.ComfyNode):
                     "filename_prefix",
                     default="",
                     optional=True,
-                    tooltip=(
-                        "Where to keep it, below ComfyUI's output folder, for convert --calibration. Empty: nowhere. "
-                        "Up to 4 GB for a large model."
-                    ),
+                    tooltip="Below ComfyUI's output folder, kept for convert --calibration. Empty: nowhere.",
                 ),
             ],
             outputs=[

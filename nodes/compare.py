@@ -16,22 +16,11 @@ class CompareImages(io.ComfyNode):
             description=(
                 "PSNR, largest error and SSIM of two images of the same size, and their difference as a picture."
             ),
-            search_aliases=[
-                "psnr",
-                "ssim",
-                "image difference",
-                "diff",
-                "compare precision",
-                "quality",
-                "before and after",
-                "a/b",
-            ],
+            search_aliases=["psnr", "ssim", "image difference", "compare precision", "before and after", "a/b"],
             inputs=[
                 io.Image.Input(
                     "reference",
-                    tooltip=(
-                        "The image to compare with, for example of the model in bf16. One, or as many as candidates."
-                    ),
+                    tooltip="The image to compare with, such as that of bf16. One, or as many as candidates.",
                 ),
                 io.Image.Input(
                     "candidate", tooltip="The image to judge, of the same size, made with the same seed and settings."

@@ -31,16 +31,7 @@ class ComputeDtype(io.ComfyNode):
             description=(
                 "Choose the dtype a model computes in, for all layers or by rules. Works on any loader's model."
             ),
-            search_aliases=[
-                "compute dtype",
-                "fp16",
-                "bf16",
-                "fp16 safe",
-                "black image",
-                "old gpu",
-                "precision",
-                "manual cast",
-            ],
+            search_aliases=["bf16", "fp16 safe", "black image", "old gpu", "manual cast"],
             has_intermediate_output=True,
             inputs=[
                 io.Model.Input("model", tooltip="The model; it is not changed, the output is a patched clone."),
@@ -71,18 +62,7 @@ class AutoPrecision(io.ComfyNode):
                 "One node between loaders and sampler: chooses the precision for this device, "
                 "guards model, VAE and CLIP against black images, and shows what ran."
             ),
-            search_aliases=[
-                "halfsafe",
-                "black image",
-                "nan",
-                "oom",
-                "out of memory",
-                "auto precision",
-                "auto dtype",
-                "best precision",
-                "noise",
-                "low vram",
-            ],
+            search_aliases=["black image", "nan", "oom", "out of memory", "auto precision", "auto dtype", "low vram"],
             has_intermediate_output=True,
             inputs=[
                 io.Model.Input(
@@ -92,10 +72,7 @@ class AutoPrecision(io.ComfyNode):
                     "goal",
                     options=list(GOALS),
                     default="balanced",
-                    tooltip=(
-                        "balanced: fast here and safe. quality: closest to fp32, the VAE in fp32. "
-                        "speed: 8-bit products where this device gains. memory: smallest activations."
-                    ),
+                    tooltip="balanced: fast and safe. quality: closest to fp32. speed: 8-bit products. memory: least.",
                 ),
                 io.Clip.Input(
                     "clip",

@@ -4,7 +4,7 @@ import torch
 from comfy_api.latest import io
 
 from ..precision.base.errors import HalfsafeError
-from ..precision.guard.finite import NotFiniteTensor, not_finite
+from ..precision.guard.inputs import NotFiniteTensor, not_finite
 from ..precision.guard.verdicts import NonFinite
 from ..precision.report.result import BAD, FINITE, NOT_FINITE, Result
 from .host.check.drift import checking
@@ -30,15 +30,7 @@ class NaNGuard(io.ComfyNode):
                 "Check every step for NaN and Inf: "
                 "find the layer, repeat it in a higher precision, or say what else is wrong."
             ),
-            search_aliases=[
-                "black image",
-                "nan",
-                "inf",
-                "overflow",
-                "invalid value encountered in cast",
-                "fp16 fix",
-                "no half",
-            ],
+            search_aliases=["black image", "inf", "overflow", "invalid value encountered in cast", "fp16 fix"],
             inputs=[
                 io.Model.Input("model", tooltip="The model; the output is a guarded clone. Works with any loader."),
                 on_nan_input(),
@@ -48,10 +40,7 @@ class NaNGuard(io.ComfyNode):
                     min=0,
                     max=64,
                     advanced=True,
-                    tooltip=(
-                        "How often one step may be repeated. A cure takes three at most: "
-                        "to find the layer, in fp16_safe, in fp32. Telling another cause may take a few more."
-                    ),
+                    tooltip="How often one step may be repeated. A cure takes three at most.",
                 ),
                 check_input(),
             ],

@@ -53,6 +53,10 @@ def on_nan_input(name: str = "on_nan", options: tuple[str, ...] = ON_NAN, option
     return io.Combo.Input(name, options=list(options), default="retry_higher", optional=optional, tooltip=tooltip)
 
 
+def seed_input(tooltip: str) -> io.Int.Input:
+    return io.Int.Input("seed", default=0, min=0, max=0xFFFFFFFFFFFFFFFF, control_after_generate=False, tooltip=tooltip)
+
+
 def check_input() -> io.Combo.Input:
     return io.Combo.Input("check", options=list(CHECKS), default="off", optional=True, tooltip=CHECK_TOOLTIP)
 

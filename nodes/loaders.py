@@ -15,11 +15,28 @@ VAE_DTYPE_TOOLTIP = (
 )
 
 
+class Loader(io.ComfyNode):
+    """A node that loads files of one of ComfyUI's folders: it runs again when one of them has changed."""
+
+    FOLDER = ""
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs) -> str:
+        names = [name for key, name in inputs.items() if "_name" in key and name not in (None, "", NO_FILE)]
+        return files.version_of(cls.FOLDER, *names)
+
+
+def file_input(name: str, folder: str, tooltip: str) -> io.Combo.Input:
+    return io.Combo.Input(name, options=files.model_files(folder), tooltip=tooltip)
+
+
 def vae_dtype_input(name: str) -> io.Combo.Input:
     return io.Combo.Input(name, options=["auto", "fp16", "bf16", "fp32"], default="auto", tooltip=VAE_DTYPE_TOOLTIP)
 
 
-class LoadDiffusionModel(io.ComfyNode):
+class LoadDiffusionModel(Loader):
+    FOLDER = "diffusion_models"
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -27,30 +44,13 @@ class LoadDiffusionModel(io.ComfyNode):
             display_name="Load Diffusion Model fp8/int8 (Halfsafe)",
             category=CATEGORY,
             description="Load a diffusion model in scaled fp8, int8 or another dtype, sensitive layers kept high.",
-            search_aliases=[
-                "fp8",
-                "fp8 loader",
-                "oom",
-                "out of memory",
-                "fp8 scaled",
-                "int8",
-                "unet loader",
-                "dtype",
-                "precision",
-                "low vram",
-                "quantize",
-                "bf16",
-                "fp16",
-            ],
+            search_aliases=["fp8 loader", "oom", "out of memory", "unet loader", "dtype", "low vram", "quantize"],
             has_intermediate_output=True,
             inputs=[
-                io.Combo.Input(
+                file_input(
                     "model_name",
-                    options=files.model_files("diffusion_models"),
-                    tooltip=(
-                        "A .safetensors file in models/diffusion_models; "
-                        "fp8, int8 and ComfyUI's other quantization formats, sharded or with diffusers' names too."
-                    ),
+                    cls.FOLDER,
+                    "A .safetensors file in models/diffusion_models, of any of ComfyUI's formats, sharded too.",
                 ),
                 storage_input(),
                 compute_input(),
@@ -60,18 +60,16 @@ class LoadDiffusionModel(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, model_name="", **others) -> str:
-        return files.version_of("diffusion_models", *filter(None, [model_name]))
-
-    @classmethod
     def execute(cls, model_name, storage, compute, rules=None) -> io.NodeOutput:
-        path = files.model_path("diffusion_models", model_name)
+        path = files.model_path(cls.FOLDER, model_name)
         model = models.load_diffusion_model(path, storage, compute, checked_rules(rules) or rules_from())
         look_at_results(model)
         return io.NodeOutput(model, ui=badge(*model_words(model)))
 
 
-class LoadCheckpoint(io.ComfyNode):
+class LoadCheckpoint(Loader):
+    FOLDER = "checkpoints"
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -82,11 +80,7 @@ class LoadCheckpoint(io.ComfyNode):
             search_aliases=["fp8 checkpoint", "ckpt", "sdxl fp8", "dtype", "precision", "vae fp32", "no-half-vae"],
             has_intermediate_output=True,
             inputs=[
-                io.Combo.Input(
-                    "ckpt_name",
-                    options=files.model_files("checkpoints"),
-                    tooltip="A .safetensors file in models/checkpoints.",
-                ),
+                file_input("ckpt_name", cls.FOLDER, "A .safetensors file in models/checkpoints."),
                 storage_input(),
                 compute_input(),
                 storage_input(
@@ -100,12 +94,8 @@ class LoadCheckpoint(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, ckpt_name="", **others) -> str:
-        return files.version_of("checkpoints", *filter(None, [ckpt_name]))
-
-    @classmethod
     def execute(cls, ckpt_name, storage, compute, clip_storage, vae_dtype, rules=None) -> io.NodeOutput:
-        path = files.model_path("checkpoints", ckpt_name)
+        path = files.model_path(cls.FOLDER, ckpt_name)
         model = models.load_checkpoint_model(path, storage, compute, checked_rules(rules) or rules_from())
         look_at_results(model)
         clip = encoders.load_checkpoint_text_encoder(path, clip_storage)
@@ -113,10 +103,12 @@ class LoadCheckpoint(io.ComfyNode):
         return io.NodeOutput(model, clip, vae, ui=badge(*model_words(model)))
 
 
-class LoadCLIP(io.ComfyNode):
+class LoadCLIP(Loader):
+    FOLDER = "text_encoders"
+
     @classmethod
     def define_schema(cls) -> io.Schema:
-        names = files.model_files("text_encoders")
+        names = files.model_files(cls.FOLDER)
         more = [
             io.Combo.Input(
                 f"clip_name{number}",
@@ -140,10 +132,7 @@ class LoadCLIP(io.ComfyNode):
                     "type", options=encoders.text_encoder_types(), tooltip="The model family the encoder is for."
                 ),
                 storage_input(
-                    tooltip=(
-                        "How the weights are kept. "
-                        "auto: as ComfyUI does, fp8 if memory is short. fp8 and int8 save memory, not time."
-                    )
+                    tooltip="auto: as ComfyUI does, fp8 if memory is short. fp8 and int8 save memory, not time."
                 ),
                 compute_input(),
                 *more,
@@ -152,21 +141,18 @@ class LoadCLIP(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, **inputs) -> str:
-        names = [name for key, name in inputs.items() if key.startswith("clip_name") and name not in (None, NO_FILE)]
-        return files.version_of("text_encoders", *names)
-
-    @classmethod
     def execute(
         cls, clip_name1, type, storage, compute, clip_name2=NO_FILE, clip_name3=NO_FILE, clip_name4=NO_FILE
     ) -> io.NodeOutput:
         names = [name for name in (clip_name1, clip_name2, clip_name3, clip_name4) if name != NO_FILE]
-        paths = [files.model_path("text_encoders", name) for name in names]
+        paths = [files.model_path(cls.FOLDER, name) for name in names]
         clip = encoders.load_text_encoder(paths, type, storage, compute)
         return io.NodeOutput(clip, ui=badge(clip_word(clip)))
 
 
-class LoadControlNet(io.ComfyNode):
+class LoadControlNet(Loader):
+    FOLDER = "controlnet"
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -174,26 +160,13 @@ class LoadControlNet(io.ComfyNode):
             display_name="Load ControlNet (Halfsafe)",
             category=CATEGORY,
             description="Load a ControlNet in scaled fp8, int8 or another dtype, sensitive layers kept high.",
-            search_aliases=[
-                "controlnet",
-                "control net",
-                "controlnet fp8",
-                "fp8",
-                "int8",
-                "quantize",
-                "dtype",
-                "precision",
-                "low vram",
-            ],
+            search_aliases=["control net", "controlnet fp8", "int8", "quantize", "dtype", "low vram"],
             has_intermediate_output=True,
             inputs=[
-                io.Combo.Input(
+                file_input(
                     "control_net_name",
-                    options=files.model_files("controlnet"),
-                    tooltip=(
-                        "A .safetensors file in models/controlnet, "
-                        "of any kind that ComfyUI's own loader knows; quantized ones too."
-                    ),
+                    cls.FOLDER,
+                    "A .safetensors file in models/controlnet, of any kind that ComfyUI knows; quantized too.",
                 ),
                 storage_input(),
                 compute_input(),
@@ -203,17 +176,15 @@ class LoadControlNet(io.ComfyNode):
         )
 
     @classmethod
-    def fingerprint_inputs(cls, control_net_name="", **others) -> str:
-        return files.version_of("controlnet", *filter(None, [control_net_name]))
-
-    @classmethod
     def execute(cls, control_net_name, storage, compute, rules=None) -> io.NodeOutput:
-        path = files.model_path("controlnet", control_net_name)
+        path = files.model_path(cls.FOLDER, control_net_name)
         control = controlnet.load_control_net(path, storage, compute, checked_rules(rules) or rules_from())
         return io.NodeOutput(control, ui=badge(*control_words(control)))
 
 
-class LoadVAE(io.ComfyNode):
+class LoadVAE(Loader):
+    FOLDER = "vae"
+
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
@@ -224,21 +195,15 @@ class LoadVAE(io.ComfyNode):
             search_aliases=["vae fp32", "vae dtype", "no-half-vae", "fp32-vae", "precision"],
             has_intermediate_output=True,
             inputs=[
-                io.Combo.Input(
-                    "vae_name", options=files.model_files("vae"), tooltip="A .safetensors file in models/vae."
-                ),
+                file_input("vae_name", cls.FOLDER, "A .safetensors file in models/vae."),
                 vae_dtype_input("dtype"),
             ],
             outputs=[io.Vae.Output()],
         )
 
     @classmethod
-    def fingerprint_inputs(cls, vae_name="", **others) -> str:
-        return files.version_of("vae", *filter(None, [vae_name]))
-
-    @classmethod
     def execute(cls, vae_name, dtype) -> io.NodeOutput:
-        vae = encoders.load_vae(files.model_path("vae", vae_name), dtype)
+        vae = encoders.load_vae(files.model_path(cls.FOLDER, vae_name), dtype)
         return io.NodeOutput(vae, ui=badge(vae_word(vae)))
 
 

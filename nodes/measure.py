@@ -12,7 +12,7 @@ from ..precision.study.charts import tradeoffs_chart
 from ..precision.study.settings import DEFAULT_SETTINGS, settings_from
 from ..precision.study.tradeoffs_text import result_of, table_text
 from .host.study import tradeoffs as host
-from .inputs import CATEGORY, RulesType
+from .inputs import CATEGORY, RulesType, seed_input
 
 if TYPE_CHECKING:
     from .host.comfyui.types import ModelPatcher
@@ -29,16 +29,7 @@ class MeasurePrecisions(io.ComfyNode):
                 "Try storage and compute dtypes on your own model and prompt: "
                 "time per step, memory and error of each, and the best for a goal."
             ),
-            search_aliases=[
-                "benchmark",
-                "which precision",
-                "fastest dtype",
-                "compare dtypes",
-                "speed test",
-                "vram",
-                "snr",
-                "pareto",
-            ],
+            search_aliases=["benchmark", "which precision", "fastest dtype", "speed test", "vram", "snr", "pareto"],
             inputs=[
                 io.Model.Input(
                     "model", tooltip="The model, LoRAs included, loaded as_file to compare storages. It is not changed."
@@ -46,27 +37,14 @@ class MeasurePrecisions(io.ComfyNode):
                 io.Conditioning.Input("positive", tooltip="A prompt like those you use."),
                 io.Latent.Input(
                     "latent_image",
-                    tooltip=(
-                        "The size to measure at, as for a sampler: time and memory hold for this size. "
-                        "Each candidate costs four steps."
-                    ),
+                    tooltip="The size to measure at: time and memory hold for it. Each candidate costs four steps.",
                 ),
-                io.Int.Input(
-                    "seed",
-                    default=0,
-                    min=0,
-                    max=0xFFFFFFFFFFFFFFFF,
-                    control_after_generate=False,
-                    tooltip="The noise, the same for every candidate.",
-                ),
+                seed_input("The noise, the same for every candidate."),
                 io.String.Input(
                     "candidates",
                     multiline=True,
                     default=DEFAULT_SETTINGS,
-                    tooltip=(
-                        "One <storage>/<compute> per line, such as int8/auto; # comments. "
-                        "as_file: the weights as loaded. The table tells what this device cannot do."
-                    ),
+                    tooltip="One <storage>/<compute> per line, such as int8/auto; # comments. as_file: as loaded.",
                 ),
                 io.Conditioning.Input(
                     "negative", optional=True, tooltip="Sampled too when given, with cfg 4, at twice the time."

@@ -22,19 +22,13 @@ class LayerRules(io.ComfyNode):
                     "rules",
                     multiline=True,
                     default="",
-                    tooltip=(
-                        "One rule per line: <layer pattern> <key>=<value> ... # comment. "
-                        "Example: blocks.0.* compute=fp32. Later lines win; the help page has the keys."
-                    ),
+                    tooltip="<layer pattern> <key>=<value> ... # comment, one per line: blocks.0.* compute=fp32.",
                 ),
                 io.Combo.Input(
                     "preset",
                     options=list(PRESETS),
                     default=DEFAULT_PRESET,
-                    tooltip=(
-                        "Layers to keep as in the file, before your own lines. "
-                        "The family presets keep more than the default."
-                    ),
+                    tooltip="Layers to keep as in the file, before your own lines; the family presets keep more.",
                 ),
                 RulesType.Input("previous", optional=True, tooltip="Rules to build on; lines here win over them."),
             ],

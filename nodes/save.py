@@ -29,15 +29,7 @@ class SaveModel(io.ComfyNode):
             category=CATEGORY,
             description="Save a model with its LoRAs merged, in scaled fp8, int8 or another dtype, closer to it "
             "with a calibration; stock loaders read the file.",
-            search_aliases=[
-                "save fp8",
-                "save int8",
-                "quantize model",
-                "convert fp8",
-                "merge lora",
-                "export",
-                "precision",
-            ],
+            search_aliases=["save fp8", "save int8", "quantize model", "convert fp8", "merge lora", "export"],
             is_output_node=True,
             hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
             inputs=[
@@ -53,10 +45,7 @@ class SaveModel(io.ComfyNode):
                 CalibrationType.Input(
                     "calibration",
                     optional=True,
-                    tooltip=(
-                        "From Calibrate (Halfsafe), of this model: weights are rounded by what the layers meet. "
-                        "Closer to the original; takes minutes for a large model."
-                    ),
+                    tooltip="From Calibrate, of this model: weights are rounded closer to the original, in minutes.",
                 ),
             ],
             outputs=[io.String.Output(display_name="path")],

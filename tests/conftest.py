@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.machinery
 import importlib.util
+import os
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +20,58 @@ sys.path[:] = [
     *(path for path in sys.path if Path(path).absolute() != ROOT),
     str(ROOT / "scripts"),
 ]
+SHIFT = int(os.environ.get("HALFSAFE_SEED") or 0)
+"""Tests draw the same alone, in any order and in any process; HALFSAFE_SEED shifts the seeds that tests and ComfyUI give to generators, not the product's own."""
 
-from support import draws  # noqa: E402 (on the path from here on)
+
+@contextlib.contextmanager
+def draws_of(name: str) -> Iterator[None]:
+    """Draws from torch's global generator as this name has them. Without torch there are none."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    from torch import default_generator
+
+    before = default_generator.get_state()
+    default_generator.manual_seed(zlib.crc32(f"{SHIFT} {name}".encode()))
+    try:
+        yield
+    finally:
+        default_generator.set_state(before)
+
+
+def shift_seeds() -> None:
+    """Shift the seeds that generators are given from now on, once."""
+    import numpy as np
+    import torch
+
+    drawn_by_torch = torch._C.Generator
+    if torch.Generator is not drawn_by_torch:
+        return
+
+    class Kind(type(drawn_by_torch)):
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, drawn_by_torch)
+
+    class Generator(drawn_by_torch, metaclass=Kind):
+        def manual_seed(self, seed: int) -> drawn_by_torch:
+            return super().manual_seed(_shifted(seed))
+
+    torch.Generator = Generator
+    torch.manual_seed = _shifting(torch.manual_seed)
+    np.random.default_rng = _shifting(np.random.default_rng)
+
+
+def _shifting(seeded: Callable) -> Callable:
+    def call(seed=None):
+        return seeded(_shifted(seed) if isinstance(seed, int) else seed)
+
+    return call
+
+
+def _shifted(seed: int) -> int:
+    asked_by = sys._getframe(2).f_globals["__name__"].partition(".")[0]
+    return seed if asked_by == "halfsafe" else seed + SHIFT
 
 
 class RootIsAFolder:
@@ -32,23 +85,23 @@ class RootIsAFolder:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(RootIsAFolder(), "halfsafe-root")
     if getattr(config.option, "hypothesis_seed", None) is None:
-        config.option.hypothesis_seed = str(draws.SHIFT)
-    if draws.SHIFT:
-        draws.shift_seeds()
+        config.option.hypothesis_seed = str(SHIFT)
+    if SHIFT:
+        shift_seeds()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef: pytest.FixtureDef, request: pytest.FixtureRequest) -> Iterator[None]:
     if fixturedef.scope == "function":
         return (yield)
-    with draws.own_draws(f"{request.node.nodeid} {fixturedef.argname} {request.param_index}"):
+    with draws_of(f"{request.node.nodeid} {fixturedef.argname} {request.param_index}"):
         return (yield)
 
 
 @pytest.fixture(autouse=True)
 def own_draws(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a test draws hangs on its id and HALFSAFE_SEED alone."""
-    with draws.own_draws(request.node.nodeid):
+    with draws_of(request.node.nodeid):
         yield
 
 

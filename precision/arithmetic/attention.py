@@ -26,13 +26,11 @@ WORTH_SMOOTHING = 0.25
 
 
 class Kernels(NamedTuple):
-    """Name the functions that can compute an attention of ComfyUI.
+    """Name the functions that can compute an attention of ComfyUI: what would run, and what runs in fp32 in its place,
+    which kernels of 16 bit or less cannot take.
 
-    Args:
-        attention: what would run.
-        fp32: what runs in fp32 in its place, which kernels of 16 bit or less cannot take.
-        fused: ``attention`` keeps its scores in fp32 registers and scales before it rounds.
-        foreign: ``attention`` is somebody's override, whose result is checked too.
+    ``fused``: ``attention`` keeps its scores in fp32 registers and scales before it rounds. ``foreign``: it is
+    somebody's override, whose result is checked too.
     """
 
     attention: Callable
@@ -51,12 +49,8 @@ class AttentionState:
 
 
 class BoundedAttention:
-    """Run every fp16 attention of a model so that its scores fit, distinguished by their order in a call.
-
-    Args:
-        calibration: the model's; all attentions record in one proof there.
-        always_fp32: compute every fp16 attention in fp32, without calibration.
-    """
+    """Run every fp16 attention of a model so that its scores fit, distinguished by their order in a call; or every one
+    in fp32, without calibration."""
 
     def __init__(self, calibration: Calibration, always_fp32: bool = False):
         self.calibration = calibration
@@ -84,27 +78,20 @@ class BoundedAttention:
             return run_in_fp32(kernels, call)
         index, self._index = self._index, self._index + 1
         if self.calibration.calibrating:
-            return self._calibrate(self._state(index), kernels, call)
+            if index == len(self.states):
+                self.states.append(AttentionState(f"attention {index}"))
+            self.scores.device = q.device
+            result = self._in_first_mode_that_fits(self.states[index], kernels, call)
+            self.changed = self.changed or self.states[index].mode != AS_IS
+            return result
         mode = self.states[index % len(self.states)].mode if self.changed else AS_IS
         if mode == FP32:
             return run_in_fp32(kernels, call)
         if mode == SMOOTH:
             call = call.smoothed()
         result, bound = call.run(kernels.attention), call.score_bound()
-        self.scores.recorder.record(bound + 0 * amax(result) if kernels.foreign else bound)
+        self.scores.record(bound + 0 * amax(result) if kernels.foreign else bound)
         return result
-
-    def _state(self, index: int) -> AttentionState:
-        if index == len(self.states):
-            self.states.append(AttentionState(f"attention {index}"))
-        return self.states[index]
-
-    def _calibrate(self, state: AttentionState, kernels: Kernels, call: AttentionCall) -> torch.Tensor:
-        self.scores.recorder.device = call.q.device
-        try:
-            return self._in_first_mode_that_fits(state, kernels, call)
-        finally:
-            self.changed = self.changed or state.mode != AS_IS
 
     def _in_first_mode_that_fits(self, state: AttentionState, kernels: Kernels, call: AttentionCall) -> torch.Tensor:
         for mode in MODES[MODES.index(state.mode) : -1]:
@@ -114,8 +101,9 @@ class BoundedAttention:
                 state.bound = bound if math.isfinite(bound) else state.bound
             if math.isfinite(bound) and not self.scores.holds(bound):
                 continue
-            if mode == AS_IS and not call.fused and _rather_smoothed(bound, call):
-                continue
+            is_coarse = mode == AS_IS and not call.fused and COARSE_SCORE < bound < math.inf
+            if is_coarse and call.smoothed().score_bound().item() < WORTH_SMOOTHING * bound:
+                continue  # all keys share an offset
             result = tried.run(kernels.attention)
             if not math.isfinite(bound) or torch.isfinite(amax(result)):
                 state.mode = mode
@@ -141,14 +129,7 @@ class BoundedAttention:
 
 def run_in_fp32(kernels: Kernels, call: AttentionCall) -> torch.Tensor:
     """Run an attention in fp32. Returns the dtype of ``q``."""
-    return call.run_in(torch.float32, kernels.fp32).to(call.q.dtype)
-
-
-def _rather_smoothed(bound: float, call: AttentionCall) -> bool:
-    """Tell whether scores fit fp16 but are coarse, from an offset that all keys share."""
-    if not COARSE_SCORE < bound < math.inf:
-        return False
-    return call.smoothed().score_bound().item() < WORTH_SMOOTHING * bound
+    return call.in_dtype(torch.float32).run(kernels.fp32).to(call.q.dtype)
 
 
 class SafeAttention:
@@ -157,11 +138,8 @@ class SafeAttention:
 
     Attentions are distinguished by their order in a model call; one that was never measured runs in fp32. The layers
     before one with large scores return fp32: q and k are rounded once and not twice. The result of a foreign kernel is
-    looked at: its own arithmetic may overflow.
-
-    Args:
-        calibration: the model's.
-        asked: tell whether the attention that is called now is to run in fp32 whatever its scores are.
+    looked at: its own arithmetic may overflow. ``asked``: tell whether the attention that is called now is to run in
+    fp32 whatever its scores are.
     """
 
     def __init__(self, calibration: Calibration, asked: Callable[[], bool] = lambda: False):
@@ -195,15 +173,15 @@ class SafeAttention:
             with self.calibration.hiding.pause():
                 return self._calibrated(index, kernels, call, dtype)
         if index >= len(self.calls_in_fp32) or (self.any_in_fp32 and self.calls_in_fp32[index]):
-            return call.run_in(torch.float32, kernels.fp32)
-        call = call.in_fp16()
+            return call.in_dtype(torch.float32).run(kernels.fp32)
+        call = call.in_dtype(torch.float16)
         if torch.compiler.is_compiling():
-            self.range.recorder.record(call.largest())
+            self.range.record(call.largest())
         else:
-            self.bounds[index].record(call)
-        result = call.run_in(torch.float16, kernels.attention)
+            self.bounds[index].record_call(call)
+        result = call.run(kernels.attention)
         if kernels.foreign:
-            self.finite.recorder.record_amax(result)
+            self.finite.record_amax(result)
         return result.to(dtype)
 
     def _calibrated(self, index: int, kernels: Kernels, call: AttentionCall, dtype: torch.dtype) -> torch.Tensor:
@@ -211,11 +189,11 @@ class SafeAttention:
             self.calls_in_fp32.append(False)
             self.bounds.append(self.calibration.add(AttentionBound(f"attention {index}")))
         results, result = self.calibration.results, None
-        largest = self._note(call)
+        amax_of_q, largest = self._note(call)
         in_fp32 = self.asked() or self.calls_in_fp32[index] or not self.range.holds(largest * 2.0)
         results.close_block(coarse=self.asked() or largest > COARSE_SCORE)
         if not in_fp32:
-            result = call.run_in(torch.float16, kernels.attention).to(dtype)
+            result = call.in_dtype(torch.float16).run(kernels.attention).to(dtype)
             in_fp32 = kernels.foreign and not math.isfinite(amax(result).item())
         self.calls_in_fp32[index] = in_fp32
         self.any_in_fp32 = self.any_in_fp32 or in_fp32
@@ -223,16 +201,16 @@ class SafeAttention:
         self.calibration.flops[self.range.name] += flops
         if in_fp32 or result is None:
             self.fp32_flops += flops
-            return call.run_in(torch.float32, kernels.fp32)
-        self.bounds[index].calibrate(call, largest)
+            return call.in_dtype(torch.float32).run(kernels.fp32)
+        self.bounds[index].calibrate(call, amax_of_q, largest)
         self.calibration.in_fp16 = True
         results.any_returned = results.any_returned or dtype == torch.float16
         return result
 
-    def _note(self, call: AttentionCall) -> float:
-        """Note the operands; return the largest number that the attention can hold."""
-        self.range.recorder.device = self.finite.recorder.device = call.q.device
+    def _note(self, call: AttentionCall) -> tuple[float, float]:
+        """Note the operands; return the amax of q, and the largest number that the attention can hold."""
+        self.range.device = self.finite.device = call.q.device
         *operands, largest = torch.stack([*map(amax, (call.q, call.k, call.v)), call.largest()]).tolist()
         for tensor, magnitude in zip((call.q, call.k, call.v), operands, strict=True):
             self.calibration.results.note_operand(magnitude, tensor.dtype)
-        return largest
+        return operands[0], largest

@@ -11,8 +11,7 @@ import torch
 
 from ..base.amax import amax
 from ..base.dtypes import FP16_MAX
-from .amax_buffer import largest_row_norm
-from .proofs import HEADROOM_BITS, MARGIN, Proof, fits_range
+from .proofs import HEADROOM_BITS, MARGIN, Proof, fits_range, largest_row_norm
 
 LARGEST_SCORE = FP16_MAX / MARGIN
 MASK_FACTOR = 8.0
@@ -38,31 +37,23 @@ class AttentionCall(NamedTuple):
         """Run an attention on these arguments."""
         return attention(self.q, self.k, self.v, self.heads, *self.args, **self.kwargs)
 
-    def run_in(self, dtype: torch.dtype, attention: Callable) -> torch.Tensor:
-        """Run an attention on operands and masks in ``dtype``. Returns what it returns."""
-        masks = (_mask_in(dtype, mask) for mask in self.args)
+    def in_dtype(self, dtype: torch.dtype) -> "AttentionCall":
+        """Return the same attention over operands and masks in ``dtype``."""
+        args = tuple(_mask_in(dtype, mask) for mask in self.args)
         kwargs = {**self.kwargs, "mask": _mask_in(dtype, self.kwargs["mask"])} if "mask" in self.kwargs else self.kwargs
-        return attention(self.q.to(dtype), self.k.to(dtype), self.v.to(dtype), self.heads, *masks, **kwargs)
+        return AttentionCall(self.q.to(dtype), self.k.to(dtype), self.v.to(dtype), self.heads, args, kwargs, self.fused)
 
     def smoothed(self) -> "AttentionCall":
         """Return the same attention over keys less their mean."""
-        return AttentionCall(self.q, smoothed(self.k), self.v, self.heads, self.args, self.kwargs, self.fused)
-
-    def in_fp16(self) -> "AttentionCall":
-        """Return the same attention over fp16 operands."""
-        q, k, v = self.q.to(torch.float16), self.k.to(torch.float16), self.v.to(torch.float16)
-        return AttentionCall(q, k, v, self.heads, self.args, self.kwargs, self.fused)
-
-    def head_size(self) -> int:
-        return self.q.shape[-1] if self.q.dim() == 4 else self.q.shape[-1] // self.heads
-
-    def by_head(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Split the channels of q or k into heads: (..., heads, size)."""
-        return tensor.unflatten(-1, (-1, self.head_size()))
+        return self._replace(k=smoothed(self.k))
 
     def norms(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the largest 2-norm of a head's rows of q and of k, each 0-dim fp32."""
-        return largest_row_norm(self.by_head(self.q)), largest_row_norm(self.by_head(self.k))
+        by_head = (-1, self.head_size())
+        return largest_row_norm(self.q.unflatten(-1, by_head)), largest_row_norm(self.k.unflatten(-1, by_head))
+
+    def head_size(self) -> int:
+        return self.q.shape[-1] if self.q.dim() == 4 else self.q.shape[-1] // self.heads
 
     def score_factor(self) -> float:
         """Return the largest factor of a product of rows of q and k; unfused scores are scaled after the product."""
@@ -79,10 +70,6 @@ class AttentionCall(NamedTuple):
             if isinstance(mask, torch.Tensor) and mask.is_floating_point():
                 return True
         return False
-
-    def needs_scores(self) -> bool:
-        """Tell whether the scores must fit fp16: those of an unfused kernel, or those that a mask is added to."""
-        return not self.fused or self.is_masked()
 
     def score_bound(self) -> torch.Tensor:
         """Compute the largest number the scores can reach, 0-dim fp32."""
@@ -137,24 +124,23 @@ class AttentionBound(AttentionRange):
         self.limit = 0.0
         self.by_norm = False
 
-    def calibrate(self, call: AttentionCall, largest: float) -> None:
+    def calibrate(self, call: AttentionCall, amax_of_q: float, largest: float) -> None:
         """Choose the numbers to record. ``largest``: the largest number of the attention."""
-        self.recorder.device = call.q.device
-        self.factor, self.by_norm = call.masked_factor(), call.needs_scores()
-        if not self.by_norm:
-            self.limit = min(math.sqrt(LARGEST_SCORE / largest), 2.0**HEADROOM_BITS) * amax(call.q).item()
+        self.device = call.q.device
+        self.factor, self.by_norm = call.masked_factor(), not call.fused or call.is_masked()
+        self.limit = min(math.sqrt(LARGEST_SCORE / largest), 2.0**HEADROOM_BITS) * amax_of_q
 
-    def record(self, call: AttentionCall) -> None:
+    def record_call(self, call: AttentionCall) -> None:
         """Record the numbers of an attention. A call may bring a mask, or another kernel, where the measured one had
         none: the larger factor counts."""
-        if not (self.by_norm or call.needs_scores()):
-            self.recorder.record_amax(call.q)
+        if not (self.by_norm or not call.fused or call.is_masked()):
+            self.record_amax(call.q)
             return
         if not self.by_norm:
-            self.recorder.missed.any = True
+            self.missed.any = True
         self.factor = max(self.factor, call.masked_factor())
         for place, norm in enumerate(call.norms()):
-            self.recorder.record(norm, place)
+            self.record(norm, place)
 
     def magnitude(self, numbers: list[float]) -> float:
         """Return the largest number of the attention, from its records; of q alone, its growth to fp16's range."""

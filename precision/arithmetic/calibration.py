@@ -11,19 +11,18 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from itertools import islice
 from typing import TypeVar
 
 import torch
 
 from ..base.amax import amax
-from ..base.compiling import compile_disabled
 from ..base.nested import floats_in
 from ..base.oom import is_oom
-from .amax_buffer import NOTHING, AmaxBuffer
+from ..base.patching import compile_disabled
 from .hiding import HidingCode
-from .operand_scale import OperandScale
-from .operand_sharing import SharedOperands
-from .proofs import HEADROOM_BITS, Proof
+from .operand_scale import OperandScale, SharedOperands
+from .proofs import HEADROOM_BITS, NOTHING, AmaxBuffer, Proof
 from .result_bound import FiniteResult, Fp16Results
 
 Result = TypeVar("Result")
@@ -74,14 +73,13 @@ class Calibration:
         self.by_layer = True
         self.repeats = 0
         self._result = FiniteResult("result of the call")
-        self._missed = self._result.recorder.missed
+        self._missed = self._result.missed
         self._buffers: dict[torch.device, tuple[AmaxBuffer, list[Proof]]] = {}
-        self._places: dict[torch.device, list[tuple[Proof, int]]] = {}
 
     def add(self, proof: AnyProof) -> AnyProof:
         """Hold a proof under its name, in place of an earlier one."""
         self.proofs[proof.name] = proof
-        proof.recorder.missed = self._missed
+        proof.missed = self._missed
         return proof
 
     def scale(self, name: str) -> OperandScale:
@@ -101,9 +99,9 @@ class Calibration:
                 continue
             proof = self.proofs.get(name := f"input {key}") or self.add(InputRange(name))
             if not self.calibrating:
-                proof.recorder.record_amax(x)
+                proof.record_amax(x)
             else:
-                proof.recorder.device = x.device
+                proof.device = x.device
                 proof.measure(amax(x).item())
 
     def recalibrate(self) -> None:
@@ -136,8 +134,11 @@ class Calibration:
 
     def _run(self, call: Callable[[], Result]) -> Result:
         if not self.calibrating:
+            self._missed.any = False
+            for buffer, _ in self._buffers.values():
+                buffer.clear()
             try:
-                result = self._recorded(call)
+                result = call()
                 if self._holds(result):
                     return result
             except RuntimeError as error:
@@ -145,13 +146,6 @@ class Calibration:
                     raise  # model code that meets a result in fp16 for the first time may fail on it
             self.repeats += 1
         return self._calibrated(call)
-
-    def _recorded(self, call: Callable[[], Result]) -> Result:
-        self.operands.end()
-        self._missed.any = False
-        for buffer, _ in self._buffers.values():
-            buffer.clear()
-        return call()
 
     def _calibrated(self, call: Callable[[], Result]) -> Result:
         self.calibrating = True
@@ -173,29 +167,32 @@ class Calibration:
     def _place(self, result: object) -> None:
         """Give every measured proof its records on its device, and the graphs the exponents."""
         found = floats_in([result]) if self.in_fp16 else []
-        self._result.recorder.device = found[0].device if found else None
+        self._result.device = found[0].device if found else None
         devices: dict[torch.device, list[Proof]] = {}
         for proof in (*self.proofs.values(), self._result):
-            if proof.recorder.device is not None:
-                devices.setdefault(proof.recorder.device, []).append(proof)
+            if proof.device is not None:
+                devices.setdefault(proof.device, []).append(proof)
         for device, proofs in devices.items():
             if device not in self._buffers or self._buffers[device][1] != proofs:
                 self._buffers[device] = buffer, _ = AmaxBuffer(sum(proof.width for proof in proofs), device), proofs
-                self._places[device] = _placed(proofs, buffer)
+                entries = iter(buffer.entries)
+                for proof in proofs:
+                    proof.entries = list(islice(entries, proof.width))
             self._buffers[device][0].set_exponents([proof.exponent for proof in proofs for _ in range(proof.width)])
 
     def _holds(self, result: object) -> bool:
         """Tell whether the result of a call is finite and each record in its range; note the largest magnitudes on the
         way."""
-        if self._result.recorder.device is not None:
+        if self._result.device is not None:
             for x in floats_in([result]):
-                self._result.recorder.record_amax(x)
+                self._result.record_amax(x)
         hold = not self._missed.any
-        for device, (buffer, _) in self._buffers.items():
-            records = buffer.read()
-            for proof, first in self._places[device]:
+        for buffer, proofs in self._buffers.values():
+            records, first = buffer.read(), 0
+            for proof in proofs:
                 if records[first] != NOTHING:
                     hold = self._is_held(proof, proof.magnitude(records[first : first + proof.width])) and hold
+                first += proof.width
         return hold
 
     def _is_held(self, proof: Proof, magnitude: float) -> bool:
@@ -204,13 +201,3 @@ class Calibration:
         for each in proofs:
             each.largest = max(each.largest, magnitude)
         return all(each.holds(magnitude) for each in proofs)
-
-
-def _placed(proofs: list[Proof], buffer: AmaxBuffer) -> list[tuple[Proof, int]]:
-    """Give each proof its entries of a buffer; return the proofs, each with the place of its first entry."""
-    places, first = [], 0
-    for proof in proofs:
-        proof.recorder.place(buffer.entries[first : first + proof.width])
-        places.append((proof, first))
-        first += proof.width
-    return places

@@ -8,7 +8,6 @@ sum moves the rounded sum by at most ``2 |p|``, for if ``|p|`` is below half a u
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +15,10 @@ import torch.nn.functional as F
 from ..base import flags
 from ..base.amax import amax
 from ..base.dtypes import FP16_MAX
-from .amax_buffer import largest_row_norm
 from .calibration import Calibration
 from .linear import WeightProvider
 from .operand_scale import ScaledOperand
-from .proofs import FLOOR_BITS, MARGIN
+from .proofs import FLOOR_BITS, MARGIN, largest_row_norm
 
 MAX_EXPONENT = 6
 WORTH_SCALING = 1024
@@ -31,40 +29,12 @@ FP16_ACCUMULATION = "fp16_accumulation"
 LABELS = {"amax": ("amax", "||w||1"), "norm": ("||x||", "||w||2")}
 
 
-@dataclass(frozen=True)
-class SumEvidence:
-    """Keep what a proof of sums was decided from.
-
-    Attributes:
-        by: ``amax`` or ``norm``, of the input and the weight: the one with the smaller bound.
-        of_input, of_weight: these two.
-        terms: products per sum (K).
-        exponent: the input is scaled by ``2**-exponent``; 0 also where it is not proven.
-        worth_scaling: scaling would pay.
-    """
-
-    by: str
-    of_input: float
-    of_weight: float
-    terms: int
-    exponent: float = 0
-    worth_scaling: bool = True
-
-    def __str__(self) -> str:
-        """Say it in words."""
-        input_norm, weight_norm = LABELS[self.by]
-        numbers = f"{input_norm} {self.of_input:.3g}, {weight_norm} {self.of_weight:.3g}, K {self.terms}"
-        bound = f"bound {self.of_input * self.of_weight:.4g} of {FP16_MAX:.0f} ({numbers})"
-        few = "" if self.worth_scaling else f", too few outputs to gain by scaling ({WORTH_SCALING})"
-        return bound + few + (f", input scaled by 2^-{self.exponent}" if self.exponent else "")
-
-
 class SumBound(ScaledOperand):
     """Prove that no partial sum of a Linear's products passes fp16's range, from norms of its input and of its weight.
 
     ``terms``: products per sum (K), 0 until measured. ``gain``: the weight's norm in the smaller of the two bounds,
     ``by`` which that is. ``proven``: it fits, or does with the input scaled, which ``scales``. ``evidence``: what
-    decided that, None until measured.
+    decided that in words, empty until measured.
     """
 
     def __init__(self, name: str):
@@ -74,7 +44,7 @@ class SumBound(ScaledOperand):
         self.scales = False
         self.by = "amax"
         self.proven = False
-        self.evidence: SumEvidence | None = None
+        self.evidence = ""
         self._largest = {"amax": 0.0, "norm": 0.0}
 
     def forget(self) -> None:
@@ -94,11 +64,8 @@ class SumBound(ScaledOperand):
     def prove(self, largest: float, norm: float, row_sum: float, row_norm: float, terms: int, can_scale: bool) -> None:
         """Decide from the largest input met so far and the weight; a NaN or inf input teaches nothing.
 
-        Args:
-            largest, norm: largest magnitude of the input and largest norm of its rows.
-            row_sum, row_norm: largest 1-norm and 2-norm of the weight's rows.
-            terms: products per sum.
-            can_scale: it pays to scale the input by a power of two.
+        ``largest``, ``norm``: the largest magnitude of the input and norm of its rows. ``row_sum``, ``row_norm``: the
+        largest 1-norm and 2-norm of the weight's rows. ``can_scale``: it pays to scale the input.
         """
         if not math.isfinite(largest) or not math.isfinite(norm):
             return
@@ -107,18 +74,16 @@ class SumBound(ScaledOperand):
         gains = {"amax": row_sum, "norm": row_norm}
         self.by = min(gains, key=lambda by: self._largest[by] * gains[by])
         self.gain = gains[self.by]
-        self.exponent = needed_exponent(self.bound)
+        of_input = self._largest[self.by]
+        self.exponent = needed_exponent(of_input * self.gain)
         scalable = can_scale and self._largest["amax"] >= 2.0 ** (self.exponent - FLOOR_BITS)
         self.scales = self.exponent != 0
         self.proven = self.exponent == 0 or (self.exponent <= MAX_EXPONENT and scalable)
-        exponent = self.exponent if self.proven else 0
-        of_input = self._largest[self.by]
-        self.evidence = SumEvidence(self.by, of_input, self.gain, terms, exponent, can_scale or self.proven)
-
-    @property
-    def bound(self) -> float:
-        """The largest partial sum there can be, before scaling."""
-        return self._largest[self.by] * self.gain
+        input_norm, weight_norm = LABELS[self.by]
+        numbers = f"{input_norm} {of_input:.3g}, {weight_norm} {self.gain:.3g}, K {terms}"
+        few = "" if can_scale or self.proven else f", too few outputs to gain by scaling ({WORTH_SCALING})"
+        scaled = f", input scaled by 2^-{self.exponent}" if self.proven and self.scales else ""
+        self.evidence = f"bound {of_input * self.gain:.4g} of {FP16_MAX:.0f} ({numbers}){few}{scaled}"
 
     def magnitude_of(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the proof depends on, the largest element or row norm of an input, 0-dim fp32."""
@@ -142,13 +107,8 @@ def needed_exponent(bound: float) -> float:
 class Fp16AccumulationLinear:
     """Run a Linear with fp16 accumulation where its sums are proven to fit, inside a scope in which the flag is off.
 
-    Args:
-        module: the Linear.
-        inner: what the module runs otherwise.
-        sums: its proof.
-        calibration: the model's calibration.
-        weights: as for ``SafeOperation``; None where the module's weight cannot be had, and so no proof.
-        by_layer: switch the flag around this layer; else it is as the scope has it.
+    ``inner``: what the module runs otherwise. ``weights``: None where the module's weight cannot be had, and so no
+    proof. ``by_layer``: switch the flag around this layer; else it is as the scope has it.
     """
 
     def __init__(
@@ -167,20 +127,17 @@ class Fp16AccumulationLinear:
         self.weights = weights
         self.by_layer = by_layer
 
-    def __repr__(self) -> str:
-        return f"Fp16AccumulationLinear({'proven' if self.sums.proven else 'not proven'})"
-
     def __call__(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         if x.dtype != torch.float16 or self.weights is None:
             return self.inner(x, *args, **kwargs)
         if self.calibration.calibrating:
-            self.sums.recorder.device = x.device
+            self.sums.device = x.device
             return self._calibrate(x)
         if not self.sums.proven:
             if not self.by_layer and not self.sums.terms:
-                self.sums.recorder.record(x.new_full((), math.inf, dtype=torch.float32))
+                self.sums.record(x.new_full((), math.inf, dtype=torch.float32))
             return self.inner(x, *args, **kwargs)
-        self.sums.recorder.record(self.sums.magnitude_of(x))
+        self.sums.record(self.sums.magnitude_of(x))
         with flags.switched(FP16_ACCUMULATION, True) if self.by_layer else nullcontext():
             return self._scaled(x) if self.sums.scales else self.inner(x, *args, **kwargs)
 
@@ -196,8 +153,8 @@ class Fp16AccumulationLinear:
         """Multiply a scaled input. Scaling back and the bias are part of the matmul, but in a compiled graph."""
         with self.weights(self.module, x, torch.float16, torch.float16) as (weight, bias):
             scaled = self.sums.scaled(x)
-            if torch.compiler.is_compiling() and self.sums.recorder.entry is not None:
-                product = F.linear(scaled, weight).mul_(self.sums.recorder.entry.scale()[1])
+            if torch.compiler.is_compiling() and self.sums.entry is not None:
+                product = F.linear(scaled, weight).mul_(self.sums.entry.scale()[1])
                 return product if bias is None else product.add_(bias)
             summand, beta = (weight.new_empty(1), 0) if bias is None else (bias, 1)
             rows = scaled.reshape(-1, weight.shape[1])

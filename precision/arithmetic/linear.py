@@ -12,7 +12,7 @@ F(4x4, 3x3) (Lavin and Gray, arXiv:1509.09308). What overflows there gives Inf o
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,8 @@ from ..base.flags import fp32_accumulation
 from ..base.modes import FP16, FP16_SCALED, FP16_WIDE, FP32
 from .calibration import Calibration
 from .operand_scale import OperandScale
+from .products import HAS_WIDE_PRODUCT, wide_product
 from .result_bound import FiniteResult
-from .wide_product import HAS_WIDE_PRODUCT, wide_product
 
 WeightProvider = Callable[..., AbstractContextManager]
 """``provider(module, x, dtype, bias_dtype=fp32)`` yields a layer's ``(weight, bias)`` on the device of ``x``. ``dtype``
@@ -57,18 +57,9 @@ def has_wide_output(device: torch.device, kind: str) -> bool:
 class SafeOperation:
     """Run one module's forward with fp16 operands: finite wherever fp32 is.
 
-    Args:
-        module: a Linear, Conv or ConvTranspose.
-        scale: how its operand is scaled, and what is proven of it; ``scale.in_fp32`` once the layer was found to need
-            fp32.
-        calibration: the model's.
-        weights: provides ``(weight, bias)`` of the module.
-        wide: whether the device returns fp32 from fp16 operands; None to ask it. For tests of CUDA's path on a CPU.
-        largest_fp16: return fp16 while the result is proven to fit it and no larger than this when measured. None:
-            always fp32.
-
-    Attributes:
-        finite: checks the result in every later call, where model code may hide an overflow of the layer.
+    ``scale``: how the operand is scaled, and what is proven of it. ``largest_fp16``: return fp16 while the result is
+    proven to fit it and no larger than this when measured; None: always fp32. ``finite``: checks the result in every
+    later call, where model code may hide an overflow of the layer.
     """
 
     def __init__(
@@ -77,7 +68,6 @@ class SafeOperation:
         scale: OperandScale,
         calibration: Calibration,
         weights: WeightProvider,
-        wide: bool | None = None,
         largest_fp16: float | None = None,
     ):
         self.module = module
@@ -85,21 +75,17 @@ class SafeOperation:
         self.scale = scale
         self.calibration = calibration
         self.weights = weights
-        self.wide = wide
         self.largest_fp16 = largest_fp16
         self.finite: FiniteResult | None = None
 
     @property
     def observed_mode(self) -> str:
-        """The mode of the layer in its last calibration; planned is ``fp16_wide`` (``PlannedLayers``)."""
+        """The mode of the layer in its last calibration; planned is ``fp16_wide``."""
         if self.scale.in_fp32:
             return FP32.name
         if self.scale.result.proven:
             return FP16.name
         return FP16_SCALED.name if self.scale.exponent else FP16_WIDE.name
-
-    def __repr__(self) -> str:
-        return f"SafeOperation({self.observed_mode})"
 
     def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Run the layer on ``input``, of any float dtype; return fp32, or fp16 where that is proven."""
@@ -115,14 +101,14 @@ class SafeOperation:
         with self.weights(self.module, operand, torch.float16, bias_dtype) as (weight, bias):
             result = self._in_fp16(operand, weight, bias, *args, **kwargs)
         if self.finite is not None:
-            self.finite.recorder.record_amax(self._column(result))
+            self.finite.record_amax(self._column(result))
         return result
 
     def look(self) -> None:
         """Look at the result in every later call."""
         if self.finite is None:
             self.finite = self.calibration.add(FiniteResult(f"{self.scale.name} result"))
-        self.finite.recorder.device = self.scale.recorder.device
+        self.finite.device = self.scale.device
 
     def widen(self) -> None:
         """Return fp32 from now on: model code replaces what overflows in fp16."""
@@ -135,17 +121,17 @@ class SafeOperation:
 
     def _in_fp16(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         """Multiply in fp16. A result that is not proven is fp32, or made so from a scaled one."""
-        if self.calibration.by_layer:
-            with fp32_accumulation():
-                return self._multiplied(operand, weight, bias, *args, **kwargs)
-        return self._multiplied(operand, weight, bias, *args, **kwargs)
+        with fp32_accumulation() if self.calibration.by_layer else nullcontext():
+            return self._multiplied(operand, weight, bias, *args, **kwargs)
 
     def _multiplied(self, operand, weight, bias, *args, **kwargs) -> torch.Tensor:
         if self.scale.result.proven:
             return multiplied(self.module, self.kind, operand, weight, bias, *args, **kwargs)
+        # ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to 2.11).
+        needs_gradient = torch.is_grad_enabled() and (operand.requires_grad or weight.requires_grad)
         if not self._is_wide(operand):
             product = multiplied(self.module, self.kind, operand, weight, None, *args, **kwargs)
-        elif operand.device.type == "cpu" or _needs_gradient(operand, weight):
+        elif operand.device.type == "cpu" or needs_gradient:
             product = multiplied(self.module, self.kind, operand.float(), weight.float(), None, *args, **kwargs)
         else:
             product = wide_product(operand.reshape(-1, operand.shape[-1]), weight.t())
@@ -155,7 +141,7 @@ class SafeOperation:
         return self.scale.unscaled(product, bias)
 
     def _is_wide(self, x: torch.Tensor) -> bool:
-        return has_wide_output(x.device, self.kind) if self.wide is None else self.wide
+        return has_wide_output(x.device, self.kind)
 
     def _column(self, result: torch.Tensor) -> torch.Tensor:
         """Return a channel of the result, in whose sums each element of the operand is; all channels of groups."""
@@ -169,7 +155,7 @@ class SafeOperation:
         # asked for twice, the weight has the LoRA twice. A quantized weight, which no LoRA is added to in place, is
         # asked for in fp16 as in later calls, so that it is rounded alike and the first run of a seed equals the next.
         plain = type(self.module.weight) in (torch.Tensor, torch.nn.Parameter)
-        self.scale.recorder.device = x.device
+        self.scale.device = x.device
         result = None
         with self.calibration.hiding.pause():
             with self.weights(self.module, x, None) as (weight, bias):
@@ -227,12 +213,6 @@ def multiplied(
     )
     convolve = TRANSPOSED[dimensions]
     return convolve(x, weight, bias, module.stride, module.padding, padding, module.groups, module.dilation)
-
-
-def _needs_gradient(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Tell whether autograd records this product."""
-    # ``torch.mm`` with ``out_dtype`` has no derivative (torch 2.8 to 2.11).
-    return torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
 
 
 def _row_sum(weight: torch.Tensor, kind: str) -> torch.Tensor:

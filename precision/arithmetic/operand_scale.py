@@ -1,12 +1,15 @@
-"""Scale an operand by a power of two so that it and its product fit fp16."""
+"""Operands in fp16: scaled by a power of two so that they and their products fit, and shared by the layers of a block
+that are given the same tensor."""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from ..base.dtypes import FP16_MAX
+from ..base.layer_names import block_of
 from .proofs import FLOOR_BITS, HEADROOM_BITS, Proof, fits_range
 from .result_bound import ResultBound
 
@@ -22,8 +25,8 @@ class ScaledOperand(Proof):
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x`` times ``2**-exponent`` in fp16, exact. A compiled graph multiplies by a tensor, whatever the
         exponent is."""
-        if torch.compiler.is_compiling() and self.recorder.entry is not None:
-            return (x * self.recorder.entry.scale()[0]).to(torch.float16)
+        if torch.compiler.is_compiling() and self.entry is not None:
+            return (x * self.entry.scale()[0]).to(torch.float16)
         return self.scaled_eagerly(x)
 
     def scaled_eagerly(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,10 +108,10 @@ class OperandScale(ScaledOperand):
         self.result.prove(magnitude, row_sum, bias)
         self.result.proven = self.result.proven and not (self.in_fp32 or self.exponent)
 
-    def record(self, x: torch.Tensor, operand: torch.Tensor) -> None:
+    def record_operand(self, x: torch.Tensor, operand: torch.Tensor) -> None:
         """Record the amax of ``operand``, the fp16 form of ``x``. Zeros may be what fp16 leaves of small numbers: an
         operation that has met zeros records ``x``."""
-        self.recorder.record_amax(x if self.meets_zeros else operand)
+        self.record_amax(x if self.meets_zeros else operand)
 
     def magnitude(self, numbers: list[float]) -> float:
         """Return the operand's amax from its record."""
@@ -123,8 +126,8 @@ class OperandScale(ScaledOperand):
     def unscaled(self, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return ``product`` times ``2**exponent``, plus ``bias``, in fp32 and in one pass; ``product`` may be written
         to."""
-        if torch.compiler.is_compiling() and self.recorder.entry is not None:
-            product = product.float() * self.recorder.entry.scale()[1]
+        if torch.compiler.is_compiling() and self.entry is not None:
+            product = product.float() * self.entry.scale()[1]
             return product if bias is None else product + bias
         if bias is None:
             return product.float().mul_(2.0**self.exponent) if self.exponent else product.float()
@@ -141,3 +144,73 @@ def converts_results(device: torch.device) -> bool:
     # Metal has kernels for operands and results of one dtype, from torch 2.8 on for ``mul`` too (PyTorch #152515):
     # "Failed to create function state object for: mul_dense_scalar_half_float". Nobody has tried the other devices.
     return device.type in ("cpu", "cuda")
+
+
+class MadeOperand(NamedTuple):
+    """Hold the last operand with its tensor and scale, and the number of layers still to take the operand."""
+
+    x: torch.Tensor
+    scale: OperandScale
+    operand: torch.Tensor
+    left: int = 0
+
+
+class SharedOperands:
+    """Make the operands of a model's operations.
+
+    A call that calibrates finds out who shares an operand: who is given the very same tensor next, not written to in
+    between, in the same block. Nothing is left for a later block: ComfyUI's model compiler lends the next one the
+    memory of the one before (``nodes/host/replay/model_compiler.py``).
+    """
+
+    def __init__(self) -> None:
+        self._made: MadeOperand | None = None
+        self._calls: dict[OperandScale, int] = {}
+        self._first: dict[OperandScale, OperandScale] = {}
+        self.sharing: dict[OperandScale, list[OperandScale]] = {}
+
+    def begin(self) -> None:
+        """Start a call that calibrates: who shares an operand is found out anew."""
+        self._made, self._calls, self._first, self.sharing = None, {}, {}, {}
+
+    def end(self) -> None:
+        """Let go of the call's tensors."""
+        self._made = None
+
+    def of(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` in fp16, scaled, and recorded where it is watched. A compiled graph records every operand, in
+        the kernel that makes it."""
+        if torch.compiler.is_compiling():
+            operand = scale.scaled(x)
+            scale.record_operand(x, operand)
+            return operand
+        made = self._made
+        alike = made is not None and made.x is x and made.scale.exponent == scale.exponent
+        if alike and self._first.get(scale) is made.scale:
+            self._made = made._replace(left=made.left - 1) if made.left > 1 else None
+            return made.operand
+        operand = scale.scaled_eagerly(x)
+        if scale.gain is None:
+            scale.missed.any = True
+        elif scale.is_watched:
+            scale.record_operand(x, operand)
+        takers = self.sharing.get(scale)
+        self._made = MadeOperand(x, scale, operand, len(takers)) if takers else None
+        return operand
+
+    def measured(self, scale: OperandScale, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x`` in fp16, scaled, in a call that calibrates."""
+        operand, made = scale.scaled_eagerly(x), self._made
+        self._calls[scale] = self._calls.get(scale, 0) + 1
+        if self._calls[scale] == 1 and made is not None and made.x is x and _is_same(made, scale, operand):
+            self._first[scale] = made.scale
+            self.sharing.setdefault(made.scale, []).append(scale)
+        else:
+            self._first.pop(scale, None)
+            self._made = MadeOperand(x, scale, operand)
+        return operand
+
+
+def _is_same(made: MadeOperand, scale: OperandScale, operand: torch.Tensor) -> bool:
+    in_one_block = made.scale is not scale and block_of(made.scale.name) == block_of(scale.name)
+    return in_one_block and made.scale.exponent == scale.exponent and torch.equal(made.operand, operand)

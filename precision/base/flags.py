@@ -1,8 +1,4 @@
-"""torch's process-wide precision flags as a scope: set for one model's calls, and back to what they were.
-
-Restoring is exact, whatever the flags were set with. Three things make that less simple than it sounds (torch 2.11);
-each is named at its line below.
-"""
+"""torch's process-wide precision flags as a scope: set for one model's calls, and exactly back to what they were."""
 
 import operator
 import threading
@@ -31,39 +27,22 @@ def _matmul():
     return torch.backends.cuda.matmul
 
 
-def _plain(name: str) -> FlagSetting:
-    return FlagSetting(
-        name, lambda: getattr(_matmul(), f"allow_{name}"), lambda v: setattr(_matmul(), f"allow_{name}", v), bool
-    )
-
-
-def _read_pair(name: str) -> tuple[bool, bool] | bool:
-    # A reduced-precision reduction has a split-k half, which writing a plain bool turns on (torch 2.11).
-    allowed = getattr(_matmul(), f"allow_{name}")
-    split_k = getattr(_matmul(), f"allow_{name}_split_k", None) if _has_split_k() else None
-    return allowed if split_k is None else (allowed, split_k)
-
-
-def _write_pair(name: str, value: tuple[bool, bool] | bool) -> None:
-    """Set a pair of flags; a bool leaves split-k allowed."""
-    if isinstance(value, bool) and _has_split_k():
-        # Split-k reduces in fp32 while the flag is off. Without it cuBLAS refuses every half product that has no
-        # cublasLt epilogue (ATen CUDABlas.cpp, DisallowReducedPrecisionDisallowSplitK).
-        value = (value, True)
-    setattr(_matmul(), f"allow_{name}", value)
-
-
-def _has_split_k() -> bool:
-    try:
-        return isinstance(_matmul().allow_fp16_reduced_precision_reduction_split_k, bool)
-    except UNREADABLE:
-        return False
-
-
 def _pair(name: str) -> FlagSetting:
-    return FlagSetting(
-        name, lambda: _read_pair(name), lambda v: _write_pair(name, v), lambda v: v[0] if isinstance(v, tuple) else v
-    )
+    """Make a setting of matmuls, whose reduced-precision reductions have a split-k half."""
+    flag, split_k = f"allow_{name}", f"allow_{name}_split_k"
+
+    def read() -> tuple[bool, bool] | bool:
+        allowed, half = getattr(_matmul(), flag), _get(_matmul, split_k)
+        return allowed if half is None else (allowed, half)
+
+    def write(value: tuple[bool, bool] | bool) -> None:
+        if isinstance(value, bool) and _get(_matmul, split_k) is not None:
+            # Split-k reduces in fp32 while the flag is off. Without it cuBLAS refuses every half product that has no
+            # cublasLt epilogue (ATen CUDABlas.cpp, DisallowReducedPrecisionDisallowSplitK).
+            value = (value, True)
+        setattr(_matmul(), flag, value)
+
+    return FlagSetting(name, read, write, lambda state: state[0] if isinstance(state, tuple) else state)
 
 
 @dataclass(frozen=True)
@@ -105,7 +84,7 @@ def _get(owner: Callable[[], object], name: str):
 SETTINGS = {
     setting.name: setting
     for setting in (
-        _plain("fp16_accumulation"),
+        _pair("fp16_accumulation"),
         _pair("fp16_reduced_precision_reduction"),
         _pair("bf16_reduced_precision_reduction"),
         _tf32("tf32_matmul", _matmul, _matmul),
@@ -178,30 +157,30 @@ class _Scopes:
     """
 
     def __init__(self):
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._open: list[tuple[object, int, Mapping[str, bool]]] = []
-        self._before: dict[str, object] = {}
+        self.before: dict[str, object] = {}
 
     def enter(self, key: object, wanted: Mapping[str, bool]) -> None:
-        with self._lock:
+        with self.lock:
             for name in wanted:
-                if name not in self._before and (state := state_of(name)) is not None:
-                    self._before[name] = state
+                if name not in self.before and (state := state_of(name)) is not None:
+                    self.before[name] = state
             self._open.append((key, threading.get_ident(), wanted))
             self._apply(wanted)
 
     def leave(self, key: object) -> None:
-        with self._lock:
+        with self.lock:
             closed = [wanted for entry, _, wanted in self._open if entry is key]
             self._open = [entry for entry in self._open if entry[0] is not key]
             self._apply(name for wanted in closed for name in wanted)
             if not self._open:
-                self._before.clear()
+                self.before.clear()
 
     def holds(self, name: str, value: bool) -> bool:
         """Tell whether the newest scope of this thread that names the setting holds it at this value."""
         mine = threading.get_ident()
-        with self._lock:
+        with self.lock:
             for _, thread, wanted in reversed(self._open):
                 if thread == mine and name in wanted:
                     return wanted[name] is value
@@ -212,25 +191,26 @@ class _Scopes:
         return {thread: wanted[name] for _, thread, wanted in self._open if name in wanted}
 
     def _apply(self, names: Iterable[str]) -> None:
-        for name in filter(self._before.__contains__, names):
+        for name in filter(self.before.__contains__, names):
             newest = self._newest(name)
-            wanted = all(newest.values()) if newest else self._before[name]
+            wanted = all(newest.values()) if newest else self.before[name]
             if state_of(name) != wanted:
                 SETTINGS[name].write(wanted)
 
     @contextmanager
     def switched(self, name: str, value: bool) -> Iterator[None]:
-        with self._lock:
-            alone = name in self._before and all(thread == threading.get_ident() for _, thread, _ in self._open)
+        """Override one flag that an open scope of this thread holds. No other thread can open a scope meanwhile.
+
+        No effect while another thread has a scope open, since the flags are process-wide.
+        """
+        with self.lock:
+            alone = name in self.before and all(thread == threading.get_ident() for _, thread, _ in self._open)
             with flags_set({name: value}) if alone else nullcontext():
                 yield
 
-    def outside(self, name: str) -> object | None:
-        with self._lock:
-            return self._before.get(name, state_of(name))
-
 
 _scopes = _Scopes()
+switched = _scopes.switched
 
 
 @contextmanager
@@ -254,15 +234,8 @@ def fp32_accumulation() -> AbstractContextManager[None]:
     return flags_set({"fp16_accumulation": False})
 
 
-def switched(name: str, value: bool) -> AbstractContextManager[None]:
-    """Override one flag that an open scope of this thread holds. No other thread can open a scope meanwhile.
-
-    No effect while another thread has a scope open, since the flags are process-wide.
-    """
-    return _scopes.switched(name, value)
-
-
 def outside(name: str) -> bool | None:
     """Return what a setting is outside of every open scope; None where this torch does not have it."""
-    state = _scopes.outside(name)
+    with _scopes.lock:
+        state = _scopes.before.get(name, state_of(name))
     return None if state is None else SETTINGS[name].is_on(state)

@@ -78,3 +78,9 @@ def number_ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
+def plain_name(name: str) -> str:
+    """Give a module's name without what torch.compile puts into it."""
+    # torch.compile holds the module it compiled as ``_orig_mod`` (torch/_dynamo/eval_frame.py, OptimizedModule).
+    return name.replace("_orig_mod.", "").removesuffix("._orig_mod")

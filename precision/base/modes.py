@@ -64,14 +64,8 @@ FP32 = Mode("fp32", "fp32 matmul", "compute=fp32", _FP32, _FP32, (126, 134, 148)
 
 MODES = {mode.name: mode for mode in (FP8, INT8, FP16_ACC16, FP16, FP16_WIDE, FP16_SCALED, BF16, FP32)}
 
-
-def _by_option() -> dict[str, str]:
-    """Compute option -> the first mode whose rule is that option alone."""
-    alone = (mode for mode in reversed(MODES.values()) if len(mode.rule.split()) == 1)
-    return {mode.rule.removeprefix("compute="): mode.name for mode in alone}
-
-
-MODE_OF = _by_option()
+MODE_OF = {mode.rule.removeprefix("compute="): mode.name for mode in reversed(MODES.values()) if " " not in mode.rule}
+"""Compute option -> the first mode whose rule is that option alone."""
 
 
 def modes_named(names: Iterable[str]) -> list[Mode]:

@@ -1,9 +1,12 @@
 """Patches of modules that hold for one call, and scopes that threads share: set, and put back whatever happens."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+
+import torch
 
 _ABSENT = ...  # copied and pickled as itself
 Patch = tuple[object, str, Any]
@@ -65,3 +68,15 @@ class SharedScope:
             self._inside -= 1
             if self._inside == 0:
                 self._setting.__exit__(None, None, None)
+
+
+# torch's stance is one for the process, and each ``set_stance`` puts back what it found: threads that overlap would
+# leave the other's.
+_disabled = SharedScope(lambda: torch.compiler.set_stance("force_eager"))
+
+
+def compile_disabled() -> AbstractContextManager[object]:
+    """Run compiled code as plain torch inside, on every thread. Changes nothing before torch 2.6."""
+    # torch has ``set_stance`` from 2.6 on. It imports torch._dynamo, which takes seconds; whoever compiled has it.
+    can = hasattr(torch.compiler, "set_stance") and "torch._dynamo" in sys.modules
+    return _disabled if can else nullcontext()

@@ -74,9 +74,12 @@ def convert_file(
     plans = plan_weights(checkpoint.weights, asked, source, done=_done(file))
     lines = [str(rule) for rule in rules.own]
     provenance = Provenance(source_of(file), storage, rules.names, lines, card=file.metadata.get(CARD_KEY, ""))
-    rounding = _rounding(calibration, checkpoint, plans, provenance.source) if calibration else None
-    card = rounding.card_entry(provenance, plans) if rounding else card_entry(provenance, plans.values())
-    if rounding:
+    card, rounding = card_entry(provenance, plans.values()), None
+    if calibration:
+        origin, prefix, device = provenance.source, checkpoint.prefix, default_device()
+        name = str(origin["file"])
+        rounding = CalibratedRounding(calibration, checkpoint.weights, plans, origin, name, prefix, device)
+        card = rounding.card_entry(provenance, plans)
         tell(rounding.start())
     metadata = {"format": "pt"} | checkpoint.metadata | card
     made = (rounding.made if rounding else made_here)(checkpoint.weights, plans, source)
@@ -100,8 +103,11 @@ def convert_file(
 def _read(source: str | os.PathLike, target: Path) -> tuple[TensorFile, Checkpoint]:
     """Open a file that can be converted into ``target``."""
     file = open_checkpoint(source)
-    _refuse_same_file(file, target)
-    _refuse_name_of_a_part(target)
+    if os.path.exists(target) and any(target.samefile(part) for part in file.files):
+        raise CheckpointError(target, "source and target are the same file", advice="Give the result another name.")
+    if PART_NAME.search(target.stem) and not target.stem.endswith("-of-00001"):
+        advice = f"Name it {PART_NAME.sub('', target.stem)}{target.suffix}."
+        raise CheckpointError(target, "named as a part, but would hold the whole model", advice=advice)
     checkpoint = read_checkpoint(file, file.metadata, source)
     checkpoint.refuse_lora()
     return file, checkpoint
@@ -120,13 +126,6 @@ def _done(file: TensorFile, progress: Callable[[int], None] | None = None) -> Ca
     return done
 
 
-def _rounding(
-    calibration: Calibration, checkpoint: Checkpoint, plans: Mapping[str, WeightPlan], source: Mapping[str, object]
-) -> CalibratedRounding:
-    name, prefix = str(source["file"]), checkpoint.prefix
-    return CalibratedRounding(calibration, checkpoint.weights, plans, source, name, prefix, default_device())
-
-
 def _notes(checkpoint: Checkpoint, rules: Rules, plans: Mapping[str, WeightPlan]) -> list[str]:
     idle = rules_without_effect(layer_specs(checkpoint, checkpoint.prefix), rules)
     otherwise = [f"{name}: {plan.reason}" for name, plan in plans.items() if plan.reason]
@@ -138,17 +137,6 @@ def decide(checkpoint: Checkpoint, storage: str, rules: Rules) -> dict[str, Stor
     prefix = checkpoint.prefix
     decisions = plan_storage(layer_specs(checkpoint, prefix), storage, rules)
     return {prefix + name: decision for name, decision in decisions.items()}
-
-
-def _refuse_name_of_a_part(target: Path) -> None:
-    if PART_NAME.search(target.stem) and not target.stem.endswith("-of-00001"):
-        advice = f"Name it {PART_NAME.sub('', target.stem)}{target.suffix}."
-        raise CheckpointError(target, "named as a part, but would hold the whole model", advice=advice)
-
-
-def _refuse_same_file(file: TensorFile, target: Path) -> None:
-    if os.path.exists(target) and any(target.samefile(source) for source in file.files):
-        raise CheckpointError(target, "source and target are the same file", advice="Give the result another name.")
 
 
 def conversion_text(summary: ConvertSummary) -> str:

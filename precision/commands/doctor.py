@@ -2,6 +2,7 @@
 
 import os
 import platform
+from dataclasses import asdict
 
 import torch
 
@@ -51,9 +52,8 @@ def diagnose(device: torch.device | Device | None = None) -> dict:
     }
 
 
-def describe(profile: str | None = None) -> dict:
-    """Describe a profile, or the machine's device when None: capabilities with reasons and the choices of ``auto``.
-    JSON-safe.
+def describe(profile: str) -> dict:
+    """Describe a profile: capabilities with reasons and the choices of ``auto``. JSON-safe.
 
     Raises:
         UnknownProfile: no such profile.
@@ -65,18 +65,17 @@ def _description(device: Device) -> dict:
     row = device.profile
     return {
         "device": {**device_section(device), "vendor": row.vendor, "type": row.type},
-        "capabilities": {name: _capability(device, name) for name in CAPABILITIES},
+        "capabilities": {
+            name: {"value": device.capabilities[name], "table": row.table(name), "reason": device.reason(name)}
+            for name in CAPABILITIES
+        },
         "fp8": {"formats": list(row.fp8_formats), "scaling": list(row.scaling)},
         "int8": {"slow": why_int8_is_slow(device)},
         "remarks": row.remarks,
-        "probes": [{"name": probe.name, "ok": probe.ok, "detail": probe.detail} for probe in device.probes],
+        "probes": [asdict(probe) for probe in device.probes],
         "auto": [_auto(device, model) for model in TYPICAL_MODELS],
-        "too_large": _too_large(device),
+        "too_large": dict(zip(("storage", "reason"), _too_large(device), strict=True)),
     }
-
-
-def _capability(device: Device, name: str) -> dict:
-    return {"value": device.capabilities[name], "table": device.profile.table(name), "reason": device.reason(name)}
 
 
 def _auto(device: Device, model: str) -> dict:
@@ -85,12 +84,11 @@ def _auto(device: Device, model: str) -> dict:
     return {"model": model, "file": file_dtype, "compute": compute, "reason": reason}
 
 
-def _too_large(device: Device) -> dict:
-    """Say what storage ``auto`` takes where 16-bit weights do not fit."""
+def _too_large(device: Device) -> tuple[str, str]:
+    """Choose the storage that ``auto`` takes where 16-bit weights do not fit, and say why."""
     if device.profile.type in ("cpu", "mps"):
-        return {"storage": "as_file", "reason": "There is no separate GPU memory to fit weights into."}
-    storage, reason = smallest_storage(device)
-    return {"storage": storage, "reason": reason}
+        return "as_file", "There is no separate GPU memory to fit weights into."
+    return smallest_storage(device)
 
 
 def _devices() -> list[dict]:
@@ -161,8 +159,8 @@ def _probes(probes: list[dict]) -> str:
 
 
 def _flags(flags: dict[str, dict]) -> str:
-    rows = [
-        (f"  {on_off(entry['value'])}", f"{name}: {entry['detail']}" if entry["value"] is None else entry["detail"])
-        for name, entry in flags.items()
-    ]
+    rows = []
+    for name, entry in flags.items():
+        lacking = f"{name}: " if entry["value"] is None else ""
+        rows.append((f"  {on_off(entry['value'])}", lacking + entry["detail"]))
     return "Backend flags\n" + table(rows)

@@ -29,7 +29,6 @@ SATURATION_LIMIT = 1e-3
 SATURATION_MINIMUM = 1000
 _CHUNK = 1 << 22
 COMFYUI_READS = frozenset({COMFY_QUANT, QUANTIZATION_KEY, SCALED_FP8})
-_OF_DATA = ("nan", "inf", "saturated")
 MOST_ITEMS = 30
 
 
@@ -89,32 +88,31 @@ def inspect_file(path) -> Inspection:
         CheckpointError: it is no readable safetensors file.
     """
     file = open_checkpoint(path)
-    problems, checkpoint = [], None
+    inspection = Inspection(
+        file=str(path),
+        dialect=None,
+        bytes=file.data_bytes,
+        parameters=0,
+        tensors=len(file),
+        layers=0,
+        dtypes=_dtypes(file),
+        card=card_in(file.metadata),
+    )
     try:
         checkpoint = read_checkpoint(file, file.metadata, path)
     except CheckpointError as error:
-        problems.append(str(error))
-    weights = list(checkpoint.weights.values()) if checkpoint else []
-    return Inspection(
-        file=str(path),
-        dialect=dialect_text(checkpoint.dialects) if checkpoint else None,
-        bytes=file.data_bytes,
+        return replace(inspection, problems=[str(error)])
+    weights, model = list(checkpoint.weights.values()), model_name(checkpoint.model_shapes)
+    return replace(
+        inspection,
+        dialect=dialect_text(checkpoint.dialects),
         parameters=sum(prod(weight.shape) for weight in weights),
-        tensors=len(file),
         layers=sum(weight.name.endswith(".weight") for weight in weights),
-        dtypes=_dtypes(file),
-        model=_model(checkpoint) if checkpoint else None,
+        model=None if model == UNKNOWN.name else model,
         scales=_scales(weights),
-        problems=problems,
-        in_comfyui=_in_comfyui(checkpoint) if checkpoint else [],
-        notes=checkpoint.notes if checkpoint else [],
-        card=card_in(file.metadata),
+        in_comfyui=_in_comfyui(checkpoint),
+        notes=checkpoint.notes,
     )
-
-
-def _model(checkpoint: Checkpoint) -> str | None:
-    name = model_name(checkpoint.model_shapes)
-    return None if name == UNKNOWN.name else name
 
 
 def _dtypes(file: TensorFile) -> dict[str, dict[str, int]]:
@@ -152,10 +150,8 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     )
     found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
     formats = Counter(w.format for w in checkpoint.weights.values() if w.encoding is not None)
-    return [
-        *found,
-        *(f"{count} layers: {kind.title} needs ComfyUI {kind.since} or later." for kind, count in formats.items()),
-    ]
+    found += [f"{count} layers: {kind.title} needs ComfyUI {kind.since} or later." for kind, count in formats.items()]
+    return found
 
 
 def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
@@ -173,26 +169,18 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
         problems.append(FileFinding(error.tensor or "", "scale" if error.tensor else "unreadable", str(error)))
     for name, tensor in file.items():
         weight = weights.get(name, StoredWeight(name, tensor))
+        found: list[FileFinding] = []
         if weight.encoding is not None:
-            _scan_coded(weight, problems)
+            _scan_coded(weight, found)
         elif tensor.dtype in NUMBERS:
-            _scan_tensor(tensor, weight, problems, remarks)
+            _scan_tensor(tensor, weight, found, remarks)
+        if len(file.files) > 1:
+            found = [replace(it, text=f"{it.text}, in {file.entries[name].file.name}") for it in found]
+        problems += found
         file.release(name)
         if progress:
             progress(tensor.nbytes)
-    return Scan(str(path), len(file), _placed(problems, file), remarks)
-
-
-def _placed(findings: list[FileFinding], file: TensorFile) -> list[FileFinding]:
-    """Name the part of a sharded set that each tensor is in."""
-    if len(file.files) == 1:
-        return findings
-    return [
-        replace(found, text=f"{found.text}, in {file.entries[found.tensor].file.name}")
-        if found.kind in _OF_DATA
-        else found
-        for found in findings
-    ]
+    return Scan(str(path), len(file), problems, remarks)
 
 
 def _scan_tensor(
@@ -229,11 +217,9 @@ def _non_finite(name: str, parts: Iterable[torch.Tensor]) -> list[FileFinding]:
         total += part.numel()
         counts["nan"] += int(values.isnan().sum())
         counts["inf"] += int(values.isinf().sum())
-    return [
-        FileFinding(name, kind, f"{count} of {total} values are {'NaN' if kind == 'nan' else 'infinite'}")
-        for kind, count in counts.items()
-        if count
-    ]
+    words = {"nan": "NaN", "inf": "infinite"}
+    counted = ((kind, f"{count} of {total} values are {words[kind]}") for kind, count in counts.items() if count)
+    return [FileFinding(name, kind, text) for kind, text in counted]
 
 
 def _saturation(weight: StoredWeight, problems: list[FileFinding], remarks: list[FileFinding]) -> None:
@@ -250,18 +236,16 @@ def _saturation(weight: StoredWeight, problems: list[FileFinding], remarks: list
 def inspection_text(inspection: Inspection) -> str:
     """Describe in a few lines what a file holds, then problems, ComfyUI's view, and notes."""
     scales = ", ".join(f"{count} {kind}" for kind, count in inspection.scales.items())
-    held = {
-        f"  {dtype}": f"{row['tensors']} tensors, {size_text(row['bytes'])}" for dtype, row in inspection.dtypes.items()
-    }
-    facts = {
-        "dialect": inspection.dialect or "unknown",
-        "model": inspection.model,
-        "size": f"{size_text(inspection.bytes)}, {count_text(inspection.parameters)} parameters",
-        "tensors": f"{inspection.tensors}, {inspection.layers} layers",
-        **held,
-        "scales": scales,
-    }
-    lines = [inspection.file, table([(f"  {name}", text) for name, text in facts.items() if text])]
+    facts = [
+        ("dialect", inspection.dialect or "unknown"),
+        ("model", inspection.model),
+        ("size", f"{size_text(inspection.bytes)}, {count_text(inspection.parameters)} parameters"),
+        ("tensors", f"{inspection.tensors}, {inspection.layers} layers"),
+    ]
+    for dtype, row in inspection.dtypes.items():
+        facts.append((f"  {dtype}", f"{row['tensors']} tensors, {size_text(row['bytes'])}"))
+    facts.append(("scales", scales))
+    lines = [inspection.file, table([(f"  {name}", text) for name, text in facts if text])]
     lines += section("card", card_lines(inspection.card or {}))
     lines += section("problems", inspection.problems)
     lines += section("stock ComfyUI", inspection.in_comfyui)

@@ -87,7 +87,8 @@ def detect(device: torch.device | None = None, profile: str | None = None) -> De
     if requested:
         return _assemble(device, requested, (), simulated=True)
     row = profile_of(device)
-    return _assemble(device, row, run_probes(device, row.fp8_formats[0] if row.fp8_formats else OCP_FP8[0]))
+    probes = run_probes(device, row.fp8_formats[0] if row.fp8_formats else OCP_FP8[0])
+    return _assemble(device, row, probes, simulated=False)
 
 
 def requested_profile() -> DeviceProfile | None:
@@ -101,22 +102,16 @@ def requested_profile() -> DeviceProfile | None:
         raise UnknownProfile(f"{PROFILE_VARIABLE}={name}: {error.problem}", error.advice) from None
 
 
-def _assemble(
-    device: torch.device, profile: DeviceProfile, probes: tuple[Probe, ...], simulated: bool = False
-) -> Device:
-    verdicts = {capability: _verdict(profile, probes, capability) for capability in CAPABILITIES}
-    capabilities = {capability: on for capability, (on, _) in verdicts.items()}
-    reasons = {capability: reason for capability, (_, reason) in verdicts.items()}
+def _assemble(device: torch.device, profile: DeviceProfile, probes: tuple[Probe, ...], simulated: bool) -> Device:
+    capabilities = profile.capabilities
+    reasons = {capability: profile.reason(capability) for capability in capabilities}
+    for capability in (name for name, on in capabilities.items() if on):
+        failed = [probe for probe in probes if probe.ok is False and probe.name in CONFIRMED_BY[capability]]
+        if failed:
+            detail = failed[0].detail.rstrip(".")
+            capabilities[capability] = False
+            reasons[capability] = f"Expected here, but the probe {failed[0].name} failed: {detail}."
     return Device(device, hardware_name(device), profile, simulated, probes, capabilities, reasons)
-
-
-def _verdict(profile: DeviceProfile, probes: tuple[Probe, ...], capability: str) -> tuple[bool, str]:
-    if not profile.capabilities[capability]:
-        return False, profile.reason(capability)
-    failed = [probe for probe in probes if probe.ok is False and probe.name in CONFIRMED_BY[capability]]
-    if failed:
-        return False, f"Expected here, but the probe {failed[0].name} failed: {failed[0].detail.rstrip('.')}."
-    return True, profile.reason(capability)
 
 
 def why_no_fp8(storage: str, device: Device) -> str:

@@ -16,6 +16,7 @@ FAULTY_FP16 = (
 )  # fmt: skip
 # Workstation and server cards run fp16 and fp32 accumulation at one rate (NVIDIA data sheets); GeForce halves fp32's.
 FULL_RATE = re.compile(r"\b(Quadro|Tesla|TITAN RTX|T4|A2|A10G?|A16|A40|A\d[05]00|L4|L40S?|RTX PRO|Ada Generation)\b")
+B300_INT8 = "B300 multiplies int8 at a fifteenth of its fp16 rate: 0.15 against 2.25 POPS (NVIDIA Blackwell brief)."
 
 GFX_ROWS = (
     ("gfx90a", "gfx90a"), ("gfx908", "gfx90a"), ("gfx94", "gfx942"), ("gfx95", "gfx950"),
@@ -67,15 +68,20 @@ def metal_name() -> str:
 def profile_of(device: torch.device) -> DeviceProfile:
     """Return the nearest row for a real device, adjusted and with a note where the row is not exact. Probes nothing."""
     if device.type == "cuda":
-        return _amd_profile(device) if torch.version.hip else _nvidia_profile(device)
+        if torch.version.hip:
+            return amd_row(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
+        return _nvidia_profile(device)
     if device.type == "mps":
         return _apple_profile(metal_name())
     if device.type == "xpu":
         return PROFILES["xpu"]
     if device.type == "privateuseone":
         return directml()
+    if device.type == "cpu" and cpu_bf16():
+        notes = {**PROFILES["cpu"].notes, "bf16": "This CPU has bf16 instructions."}
+        return dataclasses.replace(PROFILES["cpu"], bf16_native=True, notes=notes)
     if device.type == "cpu":
-        return _cpu_profile()
+        return PROFILES["cpu"]
     return noted(PROFILES["cpu"], f"torch device type '{device.type}' has no row; the safest row is used.")
 
 
@@ -90,9 +96,10 @@ def _nvidia_profile(device: torch.device) -> DeviceProfile:
     row = nvidia_row(capability)
     name = torch.cuda.get_device_name(device)
     if capability == (10, 3):
-        return without_int8_gains(row)
+        notes = {**row.notes, "int8_matmul_gains": B300_INT8}
+        return dataclasses.replace(row, label="B300 (Blackwell Ultra)", int8_matmul_gains=False, notes=notes)
     if row.name == "sm_75" and any(chip in name for chip in FAULTY_FP16):
-        return without_fp16(row, name)
+        return _without_fp16(row, name)
     if row.fp16_accumulation_gains and FULL_RATE.search(name):
         reason = "Workstation and server cards add in fp32 at full rate: fp16 accumulation is risk without gain."
         return dataclasses.replace(row, fp16_accumulation_gains=False, notes={**row.notes, "fp16_accumulation": reason})
@@ -101,40 +108,24 @@ def _nvidia_profile(device: torch.device) -> DeviceProfile:
 
 def nvidia_row(capability: tuple[int, int]) -> DeviceProfile:
     """Return the highest row not above a compute capability: (8, 7) -> sm_86, (7, 2) -> sm_70, (10, 3) -> sm_100."""
-    rows = {_compute_capability(name): row for name, row in PROFILES.items() if name.startswith("sm_")}
-    oldest, newest = min(rows), max(rows)
-    below = [row for row in rows if row <= capability]
-    row = rows[max(below, default=oldest)]
+    names = (name.removeprefix("sm_") for name in PROFILES if name.startswith("sm_"))
+    capabilities = sorted((int(digits[:-1]), int(digits[-1])) for digits in names)
+    major, minor = max((row for row in capabilities if row <= capability), default=capabilities[0])
+    row = PROFILES[f"sm_{major}{minor}"]
     if capability < (6, 0):
         return noted(row, f"Compute capability {capability[0]}.{capability[1]} is older than every row.")
-    if capability[0] > newest[0]:
+    if capability[0] > capabilities[-1][0]:
         return noted(row, f"Compute capability {capability[0]}.{capability[1]} is newer than every row.")
     return row
 
 
-def _compute_capability(name: str) -> tuple[int, int]:
-    digits = name.removeprefix("sm_")
-    return int(digits[:-1]), int(digits[-1])
-
-
-def without_fp16(row: DeviceProfile, name: str) -> DeviceProfile:
+def _without_fp16(row: DeviceProfile, name: str) -> DeviceProfile:
     """Return the row for a chip whose fp16 results are wrong."""
     reason = f"{name} gives wrong or NaN fp16 results, so nothing is computed in fp16."
     int8 = "No tensor cores: int8 gains against fp32, the only other arithmetic here (INT8-Fast PR #61)."
     notes = {**row.notes, "fp16": reason, "fp16_accumulation": reason, "int8_matmul_gains": int8}
     label = "GTX 16xx (Turing)"
     return dataclasses.replace(row, label=label, fp16_fast=False, fp16_accumulation_gains=False, notes=notes)
-
-
-def without_int8_gains(row: DeviceProfile) -> DeviceProfile:
-    """Return the row for Blackwell Ultra, whose int8 units were all but left out."""
-    reason = "B300 multiplies int8 at a fifteenth of its fp16 rate: 0.15 against 2.25 POPS (NVIDIA Blackwell brief)."
-    notes = {**row.notes, "int8_matmul_gains": reason}
-    return dataclasses.replace(row, label="B300 (Blackwell Ultra)", int8_matmul_gains=False, notes=notes)
-
-
-def _amd_profile(device: torch.device) -> DeviceProfile:
-    return amd_row(torch.cuda.get_device_properties(device).gcnArchName.split(":")[0])
 
 
 def amd_row(arch: str) -> DeviceProfile:
@@ -187,10 +178,3 @@ def directml() -> DeviceProfile:
     note = "DirectML has no row; the CPU's is used with fp16, without fp8 and int8 matmul. Not run on such a device."
     changes = {"label": "DirectML", "type": "privateuseone", "fp16_fast": True}
     return noted(PROFILES["cpu"], note, notes=notes, fp8_storage=False, int8_matmul=False, **changes)
-
-
-def _cpu_profile() -> DeviceProfile:
-    if not cpu_bf16():
-        return PROFILES["cpu"]
-    notes = {**PROFILES["cpu"].notes, "bf16": "This CPU has bf16 instructions."}
-    return dataclasses.replace(PROFILES["cpu"], bf16_native=True, notes=notes)

@@ -38,10 +38,8 @@ def require_memory(needed: int, what: str, available: int, advice: str = FOR_WEI
         MemoryShortage: they are not.
     """
     if needed > available:
-        raise MemoryShortage(
-            f"{what} needs {size_text(needed)} of memory, {size_text(available)} are available.",
-            advice,
-        )
+        problem = f"{what} needs {size_text(needed)} of memory, {size_text(available)} are available."
+        raise MemoryShortage(problem, advice)
 
 
 def _meminfo() -> int | None:
@@ -77,10 +75,9 @@ def _room(group: Path, limit_file: str, usage_file: str, cache_field: str) -> in
     limit, usage = _read(group / limit_file).strip(), _read(group / usage_file).strip()
     if not limit.isdigit() or not usage.isdigit():
         return None
-    cache = next(
-        (line.split()[1] for line in _read(group / "memory.stat").splitlines() if line.startswith(f"{cache_field} ")), 0
-    )
-    return max(0, int(limit) - int(usage) + int(cache))
+    lines = map(str.split, _read(group / "memory.stat").splitlines())
+    cache = next((int(line[1]) for line in lines if line[0] == cache_field), 0)
+    return max(0, int(limit) - int(usage) + cache)
 
 
 def _read(path: Path) -> str:
@@ -100,9 +97,7 @@ class _MemoryStatus(ctypes.Structure):
         ("available_physical", ctypes.c_uint64),
         ("total_page_file", ctypes.c_uint64),
         ("available_page_file", ctypes.c_uint64),
-        ("total_virtual", ctypes.c_uint64),
-        ("available_virtual", ctypes.c_uint64),
-        ("available_extended_virtual", ctypes.c_uint64),
+        ("virtual", ctypes.c_uint64 * 3),
     ]
 
 

@@ -83,14 +83,9 @@ def probe(name: str, check: Callable[..., tuple[bool | None, str]], *args) -> Pr
     except PROBE_ERRORS as error:
         if is_oom(error):
             return Probe(name, None, NO_MEMORY)
-        return Probe(name, False, f"{type(error).__name__}: {first_line(error)}")
+        line = next(iter(str(error).splitlines()), "")
+        return Probe(name, False, f"{type(error).__name__}: {line[:160]}")
     return Probe(name, ok, detail)
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of a torch error, cut to 160 characters."""
-    lines = str(error).splitlines() or [""]
-    return lines[0][:160]
 
 
 def fp8_cast(device: torch.device, fmt: str) -> tuple[bool, str]:
@@ -161,15 +156,11 @@ def gemm(device: torch.device, name: str) -> tuple[bool, str]:
     error = ((result - exact).norm() / exact.norm()).item()
     if not error < GEMM_TOLERANCE[name]:
         return False, f"{name} matmul is wrong here: relative error {error:.2g}"
-    if name == "fp16" and device.type not in ("cuda", "cpu") and not _sums_in_fp32(device):
-        return False, "fp16 matmul adds in fp16 here: sums overflow whose result is small"
+    if name == "fp16" and device.type not in ("cuda", "cpu"):  # CUDA adds in fp32 unless the flag for fp16 sums is on
+        left, right = accumulation_operands(device)
+        if not torch.isfinite((left @ right).cpu()).all():
+            return False, "fp16 matmul adds in fp16 here: sums overflow whose result is small"
     return True, f"relative error {error:.1e}"
-
-
-def _sums_in_fp32(device: torch.device) -> bool:
-    """Tell whether a product adds in fp32, as CUDA's does unless the flag for fp16 sums is on."""
-    left, right = accumulation_operands(device)
-    return bool(torch.isfinite((left @ right).cpu()).all())
 
 
 def bf16_native(device: torch.device) -> tuple[bool | None, str]:

@@ -10,18 +10,18 @@ from dataclasses import replace
 from typing import Generic, TypeVar
 
 from ..devices import probes
-from .failed_call import Attempt, FailedCall, Given, Result, Step
-from .inputs import Diagnosis, NotFiniteInput, input_origin, zero_for_nan, zero_for_not_finite
+from .failed_call import Attempt, FailedCall, Given, Repeats, Result, Step
+from .inputs import Diagnosis, NotFiniteInput, changed, input_origin, zero_for_nan, zeroed
 from .ladder import RandomStart
 from .localize import Origin
 from .log import CallPosition, GuardLog, event_of
 from .policy import OFF
-from .repeats import Repeats
 from .verdicts import BAD_INPUT, BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED
 from .wording import (
     BEGINS_SAFE,
     COMPILED,
     EAGER_IS_FINITE,
+    FAILS_IN_FP32,
     GOES_ON,
     LEAVE_OUT,
     MAY_BE_KEPT,
@@ -94,7 +94,7 @@ class Case(Generic[Given, Step, Result]):
     def _lose_rows_given_nan(self, one: NotFiniteInput) -> None:
         """Blame an input's NaN for its rows, and go on with the other rows as if the input were finite."""
         rows = one.nan_rows(self.call.about.batch) & self.rows
-        self.given = self.call.replaced(self.given, zero_for_nan([one]))
+        self.given = self.call.replaced(self.given, changed([one], zero_for_nan))
         if rows:
             position = self._position(rows)
             self._lose(rows)
@@ -181,10 +181,15 @@ class Case(Generic[Given, Step, Result]):
             steps = steps[:-1]
         if steps and self._restarts:
             return self._started_again(steps[0])
-        found = self.repeats.first_finite(steps, self.given)
-        if found is None:
-            return self._not_cured()
-        step, attempt = found
+        for step in steps:
+            if not self.repeats.may_take(1):
+                break
+            attempt = self.repeats.at(step, self.given)
+            if attempt.finite:
+                return self._cured(step, attempt)
+        return self._not_cured()
+
+    def _cured(self, step: Step, attempt: Attempt[Result]) -> Result:
         if step == self.call.about.present:
             self._note_unchanged(True, DEVICE_FAULT, None, SAME_AGAIN)
         else:
@@ -221,7 +226,7 @@ class Case(Generic[Given, Step, Result]):
         ok, detail = probes.canary(self.call.about.device, "fp32")
         if not ok:
             diagnosis = Diagnosis(self._place, DEVICE_FAULT, f"{detail}.", WRONG_IN_FP32)
-        return self._give_up(diagnosis or Diagnosis(self._place, NOT_PRECISION, None, self.call.wording.fails_in_fp32))
+        return self._give_up(diagnosis or Diagnosis(self._place, NOT_PRECISION, None, FAILS_IN_FP32))
 
     def _untried(self) -> Diagnosis:
         return Diagnosis(
@@ -245,7 +250,7 @@ class Case(Generic[Given, Step, Result]):
         groups = [[one] for one in self.inputs]
         groups += [self.inputs] if len(groups) > 1 else []
         for group in groups[:MOST_INPUTS]:
-            if self.repeats.finite_in_fp32(self.call.replaced(self.given, zero_for_not_finite(group))):
+            if self.repeats.finite_in_fp32(self.call.replaced(self.given, changed(group, zeroed))):
                 name, advice = " and the ".join(one.name for one in group), group[0].advice if len(group) == 1 else None
                 return replace(group[0], name=name, advice=advice).diagnosis(self.call.wording.input_made_finite)
         return None

@@ -1,4 +1,4 @@
-"""A call that gave NaN or Inf, as whoever made it can repeat it: what :mod:`case` decides over."""
+"""A call that gave NaN or Inf, as whoever made it can repeat it, and its repeats: what :mod:`case` decides over."""
 
 import math
 from abc import ABC, abstractmethod
@@ -10,8 +10,9 @@ import torch
 
 from ..base.modes import FP32
 from .inputs import NotFiniteInput
+from .ladder import RandomStart
 from .localize import Origin
-from .log import CallPosition
+from .log import CallPosition, GuardLog
 from .wording import Wording
 
 Given = TypeVar("Given")
@@ -173,3 +174,69 @@ class FailedCall(ABC, Generic[Given, Step, Result]):
     def without_patches(self, given: Given) -> Given:
         """Return the inputs of the call without the functions named by :meth:`patches`."""
         return given
+
+
+class Repeats(Generic[Given, Step, Result]):
+    """The repeats of one failed call.
+
+    Args:
+        start: the random numbers it began with.
+        log: what was said of its model so far.
+        most: how often it may be repeated to cure it; None for as often as the ladder asks.
+            Evidence alone is not bounded by it.
+
+    ``failed_in_fp32``: whether the call with the inputs it was given is NaN or Inf in fp32 too, None while unknown.
+    """
+
+    def __init__(self, call: FailedCall[Given, Step, Result], start: RandomStart, log: GuardLog, most: int | None):
+        self.most = most
+        self.failed_in_fp32: bool | None = None if call.about.steps else True
+        self._call = call
+        self._start = start
+        self._log = log
+        self._used = 0
+
+    def may_take(self, number: int) -> bool:
+        """Tell whether so many more repeats are allowed."""
+        return self.most is None or self._used + number <= self.most
+
+    def run(self, given: Given) -> Attempt[Result]:
+        """Repeat the call as it was."""
+        return self._again(lambda: self._call.run(given), "as it was")
+
+    def watched(self, given: Given) -> tuple[Attempt[Result], Origin | None]:
+        """Repeat the call as it was with every operation watched: (attempt, what failed)."""
+        return self._again(lambda: self._call.watched(given), "to find what fails")
+
+    def at(self, step: Step, given: Given) -> Attempt[Result]:
+        """Repeat the call at a step, however many repeats are allowed."""
+        attempt = self._again(lambda: self._call.run_at(step, given), f"in {self._call.named(step)}")
+        if step == self._call.about.in_fp32:
+            self.failed_in_fp32 = not attempt.finite
+        return attempt
+
+    def fails_in_fp32(self, given: Given) -> bool:
+        """Tell whether the call as it is is not finite in fp32 either; False where that may not be tried any more."""
+        if self.failed_in_fp32 is None and self._evidence_allowed():
+            self.at(self._call.about.in_fp32, given)
+        return bool(self.failed_in_fp32)
+
+    def finite_in_fp32(self, given: Given, zeroed: Sequence[str] = ()) -> bool:
+        """Tell whether a variant of the call is finite in fp32:
+        other inputs, or zeros for NaN and Inf of ``zeroed`` weights."""
+        if not self._evidence_allowed():
+            return False
+        step = self._call.about.in_fp32
+        return self._again(lambda: self._call.run_at(step, given, zeroed), "in fp32, to find the cause").finite
+
+    def _again(self, run: Callable, how: str):
+        about = self._call.about
+        what = about.default_origin.layer if about.default_origin else f"step {about.position.step}"
+        self._call.tell(f"Repeating {what} {how}")
+        self._log.extra_calls += 1
+        self._used += 1
+        with self._start.again():
+            return run()
+
+    def _evidence_allowed(self) -> bool:
+        return self._log.on_nan != "retry_higher" or self.may_take(1)

@@ -1,5 +1,4 @@
-"""What a call was given that is not finite: which rows of its result that explains,
-and the verdict if it is the cause."""
+"""What holds NaN or Inf: nested values of a graph, and what a call was given, with the verdict if it is the cause."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -8,12 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from ..base.amax import amax_value
-from ..base.nested import tensors_in
-from .finite import zeroed
+from ..base.nested import leaves, tensors_in
 from .localize import Origin
 from .verdicts import BAD_INPUT, NOT_PRECISION
 from .wording import BETWEEN_CALLS
 
+LISTED = 8
 SIGMA, SIGMAS, SAMPLER = "sigma", "sigmas of the scheduler", "sampler"
 MADE_WHILE_SAMPLING = (SIGMA, SIGMAS, SAMPLER)
 """Inputs that no node of the graph gave: the sampler or its scheduler made them."""
@@ -82,11 +81,10 @@ def inputs_not_finite(
     ``advice``: name -> what to do if the input is the cause.
     """
     found = ((name, tuple(tensor for tensor in tensors_in(values) if not is_finite(tensor))) for name, values in named)
-    return [NotFiniteInput(name, bad, _verdict_on(name), (advice or {}).get(name)) for name, bad in found if bad]
-
-
-def _verdict_on(name: str) -> str:
-    return NOT_PRECISION if name in MADE_WHILE_SAMPLING else BAD_INPUT
+    verdicts = dict.fromkeys(MADE_WHILE_SAMPLING, NOT_PRECISION)
+    return [
+        NotFiniteInput(name, bad, verdicts.get(name, BAD_INPUT), (advice or {}).get(name)) for name, bad in found if bad
+    ]
 
 
 def nan_inputs(named: Iterable[tuple[str, object]]) -> list[NotFiniteInput]:
@@ -104,17 +102,54 @@ def rows_not_finite(tensor: torch.Tensor) -> list[int]:
     return (~torch.isfinite(tensor.flatten(1))).any(1).nonzero().flatten().tolist()
 
 
-def zero_for_nan(chosen: Iterable[NotFiniteInput]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that replaces each NaN in tensors of the chosen inputs by zero."""
-    return _changed(chosen, lambda value: torch.where(torch.isnan(value), torch.zeros_like(value), value))
-
-
-def zero_for_not_finite(chosen: Iterable[NotFiniteInput]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that replaces each NaN and Inf in tensors of the chosen inputs by zero."""
-    return _changed(chosen, zeroed)
-
-
-def _changed(chosen: Iterable[NotFiniteInput], change: Callable[[torch.Tensor], torch.Tensor]):
+def changed(chosen: Iterable[NotFiniteInput], change: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    """Return a function that gives ``change`` of each tensor of the chosen inputs, and every other tensor as it is."""
     wanted = {id(value) for one in chosen for value in one.values}
     return lambda value: change(value) if id(value) in wanted else value
 
+
+def zero_for_nan(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy with a zero for each NaN."""
+    return torch.where(torch.isnan(value), torch.zeros_like(value), value)
+
+
+@dataclass(frozen=True)
+class NotFiniteTensor:
+    """A tensor that holds NaN or Inf. ``rows``: the places along its first dimension that do."""
+
+    name: str
+    nan: int
+    inf: int
+    total: int
+    rows: tuple[int, ...]
+
+    def __str__(self) -> str:
+        what = [f"{self.nan} NaN"] * bool(self.nan) + [f"{self.inf} Inf"] * bool(self.inf)
+        share = (self.nan + self.inf) / self.total
+        rows = ", ".join(map(str, self.rows[:LISTED])) + (", ..." if len(self.rows) > LISTED else "")
+        return f"{self.name}: {' and '.join(what)} of {self.total} values ({share:.1%}), batch rows {rows}"
+
+
+def zeroed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy with a zero for each NaN and Inf: it shows a cause and is never a cure."""
+    return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
+
+
+def not_finite(values) -> list[NotFiniteTensor]:
+    """List the tensors with NaN or Inf in nested lists, tuples and dicts, named by their places."""
+    found = (_check(leaf, name) for name, leaf in leaves(values) if isinstance(leaf, torch.Tensor))
+    return [finding for finding in found if finding]
+
+
+def _check(tensor: torch.Tensor, name: str) -> NotFiniteTensor | None:
+    if not tensor.numel() or not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() else tensor.reshape(1, 1)
+    rows = rows.float() if rows.dtype.itemsize == 1 else rows
+    bad = ~torch.isfinite(rows)
+    if not bad.any():
+        return None
+    nan = int(torch.isnan(rows).sum())
+    places = tuple(bad.any(1).nonzero().flatten().tolist())
+    return NotFiniteTensor(name, nan, int(bad.sum()) - nan, tensor.numel(), places)

@@ -52,7 +52,7 @@ def _generators(device: torch.device) -> ModuleType | None:
 
 
 def model_steps(modes: Mapping[str, str], stream: str, present: Escalation) -> list[Escalation]:
-    """List the escalations to repeat a diffusion model's call in, the last all in fp32;
+    """List the escalations to repeat a diffusion model's call in, each wider than ``present``, the last all in fp32;
     none where all of it was already.
 
     A model whose layers are in fp32 is repeated too: its attention may be a kernel of 16 or 8 bits.
@@ -64,7 +64,8 @@ def model_steps(modes: Mapping[str, str], stream: str, present: Escalation) -> l
     """
     if present.whole:
         return []
-    return [*([safe_escalation(modes)] if stream == "fp16" else []), ALL_IN_FP32]
+    steps = [*([safe_escalation(modes)] if stream == "fp16" else []), ALL_IN_FP32]
+    return [step for step in steps if step | present != present]
 
 
 def safe_escalation(modes: Mapping[str, str]) -> Escalation:

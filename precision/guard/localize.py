@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..arithmetic.linear import kind_of
 from ..base.amax import amax_value
-from ..base.compiling import plain_name
 from ..base.dtypes import name_of
+from ..base.layer_names import plain_name
 from ..base.nested import PLAIN, tensors_in
 from ..base.patching import patched
 
@@ -138,14 +138,11 @@ class Localizer(TorchDispatchMode):
             elif bad:
                 self._made[_key(tensor)] = self._source_of(bad, op, inputs)
             else:
-                tokens = bad_tokens(tensor) if self._in_linear() else ""
+                tokens = bad_tokens(tensor) if self._kind() == "linear" else ""
                 self._made[_key(tensor)] = replace(self._made_by(op, inputs, size), tokens=tokens)
 
-    def _in_layer(self) -> bool:
-        return bool(self._stack) and kind_of(self._stack[-1].module) is not None
-
-    def _in_linear(self) -> bool:
-        return bool(self._stack) and kind_of(self._stack[-1].module) == "linear"
+    def _kind(self) -> str | None:
+        return kind_of(self._stack[-1].module) if self._stack else None
 
     def _source_of(self, bad: list[torch.Tensor], op: str, inputs: list[tuple[torch.Tensor, float]]) -> Origin:
         known = [self._made[_key(tensor)] for tensor in bad if _key(tensor) in self._made]
@@ -155,17 +152,17 @@ class Localizer(TorchDispatchMode):
         if weights:
             return Origin(weights[0].rpartition(".")[0], weights[0], "weights", name_of(bad[0].dtype), math.nan)
         # Dynamic VRAM multiplies by a copy of the weight (``cast_bias_weight`` in comfy/ops.py).
-        copied = self._bad_weight(self._stack[-1]) if self._in_layer() else None
+        copied = self._bad_weight(self._stack[-1]) if self._kind() else None
         return self._first_bad or copied or replace(self._made_by(op, inputs, math.nan), kind="unknown")
 
     def _made_by(self, op: str, inputs: list[tuple[torch.Tensor, float]], size: float) -> Origin:
         frame = self._stack[-1] if self._stack else None
         finite = [magnitude for _, magnitude in inputs if math.isfinite(magnitude)]
         floats = [tensor.dtype for tensor, _ in inputs if tensor.is_floating_point()]
-        own = bool(frame) and kind_of(frame.module) is not None
         dtype = name_of(min(floats, key=lambda kind: kind.itemsize)) if floats else ""
         kind = "nan" if math.isnan(size) and max(finite, default=0.0) < 1.0 else "overflow"
-        return Origin(frame.name if frame else "", op, kind, dtype, max(finite, default=math.nan), own)
+        largest = max(finite, default=math.nan)
+        return Origin(frame.name if frame else "", op, kind, dtype, largest, self._kind() is not None)
 
     def _framed(self, name: str, module: torch.nn.Module) -> Callable:
         forward = module.forward

@@ -40,7 +40,8 @@ class Escalation:
 
     def __or__(self, other: "Escalation") -> "Escalation":
         """Merge what runs wider in either: of a layer that both name, the mode that is nearer to fp32."""
-        nearer = {layer: max(self.layers.get(layer, mode), mode, key=_order) for layer, mode in other.layers.items()}
+        order = list(MODES).index
+        nearer = {layer: max(self.layers.get(layer, mode), mode, key=order) for layer, mode in other.layers.items()}
         blocks = self.blocks | other.blocks
         return Escalation({**self.layers, **nearer}, blocks, self.stream or other.stream, self.whole or other.whole)
 
@@ -48,15 +49,9 @@ class Escalation:
         """Return what the report lists: layers with their modes, or the block, stream or model as a whole."""
         if self.whole:
             return {WHOLE_MODEL: FP32.name}
-        parts = (
-            {STREAM: FP32.name}
-            if self.stream
-            else {block: FP32.name for block in self.blocks if not self._has_layer_in(block)}
-        )
-        return {**self.layers, **parts}
-
-    def _has_layer_in(self, block: str) -> bool:
-        return any(layer == block or layer.startswith(f"{block}.") for layer in self.layers)
+        named = {enclosing_block(layer, self.blocks) for layer in self.layers}
+        parts = [STREAM] if self.stream else self.blocks - named
+        return {**self.layers, **dict.fromkeys(parts, FP32.name)}
 
     def rules(self) -> str:
         """Write the same as lines for Layer Rules, for a model that is given to Compute Dtype."""
@@ -65,10 +60,6 @@ class Escalation:
         inner = sorted(self.blocks - self.layers.keys())
         lines = ["* stream=fp32"] if self.stream else [f"{block}.* stream=fp32" for block in inner]
         return "\n".join([*lines, *(f"{layer} {MODES[mode].rule} stream=fp32" for layer, mode in self.layers.items())])
-
-
-def _order(mode: str) -> int:
-    return list(MODES).index(mode)
 
 
 ALL_IN_FP32 = Escalation(whole=True)

@@ -17,6 +17,7 @@ WITHOUT_PATCHES = "In fp32 the call is NaN or Inf with it, and finite without it
 PATCH_READ = "The first operation whose result is NaN or Inf reads this patch."
 NAN_READ = "The weight holds NaN, and the first operation whose result is NaN or Inf reads it."
 WEIGHTS_MADE_FINITE = "In fp32 the call is NaN or Inf too, and finite with a zero for each NaN and Inf of the weights."
+FAILS_IN_FP32 = "In fp32 the call is NaN or Inf too."
 WRONG_IN_FP32 = "A test product in fp32 is wrong."
 
 MAY_BE_KEPT = "In fp32 the repeated call is NaN or Inf too, or was given a result that was kept of the failed one."
@@ -56,13 +57,11 @@ class Wording:
 
     Args:
         no_memory: what to do where a repeat found no memory.
-        fails_in_fp32: the evidence that no precision cures it.
         input_made_finite: the evidence that an input with Inf is at fault.
         advice: verdict -> what to do, where that is another thing than ``verdicts.ADVICE`` has.
     """
 
     no_memory: str
-    fails_in_fp32: str = "In fp32 the call is NaN or Inf too."
     input_made_finite: str = (
         "In fp32 the call is NaN or Inf with it, and finite with a zero for each of its NaN and Inf."
     )

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,18 +23,13 @@ PARTS = {
     "tf32": ("tf32_matmul", "tf32_convolution"),
     "fp8_fast_accumulation": (),
 }
-PART_NAMES = {
-    "fp16_accumulation": "matmul",
-    "fp16_reduced_precision_reduction": "fp16",
-    "bf16_reduced_precision_reduction": "bf16",
-    "tf32_matmul": "matmul",
-    "tf32_convolution": "convolution",
-}
 NO_NODE = "No accumulation node is attached."
 LEFT_ALONE = "Left as it is."
 EXACT_SUMS = "int8 products are added exactly, in int32"
 FP32_RESULTS = "fp16_safe takes fp32 results from its products, which fp16 sums cannot give"
 NO_SWITCH = "torch.compile or several devices leave no way to switch it from layer to layer"
+AUTO = "fp16 sums in the layers whose bound proves them, fp32 sums in the others."
+SPLIT = "Sums may still be split over K: their parts are added in fp32."
 CUBLAS_ONLY = "it acts on NVIDIA's libraries only, this is {}"
 
 
@@ -47,10 +42,6 @@ class Request:
     tf32: str = UNCHANGED
     fp8_fast_accumulation: str = UNCHANGED
     attention: str = UNCHANGED
-
-    @property
-    def changes_nothing(self) -> bool:
-        return all(getattr(self, item.name) == UNCHANGED for item in fields(self))
 
     def over(self, earlier: "Request") -> "Request":
         """Return this request, with what it leaves unchanged as an earlier node asked."""
@@ -105,52 +96,52 @@ class AccumulationPlan:
 def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) -> AccumulationPlan:
     """Resolve a request for a model on a device. Nothing is raised for a setting that cannot act: it is listed, and no
     flag is turned on for it. Off holds even so: a layer may run in another dtype in a later call than it does now."""
-    asked = {setting: getattr(request, setting) for setting in PARTS}
-    changed = {setting: value for setting, value in asked.items() if value != UNCHANGED}
-    problems = {setting: _problem(setting, value, device, matmuls) for setting, value in changed.items()}
+    held: dict[str, bool] = {}
+    acting, reasons, idle = set(), {}, []
+    for setting in PARTS:
+        asked = getattr(request, setting)
+        problem = None if asked == UNCHANGED else _problem(setting, asked, device, matmuls)
+        reasons[setting] = _reason(setting, asked, problem, device)
+        if asked == UNCHANGED:
+            continue
+        if not problem:
+            acting.add((setting, asked))
+        if not problem or asked != "on":
+            held |= dict.fromkeys(PARTS[setting], asked == "on")
+        problems = dict.fromkeys((problem, *map(_missing, PARTS[setting])))
+        idle += [(f"{setting}={asked}", why) for why in problems if why]
     attention_problem = _attention_problem(request.attention, matmuls)
+    if attention_problem:
+        idle.append((f"attention={request.attention}", attention_problem))
     return AccumulationPlan(
         request=request,
-        flags=frozen(
-            {
-                part: value == "on"
-                for setting, value in changed.items()
-                if value != "on" or not problems[setting]
-                for part in PARTS[setting]
-            }
-        ),
-        proving=request.fp16_accumulation == "auto" and not problems["fp16_accumulation"],
+        flags=frozen(held),
+        proving=("fp16_accumulation", "auto") in acting,
         whole=matmuls.whole,
-        naming=request.fp16_accumulation == "on" and not problems["fp16_accumulation"],
-        fp8_fast=request.fp8_fast_accumulation == "on" and not problems["fp8_fast_accumulation"],
+        naming=("fp16_accumulation", "on") in acting,
+        fp8_fast=("fp8_fast_accumulation", "on") in acting,
         attention=UNCHANGED if attention_problem else request.attention,
-        reasons=frozen(
-            {setting: _reason(setting, value, problems.get(setting), device) for setting, value in asked.items()}
-        ),
-        without_effect=_without_effect(changed, problems, request.attention, attention_problem),
+        reasons=frozen(reasons),
+        without_effect=tuple(idle),
     )
-
-
-def _without_effect(
-    changed: Mapping[str, str], problems: Mapping[str, str | None], attention: str, attention_problem: str | None
-) -> tuple[tuple[str, str], ...]:
-    found = []
-    for setting, value in changed.items():
-        reasons = (problems[setting], *map(_missing, PARTS[setting]))
-        found += [(f"{setting}={value}", reason) for reason in dict.fromkeys(reasons) if reason]
-    return (*found, (f"attention={attention}", attention_problem)) if attention_problem else tuple(found)
 
 
 def _problem(setting: str, value: str, device: Device, matmuls: MatmulProfile) -> str | None:
     """Say why a setting has no effect here; None where it has one.
     On and off are obeyed where they only bring no speed."""
-    check = {
-        "fp16_accumulation": why_no_fp16_sums if value == "auto" else fp16_sums_inert,
-        "reduced_precision_reduction": _reduction_inert,
-        "tf32": _tf32_inert,
-        "fp8_fast_accumulation": _fp8_inert,
-    }[setting]
-    return check(device, matmuls)
+    if setting == "fp16_accumulation":
+        problem = fp16_sums_inert(device, matmuls)
+        no_gain = value == "auto" and not device.capabilities[setting]
+        return device.reason(setting).rstrip(".") if no_gain and not problem else problem
+    if setting == "fp8_fast_accumulation":
+        return _fp8_inert(device, matmuls)
+    if problem := _needs_nvidia(device, FIRST_TF32 if setting == "tf32" else 0):
+        return problem
+    if setting == "tf32":
+        return None if FP32.name in matmuls.modes else f"no layer multiplies in fp32, but in {_listed(matmuls.modes)}"
+    if any(mode.is_16bit for mode in modes_named(matmuls.modes)):
+        return None
+    return f"it acts on 16-bit products only, and these layers multiply in {_listed(matmuls.modes)}"
 
 
 def _reason(setting: str, asked: str, problem: str | None, device: Device) -> str:
@@ -159,27 +150,11 @@ def _reason(setting: str, asked: str, problem: str | None, device: Device) -> st
     if problem:
         return f"No effect here: {problem}."
     if asked == "auto":
-        return AUTO[setting]
+        return AUTO
     no_gain = setting == "fp16_accumulation" and asked == "on" and not device.capabilities[setting]
-    more = device.reason(setting) if no_gain else HELD.get((setting, asked), "")
+    split = setting == "reduced_precision_reduction" and asked == "off"
+    more = device.reason(setting) if no_gain else SPLIT if split else ""
     return f"Held {asked} while this model runs. {more}".strip()
-
-
-AUTO = {
-    "fp16_accumulation": "fp16 sums in the layers whose bound proves them, fp32 sums in the others.",
-    "fp8_fast_accumulation": "Off: fp8 products keep their full sums; on is for speed.",
-}
-HELD = {
-    ("reduced_precision_reduction", "off"): "Sums may still be split over K: their parts are added in fp32.",
-}
-
-
-def why_no_fp16_sums(device: Device, matmuls: MatmulProfile) -> str | None:
-    """Say why fp16 accumulation cannot act on this model here, or brings nothing; None where it helps."""
-    problem = fp16_sums_inert(device, matmuls)
-    if problem or device.capabilities["fp16_accumulation"]:
-        return problem
-    return device.reason("fp16_accumulation").rstrip(".")
 
 
 def fp16_sums_inert(device: Device, matmuls: MatmulProfile) -> str | None:
@@ -195,20 +170,6 @@ def fp16_sums_inert(device: Device, matmuls: MatmulProfile) -> str | None:
     if wide:
         return FP32_RESULTS
     return f"it acts on fp16 products only, and these layers multiply in {_listed(matmuls.modes)}"
-
-
-def _reduction_inert(device: Device, matmuls: MatmulProfile) -> str | None:
-    if problem := _needs_nvidia(device, 0):
-        return problem
-    if not any(mode.is_16bit for mode in modes_named(matmuls.modes)):
-        return f"it acts on 16-bit products only, and these layers multiply in {_listed(matmuls.modes)}"
-    return None
-
-
-def _tf32_inert(device: Device, matmuls: MatmulProfile) -> str | None:
-    if problem := _needs_nvidia(device, FIRST_TF32):
-        return problem
-    return None if FP32.name in matmuls.modes else f"no layer multiplies in fp32, but in {_listed(matmuls.modes)}"
 
 
 def _fp8_inert(device: Device, matmuls: MatmulProfile) -> str | None:
@@ -258,27 +219,22 @@ def flag_report(
         ``requested``, ``in_scope``, ``outside`` and ``reason``. The states are true when any part of the setting is on,
         null when torch has no such flag.
     """
-    parts = {PART_NAMES[name]: flags.outside(name) for name in PARTS[setting]}
-    known = [on for on in parts.values() if on is not None]
-    value = any(known) if known else None
-    if setting == "fp8_fast_accumulation":
-        value = False
+    parts = {name: flags.outside(name) for name in PARTS[setting]}
+    told = [on for on in parts.values() if on is not None]
+    value = any(told) if told or not parts else None
     inside = value if in_scope is None or value is None else in_scope
-    return {"requested": requested, "in_scope": inside, "outside": value, "reason": _with_parts(reason, setting, parts)}
+    return {"requested": requested, "in_scope": inside, "outside": value, "reason": _with_parts(reason, parts)}
 
 
-def _with_parts(reason: str, setting: str, parts: dict[str, bool | None]) -> str:
-    if setting == "fp8_fast_accumulation":
+def _with_parts(reason: str, parts: dict[str, bool | None]) -> str:
+    if not parts:
         return f"{reason} It is no torch flag but an argument of each fp8 matmul, off unless asked for."
     missing = f"; torch {torch.__version__} has no such flag" if None in parts.values() else ""
     if len(parts) == 1 and not missing:
         return reason
-    states = [f"{part} {_on_off(on)}" for part, on in parts.items()]
+    words = {None: "not known", True: "on", False: "off"}
+    states = [f"{part.removeprefix('tf32_').split('_')[0]} {words[on]}" for part, on in parts.items()]
     return f"{reason} Outside: {', '.join(states)}{missing}.".strip()
-
-
-def _on_off(value: bool | None) -> str:
-    return "not known" if value is None else "on" if value else "off"
 
 
 def flag_reports() -> dict[str, dict]:

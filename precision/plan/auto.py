@@ -54,10 +54,8 @@ def _instead_of_fp16(device: Device, supported: Sequence[str], file_dtype: str) 
 
 def _why_not(device: Device, supported: Sequence[str]) -> str:
     reasons = [device.reason(option) for option in ("bf16", "fp16") if option in supported]
-    unsafe = [option for option in ("bf16", "fp16") if option not in supported]
-    if unsafe:
-        reasons.append(f"The model is not safe in plain {' or '.join(unsafe)}.")
-    return " ".join(reasons)
+    unsafe = " or ".join(option for option in ("bf16", "fp16") if option not in supported)
+    return " ".join([*reasons, f"The model is not safe in plain {unsafe}."] if unsafe else reasons)
 
 
 def auto_storage(
@@ -83,9 +81,13 @@ def auto_storage(
         One of as_file, int8, fp8_e4m3fn, fp16, bf16, and a sentence.
     """
     if file_dtype not in UNQUANTIZED:
-        return _quantized_storage(device, file_dtype)
+        return held_storage(device, file_dtype)
     if free_device_bytes is None:
-        return "as_file", f"Kept as in the file: {_unknown_memory(device)}"
+        if device.simulated:
+            return "as_file", "Kept as in the file: the memory of a simulated device is not known."
+        if device.torch_device.type == "privateuseone":
+            return "as_file", "Kept as in the file: DirectML does not tell its free memory."
+        return "as_file", "Kept as in the file: there is no separate GPU memory to fit it into."
     as_file_bytes = weight_bytes_16bit * {"fp32": 2, "fp64": 4}.get(file_dtype, 1)
     room = free_device_bytes - ACTIVATION_ROOM
     if as_file_bytes <= room:
@@ -114,14 +116,10 @@ def smallest_storage(device: Device, compute: str = "auto") -> tuple[str, str]:
     if compute in INT8_COMPUTE and device.capabilities["int8_matmul_gains"]:
         return "int8", f"{device.reason('int8_matmul_gains')} Its error is a third of fp8's."
     if device.capabilities["fp8_storage"]:
-        return "fp8_e4m3fn", _why_not_int8(device, compute)
+        if compute not in INT8_COMPUTE:
+            return "fp8_e4m3fn", f"Not int8: compute={compute} asks for other products."
+        return "fp8_e4m3fn", f"Not int8: {why_int8_is_slow(device)}"
     return "as_file", device.reason("fp8_storage")
-
-
-def _why_not_int8(device: Device, compute: str) -> str:
-    if compute in INT8_COMPUTE:
-        return f"Not int8: {why_int8_is_slow(device)}"
-    return f"Not int8: compute={compute} asks for other products."
 
 
 def why_int8_is_slow(device: Device) -> str:
@@ -141,10 +139,8 @@ def why_low_bits_are_slow(device: Device) -> str:
 
 def held_storage(device: Device, file_dtype: str) -> tuple[str, str]:
     """Choose the storage of a file that is kept as it is where the device can hold it, and say why it is another."""
-    return _quantized_storage(device, file_dtype) if file_dtype not in UNQUANTIZED else ("as_file", "")
-
-
-def _quantized_storage(device: Device, file_dtype: str) -> tuple[str, str]:
+    if file_dtype in UNQUANTIZED:
+        return "as_file", ""
     if reason := why_not_fp8(file_dtype, device):
         return _half(device), f"The file is {file_dtype}. {reason}"
     return "as_file", f"The file is already {file_dtype}."
@@ -159,18 +155,8 @@ def _too_large(device: Device, weight_bytes: int, free_bytes: int, compute: str)
 
 
 def _shortage(what: str, weight_bytes: int, free_bytes: int) -> str:
-    return (
-        f"{what} weights take {size_text(weight_bytes)}; {size_text(free_bytes)} are free, "
-        f"of which {size_text(ACTIVATION_ROOM)} are left for activations."
-    )
-
-
-def _unknown_memory(device: Device) -> str:
-    if device.simulated:
-        return "the memory of a simulated device is not known."
-    if device.torch_device.type == "privateuseone":
-        return "DirectML does not tell its free memory."
-    return "there is no separate GPU memory to fit it into."
+    needed, free, room = map(size_text, (weight_bytes, free_bytes, ACTIVATION_ROOM))
+    return f"{what} weights take {needed}; {free} are free, of which {room} are left for activations."
 
 
 def _half(device: Device) -> str:

@@ -101,13 +101,8 @@ class ComputePlan:
 
     @property
     def weight_dtype(self) -> str:
-        """The dtype that weights which are not quantized are best kept in."""
-        return weight_dtype_of(self.choice.used)
-
-
-def weight_dtype_of(compute: str) -> str:
-    """Name the dtype that weights which are not quantized are best kept in for a resolved compute option."""
-    return "fp16" if compute == SAFE else compute
+        """The best dtype of weights without quantization."""
+        return "fp16" if self.is_safe else self.choice.used
 
 
 def choose_compute(facts: ModelFacts, device: Device, compute: str) -> Choice:
@@ -159,7 +154,8 @@ def _planned(
     if any(decision.stream == "fp32" for decision in decisions.values()):
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
         decisions |= {name: ComputeDecision(MODE_OF[choice.used], "same", "") for name in followers}
-    return ComputePlan(choice, frozen(decisions), fp8_matmul, tuple(without_effect), tuple(notes), rules.on_attention)
+    attention = tuple(rule for rule in rules.all if "attention" in dict(rule.settings))
+    return ComputePlan(choice, frozen(decisions), fp8_matmul, tuple(without_effect), tuple(notes), attention)
 
 
 def _no_weight_for(compute: str, stored: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -209,7 +205,8 @@ def _decide(
             problem = (str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}")
         wanted, reason, compute = _without(wanted, layer, choice, device, storage), why, None
     stream_value = stream[0] if stream else "same"
-    if _multiplies_quantized(storage) and wanted != INT8.name:
+    row = FORMAT_OF_STORAGE.get(storage)
+    if row and row.quantizes_operands and row.mode is not FP8 and wanted != INT8.name:
         if storage not in WEIGHTS_FOR[INT8.name] and not compute and choice.requested in LEAVES_QUANTIZED:
             return None, problem
         reason = reason or f"its {storage} weight is dequantized, as {choice.requested} was asked for"
@@ -217,12 +214,6 @@ def _decide(
     if wanted == choice.used and stream_value == "same" and choice.used != SAFE:
         return (ComputeDecision(MODE_OF[wanted], "same", reason), problem) if problem else (None, None)
     return ComputeDecision(MODE_OF[wanted], stream_value, reason), problem
-
-
-def _multiplies_quantized(storage: str) -> bool:
-    """Tell whether ComfyUI multiplies quantized operands for a weight stored so, other than by its fp8 product."""
-    row = FORMAT_OF_STORAGE.get(storage)
-    return row is not None and row.quantizes_operands and row.mode is not FP8
 
 
 def _product_of(storage: str, choice: Choice, fp8_matmul: bool) -> str:
@@ -264,9 +255,12 @@ def rules_without_effect(layers: Sequence[LayerSpec], rules: Rules) -> list[tupl
 
     What they set of attention is left out, as it is about blocks.
     """
-    pairs = [(layer.name, layer.cls) for layer in layers]
-    idle = (rule.without("attention") for rule in rules.on(layers).without_match(pairs))
-    return [(str(rule), "the pattern matches no layer of this model") for rule in idle if rule.settings]
+    found = []
+    for rule in rules.on(layers).without_match((layer.name, layer.cls) for layer in layers):
+        settings = tuple(setting for setting in rule.settings if setting[0] != "attention")
+        if settings:
+            found.append((str(replace(rule, settings=settings)), "the pattern matches no layer of this model"))
+    return found
 
 
 def _why_no_product(product: str, layer: LayerSpec, device: Device, storage: str) -> str | None:
@@ -274,12 +268,9 @@ def _why_no_product(product: str, layer: LayerSpec, device: Device, storage: str
     if storage not in WEIGHTS_FOR[product]:
         return f"its weight is stored in {storage or '16 bit'}, not in {product}"
     if not device.capabilities[f"{product}_matmul"]:
-        return (
-            f"{device.profile.name} has no {product} matmul, so the weight is dequantized: "
-            f"{device.reason(f'{product}_matmul')}"
-        )
+        why = device.reason(f"{product}_matmul")
+        return f"{device.profile.name} has no {product} matmul, so the weight is dequantized: {why}"
     if product == FP8.name and any(size % FP8_MULTIPLE for size in layer.shape):
-        return (
-            f"fp8 matmul needs sizes that are multiples of {FP8_MULTIPLE}, this is {' x '.join(map(str, layer.shape))}"
-        )
+        shape = " x ".join(map(str, layer.shape))
+        return f"fp8 matmul needs sizes that are multiples of {FP8_MULTIPLE}, this is {shape}"
     return None

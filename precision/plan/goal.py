@@ -1,17 +1,28 @@
-"""Goals of the one node, resolved for one model on one device to an arithmetic and an accumulation."""
+"""The arithmetic of a model that is loaded already, whoever loaded it: by a compute option, or by a goal of the one
+node, to which an accumulation belongs too."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..base.dtypes import FP8_NAMES
 from ..devices.detect import Device
 from .accumulation import Request
 from .auto import UNQUANTIZED, smallest_storage
-from .compute import SAFE, WEIGHTS_FOR, ComputePlan, plan_compute
+from .choice import frozen
+from .compute import (
+    MODE_OF,
+    SAFE,
+    WEIGHTS_FOR,
+    ComputeDecision,
+    ComputePlan,
+    plan_compute,
+    rules_without_effect,
+)
 from .facts import ModelFacts
 from .rules import Rules
 
 NO_RULES = Rules()
+STORAGE_RULE = "the model is loaded already: give rules on storage to a loader or to Save Model"
 GOALS = ("balanced", "quality", "speed", "memory")
 SUMS = {
     "quality": (
@@ -85,3 +96,50 @@ def _advice(device: Device, goal: str, stored: frozenset[str]) -> str:
         return ""
     gain = "halve its weights" if goal == "memory" else f"multiply in {storage.split('_')[0]}"
     return f"Load the model with storage {storage} to {gain}. {reason}"
+
+
+def plan_loaded(
+    facts: ModelFacts,
+    device: Device,
+    compute: str,
+    rules: Rules,
+    storages: Mapping[str, str],
+    foreign: Mapping[str, str],
+) -> ComputePlan:
+    """Resolve ``compute`` for a model in memory, and list the rules that cannot act on it.
+
+    Args:
+        storages: layer name -> storage name.
+        foreign: as for :func:`with_foreign_layers`.
+    """
+    plan = with_idle_rules(plan_compute(facts, device, compute, rules, storages), facts, rules)
+    return with_foreign_layers(plan, foreign)
+
+
+def with_idle_rules(plan: ComputePlan, facts: ModelFacts, rules: Rules) -> ComputePlan:
+    """List the rules that cannot act on a model in memory as such in its plan."""
+    late = ((str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
+    idle = (*rules_without_effect(facts.layers, rules), *late)
+    fallback = plan.fallback and with_idle_rules(plan.fallback, facts, rules)
+    return replace(plan, without_effect=(*plan.without_effect, *idle), fallback=fallback)
+
+
+def with_foreign_layers(plan: ComputePlan, foreign: Mapping[str, str]) -> ComputePlan:
+    """Give the layers that another loader's classes multiply by themselves fp32 in place of ``fp16_safe``.
+
+    Args:
+        foreign: layer name -> the Python module of its class.
+    """
+    plan = replace(plan, fallback=plan.fallback and with_foreign_layers(plan.fallback, foreign))
+    safe = {name: decision for name, decision in plan.decisions.items() if decision.mode == MODE_OF[SAFE]}
+    moved = {
+        name: ComputeDecision("fp32", decision.stream, f"{foreign[name]} multiplies in its own way: run in fp32")
+        for name, decision in safe.items()
+        if name in foreign
+    }
+    if not moved:
+        return plan
+    first = next(iter(moved))
+    why = f"{len(moved)} layers ({first} ...) belong to another loader, which multiplies in its own way: run in fp32"
+    without_effect = (*plan.without_effect, (f"compute={SAFE}", why))
+    return replace(plan, decisions=frozen({**plan.decisions, **moved}), without_effect=without_effect)

@@ -70,7 +70,8 @@ def plan_model(
     plans |= plan_weights(others, {}, checkpoint.path, replace(memory, unheld={}), read)
     first = common_dtype(inside, plans, plan)
     dtype = plan.compute.weight_dtype if first == "bf16" and plan.no_bf16 else first
-    if dtype == "fp16" and read and _any_exceeds_fp16(inside, plans, checkpoint.path):
+    cast = (w for name, w in inside.items() if plans[name].storage not in QUANTIZED_NAMES and w.encoding is None)
+    if dtype == "fp16" and read and any(exceeds_fp16(weight, checkpoint.path) for weight in cast):
         dtype = "bf16"
     if dtype == "bf16" and plan.no_bf16:
         dtype = "fp32"
@@ -129,13 +130,6 @@ def common_dtype(weights: Mapping[str, StoredWeight], plans: Mapping[str, Weight
     return own if untouched or dtype_named(computed).itemsize > dtype_named(own).itemsize else computed
 
 
-def _any_exceeds_fp16(weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], path) -> bool:
-    unquantized = (
-        w for name, w in weights.items() if plans[name].storage not in QUANTIZED_NAMES and w.encoding is None
-    )
-    return any(exceeds_fp16(weight, path) for weight in unquantized)
-
-
 def _memory_plan(
     checkpoint: Checkpoint,
     plans: dict[str, WeightPlan],
@@ -149,18 +143,16 @@ def _memory_plan(
         f"{count} layers in {kind.title}, which ComfyUI has from {kind.since} on, were unpacked to {memory.unpacked}."
         for kind, count in lacking.items()
     ]
-    refused = (weight for name, weight in inside.items() if asked.get(name, AS_FILE) == AS_FILE)
-    counts = Counter(weight.storage for weight in refused if memory.is_refused(weight))
+    as_file = (weight for name, weight in inside.items() if asked.get(name, AS_FILE) == AS_FILE)
+    counts = Counter(weight.storage for weight in as_file if weight.storage in memory.unheld)
     unpacked += [f"{count} weights in {it} were loaded in {dtype}: {memory.unheld[it]}" for it, count in counts.items()]
     otherwise = [f"{name}: {plan.reason}" for name in inside if (plan := plans[name]).reason]
     size = sum(_bytes(weight, plans[name], dtype) for name, weight in inside.items())
     quantized = any(_is_quantized(weight, plans[name]) for name, weight in inside.items())
-    slices = [
-        name
-        for name, weight in inside.items()
-        if stays(weight, plans[name].storage) and _is_kept(weight, plans[name], dtype, memory, quantized)
-    ]
-    made = size - sum(_bytes(inside[name], plans[name], dtype) for name in slices)
+    made = size
+    for name, weight in inside.items():
+        if stays(weight, plans[name].storage) and _is_kept(weight, plans[name], dtype, memory, quantized):
+            made -= _bytes(weight, plans[name], dtype)
     return MemoryPlan(plans, dtype, size, made, (*unpacked, *otherwise))
 
 

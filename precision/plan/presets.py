@@ -10,60 +10,41 @@ from .structure import MODULATION, OUTSIDE
 
 DEFAULT_PRESET = "keep sensitive layers"
 
-_OUTSIDE_BLOCKS = "outside the repeated blocks"
-_TIMESTEP = "timestep, guidance and pooled embedding"
-_PATCH = "patch and input projection"
-_TEXT = "text and caption projection"
-_MODULATION = "modulation"
-_OUTPUT = "output projection"
-_EMBEDDING = "embedding"
 _EDGE = "first or last block"
 
+
+def _named(role: str, *patterns: str) -> tuple[tuple[str, str], ...]:
+    return tuple((pattern, role) for pattern in patterns)
+
+
+_OUTSIDE_BLOCKS = _named("outside the repeated blocks", f"role:{OUTSIDE}")
 _SENSITIVE = (
-    (f"role:{OUTSIDE}", _OUTSIDE_BLOCKS),
-    (f"role:{MODULATION}", _MODULATION),
-    ("class:Embedding", _EMBEDDING),
-    ("*pos_embed*", _EMBEDDING),
-    ("*time_in*", _TIMESTEP),
-    ("*guidance_in*", _TIMESTEP),
-    ("*vector_in*", _TIMESTEP),
-    ("*time_embed*", _TIMESTEP),
-    ("*time_projection*", _TIMESTEP),
-    ("*timestep_embed*", _TIMESTEP),
-    ("*time_text_embed*", _TIMESTEP),
-    ("*t_embedder*", _TIMESTEP),
-    ("*y_embedder*", _TIMESTEP),
-    ("*label_emb*", _TIMESTEP),
-    ("*distilled_guidance_layer*", _TIMESTEP),
-    ("img_in*", _PATCH),
-    ("*x_embedder*", _PATCH),
-    ("*patch_embed*", _PATCH),
-    ("*patchify_proj*", _PATCH),
-    ("input_blocks.0.*", _PATCH),
-    ("conv_in*", _PATCH),
-    ("txt_in*", _TEXT),
-    ("*text_embedding*", _TEXT),
-    ("img_emb*", _TEXT),
-    ("*cap_embedder*", _TEXT),
-    ("*context_embedder*", _TEXT),
-    ("*caption_projection*", _TEXT),
-    ("*byt5_in*", _TEXT),
-    ("*vision_in*", _TEXT),
-    ("*_mod.*", _MODULATION),
-    ("*.mod_[xy]", _MODULATION),
-    (r"re:\.mapper(_\w+)?$", _MODULATION),
-    ("*modulation*", _MODULATION),
-    ("*adaln*", _MODULATION),
-    ("*adaLN*", _MODULATION),
-    ("*emb_layers*", _MODULATION),
-    ("*final_layer*", _OUTPUT),
-    ("head.*", _OUTPUT),
-    ("norm_out*", _OUTPUT),
-    ("proj_out*", _OUTPUT),
-    ("audio_proj_out*", _OUTPUT),
-    ("out.*", _OUTPUT),
-    ("conv_out*", _OUTPUT),
-)
+    *_OUTSIDE_BLOCKS,
+    *_named("modulation", f"role:{MODULATION}"),
+    *_named("embedding", "class:Embedding", "*pos_embed*"),
+    *_named(
+        "timestep, guidance and pooled embedding",
+        "*time_in*", "*guidance_in*", "*vector_in*", "*time_embed*", "*time_projection*", "*timestep_embed*",
+        "*time_text_embed*", "*t_embedder*", "*y_embedder*", "*label_emb*", "*distilled_guidance_layer*",
+    ),
+    *_named(
+        "patch and input projection",
+        "img_in*", "*x_embedder*", "*patch_embed*", "*patchify_proj*", "input_blocks.0.*", "conv_in*",
+    ),
+    *_named(
+        "text and caption projection",
+        "txt_in*", "*text_embedding*", "img_emb*", "*cap_embedder*", "*context_embedder*", "*caption_projection*",
+        "*byt5_in*", "*vision_in*",
+    ),
+    *_named(
+        "modulation",
+        "*_mod.*", "*.mod_[xy]", r"re:\.mapper(_\w+)?$", "*modulation*", "*adaln*", "*adaLN*", "*emb_layers*",
+    ),
+    *_named(
+        "output projection",
+        "*final_layer*", "head.*", "norm_out*", "proj_out*", "audio_proj_out*", "out.*", "conv_out*",
+    ),
+)  # fmt: skip
 
 PRESETS = {
     "none": (),
@@ -82,12 +63,11 @@ PRESETS = {
 }
 
 TEXT_ENCODER = (
-    (f"role:{OUTSIDE}", _OUTSIDE_BLOCKS),
-    ("class:Embedding", _EMBEDDING),
-    ("*lm_head*", _OUTPUT),
-    ("*text_projection*", _OUTPUT),
-    ("*patch_embed*", _PATCH),
-    ("*pos_embed*", _EMBEDDING),
-    ("*merger*", _PATCH),
-    ("*.resblocks.*", "tensors ComfyUI splits while loading"),
+    *_OUTSIDE_BLOCKS,
+    *_named("embedding", "class:Embedding"),
+    *_named("output projection", "*lm_head*", "*text_projection*"),
+    *_named("patch and input projection", "*patch_embed*"),
+    *_named("embedding", "*pos_embed*"),
+    *_named("patch and input projection", "*merger*"),
+    *_named("tensors ComfyUI splits while loading", "*.resblocks.*"),
 )

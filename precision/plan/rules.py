@@ -17,6 +17,7 @@ from .structure import ROLES, roles_of
 
 PREFIXES = ("re:", "class:", "role:")
 ANYTHING = "(any layer)"
+KEEP = (("storage", "as_file"),)
 VALUES = {
     "storage": STORAGE_OPTIONS[1:],
     "compute": COMPUTE_OPTIONS[1:],
@@ -55,15 +56,6 @@ class Rule:
         ``blocks.0`` and ``blocks.0.*`` both match ``blocks.0``."""
         return self.matches(name, cls) or self.matches(f"{name}.{ANYTHING}", cls)
 
-    def without(self, key: str) -> "Rule":
-        """Return the rule without one of its settings."""
-        return replace(self, settings=tuple(setting for setting in self.settings if setting[0] != key))
-
-    @property
-    def asks_for_role(self) -> bool:
-        """Tell whether the pattern is about a layer's role in its model."""
-        return self.pattern.startswith("role:")
-
     def __str__(self) -> str:
         settings = " ".join(f"{key}={value}" for key, value in self.settings)
         return f"{self.pattern} {settings}" + (f"  # {self.reason}" if self.reason else "")
@@ -87,16 +79,11 @@ class Rules:
     def all(self) -> tuple[Rule, ...]:
         return self.presets + self.own
 
-    @property
-    def on_attention(self) -> tuple[Rule, ...]:
-        """The rules that set the attention of blocks."""
-        return tuple(rule for rule in self.all if "attention" in dict(rule.settings))
-
     def on(self, layers: Iterable[LayerSpec]) -> "Rules":
         """Return the rules with the roles of a model's layers, which the patterns ``role:...`` are about."""
         layers = tuple(layers)
         if layers not in self._on:
-            asked = any(rule.asks_for_role for rule in self.all)
+            asked = any(rule.pattern.startswith("role:") for rule in self.all)
             self._on[layers] = replace(self, roles=roles_of(layers)) if asked else self
         return self._on[layers]
 
@@ -142,20 +129,12 @@ def rules_from(text: str = "", preset: str = DEFAULT_PRESET, previous: Rules | N
         RuleError: a line cannot be read; it carries the line's number.
         HalfsafeError: no preset has that name.
     """
-    previous = previous or Rules()
-    presets = previous.presets + tuple(rule for rule in preset_rules(preset) if rule not in previous.presets)
-    return Rules(presets, previous.own + tuple(parse(text)), (*previous.names, preset))
-
-
-def preset_rules(preset: str) -> list[Rule]:
-    """Return the rules of a preset; each keeps a layer in the dtype of the file."""
     if preset not in PRESETS:
         raise HalfsafeError(f"'{preset}' is not a rules preset.", f"Use one of: {', '.join(PRESETS)}.")
-    return _keep_rules(PRESETS[preset], preset)
-
-
-def _keep_rules(patterns: Iterable[tuple[str, str]], preset: str) -> list[Rule]:
-    return [Rule(pattern, (("storage", "as_file"),), role, preset) for pattern, role in patterns]
+    previous = previous or Rules()
+    added = (Rule(pattern, KEEP, role, preset) for pattern, role in PRESETS[preset])
+    presets = previous.presets + tuple(rule for rule in added if rule not in previous.presets)
+    return Rules(presets, previous.own + tuple(parse(text)), (*previous.names, preset))
 
 
 def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -194,11 +173,8 @@ def read(text: str) -> tuple[list[Rule], list[RuleError]]:
 def _parse_line(number: int, words: list[str], reason: str) -> Rule:
     pattern, *settings = words
     if not settings:
-        raise RuleError(
-            number,
-            f"'{pattern}' sets nothing for its layers",
-            "Write: <pattern> <key>=<value>, e.g. blocks.0.* storage=bf16.",
-        )
+        advice = "Write: <pattern> <key>=<value>, e.g. blocks.0.* storage=bf16."
+        raise RuleError(number, f"'{pattern}' sets nothing for its layers", advice)
     if "=" in pattern and not pattern.startswith("re:"):
         raise RuleError(number, f"'{pattern}' stands where the pattern should be", "Write: <pattern> <key>=<value>.")
     if pattern.startswith("role:") and pattern[5:] not in ROLES:
@@ -207,11 +183,8 @@ def _parse_line(number: int, words: list[str], reason: str) -> Rule:
         if pattern.startswith("re:"):
             compile_pattern(pattern)
     except re.error as error:
-        raise RuleError(
-            number,
-            f"'{pattern}' is not a regular expression ({error})",
-            "Write \\ before a character such as ( or [ that is meant as itself.",
-        ) from None
+        advice = "Write \\ before a character such as ( or [ that is meant as itself."
+        raise RuleError(number, f"'{pattern}' is not a regular expression ({error})", advice) from None
     return Rule(pattern, tuple(_parse_setting(number, setting) for setting in settings), reason)
 
 
@@ -242,4 +215,4 @@ def compile_pattern(pattern: str) -> Callable[..., object]:
     return lambda name, cls, role="": match(name)
 
 
-TEXT_ENCODER_RULES = tuple(_keep_rules(TEXT_ENCODER, "text encoder"))
+TEXT_ENCODER_RULES = tuple(Rule(pattern, KEEP, role, "text encoder") for pattern, role in TEXT_ENCODER)

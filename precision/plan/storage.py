@@ -11,7 +11,7 @@ from ..formats.comfy_format import can_be_quantized
 from ..formats.registry import FORMAT_OF_STORAGE
 from .auto import ACTIVATION_ROOM, auto_storage, held_storage, why_low_bits_are_slow
 from .choice import Choice, frozen
-from .compute import ComputePlan, choose_compute, plan_compute, rules_without_effect, weight_dtype_of
+from .compute import SAFE, ComputePlan, choose_compute, plan_compute, rules_without_effect
 from .facts import LayerSpec, ModelFacts
 from .rules import TEXT_ENCODER_RULES, Rules
 
@@ -59,11 +59,10 @@ class LoadPlan:
 def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Mapping[str, StorageDecision]:
     """Decide the storage of each layer, by name, for a model that is asked to be stored in ``storage``."""
     rules = rules.on(layers)
-    return frozen({layer.name: decide_layer(layer, storage, rules) for layer in layers})
+    return frozen({layer.name: _decide_layer(layer, storage, rules) for layer in layers})
 
 
-def decide_layer(layer: LayerSpec, storage: str, rules: Rules) -> StorageDecision:
-    """Decide what a layer is stored in by its name, its class and its weight's shape, and say why."""
+def _decide_layer(layer: LayerSpec, storage: str, rules: Rules) -> StorageDecision:
     found = rules.setting("storage", layer.name, layer.cls)
     if found and found[1].preset and storage not in QUANTIZED_NAMES:
         found = None  # presets guard layers against 8 bits only
@@ -80,17 +79,12 @@ def decide_layer(layer: LayerSpec, storage: str, rules: Rules) -> StorageDecisio
 def why_not_quantized(storage: str, shape: Sequence[int], cls: str = "") -> str:
     """Say why a weight cannot be stored in fp8 or int8; "" where it can be.
 
-    Args:
-        shape: of the weight.
-        cls: the class of its layer; empty where a file alone is known.
+    ``cls``: the class of its layer; empty where only its file is at hand.
     """
     kind = "fp8" if storage in FP8_NAMES else storage
     if not can_be_quantized(cls or "Linear", len(shape)):
-        return (
-            f"{cls}: only Linear weights are held in {kind}"
-            if cls
-            else f"ComfyUI holds only the weights of Linear layers in {kind}"
-        )
+        where = f"{cls}: only Linear weights are held in {kind}"
+        return where if cls else f"ComfyUI holds only the weights of Linear layers in {kind}"
     return FORMAT_OF_STORAGE[storage].why_not(shape[1])
 
 
@@ -201,12 +195,7 @@ def plan_text_encoder(
 
 
 def _choose_storage(
-    facts: ModelFacts,
-    device: Device,
-    storage: str,
-    compute: Choice,
-    free_device_bytes: int | None,
-    streamed_from: int | None,
+    facts: ModelFacts, device: Device, storage: str, compute: Choice, free: int | None, streamed_from: int | None
 ) -> Choice:
     if storage == "as_file":
         used, reason = held_storage(device, facts.file_dtype)
@@ -214,12 +203,11 @@ def _choose_storage(
     if storage != "auto":
         return Choice(storage, storage)
     size, own, asked = 2 * facts.parameters, facts.file_dtype, compute.requested
-    used, reason = auto_storage(device, size, own, free_device_bytes, asked, streamed_from)
-    enough = weight_dtype_of(compute.used)
+    used, reason = auto_storage(device, size, own, free, asked, streamed_from)
+    enough = "fp16" if compute.used == SAFE else compute.used
     if used == "as_file" and own == "fp32" and enough != "fp32":
         used, reason = enough, f"an fp32 file computed in {compute.used} needs no more than {enough}"
-    room = None if free_device_bytes is None or streamed_from is None else free_device_bytes - ACTIVATION_ROOM
-    fits = room is None or size <= room
+    fits = free is None or streamed_from is None or size <= free - ACTIVATION_ROOM
     if used == "as_file" and own == "bf16" and enough == "fp16" and fits:
         used, reason = enough, f"{compute.used} multiplies in {enough}: converted once, not at every step"
     return Choice(storage, used, reason)

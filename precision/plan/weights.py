@@ -52,16 +52,12 @@ class Memory:
 
     def lacks(self, weight: StoredWeight) -> bool:
         """Tell whether a weight cannot be held as it is."""
-        return self.is_unknown(weight) or self.is_refused(weight)
+        return weight.storage in self.unheld or self.is_unknown(weight)
 
     def is_unknown(self, weight: StoredWeight) -> bool:
         """Tell whether a weight is in a format unknown to the ComfyUI."""
         # Its own loader fails on one with a KeyError (``_load_quantized_module`` in comfy/ops.py).
         return weight.encoding is not None and weight.storage not in self.formats
-
-    def is_refused(self, weight: StoredWeight) -> bool:
-        """Tell whether a weight is in a format that the device does not have."""
-        return weight.storage in self.unheld
 
 
 def plan_weights(

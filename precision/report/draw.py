@@ -34,57 +34,37 @@ class Row:
 
 def bar_chart(title: str, rows: Sequence[Row], notes: Sequence[str] = ()) -> np.ndarray:
     """Draw bars below a title, and notes below the bars: uint8 array (height, 1024, 3)."""
-    canvas = Canvas(2 * MARGIN + TITLE_HEIGHT + ROW_HEIGHT * (len(rows) + len(notes) + 1))
-    canvas.text(MARGIN, shortened(title, INNER, 22), 22)
-    canvas.y += TITLE_HEIGHT
-    for row in rows:
-        _draw_row(canvas, row)
-    canvas.y += ROW_HEIGHT // 2
-    for note in notes:
-        canvas.text(MARGIN, shortened(note, INNER, 15), 15, MUTED)
-        canvas.y += ROW_HEIGHT
-    return canvas.pixels()
+    first = MARGIN - 8 + TITLE_HEIGHT
+    below = first + ROW_HEIGHT * len(rows) + ROW_HEIGHT // 2
+    image = Image.new("RGB", (WIDTH, below + ROW_HEIGHT * len(notes) + MARGIN - 12), BACKGROUND)
+    drawing = ImageDraw.Draw(image)
+    write_text(drawing, MARGIN, MARGIN - 8, title, INNER, 22)
+    for place, row in enumerate(rows):
+        _draw_row(drawing, first + ROW_HEIGHT * place, row)
+    for place, note in enumerate(notes):
+        write_text(drawing, MARGIN, below + ROW_HEIGHT * place, note, INNER, 15, MUTED)
+    return np.array(image)
 
 
-def _draw_row(canvas: "Canvas", row: Row) -> None:
+def _draw_row(drawing: ImageDraw.ImageDraw, y: int, row: Row) -> None:
     if not row.parts:
-        canvas.text(MARGIN, shortened(row.label, INNER, 16), 16)
-        canvas.y += ROW_HEIGHT
+        write_text(drawing, MARGIN, y, row.label, INNER, 16)
         return
-    canvas.text(MARGIN, shortened(row.label, LABEL - 12, 15))
+    write_text(drawing, MARGIN, y, row.label, LABEL - 12, 15)
     left, right = MARGIN + LABEL, MARGIN + LABEL + BAR
     start, done = left, 0.0
     for share, colour in row.parts:
         done += share
         end = left + round(BAR * min(done, 1.0))
         if end > start:
-            canvas.draw.rectangle((start, canvas.y, end - 1, canvas.y + BAR_HEIGHT - 1), fill=colour)
+            drawing.rectangle((start, y, end - 1, y + BAR_HEIGHT - 1), fill=colour)
         start = end
-    canvas.text(right + 12, shortened(row.text, WIDTH - MARGIN - right - 12, 15), 15, MUTED)
-    canvas.y += ROW_HEIGHT
+    write_text(drawing, right + 12, y, row.text, WIDTH - MARGIN - right - 12, 15, MUTED)
 
 
-class Canvas:
-    """An image of fixed width that grows downwards; ``y`` is where the next item goes."""
-
-    def __init__(self, height: int = 4096):
-        self.image = Image.new("RGB", (WIDTH, height), BACKGROUND)
-        self.draw = ImageDraw.Draw(self.image)
-        self.y = MARGIN - 8
-
-    def text(self, x: float, text: str, size: int = 15, colour=TEXT) -> float:
-        """Write at ``y`` and return the x after the text."""
-        font = font_of(size)
-        self.draw.text((x, self.y), text, font=font, fill=colour)
-        return x + font.getlength(text)
-
-    def pixels(self) -> np.ndarray:
-        """Cut the image below the last item: uint8 array (height, 1024, 3)."""
-        return np.array(self.image.crop((0, 0, WIDTH, self.y + MARGIN - 12)))
-
-    def picture(self) -> np.ndarray:
-        """Return the pixels as float32 values in 0..1."""
-        return self.pixels().astype(np.float32) / 255.0
+def write_text(drawing: ImageDraw.ImageDraw, x: int, y: int, text: str, width: int, size: int, colour=TEXT) -> None:
+    """Write a line, cut to a width in pixels."""
+    drawing.text((x, y), shortened(text, width, size), font=font_of(size), fill=colour)
 
 
 def font_of(size: int):

@@ -148,9 +148,6 @@ def _line(one: Difference) -> str:
     if one.largest == 0 and one.bad == (0, 0):
         return "identical: PSNR inf dB, max error 0, SSIM 1"
     text = f"PSNR {one.psnr:.2f} dB, max error {one.largest:.6g}, SSIM {one.ssim:.6f}".replace("nan", "unknown")
-    notes = [
-        f"{count} values of the {name} are NaN or Inf"
-        for name, count in zip(("reference", "candidate"), one.bad, strict=True)
-        if count
-    ]
+    counts = zip(("reference", "candidate"), one.bad, strict=True)
+    notes = [f"{count} values of the {name} are NaN or Inf" for name, count in counts if count]
     return f"{text} ({'; '.join(notes)}: those pixels are left out)" if notes else text

@@ -1,7 +1,7 @@
 """A report as lines for Layer Rules: what runs in another mode than most, and what the guard has changed."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from ..base.layer_names import pattern_of
 from ..base.modes import MODES
@@ -13,21 +13,16 @@ def rules_text(report: Mapping, fixed: Collection[str] = ()) -> str:
     """Write rules that repeat the modes and escalations of a report in its JSON form; empty where all layers run alike.
 
     First the layers whose mode is not the most common one, then the blocks with attention in fp32 by a rule, then the
-    guard's escalations, which win. ``fixed``: the
-    layers whose mode the model's own code sets whatever is asked for, which no rule has to repeat.
+    guard's escalations, which win. ``fixed``: the layers whose mode the model's own code sets whatever is asked for.
     """
     asked = (layer for layer in report["layers"] if multiplies(layer["class"]) and layer["name"] not in fixed)
     modes = {layer["name"]: layer["mode"] for layer in asked}
-    most, guard = usual_mode(modes.values()), report["guard"]
-    others = {name: mode for name, mode in modes.items() if mode != most and name not in guard["escalations"]}
+    guard, usual = report["guard"], Counter(modes.values()).most_common(1)
+    escalations = guard["escalations"]
+    others = {name: mode for name, mode in modes.items() if mode != usual[0][0] and name not in escalations}
     escalated = [f"{line}  # escalated by the guard" for line in guard["rules"].splitlines()]
     attention = [f"{block} attention=fp32" for block in report["attention_in_fp32"]]
     return "\n".join([*_mode_lines(others, [layer["name"] for layer in report["layers"]]), *attention, *escalated])
-
-
-def usual_mode(modes: Iterable[str]) -> str:
-    """Find the mode of most layers; empty where there is none."""
-    return next((mode for mode, _ in Counter(modes).most_common(1)), "")
 
 
 def _mode_lines(modes: Mapping[str, str], names: list[str]) -> list[str]:
@@ -36,13 +31,9 @@ def _mode_lines(modes: Mapping[str, str], names: list[str]) -> list[str]:
     for name, mode in modes.items():
         if mode in MODES and MODES[mode].rule:
             groups[pattern_of(name), mode].append(name)
-    return [
-        f"{glob} {MODES[mode].rule}"
-        for (pattern, mode), members in groups.items()
-        for glob in (members if len(members) == 1 or _matched(pattern, names) != len(members) else [pattern])
-    ]
-
-
-def _matched(pattern: str, names: list[str]) -> int:
-    match = compile_pattern(pattern)
-    return sum(bool(match(name, "")) for name in names)
+    lines = []
+    for (pattern, mode), members in groups.items():
+        match = compile_pattern(pattern)
+        one_line = len(members) > 1 and sum(bool(match(name, "")) for name in names) == len(members)
+        lines += [f"{glob} {MODES[mode].rule}" for glob in ([pattern] if one_line else members)]
+    return lines

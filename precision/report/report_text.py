@@ -27,7 +27,11 @@ def _head(report: dict) -> list[str]:
     lines = ["Halfsafe report", "==============="]
     if device:
         lines += hanging("Device  ", _device(device))
-        lines += wrapped(capability_line(device["capabilities"]), "        ")
+        can, cannot = (
+            ", ".join(name for name, on in device["capabilities"].items() if on is wanted) or "nothing"
+            for wanted in (True, False)
+        )
+        lines += wrapped(f"can: {can}; cannot: {cannot}", "        ")
     size = f"{count_text(model['parameters'])} parameters, {size_text(model['weight_bytes'])}"
     lines += hanging("Model   ", f"{model['class'] or 'unknown class'}, {size} of weights")
     for name, decision in report["decisions"].items():
@@ -40,19 +44,11 @@ def _device(device: dict) -> str:
     host = f", host {device['host']}" if device.get("host") else ""
     if not device["simulated"]:
         return f"{device['name']}, profile {device['profile']}{host}"
-    label = device.get("label") or device["profile"]
-    return f"{label}, profile {device['profile']}, simulated on {device['name']}{host}"
+    return f"{device['label']}, profile {device['profile']}, simulated on {device['name']}{host}"
 
 
 def _notes(notes: list[str]) -> list[str]:
     return ["Notes", *(line for note in notes for line in wrapped(note, "  "))] if notes else []
-
-
-def capability_line(capabilities: dict[str, bool]) -> str:
-    """List what a device can do: "can: bf16, fp8_storage; cannot: fp8_matmul"."""
-    can = [name for name, on in capabilities.items() if on]
-    cannot = [name for name, on in capabilities.items() if not on]
-    return f"can: {', '.join(can) or 'nothing'}; cannot: {', '.join(cannot) or 'nothing'}"
 
 
 def _storage(report: dict) -> list[str]:
@@ -145,10 +141,8 @@ def _guard(guard: dict) -> list[str]:
     for check in guard["checks"]:
         lines += wrapped(check_text(check), "  ")
     if guard["rules"]:
-        lines += [
-            "  As rules for Layer Rules and Compute Dtype:",
-            *(f"      {rule}" for rule in guard["rules"].splitlines()),
-        ]
+        lines.append("  As rules for Layer Rules and Compute Dtype:")
+        lines += [f"      {rule}" for rule in guard["rules"].splitlines()]
     return [*lines, *wrapped(guard["advice"], "  ")] if guard["advice"] else lines
 
 
@@ -180,10 +174,8 @@ def check_text(check: dict) -> str:
         return f"{_when(check)}not compared with fp32. {check['left_out']}"
     blocks = ", ".join(f"{block['name']} {_decibels(block['snr_db'])}" for block in check["blocks"])
     expected = f"{check['arithmetic']}, at least {_decibels(check['threshold_db'])} expected"
-    return (
-        f"{_when(check)}{_decibels(check['snr_db'])} from fp32 ({expected})"
-        f"{'; lowest after ' if blocks else ''}{blocks}"
-    )
+    lowest = f"; lowest after {blocks}" if blocks else ""
+    return f"{_when(check)}{_decibels(check['snr_db'])} from fp32 ({expected}){lowest}"
 
 
 def _decibels(value: float | None) -> str:

@@ -4,18 +4,14 @@ import math
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import PurePath
 
-import torch
-
-from ..base.dtypes import name_of
+from ..base.modes import MODES
 from ..devices.detect import Device
 from .report_rules import rules_text
 from .report_text import report_text
-from .view import legend_of_modes, legend_of_storages, view_of
+from .view import MODE_COLOURS, STORAGE_COLOURS, view_of
 
 VERSION = 1
-NOT_IN_JSON = {"json": False}
 JSON_NAMES = {"cls": "class", "from_mode": "from", "to_mode": "to"}
 
 
@@ -37,7 +33,7 @@ class LayerReport:
     stream: str
     reason: str = ""
     kernel: str = ""
-    called_in_fp32: bool = field(default=False, metadata=NOT_IN_JSON)
+    called_in_fp32: bool = field(default=False, metadata={"json": False})
 
 
 @dataclass
@@ -198,7 +194,8 @@ class Report:
         repeat what ran; ``view``, see :func:`~.view.view_of`.
         """
         data = {"version": VERSION, **plain(self)}
-        legends = {"modes": legend_of_modes(), "storages": legend_of_storages()}
+        modes = {name: {"label": mode.label, "colour": MODE_COLOURS[name]} for name, mode in MODES.items()}
+        legends = {"modes": modes, "storages": {name: {"colour": it} for name, it in STORAGE_COLOURS.items()}}
         fixed = {layer.name for layer in self.layers if layer.called_in_fp32}
         return {**data, **legends, "rules": rules_text(data, fixed), "view": view_of(data)}
 
@@ -216,19 +213,9 @@ def plain(value):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(item) for item in value]
-    return _plain_scalar(value)
-
-
-def _plain_scalar(value):
     if hasattr(value, "tolist"):
         return plain(value.tolist())
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, torch.dtype):
-        return name_of(value)
-    if isinstance(value, (torch.device, PurePath)):
-        return str(value)
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def device_section(device: Device) -> dict:

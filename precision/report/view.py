@@ -64,13 +64,3 @@ def _rows(layers: list[dict]) -> list[dict]:
         {"name": group_name(pattern, [layers[place]["name"] for place in places], totals[pattern]), "layers": places}
         for (pattern, *_), places in groups.items()
     ]
-
-
-def legend_of_modes() -> dict[str, dict[str, str]]:
-    """Return the report's ``modes``: name -> its label and colour."""
-    return {name: {"label": mode.label, "colour": MODE_COLOURS[name]} for name, mode in MODES.items()}
-
-
-def legend_of_storages() -> dict[str, dict[str, str]]:
-    """Return the report's ``storages``: name -> its colour."""
-    return {name: {"colour": colour} for name, colour in STORAGE_COLOURS.items()}

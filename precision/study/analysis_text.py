@@ -34,16 +34,13 @@ def rule_lines(analysis: Analysis) -> list[str]:
     """Write the lines of :func:`rules_of`. No pattern matches a layer with another outcome."""
     high = [layer.name for layer in analysis.layers if layer.status != CHOSEN]
     if analysis.candidate.stores:
-        kept = [layer for layer in analysis.layers if _would_be_stored(layer)]
+        # A loader would store these as the candidate by itself.
+        free = (layer for layer in analysis.layers if layer.status != CHOSEN and not layer.sensitive)
+        kept = [layer for layer in free if can_be_quantized(layer.cls)]
         raised = [layer for layer in analysis.chosen if layer.sensitive]
         lines = _lines(kept, "storage=as_file", [layer.name for layer in analysis.chosen])
         return lines + _lines(raised, f"storage={analysis.candidate.name}", high)
     return _lines(analysis.chosen, MODES[analysis.candidate.name].rule, high)
-
-
-def _would_be_stored(layer: LayerResult) -> bool:
-    """Tell whether a loader would store a layer as the candidate though the layer was not chosen."""
-    return layer.status != CHOSEN and not layer.sensitive and can_be_quantized(layer.cls)
 
 
 def _lines(layers: list[LayerResult], setting: str, others: Iterable[str]) -> list[str]:
@@ -114,11 +111,11 @@ def result_of(analysis: Analysis, text: str) -> Result:
     return Result(CHOSEN_SENTENCE, values, head=HEAD, rows=rows, text=text)
 
 
-def decibel_text(value: float | None) -> str:
-    """Write an SNR: 31.5, "exact" for no error, "overflow" for a result that is not finite, "-" for none."""
+def decibel_text(value: float | None, lost: str = "overflow") -> str:
+    """Write an SNR: 31.5, "exact" for no error, ``lost`` for a result that is not finite, "-" for none."""
     if value is None:
         return "-"
-    return f"{value:.1f}" if math.isfinite(value) else "exact" if value > 0 else "overflow"
+    return f"{value:.1f}" if math.isfinite(value) else "exact" if value > 0 else lost
 
 
 def whole_decibel_text(value: float) -> str:

@@ -1,5 +1,4 @@
-"""LayerErrors the error of one layer in a lower precision: of its weight,
-and of its output on samples of its real inputs."""
+"""Measure the error of one layer in a lower precision: of its weight, and of its output on samples of real inputs."""
 
 import math
 from collections.abc import Callable, Iterator

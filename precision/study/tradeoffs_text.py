@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ..base.text import size_text, table, wrapped
 from ..plan.goal import GOALS
 from ..report.result import BAD, BEST, NONE_WORKS, Result
-from .analysis_text import whole_decibel_text
+from .analysis_text import decibel_text, whole_decibel_text
 from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff, pareto_front
 
 TABLE = ("setting", "s/step", "memory", "SNR dB", "what ran")
@@ -70,10 +70,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def snr_text(row: Tradeoff) -> str:
-    """Write an SNR in dB: 31.5, "exact" for no error, "NaN" for a result that is not finite, "-" for none."""
-    if row.snr_db is None:
-        return "-"
-    return f"{row.snr_db:.1f}" if math.isfinite(row.snr_db) else "exact" if row.snr_db > 0 else "NaN"
+    return decibel_text(row.snr_db, "NaN")
 
 
 def shares_text(sizes: Mapping[str, int]) -> str:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from unittest.mock import patch
 
-from support import families, held_out, narrow, rare_families, shapes, tiny_models
+from support import families, rare_families, shapes, tiny_models
 from support.guarding import guarded
 from support.summing import accumulation
 
@@ -26,15 +26,15 @@ DEEP_WAN = "wan of 24 blocks"
 TRAINED = "hunyuan_video, trained"
 LIKE = {DEEP_WAN: "wan", TRAINED: "hunyuan_video", "segmind_vega": "sdxl"}
 COMMON = (*families.OVERFLOWS, *LIKE)
-FAMILIES = (*COMMON, *rare_families.CLASSES, "ltxav", "minimax_h3")
+FAMILIES = (*COMMON, *rare_families.CLASSES)
 
 
 def write(family: str, folder: Path) -> Path:
     """Write a family's clean model, as narrow as it can be; SDXL with all of its blocks."""
     path = folder / f"clean_{family.replace(' ', '_').replace(',', '')}.safetensors"
     own = {
-        "sdxl": lambda: narrow.sdxl(path, shallow=False),
-        "segmind_vega": lambda: held_out.segmind_vega(path),
+        "sdxl": lambda: tiny_models.narrow_sdxl(path, shallow=False),
+        "segmind_vega": lambda: tiny_models.segmind_vega(path),
         DEEP_WAN: lambda: tiny_models.wan(path, dim=128, ffn=256, blocks=24),
         TRAINED: lambda: Path(shutil.copy(shapes.MODEL, path)),
     }

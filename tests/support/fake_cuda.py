@@ -18,9 +18,8 @@ from unittest import mock
 
 import torch
 from support.cuda_rules import HostReads
-from support.denoise import transformer_options
 from support.fake_tensors import fake_cuda_tensors
-from support.families import Call
+from support.families import Call, transformer_options
 from support.leaf_operations import LeafOperations, aten
 from torch.utils._pytree import tree_leaves, tree_map_only
 

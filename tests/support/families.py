@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support import narrow, tiny_models
-from support.denoise import transformer_options
+from support import tiny_models
 
 CONTEXT_WIDTH = {"sdxl": 2048, "qwen_image": 3584, "z_image": 2560}
 POOLED_WIDTH = {"flux": 768, "hunyuan_video": 768, "sd3": 2048, "sdxl": 1280}
@@ -162,6 +161,39 @@ def apply(model, call: Call, x: torch.Tensor, **changes) -> torch.Tensor:
         return model.model.apply_model(x, **arguments)
 
 
+def denoise(model) -> torch.Tensor:
+    """The fp32 output of one denoiser call of a Wan-shaped ``model`` (a ModelPatcher): ``(1, 16, 1, 8, 8)``.
+
+    As in ComfyUI's sampler: the model is loaded and its wrappers are in the transformer options.
+    """
+    import comfy.model_management
+
+    comfy.model_management.load_models_gpu([model])
+    model.pre_run()
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(1, 16, 1, 8, 8, generator=generator)
+    context = torch.randn(1, 12, 4096, generator=generator)
+    options = transformer_options(model)
+    try:
+        with torch.inference_mode():
+            return model.model.apply_model(
+                x, torch.tensor([0.7]), c_crossattn=context, transformer_options=options
+            ).float()
+    finally:
+        model.cleanup()
+
+
+def transformer_options(model) -> dict:
+    """A model's transformer options with its wrappers and callbacks, as ComfyUI's sampler prepares them."""
+    import comfy.patcher_extension
+
+    options = model.model_options["transformer_options"].copy()
+    merge = comfy.patcher_extension.merge_nested_dicts
+    for name, values in (("wrappers", model.wrappers), ("callbacks", model.callbacks)):
+        options[name] = merge(options.get(name, {}).copy(), values, copy_dict1=False)
+    return options
+
+
 def louder(call: Call, factor: float, rows: slice | int = slice(None)) -> torch.Tensor:
     """The text of a captured call, some of its batch rows multiplied."""
     text = call.kwargs.get("c_crossattn", call.args[3] if len(call.args) > 3 else None).clone()
@@ -183,7 +215,7 @@ def write(family: str, folder: Path) -> Path:
 
 def write_narrow(family: str, folder: Path) -> Path:
     """The family's clean model, narrower than ComfyUI has it where that is wide."""
-    build = {**tiny_models.FAMILIES, **narrow.FAMILIES}[family]
+    build = {**tiny_models.FAMILIES, **tiny_models.NARROW}[family]
     return build(folder / f"narrow_{family}.safetensors")
 
 

@@ -12,7 +12,10 @@ beside a layer are of the layer's name with " beside".
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 from halfsafe.nodes.host.lora.low_rank import LowRankLayer
@@ -150,3 +153,81 @@ def sums_of(product: Product) -> str:
         return "fp8_fast" if product.fast_sums else "fp32"
     is_half = product.operands == ("fp16", "fp16") and product.op != "convolution"
     return "fp16" if is_half and product.fp16_sums and product.result == "fp16" else "fp32"
+
+
+class Products(MatmulSpy):
+    """The products made inside of each of ``layers`` (name -> module), as the report names modes.
+
+    A product that ``linear_input_act`` of ``comfy/ops.py`` makes past a layer's forward, as in the MLPs of Wan and LTX-Video
+    from ComfyUI 0.30 on, is that layer's too.
+    fp16_wide: both matrices are fp32 but hold only numbers that fp16 holds, which on a CPU is what ``fp16_safe`` multiplies.
+    """
+
+    def __init__(self, layers: dict[str, torch.nn.Module]):
+        super().__init__(torch.nn.Module())
+        self.names = {module: name for name, module in layers.items()}
+        self.scaled: list[tuple[torch.dtype, torch.dtype]] = []
+
+    def leaf(self, func, args, kwargs):
+        if func.name().startswith("aten::_scaled_mm"):
+            self.scaled.append((args[0].dtype, args[1].dtype))
+        return super().leaf(func, args, kwargs)
+
+    def __enter__(self) -> Products:
+        if not self._depth:
+            import comfy.ops
+
+            fused = getattr(comfy.ops, "linear_input_act", None)
+            self._patch = mock.patch.object(comfy.ops, "linear_input_act", self._past_forward(fused)) if fused else contextlib.nullcontext()
+            self._patch.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        super().__exit__(*error)
+        if not self._depth:
+            self._patch.__exit__(*error)
+
+    def _past_forward(self, linear_input_act: Callable) -> Callable:
+        def run(linear, x, *args, **kwargs):
+            self._enter_module(linear, x)
+            try:
+                return linear_input_act(linear, x, *args, **kwargs)
+            finally:
+                self._leave_module(linear, x, None)
+
+        return run
+
+    @property
+    def made(self) -> dict[str, list[str]]:
+        """Layer -> the mode of each product, less the rotation of an int8 layer's input, a product of its own in comfy-kitchen."""
+        found = {name: [_mode(product) for product in self.by_layer().get(name, ())] for name in self.names.values()}
+        return {name: [mode for mode in modes if mode == "int8"] or modes for name, modes in found.items()}
+
+    @property
+    def beside(self) -> dict[str, list[str]]:
+        """The same of the LoRAs that are added to a layer's own product."""
+        return {name.removesuffix(" beside"): list(map(_mode, products)) for name, products in self.by_layer().items() if name.endswith(" beside")}
+
+    def modes(self) -> dict[str, str]:
+        """Layer -> what it multiplied in; every call of a layer must have been alike."""
+        assert all(len(set(made)) == 1 for made in self.made.values()), self.made
+        return {name: made[0] for name, made in self.made.items()}
+
+
+def _mode(product: Product) -> str:
+    assert product.operands[0] == product.operands[1]
+    return "fp16_wide" if product.rounded else product.operands[0]
+
+
+@contextlib.contextmanager
+def int8_products() -> Iterator[list[int]]:
+    """The rows (tokens) of each product of int8 by int8, by the operation itself: ``torch._int_mm``, which comfy-kitchen's eager int8 product calls."""
+    rows, product = [], torch._int_mm
+
+    def counted(a: torch.Tensor, b: torch.Tensor, **options) -> torch.Tensor:
+        assert (a.dtype, b.dtype) == (torch.int8, torch.int8)
+        rows.append(len(a))
+        return product(a, b, **options)
+
+    with mock.patch.object(torch, "_int_mm", counted):
+        yield rows

@@ -1,7 +1,7 @@
 """Small models of families whose sizes ComfyUI fixes: its own classes, detection and conditioning, with smaller numbers.
 
 ComfyUI reads of their files which family they are and takes the sizes of the published model, of up to 17 billion parameters. Here
-the file's metadata names smaller ones: see `support/small_sizes.py`.
+the file's metadata names smaller ones: see `support/tiny_models.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from support import held_out, small_sizes
 from support.families import noise
-from support.tiny_models import _save, _shapes_of, _tensors
+from support.tiny_models import _save, _shapes_of, _tensors, sized
 
 CLASSES = {
     "hidream": "comfy.ldm.hidream.model.HiDreamImageTransformer2DModel",
@@ -30,6 +29,8 @@ CLASSES = {
     "cogvideox": "comfy.ldm.cogvideo.model.CogVideoXTransformer3DModel",
     "kandinsky5": "comfy.ldm.kandinsky5.model.Kandinsky5",
     "stable_cascade": "comfy.ldm.cascade.stage_c.StageC",
+    "ltxav": "comfy.ldm.lightricks.av_model.LTXAVModel",
+    "minimax_h3": "comfy.ldm.minimax.model.MiniMaxH3Model",
 }
 COSMOS = {
     **dict(max_img_h=240, max_img_w=240, max_frames=128, in_channels=16, out_channels=16, patch_spatial=2, patch_temporal=1),
@@ -87,6 +88,14 @@ SMALL = {
     "stable_cascade": {
         **dict(c_cond=64, c_hidden=[64, 64], nhead=[2, 2], blocks=[[1, 2], [2, 1]], c_clip_text=64, c_clip_text_pooled=64),
     },
+    "ltxav": {
+        **dict(num_layers=2, attention_head_dim=8, cross_attention_dim=256, audio_attention_head_dim=4, audio_cross_attention_dim=128),
+        **dict(caption_channels=32, connector_attention_head_dim=8, connector_num_attention_heads=4, connector_num_layers=1),
+    },
+    "minimax_h3": {
+        **dict(hidden_size=256, num_layers=2, token_refiner_num_layers=1, num_attention_heads=2, ffn_hidden_size=512),
+        **dict(text_dim=128, time_embed_hidden_size=256, time_embed_dim=128),
+    },
 }  # fmt: skip
 PUBLISHED = {"svd": {"model_channels": 320, "num_head_channels": 64}}
 LOUD = {
@@ -108,15 +117,13 @@ def write(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, seed: in
     """Write a family's file, with the sizes it needs in its metadata."""
     import comfy.ops
 
-    if family in ("minimax_h3", "ltxav"):
-        return getattr(held_out, family)(path, dtype, seed, held_out.metadata(family))
     module, _, name = CLASSES[family].rpartition(".")
     build = getattr(importlib.import_module(module), name)
     shapes = _shapes_of(build(**SMALL[family], dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init))
     if family != "stable_audio":
-        return _save(path, shapes, dtype, seed, metadata=small_sizes.metadata(SMALL[family], PUBLISHED.get(family)))
+        return _save(path, shapes, dtype, seed, metadata=sized(SMALL[family], PUBLISHED.get(family)))
     tensors = dict(_tensors(shapes, dtype, seed)) | _embedders_of_seconds(seed)
-    save_file(tensors, str(path), metadata=small_sizes.metadata(SMALL[family]))
+    save_file(tensors, str(path), metadata=sized(SMALL[family]))
     return path
 
 

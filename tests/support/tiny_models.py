@@ -4,12 +4,14 @@ Tensor names and ranks are those of the real files; only the sizes are small, wh
 seeded, with variance 1/fan_in, so that outputs stay finite and far from zero. `wan`, `wan_1_3b_shaped` and `clip_l`
 need only torch; the others build ComfyUI's own module on the meta device to read its shapes.
 
-`qwen_image` and `z_image` have fixed widths in ComfyUI: one block of each is already 0.4 and 1.1 billion parameters.
-`support/narrow.py` makes narrow ones. Chroma (0.6 billion) and a full SDXL checkpoint (CLIP-G alone is 0.7 billion) are left out for the same reason.
+ComfyUI reads of some files which family they are and takes the sizes of the published model: one block of `qwen_image` is 0.4
+billion parameters. While `small_sizes` is in effect, a file whose metadata has ``sizes`` is built with those, and found to be of its
+family by the numbers in ``published``: so are the models of `NARROW` and of `rare_families`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -157,6 +159,12 @@ def sdxl(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
     return _save(path, _shapes_of(_unet(sdxl_unet_config())), dtype, seed)
 
 
+def segmind_vega(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
+    """Write a Segmind Vega UNet, SDXL with fewer transformer blocks: every level 320 channels wide, two of them in the up path."""
+    depths = {"transformer_depth": [0, 0, 1, 1, 2, 2], "transformer_depth_output": [0, 0, 0, 1, 0, 0, 1, 0, 0]}
+    return _save(path, _shapes_of(_unet(sdxl_unet_config() | depths)), dtype, seed)
+
+
 def sd15_unet(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Path:
     """Write the UNet of :func:`sd15_checkpoint` alone."""
     return _save(path, _shapes_of(_unet(sd15_unet_config())), dtype, seed)
@@ -179,6 +187,76 @@ def sd_vae(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0) -> Pat
 
 FAMILIES = {"wan": wan, "flux": flux, "sd3": sd3, "hunyuan_video": hunyuan_video, "ltxv": ltxv, "sdxl": sdxl}
 SLOW_FAMILIES = {"qwen_image": qwen_image, "z_image": z_image}
+
+
+def sized(sizes: dict, published: dict | None = None) -> dict[str, str]:
+    """What the metadata of a file of these sizes holds; ``published``: the numbers ComfyUI knows the family by, where they differ."""
+    return {"sizes": json.dumps(sizes), "published": json.dumps(published or {})}
+
+
+@contextlib.contextmanager
+def small_sizes() -> Iterator[None]:
+    """What ComfyUI detects has the sizes that a file's metadata names."""
+    from comfy import model_detection
+
+    detect_config, detect_class = model_detection.detect_unet_config, model_detection.model_config_from_unet
+
+    def published(state_dict, prefix, metadata=None):
+        config = detect_config(state_dict, prefix, metadata=metadata)
+        return config and {**config, **_named(metadata, "sizes"), **_named(metadata, "published")}
+
+    def small(*args, metadata=None, **options):
+        found = detect_class(*args, metadata=metadata, **options)
+        if found is not None:
+            found.unet_config |= _named(metadata, "sizes")
+        return found
+
+    model_detection.detect_unet_config, model_detection.model_config_from_unet = published, small
+    try:
+        yield
+    finally:
+        model_detection.detect_unet_config, model_detection.model_config_from_unet = detect_config, detect_class
+
+
+def _named(metadata: dict | None, key: str) -> dict:
+    return json.loads((metadata or {}).get(key, "{}"))
+
+
+def narrow_sdxl(path: Path, dtype: torch.dtype = torch.float16, seed: int = 0, shallow: bool = True) -> Path:
+    """Write an SDXL UNet 64 channels wide instead of 320, with one head instead of five; ``shallow``: 2 blocks where it has 10."""
+    config = sdxl_unet_config()
+    sizes = {"model_channels": 64} | ({"transformer_depth": [0, 0, 1, 1, 2, 2]} if shallow else {})
+    return _save(path, _shapes_of(_unet(config | sizes)), dtype, seed, metadata=sized(sizes, {key: config[key] for key in sizes}))
+
+
+def narrow_qwen_image(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+    """Write a Qwen-Image model with 2 heads instead of 24."""
+    from comfy.ldm.qwen_image.model import QwenImageTransformer2DModel
+
+    sizes = {"num_attention_heads": 2}
+    model = _on_meta(QwenImageTransformer2DModel, in_channels=64, num_layers=1, **sizes)
+    return _save(path, _shapes_of(model), dtype, seed, metadata=sized(sizes))
+
+
+def narrow_z_image(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+    """Write a Z-Image model with 2 heads instead of 30."""
+    from comfy.ldm.lumina.model import NextDiT
+
+    sizes = z_image_config(heads=2)
+    return _save(path, _shapes_of(_on_meta(NextDiT, **sizes)), dtype, seed, metadata=sized(sizes, {"dim": 3840}))
+
+
+def krea2(path: Path, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Path:
+    """Write a Krea 2 model with 2 heads of 128 channels instead of 48, and a text width of 128 in 2 layers."""
+    from comfy.ldm.krea2.model import SingleStreamDiT
+
+    sizes = {"txtheads": 1, "txtkvheads": 1, "multiplier": 1}
+    model = _on_meta(SingleStreamDiT, features=256, txtdim=128, heads=2, kvheads=1, layers=2, txtlayers=2, **sizes)
+    return _save(path, _shapes_of(model), dtype, seed, metadata=sized(sizes))
+
+
+NARROW = {"sdxl": narrow_sdxl, "qwen_image": narrow_qwen_image, "z_image": narrow_z_image}
+"""For tests of many runs."""
 
 
 def wan_shapes(dim: int, blocks: int, ffn: int, in_dim: int, text_dim: int) -> Shapes:

@@ -17,9 +17,10 @@ from ....precision.plan.accumulation import (
 )
 from ..comfyui.execution import switches_by_layer
 from ..comfyui.layers import modules_of
-from ..compute.executor import compute_of, needs_fp32_accumulation
+from ..compute.executor import compute_of
 from ..compute.fp8_product import Refused
 from ..compute.layer_modes import planned_modes_of
+from ..compute.planned_model import needs_fp32_accumulation
 from .executor import AccumulationRun, accumulation_of, asked_by_rule, sums_by_rule
 
 NAMED = 8
@@ -37,15 +38,9 @@ NOT_MEASURED = "fp32 sums until a call has proven more"
 
 def described(operation: Fp16AccumulationLinear, in_fp16: bool) -> tuple[str, str]:
     """Return (accumulation, reason) of a layer."""
-    why, how = _why(operation), HOW[operation.sums.proven, in_fp16]
+    unknown = "" if operation.weights else f"{type(operation.module).__name__} multiplies in its own way"
+    why, how = unknown or operation.sums.evidence, HOW[operation.sums.proven, in_fp16]
     return "fp16" if in_fp16 else "fp32", f"{how}: {why}" if why else NOT_MEASURED
-
-
-def _why(operation: Fp16AccumulationLinear) -> str:
-    """Say what a layer's sums were decided by; empty before a call."""
-    if operation.weights is None:
-        return f"{type(operation.module).__name__} multiplies in its own way"
-    return str(operation.sums.evidence or "")
 
 
 def _sums_of(run: AccumulationRun) -> dict[str, tuple[str, str]]:
@@ -80,8 +75,8 @@ def _inert_rules(patcher) -> list[tuple[str, str]]:
     return [(f"accumulation={sums}", f"{NO_SWITCH}: {_named(names)}") for sums, names in layers.items()]
 
 
-def _named(names: list[str]) -> str:
-    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+def _named(names: list[str], separator: str = ", ") -> str:
+    return separator.join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def layer_accumulation(patcher) -> dict[str, tuple[str, str]]:
@@ -164,7 +159,7 @@ def remarks_of(patcher) -> tuple[list[tuple[str, str]], dict[str, str], list[str
 
 def _notes(run: AccumulationRun) -> list[str]:
     """Describe the layers that sum in fp16 because it was asked for, though their bound passes fp16's range."""
-    names = [op.sums.name for op in run.used() if not run.calibration.calibrating and not op.sums.proven]
-    lines = [f"{name} ({_why(run.operations[name])})" for name in names[:NAMED]]
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return [f"fp16_accumulation=on, not proven safe in {len(names)} layers: {'; '.join(lines)}{more}"] if names else []
+    used = run.used() if not run.calibration.calibrating else []
+    lines = [f"{op.sums.name} ({described(op, True)[1].partition(': ')[2]})" for op in used if not op.sums.proven]
+    named = _named(lines, "; ")
+    return [f"fp16_accumulation=on, not proven safe in {len(lines)} layers: {named}"] if lines else []

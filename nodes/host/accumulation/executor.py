@@ -11,10 +11,9 @@ from ....precision.arithmetic.calibration import Calibration
 from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16AccumulationLinear, SumBound
 from ....precision.arithmetic.linear import kind_of
 from ....precision.base import flags
-from ....precision.base.compiling import compile_disabled
 from ....precision.base.layer_names import are_alike
 from ....precision.base.modes import FP16
-from ....precision.base.patching import Patch, patched
+from ....precision.base.patching import Patch, compile_disabled, patched
 from ....precision.devices.detect import detect
 from ....precision.plan.accumulation import AccumulationPlan, MatmulProfile, Request, plan_accumulation
 from ..comfyui.execution import COMPILE_KWARGS, is_compiled, is_on_several_devices, switches_by_layer
@@ -34,7 +33,7 @@ def with_accumulation(patcher, request: Request):
     """Return a clone of the model that runs as requested; what the request leaves unchanged is as an earlier node
     asked."""
     clone = patcher.clone()
-    if request.changes_nothing:
+    if request == Request():
         return clone
     earlier = accumulation_of(patcher)
     accumulation = Accumulation(request.over(earlier.request) if earlier else request)

@@ -14,9 +14,8 @@ import comfy.model_management
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.base.compiling import compile_disabled
 from ....precision.base.modes import FP16_ACC16, FP32
-from ....precision.base.patching import patched
+from ....precision.base.patching import compile_disabled, patched
 from ....precision.check import drift
 from ....precision.guard.ladder import RandomStart
 from ....precision.guard.log import GuardLog
@@ -26,10 +25,9 @@ from ....precision.report.schema import CheckReport
 from ..accumulation.accumulation_report import layer_accumulation
 from ..accumulation.executor import accumulation_of
 from ..comfyui.attributes import denoised
-from ..comfyui.execution import is_compiled, is_on_several_devices
+from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.kernels import DEQUANTIZED
 from ..comfyui.layers import top_level_parts
-from ..comfyui.oom import is_oom
 from ..compute.executor import compute_of
 from ..compute.layer_modes import kernels_of, observed_modes_of, stream_dtype
 from ..guard.escalation import EscalatedLayers

@@ -1,13 +1,24 @@
-"""How ComfyUI executes a model's calls: through torch.compile, on several devices side by side."""
+"""How ComfyUI executes a model's calls: compiled, on several devices, after text adapters, out of memory."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+import comfy.model_management
+
+from ....precision.base.oom import is_oom as is_oom_of_torch
+from ....precision.base.patching import patched
+from . import attributes
+
 if TYPE_CHECKING:
+    from comfy.model_base import BaseModel
     from comfy.model_patcher import ModelPatcher
 
 COMPILE_KWARGS = "torch_compile_kwargs"
+Make = Callable[[], dict]
 
 
 def is_compiled(patcher: ModelPatcher) -> bool:
@@ -28,3 +39,30 @@ def switches_by_layer(patcher: ModelPatcher) -> bool:
     """Tell whether torch's flags can differ from layer to layer: not in a compiled graph, not with several
     threads running."""
     return not is_compiled(patcher) and not is_on_several_devices(patcher)
+
+
+def adapts_text(model: BaseModel) -> bool:
+    """Tell whether ComfyUI runs layers of this model on the text before it calls the model, once per run.
+
+    ComfyUI 0.30 runs text adapters in ``extra_conds``: Anima, LTX-AV and MiniMax in ``comfy/model_base.py``, each
+    through its model's ``preprocess_text_embeds``.
+    """
+    return attributes.adapts_text(model.diffusion_model)
+
+
+@contextlib.contextmanager
+def conditions_through(model: BaseModel, run: Callable[[Make], dict]) -> Iterator[None]:
+    """Hand each ``extra_conds`` of a model to ``run`` while the context lasts; what is set last runs first."""
+    original = attributes.extra_conditions(model)
+    function = attributes.with_extra_conditions(model, lambda **kwargs: run(functools.partial(original, **kwargs)))
+    with patched([function]):
+        yield
+
+
+def is_oom(error: BaseException) -> bool:
+    """Tell whether an error means that a device has no memory left.
+
+    ComfyUI's own test comes first, as it also clears the error CUDA has pending. On torch 2.8 and later it takes the
+    plain RuntimeError of MPS for another.
+    """
+    return comfy.model_management.is_oom(error) or is_oom_of_torch(error)

@@ -20,6 +20,7 @@ from ....precision.formats.registry import FORMAT_OF_STORAGE, Format
 
 NATIVE, EAGER, DEQUANTIZED = "native", "eager", "dequantized"
 ROWS = 32
+_warned: set[str] = set()
 LOGGERS = ("comfy_kitchen.tensor.fp8", "comfy_kitchen.tensor.mxfp8", "comfy_kitchen.tensor.nvfp4")
 
 
@@ -68,21 +69,12 @@ def _int8_call(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> d
         }
 
 
-class Once(logging.Filter):
+def is_new(record: logging.LogRecord) -> bool:
     """Let each message through the first time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        new = text not in self.seen
-        self.seen.add(text)
-        return new
-
-
-_once = Once()
+    text = record.getMessage()
+    new = text not in _warned
+    _warned.add(text)
+    return new
 
 
 def warn_once() -> None:
@@ -91,4 +83,4 @@ def warn_once() -> None:
     It warns at every product: some hundred times a step where a profile of another device is simulated.
     """
     for name in LOGGERS:
-        logging.getLogger(name).addFilter(_once)
+        logging.getLogger(name).addFilter(is_new)

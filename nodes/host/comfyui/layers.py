@@ -1,5 +1,6 @@
 """The layers of a model in memory, by name, and what they hold."""
 
+import re
 from collections.abc import Iterator
 
 import torch
@@ -7,7 +8,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import TimestepEmbedSequenti
 from comfy.quant_ops import QuantizedTensor
 
 from ....precision.arithmetic.linear import kind_of
-from ....precision.base.compiling import plain_name
+from ....precision.base.layer_names import plain_name
 from .attributes import CAST_DTYPE, dtype_of_weights
 
 CALLED_BY_ITEMS = {
@@ -18,6 +19,18 @@ CALLED_BY_ITEMS = {
 """(where a class of ComfyUI's is, attribute) of each ``Sequential`` whose items its code calls one by one."""
 DIFFUSION_MODEL = "diffusion_model."
 """What names of a model's layers begin with in ComfyUI's ``BaseModel`` and in the keys of patches."""
+CAST_TO_FP32 = "fp32"
+OWN_WEIGHT = "weight"
+CASTS = {
+    "comfy.ldm.wan": (re.compile(r"(\w+_)?patch_embedding(_\w+)?"), CAST_TO_FP32),
+    "comfy.ldm.minimax": (
+        re.compile(r"(video|audio)_patch_proj|time_embedder(\..+)?|(.+\.)?(video|audio)_out"),
+        CAST_TO_FP32,
+    ),
+    "comfy.ldm.audio": (re.compile(r"timestep_features"), CAST_TO_FP32),
+    "comfy.ldm.cogvideo": (re.compile(r"patch_embed\.(text_)?proj"), OWN_WEIGHT),
+}
+"""Where ComfyUI has a model's class -> names of layers, and what its code gives them: fp32, or their weight's dtype."""
 
 
 def modules_of(model) -> dict[str, torch.nn.Module]:
@@ -81,3 +94,12 @@ def is_quantized(module: torch.nn.Module) -> bool:
 def activation_dtype(patcher) -> torch.dtype:
     """Return the dtype of the model's activations: its manual cast dtype, else that of its weights."""
     return patcher.get_model_object(CAST_DTYPE) or dtype_of_weights(patcher.model)
+
+
+def own_cast(model: torch.nn.Module, name: str) -> str:
+    """Tell what the code around a layer casts its input to: ``fp32``, the dtype of its own ``weight``, or empty."""
+    for base in type(model).__mro__:
+        names, cast = CASTS.get(base.__module__.rpartition(".")[0], (None, ""))
+        if names and names.fullmatch(name):
+            return cast
+    return ""

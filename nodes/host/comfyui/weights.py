@@ -171,20 +171,21 @@ def _dtype_of_bias(module: torch.nn.Module) -> torch.dtype:
 
 @contextlib.contextmanager
 def cast_weights(
-    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype
+    module: torch.nn.Module, x: torch.Tensor, dtype: torch.dtype, bias_dtype: torch.dtype, want_requant: bool = False
 ) -> Iterator[tuple]:
     """Provide a module's weight in ``dtype`` and its bias in ``bias_dtype`` through ComfyUI's cast: offload, LoRA,
-    quantization.
+    quantization. ``want_requant``: a quantized weight stays quantized, its LoRA merged.
 
     A LoRA added at each call is added in fp32: ``cast_bias_weight`` adds it in the dtype it is asked for.
     """
     comfy.ops.run_every_op()
-    asked = torch.float32 if weight_functions(module) else dtype
+    asked = torch.float32 if weight_functions(module) and not want_requant else dtype
     weight, bias, cuda_stream = comfy.ops.cast_bias_weight(
-        module, dtype=asked, device=x.device, bias_dtype=bias_dtype, offloadable=True, **PATCHES_IN_FP32
-    )
+        module, dtype=asked, device=x.device, bias_dtype=bias_dtype, offloadable=True, want_requant=want_requant,
+        **PATCHES_IN_FP32,
+    )  # fmt: skip
     try:
-        yield dequantized(weight).to(dtype), bias
+        yield (weight if want_requant else dequantized(weight).to(dtype)), bias
     finally:
         comfy.ops.uncast_bias_weight(module, weight, bias, cuda_stream)
 
@@ -193,23 +194,7 @@ def quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> contextlib.Ab
     """Provide a quantized layer's weight as stored, LoRA merged, and its bias in the dtype of the input ``x``."""
     weight, bias = module.weight, module.bias
     if not _lies_ready(module, weight, bias, x.device):
-        return _cast_quantized_weights(module, x)
+        # Asked for in its own dtype: ``cast_bias_weight`` dequantizes it in any other.
+        return cast_weights(module, x, weight.dtype, x.dtype, want_requant=True)
     comfy.ops.run_every_op()
     return contextlib.nullcontext((weight, None if bias is None else bias.to(x.dtype)))
-
-
-@contextlib.contextmanager
-def _cast_quantized_weights(module: torch.nn.Module, x: torch.Tensor) -> Iterator[tuple]:
-    """Provide the same through ComfyUI's cast.
-
-    The weight is asked for in its own dtype: ``cast_bias_weight`` dequantizes it in any other.
-    """
-    comfy.ops.run_every_op()
-    weight, bias, cuda_stream = comfy.ops.cast_bias_weight(
-        module, dtype=module.weight.dtype, device=x.device, bias_dtype=x.dtype, offloadable=True, want_requant=True,
-        **PATCHES_IN_FP32,
-    )  # fmt: skip
-    try:
-        yield weight, bias
-    finally:
-        comfy.ops.uncast_bias_weight(module, weight, bias, cuda_stream)

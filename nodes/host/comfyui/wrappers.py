@@ -26,19 +26,18 @@ PLACES = {
 
 Outermost: the guard's check. Accumulation wraps compute. Inside of it the guard's escalated layers, which override
 both. Innermost: LoRAs of 8-bit weights, which add to the result of whatever runs the layer. Around a
-sampler's run, where what is set first runs last (``conditions.conditions_through``), their wrapper is the outermost
+sampler's run, where what is set first runs last (``execution.conditions_through``), their wrapper is the outermost
 for the same reason, but for the report, which is made when a run has ended.
 
 The order of wrappers decides the order of a layer's forwards the other way round. Each wrapper patches
 ``module.forward`` for the length of the call, around the forward it finds, so what an outer wrapper puts on a module
-runs inside of what an inner one puts there. ``chain_of(module.forward)`` of ``precision/arithmetic/planned.py`` lists
-what runs a layer, from the outside in:
+runs inside of what an inner one puts there. From the outside in, these run a layer:
 
 0. ``LowRankLayer``, the LoRAs of an 8-bit weight (``lora/low_rank.py``), which calls the next one and adds to its
    result;
 1. ``CastResult`` of the guard's escalation (``guard/escalation.py``); it is made outside of the other two and calls
    neither. Else:
-2. ``CastResult`` of compute (``compute.PlannedModel``) around ``SafeOperation`` or ``Fp8Linear``, which multiply by
+2. ``CastResult`` of compute (``PlannedLayers``) around ``SafeOperation`` or ``Fp8Linear``, which multiply by
    themselves, or around ``CastOperation``, which casts the input and calls
 3. ``Fp16AccumulationLinear`` of accumulation, so an fp16 bound is checked on the input as it is multiplied; and that
    calls

@@ -51,7 +51,7 @@ class PlannedControl:
     ``BaseModel``.
 
     It holds neither the model nor its patcher, as it is among the model's attributes: it keeps neither in memory. The
-    ControlNet object itself is in a cycle (``_follow`` in ``load/control_runs.py``), so all three are freed by the
+    ControlNet object itself is in a cycle (``_follow`` in ``load/controlnet.py``), so all three are freed by the
     garbage collection after ComfyUI drops it.
     ``calls``: how often the ControlNet ran, its copies on other devices included.
     """

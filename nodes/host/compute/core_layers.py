@@ -1,24 +1,26 @@
-"""How the layers of ComfyUI's models multiply: what ``PlannedLayers`` asks for, in ComfyUI's terms."""
+"""Carry out a plan on a model's layers: which forward stands in for each layer's own, and what runs inside of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
+from ....precision.arithmetic.calibration import Calibration
 from ....precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
-from ....precision.arithmetic.linear import WeightProvider
-from ....precision.arithmetic.planned import LayerHost
-from ....precision.base.dtypes import dtype_named
+from ....precision.arithmetic.linear import SafeOperation, kind_of, matmul_flops
+from ....precision.arithmetic.result_bound import largest_fp16_result
+from ....precision.base.dtypes import dtype_named, name_of
 from ....precision.base.flags import flags_set
-from ....precision.base.modes import FP8, FP16_WIDE, FP32
+from ....precision.base.modes import FP8, FP16_WIDE, FP32, INT8, MODE_OF
 from ....precision.base.patching import Patch
 from ....precision.formats.fp8 import activation_scale
-from ....precision.plan.compute import ComputeDecision
-from ....precision.plan.fp16_results import largest_fp16_result
+from ....precision.plan.compute import ComputeDecision, ComputePlan
 from ..comfyui.attributes import bias_functions, casting, not_forced_to_cast, weight_functions
 from ..comfyui.layers import is_quantized
 from ..comfyui.weights import exchanged, has_own_forward, only_multiplies, quantized_weights, weights_of
 from .fp8_product import fp8_product
 
+Forward = Callable[..., torch.Tensor]
 FP8_RESULT = "bf16"
 """What fp8 products give an fp32 stream: torch has none with an fp32 result and a bias."""
 
@@ -29,49 +31,108 @@ class Switching:
     by_layer = True
 
 
-class CoreLayers(LayerHost):
-    """Say how a model's layers multiply.
+class PlannedLayers:
+    """Exchange the forwards of a model's layers for others that follow a plan, and record the modes of their calls."""
 
-    Args:
-        activations: the model's activation dtype.
-        switching: whether a layer may switch flags for itself.
-    """
+    def __init__(self, plan: ComputePlan, layers: Mapping[str, torch.nn.Module]):
+        self.calibration = Calibration()
+        self.switching = Switching()
+        self.operations: dict[str, SafeOperation] = {}
+        self.casts: dict[str, CastOperation] = {}
+        self.patches: list[Patch] = []
+        self._activations = plan.activation_dtype
+        self._decisions = {name: _without_int8(plan, name) for name in layers}
+        for name, layer in layers.items():
+            decision = self._decisions[name]
+            forward = self._product(name, layer, decision)
+            if not (plan.is_safe and name in self.operations):
+                forward = CastResult(forward, torch.float32 if decision.stream == FP32.name else None).__call__
+            if decision.sums:
+                forward = SumsByRule(decision.sums, forward, self.switching).__call__
+            self.patches += [*exchanged(layer, forward), *casting(layer)]
 
-    def __init__(self, activations: str, switching: Switching):
-        self._activations = activations
-        self._switching = switching
+    def _product(self, name: str, layer: torch.nn.Module, decision: ComputeDecision) -> Forward:
+        """Make what multiplies: a method and not an object, for which torch.compile would make a graph of its own."""
+        if decision.mode == FP8.name and not has_own_forward(layer):
+            return Fp8Linear(layer).__call__
+        if decision.mode == FP16_WIDE.name and only_multiplies(layer):
+            scale, weights = self.calibration.scale(name), weights_of(layer)
+            largest = None if decision.stream == FP32.name else largest_fp16_result(name)
+            self.operations[name] = SafeOperation(layer, scale, self.calibration, weights, largest_fp16=largest)
+            return self.operations[name].__call__
+        self.casts[name] = CastOperation(name, layer, self._own_dtype(layer, decision.mode), self.calibration)
+        return self.casts[name].__call__
 
-    def weights(self, layer: torch.nn.Module) -> WeightProvider | None:
-        """Return ComfyUI's cast for a layer that does no more than multiply."""
-        return weights_of(layer) if only_multiplies(layer) else None
-
-    def own_forward(self, layer: torch.nn.Module, mode: str) -> tuple[Callable[..., torch.Tensor], torch.dtype]:
-        """Return the forward that is on the layer now, and a dtype for its input: ComfyUI's classes cast their weights
-        to that.
-
-        It is read inside of accumulation's wrapper, so it is accumulation's where that has one (``wrappers.PLACES``).
-        """
+    def _own_dtype(self, layer: torch.nn.Module, mode: str) -> torch.dtype:
+        """Return the dtype in which a layer's own forward comes closest to a mode."""
         if type(layer).forward.__module__.startswith("torch.nn."):
-            return layer.forward, layer.weight.dtype  # torch's own classes cannot cast their weights
+            return layer.weight.dtype  # torch's own classes cannot cast their weights
         if mode == FP8.name:  # a LoRA in bypass mode has put its own forward around the layer's
             mode = FP8_RESULT if self._activations == FP32.name else self._activations
-        return layer.forward, torch.float32 if mode == FP16_WIDE.name else dtype_named(mode)
+        return torch.float32 if mode == FP16_WIDE.name else dtype_named(mode)
 
-    def product(self, layer: torch.nn.Module, mode: str) -> Callable[..., torch.Tensor] | None:
-        """Return the fp8 product of a layer whose forward nobody has exchanged."""
-        return Fp8Linear(layer).__call__ if mode == FP8.name and not has_own_forward(layer) else None
+    def planned_modes(self) -> dict[str, str]:
+        """Return layer -> the mode its forward was made for, the same before and after any call."""
+        modes = {name: decision.mode for name, decision in self._decisions.items()}
+        return modes | {name: name_of(cast.dtype) for name, cast in self.casts.items()}
 
-    def largest_fp16(self, name: str, decision: ComputeDecision) -> float | None:
-        """Return up to which magnitude a result that is not added to the residual stream may be fp16."""
-        return None if decision.stream == FP32.name else largest_fp16_result(name)
+    def observed_modes(self) -> dict[str, str]:
+        """Return layer -> the mode it was last found to run in."""
+        found = {name: operation.observed_mode for name, operation in self.operations.items()}
+        return self.planned_modes() | found
 
-    def patches(self, layer: torch.nn.Module, decision: ComputeDecision, forward: Callable) -> list[Patch]:
-        """Return the patches that take all of a layer's products through ``forward`` and have ComfyUI cast its
-        weights."""
-        if decision.sums:
-            forward = SumsByRule(decision.sums, forward, self._switching).__call__
-        cast = casting(layer)
-        return [*exchanged(layer, forward), *cast]
+    def allocations(self) -> dict[str, object]:
+        """Return layer -> what its allocations depend on: the mode it runs in, and what becomes of its operand."""
+        sharing = self.calibration.operands.sharing
+        scales = {name: (each, each.scale) for name, each in self.operations.items()}
+        found = {
+            name: (each.observed_mode, scale.is_watched, each.finite is None, len(sharing.get(scale, ())))
+            for name, (each, scale) in scales.items()
+        }
+        return {**self.planned_modes(), **found}
+
+    @property
+    def fp16_flops(self) -> int:
+        """The floating-point operations of a call that had fp16 operands and could not overflow."""
+        in_fp16 = (name for name, operation in self.operations.items() if not operation.scale.in_fp32)
+        return sum(self.calibration.flops[name] for name in in_fp16)
+
+
+def _without_int8(plan: ComputePlan, name: str) -> ComputeDecision:
+    """Return a layer's decision; int8 of a weight that is not stored in it is what the other layers compute in."""
+    decision = plan.decisions[name]
+    return replace(decision, mode=MODE_OF[plan.choice.used]) if decision.mode == INT8.name else decision
+
+
+class CastOperation:
+    """Cast a layer's input and call the forward that is on the layer now: ComfyUI's classes cast their weights to that.
+
+    It is read inside of accumulation's wrapper, so it is accumulation's where that has one (``wrappers.PLACES``).
+    """
+
+    def __init__(self, name: str, layer: torch.nn.Module, dtype: torch.dtype, calibration: Calibration):
+        self.name = name
+        self.layer = layer
+        self.inner = layer.forward
+        self.dtype = dtype
+        self.calibration = calibration
+
+    def __call__(self, input: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+        result = self.inner(input.to(self.dtype), *args, **kwargs)
+        if self.calibration.calibrating and (kind := kind_of(self.layer)):
+            self.calibration.flops[self.name] += matmul_flops(result, self.layer, kind)
+        return result
+
+
+class CastResult:
+    """Cast the result of another forward to ``dtype``; None for its first argument's."""
+
+    def __init__(self, inner: Forward, dtype: torch.dtype | None):
+        self.inner = inner
+        self.dtype = dtype
+
+    def __call__(self, *args, **kwargs) -> torch.Tensor:
+        return self.inner(*args, **kwargs).to(self.dtype or args[0].dtype)
 
 
 class Fp8Linear:
@@ -95,9 +156,6 @@ class Fp8Linear:
         with quantized_weights(module, rows) as (weight, bias):
             return fp8_product(rows, scale, weight, bias).reshape(*x.shape[:-1], weight.shape[0])
 
-    def __repr__(self) -> str:
-        return "Fp8Linear(e4m3)"
-
 
 class SumsByRule:
     """Run a forward with the accumulation that a rule asks for.
@@ -106,7 +164,7 @@ class SumsByRule:
     have it too, and a compiled graph cannot switch them.
     """
 
-    def __init__(self, sums: str, inner: Callable[..., torch.Tensor], switching: Switching):
+    def __init__(self, sums: str, inner: Forward, switching: Switching):
         self.sums = sums
         self.inner = inner
         self._switching = switching
@@ -116,9 +174,6 @@ class SumsByRule:
             return self.inner(*args, **kwargs)
         with flags_set({FP16_ACCUMULATION: self.sums == "fp16"}):
             return self.inner(*args, **kwargs)
-
-    def __repr__(self) -> str:
-        return f"SumsByRule({self.sums})"
 
 
 def has_changed_weight(module: torch.nn.Module) -> bool:

@@ -36,30 +36,19 @@ def fast_accumulation(refused: Refused) -> Iterator[None]:
 def fp8_product(
     rows: torch.Tensor, scale: torch.Tensor, weight: QuantizedTensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Multiply ``rows`` (M, K), quantized to e4m3, by an fp8 ``weight`` (N, K); return it in the dtype of ``rows``.
-
-    Args:
-        rows: the activations, in 16 bit.
-        scale: theirs, 0-dim fp32.
-        weight: as ComfyUI holds it.
-        bias: in the dtype of ``rows``.
-    """
+    """Multiply 16-bit ``rows`` (M, K), quantized to e4m3 by a 0-dim fp32 ``scale``, by an fp8 ``weight`` (N, K); return
+    the dtype of ``rows``, which the bias has too."""
     # ComfyUI's QuantizedTensor takes longer on the host than a small product on a GPU; a graph has it for nothing.
     if scaled_mm_v2 and not torch.compiler.is_compiling():
-        operands = quantize_per_tensor_fp8(rows, scale), stored(weight).t(), scale, weight.params.scale
-        if (product := _fast(*operands, bias, rows.dtype)) is not None:
-            return product
+        left, right, other = quantize_per_tensor_fp8(rows, scale), stored(weight).t(), weight.params.scale
+        refused = _refused.get()
+        if refused is not None:
+            try:
+                return torch._scaled_mm(
+                    left, right, scale_a=scale, scale_b=other, bias=bias, out_dtype=rows.dtype, use_fast_accum=True
+                )
+            except RuntimeError as error:
+                refused[tuple(weight.shape)] = str(error).partition("\n")[0]
         with contextlib.suppress(RuntimeError, TypeError):  # what torch refuses is dequantized below, with a word
-            return scaled_mm_v2(*operands, bias, rows.dtype)
+            return scaled_mm_v2(left, right, scale, other, bias, rows.dtype)
     return F.linear(QuantizedTensor.from_float(rows, LAYOUT, scale=scale), weight.to(rows.dtype), bias)
-
-
-def _fast(left, right, left_scale, right_scale, bias, dtype: torch.dtype) -> torch.Tensor | None:
-    if (refused := _refused.get()) is None:
-        return None
-    scales = {"scale_a": left_scale, "scale_b": right_scale}
-    try:
-        return torch._scaled_mm(left, right, **scales, bias=bias, out_dtype=dtype, use_fast_accum=True)
-    except RuntimeError as error:
-        refused[tuple(reversed(right.shape))] = str(error).partition("\n")[0]
-        return None

@@ -16,8 +16,7 @@ from ..comfyui.attributes import (
     weight_functions,
 )
 from ..comfyui.kernels import DEQUANTIZED, kernel_of_product
-from ..comfyui.layers import DIFFUSION_MODEL, activation_dtype, is_quantized, layers_of
-from ..comfyui.own_casts import CAST_TO_FP32, own_cast
+from ..comfyui.layers import CAST_TO_FP32, DIFFUSION_MODEL, activation_dtype, is_quantized, layers_of, own_cast
 from .core_layers import FP8_RESULT, has_changed_weight
 from .executor import compute_of
 

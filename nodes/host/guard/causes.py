@@ -10,11 +10,19 @@ import torch
 
 from ....precision.arithmetic.linear import kind_of
 from ....precision.base.errors import CheckpointError
-from ....precision.base.nested import tensors_in
+from ....precision.base.nested import leaves, tensors_in
 from ....precision.base.patching import Patch
 from ....precision.files.safetensors_file import open_checkpoint
-from ....precision.guard.finite import zeroed
-from ....precision.guard.inputs import SAMPLER, SIGMA, SIGMAS, NotFiniteInput, inputs_not_finite, is_finite, nan_inputs
+from ....precision.guard.inputs import (
+    SAMPLER,
+    SIGMA,
+    SIGMAS,
+    NotFiniteInput,
+    inputs_not_finite,
+    is_finite,
+    nan_inputs,
+    zeroed,
+)
 from ....precision.guard.localize import Origin, stored
 from ....precision.guard.wording import CONTROL_ADVICE
 from ....precision.plan.choice import ATTACHMENT
@@ -74,8 +82,8 @@ def _conditioning(context: torch.Tensor | None, options: dict) -> str:
 
 def call_patches(call: Call) -> str:
     """Name the functions that nodes put into the model's blocks, as GLIGEN and IP-Adapters do; "" for none."""
-    functions = {f"'{_name_of(one)}'" for key in CALL_PATCHES for one in _functions(call.options.get(key))}
-    return " and ".join(sorted(functions))
+    patches = leaves({key: call.options.get(key) for key in CALL_PATCHES})
+    return " and ".join(sorted({f"'{_name_of(one)}'" for _, one in patches if callable(one)}))
 
 
 def without_patches(call: Call) -> Call:
@@ -98,19 +106,13 @@ def _each(value: object, change: Callable[[Callable], Callable]) -> object:
     return change(value) if callable(value) else value
 
 
-def _functions(value: object) -> list:
-    if isinstance(value, (dict, list, tuple)):
-        return [one for inner in (value.values() if isinstance(value, dict) else value) for one in _functions(inner)]
-    return [value] if callable(value) else []
-
-
 def _name_of(function: object) -> str:
     """Name what made a function: GLIGEN's is ``Gligen._set_position.<locals>.func``."""
     return getattr(function, "__qualname__", type(function).__qualname__).partition(".")[0]
 
 
 class LoadedWeights:
-    """The weights of what a patcher runs: a diffusion model, a VAE or a text encoder.
+    """The ``Weights`` of what a patcher runs: a diffusion model, a VAE or a text encoder.
 
     ``model``: the module that names are relative to.
     """
@@ -122,7 +124,6 @@ class LoadedWeights:
         self._patcher = patcher
 
     def not_finite(self) -> dict[str, torch.Tensor]:
-        """Return name -> weight or buffer with NaN or Inf."""
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
         return {name: value for name, value in named if not is_finite(stored(value))}
 
@@ -132,12 +133,9 @@ class LoadedWeights:
         return [(module, name, zeroed(dequantized(getattr(module, name).data).float())) for module, name in places]
 
     def has_nan(self, name: str) -> bool:
-        """Tell whether a weight, quantized or not, holds NaN."""
         return bool(torch.isnan(stored(operator.attrgetter(name)(self.model)).float()).any())
 
     def bad_copy(self, origin: Origin) -> str:
-        """Describe the weight of the operation that failed first, if the device's copy alone is not finite; empty for
-        any other."""
         name = f"{origin.layer}.weight"
         module = dict(self.model.named_modules()).get(origin.layer) if origin.kind in ("weights", "unknown") else None
         if module is None or kind_of(module) is None or self._is_patched(name):
@@ -151,7 +149,6 @@ class LoadedWeights:
         return any(key == f"{self._prefix}{name}" for key, _ in self._patches())
 
     def sentence(self, name: str) -> str:
-        """Describe a weight that is not finite: what made it so and what to do."""
         if patch := self.patch_sentence(name.rpartition(".")[0]):
             return patch
         weight = operator.attrgetter(name)(self.model)
@@ -166,7 +163,6 @@ class LoadedWeights:
         return f"The weight '{name}' of {file or 'the model'} holds NaN or Inf. {_advice_on(weight)}"
 
     def patch_sentence(self, layer: str) -> str:
-        """Describe the LoRA or other patch of a layer's weight that holds NaN or Inf; empty where none does."""
         for key, patches in self._patches():
             bad = any(not is_finite(tensor) for patch in patches for tensor in _patch_tensors(patch))
             if bad and layer and key.startswith(f"{self._prefix}{layer}."):

@@ -1,6 +1,7 @@
 """Operations of model code that make a finite value of one past fp16's range, so that a result hides an overflow."""
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 
@@ -25,6 +26,7 @@ def _watching_here() -> list["ClampWatch"]:
     return _of_thread.__dict__.setdefault("watches", [])
 
 
+@functools.lru_cache(maxsize=128)
 def _given(function: Callable) -> Callable:
     """Wrap a function that hides an overflow of what it is given."""
 
@@ -36,6 +38,7 @@ def _given(function: Callable) -> Callable:
     return run
 
 
+@functools.lru_cache(maxsize=128)
 def _returned(function: Callable) -> Callable:
     """Wrap a function whose result overflows where what it is given does not: a division by it gives 0."""
 
@@ -56,19 +59,19 @@ WATCHED = (
     *((torch.Tensor, f"{name}_", _given) for name in GIVEN if hasattr(torch.Tensor, f"{name}_")),
 )
 """(owner, name, how it is watched); ``Tensor.norm`` and ``normalize`` call ``torch.norm``."""
+SPACES = {owner: vars(owner) for owner in (torch, torch.nn.functional, torch.Tensor)}
 
 
 @contextlib.contextmanager
 def _hiding_is_seen() -> Iterator[None]:
-    spaces = {owner: vars(owner) for owner, _, _ in WATCHED}
-    own = [(owner, name, spaces[owner].get(name)) for owner, name, _ in WATCHED]
-    for owner, name, watched in WATCHED:
-        setattr(owner, name, watched(getattr(owner, name)))
+    own = [(owner, name, name in SPACES[owner] and SPACES[owner][name]) for owner, name, _ in WATCHED]
+    for (owner, name, watched), (_, _, function) in zip(WATCHED, own, strict=True):
+        setattr(owner, name, watched(function or getattr(owner, name)))
     try:
         yield
     finally:
         for owner, name, function in own:
-            if function is None:
+            if not function:
                 delattr(owner, name)
             else:
                 setattr(owner, name, function)

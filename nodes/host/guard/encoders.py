@@ -24,7 +24,7 @@ from ..comfyui.weights import ask_for_plain_products
 from ..load.devices import current_device
 from ..load.encoders import vae_in
 from .causes import LoadedWeights
-from .host_call import HostCall, notifier
+from .failure import HostCall, notifier
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -59,30 +59,24 @@ class EncoderGuard:
         result, largest = run(None, given)
         if math.isfinite(largest):
             return result
-        about = _circumstances(f"{self.kind} {action}", dtype, patcher, CallPosition(number), _rows_of(result))
+        rows = _rows_of(result)
+        about = Circumstances(
+            CallPosition(number),
+            batch=rows,
+            images=rows,
+            device=patcher.load_device,
+            steps=encoder_steps(dtype, current_device().capabilities["bf16"]),
+            in_fp32=torch.float32,
+            present=dtype,
+            locates_first=False,
+            default_origin=Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan),
+        )
         call = EncoderCall(self.kind, run, patcher, dtype, about)
         return Case(call, start, self.log, given, result).resolved()
 
 
-def _circumstances(
-    name: str, dtype: torch.dtype, patcher: "ModelPatcher", position: CallPosition, batch: int
-) -> Circumstances[torch.dtype]:
-    """Gather what is known of a failed call, ``name`` (VAE decode ...), with a result of ``batch`` rows."""
-    return Circumstances(
-        position,
-        batch=batch,
-        images=batch,
-        device=patcher.load_device,
-        steps=encoder_steps(dtype, current_device().capabilities["bf16"]),
-        in_fp32=torch.float32,
-        present=dtype,
-        locates_first=False,
-        default_origin=Origin(name, "", "overflow", name_of(dtype), math.nan),
-    )
-
-
 class EncoderCall(HostCall[Any, torch.dtype, Any]):
-    """A call of a VAE or text encoder in ``dtype``."""
+    """A call of a VAE or text encoder in ``dtype``. Methods do what ``FailedCall`` says of them."""
 
     def __init__(
         self, kind: str, run: Run, patcher: "ModelPatcher", dtype: torch.dtype, about: Circumstances[torch.dtype]
@@ -93,11 +87,9 @@ class EncoderCall(HostCall[Any, torch.dtype, Any]):
         self._run = run
 
     def run(self, given: Any) -> Attempt:
-        """Make the call again as it was."""
         return Attempt(*self._run(None, given))
 
     def watched(self, given: Any) -> tuple[Attempt, Origin | None]:
-        """Make the call again as it was with every operation watched: (attempt, what failed)."""
         localizer = Localizer(self.weights.model)
         with localizer.watching():
             attempt = self.run(given)
@@ -105,7 +97,6 @@ class EncoderCall(HostCall[Any, torch.dtype, Any]):
         return attempt, next(filter(None, found), None)
 
     def run_at(self, step: torch.dtype, given: Any, zeroed: Sequence[str] = ()) -> Attempt:
-        """Make the call again in a dtype. ``zeroed``: weights that get a zero for each NaN and Inf."""
         with patched(self.weights.zeroed(zeroed)):
             return Attempt(*self._run(None if step == self.dtype else step, given))
 
@@ -115,7 +106,6 @@ class EncoderCall(HostCall[Any, torch.dtype, Any]):
         return inputs_not_finite([(name, given)], {name: advice})
 
     def replaced(self, given: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        """Return a copy of what the call was given with ``function`` of each tensor in its place."""
         return replaced(given, function)
 
     def rows(self, result: Any) -> set[int]:
@@ -124,7 +114,6 @@ class EncoderCall(HostCall[Any, torch.dtype, Any]):
         return set(rows_not_finite(tensors[0]) if tensors else ()) or set(range(_rows_of(result)))
 
     def with_nan(self, result: Any, rows: set[int]) -> Any:
-        """Return a copy of a result with NaN in these rows."""
         index = torch.tensor(sorted(rows))
         return replaced(result, lambda value: value.index_fill(0, index.to(value.device), math.nan))
 
@@ -133,7 +122,6 @@ class EncoderCall(HostCall[Any, torch.dtype, Any]):
         return name_of(self.dtype), name_of(step or self.dtype)
 
     def named(self, step: torch.dtype) -> str:
-        """Name the dtype of a step."""
         return name_of(step)
 
     def keep(self, step: torch.dtype, attempt: Attempt, origin: Origin | None) -> None:

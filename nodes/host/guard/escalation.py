@@ -14,12 +14,11 @@ from ....precision.base.patching import Patch, patched
 from ....precision.guard.casting import promoting
 from ....precision.guard.policy import ALL_IN_FP32, Escalation, ObservedRanges, enclosing_block
 from ....precision.plan.compute import ComputeDecision, ComputePlan
-from ..comfyui.conditions import Make, adapts_text, conditions_through
-from ..comfyui.execution import is_compiled
+from ..comfyui.execution import Make, adapts_text, conditions_through, is_compiled
 from ..comfyui.layers import matrix_layers, modules_of, top_level_parts
 from ..comfyui.weights import only_multiplies
 from ..compute.attention import attending, forward_of, full_precision_attention, in_one_dtype, kernels_of
-from ..compute.executor import PlannedModel, in_fp32
+from ..compute.planned_model import PlannedModel, in_fp32
 from ..replay.call import Call
 from ..replay.model_compiler import compiler_off
 from .causes import with_patches
@@ -77,7 +76,7 @@ class EscalatedLayers:
 
     def modes(self) -> dict[str, str]:
         """Map layers to the modes they run in now."""
-        return self.decided | self.planned.observed_modes()
+        return self.decided | self.planned.layers.observed_modes()
 
     def _patches(self) -> list[Patch]:
         own = forwards_in(self.planned.patches)

@@ -1,6 +1,7 @@
-"""A model's call that gave NaN or Inf, as ComfyUI can make it again."""
+"""A call that gave NaN or Inf, as ComfyUI can make it again; whom to notify of it."""
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -8,17 +9,20 @@ from typing import NoReturn
 import torch
 
 from ....precision.base.amax import amax_value
-from ....precision.base.compiling import compile_disabled
 from ....precision.base.modes import FP16_WIDE
-from ....precision.guard.failed_call import Attempt, Circumstances
+from ....precision.base.patching import compile_disabled
+from ....precision.guard.failed_call import Attempt, Circumstances, FailedCall, Given, Result, Step
 from ....precision.guard.inputs import NotFiniteInput, rows_not_finite
 from ....precision.guard.ladder import escalation_after, model_steps
 from ....precision.guard.localize import Localizer, Origin
-from ....precision.guard.log import CallPosition
+from ....precision.guard.log import CallPosition, Notify
 from ....precision.guard.policy import ALL_IN_FP32, AS_PLANNED, Escalation
+from ....precision.guard.verdicts import asks_for_action
 from ....precision.guard.wording import MODEL
-from ..comfyui.execution import is_compiled, is_on_several_devices
+from ....precision.report.schema import GuardEvent
+from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
 from ..comfyui.layers import top_level_parts
+from ..comfyui.page import running_prompt_id, send_to_page, show_progress
 from ..compute.attention import OVERRIDE, overridden
 from ..compute.executor import fall_back, fallen_back, may_fall_back
 from ..replay.call import Call
@@ -26,7 +30,6 @@ from ..replay.code_owner import packs_on
 from ..replay.restart import NOT_HERE, SAMPLING, Sampling, StartAgain
 from .causes import LoadedWeights, call_inputs, call_patches, without_patches
 from .escalation import EscalatedLayers, RangeObserver
-from .host_call import HostCall
 from .state import Guarded
 
 INSIDE = "halfsafe_guard"
@@ -37,10 +40,37 @@ REPEATED_BESIDE = (
     "What {0} keeps between steps may be of the failed call."
 )
 OUR_PACKAGE = __name__.partition(".nodes.")[0]
+logger = logging.getLogger("halfsafe")
+
+
+def notifier(node_id: str | None, prompt: str | None = None, of: str = "") -> Notify:
+    """Return a function to notify the user of a node's events, in ``prompt`` or else in the running prompt.
+
+    ``of``: what is guarded, as for :func:`send_to_page`.
+    """
+
+    def notify(kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None) -> None:
+        if event:
+            if event.recovered and event.to_mode:
+                show_progress(f"{event.layer or 'The model'}: repeated in {event.to_mode}, finite")
+            logger.warning("Halfsafe guard: %s %s", message, advice if asks_for_action(verdict) else "")
+        send_to_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event, of)
+
+    return notify
+
+
+class HostCall(FailedCall[Given, Step, Result]):
+    """A failed call on a device whose memory ComfyUI manages, of a node that shows progress."""
+
+    def tell(self, doing: str) -> None:
+        show_progress(doing)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        return is_oom(error)
 
 
 class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
-    """One call of a diffusion model, the ``number``th of its run.
+    """One call of a diffusion model, the ``number``th of its run. Methods do what ``FailedCall`` says of them.
 
     ``hidden``: its result is finite because a clamp made it so.
     """
@@ -63,7 +93,7 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
             batch=len(result),
             images=images_of(call, result),
             device=call.x.device,
-            steps=[ALL_IN_FP32] if promised else _new_steps(guarded, present),
+            steps=[ALL_IN_FP32] if promised else model_steps(guarded.modes, guarded.stream, present),
             in_fp32=ALL_IN_FP32,
             hidden=hidden,
             promised=promised,
@@ -71,11 +101,9 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         )
 
     def run(self, given: Call) -> Attempt[torch.Tensor]:
-        """Make the call again as it was."""
         return self._attempt(given, self._as_it_was)
 
     def watched(self, given: Call) -> tuple[Attempt[torch.Tensor], Origin | None]:
-        """Make the call again as it was with every operation watched: (attempt, what failed)."""
         localizer = Localizer(self.model.diffusion_model)
 
         def run(call: Call) -> torch.Tensor:
@@ -87,7 +115,6 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         return attempt, localizer.origin(attempt.result)
 
     def run_at(self, step: Escalation, given: Call, zeroed: Sequence[str] = ()) -> Attempt[torch.Tensor]:
-        """Make the call again under an escalation. ``zeroed``: weights that get a zero for each NaN and Inf."""
         if step == AS_PLANNED:
             with fallen_back(self.model):
                 return self._attempt(given, lambda call: call.make({}))
@@ -97,19 +124,15 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         return self._attempt(given, lambda call: layers.call(call, observing=observing), observer)
 
     def inputs(self, given: Call) -> list[NotFiniteInput]:
-        """List the inputs of the call with NaN or Inf."""
         return call_inputs(given, self.first)
 
     def replaced(self, given: Call, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-        """Return a copy of the call with ``function`` of each tensor it was given in its place."""
         return given.replaced(function)
 
     def rows(self, result: torch.Tensor) -> set[int]:
-        """List the rows of a result that are not finite."""
         return set(rows_not_finite(result))
 
     def with_nan(self, result: torch.Tensor, rows: set[int]) -> torch.Tensor:
-        """Return a copy of a result with NaN in these rows."""
         return result.index_fill(0, torch.tensor(sorted(rows), device=result.device), math.nan)
 
     def modes(self, origin: Origin | None, step: Escalation | None = None) -> tuple[str, str]:
@@ -135,15 +158,12 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
             self._take_back = self.guarded.remember(self.guarded.escalation | step)
 
     def start_again(self) -> NoReturn:
-        """Start the sampling again from its first step."""
         raise StartAgain(self._sampling, self._take_back)
 
     def patches(self, given: Call) -> str:
-        """Name the functions that nodes put into the model's blocks; "" for none."""
         return call_patches(given)
 
     def without_patches(self, given: Call) -> Call:
-        """Return a copy of the call without the functions that :meth:`patches` names."""
         return without_patches(given)
 
     def settle(self) -> None:
@@ -165,11 +185,6 @@ class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
         result = given(**{INSIDE: run})
         self._last = Attempt(result, amax_value(result), observer)
         return self._last
-
-
-def _new_steps(guarded: Guarded, present: Escalation) -> list[Escalation]:
-    """List the steps of the ladder that widen more than the model's present escalation."""
-    return [step for step in model_steps(guarded.modes, guarded.stream, present) if step | present != present]
 
 
 def _why_not_again(patcher, sampling: Sampling | None) -> str:

@@ -12,14 +12,20 @@ from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.amax import amax
 from ....precision.devices import probes
-from ....precision.guard.around import blame_between_calls, blame_device, blame_inputs, blame_memory
 from ....precision.guard.case import Case
 from ....precision.guard.ladder import RandomStart
-from ....precision.guard.log import CallPosition, GuardLog
+from ....precision.guard.log import (
+    CallPosition,
+    GuardLog,
+    blame_between_calls,
+    blame_device,
+    blame_inputs,
+    blame_memory,
+)
 from ....precision.guard.policy import ALL_IN_FP32, OFF, Escalation
 from ....precision.report.schema import GuardReport
+from ..comfyui.execution import is_oom
 from ..comfyui.layers import activation_dtype
-from ..comfyui.oom import is_oom
 from ..comfyui.page import running_node_id, running_prompt_id
 from ..comfyui.wrappers import GUARD, GUARDED_LAYERS, set_wrapper
 from ..compute.executor import planned_on
@@ -30,8 +36,7 @@ from ..replay.restart import SAMPLING, Sampling
 from .causes import sampler_inputs
 from .clamps import ClampWatch
 from .escalation import text_adapter_in_fp32
-from .failure import INSIDE, REPEATED_BESIDE, ModelCall, sigma_of
-from .host_call import notifier
+from .failure import INSIDE, REPEATED_BESIDE, ModelCall, notifier, sigma_of
 from .state import Guarded
 
 if TYPE_CHECKING:

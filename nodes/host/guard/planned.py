@@ -8,8 +8,7 @@ import torch
 
 from ....precision.base.dtypes import dtype_named
 from ....precision.plan.compute import ComputePlan
-from ....precision.plan.goal import plan_for_goal
-from ....precision.plan.loaded import plan_loaded, with_foreign_layers, with_idle_rules
+from ....precision.plan.goal import plan_for_goal, plan_loaded, with_foreign_layers, with_idle_rules
 from ....precision.plan.rules import Rules
 from ..accumulation.executor import with_accumulation
 from ..comfyui.layers import activation_dtype, layers_of

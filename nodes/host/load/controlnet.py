@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
+import weakref
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import comfy.controlnet
 import comfy.model_management
@@ -17,6 +19,7 @@ import comfy.model_patcher
 import comfy.ops
 import comfy.supported_models
 import torch
+from comfy_execution.progress import get_progress_state
 
 from ....precision.base.dtypes import dtype_named
 from ....precision.base.errors import CheckpointError
@@ -27,15 +30,15 @@ from ....precision.formats.stored_weight import StoredWeight
 from ....precision.plan.choice import Choice, LoadRecord
 from ....precision.plan.facts import file_dtype
 from ....precision.plan.rules import Rules
-from ..compute.control import plan_control
+from ..compute.control import PlannedControl, plan_control, planned_control
 from . import detection, models
-from .control_runs import loaded_control, note_runs
 from .devices import free_host_memory
 from .files import open_model
 from .lacking import lacking_tensors
 
 if TYPE_CHECKING:
     from comfy.controlnet import ControlBase, ControlNet
+    from comfy.model_base import BaseModel
 
 CLDM = "control_model."
 DIFFERENCE = "difference"
@@ -56,6 +59,23 @@ FAMILIES = {
 """The module of a ControlNet's model -> the family whose dtypes it works in; others work in all."""
 PLAIN = ("fp16", "bf16", "fp32")
 logger = logging.getLogger("halfsafe")
+_runs: weakref.WeakKeyDictionary[BaseModel, tuple[weakref.ref, weakref.WeakKeyDictionary]] = weakref.WeakKeyDictionary()
+"""A model -> the prompt of its last runs, as ComfyUI's progress registry of it, and the ControlNets of those runs."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedControl:
+    """A ControlNet that was loaded here, with all of its copies.
+
+    Attributes:
+        cls: the name of ComfyUI's class.
+        record: what was decided when it was loaded.
+        planned: its planned model; None where ComfyUI runs it as it is.
+    """
+
+    cls: str
+    record: LoadRecord
+    planned: PlannedControl | None
 
 
 def load_control_net(path: str, storage: str, compute: str, rules: Rules) -> ControlBase:
@@ -69,11 +89,13 @@ def load_control_net(path: str, storage: str, compute: str, rules: Rules) -> Con
     """
     checkpoint = _without_prefix(open_model(path))
     control = _made_by_core(checkpoint)
-    if type(control).__name__ in WHY_OWN:
-        note_runs(control, _own_record(checkpoint, WHY_OWN[type(control).__name__], storage, compute))
+    cls = type(control).__name__
+    if cls in WHY_OWN:
+        record = _own_record(checkpoint, WHY_OWN[cls], storage, compute)
     else:
-        _plan(control, checkpoint, storage, compute, rules)
-    for setting, reason in loaded_control(control).record.without_effect:
+        record = _plan(control, checkpoint, storage, compute, rules)
+    _follow(control, LoadedControl(cls, record, planned_control(control)))
+    for setting, reason in record.without_effect:
         logger.warning("Halfsafe: %s: %s has no effect: %s", path, setting, reason)
     return control
 
@@ -132,7 +154,7 @@ def _own_record(checkpoint: Checkpoint, why: str, storage: str, compute: str) ->
     )
 
 
-def _plan(control: ControlNet, checkpoint: Checkpoint, storage: str, compute: str, rules: Rules) -> None:
+def _plan(control: ControlNet, checkpoint: Checkpoint, storage: str, compute: str, rules: Rules) -> LoadRecord:
     """Store and compute a loaded ControlNet as planned."""
     module = control.control_model
     detected = _detected(checkpoint, module)
@@ -144,11 +166,11 @@ def _plan(control: ControlNet, checkpoint: Checkpoint, storage: str, compute: st
     plan_control(control, arithmetic, dtype_named(arithmetic.activation_dtype))
     record = models.record_of(detected, load.plan, load.notes)
     control.control_model_wrapped.set_attachments(models.ATTACHMENT, record)
-    note_runs(control, record)
     chosen = str(load.plan.storage).removesuffix(".")
     logger.info("Halfsafe: %s: storage %s; compute %s", record.file, chosen, arithmetic.choice)
     for reason, count in Counter(record.kept.values()).items():
         logger.info("Halfsafe: %s: %d layers kept high: %s", record.file, count, reason)
+    return record
 
 
 def _detected(checkpoint: Checkpoint, module: torch.nn.Module) -> detection.Detected:
@@ -193,3 +215,39 @@ def _store(module: torch.nn.Module, detected: detection.Detected, load: models.P
     models.check_quantized(detected, modules, layers)
     models.compute_in_full_precision(modules)
     models.unpack_to(modules, dtype_named(load.plan.compute.unwatched.weight_dtype))
+
+
+def loaded_control(control: ControlNet) -> LoadedControl:
+    """Return the record of a ControlNet that was loaded here, also of a copy."""
+    return vars(control)["halfsafe"]
+
+
+def controls_of(model: BaseModel) -> list[LoadedControl]:
+    """Return the ControlNets still in use that a model was sampled with, in the order of their first runs."""
+    return list(_runs[model][1]) if model in _runs else []
+
+
+def _follow(control: ControlNet, loaded: LoadedControl) -> ControlNet:
+    """Set methods on the object itself, which they hold: it is freed by the garbage collection after its last use."""
+    # Its class stays ComfyUI's: other packs ask for ``type(control) == ControlNet``.
+    pre_run, copy = functools.partial(_pre_run, control), functools.partial(_copy, control)
+    vars(control).update(halfsafe=loaded, pre_run=pre_run, copy=copy)
+    return control
+
+
+def _pre_run(control: ControlNet, model: BaseModel, *args: Any) -> None:
+    """Note the model that a sampler gives to each ControlNet of its conditions, then do as ComfyUI does.
+
+    A new prompt begins anew.
+    """
+    # ``pre_run_control`` in comfy/samplers.py; the call of a ControlNet's own model does not say which model it is for.
+    prompt = get_progress_state()
+    if model not in _runs or _runs[model][0]() is not prompt:
+        _runs[model] = weakref.ref(prompt), weakref.WeakKeyDictionary()
+    _runs[model][1][loaded_control(control)] = None
+    type(control).pre_run(control, model, *args)
+
+
+def _copy(control: ControlNet) -> ControlNet:
+    """Copy a ControlNet as ComfyUI does for every node, with the methods of :func:`_follow`."""
+    return _follow(type(control).copy(control), loaded_control(control))

@@ -51,7 +51,7 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
         raise CheckpointError(checkpoint.path, "ComfyUI does not know this architecture", advice=advice)
     with named_if_lacking(checkpoint.path):
         modules = _modules(config, checkpoint, prefix)
-    names = _layer_names(_renamed_tensors(config, checkpoint, prefix), checkpoint, prefix)
+    names = _layer_names(config, checkpoint, prefix)
     facts = facts_of_modules(checkpoint, modules, names, prefix, config)
     return Detected(checkpoint, prefix, config, facts, names)
 
@@ -88,7 +88,9 @@ def _from_diffusers(checkpoint: Checkpoint) -> Checkpoint:
     tensors = dequantized_tensors(checkpoint)
     converted = _renamed(tensors)
     names = {id(tensor): name for name, tensor in converted.items()}
-    _check_fused(checkpoint, [name for name, tensor in tensors.items() if id(tensor) not in names])
+    for name, tensor in tensors.items():
+        if id(tensor) not in names:  # part of another now: NaN and Inf are told by its own name and file
+            finite_bound(checkpoint.weights[name], checkpoint.path)
     files = {names.get(id(tensors[name])): weight.file for name, weight in checkpoint.weights.items()}
     weights = {name: StoredWeight(name, tensor, file=files.get(name, "")) for name, tensor in converted.items()}
     note = "The file has diffusers' names: it was converted to ComfyUI's."
@@ -98,12 +100,6 @@ def _from_diffusers(checkpoint: Checkpoint) -> Checkpoint:
 def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename the tensors of a model with diffusers' names that ComfyUI knows; none of any other."""
     return comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or _from_diffusers_unet(tensors)
-
-
-def _check_fused(checkpoint: Checkpoint, names: list[str]) -> None:
-    """Find NaN and Inf in weights that become part of another, while their own names and files are known."""
-    for name in names:
-        finite_bound(checkpoint.weights[name], checkpoint.path)
 
 
 def dequantized_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
@@ -138,16 +134,12 @@ def _class_of(module: torch.nn.Module) -> str:
     return "torch.nn.Linear" if type(module) is torch.nn.Linear else type(module).__name__
 
 
-def _renamed_tensors(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.Tensor]:
-    """Rename the diffusion model's tensors as ComfyUI does for this family while loading."""
-    inside = (name for name in checkpoint.weights if name.startswith(prefix))
-    return config.process_unet_state_dict({name[len(prefix) :]: checkpoint.weights[name].data for name in inside})
-
-
-def _layer_names(renamed: dict[str, torch.Tensor], checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
+def _layer_names(config, checkpoint: Checkpoint, prefix: str) -> dict[str, str]:
+    """Map each ``.weight`` of the file to its layer, named as ComfyUI names this family's tensors while loading."""
+    inside = {name: weight.data for name, weight in checkpoint.weights.items() if name.startswith(prefix)}
+    renamed = config.process_unet_state_dict({name[len(prefix) :]: tensor for name, tensor in inside.items()})
     by_tensor = {id(tensor): name for name, tensor in renamed.items()}
-    inside = ((name, weight.data) for name, weight in checkpoint.weights.items() if name.startswith(prefix))
-    targets = ((name, by_tensor.get(id(tensor), "")) for name, tensor in inside)
+    targets = ((name, by_tensor.get(id(tensor), "")) for name, tensor in inside.items())
     return {name: target.removesuffix(".weight") for name, target in targets if target.endswith(".weight")}
 
 

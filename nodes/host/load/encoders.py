@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import comfy.model_management
 import comfy.sd
 import comfy.utils
+import folder_paths
 import nodes
 import torch
 
@@ -30,7 +31,7 @@ from ..comfyui.weights import ask_for_plain_products
 from ..lora.patcher import keep_low_rank_unmerged
 from .detection import dequantized_tensors, detect_model, stored_tensors
 from .devices import free_host_memory, require_held_by_device, streams_weights, unheld_on
-from .files import check_quantized_shapes, embedding_folders, open_model
+from .files import check_quantized_shapes, open_model
 from .lacking import Lacking, lacking_tensors
 from .tensors import LoadedTensors, load_tensors
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 FP32_ACTIVATIONS = "ComfyUI runs text encoders with fp32 activations"
 CLIP_WORDS, CLIP_LAYER = "text_model.embeddings.token_embedding.weight", "mlp.fc1.weight"
 CLIP_NORM = "text_model.final_layer_norm.weight"
-VISION = re.compile(r"(^|\.)(visual|vision_\w+|multi_modal_projector|lm_head)\.")
+VISION = re.compile(r"(^|\.)(visual|vision_\w+|audio_(model|projector)|multi_modal_projector|lm_head)\.")
 """Parts of a text encoder that texts do without."""
 ENCODER = re.compile(r"^(encoder|quant_conv)\.")
 """Parts of a VAE that decoding does without."""
@@ -70,8 +71,9 @@ def load_text_encoder(
     with lacking_tensors(*paths) as lacking:
         clip = comfy.sd.load_text_encoder_state_dicts(
             list(tensors),
-            embedding_directory=embedding_folders(),
-            clip_type=_clip_type(kind),
+            embedding_directory=folder_paths.get_folder_paths("embeddings"),
+            # SDXL, which ComfyUI knows by its files, has no type: its nodes' default.
+            clip_type=getattr(comfy.sd.CLIPType, kind.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION),
             model_options=_options(tensors, choice.used) | _clip_sizes(files),
             disable_dynamic=disable_dynamic,
         )
@@ -94,11 +96,6 @@ def _clip_sizes(files: Sequence[Checkpoint]) -> dict:
     return {"model_config": {**sizes, "num_attention_heads": max(1, width // 64)}}
 
 
-def _clip_type(kind: str) -> comfy.sd.CLIPType:
-    """Return ComfyUI's type of that name, or its nodes' default: SDXL, which ComfyUI knows by its files, has none."""
-    return getattr(comfy.sd.CLIPType, kind.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION)
-
-
 def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool = False) -> CLIP | None:
     """Load the CLIP of a full checkpoint; None where it holds none."""
     detected = detect_model(open_model(path), only_diffusion_model=False)
@@ -111,7 +108,7 @@ def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool 
     with lacking_tensors(path) as lacking:
         clip = comfy.sd.CLIP(
             target,
-            embedding_directory=embedding_folders(),
+            embedding_directory=folder_paths.get_folder_paths("embeddings"),
             tokenizer_data=tensors,
             parameters=comfy.utils.calculate_parameters(tensors),
             state_dict=tensors,
@@ -173,12 +170,8 @@ def _missing_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     }
 
 
-def _is_quantized(tensors: dict[str, torch.Tensor]) -> bool:
-    return any(name.endswith(".comfy_quant") for name in tensors)
-
-
 def _options(encoders: Sequence[dict[str, torch.Tensor]], storage: str) -> dict:
-    quantized = any(map(_is_quantized, encoders))
+    quantized = any(name.endswith(".comfy_quant") for tensors in encoders for name in tensors)
     options = {} if storage in (*QUANTIZED_NAMES, "as_file") else {"dtype": dtype_named(storage)}
     return {**options, "quantization_metadata": {"mixed_ops": True}} if quantized else options
 

@@ -30,12 +30,11 @@ _MISMATCH = re.compile(r"size mismatch for (\S+): .*?Size\(\[(.*?)\]\) from chec
 
 def model_files(folder: str) -> list[str]:
     """List the names ComfyUI has for a model folder such as ``diffusion_models``, then the pack's own examples."""
-    return with_examples(folder, folder_paths.get_filename_list(folder))
+    return list(dict.fromkeys([*folder_paths.get_filename_list(folder), *_examples(folder)]))
 
 
-def with_examples(folder: str, names: Sequence[str]) -> list[str]:
-    """List names of ComfyUI's model folder, then the pack's examples for the folder."""
-    return list(dict.fromkeys([*names, *sorted(file.name for file in (EXAMPLES / folder).glob("*.safetensors"))]))
+def _examples(folder: str) -> list[str]:
+    return sorted(file.name for file in (EXAMPLES / folder).glob("*.safetensors"))
 
 
 def model_path(folder: str, name: str) -> str:
@@ -45,7 +44,7 @@ def model_path(folder: str, name: str) -> str:
         CheckpointError: there is no such file inside ComfyUI's model folders.
     """
     path = folder_paths.get_full_path(folder, name)
-    if path is None and name in with_examples(folder, ()):
+    if path is None and name in _examples(folder):
         path = str(EXAMPLES / folder / name)
     if path is None:
         raise CheckpointError(
@@ -143,7 +142,3 @@ def output_path(filename_prefix: str) -> tuple[str, str]:
     )
     file = f"{name}_{counter:05}_.safetensors"
     return f"{folder}/{file}", f"{subfolder}/{file}" if subfolder else file
-
-
-def embedding_folders() -> list[str]:
-    return folder_paths.get_folder_paths("embeddings")

@@ -25,6 +25,7 @@ EMPTY = {
 }
 COPIES = {aten._to_copy.default, aten.clone.default}
 SHOWN = 5
+TENSOR_NAME = re.compile(r"\w+(\.[\w-]+)+")
 AGAIN = "Download it again, or use another file."
 
 
@@ -83,8 +84,17 @@ class Lacking(TorchDispatchMode):
             problem = f"lacks {', '.join(lacking[:SHOWN])}{more}, without which the model computes nothing"
             raise CheckpointError(self._paths, problem, advice=AGAIN)
         for name in filled:
-            module.get_parameter(name).data.fill_(fill)
+            layer, _, leaf = name.rpartition(".")
+            _fill(module.get_submodule(layer), leaf, fill)
         return filled
+
+
+def _fill(layer: torch.nn.Module, leaf: str, fill: float) -> None:
+    """Fill a parameter of a layer; a layer of ComfyUI's quantized operations is given the weight that it lacks."""
+    if getattr(layer, leaf) is None:
+        weight = torch.empty(layer.out_features, layer.in_features, dtype=layer.factory_kwargs["dtype"])
+        setattr(layer, leaf, torch.nn.Parameter(weight, requires_grad=False))
+    getattr(layer, leaf).data.fill_(fill)
 
 
 def _storages(value: object) -> list[StorageWeakRef]:
@@ -102,10 +112,19 @@ def lacking_tensors(*paths: str) -> Iterator[Lacking]:
 
 @contextlib.contextmanager
 def named_if_lacking(*paths: str) -> Iterator[None]:
-    """Name the tensor and the files where ComfyUI looks for a tensor that no file has."""
+    """Name the tensor and the files where ComfyUI looks for a tensor that no file has; other errors pass."""
     try:
         yield
-    except (KeyError, UnboundLocalError) as error:  # the latter in text_encoders/long_clipl.py
-        name = error.args[0] if isinstance(error, KeyError) and error.args else "a tensor"
+    except (KeyError, UnboundLocalError) as error:
+        if not (name := _looked_for(error)):
+            raise
         problem = f"lacks {name}, by which ComfyUI tells the model"
         raise CheckpointError(", ".join(paths), problem, advice=AGAIN) from error
+
+
+def _looked_for(error: KeyError | UnboundLocalError) -> str:
+    """Return the name of the tensor that ComfyUI looked for in a state dict; empty for an error of another kind."""
+    if isinstance(error, UnboundLocalError):  # comfy/text_encoders/long_clipl.py tells a CLIP by this layer
+        return "text_model.encoder.layers.1.mlp.fc1.weight" if "'model_name'" in str(error) else ""
+    key = error.args[0] if error.args else None
+    return key if isinstance(key, str) and TENSOR_NAME.fullmatch(key) else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -40,6 +41,10 @@ from .tensors import load_tensors
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
+CONNECTOR = re.compile(r"^(audio|video)_embeddings_connector\.")
+"""Parts of LTX-2 that some publishers put into a file for its text encoder, which runs them
+(``enable_compat_mode`` in comfy/text_encoders/lt.py)."""
+CONNECTED = "a text encoder without them gives NaN."
 logger = logging.getLogger("halfsafe")
 
 
@@ -90,7 +95,9 @@ def _load(
             )
         else:
             patcher = comfy.sd.load_diffusion_model_state_dict(tensors, **options)
-    lacking.refuse(patcher.model.diffusion_model)
+    if filled := lacking.refuse(patcher.model.diffusion_model, unless=CONNECTOR):
+        path = detected.checkpoint.path
+        logger.warning("Halfsafe: %s: lacks %d tensors, %s first: %s", path, len(filled), filled[0], CONNECTED)
     _finish(patcher, detected, load)
     return patcher
 

@@ -11,8 +11,8 @@ import comfy.lora
 import comfy.quant_ops
 import torch
 
-from ....precision.base.compiling import plain_name
 from ....precision.base.errors import HalfsafeError
+from ....precision.base.layer_names import plain_name
 from ....precision.files.safetensors_file import write_safetensors
 from ....precision.formats.card import Provenance, card_entry
 from ....precision.formats.checkpoint import StoredWeight, read_checkpoint

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from comfy.model_patcher import ModelPatcher
 from comfy.weight_adapter import LoRAAdapter
 
-from ....precision.arithmetic.low_rank import normalized, rows_in_fp16
+from ....precision.arithmetic.products import normalized, rows_in_fp16
 from ....precision.base.flags import fp32_accumulation
 from ....precision.base.patching import Patch
 from ..comfyui.weights import core_weights

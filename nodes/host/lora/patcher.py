@@ -18,13 +18,13 @@ import torch
 from comfy.patcher_extension import CallbacksMP, PatcherInjection, WrappersMP
 from comfy.utils import get_attr
 
-from ....precision.base.compiling import plain_name
 from ....precision.base.dtypes import name_of
 from ....precision.base.errors import HalfsafeError
+from ....precision.base.layer_names import plain_name
 from ....precision.base.modes import FP32
 from ....precision.base.patching import Patch, exchange, patched
 from ..comfyui.attributes import CAST_DTYPE, has_cast_dtype
-from ..comfyui.conditions import adapts_text, conditions_through
+from ..comfyui.execution import adapts_text, conditions_through
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
 from ..comfyui.weights import calling_layers, dequantized
 from ..comfyui.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
@@ -250,17 +250,6 @@ def _multiplies_in_fp32(patcher, key: str) -> bool:
 def layer_name(key: str) -> str:
     """Return the name that plans and reports give the layer whose weight has this key."""
     return plain_name(key.removeprefix(DIFFUSION_MODEL)).removesuffix(".weight")
-
-
-def added_keys(extended: "ModelPatcher") -> set[str]:
-    """Return the keys of the weights whose patches are added to results; none for ComfyUI's own ModelPatcher."""
-    return extended.sorted_patches().added if isinstance(extended, AddsLowRank) else set()
-
-
-def unpatched(patcher: "ModelPatcher", key: str, module: torch.nn.Module) -> torch.Tensor:
-    """Return a weight before any patch: ComfyUI keeps it where it merged LoRAs, else where a hook changed it."""
-    merged, hooked = patcher.backup.get(key), patcher.hook_backup.get(key)
-    return merged.weight if merged else hooked[0] if hooked else module.weight
 
 
 def low_rank_reasons(extended: "ModelPatcher") -> dict[str, str]:

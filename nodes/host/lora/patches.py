@@ -8,7 +8,7 @@ import torch
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter, WeightAdapterBase
 
 from ....precision.arithmetic.linear import kind_of
-from ....precision.base.compiling import plain_name
+from ....precision.base.layer_names import plain_name
 from ..comfyui.layers import is_quantized
 
 if TYPE_CHECKING:

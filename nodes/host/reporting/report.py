@@ -32,7 +32,7 @@ from ..comfyui.model_facts import bytes_by_storage, foreign_layers, parameter_co
 from ..compute.executor import Compute, compute_of
 from ..compute.layer_modes import is_called_in_fp32, kernels_of, observed_modes_of, stream_dtype
 from ..guard.model import Guard, guard_of
-from ..load.control_runs import LoadedControl, controls_of
+from ..load.controlnet import LoadedControl, controls_of
 from ..load.devices import current_device
 from ..lora.low_rank import LowRankModel
 from ..lora.patcher import low_rank_reasons

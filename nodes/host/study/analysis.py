@@ -9,10 +9,9 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ....precision.arithmetic.linear import kind_of
-from ....precision.base.compiling import compile_disabled
 from ....precision.base.errors import HalfsafeError
 from ....precision.base.modes import INT8
-from ....precision.base.patching import Patch
+from ....precision.base.patching import Patch, compile_disabled
 from ....precision.devices.detect import why_no_fp8
 from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.formats.int8 import rotation_group
@@ -80,11 +79,6 @@ def _multiplies_in_int8(patcher: ModelPatcher) -> bool:
     compute = compute_of(patcher)
     asked = "auto" if compute is None else compute.plan.choice.requested
     return asked in ("auto", "fp8", "int8") and current_device().capabilities.get("int8_matmul", True)
-
-
-def class_name(patcher: ModelPatcher) -> str:
-    """Name ComfyUI's class of a model, such as WAN21."""
-    return type(patcher.model).__name__
 
 
 def subjects_of(patcher: ModelPatcher, candidate: Candidate) -> list[tuple[LayerResult, torch.nn.Module]]:

@@ -12,9 +12,8 @@ import torch
 from comfy.patcher_extension import WrappersMP
 from comfy.quant_ops import QuantizedTensor
 
-from ....precision.base.compiling import compile_disabled
 from ....precision.base.errors import HalfsafeError
-from ....precision.base.patching import patched
+from ....precision.base.patching import compile_disabled, patched
 from ....precision.base.text import size_text
 from ....precision.devices.memory import require_memory
 from ....precision.files.atomic_write import require_space

@@ -14,8 +14,8 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ....precision.base.compiling import compile_disabled
 from ....precision.base.errors import HalfsafeError
+from ....precision.base.patching import compile_disabled
 from ....precision.formats.checkpoint import Checkpoint
 from ....precision.plan.auto import UNQUANTIZED
 from ....precision.plan.choice import ATTACHMENT
@@ -29,9 +29,8 @@ from ....precision.study.settings import Setting, why_not
 from ....precision.study.tradeoffs import Measurements, Tradeoff
 from ..accumulation.executor import with_accumulation
 from ..comfyui.attributes import CAST_DTYPE
-from ..comfyui.execution import is_on_several_devices
+from ..comfyui.execution import is_on_several_devices, is_oom
 from ..comfyui.model_facts import held_storages, model_facts, storages
-from ..comfyui.oom import is_oom
 from ..comfyui.page import show_progress
 from ..comfyui.wrappers import ANALYSIS
 from ..compute.executor import compute_of, set_compute

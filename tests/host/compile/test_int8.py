@@ -6,7 +6,7 @@ from halfsafe.precision.plan.rules import rules_from
 from support import families
 from support.compiling import COMPILER, compiled
 from support.families import load
-from support.int8_spy import Int8Products
+from support.matmul_spy import int8_products
 from support.measures import relative_error
 from torch._dynamo.utils import counters
 
@@ -21,11 +21,11 @@ def test_a_compiled_int8_model_multiplies_as_it_does_uncompiled(comfy, wan, call
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
     plain = load(comfy, wan, "int8", compute, rules_from(text))
     families.replay(plain, call)
-    with Int8Products() as expected:
+    with int8_products() as expected:
         reference = families.replay(plain, call)
     model = compiled(load(comfy, wan, "int8", compute, rules_from(text)), backend=backend)
     for _ in range(3):
-        with Int8Products() as spy:
+        with int8_products() as spy:
             result = families.replay(model, call)
     assert len(spy) == len(expected) == (10 if compute == "int8" else bool(text))
     assert relative_error(reference, result) < 2e-3

@@ -1,13 +1,14 @@
 """What a guard without a check does in a call that is finite: little."""
 
-import sys
 from collections import Counter
+from functools import partial
 
 import pytest
 from support import families, tiny_models
 from support.families import load
 from support.guarding import guarded
 from support.leaf_operations import LeafOperations
+from support.measures import functions_run
 
 
 class Operations(LeafOperations):
@@ -18,23 +19,6 @@ class Operations(LeafOperations):
     def leaf(self, func, args, kwargs):
         self.seen[func.name()] += 1
         return func(*args, **kwargs)
-
-
-def functions(model, call) -> int:
-    """How many Python functions a later call of a model runs."""
-    seen = Counter()
-
-    def note(frame, event, arg):
-        seen[event] += 1
-
-    for _ in range(2):
-        families.replay(model, call)
-    sys.setprofile(note)
-    try:
-        families.replay(model, call)
-    finally:
-        sys.setprofile(None)
-    return seen["call"]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +36,7 @@ def test_it_looks_at_no_module_of_the_model(comfy, files):
     for path in files:
         plain = load(comfy, path, "as_file", "bf16")
         call = families.capture(plain, "wan")
-        counts.append((functions(plain, call), functions(guarded(comfy, plain), call)))
+        counts.append([functions_run(partial(families.replay, model, call))["call"] for model in (plain, guarded(comfy, plain))])
     (plain, with_guard), (more_plain, more_with_guard) = counts
     print(f"2 blocks: {with_guard - plain} Python functions beside {plain}; 6 blocks: {more_with_guard - more_plain} beside {more_plain}")
     assert more_with_guard - more_plain == with_guard - plain

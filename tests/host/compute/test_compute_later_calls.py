@@ -4,12 +4,9 @@ import contextlib
 
 import pytest
 import torch
-from comfy.ldm.modules.attention import attention_pytorch
 from halfsafe.nodes.host.compute.executor import compute_of
-from halfsafe.precision.base.layer_names import by_pattern
-from support import families, tiny_models
+from support import families
 from support.families import load
-from support.leaf_operations import LeafOperations, aten
 from support.measures import relative_error
 
 FAMILIES = ("wan", "flux", "sd3", "hunyuan_video", "ltxv", "sdxl", "qwen_image", "z_image")
@@ -45,9 +42,10 @@ def louder(models, name, factor=LOUD, row=slice(None)):
 
 
 def layers_of(model):
-    """One layer of each kind."""
-    named = {name: module for name, module in model.model.diffusion_model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)}
-    return [names[-1] for names in by_pattern(named).values()]
+    """One layer of each kind: the last of those whose names end alike."""
+    named = [name.split(".") for name, module in model.model.diffusion_model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Conv2d)]
+    kinds = {(*("*" if part.isdigit() else part for part in parts[-3:-1]), parts[-1]): parts for parts in named}
+    return [".".join(parts) for parts in kinds.values()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,32 +66,6 @@ def test_an_operand_of_any_layer_that_overflows_later_is_seen(model_of, family):
     assert not wrong
 
 
-class Looks(LeafOperations):
-    """How many largest magnitudes are found."""
-
-    count = 0
-
-    def leaf(self, func, args, kwargs):
-        self.count += func.overloadpacket is aten.linalg_vector_norm
-        return func(*args, **kwargs)
-
-
-def test_a_later_call_of_a_transformer_looks_at_most_at_a_quarter_of_its_layers(comfy, models_dir, monkeypatch):
-    """With a fused attention, as on a GPU; what is looked at outside of the blocks is the same for any number of them."""
-    monkeypatch.setattr("comfy.ldm.wan.model.optimized_attention", attention_pytorch)
-    found = []
-    for blocks in (2, 6):
-        path = tiny_models.wan(models_dir / "diffusion_models" / f"looks_of_{blocks}.safetensors", blocks=blocks)
-        model = load(comfy, path, "as_file", "fp16_safe")
-        call = families.capture(model, "wan")
-        families.replay(model, call)
-        with Looks() as looks:
-            families.replay(model, call)
-        found.append((looks.count, sum(isinstance(module, torch.nn.Linear) for module in model.model.diffusion_model.modules())))
-    (few, of_few), (many, of_many) = found
-    assert many - few <= (of_many - of_few) / 4 and few <= of_few / 4 + 3, "beside two inputs and the result"
-
-
 @pytest.mark.parametrize("family", ["flux", "sdxl"])
 def test_a_node_s_code_is_given_attention_results_in_fp32(model_of, family):
     _, safe, call = model_of(family)
@@ -108,19 +80,3 @@ def test_a_node_s_code_is_given_attention_results_in_fp32(model_of, family):
     for _ in range(2):
         families.replay(patched, call)
     assert seen and set(seen) == {torch.float32}
-
-
-@pytest.mark.parametrize("family", ["wan", "sdxl"])
-def test_a_foreign_attention_that_overflows_changes_no_picture(model_of, family):
-    """Sums of p * v kept in fp16 before they are divided, on a fresh model."""
-    exact, safe, call = model_of(family)
-
-    def sums_in_fp16(function, q, k, v, heads, *args, **kwargs):
-        result = attention_pytorch(q, k, v, heads, *args, **kwargs)
-        return result * 3e5 / 3e5
-
-    model = safe.clone()
-    model.model_options["transformer_options"]["optimized_attention_override"] = sums_in_fp16
-    reference = families.replay(exact, call)
-    for _ in range(2):
-        assert relative_error(reference, families.replay(model, call)) < 5e-3

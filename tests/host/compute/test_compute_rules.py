@@ -6,7 +6,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from halfsafe.nodes.host.compute.executor import PlannedModel, compute_of
+from halfsafe.nodes.host.compute.executor import compute_of
+from halfsafe.nodes.host.compute.planned_model import PlannedModel
 from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION
 from halfsafe.precision.base import flags
 from halfsafe.precision.plan.rules import rules_from

@@ -85,17 +85,6 @@ def test_an_error_inside_a_call_leaves_nothing_behind(comfy, overflowing, call, 
     assert relative_error(reference, families.replay(planned, call)) < 2e-3
 
 
-def test_comfyui_s_interrupt_stops_a_planned_model(comfy, overflowing, call):
-    import comfy.model_management as management
-
-    planned = with_compute(comfy, stock(overflowing), "fp16_safe")
-    families.replay(planned, call)
-    management.interrupt_current_processing()
-    with pytest.raises(management.InterruptProcessingException):
-        families.replay(planned, call)
-    assert torch.isfinite(families.replay(planned, call)).all()
-
-
 def test_two_plans_of_one_model_alternate(comfy, overflowing, call, reference):
     model = stock(overflowing)
     safe, fp32 = with_compute(comfy, model, "fp16_safe"), with_compute(comfy, model, "fp32")

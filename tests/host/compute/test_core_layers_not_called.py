@@ -58,9 +58,3 @@ def test_layers_whose_sums_are_measured_are_called(comfy, went_past, call, amper
     assert not past, "the first call names the layers whose sums may overflow"
     families.replay(ours, call)
     assert len(past) == len(LAYERS), "later calls are as fast as ComfyUI makes them"
-
-
-def test_nothing_stays_on_the_layers(comfy, went_past, call):
-    model, _ = went_past
-    families.replay(with_compute(comfy, model, "fp16_safe"), call)
-    assert not any("_full_precision_mm" in module.__dict__ for module in model.model.modules())

@@ -7,7 +7,7 @@ import torch
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.precision.base import flags
 from support import tiny_models
-from support.denoise import denoise
+from support.families import denoise
 from support.measures import relative_error
 
 

@@ -4,18 +4,17 @@ import pytest
 import torch
 from comfy import ops as comfy_ops
 from comfy.quant_ops import QuantizedTensor
-from comfy.sd import load_bypass_lora_for_models, load_diffusion_model, load_lora_for_models
+from comfy.sd import load_bypass_lora_for_models, load_diffusion_model
 from halfsafe.nodes.host.compute.executor import compute_of
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.precision.base.patching import patched
 from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.plan.rules import rules_from
 from support import dialects, families, model_files, tiny_models
 from support.families import load, with_compute
 from support.guarding import guarded
-from support.int8_models import PastForward, dequantized, int8, layers_of
+from support.int8_models import dequantized, int8, layers_of
+from support.matmul_spy import Products
 from support.measures import relative_error
-from support.products import Products
 
 ASKED = {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp16_safe": "fp16"}
 """Compute -> mode; the results of ``fp16_safe`` are proven to fit fp16 in this model."""
@@ -118,17 +117,6 @@ def test_full_precision_products_of_int8_are_reported_as_each_comfyui_makes_them
     assert set(products.values()) == {product} and products == reported(comfy, model)
 
 
-@torch.inference_mode()
-def test_int8_by_itself_is_torchs_int8_product(comfy, file, call, monkeypatch):
-    seen, product = [], torch._int_mm
-    monkeypatch.setattr(torch, "_int_mm", lambda a, b, **kw: seen.append((a.dtype, b.dtype)) or product(a, b, **kw))
-    families.replay(load(comfy, file, "as_file", "auto"), call)
-    assert len(seen) >= 20 and set(seen) == {(torch.int8, torch.int8)}
-    seen.clear()
-    families.replay(load(comfy, file, "as_file", "fp32"), call)
-    assert not seen
-
-
 RULES = {
     "mixed": (
         "*.ffn.0 compute=fp32\n*.ffn.2 compute=fp16_safe\n*self_attn.q compute=bf16\n*self_attn.k compute=fp16",
@@ -173,23 +161,6 @@ def test_the_guard_repeats_without_int8_and_reports_it(comfy, models_dir, overfl
     assert set(products.values()) == {"fp32"} and products == reported(comfy, model)
 
 
-@pytest.mark.parametrize("compute", ["auto", "fp32", "fp16_safe"])
-@torch.inference_mode()
-def test_a_lora_on_int8_weights(comfy, file, call, compute):
-    tensors = model_files.lora({"blocks.0.ffn.0": (1024, 256), "blocks.1.self_attn.v": (256, 256)}, size=0.1)
-
-    def with_lora(model):
-        return load_lora_for_models(model, None, dict(tensors), 1.0, 0.0)[0]
-
-    reference = load(comfy, file, "as_file", "fp32")
-    before, after = families.replay(reference, call), families.replay(with_lora(reference), call)
-    model = load(comfy, file, "as_file", compute)
-    moved = families.replay(with_lora(model), call) - families.replay(model, call)
-    assert torch.nn.functional.cosine_similarity(moved.flatten(), (after - before).flatten(), 0) > 0.9
-    model = with_lora(model)
-    assert made(model, call) == reported(comfy, model)
-
-
 @pytest.mark.parametrize("compute", ["auto", "fp32"])
 @torch.inference_mode()
 def test_a_bypass_lora_does_not_bring_int8_back(comfy, file, call, compute):
@@ -199,18 +170,6 @@ def test_a_bypass_lora_does_not_bring_int8_back(comfy, file, call, compute):
     with Products(layers_of(model)) as products:
         families.replay(model, call)
     assert ("int8" in products.made["blocks.0.ffn.0"]) == (compute == "auto")
-
-
-@pytest.mark.parametrize("compute", ["auto", "fp32"])
-@torch.inference_mode()
-def test_layers_that_comfyui_multiplies_past_their_forward(comfy, file, compute):
-    """As MiniMax's MLP does (``linear_input_act``)."""
-    model = load(comfy, file, "as_file", compute)
-    mlp = PastForward(model.model.diffusion_model.blocks[0].ffn[2])
-    run = compute_of(model).runs.of(model.model)
-    with patched(run.patches), run.calling, Products({"mlp": mlp}) as products:
-        result = mlp(torch.randn(4, 1024).to(mlp.fc2.weight.dtype))
-    assert products.modes() == {"mlp": "int8" if compute == "auto" else "fp32"} and result.shape == (4, 256)
 
 
 def test_comfyuis_own_function_is_back_when_the_last_of_several_threads_has_left(comfy, file):
@@ -223,27 +182,6 @@ def test_comfyuis_own_function_is_back_when_the_last_of_several_threads_has_left
     assert comfy_ops.linear_input_act is not before
     two.__exit__(None, None, None)
     assert comfy_ops.linear_input_act is before
-
-
-@pytest.mark.parametrize("compute", ["auto", "fp32"])
-@torch.inference_mode()
-def test_a_text_encoder_in_int8(comfy, models_dir, compute):
-    source = tiny_models.clip_l(models_dir / "text_encoders" / "clip_l_16.safetensors")
-    layers = [f"text_model.encoder.layers.{number}.mlp.fc1" for number in range(12)]
-
-    def change(tensors):
-        int8(target, {name: tensors.pop(f"{name}.weight") for name in layers}, {})
-        tensors |= model_files.load_file(target)
-
-    target = models_dir / "text_encoders" / "clip_l_int8.safetensors"
-    model_files.changed(source, target, change)
-    inputs = {"clip_name1": target.name, "type": "stable_diffusion", "storage": "as_file", "compute": compute}
-    clip = comfy.run("HalfsafeLoadCLIP", **inputs)[0]
-    encoder = {name: m for name, m in clip.cond_stage_model.named_modules() if isinstance(getattr(m, "weight", None), QuantizedTensor)}
-    assert len(encoder) == 12
-    with Products(encoder) as products:
-        clip.encode_from_tokens(clip.tokenize("a lighthouse"))
-    assert set(products.modes().values()) == {"fp32"}, "ComfyUI's activations are fp32 there: it dequantizes"
 
 
 @torch.inference_mode()

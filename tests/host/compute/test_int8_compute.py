@@ -11,9 +11,8 @@ from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files
 from support.families import load, with_compute
 from support.int8_models import PastForward, layers_of
-from support.int8_spy import Int8Products
+from support.matmul_spy import Products, int8_products
 from support.measures import relative_error
-from support.products import Products
 from support.summing import accumulation
 
 STORAGES = ("int8", "fp8_e4m3fn", "as_file")
@@ -55,7 +54,7 @@ def block_linears(model):
 def ran(model, call, layers):
     """Layer -> the mode of its products in one call, and how many products of int8 by int8 that call made."""
     families.replay(model, call)
-    with Products(layers) as products, Int8Products() as spy:
+    with Products(layers) as products, int8_products() as spy:
         families.replay(model, call)
     return products.modes(), len(spy)
 
@@ -181,26 +180,11 @@ def test_a_rule_on_the_stream_takes_the_fp32_result_of_the_product(comfy, stored
     model = with_compute(comfy, stored["int8"], compute, rules_from("blocks.0.ffn.2 compute=int8 stream=fp32"))
     module, run = block_linears(model)["blocks.0.ffn.2"], run_of(model)
     x = (module.weight.dequantize()[:4].sign() * 3e4).to(dtype)
-    with patched(run.patches), Int8Products() as spy:
+    with patched(run.patches), int8_products() as spy:
         result = module(x)
     expected = x.float() @ module.weight.dequantize().float().T + module.bias.float()
     assert len(spy) == 1 and result.dtype == torch.float32
     assert relative_error(expected, result) < 0.02 and expected.abs().max() > 65504
-
-
-def test_two_models_and_a_changed_setting_in_one_prompt(comfy, stored, call, profile):
-    """Compute Dtype nodes on one loaded model: each branch runs as it says, before and after the other."""
-    profile("sm_86")
-    branches = {compute: with_compute(comfy, stored["int8"], compute) for compute in ("int8", "fp32", "fp16_safe", "auto")}
-    first = {compute: families.replay(model, call) for compute, model in branches.items()}
-    for compute, model in reversed(branches.items()):
-        with Int8Products() as spy:
-            assert torch.equal(families.replay(model, call), first[compute])
-        assert len(spy) == (20 if compute in ("int8", "auto") else 0)
-    assert torch.equal(first["int8"], first["auto"]) and not torch.equal(first["int8"], first["fp32"])
-    with Int8Products() as spy:
-        families.replay(stored["int8"], call)
-    assert len(spy) == 0
 
 
 @pytest.mark.parametrize("compute", ["int8", "fp16_safe", "fp8"])
@@ -234,7 +218,7 @@ def test_a_lora_in_bypass_mode(comfy, stored, call, profile, compute):
     lora = model_files.lora({"blocks.0.ffn.0": (1024, 256)}, size=0.1)
     plain = with_compute(comfy, stored["int8"], compute)
     model = load_bypass_lora_for_models(plain, None, lora, 1.0, 0.0)[0]
-    with Int8Products() as spy:
+    with int8_products() as spy:
         moved = families.replay(model, call)
     assert len(spy) == (20 if compute == "int8" else 0)
     assert relative_error(families.replay(plain, call), moved) > 1e-3
@@ -248,7 +232,7 @@ def test_layers_that_comfyui_multiplies_past_their_forward(comfy, stored, profil
     model = with_compute(comfy, stored["int8"], "int8", rules_from(text))
     mlp, run = PastForward(block_linears(model)["blocks.0.ffn.2"]), run_of(model)
     x = torch.randn(4, 1024).to(dtype)
-    with patched(run.patches), run.calling, Int8Products() as spy:
+    with patched(run.patches), run.calling, int8_products() as spy:
         result = mlp(x)
     assert len(spy) == ("compute" not in text)
     assert result.dtype == (torch.float32 if "stream" in text else dtype)

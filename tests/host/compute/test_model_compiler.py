@@ -1,11 +1,22 @@
-"""ComfyUI's model compiler around calls of ours: none begins a graph in an open one, keeps what a block allocated, or allocates otherwise."""
+"""ComfyUI's model compiler around calls of ours: none begins a graph in an open one, keeps what a block allocated, or allocates otherwise.
 
+What it asks of a model's call, by that source and ``comfy_aimdo/malloc_graph.py`` 0.6.0: between ``malloc_graph_begin`` and
+``malloc_graph_end`` of a thread no other graph is begun; what is allocated in a block is freed in it (else a "rogue"); each
+block allocates what the one of its name before it did (else a "graph break"). aimdo itself goes on after the last two. The
+first call is not compared with later ones: MiniMax H3 has one timestep in it, of picture and sound, and two in the others.
+"""
+
+import contextlib
 import threading
+from dataclasses import dataclass, field
 
 import comfy.cli_args
+import comfy.model_prefetch
+import comfy.ops
 import pytest
 import torch
 from comfy.ldm.minimax.model import MiniMaxH3Model
+from comfy.ldm.modules.attention import optimized_attention
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.guard.clamps import ClampWatch
 from halfsafe.nodes.host.guard.model import guard_of
@@ -13,12 +24,222 @@ from halfsafe.nodes.host.replay.model_compiler import compiler_off
 from halfsafe.nodes.host.study.analysis import analyze_model
 from halfsafe.nodes.host.study.calibrate import calibrate_model
 from halfsafe.nodes.host.study.tradeoffs import Inputs, measure_model
+from halfsafe.precision.base.nested import tensors_in
 from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.study.settings import settings_from
-from support import families, model_files, qwen_image21, rare_families
-from support.comfy_compiler import GraphError, comfy_compiler
+from support import families, model_files, rare_families
 from support.guarding import guarded, inside, nan_at, report_of
+from support.leaf_operations import LeafOperations
 from support.summing import accumulation
+from torch.multiprocessing.reductions import StorageWeakRef
+
+BLOCK = "block"
+QUEUE = ["a queue"]
+QWEN_HEADS = 2
+operations = comfy.ops.manual_cast
+
+
+class GraphError(BaseException):
+    """What the recorder raises; no ``Exception``, which a guard or a check may catch."""
+
+
+@dataclass
+class Scope:
+    """What was allocated in a block or outside of all of them: bytes of each, and those that may live yet."""
+
+    name: str
+    sizes: list[int] = field(default_factory=list)
+    alive: list[StorageWeakRef] = field(default_factory=list)
+
+
+class Recorder(LeafOperations):
+    """Sees each allocation of this thread while a graph is open. ``calls``: graphs ended; ``aborted``: those cleaned up while open."""
+
+    def __init__(self):
+        super().__init__()
+        self.scopes: list[Scope] = []
+        self.patterns: dict[str, list[int]] = {}
+        self.calls = self.aborted = 0
+        self.paused = False
+
+    def leaf(self, func, args, kwargs):
+        result = func(*args, **kwargs)
+        if self.scopes and not self.paused:
+            given = {tensor.untyped_storage()._cdata for tensor in tensors_in([args, kwargs])}
+            for tensor in tensors_in([result]):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given:
+                    self.scopes[-1].sizes.append(storage.nbytes())
+                    self.scopes[-1].alive.append(StorageWeakRef(storage))
+        return result
+
+    def begin(self) -> None:
+        if comfy.cli_args.args.disable_comfy_compiler:
+            return
+        if self.scopes:
+            raise GraphError("a graph is begun in one that is open")
+        self.scopes.append(Scope("call"))
+
+    def iterate(self, name: str | None) -> None:
+        if self.scopes and self.scopes[-1].name == BLOCK:
+            self._pop()
+        if self.scopes and name:
+            self.scopes.append(Scope(name))
+
+    def end(self) -> None:
+        if self.scopes:
+            self._pop()
+            self.calls += 1
+            self.patterns = {} if self.calls == 1 else self.patterns
+
+    def cleanup(self) -> None:
+        self.aborted += bool(self.scopes)
+        self.scopes, self.patterns = [], {}
+
+    def _pop(self) -> None:
+        scope = self.scopes.pop()
+        rogues = [size for size, one in zip(scope.sizes, scope.alive, strict=True) if not one.expired()]
+        if rogues:
+            raise GraphError(f"rogues of a {scope.name}: {rogues} bytes")
+        if self.patterns.setdefault(scope.name, scope.sizes) != scope.sizes:
+            raise GraphError(f"a {scope.name} allocates {scope.sizes}, one before it {self.patterns[scope.name]}")
+
+    @contextlib.contextmanager
+    def pause(self):
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+
+@contextlib.contextmanager
+def comfy_compiler(whole_call: type | None = None):
+    """Record the calls of this thread.
+
+    ``whole_call``: a class of models whose graph is open during all of ``forward``, as of MiniMax H3; others open theirs in
+    ``make_prefetch_queue`` and end it after their last block, as Qwen-Image 2.1. None has a ``finally`` for it.
+    """
+    recorder = Recorder()
+
+    def pop(queue, device, module, dtype=None, **options) -> None:
+        recorder.iterate(module and BLOCK)
+        if module is None and not whole_call:
+            recorder.end()
+
+    def queue(*args):
+        if not whole_call:
+            recorder.begin()
+        return QUEUE
+
+    with pytest.MonkeyPatch.context() as patch, recorder:
+        patch.setattr(comfy.cli_args.args, "disable_comfy_compiler", False, raising=False)
+        patch.setattr(comfy.model_prefetch, "cleanup_malloc_graph", recorder.cleanup, raising=False)
+        patch.setattr(comfy.model_prefetch, "prefetch_queue_pop", pop)
+        patch.setattr(comfy.model_prefetch, "make_prefetch_queue", queue)
+        patch.setattr(comfy.model_prefetch, "pause_malloc_graph", recorder.pause, raising=False)
+        if whole_call:
+            patch.setattr(whole_call, "forward", _recorded(recorder, whole_call.forward))
+        yield recorder
+        assert comfy.cli_args.args.disable_comfy_compiler is False, "left off"
+
+
+def _recorded(recorder: Recorder, forward):
+    def run(self, x, *args, **kwargs):
+        if comfy.cli_args.args.disable_comfy_compiler:
+            return forward(self, x, *args, **kwargs)
+        out = [torch.empty_like(part) for part in x]
+        recorder.begin()
+        made = forward(self, x, *args, **kwargs)
+        for place, part in zip(out, made, strict=True):
+            place.copy_(part)
+        del made, part
+        recorder.end()
+        return out
+
+    return run
+
+
+class Block(torch.nn.Module):
+    def __init__(self, dim: int):
+        super().__init__()
+        self.norm = operations.LayerNorm(dim, elementwise_affine=False, dtype=torch.bfloat16)
+        for name in ("to_q", "to_k", "to_v", "to_out"):
+            setattr(self, name, operations.Linear(dim, dim, bias=False, dtype=torch.bfloat16))
+        self.up = operations.Linear(dim, dim * 3, bias=False, dtype=torch.bfloat16)
+        self.down = operations.Linear(dim * 3, dim, bias=False, dtype=torch.bfloat16)
+
+    def text(self, states, options):
+        """Adds to the states of the text; returns its keys and values."""
+        normed = self.norm(states)
+        keys, values = self.to_k(normed), self.to_v(normed)
+        states.add_(self.to_out(optimized_attention(self.to_q(normed), keys, values, QWEN_HEADS, transformer_options=options)))
+        return keys, values
+
+    def forward(self, x, scale, gate, kept, options):
+        normed = self.norm(x) * (1 + scale)
+        keys, values = (torch.cat(pair, 1) for pair in zip(kept, (self.to_k(normed), self.to_v(normed)), strict=True))
+        x.addcmul_(self.to_out(optimized_attention(self.to_q(normed), keys, values, QWEN_HEADS, transformer_options=options)), gate)
+        return x.add_(self.down(torch.nn.functional.silu(self.up(self.norm(x)))))
+
+
+class QwenImage21(torch.nn.Module):
+    """A small model in the form of ComfyUI's Qwen-Image 2.1 (``comfy/ldm/qwen_image21/model.py``, 0.37), which 0.30 does not have.
+
+    It keeps keys and values of the text for the steps of a run, its blocks add to the picture in place, and its graph of the
+    compiler is open around its blocks. ``filled``: how often keys and values of a text were made.
+    """
+
+    def __init__(self, context: int, dim: int = 64, channels: int = 16, blocks: int = 3):
+        super().__init__()
+        self.dtype = torch.bfloat16
+        self.txt_in = operations.Linear(context, dim, dtype=torch.bfloat16)
+        self.img_in = operations.Linear(channels, dim, dtype=torch.bfloat16)
+        self.modulation = operations.Linear(dim, 2 * dim, dtype=torch.bfloat16)
+        self.transformer_blocks = torch.nn.ModuleList(Block(dim) for _ in range(blocks))
+        self.proj_out = operations.Linear(dim, channels, dtype=torch.bfloat16)
+        self.prefix_cache, self.prefix_cache_enabled, self.filled = {}, True, 0
+
+    def reset_prefix_cache(self, enabled: bool) -> None:
+        self.prefix_cache, self.prefix_cache_enabled = {}, enabled
+
+    def forward(self, x, timestep, context, *, transformer_options, **kwargs):
+        rows, text = self.img_in(x.flatten(2).transpose(1, 2)), self.txt_in(context)
+        scale, gate = self.modulation(timestep.to(x.dtype).cos().reshape(-1, 1, 1).expand(-1, 1, rows.shape[-1])).chunk(2, -1)
+        off = transformer_options.get("qwen_image21_cache", {}).get("device") == "off" or not self.prefix_cache_enabled
+        key = tuple(context.shape), tuple(transformer_options["uuids"])
+        cache = {} if off else self.prefix_cache.setdefault(key, {})
+        queue = comfy.model_prefetch.make_prefetch_queue(list(self.transformer_blocks), x.device, transformer_options)
+        for index, block in enumerate(self.transformer_blocks):
+            comfy.model_prefetch.prefetch_queue_pop(queue, x.device, block)
+            rows = block(rows, scale, gate, self._kept(block, index, text, cache, off, transformer_options), transformer_options)
+        comfy.model_prefetch.prefetch_queue_pop(queue, x.device, None) if queue else None
+        return self.proj_out(rows).transpose(1, 2).reshape(x.shape)
+
+    def _kept(self, block, index: int, text, cache: dict, off: bool, options: dict):
+        if off:
+            return block.text(text, options)
+        if index not in cache:
+            self.filled += 1
+            with getattr(comfy.model_prefetch, "pause_malloc_graph", contextlib.nullcontext)():
+                cache[index] = block.text(text, options)
+        return cache[index]
+
+
+def loaded_qwen(path, loud: float = 1.0):
+    """A patcher of ComfyUI's, loaded from a small Qwen-Image file, with this model in the place of its own.
+
+    ``loud``: a factor on the feed-forward of block 1.
+    """
+    patcher = comfy.sd.load_diffusion_model(str(path))
+    torch.manual_seed(0)
+    with torch.inference_mode(False), torch.no_grad():
+        model = QwenImage21(families.CONTEXT_WIDTH["qwen_image"])
+        for name, weight in model.named_parameters():
+            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5 if weight.dim() > 1 else 0.0)
+            weight.mul_(loud if name in ("transformer_blocks.1.up.weight", "transformer_blocks.1.down.weight") else 1.0)
+    patcher.model.diffusion_model = model.requires_grad_(False).eval()
+    return patcher
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +268,7 @@ def sampled(model, steps=3):
 def test_the_models_themselves_keep_the_contract(minimax, qwen):
     assert sampled(families.stock(minimax))[1].calls == 3
     with comfy_compiler() as recorder:
-        families.sample(qwen_image21.loaded(qwen), "qwen_image", steps=3)
+        families.sample(loaded_qwen(qwen), "qwen_image", steps=3)
     assert recorder.calls == 3
 
 
@@ -143,15 +364,15 @@ def qwen_sampled(model):
 
 @pytest.mark.parametrize(("compute", "recorded"), [("bf16", 3), ("fp16_safe", 2), ("fp32", 3)])
 def test_a_graph_around_the_blocks_alone_is_kept_too(comfy, qwen, compute, recorded):
-    plain = qwen_image21.loaded(qwen)
+    plain = loaded_qwen(qwen)
     assert qwen_sampled(families.with_compute(comfy, plain, compute)).calls == recorded
     assert plain.model.diffusion_model.filled == 3, "keys and values of three blocks, made once"
 
 
 def test_a_guard_and_a_check_on_it_keep_it(comfy, qwen):
-    model = guarded(comfy, families.with_compute(comfy, qwen_image21.loaded(qwen, loud=3e3), "fp16"))
+    model = guarded(comfy, families.with_compute(comfy, loaded_qwen(qwen, loud=3e3), "fp16"))
     assert qwen_sampled(model).calls >= 1 and report_of(model).verdict == "recovered"
-    model = guarded(comfy, families.with_compute(comfy, qwen_image21.loaded(qwen), "fp16"), check="first step")
+    model = guarded(comfy, families.with_compute(comfy, loaded_qwen(qwen), "fp16"), check="first step")
     assert qwen_sampled(model).calls == 2 and report_of(model).checks[0].left_out == ""
 
 

@@ -1,4 +1,4 @@
-"""The order in which our wrappers' forwards run one layer, as ``chain_of`` lists it in a call."""
+"""The order in which our wrappers' forwards run one layer in a call."""
 
 from pathlib import Path
 
@@ -6,9 +6,7 @@ import pytest
 import torch
 from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.comfyui import wrappers
-from halfsafe.nodes.host.compute.executor import compute_of
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.precision.arithmetic.planned import chain_of
 from halfsafe.precision.plan.rules import rules_from
 from support import families, model_files
 from support.families import load
@@ -16,6 +14,16 @@ from support.guarding import guarded
 from support.summing import accumulation
 
 LAYER, OUTPUTS, INPUTS = "blocks.0.ffn.0", 1024, 256
+
+
+def chain_of(forward):
+    """The classes of what a layer's forward runs, from the outside in, each with its dtype if it casts to one."""
+    steps = []
+    while forward is not None:
+        step = getattr(forward, "__self__", forward)
+        steps.append(" ".join(filter(None, [type(step).__name__, str(getattr(step, "dtype", None) or "").removeprefix("torch.")])))
+        forward = getattr(step, "inner", None)
+    return steps
 
 
 def chain_in_a_call(model, call):
@@ -41,14 +49,10 @@ def with_everything(comfy, wan):
 def test_the_chain_of_a_layer_is_the_one_that_the_wrappers_document(comfy, wan, call, ampere):
     model = with_everything(comfy, wan)
     chain = chain_in_a_call(model, call)
-    assert chain[:3] == ["LowRankLayer", "CastResult(fp32)", "CastOperation(fp16)"]
-    assert chain[3].startswith("Fp16AccumulationLinear(") and chain[4:] == ["Linear"]
+    assert chain == ["LowRankLayer", "CastResult float32", "CastOperation float16", "Fp16AccumulationLinear", "Linear"]
     text = Path(wrappers.__file__).read_text(encoding="utf-8")
-    places = [text.index(f"``{step.partition('(')[0]}``") for step in chain[:4]]
+    places = [text.index(f"``{step.partition(' ')[0]}``") for step in chain[:4]]
     assert places == sorted(places), "the list in wrappers.py has another order"
-    layers = compute_of(model).runs.last_of(model).layers
-    assert layers.chain(LAYER) == chain[1:], "all but what is beside the weight is compute's"
-    assert f"such as {LAYER}: {' > '.join(chain[1:])}" in repr(layers)
 
 
 def test_an_escalated_layer_runs_neither_compute_nor_accumulation(comfy, wan, call, ampere, monkeypatch):
@@ -62,12 +66,12 @@ def test_an_escalated_layer_runs_neither_compute_nor_accumulation(comfy, wan, ca
     monkeypatch.setattr(type(module), "forward", overflowing)
     chain = chain_in_a_call(model, call)
     assert guard_of(model) is not None
-    assert chain == ["LowRankLayer", "CastResult(fp32)", "CastOperation(fp32)", "Linear"]
+    assert chain == ["LowRankLayer", "CastResult float32", "CastOperation float32", "Linear"]
 
 
 @pytest.mark.parametrize(("storage", "compute", "expected"), [
-    ("fp16", "fp16_safe", ["SafeOperation(fp16)"]),
-    ("fp8_e4m3fn", "fp8", ["CastResult(as input)", "Fp8Linear(e4m3)"]),
+    ("fp16", "fp16_safe", ["SafeOperation"]),
+    ("fp8_e4m3fn", "fp8", ["CastResult", "Fp8Linear"]),
 ])  # fmt: skip
 def test_layers_that_multiply_by_themselves_end_the_chain(comfy, wan, call, monkeypatch, storage, compute, expected):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")

@@ -1,5 +1,6 @@
 """Every way of computing under dynamic VRAM, NVIDIA's default: the results are those of weights that are simply there."""
 
+import itertools
 import logging
 
 import pytest
@@ -13,7 +14,6 @@ from support import families, model_files
 from support.dynamic_vram import WAYS, dynamic_vram
 from support.families import load
 from support.guarding import guarded, plain_fp16
-from support.int8_models import int8
 from support.measures import relative_error
 from support.summing import accumulation
 
@@ -26,11 +26,6 @@ def _device(monkeypatch):
     monkeypatch.setattr(logging.getLogger("comfy_kitchen.tensor.fp8"), "disabled", True)
 
 
-@pytest.fixture(scope="module")
-def int8_file(wan, models_dir):
-    return model_files.in_dialect(wan, models_dir / "diffusion_models" / "int8_dynamic.safetensors", int8)
-
-
 MODELS = {
     "fp32": lambda comfy, wan: load(comfy, wan, "as_file", "fp32"),
     "bf16": lambda comfy, wan: load(comfy, wan, "as_file", "bf16"),
@@ -39,6 +34,8 @@ MODELS = {
     "fp32 stored": lambda comfy, wan: load(comfy, wan, "fp32", "fp16_safe"),
     "fp8 stored": lambda comfy, wan: load(comfy, wan, "fp8_e4m3fn", "fp16_safe"),
     "fp8": lambda comfy, wan: load(comfy, wan, "fp8_e5m2", "fp8"),
+    "int8": lambda comfy, wan: load(comfy, wan, "int8", "auto"),
+    "int8 stored": lambda comfy, wan: load(comfy, wan, "int8", "fp16_safe"),
     "rules": lambda comfy, wan: load(comfy, wan, "as_file", "bf16", rules_from("*.ffn.* compute=fp16_safe stream=fp32")),
     "sums": lambda comfy, wan: accumulation(comfy, load(comfy, wan, "fp16", "fp16"), fp16_accumulation="auto", attention="auto"),
     "guard": lambda comfy, wan: guarded(comfy, load(comfy, wan, "as_file", "fp16")),
@@ -62,16 +59,6 @@ def test_a_model_gives_the_same(comfy, wan, call, name, way):
         assert relative_error(reference, result) < 1e-6
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("compute", ["auto", "fp32", "fp16_safe"])
-@torch.inference_mode()
-def test_an_int8_model_gives_the_same(comfy, int8_file, call, compute, way):
-    expected, model = twice(load(comfy, int8_file, "as_file", compute), call), load(comfy, int8_file, "as_file", compute)
-    with dynamic_vram(model, way):
-        results = twice(model, call)
-    assert all(relative_error(*pair) < 1e-6 for pair in zip(expected, results, strict=True))
-
-
 @torch.inference_mode()
 def test_a_guard_that_repeats_gives_its_weights_back(comfy, overflowing, fp32, call):
     reference = families.replay(fp32, call)
@@ -88,10 +75,9 @@ def lora(model):
 BOUNDS = {"fp32": 5e-3, "fp16": 5e-3, "fp16_safe": 2e-3, "fp32 stored": 2e-3, "rules": 2e-2, "sums": 5e-3, "fp8 stored": 0.06, "fp8": 0.12}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize(("way", "name"), zip(itertools.cycle(WAYS), BOUNDS, strict=False))
 @torch.inference_mode()
-def test_a_lora_is_added_once_in_every_call(comfy, wan, call, name, way):
+def test_a_lora_is_added_once_in_every_call(comfy, wan, call, way, name):
     plain = load(comfy, wan, "fp32", "fp32")
     reference, without = families.replay(lora(plain), call), families.replay(plain, call)
     assert relative_error(without, reference) > 0.2
@@ -100,8 +86,7 @@ def test_a_lora_is_added_once_in_every_call(comfy, wan, call, name, way):
         assert all(relative_error(reference, result) < BOUNDS[name] for result in twice(model, call))
 
 
-@pytest.mark.parametrize("way", ["offloaded", *WAYS])
-@pytest.mark.parametrize("size", [3e-4, 3e4], ids=["rounds", "overflows"])
+@pytest.mark.parametrize(("way", "size"), [("offloaded", 3e-4), ("offloaded", 3e4), *zip(WAYS, (3e-4, 3e4, 3e-4), strict=True)])
 @torch.inference_mode()
 def test_a_lora_is_added_in_fp32(comfy, wan, way, size):
     """Of two LoRAs that take each other back but for a little, fp16 sums leave nothing, or inf."""
@@ -120,8 +105,7 @@ def test_a_lora_is_added_in_fp32(comfy, wan, way, size):
         assert weight.dtype == torch.float16 and torch.equal(weight, expected)
 
 
-@pytest.mark.parametrize("way", ["transferred", "resident"])
-@pytest.mark.parametrize(("storage", "compute"), [("int8", "int8"), ("fp8_e4m3fn", "fp16_safe")])
+@pytest.mark.parametrize(("storage", "compute", "way"), [("int8", "int8", "transferred"), ("fp8_e4m3fn", "fp16_safe", "resident")])
 @torch.inference_mode()
 def test_a_lora_on_a_weight_of_zeros_is_all_there_is(comfy, wan, models_dir, call, storage, compute, way):
     """ComfyUI quantizes the sum of weight and LoRA anew, with a scale of its own: that of the zeros would lose it."""

@@ -75,28 +75,21 @@ def test_a_clean_call_reads_once_and_once_for_the_guard(comfy, files, calls, alo
     plain, _ = alone(family, "fp16", "fp16")
     reads, _ = settled(guarded(comfy, load(comfy, files(family), "fp16", "fp16_safe")), calls(family))
     assert plain.places == []
-    assert sorted(reads.places) == ["arithmetic/amax_buffer.read", "guard/model.__call__"]
+    assert sorted(reads.places) == ["arithmetic/proofs.read", "guard/model.__call__"]
     assert reads.foreign == plain.foreign
-
-
-def moved(kernels):
-    return sum(kernel.read + kernel.written for kernel in kernels)
 
 
 @pytest.mark.parametrize(("storage", "compute"), [("fp16", "fp16_safe"), ("fp8_e4m3fn", "fp16_safe"), ("fp8_e4m3fn", "fp8")])
 @pytest.mark.parametrize("family", ["wan", "flux"])
-def test_kernels_and_bytes_are_counted(comfy, files, alone, family, storage, compute):
-    """Prints a row per plan (-s). One product a layer is asserted; two are ComfyUI's own, of positions and time."""
+def test_a_layer_is_one_product_and_few_kernels_more(comfy, files, alone, family, storage, compute):
+    """Two products are ComfyUI's own, of positions and time."""
     model = load(comfy, files(family), storage, compute)
     layers = sum(layer["class"] == "Linear" for layer in families.report(comfy, model)["layers"])
     _, plain = alone(family, storage, "fp16")
     _, seen = alone(family, storage, compute)
     products = sum(kernel.name.split(".")[0] in ("mm", "addmm", "_scaled_mm", "_scaled_mm_v2") for kernel in seen)
-    extra, size = (len(seen) - len(plain)) / layers, (moved(seen) - moved(plain)) / 1e6
-    print(f"\n{family:14} {storage:10} {compute:9} {layers:3} layers, {len(plain):4} kernels plain, {len(seen):4} planned,"
-          f" {extra:+.1f} a layer, {size:+.1f} MB a call")  # fmt: skip
     assert layers <= products <= layers + 2
-    assert compute != "fp16_safe" or extra <= 3
+    assert compute != "fp16_safe" or len(seen) - len(plain) <= 3 * layers
 
 
 @pytest.mark.parametrize("family", ["wan", "flux"])
@@ -125,7 +118,6 @@ def test_a_lora_of_eight_bit_weights_takes_few_kernels_a_layer(comfy, files, cal
     _, plain = alone(family, "fp8_e4m3fn", compute)
     reads, seen = settled(with_lora, calls(family))
     beside = Counter(kernel.name for kernel in seen) - Counter(kernel.name for kernel in plain)
-    print(f"\n{family:6} {compute:10} {len(shapes)} LoRAs, {(len(seen) - len(plain)) / len(shapes):.2f} kernels a LoRA: {dict(beside)}")
     measured = sum(beside.pop(name, 0) for name in ("linalg_vector_norm", "linalg_vector_norm.out", "amax.out"))
     assert sum(beside.values()) <= (8 if compute == "fp16_safe" else 3) * len(shapes)
     assert measured <= (1.5 * len(shapes) if compute == "fp16_safe" else 0)

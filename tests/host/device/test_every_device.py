@@ -7,18 +7,14 @@ import pytest
 import torch
 from comfy import model_management
 from comfy.cli_args import args
-from comfy.sd import load_lora_for_models
 from halfsafe.nodes.host.compute.executor import compute_of
-from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
-from halfsafe.nodes.host.study import analysis
-from halfsafe.precision.base.errors import HalfsafeError, StorageNotHeld
+from halfsafe.precision.base.errors import StorageNotHeld
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.plan.choice import ATTACHMENT
 from safetensors.torch import load_file, save_file
-from support import families, model_files, tiny_models
+from support import families, tiny_models
 from support.families import load
 from support.guarding import guarded, plain_fp16, report_of
-from support.held_tensors import is_held
 from support.measures import relative_error
 from support.probing import forget_probes
 
@@ -26,7 +22,6 @@ MIB = 1024**2
 FP8 = torch.float8_e4m3fn
 BOUNDS = {("fp16", "fp16_safe"): 2e-3, ("fp8_e4m3fn", "fp8"): 3e-2, ("int8", "int8"): 1e-2}
 KINDS = ("mps", "cuda", "xpu", "privateuseone")
-LORA = {"blocks.0.ffn.0": (1024, 256), "blocks.1.self_attn.q": (256, 256)}
 
 
 def modes(comfy, model) -> set[str]:
@@ -67,54 +62,8 @@ def test_eight_bit_weights_are_right(comfy, wan, clean, on, kind, storage, compu
         assert {"int8": "aten::_int_mm", "fp8": "aten::_scaled_mm_v2"}[compute] in device.operations
 
 
-@pytest.mark.parametrize("kind", ["mps", "cuda"])
-def test_a_lora_beside_eight_bit_weights(comfy, wan, on, kind):
-    lora = model_files.lora(LORA, rank=4)
-
-    def sampled(storage, compute):
-        return families.sample(load_lora_for_models(load(comfy, wan, storage, compute), None, dict(lora), 0.5, 0.0)[0], "wan", steps=2)
-
-    exact = sampled("fp32", "fp32")
-    on(kind)
-    assert relative_error(exact, sampled("int8", "fp16_safe")) < 6e-3
-
-
-@pytest.fixture(scope="module")
-def vae_file(models_dir):
-    path = tiny_models.sd_vae(models_dir / "vae" / "second_device.safetensors", dtype=torch.float32)
-    tensors = load_file(str(path))
-    tensors["decoder.mid.block_1.conv2.weight"] *= 2e5
-    save_file(tensors, str(path))
-    return path
-
-
-@pytest.mark.parametrize("kind", ["mps", "cuda"])
-def test_a_decode_that_overflows_is_made_again(comfy, vae_file, on, kind):
-    latent = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(3))
-    exact = comfy.run("HalfsafeLoadVAE", vae_name=vae_file.name, dtype="fp32")[0].decode(latent)
-    on(kind)
-    vae = comfy.run("HalfsafeGuardVAE", vae=comfy.run("HalfsafeLoadVAE", vae_name=vae_file.name, dtype="fp16")[0], on_nan="retry_higher")[0]
-    assert relative_error(exact, vae.decode(latent)) < 0.02
-    (event,) = getattr(vae, ATTRIBUTE).log.events
-    assert (event.from_mode, event.recovered) == ("fp16", True)
-
-
 def encoded(clip):
     return clip.encode_from_tokens_scheduled(clip.tokenize("a black image"))[0][0].cpu()
-
-
-def test_analyze_layers_says_what_the_device_cannot_hold_and_measures_the_rest(comfy, models_dir, on, monkeypatch):
-    monkeypatch.setattr(analysis, "STEPS", 1)
-    path = tiny_models.wan(models_dir / "diffusion_models" / "second_device_small.safetensors", dim=128, blocks=1, ffn=256)
-    on("mps")
-    model = load(comfy, path, "as_file", "fp16")
-    inputs = {
-        "latent_image": {"samples": torch.zeros_like(families.noise(model, size=4))}, "positive": families.conditioning("wan"), "seed": 1,
-        "target_snr_db": 20.0, "sensitive_layers": "keep high",
-    }  # fmt: skip
-    with pytest.raises(HalfsafeError, match="fp8_e4m3fn cannot be measured: not on Apple"):
-        comfy.run("HalfsafeAnalyzeLayers", model=model, candidate="fp8_e4m3fn", **inputs)
-    assert "int8" in comfy.run("HalfsafeAnalyzeLayers", model=model, candidate="int8", **inputs)[1]
 
 
 def in_fp8(path, name, chosen=lambda name: True):
@@ -238,7 +187,7 @@ def on_the_host(model) -> int:
 
 @pytest.mark.parametrize(("storage", "compute"), BOUNDS)
 def test_weights_in_part_on_the_host_are_right(comfy, wan, clean, on, room_for_weights_alone, storage, compute):
-    on("cuda", memory=5 * MIB)
+    on("cuda", memory=4 * MIB)
     model = load(comfy, wan, storage, compute)
     assert relative_error(clean, families.sample(model, "wan", steps=2)) < BOUNDS[storage, compute]
     assert on_the_host(model) > MIB
@@ -264,52 +213,3 @@ def test_each_card_runs_its_half_of_the_guidance(comfy, overflowing, on):
     assert relative_error(exact, sampled(both)) < 5e-3
     assert report_of(both).verdict == "recovered" and report_of(both).calls == 4
     assert min(device.used(device.device(index)) for index in (0, 1)) > 7e6, "each card has the weights"
-
-
-@pytest.mark.not_as_on_cuda("the device has rules of its own")
-@pytest.mark.parametrize("kind", ["cuda", "mps", "xpu", "privateuseone"])
-def test_values_and_devices_at_once(on, kind):
-    device = on(kind)
-    where = device.device()
-    x = torch.randn(3, 4)
-    y = x.to(where)
-    assert type(y) is torch.Tensor and y.device == where and y.is_cuda is (kind == "cuda")
-    assert torch.equal((y @ y.t()).cpu(), x @ x.t()) and y.t().stride() == (1, 4)
-    assert y[0].fill_(5.0).device == where and y.tolist()[0] == [5.0] * 4
-    assert torch.tensor([1.0], device=where).device == torch.zeros(2, device=where).device == where
-    assert f"{y.sum():.1f}" and y[[0, 1], [1, 2]].tolist()[0] == 5.0
-    layer = torch.nn.Linear(4, 2).to(where)
-    assert is_held(layer.weight) and type(layer.weight) is torch.nn.Parameter
-    assert not is_held(layer.to("cpu").weight) and not is_held(y.cpu())
-
-
-@pytest.mark.not_as_on_cuda("the device has rules of its own")
-@pytest.mark.parametrize("kind", ["cuda", "mps"])
-def test_tensors_of_two_devices_are_not_mixed(on, kind):
-    device = on(kind, count=2) if kind == "cuda" else on(kind)
-    x, y = torch.ones(2), torch.ones(2, device=device.device())
-    assert (y + torch.tensor(2.0)).tolist() == [3.0, 3.0], "a number of the host is no tensor"
-    with pytest.raises(RuntimeError, match="same device.*cpu and (cuda|mps):0"):
-        y + x
-    if kind == "cuda":
-        with pytest.raises(RuntimeError, match="cuda:0 and cuda:1"):
-            y + torch.ones(2, device=device.device(1))
-
-
-REFUSED = {
-    "a product in another dtype": ("mps", RuntimeError, "Failed to create function", lambda d: torch.mul(torch.ones(2, device=d), 0.5, out=torch.ones(2, device=d).half())),
-    "fp8 on Metal": ("mps", TypeError, "Trying to convert Float8_e4m3fn", lambda d: torch.ones(2, device=d).to(torch.float8_e4m3fn)),
-    "int8 on Metal": ("mps", NotImplementedError, "_int_mm", lambda d: torch._int_mm(*[torch.ones(32, 32, device=d).to(torch.int8)] * 2)),
-    "a wide product on XPU": ("xpu", NotImplementedError, "mm.dtype", lambda d: torch.mm(*[torch.ones(2, 2, device=d).half()] * 2, out_dtype=torch.float32)),
-    "bf16 on DirectML": ("privateuseone", RuntimeError, "unsupported data type Bfloat16", lambda d: torch.ones(2).bfloat16().to(d)),
-    "two dtypes on CUDA": ("cuda", RuntimeError, "same dtype", lambda d: torch.mm(torch.ones(2, 2, device=d), torch.ones(2, 2, device=d).half())),
-}  # fmt: skip
-
-
-@pytest.mark.not_as_on_cuda("the device has rules of its own")
-@pytest.mark.parametrize("what", REFUSED)
-def test_the_rule_book_refuses(on, what):
-    kind, error, words, action = REFUSED[what]
-    where = on(kind).device()
-    with pytest.raises(error, match=words):
-        action(where)

@@ -25,13 +25,3 @@ def test_identical_images_and_different_sizes(comfy):
     assert text.startswith("identical") and not picture.any()
     with pytest.raises(HalfsafeError, match="32 x 32"):
         comfy.run(NODE, reference=image(), candidate=image(size=32))
-
-
-def test_an_image_saved_and_loaded_by_comfyui_differs_by_its_rounding(comfy):
-    a = image()
-    result = comfy.core["SaveImage"]().save_images(a, "compare")
-    file = result["ui"]["images"][0]
-    loaded = comfy.core["LoadImage"]().load_image(f"{file['filename']} [output]")[0]
-    assert loaded.shape == a.shape
-    text, _ = comfy.run(NODE, reference=a, candidate=loaded)
-    assert 50 < float(text.split("PSNR ")[1].split(" dB")[0]) < 60

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from setup.workflow import shrink, to_prompt
-from support import families, narrow, rare_families, tiny_models
+from support import families, rare_families, tiny_models
 
 WORKFLOWS = Path(__file__).absolute().parents[3] / "workflows"
 EXTRAS = ("model_advanced", "sd3", "hunyuan", "custom_sampler", "minimax_h3", "video", "audio", "flux")
@@ -26,11 +26,11 @@ def _minimax(path: Path) -> Path:
 
 WRITERS = {
     "Halfsafe with Flux 1 dev": ("flux", tiny_models.flux),
-    "Halfsafe with Krea 2 Turbo": ("krea2", narrow.krea2),
+    "Halfsafe with Krea 2 Turbo": ("krea2", tiny_models.krea2),
     "Halfsafe with MiniMax H3": ("minimax_h3", _minimax),
-    "Halfsafe with Qwen-Image": ("qwen_image", narrow.qwen_image),
+    "Halfsafe with Qwen-Image": ("qwen_image", tiny_models.narrow_qwen_image),
     "Halfsafe with Wan 2.2": ("wan", tiny_models.wan),
-    "Halfsafe with Z-Image Turbo": ("z_image", narrow.z_image),
+    "Halfsafe with Z-Image Turbo": ("z_image", tiny_models.narrow_z_image),
 }
 CLASSES = {"flux": "Flux", "krea2": "Krea2", "minimax_h3": "MiniMaxH3", "qwen_image": "QwenImage", "wan": "WAN21", "z_image": "Lumina2"}
 

@@ -1,6 +1,5 @@
 """Importing the pack into ComfyUI imports nothing else, writes nothing, starts nothing, asks no network, and works from a read-only folder."""
 
-import compileall
 import json
 import os
 import shutil
@@ -46,7 +45,6 @@ def test_import_from_a_read_only_folder_imports_writes_and_starts_nothing(comfyu
     for path in shipped_files():
         (pack / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, pack / path)
-    assert compileall.compile_dir(pack, quiet=1), "bytecode is in place, as after the first start"
     before = _files(pack)
     try:
         _set_writable(pack, False)

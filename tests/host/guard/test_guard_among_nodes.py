@@ -2,19 +2,18 @@
 
 import copy
 import gc
-import itertools
 import math
 import threading
 import weakref
 
 import pytest
 import torch
+from comfy.model_management import InterruptProcessingException
 from comfy_execution.utils import CurrentNodeContext
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.guard.state import learned_of
 from halfsafe.precision.guard.policy import Escalation
 from halfsafe.precision.guard.verdicts import NonFinite
-from safetensors.torch import load_file, save_file
 from support import families
 from support.families import load
 from support.guarding import (
@@ -81,8 +80,8 @@ NODES = {
 }
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(NODES)), ids="-".join)
-def test_the_nodes_in_every_order(comfy, overflowing, order, fp32):
+@pytest.mark.parametrize("order", [list(NODES), list(reversed(NODES))], ids="-".join)
+def test_each_two_nodes_in_either_order(comfy, overflowing, order, fp32):
     call = families.capture(fp32, "wan")
     reference = families.replay(with_lora(fp32), call)
     model = load(comfy, overflowing, "fp16", "fp16")
@@ -132,16 +131,6 @@ def test_regional_conditionings(comfy, overflowing, fp32):
     assert report_of(model).extra_calls <= 4 and report_of(model).verdict == "recovered"
 
 
-def test_inpainting(comfy, overflowing, fp32):
-    mask = torch.zeros(1, 1, 8, 8)
-    mask[..., 4:] = 1.0
-    cond = families.conditioning("wan")
-    reference = sample(fp32, cond, cond, noise_mask=mask)
-    model = guarded(comfy, plain_fp16(comfy, overflowing))
-    assert relative_error(reference, sample(model, cond, cond, noise_mask=mask)) < 0.02
-    assert report_of(model).extra_calls == 2
-
-
 @pytest.mark.parametrize("sampler", ["heun", "uni_pc_bh2", "dpm_2", "lcm"])
 def test_samplers_with_several_calls_a_step(comfy, overflowing, fp32, sampler):
     reference = families.sample(fp32, "wan", sampler=sampler)
@@ -167,7 +156,7 @@ def test_a_guard_on_a_guarded_model_is_one_guard(comfy, overflowing, fp32):
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-@pytest.mark.parametrize("error", [ValueError("of another pack"), torch.OutOfMemoryError("Allocation on device")])
+@pytest.mark.parametrize("error", [ValueError("of another pack"), torch.OutOfMemoryError("Allocation on device"), InterruptProcessingException()])
 def test_an_error_in_a_call_or_a_repeat_leaves_nothing_behind(comfy, overflowing, error, number):
     plain = plain_fp16(comfy, overflowing)
     families.sample(plain, "wan", steps=1)
@@ -202,20 +191,6 @@ def test_two_models_in_two_threads(comfy, overflowing, fp32, models_dir):
     for model in models:
         assert report_of(model).extra_calls == 2
         assert relative_error(reference, families.sample(model, "wan")) < 0.02
-
-
-@pytest.mark.parametrize("node", ["ModelSamplingSD3", "ModelSamplingFlux"])
-def test_model_sampling_after_the_guard(comfy, overflowing, fp32, node):
-    module = core("comfy_extras.nodes_model_advanced")
-
-    def patch(model):
-        options = (3.0,) if node == "ModelSamplingSD3" else (1.15, 0.5, 64, 64)
-        return getattr(module, node)().patch(model, *options)[0]
-
-    reference = families.sample(patch(fp32), "wan")
-    model = patch(guarded(comfy, plain_fp16(comfy, overflowing)))
-    assert relative_error(reference, families.sample(model, "wan")) < 0.02
-    assert guard_of(model).report(model).extra_calls == 2
 
 
 def test_layers_of_torchs_own_classes(comfy, overflowing, fp32):
@@ -280,19 +255,6 @@ def test_clamped_values_are_told_after_a_step_that_was_off(comfy, clamping, on_n
     report = report_of(model)
     assert [(event.kind, event.step) for event in report.events] == [("drift", 0), ("saturation", 1)]
     assert report.verdict == "stopped"
-
-
-def test_a_bf16_model_with_nan_in_fp8_is_told_to_have_a_bad_weight(comfy, wan, models_dir):
-    """The stock loader casts without a scale: what passes 464 becomes NaN."""
-    tensors = load_file(str(wan))
-    tensors["blocks.0.ffn.0.weight"][3, 4] = 1000.0
-    save_file(tensors, str(models_dir / "diffusion_models" / "hunt_loud.safetensors"))
-    (stock,) = comfy.core["UNETLoader"]().load_unet("hunt_loud.safetensors", "fp8_e4m3fn")
-    with pytest.raises(NonFinite) as error:
-        families.sample(guarded(comfy, stock), "wan")
-    assert error.value.verdict == "bad_weights"
-    for part in ("blocks.0.ffn.0.weight", "hunt_loud.safetensors", "fp8"):
-        assert part in str(error.value)
 
 
 @pytest.mark.parametrize("compute", ["fp16", "fp16_safe"])

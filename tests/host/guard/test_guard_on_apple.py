@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from comfy import model_management
-from halfsafe.nodes.host.comfyui.oom import is_oom
+from halfsafe.nodes.host.comfyui.execution import is_oom
 from halfsafe.nodes.host.guard.clamps import ClampWatch
 from halfsafe.precision.base import amax as amax_module
 from halfsafe.precision.guard.verdicts import NonFinite

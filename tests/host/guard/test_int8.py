@@ -12,9 +12,8 @@ from support import dialects, families, model_files
 from support.families import load
 from support.guarding import guarded, inside, report_of
 from support.int8_models import layers_of
-from support.int8_spy import Int8Products
+from support.matmul_spy import Products, int8_products
 from support.measures import relative_error
-from support.products import Products
 
 BAD_TOKEN = 5
 CULPRIT = "blocks.0.ffn.2"
@@ -33,7 +32,7 @@ def load_int8(comfy, path, rules=""):
 
 def made(model, call):
     families.replay(model, call)
-    with Products(layers_of(model)) as products, Int8Products() as spy:
+    with Products(layers_of(model)) as products, int8_products() as spy:
         result = families.replay(model, call)
     return products.modes(), len(spy), result
 
@@ -45,7 +44,7 @@ def test_one_bad_token_spoils_one_row_of_the_product(comfy, wan, dtype, bad):
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
     clean = module(x)
     x[BAD_TOKEN, 7] = bad
-    with Int8Products() as spy:
+    with int8_products() as spy:
         spoiled = module(x)
     assert len(spy) == 1
     others = torch.arange(64) != BAD_TOKEN
@@ -96,7 +95,7 @@ def test_its_rules_give_the_same_from_the_start(comfy, overflowing, call):
     model = guarded(comfy, load_int8(comfy, overflowing))
     families.replay(model, call)
     again = load_int8(comfy, overflowing, report_of(model).rules)
-    with Int8Products() as spy:
+    with int8_products() as spy:
         result = families.replay(again, call)
     assert len(spy) == 19 and torch.isfinite(result).all()
 

@@ -7,8 +7,7 @@ import torch
 from halfsafe.precision.base.errors import CheckpointError, NonFiniteWeight
 from safetensors.torch import load_file, save_file
 from support import dialects, model_files, tiny_models
-from support.denoise import denoise
-from support.families import stock
+from support.families import denoise, stock
 from support.measures import relative_error
 
 E4M3, E5M2 = dialects.E4M3, dialects.E5M2

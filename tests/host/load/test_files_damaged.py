@@ -1,11 +1,15 @@
 """Files that are damaged, not a model, or out of bounds: an error that names them, at once, and nothing half-loaded."""
 
+from collections import Counter
+
 import pytest
 import torch
 from halfsafe.precision.base.errors import CheckpointError, MemoryShortage
+from halfsafe.precision.files.tensor_file import TensorFile
+from halfsafe.precision.guard.verdicts import NonFinite
 from safetensors.torch import save_file
-from setup.comfyui_server import ServerError
-from support import effort, model_files, tiny_models
+from support import families, model_files, tiny_models
+from support.mapped_loading import mapped_loading
 
 WEIGHT = "blocks.0.ffn.0.weight"
 
@@ -126,12 +130,28 @@ def test_bad_file_is_named_at_once(comfy, wan, checkpoint, models_dir, monkeypat
     path = models_dir / folder / f"bad-{name}.safetensors"
     write(wan if folder == "diffusion_models" else checkpoint, path)
     built = counted_models(monkeypatch)
-    with effort.tensors_taken() as taken, pytest.raises(CheckpointError, match=message) as caught:
+    taken, take = Counter(), TensorFile.__getitem__
+    monkeypatch.setattr(TensorFile, "__getitem__", lambda file, tensor: taken.update([tensor]) or take(file, tensor))
+    with pytest.raises(CheckpointError, match=message) as caught:
         load(comfy, node, path.name)
     assert path.name in str(caught.value)
     assert not taken or name not in IN_THE_HEADER
     assert not built or name in IN_A_WEIGHT
     assert set(taken.values()) <= {1, 2, 3}, "to look at its names, to plan, to convert it"
+
+
+@pytest.mark.parametrize("storage", ["as_file", "int8"])
+def test_nan_that_dynamic_vram_leaves_in_the_file_is_named_by_the_guard(comfy, wan, models_dir, storage):
+    """A weight that stays a slice of its file is not read at load; the first result that is not finite tells it."""
+    path = models_dir / "diffusion_models" / "bad-streamed.safetensors"
+    model_files.changed(wan, path, lambda tensors: tensors["head.head.weight"][3, 5:6].fill_(float("nan")))
+    with mapped_loading():
+        model = families.load(comfy, path, storage, "fp32")
+    guarded = comfy.run("HalfsafeNaNGuard", model=model, on_nan="retry_higher", max_retries=8)[0]
+    with pytest.raises(NonFinite) as error:
+        families.sample(guarded, "wan")
+    assert error.value.verdict == "bad_weights"
+    assert "head.head.weight" in str(error.value) and path.name in str(error.value)
 
 
 def counted_models(monkeypatch) -> list:
@@ -208,7 +228,7 @@ def test_a_diffusion_model_is_no_encoder_and_no_vae(comfy, models_dir, wan, node
 
 
 @pytest.mark.parametrize(
-    "name", ["../secret.safetensors", "../../models/secret.safetensors", "{}", "", ".", "absent.safetensors"]
+    "name", ["../secret.safetensors", "../../models/secret.safetensors", "{}", "", ".", "absent.safetensors", "nul\0.safetensors"]
 )
 def test_paths_outside_the_model_folders_are_refused(comfy, models_dir, wan, name):
     secret = models_dir / "secret.safetensors"
@@ -224,33 +244,12 @@ def test_nothing_stays_loaded_after_an_error(comfy, models_dir, wan):
     with pytest.raises(CheckpointError):
         load(comfy, "HalfsafeLoadDiffusionModel", path.name)
     assert list(comfy_models()) == before
-    assert live_bytes_growth(lambda: failing(comfy, path.name)) < 1_000_000
 
 
 def comfy_models():
     import comfy.model_management
 
     return comfy.model_management.current_loaded_models
-
-
-def failing(comfy, name):
-    with pytest.raises(CheckpointError):
-        load(comfy, "HalfsafeLoadDiffusionModel", name)
-
-
-def live_bytes_growth(work) -> int:
-    """Bytes of tensors alive after ``work`` that were not before."""
-    before = live_bytes()
-    work()
-    return live_bytes() - before
-
-
-def live_bytes() -> int:
-    import gc
-
-    gc.collect()
-    tensors = (item for item in gc.get_objects() if isinstance(item, torch.Tensor) and item.device.type == "cpu")
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def test_too_little_memory_is_refused_before_a_weight_is_read(comfy, models_dir, wan, monkeypatch):
@@ -281,21 +280,3 @@ def test_interrupt_leaves_nothing_and_the_next_load_works(comfy, models_dir, wan
         management.interrupt_current_processing(False)
     assert list(comfy_models()) == before
     assert load(comfy, node, path.name)[0].model is not None
-
-
-def test_server_shows_the_error_and_keeps_working(server, small_models, wan):
-    folder = small_models / "diffusion_models"
-    for name in ("truncated", "nan", "lora"):
-        BAD[name][0](wan, folder / f"bad-{name}.safetensors")
-        with pytest.raises(ServerError, match=f"bad-{name}.safetensors.*{BAD[name][1]}"):
-            server.prompt(graph(f"bad-{name}.safetensors"))
-    outputs = server.prompt(graph("wan.safetensors"))
-    assert "fp8_e4m3fn" in outputs["2"]["text"][0]
-
-
-def graph(name):
-    settings = {"model_name": name, "storage": "fp8_e4m3fn", "compute": "auto"}
-    return {
-        "1": {"class_type": "HalfsafeLoadDiffusionModel", "inputs": settings},
-        "2": {"class_type": "HalfsafeReport", "inputs": {"model": ["1", 0]}},
-    }

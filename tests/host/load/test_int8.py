@@ -10,8 +10,7 @@ from halfsafe.precision.files.safetensors_file import open_checkpoint
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from safetensors.torch import load_file, save_file
 from support import model_files
-from support.denoise import denoise
-from support.families import stock
+from support.families import denoise, stock
 from support.measures import relative_error
 from support.storing import in_storages
 

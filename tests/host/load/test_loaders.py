@@ -5,12 +5,8 @@ import re
 
 import pytest
 import torch
-from halfsafe.precision.devices import detect as devices
-from halfsafe.precision.plan.memory import plan_model
-from halfsafe.precision.plan.rules import rules_from
-from halfsafe.precision.plan.storage import plan_load
 from support import dialects, families, model_files, tiny_models
-from support.denoise import denoise
+from support.families import denoise
 from support.measures import relative_error
 
 
@@ -181,30 +177,9 @@ SENSITIVE = {
 }
 
 
-def test_rules_that_keep_every_layer_leave_no_unscaled_fp8(comfy, models_dir, reference):
-    rules = rules_from("* storage=as_file")
-    path = tiny_models.wan(models_dir / "diffusion_models" / "kept.safetensors")
-    (model,) = comfy.run(
-        "HalfsafeLoadDiffusionModel", model_name=path.name, storage="fp8_e4m3fn", compute="fp32", rules=rules
-    )
-    assert relative_error(reference, denoise(model)) < 1e-6
-
-
 @pytest.mark.parametrize(("storage", "compute"), [("fp16", "fp32"), ("auto", "fp16_safe")])
 def test_a_weight_beyond_fp16_is_not_held_in_fp16(comfy, models_dir, storage, compute):
     path = tiny_models.wan(models_dir / "diffusion_models" / "large.safetensors", scale={"blocks.0.ffn.2.weight": 3e6})
     reference = denoise(comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage="as_file", compute="fp32")[0])
     (model,) = comfy.run("HalfsafeLoadDiffusionModel", model_name=path.name, storage=storage, compute=compute)
     assert relative_error(reference, denoise(model)) < 0.005
-
-
-def test_a_cast_between_16_bit_dtypes_is_left_to_comfyui_and_costs_no_second_copy(comfy, tmp_path):
-    from comfy.quant_ops import QUANT_ALGOS
-    from halfsafe.nodes.host.load import detection as families
-    from halfsafe.nodes.host.load import files
-
-    path = tiny_models.wan(tmp_path / "wan.safetensors")
-    detected = families.detect_model(files.open_model(str(path)), only_diffusion_model=True)
-    plan = plan_load(detected.facts, devices.detect(profile="cpu"), "fp16", "fp16", rules_from(), None)
-    weights = plan_model(detected.checkpoint, plan, detected.layer_names, detected.prefix, QUANT_ALGOS)
-    assert weights.plans and {plan.storage for plan in weights.plans.values()} == {"as_file"}

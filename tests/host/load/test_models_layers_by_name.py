@@ -16,7 +16,7 @@ from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.plan.facts import layer_specs
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.plan.storage import plan_storage
-from support import held_out, tiny_models
+from support import rare_families, tiny_models
 
 COMFY = Path(comfy.ops.__file__).parent
 EMBEDDINGS = re.compile(r"self\.(\w+) = (?:\w+\.)?(?:Scaled)?Embedding\(")
@@ -70,7 +70,7 @@ def test_of_a_diffusion_model_linear_layers_alone_are_quantized(models_dir, fami
     if family in tiny_models.FAMILIES:
         tiny_models.FAMILIES[family](path)
     else:
-        getattr(held_out, family)(path, metadata=held_out.metadata(family))
+        rare_families.write(family, path)
     checkpoint = files.open_model(str(path))
     detected = detection.detect_model(checkpoint, only_diffusion_model=True)
     true = {layer.name for layer in detected.facts.layers if layer.cls == "Linear"}

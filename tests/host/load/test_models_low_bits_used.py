@@ -15,8 +15,8 @@ from support import families, model_files
 from support.families import load
 from support.guarding import guarded, report_of
 from support.int8_models import layers_of
+from support.matmul_spy import Products
 from support.measures import relative_error
-from support.products import Products
 
 FAMILIES = ("wan", "sdxl")
 LOSS = {"w6a8": 0.06, "w4a8": 0.2}

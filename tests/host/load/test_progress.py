@@ -1,9 +1,10 @@
-"""What ComfyUI logs while it builds a model for us to look at is dropped; nothing else is."""
+"""What ComfyUI logs while it builds a model for us to look at is dropped; nothing else is, and a refused product is told once."""
 
 import logging
 import threading
 
 import pytest
+from support import families
 
 
 @pytest.fixture
@@ -33,3 +34,21 @@ def test_only_what_comfyui_says_in_this_thread_is_dropped(comfy, said, caplog):
 def test_a_detected_model_is_built_in_silence_and_loaded_aloud(comfy, wan, said):
     comfy.run("HalfsafeLoadDiffusionModel", model_name=wan.name, storage="as_file", compute="bf16")
     assert sum("model weight dtype" in message for message in said()) == 1
+
+
+def test_a_product_that_cannot_run_in_fp8_is_told_once(comfy, wan, call, monkeypatch, caplog):
+    import comfy_kitchen.tensor.fp8 as kitchen
+    from halfsafe.nodes.host.comfyui.kernels import _once
+    from halfsafe.nodes.host.compute import fp8_product
+
+    def refused(*args, **options):
+        raise RuntimeError("no such product on this device")
+
+    _once.seen.clear()
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
+    monkeypatch.setattr(kitchen, "_fp8_scaled_mm", refused)
+    monkeypatch.setattr(fp8_product, "scaled_mm_v2", refused)
+    model = families.load(comfy, wan, "fp8_e4m3fn", "fp8")
+    for _ in range(2):
+        families.replay(model, call)
+    assert sum("no such product" in record.getMessage() for record in caplog.records) == 1

@@ -1,6 +1,5 @@
 """Saved models: stock ComfyUI computes the very same with them, LoRAs are merged, and a failure leaves no file."""
 
-import os
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from halfsafe.precision.plan.rules import rules_from
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support import model_files, tiny_models
-from support.denoise import denoise
+from support.families import denoise
 from support.measures import relative_error
 from support.saved_models import KEPT, LAYER, load, save, stock, with_lora
 
@@ -31,11 +30,6 @@ def test_stock_loader_computes_with_the_same_bits(comfy, wan, saved_folder, stor
 def bits(weight):
     """What a weight is computed with in bf16: itself, or the codes and scale of a quantized one."""
     return [weight._qdata.view(torch.uint8), weight._params.scale] if hasattr(weight, "_qdata") else [weight.bfloat16()]
-
-
-def test_stock_loader_computes_the_same_in_fp32(comfy, wan, saved_folder):
-    model = load(comfy, wan.name, "fp8_e4m3fn", "fp32")
-    assert relative_error(denoise(model), denoise(stock(comfy, save(comfy, model, saved_folder)))) < 1e-6
 
 
 def test_file_is_small_and_in_core_s_format(comfy, wan, saved_folder):
@@ -181,19 +175,6 @@ def loaded_model(path):
     from halfsafe.nodes.host.load.models import load_diffusion_model
 
     return load_diffusion_model(str(path), "fp8_e4m3fn", "fp32", rules_from())
-
-
-def test_full_disk_leaves_no_file(comfy, wan, saved_folder, monkeypatch):
-    from halfsafe.precision.files import safetensors_file
-
-    def full(*_):
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(safetensors_file, "_write_tensor", full)
-    before = set(saved_folder.iterdir())
-    with pytest.raises(HalfsafeError, match=r"(?i)no space|full|disk"):
-        save(comfy, load(comfy, wan.name), saved_folder)
-    assert set(saved_folder.iterdir()) == before
 
 
 def test_nan_in_a_lora_is_named(comfy, wan, saved_folder, models_dir):

@@ -13,7 +13,7 @@ from halfsafe.precision.formats.checkpoint import read_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file
 from support import families, tiny_models
-from support.denoise import denoise
+from support.families import denoise
 from support.measures import relative_error
 from support.saved_models import load, save, stock, with_lora
 

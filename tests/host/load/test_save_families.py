@@ -1,9 +1,10 @@
 """Every storage of several families, saved: stock ComfyUI loads the file and computes what our loader computes with it."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
-from support import families, held_out, tiny_models
+from support import families, rare_families, tiny_models
 
 STORAGES = ("as_file", "fp8_e4m3fn", "fp8_e5m2", "fp16", "fp32", "int8")
 FAMILIES = ("ltxv", "sd3", "hunyuan_video", "cogvideox")
@@ -16,7 +17,8 @@ def made(comfy, models_dir):
     def get(family):
         if family not in known:
             path = models_dir / "diffusion_models" / f"saved_{family}.safetensors"
-            known[family] = path, held_out.file_and_call(comfy, family, path)
+            write = tiny_models.FAMILIES.get(family) or partial(rare_families.write, family)
+            known[family] = path, families.capture(families.load(comfy, write(path)), family)
         return known[family]
 
     return get
@@ -29,7 +31,6 @@ def test_a_saved_file_gives_the_same_in_stock_and_in_our_loader(comfy, made, fam
     output = Path(folder_paths.get_output_directory())
     folder_paths.add_model_folder_path("diffusion_models", str(output / "diffusion_models"))
     path, call = made(family)
-    assert set(tiny_models.FAMILIES) | set(held_out.FAMILIES) >= set(FAMILIES)
     exact, wrong = families.replay(families.load(comfy, path), call), {}
     node = comfy.nodes["HalfsafeSaveModel"].PREPARE_CLASS_CLONE(None)
     for storage in STORAGES:

@@ -191,17 +191,6 @@ def test_an_interrupt_leaves_nothing_on_the_model(comfy, planted, monkeypatch, c
 
 
 @unruled
-def test_the_users_interrupt_stops_it(comfy, wan):
-    from comfy import model_management as management
-
-    model = families.load(comfy, wan, "as_file", "fp32")
-    management.interrupt_current_processing(True)
-    with pytest.raises(management.InterruptProcessingException):
-        analyzed(comfy, model)
-    assert not management.processing_interrupted()
-
-
-@unruled
 def test_it_measures_the_model_with_its_lora(comfy, wan):
     from comfy.sd import load_lora_for_models
 
@@ -229,20 +218,6 @@ def test_the_seed_the_prompts_and_the_latent_are_measured(comfy, wan):
 
 
 @unruled
-def test_an_fp8_model_costs_nothing_more_in_fp8(comfy, wan):
-    model = families.load(comfy, wan, "fp8_e4m3fn", "fp32")
-    found, *_ = analyzed(comfy, model, target=100.0)
-    assert found.snr_db == float("inf") and len(found.chosen) == found.all_count == 40
-
-
-@unruled
-def test_a_plan_of_the_pack_stays_in_force(comfy, wan):
-    exact, safe = (analyzed(comfy, families.load(comfy, wan, "as_file", compute))[0] for compute in ("fp32", "fp16_safe"))
-    assert safe.all_db == pytest.approx(exact.all_db, abs=0.2)
-    assert safe.layers[3].output_db == pytest.approx(exact.layers[3].output_db, rel=0.01)
-
-
-@unruled
 def test_memory_stays_bounded(comfy, models_dir):
     """Beyond the weights, what torch allocates at one time is a few copies of the largest layer."""
     path = tiny_models.wan(models_dir / "diffusion_models" / "large.safetensors", dim=512, blocks=3, ffn=2048)
@@ -258,20 +233,6 @@ def test_memory_stays_bounded(comfy, models_dir):
             held += event.nbytes()
             peak = max(peak, held)
     assert found.chosen and peak < 6 * largest < weights
-
-
-def test_a_lora_that_is_added_at_each_call_is_in_the_weight_that_is_rounded(comfy):
-    from comfy.ops import manual_cast
-    from halfsafe.precision.base.patching import patched
-
-    layer, x = manual_cast.Linear(32, 16), torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
-    weight, delta = (torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
-    layer.weight.data, layer.bias.data, layer.weight_function = weight, torch.zeros(16), [lambda held: held + delta]
-    candidate = Candidate("fp8_e4m3fn")
-    with patched(host.change(layer, candidate)), torch.no_grad():
-        found = layer(x)
-    assert torch.equal(found, torch.nn.functional.linear(x, candidate.weight(weight + delta)))
-    assert torch.equal(layer(x), torch.nn.functional.linear(x, weight + delta)) and torch.equal(layer.weight, weight)
 
 
 def test_a_device_that_holds_no_fp8_says_so_before_a_call(comfy, wan, monkeypatch):

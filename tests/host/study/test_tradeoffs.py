@@ -9,7 +9,6 @@ from halfsafe.nodes.host.comfyui.model_facts import model_facts
 from halfsafe.nodes.host.study import tradeoffs as host
 from halfsafe.nodes.host.study.step_timer import StepTimer
 from halfsafe.precision.base.errors import HalfsafeError
-from halfsafe.precision.plan.rules import parse
 from halfsafe.precision.study.settings import Setting, settings_from
 from halfsafe.precision.study.tradeoffs import Tradeoff, rules_for
 from support import families, tiny_models
@@ -201,12 +200,6 @@ def family_of(layer: tuple[str, str]) -> tuple[str, str]:
     return layer[0], layer[1].removesuffix("_wide")
 
 
-def test_the_table_carries_the_rules(comfy, model):
-    _, table, rules, _ = measured(comfy, model, "int8/auto", "int8/auto", " INT8 / auto # again")
-    assert tuple(parse(table.partition("# balanced as rules")[2].partition("\n")[2])) == rules.own
-    assert table.count("int8/auto") == 2 and "* storage=int8" in table
-
-
 @pytest.mark.parametrize(("error", "stop_at"), [("interrupt", 130), ("ValueError", 240), ("none", 0)])
 def test_nothing_is_left_on_the_model(comfy, model, path, monkeypatch, error, stop_at):
     from comfy import model_management as management
@@ -270,24 +263,6 @@ def test_an_error_of_the_reference_ends_the_node(comfy, model, monkeypatch, erro
         measured(comfy, model, "int8/auto")
 
 
-def test_steps_that_did_not_call_the_model_are_told(comfy, model, monkeypatch):
-    real, runs = StepTimer.step, []
-
-    def step(timer, executor, given, conds, x, timestep, *args):
-        runs.append(timer) if timer not in runs else None
-        return executor(given, conds, x, timestep, *args) if len(runs) == 2 and timer.seconds else real(timer, executor, given, conds, x, timestep, *args)
-
-    monkeypatch.setattr(StepTimer, "step", step)
-    found, *_ = measured(comfy, model, "as_file/bf16", "as_file/fp16")
-    assert found.rows[0].problem == "1 of 4 steps called the model. Leave step caches out." and found.rows[1].works
-
-
-def test_an_error_in_code_is_raised(comfy, model, monkeypatch):
-    failing(monkeypatch, TypeError("a fault of the code"), 1)
-    with pytest.raises(TypeError, match="a fault of the code"):
-        measured(comfy, model, "int8/auto")
-
-
 def test_where_fp32_does_not_fit_the_reference_is_fp16_safe(comfy, model, monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
     failing(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"), 0)
@@ -311,13 +286,6 @@ def test_one_other_model_is_held_at_a_time(comfy, model, monkeypatch):
     monkeypatch.setattr(host, "load_weights", load)
     measured(comfy, model, "int8/auto", "fp32/fp32", "as_file/bf16", "fp8_e4m3fn/auto")
     assert len(made) == 3 and not any(ref() for ref in made)
-
-
-def test_weights_with_nan_are_refused_in_words(comfy, path):
-    planted = families.write_scaled(path, path.with_name("measured_nan.safetensors"), {r"blocks\.0\.ffn\.0\.bias": math.inf})
-    broken = families.stock(planted)
-    with pytest.raises(HalfsafeError, match=r"reference, as_file/fp32, cannot be compared with: NaN or Inf in step 1"):
-        measured(comfy, broken, "as_file/fp16")
 
 
 def test_a_stock_loaders_model_with_a_negative_prompt(comfy, path):

@@ -11,7 +11,7 @@ from halfsafe.precision.plan.compute import plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.rules import Rules
 
-ROOT = Path(__file__).absolute().parents[2]
+ROOT = Path(__file__).absolute().parents[3]
 ONLY_MODES = {"fp16_acc16", "fp16_wide", "fp16_scaled"}
 FACTS = ModelFacts([LayerSpec("layer", "Linear", (32, 32))], 1024, "fp16", ("fp16", "bf16", "fp32"))
 

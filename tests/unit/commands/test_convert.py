@@ -33,10 +33,7 @@ def model(folder, name="in.safetensors", prefix="", **extra):
     weights, _ = dialects.reference()
     tensors = {f"{layer}.weight": weight for layer, weight in weights.items()}
     tensors |= {"blocks.0.norm.weight": torch.ones(64), "blocks.0.ffn.0.bias": torch.randn(256).bfloat16()}
-    tensors |= {
-        "time_embedding.0.weight": torch.randn(64, 64).bfloat16(),
-        "conv.weight": torch.randn(4, 4, 3, 3).half(),
-    }
+    tensors |= {"time_embedding.0.weight": torch.randn(64, 64).bfloat16(), "conv.weight": torch.randn(4, 4, 3, 3).half()}
     named = {prefix + key: value for key, value in tensors.items()} | extra
     save_file(named, folder / name, {"format": "pt", "author": "me"})
     return folder / name, named
@@ -58,12 +55,8 @@ def test_converts_linear_layers_and_keeps_the_rest_as_it_was(tmp_path):
         else:
             assert torch.equal(out[name], tensor) and out[name].dtype == tensor.dtype
     assert sum(seen) == open_checkpoint(source).data_bytes == summary.source_bytes
-    assert summary.target_bytes == os.path.getsize(summary.target) and summary.weights == {
-        "fp8_e4m3fn": 2,
-        "fp32": 1,
-        "bf16": 2,
-        "fp16": 1,
-    }
+    assert summary.target_bytes == os.path.getsize(summary.target)
+    assert summary.weights == {"fp8_e4m3fn": 2, "fp32": 1, "bf16": 2, "fp16": 1}
     assert ("time_embedding.0", "timestep, guidance and pooled embedding") in summary.kept
 
 
@@ -256,28 +249,11 @@ NAN = float("nan")
 FAULTS = {
     "nan": ({"a.weight": torch.tensor([[1.0, NAN, NAN]])}, "a.weight", "2 of 3 values are NaN"),
     "inf": ({"b.bias": torch.tensor([1.0, -float("inf")]).half()}, "b.bias", "1 of 2 values are infinite"),
-    "fp8 nan": (
-        {"a.weight": torch.full((2, 2), 0x7F, dtype=torch.uint8).view(E4M3)},
-        "a.weight",
-        "4 of 4 values are NaN",
-    ),
+    "fp8 nan": ({"a.weight": torch.full((2, 2), 0x7F, dtype=torch.uint8).view(E4M3)}, "a.weight", "4 of 4 values are NaN"),
     "fp16_range": ({"a.weight": torch.full((2, 2), 70000.0).bfloat16()}, "a.weight", "65504"),
-    "scaled range": (
-        {"a.weight": torch.full((2, 2), 448.0).to(E4M3), "a.weight_scale": torch.tensor(200.0)},
-        "a.weight",
-        "65504",
-    ),
-    "row range": (
-        {"a.weight": torch.full((2, 2), 448.0).to(E4M3), "a.weight_scale": torch.tensor([1.0, 200.0])},
-        "a.weight",
-        "65504",
-    ),
+    "row range": ({"a.weight": torch.full((2, 2), 448.0).to(E4M3), "a.weight_scale": torch.tensor([1.0, 200.0])}, "a.weight", "65504"),
     "saturated": ({"a.weight": torch.full((40, 40), 448.0).to(E4M3)}, "a.weight", "100.000%"),
-    "zero scale": (
-        {"a.weight": torch.ones(2, 2).to(E4M3), "a.weight_scale": torch.tensor(0.0)},
-        "a.weight_scale",
-        "scale of 0",
-    ),
+    "zero scale": ({"a.weight": torch.ones(2, 2).to(E4M3), "a.weight_scale": torch.tensor(0.0)}, "a.weight_scale", "scale of 0"),
     "lost scale": ({"a.weight": torch.ones(2, 2).to(E4M3), "a.act_scale": torch.tensor(1.0)}, "a.act_scale", "scale"),
 }
 

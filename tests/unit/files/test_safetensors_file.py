@@ -1,12 +1,15 @@
 """Safetensors files: mapped reading, sharded sets, damaged files, and writing that is whole or not at all."""
 
 import errno
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,6 @@ from halfsafe.precision.files.safetensors_header import CODE_OF, CODES, TORCH_DT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from support import effort
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -198,9 +200,41 @@ def test_files_of_other_kinds_are_named(tmp_path, kind):
     assert str(path) in refused_at_once(path, expected, 0)
 
 
+@contextmanager
+def lines_run():
+    """How often each file of ``precision/`` has run one of its lines in this thread: a count is the same on a busy machine."""
+    lines, before = Counter(), sys.gettrace()
+    precision = str(Path(safetensors_file.__file__).parents[1])
+
+    def inside(frame, event, _):
+        lines[frame.f_code.co_filename] += event == "line"
+        return inside
+
+    sys.settrace(lambda frame, *_: inside if frame.f_code.co_filename.startswith(precision) else None)
+    try:
+        yield lines
+    finally:
+        sys.settrace(before)
+
+
+@contextmanager
+def bytes_asked():
+    """How many bytes each read of a safetensors file's header asks for, met or not."""
+    asked, open_regular = [], safetensors_file.open_regular
+
+    class Watched(io.BufferedReader):
+        def read(self, size=-1):
+            asked.append(size if size >= 0 else Path(self.raw.name).stat().st_size)
+            return super().read(size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors_file, "open_regular", lambda path: Watched(open_regular(path).detach()))
+        yield asked
+
+
 def refused_at_once(path, expected, header):
     """Open a file that is refused with little work, whatever lengths and shapes it claims. Returns the error's text."""
-    with effort.bytes_asked() as asked, effort.lines_run() as lines, pytest.raises(CheckpointError, match=expected) as error:
+    with bytes_asked() as asked, lines_run() as lines, pytest.raises(CheckpointError, match=expected) as error:
         open_checkpoint(path)
     assert sum(asked) <= 512 + header and lines.total() < 500
     return str(error.value)

@@ -13,7 +13,6 @@ from halfsafe.precision.guard.policy import (  # fmt: skip
     escalate,
     escalate_to_fp32,
 )
-from halfsafe.precision.guard.verdicts import ADVICE, NonFinite
 from halfsafe.precision.plan.rules import rules_from
 
 MODES = {"embed": "fp16", "blocks.0.up": "fp16", "blocks.0.down": "fp16", "blocks.1.up": "fp16", "blocks.1.down": "fp16"}
@@ -115,19 +114,6 @@ def test_the_worst_verdict_of_a_run_stays():
     assert (log.verdict, log.advice) == ("bad_weights", "Leave it out.")
     report = log.report(Escalation({"blocks.0.down": "fp16_wide"}, frozenset({"blocks.0"})))
     assert report.escalations == {"blocks.0.down": "fp16_wide"} and len(report.events) == 3
-
-
-def test_an_error_names_verdict_and_advice():
-    error = NonFinite("Step 3: NaN.", "not_precision")
-    assert "Verdict: not_precision." in str(error) and ADVICE["not_precision"] in str(error)
-
-
-def test_a_sentence_names_step_sigma_layer_dtype_and_range():
-    origin = Origin("blocks.0.down", "matmul", "overflow", "fp16", 489.2)
-    event = event_of(CallPosition(7, 3, 0.83, [1]), origin, "fp16", "fp16_wide", True)
-    line = sentence(event, origin)
-    for part in ("Step 3", "sigma 0.83", "blocks.0.down (matmul)", "fp16", "489.2", "rows 1", "fp16_wide: finite"):
-        assert part in line
 
 
 def test_a_clamp_is_told_as_such():

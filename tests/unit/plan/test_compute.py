@@ -47,11 +47,7 @@ def plan(profile="sm_86", compute="auto", supported=WAN, text="", file_dtype="bf
     return plan_compute(facts, detect(profile=profile), compute, rules_from(text), storages)
 
 
-def test_every_profile_has_an_expectation():
-    assert set(AUTO) == set(PROFILE_NAMES)
-
-
-@pytest.mark.parametrize("profile", AUTO)
+@pytest.mark.parametrize("profile", PROFILE_NAMES)
 def test_auto_on_every_device(profile):
     for models, expected in zip((WAN, QWEN_IMAGE, FLUX), AUTO[profile], strict=True):
         choice = plan(profile, supported=models).choice
@@ -66,7 +62,7 @@ def test_auto_on_every_device(profile):
         ("sm_75", QWEN_IMAGE, "cannot overflow"),
         ("sm_75", WAN, "lists fp16 for this model and it is fast on RTX 20xx, T4 (Turing). Each result is looked at"),
         ("sm_90", WAN, "longer by estimate"),
-        ("sm_75", FLUX, "fp16_safe cannot overflow and takes 1 to 11 % longer by estimate"),
+        ("sm_75", FLUX, "fp16_safe cannot overflow and takes 1 to 12 % longer by estimate"),
         ("gfx1100", WAN, "bf16 is native too and has the range of fp32"),
         ("mps_m1", WAN, "fp16_safe cannot overflow; what it costs here is not known"),
         ("sm_86", FLUX, "it is native"),

@@ -58,7 +58,7 @@ def test_one_line_sets_several_keys_and_each_is_looked_up_alone():
 def test_a_pattern_on_a_block_or_on_all_that_is_in_it(pattern, matches):
     rule = parse(f"{pattern} attention=fp32")[0]
     assert rule.matches_block("blocks.1", "Block") is matches
-    assert rules_from(str(rule), "wan").on_attention == (rule,)
+    assert rules_from(str(rule), "wan").all[-1:] == (rule,)
 
 
 def test_spaces_around_the_equals_sign_and_capitals_are_read():

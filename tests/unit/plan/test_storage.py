@@ -53,21 +53,6 @@ def test_a_rule_cannot_put_a_convolution_into_fp8():
     assert decision.storage == "as_file" and "only Linear" in decision.reason
 
 
-@pytest.mark.parametrize(
-    ("profile", "supported", "expected"),
-    [
-        ("sm_61", ("fp16", "bf16", "fp32"), "fp32"),
-        ("sm_75", ("fp16", "bf16", "fp32"), "fp16"),
-        ("sm_75", ("bf16", "fp32"), "fp16_safe"),
-        ("sm_86", ("bf16", "fp32"), "bf16"),
-        ("cpu", ("fp32",), "fp32"),
-    ],
-)
-def test_compute_auto_follows_the_device_and_the_model(profile, supported, expected):
-    result = planned(profile, supported=supported)
-    assert result.compute.choice.used == expected and result.compute.choice.reason
-
-
 def test_compute_as_asked_is_obeyed_and_a_risk_is_noted():
     result = planned("sm_86", compute="fp16")
     assert result.compute.choice.used == "fp16"

@@ -69,12 +69,7 @@ def test_blocks_numbered_in_a_word_are_a_stack():
 def test_a_unet_whose_levels_differ_in_width_is_its_blocks():
     inputs = [LayerSpec("input_blocks.0.0", "Conv2d", (64, 4, 3, 3))]
     for index, width in enumerate((64, 64, 128, 128), 1):
-        inputs += linears(
-            {
-                f"input_blocks.{index}.0.in_layers.2": (width, width),
-                f"input_blocks.{index}.0.out_layers.3": (width, width),
-            }
-        )
+        inputs += linears({f"input_blocks.{index}.0.{name}": (width, width) for name in ("in_layers.2", "out_layers.3")})
         inputs += block(f"input_blocks.{index}.1.transformer_blocks.0", width) if width > 64 else []
     resnets = [
         linears({f"middle_block.{index}.{name}": (128, 128) for name in ("in_layers.2", "out_layers.3")})
@@ -166,12 +161,7 @@ def _gated(count: int, hidden: int = 3 * WIDTH // 2) -> list[LayerSpec]:
         {"attn.qkv": (6 * WIDTH, WIDTH), "attn.out": (WIDTH, 2 * WIDTH), "q": (WIDTH, WIDTH)},
         {"mlp.gate": (4 * WIDTH, WIDTH), "mlp.up": (4 * WIDTH, WIDTH), "mlp.down": (WIDTH, 4 * WIDTH)},
         {"cross.kv": (2 * WIDTH, 48), "cross.q": (WIDTH, WIDTH), "cross.out": (WIDTH, WIDTH)},
-        {
-            "qkv_x": (3 * WIDTH, WIDTH),
-            "qkv_y": (3 * WIDTH, WIDTH // 2),
-            "out_x": (WIDTH, WIDTH),
-            "out_y": (WIDTH // 2, WIDTH),
-        },
+        {"qkv_x": (3 * WIDTH, WIDTH), "qkv_y": (3 * WIDTH, WIDTH // 2), "out_x": (WIDTH, WIDTH), "out_y": (WIDTH // 2, WIDTH)},
     ],
     ids=["gated", "flux", "flux2", "wide attention", "gate and up", "cross attention", "two streams"],
 )

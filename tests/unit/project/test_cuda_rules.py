@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from halfsafe.precision.arithmetic.amax_buffer import NOTHING, AmaxBuffer
+from halfsafe.precision.arithmetic.proofs import NOTHING, AmaxBuffer
 from support.cuda_rules import CudaRules, HostReads
 from support.fake_tensors import fake_cuda_tensors
 from support.summing import started_with
@@ -133,8 +133,8 @@ def buffer():
 
 
 def test_a_read_by_the_pack_raises_outside_of_the_allowed_places(buffer):
-    with HostReads(frozenset()), pytest.raises(RuntimeError, match="synchronizing CUDA operation: tolist in arithmetic/amax_buffer.read"):
+    with HostReads(frozenset()), pytest.raises(RuntimeError, match="synchronizing CUDA operation: tolist in arithmetic/proofs.read"):
         buffer.read()
-    with HostReads(frozenset({"arithmetic/amax_buffer.read"})) as reads:
+    with HostReads(frozenset({"arithmetic/proofs.read"})) as reads:
         assert buffer.read() == [NOTHING]
-    assert reads.places == ["arithmetic/amax_buffer.read"]
+    assert reads.places == ["arithmetic/proofs.read"]

@@ -30,46 +30,25 @@ def metadata() -> dict:
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_registry_id_is_acceptable(metadata: dict) -> None:
-    name = metadata["project"]["name"]
-    assert re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]{0,98}", name)
-    assert "comfyui" not in name.lower()
+def test_the_registry_takes_the_metadata(metadata: dict) -> None:
+    project, comfy = metadata["project"], metadata["tool"]["comfy"]
+    assert re.fullmatch(r"[A-Za-z][A-Za-z0-9._-]{0,98}", project["name"]) and "comfyui" not in project["name"].lower()
+    named = {c for c in project["classifiers"] if c.startswith("Environment ::")}
+    assert named and named <= ACCELERATORS
+    assert all(re.fullmatch(r"(>=|<=|>|<|==|~=|!=)\d+\.\d+\.\d+", bound.strip()) for bound in comfy["requires-comfyui"].split(","))
+    assert {"Homepage", "Documentation", "Repository", "Issues"} <= set(project["urls"])
+    assert re.fullmatch(r"[a-z][a-z0-9-]*", comfy["PublisherId"]) and comfy["DisplayName"] and "web" not in comfy
+    base = project["urls"]["Repository"].replace("https://github.com/", "https://raw.githubusercontent.com/") + "/main/"
+    assert comfy["Icon"].startswith(base) and (ROOT / comfy["Icon"].removeprefix(base)).is_file()
 
 
 def test_version_has_three_numbers_and_a_changelog_entry(metadata: dict) -> None:
     version = metadata["project"]["version"]
-    assert re.fullmatch(r"\d+\.\d+\.\d+", version)
-    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version) and f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 def test_pack_adds_no_requirement(metadata: dict) -> None:
-    assert metadata["project"]["dependencies"] == []
-    assert not (ROOT / "requirements.txt").exists()
-
-
-def test_accelerators_are_words_the_registry_knows(metadata: dict) -> None:
-    named = {c for c in metadata["project"]["classifiers"] if c.startswith("Environment ::")}
-    assert named and named <= ACCELERATORS
-
-
-def test_comfyui_bound_has_three_numbers(metadata: dict) -> None:
-    bounds = metadata["tool"]["comfy"]["requires-comfyui"].split(",")
-    assert all(re.fullmatch(r"(>=|<=|>|<|==|~=|!=)\d+\.\d+\.\d+", bound.strip()) for bound in bounds)
-
-
-def test_repository_is_named(metadata: dict) -> None:
-    assert {"Homepage", "Documentation", "Repository", "Issues"} <= set(metadata["project"]["urls"])
-
-
-def test_the_registry_has_a_publisher_a_name_and_an_icon_of_this_repository(metadata: dict) -> None:
-    comfy, repository = metadata["tool"]["comfy"], metadata["project"]["urls"]["Repository"]
-    assert re.fullmatch(r"[a-z][a-z0-9-]*", comfy["PublisherId"]) and comfy["DisplayName"]
-    base = repository.replace("https://github.com/", "https://raw.githubusercontent.com/") + "/main/"
-    assert comfy["Icon"].startswith(base) and (ROOT / comfy["Icon"].removeprefix(base)).is_file()
-
-
-def test_web_folder_is_not_declared_twice(metadata: dict) -> None:
-    assert "web" not in metadata["tool"]["comfy"]
+    assert metadata["project"]["dependencies"] == [] and not (ROOT / "requirements.txt").exists()
 
 
 def test_every_package_folder_is_listed(metadata: dict) -> None:

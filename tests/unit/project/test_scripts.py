@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from setup import environment
-from setup.comfyui_server import Server, ServerError, error_text, link_pack
+from setup.comfyui_server import Server, ServerError, link_pack
 from setup.workflow import WorkflowError, small_file, substitute_files, to_prompt, written_back
 
 ROOT = Path(__file__).absolute().parents[3]
@@ -111,12 +111,6 @@ def test_stop_ends_the_server_and_keeps_its_log(tmp_path: Path) -> None:
     assert server.process.poll() is not None and server.log().startswith("begins")
     with pytest.raises(OSError):
         server.get("/system_stats")
-
-
-def test_failed_prompt_names_its_node() -> None:
-    detail = {"node_type": "KSampler", "exception_message": "out of memory", "traceback": ["line 1"]}
-    entry = {"status": {"status_str": "error", "messages": [["execution_error", detail]]}}
-    assert error_text(entry).startswith("KSampler: out of memory")
 
 
 def test_a_changed_prompt_is_written_back_where_the_page_reads_it() -> None:

@@ -1,5 +1,4 @@
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -60,13 +59,6 @@ def test_identical_is_perfect_and_both_directions_agree(noise, batch, size):
         assert there.psnr == back.psnr and there.largest == back.largest
         assert there.ssim == pytest.approx(back.ssim, abs=1e-9)
         assert -1 <= there.ssim <= 1 + 1e-9
-
-
-def test_more_noise_is_never_better():
-    a, noise = image(1, 32, 32, 3) * 0.5 + 0.25, image(1, 32, 32, 3, seed=1) - 0.5
-    found = [compare(a, a + size * noise)[0] for size in (0.01, 0.05, 0.2, 0.5)]
-    for better, worse in pairwise(found):
-        assert better.psnr > worse.psnr and better.ssim > worse.ssim and better.largest < worse.largest
 
 
 def test_one_image_is_compared_with_all_of_a_batch():

@@ -3,7 +3,6 @@
 import json
 import platform
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 from halfsafe.precision.base import flags
 from halfsafe.precision.base.layer_names import count_patterns, grouped, number_ranges, pattern_of
 from halfsafe.precision.base.modes import MODES
-from halfsafe.precision.base.text import size_text
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.guard import verdicts
 from halfsafe.precision.plan.accumulation import flag_report, flag_reports
@@ -68,6 +66,13 @@ def wan(blocks=30, kept=(0, 1, 29)):
     return report.Report(model=model, layers=layers, kept_high=high, flags=flag_reports())
 
 
+def test_an_empty_report_has_every_section_and_no_guard():
+    found = report.Report().to_json()
+    assert set(found) == set(contract_report().to_json()) and found["guard"]["verdict"] == "off"
+    assert set(found["modes"]) == set(MODES) and set(found["storages"]) == set(chart.STORAGE_COLOURS)
+    assert found["view"] == {"parameters": "0", "size": "0 B", "stored": [], "computed": [], "rows": []}
+
+
 def test_json_is_the_contracts_key_for_key_in_its_order():
     found, contract = contract_report().to_json(), json.loads(CONTRACT)
     assert list(found) == [*contract, "decisions", "notes", "ranges", "encoders", "control_nets", "attention_in_fp32", "modes", "storages", "rules", "view"]
@@ -76,29 +81,6 @@ def test_json_is_the_contracts_key_for_key_in_its_order():
     for event in found["guard"]["events"]:
         assert [event.pop(key) for key in list(event)[-4:]] == ["", None, None, ""]
     assert json.dumps({key: found[key] for key in contract}) == json.dumps(contract)
-
-
-def test_an_empty_report_has_every_section_and_no_guard():
-    found = report.Report().to_json()
-    assert set(found.pop("modes")) == set(MODES) and set(found.pop("storages")) == set(chart.STORAGE_COLOURS)
-    assert found == {
-        "version": 1,
-        "device": {},
-        "model": {"class": "", "parameters": 0, "weight_bytes": 0, "bytes_by_storage": {}},
-        "layers": [],
-        "flags": {},
-        "without_effect": [],
-        "kept_high": [],
-        "guard": {"verdict": "off", "calls": 0, "extra_calls": 0, "escalations": {}, "events": [], "rules": "", "advice": "", "checks": []},
-        "decisions": {},
-        "notes": [],
-        "ranges": {},
-        "encoders": [],
-        "control_nets": [],
-        "attention_in_fp32": [],
-        "rules": "",
-        "view": {"parameters": "0", "size": "0 B", "stored": [], "computed": [], "rows": []},
-    }
 
 
 @pytest.mark.parametrize(
@@ -111,11 +93,8 @@ def test_an_empty_report_has_every_section_and_no_guard():
         (torch.tensor(float("inf")), None),
         (np.float32(0.5), 0.5),
         (np.int64(3), 3),
-        (torch.float8_e4m3fn, "fp8_e4m3fn"),
-        (torch.device("cpu"), "cpu"),
-        (Path("a") / "b.safetensors", str(Path("a") / "b.safetensors")),
         ((1, (2.0, None)), [1, [2.0, None]]),
-        ({torch.float16: True}, {"torch.float16": True}),
+        ({1: True}, {"1": True}),
     ],
 )
 def test_every_value_becomes_json(value, expected):
@@ -149,14 +128,10 @@ def test_blocks_that_differ_are_told_apart_by_number():
     assert any("blocks.[2-28].ffn.0 x27" in line and "fp8_e4m3fn" in line for line in lines)
 
 
-def test_kept_layers_are_named_with_their_reason():
-    text = wan().to_text().split("Kept in high precision (10)")[1]
-    assert "patch_embedding" in text and "embedder" in text
-    assert "blocks.[0-1,29].self_attn.q x3" in text and "first and last blocks" in text
-
-
-def test_the_storage_table_has_layers_bytes_and_shares():
+def test_the_text_has_kept_layers_and_a_table_of_storages():
     text = wan().to_text()
+    kept = text.split("Kept in high precision (10)")[1]
+    assert "patch_embedding" in kept and "embedder" in kept and "blocks.[0-1,29].self_attn.q x3" in kept
     row = next(line for line in text.splitlines() if line.startswith("fp8_e4m3fn")).split()
     assert row == ["fp8_e4m3fn", "81", "3.00", "GiB", "75.0%"]
 
@@ -176,8 +151,8 @@ def test_a_run_without_nan_that_drifted_is_not_called_clean(monkeypatch):
     event = report.GuardEvent(5, 5, 0.75, "", "step cache", "drift", [], "", "", False, "7 dB.", 7.0, 8.0, "Leave it out.")
     found = report.Report(guard=report.GuardReport("clean", 6, 2, events=[event]))
     assert "Guard: drift (6 calls, 2 repeated)" in found.to_text()
-    drawn, write = [], draw.Canvas.text
-    monkeypatch.setattr(draw.Canvas, "text", lambda canvas, x, text, *rest: drawn.append(text) or write(canvas, x, text, *rest))
+    drawn = []
+    monkeypatch.setattr(draw, "write_text", lambda drawing, x, y, text, *rest: drawn.append(text))
     chart.chart(found)
     assert "guard: drift, 6 calls, 2 repeated" in drawn
     assert "Guard: clean (6 calls, 0 repeated)" in report.Report(guard=report.GuardReport("clean", 6)).to_text()
@@ -247,22 +222,10 @@ def test_a_part_of_nested_blocks_is_counted():
     assert grouped(names[:2], count_patterns(names)) == ["input_blocks.*.1.transformer_blocks.*.q x2 of 6"]
 
 
-@pytest.mark.parametrize(
-    ("count", "text"), [(512, "512 B"), (2048, "2.00 KiB"), (5 * 1024**2, "5.00 MiB"), (3 * 1024**3, "3.00 GiB")]
-)
-def test_sizes(count, text):
-    assert size_text(count) == text
-
-
 def rows_of(picture, colour):
     """How many pixels of each row of a picture have a colour."""
     wanted = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
     return (picture == np.array(wanted, dtype=np.uint8)).all(axis=-1).sum(axis=1)
-
-
-def test_the_chart_is_an_image_of_the_right_kind():
-    picture = chart.chart(wan())
-    assert picture.dtype == np.uint8 and picture.shape[1:] == (1024, 3) and 300 < picture.shape[0] < 900
 
 
 def test_the_charts_bars_are_as_wide_as_their_shares():
@@ -278,12 +241,6 @@ def test_parts_of_a_bar_stand_in_order():
     left = draw.MARGIN + draw.LABEL
     assert {tuple(pixel) for pixel in row[left : left + draw.BAR // 4]} == {(255, 0, 0)}
     assert {tuple(pixel) for pixel in row[left + draw.BAR // 4 : left + draw.BAR]} == {(0, 255, 0)}
-
-
-def test_every_mode_and_storage_option_has_its_own_colour():
-    assert set(MODES) <= set(chart.MODE_COLOURS)
-    for colours in (chart.MODE_COLOURS, chart.STORAGE_COLOURS):
-        assert len(set(colours.values())) == len(colours)
 
 
 @pytest.mark.parametrize("layers", [0, 1, 5000])

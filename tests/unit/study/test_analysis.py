@@ -14,7 +14,7 @@ from halfsafe.precision.formats.fp8 import quantize
 from halfsafe.precision.plan.rules import compile_pattern, parse, rules_from
 from halfsafe.precision.study import sensitivity as a
 from halfsafe.precision.study.analysis_text import WORST, analysis_text, patterns, result_of, rule_lines, rules_of
-from halfsafe.precision.study.candidates import CANDIDATES, PART, Candidate, parts, with_fp16_sums
+from halfsafe.precision.study.candidates import CANDIDATES, Candidate, with_fp16_sums
 from halfsafe.precision.study.charts import COLOURS, analysis_chart
 from halfsafe.precision.study.layer_error import crest_factor, output_error, sample, weight_error
 from hypothesis import given, settings
@@ -158,13 +158,6 @@ def test_the_crest_factor_tells_where_few_inputs_are_large():
     assert crests["down.0"] > 0.99 * math.sqrt(64) and crests["unused"] is None, "one of 64 channels has nearly all the power"
 
 
-def test_parts_of_a_weight_are_small_and_give_the_same_as_the_whole():
-    assert all(part.numel() <= PART for part in parts(torch.empty(3000, 2048))) and len(parts(torch.empty(2, PART))) == 2
-    weight = normal(3000, 2048)
-    data, scale = quantize(weight, FP8.dtype, host_amax(weight))
-    assert torch.equal(FP8.weight(weight), data.float() * scale)
-
-
 def test_fp16_sums_round_as_often_as_they_are_added_up_and_overflow(monkeypatch):
     x, weight = normal(5, 4096), normal(7, 4096, seed=1)
     exact, half = F.linear(x, weight), F.linear(x.half().float(), weight.half().float())
@@ -203,16 +196,6 @@ def test_an_error_that_large_channels_hide_is_seen():
     layer.weight.data[0] *= OUTLIER
     whole, channel = output_error(layer, x, layer.weight.data, None, FP8)
     assert whole > 30 and channel < 6, "the large channel alone is right, the others are lost"
-
-
-def test_what_overflows_is_never_tried():
-    net = Net(blocks=2)
-    net.up[0].weight.data *= 1e6
-    net.down[0].weight.data /= 1e6
-    found = analyzed(net, 30, Candidate("fp16"))
-    layers = {layer.name: layer for layer in found.layers}
-    assert (layers["up.0"].output_db, layers["up.0"].status) == (-math.inf, a.KEPT)
-    assert layers["down.1"].status == a.CHOSEN and "overflow" in analysis_text(found)
 
 
 @pytest.mark.parametrize("target", [20, 28, 32, 36, 45])
@@ -256,12 +239,6 @@ def test_layers_are_found_where_thirteen_of_thirty_hold_the_target_by_themselves
     assert not upside_down.chosen and not upside_down.complete and "No layer was found" in analysis_text(upside_down)
     found = [Additive(noises, normal(30, seed=seed).exp().tolist()).analyzed() for seed in range(20)]
     assert sum(bool(one.chosen) for one in found) >= 18, "where errors of layers tell nothing of the model's"
-
-
-def test_a_layer_that_breaks_the_target_costs_itself_alone():
-    for guess in (1e-4, 1e-2):
-        found = Additive([1.0 if index == 9 else 1e-5 for index in range(32)], [1e-3] * 9 + [guess] + [1e-3] * 22).analyzed()
-        assert len(found.chosen) == 31
 
 
 @given(st.lists(st.sampled_from([1e-6, 1e-3, 0.009, 0.02, 5.0]), min_size=1, max_size=60), st.lists(st.floats(1e-6, 1.0), min_size=60, max_size=60))
@@ -361,7 +338,7 @@ def test_the_chart_shows_every_outcome(count):
 
 def test_what_has_no_decibels_is_said_in_words(monkeypatch):
     written = []
-    monkeypatch.setattr("halfsafe.precision.report.draw.Canvas.text", lambda canvas, x, text, *_, **__: written.append(text) or x)
+    monkeypatch.setattr("halfsafe.precision.report.draw.write_text", lambda drawing, x, y, text, *_: written.append(text))
     found = a.Analysis(FP8, 25.0, [a.LayerResult("a", "Linear", 10, a.CHOSEN, "", False, math.inf, math.inf, math.inf, crest=1.0)], math.inf, -math.inf, 3)
     analysis_chart(found)
     for text in (" ".join(written), analysis_text(found)):

@@ -4,7 +4,7 @@ import pytest
 from halfsafe.precision.base.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
 from halfsafe.precision.base.errors import HalfsafeError
 from halfsafe.precision.devices.detect import detect
-from halfsafe.precision.study.settings import DEFAULT_SETTINGS, Setting, settings_from, why_not
+from halfsafe.precision.study.settings import Setting, settings_from, why_not
 
 
 def test_lines_are_read_in_order_and_each_setting_once():
@@ -12,12 +12,6 @@ def test_lines_are_read_in_order_and_each_setting_once():
     assert settings_from(text) == [Setting("int8", "auto"), Setting("fp8_e4m3fn", "fp8"), Setting("auto", "auto")]
     every = [Setting(storage, compute) for storage in STORAGE_OPTIONS for compute in COMPUTE_OPTIONS]
     assert settings_from("\n".join(map(str, every))) == every
-
-
-def test_the_default_list_holds_settings_of_each_kind():
-    found = settings_from(DEFAULT_SETTINGS)
-    assert len(found) == len(DEFAULT_SETTINGS.splitlines()) == 7
-    assert {setting.storage for setting in found} >= {"auto", "int8", "fp8_e4m3fn"}
 
 
 @pytest.mark.parametrize(("text", "words"), [

@@ -1,6 +1,6 @@
 import pytest
+from halfsafe.precision.arithmetic.result_bound import LARGEST_FACTOR, largest_fp16_result
 from halfsafe.precision.base.dtypes import FP16_MAX
-from halfsafe.precision.plan.fp16_results import LARGEST_FACTOR, largest_fp16_result
 
 FACTORS = (
     "blocks.0.self_attn.q", "blocks.29.cross_attn.k_img", "blocks.0.ffn.0", "double_blocks.0.img_attn.qkv", "double_blocks.0.txt_mlp.0",

@@ -8,8 +8,7 @@ from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.plan.accumulation import MatmulProfile, Request, plan_accumulation
 from halfsafe.precision.plan.compute import plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
-from halfsafe.precision.plan.goal import GOALS, plan_for_goal
-from halfsafe.precision.plan.loaded import plan_loaded
+from halfsafe.precision.plan.goal import GOALS, plan_for_goal, plan_loaded
 from halfsafe.precision.plan.rules import Rules, rules_from
 from halfsafe.precision.plan.storage import plan_load
 

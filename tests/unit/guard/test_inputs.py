@@ -3,7 +3,7 @@
 import math
 
 import torch
-from halfsafe.precision.guard.finite import not_finite
+from halfsafe.precision.guard.inputs import not_finite
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from halfsafe.precision.arithmetic.low_rank import normalized, rows_in_fp16
+from halfsafe.precision.arithmetic.products import normalized, rows_in_fp16
 from support.measures import relative_error
 
 

@@ -1,4 +1,4 @@
-"""Thin products in fp16 without overflow: the factors of a LoRA, and the rows of an fp32 input that they multiply.
+"""Products in fp16 besides a layer's own: with an fp32 result on CUDA, and thin ones for the factors of a LoRA.
 
 A LoRA is added to the result of its layer instead of to an 8-bit weight: ``y = W x + s * up (down x)``. The sum of both
 weights, rounded to the 8-bit grid again, would have moved by whole steps of that grid.
@@ -14,9 +14,42 @@ import torch
 
 from .operand_scale import converts_results
 
+HAS_WIDE_PRODUCT = hasattr(torch.ops.aten.mm, "dtype")
+"""torch has ``mm(out_dtype=...)``, from 2.8 on (PyTorch #150812)."""
 COLUMNS = 64
 """From so many columns on their mean magnitude is held instead of their sum: MI200 reads numbers below 6e-5 as zero."""
 SMALLEST_SIZE = 2.0**-120
+
+
+def wide_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply ``x`` (M, K) by ``weight`` (K, N), both fp16 on CUDA, into fp32."""
+    if torch.compiler.is_compiling() and not can_be_traced():
+        return _opaque(x, weight)
+    # Never ``addmm`` or ``baddbmm`` in a graph: with ``out_dtype`` they cannot be traced (PyTorch #163880).
+    return torch.mm(x, weight, out_dtype=torch.float32)
+
+
+# torch 2.8 and 2.9 break the graph at each product: "meta_mm() takes 2 positional arguments but 3 were given" (PyTorch
+# #163275). A custom operator is one node to the compiler, and the same product.
+@torch.library.custom_op("halfsafe::wide_product", mutates_args=())
+def _opaque(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x, weight, out_dtype=torch.float32)
+
+
+@_opaque.register_fake
+def _(x, weight):
+    return x.new_empty(x.shape[0], weight.shape[1], dtype=torch.float32)
+
+
+@torch.compiler.assume_constant_result
+def can_be_traced() -> bool:
+    """Tell whether torch's compiler knows the shape of ``mm(out_dtype=...)``; asked while it compiles, as the first
+    time takes a second."""
+    half = torch.empty(1, 1, dtype=torch.float16, device="meta")
+    try:
+        return torch.mm(half, half, out_dtype=torch.float32).dtype == torch.float32
+    except TypeError:
+        return False
 
 
 def normalized(factor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, float]:

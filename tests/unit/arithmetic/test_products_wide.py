@@ -30,7 +30,7 @@ def as_in_torch_2_8():
     product._dispatch_cache.clear()
     return library
 
-from halfsafe.precision.arithmetic.wide_product import can_be_traced, wide_product
+from halfsafe.precision.arithmetic.products import can_be_traced, wide_product
 
 emulated = sys.argv[1] == "old" and can_be_traced()
 kept = as_in_torch_2_8() if emulated else None
