@@ -9,6 +9,7 @@ ROOT = Path(__file__).absolute().parents[3]
 FOLDER = ROOT / "web" / "docs"
 PAGES = sorted(path.stem for path in FOLDER.glob("*.md"))
 ONE_NODE = "HalfsafeAutoPrecision"
+MOST_WORDS = 450
 SHAPES = {
     "": re.compile(r"Use it (when|first)\b[^.]*(\.\d[^.]*)*\. Not (needed|for)\b.+\."),
     "zh": re.compile(r"适用于.[^。]+。.*不.*。"),
@@ -36,3 +37,12 @@ def test_no_two_nodes_are_for_the_same() -> None:
 def test_guards_and_choices_send_back_to_the_one_node() -> None:
     for page in ("HalfsafeNaNGuard", "HalfsafeGuardVAE", "HalfsafeGuardCLIP", "HalfsafeComputeDtype", "HalfsafeReport", "HalfsafeAccumulation"):
         assert "Not needed beside " in first_line(page, ""), page
+
+
+def test_a_page_is_short_and_its_tables_of_inputs_and_outputs_have_two_columns() -> None:
+    """ComfyUI's panel may be 250 pixels wide; what is longer is a page of docs/."""
+    for page in PAGES:
+        text = (FOLDER / f"{page}.md").read_text(encoding="utf-8")
+        words = re.sub(r"^\|[-|]+\|$|[|*`#]", " ", text, flags=re.MULTILINE).split()
+        assert len(words) <= MOST_WORDS, (page, len(words))
+        assert "| Type |" not in text, page
