@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from halfsafe.nodes.host.guard.encoders import ATTRIBUTE
 from halfsafe.precision.guard.verdicts import NonFinite
 from safetensors.torch import load_file, save_file
 from support import families, model_files, tiny_models
@@ -138,18 +137,6 @@ def test_a_scheduled_lora_by_hook(comfy, overflowing, lora, storage, compute):
     assert relative_error(without, sample(model, cond, cfg=1.0, steps=4)) < BOUND, "and is gone afterwards"
 
 
-@stacks
-def test_a_batch_with_different_prompts(comfy, overflowing, stack):
-    """Three pictures, three prompts, two of them in the negative prompt too: each row as alone."""
-    positive, negative = families.conditioning("wan", batch=3), families.conditioning("wan", batch=3, seed=9)
-    reference, model = pair(comfy, overflowing, stack)
-    expected = sample(reference, positive, negative, batch=3)
-    result = sample(model, positive, negative, batch=3)
-    for row in range(3):
-        assert relative_error(expected[row], result[row]) < BOUND
-    assert relative_error(expected[0], expected[1]) > 10 * BOUND
-
-
 @pytest.fixture(scope="module")
 def vaes(models_dir):
     """A picture VAE and a video VAE whose decoders overflow in fp16."""
@@ -165,57 +152,6 @@ def vaes(models_dir):
 
 
 LATENTS = {"image": (2, 4, 8, 8), "video": (1, 16, 3, 4, 8)}
-DECODERS = {
-    "VAEDecode": {},
-    "VAEDecodeTiled": {"tile_size": 32, "overlap": 8, "temporal_size": 8, "temporal_overlap": 4},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("decoder", DECODERS)
-@pytest.mark.parametrize("kind", LATENTS)
-def test_the_core_nodes_decode_with_a_guarded_vae(comfy, vaes, kind, decoder):
-    """Two pictures; nine frames, in tiles of space and of time."""
-    latent = {"samples": torch.randn(LATENTS[kind], generator=torch.Generator().manual_seed(3))}
-
-    def decode(vae):
-        with torch.inference_mode():
-            return comfy.core[decoder]().decode(vae, latent, **DECODERS[decoder])[0]
-
-    wide, half = (comfy.run("HalfsafeLoadVAE", vae_name=vaes[kind].name, dtype=dtype)[0] for dtype in ("fp32", "fp16"))
-    expected = decode(wide)
-    assert len(expected) == {"image": 2, "video": 9}[kind]
-    assert not is_finite(decode(half))
-    vae = comfy.run("HalfsafeGuardVAE", vae=half, on_nan="retry_higher")[0]
-    assert relative_error(expected, decode(vae)) < 0.03
-    assert [event.recovered for event in getattr(vae, ATTRIBUTE).log.events] == [True]
-
-
-@pytest.fixture
-def little_memory(monkeypatch):
-    """ComfyUI may hold a tenth of a model on its device: the other layers are cast where they are used."""
-    patcher = core("comfy.model_patcher").ModelPatcher
-    whole = patcher.partially_load
-
-    def part(self, device_to, extra_memory=0, force_patch_weights=False):
-        self.model.model_lowvram = True
-        return whole(self, device_to, self.model_size() // 10 - self.model.model_loaded_weight_memory, force_patch_weights)
-
-    monkeypatch.setattr(patcher, "partially_load", part)
-
-
-@stacks
-def test_low_memory_with_a_lora(comfy, overflowing, lora, stack, little_memory):
-    def with_lora(model):
-        return comfy.core["LoraLoaderModelOnly"]().load_lora_model_only(model, lora, 1.0)[0]
-
-    reference, model = map(with_lora, pair(comfy, overflowing, stack))
-    expected = families.sample(reference, "wan")
-    for _ in range(2):
-        assert relative_error(expected, families.sample(model, "wan")) < BOUND
-    offloaded = [module for module in model.model.diffusion_model.modules() if getattr(module, "weight_function", None)]
-    assert len(offloaded) == (0 if "fp8" in stack else len(LAYERS)), "the LoRA is added to 16-bit weights at each use, beside 8-bit ones"
-    assert model.model.model_loaded_weight_memory < model.model_size() / 5
 
 
 def interrupting(module, at: int = 1):

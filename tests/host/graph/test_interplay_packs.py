@@ -157,24 +157,6 @@ def test_object_patches_on_attention(comfy, overflowing, compute, order):
         assert block.self_attn.forward.__func__ is type(block.self_attn).forward
 
 
-def quantized_scores(function, q, k, v, heads, *args, **kwargs):
-    """A kernel of 16 bit and nothing else, as Sage attention: fp32 goes through fp16, and its range."""
-    half = [tensor.half() for tensor in (q, k, v)]
-    return function(*half, heads, *args, **kwargs).to(q.dtype)
-
-
-def test_an_attention_override_for_all_layers(comfy, overflowing):
-    def overridden(model):
-        clone = model.clone()
-        clone.model_options["transformer_options"]["optimized_attention_override"] = quantized_scores
-        return clone
-
-    expected = families.sample(overridden(families.load(comfy, overflowing, "fp16", "fp32")), "wan")
-    for build in (lambda m: guarded(comfy, overridden(m)), lambda m: overridden(guarded(comfy, m))):
-        ours = build(families.load(comfy, overflowing, "fp16", "fp16"))
-        assert relative_error(expected, families.sample(ours, "wan")) < BOUND
-
-
 @pytest.mark.parametrize(("wanted", "order"), [("on", "theirs first"), ("off", "ours first")])
 def test_callbacks_that_write_the_flag_for_all(comfy, wan, monkeypatch, wanted, order):
     """A pack that switches fp16 sums on when a run begins, and off when it ends, whatever it was before."""
