@@ -32,7 +32,10 @@ class Accumulation(io.ComfyNode):
                 "How products are summed while this model runs. "
                 "torch's own switches are back as they were after each call."
             ),
-            search_aliases=["fp16 accumulation", "fast fp16", "tf32", "fp16_fast", "black image", "torch settings"],
+            search_aliases=[
+                "fp16 accumulation", "fast fp16", "tf32", "fp16_fast", "black image", "torch settings", "noise",
+                "precision",
+            ],
             has_intermediate_output=True,
             inputs=[
                 io.Model.Input("model", tooltip="The model; it is not changed, the output is a patched clone."),

@@ -23,7 +23,10 @@ class AnalyzeLayers(io.ComfyNode):
             description=(
                 "Measure on your own prompt which layers survive a lower precision, and get rules that keep the others."
             ),
-            search_aliases=["layer analysis", "sensitivity", "mixed precision", "layer quality", "which layers", "snr"],
+            search_aliases=[
+                "layer analysis", "sensitivity", "mixed precision", "layer quality", "which layers", "snr",
+                "quantization error",
+            ],
             inputs=[
                 io.Model.Input(
                     "model", tooltip="The model to compare with, from any loader, LoRAs included. It is not changed."

@@ -26,7 +26,9 @@ class Calibrate(io.ComfyNode):
                 "Learn in one short sampling what each layer meets, so that Save Model rounds its weights by that: "
                 "int8, fp8, w6a8 and w4a8 come closer to the original, at no cost when the file is used."
             ),
-            search_aliases=["gptq", "calibration", "better int8", "quantize quality", "hessian", "w4a8"],
+            search_aliases=[
+                "gptq", "calibration", "better int8", "quantize quality", "hessian", "w4a8", "calibrated quantization",
+            ],
             inputs=[
                 io.Model.Input(
                     "model", tooltip="The model to save, LoRAs included, best in 16 bit. It is not changed."

@@ -16,7 +16,9 @@ class CompareImages(io.ComfyNode):
             description=(
                 "PSNR, largest error and SSIM of two images of the same size, and their difference as a picture."
             ),
-            search_aliases=["psnr", "ssim", "image difference", "compare precision", "before and after", "a/b"],
+            search_aliases=[
+                "psnr", "ssim", "image difference", "compare precision", "before and after", "a/b", "diff", "quality",
+            ],
             inputs=[
                 io.Image.Input(
                     "reference",

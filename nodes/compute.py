@@ -31,7 +31,9 @@ class ComputeDtype(io.ComfyNode):
             description=(
                 "Choose the dtype a model computes in, for all layers or by rules. Works on any loader's model."
             ),
-            search_aliases=["bf16", "fp16 safe", "black image", "old gpu", "manual cast"],
+            search_aliases=[
+                "bf16", "fp16 safe", "black image", "old gpu", "manual cast", "compute dtype", "fp16", "precision",
+            ],
             has_intermediate_output=True,
             inputs=[
                 io.Model.Input("model", tooltip="The model; it is not changed, the output is a patched clone."),
@@ -62,7 +64,10 @@ class AutoPrecision(io.ComfyNode):
                 "One node between loaders and sampler: chooses the precision for this device, "
                 "guards model, VAE and CLIP against black images, and shows what ran."
             ),
-            search_aliases=["black image", "nan", "oom", "out of memory", "auto precision", "auto dtype", "low vram"],
+            search_aliases=[
+                "black image", "nan", "oom", "out of memory", "auto precision", "auto dtype", "low vram", "halfsafe",
+                "best precision", "noise",
+            ],
             has_intermediate_output=True,
             inputs=[
                 io.Model.Input(

@@ -30,7 +30,9 @@ class NaNGuard(io.ComfyNode):
                 "Check every step for NaN and Inf: "
                 "find the layer, repeat it in a higher precision, or say what else is wrong."
             ),
-            search_aliases=["black image", "inf", "overflow", "invalid value encountered in cast", "fp16 fix"],
+            search_aliases=[
+                "black image", "inf", "overflow", "invalid value encountered in cast", "fp16 fix", "nan", "no half",
+            ],
             inputs=[
                 io.Model.Input("model", tooltip="The model; the output is a guarded clone. Works with any loader."),
                 on_nan_input(),

@@ -44,7 +44,10 @@ class LoadDiffusionModel(Loader):
             display_name="Load Diffusion Model fp8/int8 (Halfsafe)",
             category=CATEGORY,
             description="Load a diffusion model in scaled fp8, int8 or another dtype, sensitive layers kept high.",
-            search_aliases=["fp8 loader", "oom", "out of memory", "unet loader", "dtype", "low vram", "quantize"],
+            search_aliases=[
+                "fp8 loader", "oom", "out of memory", "unet loader", "dtype", "low vram", "quantize", "fp8",
+                "fp8 scaled", "int8", "precision", "bf16", "fp16",
+            ],
             has_intermediate_output=True,
             inputs=[
                 file_input(
@@ -160,7 +163,10 @@ class LoadControlNet(Loader):
             display_name="Load ControlNet (Halfsafe)",
             category=CATEGORY,
             description="Load a ControlNet in scaled fp8, int8 or another dtype, sensitive layers kept high.",
-            search_aliases=["control net", "controlnet fp8", "int8", "quantize", "dtype", "low vram"],
+            search_aliases=[
+                "control net", "controlnet fp8", "int8", "quantize", "dtype", "low vram", "controlnet", "fp8",
+                "precision",
+            ],
             has_intermediate_output=True,
             inputs=[
                 file_input(

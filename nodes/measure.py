@@ -29,7 +29,10 @@ class MeasurePrecisions(io.ComfyNode):
                 "Try storage and compute dtypes on your own model and prompt: "
                 "time per step, memory and error of each, and the best for a goal."
             ),
-            search_aliases=["benchmark", "which precision", "fastest dtype", "speed test", "vram", "snr", "pareto"],
+            search_aliases=[
+                "benchmark", "which precision", "fastest dtype", "speed test", "vram", "snr", "pareto",
+                "compare dtypes",
+            ],
             inputs=[
                 io.Model.Input(
                     "model", tooltip="The model, LoRAs included, loaded as_file to compare storages. It is not changed."

@@ -29,7 +29,9 @@ class SaveModel(io.ComfyNode):
             category=CATEGORY,
             description="Save a model with its LoRAs merged, in scaled fp8, int8 or another dtype, closer to it "
             "with a calibration; stock loaders read the file.",
-            search_aliases=["save fp8", "save int8", "quantize model", "convert fp8", "merge lora", "export"],
+            search_aliases=[
+                "save fp8", "save int8", "quantize model", "convert fp8", "merge lora", "export", "precision",
+            ],
             is_output_node=True,
             hidden=[io.Hidden.prompt, io.Hidden.extra_pnginfo],
             inputs=[

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from browser.comfy_page import ComfyPage
 from browser.test_report import CONTRAST
 
+WORKFLOWS = sorted((Path(__file__).absolute().parents[2] / "workflows").glob("*.json"))
 TAB = "async () => { await app.extensionManager.command.execute('Workspace.ToggleSidebarTab.halfsafe'); }"
 SIZES = {1366: 768, 1920: 1080, 2560: 1440}
 CLIPPED = """(selector) => [...document.querySelectorAll(`${selector} *`)].filter((e) => e.clientWidth && e.scrollWidth > e.clientWidth + 1).map((e) => e.outerHTML.slice(0, 90))"""
@@ -15,6 +17,9 @@ EVENT = {
     "call": 1, "step": 3, "sigma": 0.7031, "layer": "transformer_blocks.17.attn.to_add_out", "op": "", "kind": "overflow", "batch_rows": [0],
     "from": "fp16", "to": "fp16_wide", "recovered": True, "evidence": "", "advice": "",
 }  # fmt: skip
+FIT = """async () => { await app.extensionManager.command.execute("Comfy.Canvas.FitView"); }"""
+FITTED = """() => { const xs = app.graph.nodes.flatMap((n) => [n.pos[0], n.pos[0] + n.size[0]]);
+    return { wide: Math.max(...xs) - Math.min(...xs), blurred: app.canvas.low_quality, scale: app.canvas.ds.scale }; }"""
 pytestmark = pytest.mark.paired  # the pack's own styles and the nodes' sizes: what a renderer adds to them is the same in both pages
 
 
@@ -39,3 +44,20 @@ def test_the_sidebar_and_a_message_can_be_read(comfy: ComfyPage, theme: str, lan
         assert worst["ratio"] >= 4.5, worst
     message = comfy.page.locator("li[role=alert], .p-toast-message", has_text="Halfsafe: ").last.bounding_box()
     assert message["x"] >= 0 and message["x"] + message["width"] <= width
+
+
+def fitted(comfy: ComfyPage, path: Path) -> dict:
+    """How wide a workflow is, and how it is drawn where all of it is seen."""
+    comfy.load(json.loads(path.read_text(encoding="utf-8")))
+    comfy.settle()
+    comfy.evaluate(FIT)
+    comfy.settle()
+    return comfy.evaluate(FITTED)
+
+
+def test_a_workflow_fits_a_small_page_and_its_text_is_drawn(comfy: ComfyPage) -> None:
+    comfy.page.set_viewport_size({"width": 1366, "height": 768})
+    found = {path.stem: fitted(comfy, path) for path in WORKFLOWS}
+    assert len(found) == 15
+    assert max(one["wide"] for one in found.values()) <= 1760
+    assert {name for name, one in found.items() if one["blurred"]} <= {"Halfsafe with Wan 2.2"}, "that one has two models, one above the other"
