@@ -242,7 +242,7 @@ def _base_model(inner):
     model.__dict__["current_patcher"] = _Patcher(
         model=model, model_options=options, load_device=torch.device("cpu"), patches={}, patches_uuid=None
     )
-    model.__dict__["current_weight_patches_uuid"] = None
+    model.__dict__ |= {"current_weight_patches_uuid": None, "manual_cast_dtype": torch.float32}
     return model
 
 
