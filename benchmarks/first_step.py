@@ -1,15 +1,8 @@
 """To the end of the first step: `python -m benchmarks first_step --kjnodes DIR --gguf DIR`, loading and one step of a sampler.
 
-Against ComfyUI's loader with and without dynamic VRAM, KJNodes and ComfyUI-GGUF: seconds and the most anonymous memory, from
-the disk (the file dropped from the page cache) and from the page cache. The folders are checkouts of kijai/ComfyUI-KJNodes
-and city96/ComfyUI-GGUF; what is not given is left out. Everything is computed in fp32 by one thread of a CPU.
-
-The sides take turns in one process, each after it ran a small model; memory that is freed goes back to the system, so that each
-load takes new pages. Figures are medians, memory the most. Seconds are those of the clock less what the thread waited for a core
-(/proc/self/schedstat): what else the machine does is not in them, waiting for the disk is.
-
-Dynamic VRAM on a CPU: files are mapped and models are given their slices, as ComfyUI does it; the step then casts each weight in
-host memory, where a GPU would be sent it.
+Against ComfyUI's loader with and without dynamic VRAM, KJNodes and ComfyUI-GGUF (folders of their checkouts; what is not given is left out),
+from the disk and from the page cache, in fp32 on one thread. The sides take turns in one process after a small model; medians of the seconds
+that the thread did not wait for a core (/proc/self/schedstat), the most memory. Dynamic VRAM is emulated: the step casts weights in host memory.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
+from torch import Tensor
 
 from ..base.errors import CheckpointError
 from .safetensors_header import Entry
@@ -21,7 +22,7 @@ SAMPLE = 4096
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
-class TensorFile(Mapping[str, torch.Tensor]):
+class TensorFile(Mapping[str, Tensor]):
     """The tensors of a file or of a sharded set, in file order, as views of mapped pages.
 
     A tensor costs no memory of its own until it is written to; the pages are private, so that never reaches the file.

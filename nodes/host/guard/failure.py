@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
+from torch import Tensor
 
 from ....precision.base.amax import amax_value
 from ....precision.base.modes import FP16_WIDE
@@ -69,7 +70,7 @@ class HostCall(FailedCall[Given, Step, Result]):
         return is_oom(error)
 
 
-class ModelCall(HostCall[Call, Escalation, torch.Tensor]):
+class ModelCall(HostCall[Call, Escalation, Tensor]):
     """One call of a diffusion model, the ``number``th of its run. Methods do what ``FailedCall`` says of them.
 
     ``hidden``: its result is finite because a clamp made it so.
