@@ -62,7 +62,7 @@ def normalized(factor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 def rows_in_fp16(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an fp32 input in fp16, each row divided by its amax, and those ``(..., 1)`` in fp32."""
-    size = torch.linalg.vector_norm(x.detach(), math.inf, dim=-1, keepdim=True).clamp(min=SMALLEST_SIZE)
+    size = torch.linalg.vector_norm(x.detach(), math.inf, dim=-1, keepdim=True) + SMALLEST_SIZE
     if torch.compiler.is_compiling() or not converts_results(x.device):
         return (x / size).to(torch.float16), size
     return torch.div(x, size, out=torch.empty_like(x, dtype=torch.float16)), size

@@ -131,7 +131,10 @@ def test_beside_a_step_cache_the_sampling_starts_again_and_is_that_of_fp16_safe(
     report = report_of(model)
     (event,) = report.events
     assert (report.verdict, report.extra_calls, model_words(model)[1]) == ("recovered", 1, "fp16_safe")
-    assert event.evidence == "The sampling was started again in fp16_safe, as step_caches may keep state between steps."
+    assert event.evidence == (
+        "The sampling was started again in fp16_safe, as step_caches may keep state between steps. "
+        "The model goes on in fp16_safe as long as it is loaded."
+    )
 
 
 def nan_always(executor, args, kwargs):

@@ -38,13 +38,13 @@ def test_a_detected_model_is_built_in_silence_and_loaded_aloud(comfy, wan, said)
 
 def test_a_product_that_cannot_run_in_fp8_is_told_once(comfy, wan, call, monkeypatch, caplog):
     import comfy_kitchen.tensor.fp8 as kitchen
-    from halfsafe.nodes.host.comfyui.kernels import _once
+    from halfsafe.nodes.host.comfyui.kernels import _warned
     from halfsafe.nodes.host.compute import fp8_product
 
     def refused(*args, **options):
         raise RuntimeError("no such product on this device")
 
-    _once.seen.clear()
+    _warned.clear()
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_89")
     monkeypatch.setattr(kitchen, "_fp8_scaled_mm", refused)
     monkeypatch.setattr(fp8_product, "scaled_mm_v2", refused)
