@@ -127,7 +127,7 @@ def test_a_step_cache_does_not_stand_in_for_a_repeat_that_measures_attention(com
 def test_a_step_cache_does_not_stand_in_for_a_repeat_that_measures_escalated_layers(comfy, overflowing):
     model = guarded(comfy, plain_fp16(comfy, overflowing))
     families.sample(model, "wan")
-    with scaled_from(3, model, model.model.diffusion_model.blocks[0].ffn[1], 1e-7) as quiet:
-        families.sample(cached(quiet), "wan", steps=8)
+    with scaled_from(3, model, model.model.diffusion_model.blocks[0].ffn[1], 1e6) as loud:
+        families.sample(cached(loud), "wan", steps=8)
     assert report_of(model).verdict == "clean"
     assert guard_of(model).states.last(model.model).layers.planned.calibration.repeats == 1
