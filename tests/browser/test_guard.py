@@ -119,21 +119,6 @@ def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: 
     assert badge_after() == "fp32 \u00b7 fp16 \u00b7 guarded"
 
 
-@pytest.mark.paired  # a run is the server's; the setting is the page's
-def test_the_setting_alone_guards_every_run(opened_page: ComfyPage) -> None:
-    comfy = opened_page
-    comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
-    comfy.make_small()
-    comfy.evaluate(PLAIN_FP16)
-    shown = comfy.record_toasts()
-    for setting, told in (("off", 0), ("retry_higher", 1)):
-        comfy.set("Halfsafe.WatchEveryRun", setting)
-        with comfy.page.expect_request(lambda request: request.method == "POST" and request.url.endswith("/prompt")) as sent:
-            comfy.run()
-        assert sent.value.post_data_json["extra_data"].get("halfsafe_watch", "off") == setting
-        assert len(shown()) == told
-
-
 def test_another_models_guard_is_not_shown_on_a_report(comfy: ComfyPage) -> None:
     other = comfy.evaluate("() => { const node = LiteGraph.createNode('HalfsafeNaNGuard'); app.graph.add(node); return String(node.id); }")
     tell(comfy, "five", node_id=other)
@@ -210,3 +195,18 @@ def test_a_drift_is_told_and_stays_on_the_report_when_the_language_changes(opene
     assert (toast["summary"], toast["detail"]) == (f"Halfsafe: {WORDS['Bad weights']}", f"\u9632\u62a4\uff1a{WORDS['bad weights']} {WORDS[ADVICE]}")
     comfy.speak("en")
     comfy.page.wait_for_function("(text) => [...document.querySelectorAll('.hs-guard')].some((guard) => guard.innerText === text)", arg=text)
+
+
+@pytest.mark.paired  # a run is the server's; the setting is the page's
+def test_the_setting_alone_guards_every_run(opened_page: ComfyPage) -> None:
+    comfy = opened_page
+    comfy.load(json.loads(WORKFLOW.read_text(encoding="utf-8")))
+    comfy.make_small()
+    comfy.evaluate(PLAIN_FP16)
+    shown = comfy.record_toasts()
+    for setting, told in (("off", 0), ("retry_higher", 1)):
+        comfy.set("Halfsafe.WatchEveryRun", setting)
+        with comfy.page.expect_request(lambda request: request.method == "POST" and request.url.endswith("/prompt")) as sent:
+            comfy.run()
+        assert sent.value.post_data_json["extra_data"].get("halfsafe_watch", "off") == setting
+        assert len(shown()) == told
