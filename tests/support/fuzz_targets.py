@@ -1,11 +1,7 @@
 """What a damaged file is given to, and how each answer is judged: done and right, or refused with a typed error."""
 
 import json
-import os
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
@@ -30,9 +26,6 @@ from support.storing import in_storages
 STORAGES = [name for name in STORAGE_OPTIONS[1:] if name not in QUANTIZED_NAMES or FORMAT_OF_STORAGE[name].can_write]
 WORST_ERROR = 0.13  # half a step of e5m2's two bits, and some
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f]")
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-PATHS_FIRST = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
-FORBIDDEN = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect", "socket.bind", "pickle.find_class")
 
 
 class Wrong(AssertionError):
@@ -146,44 +139,3 @@ def judge(target: str, path: Path, random: Random) -> str:
             raise Wrong(f"{type(error).__name__}: {error}") from error
         return type(error).__name__
     return "ok"
-
-
-class Confinement:
-    """An audit hook that notes every write outside a folder, every read outside it that is no library's, every process."""
-
-    def __init__(self):
-        self.folder = ""
-        self.active = False
-        self.escapes: list[str] = []
-        roots = (sys.prefix, sys.base_prefix, str(Path(__file__).parents[2]), "/proc/self", "/sys/", "/usr/")
-        self.readable = (*(os.path.realpath(root) for root in roots), "/proc/self")
-        sys.addaudithook(self._hook)
-
-    @contextmanager
-    def within(self, folder: Path) -> Iterator[None]:
-        self.folder, self.active = os.path.realpath(folder), True
-        try:
-            yield
-        finally:
-            self.active = False
-        if self.escapes:
-            escapes, self.escapes = self.escapes, []
-            raise Wrong(f"outside the folder: {escapes[:3]}")
-
-    def _hook(self, event: str, args: tuple) -> None:
-        if not self.active:
-            return
-        if event == "open" and isinstance(args[0], (str, bytes, os.PathLike)):
-            self._note(event, args[0], bool(args[2] & WRITING))
-        elif event in PATHS_FIRST:
-            self._note(event, args[0], True)
-        elif event in FORBIDDEN:
-            self.escapes.append(event)
-
-    def _note(self, event: str, path, writes: bool) -> None:
-        named, where = os.fsdecode(path), os.path.realpath(path)
-        inside = where == self.folder or where.startswith(self.folder + os.sep)
-        if inside or (event == "os.link" and named.startswith("/proc/self/fd")):
-            return
-        if writes or not where.startswith(self.readable):
-            self.escapes.append(f"{event} {where[:200]}")
