@@ -11,13 +11,36 @@ from halfsafe.precision.make.on_gpu import OnGpu
 from halfsafe.precision.plan.weights import plan_weights
 from support.families import load
 from support.mapped_loading import tensors_of
-from support.quantizing import Quantizing, assert_same
+from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 GIB = 1024**3
 STORAGES = ("fp8_e4m3fn", "fp8_e5m2", "int8")
 WEIGHTS = {f"{number}.weight": torch.arange(64 * 256).reshape(64, 256).sin() / number for number in (1, 2, 3, 4)}
 IN_INT8 = dict.fromkeys(WEIGHTS, "int8")
+
+
+class Quantizing(TorchDispatchMode):
+    """``where``: the devices of each multiplication by a scale (``mul``) and each rotation to int8 (``mm``); ``tf32``: whether it was on for a rotation on a card."""
+
+    def __init__(self):
+        super().__init__()
+        self.where: dict[str, list[str]] = {"mul": [], "mm": []}
+        self.tf32: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (aten.mul.out, aten.mm.out):
+            self.where[func.overloadpacket.__name__].append(args[0].device.type)
+        if func is aten.mm.out and args[0].device.type == "cuda":
+            self.tf32.append(torch.backends.cuda.matmul.allow_tf32)
+        return func(*args, **(kwargs or {}))
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """Bit for bit, in host memory."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.device.type == "cpu" and one.dtype == other.dtype and one.shape == other.shape
+        assert torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
 @pytest.fixture(autouse=True)
