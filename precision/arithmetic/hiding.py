@@ -31,6 +31,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.layer_names import block_of
+from ..base.nested import plain_alias
 
 SATURATING = {
     *("tanh", "sigmoid", "hardsigmoid", "hardtanh", "relu", "relu6", "softmax", "_softmax", "_safe_softmax", "exp"),
@@ -89,7 +90,7 @@ class HidingCode(TorchDispatchMode):
             x = next((each for each in args if isinstance(each, torch.Tensor)), None)
             if x is not None and x.is_floating_point():
                 self._hide(name, x.dtype)
-        return func(*args, **(kwargs or {}))
+        return plain_alias(func, func(*args, **(kwargs or {})))
 
     def _hide(self, name: str, dtype: torch.dtype) -> None:
         layers = [layer for _, layer in self._recent]

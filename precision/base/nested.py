@@ -51,3 +51,9 @@ def replaced(values, function):
     if type(values) in (tuple, list):
         return type(values)(replaced(value, function) for value in values)
     return values
+
+
+def plain_alias(func, result):
+    """Return what ``torch.Tensor(tensor)`` gives of another pack's tensor class."""
+    # Under a dispatch mode torch leaves it of that class and calls the class's constructor, without its arguments.
+    return result.as_subclass(torch.Tensor) if func is torch.ops.aten.alias.default else result

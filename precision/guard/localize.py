@@ -16,7 +16,7 @@ from ..arithmetic.linear import kind_of
 from ..base.amax import amax_value
 from ..base.dtypes import name_of
 from ..base.layer_names import plain_name
-from ..base.nested import PLAIN, tensors_in
+from ..base.nested import PLAIN, plain_alias, tensors_in
 from ..base.patching import patched
 
 FACTORY_OPS = (
@@ -119,7 +119,7 @@ class Localizer(TorchDispatchMode):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         inputs = _with_reach((args, {key: value for key, value in kwargs.items() if key != "out"}))
-        result = _plain_alias(func, func(*args, **kwargs))
+        result = plain_alias(func, func(*args, **kwargs))
         if name in FACTORY_OPS:
             for tensor in tensors_in(result):
                 self._made.pop(_key(tensor), None)
@@ -195,12 +195,6 @@ class Localizer(TorchDispatchMode):
         if name is None:
             return None
         return Origin(frame.name, f"{frame.name}.{name}", "weights", "", math.nan)
-
-
-def _plain_alias(func, result):
-    """Return what ``torch.Tensor(tensor)`` gives of another pack's tensor class."""
-    # Under a dispatch mode torch leaves it of that class and calls the class's constructor, without its arguments.
-    return result.as_subclass(torch.Tensor) if func is torch.ops.aten.alias.default else result
 
 
 def first_bad_weight(module: torch.nn.Module) -> str | None:

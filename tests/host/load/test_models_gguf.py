@@ -9,7 +9,7 @@ from comfy.sd import load_diffusion_model
 from support import families
 from support.measures import relative_error
 
-GGMLQuantizationType = enum.IntEnum("GGMLQuantizationType", {"F16": 1, "Q8_0": 8})
+GGMLQuantizationType = enum.IntEnum("GGMLQuantizationType", {"F32": 0, "F16": 1, "Q8_0": 8})
 BLOCK = 32
 LAYER = "blocks.0.ffn.0"
 
@@ -63,12 +63,13 @@ class GGMLOps(manual_cast):
 
         def _load_from_state_dict(self, state_dict, prefix, *args):
             self.weight = torch.nn.Parameter(q8_0(state_dict[prefix + "weight"]), requires_grad=False)
-            bias = state_dict.get(prefix + "bias")
-            self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
+            bias = state_dict[prefix + "bias"].float()
+            bias = GGMLTensor(bias, tensor_type=GGMLQuantizationType.F32, tensor_shape=bias.shape)
+            self.bias = torch.nn.Parameter(bias, requires_grad=False)
 
         def forward_comfy_cast_weights(self, x):
             weight = dequantized(self.weight.to(x.device), x.dtype)
-            return torch.nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
+            return torch.nn.functional.linear(x, weight, torch.Tensor(self.bias.to(x.dtype)))
 
 
 @pytest.fixture
