@@ -6,6 +6,7 @@ versions are those of ComfyUI ``comfy/quant_ops.py`` (``QUANT_ALGOS``) and ``com
 ``tests/host/load/test_registry.py`` holds the formats against both.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..base.amax import host_amax
 from ..base.errors import StorageNotHeld
 from ..base.modes import Mode
 
@@ -58,6 +60,9 @@ class Format:
         writes: weights are written in it.
         needs: the tensors beside ``<layer>.weight`` that a file must have, and ``may_have``: those that it may.
         signed: the tensors that may be negative.
+        largest: magnitude of a code; 0 where the data are numbers. A weight is at most that times its ``factors``, plus
+            ``offset``: the tensors of those names.
+        rotated: whether codes belong to rotated rows; None where ``convrot`` of a file says that.
         byte_scale: the tensor that a file may hold as bytes, and the name of its dtype in torch.
         dtypes: that data may be stored in, the usual one first, and ``per_byte``: how many values a byte holds.
     """
@@ -77,6 +82,10 @@ class Format:
     needs: tuple[str, ...] = ("weight_scale",)
     may_have: tuple[str, ...] = ()
     signed: tuple[str, ...] = ()
+    largest: float = 0
+    factors: tuple[str, ...] = ("weight_scale",)
+    offset: str = ""
+    rotated: bool | None = False
     byte_scale: tuple[str, str] | None = None
     dtypes: tuple[torch.dtype, ...] = (torch.int8,)
     per_byte: int = 1
@@ -124,14 +133,12 @@ class Format:
         return (weight.data.shape[0], weight.data.shape[1] * self.per_byte)
 
     def check(self, weight: "Encoded") -> None:
-        """Raise ValueError unless the tensors' shapes fit the weight's."""
+        """Raise ValueError unless the tensors' shapes fit the weight's: one scale, or a scale for each row."""
+        if weight.tensors["weight_scale"].numel() > 1:
+            weight.require_shape("weight_scale", (weight.shape[0], 1), (weight.shape[0],))
 
     def rows(self, weight: "Encoded", part: slice) -> torch.Tensor:
         """Unpack some rows of a weight to fp32."""
-        raise NotImplementedError
-
-    def bound(self, weight: "Encoded") -> float:
-        """Return an upper bound on the magnitude of a weight; NaN if its data hold a NaN."""
         raise NotImplementedError
 
     def doubt(self, weight: "Encoded") -> str:
@@ -215,6 +222,7 @@ class Encoded:
             if not torch.isfinite(values).all() or (name not in self.format.signed and values.min() < 0):
                 raise NonFiniteScale(name)
         self.format.check(self)
+        self.group  # noqa: B018
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -229,7 +237,11 @@ class Encoded:
         return self.format.rows(self, part)
 
     def bound(self) -> float:
-        return self.format.bound(self)
+        """Return an upper bound on the magnitude of a weight; NaN if its data hold a NaN."""
+        sizes = {name: self.numbers(name).abs().max().item() for name in self.tensors}
+        factors = math.prod(sizes.get(name, 1.0) for name in self.format.factors)
+        largest = self.format.largest or host_amax(self.data)
+        return (largest * factors + sizes.get(self.format.offset, 0.0)) * math.sqrt(self.group or 1)
 
     def moved(self, device: torch.device | str) -> "Encoded":
         """Return the same weight on a device."""
@@ -243,6 +255,11 @@ class Encoded:
             raise ValueError(f"its {name} holds {tensor.numel()} values in {_name(tensor.dtype)}")
         return tensor.float()
 
+    def row_scales(self, part: slice) -> torch.Tensor:
+        """Return the scales of some rows as a column, or the one scale of all."""
+        scales = self.numbers("weight_scale").reshape(-1, 1)
+        return scales if len(scales) == 1 else scales[part]
+
     def require_shape(self, name: str, *shapes: tuple[int, ...]) -> None:
         """Raise ValueError unless a tensor has one of these shapes."""
         if tuple(self.tensors[name].shape) not in shapes:
@@ -254,9 +271,11 @@ class Encoded:
         params = self.settings.get("params")
         return self.settings.get(key, params.get(key, default) if isinstance(params, dict) else default)
 
-    @property
-    def group(self) -> int:
-        """The group of inputs that is rotated together."""
+    @cached_property
+    def group(self) -> int | None:
+        """The group of inputs that is rotated together; None for a weight that is not rotated."""
+        if not (self.setting("convrot", False) if self.format.rotated is None else self.format.rotated):
+            return None
         size = self.setting("convrot_groupsize", 256)
         # A regular Hadamard matrix exists for powers of 4.
         if type(size) is not int or size not in (4, 16, 64, 256, 1024) or self.shape[-1] % size:

@@ -110,16 +110,8 @@ class Fp8(Format):
     def __init__(self, name: str, storage: str, since: str, colour: tuple[int, int, int], dtype: torch.dtype):
         self.name, self.storage, self.since, self.colour, self.dtype = name, storage, since, colour, dtype
 
-    def check(self, weight: Encoded) -> None:
-        if weight.tensors["weight_scale"].numel() > 1:
-            weight.require_shape("weight_scale", (weight.shape[0], 1), (weight.shape[0],))
-
     def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
-        scale = weight.numbers("weight_scale").reshape(-1, 1)
-        return weight.data[part].float().mul_(scale if len(scale) == 1 else scale[part])
-
-    def bound(self, weight: Encoded) -> float:
-        return host_amax(weight.data) * weight.numbers("weight_scale").max().item()
+        return weight.data[part].float().mul_(weight.row_scales(part))
 
     def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"weight": ((rows, columns), self.dtype), "weight_scale": ((), torch.float32)}

@@ -5,14 +5,13 @@
 6-bit codes follow in a plane of their own (``tensor/w4a8_int8.py``: 4 bits from 0.2.31 on, 6 bits from 0.2.40 on).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from ..base.modes import INT8
 from .format import Encoded, Tensors
-from .int8 import Rotated, fitting_group, rotation_group
+from .int8 import Rotated, rotation_group
 
 GROUP = 16
 LARGEST_6_BIT = 31
@@ -27,6 +26,7 @@ class W4a8(Rotated):
     may_have = ("weight_codebook", "weight_correction")
     signed = ("weight_codebook", "weight_correction")
     byte_scale = ("weight_s_rel", "float8_e4m3fn")
+    largest, factors, offset = 127, ("weight_s_channel",), "weight_correction"
     unpacker, writer = "dequantize_w4a8_int8_weight", "quantize_w4a8_int8_weight"
     writes = True
 
@@ -39,18 +39,15 @@ class W4a8(Rotated):
 
     def check(self, weight: Encoded) -> None:
         (rows, columns), size = weight.shape, _group_size(weight)
-        weight.require_shape("weight_s_rel", (rows, columns // size))
+        shapes = {"weight_s_rel": (rows, columns // size), "weight_s_channel": (rows,)}
+        shapes |= {"weight_codebook": (16,), "weight_correction": (columns // size, rows)}
+        for name in weight.tensors:
+            weight.require_shape(name, shapes[name])
         bits = weight.data.shape[1] * 8 // max(columns, 1)
         if bits not in (4, 6) or weight.data.shape[1] * 8 != columns * bits:
             raise ValueError(f"{weight.data.shape[1]} bytes a row for {columns} inputs")
-        weight.require_shape("weight_s_channel", (rows,))
-        if "weight_codebook" in weight.tensors:
-            weight.require_shape("weight_codebook", (16,))
-        if "weight_correction" in weight.tensors:
-            weight.require_shape("weight_correction", (columns // size, rows))
         if bits == 6 and len(weight.tensors) > 2:
             raise ValueError("a codebook or correction beside 6-bit codes")
-        weight.group  # noqa: B018
 
     def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
         tensors = weight.tensors
@@ -65,11 +62,6 @@ class W4a8(Rotated):
             convrot_groupsize=weight.group,
             output_dtype=torch.float32,
         )
-
-    def bound(self, weight: Encoded) -> float:
-        has = "weight_correction" in weight.tensors
-        correction = weight.numbers("weight_correction").abs().max().item() if has else 0.0
-        return (127 * weight.numbers("weight_s_channel").max().item() + correction) * math.sqrt(weight.group)
 
     def why_not(self, columns: int) -> str:
         odd = self.bits == 6 and columns % 32
@@ -101,7 +93,7 @@ class W4a8(Rotated):
     def _quantized(self, rows: torch.Tensor, codebook: torch.Tensor | None = None) -> tuple:
         # comfy-kitchen before 0.2.40 has 4 bits and no such parameter.
         bits = {} if self.bits == 4 else {"bits": self.bits}
-        group = fitting_group(rows.shape[1])
+        group = rotation_group(rows.shape[1])
         return self.kitchen(self.writer)(rows.float(), convrot_groupsize=group, codebook_tensor=codebook, **bits)
 
     def nearest(

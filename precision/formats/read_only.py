@@ -1,15 +1,14 @@
-"""ComfyUI's ``nvfp4`` and ``mxfp8``: a scale for each 16 or 32 inputs, unpacked by comfy-kitchen.
+"""ComfyUI's formats that are read and not written, unpacked by comfy-kitchen: ``nvfp4``, ``mxfp8``, ``convrot_w4a4`` and
+``awq_w4a16``.
 
-Scales lie in cuBLAS' layout, tiles of 128 rows x 4 columns, and rows and columns are filled up with zeros:
+Scales of blocks lie in cuBLAS' layout, tiles of 128 rows x 4 columns, and rows and columns are filled up with zeros:
 https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
 """
 
 import torch
 
-from ..base.amax import host_amax
 from .format import Encoded, Format, Tensors
 
-FP4_MAX = 6.0
 TILE = 128
 LOOKED_AT = 256
 """Rows unpacked at a time to see whether a weight's last column is zero."""
@@ -72,6 +71,7 @@ class Nvfp4(Blocks):
     may_have = ("input_scale", "pre_quant_scale")
     signed = ("pre_quant_scale",)
     byte_scale = ("weight_scale", "float8_e4m3fn")
+    largest, factors = 6, ("weight_scale", "weight_scale_2", "pre_quant_scale")
     dtypes = (torch.uint8,)
     per_byte = 2
     block = 16
@@ -89,12 +89,6 @@ class Nvfp4(Blocks):
         smoothing = weight.tensors.get("pre_quant_scale")
         return values if smoothing is None else values.mul_(smoothing.float())
 
-    def bound(self, weight: Encoded) -> float:
-        has = "pre_quant_scale" in weight.tensors
-        smoothing = weight.numbers("pre_quant_scale").abs().max().item() if has else 1.0
-        scales = (weight.numbers(name).max().item() for name in self.needs)
-        return FP4_MAX * smoothing * next(scales) * next(scales)
-
 
 class Mxfp8(Blocks):
     """e4m3 numbers, ``weight_scale`` e8m0 for each 32 inputs."""
@@ -109,5 +103,43 @@ class Mxfp8(Blocks):
     def _unpacked(self, weight: Encoded, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return self.kitchen(self.unpacker)(data, scales, torch.float32)
 
-    def bound(self, weight: Encoded) -> float:
-        return host_amax(weight.data) * weight.numbers("weight_scale").max().item()
+
+class Int4(Format):
+    """Two signed numbers a byte, the low half first, rotated; ``weight_scale`` fp32 (rows,)."""
+
+    name, storage, since, colour = "convrot_w4a4", "int4", "0.28.0", (112, 156, 120)
+    product, unpacker = "convrot_w4a4_linear", "dequantize_convrot_w4a4_weight"
+    largest, rotated = 8, True
+    per_byte = 2
+
+    def check(self, weight: Encoded) -> None:
+        weight.require_shape("weight_scale", (weight.shape[0],), (weight.shape[0], 1))
+
+    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
+        scale = weight.row_scales(part).reshape(-1)
+        return self.kitchen(self.unpacker)(weight.data[part], scale, weight.group)
+
+
+class Awq4(Format):
+    """Two numbers a byte, the low half first: ``(number - 8) * weight_scale + weight_zeros``, both (groups, rows)."""
+
+    name, storage, since, colour = "awq_w4a16", "awq4", "0.38.1", (160, 132, 200)
+    product, unpacker = "gemv_awq_w4a16", "tensor.TensorCoreAWQW4A16Layout"
+    quantizes_operands = False
+    needs = ("weight_scale", "weight_zeros")
+    signed = ("weight_scale", "weight_zeros")
+    largest, offset = 8, "weight_zeros"
+    per_byte = 2
+
+    def check(self, weight: Encoded) -> None:
+        (rows, columns), size = weight.shape, weight.setting("group_size", 64)
+        if type(size) is not int or size < 1 or columns % size:
+            raise ValueError(f"a group_size of {size!r} for {columns} inputs")
+        for name in self.needs:
+            weight.require_shape(name, (columns // size, rows))
+
+    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
+        layout, data = self.kitchen(self.unpacker), weight.data[part]
+        scale, zeros = (weight.numbers(name)[:, part] for name in self.needs)
+        shape, size = (len(data), weight.shape[1]), weight.setting("group_size", 64)
+        return layout.dequantize(data, layout.Params(scale, torch.float32, shape, zeros, size))
