@@ -7,7 +7,6 @@ from math import prod
 
 import torch
 
-from ..base.amax import host_amax
 from ..base.dtypes import FP8_DTYPES, FP16_MAX, max_of, name_of
 from ..base.errors import CheckpointError
 from ..base.text import count_text, size_text, table, wrapped
@@ -186,7 +185,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
 def _scan_tensor(
     tensor: torch.Tensor, weight: StoredWeight, problems: list[FileFinding], remarks: list[FileFinding]
 ) -> None:
-    largest = host_amax(tensor)
+    largest = weight.data_amax
     if not largest < float("inf"):
         problems += _non_finite(weight.name, tensor.reshape(-1).split(_CHUNK))
     elif largest == 0 and tensor.dim() > 1 and tensor.numel():
@@ -194,19 +193,18 @@ def _scan_tensor(
     elif tensor.dtype in FP8_DTYPES and largest == max_of(tensor.dtype):
         _saturation(weight, problems, remarks)
     if tensor.dtype != torch.float16 and largest < float("inf"):
-        _fp16_range(weight, weight.bound(largest), problems)
+        _fp16_range(weight, problems)
 
 
 def _scan_coded(weight: StoredWeight, problems: list[FileFinding]) -> None:
-    bound = weight.bound(0.0)
-    if bound < float("inf"):
-        _fp16_range(weight, bound, problems)
+    if weight.bound() < float("inf"):
+        _fp16_range(weight, problems)
     else:
         problems += _non_finite(weight.name, weight.data.reshape(-1).split(_CHUNK))
 
 
-def _fp16_range(weight: StoredWeight, bound: float, problems: list[FileFinding]) -> None:
-    if weight.exceeds(FP16_MAX, bound):
+def _fp16_range(weight: StoredWeight, problems: list[FileFinding]) -> None:
+    if weight.exceeds(FP16_MAX):
         problems.append(FileFinding(weight.name, "fp16_range", "values past 65504: infinite once cast to fp16"))
 
 

@@ -58,7 +58,7 @@ def card_entry(provenance: Provenance, plans: Iterable[WeightPlan]) -> dict[str,
     sums = {plan.storage: (0.0, 0.0) for plan in plans}
     for plan in plans:
         error, values = sums[plan.storage]
-        sums[plan.storage] = error + plan.error.error, values + plan.error.values
+        sums[plan.storage] = error + plan.error[0], values + plan.error[1]
     errors = {storage: round(math.sqrt(error / values), 6) for storage, (error, values) in sums.items() if values}
     card = {
         "halfsafe": pack_version(),

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ..base.amax import amax_value, host_amax
 from ..base.dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
 from ..base.errors import NonFiniteWeight
 from ..files.safetensors_header import TensorSpec
@@ -22,20 +21,14 @@ from .stored_weight import StoredWeight, comfy_quant_tensor
 
 LARGEST_ROUNDED = max_of(torch.float32) / 2
 ERROR_SAMPLE = 8
+SHARED_SAMPLE = 4
 SAMPLED = ((1, 4), (3, 4))
 ROWS = 8
 AS_FILE = "as_file"
 OF_FNUZ = {"fp8_e4m3fnuz": "fp8_e4m3fn", "fp8_e5m2fnuz": "fp8_e5m2"}
+UNMEASURED = (0.0, 0.0)
 Made = tuple[StoredWeight, dict[str, torch.Tensor]]
 """A weight and its tensors as they are planned."""
-
-
-@dataclass(frozen=True)
-class SampledError:
-    """Squared error of some rows of a weight as it is stored, and squared values, summed; zeros where unmeasured."""
-
-    error: float = 0.0
-    values: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,7 @@ class WeightPlan:
         format: the quantization format that it is in then; empty where it is in none.
         changes: its values or its scale are not those of the source.
         specs: the tensors that hold it.
-        error: of the values that it is stored with.
+        error: squared error of some rows as they are stored, and squared values, summed; zeros where unmeasured.
     """
 
     storage: str
@@ -58,7 +51,7 @@ class WeightPlan:
     format: str
     changes: bool
     specs: tuple[TensorSpec, ...]
-    error: SampledError = SampledError()
+    error: tuple[float, float] = UNMEASURED
 
     @property
     def bytes(self) -> int:
@@ -85,7 +78,7 @@ def exceeds_fp16(weight: StoredWeight, path) -> bool:
     """
     if weight.scale is None and weight.data.dtype == torch.float16:
         return False
-    return weight.exceeds(FP16_MAX, finite_bound(weight, path))
+    return finite_bound(weight, path) > FP16_MAX and weight.exceeds(FP16_MAX)
 
 
 def finite_bound(weight: StoredWeight, path) -> float:
@@ -94,12 +87,7 @@ def finite_bound(weight: StoredWeight, path) -> float:
     Raises:
         NonFiniteWeight: it holds NaN or Inf, or exceeds fp32's range.
     """
-    largest = 0.0
-    if weight.is_number and weight.encoding is None:
-        largest = host_amax(weight.data) if weight.data.device.type == "cpu" else amax_value(weight.data)
-    elif weight.scale is not None:
-        largest = float(torch.iinfo(weight.data.dtype).max + 1)
-    bound = weight.bound(largest)
+    bound = weight.bound()
     if not math.isfinite(bound):
         raise _damaged(weight, path, "holds NaN or Inf")
     if bound > max_of(torch.float32):
@@ -129,23 +117,23 @@ def requantization_error(weight: StoredWeight, storage: str, path) -> float:
     return math.sqrt(squares / rows)
 
 
-def sampled_error(weight: StoredWeight, storage: str) -> SampledError:
+def sampled_error(weight: StoredWeight, storage: str) -> tuple[float, float]:
     """Compare some rows of a weight, quantized to ``storage``, with their own values; zeros where none is quantized.
 
     Nothing but these rows is read: fp8 gets a scale for their own amax. Scales are powers of two, so that the error
     differs from that of the whole weight's scale only for values that become subnormal with one of them.
     """
     if storage not in QUANTIZED_NAMES or _is_same_fp8(weight, storage):
-        return SampledError()
+        return UNMEASURED
     rows = torch.cat([weight.rows(part) for part in _sampled_runs(weight.shape[0])])
     if not torch.isfinite(rows).all():
-        return SampledError()  # the weight is refused once it is read whole
+        return UNMEASURED  # the weight is refused once it is read whole
     format = FORMAT_OF_STORAGE[storage]
-    shared = format.shared(rows)
+    shared = format.shared([rows])
     params = {**format.encode(rows, shared), **shared}
     found = format.turned(format.nearest(format.turned(rows), params))
     exact = rows.double()  # squares of small weights are zero in fp32, of large ones Inf
-    return SampledError((found - exact).square().sum().item(), exact.square().sum().item())
+    return (found - exact).square().sum().item(), exact.square().sum().item()
 
 
 def _sampled_runs(rows: int) -> list[slice]:
@@ -206,7 +194,7 @@ def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
     if isinstance(format, Fp8):
         shared = format.scale_for(_fp8_amax(weight, bound))
     else:
-        shared = format.shared(_some_rows(weight, format.sampled(weight.shape[1])))
+        shared = format.shared(part for _, part in weight.parts(sample=SHARED_SAMPLE))
     if weight.plain and not format.writer:
         return {**format.encode(weight.data, shared), **shared}
     device = weight.data.device if weight.plain else None
@@ -216,16 +204,6 @@ def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
         for leaf, tensor in format.encode(rows, shared).items():
             made[leaf][part] = tensor
     return {**made, **shared}
-
-
-def _some_rows(weight: StoredWeight, count: int) -> torch.Tensor:
-    """Return rows of a weight in fp32, spread evenly, all of them where there are no more."""
-    rows, columns = weight.shape
-    if not count:
-        return torch.empty(0, columns)
-    at = torch.linspace(0, rows - 1, count).long() if rows > count else torch.arange(rows)
-    inside = ((at[(at >= part.start) & (at < part.stop)] - part.start, values) for part, values in weight.parts())
-    return torch.cat([values[here.to(values.device)] for here, values in inside])
 
 
 def _fp8_amax(weight: StoredWeight, bound: float) -> float:

@@ -7,7 +7,7 @@ versions are those of ComfyUI ``comfy/quant_ops.py`` (``QUANT_ALGOS``) and ``com
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -159,12 +159,8 @@ class Format:
         """Return what ``<layer>.comfy_quant`` says besides the format."""
         return {}
 
-    def sampled(self, columns: int) -> int:
-        """Count the rows of a weight that :meth:`shared` has to see."""
-        return 0
-
-    def shared(self, rows: torch.Tensor) -> Tensors:
-        """Make the tensors shared by all rows of a weight, from the rows counted by :meth:`sampled`."""
+    def shared(self, parts: Iterable[torch.Tensor]) -> Tensors:
+        """Make the tensors shared by all rows of a weight, from rows in parts that are spread over the weight."""
         return {}
 
     def encode(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Tensors:

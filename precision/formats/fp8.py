@@ -7,7 +7,7 @@ already on an fp8 grid survives being scaled again.
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -116,8 +116,8 @@ class Fp8(Format):
     def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"weight": ((rows, columns), self.dtype), "weight_scale": ((), torch.float32)}
 
-    def shared(self, rows: torch.Tensor) -> Tensors:
-        return self.scale_for(host_amax(rows))
+    def shared(self, parts: Iterable[torch.Tensor]) -> Tensors:
+        return self.scale_for(max(map(host_amax, parts)))
 
     def scale_for(self, largest: float) -> Tensors:
         """Make the scale of a weight by its largest magnitude."""

@@ -1,5 +1,4 @@
-"""ComfyUI's formats that are read and not written, unpacked by comfy-kitchen: ``nvfp4``, ``mxfp8``, ``convrot_w4a4`` and
-``awq_w4a16``.
+"""ComfyUI's ``nvfp4``, ``mxfp8``, ``convrot_w4a4`` and ``awq_w4a16``: unpacked by comfy-kitchen, and never written.
 
 Scales of blocks lie in cuBLAS' layout, tiles of 128 rows x 4 columns, and rows and columns are filled up with zeros:
 https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout

@@ -8,13 +8,14 @@ from functools import cached_property
 
 import torch
 
+from ..base.amax import amax_value, host_amax
 from ..base.dtypes import FP8_DTYPES, name_of
 from .format import Encoded, Format
 
 CHUNK = 1 << 20
 EIGHT_BIT = FP8_DTYPES | {torch.int8}
 NUMBERS = FP8_DTYPES | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-USUAL_BLOCK = 128
+USUAL_BLOCKS = (128, 64, 32, 16, 256, 512, 1)
 
 
 @dataclass(frozen=True)
@@ -116,20 +117,27 @@ class StoredWeight:
             scale = scale.repeat_interleave(across, 1)[:, : part.shape[1]]
         return part * scale if self.data.dtype == torch.float32 else part.mul_(scale)
 
-    def bound(self, amax: float) -> float:
-        """Return an upper bound on ``|weight|`` for ``|data| <= amax``. Tight where there is one scale."""
+    @cached_property
+    def data_amax(self) -> float:
+        """The largest magnitude in the data; of whole numbers, the largest that they may have."""
+        if not self.is_number:
+            return 0.0 if self.scale is None else float(torch.iinfo(self.data.dtype).max + 1)
+        return host_amax(self.data) if self.data.device.type == "cpu" else amax_value(self.data)
+
+    def bound(self) -> float:
+        """Return an upper bound on ``|weight|``. Tight where there is one scale."""
         if self.encoding is not None:
             return self.encoding.bound()
-        return amax if self.scale is None else amax * self.scale.max().item()
+        return self.data_amax if self.scale is None else self.data_amax * self.scale.max().item()
 
     @cached_property
     def amax(self) -> float:
         """The largest magnitude of the weight; reads all values."""
         return max(part.abs().max().item() for _, part in self.parts())
 
-    def exceeds(self, limit: float, bound: float) -> bool:
-        """Tell whether a value of the weight exceeds ``limit``, given its :meth:`bound`.
-        Reads the weight only where that leaves it open."""
+    def exceeds(self, limit: float) -> bool:
+        """Tell whether a value of the weight exceeds ``limit``; reads the weight where its bound leaves that open."""
+        bound = self.bound()
         if bound <= limit or (self.encoding is None and self.granularity in ("none", "tensor")):
             return bound > limit
         return any(part.abs().max() > limit for _, part in self.parts())
@@ -176,27 +184,17 @@ def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
     return None
 
 
-def block_sizes(shape: Sequence[int], counts: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the block lengths that cut a weight of ``shape`` into ``counts`` blocks, the last possibly short.
-
-    Square blocks where some fit. 128 where that fits (DeepSeek, Qwen, vLLM), else the power of two, else the exact
-    divisor. None where there are none.
-    """
-    fitting = [_blocks(size, count) for size, count in zip(shape, counts, strict=True)]
-    if not all(fitting):
+def block_sizes(shape: Sequence[int], counts: Sequence[int]) -> tuple[int, int] | None:
+    """Return the lengths of blocks that cut a 2-D weight into ``counts`` of them, the last possibly short: square where
+    a usual length fits both ways (DeepSeek, Qwen and vLLM use 128); None where none fit."""
+    down, across = (
+        [block for block in (*USUAL_BLOCKS, max(size, 1)) if -(-size // block) == count]
+        for size, count in zip(shape, counts, strict=True)
+    )
+    if not down or not across:
         return None
-    square = next((block for block in fitting[0] if all(block in blocks for blocks in fitting)), None)
-    return tuple(blocks[0] if square is None else square for blocks in fitting)
-
-
-def _blocks(size: int, count: int) -> list[int]:
-    """List the usual block lengths that cut ``size`` into ``count`` blocks, the most usual first."""
-    if not 0 < count <= size:
-        return []
-    if count == 1:
-        return [size]
-    candidates = [USUAL_BLOCK, 1 << math.ceil(math.log2(size / count)), *([size // count] if size % count == 0 else [])]
-    return [block for block in candidates if math.ceil(size / block) == count]
+    square = next((block for block in down if block in across), None)
+    return (square, square) if square else (down[0], across[0])
 
 
 def comfy_quant_tensor(settings: dict) -> torch.Tensor:

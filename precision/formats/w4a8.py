@@ -5,7 +5,7 @@
 6-bit codes follow in a plane of their own (``tensor/w4a8_int8.py``: 4 bits from 0.2.31 on, 6 bits from 0.2.40 on).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -15,7 +15,6 @@ from .int8 import Rotated, rotation_group
 
 GROUP = 16
 LARGEST_6_BIT = 31
-SAMPLED_VALUES = 1 << 22
 
 
 class W4a8(Rotated):
@@ -80,11 +79,8 @@ class W4a8(Rotated):
     def settings(self, columns: int) -> dict:
         return {"group_size": GROUP, "convrot_groupsize": rotation_group(columns)}
 
-    def sampled(self, columns: int) -> int:
-        return max(1, SAMPLED_VALUES // max(columns, 1)) if self.bits == 4 else 0
-
-    def shared(self, rows: torch.Tensor) -> Tensors:
-        return {"weight_codebook": self._quantized(rows)[4]} if self.bits == 4 else {}
+    def shared(self, parts: Iterable[torch.Tensor]) -> Tensors:
+        return {"weight_codebook": self._quantized(torch.cat(list(parts)))[4]} if self.bits == 4 else {}
 
     def encode(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Tensors:
         data, relative, channel, *_ = self._quantized(rows, params.get("weight_codebook"))

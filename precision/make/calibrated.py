@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from ..formats.card import Provenance, card_entry
-from ..formats.comfy_format import Made, SampledError, WeightPlan, made_here
+from ..formats.comfy_format import UNMEASURED, Made, WeightPlan, made_here
 from ..formats.format import Format
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..formats.stored_weight import StoredWeight
@@ -80,7 +80,7 @@ class CalibratedRounding:
         of = self.calibration
         seen = {"model": of.name, "runs": of.runs, "model_calls": of.calls, "layers": len(self._work)}
         card = {"method": "GPTQ", **seen} if self._work else {}
-        others = [replace(p, error=SampledError()) if name in self._work else p for name, p in plans.items()]
+        others = [replace(p, error=UNMEASURED) if name in self._work else p for name, p in plans.items()]
         return card_entry(replace(provenance, calibration=card), others)
 
     def made(self, weights: Mapping[str, StoredWeight], plans: Mapping[str, WeightPlan], path) -> Iterator[Made]:

@@ -15,7 +15,7 @@ from ..formats.checkpoint import StoredWeight, looks_like_scale
 from ..formats.comfy_format import (
     AS_FILE,
     OF_FNUZ,
-    SampledError,
+    UNMEASURED,
     WeightPlan,
     exceeds_fp16,
     requantization_error,
@@ -91,7 +91,7 @@ def plan_weights(
         becomes_quantized = storage in QUANTIZED_NAMES and not weight.quantized
         if becomes_quantized and weight.layer in with_scales:
             storage, reason = _not_quantized(weight), WITH_SCALE
-        error = sampled_error(weight, storage) if memory is None else SampledError()
+        error = sampled_error(weight, storage) if memory is None else UNMEASURED
         plans[name] = _plan(weight, storage, reason, error)
         if done:
             done(name, weight.data.nbytes)
@@ -114,7 +114,7 @@ def why_not_held(storage: str, formats: Container[str]) -> str:
     return f"this ComfyUI does not run {format.title}, which came with ComfyUI {format.since} and its comfy-kitchen."
 
 
-def _plan(weight: StoredWeight, storage: str, reason: str, error: SampledError) -> WeightPlan:
+def _plan(weight: StoredWeight, storage: str, reason: str, error: tuple[float, float]) -> WeightPlan:
     made = storage != AS_FILE
     stored = storage if made else weight.storage
     declared = stored in FORMAT_OF_STORAGE and (made or weight.encoding is not None)

@@ -293,7 +293,7 @@ def test_a_layer_without_padding_is_converted_without_a_bias(tmp_path, name):
 def made_in(storage, rows):
     """The format of a storage, and all tensors of a weight of these rows."""
     row = FORMAT_OF_STORAGE[storage]
-    shared = row.shared(rows)
+    shared = row.shared([rows])
     return row, {**row.encode(rows, shared), **shared}
 
 
