@@ -21,7 +21,7 @@ from ..formats.checkpoint import (
     dialect_text,
     read_checkpoint,
 )
-from ..formats.families import UNKNOWN, model_name
+from ..formats.families import UNKNOWN, family_of
 from ..formats.stored_weight import NUMBERS, StoredWeight
 
 SATURATION_LIMIT = 1e-3
@@ -101,7 +101,7 @@ def inspect_file(path) -> Inspection:
         checkpoint = read_checkpoint(file, file.metadata, path)
     except CheckpointError as error:
         return replace(inspection, problems=[str(error)])
-    weights, model = list(checkpoint.weights.values()), model_name(checkpoint.model_shapes)
+    weights, model = list(checkpoint.weights.values()), family_of(checkpoint.model_shapes).name
     return replace(
         inspection,
         dialect=dialect_text(checkpoint.dialects),
