@@ -119,10 +119,10 @@ def _describe_other_format(head: bytes) -> tuple[str, str]:
             return problem, advice
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
     if text[:1] == b"<":
-        return "a web page (HTML), not a model", f"{AGAIN[:-1]}: the site may ask you to log in or to accept a licence."
+        return "a web page (HTML), not a model", f"{AGAIN} The site may ask you to log in or to accept a licence."
     if len(text) > 3 and all(32 <= byte < 127 or byte in b"\t\r\n" for byte in text[:64]):
         shown = text[:60].decode("ascii").splitlines()[0]
-        advice = f"{AGAIN[:-1]}: the site may have answered with an error."
+        advice = f"{AGAIN} The site may have answered with an error."
         return f"a text file that begins {shown!r}, not a model", advice
     if len(head) < 9:
         return f"only {len(head)} bytes long" if head else "empty, 0 bytes", AGAIN

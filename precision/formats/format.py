@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..base.amax import host_amax
+from ..base.dtypes import name_of
 from ..base.errors import StorageNotHeld
 from ..base.modes import Mode
 
@@ -211,8 +212,8 @@ class Encoded:
         if self.data.dim() != 2 or not self.data.numel():
             raise ValueError(f"a weight of shape {tuple(self.data.shape)}, where two dimensions are meant")
         if self.data.dtype not in self.format.dtypes:
-            meant = _name(self.format.dtypes[0])
-            raise ValueError(f"stored in {_name(self.data.dtype)}, where {meant} is meant")
+            meant = name_of(self.format.dtypes[0])
+            raise ValueError(f"stored in {name_of(self.data.dtype)}, where {meant} is meant")
         for name in self.tensors:
             values = self.numbers(name)
             if not torch.isfinite(values).all() or (name not in self.format.signed and values.min() < 0):
@@ -248,7 +249,7 @@ class Encoded:
         """Return a tensor beside the data in fp32."""
         tensor = self.tensors[name]
         if not tensor.dtype.is_floating_point or not tensor.numel():
-            raise ValueError(f"its {name} holds {tensor.numel()} values in {_name(tensor.dtype)}")
+            raise ValueError(f"its {name} holds {tensor.numel()} values in {name_of(tensor.dtype)}")
         return tensor.float()
 
     def row_scales(self, part: slice) -> torch.Tensor:
@@ -313,7 +314,3 @@ class Experts(Encoded):
 
     def bound(self) -> float:
         return max(expert.bound() for expert in self.experts)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -341,7 +341,7 @@ def test_broken_comfy_quant_is_an_error(text):
 def test_comfy_quant_that_contradicts_the_data_is_an_error():
     marker = dialects.comfy_quant_bytes({"format": "float8_e4m3fn"})
     with pytest.raises(CheckpointError, match="bf16"):
-        read_dict({WEIGHT: torch.zeros(2, 2).bfloat16(), f"{LAYER}.comfy_quant": marker})
+        read_dict({WEIGHT: torch.zeros(2, 2).bfloat16(), f"{LAYER}.weight_scale": torch.ones(()), f"{LAYER}.comfy_quant": marker})
     with pytest.raises(CheckpointError, match="not in the file"):
         read_dict({f"{LAYER}.comfy_quant": marker})
 
