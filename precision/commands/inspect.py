@@ -124,7 +124,7 @@ def _dtypes(file: TensorFile) -> dict[str, dict[str, int]]:
 
 
 def _scales(weights: list[StoredWeight]) -> dict[str, int]:
-    kinds = (weight.granularity if weight.encoding is None else weight.storage for weight in weights)
+    kinds = (weight.granularity if weight.format is None else weight.storage for weight in weights)
     counts = Counter(kind for kind in kinds if kind != "none")
     counts["input"] = sum(weight.input_scale is not None for weight in weights)
     counts["full_precision"] = sum(weight.full_precision for weight in weights)
@@ -135,7 +135,7 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     """Say what ComfyUI 0.29 to 0.38 does with the file: ``utils.convert_old_quants``, ``ops._load_quantized_module``,
     ``model_base`` (unexpected keys).
     """
-    quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.encoding is None]
+    quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.format is None]
     known = not COMFYUI_READS.isdisjoint(checkpoint.dialects)
     scaled = [weight for weight in quantized if weight.scale is not None]
     clipped = [w for w in scaled if known and w.input_scale is None and not w.full_precision]
@@ -148,7 +148,7 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
         (clipped, "no input scale: where the GPU multiplies in fp8, activations are clipped at 448"),
     )
     found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
-    formats = Counter(w.format for w in checkpoint.weights.values() if w.encoding is not None)
+    formats = Counter(w.format for w in checkpoint.weights.values() if w.format is not None)
     found += [f"{count} layers: {kind.title} needs ComfyUI {kind.since} or later." for kind, count in formats.items()]
     return found
 
@@ -169,7 +169,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
     for name, tensor in file.items():
         weight = weights.get(name, StoredWeight(name, tensor))
         found: list[FileFinding] = []
-        if weight.encoding is not None:
+        if weight.format is not None:
             _scan_coded(weight, found)
         elif tensor.dtype in NUMBERS:
             _scan_tensor(tensor, weight, found, remarks)
@@ -193,18 +193,19 @@ def _scan_tensor(
     elif tensor.dtype in FP8_DTYPES and largest == max_of(tensor.dtype):
         _saturation(weight, problems, remarks)
     if tensor.dtype != torch.float16 and largest < float("inf"):
-        _fp16_range(weight, problems)
+        _fp16_range(weight, weight.bound(largest), problems)
 
 
 def _scan_coded(weight: StoredWeight, problems: list[FileFinding]) -> None:
-    if weight.bound() < float("inf"):
-        _fp16_range(weight, problems)
+    bound = weight.bound()
+    if bound < float("inf"):
+        _fp16_range(weight, bound, problems)
     else:
         problems += _non_finite(weight.name, weight.data.reshape(-1).split(_CHUNK))
 
 
-def _fp16_range(weight: StoredWeight, problems: list[FileFinding]) -> None:
-    if weight.exceeds(FP16_MAX):
+def _fp16_range(weight: StoredWeight, bound: float, problems: list[FileFinding]) -> None:
+    if weight.exceeds(FP16_MAX, bound):
         problems.append(FileFinding(weight.name, "fp16_range", "values past 65504: infinite once cast to fp16"))
 
 

@@ -16,9 +16,8 @@ from ..base.dtypes import FP8_DTYPES, name_of
 from ..base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile
-from .format import NonFiniteScale
-from .registry import FORMATS, encoded_weight
-from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, granularity_of
+from .registry import FORMATS, weight_in_format
+from .stored_weight import EIGHT_BIT, NUMBERS, NonFiniteScale, StoredWeight, granularity_of
 
 COMFY_QUANT, SCALED_FP8 = "comfy_quant", "scaled_fp8"
 QUANTIZATION_KEY = "_quantization_metadata"
@@ -192,7 +191,7 @@ class _Reader:
             self.dialects[COMFY_QUANT if f"{layer}.comfy_quant" in self.tensors else QUANTIZATION_KEY] += 1
             declared = self._format(name, data, settings)
             if data.dtype not in FP8_DTYPES or not declared.startswith("float8_") or "num_experts" in settings:
-                return self._encoded(name, data, settings | {"format": declared})
+                return self._in_format(name, data, settings | {"format": declared})
         scale, granularity, dialect = self._weight_scale(name, data)
         if settings is None and data.dtype in EIGHT_BIT:
             self.dialects[dialect] += 1
@@ -220,20 +219,19 @@ class _Reader:
             self.remarks[f"declared as {declared}, stored and read as {name_of(data.dtype)}"] += 1
         return declared
 
-    def _encoded(self, name: str, data: torch.Tensor, settings: dict) -> StoredWeight:
+    def _in_format(self, name: str, data: torch.Tensor, settings: dict) -> StoredWeight:
         layer, declared = _layer(name), settings["format"]
         found = {leaf: f"{layer}.{leaf}" for leaf in FORMATS[declared].leaves if f"{layer}.{leaf}" in self.tensors}
         tensors = {leaf: self.tensors[key] for leaf, key in found.items()}
         self.taken.update(found.values())
         try:
             bias = self.tensors.get(f"{layer}.bias")
-            encoding = encoded_weight(data, tensors, settings, None if bias is None else bias.numel())
+            return weight_in_format(name, data, tensors, settings, None if bias is None else bias.numel())
         except NonFiniteScale as error:
             key = found[error.leaf]
             raise NonFiniteWeight(self._file_of(key), str(error), key, _DAMAGED) from None
         except ValueError as error:
             raise CheckpointError(self._file_of(name), f"{declared}, but {error}", name, _DAMAGED) from None
-        return StoredWeight(name, encoding.data, encoding=encoding)
 
     def _weight_scale(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor | None, str, str]:
         found = next(((key, dialect) for key, dialect in _weight_scale_names(name) if key in self.tensors), None)

@@ -14,10 +14,10 @@ import torch
 from ..base.dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
 from ..base.errors import NonFiniteWeight
 from ..files.safetensors_header import TensorSpec
-from .format import Format, Tensors
+from .format import Format
 from .fp8 import Fp8, quantize
 from .registry import FORMAT_OF_STORAGE
-from .stored_weight import StoredWeight, comfy_quant_tensor
+from .stored_weight import StoredWeight, Tensors, comfy_quant_tensor
 
 LARGEST_ROUNDED = max_of(torch.float32) / 2
 ERROR_SAMPLE = 8
@@ -78,7 +78,7 @@ def exceeds_fp16(weight: StoredWeight, path) -> bool:
     """
     if weight.scale is None and weight.data.dtype == torch.float16:
         return False
-    return finite_bound(weight, path) > FP16_MAX and weight.exceeds(FP16_MAX)
+    return weight.exceeds(FP16_MAX, finite_bound(weight, path))
 
 
 def finite_bound(weight: StoredWeight, path) -> float:
@@ -208,13 +208,13 @@ def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
 
 def _fp8_amax(weight: StoredWeight, bound: float) -> float:
     """Return the amax to make the fp8 scale for. The bound of a weight that is unpacked is loose."""
-    return bound if weight.encoding is None else weight.amax
+    return bound if weight.format is None else weight.amax
 
 
 def _is_same_fp8(weight: StoredWeight, storage: str) -> bool:
     """Tell whether a weight is in an fp8 storage with one scale, or in its fnuz sibling."""
     own = OF_FNUZ.get(name_of(weight.data.dtype), name_of(weight.data.dtype))
-    return weight.encoding is None and weight.granularity in ("none", "tensor") and own == storage in FP8_NAMES
+    return weight.format is None and weight.granularity in ("none", "tensor") and own == storage in FP8_NAMES
 
 
 def specs_of(weight: StoredWeight, storage: str) -> list[TensorSpec]:

@@ -14,7 +14,8 @@ import torch
 from ..base.amax import amax, host_amax
 from ..base.dtypes import max_of
 from ..base.modes import FP8
-from .format import Encoded, Format, Tensors
+from .format import Format
+from .stored_weight import StoredWeight, Tensors
 
 PART = 1 << 22
 MIN_SCALE_EXPONENT = -24
@@ -110,7 +111,7 @@ class Fp8(Format):
     def __init__(self, name: str, storage: str, since: str, colour: tuple[int, int, int], dtype: torch.dtype):
         self.name, self.storage, self.since, self.colour, self.dtype = name, storage, since, colour, dtype
 
-    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
+    def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
         return weight.data[part].float().mul_(weight.row_scales(part))
 
     def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -11,13 +11,15 @@ here and there.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
 
 from ..base.modes import INT8
-from .format import Encoded, Format, Tensors
+from .format import Format
 from .fp8 import scratch
+from .stored_weight import StoredWeight, Tensors
 
 GROUPS = (256, 64, 16)
 LARGEST_CODE = 127
@@ -96,19 +98,17 @@ class Int8(Rotated):
     largest, rotated = 128, None
     writes = True
 
-    def read(self, data: torch.Tensor, tensors: Tensors, settings: dict, outputs: int | None) -> Encoded:
-        """Read a weight with ``weight_scale`` in the shape that ComfyUI multiplies by,
-        and ``convrot`` where also its embeddings look.
-        """
-        scale = tensors["weight_scale"]
-        if scale.dim() == 1 or (scale.numel() == 1 and len(data) > 1):
-            tensors = {"weight_scale": scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1)}
-        weight = Encoded(self, data, tensors, settings)
-        if weight.group is None:
-            return weight
-        return Encoded(self, data, tensors, settings | {"convrot": True, "convrot_groupsize": weight.group})
+    def read(self, weight: StoredWeight) -> StoredWeight:
+        """Give a weight its ``weight_scale`` in the shape that ComfyUI multiplies by, and ``convrot`` where also its
+        embeddings look."""
+        scale, settings = weight.tensors["weight_scale"], weight.settings
+        if scale.dim() == 1 or (scale.numel() == 1 and len(weight.data) > 1):
+            scale = scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1)
+        if weight.group is not None:
+            settings = settings | {"convrot": True, "convrot_groupsize": weight.group}
+        return replace(weight, tensors={"weight_scale": scale}, settings=settings)
 
-    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
+    def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
         return dequantize_rows(weight.data[part], weight.row_scales(part), weight.group)
 
     def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

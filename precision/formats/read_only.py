@@ -6,7 +6,8 @@ https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
 
 import torch
 
-from .format import Encoded, Format, Tensors
+from .format import Format
+from .stored_weight import StoredWeight
 
 TILE = 128
 LOOKED_AT = 256
@@ -22,15 +23,16 @@ class Blocks(Format):
 
     block: int
 
-    def read(self, data: torch.Tensor, tensors: Tensors, settings: dict, outputs: int | None) -> Encoded:
-        fits = outputs is not None and -(-outputs // self.block) * self.block == len(data)
-        return Encoded(self, data, tensors, settings, outputs if fits else None)
+    def _outputs(self, weight: StoredWeight) -> int | None:
+        """Return the rows before the padding, where the layer's bias tells them."""
+        fits = weight.outputs is not None and -(-weight.outputs // self.block) * self.block == len(weight.data)
+        return weight.outputs if fits else None
 
-    def shape(self, weight: Encoded) -> tuple[int, ...]:
+    def shape(self, weight: StoredWeight) -> tuple[int, ...]:
         rows, columns = super().shape(weight)
-        return (rows if weight.outputs is None else weight.outputs, columns)
+        return (self._outputs(weight) or rows, columns)
 
-    def check(self, weight: Encoded) -> None:
+    def check(self, weight: StoredWeight) -> None:
         columns = weight.shape[1]
         if columns % self.block:
             raise ValueError(f"{columns} inputs, where a multiple of {self.block} is meant")
@@ -39,18 +41,19 @@ class Blocks(Format):
         if scales.numel() != down * across:
             raise ValueError(f"its weight_scale of shape {tuple(scales.shape)} is not padded to {down} x {across}")
 
-    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
+    def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
         start, end = part.start // TILE * TILE, -(-part.stop // TILE) * TILE
         scales = weight.tensors["weight_scale"].reshape(-(-weight.shape[0] // TILE) * TILE, -1)
         values = self._unpacked(weight, weight.data[start:end], scales[start:end])
         return values[part.start - start : part.stop - start]
 
-    def _unpacked(self, weight: Encoded, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _unpacked(self, weight: StoredWeight, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def doubt(self, weight: Encoded) -> str:
+    def doubt(self, weight: StoredWeight) -> str:
         rows = weight.shape[0]
-        open_rows = weight.outputs is None and rows % self.block == 0 and not weight.rows(slice(rows - 1, rows)).any()
+        may_be_padded = self._outputs(weight) is None and rows % self.block == 0
+        open_rows = may_be_padded and not weight.rows(slice(rows - 1, rows)).any()
         parts = (weight.rows(slice(start, min(start + LOOKED_AT, rows))) for start in range(0, rows, LOOKED_AT))
         open_columns = not any(part[:, -1].any() for part in parts)
         what = " and ".join(name for name, is_open in (("rows", open_rows), ("columns", open_columns)) if is_open)
@@ -75,14 +78,14 @@ class Nvfp4(Blocks):
     per_byte = 2
     block = 16
 
-    def check(self, weight: Encoded) -> None:
+    def check(self, weight: StoredWeight) -> None:
         super().check(weight)
         if weight.tensors["weight_scale_2"].numel() != 1:
             raise ValueError(f"its weight_scale_2 holds {weight.tensors['weight_scale_2'].numel()} values")
         if "pre_quant_scale" in weight.tensors:
             weight.require_shape("pre_quant_scale", (weight.shape[1],))
 
-    def _unpacked(self, weight: Encoded, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _unpacked(self, weight: StoredWeight, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         whole = weight.numbers("weight_scale_2").reshape(())
         values = self.kitchen(self.unpacker)(data, whole, scales.to(torch.float8_e4m3fn), torch.float32)
         smoothing = weight.tensors.get("pre_quant_scale")
@@ -99,7 +102,7 @@ class Mxfp8(Blocks):
     dtypes = (torch.float8_e4m3fn,)
     block = 32
 
-    def _unpacked(self, weight: Encoded, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _unpacked(self, weight: StoredWeight, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return self.kitchen(self.unpacker)(data, scales, torch.float32)
 
 
@@ -111,10 +114,10 @@ class Int4(Format):
     largest, rotated = 8, True
     per_byte = 2
 
-    def check(self, weight: Encoded) -> None:
+    def check(self, weight: StoredWeight) -> None:
         weight.require_shape("weight_scale", (weight.shape[0],), (weight.shape[0], 1))
 
-    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
+    def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
         scale = weight.row_scales(part).reshape(-1)
         return self.kitchen(self.unpacker)(weight.data[part], scale, weight.group)
 
@@ -130,14 +133,14 @@ class Awq4(Format):
     largest, offset = 8, "weight_zeros"
     per_byte = 2
 
-    def check(self, weight: Encoded) -> None:
+    def check(self, weight: StoredWeight) -> None:
         (rows, columns), size = weight.shape, weight.setting("group_size", 64)
         if type(size) is not int or size < 1 or columns % size:
             raise ValueError(f"a group_size of {size!r} for {columns} inputs")
         for name in self.needs:
             weight.require_shape(name, (columns // size, rows))
 
-    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
+    def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
         layout, data = self.kitchen(self.unpacker), weight.data[part]
         scale, zeros = (weight.numbers(name)[:, part] for name in self.needs)
         shape, size = (len(data), weight.shape[1]), weight.setting("group_size", 64)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from ..base.modes import INT8
-from .format import Encoded, Tensors
 from .int8 import Rotated, rotation_group
+from .stored_weight import StoredWeight, Tensors
 
 GROUP = 16
 LARGEST_6_BIT = 31
@@ -32,11 +32,11 @@ class W4a8(Rotated):
     def __init__(self, storage: str, bits: int, since: str, colour: tuple[int, int, int], asks: str = ""):
         self.storage, self.bits, self.since, self.colour, self.asks = storage, bits, since, colour, asks
 
-    def shape(self, weight: Encoded) -> tuple[int, ...]:
+    def shape(self, weight: StoredWeight) -> tuple[int, ...]:
         scale = weight.tensors["weight_s_rel"]
         return (len(weight.data), (scale.shape[1] if scale.dim() == 2 else 0) * _group_size(weight))
 
-    def check(self, weight: Encoded) -> None:
+    def check(self, weight: StoredWeight) -> None:
         (rows, columns), size = weight.shape, _group_size(weight)
         shapes = {"weight_s_rel": (rows, columns // size), "weight_s_channel": (rows,)}
         shapes |= {"weight_codebook": (16,), "weight_correction": (columns // size, rows)}
@@ -48,7 +48,7 @@ class W4a8(Rotated):
         if bits == 6 and len(weight.tensors) > 2:
             raise ValueError("a codebook or correction beside 6-bit codes")
 
-    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
+    def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
         tensors = weight.tensors
         correction = tensors.get("weight_correction")
         return self.kitchen(self.unpacker)(
@@ -122,7 +122,7 @@ class W4a8(Rotated):
         return (levels * relative.unsqueeze(2)).round_().clamp_(-127, 127).view(-1, len(levels))
 
 
-def _group_size(weight: Encoded) -> int:
+def _group_size(weight: StoredWeight) -> int:
     size = weight.setting("group_size", GROUP)
     if type(size) is not int or not 4 <= size <= 4096 or (16 % size and size % 16):
         raise ValueError(f"a group_size of {size!r}")

@@ -90,7 +90,7 @@ def test_any_json_as_settings_is_used_or_refused(value):
         except CheckpointError as error:
             str(error).encode()
         else:
-            assert weight.granularity == "tensor" or weight.encoding is not None
+            assert weight.granularity == "tensor" or weight.format is not None
 
 
 # what was found, one test each
