@@ -132,7 +132,7 @@ def turned_products(blocks: torch.Tensor, format: Format) -> torch.Tensor:
 
 @torch.no_grad()
 def rounded(
-    values: torch.Tensor, blocks: torch.Tensor, tokens: int, nearest: Nearest, sweeps: int = SWEEPS
+    values: torch.Tensor, blocks: torch.Tensor, tokens: int, nearest: Nearest
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Round a weight ``(rows, K)`` in fp32 with the least error on inputs of these products.
 
@@ -156,7 +156,7 @@ def rounded(
     ordered = ordered.to(values.device)
     near = grid(columns.reshape(-1), exact.flatten(0, 1)).view_as(exact)
     chosen = _gptq(exact, columns, factor, grid)
-    for _ in range(sweeps):
+    for _ in range(SWEEPS):
         _sweep(chosen, exact, columns, damped, grid)
     before, after = _errors(near - exact, ordered), _errors(chosen - exact, ordered)
     chosen = torch.where((after < before)[:, None], chosen, near)

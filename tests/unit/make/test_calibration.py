@@ -79,17 +79,6 @@ def test_the_card_says_what_was_rounded_by_what(tmp_path):
     assert 0 < card[WHAT_ERROR]["int8"] != near[WHAT_ERROR]["int8"], "of the weights that were rounded to nearest alone"
 
 
-def test_a_layer_is_kept_nearest_where_the_solver_errs(tmp_path, monkeypatch):
-    source = model_file(tmp_path / "model.safetensors")
-    monkeypatch.setattr(weights_of, "_gptq", lambda exact, *_: torch.zeros_like(exact))
-    monkeypatch.setattr(weights_of, "SWEEPS", 0)
-    monkeypatch.setattr(weights_of, "_sweep", lambda *_: None)
-    converted(source, tmp_path / "near.safetensors", "int8")
-    converted(source, tmp_path / "found.safetensors", "int8", calibrated(source))
-    near, found = load_file(tmp_path / "near.safetensors"), load_file(tmp_path / "found.safetensors")
-    assert all(torch.equal(near[name], found[name]) for name in near)
-
-
 def test_another_model_s_calibration_is_an_error_that_names_both(tmp_path):
     source, other = model_file(tmp_path / "model.safetensors"), model_file(tmp_path / "finetune.safetensors", seed=1)
     with pytest.raises(HalfsafeError, match=r"of model\.safetensors, not of finetune\.safetensors"):
