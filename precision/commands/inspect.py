@@ -87,30 +87,26 @@ def inspect_file(path) -> Inspection:
         CheckpointError: it is no readable safetensors file.
     """
     file = open_checkpoint(path)
-    inspection = Inspection(
-        file=str(path),
-        dialect=None,
-        bytes=file.data_bytes,
-        parameters=0,
-        tensors=len(file),
-        layers=0,
-        dtypes=_dtypes(file),
-        card=card_in(file.metadata),
-    )
+    dtypes, card = _dtypes(file), card_in(file.metadata)
     try:
         checkpoint = read_checkpoint(file, file.metadata, path)
     except CheckpointError as error:
-        return replace(inspection, problems=[str(error)])
+        problems = [str(error)]
+        return Inspection(str(path), None, file.data_bytes, 0, len(file), 0, dtypes, problems=problems, card=card)
     weights, model = list(checkpoint.weights.values()), family_of(checkpoint.model_shapes).name
-    return replace(
-        inspection,
+    return Inspection(
+        file=str(path),
         dialect=dialect_text(checkpoint.dialects),
+        bytes=file.data_bytes,
         parameters=sum(prod(weight.shape) for weight in weights),
+        tensors=len(file),
         layers=sum(weight.name.endswith(".weight") for weight in weights),
+        dtypes=dtypes,
         model=None if model == UNKNOWN.name else model,
         scales=_scales(weights),
         in_comfyui=_in_comfyui(checkpoint),
         notes=checkpoint.notes,
+        card=card,
     )
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile, fingerprint
 from .checkpoint import CARD_KEY
-from .comfy_format import ROWS, SAMPLED, WeightPlan
+from .comfy_format import SAMPLED_ROWS, WeightPlan
 from .registry import FORMAT_OF_STORAGE
 
-WHAT_ERROR = f"relative_rms_error_of_{ROWS * len(SAMPLED)}_rows_per_weight"
+WHAT_ERROR = f"relative_rms_error_of_{SAMPLED_ROWS}_rows_per_weight"
 _VERSION = re.compile(r'^version = "(.+)"$', re.MULTILINE)
 
 

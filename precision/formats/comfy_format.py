@@ -22,8 +22,7 @@ from .stored_weight import StoredWeight, Tensors, comfy_quant_tensor
 LARGEST_ROUNDED = max_of(torch.float32) / 2
 ERROR_SAMPLE = 8
 SHARED_SAMPLE = 4
-SAMPLED = ((1, 4), (3, 4))
-ROWS = 8
+SAMPLED_ROWS = 16
 AS_FILE = "as_file"
 OF_FNUZ = {"fp8_e4m3fnuz": "fp8_e4m3fn", "fp8_e5m2fnuz": "fp8_e5m2"}
 UNMEASURED = (0.0, 0.0)
@@ -62,9 +61,7 @@ class WeightPlan:
 def can_be_quantized(cls: str = "Linear", dimensions: int = 2) -> bool:
     """Tell whether ComfyUI can hold a layer's weight in fp8 or int8: 2-D weights of ``Linear`` modules only.
 
-    Args:
-        cls: name of the module's class; a file does not tell it, so that there the dimensions have to do.
-        dimensions: of the weight.
+    ``cls``: name of the module's class. A file does not tell that, so that there the dimensions have to do.
     """
     # Of the other operations of ``mixed_precision_ops`` (comfy/ops.py) none but a bank of experts reads a scale.
     return cls == "Linear" and dimensions == 2
@@ -125,7 +122,10 @@ def sampled_error(weight: StoredWeight, storage: str) -> tuple[float, float]:
     """
     if storage not in QUANTIZED_NAMES or _is_same_fp8(weight, storage):
         return UNMEASURED
-    rows = torch.cat([weight.rows(part) for part in _sampled_runs(weight.shape[0])])
+    count, half = weight.shape[0], SAMPLED_ROWS // 2
+    starts = (count * quarter // 4 - half // 2 for quarter in (1, 3))
+    runs = [slice(start, start + half) for start in starts] if count > SAMPLED_ROWS else [slice(0, count)]
+    rows = torch.cat([weight.rows(run) for run in runs])
     if not torch.isfinite(rows).all():
         return UNMEASURED  # the weight is refused once it is read whole
     format = FORMAT_OF_STORAGE[storage]
@@ -134,13 +134,6 @@ def sampled_error(weight: StoredWeight, storage: str) -> tuple[float, float]:
     found = format.turned(format.nearest(format.turned(rows), params))
     exact = rows.double()  # squares of small weights are zero in fp32, of large ones Inf
     return (found - exact).square().sum().item(), exact.square().sum().item()
-
-
-def _sampled_runs(rows: int) -> list[slice]:
-    """Return two runs of rows, or all of them where there are few."""
-    if rows <= ROWS * len(SAMPLED):
-        return [slice(0, rows)]
-    return [slice(start, start + ROWS) for start in (rows * over // under - ROWS // 2 for over, under in SAMPLED)]
 
 
 def stays(weight: StoredWeight, storage: str) -> bool:
