@@ -7,7 +7,6 @@ from math import prod
 
 import torch
 
-from ..base.amax import host_amax
 from ..base.dtypes import FP8_DTYPES, FP16_MAX, max_of, name_of
 from ..base.errors import CheckpointError
 from ..base.text import count_text, size_text, table, wrapped
@@ -22,7 +21,7 @@ from ..formats.checkpoint import (
     dialect_text,
     read_checkpoint,
 )
-from ..formats.families import UNKNOWN, model_name
+from ..formats.families import UNKNOWN, family_of
 from ..formats.stored_weight import NUMBERS, StoredWeight
 
 SATURATION_LIMIT = 1e-3
@@ -88,30 +87,26 @@ def inspect_file(path) -> Inspection:
         CheckpointError: it is no readable safetensors file.
     """
     file = open_checkpoint(path)
-    inspection = Inspection(
-        file=str(path),
-        dialect=None,
-        bytes=file.data_bytes,
-        parameters=0,
-        tensors=len(file),
-        layers=0,
-        dtypes=_dtypes(file),
-        card=card_in(file.metadata),
-    )
+    dtypes, card = _dtypes(file), card_in(file.metadata)
     try:
         checkpoint = read_checkpoint(file, file.metadata, path)
     except CheckpointError as error:
-        return replace(inspection, problems=[str(error)])
-    weights, model = list(checkpoint.weights.values()), model_name(checkpoint.model_shapes)
-    return replace(
-        inspection,
+        problems = [str(error)]
+        return Inspection(str(path), None, file.data_bytes, 0, len(file), 0, dtypes, problems=problems, card=card)
+    weights, model = list(checkpoint.weights.values()), family_of(checkpoint.model_shapes).name
+    return Inspection(
+        file=str(path),
         dialect=dialect_text(checkpoint.dialects),
+        bytes=file.data_bytes,
         parameters=sum(prod(weight.shape) for weight in weights),
+        tensors=len(file),
         layers=sum(weight.name.endswith(".weight") for weight in weights),
+        dtypes=dtypes,
         model=None if model == UNKNOWN.name else model,
         scales=_scales(weights),
         in_comfyui=_in_comfyui(checkpoint),
         notes=checkpoint.notes,
+        card=card,
     )
 
 
@@ -125,7 +120,7 @@ def _dtypes(file: TensorFile) -> dict[str, dict[str, int]]:
 
 
 def _scales(weights: list[StoredWeight]) -> dict[str, int]:
-    kinds = (weight.granularity if weight.encoding is None else weight.storage for weight in weights)
+    kinds = (weight.granularity if weight.format is None else weight.storage for weight in weights)
     counts = Counter(kind for kind in kinds if kind != "none")
     counts["input"] = sum(weight.input_scale is not None for weight in weights)
     counts["full_precision"] = sum(weight.full_precision for weight in weights)
@@ -136,7 +131,7 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
     """Say what ComfyUI 0.29 to 0.38 does with the file: ``utils.convert_old_quants``, ``ops._load_quantized_module``,
     ``model_base`` (unexpected keys).
     """
-    quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.encoding is None]
+    quantized = [weight for weight in checkpoint.weights.values() if weight.quantized and weight.format is None]
     known = not COMFYUI_READS.isdisjoint(checkpoint.dialects)
     scaled = [weight for weight in quantized if weight.scale is not None]
     clipped = [w for w in scaled if known and w.input_scale is None and not w.full_precision]
@@ -149,7 +144,7 @@ def _in_comfyui(checkpoint: Checkpoint) -> list[str]:
         (clipped, "no input scale: where the GPU multiplies in fp8, activations are clipped at 448"),
     )
     found = [f"{len(weights)} layers: {text}." for weights, text in statements if weights]
-    formats = Counter(w.format for w in checkpoint.weights.values() if w.encoding is not None)
+    formats = Counter(w.format for w in checkpoint.weights.values() if w.format is not None)
     found += [f"{count} layers: {kind.title} needs ComfyUI {kind.since} or later." for kind, count in formats.items()]
     return found
 
@@ -170,7 +165,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
     for name, tensor in file.items():
         weight = weights.get(name, StoredWeight(name, tensor))
         found: list[FileFinding] = []
-        if weight.encoding is not None:
+        if weight.format is not None:
             _scan_coded(weight, found)
         elif tensor.dtype in NUMBERS:
             _scan_tensor(tensor, weight, found, remarks)
@@ -186,7 +181,7 @@ def scan_file(path, progress: Callable[[int], None] | None = None) -> Scan:
 def _scan_tensor(
     tensor: torch.Tensor, weight: StoredWeight, problems: list[FileFinding], remarks: list[FileFinding]
 ) -> None:
-    largest = host_amax(tensor)
+    largest = weight.data_amax
     if not largest < float("inf"):
         problems += _non_finite(weight.name, tensor.reshape(-1).split(_CHUNK))
     elif largest == 0 and tensor.dim() > 1 and tensor.numel():
@@ -198,7 +193,7 @@ def _scan_tensor(
 
 
 def _scan_coded(weight: StoredWeight, problems: list[FileFinding]) -> None:
-    bound = weight.bound(0.0)
+    bound = weight.bound()
     if bound < float("inf"):
         _fp16_range(weight, bound, problems)
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..devices.detect import Device
 from ..files.safetensors_file import open_checkpoint
 from ..formats.checkpoint import Checkpoint, dialect_text, read_checkpoint
-from ..formats.families import family_of, model_name
+from ..formats.families import Family, family_of
 from ..formats.registry import FORMAT_OF_STORAGE
 from ..plan.facts import LayerSpec, ModelFacts, facts_of, layer_specs
 from ..plan.goal import plan_for_goal, storage_for_goal
@@ -43,19 +43,20 @@ def plan_file(
     found = plan_for_goal(facts, device, goal, storages)
     choice = replace(plan.storage, reason=f"{why} {plan.storage.reason}".strip())
     plan = replace(plan, compute=found.compute, storage=choice)
-    return _report(checkpoint, names, facts, device, plan, memory, found.reason)
+    return _report(checkpoint, names, family, facts, device, plan, memory, found.reason)
 
 
 def _report(
     checkpoint: Checkpoint,
     names: dict[str, str],
+    family: Family,
     facts: ModelFacts,
     device: Device,
     plan: LoadPlan,
     memory: MemoryPlan,
     reason: str,
 ) -> Report:
-    model = ModelReport(model_name(checkpoint.model_shapes), facts.parameters, memory.bytes)
+    model = ModelReport(family.name, facts.parameters, memory.bytes)
     report = Report(device_section(device), model)
     report.layers = [
         _layer(layer, memory.storage_of(checkpoint.weights[name]), plan)

@@ -3,7 +3,6 @@
 The ``safetensors`` library checks headers. Its ``save_file`` needs all tensors in memory at once.
 """
 
-import mmap
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -27,88 +26,58 @@ def open_checkpoint(path: str | os.PathLike) -> TensorFile:
         CheckpointError: the file is missing, damaged, truncated, of another kind, or one of its shards is.
     """
     path = Path(path)
-    if path.name.endswith(".index.json"):
-        return _open_index(path)
-    shard = _SHARD.fullmatch(path.name)
+    shards = _index(path) if path.name.endswith(".index.json") else {}
+    files = dict.fromkeys(path.with_name(part) for name in shards.values() or [path.name] for part in _set_of(name))
+    missing = next((file.name for file in files if not os.path.isfile(file)), None)
+    if missing is not None and (shards or len(files) > 1):
+        raise CheckpointError(path, f"a set whose file {missing[:200]} is missing", advice="Download all parts.")
+    whole = _open_files(path, list(files))
+    missing = next((name for name in shards if name not in whole.entries), None)
+    if missing is not None:
+        problem = f"not in {shards[missing]}, where the index places it"
+        raise CheckpointError(path, problem, missing, "Download it again.")
+    return whole
+
+
+def _set_of(name: str) -> list[str]:
+    """List the names of all parts of the set that a file's name belongs to, by their numbers; else the name alone."""
+    shard = _SHARD.fullmatch(name)
     if shard is None or int(shard["count"]) <= 1:
-        return _open_files(path, [path])
-    endings = dict.fromkeys((shard["suffix"], shard["suffix"].lower()))
-    indexes = [path.with_name(f"{shard['stem']}{ending}.index.json") for ending in endings]
-    index = next(filter(os.path.isfile, indexes), None)
-    return _open_siblings(path, shard) if index is None else _open_index(index, path.name)
-
-
-def _set_of(shard: re.Match) -> list[str]:
-    """List the names of all parts of the set that a part's name belongs to."""
+        return [name]
     numbers = range(1, int(shard["count"]) + 1)
     return [f"{shard['stem']}-{number:05d}-of-{shard['count']}{shard['suffix']}" for number in numbers]
 
 
-def _open_siblings(path: Path, shard: re.Match) -> TensorFile:
-    files = [path.with_name(name) for name in _set_of(shard)]
-    missing = next((file.name for file in files if not os.path.isfile(file)), None)
-    if missing is not None:
-        raise CheckpointError(path, f"part of a set whose file {missing} is missing", advice="Download all parts.")
-    return _open_files(path, files)
-
-
-def _open_index(path: Path, part: str = "") -> TensorFile:
-    """Open the set of an index; ``part`` is the name of the file that was asked for, if it was one of its parts."""
+def _index(path: Path) -> dict[str, str]:
+    """Read the names of tensors, and of the files beside the index that hold them."""
     with open_regular(path) as file, os_errors_as(path, "read"):
-        if os.fstat(file.fileno()).st_size > MAX_HEADER:
-            raise CheckpointError(path, "an index of more than 100 MB", advice=AGAIN)
-        text = file.read()
+        text = file.read(MAX_HEADER)
     try:
-        index = read_object(text)
+        shards = read_object(text).get("weight_map")
     except ValueError as error:
         raise CheckpointError(path, f"its text is {error}", advice=AGAIN) from None
-    shards = index.get("weight_map")
     if not isinstance(shards, dict) or not shards:
         raise CheckpointError(path, "an index without a 'weight_map'", advice=AGAIN)
     for name, shard in shards.items():
-        _check_shard(path, name, shard)
-    _require_all_parts(path, {*shards.values(), *filter(None, [part])}, set(shards.values()))
-    whole = _open_files(path, [path.with_name(shard) for shard in dict.fromkeys(shards.values())])
-    missing = next((name for name in shards if name not in whole.entries), None)
-    if missing is not None:
-        raise CheckpointError(
-            path, f"not in {shards[missing]}, where the index places it", missing, "Download it again."
-        )
-    return whole
-
-
-def _require_all_parts(path: Path, names: set[str], named: set[str]) -> None:
-    sets = {(shard["stem"], shard["count"]): shard for shard in map(_SHARD.fullmatch, names) if shard}
-    missing = next((name for shard in sets.values() for name in _set_of(shard) if name not in named), None)
-    if missing is not None:
-        advice = "Download the index again, or delete it: without one the parts are found by their numbers."
-        raise CheckpointError(path, f"leaves out {missing}, a part of its set", advice=advice)
-
-
-def _check_shard(path: Path, name: str, shard: object) -> None:
-    if not isinstance(shard, str) or not shard or shard in (".", "..") or re.search(r"[\\/:\0]", shard):
-        raise CheckpointError(path, f"its file {shard!r} is not a plain file name", name, "Do not use this index.")
-    if not os.path.isfile(path.with_name(shard)):
-        raise CheckpointError(path, f"its file {shard[:200]} is missing from the folder", name, "Download all parts.")
+        if not isinstance(shard, str) or not shard or shard in (".", "..") or re.search(r"[\\/:\0]", shard):
+            raise CheckpointError(path, f"its file {shard!r} is not a plain file name", name, "Do not use this index.")
+    return shards
 
 
 def _open_files(path: Path, files: list[Path]) -> TensorFile:
-    metadata, entries, maps = {}, {}, {}
+    metadata: dict[str, str] = {}
+    entries: dict[str, Entry] = {}
+    maps = {}
     for file in files:
-        own, part = _map_file(file, maps)
+        with open_regular(file) as opened, os_errors_as(file, "read"):
+            own, part = read_header(file, opened, os.fstat(opened.fileno()).st_size)
+            maps[file] = map_pages(file, opened)
         metadata = own | metadata
         twice = next((name for name in part if name in entries), None)
         if twice is not None:
             raise CheckpointError(file, f"also in {entries[twice].file.name}", twice, "Download the set again.")
         entries |= part
     return TensorFile(path, metadata, entries, maps)
-
-
-def _map_file(path: Path, maps: dict[Path, mmap.mmap]) -> tuple[dict[str, str], dict[str, Entry]]:
-    with open_regular(path) as file, os_errors_as(path, "read"):
-        metadata, entries = read_header(path, file, os.fstat(file.fileno()).st_size)
-        maps[path] = map_pages(path, file)
-    return metadata, entries
 
 
 def write_safetensors(
@@ -127,7 +96,7 @@ def write_safetensors(
         CheckpointError: the disk is too small or full, the folder cannot be written to, or there is a file to be left.
         ValueError: ``tensors`` are not those that ``specs`` announce.
     """
-    path = _real_path(path)
+    path = Path(os.path.realpath(path))
     places = layout(specs)
     header = header_bytes(places, metadata)
     with os_errors_as(path, "written"):
@@ -136,13 +105,6 @@ def write_safetensors(
         with os_errors_as(path, "written"):
             file.write(header)
         _write_all(path, file, len(header), places, tensors)
-
-
-def _real_path(path: str | os.PathLike) -> Path:
-    try:
-        return Path(os.path.realpath(path))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(path, f"cannot be written ({error})", advice="Check the path.") from None
 
 
 def _write_all(path: Path, file: BinaryIO, base: int, places: dict, tensors: Iterable) -> None:

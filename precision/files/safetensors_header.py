@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..base.errors import CheckpointError
-from .sniff import describe_other_format
 
 MAX_HEADER = 100_000_000
 MAX_NAME = 1000
@@ -46,6 +45,17 @@ CODES = {
 }
 TORCH_DTYPES = {code: getattr(torch, name) for code, name in CODES.items() if hasattr(torch, name)}
 CODE_OF = {dtype: code for code, dtype in TORCH_DTYPES.items()}
+_CONVERT = "Load it with ComfyUI's own loader and save it as .safetensors, or use a .safetensors version."
+
+_STARTS = (
+    (b"version https://git-lfs", "a git-LFS pointer, not the model itself", "Run 'git lfs pull', or download it."),
+    (b"GGUF", "a GGUF file", "Load it with ComfyUI-GGUF and connect its MODEL to any Halfsafe node."),
+    (b"PK\x03\x04", "a zip archive, as PyTorch's .ckpt, .pt and .pth files are", _CONVERT),
+    (b"\x80\x02", "a Python pickle, as old .ckpt and .pt files are", _CONVERT),
+    (b"\x1f\x8b", "a gzip archive", "Unpack it."),
+    (b"\x89HDF", "an HDF5 file", "Use a .safetensors version."),
+)
+"""How files of other kinds begin, what they are, and what to do."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,7 @@ def read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, str], 
     head = file.read(512)
     length = int.from_bytes(head[:8], "little")
     if len(head) < 9 or head[8:9] != b"{" or length > MAX_HEADER:
-        problem, advice = describe_other_format(head)
+        problem, advice = _describe_other_format(head)
         raise CheckpointError(path, problem, advice=advice)
     if length > size - 8:
         problem = f"truncated in its header: {8 + length - size} more bytes of header are missing, and the tensors"
@@ -100,6 +110,24 @@ def read_header(path: Path, file: BinaryIO, size: int) -> tuple[dict[str, str], 
     metadata = header.pop("__metadata__", None) or {}
     entries = [(name, _entry(path, name, value, 8 + length)) for name, value in header.items()]
     return metadata, dict(sorted(entries, key=lambda item: (item[1].start, item[1].end)))
+
+
+def _describe_other_format(head: bytes) -> tuple[str, str]:
+    """Return problem and advice for a file that begins with ``head`` and has no plausible safetensors header."""
+    for start, problem, advice in _STARTS:
+        if head.startswith(start):
+            return problem, advice
+    text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if text[:1] == b"<":
+        return "a web page (HTML), not a model", f"{AGAIN} The site may ask you to log in or to accept a licence."
+    if len(text) > 3 and all(32 <= byte < 127 or byte in b"\t\r\n" for byte in text[:64]):
+        shown = text[:60].decode("ascii").splitlines()[0]
+        advice = f"{AGAIN} The site may have answered with an error."
+        return f"a text file that begins {shown!r}, not a model", advice
+    if len(head) < 9:
+        return f"only {len(head)} bytes long" if head else "empty, 0 bytes", AGAIN
+    length = int.from_bytes(head[:8], "little")
+    return f"no safetensors file (a header of {length} bytes is impossible, or does not begin with '{{')", AGAIN
 
 
 def _refusal(path: Path, text: bytes, data: int, error: SafetensorError) -> CheckpointError:
@@ -120,7 +148,8 @@ def _refusal(path: Path, text: bytes, data: int, error: SafetensorError) -> Chec
 
 
 def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
-    check_name(path, name)
+    if len(name) > MAX_NAME or not name.isprintable():
+        raise CheckpointError(path, "its name is too long or cannot be shown", ascii(name[:80])[1:-1], AGAIN)
     code, shape, (start, end) = value["dtype"], value["shape"], value["data_offsets"]
     if code not in TORCH_DTYPES:
         problem = f"torch {torch.__version__} has no such dtype" if code in CODES else "an unknown dtype"
@@ -130,16 +159,9 @@ def _entry(path: Path, name: str, value: Any, base: int) -> Entry:
     expected = prod(shape) * TORCH_DTYPES[code].itemsize
     if end - start != expected:
         shown = "x".join(map(str, shape[:8]))
-        raise CheckpointError(
-            path, f"{code} of shape {shown} is {expected} bytes, the file holds {end - start}", name, AGAIN
-        )
+        problem = f"{code} of shape {shown} is {expected} bytes, the file holds {end - start}"
+        raise CheckpointError(path, problem, name, AGAIN)
     return Entry(path, code, tuple(shape), base + start, base + end)
-
-
-def check_name(path: Path, name: str) -> None:
-    """Raise CheckpointError for a tensor's name that errors and reports could not show."""
-    if len(name) > MAX_NAME or not name.isprintable():
-        raise CheckpointError(path, "its name is too long or cannot be shown", ascii(name[:80])[1:-1], AGAIN)
 
 
 def layout(specs: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, int]]:

@@ -94,9 +94,8 @@ def open_regular(path: Path) -> BinaryIO:
     try:
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
-            raise CheckpointError(
-                path, "a folder, not a file", advice="Give the .safetensors or .index.json file in it."
-            )
+            advice = "Give the .safetensors or .index.json file in it."
+            raise CheckpointError(path, "a folder, not a file", advice=advice)
         if not stat.S_ISREG(mode):
             raise CheckpointError(path, "not a regular file")
         return open(path, "rb")

@@ -14,10 +14,10 @@ from pathlib import Path
 from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile, fingerprint
 from .checkpoint import CARD_KEY
-from .comfy_format import ROWS, SAMPLED, WeightPlan
+from .comfy_format import SAMPLED_ROWS, WeightPlan
 from .registry import FORMAT_OF_STORAGE
 
-WHAT_ERROR = f"relative_rms_error_of_{ROWS * len(SAMPLED)}_rows_per_weight"
+WHAT_ERROR = f"relative_rms_error_of_{SAMPLED_ROWS}_rows_per_weight"
 _VERSION = re.compile(r'^version = "(.+)"$', re.MULTILINE)
 
 
@@ -58,7 +58,7 @@ def card_entry(provenance: Provenance, plans: Iterable[WeightPlan]) -> dict[str,
     sums = {plan.storage: (0.0, 0.0) for plan in plans}
     for plan in plans:
         error, values = sums[plan.storage]
-        sums[plan.storage] = error + plan.error.error, values + plan.error.values
+        sums[plan.storage] = error + plan.error[0], values + plan.error[1]
     errors = {storage: round(math.sqrt(error / values), 6) for storage, (error, values) in sums.items() if values}
     card = {
         "halfsafe": pack_version(),

@@ -16,9 +16,8 @@ from ..base.dtypes import FP8_DTYPES, name_of
 from ..base.errors import CheckpointError, NonFiniteWeight, UnconsumedScale
 from ..files.safetensors_header import read_object
 from ..files.tensor_file import TensorFile
-from .format import NonFiniteScale
-from .registry import FORMATS, encoded_weight
-from .stored_weight import EIGHT_BIT, NUMBERS, StoredWeight, granularity_of
+from .registry import FORMATS, weight_in_format
+from .stored_weight import EIGHT_BIT, NUMBERS, NonFiniteScale, StoredWeight, granularity_of
 
 COMFY_QUANT, SCALED_FP8 = "comfy_quant", "scaled_fp8"
 QUANTIZATION_KEY = "_quantization_metadata"
@@ -34,16 +33,8 @@ _CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale", "pro
 
 _ORIGINAL = "Use the 16-bit or fp8 version of this model."
 _FOREIGN = (
-    (
-        ("wscales", "smooth_factor", "proj_down"),
-        "a Nunchaku (SVDQuant) file",
-        "Load it with the ComfyUI-nunchaku nodes.",
-    ),
-    (
-        ("absmax", "quant_map", "bitsandbytes__nf4", "SCB"),
-        "a bitsandbytes file",
-        "Load it with a bitsandbytes loader node.",
-    ),
+    (("wscales", "smooth_factor"), "a Nunchaku (SVDQuant) file", "Load it with the ComfyUI-nunchaku nodes."),
+    (("absmax", "bitsandbytes__nf4", "SCB"), "a bitsandbytes file", "Load it with a bitsandbytes loader node."),
     (("svd_up", "svd_down", "zero_point"), "an SDNQ file", f"It runs in SD.Next. {_ORIGINAL}"),
     (("weight_packed", "weight_global_scale"), "a compressed-tensors file", f"It runs in vLLM. {_ORIGINAL}"),
     (("_data", "_scale"), "an optimum-quanto file", _ORIGINAL),
@@ -199,8 +190,8 @@ class _Reader:
         if settings is not None:
             self.dialects[COMFY_QUANT if f"{layer}.comfy_quant" in self.tensors else QUANTIZATION_KEY] += 1
             declared = self._format(name, data, settings)
-            if not self._is_fp8_linear(name, data, settings, declared):
-                return self._encoded(name, data, settings | {"format": declared})
+            if data.dtype not in FP8_DTYPES or not declared.startswith("float8_") or "num_experts" in settings:
+                return self._in_format(name, data, settings | {"format": declared})
         scale, granularity, dialect = self._weight_scale(name, data)
         if settings is None and data.dtype in EIGHT_BIT:
             self.dialects[dialect] += 1
@@ -219,35 +210,28 @@ class _Reader:
             return "int8_tensorwise"
         if not isinstance(declared, str):
             raise CheckpointError(self.path, "its comfy_quant names no format", name)
-        if declared not in FORMATS and ("num_experts" in settings or not declared.startswith("float8_")):
+        fp8 = declared.startswith("float8_") and data.dtype in FP8_DTYPES and "num_experts" not in settings
+        if declared not in FORMATS and not fp8:
             advice = "Update ComfyUI and Halfsafe, or use another version of the model."
             unknown = f"which no ComfyUI up to {READS_UP_TO} reads and Halfsafe does not know"
             raise CheckpointError(self.path, f"in the format {declared[:80]!r}, {unknown}", name, advice)
+        if fp8 and not declared.startswith(str(data.dtype).removeprefix("torch.")):
+            self.remarks[f"declared as {declared}, stored and read as {name_of(data.dtype)}"] += 1
         return declared
 
-    def _is_fp8_linear(self, name: str, data: torch.Tensor, settings: dict, declared: str) -> bool:
-        if not declared.startswith("float8_") or "num_experts" in settings:
-            return False
-        if data.dtype not in FP8_DTYPES:
-            raise CheckpointError(self.path, f"declared as {declared}, but stored in {name_of(data.dtype)}", name)
-        if not declared.startswith(str(data.dtype).removeprefix("torch.")):
-            self.remarks[f"declared as {declared}, stored and read as {name_of(data.dtype)}"] += 1
-        return True
-
-    def _encoded(self, name: str, data: torch.Tensor, settings: dict) -> StoredWeight:
+    def _in_format(self, name: str, data: torch.Tensor, settings: dict) -> StoredWeight:
         layer, declared = _layer(name), settings["format"]
         found = {leaf: f"{layer}.{leaf}" for leaf in FORMATS[declared].leaves if f"{layer}.{leaf}" in self.tensors}
         tensors = {leaf: self.tensors[key] for leaf, key in found.items()}
         self.taken.update(found.values())
         try:
             bias = self.tensors.get(f"{layer}.bias")
-            encoding = encoded_weight(data, tensors, settings, None if bias is None else bias.numel())
+            return weight_in_format(name, data, tensors, settings, None if bias is None else bias.numel())
         except NonFiniteScale as error:
             key = found[error.leaf]
             raise NonFiniteWeight(self._file_of(key), str(error), key, _DAMAGED) from None
         except ValueError as error:
             raise CheckpointError(self._file_of(name), f"{declared}, but {error}", name, _DAMAGED) from None
-        return StoredWeight(name, encoding.data, encoding=encoding)
 
     def _weight_scale(self, name: str, data: torch.Tensor) -> tuple[torch.Tensor | None, str, str]:
         found = next(((key, dialect) for key, dialect in _weight_scale_names(name) if key in self.tensors), None)

@@ -11,31 +11,23 @@ from dataclasses import dataclass
 
 import torch
 
-from ..base.amax import amax_value, host_amax
 from ..base.dtypes import FP8_NAMES, FP16_MAX, QUANTIZED_NAMES, dtype_named, max_of, name_of
 from ..base.errors import NonFiniteWeight
 from ..files.safetensors_header import TensorSpec
-from .format import Format, Tensors
+from .format import Format
 from .fp8 import Fp8, quantize
 from .registry import FORMAT_OF_STORAGE
-from .stored_weight import StoredWeight, comfy_quant_tensor
+from .stored_weight import StoredWeight, Tensors, comfy_quant_tensor
 
 LARGEST_ROUNDED = max_of(torch.float32) / 2
 ERROR_SAMPLE = 8
-SAMPLED = ((1, 4), (3, 4))
-ROWS = 8
+SHARED_SAMPLE = 4
+SAMPLED_ROWS = 16
 AS_FILE = "as_file"
 OF_FNUZ = {"fp8_e4m3fnuz": "fp8_e4m3fn", "fp8_e5m2fnuz": "fp8_e5m2"}
+UNMEASURED = (0.0, 0.0)
 Made = tuple[StoredWeight, dict[str, torch.Tensor]]
 """A weight and its tensors as they are planned."""
-
-
-@dataclass(frozen=True)
-class SampledError:
-    """Squared error of some rows of a weight as it is stored, and squared values, summed; zeros where unmeasured."""
-
-    error: float = 0.0
-    values: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +41,7 @@ class WeightPlan:
         format: the quantization format that it is in then; empty where it is in none.
         changes: its values or its scale are not those of the source.
         specs: the tensors that hold it.
-        error: of the values that it is stored with.
+        error: squared error of some rows as they are stored, and squared values, summed; zeros where unmeasured.
     """
 
     storage: str
@@ -58,7 +50,7 @@ class WeightPlan:
     format: str
     changes: bool
     specs: tuple[TensorSpec, ...]
-    error: SampledError = SampledError()
+    error: tuple[float, float] = UNMEASURED
 
     @property
     def bytes(self) -> int:
@@ -69,9 +61,7 @@ class WeightPlan:
 def can_be_quantized(cls: str = "Linear", dimensions: int = 2) -> bool:
     """Tell whether ComfyUI can hold a layer's weight in fp8 or int8: 2-D weights of ``Linear`` modules only.
 
-    Args:
-        cls: name of the module's class; a file does not tell it, so that there the dimensions have to do.
-        dimensions: of the weight.
+    ``cls``: name of the module's class. A file does not tell that, so that there the dimensions have to do.
     """
     # Of the other operations of ``mixed_precision_ops`` (comfy/ops.py) none but a bank of experts reads a scale.
     return cls == "Linear" and dimensions == 2
@@ -94,12 +84,7 @@ def finite_bound(weight: StoredWeight, path) -> float:
     Raises:
         NonFiniteWeight: it holds NaN or Inf, or exceeds fp32's range.
     """
-    largest = 0.0
-    if weight.is_number and weight.encoding is None:
-        largest = host_amax(weight.data) if weight.data.device.type == "cpu" else amax_value(weight.data)
-    elif weight.scale is not None:
-        largest = float(torch.iinfo(weight.data.dtype).max + 1)
-    bound = weight.bound(largest)
+    bound = weight.bound()
     if not math.isfinite(bound):
         raise _damaged(weight, path, "holds NaN or Inf")
     if bound > max_of(torch.float32):
@@ -129,30 +114,26 @@ def requantization_error(weight: StoredWeight, storage: str, path) -> float:
     return math.sqrt(squares / rows)
 
 
-def sampled_error(weight: StoredWeight, storage: str) -> SampledError:
+def sampled_error(weight: StoredWeight, storage: str) -> tuple[float, float]:
     """Compare some rows of a weight, quantized to ``storage``, with their own values; zeros where none is quantized.
 
     Nothing but these rows is read: fp8 gets a scale for their own amax. Scales are powers of two, so that the error
     differs from that of the whole weight's scale only for values that become subnormal with one of them.
     """
     if storage not in QUANTIZED_NAMES or _is_same_fp8(weight, storage):
-        return SampledError()
-    rows = torch.cat([weight.rows(part) for part in _sampled_runs(weight.shape[0])])
+        return UNMEASURED
+    count, half = weight.shape[0], SAMPLED_ROWS // 2
+    starts = (count * quarter // 4 - half // 2 for quarter in (1, 3))
+    runs = [slice(start, start + half) for start in starts] if count > SAMPLED_ROWS else [slice(0, count)]
+    rows = torch.cat([weight.rows(run) for run in runs])
     if not torch.isfinite(rows).all():
-        return SampledError()  # the weight is refused once it is read whole
+        return UNMEASURED  # the weight is refused once it is read whole
     format = FORMAT_OF_STORAGE[storage]
-    shared = format.shared(rows)
+    shared = format.shared([rows])
     params = {**format.encode(rows, shared), **shared}
     found = format.turned(format.nearest(format.turned(rows), params))
     exact = rows.double()  # squares of small weights are zero in fp32, of large ones Inf
-    return SampledError((found - exact).square().sum().item(), exact.square().sum().item())
-
-
-def _sampled_runs(rows: int) -> list[slice]:
-    """Return two runs of rows, or all of them where there are few."""
-    if rows <= ROWS * len(SAMPLED):
-        return [slice(0, rows)]
-    return [slice(start, start + ROWS) for start in (rows * over // under - ROWS // 2 for over, under in SAMPLED)]
+    return (found - exact).square().sum().item(), exact.square().sum().item()
 
 
 def stays(weight: StoredWeight, storage: str) -> bool:
@@ -206,7 +187,7 @@ def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
     if isinstance(format, Fp8):
         shared = format.scale_for(_fp8_amax(weight, bound))
     else:
-        shared = format.shared(_some_rows(weight, format.sampled(weight.shape[1])))
+        shared = format.shared(part for _, part in weight.parts(sample=SHARED_SAMPLE))
     if weight.plain and not format.writer:
         return {**format.encode(weight.data, shared), **shared}
     device = weight.data.device if weight.plain else None
@@ -218,25 +199,15 @@ def _encoded(weight: StoredWeight, format: Format, bound: float) -> Tensors:
     return {**made, **shared}
 
 
-def _some_rows(weight: StoredWeight, count: int) -> torch.Tensor:
-    """Return rows of a weight in fp32, spread evenly, all of them where there are no more."""
-    rows, columns = weight.shape
-    if not count:
-        return torch.empty(0, columns)
-    at = torch.linspace(0, rows - 1, count).long() if rows > count else torch.arange(rows)
-    inside = ((at[(at >= part.start) & (at < part.stop)] - part.start, values) for part, values in weight.parts())
-    return torch.cat([values[here.to(values.device)] for here, values in inside])
-
-
 def _fp8_amax(weight: StoredWeight, bound: float) -> float:
     """Return the amax to make the fp8 scale for. The bound of a weight that is unpacked is loose."""
-    return bound if weight.encoding is None else weight.amax
+    return bound if weight.format is None else weight.amax
 
 
 def _is_same_fp8(weight: StoredWeight, storage: str) -> bool:
     """Tell whether a weight is in an fp8 storage with one scale, or in its fnuz sibling."""
     own = OF_FNUZ.get(name_of(weight.data.dtype), name_of(weight.data.dtype))
-    return weight.encoding is None and weight.granularity in ("none", "tensor") and own == storage in FP8_NAMES
+    return weight.format is None and weight.granularity in ("none", "tensor") and own == storage in FP8_NAMES
 
 
 def specs_of(weight: StoredWeight, storage: str) -> list[TensorSpec]:

@@ -7,14 +7,15 @@ already on an fp8 grid survives being scaled again.
 
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from ..base.amax import amax, host_amax
 from ..base.dtypes import max_of
 from ..base.modes import FP8
-from .format import Encoded, Format, Tensors
+from .format import Format
+from .stored_weight import StoredWeight, Tensors
 
 PART = 1 << 22
 MIN_SCALE_EXPONENT = -24
@@ -110,22 +111,14 @@ class Fp8(Format):
     def __init__(self, name: str, storage: str, since: str, colour: tuple[int, int, int], dtype: torch.dtype):
         self.name, self.storage, self.since, self.colour, self.dtype = name, storage, since, colour, dtype
 
-    def check(self, weight: Encoded) -> None:
-        if weight.tensors["weight_scale"].numel() > 1:
-            weight.require_shape("weight_scale", (weight.shape[0], 1), (weight.shape[0],))
-
-    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
-        scale = weight.numbers("weight_scale").reshape(-1, 1)
-        return weight.data[part].float().mul_(scale if len(scale) == 1 else scale[part])
-
-    def bound(self, weight: Encoded) -> float:
-        return host_amax(weight.data) * weight.numbers("weight_scale").max().item()
+    def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
+        return weight.data[part].float().mul_(weight.row_scales(part))
 
     def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"weight": ((rows, columns), self.dtype), "weight_scale": ((), torch.float32)}
 
-    def shared(self, rows: torch.Tensor) -> Tensors:
-        return self.scale_for(host_amax(rows))
+    def shared(self, parts: Iterable[torch.Tensor]) -> Tensors:
+        return self.scale_for(max(map(host_amax, parts)))
 
     def scale_for(self, largest: float) -> Tensors:
         """Make the scale of a weight by its largest magnitude."""

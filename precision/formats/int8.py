@@ -10,15 +10,16 @@ weight comfy-kitchen rotates and divides in that dtype, which rounds once more: 
 here and there.
 """
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import torch
 
 from ..base.modes import INT8
-from .format import Encoded, Format, Tensors
+from .format import Format
 from .fp8 import scratch
+from .stored_weight import StoredWeight, Tensors
 
 GROUPS = (256, 64, 16)
 LARGEST_CODE = 127
@@ -78,18 +79,15 @@ def dequantize_rows(codes: torch.Tensor, scale: torch.Tensor, group: int | None)
 class Rotated(Format):
     """A format whose codes belong to rotated rows."""
 
+    rotated: bool | None = True
+
     def why_not(self, columns: int) -> str:
         if rotation_group(columns):
             return ""
         return f"no rotation of 256, 64 or 16 divides its {columns} inputs, and int8 without one fails on outliers"
 
     def turned(self, rows: torch.Tensor) -> torch.Tensor:
-        return rotated(rows.float(), fitting_group(rows.shape[1]))
-
-
-def fitting_group(columns: int) -> int:
-    """Return the rotation group of a number of inputs that has one."""
-    return next(group for group in GROUPS if columns % group == 0)
+        return rotated(rows.float(), rotation_group(rows.shape[1]))
 
 
 class Int8(Rotated):
@@ -97,31 +95,21 @@ class Int8(Rotated):
 
     name, storage, since, colour = "int8_tensorwise", "int8", "0.27.0", INT8.colour
     product, mode = "int8_linear", INT8
+    largest, rotated = 128, None
     writes = True
 
-    def check(self, weight: Encoded) -> None:
-        if weight.tensors["weight_scale"].numel() > 1:
-            weight.require_shape("weight_scale", (weight.shape[0], 1), (weight.shape[0],))
-        _group(weight)
+    def read(self, weight: StoredWeight) -> StoredWeight:
+        """Give a weight its ``weight_scale`` in the shape that ComfyUI multiplies by, and ``convrot`` where also its
+        embeddings look."""
+        scale, settings = weight.tensors["weight_scale"], weight.settings
+        if scale.dim() == 1 or (scale.numel() == 1 and len(weight.data) > 1):
+            scale = scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1)
+        if weight.group is not None:
+            settings = settings | {"convrot": True, "convrot_groupsize": weight.group}
+        return replace(weight, tensors={"weight_scale": scale}, settings=settings)
 
-    def read(self, data: torch.Tensor, tensors: Tensors, settings: dict, outputs: int | None) -> Encoded:
-        """Read a weight with ``weight_scale`` in the shape that ComfyUI multiplies by,
-        and ``convrot`` where also its embeddings look.
-        """
-        scale = tensors["weight_scale"]
-        if scale.dim() == 1 or (scale.numel() == 1 and len(data) > 1):
-            tensors = {"weight_scale": scale.reshape(()) if scale.numel() == 1 else scale.reshape(-1, 1)}
-        weight = Encoded(self, data, tensors, settings)
-        if (group := _group(weight)) is None:
-            return weight
-        return Encoded(self, data, tensors, settings | {"convrot": True, "convrot_groupsize": group})
-
-    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
-        scale = weight.numbers("weight_scale").reshape(-1, 1)
-        return dequantize_rows(weight.data[part], scale if len(scale) == 1 else scale[part], _group(weight))
-
-    def bound(self, weight: Encoded) -> float:
-        return 128 * weight.numbers("weight_scale").max().item() * math.sqrt(_group(weight) or 1)
+    def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
+        return dequantize_rows(weight.data[part], weight.row_scales(part), weight.group)
 
     def specs(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {"weight": ((rows, columns), torch.int8), "weight_scale": ((rows, 1), torch.float32)}
@@ -130,7 +118,7 @@ class Int8(Rotated):
         return {"convrot": True, "convrot_groupsize": rotation_group(columns)}
 
     def encode(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Tensors:
-        codes, scale = quantize_rows(rows, fitting_group(rows.shape[1]))
+        codes, scale = quantize_rows(rows, rotation_group(rows.shape[1]))
         return {"weight": codes, "weight_scale": scale}
 
     def nearest(
@@ -141,8 +129,3 @@ class Int8(Rotated):
 
     def codes(self, numbers: torch.Tensor, params: Mapping[str, torch.Tensor]) -> torch.Tensor:
         return (numbers / params["weight_scale"]).round_().to(torch.int8)
-
-
-def _group(weight: Encoded) -> int | None:
-    """Return the rotation's group, None where the weight is not rotated."""
-    return weight.group if weight.setting("convrot", False) else None

@@ -1,16 +1,15 @@
 """The quantization formats of ComfyUI, by their names and storages."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
 import torch
 
-from .blocks import Mxfp8, Nvfp4
-from .format import Encoded, Experts, Format
-from .four_bits import Awq4, Int4
+from .format import Format
 from .fp8 import E4M3, E5M2
 from .int8 import Int8
+from .read_only import Awq4, Int4, Mxfp8, Nvfp4
+from .stored_weight import StoredWeight, Tensors
 from .w4a8 import W4a8
 
 _ALL: tuple[Format, ...] = (
@@ -41,13 +40,10 @@ def format_of(name: str, size: int, count: int) -> Format:
     return next(format for format in _ALL if format.name == name and format.bits in (0, 8 * size // count))
 
 
-def encoded_weight(
-    data: torch.Tensor, tensors: Mapping[str, torch.Tensor], settings: dict, outputs: int | None = None
-) -> Encoded:
+def weight_in_format(
+    name: str, data: torch.Tensor, tensors: Tensors, settings: dict, outputs: int | None = None
+) -> StoredWeight:
     """Make the weight of ``data``, the tensors beside ``data`` in a file, and ``comfy_quant``.
-
-    Args:
-        outputs: of the layer, if the file tells them; rows beyond those are padding.
 
     Raises:
         ValueError: a tensor is missing or does not fit the format; the message says why.
@@ -56,11 +52,10 @@ def encoded_weight(
     missing = next((leaf for leaf in format.needs if leaf not in tensors), None)
     if missing:
         raise ValueError(f"without its {missing}")
-    typed = {name: _typed(tensor, format, name) for name, tensor in tensors.items()}
-    if "num_experts" in settings:
-        weight: Encoded = Experts(format, data, typed, settings)
-    else:
-        weight = format.read(data, typed, settings, outputs)
+    typed = {leaf: _typed(tensor, format, leaf) for leaf, tensor in tensors.items()}
+    weight = StoredWeight(name, data, format=format, tensors=typed, settings=settings, outputs=outputs)
+    weight.check()
+    weight = weight if weight.experts else format.read(weight)
     return replace(weight, format=format_of(format.name, data.nbytes, prod(weight.shape))) if format.bits else weight
 
 

@@ -3,23 +3,37 @@
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..base.amax import amax_value, host_amax
 from ..base.dtypes import FP8_DTYPES, name_of
-from .format import Encoded, Format
 
+if TYPE_CHECKING:
+    from .format import Format
+
+Tensors = dict[str, torch.Tensor]
+"""Tensors of a layer by the last part of their names: ``weight``, ``weight_scale``."""
 CHUNK = 1 << 20
 EIGHT_BIT = FP8_DTYPES | {torch.int8}
 NUMBERS = FP8_DTYPES | {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-USUAL_BLOCK = 128
+USUAL_BLOCKS = (128, 64, 32, 16, 256, 512, 1)
+
+
+class NonFiniteScale(ValueError):
+    """The tensor ``leaf`` holds NaN, Inf, or a negative number where none can be."""
+
+    def __init__(self, leaf: str):
+        super().__init__("a scale that is NaN, infinite or negative")
+        self.leaf = leaf
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One tensor of a model. ``data * scale`` is the weight, unless ``encoding`` has its values.
+    """One tensor of a model. ``data * scale`` is the weight, unless it has a ``format``.
 
     Attributes:
         name: full tensor name, ``blocks.0.ffn.0.weight``.
@@ -28,7 +42,9 @@ class StoredWeight:
         granularity: ``none``, ``tensor``, ``row`` or ``block``.
         input_scale: fp32 0-dim activation multiplier, if the file has one.
         full_precision: the file asks for ``full_precision_matrix_mult``.
-        encoding: the weight in one of ComfyUI's formats that are more than fp8 data and a scale.
+        format: of ComfyUI's formats that are more than fp8 data and a scale.
+        tensors: what the format has beside the data, and ``settings``: ``<layer>.comfy_quant``, with its ``format``.
+        outputs: of the layer, if the file tells them; rows beyond those are padding.
         file: the file that holds it, which of a sharded set is one of several.
     """
 
@@ -38,7 +54,10 @@ class StoredWeight:
     granularity: str = "none"
     input_scale: torch.Tensor | None = None
     full_precision: bool = False
-    encoding: Encoded | None = None
+    format: "Format | None" = None
+    tensors: Tensors = field(default_factory=dict)
+    settings: dict = field(default_factory=dict)
+    outputs: int | None = None
     file: str = ""
 
     @property
@@ -48,27 +67,24 @@ class StoredWeight:
     @property
     def shape(self) -> tuple[int, ...]:
         """The weight's own shape; ``data`` may hold two numbers in a byte."""
-        return tuple(self.data.shape) if self.encoding is None else self.encoding.shape
+        if self.experts:
+            return (len(self.experts), *self.experts[0].shape)
+        return tuple(self.data.shape) if self.format is None else self.format.shape(self)
 
     @property
     def storage(self) -> str:
         """The storage name: ``bf16``, ``fp8_e4m3fn``, ``int8``, ``nvfp4``."""
-        return name_of(self.data.dtype) if self.encoding is None else self.format.storage
-
-    @property
-    def format(self) -> Format:
-        """The quantization format of an encoded weight."""
-        return self.encoding.format
+        return name_of(self.data.dtype) if self.format is None else self.format.storage
 
     @property
     def quantized(self) -> bool:
         """Tell whether it is stored in 8 bits or fewer."""
-        return self.encoding is not None or self.data.dtype in EIGHT_BIT
+        return self.format is not None or self.data.dtype in EIGHT_BIT
 
     @property
     def plain(self) -> bool:
         """Tell whether ``data`` are the weight's values."""
-        return self.encoding is None and self.granularity == "none"
+        return self.format is None and self.granularity == "none"
 
     @property
     def is_number(self) -> bool:
@@ -77,17 +93,92 @@ class StoredWeight:
 
     @property
     def auxiliary(self) -> dict[str, torch.Tensor]:
-        """What ComfyUI needs besides the data of an encoded weight, by full name."""
-        if self.encoding is None:
+        """What ComfyUI needs besides the data of a weight in a format, by full name."""
+        if self.format is None:
             return {}
-        tensors = {f"{self.layer}.{leaf}": tensor for leaf, tensor in self.encoding.tensors.items()}
-        return tensors | {f"{self.layer}.comfy_quant": comfy_quant_tensor(self.encoding.settings)}
+        tensors = {f"{self.layer}.{leaf}": tensor for leaf, tensor in self.tensors.items()}
+        return tensors | {f"{self.layer}.comfy_quant": comfy_quant_tensor(self.settings)}
 
     def moved(self, device: torch.device | str) -> "StoredWeight":
         """Return the same weight on a device."""
         scale = None if self.scale is None else self.scale.to(device)
-        encoding = None if self.encoding is None else self.encoding.moved(device)
-        return replace(self, data=self.data.to(device), scale=scale, encoding=encoding)
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        return replace(self, data=self.data.to(device), scale=scale, tensors=tensors)
+
+    @cached_property
+    def experts(self) -> list["StoredWeight"]:
+        """The weights of a bank of experts, ``(experts, rows, columns)``; empty for another weight."""
+        if "num_experts" not in self.settings:
+            return []
+        count = len(self.data)
+        odd = next((tensor for tensor in self.tensors.values() if tensor.dim() and len(tensor) != count), None)
+        if odd is not None:
+            raise ValueError(f"a tensor of shape {tuple(odd.shape)} for {count} experts")
+        alone = {key: value for key, value in self.settings.items() if key != "num_experts"}
+
+        def expert(i: int) -> StoredWeight:
+            own = {name: tensor[i] if tensor.dim() else tensor for name, tensor in self.tensors.items()}
+            return replace(self, data=self.data[i], tensors=own, settings=alone, outputs=None)
+
+        return list(map(expert, range(count)))
+
+    @property
+    def doubt(self) -> str:
+        """Why the shape of a weight in a format is uncertain; "" for a certain shape."""
+        return next(filter(None, (each.format.doubt(each) for each in self.experts or [self])), "")
+
+    def check(self) -> None:
+        """Raise ValueError unless the tensors of a weight fit its format."""
+        dimensions = 3 if "num_experts" in self.settings else 2
+        if self.data.dim() != dimensions or not self.data.numel():
+            raise ValueError(f"a weight of shape {tuple(self.data.shape)}, where {dimensions} dimensions are meant")
+        for expert in self.experts:
+            expert.check()
+        if self.experts:
+            return
+        if self.data.dtype not in self.format.dtypes:
+            meant = name_of(self.format.dtypes[0])
+            raise ValueError(f"stored in {name_of(self.data.dtype)}, where {meant} is meant")
+        for name in self.tensors:
+            values = self.numbers(name)
+            if not torch.isfinite(values).all() or (name not in self.format.signed and values.min() < 0):
+                raise NonFiniteScale(name)
+        self.format.check(self)
+        self.group  # noqa: B018
+
+    def numbers(self, name: str) -> torch.Tensor:
+        """Return a tensor beside the data in fp32."""
+        tensor = self.tensors[name]
+        if not tensor.dtype.is_floating_point or not tensor.numel():
+            raise ValueError(f"its {name} holds {tensor.numel()} values in {name_of(tensor.dtype)}")
+        return tensor.float()
+
+    def row_scales(self, part: slice) -> torch.Tensor:
+        """Return the scales of some rows as a column, or the one scale of all."""
+        scales = self.numbers("weight_scale").reshape(-1, 1)
+        return scales if len(scales) == 1 else scales[part]
+
+    def require_shape(self, name: str, *shapes: tuple[int, ...]) -> None:
+        """Raise ValueError unless a tensor has one of these shapes."""
+        if tuple(self.tensors[name].shape) not in shapes:
+            meant = " or ".join(map(str, shapes))
+            raise ValueError(f"its {name} has the shape {tuple(self.tensors[name].shape)}, where {meant} is meant")
+
+    def setting(self, key: str, default: Any) -> Any:
+        """Return a value of ``comfy_quant``, at the top or under ``params``, as ComfyUI does."""
+        params = self.settings.get("params")
+        return self.settings.get(key, params.get(key, default) if isinstance(params, dict) else default)
+
+    @cached_property
+    def group(self) -> int | None:
+        """The group of inputs that is rotated together; None for a weight that is not rotated."""
+        if not (self.setting("convrot", False) if self.format.rotated is None else self.format.rotated):
+            return None
+        size = self.setting("convrot_groupsize", 256)
+        # A regular Hadamard matrix exists for powers of 4.
+        if type(size) is not int or size not in (4, 16, 64, 256, 1024) or self.shape[-1] % size:
+            raise ValueError(f"a convrot_groupsize of {size!r} for {self.shape[-1]} inputs")
+        return size
 
     def parts(self, sample: int | None = None) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield the weight in fp32, some rows at a time: slices of :meth:`matrix` and their values. Up to 4 MB each, of
@@ -103,8 +194,10 @@ class StoredWeight:
 
     def rows(self, rows: slice) -> torch.Tensor:
         """Return some rows of :meth:`matrix`, in fp32."""
-        if self.encoding is not None:
-            return self.encoding.rows(rows)
+        if self.experts:
+            return self._rows_of_experts(rows)
+        if self.format is not None:
+            return self.format.rows(self, rows)
         part, scale = self.matrix(self.data)[rows].float(), self.scale
         if scale is None:
             return part
@@ -116,11 +209,33 @@ class StoredWeight:
             scale = scale.repeat_interleave(across, 1)[:, : part.shape[1]]
         return part * scale if self.data.dtype == torch.float32 else part.mul_(scale)
 
-    def bound(self, amax: float) -> float:
-        """Return an upper bound on ``|weight|`` for ``|data| <= amax``. Tight where there is one scale."""
-        if self.encoding is not None:
-            return self.encoding.bound()
-        return amax if self.scale is None else amax * self.scale.max().item()
+    def _rows_of_experts(self, part: slice) -> torch.Tensor:
+        each = self.shape[1]
+        first, last = part.start // each, (part.stop - 1) // each
+        slices = [slice(max(part.start - i * each, 0), min(part.stop - i * each, each)) for i in range(first, last + 1)]
+        return torch.cat([self.experts[i].rows(rows) for i, rows in enumerate(slices, first)])
+
+    @property
+    def data_amax(self) -> float:
+        """The largest magnitude in the data; of whole numbers, the largest that they may have."""
+        if not self.is_number:
+            return 0.0 if self.scale is None else float(torch.iinfo(self.data.dtype).max + 1)
+        return host_amax(self.data) if self.data.device.type == "cpu" else amax_value(self.data)
+
+    def bound(self, data_amax: float | None = None) -> float:
+        """Return an upper bound on ``|weight|``; NaN if its data hold a NaN. Tight where there is one scale.
+
+        ``data_amax``: the property of that name, where it has been read.
+        """
+        if self.experts:
+            return max(expert.bound() for expert in self.experts)
+        if self.format is not None:
+            sizes = {name: self.numbers(name).abs().max().item() for name in self.tensors}
+            factors = math.prod(sizes.get(name, 1.0) for name in self.format.factors)
+            largest = self.format.largest or self.data_amax
+            return (largest * factors + sizes.get(self.format.offset, 0.0)) * math.sqrt(self.group or 1)
+        largest = self.data_amax if data_amax is None else data_amax
+        return largest if self.scale is None else largest * self.scale.max().item()
 
     @cached_property
     def amax(self) -> float:
@@ -128,9 +243,9 @@ class StoredWeight:
         return max(part.abs().max().item() for _, part in self.parts())
 
     def exceeds(self, limit: float, bound: float) -> bool:
-        """Tell whether a value of the weight exceeds ``limit``, given its :meth:`bound`.
-        Reads the weight only where that leaves it open."""
-        if bound <= limit or (self.encoding is None and self.granularity in ("none", "tensor")):
+        """Tell whether a value of the weight exceeds ``limit``; reads the weight where its ``bound`` leaves that open.
+        """
+        if bound <= limit or (self.format is None and self.granularity in ("none", "tensor")):
             return bound > limit
         return any(part.abs().max() > limit for _, part in self.parts())
 
@@ -176,27 +291,17 @@ def granularity_of(scale: torch.Tensor, shape: Sequence[int]) -> str | None:
     return None
 
 
-def block_sizes(shape: Sequence[int], counts: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the block lengths that cut a weight of ``shape`` into ``counts`` blocks, the last possibly short.
-
-    Square blocks where some fit. 128 where that fits (DeepSeek, Qwen, vLLM), else the power of two, else the exact
-    divisor. None where there are none.
-    """
-    fitting = [_blocks(size, count) for size, count in zip(shape, counts, strict=True)]
-    if not all(fitting):
+def block_sizes(shape: Sequence[int], counts: Sequence[int]) -> tuple[int, int] | None:
+    """Return the lengths of blocks that cut a 2-D weight into ``counts`` of them, the last possibly short: square where
+    a usual length fits both ways (DeepSeek, Qwen and vLLM use 128); None where none fit."""
+    down, across = (
+        [block for block in (*USUAL_BLOCKS, max(size, 1)) if -(-size // block) == count]
+        for size, count in zip(shape, counts, strict=True)
+    )
+    if not down or not across:
         return None
-    square = next((block for block in fitting[0] if all(block in blocks for blocks in fitting)), None)
-    return tuple(blocks[0] if square is None else square for blocks in fitting)
-
-
-def _blocks(size: int, count: int) -> list[int]:
-    """List the usual block lengths that cut ``size`` into ``count`` blocks, the most usual first."""
-    if not 0 < count <= size:
-        return []
-    if count == 1:
-        return [size]
-    candidates = [USUAL_BLOCK, 1 << math.ceil(math.log2(size / count)), *([size // count] if size % count == 0 else [])]
-    return [block for block in candidates if math.ceil(size / block) == count]
+    square = next((block for block in down if block in across), None)
+    return (square, square) if square else (down[0], across[0])
 
 
 def comfy_quant_tensor(settings: dict) -> torch.Tensor:

@@ -5,18 +5,16 @@
 6-bit codes follow in a plane of their own (``tensor/w4a8_int8.py``: 4 bits from 0.2.31 on, 6 bits from 0.2.40 on).
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from ..base.modes import INT8
-from .format import Encoded, Tensors
-from .int8 import Rotated, fitting_group, rotation_group
+from .int8 import Rotated, rotation_group
+from .stored_weight import StoredWeight, Tensors
 
 GROUP = 16
 LARGEST_6_BIT = 31
-SAMPLED_VALUES = 1 << 22
 
 
 class W4a8(Rotated):
@@ -27,32 +25,30 @@ class W4a8(Rotated):
     may_have = ("weight_codebook", "weight_correction")
     signed = ("weight_codebook", "weight_correction")
     byte_scale = ("weight_s_rel", "float8_e4m3fn")
+    largest, factors, offset = 127, ("weight_s_channel",), "weight_correction"
     unpacker, writer = "dequantize_w4a8_int8_weight", "quantize_w4a8_int8_weight"
     writes = True
 
     def __init__(self, storage: str, bits: int, since: str, colour: tuple[int, int, int], asks: str = ""):
         self.storage, self.bits, self.since, self.colour, self.asks = storage, bits, since, colour, asks
 
-    def shape(self, weight: Encoded) -> tuple[int, ...]:
+    def shape(self, weight: StoredWeight) -> tuple[int, ...]:
         scale = weight.tensors["weight_s_rel"]
         return (len(weight.data), (scale.shape[1] if scale.dim() == 2 else 0) * _group_size(weight))
 
-    def check(self, weight: Encoded) -> None:
+    def check(self, weight: StoredWeight) -> None:
         (rows, columns), size = weight.shape, _group_size(weight)
-        weight.require_shape("weight_s_rel", (rows, columns // size))
+        shapes = {"weight_s_rel": (rows, columns // size), "weight_s_channel": (rows,)}
+        shapes |= {"weight_codebook": (16,), "weight_correction": (columns // size, rows)}
+        for name in weight.tensors:
+            weight.require_shape(name, shapes[name])
         bits = weight.data.shape[1] * 8 // max(columns, 1)
         if bits not in (4, 6) or weight.data.shape[1] * 8 != columns * bits:
             raise ValueError(f"{weight.data.shape[1]} bytes a row for {columns} inputs")
-        weight.require_shape("weight_s_channel", (rows,))
-        if "weight_codebook" in weight.tensors:
-            weight.require_shape("weight_codebook", (16,))
-        if "weight_correction" in weight.tensors:
-            weight.require_shape("weight_correction", (columns // size, rows))
         if bits == 6 and len(weight.tensors) > 2:
             raise ValueError("a codebook or correction beside 6-bit codes")
-        weight.group  # noqa: B018
 
-    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
+    def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
         tensors = weight.tensors
         correction = tensors.get("weight_correction")
         return self.kitchen(self.unpacker)(
@@ -65,11 +61,6 @@ class W4a8(Rotated):
             convrot_groupsize=weight.group,
             output_dtype=torch.float32,
         )
-
-    def bound(self, weight: Encoded) -> float:
-        has = "weight_correction" in weight.tensors
-        correction = weight.numbers("weight_correction").abs().max().item() if has else 0.0
-        return (127 * weight.numbers("weight_s_channel").max().item() + correction) * math.sqrt(weight.group)
 
     def why_not(self, columns: int) -> str:
         odd = self.bits == 6 and columns % 32
@@ -88,11 +79,8 @@ class W4a8(Rotated):
     def settings(self, columns: int) -> dict:
         return {"group_size": GROUP, "convrot_groupsize": rotation_group(columns)}
 
-    def sampled(self, columns: int) -> int:
-        return max(1, SAMPLED_VALUES // max(columns, 1)) if self.bits == 4 else 0
-
-    def shared(self, rows: torch.Tensor) -> Tensors:
-        return {"weight_codebook": self._quantized(rows)[4]} if self.bits == 4 else {}
+    def shared(self, parts: Iterable[torch.Tensor]) -> Tensors:
+        return {"weight_codebook": self._quantized(torch.cat(list(parts)))[4]} if self.bits == 4 else {}
 
     def encode(self, rows: torch.Tensor, params: Mapping[str, torch.Tensor]) -> Tensors:
         data, relative, channel, *_ = self._quantized(rows, params.get("weight_codebook"))
@@ -101,7 +89,7 @@ class W4a8(Rotated):
     def _quantized(self, rows: torch.Tensor, codebook: torch.Tensor | None = None) -> tuple:
         # comfy-kitchen before 0.2.40 has 4 bits and no such parameter.
         bits = {} if self.bits == 4 else {"bits": self.bits}
-        group = fitting_group(rows.shape[1])
+        group = rotation_group(rows.shape[1])
         return self.kitchen(self.writer)(rows.float(), convrot_groupsize=group, codebook_tensor=codebook, **bits)
 
     def nearest(
@@ -134,7 +122,7 @@ class W4a8(Rotated):
         return (levels * relative.unsqueeze(2)).round_().clamp_(-127, 127).view(-1, len(levels))
 
 
-def _group_size(weight: Encoded) -> int:
+def _group_size(weight: StoredWeight) -> int:
     size = weight.setting("group_size", GROUP)
     if type(size) is not int or not 4 <= size <= 4096 or (16 % size and size % 16):
         raise ValueError(f"a group_size of {size!r}")

@@ -117,7 +117,7 @@ def file_dtype(checkpoint: Checkpoint, prefix: str = "") -> str:
     sizes: dict[str, int] = {}
     for name, weight in checkpoint.weights.items():
         if name.startswith(prefix):
-            key = "quantized" if weight.encoding is not None else name_of(weight.data.dtype)
+            key = "quantized" if weight.format is not None else name_of(weight.data.dtype)
             sizes[key] = sizes.get(key, 0) + prod(weight.shape)
     return most(sizes)
 

@@ -70,7 +70,7 @@ def plan_model(
     plans |= plan_weights(others, {}, checkpoint.path, replace(memory, unheld={}), read)
     first = common_dtype(inside, plans, plan)
     dtype = plan.compute.weight_dtype if first == "bf16" and plan.no_bf16 else first
-    cast = (w for name, w in inside.items() if plans[name].storage not in QUANTIZED_NAMES and w.encoding is None)
+    cast = (w for name, w in inside.items() if plans[name].storage not in QUANTIZED_NAMES and w.format is None)
     if dtype == "fp16" and read and any(exceeds_fp16(weight, checkpoint.path) for weight in cast):
         dtype = "bf16"
     if dtype == "bf16" and plan.no_bf16:
@@ -138,7 +138,7 @@ def _memory_plan(
     dtype: str,
     asked: Mapping[str, str],
 ) -> MemoryPlan:
-    lacking = Counter(weight.format for weight in inside.values() if memory.is_unknown(weight))
+    lacking = Counter(weight.format for weight in inside.values() if weight.format and memory.is_unknown(weight))
     unpacked = [
         f"{count} layers in {kind.title}, which ComfyUI has from {kind.since} on, were unpacked to {memory.unpacked}."
         for kind, count in lacking.items()

@@ -15,7 +15,7 @@ from ..formats.checkpoint import StoredWeight, looks_like_scale
 from ..formats.comfy_format import (
     AS_FILE,
     OF_FNUZ,
-    SampledError,
+    UNMEASURED,
     WeightPlan,
     exceeds_fp16,
     requantization_error,
@@ -57,7 +57,7 @@ class Memory:
     def is_unknown(self, weight: StoredWeight) -> bool:
         """Tell whether a weight is in a format unknown to the ComfyUI."""
         # Its own loader fails on one with a KeyError (``_load_quantized_module`` in comfy/ops.py).
-        return weight.encoding is not None and weight.storage not in self.formats
+        return weight.format is not None and weight.storage not in self.formats
 
 
 def plan_weights(
@@ -91,7 +91,7 @@ def plan_weights(
         becomes_quantized = storage in QUANTIZED_NAMES and not weight.quantized
         if becomes_quantized and weight.layer in with_scales:
             storage, reason = _not_quantized(weight), WITH_SCALE
-        error = sampled_error(weight, storage) if memory is None else SampledError()
+        error = sampled_error(weight, storage) if memory is None else UNMEASURED
         plans[name] = _plan(weight, storage, reason, error)
         if done:
             done(name, weight.data.nbytes)
@@ -114,10 +114,10 @@ def why_not_held(storage: str, formats: Container[str]) -> str:
     return f"this ComfyUI does not run {format.title}, which came with ComfyUI {format.since} and its comfy-kitchen."
 
 
-def _plan(weight: StoredWeight, storage: str, reason: str, error: SampledError) -> WeightPlan:
+def _plan(weight: StoredWeight, storage: str, reason: str, error: tuple[float, float]) -> WeightPlan:
     made = storage != AS_FILE
     stored = storage if made else weight.storage
-    declared = stored in FORMAT_OF_STORAGE and (made or weight.encoding is not None)
+    declared = stored in FORMAT_OF_STORAGE and (made or weight.format is not None)
     return WeightPlan(
         storage,
         stored,
@@ -131,16 +131,16 @@ def _plan(weight: StoredWeight, storage: str, reason: str, error: SampledError) 
 
 def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read: bool) -> tuple[str, str]:
     """Return the storage of a weight, and why the asked storage is not used."""
-    if weight.data.numel() == 0 or (weight.scale is None and not weight.is_number and weight.encoding is None):
+    if weight.data.numel() == 0 or (weight.scale is None and not weight.is_number and weight.format is None):
         return AS_FILE, ""
     storage = _wanted(weight, asked, memory)
-    if storage == AS_FILE or (weight.encoding is not None and storage == weight.storage):
+    if storage == AS_FILE or (weight.format is not None and storage == weight.storage):
         return AS_FILE, ""
-    if read and weight.encoding is not None and not weight.format.unpacks:
+    if read and weight.format is not None and not weight.format.unpacks:
         advice = f"Use ComfyUI {weight.format.since} or later, or another version of the model."
         problem = f"in {weight.format.title}, which this comfy-kitchen cannot unpack"
         raise CheckpointError(weight.file or path, problem, weight.name, advice)
-    if read and weight.encoding is not None and (doubt := weight.encoding.doubt):
+    if read and weight.format is not None and (doubt := weight.doubt):
         if memory is not None and memory.lacks(weight):
             advice = "Update ComfyUI to one that reads the format, or use another version of the model."
             raise CheckpointError(weight.file or path, f"in {weight.storage}, {doubt}", weight.name, advice)
@@ -155,14 +155,14 @@ def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read:
 def _wanted(weight: StoredWeight, asked: str, memory: Memory | None) -> str:
     """Return the storage to make if the weight allows it, or ``as_file``."""
     if memory is not None:
-        fp8 = weight.encoding is None and weight.data.dtype in FP8_DTYPES
+        fp8 = weight.format is None and weight.data.dtype in FP8_DTYPES
         if (fp8 and weight.name in memory.not_linear) or (asked == AS_FILE and memory.lacks(weight)):
             return memory.unpacked
         if asked not in QUANTIZED_NAMES and weight.scale is None and not weight.quantized:
             return AS_FILE  # ComfyUI casts from one 16- or 32-bit dtype to another as it loads, with no second copy
     if asked not in ("auto", AS_FILE):
         return asked
-    if weight.encoding is not None:
+    if weight.format is not None:
         return AS_FILE
     own = name_of(weight.data.dtype)
     return OF_FNUZ.get(own, "bf16" if own == "int8" else own)
@@ -172,7 +172,7 @@ def _quantized(weight: StoredWeight, storage: str, path, read: bool) -> tuple[st
     why = why_not_quantized(storage, weight.shape if weight.name.endswith(".weight") else ())
     if why:
         return _not_quantized(weight), why
-    many = weight.encoding is not None or weight.granularity in ("row", "block") or weight.data.dtype == torch.int8
+    many = weight.format is not None or weight.granularity in ("row", "block") or weight.data.dtype == torch.int8
     if storage in FP8_NAMES and read and many:
         error = requantization_error(weight, storage, path)
         if error > REQUANTIZATION_LIMIT[storage]:

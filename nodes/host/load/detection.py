@@ -124,7 +124,7 @@ def _from_diffusers_unet(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
 def facts_of_modules(checkpoint: Checkpoint, modules: dict, names: dict[str, str], prefix: str, config) -> ModelFacts:
     weights = {layer: checkpoint.weights[name] for name, layer in names.items() if layer in modules}
     layers = [LayerSpec(name, _class_of(modules[name]), weight.shape) for name, weight in weights.items()]
-    formats = {layer: weight.storage for layer, weight in weights.items() if weight.encoding is not None}
+    formats = {layer: weight.storage for layer, weight in weights.items() if weight.format is not None}
     supported = [name_of(dtype) for dtype in config.supported_inference_dtypes]
     return facts_of(checkpoint, prefix, layers, supported, formats)
 

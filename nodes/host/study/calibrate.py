@@ -18,8 +18,7 @@ from ....precision.base.text import size_text
 from ....precision.devices.memory import require_memory
 from ....precision.files.atomic_write import require_space
 from ....precision.formats.comfy_format import can_be_quantized
-from ....precision.make.calibration import Calibration
-from ....precision.make.products import WIDTHS, Products, products_bytes
+from ....precision.make.calibration import WIDTHS, Calibration, Products, products_bytes
 from ..comfyui.execution import is_on_several_devices
 from ..comfyui.layers import matrix_layers
 from ..comfyui.page import show_progress

@@ -72,11 +72,11 @@ class Clock:
     """Seconds that pass with work alone: three for a weight that is quantized, one for a weight that is read."""
 
     def __init__(self, monkeypatch):
-        from halfsafe.precision.formats import comfy_format, fp8
+        from halfsafe.precision.formats import fp8, stored_weight
 
         self.now, self.quantized = 0.0, 0
         monkeypatch.setattr(tensors, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(comfy_format, "host_amax", self._taking(comfy_format.host_amax, 1))
+        monkeypatch.setattr(stored_weight, "host_amax", self._taking(stored_weight.host_amax, 1))
         monkeypatch.setattr(fp8.E4M3, "encode", self._taking(fp8.E4M3.encode, 3))
 
     def _taking(self, work, seconds: int):

@@ -123,8 +123,3 @@ def test_no_file_stays_open_after_an_error(tmp_path):
         with pytest.raises(CheckpointError):
             convert(tmp_path / f"{name}.safetensors", tmp_path / "out.safetensors")
     assert len(os.listdir("/proc/self/fd")) <= before + 1
-
-
-def test_an_injected_fault_happens():
-    with faults.failing_at(0, OSError(errno.EIO, "x")), pytest.raises(OSError, match="x"):
-        os.fsync(0)

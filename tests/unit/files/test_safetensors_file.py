@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from halfsafe.precision.base.errors import CheckpointError
 from halfsafe.precision.files import atomic_write, safetensors_file
 from halfsafe.precision.files.safetensors_file import open_checkpoint, write_safetensors
 from halfsafe.precision.files.safetensors_header import CODE_OF, CODES, TORCH_DTYPES, TensorSpec
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -111,41 +108,34 @@ def test_released_pages_read_the_same_again(tmp_path):
 # sharded sets
 
 
-def shards(folder, count=3, index=True):
-    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+def shards(folder, indexed=3, suffix=".safetensors"):
+    names = [f"model-{number:05d}-of-00003{suffix}" for number in (1, 2, 3)]
     for number, name in enumerate(names):
         save_file({f"layer.{number}.weight": torch.full((2, 2), float(number))}, folder / name, {"format": "pt"})
-    if index:
-        table = {f"layer.{number}.weight": name for number, name in enumerate(names)}
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}), encoding="utf-8-sig")
+    table = {f"layer.{number}.weight": name for number, name in enumerate(names[:indexed])}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}), encoding="utf-8-sig")
     return names
 
 
-@pytest.mark.parametrize("index", [True, False])
-@pytest.mark.parametrize("number", [0, 2])
-def test_any_shard_opens_the_whole_set(tmp_path, index, number):
-    names = shards(tmp_path, index=index)
-    file = open_checkpoint(tmp_path / names[number])
-    assert [tensor[0, 0].item() for tensor in file.values()] == [0, 1, 2]
-    assert len(file.files) == 3 and file.metadata == {"format": "pt"}
+@pytest.mark.parametrize("suffix", [".safetensors", ".SAFETENSORS"])
+def test_any_shard_opens_the_whole_set(tmp_path, suffix):
+    for name in shards(tmp_path, suffix=suffix):
+        file = open_checkpoint(tmp_path / name)
+        assert [tensor[0, 0].item() for tensor in file.values()] == [0, 1, 2]
+        assert len(file.files) == 3 and file.metadata == {"format": "pt"}
 
 
-def test_the_index_opens_the_whole_set(tmp_path):
-    shards(tmp_path)
-    assert len(open_checkpoint(tmp_path / "model.safetensors.index.json")) == 3
+@pytest.mark.parametrize("indexed", [3, 2])
+def test_a_set_is_whole_or_its_missing_part_is_named_whatever_its_index_leaves_out(tmp_path, indexed):
+    names, index = shards(tmp_path, indexed), tmp_path / "model.safetensors.index.json"
+    assert len(open_checkpoint(index)) == 3
+    (tmp_path / names[2]).unlink()
+    for opened in (index, tmp_path / names[0]):
+        with pytest.raises(CheckpointError, match=rf"a set whose file {names[2]} is missing.*Download all parts"):
+            open_checkpoint(opened)
 
 
-@pytest.mark.parametrize("index", [True, False])
-def test_a_missing_shard_is_named(tmp_path, index):
-    names = shards(tmp_path, index=index)
-    (tmp_path / names[1]).unlink()
-    with pytest.raises(CheckpointError, match=names[1]):
-        open_checkpoint(tmp_path / names[0])
-
-
-@pytest.mark.parametrize(
-    "shard", ["../a.safetensors", "/etc/passwd", "..", "a\\b", "C:x", "", 5]
-)
+@pytest.mark.parametrize("shard", ["../a.safetensors", "/etc/passwd", "..", "a\\b", "C:x", "", 5])
 def test_an_index_cannot_leave_its_folder(tmp_path, shard):
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": shard}}))
@@ -180,7 +170,6 @@ DAMAGED = {
     "empty": (b"", "empty"),
     "tiny": (b"\1\2\3", "only 3 bytes"),
     "html": (b"<!DOCTYPE html><html>...", "web page"),
-    "html after blanks": (b"\n  <html lang='en'><head>", "web page"),
     "zip": (b"PK\x03\x04\0\0\0\0\0\0" + b"\0" * 40, r"\.ckpt, \.pt"),
     "pickle": (b"\x80\x02}q\0X\x0e\0\0\0state_dict", "pickle"),
     "gguf": (b"GGUF\x03\0\0\0" + b"\0" * 40, "Load it with ComfyUI-GGUF and connect its MODEL to any Halfsafe node"),
@@ -201,23 +190,6 @@ def test_files_of_other_kinds_are_named(tmp_path, kind):
 
 
 @contextmanager
-def lines_run():
-    """How often each file of ``precision/`` has run one of its lines in this thread: a count is the same on a busy machine."""
-    lines, before = Counter(), sys.gettrace()
-    precision = str(Path(safetensors_file.__file__).parents[1])
-
-    def inside(frame, event, _):
-        lines[frame.f_code.co_filename] += event == "line"
-        return inside
-
-    sys.settrace(lambda frame, *_: inside if frame.f_code.co_filename.startswith(precision) else None)
-    try:
-        yield lines
-    finally:
-        sys.settrace(before)
-
-
-@contextmanager
 def bytes_asked():
     """How many bytes each read of a safetensors file's header asks for, met or not."""
     asked, open_regular = [], safetensors_file.open_regular
@@ -234,9 +206,9 @@ def bytes_asked():
 
 def refused_at_once(path, expected, header):
     """Open a file that is refused with little work, whatever lengths and shapes it claims. Returns the error's text."""
-    with bytes_asked() as asked, lines_run() as lines, pytest.raises(CheckpointError, match=expected) as error:
+    with bytes_asked() as asked, pytest.raises(CheckpointError, match=expected) as error:
         open_checkpoint(path)
-    assert sum(asked) <= 512 + header and lines.total() < 500
+    assert sum(asked) <= 512 + header
     return str(error.value)
 
 
@@ -302,47 +274,14 @@ def test_a_pipe_does_not_hang(tmp_path):
         open_checkpoint(tmp_path / "pipe.safetensors")
 
 
-VALID = json.dumps({"__metadata__": {"format": "pt"}, "a": entry(), "b": entry("BF16", (2, 3), 8, 20)}).encode()
-junk = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=3)
-)
-fields = st.fixed_dictionaries(
-    {},
-    optional={
-        "dtype": st.one_of(st.sampled_from([*CODES, "F4", "X"]), junk),
-        "shape": st.one_of(st.lists(st.integers(-1, 1 << 65), max_size=4), junk),
-        "data_offsets": st.one_of(st.lists(st.integers(-1, 40), max_size=3), st.lists(st.integers(), max_size=2), junk),
-    },
-)
-names = st.one_of(st.sampled_from(["a", "b", "__metadata__"]), st.text(max_size=4))
-headers = st.dictionaries(names, st.one_of(fields, junk), max_size=4).map(lambda value: json.dumps(value).encode())
-mutations = st.lists(st.tuples(st.integers(0, len(VALID) + 27), st.integers(0, 255)), max_size=6)
-
-
-def opens_or_refuses(path):
-    try:
-        file = open_checkpoint(path)
-    except CheckpointError as error:
-        str(error).encode()
-    else:
-        assert sum(tensor.nbytes for tensor in file.values()) == file.data_bytes <= path.stat().st_size
-
-
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(mutations, st.integers(0, len(VALID) + 28))
-def test_mutated_bytes_open_or_are_refused(tmp_path, changes, length):
-    content = bytearray(len(VALID).to_bytes(8, "little") + VALID + b"\0" * 20)
-    for position, value in changes:
-        content[position] = value
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(content[: length + 1] if length % 2 else content)
-    opens_or_refuses(path)
-
-
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.one_of(headers, st.binary(max_size=60)), st.binary(max_size=40))
-def test_invented_headers_open_or_are_refused(tmp_path, header, data):
-    opens_or_refuses(header_file(tmp_path / "a.safetensors", header, data))
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cuts no file that is mapped")
+def test_a_file_that_was_cut_since_it_was_opened_is_told_and_not_read(tmp_path):
+    save_file({"a": torch.ones(100_000), "b": torch.ones(100_000)}, tmp_path / "a.safetensors")
+    file = open_checkpoint(tmp_path / "a.safetensors")
+    os.truncate(tmp_path / "a.safetensors", 500_000)
+    for use in (lambda: file["b"].sum(), file.require_whole):
+        with pytest.raises(CheckpointError, match=r"a\.safetensors: cut to 500000 bytes while it was read"):
+            use()
 
 
 # writing

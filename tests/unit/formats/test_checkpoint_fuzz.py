@@ -28,11 +28,6 @@ from support.storing import in_storages
 NO_RULES = rules_from("", "none")
 LAYER = "blocks.0.ffn.0"
 bounded = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-SETTINGS = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.text(max_size=6) | st.integers(),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["format", "layers", "a", LAYER, "num_experts", ""]), inner, max_size=3),
-)
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +71,6 @@ def test_a_scale_of_any_shape_is_applied_exactly_or_refused(weight, scale, value
         assert not usable
     else:
         assert torch.equal(found.dequantize(torch.float32), data.float() * tensor.float().flatten()[0])
-
-
-@bounded
-@given(SETTINGS)
-def test_any_json_as_settings_is_used_or_refused(value):
-    text = json.dumps(value)
-    tensors = {f"{LAYER}.weight": torch.ones(4, 4).to(E4M3), f"{LAYER}.weight_scale": torch.tensor(0.5)}
-    marker = {f"{LAYER}.comfy_quant": torch.tensor(list(text.encode()), dtype=torch.uint8)}
-    for named, metadata in ((tensors | marker, {}), (tensors, {"_quantization_metadata": text})):
-        try:
-            weight = read_checkpoint(named, metadata, "m.safetensors").weights[f"{LAYER}.weight"]
-        except CheckpointError as error:
-            str(error).encode()
-        else:
-            assert weight.granularity == "tensor" or weight.encoding is not None
 
 
 # what was found, one test each

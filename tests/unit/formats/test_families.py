@@ -1,7 +1,7 @@
 """Names of models, by the shapes of the real files."""
 
 import pytest
-from halfsafe.precision.formats.families import FAMILIES, UNKNOWN, VARIANTS, model_name
+from halfsafe.precision.formats.families import FAMILIES, UNKNOWN, family_of
 
 FAMILY_TENSORS = {family.name: dict.fromkeys(family.names, (8, 8)) for family in FAMILIES}
 CONTEXT = "input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight"
@@ -34,12 +34,8 @@ REAL = [
 
 @pytest.mark.parametrize(("family", "name", "shapes"), REAL, ids=[row[1] for row in REAL])
 def test_a_model_is_called_as_people_call_it(family, name, shapes):
-    assert model_name(FAMILY_TENSORS[family] | shapes) == name
+    assert family_of(FAMILY_TENSORS[family] | shapes).name == name
 
 
 def test_what_is_no_diffusion_model_has_no_name():
-    assert model_name({"decoder.conv_in.weight": (512, 16, 3, 3)}) == UNKNOWN.name
-
-
-def test_variants_belong_to_families():
-    assert {family for family, _, _ in VARIANTS} <= set(FAMILY_TENSORS)
+    assert family_of({"decoder.conv_in.weight": (512, 16, 3, 3)}) == UNKNOWN

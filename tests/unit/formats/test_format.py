@@ -113,7 +113,7 @@ def test_values_are_the_weight_they_were_made_of_whatever_the_parts(monkeypatch,
     stored = read(in_format(name, shape))
     whole = stored.dequantize(torch.float32)
     assert stored.shape == shape and relative_error(normal_weight(shape), whole) < ERRORS[name]
-    assert whole.abs().max() <= stored.encoding.bound()
+    assert whole.abs().max() <= stored.bound()
     monkeypatch.setattr("halfsafe.precision.formats.stored_weight.CHUNK", 5 * 384)
     assert torch.allclose(stored.dequantize(torch.float32), whole, atol=1e-7)
 
@@ -293,7 +293,7 @@ def test_a_layer_without_padding_is_converted_without_a_bias(tmp_path, name):
 def made_in(storage, rows):
     """The format of a storage, and all tensors of a weight of these rows."""
     row = FORMAT_OF_STORAGE[storage]
-    shared = row.shared(rows)
+    shared = row.shared([rows])
     return row, {**row.encode(rows, shared), **shared}
 
 

@@ -39,15 +39,6 @@ def test_codes_and_scales_are_those_of_comfy_kitchen(shape, dtype):
     assert torch.equal(read(found).dequantize(torch.float32), restored)
 
 
-@pytest.mark.parametrize("size", [4, 64, 1024])
-def test_the_rotation_is_its_own_inverse_and_that_of_comfy_kitchen(size):
-    from comfy_kitchen.tensor.int8_utils import _build_hadamard
-
-    matrix = int8.hadamard(size)
-    assert torch.equal(matrix, _build_hadamard(size)) and torch.equal(matrix, dialects.rotation(size))
-    assert torch.equal(matrix @ matrix, torch.eye(size)) and torch.equal(matrix, matrix.T)
-
-
 def test_a_weight_of_several_parts_is_that_of_one():
     weight = normal_weight((1537, 2048))
     assert weight.numel() > 2 * CHUNK

@@ -11,8 +11,7 @@ from halfsafe.precision.formats.card import WHAT_ERROR, card_in, source_of
 from halfsafe.precision.formats.checkpoint import read_checkpoint
 from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE
 from halfsafe.precision.make import calibrated as weights_of
-from halfsafe.precision.make.calibration import KEY, Calibration, read_calibration
-from halfsafe.precision.make.products import Products
+from halfsafe.precision.make.calibration import KEY, Calibration, Products, read_calibration
 from halfsafe.precision.plan.rules import rules_from
 from safetensors.torch import load_file, save_file
 from support.measures import relative_error
@@ -78,19 +77,6 @@ def test_the_card_says_what_was_rounded_by_what(tmp_path):
     near, card = (card_in(open_checkpoint(tmp_path / f"{name}.safetensors").metadata) for name in ("near", "found"))
     assert card["calibration"] == {"method": "GPTQ", "model": "model.safetensors", "runs": 1, "model_calls": 8, "layers": 2}
     assert 0 < card[WHAT_ERROR]["int8"] != near[WHAT_ERROR]["int8"], "of the weights that were rounded to nearest alone"
-
-
-def test_a_layer_is_kept_nearest_where_the_solver_errs(tmp_path, monkeypatch):
-    from halfsafe.precision.make import rounding
-
-    source = model_file(tmp_path / "model.safetensors")
-    monkeypatch.setattr(rounding, "_gptq", lambda exact, *_: torch.zeros_like(exact))
-    monkeypatch.setattr(rounding, "SWEEPS", 0)
-    monkeypatch.setattr(rounding, "_sweep", lambda *_: None)
-    converted(source, tmp_path / "near.safetensors", "int8")
-    converted(source, tmp_path / "found.safetensors", "int8", calibrated(source))
-    near, found = load_file(tmp_path / "near.safetensors"), load_file(tmp_path / "found.safetensors")
-    assert all(torch.equal(near[name], found[name]) for name in near)
 
 
 def test_another_model_s_calibration_is_an_error_that_names_both(tmp_path):

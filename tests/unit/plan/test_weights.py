@@ -6,7 +6,7 @@ import pytest
 import torch
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
-from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE, encoded_weight
+from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE, weight_in_format
 from halfsafe.precision.plan.choice import Choice
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.memory import plan_encoder, plan_model, unpacked_dtype
@@ -114,8 +114,7 @@ def encoded(name):
     row = next(row for row in FORMAT_OF_STORAGE.values() if row.storage == name)
     settings = {"format": row.name, "group_size": 64 if name == "awq4" else 16, "convrot_groupsize": 256}
     leaves = {leaf: tensors[leaf] for leaf in row.leaves if leaf in tensors}
-    weight = encoded_weight(tensors["weight"], leaves, settings)
-    return StoredWeight("blocks.0.ffn.0.weight", weight.data, encoding=weight), row
+    return weight_in_format("blocks.0.ffn.0.weight", tensors["weight"], leaves, settings), row
 
 
 @pytest.mark.parametrize("name", ["awq4", "nvfp4"])

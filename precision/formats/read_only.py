@@ -1,15 +1,14 @@
-"""ComfyUI's ``nvfp4`` and ``mxfp8``: a scale for each 16 or 32 inputs, unpacked by comfy-kitchen.
+"""ComfyUI's ``nvfp4``, ``mxfp8``, ``convrot_w4a4`` and ``awq_w4a16``: unpacked by comfy-kitchen, and never written.
 
-Scales lie in cuBLAS' layout, tiles of 128 rows x 4 columns, and rows and columns are filled up with zeros:
+Scales of blocks lie in cuBLAS' layout, tiles of 128 rows x 4 columns, and rows and columns are filled up with zeros:
 https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
 """
 
 import torch
 
-from ..base.amax import host_amax
-from .format import Encoded, Format, Tensors
+from .format import Format
+from .stored_weight import StoredWeight
 
-FP4_MAX = 6.0
 TILE = 128
 LOOKED_AT = 256
 """Rows unpacked at a time to see whether a weight's last column is zero."""
@@ -24,15 +23,16 @@ class Blocks(Format):
 
     block: int
 
-    def read(self, data: torch.Tensor, tensors: Tensors, settings: dict, outputs: int | None) -> Encoded:
-        fits = outputs is not None and -(-outputs // self.block) * self.block == len(data)
-        return Encoded(self, data, tensors, settings, outputs if fits else None)
+    def _outputs(self, weight: StoredWeight) -> int | None:
+        """Return the rows before the padding, where the layer's bias tells them."""
+        fits = weight.outputs is not None and -(-weight.outputs // self.block) * self.block == len(weight.data)
+        return weight.outputs if fits else None
 
-    def shape(self, weight: Encoded) -> tuple[int, ...]:
+    def shape(self, weight: StoredWeight) -> tuple[int, ...]:
         rows, columns = super().shape(weight)
-        return (rows if weight.outputs is None else weight.outputs, columns)
+        return (self._outputs(weight) or rows, columns)
 
-    def check(self, weight: Encoded) -> None:
+    def check(self, weight: StoredWeight) -> None:
         columns = weight.shape[1]
         if columns % self.block:
             raise ValueError(f"{columns} inputs, where a multiple of {self.block} is meant")
@@ -41,18 +41,19 @@ class Blocks(Format):
         if scales.numel() != down * across:
             raise ValueError(f"its weight_scale of shape {tuple(scales.shape)} is not padded to {down} x {across}")
 
-    def rows(self, weight: Encoded, part: slice) -> torch.Tensor:
+    def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
         start, end = part.start // TILE * TILE, -(-part.stop // TILE) * TILE
         scales = weight.tensors["weight_scale"].reshape(-(-weight.shape[0] // TILE) * TILE, -1)
         values = self._unpacked(weight, weight.data[start:end], scales[start:end])
         return values[part.start - start : part.stop - start]
 
-    def _unpacked(self, weight: Encoded, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _unpacked(self, weight: StoredWeight, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
-    def doubt(self, weight: Encoded) -> str:
+    def doubt(self, weight: StoredWeight) -> str:
         rows = weight.shape[0]
-        open_rows = weight.outputs is None and rows % self.block == 0 and not weight.rows(slice(rows - 1, rows)).any()
+        may_be_padded = self._outputs(weight) is None and rows % self.block == 0
+        open_rows = may_be_padded and not weight.rows(slice(rows - 1, rows)).any()
         parts = (weight.rows(slice(start, min(start + LOOKED_AT, rows))) for start in range(0, rows, LOOKED_AT))
         open_columns = not any(part[:, -1].any() for part in parts)
         what = " and ".join(name for name, is_open in (("rows", open_rows), ("columns", open_columns)) if is_open)
@@ -72,28 +73,23 @@ class Nvfp4(Blocks):
     may_have = ("input_scale", "pre_quant_scale")
     signed = ("pre_quant_scale",)
     byte_scale = ("weight_scale", "float8_e4m3fn")
+    largest, factors = 6, ("weight_scale", "weight_scale_2", "pre_quant_scale")
     dtypes = (torch.uint8,)
     per_byte = 2
     block = 16
 
-    def check(self, weight: Encoded) -> None:
+    def check(self, weight: StoredWeight) -> None:
         super().check(weight)
         if weight.tensors["weight_scale_2"].numel() != 1:
             raise ValueError(f"its weight_scale_2 holds {weight.tensors['weight_scale_2'].numel()} values")
         if "pre_quant_scale" in weight.tensors:
             weight.require_shape("pre_quant_scale", (weight.shape[1],))
 
-    def _unpacked(self, weight: Encoded, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _unpacked(self, weight: StoredWeight, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         whole = weight.numbers("weight_scale_2").reshape(())
         values = self.kitchen(self.unpacker)(data, whole, scales.to(torch.float8_e4m3fn), torch.float32)
         smoothing = weight.tensors.get("pre_quant_scale")
         return values if smoothing is None else values.mul_(smoothing.float())
-
-    def bound(self, weight: Encoded) -> float:
-        has = "pre_quant_scale" in weight.tensors
-        smoothing = weight.numbers("pre_quant_scale").abs().max().item() if has else 1.0
-        scales = (weight.numbers(name).max().item() for name in self.needs)
-        return FP4_MAX * smoothing * next(scales) * next(scales)
 
 
 class Mxfp8(Blocks):
@@ -106,8 +102,46 @@ class Mxfp8(Blocks):
     dtypes = (torch.float8_e4m3fn,)
     block = 32
 
-    def _unpacked(self, weight: Encoded, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    def _unpacked(self, weight: StoredWeight, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         return self.kitchen(self.unpacker)(data, scales, torch.float32)
 
-    def bound(self, weight: Encoded) -> float:
-        return host_amax(weight.data) * weight.numbers("weight_scale").max().item()
+
+class Int4(Format):
+    """Two signed numbers a byte, the low half first, rotated; ``weight_scale`` fp32 (rows,)."""
+
+    name, storage, since, colour = "convrot_w4a4", "int4", "0.28.0", (112, 156, 120)
+    product, unpacker = "convrot_w4a4_linear", "dequantize_convrot_w4a4_weight"
+    largest, rotated = 8, True
+    per_byte = 2
+
+    def check(self, weight: StoredWeight) -> None:
+        weight.require_shape("weight_scale", (weight.shape[0],), (weight.shape[0], 1))
+
+    def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
+        scale = weight.row_scales(part).reshape(-1)
+        return self.kitchen(self.unpacker)(weight.data[part], scale, weight.group)
+
+
+class Awq4(Format):
+    """Two numbers a byte, the low half first: ``(number - 8) * weight_scale + weight_zeros``, both (groups, rows)."""
+
+    name, storage, since, colour = "awq_w4a16", "awq4", "0.38.1", (160, 132, 200)
+    product, unpacker = "gemv_awq_w4a16", "tensor.TensorCoreAWQW4A16Layout"
+    quantizes_operands = False
+    needs = ("weight_scale", "weight_zeros")
+    signed = ("weight_scale", "weight_zeros")
+    largest, offset = 8, "weight_zeros"
+    per_byte = 2
+
+    def check(self, weight: StoredWeight) -> None:
+        (rows, columns), size = weight.shape, weight.setting("group_size", 64)
+        if type(size) is not int or size < 1 or columns % size:
+            raise ValueError(f"a group_size of {size!r} for {columns} inputs")
+        for name in self.needs:
+            weight.require_shape(name, (columns // size, rows))
+
+    def rows(self, weight: StoredWeight, part: slice) -> torch.Tensor:
+        layout, data = self.kitchen(self.unpacker), weight.data[part]
+        scale, zeros = (weight.numbers(name)[:, part] for name in self.needs)
+        shape, size = (len(data), weight.shape[1]), weight.setting("group_size", 64)
+        return layout.dequantize(data, layout.Params(scale, torch.float32, shape, zeros, size))
