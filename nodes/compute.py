@@ -9,8 +9,7 @@ from .host.check.drift import checking
 from .host.guard import planned
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
-from .host.reporting.badge import badge, model_words
-from .host.reporting.live_report import with_live_report
+from .host.reporting.badge import badge, model_words, with_live_report
 from .inputs import CATEGORY, RulesType, check_input, checked_rules, compute_input, node_id_of, on_nan_input
 
 

@@ -131,11 +131,8 @@ def _loaded(
     lacks = lacking.refuse(clip.cond_stage_model, VISION, "images in a prompt give NaN")
     without_effect = () if compute in ("auto", "fp32") else ((f"compute={compute}", FP32_ACTIVATIONS),)
     said = [note for of_file in notes for note in of_file] + lacks
-    attach(
-        clip.patcher,
-        LoadRecord(paths[0], (), choices[0], without_effect=without_effect, notes=tuple(said)),
-        (_reloaded, again),
-    )
+    attach(clip.patcher, LoadRecord(paths[0], (), choices[0], without_effect=without_effect, notes=tuple(said)))
+    clip.patcher.cached_patcher_init = (_reloaded, again)
     if compute == "fp32":
         ask_for_plain_products(clip.patcher)
     return clip
@@ -179,37 +176,31 @@ def _options(encoders: Sequence[dict[str, torch.Tensor]], storage: str) -> dict:
     return {**options, "quantization_metadata": {"mixed_ops": True}} if quantized else options
 
 
-def load_vae(path: str, dtype: str, disable_dynamic: bool = False) -> VAE:
+def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool = False) -> VAE | None:
     """Load the VAE in a file, computed in ``dtype`` (``auto``: ComfyUI's choice for the device).
 
-    ``disable_dynamic`` is ComfyUI's and changes nothing here.
+    ``whole``: the file is a full checkpoint; None where that holds none. ``disable_dynamic`` is ComfyUI's and changes
+    nothing here.
     """
-    checkpoint = unpacked(open_model(path))
-    return _vae(stored_tensors(checkpoint), checkpoint, dtype, (load_vae, path, dtype))
-
-
-def load_checkpoint_vae(path: str, dtype: str, disable_dynamic: bool = False) -> VAE | None:
-    """Load the VAE of a full checkpoint as :func:`load_vae` does; None where it holds none."""
-    checkpoint, _, config = recognised(open_model(path))
-    prefixes = dict.fromkeys(config.vae_key_prefix, "")
-    inside = functools.partial(comfy.utils.state_dict_prefix_replace, replace_prefix=prefixes, filter_keys=True)
-    part = unpacked(renamed_by(checkpoint, inside))
-    if not part.weights:
-        return None
-    tensors = config.process_vae_state_dict(stored_tensors(part))
-    return _vae(tensors, part, dtype, (load_checkpoint_vae, path, dtype))
-
-
-def _vae(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, dtype: str, again: tuple) -> VAE:
-    comfy_format.check_finite(tensors, checkpoint.path)
-    with lacking_tensors(checkpoint.path) as lacking:
+    checkpoint, config = open_model(path), None
+    if whole:
+        checkpoint, _, config = recognised(checkpoint)
+        prefixes = dict.fromkeys(config.vae_key_prefix, "")
+        inside = functools.partial(comfy.utils.state_dict_prefix_replace, replace_prefix=prefixes, filter_keys=True)
+        checkpoint = renamed_by(checkpoint, inside)
+        if not checkpoint.weights:
+            return None
+    tensors = stored_tensors(unpacked(checkpoint))
+    tensors = config.process_vae_state_dict(tensors) if config else tensors
+    comfy_format.check_finite(tensors, path)
+    with lacking_tensors(path) as lacking:
         vae = comfy.sd.VAE(
             sd=tensors, metadata=checkpoint.metadata, dtype=None if dtype == "auto" else dtype_named(dtype)
         )
     if vae.first_stage_model is None:
-        raise CheckpointError(checkpoint.path, "ComfyUI knows no VAE like this", advice="Check that the file is a VAE.")
+        raise CheckpointError(path, "ComfyUI knows no VAE like this", advice="Check that the file is a VAE.")
     lacking.refuse(vae.first_stage_model, ENCODER, "encoding gives NaN")
-    vae.patcher.cached_patcher_init = (_reloaded, again)
+    vae.patcher.cached_patcher_init = (_reloaded, (load_vae, path, dtype, whole))
     return vae
 
 

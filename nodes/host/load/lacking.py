@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import re
@@ -47,14 +48,17 @@ class Lacking(TorchDispatchMode):
         self._paths = paths
         self._unwritten: set[StorageWeakRef] = set()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's wrapper around the method takes as long as the method
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func in EMPTY or (func in COPIES and self._is_unwritten(args[0])):
             self._unwritten.update(_storages(result))
         elif self._unwritten:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._unwritten.difference_update(_storages(value))
+            for place in _written(func):
+                self._unwritten.difference_update(_storages(args[place]))
         return result
 
     def _is_unwritten(self, tensor: object) -> bool:
@@ -105,6 +109,13 @@ class Lacking(TorchDispatchMode):
                 raise _misfit(self._paths, f"{name}.weight", weight.storage_shape, weight.shape)
         unwritten = [name for name, parameter in module.named_parameters() if self._is_unwritten(parameter)]
         return none + [name for name in unwritten if f"{name.rpartition('.')[0]}.weight" not in none]
+
+
+@functools.cache
+def _written(func: torch._ops.OpOverload) -> list[int]:
+    """List the places of the arguments that an operation writes to; those given by name are results."""
+    arguments = (argument.alias_info for argument in func._schema.arguments if not argument.kwarg_only)
+    return [place for place, alias in enumerate(arguments) if alias is not None and alias.is_write]
 
 
 def _fill(layer: torch.nn.Module, leaf: str, fill: float) -> None:

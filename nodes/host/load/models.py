@@ -49,15 +49,19 @@ logger = logging.getLogger("halfsafe")
 
 
 def load_diffusion_model(
-    path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False
+    path: str, storage: str, compute: str, rules: Rules, whole: bool = False, disable_dynamic: bool = False
 ) -> ModelPatcher:
     """Load the diffusion model in ``path``; also the factory ComfyUI calls to load it again.
+
+    Args:
+        whole: the file is a full checkpoint.
 
     Raises:
         HalfsafeError: the file cannot be read, is not a known model, or does not fit in memory.
     """
-    again = (load_diffusion_model, (path, storage, compute, rules))
-    return load_weights(open_model(path), storage, compute, rules, disable_dynamic, again)
+    patcher = load_weights(open_model(path), storage, compute, rules, whole, disable_dynamic)
+    patcher.cached_patcher_init = (load_diffusion_model, (path, storage, compute, rules, whole))
+    return patcher
 
 
 def load_weights(
@@ -65,32 +69,11 @@ def load_weights(
     storage: str,
     compute: str,
     rules: Rules,
-    disable_dynamic: bool = False,
-    again: tuple | None = None,
-) -> ModelPatcher:
-    """Make a model of the weights of a diffusion model, which are not changed; see :func:`load_diffusion_model`."""
-    detected = detect_model(checkpoint, only_diffusion_model=True)
-    return _load(detected, storage, compute, rules, disable_dynamic, again)
-
-
-def load_checkpoint_model(
-    path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False
-) -> ModelPatcher:
-    """Load the diffusion model of a full checkpoint; see :func:`load_diffusion_model`."""
-    detected = detect_model(open_model(path), only_diffusion_model=False)
-    again = (load_checkpoint_model, (path, storage, compute, rules))
-    return _load(detected, storage, compute, rules, disable_dynamic, again, whole=True)
-
-
-def _load(
-    detected: Detected,
-    storage: str,
-    compute: str,
-    rules: Rules,
-    disable_dynamic: bool,
-    again: tuple | None,
     whole: bool = False,
+    disable_dynamic: bool = False,
 ) -> ModelPatcher:
+    """Make a model of the weights of a file, which are not changed; see :func:`load_diffusion_model`."""
+    detected = detect_model(checkpoint, only_diffusion_model=not whole)
     load = prepare(detected, storage, compute, rules, streams_weights(compute_device(), disable_dynamic))
     tensors, plan, metadata = dict(load.tensors), load.plan.compute, detected.checkpoint.metadata
     options = {"metadata": metadata, "disable_dynamic": disable_dynamic}
@@ -108,7 +91,7 @@ def _load(
     if plan.is_safe:
         hold_norms_in_fp32(patcher.model.diffusion_model.modules())
     set_compute(patcher, plan)
-    attach(patcher, record_of(detected, load, lacks), again, plan.choice)
+    attach(patcher, record_of(detected, load, lacks), plan.choice)
     return patcher
 
 
@@ -215,10 +198,9 @@ def record_of(detected: Detected, load: PreparedLoad, notes: Sequence[str] = ())
     )
 
 
-def attach(patcher: ModelPatcher, record: LoadRecord, again: tuple | None, compute: Choice | None = None) -> None:
-    """Keep with a loaded model what was decided, and how it is loaded again; its LoRAs stay out of 8-bit weights."""
+def attach(patcher: ModelPatcher, record: LoadRecord, compute: Choice | None = None) -> None:
+    """Keep with a loaded model what was decided for its file; its LoRAs stay out of 8-bit weights."""
     patcher.set_attachments(ATTACHMENT, record)
-    patcher.cached_patcher_init = again
     keep_low_rank_unmerged(patcher)
     tell(record, compute)
 
