@@ -1,18 +1,11 @@
 """Choose how products are summed while one model runs."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from comfy_api.latest import io
 
 from ..precision.plan.accumulation import ATTENTION_OPTIONS, FP16_OPTIONS, SWITCH_OPTIONS, UNCHANGED, Request
 from .host.accumulation.executor import with_accumulation
 from .host.reporting.badge import badge, sums_words
 from .inputs import CATEGORY
-
-if TYPE_CHECKING:
-    from .host.comfyui.types import ModelPatcher
 
 
 def _choice(
@@ -64,13 +57,7 @@ class Accumulation(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls,
-        model: ModelPatcher,
-        fp16_accumulation: str,
-        reduced_precision_reduction: str,
-        tf32: str,
-        fp8_fast_accumulation: str,
-        attention: str,
+        cls, model, fp16_accumulation, reduced_precision_reduction, tf32, fp8_fast_accumulation, attention
     ) -> io.NodeOutput:
         request = Request(fp16_accumulation, reduced_precision_reduction, tf32, fp8_fast_accumulation, attention)
         model = with_accumulation(model, request)

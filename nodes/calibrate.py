@@ -1,18 +1,10 @@
 """Learn from your own prompts how a model's weights are best rounded."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from comfy_api.latest import io, ui
 
 from .host.load.files import output_path
 from .host.study import calibrate as host
 from .inputs import CATEGORY, CalibrationType, checked_calibration, seed_input
-
-if TYPE_CHECKING:
-    from ..precision.make.calibration import Calibration
-    from .host.comfyui.types import ModelPatcher
 
 
 class Calibrate(io.ComfyNode):
@@ -60,14 +52,7 @@ class Calibrate(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls,
-        model: ModelPatcher,
-        positive,
-        latent_image: dict,
-        seed: int,
-        negative=None,
-        previous: Calibration | None = None,
-        filename_prefix: str = "",
+        cls, model, positive, latent_image, seed, negative=None, previous=None, filename_prefix=""
     ) -> io.NodeOutput:
         path, name = output_path(filename_prefix) if filename_prefix.strip("/ ") else ("", "")
         previous = checked_calibration(previous)

@@ -1,9 +1,5 @@
 """Choose the arithmetic of a model that is loaded already."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from comfy_api.latest import io
 
 from ..precision.guard.policy import OFF, ON_NAN
@@ -13,12 +9,8 @@ from .host.check.drift import checking
 from .host.guard import planned
 from .host.guard.encoders import guard_clip, guard_vae
 from .host.guard.model import MAX_RETRIES, with_guard
-from .host.reporting.badge import badge, model_words
-from .host.reporting.live_report import with_live_report
+from .host.reporting.badge import badge, model_words, with_live_report
 from .inputs import CATEGORY, RulesType, check_input, checked_rules, compute_input, node_id_of, on_nan_input
-
-if TYPE_CHECKING:
-    from .host.comfyui.types import CLIP, VAE, ModelPatcher
 
 
 class ComputeDtype(io.ComfyNode):
@@ -48,7 +40,7 @@ class ComputeDtype(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, model: ModelPatcher, compute: str, rules: Rules | None = None) -> io.NodeOutput:
+    def execute(cls, model, compute, rules=None) -> io.NodeOutput:
         model = planned.with_compute(model, compute, checked_rules(rules) or Rules())
         return io.NodeOutput(model, ui=badge(*model_words(model)))
 
@@ -102,14 +94,7 @@ class AutoPrecision(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls,
-        model: ModelPatcher,
-        goal: str,
-        clip: CLIP | None = None,
-        vae: VAE | None = None,
-        rules: Rules | None = None,
-        guard: str = "retry_higher",
-        check: str = OFF,
+        cls, model, goal, clip=None, vae=None, rules=None, guard="retry_higher", check=OFF
     ) -> io.NodeOutput:
         node_id = node_id_of(cls)
         model, vae, why = planned.with_goal(model, goal, clip, vae, checked_rules(rules) or NO_RULES)

@@ -99,10 +99,10 @@ class LoadCheckpoint(Loader):
     @classmethod
     def execute(cls, ckpt_name, storage, compute, clip_storage, vae_dtype, rules=None) -> io.NodeOutput:
         path = files.model_path(cls.FOLDER, ckpt_name)
-        model = models.load_checkpoint_model(path, storage, compute, checked_rules(rules) or rules_from())
+        model = models.load_diffusion_model(path, storage, compute, checked_rules(rules) or rules_from(), whole=True)
         look_at_results(model)
         clip = encoders.load_checkpoint_text_encoder(path, clip_storage)
-        vae = encoders.load_checkpoint_vae(path, vae_dtype)
+        vae = encoders.load_vae(path, vae_dtype, whole=True)
         return io.NodeOutput(model, clip, vae, ui=badge(*model_words(model)))
 
 

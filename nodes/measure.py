@@ -1,9 +1,5 @@
 """Measure the time, memory and error of precisions."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from comfy_api.latest import io
 
@@ -13,9 +9,6 @@ from ..precision.study.settings import DEFAULT_SETTINGS, settings_from
 from ..precision.study.tradeoffs_text import result_of, table_text
 from .host.study import tradeoffs as host
 from .inputs import CATEGORY, RulesType, seed_input
-
-if TYPE_CHECKING:
-    from .host.comfyui.types import ModelPatcher
 
 
 class MeasurePrecisions(io.ComfyNode):
@@ -61,7 +54,7 @@ class MeasurePrecisions(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, candidates: str | None = None) -> bool | str:
+    def validate_inputs(cls, candidates=None):
         if candidates is None:  # given by another node
             return True
         try:
@@ -71,9 +64,7 @@ class MeasurePrecisions(io.ComfyNode):
         return True
 
     @classmethod
-    def execute(
-        cls, model: ModelPatcher, positive, latent_image: dict, seed: int, candidates: str, negative=None
-    ) -> io.NodeOutput:
+    def execute(cls, model, positive, latent_image, seed, candidates, negative=None) -> io.NodeOutput:
         inputs = host.Inputs(positive, negative, latent_image, seed)
         found = host.measure_model(model, inputs, settings_from(candidates))
         text = table_text(found)

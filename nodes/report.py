@@ -11,7 +11,7 @@ from ..precision.report.report_chart import chart
 from .host.comfyui.page import encoder_reports
 from .host.load.devices import current_device
 from .host.reporting import report as host
-from .host.reporting.live_report import REPORT_KEY
+from .host.reporting.badge import REPORT_KEY
 from .inputs import CATEGORY
 
 

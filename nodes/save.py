@@ -1,9 +1,5 @@
 """Save a model with chosen precision, in ComfyUI's own format."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from comfy_api.latest import io
 
 from ..precision.base.text import size_text
@@ -11,11 +7,6 @@ from ..precision.plan.rules import rules_from
 from ..precision.report.result import SAVED, Result
 from .host.load.save import save_model
 from .inputs import CATEGORY, CalibrationType, checked_calibration, checked_rules, rules_input, storage_input
-
-if TYPE_CHECKING:
-    from ..precision.make.calibration import Calibration
-    from ..precision.plan.rules import Rules
-    from .host.comfyui.types import ModelPatcher
 
 STORAGE_TOOLTIP = "How the weights are stored. auto and as_file keep what the model is loaded in."
 
@@ -54,14 +45,7 @@ class SaveModel(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls,
-        model: ModelPatcher,
-        filename_prefix: str,
-        storage: str,
-        rules: Rules | None = None,
-        calibration: Calibration | None = None,
-    ) -> io.NodeOutput:
+    def execute(cls, model, filename_prefix, storage, rules=None, calibration=None) -> io.NodeOutput:
         given, workflow = checked_rules(rules) or rules_from(), (cls.hidden.prompt, cls.hidden.extra_pnginfo)
         name, size = save_model(model, filename_prefix, storage, given, *workflow, checked_calibration(calibration))
         saved = {"file": name, "size": size_text(size)}

@@ -113,7 +113,8 @@ def lasting_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
 
 class _Reader:
     def __init__(self, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str], path):
-        self.tensors = tensors
+        self.entries = tensors.entries if isinstance(tensors, TensorFile) else {}
+        self.tensors = dict(tensors)
         self.metadata = metadata
         self.path = path
         self.taken: set[str] = set()
@@ -136,7 +137,7 @@ class _Reader:
         return Checkpoint(str(self.path), tuple(self.dialects), lasting_metadata(self.metadata), weights, notes)
 
     def _file_of(self, name: str) -> str:
-        return str(self.tensors.entries[name].file if isinstance(self.tensors, TensorFile) else self.path)
+        return str(self.entries[name].file if name in self.entries else self.path)
 
     def _settings(self) -> dict[str, dict]:
         """Map layer names to ComfyUI's per-layer JSON, from the header and from ``comfy_quant`` tensors, which win."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import logging
 import re
 import weakref
-from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -58,7 +56,6 @@ FAMILIES = {
 }
 """The module of a ControlNet's model -> the family whose dtypes it works in; others work in all."""
 PLAIN = ("fp16", "bf16", "fp32")
-logger = logging.getLogger("halfsafe")
 _runs: weakref.WeakKeyDictionary[BaseModel, tuple[weakref.ref, weakref.WeakKeyDictionary]] = weakref.WeakKeyDictionary()
 """A model -> the prompt of its last runs, as ComfyUI's progress registry of it, and the ControlNets of those runs."""
 
@@ -92,12 +89,10 @@ def load_control_net(path: str, storage: str, compute: str, rules: Rules) -> Con
     cls = type(control).__name__
     if cls in WHY_OWN:
         record = _own_record(checkpoint, WHY_OWN[cls], storage, compute)
+        models.tell(record)
     else:
         record = _plan(control, checkpoint, storage, compute, rules)
-    _follow(control, LoadedControl(cls, record, planned_control(control)))
-    for setting, reason in record.without_effect:
-        logger.warning("Halfsafe: %s: %s has no effect: %s", path, setting, reason)
-    return control
+    return _follow(control, LoadedControl(cls, record, planned_control(control)))
 
 
 def _without_prefix(checkpoint: Checkpoint) -> Checkpoint:
@@ -121,7 +116,7 @@ def _made_by_core(checkpoint: Checkpoint) -> ControlBase:
     }
     needed = sum(prod(weight.shape) for weight in checkpoint.weights.values()) * options["dtype"].itemsize
     require_memory(needed, f"Loading {checkpoint.path}", free_host_memory())
-    tensors = detection.dequantized_tensors(checkpoint)
+    tensors = detection.stored_tensors(detection.unpacked(checkpoint))
     check_finite(tensors, checkpoint.path)
     try:
         with lacking_tensors(checkpoint.path) as lacking:
@@ -143,14 +138,10 @@ def _unknown(checkpoint: Checkpoint, why: str = "") -> CheckpointError:
 
 
 def _own_record(checkpoint: Checkpoint, why: str, storage: str, compute: str) -> LoadRecord:
-    asked = [f"{name}={value}" for name, value in (("storage", storage), ("compute", compute)) if value not in AS_IT_IS]
-    logger.info("Halfsafe: %s: loaded as ComfyUI does: %s", checkpoint.path, why)
+    asked = (f"{name}={value}" for name, value in (("storage", storage), ("compute", compute)) if value not in AS_IT_IS)
+    idle, choice = tuple((setting, why) for setting in asked), Choice(storage, "as_file", why)
     return LoadRecord(
-        checkpoint.path,
-        checkpoint.dialects,
-        Choice(storage, "as_file", why),
-        without_effect=tuple((setting, why) for setting in asked),
-        notes=tuple(checkpoint.notes),
+        checkpoint.path, checkpoint.dialects, choice, without_effect=idle, notes=tuple(checkpoint.notes)
     )
 
 
@@ -159,17 +150,15 @@ def _plan(control: ControlNet, checkpoint: Checkpoint, storage: str, compute: st
     module = control.control_model
     detected = _detected(checkpoint, module)
     load = models.prepare(detected, storage, compute, rules)
+    arithmetic = load.plan.compute.unwatched
     _store(module, detected, load)
+    models.settle_quantized(module, detected, load, arithmetic.weight_dtype)
     patcher, offload_device = comfy.model_patcher.CoreModelPatcher, comfy.model_management.unet_offload_device()
     control.control_model_wrapped = patcher(module, load_device=control.load_device, offload_device=offload_device)
-    arithmetic = load.plan.compute.unwatched
     plan_control(control, arithmetic, dtype_named(arithmetic.activation_dtype))
-    record = models.record_of(detected, load.plan, load.notes)
+    record = models.record_of(detected, load)
     control.control_model_wrapped.set_attachments(models.ATTACHMENT, record)
-    chosen = str(load.plan.storage).removesuffix(".")
-    logger.info("Halfsafe: %s: storage %s; compute %s", record.file, chosen, arithmetic.choice)
-    for reason, count in Counter(record.kept.values()).items():
-        logger.info("Halfsafe: %s: %d layers kept high: %s", record.file, count, reason)
+    models.tell(record, arithmetic.choice)
     return record
 
 
@@ -196,25 +185,18 @@ def _detected(checkpoint: Checkpoint, module: torch.nn.Module) -> detection.Dete
 
 def _store(module: torch.nn.Module, detected: detection.Detected, load: models.PreparedLoad) -> None:
     """Give a model its tensors as they were prepared, and ComfyUI's quantized layers where they are quantized."""
-    layers = models.quantized_layers(load.tensors, "")
-    operations = models.operations_for(detected, load)["custom_operations"]
+    layers, operations = set(models.quantized_layers(load.tensors, "")), models.operations_for(detected, load)
     for layer in layers:
-        plain = module.get_submodule(layer)
+        plain, inside = module.get_submodule(layer), f"{layer}."
         made = operations.Linear(
             plain.in_features, plain.out_features, bias=plain.bias is not None, device="cpu", dtype=load.dtype
         )
-        inside = {name for name in load.tensors if name.startswith(f"{layer}.")}
-        made.load_state_dict({name.removeprefix(f"{layer}."): load.tensors[name] for name in inside})
+        made.load_state_dict({n.removeprefix(inside): it for n, it in load.tensors.items() if n.startswith(inside)})
         parent, _, leaf = layer.rpartition(".")
         setattr(module.get_submodule(parent), leaf, made)
-    replaced = {f"{layer}.{leaf}" for layer in layers for leaf in ("weight", "bias")}
     for name, parameter in module.named_parameters():
-        if name not in replaced:
+        if name.rpartition(".")[0] not in layers:
             parameter.data = load.tensors[name].to(load.dtype)
-    modules = dict(module.named_modules())
-    models.check_quantized(detected, modules, layers)
-    models.compute_in_full_precision(modules)
-    models.unpack_to(modules, dtype_named(load.plan.compute.unwatched.weight_dtype))
 
 
 def loaded_control(control: ControlNet) -> LoadedControl:

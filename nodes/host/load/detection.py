@@ -1,5 +1,9 @@
 """Tell which model a state dict is, by ComfyUI's own detection, and the module class of each of its layers."""
 
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +18,6 @@ from ....precision.formats.checkpoint import Checkpoint, StoredWeight
 from ....precision.formats.comfy_format import finite_bound
 from ....precision.plan.facts import LayerSpec, ModelFacts, facts_of
 from .lacking import named_if_lacking
-from .progress import quiet
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,16 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     Raises:
         CheckpointError: ComfyUI does not know this architecture.
     """
+    checkpoint, prefix, config = recognised(checkpoint, only_diffusion_model)
+    with named_if_lacking(checkpoint.path):
+        modules = _modules(config, checkpoint, prefix)
+    names = _layer_names(config, checkpoint, prefix)
+    facts = facts_of_modules(checkpoint, modules, names, prefix, config)
+    return Detected(checkpoint, prefix, config, facts, names)
+
+
+def recognised(checkpoint: Checkpoint, only_diffusion_model: bool = False) -> tuple[Checkpoint, str, Any]:
+    """Return a checkpoint as :func:`detect_model` names its tensors, the model's prefix and ComfyUI's config."""
     prefix = comfy.model_detection.unet_prefix_from_state_dict(checkpoint.weights)
     if only_diffusion_model:
         checkpoint, prefix = _stripped(checkpoint, prefix), ""
@@ -49,11 +62,7 @@ def detect_model(checkpoint: Checkpoint, only_diffusion_model: bool) -> Detected
     if config is None:
         advice = _hint(original, only_diffusion_model)
         raise CheckpointError(checkpoint.path, "ComfyUI does not know this architecture", advice=advice)
-    with named_if_lacking(checkpoint.path):
-        modules = _modules(config, checkpoint, prefix)
-    names = _layer_names(config, checkpoint, prefix)
-    facts = facts_of_modules(checkpoint, modules, names, prefix, config)
-    return Detected(checkpoint, prefix, config, facts, names)
+    return checkpoint, prefix, config
 
 
 def _stripped(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
@@ -85,16 +94,14 @@ def _from_diffusers(checkpoint: Checkpoint) -> Checkpoint:
     """Rename a model to ComfyUI's names. Fused layers mix the weights of several, so quantized ones become bf16."""
     if not _renamed({name: tensor.to("meta") for name, tensor in stored_tensors(checkpoint).items()}):
         return checkpoint
-    tensors = dequantized_tensors(checkpoint)
-    converted = _renamed(tensors)
-    names = {id(tensor): name for name, tensor in converted.items()}
-    for name, tensor in tensors.items():
-        if id(tensor) not in names:  # part of another now: NaN and Inf are told by its own name and file
-            finite_bound(checkpoint.weights[name], checkpoint.path)
-    files = {names.get(id(tensors[name])): weight.file for name, weight in checkpoint.weights.items()}
-    weights = {name: StoredWeight(name, tensor, file=files.get(name, "")) for name, tensor in converted.items()}
+    plain = unpacked(checkpoint)
+    converted = renamed_by(plain, _renamed)
+    kept = {id(weight.data) for weight in converted.weights.values()}
+    for name, weight in checkpoint.weights.items():
+        if id(plain.weights[name].data) not in kept:  # part of another now: NaN is told by its own name and file
+            finite_bound(weight, checkpoint.path)
     note = "The file has diffusers' names: it was converted to ComfyUI's."
-    return replace(checkpoint, weights=weights, notes=[*checkpoint.notes, note])
+    return replace(converted, notes=[*checkpoint.notes, note])
 
 
 def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -102,12 +109,22 @@ def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return comfy.model_detection.convert_diffusers_mmdit(dict(tensors), "") or _from_diffusers_unet(tensors)
 
 
-def dequantized_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Return every tensor by name, those quantized with a scale in bf16."""
-    return {
-        name: weight.data if weight.scale is None else weight.dequantize(torch.bfloat16)
-        for name, weight in checkpoint.weights.items()
+def unpacked(checkpoint: Checkpoint) -> Checkpoint:
+    """Unpack the weights of a checkpoint that have a scale to bf16."""
+    weights = checkpoint.weights.items()
+    plain = {w: it if it.plain else StoredWeight(w, it.dequantize(torch.bfloat16), file=it.file) for w, it in weights}
+    return replace(checkpoint, weights=plain)
+
+
+def renamed_by(checkpoint: Checkpoint, process: Callable[[dict], dict]) -> Checkpoint:
+    """Rename a checkpoint's tensors as ComfyUI's ``process`` does; tensors made anew are plain."""
+    own = {id(weight.data): weight for weight in checkpoint.weights.values()}
+    processed = process({name: weight.data for name, weight in checkpoint.weights.items()})
+    weights = {
+        name: replace(own[id(tensor)], name=name) if id(tensor) in own else StoredWeight(name, tensor)
+        for name, tensor in processed.items()
     }
+    return replace(checkpoint, weights=weights)
 
 
 def _from_diffusers_unet(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -154,6 +171,24 @@ def _modules(config, checkpoint: Checkpoint, prefix: str) -> dict[str, torch.nn.
             # ACE-Step 1.5 reads numbers of its own buffers (``FSQ`` in ComfyUI's comfy/ldm/ace/ace_step15.py).
             model = config.get_model(stored_tensors(checkpoint), prefix, device=torch.device("cpu"))
     return dict(model.diffusion_model.named_modules())
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Drop what ComfyUI logs in this thread below a warning: it writes to the root logger itself (``logging.info``).
+
+    What other loggers write, and other threads, passes: the root logger's filters see no record of theirs.
+    """
+    thread, root = threading.get_ident(), logging.getLogger()
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING or record.thread != thread
+
+    root.addFilter(passes)
+    try:
+        yield
+    finally:
+        root.removeFilter(passes)
 
 
 def _hint(checkpoint: Checkpoint, only_diffusion_model: bool) -> str:

@@ -1,6 +1,5 @@
 """The device ComfyUI computes on, as the precision core sees it."""
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -10,15 +9,13 @@ import comfy.quant_ops
 import torch
 
 from ....precision.base.errors import StorageNotHeld
-from ....precision.base.text import size_text
 from ....precision.devices import memory
 from ....precision.devices.detect import Device, detect, requested_profile, unheld_storages
 from ....precision.formats.fp8 import forget_scratch
 from ....precision.make.on_gpu import OnGpu
 
-QUANTIZING = 1 << 30
-"""Bytes that ComfyUI is asked to free of the device before weights are quantized there."""
-logger = logging.getLogger("halfsafe")
+QUANTIZING = 2 << 30
+"""Bytes that ComfyUI is asked to free of the device before weights are quantized there: room for the largest, twice."""
 
 
 def compute_device() -> torch.device:
@@ -112,8 +109,6 @@ def quantizing_device() -> Iterator[OnGpu | None]:
     finally:
         forget_scratch()
         comfy.model_management.soft_empty_cache()  # torch keeps the device's memory for the next who asks
-    if maker.without_room:
-        logger.info("Halfsafe: %s quantized on the CPU: no room on the GPU.", size_text(maker.without_room))
 
 
 def free_host_memory() -> int:

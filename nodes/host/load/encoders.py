@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -21,32 +19,32 @@ import torch
 from ....precision.base.dtypes import QUANTIZED_NAMES, dtype_named, name_of
 from ....precision.base.errors import CheckpointError
 from ....precision.formats import comfy_format
-from ....precision.formats.checkpoint import Checkpoint, StoredWeight
-from ....precision.plan.choice import ATTACHMENT, Choice, LoadRecord
+from ....precision.formats.checkpoint import Checkpoint
+from ....precision.plan.choice import Choice, LoadRecord
 from ....precision.plan.facts import file_dtype, layer_specs
 from ....precision.plan.memory import plan_encoder
 from ....precision.plan.storage import plan_text_encoder
 from ..comfyui.model_facts import held_storages
 from ..comfyui.weights import ask_for_plain_products
-from ..lora.patcher import keep_low_rank_unmerged
-from .detection import dequantized_tensors, detect_model, stored_tensors
+from .detection import recognised, renamed_by, stored_tensors, unpacked
 from .devices import free_host_memory, require_held_by_device, streams_weights, unheld_on
-from .files import check_quantized_shapes, open_model
-from .lacking import Lacking, lacking_tensors
-from .tensors import LoadedTensors, load_tensors
+from .files import open_model
+from .lacking import lacking_tensors
+from .models import attach
+from .tensors import load_tensors
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
     from comfy.sd import CLIP, VAE
 
 FP32_ACTIVATIONS = "ComfyUI runs text encoders with fp32 activations"
+OPEN_CLIP = "transformer.resblocks.0.ln_1.weight"
 CLIP_WORDS, CLIP_LAYER = "text_model.embeddings.token_embedding.weight", "mlp.fc1.weight"
 CLIP_NORM = "text_model.final_layer_norm.weight"
 VISION = re.compile(r"(^|\.)(visual|vision_\w+|audio_(model|projector)|multi_modal_projector|lm_head)\.")
 """Parts of a text encoder that texts do without."""
 ENCODER = re.compile(r"^(encoder|quant_conv)\.")
 """Parts of a VAE that decoding does without."""
-logger = logging.getLogger("halfsafe")
 
 
 def text_encoder_types() -> list[str]:
@@ -65,20 +63,24 @@ def load_text_encoder(
         raise CheckpointError(
             paths[0], "ComfyUI knows no text encoder like this", advice="Check that it is a text encoder."
         )
-    converted = [_converted(file, storage, disable_dynamic) for file in files]
-    tensors, choice = [made.tensors for made, _ in converted], converted[0][1]
-    notes = [note for made, _ in converted for note in made.notes]
-    with lacking_tensors(*paths) as lacking:
-        clip = comfy.sd.load_text_encoder_state_dicts(
-            list(tensors),
+
+    def make(tensors: list[dict], options: dict) -> CLIP:
+        return comfy.sd.load_text_encoder_state_dicts(
+            tensors,
             embedding_directory=folder_paths.get_folder_paths("embeddings"),
             # SDXL, which ComfyUI knows by its files, has no type: its nodes' default.
             clip_type=getattr(comfy.sd.CLIPType, kind.upper(), comfy.sd.CLIPType.STABLE_DIFFUSION),
-            model_options=_options(tensors, choice.used) | _clip_sizes(files),
+            model_options=options | _clip_sizes(files),
             disable_dynamic=disable_dynamic,
         )
-    factory = (_reloaded, (load_text_encoder, paths, kind, storage, compute))
-    return _finished(clip, lacking, paths, compute, choice, notes, factory)
+
+    return _loaded(files, make, storage, compute, disable_dynamic, (load_text_encoder, paths, kind, storage, compute))
+
+
+def _open_clip_split(checkpoint: Checkpoint) -> Checkpoint:
+    if OPEN_CLIP not in checkpoint.weights:
+        return checkpoint
+    return renamed_by(checkpoint, lambda tensors: comfy.utils.clip_text_transformers_convert(tensors, "", ""))
 
 
 def _clip_sizes(files: Sequence[Checkpoint]) -> dict:
@@ -98,25 +100,42 @@ def _clip_sizes(files: Sequence[Checkpoint]) -> dict:
 
 def load_checkpoint_text_encoder(path: str, storage: str, disable_dynamic: bool = False) -> CLIP | None:
     """Load the CLIP of a full checkpoint; None where it holds none."""
-    detected = detect_model(open_model(path), only_diffusion_model=False)
-    target = detected.config.clip_target(state_dict=stored_tensors(detected.checkpoint))
-    encoder = _renamed_by(detected.checkpoint, detected.config.process_clip_state_dict)
+    checkpoint, _, config = recognised(open_model(path))
+    target = config.clip_target(state_dict=stored_tensors(checkpoint))
+    encoder = renamed_by(checkpoint, config.process_clip_state_dict)
     if target is None or not encoder.weights:
         return None
-    made, choice = _converted(encoder, storage, disable_dynamic)
-    tensors = made.tensors
-    with lacking_tensors(path) as lacking:
-        clip = comfy.sd.CLIP(
+
+    def make(tensors: list[dict], options: dict) -> CLIP:
+        return comfy.sd.CLIP(
             target,
             embedding_directory=folder_paths.get_folder_paths("embeddings"),
-            tokenizer_data=tensors,
-            parameters=comfy.utils.calculate_parameters(tensors),
-            state_dict=tensors,
-            model_options=_options([tensors], choice.used),
+            tokenizer_data=tensors[0],
+            parameters=comfy.utils.calculate_parameters(tensors[0]),
+            state_dict=tensors[0],
+            model_options=options,
             disable_dynamic=disable_dynamic,
         )
-    factory = (_reloaded, (load_checkpoint_text_encoder, path, storage))
-    return _finished(clip, lacking, [path], "auto", choice, made.notes, factory)
+
+    return _loaded([encoder], make, storage, "auto", disable_dynamic, (load_checkpoint_text_encoder, path, storage))
+
+
+def _loaded(
+    files: Sequence[Checkpoint], make: Callable, storage: str, compute: str, disable_dynamic: bool, again: tuple
+) -> CLIP:
+    """Have ComfyUI make a CLIP of files in a storage."""
+    paths = list(dict.fromkeys(file.path for file in files))
+    tensors, notes, choices = zip(*(_converted(file, storage, disable_dynamic) for file in files), strict=True)
+    with lacking_tensors(*paths) as lacking:
+        clip = make(list(tensors), _options(tensors, choices[0].used))
+    lacks = lacking.refuse(clip.cond_stage_model, VISION, "images in a prompt give NaN")
+    without_effect = () if compute in ("auto", "fp32") else ((f"compute={compute}", FP32_ACTIVATIONS),)
+    said = [note for of_file in notes for note in of_file] + lacks
+    attach(clip.patcher, LoadRecord(paths[0], (), choices[0], without_effect=without_effect, notes=tuple(said)))
+    clip.patcher.cached_patcher_init = (_reloaded, again)
+    if compute == "fp32":
+        ask_for_plain_products(clip.patcher)
+    return clip
 
 
 def _reloaded(load: Callable, *arguments, disable_dynamic: bool = False) -> ModelPatcher:
@@ -124,24 +143,8 @@ def _reloaded(load: Callable, *arguments, disable_dynamic: bool = False) -> Mode
     return load(*arguments, disable_dynamic=disable_dynamic).patcher
 
 
-def _renamed_by(checkpoint: Checkpoint, process: Callable[[dict], dict]) -> Checkpoint:
-    """Rename a checkpoint's tensors as ComfyUI's ``process`` does; those it computes anew are plain."""
-    known = {id(weight.data): weight for weight in checkpoint.weights.values()}
-    processed = process({name: weight.data for name, weight in checkpoint.weights.items()})
-    weights = {
-        name: replace(known[id(tensor)], name=name) if id(tensor) in known else StoredWeight(name, tensor)
-        for name, tensor in processed.items()
-    }
-    return replace(checkpoint, weights=weights)
-
-
-def _open_clip_split(checkpoint: Checkpoint) -> Checkpoint:
-    if "transformer.resblocks.0.ln_1.weight" not in checkpoint.weights:
-        return checkpoint
-    return _renamed_by(checkpoint, lambda tensors: comfy.utils.clip_text_transformers_convert(tensors, "", ""))
-
-
-def _converted(checkpoint: Checkpoint, storage: str, disable_dynamic: bool) -> tuple[LoadedTensors, Choice]:
+def _converted(checkpoint: Checkpoint, storage: str, disable_dynamic: bool) -> tuple[dict, list[str], Choice]:
+    """Make the tensors of a text encoder's file, notes on them, and its storage."""
     device = comfy.model_management.text_encoder_device()
     default = name_of(comfy.model_management.text_encoder_dtype(device))
     in_16_bit = sum(2 * prod(weight.shape) for weight in checkpoint.weights.values())
@@ -153,11 +156,8 @@ def _converted(checkpoint: Checkpoint, storage: str, disable_dynamic: bool) -> t
     )
     require_held_by_device((decision.storage for decision in decisions.values()), device)
     planned = plan_encoder(checkpoint, choice, decisions, default, held_storages(), streamed, unheld)
-    made = load_tensors(checkpoint, planned, read=not streamed)
-    notes = [*planned.notes, *made.notes]
-    for note in notes:
-        logger.info("Halfsafe: %s: %s", checkpoint.path, note)
-    return replace(made, tensors={**made.tensors, **_missing_projections(made.tensors)}, notes=notes), choice
+    tensors, notes = load_tensors(checkpoint, planned, read=not streamed)
+    return tensors | _missing_projections(tensors), [*planned.notes, *notes], choice
 
 
 def _missing_projections(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -176,66 +176,31 @@ def _options(encoders: Sequence[dict[str, torch.Tensor]], storage: str) -> dict:
     return {**options, "quantization_metadata": {"mixed_ops": True}} if quantized else options
 
 
-def _finished(
-    clip: CLIP,
-    lacking: Lacking,
-    paths: Sequence[str],
-    compute: str,
-    storage: Choice,
-    notes: Sequence[str],
-    factory: tuple,
-) -> CLIP:
-    path = paths[0]
-    check_quantized_shapes(clip.cond_stage_model, *paths)
-    if filled := lacking.refuse(clip.cond_stage_model, unless=VISION):
-        notes = [*notes, f"The file lacks {len(filled)} tensors, {filled[0]} first: images in a prompt give NaN."]
-        logger.warning("Halfsafe: %s: %s", path, notes[-1])
-    without_effect = () if compute in ("auto", "fp32") else ((f"compute={compute}", FP32_ACTIVATIONS),)
-    record = LoadRecord(path, (), storage, without_effect=without_effect, notes=tuple(notes))
-    clip.patcher.set_attachments(ATTACHMENT, record)
-    clip.patcher.cached_patcher_init = factory
-    keep_low_rank_unmerged(clip.patcher)
-    if compute == "fp32":
-        ask_for_plain_products(clip.patcher)
-    logger.info("Halfsafe: %s: storage %s", path, storage)
-    for setting, reason in without_effect:
-        logger.warning("Halfsafe: %s: %s has no effect: %s", path, setting, reason)
-    return clip
-
-
-def load_vae(path: str, dtype: str, disable_dynamic: bool = False) -> VAE:
+def load_vae(path: str, dtype: str, whole: bool = False, disable_dynamic: bool = False) -> VAE | None:
     """Load the VAE in a file, computed in ``dtype`` (``auto``: ComfyUI's choice for the device).
 
-    ``disable_dynamic`` is ComfyUI's and changes nothing here.
+    ``whole``: the file is a full checkpoint; None where that holds none. ``disable_dynamic`` is ComfyUI's and changes
+    nothing here.
     """
-    checkpoint = open_model(path)
-    return _vae(dequantized_tensors(checkpoint), checkpoint, dtype, (_reloaded, (load_vae, path, dtype)))
-
-
-def load_checkpoint_vae(path: str, dtype: str, disable_dynamic: bool = False) -> VAE | None:
-    """Load the VAE of a full checkpoint as :func:`load_vae` does; None where it holds none."""
-    detected = detect_model(open_model(path), only_diffusion_model=False)
-    prefixes = dict.fromkeys(detected.config.vae_key_prefix, "")
-    inside = functools.partial(comfy.utils.state_dict_prefix_replace, replace_prefix=prefixes, filter_keys=True)
-    part = _renamed_by(detected.checkpoint, inside)
-    if not part.weights:
-        return None
-    tensors = detected.config.process_vae_state_dict(dequantized_tensors(part))
-    return _vae(tensors, part, dtype, (_reloaded, (load_checkpoint_vae, path, dtype)))
-
-
-def _vae(tensors: dict[str, torch.Tensor], checkpoint: Checkpoint, dtype: str, factory: tuple) -> VAE:
-    comfy_format.check_finite(tensors, checkpoint.path)
-    with lacking_tensors(checkpoint.path) as lacking:
+    checkpoint, config = open_model(path), None
+    if whole:
+        checkpoint, _, config = recognised(checkpoint)
+        prefixes = dict.fromkeys(config.vae_key_prefix, "")
+        inside = functools.partial(comfy.utils.state_dict_prefix_replace, replace_prefix=prefixes, filter_keys=True)
+        checkpoint = renamed_by(checkpoint, inside)
+        if not checkpoint.weights:
+            return None
+    tensors = stored_tensors(unpacked(checkpoint))
+    tensors = config.process_vae_state_dict(tensors) if config else tensors
+    comfy_format.check_finite(tensors, path)
+    with lacking_tensors(path) as lacking:
         vae = comfy.sd.VAE(
             sd=tensors, metadata=checkpoint.metadata, dtype=None if dtype == "auto" else dtype_named(dtype)
         )
     if vae.first_stage_model is None:
-        raise CheckpointError(checkpoint.path, "ComfyUI knows no VAE like this", advice="Check that the file is a VAE.")
-    if filled := lacking.refuse(vae.first_stage_model, unless=ENCODER):
-        first, path = filled[0], checkpoint.path
-        logger.warning("Halfsafe: %s: lacks %d tensors, %s first: encoding gives NaN.", path, len(filled), first)
-    vae.patcher.cached_patcher_init = factory
+        raise CheckpointError(path, "ComfyUI knows no VAE like this", advice="Check that the file is a VAE.")
+    lacking.refuse(vae.first_stage_model, ENCODER, "encoding gives NaN")
+    vae.patcher.cached_patcher_init = (_reloaded, (load_vae, path, dtype, whole))
     return vae
 
 

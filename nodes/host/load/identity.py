@@ -16,7 +16,6 @@ from comfy.cli_args import args
 
 from ....precision.base.errors import CheckpointError
 from ....precision.files.safetensors_file import open_checkpoint
-from ....precision.files.tensor_file import TensorFile
 from ....precision.formats.card import source_of
 from ....precision.formats.checkpoint import lasting_metadata
 from ....precision.formats.stored_weight import StoredWeight
@@ -73,9 +72,12 @@ def metadata_of(patcher: ModelPatcher, prompt: dict | None, extra: dict | None) 
     ComfyUI's detection reads it: the ``config`` of LTX-Video, LTX-2, Wan and MiniMax H3 (``comfy/model_detection.py``).
     The workflow is left out where ComfyUI's user switched that off.
     """
-    record = patcher.attachments.get(ATTACHMENT)
-    file = None if record else _source_file(patcher)
-    known = record.metadata if record else lasting_metadata(file.metadata) if file else {}
+    record, known = patcher.attachments.get(ATTACHMENT), {}
+    if record:
+        known = record.metadata
+    elif path := _source_path(patcher):
+        with contextlib.suppress(CheckpointError):
+            known = lasting_metadata(open_checkpoint(path).metadata)
     source = {key: value for key, value in known.items() if key not in WORKFLOW_KEYS}
     workflow = {} if args.disable_metadata else {"prompt": prompt, **(extra or {})}
     written = {key: json.dumps(value) for key, value in workflow.items() if value is not None}
@@ -84,10 +86,10 @@ def metadata_of(patcher: ModelPatcher, prompt: dict | None, extra: dict | None) 
 
 def source_of_model(patcher: ModelPatcher) -> dict[str, object]:
     """Describe the file that a model was loaded from, if known; by its name alone where it is gone."""
-    file, path = _source_file(patcher), _source_path(patcher)
+    path = _source_path(patcher)
     try:
-        return source_of(file) if file else {"file": Path(path).name} if path else {}
-    except OSError:
+        return source_of(open_checkpoint(path)) if path else {}
+    except (CheckpointError, OSError):
         return {"file": Path(path).name}
 
 
@@ -95,14 +97,6 @@ def _source_path(patcher: ModelPatcher) -> str:
     record = patcher.attachments.get(ATTACHMENT)
     path = record.file if record else next(iter((patcher.cached_patcher_init or (None, ()))[1]), None)
     return path if isinstance(path, str) else ""
-
-
-def _source_file(patcher: ModelPatcher) -> TensorFile | None:
-    """Open the file that a model came from; None where it is not known or gone."""
-    path = _source_path(patcher)
-    with contextlib.suppress(CheckpointError):
-        return open_checkpoint(path) if path else None
-    return None
 
 
 def difference(patcher: ModelPatcher, weights: Mapping[str, StoredWeight], metadata: Mapping[str, str]) -> str:

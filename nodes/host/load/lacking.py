@@ -1,19 +1,23 @@
-"""Find what a file lacks: memory of a model that ComfyUI made and nothing has written to."""
+"""Find what a file lacks: memory of a model that ComfyUI made and nothing has written to; and what does not fit."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import math
 import re
 from collections.abc import Iterator, Sequence
 
 import torch
+from comfy.quant_ops import QuantizedTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....precision.arithmetic.linear import kind_of
 from ....precision.base.errors import CheckpointError
-from .files import of_fitting_shapes
+from ....precision.files.safetensors_file import open_checkpoint
+from ..comfyui.attributes import quantization_format
 
 aten = torch.ops.aten
 EMPTY = {
@@ -27,6 +31,9 @@ COPIES = {aten._to_copy.default, aten.clone.default}
 SHOWN = 5
 TENSOR_NAME = re.compile(r"\w+(\.[\w-]+)+")
 AGAIN = "Download it again, or use another file."
+MISFIT = "Parts of two models with the same file names? Download the model again, into a folder of its own."
+_MISMATCH = re.compile(r"size mismatch for (\S+): .*?Size\(\[(.*?)\]\) from checkpoint, .*?Size\(\[(.*?)\]\)")
+logger = logging.getLogger("halfsafe")
 
 
 class Lacking(TorchDispatchMode):
@@ -38,57 +45,77 @@ class Lacking(TorchDispatchMode):
 
     def __init__(self, paths: Sequence[str]):
         super().__init__()
-        self._paths = ", ".join(paths)
+        self._paths = paths
         self._unwritten: set[StorageWeakRef] = set()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's wrapper around the method takes as long as the method
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func in EMPTY or (func in COPIES and self._is_unwritten(args[0])):
             self._unwritten.update(_storages(result))
         elif self._unwritten:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._unwritten.difference_update(_storages(value))
+            for place in _written(func):
+                self._unwritten.difference_update(_storages(args[place]))
         return result
 
     def _is_unwritten(self, tensor: object) -> bool:
         return not self._unwritten.isdisjoint(_storages(tensor))
 
-    def names(self, module: torch.nn.Module) -> list[str]:
-        """List the parameters of a module that the file had nothing for."""
-        # ComfyUI's quantized layers have none before they are given one (``_load_quantized_module`` in comfy/ops.py),
-        # and without one their bias is not loaded, which the file may have.
-        layers = ((name, part) for name, part in module.named_modules() if kind_of(part))
-        none = [f"{name}.weight" for name, part in layers if getattr(part, "weight", part) is None]
-        unwritten = [name for name, parameter in module.named_parameters() if self._is_unwritten(parameter)]
-        return none + [name for name in unwritten if f"{name.rpartition('.')[0]}.weight" not in none]
-
     def refuse(
-        self, module: torch.nn.Module, unless: re.Pattern | None = None, fill: float = math.nan
+        self, module: torch.nn.Module, unless: re.Pattern | None = None, without: str = "", fill: float = math.nan
     ) -> list[str]:
-        """Refuse a model of which the file lacks a tensor.
+        """Refuse a model of which the file lacks a tensor, or has one in another shape.
 
         Args:
-            unless: names of parts that a model does without.
-            fill: what those are filled with, so that nothing computes with what was in their memory before.
+            unless: names of parts that a model does without; they are filled with ``fill``, so that nothing computes
+                with what was in their memory before.
+            without: what happens without them.
 
         Returns:
-            The names of the parameters that were filled.
+            A note where parts were filled and ``without`` says what that means.
 
         Raises:
-            CheckpointError: parameters of other parts are lacking.
+            CheckpointError: parameters of other parts are lacking, or a quantized weight does not fit.
         """
-        names = self.names(module)
+        names = self._names(module)
         filled = [name for name in names if unless and unless.search(name)]
-        lacking = [name for name in names if name not in filled]
-        if lacking:
+        if lacking := [name for name in names if name not in filled]:
             more = f" and {len(lacking) - SHOWN} more" if len(lacking) > SHOWN else ""
             problem = f"lacks {', '.join(lacking[:SHOWN])}{more}, without which the model computes nothing"
-            raise CheckpointError(self._paths, problem, advice=AGAIN)
+            raise CheckpointError(", ".join(self._paths), problem, advice=AGAIN)
         for name in filled:
             layer, _, leaf = name.rpartition(".")
             _fill(module.get_submodule(layer), leaf, fill)
-        return filled
+        if not filled or not without:
+            return []
+        note = f"The file lacks {len(filled)} tensors, {filled[0]} first: {without}."
+        logger.warning("Halfsafe: %s: %s", self._paths[0], note)
+        return [note]
+
+    def _names(self, module: torch.nn.Module) -> list[str]:
+        """List the parameters of a module that the file had nothing for."""
+        none = []
+        for name, part in module.named_modules():
+            weight = getattr(part, "weight", part)
+            # ComfyUI's quantized layers take a weight of any shape, and have none before they are given one
+            # (``_load_quantized_module`` in comfy/ops.py); without one their bias is not loaded either.
+            if weight is None and kind_of(part):
+                none.append(f"{name}.weight")
+            quantized = isinstance(weight, QuantizedTensor) and quantization_format(part).startswith(("float8", "int8"))
+            if quantized and weight.storage_shape != weight.shape:
+                raise _misfit(self._paths, f"{name}.weight", weight.storage_shape, weight.shape)
+        unwritten = [name for name, parameter in module.named_parameters() if self._is_unwritten(parameter)]
+        return none + [name for name in unwritten if f"{name.rpartition('.')[0]}.weight" not in none]
+
+
+@functools.cache
+def _written(func: torch._ops.OpOverload) -> list[int]:
+    """List the places of the arguments that an operation writes to; those given by name are results."""
+    arguments = (argument.alias_info for argument in func._schema.arguments if not argument.kwarg_only)
+    return [place for place, alias in enumerate(arguments) if alias is not None and alias.is_write]
 
 
 def _fill(layer: torch.nn.Module, leaf: str, fill: float) -> None:
@@ -106,15 +133,15 @@ def _storages(value: object) -> list[StorageWeakRef]:
 
 @contextlib.contextmanager
 def lacking_tensors(*paths: str) -> Iterator[Lacking]:
-    """Watch ComfyUI load a model of these files, and name a tensor of another shape than the model's."""
-    lacking = Lacking(paths)
-    with of_fitting_shapes(*paths), named_if_lacking(*paths), lacking:
+    """Watch ComfyUI load a model of these files."""
+    with named_if_lacking(*paths), (lacking := Lacking(paths)):
         yield lacking
 
 
 @contextlib.contextmanager
 def named_if_lacking(*paths: str) -> Iterator[None]:
-    """Name the tensor and the files where ComfyUI looks for a tensor that no file has; other errors pass."""
+    """Name the tensor and the files where ComfyUI looks for a tensor that no file has, or finds another shape than the
+    model's; other errors pass."""
     try:
         yield
     except (KeyError, UnboundLocalError) as error:
@@ -122,6 +149,12 @@ def named_if_lacking(*paths: str) -> Iterator[None]:
             raise
         problem = f"lacks {name}, by which ComfyUI tells the model"
         raise CheckpointError(", ".join(paths), problem, advice=AGAIN) from error
+    except RuntimeError as error:
+        found = _MISMATCH.search(str(error))
+        if found is None:
+            raise
+        shape, expected = ([int(size) for size in re.findall(r"\d+", sizes)] for sizes in found.groups()[1:])
+        raise _misfit(paths, found[1], shape, expected) from error
 
 
 def _looked_for(error: KeyError | UnboundLocalError) -> str:
@@ -130,3 +163,15 @@ def _looked_for(error: KeyError | UnboundLocalError) -> str:
         return "text_model.encoder.layers.1.mlp.fc1.weight" if "'model_name'" in str(error) else ""
     key = error.args[0] if error.args else None
     return key if isinstance(key, str) and TENSOR_NAME.fullmatch(key) else ""
+
+
+def _misfit(paths: Sequence[str], tensor: str, shape: Sequence[int], expected: Sequence[int]) -> CheckpointError:
+    """Name the file, or the shard, that holds a tensor of another shape than the model's; all files where several may.
+
+    A tensor has another prefix in the model than in its file: ``model.diffusion_model.`` and the like.
+    """
+    opened = ((file, name) for path in paths for file in [open_checkpoint(path)] for name in file)
+    alike = ((file, name) for file, name in opened if file.entries[name].shape == tuple(shape))
+    files = {str(file.entries[name].file) for file, name in alike if name.endswith(tensor) or tensor.endswith(name)}
+    problem = f"of shape {'x'.join(map(str, shape))}, where the model has {'x'.join(map(str, expected))}"
+    return CheckpointError(files.pop() if len(files) == 1 else ", ".join(paths), problem, tensor, MISFIT)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import comfy.ops
 import comfy.quant_ops
@@ -17,7 +17,7 @@ import torch
 from ....precision.base.dtypes import dtype_named
 from ....precision.base.errors import CheckpointError
 from ....precision.formats.checkpoint import Checkpoint
-from ....precision.plan.choice import ATTACHMENT, LoadRecord, frozen
+from ....precision.plan.choice import ATTACHMENT, Choice, LoadRecord, frozen
 from ....precision.plan.memory import plan_model
 from ....precision.plan.rules import Rules
 from ....precision.plan.storage import LoadPlan, plan_load
@@ -34,7 +34,7 @@ from .devices import (
     require_held_by_device,
     streams_weights,
 )
-from .files import check_quantized_shapes, open_model
+from .files import open_model
 from .lacking import lacking_tensors
 from .tensors import load_tensors
 
@@ -44,61 +44,54 @@ if TYPE_CHECKING:
 CONNECTOR = re.compile(r"^(audio|video)_embeddings_connector\.")
 """Parts of LTX-2 that some publishers put into a file for its text encoder, which runs them
 (``enable_compat_mode`` in comfy/text_encoders/lt.py)."""
-CONNECTED = "a text encoder without them gives NaN."
+CONNECTED = "a text encoder without them gives NaN"
 logger = logging.getLogger("halfsafe")
 
 
 def load_diffusion_model(
-    path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False
+    path: str, storage: str, compute: str, rules: Rules, whole: bool = False, disable_dynamic: bool = False
 ) -> ModelPatcher:
     """Load the diffusion model in ``path``; also the factory ComfyUI calls to load it again.
+
+    Args:
+        whole: the file is a full checkpoint.
 
     Raises:
         HalfsafeError: the file cannot be read, is not a known model, or does not fit in memory.
     """
-    patcher = load_weights(open_model(path), storage, compute, rules, disable_dynamic)
-    patcher.cached_patcher_init = (load_diffusion_model, (path, storage, compute, rules))
+    patcher = load_weights(open_model(path), storage, compute, rules, whole, disable_dynamic)
+    patcher.cached_patcher_init = (load_diffusion_model, (path, storage, compute, rules, whole))
     return patcher
 
 
 def load_weights(
-    checkpoint: Checkpoint, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False
+    checkpoint: Checkpoint,
+    storage: str,
+    compute: str,
+    rules: Rules,
+    whole: bool = False,
+    disable_dynamic: bool = False,
 ) -> ModelPatcher:
-    """Make a model of the weights of a diffusion model, which are not changed; see :func:`load_diffusion_model`."""
-    return _load(detect_model(checkpoint, only_diffusion_model=True), storage, compute, rules, disable_dynamic)
-
-
-def load_checkpoint_model(
-    path: str, storage: str, compute: str, rules: Rules, disable_dynamic: bool = False
-) -> ModelPatcher:
-    """Load the diffusion model of a full checkpoint; see :func:`load_diffusion_model`."""
-    detected = detect_model(open_model(path), only_diffusion_model=False)
-    patcher = _load(detected, storage, compute, rules, disable_dynamic, whole=True)
-    patcher.cached_patcher_init = (load_checkpoint_model, (path, storage, compute, rules))
-    return patcher
-
-
-def _load(
-    detected: Detected, storage: str, compute: str, rules: Rules, disable_dynamic: bool, whole: bool = False
-) -> ModelPatcher:
+    """Make a model of the weights of a file, which are not changed; see :func:`load_diffusion_model`."""
+    detected = detect_model(checkpoint, only_diffusion_model=not whole)
     load = prepare(detected, storage, compute, rules, streams_weights(compute_device(), disable_dynamic))
-    options = {
-        "model_options": operations_for(detected, load),
-        "metadata": detected.checkpoint.metadata,
-        "disable_dynamic": disable_dynamic,
-    }
+    tensors, plan, metadata = dict(load.tensors), load.plan.compute, detected.checkpoint.metadata
+    options = {"metadata": metadata, "disable_dynamic": disable_dynamic}
+    options["model_options"] = {"dtype": load.dtype, "custom_operations": operations_for(detected, load)}
     with lacking_tensors(detected.checkpoint.path) as lacking:
-        tensors = dict(load.tensors)
         if whole:
             patcher, *_ = comfy.sd.load_state_dict_guess_config(
                 tensors, output_vae=False, output_clip=False, **options
             )
         else:
             patcher = comfy.sd.load_diffusion_model_state_dict(tensors, **options)
-    if filled := lacking.refuse(patcher.model.diffusion_model, unless=CONNECTOR):
-        path = detected.checkpoint.path
-        logger.warning("Halfsafe: %s: lacks %d tensors, %s first: %s", path, len(filled), filled[0], CONNECTED)
-    _finish(patcher, detected, load)
+    lacks = lacking.refuse(patcher.model.diffusion_model, CONNECTOR, CONNECTED)
+    set_cast_dtype(patcher.model, dtype_named(plan.activation_dtype))
+    settle_quantized(patcher.model.diffusion_model, detected, load, plan.weight_dtype)
+    if plan.is_safe:
+        hold_norms_in_fp32(patcher.model.diffusion_model.modules())
+    set_compute(patcher, plan)
+    attach(patcher, record_of(detected, load, lacks), plan.choice)
     return patcher
 
 
@@ -123,16 +116,14 @@ def prepare(detected: Detected, storage: str, compute: str, rules: Rules, stream
         StorageNotHeld: this ComfyUI or the device cannot hold the weights as asked.
         MemoryShortage: the weights do not fit into the host's memory.
     """
-    device, checkpoint = current_device(), detected.checkpoint
+    device, checkpoint, formats = current_device(), detected.checkpoint, held_storages()
     free = None if device.simulated else free_device_memory()
-    formats = held_storages()
     host = free_host_memory() if streamed else None
     plan = plan_load(detected.facts, device, storage, compute, rules, free, formats, streamed_from=host)
     require_held_by_device((decision.storage for decision in plan.decisions.values()), compute_device())
     weights = plan_model(checkpoint, plan, detected.layer_names, detected.prefix, formats, assigned=streamed)
-    loaded = load_tensors(checkpoint, weights, read=not streamed)
-    notes = [*weights.notes, *loaded.notes]
-    return PreparedLoad(plan, loaded.tensors, dtype_named(weights.dtype), notes)
+    tensors, notes = load_tensors(checkpoint, weights, read=not streamed)
+    return PreparedLoad(plan, tensors, dtype_named(weights.dtype), [*weights.notes, *notes])
 
 
 def quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]:
@@ -140,51 +131,36 @@ def quantized_layers(tensors: dict[str, torch.Tensor], prefix: str) -> list[str]
     return [name.removesuffix(".comfy_quant") for name in names if name.endswith(".comfy_quant")]
 
 
-def operations_for(detected: Detected, load: PreparedLoad) -> dict:
+def operations_for(detected: Detected, load: PreparedLoad) -> Any:
     """Choose ComfyUI's operations. Its quantized ones give their dtype to weights that are not quantized as well."""
     quantized = bool(quantized_layers(load.tensors, detected.prefix))
     computed = load.dtype if quantized else dtype_named(load.plan.compute.activation_dtype)
     config = SimpleNamespace(quant_config={"mixed_ops": True} if quantized else None)
-    operations = comfy.ops.pick_operations(load.dtype, computed, load_device=compute_device(), model_config=config)
-    return {"dtype": load.dtype, "custom_operations": operations}
+    return comfy.ops.pick_operations(load.dtype, computed, load_device=compute_device(), model_config=config)
 
 
-def _finish(patcher: ModelPatcher, detected: Detected, load: PreparedLoad) -> None:
-    model, plan = patcher.model, load.plan
-    set_cast_dtype(model, dtype_named(plan.compute.activation_dtype))
-    modules = dict(model.diffusion_model.named_modules())
-    check_quantized(detected, modules, quantized_layers(load.tensors, detected.prefix))
-    check_quantized_shapes(model.diffusion_model, detected.checkpoint.path)
-    compute_in_full_precision(modules)
-    unpack_to(modules, dtype_named(plan.compute.weight_dtype))
-    if plan.compute.is_safe:
-        hold_norms_in_fp32(modules.values())
-    set_compute(patcher, plan.compute)
-    keep_low_rank_unmerged(patcher)
-    patcher.set_attachments(ATTACHMENT, record_of(detected, plan, load.notes))
-    storage = str(plan.storage).removesuffix(".")
-    logger.info("Halfsafe: %s: storage %s; compute %s", detected.checkpoint.path, storage, plan.compute.choice)
+def settle_quantized(model: torch.nn.Module, detected: Detected, load: PreparedLoad, unpacked_to: str) -> None:
+    """Have quantized weights unpack to a dtype, and multiply as planned in place of ComfyUI's own fp8 matmul.
 
-
-def check_quantized(detected: Detected, modules: dict, layers: list[str]) -> None:
-    for layer in layers:
+    Raises:
+        CheckpointError: ComfyUI does not hold a weight quantized that was given to it so.
+    """
+    modules = dict(model.named_modules())
+    for layer in quantized_layers(load.tensors, detected.prefix):
         module = modules.get(detected.layer_names.get(f"{detected.prefix}{layer}.weight", ""))
         if not isinstance(getattr(module, "weight", None), comfy.quant_ops.QuantizedTensor):
             problem = "is quantized, but ComfyUI did not load it as such"
             advice = "Keep this layer in 16 bit with a rule."
             raise CheckpointError(detected.checkpoint.path, problem, f"{layer}.weight", advice)
-
-
-def compute_in_full_precision(modules: dict) -> None:
-    """Turn ComfyUI's own fp8 matmul off, in place of which ours is planned."""
-    # ComfyUI's clips activations at 448 where a file has no scale for them.
+    # ComfyUI's fp8 matmul clips activations at 448 where a file has no scale for them.
     for module in modules.values():
         if quantization_format(module).startswith("float8"):
             set_full_precision(module)
+    unpack_to(modules, dtype_named(unpacked_to))
 
 
 def unpack_to(modules: dict, dtype: torch.dtype) -> None:
-    """Have quantized weights unpack to ``dtype``, whatever other weights are held in.
+    """Have quantized weights unpack to a dtype, whatever other weights are held in.
 
     In inference mode, in which ComfyUI runs nodes, no data are copied.
     """
@@ -207,16 +183,33 @@ def hold_norms_in_fp32(modules: Iterable[torch.nn.Module]) -> None:
                     setattr(module, name, torch.nn.Parameter(parameter.float(), requires_grad=False))
 
 
-def record_of(detected: Detected, plan: LoadPlan, notes: Sequence[str]) -> LoadRecord:
-    decisions = plan.decisions.items()
+def record_of(detected: Detected, load: PreparedLoad, notes: Sequence[str] = ()) -> LoadRecord:
+    decisions = load.plan.decisions.items()
     return LoadRecord(
         file=detected.checkpoint.path,
         dialects=detected.checkpoint.dialects,
-        storage=plan.storage,
+        storage=load.plan.storage,
         reasons=frozen({name: decision.reason for name, decision in decisions if decision.reason}),
         kept=frozen({name: decision.reason for name, decision in decisions if decision.kept}),
         asked=frozen({name: decision.storage for name, decision in decisions if decision.storage != "as_file"}),
-        without_effect=plan.without_effect,
-        notes=(*detected.checkpoint.notes, *notes),
+        without_effect=load.plan.without_effect,
+        notes=(*detected.checkpoint.notes, *load.notes, *notes),
         metadata=frozen(detected.checkpoint.metadata),
     )
+
+
+def attach(patcher: ModelPatcher, record: LoadRecord, compute: Choice | None = None) -> None:
+    """Keep with a loaded model what was decided for its file; its LoRAs stay out of 8-bit weights."""
+    patcher.set_attachments(ATTACHMENT, record)
+    keep_low_rank_unmerged(patcher)
+    tell(record, compute)
+
+
+def tell(record: LoadRecord, compute: Choice | None = None) -> None:
+    """Log what was decided for a file."""
+    storage, arithmetic = str(record.storage).removesuffix("."), f"; compute {compute}" if compute else ""
+    logger.info("Halfsafe: %s: storage %s%s", record.file, storage, arithmetic)
+    for note in record.notes:
+        logger.info("Halfsafe: %s: %s", record.file, note)
+    for setting, reason in record.without_effect:
+        logger.warning("Halfsafe: %s: %s has no effect: %s", record.file, setting, reason)

@@ -29,7 +29,7 @@ from ..comfyui.page import show_progress
 from .devices import compute_device
 from .files import output_path
 from .identity import difference, marks_of, metadata_of, source_of_model
-from .progress import byte_progress
+from .tensors import byte_progress
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher

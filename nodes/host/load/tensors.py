@@ -1,37 +1,28 @@
 """The tensors of a model's file as they are planned, before ComfyUI makes a model of them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from time import perf_counter
 
+import comfy.model_management
+import comfy.utils
 import torch
 
 from ....precision.base.text import duration_text, size_text
 from ....precision.devices.memory import require_memory
-from ....precision.formats.checkpoint import Checkpoint
-from ....precision.formats.comfy_format import made_here, stays, tensors_made
+from ....precision.formats.checkpoint import Checkpoint, StoredWeight
+from ....precision.formats.comfy_format import made_here, stays
+from ....precision.make.on_gpu import OnGpu
 from ....precision.plan.memory import MemoryPlan
 from .devices import free_host_memory, quantizing_device
-from .progress import byte_progress
 
 WORTH_TELLING = 2.0
 SAVED = "Save Model with storage=as_file writes a file that every later load maps instead."
 
 
-@dataclass(frozen=True)
-class LoadedTensors:
-    """The tensors of a file in ComfyUI's format.
-
-    Attributes:
-        notes: what a user can do to load faster.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    notes: list[str]
-
-
-def load_tensors(checkpoint: Checkpoint, planned: MemoryPlan, read: bool = True) -> LoadedTensors:
-    """Make the tensors of a file in ComfyUI's format, as they are planned.
+def load_tensors(
+    checkpoint: Checkpoint, planned: MemoryPlan, read: bool = True
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Make the tensors of a file in ComfyUI's format, as they are planned, and notes on how long that took.
 
     Args:
         read: False to leave weights that stay slices of the file unread.
@@ -41,34 +32,41 @@ def load_tensors(checkpoint: Checkpoint, planned: MemoryPlan, read: bool = True)
         MemoryShortage: what is made does not fit into the host's memory.
     """
     require_memory(planned.made, f"Loading {checkpoint.path}", free_host_memory())
-    weights = checkpoint.weights
-    slices = {name for name, weight in weights.items() if stays(weight, planned.plans[name].storage)}
-    work = _Work(byte_progress(weights.values()), slices)
+    weights, plans, tensors = checkpoint.weights, planned.plans, {}
+    advance, size, seconds = byte_progress(weights.values()), 0, 0.0
     with quantizing_device() as device:
-        made = (device.weights if device else made_here)(weights, planned.plans, checkpoint.path, read)
-        tensors = dict(tensors_made(made, work.done))
-    size = sum(planned.plans[name].bytes for name in weights if name not in slices)
-    return LoadedTensors(tensors, work.notes(size, device.made if device else 0))
+        last = perf_counter()
+        for weight, made in (device.weights if device else made_here)(weights, plans, checkpoint.path, read):
+            if not stays(weight, plans[weight.name].storage):
+                size += plans[weight.name].bytes
+                seconds += perf_counter() - last
+            tensors |= made
+            advance(weight.data.nbytes)
+            last = perf_counter()
+    return tensors, _notes(size, seconds, device)
 
 
-class _Work:
-    """Sum the seconds of making weights; slices of the file are left out."""
+def _notes(made: int, seconds: float, device: OnGpu | None) -> list[str]:
+    notes, size, took = [], size_text(made), duration_text(seconds)
+    if seconds >= WORTH_TELLING and device and device.made:
+        notes.append(f"Making {size} of weights took {took}, {size_text(device.made)} of them on the GPU. {SAVED}")
+    elif seconds >= WORTH_TELLING:
+        notes.append(f"Making {size} of weights took {took}. {SAVED}")
+    if device and device.without_room:
+        notes.append(f"{size_text(device.without_room)} were quantized on the CPU: the GPU had no room for them.")
+    return notes
 
-    def __init__(self, progress: Callable[[int], None], slices: set[str]):
-        self._progress, self._slices = progress, slices
-        self._last, self._seconds = perf_counter(), 0.0
 
-    def done(self, name: str, size: int) -> None:
-        now = perf_counter()
-        if name not in self._slices:
-            self._seconds += now - self._last
-        self._progress(size)
-        self._last = perf_counter()
+def byte_progress(weights: Iterable[StoredWeight]) -> Callable[[int], None]:
+    """Return a function to call with the bytes of these weights just dealt with."""
+    return advancing(comfy.utils.ProgressBar(max(1, sum(weight.data.nbytes for weight in weights))))
 
-    def notes(self, made: int, on_device: int) -> list[str]:
-        if self._seconds < WORTH_TELLING:
-            return []
-        took, there = duration_text(self._seconds), size_text(on_device)
-        if not on_device:
-            return [f"Making {size_text(made)} of weights took {took}. {SAVED}"]
-        return [f"Making {size_text(made)} of weights took {took}, {there} of them on the GPU. {SAVED}"]
+
+def advancing(bar: comfy.utils.ProgressBar) -> Callable:
+    """Return a function that moves the bar on and raises ComfyUI's interrupt."""
+
+    def advance(done: int = 1) -> None:
+        comfy.model_management.throw_exception_if_processing_interrupted()
+        bar.update(done)
+
+    return advance

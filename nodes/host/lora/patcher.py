@@ -10,7 +10,7 @@ import contextlib
 import functools
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import comfy.model_base
@@ -28,9 +28,8 @@ from ..comfyui.execution import adapts_text, conditions_through
 from ..comfyui.layers import DIFFUSION_MODEL, is_quantized
 from ..comfyui.weights import calling_layers, dequantized
 from ..comfyui.wrappers import LOW_RANK, LOW_RANK_OF_TEXT, set_wrapper
-from ..compute.executor import compute_of
-from .low_rank import low_rank_patcher
-from .patches import SortedPatches, change_of, is_8bit_matrix, sort_patches
+from ..compute.executor import Compute, compute_of
+from .low_rank import SortedPatches, change_of, is_8bit_matrix, low_rank_patcher, sort_patches
 
 if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
@@ -49,13 +48,13 @@ class AddsLowRank:
     _sorted: tuple[tuple, SortedPatches] | None = None
     _all_patches: dict | None = None
     _strengths: tuple[tuple, dict] | None = None
-    _low_rank: tuple[SortedPatches, "ModelPatcher"] | None = None
+    _low_rank: "ModelPatcher | None" = None
 
     def sorted_patches(self) -> SortedPatches:
         """Sort the patches of 8-bit weights; anew where patches were added, and not while weights are loaded."""
-        state = self.patches_uuid, len(self.patches), tuple(map(id, self.hook_patches))
+        state = self.patches_uuid, len(self.patches), tuple(map(id, self.hook_patches)), compute_of(self)
         if self._sorted is None or (self._all_patches is None and self._sorted[0] != state):
-            self._sorted = state, sort_patches(self)
+            self._sorted, self._low_rank = (state, sort_patches(self)), None
         return self._sorted[1]
 
     def leaves_weights_alone(self) -> bool:
@@ -64,11 +63,14 @@ class AddsLowRank:
 
     def low_rank_patcher(self) -> "ModelPatcher | None":
         """Return the ModelPatcher of the LoRAs, if there are any."""
-        patches = self.sorted_patches()
-        if patches.low_rank and (self._low_rank is None or self._low_rank[0] is not patches):
-            dtype = torch.bfloat16 if _cast_dtype(self) == torch.bfloat16 else torch.float16
-            self._low_rank = patches, low_rank_patcher(self, patches.low_rank, dtype)
-        return self._low_rank[1] if patches.low_rank else None
+        changes = self.sorted_patches().low_rank
+        if changes and self._low_rank is None:
+            # A text encoder has neither a dtype that its weights are cast to nor a plan.
+            cast = self.get_model_object(CAST_DTYPE) if has_cast_dtype(self.model) else torch.float32
+            in_fp32 = frozenset(key for key in changes if _multiplies_in(compute_of(self), cast, key) == FP32.name)
+            dtype = torch.bfloat16 if cast == torch.bfloat16 else torch.float16
+            self._low_rank = low_rank_patcher(self, changes, dtype, in_fp32)
+        return self._low_rank
 
     def forwards(self) -> list[Patch]:
         """Make patches that add the LoRAs at the strengths that they have by the hooks active now."""
@@ -76,21 +78,19 @@ class AddsLowRank:
         if patcher is None:
             return []
         patcher.model.set_strengths(self._strengths_now())
-        modules, layers = self.sorted_patches().modules, patcher.model.by_key.items()
-        for key, layer in layers:
-            layer.in_fp32 = _multiplies_in_fp32(self, key)
-        return [layer.around(modules[key]) for key, layer in layers]
+        modules = self.sorted_patches().modules
+        return [layer.around(modules[key]) for key, layer in patcher.model.by_key.items()]
 
-    def _strengths_now(self) -> dict:
+    def _strengths_now(self) -> Mapping:
         patches, hooks = self.sorted_patches(), self.current_hooks.hooks if self.current_hooks else []
         state = patches, [(hook.hook_ref, hook.strength) for hook in hooks]
         if self._strengths is None or self._strengths[0] != state:
             own, hooked = self._all_patches or self.patches, super().get_combined_hook_patches(self.current_hooks)
             pairs = [(key, patch) for key in patches.added for patch in own[key]]
             pairs += [(key, patch) for key in patches.hooks & hooked.keys() for patch in hooked[key]]
-            self._strengths = state, Counter()
+            self._strengths = state, (made := Counter())
             for key, patch in pairs:
-                self._strengths[1][key, change_of(patch)] += patch[0]
+                made[key, change_of(patch)] += patch[0]
         return self._strengths[1]
 
     @contextlib.contextmanager
@@ -233,18 +233,10 @@ def _eject(patcher: "ModelPatcher") -> None:
         owner.__dict__.pop(name, None)
 
 
-def _cast_dtype(patcher) -> torch.dtype | None:
-    """Return the dtype that a diffusion model's weights are cast to; None for a text encoder, or where they are not."""
-    return patcher.get_model_object(CAST_DTYPE) if has_cast_dtype(patcher.model) else None
-
-
-def _multiplies_in_fp32(patcher, key: str) -> bool:
-    """Tell whether a layer that is given fp32 multiplies in fp32, and not in a 16-bit dtype or in 8 bits."""
-    compute = compute_of(patcher)
-    if compute is None:
-        return True
-    decision = compute.plan.decisions.get(layer_name(key))
-    return (decision.mode if decision else name_of(_cast_dtype(patcher) or torch.float32)) == FP32.name
+def _multiplies_in(compute: Compute | None, cast: torch.dtype, key: str) -> str:
+    """Name the mode of a layer that is given fp32: in fp32 itself, or in a 16-bit dtype or 8 bits."""
+    decision = compute.plan.decisions.get(layer_name(key)) if compute else None
+    return decision.mode if decision else name_of(cast) if compute else FP32.name
 
 
 def layer_name(key: str) -> str:

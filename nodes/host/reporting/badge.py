@@ -1,19 +1,33 @@
-"""Make the badges that nodes show in the page: the dtypes their output really has."""
+"""What nodes show in the page: badges with the dtypes their output really has, and reports on runs of a sampler."""
 
+from __future__ import annotations
+
+import json
+import uuid
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
+from comfy.patcher_extension import WrappersMP
 
 from ....precision.base.dtypes import name_of
 from ....precision.plan.auto import UNQUANTIZED
 from ..accumulation.executor import accumulation_of
 from ..comfyui.model_facts import storage_of
+from ..comfyui.page import encoder_reports, send_report
+from ..comfyui.wrappers import REPORT, set_wrapper
 from ..compute.control import planned_control
 from ..compute.executor import compute_of
 from ..compute.layer_modes import compute_name
+from .report import report_of
+
+if TYPE_CHECKING:
+    from comfy.model_patcher import ModelPatcher
 
 BADGE_KEY = "halfsafe_badge"
+REPORT_KEY = "halfsafe_report"
+TOKEN = "halfsafe_token"
 SHOWN = 20
 
 
@@ -65,3 +79,25 @@ def _stored(parameters: Iterable[torch.Tensor]) -> str:
         sizes[storage_of(parameter)] += parameter.numel()
     shown = [name for name, size in sizes.most_common() if size * SHOWN >= sizes.total()]
     return " + ".join(sorted(shown, key=lambda name: name in UNQUANTIZED))
+
+
+def report_json(patcher: ModelPatcher) -> str:
+    """Return the report of a model as JSON text."""
+    return json.dumps(report_of(patcher, encoder_reports()).to_json(), allow_nan=False)
+
+
+def with_live_report(patcher: ModelPatcher, node_id: str | None) -> tuple[ModelPatcher, dict[str, list[str]]]:
+    """Return a clone of the model that reports on its runs, and the node's ui output: the report as planned.
+
+    The page knows the node's result by a token, which a cached result keeps.
+    """
+    clone, token = patcher.clone(), uuid.uuid4().hex
+
+    def sampling(executor, *args, **kwargs):
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            send_report(node_id, token, report_json(executor.class_obj.model_patcher))
+
+    set_wrapper(clone, REPORT, sampling, WrappersMP.OUTER_SAMPLE)
+    return clone, {REPORT_KEY: [report_json(clone)], TOKEN: [token]}

@@ -27,7 +27,7 @@ from ..comfyui.weights import core_weights, exchanged, only_multiplies
 from ..comfyui.wrappers import ANALYSIS, set_wrapper
 from ..compute.executor import compute_of
 from ..load.devices import current_device
-from ..load.progress import advancing
+from ..load.tensors import advancing
 from ..replay.model_compiler import compiler_off
 from .sampling import bare_clone, sample
 

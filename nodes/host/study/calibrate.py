@@ -26,7 +26,7 @@ from ..comfyui.weights import calling_layers
 from ..comfyui.wrappers import ANALYSIS, set_wrapper
 from ..load.devices import free_host_memory
 from ..load.identity import source_of_model
-from ..load.progress import advancing
+from ..load.tensors import advancing
 from ..replay.model_compiler import compiler_off
 from .sampling import bare_clone, sample
 

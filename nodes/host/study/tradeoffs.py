@@ -38,8 +38,8 @@ from ..guard.planned import with_compute
 from ..load.devices import current_device, free_device_memory
 from ..load.identity import metadata_of
 from ..load.models import load_weights
-from ..load.progress import advancing
 from ..load.save import BYPASS, LiveWeights
+from ..load.tensors import advancing
 from ..lora.patcher import keep_low_rank_unmerged
 from ..replay.model_compiler import compiler_off
 from ..reporting.report import report_of

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 from comfy.sd import load_lora_for_models
-from halfsafe.nodes.host.lora.patches import is_8bit_matrix
+from halfsafe.nodes.host.lora.low_rank import is_8bit_matrix
 from halfsafe.precision.devices import probes
 from support import families, model_files
 from support.compiling import compiled

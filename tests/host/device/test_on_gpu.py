@@ -9,7 +9,7 @@ from halfsafe.precision.formats.comfy_format import made_here, tensors_made
 from halfsafe.precision.make import on_gpu
 from halfsafe.precision.make.on_gpu import OnGpu
 from halfsafe.precision.plan.weights import plan_weights
-from support.families import load
+from support.families import load, report
 from support.mapped_loading import tensors_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -112,6 +112,12 @@ def test_a_weight_that_does_not_fit_beside_what_is_there_is_made_on_the_cpu(on):
     weights = {"large.weight": torch.randn(512, 1024), "small.weight": torch.randn(16, 64)}
     there = both(on("cuda"), weights, dict.fromkeys(weights, "int8"), free=2 * (on_gpu.WORK + 512 * 1024 * 4))
     assert 0 < there.made < 2000 < there.without_room
+
+
+def test_a_load_says_what_had_no_room_there(comfy, wan, on):
+    full(on("cuda"))
+    notes = report(comfy, load(comfy, wan, "int8", "fp32"))["notes"]
+    assert [note for note in notes if note.endswith("were quantized on the CPU: the GPU had no room for them.")]
 
 
 @pytest.mark.parametrize("kind", ["mps", "xpu", "simulated"])

@@ -16,7 +16,6 @@ from halfsafe.precision.formats.checkpoint import Checkpoint, StoredWeight
 from halfsafe.precision.plan.facts import layer_specs
 from halfsafe.precision.plan.rules import rules_from
 from halfsafe.precision.plan.storage import plan_storage
-from support import rare_families, tiny_models
 
 COMFY = Path(comfy.ops.__file__).parent
 EMBEDDINGS = re.compile(r"self\.(\w+) = (?:\w+\.)?(?:Scaled)?Embedding\(")
@@ -60,23 +59,6 @@ def test_of_a_text_encoder_linear_layers_alone_are_quantized(cls):
     true, chosen = linear(model), quantized(model.state_dict())
     assert chosen <= true.keys()
     assert sum(true[name].numel() for name in chosen) > 0.95 * sum(weight.numel() for weight in true.values())
-
-
-@pytest.mark.parametrize("family", [*tiny_models.FAMILIES, "ltxav", "minimax_h3"])
-def test_of_a_diffusion_model_linear_layers_alone_are_quantized(models_dir, family):
-    from halfsafe.nodes.host.load import detection, files
-
-    path = models_dir / "diffusion_models" / f"classes_{family}.safetensors"
-    if family in tiny_models.FAMILIES:
-        tiny_models.FAMILIES[family](path)
-    else:
-        rare_families.write(family, path)
-    checkpoint = files.open_model(str(path))
-    detected = detection.detect_model(checkpoint, only_diffusion_model=True)
-    true = {layer.name for layer in detected.facts.layers if layer.cls == "Linear"}
-    chosen = quantized({name: weight.data for name, weight in checkpoint.weights.items()})
-    assert {detected.layer_names[name] for name in chosen} <= true
-    assert len(chosen) > 0.95 * len(true)
 
 
 def test_every_lookup_table_that_comfyui_makes_is_known():

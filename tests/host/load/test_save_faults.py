@@ -96,34 +96,6 @@ def fault_at(n: int, error: BaseException, model, call, right: torch.Tensor, bef
     return result is None
 
 
-@pytest.mark.parametrize("place", ["executor", "layer", "attention"])
-@pytest.mark.parametrize("error", [RuntimeError("injected"), KeyboardInterrupt(), SystemExit(1)], ids=lambda error: type(error).__name__)
-def test_an_exception_from_every_part_of_a_call_leaves_no_trace(comfy, wan, overflowing, call, ampere, place, error):
-    from comfy.patcher_extension import WrappersMP
-
-    model = MODELS["fp16_safe" if place == "attention" else "both"](comfy, wan, overflowing)
-    right, before = families.replay(model, call), state_of(model)
-    broken = model.clone()
-
-    def fail(*args, **kwargs):
-        raise error
-
-    if place == "executor":
-        broken.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "fault", fail)
-    elif place == "attention":
-        options = broken.model_options["transformer_options"]
-        broken.model_options["transformer_options"] = {**options, "optimized_attention_override": fail}
-    handle = model.model.diffusion_model.blocks[1].norm1.register_forward_hook(fail) if place == "layer" else None
-    try:
-        with pytest.raises(type(error)):
-            families.replay(broken, call)
-    finally:
-        if handle:
-            handle.remove()
-    assert state_of(model) == before
-    assert torch.equal(families.replay(model, call), right)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="forks, and kills as Linux does")
 def test_a_kill_at_any_point_of_saving_a_model_leaves_no_half_file(comfy, wan):
     from pathlib import Path

@@ -11,9 +11,8 @@ from comfy.sd import load_bypass_lora_for_models, load_diffusion_model, load_lor
 from comfy.weight_adapter import LoHaAdapter, LoKrAdapter, LoRAAdapter
 from halfsafe.nodes.host.compute.executor import compute_of
 from halfsafe.nodes.host.guard.model import guard_of
-from halfsafe.nodes.host.lora.low_rank import LowRankModel
+from halfsafe.nodes.host.lora.low_rank import LowRankModel, change_of, why_merged
 from halfsafe.nodes.host.lora.patcher import AddsLowRank
-from halfsafe.nodes.host.lora.patches import change_of, why_merged
 from halfsafe.precision.base.errors import HalfsafeError
 from safetensors.torch import save_file
 from support import families, model_files, tiny_models

@@ -14,7 +14,7 @@ def said(caplog):
 
 
 def test_only_what_comfyui_says_in_this_thread_is_dropped(comfy, said, caplog):
-    from halfsafe.nodes.host.load.progress import quiet
+    from halfsafe.nodes.host.load.detection import quiet
 
     caplog.clear()  # what the packages say that ComfyUI imports
     root, before = logging.getLogger(), (logging.getLogger().level, list(logging.getLogger().filters))
