@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..base.text import size_text
-from ..devices.detect import Device, why_not_fp8
+from ..devices.detect import Device, why_no_fp8
 
 GIB = 1024**3
 ACTIVATION_ROOM = 2 * GIB
@@ -141,8 +141,8 @@ def held_storage(device: Device, file_dtype: str) -> tuple[str, str]:
     """Choose the storage of a file that is kept as it is where the device can hold it, and say why it is another."""
     if file_dtype in UNQUANTIZED:
         return "as_file", ""
-    if reason := why_not_fp8(file_dtype, device):
-        return _half(device), f"The file is {file_dtype}. {reason}"
+    if reason := why_no_fp8(file_dtype, device):
+        return _half(device), f"The file is {file_dtype}, {reason}"
     return "as_file", f"The file is already {file_dtype}."
 
 

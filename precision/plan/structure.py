@@ -45,8 +45,8 @@ def stacks_of(layers: Iterable[LayerSpec]) -> list[Stack]:
     """List the stacks of repeated blocks of a model.
 
     Blocks are the elements of a numbered container (``blocks.0``, ``blocks.block0``, ``input_blocks.4``) that hold two
-    layers or more and share names with another of its elements, whatever their widths. The only such element is a block
-    where it is no mere MLP of two layers, as the projection of a text (``mlp_t5``) or of the time (``t_embedder.1``) is.
+    layers or more and share names with another of its elements, whatever their widths. The only such element is a
+    block where it is no mere MLP of two layers, as the projection of a text (``mlp_t5``) or of the time is.
     Blocks in blocks do not count.
     """
     return _stacks([(layer.name.split("."), layer) for layer in layers])

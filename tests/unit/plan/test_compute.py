@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from halfsafe.precision.devices.detect import PROFILE_NAMES, detect
+from halfsafe.precision.devices.detect import detect
+from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from halfsafe.precision.plan.compute import plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.goal import plan_for_goal
