@@ -122,9 +122,11 @@ def nvidia_row(capability: tuple[int, int]) -> DeviceProfile:
     capabilities = sorted((int(digits[:-1]), int(digits[-1])) for digits in names)
     major, minor = max((row for row in capabilities if row <= capability), default=capabilities[0])
     row = PROFILES[f"sm_{major}{minor}"]
-    age = "older" if capability < (6, 0) else "newer" if capability[0] > capabilities[-1][0] else ""
-    note = f"Compute capability {capability[0]}.{capability[1]} is {age} than every row."
-    return changed(row, {"match": note}) if age else row
+    if capability < (6, 0):
+        return changed(row, {"match": f"Compute capability {capability[0]}.{capability[1]} is older than every row."})
+    if capability[0] > capabilities[-1][0]:
+        return changed(row, {"match": f"Compute capability {capability[0]}.{capability[1]} is newer than every row."})
+    return row
 
 
 def amd_row(arch: str) -> DeviceProfile:
