@@ -4,8 +4,7 @@ import logging
 
 from comfy_api.latest import ComfyExtension, io
 
-from ..precision.devices.detect import PROFILE_VARIABLE
-from ..precision.devices.names import drop_wrong_name
+from ..precision.devices.detect import drop_wrong_profile
 from . import accumulation, analysis, calibrate, compare, compute, guard, loaders, measure, report, rules, save
 from .host.comfyui.kernels import warn_once
 from .host.reporting.routes import serve_page
@@ -17,7 +16,7 @@ NODES: list[type[io.ComfyNode]] = [node for file in FILES for node in file.NODES
 
 class HalfsafeExtension(ComfyExtension):
     async def on_load(self) -> None:
-        if problem := drop_wrong_name(PROFILE_VARIABLE):
+        if problem := drop_wrong_profile():
             logging.error("Halfsafe: %s", problem)
         warn_once()
         watch_every_run()

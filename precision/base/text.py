@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 WIDTH = 80
 
@@ -14,6 +14,11 @@ def wrapped(text: str, indent: str, more: str = "") -> list[str]:
     """
     wrap = textwrap.TextWrapper(WIDTH, indent, indent + more, break_long_words=False, break_on_hyphens=False)
     return wrap.wrap(text)
+
+
+def paragraph(sentences: Iterable[str], indent: str = "") -> list[str]:
+    """Wrap each of the sentences to lines of its own."""
+    return [line for sentence in sentences for line in wrapped(sentence, indent)]
 
 
 def hanging(head: str, text: str) -> list[str]:

@@ -16,7 +16,7 @@ from ..base.dtypes import STORAGE_OPTIONS
 from ..base.errors import CheckpointError, HalfsafeError, UnknownProfile
 from ..base.text import size_text
 from ..devices.detect import detect
-from ..devices.names import EXAMPLES, code_of
+from ..devices.profiles import NAME_EXAMPLES, profile_named
 from ..files.safetensors_file import open_checkpoint
 from ..make.calibration import read_calibration
 from ..plan.goal import GOALS
@@ -99,7 +99,7 @@ def _add_convert(commands) -> None:
 def _add_plan(commands) -> None:
     plan = _command(commands, "plan", _plan, "what would run on a device, layer by layer, and why")
     plan.add_argument("file", type=Path)
-    devices = f"decide as on this device ({EXAMPLES}, or a code such as sm_86); this one without it"
+    devices = f"decide as on this device ({NAME_EXAMPLES}, or a code such as sm_86); this one without it"
     plan.add_argument("--device", type=device, metavar="NAME", help=devices)
     plan.add_argument("--goal", choices=GOALS, default="balanced")
     plan.add_argument("--memory", type=gigabytes, metavar="GB", help="free memory of that device, to decide storage by")
@@ -116,7 +116,7 @@ def gigabytes(text: str) -> int:
 def device(text: str) -> str:
     """Return the code of a device given by name or code."""
     try:
-        return code_of(text)
+        return profile_named(text).name
     except UnknownProfile as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -66,7 +66,7 @@ def _description(device: Device) -> dict:
     return {
         "device": {**device_section(device), "vendor": row.vendor, "type": row.type},
         "capabilities": {
-            name: {"value": device.capabilities[name], "table": row.table(name), "reason": device.reason(name)}
+            name: {"value": device.capabilities[name], "table": getattr(row, name), "reason": device.reason(name)}
             for name in CAPABILITIES
         },
         "fp8": {"formats": list(row.fp8_formats), "scaling": list(row.scaling)},

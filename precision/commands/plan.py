@@ -40,10 +40,10 @@ def plan_file(
     names = {f"{prefix}{layer.name}.weight": layer.name for layer in facts.layers}
     memory = plan_model(checkpoint, plan, names, prefix, FORMAT_OF_STORAGE, read=False)
     storages = {layer: memory.storage_of(checkpoint.weights[name]) for name, layer in names.items()}
-    found = plan_for_goal(facts, device, goal, storages)
+    compute, reason = plan_for_goal(facts, device, goal, storages)
     choice = replace(plan.storage, reason=f"{why} {plan.storage.reason}".strip())
-    plan = replace(plan, compute=found.compute, storage=choice)
-    return _report(checkpoint, names, family, facts, device, plan, memory, found.reason)
+    plan = replace(plan, compute=compute, storage=choice)
+    return _report(checkpoint, names, family, facts, device, plan, memory, reason)
 
 
 def _report(

@@ -11,14 +11,8 @@ from ..base.dtypes import DTYPES
 from ..base.errors import UnknownProfile
 from ..formats.registry import FORMAT_OF_STORAGE, fp8_dtypes
 from .hardware import default_device, hardware_name, indexed, profile_of
-from .names import code_of
 from .probes import Probe, run_probes, why_not_held
-from .profiles import CAPABILITIES, OCP_FP8, PROFILE_NAMES, DeviceProfile, profile_named
-
-__all__ = [
-    "CAPABILITIES", "PROFILE_NAMES", "PROFILE_VARIABLE", "Device", "DeviceProfile", "detect", "profile_named",
-    "profile_of", "unheld_storages", "why_no_bf16", "why_no_fp8", "why_not_fp8",
-]  # fmt: skip
+from .profiles import OCP_FP8, DeviceProfile, profile_named
 
 PROFILE_VARIABLE = "HALFSAFE_DEVICE_PROFILE"
 
@@ -85,10 +79,10 @@ def detect(device: torch.device | None = None, profile: str | None = None) -> De
     device = indexed(device or default_device())
     requested = profile_named(profile) if profile else requested_profile()
     if requested:
-        return _assemble(device, requested, (), simulated=True)
+        return _confirmed(device, requested, simulated=True)
     row = profile_of(device)
     probes = run_probes(device, row.fp8_formats[0] if row.fp8_formats else OCP_FP8[0])
-    return _assemble(device, row, probes, simulated=False)
+    return _confirmed(device, row, probes)
 
 
 def requested_profile() -> DeviceProfile | None:
@@ -97,27 +91,32 @@ def requested_profile() -> DeviceProfile | None:
     if not name:
         return None
     try:
-        return profile_named(code_of(name))
+        return profile_named(name)
     except UnknownProfile as error:
         raise UnknownProfile(f"{PROFILE_VARIABLE}={name}: {error.problem}", error.advice) from None
 
 
-def _assemble(device: torch.device, profile: DeviceProfile, probes: tuple[Probe, ...], simulated: bool) -> Device:
+def drop_wrong_profile() -> str | None:
+    """Unset ``HALFSAFE_DEVICE_PROFILE`` where it names no device, and say so; None where it is right or not set."""
+    try:
+        requested_profile()
+    except UnknownProfile as error:
+        del os.environ[PROFILE_VARIABLE]
+        return f"{error} The variable is ignored."
+    return None
+
+
+def _confirmed(
+    device: torch.device, profile: DeviceProfile, probes: tuple[Probe, ...] = (), simulated: bool = False
+) -> Device:
     capabilities = profile.capabilities
     reasons = {capability: profile.reason(capability) for capability in capabilities}
+    failed = {probe.name: probe.detail.rstrip(".") for probe in probes if probe.ok is False}
     for capability in (name for name, on in capabilities.items() if on):
-        failed = [probe for probe in probes if probe.ok is False and probe.name in CONFIRMED_BY[capability]]
-        if failed:
-            detail = failed[0].detail.rstrip(".")
+        if probe := next((name for name in failed if name in CONFIRMED_BY[capability]), ""):
             capabilities[capability] = False
-            reasons[capability] = f"Expected here, but the probe {failed[0].name} failed: {detail}."
+            reasons[capability] = f"Expected here, but the probe {probe} failed: {failed[probe]}."
     return Device(device, hardware_name(device), profile, simulated, probes, capabilities, reasons)
-
-
-def why_no_fp8(storage: str, device: Device) -> str:
-    """Say why a device cannot hold weights in a storage of fp8; empty where it can."""
-    reason = why_not_fp8(storage, device)
-    return reason and f"not on {device.label}: {reason}"
 
 
 def unheld_storages(device: Device) -> Mapping[str, str]:
@@ -126,14 +125,15 @@ def unheld_storages(device: Device) -> Mapping[str, str]:
     return MappingProxyType({storage: why for storage, why in found.items() if why})
 
 
-def why_not_fp8(storage: str, device: Device) -> str:
-    """Say what a device lacks for a storage of fp8, without naming the device; empty where it lacks nothing."""
+def why_no_fp8(storage: str, device: Device) -> str:
+    """Say what a device lacks for a storage of fp8; empty where it lacks nothing."""
     dtypes = fp8_dtypes(storage)
-    if dtypes and not device.capabilities["fp8_storage"]:
-        return device.reason("fp8_storage")
     # Apple's GPUs hold e4m3 from torch 2.15, and no e5m2
     errors = ((name, why_not_held(device.torch_device, name)) for name in (() if device.simulated else dtypes))
-    return next((f"It cannot hold {name} ({error})." for name, error in errors if error), "")
+    why = next((f"It cannot hold {name} ({error})." for name, error in errors if error), "")
+    if dtypes and not device.capabilities["fp8_storage"]:
+        why = device.reason("fp8_storage")
+    return why and f"not on {device.label}: {why}"
 
 
 def why_no_bf16(device: Device) -> str:

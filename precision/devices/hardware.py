@@ -1,8 +1,9 @@
 """Which device this is, by name, and which profile row it has."""
 
-import dataclasses
 import platform
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from types import ModuleType
 
 import torch
@@ -17,6 +18,21 @@ FAULTY_FP16 = (
 # Workstation and server cards run fp16 and fp32 accumulation at one rate (NVIDIA data sheets); GeForce halves fp32's.
 FULL_RATE = re.compile(r"\b(Quadro|Tesla|TITAN RTX|T4|A2|A10G?|A16|A40|A\d[05]00|L4|L40S?|RTX PRO|Ada Generation)\b")
 B300_INT8 = "B300 multiplies int8 at a fifteenth of its fp16 rate: 0.15 against 2.25 POPS (NVIDIA Blackwell brief)."
+
+FAULTY_INT8 = "No tensor cores: int8 gains against fp32, the only other arithmetic here (INT8-Fast PR #61)."
+FULL_RATE_SUMS = "Workstation and server cards add in fp32 at full rate: fp16 accumulation is risk without gain."
+NO_DML = "DirectML has no {} (microsoft/DirectML #688)."
+# What its list of types lacks (DML_TENSOR_DATA_TYPE).
+DIRECTML_NOTES = {
+    "fp16": "ComfyUI computes in fp16 under DirectML (should_use_fp16 in comfy/model_management.py of 0.30.0).",
+    **{name: NO_DML.format(name.split("_")[0]) for name in ("bf16", "fp8_storage", "fp8_matmul", "fp8_matmul_gains")},
+    "int8_matmul": "torch-directml has no int8 matmul: int8 weights are widened before the matmul.",
+    "int8_matmul_gains": "torch-directml has no int8 matmul.",
+    "match": "DirectML has no row; the CPU's is used with fp16, without fp8 and int8 matmul. Not run on such a device.",
+}
+DIRECTML = {
+    "label": "DirectML", "type": "privateuseone", "fp16": True, "fp8_storage": False, "int8_matmul": False,
+}  # fmt: skip
 
 GFX_ROWS = (
     ("gfx90a", "gfx90a"), ("gfx908", "gfx90a"), ("gfx94", "gfx942"), ("gfx95", "gfx950"),
@@ -73,36 +89,30 @@ def profile_of(device: torch.device) -> DeviceProfile:
         return _nvidia_profile(device)
     if device.type == "mps":
         return _apple_profile(metal_name())
-    if device.type == "xpu":
-        return PROFILES["xpu"]
     if device.type == "privateuseone":
-        return directml()
+        return changed(PROFILES["cpu"], DIRECTML_NOTES, **DIRECTML)
     if device.type == "cpu" and cpu_bf16():
-        notes = {**PROFILES["cpu"].notes, "bf16": "This CPU has bf16 instructions."}
-        return dataclasses.replace(PROFILES["cpu"], bf16_native=True, notes=notes)
-    if device.type == "cpu":
-        return PROFILES["cpu"]
-    return noted(PROFILES["cpu"], f"torch device type '{device.type}' has no row; the safest row is used.")
+        return changed(PROFILES["cpu"], {"bf16": "This CPU has bf16 instructions."}, bf16=True)
+    unmatched = {"match": f"torch device type '{device.type}' has no row; the safest row is used."}
+    return PROFILES.get(device.type) or changed(PROFILES["cpu"], unmatched)
 
 
-def noted(profile: DeviceProfile, note: str, **changes) -> DeviceProfile:
-    """Return a row with a remark about how it was chosen, and changed entries; ``notes`` extends the row's."""
-    notes = {**profile.notes, **changes.pop("notes", {}), "match": note}
-    return dataclasses.replace(profile, notes=notes, **changes)
+def changed(profile: DeviceProfile, notes: Mapping[str, str], **changes) -> DeviceProfile:
+    """Return a row with more notes, of which ``match`` says how it was chosen, and changed entries."""
+    return replace(profile, notes={**profile.notes, **notes}, **changes)
 
 
 def _nvidia_profile(device: torch.device) -> DeviceProfile:
     capability = tuple(torch.cuda.get_device_capability(device))
-    row = nvidia_row(capability)
-    name = torch.cuda.get_device_name(device)
+    row, name = nvidia_row(capability), torch.cuda.get_device_name(device)
     if capability == (10, 3):
-        notes = {**row.notes, "int8_matmul_gains": B300_INT8}
-        return dataclasses.replace(row, label="B300 (Blackwell Ultra)", int8_matmul_gains=False, notes=notes)
+        return changed(row, {"int8_matmul_gains": B300_INT8}, label="B300 (Blackwell Ultra)", int8_matmul_gains=False)
     if row.name == "sm_75" and any(chip in name for chip in FAULTY_FP16):
-        return _without_fp16(row, name)
-    if row.fp16_accumulation_gains and FULL_RATE.search(name):
-        reason = "Workstation and server cards add in fp32 at full rate: fp16 accumulation is risk without gain."
-        return dataclasses.replace(row, fp16_accumulation_gains=False, notes={**row.notes, "fp16_accumulation": reason})
+        wrong = f"{name} gives wrong or NaN fp16 results, so nothing is computed in fp16."
+        notes = {"fp16": wrong, "fp16_accumulation": wrong, "int8_matmul_gains": FAULTY_INT8}
+        return changed(row, notes, label="GTX 16xx (Turing)", fp16=False, fp16_accumulation=False)
+    if row.fp16_accumulation and FULL_RATE.search(name):
+        return changed(row, {"fp16_accumulation": FULL_RATE_SUMS}, fp16_accumulation=False)
     return row
 
 
@@ -113,68 +123,36 @@ def nvidia_row(capability: tuple[int, int]) -> DeviceProfile:
     major, minor = max((row for row in capabilities if row <= capability), default=capabilities[0])
     row = PROFILES[f"sm_{major}{minor}"]
     if capability < (6, 0):
-        return noted(row, f"Compute capability {capability[0]}.{capability[1]} is older than every row.")
+        return changed(row, {"match": f"Compute capability {capability[0]}.{capability[1]} is older than every row."})
     if capability[0] > capabilities[-1][0]:
-        return noted(row, f"Compute capability {capability[0]}.{capability[1]} is newer than every row.")
+        return changed(row, {"match": f"Compute capability {capability[0]}.{capability[1]} is newer than every row."})
     return row
-
-
-def _without_fp16(row: DeviceProfile, name: str) -> DeviceProfile:
-    """Return the row for a chip whose fp16 results are wrong."""
-    reason = f"{name} gives wrong or NaN fp16 results, so nothing is computed in fp16."
-    int8 = "No tensor cores: int8 gains against fp32, the only other arithmetic here (INT8-Fast PR #61)."
-    notes = {**row.notes, "fp16": reason, "fp16_accumulation": reason, "int8_matmul_gains": int8}
-    label = "GTX 16xx (Turing)"
-    return dataclasses.replace(row, label=label, fp16_fast=False, fp16_accumulation_gains=False, notes=notes)
 
 
 def amd_row(arch: str) -> DeviceProfile:
     """Return the row for a gcnArchName such as gfx1103, gfx942 or gfx950."""
-    row = next((row for prefix, row in GFX_ROWS if arch.startswith(prefix)), None)
-    if row == "gfx1030":
-        return before_rdna3(arch)
+    row = next((row for prefix, row in GFX_ROWS if arch.startswith(prefix)), "")
+    if row == "gfx1030":  # RDNA2 and older, and Vega
+        notes = {
+            "bf16": f"{arch} has no bf16; torch emulates it.",
+            "int8_matmul": f"{arch} has no int8 matrix units.",
+            "match": f"{arch} has no row; RDNA3's is used without bf16.",
+        }
+        return changed(PROFILES["gfx1100"], notes, label="RX 6000 and older", bf16=False, int8_matmul=False)
     if row == "gfx950":
-        return cdna4(arch)
-    if row is None:
-        return noted(PROFILES["gfx1100"], f"{arch} has no row; the nearest safe one is used.")
-    return PROFILES[row]
-
-
-def before_rdna3(arch: str) -> DeviceProfile:
-    """Return the row of RDNA2 and older, and of Vega: fast fp16, no bf16, no fp8 or int8 matmul."""
-    notes = {"bf16": f"{arch} has no bf16; torch emulates it.", "int8_matmul": f"{arch} has no int8 matrix units."}
-    note = f"{arch} has no row; RDNA3's is used without bf16."
-    changes = {"bf16_native": False, "int8_matmul": False}
-    return noted(PROFILES["gfx1100"], note, label="RX 6000 and older", notes=notes, **changes)
-
-
-def cdna4(arch: str) -> DeviceProfile:
-    """Return the row of gfx950: MI300's with the OCP fp8 formats in place of fnuz."""
-    notes = {"fp8_matmul": "fp8 matmul units for the OCP formats; needs ROCm 6.5 or later."}
-    changes = {"fp8_matmul": True, "fp8_matmul_gains": True, "fp8_formats": OCP_FP8}
-    note = f"{arch} has no row; MI300's is used with e4m3fn and e5m2 in place of fnuz."
-    return noted(PROFILES["gfx942"], note, label="MI350 (CDNA4)", notes=notes, **changes)
+        notes = {
+            "fp8_matmul": "fp8 matmul units for the OCP formats; needs ROCm 6.5 or later.",
+            "match": f"{arch} has no row; MI300's is used with e4m3fn and e5m2 in place of fnuz.",
+        }
+        fp8 = {"fp8_matmul": True, "fp8_matmul_gains": True, "fp8_formats": OCP_FP8}
+        return changed(PROFILES["gfx942"], notes, label="MI350 (CDNA4)", **fp8)
+    nearest = {"match": f"{arch} has no row; the nearest safe one is used."}
+    return PROFILES.get(row) or changed(PROFILES["gfx1100"], nearest)
 
 
 def _apple_profile(name: str) -> DeviceProfile:
     generation = re.search(r"\bM(\d+)\b", name)
     if not generation:
-        return noted(PROFILES["mps_m1"], "torch does not tell the chip's generation; the oldest row is used.")
+        note = "torch does not tell the chip's generation; the oldest row is used."
+        return changed(PROFILES["mps_m1"], {"match": note})
     return PROFILES["mps_m3" if int(generation[1]) >= 3 else "mps_m1"]
-
-
-def directml() -> DeviceProfile:
-    """Return the row of DirectML: fp16, and nothing that its list of types lacks (DML_TENSOR_DATA_TYPE)."""
-    none = "DirectML has no {} (microsoft/DirectML #688)."
-    notes = {
-        "fp16": "ComfyUI computes in fp16 under DirectML (should_use_fp16 in comfy/model_management.py of 0.30.0).",
-        "bf16": none.format("bf16"),
-        "fp8_storage": none.format("fp8"),
-        "fp8_matmul": none.format("fp8"),
-        "fp8_matmul_gains": none.format("fp8"),
-        "int8_matmul": "torch-directml has no int8 matmul: int8 weights are widened before the matmul.",
-        "int8_matmul_gains": "torch-directml has no int8 matmul.",
-    }
-    note = "DirectML has no row; the CPU's is used with fp16, without fp8 and int8 matmul. Not run on such a device."
-    changes = {"label": "DirectML", "type": "privateuseone", "fp16_fast": True}
-    return noted(PROFILES["cpu"], note, notes=notes, fp8_storage=False, int8_matmul=False, **changes)

@@ -122,8 +122,7 @@ def scaled_mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if left.device.type == "mps":
         tensorwise = torch.nn.functional.ScalingType.TensorWise
         return torch.nn.functional.scaled_mm(left, right, one, tensorwise, one, tensorwise)
-    result = torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-    return result[0] if isinstance(result, tuple) else result
+    return torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
 
 def int8_matmul(device: torch.device) -> tuple[bool, str]:
@@ -166,24 +165,15 @@ def gemm(device: torch.device, name: str) -> tuple[bool, str]:
 def bf16_native(device: torch.device) -> tuple[bool | None, str]:
     """Tell whether the driver and torch say bf16 runs in hardware."""
     if device.type == "cuda":
-        return _cuda_bf16(device)
-    if device.type == "xpu":
-        return _said_by("torch.xpu.is_bf16_supported()", torch.xpu.is_bf16_supported())
-    if device.type == "cpu":
-        return _said_by("CPU instructions", cpu_bf16())
-    return None, f"torch cannot tell on {device.type}"
-
-
-def _cuda_bf16(device: torch.device) -> tuple[bool, str]:
-    with torch.cuda.device(device):
-        try:
-            native = torch.cuda.is_bf16_supported(including_emulation=False)
-        except TypeError:  # a torch that does not have the argument
-            native = torch.cuda.is_bf16_supported()
-    return _said_by("torch.cuda.is_bf16_supported(including_emulation=False)", native)
-
-
-def _said_by(source: str, answer: bool) -> tuple[bool, str]:
+        source = "torch.cuda.is_bf16_supported(including_emulation=False)"
+        with torch.cuda.device(device):
+            answer = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "xpu":
+        source, answer = "torch.xpu.is_bf16_supported()", torch.xpu.is_bf16_supported()
+    elif device.type == "cpu":
+        source, answer = "CPU instructions", cpu_bf16()
+    else:
+        return None, f"torch cannot tell on {device.type}"
     return bool(answer), f"{source}: {'yes' if answer else 'no'}"
 
 

@@ -4,6 +4,7 @@ The rows are expectations from documentation, driver tables and other people's m
 them with executed probes.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,41 +14,31 @@ import torch
 from ..base.dtypes import torch_version
 from ..base.errors import UnknownProfile
 
-CAPABILITY_FIELDS = {
-    "fp16": "fp16_fast",
-    "bf16": "bf16_native",
-    "fp8_storage": "fp8_storage",
-    "fp8_matmul": "fp8_matmul",
-    "fp8_matmul_gains": "fp8_matmul_gains",
-    "fp16_accumulation": "fp16_accumulation_gains",
-    "fp8_fast_accumulation": "fp8_fast_accumulation",
-    "int8_matmul": "int8_matmul",
-    "int8_matmul_gains": "int8_matmul_gains",
-}
-CAPABILITIES = tuple(CAPABILITY_FIELDS)
+CAPABILITIES = {
+    "fp16": ("fp16 matmuls are fast.", "fp16 math is slow."),
+    "bf16": ("bf16 is native.", "There is no native bf16; torch emulates it, slower than fp32."),
+    "fp8_storage": ("Weights can be kept in fp8 and widened when used.", "fp8 tensors do not work here."),
+    "fp8_matmul": ("fp8 matmul units.", "No fp8 matmul units; fp8 weights are widened to 16 bit before the matmul."),
+    "fp8_matmul_gains": (
+        "fp8 matmuls are expected to be faster than 16-bit ones.", "fp8 matmuls bring no speed here.",
+    ),
+    "fp16_accumulation": (
+        "fp16 accumulation doubles the fp16 matmul rate.",
+        "fp16 accumulation brings no speed here, only the risk of overflow.",
+    ),
+    "fp8_fast_accumulation": (
+        "The fp8 fast accumulation switch can act.", "The fp8 fast accumulation switch has no effect here.",
+    ),
+    "int8_matmul": (
+        "int8 matmul units, which add exactly in int32.",
+        "No int8 matmul units; int8 weights are widened before the matmul.",
+    ),
+    "int8_matmul_gains": (
+        "int8 matmuls are expected to be faster than 16-bit ones.", "int8 matmuls bring no speed here.",
+    ),
+}  # fmt: skip
+"""Each capability of a device, a field of its row -> why it is expected to be on, and why to be off."""
 
-REASONS = {
-    ("fp16", True): "fp16 matmuls are fast.",
-    ("fp16", False): "fp16 math is slow.",
-    ("bf16", True): "bf16 is native.",
-    ("bf16", False): "There is no native bf16; torch emulates it, slower than fp32.",
-    ("fp8_storage", True): "Weights can be kept in fp8 and widened when used.",
-    ("fp8_storage", False): "fp8 tensors do not work here.",
-    ("fp8_matmul", True): "fp8 matmul units.",
-    ("fp8_matmul", False): "No fp8 matmul units; fp8 weights are widened to 16 bit before the matmul.",
-    ("fp8_matmul_gains", True): "fp8 matmuls are expected to be faster than 16-bit ones.",
-    ("fp8_matmul_gains", False): "fp8 matmuls bring no speed here.",
-    ("fp16_accumulation", True): "fp16 accumulation doubles the fp16 matmul rate.",
-    ("fp16_accumulation", False): "fp16 accumulation brings no speed here, only the risk of overflow.",
-    ("fp8_fast_accumulation", True): "The fp8 fast accumulation switch can act.",
-    ("fp8_fast_accumulation", False): "The fp8 fast accumulation switch has no effect here.",
-    ("int8_matmul", True): "int8 matmul units, which add exactly in int32.",
-    ("int8_matmul", False): "No int8 matmul units; int8 weights are widened before the matmul.",
-    ("int8_matmul_gains", True): "int8 matmuls are expected to be faster than 16-bit ones.",
-    ("int8_matmul_gains", False): "int8 matmuls bring no speed here.",
-}
-
-FP16_ACCUMULATION_TORCH = {"fp16_accumulation": (2, 7)}
 OCP_FP8 = ("fp8_e4m3fn", "fp8_e5m2")
 FNUZ_FP8 = ("fp8_e4m3fnuz", "fp8_e5m2fnuz")
 
@@ -61,13 +52,14 @@ class DeviceProfile:
         label: what a person calls it.
         vendor: nvidia, amd, apple, intel or any.
         type: torch device type: cuda (also AMD), mps, xpu or cpu.
-        fp16_fast: fp16 matmuls are right and faster than fp32.
-        bf16_native: bf16 runs in hardware, not emulated.
+        called: pattern of the names people know such devices by, in small letters and digits.
+        fp16: fp16 matmuls are right and faster than fp32.
+        bf16: bf16 runs in hardware, not emulated.
         fp8_storage: fp8 tensors can be stored and widened.
         fp8_matmul: e4m3fn operands, the format of model files, can be multiplied.
         fp8_formats: storage names ``torch._scaled_mm`` takes here; MI300 has fnuz only.
         fp8_matmul_gains: fp8 matmul is faster than 16 bit.
-        fp16_accumulation_gains: fp16 accumulation is faster than fp32 accumulation.
+        fp16_accumulation: fp16 accumulation is faster than fp32 accumulation.
         fp8_fast_accumulation: ``use_fast_accum`` of an fp8 matmul can matter.
         int8_matmul: int8 operands can be multiplied.
         int8_matmul_gains: int8 matmul is faster than 16 bit, with comfy-kitchen's kernels.
@@ -82,13 +74,14 @@ class DeviceProfile:
     label: str
     vendor: str
     type: str = "cuda"
-    fp16_fast: bool = True
-    bf16_native: bool = True
+    called: str = ""
+    fp16: bool = True
+    bf16: bool = True
     fp8_storage: bool = True
     fp8_matmul: bool = False
     fp8_formats: tuple[str, ...] = ()
     fp8_matmul_gains: bool = False
-    fp16_accumulation_gains: bool = False
+    fp16_accumulation: bool = False
     fp8_fast_accumulation: bool = False
     int8_matmul: bool = False
     int8_matmul_gains: bool = False
@@ -100,11 +93,7 @@ class DeviceProfile:
     @property
     def capabilities(self) -> dict[str, bool]:
         """Capability name -> expectation, for the torch that is running."""
-        return {name: self.table(name) and not self.missing_torch(name) for name in CAPABILITIES}
-
-    def table(self, capability: str) -> bool:
-        """Return the row's own entry, whatever torch is running."""
-        return getattr(self, CAPABILITY_FIELDS[capability])
+        return {name: getattr(self, name) and not self.missing_torch(name) for name in CAPABILITIES}
 
     def missing_torch(self, capability: str) -> str | None:
         """Name in a sentence the torch that a capability needs; None where the running one is new enough."""
@@ -115,14 +104,14 @@ class DeviceProfile:
 
     def reason(self, capability: str) -> str:
         """Say why the capability is expected to be on or off, as a sentence."""
-        on = self.table(capability)
-        missing = self.missing_torch(capability) if on else None
-        return missing or self.notes.get(capability) or REASONS[capability, on]
+        expected, (on, off) = getattr(self, capability), CAPABILITIES[capability]
+        missing = self.missing_torch(capability) if expected else None
+        return missing or self.notes.get(capability) or (on if expected else off)
 
     @property
     def remarks(self) -> list[str]:
         """Notes about the device that belong to no capability."""
-        return [note for key, note in self.notes.items() if key not in CAPABILITY_FIELDS]
+        return [note for key, note in self.notes.items() if key not in CAPABILITIES]
 
 
 NO_GAIN = "fp16 accumulation runs at the rate of fp32 accumulation here: risk without gain."
@@ -140,6 +129,7 @@ APPLE: dict[str, Any] = {
     "vendor": "apple", "type": "mps", "fp8_matmul": True, "fp8_formats": ("fp8_e4m3fn",), "scaling": ("tensor", "row"),
     "int8_matmul": True, "needs_torch": {"fp8_storage": (2, 15), "fp8_matmul": (2, 15), "int8_matmul": (2, 15)},
 }  # fmt: skip
+GEFORCE: dict[str, Any] = {"fp16_accumulation": True, "needs_torch": {"fp16_accumulation": (2, 7)}}
 INT8: dict[str, Any] = {"int8_matmul": True, "int8_matmul_gains": True}
 NO_INT8_UNITS = "No int8 tensor cores; comfy-kitchen's int8 kernels begin at compute capability 7.5."
 CDNA_INT8 = "comfy-kitchen's HIP kernels are for RDNA: on CDNA, torch's general operations run int8 products."
@@ -149,39 +139,43 @@ FP8_NVIDIA: dict[str, Any] = {
 
 ROWS = (
     DeviceProfile(
-        "sm_61", "GTX 10xx, P40 (Pascal)", "nvidia", fp16_fast=False, bf16_native=False,
+        "sm_61", "GTX 10xx, P40 (Pascal)", "nvidia",
+        called=r"gtx10[5-8]0(ti)?|titanx[mp]|p4|p40", fp16=False, bf16=False,
         notes={"fp16": "fp16 math runs at 1/64 of the fp32 rate.",
                "bf16": "bf16 is emulated, about 1.9x slower than fp32.",
                "fp16_accumulation": "fp16 math is slow here, with or without fp16 accumulation.",
                "int8_matmul": NO_INT8_UNITS},
     ),
     DeviceProfile(
-        "sm_70", "V100, Titan V (Volta)", "nvidia", fp16_safe_cost="1 to 12 %", bf16_native=False,
+        "sm_70", "V100, Titan V (Volta)", "nvidia",
+        called=r"titanv|v100s?|gv100", fp16_safe_cost="1 to 12 %", bf16=False,
         notes={"bf16": "bf16 is emulated, without cuDNN convolution or Triton kernels.",
                "fp16_accumulation": NO_GAIN, "int8_matmul": NO_INT8_UNITS},
     ),
     DeviceProfile(
-        "sm_75", "RTX 20xx, T4 (Turing)", "nvidia", fp16_safe_cost="1 to 12 %", bf16_native=False,
-        fp16_accumulation_gains=True, needs_torch=FP16_ACCUMULATION_TORCH, **INT8,
+        "sm_75", "RTX 20xx, T4 (Turing)", "nvidia",
+        called=r"rtx20[5-8]0(super|ti)?|titanrtx|t4|rtx[3-8]000", fp16_safe_cost="1 to 12 %", bf16=False,
+        **GEFORCE, **INT8,
         notes={"fp16_accumulation": GEFORCE_GAIN},
     ),
     DeviceProfile(
-        "sm_80", "A100, A30 (Ampere)", "nvidia", fp16_safe_cost="3 to 17 %", **INT8,
+        "sm_80", "A100, A30 (Ampere)", "nvidia",
+        called=r"a100|a800|a30", fp16_safe_cost="3 to 17 %", **INT8,
         notes={"fp16_accumulation": NO_GAIN},
     ),
     DeviceProfile(
-        "sm_86", "RTX 30xx (Ampere)", "nvidia", fp16_safe_cost="1 to 9 %", fp16_accumulation_gains=True,
-        needs_torch=FP16_ACCUMULATION_TORCH, **INT8,
+        "sm_86", "RTX 30xx (Ampere)", "nvidia",
+        called=r"rtx30[5-9]0(super|ti)?|rtxa[2-6]\d00|a2|a10g?|a16|a40", fp16_safe_cost="1 to 9 %",
+        **GEFORCE, **INT8,
         notes={"fp16_accumulation": GEFORCE_GAIN,
-               "int8_matmul_gains": (
-                   "An A10G is 1.84x as fast with int8 as with bf16, 0.97x with fp8 (comfyui-quant-bench)."
-               ),
+               "int8_matmul_gains": "An A10G is 1.84x as fast with int8 as with bf16, 0.97x with fp8 "
+                                    "(comfyui-quant-bench).",
                "compile": "torch.compile cannot convert e4m3fn here (PyTorch #167082): use fp8_e5m2 with it."},
     ),
     DeviceProfile(
-        "sm_89", "RTX 40xx, L4, L40 (Ada)", fp16_safe_cost="3 to 17 %", fp16_accumulation_gains=True,
-        fp8_fast_accumulation=True, scaling=("tensor", "row"),
-        needs_torch={"fp8_matmul": (2, 3), **FP16_ACCUMULATION_TORCH}, **FP8_NVIDIA,
+        "sm_89", "RTX 40xx, L4, L40 (Ada)",
+        called=r"rtx40[5-9]0(super|tisuper|ti|d)?|rtx[2-6]\d00ada(generation)?|l4|l40s?",
+        fp16_safe_cost="3 to 17 %", fp8_fast_accumulation=True, scaling=("tensor", "row"), **GEFORCE, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "fp8_matmul": "fp8 matmul units, which add in about 22 bits.",
                "fp8_fast_accumulation": "torch takes the switch; its documented effect is on Hopper.",
@@ -189,56 +183,65 @@ ROWS = (
                                     "(comfyui-quant-bench)."},
     ),
     DeviceProfile(
-        "sm_90", "H100, H200 (Hopper)", fp16_safe_cost="4 to 38 %", fp8_fast_accumulation=True,
+        "sm_90", "H100, H200 (Hopper)",
+        called=r"h20|h100(nvl)?|h200(nvl)?|h800|gh200", fp16_safe_cost="4 to 38 %", fp8_fast_accumulation=True,
         scaling=("tensor", "row", "block"), **FP8_NVIDIA,
         notes={"fp16_accumulation": NO_GAIN,
                "fp8_fast_accumulation": "On keeps about 14 bits of the sums; off promotes them to fp32."},
     ),
     DeviceProfile(
-        "sm_100", "B200 (Blackwell)", fp16_safe_cost="4 to 38 %", scaling=("tensor", "row", "mx"), **FP8_NVIDIA,
+        "sm_100", "B200 (Blackwell)", fp16_safe_cost="4 to 38 %", called=r"g?b[123]00",
+        scaling=("tensor", "row", "mx"), **FP8_NVIDIA,
         notes={"fp16_accumulation": "fp16 accumulation is not expected to be faster here."},
     ),
     DeviceProfile(
-        "sm_120", "RTX 50xx (Blackwell)", fp16_safe_cost="2 to 14 %", fp16_accumulation_gains=True,
-        scaling=("tensor", "row"), needs_torch=FP16_ACCUMULATION_TORCH, **FP8_NVIDIA,
+        "sm_120", "RTX 50xx (Blackwell)",
+        called=r"rtx50[5-9]0(ti|d)?|rtxpro\d000(blackwell)?", fp16_safe_cost="2 to 14 %",
+        scaling=("tensor", "row"), **GEFORCE, **FP8_NVIDIA,
         notes={"fp16_accumulation": GEFORCE_GAIN,
                "int8_matmul_gains": "An RTX 5060 is 1.20x as fast with int8 as with fp8 (ComfyUI-INT8-Fast #69)."},
     ),
     DeviceProfile(
-        "gfx90a", "MI200 (CDNA2)", "amd", int8_matmul=True,
+        "gfx90a", "MI200 (CDNA2)", "amd",
+        called=r"mi100|mi2[15]0x?", int8_matmul=True,
         notes={"fp16_accumulation": NO_CUBLAS, "int8_matmul_gains": CDNA_INT8,
                "denormals": "fp16 and bf16 matmuls flush denormals to zero here (PyTorch numerical accuracy notes)."},
     ),
     DeviceProfile(
-        "gfx942", "MI300 (CDNA3)", "amd", fp8_formats=FNUZ_FP8, scaling=("tensor", "row"), int8_matmul=True,
+        "gfx942", "MI300 (CDNA3)", "amd",
+        called=r"mi300[ax]?|mi325x", fp8_formats=FNUZ_FP8, scaling=("tensor", "row"), int8_matmul=True,
         notes={"fp16_accumulation": NO_CUBLAS, "int8_matmul_gains": CDNA_INT8,
                "fp8_matmul": "Multiplies the fnuz formats only: e4m3fn weights are widened to 16 bit."},
     ),
     DeviceProfile(
-        "gfx1100", "RX 7000 (RDNA3)", "amd", int8_matmul=True,
+        "gfx1100", "RX 7000 (RDNA3)", "amd",
+        called=r"rx7\d00(xtx|xt|gre)?|(pro)?w7\d00", int8_matmul=True,
         notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "No fp8 units: fp8 weights are widened to bf16.",
                "int8_matmul_gains": "No gain is measured on RDNA3; 2-3x slower than fp8 without the HIP backend "
                                     "(ComfyUI #14777)."},
     ),
     DeviceProfile(
-        "gfx1201", "RX 9000 (RDNA4)", "amd", fp8_matmul=True, fp8_formats=OCP_FP8, fp8_matmul_gains=True,
+        "gfx1201", "RX 9000 (RDNA4)", "amd",
+        called=r"rx90[67]0(xt|gre)?|aipror9700", fp8_matmul=True, fp8_formats=OCP_FP8, fp8_matmul_gains=True,
         scaling=("tensor",), needs_torch={"fp8_matmul": (2, 7)}, **INT8,
         notes={"fp16_accumulation": NO_CUBLAS, "fp8_matmul": "fp8 matmul units; needs ROCm 6.4 or later."},
     ),
     DeviceProfile(
-        "mps_m1", "Apple M1, M2", bf16_native=False, **APPLE,
+        "mps_m1", "Apple M1, M2",
+        called=r"m[12](pro|max|ultra)?", bf16=False, **APPLE,
         notes={**APPLE_NOTES, "bf16": "bf16 is emulated (macOS 14 or later), about 50 % slower."},
     ),
-    DeviceProfile("mps_m3", "Apple M3 or later", **APPLE, notes=APPLE_NOTES),
+    DeviceProfile("mps_m3", "Apple M3 or later", called=r"m[3-9](pro|max|ultra)?", **APPLE, notes=APPLE_NOTES),
     DeviceProfile(
-        "xpu", "Intel Arc", "intel", "xpu", fp8_matmul=True, fp8_formats=OCP_FP8, scaling=("tensor", "row", "block"),
-        needs_torch={"fp8_matmul": (2, 10)},
+        "xpu", "Intel Arc", "intel", "xpu",
+        called=r"arc([ab]\d\d0|prob\d\d)?|[ab](310|380|570|580|750|770)",
+        fp8_matmul=True, fp8_formats=OCP_FP8, scaling=("tensor", "row", "block"), needs_torch={"fp8_matmul": (2, 10)},
         notes={"fp16_accumulation": NO_CUBLAS,
                "fp8_matmul_gains": "fp8 matmul is slower than bf16 here: 87 against 101 TFLOPS on an Arc B580.",
                "int8_matmul": "ComfyUI widens int8 weights on XPU (supports_int8_compute)."},
     ),
     DeviceProfile(
-        "cpu", "CPU", "any", "cpu", fp16_fast=False, bf16_native=False, int8_matmul=True,
+        "cpu", "CPU", "any", "cpu", fp16=False, bf16=False, int8_matmul=True,
         notes={"bf16": "No bf16 instructions (AVX512-BF16, AMX): bf16 is emulated.",
                "fp16": "fp16 math is emulated or slow on a CPU.",
                "fp16_accumulation": NO_CUBLAS,
@@ -248,16 +251,25 @@ ROWS = (
     ),
 )  # fmt: skip
 
+_VENDORS = re.compile(
+    r"nvidia|geforce|quadro|tesla|amd|radeon|instinct|intel|apple|graphics|laptop|gpu|pcie|sxm\d?|hbm\d?e?|"
+    r"(workstation|server)?\s*edition|max-q|[^a-z0-9]"
+)
+_MEMORY = re.compile(r"\b\d+ ?gi?b\b")
+NAME_EXAMPLES = "rtx 3060, rtx 4090, gtx 1080, t4, v100, a100, h100, rx 7900, arc b580, m2"
 PROFILES = {row.name: row for row in ROWS}
 PROFILE_NAMES = tuple(PROFILES)
 
 
 def profile_named(name: str) -> DeviceProfile:
-    """Return the row of a profile name such as ``sm_86``.
+    """Find the row of a code such as ``sm_86``, or of a device's name such as ``RTX 3060 12GB``.
 
     Raises:
-        UnknownProfile: no row has that name; the message lists those that exist.
+        UnknownProfile: no row is called so; names the codes and some names.
     """
-    if name not in PROFILES:
-        raise UnknownProfile(f"There is no device profile '{name}'.", f"Use one of: {', '.join(PROFILE_NAMES)}.")
-    return PROFILES[name]
+    plain = _VENDORS.sub("", _MEMORY.sub("", name.lower()))
+    row = PROFILES.get(name.strip()) or next((row for row in ROWS if re.fullmatch(row.called, plain)), None)
+    if row is None or not plain:
+        advice = f"Use a code ({', '.join(PROFILE_NAMES)}) or a device's name, such as {NAME_EXAMPLES}."
+        raise UnknownProfile(f"There is no device profile '{name}'.", advice)
+    return row

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..base import flags
-from ..base.modes import FP8, FP32, modes_named
+from ..base.modes import FP8, FP32, Mode, modes_named
 from ..devices.detect import Device
 from .choice import frozen
 
@@ -15,8 +15,6 @@ UNCHANGED = "unchanged"
 FP16_OPTIONS = ("auto", "on", "off", UNCHANGED)
 SWITCH_OPTIONS = ("on", "off", UNCHANGED)
 ATTENTION_OPTIONS = ("auto", "fp32", UNCHANGED)
-FIRST_CUBLAS_FP16 = 70
-FIRST_TF32 = 80
 PARTS = {
     "fp16_accumulation": ("fp16_accumulation",),
     "reduced_precision_reduction": ("fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction"),
@@ -24,13 +22,9 @@ PARTS = {
     "fp8_fast_accumulation": (),
 }
 NO_NODE = "No accumulation node is attached."
-LEFT_ALONE = "Left as it is."
 EXACT_SUMS = "int8 products are added exactly, in int32"
 FP32_RESULTS = "fp16_safe takes fp32 results from its products, which fp16 sums cannot give"
 NO_SWITCH = "torch.compile or several devices leave no way to switch it from layer to layer"
-AUTO = "fp16 sums in the layers whose bound proves them, fp32 sums in the others."
-SPLIT = "Sums may still be split over K: their parts are added in fp32."
-CUBLAS_ONLY = "it acts on NVIDIA's libraries only, this is {}"
 
 
 @dataclass(frozen=True)
@@ -62,8 +56,7 @@ class MatmulProfile:
 
     @property
     def whole(self) -> bool:
-        """Tell whether flags are the same for all of its layers:
-        a graph cannot switch them, nor can threads side by side."""
+        """Tell whether all layers share the flags: a graph cannot switch them, nor can threads side by side."""
         return self.compiled or self.parallel
 
 
@@ -96,23 +89,21 @@ class AccumulationPlan:
 def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) -> AccumulationPlan:
     """Resolve a request for a model on a device. Nothing is raised for a setting that cannot act: it is listed, and no
     flag is turned on for it. Off holds even so: a layer may run in another dtype in a later call than it does now."""
+    asked = {setting: value for setting in PARTS if (value := getattr(request, setting)) != UNCHANGED}
+    problems = {setting: _problem(setting, value, device, matmuls) for setting, value in asked.items()}
+    acting = {(setting, value) for setting, value in asked.items() if not problems[setting]}
     held: dict[str, bool] = {}
-    acting, reasons, idle = set(), {}, []
-    for setting in PARTS:
-        asked = getattr(request, setting)
-        problem = None if asked == UNCHANGED else _problem(setting, asked, device, matmuls)
-        reasons[setting] = _reason(setting, asked, problem, device)
-        if asked == UNCHANGED:
-            continue
-        if not problem:
-            acting.add((setting, asked))
-        if not problem or asked != "on":
-            held |= dict.fromkeys(PARTS[setting], asked == "on")
-        problems = dict.fromkeys((problem, *map(_missing, PARTS[setting])))
-        idle += [(f"{setting}={asked}", why) for why in problems if why]
-    attention_problem = _attention_problem(request.attention, matmuls)
-    if attention_problem:
-        idle.append((f"attention={request.attention}", attention_problem))
+    idle = []
+    for setting, value in asked.items():
+        if (setting, value) in acting or value != "on":
+            held |= dict.fromkeys(PARTS[setting], value == "on")
+        reasons = dict.fromkeys((problems[setting], *map(_missing, PARTS[setting])))
+        idle += [(f"{setting}={value}", why) for why in reasons if why]
+    in_fp16 = any(mode.operand == torch.float16 for mode in modes_named(matmuls.modes))
+    if request.attention != UNCHANGED and not in_fp16:
+        modes = _listed(matmuls.modes)
+        why = f"attention runs in fp16 nowhere: layers compute in {modes}, where scores cannot overflow"
+        idle.append((f"attention={request.attention}", why))
     return AccumulationPlan(
         request=request,
         flags=frozen(held),
@@ -120,40 +111,45 @@ def plan_accumulation(request: Request, device: Device, matmuls: MatmulProfile) 
         whole=matmuls.whole,
         naming=("fp16_accumulation", "on") in acting,
         fp8_fast=("fp8_fast_accumulation", "on") in acting,
-        attention=UNCHANGED if attention_problem else request.attention,
-        reasons=frozen(reasons),
+        attention=request.attention if in_fp16 else UNCHANGED,
+        reasons=frozen({name: _reason(name, asked.get(name), problems.get(name), device) for name in PARTS}),
         without_effect=tuple(idle),
     )
 
 
 def _problem(setting: str, value: str, device: Device, matmuls: MatmulProfile) -> str | None:
-    """Say why a setting has no effect here; None where it has one.
-    On and off are obeyed where they only bring no speed."""
+    """Say why a setting has no effect; None where it has one. On and off are obeyed where they only bring no speed."""
     if setting == "fp16_accumulation":
         problem = fp16_sums_inert(device, matmuls)
         no_gain = value == "auto" and not device.capabilities[setting]
         return device.reason(setting).rstrip(".") if no_gain and not problem else problem
     if setting == "fp8_fast_accumulation":
-        return _fp8_inert(device, matmuls)
-    if problem := _needs_nvidia(device, FIRST_TF32 if setting == "tf32" else 0):
+        if not device.capabilities[setting]:
+            return device.reason(setting).rstrip(".")
+        if matmuls.compiled:
+            return "a compiled graph multiplies fp8 as ComfyUI does"
+        return _without_layer(FP8, matmuls)
+    if problem := _needs_nvidia(device, 80 if setting == "tf32" else 0):
         return problem
     if setting == "tf32":
-        return None if FP32.name in matmuls.modes else f"no layer multiplies in fp32, but in {_listed(matmuls.modes)}"
+        return _without_layer(FP32, matmuls)
     if any(mode.is_16bit for mode in modes_named(matmuls.modes)):
         return None
     return f"it acts on 16-bit products only, and these layers multiply in {_listed(matmuls.modes)}"
 
 
-def _reason(setting: str, asked: str, problem: str | None, device: Device) -> str:
-    if asked == UNCHANGED:
-        return LEFT_ALONE
+def _reason(setting: str, asked: str | None, problem: str | None, device: Device) -> str:
+    if asked is None:
+        return "Left as it is."
     if problem:
         return f"No effect here: {problem}."
     if asked == "auto":
-        return AUTO
-    no_gain = setting == "fp16_accumulation" and asked == "on" and not device.capabilities[setting]
-    split = setting == "reduced_precision_reduction" and asked == "off"
-    more = device.reason(setting) if no_gain else SPLIT if split else ""
+        return "fp16 sums in the layers whose bound proves them, fp32 sums in the others."
+    more = ""
+    if setting == "fp16_accumulation" and asked == "on" and not device.capabilities[setting]:
+        more = device.reason(setting)
+    elif setting == "reduced_precision_reduction" and asked == "off":
+        more = "Sums may still be split over K: their parts are added in fp32."
     return f"Held {asked} while this model runs. {more}".strip()
 
 
@@ -161,7 +157,7 @@ def fp16_sums_inert(device: Device, matmuls: MatmulProfile) -> str | None:
     """Say why fp16 accumulation cannot act on this model here; None where it can."""
     if missing := _missing("fp16_accumulation"):
         return missing
-    if problem := _needs_nvidia(device, FIRST_CUBLAS_FP16):
+    if problem := _needs_nvidia(device, 70):
         return problem
     modes = modes_named(matmuls.modes)
     wide = any(mode.is_wide for mode in modes)
@@ -172,23 +168,14 @@ def fp16_sums_inert(device: Device, matmuls: MatmulProfile) -> str | None:
     return f"it acts on fp16 products only, and these layers multiply in {_listed(matmuls.modes)}"
 
 
-def _fp8_inert(device: Device, matmuls: MatmulProfile) -> str | None:
-    if not device.capabilities["fp8_fast_accumulation"]:
-        return device.reason("fp8_fast_accumulation").rstrip(".")
-    if matmuls.compiled:
-        return "a compiled graph multiplies fp8 as ComfyUI does"
-    return None if FP8.name in matmuls.modes else f"no layer multiplies in fp8, but in {_listed(matmuls.modes)}"
-
-
-def _attention_problem(asked: str, matmuls: MatmulProfile) -> str | None:
-    if asked == UNCHANGED or any(mode.operand == torch.float16 for mode in modes_named(matmuls.modes)):
-        return None
-    return f"attention runs in fp16 nowhere: layers compute in {_listed(matmuls.modes)}, where scores cannot overflow"
+def _without_layer(mode: Mode, matmuls: MatmulProfile) -> str | None:
+    layers = f"no layer multiplies in {mode.name}, but in {_listed(matmuls.modes)}"
+    return None if mode.name in matmuls.modes else layers
 
 
 def _needs_nvidia(device: Device, first: int) -> str | None:
     if device.profile.vendor != "nvidia":
-        return CUBLAS_ONLY.format(device.label)
+        return f"it acts on NVIDIA's libraries only, this is {device.label}"
     number = re.fullmatch(r"sm_(\d+)", device.profile.name)
     return f"{device.label} does not have it" if number and int(number[1]) < first else None
 
@@ -205,7 +192,7 @@ def _listed(modes: Collection[str]) -> str:
 
 
 def flag_report(
-    setting: str, requested: str = "unchanged", reason: str = NO_NODE, in_scope: bool | None = None
+    setting: str, requested: str = UNCHANGED, reason: str = NO_NODE, in_scope: bool | None = None
 ) -> dict:
     """Return the report's entry for one accumulation setting, from torch's present flags; nothing is changed.
 

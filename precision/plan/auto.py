@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..base.text import size_text
-from ..devices.detect import Device, why_not_fp8
+from ..devices.detect import Device, why_no_fp8
 
 GIB = 1024**3
 ACTIVATION_ROOM = 2 * GIB
@@ -94,8 +94,13 @@ def auto_storage(
         return "as_file", f"The file's {size_text(as_file_bytes)} fit in {size_text(free_device_bytes)} free."
     if weight_bytes_16bit <= room:
         return _half(device), f"{_shortage(file_dtype, as_file_bytes, free_device_bytes)} 16 bit does."
-    storage, reason = _too_large(device, weight_bytes_16bit, free_device_bytes, compute)
-    if streamed_from is None or storage == "as_file":
+    shortage = _shortage("16 bit", weight_bytes_16bit, free_device_bytes)
+    storage, reason = smallest_storage(device, compute)
+    if storage == "as_file":
+        return storage, f"{shortage} {reason} The weights will be moved in and out."
+    half = size_text(weight_bytes_16bit // 2)
+    reason = f"{shortage} {storage.split('_')[0]} halves the weights to {half}. {reason}"
+    if streamed_from is None:
         return storage, reason
     rest = as_file_bytes - room
     if rest > streamed_from:
@@ -103,8 +108,8 @@ def auto_storage(
         return storage, f"{reason} ComfyUI's dynamic VRAM could stream the rest, {size_text(rest)}. {slow}"
     kept = "as_file" if as_file_bytes == weight_bytes_16bit else _half(device)
     streams = f"ComfyUI's dynamic VRAM streams the rest, {size_text(rest)}, at each step, so that nothing is quantized."
-    halves = f"storage={storage} halves the weights to {size_text(weight_bytes_16bit // 2)}."
-    return kept, f"{_shortage('16 bit', weight_bytes_16bit, free_device_bytes)} {streams} {halves}"
+    halves = f"storage={storage} halves the weights to {half}."
+    return kept, f"{shortage} {streams} {halves}"
 
 
 def smallest_storage(device: Device, compute: str = "auto") -> tuple[str, str]:
@@ -124,10 +129,8 @@ def smallest_storage(device: Device, compute: str = "auto") -> tuple[str, str]:
 
 def why_int8_is_slow(device: Device) -> str:
     """Say why a model with int8 weights is not faster than a 16-bit one on a device; "" where it is."""
-    for capability in ("int8_matmul", "int8_matmul_gains"):
-        if not device.capabilities[capability]:
-            return device.reason(capability)
-    return ""
+    lacking = (name for name in ("int8_matmul", "int8_matmul_gains") if not device.capabilities[name])
+    return next(map(device.reason, lacking), "")
 
 
 def why_low_bits_are_slow(device: Device) -> str:
@@ -141,17 +144,9 @@ def held_storage(device: Device, file_dtype: str) -> tuple[str, str]:
     """Choose the storage of a file that is kept as it is where the device can hold it, and say why it is another."""
     if file_dtype in UNQUANTIZED:
         return "as_file", ""
-    if reason := why_not_fp8(file_dtype, device):
-        return _half(device), f"The file is {file_dtype}. {reason}"
+    if reason := why_no_fp8(file_dtype, device):
+        return _half(device), f"The file is {file_dtype}, {reason}"
     return "as_file", f"The file is already {file_dtype}."
-
-
-def _too_large(device: Device, weight_bytes: int, free_bytes: int, compute: str) -> tuple[str, str]:
-    shortage = _shortage("16 bit", weight_bytes, free_bytes)
-    storage, reason = smallest_storage(device, compute)
-    if storage == "as_file":
-        return storage, f"{shortage} {reason} The weights will be moved in and out."
-    return storage, f"{shortage} {storage.split('_')[0]} halves the weights to {size_text(weight_bytes // 2)}. {reason}"
 
 
 def _shortage(what: str, weight_bytes: int, free_bytes: int) -> str:

@@ -20,7 +20,6 @@ WEIGHTS_FOR = {
 """Compute options that multiply quantized weights as they are stored -> the storages of such weights."""
 LEAVES_QUANTIZED = ("auto", *WEIGHTS_FOR)
 """Compute options that ask for no dtype: weights in other formats multiply by themselves."""
-FP8_MULTIPLE = 16
 OVERFLOWED = "A result in plain fp16 was NaN or Inf: the model goes on in fp16_safe as long as it is loaded."
 NOT_LOOKED_AT = "Nothing looks at these results, so plain fp16 is not taken: fp16_safe cannot overflow."
 
@@ -85,19 +84,13 @@ class ComputePlan:
 
     @property
     def mixes_fp32_in(self) -> bool:
-        """Tell whether single layers give fp32 activations, so that those after them get fp32
-        where they expect 16 bit."""
+        """Tell whether single layers give fp32 activations to those after them that expect 16 bit."""
         return not self.is_safe and any(decision.stream == "fp32" for decision in self.decisions.values())
 
     @property
     def activation_dtype(self) -> str:
         """The dtype of activations between layers."""
         return "fp32" if self.is_safe else self.choice.used
-
-    @property
-    def following(self) -> ComputeDecision:
-        """The decision for a layer that there is none for: it runs in the dtype of the activations."""
-        return ComputeDecision(self.activation_dtype, "same", "")
 
     @property
     def weight_dtype(self) -> str:
@@ -107,7 +100,16 @@ class ComputePlan:
 
 def choose_compute(facts: ModelFacts, device: Device, compute: str) -> Choice:
     """Resolve ``compute`` for a model as a whole, without its layers."""
-    return _choose(facts, device, compute)[0]
+    automatic, reason = auto_compute(device, facts.supported, facts.file_dtype)
+    if compute == "auto":
+        return Choice(compute, automatic, reason)
+    if compute not in WEIGHTS_FOR:
+        return Choice(compute, compute)
+    if device.capabilities[f"{compute}_matmul"]:
+        how = f"{compute} matmul of {compute} weights, other operations in {automatic}"
+        return Choice(compute, automatic, how)
+    why = f"{device.profile.name} has no {compute} matmul: {compute} weights are computed in {automatic}"
+    return Choice(compute, automatic, why)
 
 
 def plan_compute(
@@ -118,29 +120,24 @@ def plan_compute(
     ``storages``: layer name -> storage name, for those known to be stored in fp8 or in a format of ComfyUI's: only fp8
     weights can multiply in fp8, and quantized weights multiply quantized until a dtype is asked for.
     """
-    choice, without_effect, notes = _choose(facts, device, compute)
-    plan = _planned(facts, device, choice, rules, storages, without_effect, notes)
+    choice = choose_compute(facts, device, compute)
+    plan = _planned(facts, device, choice, rules, storages)
     if choice.requested not in LEAVES_QUANTIZED or choice.used != FP16.name:
         return plan
     safe = replace(choice, used=SAFE, reason=OVERFLOWED)
-    return replace(plan, fallback=_planned(facts, device, safe, rules, storages, without_effect, notes))
+    return replace(plan, fallback=_planned(facts, device, safe, rules, storages))
 
 
 def _planned(
-    facts: ModelFacts,
-    device: Device,
-    choice: Choice,
-    rules: Rules,
-    storages: Mapping[str, str] | None,
-    idle: Sequence[tuple[str, str]],
-    notes: Sequence[str],
+    facts: ModelFacts, device: Device, choice: Choice, rules: Rules, storages: Mapping[str, str] | None
 ) -> ComputePlan:
     """Decide layer by layer for a model whose compute option is resolved."""
-    rules = rules.on(facts.layers)
-    fp8_matmul = _multiplies_in_fp8(facts, device, choice.requested)
-    stored = storages or {}
+    rules, compute, stored = rules.on(facts.layers), choice.requested, storages or {}
+    fp8_matmul = _multiplies_in_fp8(facts, device, compute)
     decisions: dict[str, ComputeDecision] = {}
-    without_effect = [*idle, *rules_on_other_layers(facts.layers, rules)]
+    without_effect = rules_on_other_layers(facts.layers, rules)
+    if compute in WEIGHTS_FOR and not device.capabilities[f"{compute}_matmul"]:
+        without_effect.insert(0, (f"compute={compute}", choose_compute(facts, device, compute).reason))
     for layer in facts.layers:
         decision, problem = _decide(layer, choice, fp8_matmul, device, rules, stored.get(layer.name, ""))
         sums, inert = _sums(layer, decision.mode if decision else MODE_OF[choice.used], device, rules)
@@ -150,12 +147,16 @@ def _planned(
             decisions[layer.name] = decision
         without_effect += [entry for entry in (problem, inert) if entry and entry not in without_effect]
     if storages is not None and not without_effect:
-        without_effect += _no_weight_for(choice.requested, stored)
+        without_effect += _no_weight_for(compute, stored)
     if any(decision.stream == "fp32" for decision in decisions.values()):
         followers = (layer.name for layer in facts.layers if layer.multiplies and layer.name not in decisions)
         decisions |= {name: ComputeDecision(MODE_OF[choice.used], "same", "") for name in followers}
     attention = tuple(rule for rule in rules.all if "attention" in dict(rule.settings))
-    return ComputePlan(choice, frozen(decisions), fp8_matmul, tuple(without_effect), tuple(notes), attention)
+    unlisted = compute not in (*LEAVES_QUANTIZED, *facts.supported, SAFE, "fp32")
+    risk = f"ComfyUI does not list {compute} for this model: its activations may overflow. fp16_safe cannot."
+    return ComputePlan(
+        choice, frozen(decisions), fp8_matmul, tuple(without_effect), (risk,) if unlisted else (), attention
+    )
 
 
 def _no_weight_for(compute: str, stored: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -164,22 +165,6 @@ def _no_weight_for(compute: str, stored: Mapping[str, str]) -> list[tuple[str, s
         return []
     why = f"no weight of this model is stored in {compute}: load it with storage {WEIGHTS_FOR[compute][0]}"
     return [(f"compute={compute}", why)]
-
-
-def _choose(facts: ModelFacts, device: Device, compute: str) -> tuple[Choice, list[tuple[str, str]], list[str]]:
-    automatic, reason = auto_compute(device, facts.supported, facts.file_dtype)
-    if compute == "auto":
-        return Choice(compute, automatic, reason), [], []
-    if compute in WEIGHTS_FOR:
-        if not device.capabilities[f"{compute}_matmul"]:
-            why = f"{device.profile.name} has no {compute} matmul: {compute} weights are computed in {automatic}"
-            return Choice(compute, automatic, why), [(f"compute={compute}", why)], []
-        how = f"{compute} matmul of {compute} weights, other operations in {automatic}"
-        return Choice(compute, automatic, how), [], []
-    notes = []
-    if compute not in (*facts.supported, SAFE, "fp32"):
-        notes.append(f"ComfyUI does not list {compute} for this model: its activations may overflow. fp16_safe cannot.")
-    return Choice(compute, compute), [], notes
 
 
 def _multiplies_in_fp8(facts: ModelFacts, device: Device, compute: str) -> bool:
@@ -204,16 +189,15 @@ def _decide(
         if compute or wanted == FP8.name:
             problem = (str(compute[1]) if compute else "compute=fp8", f"{layer.name}: {why}")
         wanted, reason, compute = _without(wanted, layer, choice, device, storage), why, None
-    stream_value = stream[0] if stream else "same"
-    row = FORMAT_OF_STORAGE.get(storage)
+    row, follows = FORMAT_OF_STORAGE.get(storage), wanted == choice.used != SAFE and not problem
     if row and row.quantizes_operands and row.mode is not FP8 and wanted != INT8.name:
-        if storage not in WEIGHTS_FOR[INT8.name] and not compute and choice.requested in LEAVES_QUANTIZED:
-            return None, problem
+        follows = storage not in WEIGHTS_FOR[INT8.name] and not compute and choice.requested in LEAVES_QUANTIZED
         reason = reason or f"its {storage} weight is dequantized, as {choice.requested} was asked for"
-        return ComputeDecision(MODE_OF[wanted], stream_value, reason), problem
-    if wanted == choice.used and stream_value == "same" and choice.used != SAFE:
-        return (ComputeDecision(MODE_OF[wanted], "same", reason), problem) if problem else (None, None)
-    return ComputeDecision(MODE_OF[wanted], stream_value, reason), problem
+    elif stream and stream[0] != "same":
+        follows = False
+    if follows:
+        return None, problem
+    return ComputeDecision(MODE_OF[wanted], stream[0] if stream else "same", reason), problem
 
 
 def _product_of(storage: str, choice: Choice, fp8_matmul: bool) -> str:
@@ -224,8 +208,7 @@ def _product_of(storage: str, choice: Choice, fp8_matmul: bool) -> str:
 
 
 def _without(product: str, layer: LayerSpec, choice: Choice, device: Device, storage: str) -> str:
-    """Name what a layer runs in that cannot make a product it was asked for:
-    int8 where that is its own, else the model's."""
+    """Name what a layer runs in without the product that was asked for: int8 where its weight is, else the model's."""
     own = _product_of(storage, choice, False) if product != INT8.name else ""
     return own if own and not _why_no_product(own, layer, device, storage) else choice.used
 
@@ -241,9 +224,9 @@ def _sums(layer: LayerSpec, mode: str, device: Device, rules: Rules) -> tuple[st
 
 def rules_on_other_layers(layers: Sequence[LayerSpec], rules: Rules) -> list[tuple[str, str]]:
     """List (rule, reason) for the user's own compute and stream rules that match only layers without a matmul."""
-    found, roles = [], rules.on(layers).roles
+    found, rules = [], rules.on(layers)
     for rule in (rule for rule in rules.own if {"compute", "stream"} & dict(rule.settings).keys()):
-        matched = [layer for layer in layers if rule.matches(layer.name, layer.cls, roles.get(layer.name, ""))]
+        matched = [layer for layer in layers if rule in rules.matching(layer.name, layer.cls)]
         if matched and not any(layer.multiplies for layer in matched):
             classes = ", ".join(sorted({layer.cls for layer in matched}))
             found.append((str(rule), f"{classes} multiplies no matrices: it follows the stream"))
@@ -270,7 +253,7 @@ def _why_no_product(product: str, layer: LayerSpec, device: Device, storage: str
     if not device.capabilities[f"{product}_matmul"]:
         why = device.reason(f"{product}_matmul")
         return f"{device.profile.name} has no {product} matmul, so the weight is dequantized: {why}"
-    if product == FP8.name and any(size % FP8_MULTIPLE for size in layer.shape):
+    if product == FP8.name and any(size % 16 for size in layer.shape):
         shape = " x ".join(map(str, layer.shape))
-        return f"fp8 matmul needs sizes that are multiples of {FP8_MULTIPLE}, this is {shape}"
+        return f"fp8 matmul needs sizes that are multiples of 16, this is {shape}"
     return None

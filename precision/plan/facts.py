@@ -1,6 +1,7 @@
 """What a plan needs to know of a model: its layers, its size and the dtypes it is safe in."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -8,7 +9,6 @@ from math import prod
 from ..base.dtypes import FP8_DTYPES, name_of
 from ..formats.checkpoint import Checkpoint, StoredWeight
 
-MATRIX_CLASSES = ("Linear", "Conv")
 # Last parts of the names of lookup tables in comfy/ldm, comfy/text_encoders and comfy/clip_model.py, which have no
 # bias, ...
 _TABLE = re.compile(
@@ -45,7 +45,7 @@ class LayerSpec:
 
 def multiplies(cls: str) -> bool:
     """Tell by its class name whether a layer is a matmul or a convolution."""
-    return any(word in cls for word in MATRIX_CLASSES)
+    return any(word in cls for word in ("Linear", "Conv"))
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,13 @@ def facts_of(
 
 def layer_specs(checkpoint: Checkpoint, prefix: str = "") -> list[LayerSpec]:
     """Infer the layers below ``prefix`` of a file: their classes follow from name and shape."""
-    inside = (name[len(prefix) :] for name in checkpoint.weights if name.startswith(prefix))
-    layers = {
-        name.removesuffix(".weight"): checkpoint.weights[prefix + name] for name in inside if name.endswith(".weight")
-    }
-    biased = {name.removesuffix(".bias") for name in checkpoint.weights if name.endswith(".bias")}
-    return [
-        LayerSpec(layer, _inferred_class(layer, weight, prefix + layer in biased), weight.shape)
-        for layer, weight in layers.items()
-    ]
+    layers = []
+    for name, weight in checkpoint.weights.items():
+        if name.startswith(prefix) and name.endswith(".weight"):
+            layer = name[len(prefix) :].removesuffix(".weight")
+            has_bias = f"{prefix}{layer}.bias" in checkpoint.weights
+            layers.append(LayerSpec(layer, _inferred_class(layer, weight, has_bias), weight.shape))
+    return layers
 
 
 def _inferred_class(name: str, weight: StoredWeight, has_bias: bool) -> str:
@@ -112,13 +110,11 @@ def _inferred_class(name: str, weight: StoredWeight, has_bias: bool) -> str:
 
 
 def file_dtype(checkpoint: Checkpoint, prefix: str = "") -> str:
-    """Name the storage that most of the weights below ``prefix`` have, by number of values;
-    ``none`` without weights."""
-    sizes: dict[str, int] = {}
+    """Name the storage that most values of the weights below ``prefix`` have; ``none`` without weights."""
+    sizes: Counter[str] = Counter()
     for name, weight in checkpoint.weights.items():
         if name.startswith(prefix):
-            key = "quantized" if weight.format is not None else name_of(weight.data.dtype)
-            sizes[key] = sizes.get(key, 0) + prod(weight.shape)
+            sizes["quantized" if weight.format is not None else name_of(weight.data.dtype)] += prod(weight.shape)
     return most(sizes)
 
 

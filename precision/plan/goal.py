@@ -2,22 +2,14 @@
 node, to which an accumulation belongs too."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ..base.dtypes import FP8_NAMES
 from ..devices.detect import Device
 from .accumulation import Request
 from .auto import UNQUANTIZED, smallest_storage
 from .choice import frozen
-from .compute import (
-    MODE_OF,
-    SAFE,
-    WEIGHTS_FOR,
-    ComputeDecision,
-    ComputePlan,
-    plan_compute,
-    rules_without_effect,
-)
+from .compute import MODE_OF, SAFE, WEIGHTS_FOR, ComputeDecision, ComputePlan, plan_compute, rules_without_effect
 from .facts import ModelFacts
 from .rules import Rules
 
@@ -34,22 +26,13 @@ SUMS = {
         "fp16 where it is proven not to overflow, TF32 for fp32 products",
     ),
 }
-
-
-@dataclass(frozen=True)
-class GoalPlan:
-    """A goal resolved: the arithmetic and its reason; the accumulation that belongs to it and its reason, or None."""
-
-    compute: ComputePlan
-    reason: str
-    sums: Request | None = None
-    sums_reason: str | None = None
+"""Goal -> the accumulation that belongs to it, and what that is in words."""
 
 
 def plan_for_goal(
     facts: ModelFacts, device: Device, goal: str, storages: Mapping[str, str], rules: Rules = NO_RULES
-) -> GoalPlan:
-    """Resolve a goal (balanced, quality, speed, memory) for a model on a device.
+) -> tuple[ComputePlan, str]:
+    """Resolve a goal (balanced, quality, speed, memory) for a model on a device: its plan, and the reason.
 
     Weights stay as they are loaded: what they are stored in is the loader's choice.
 
@@ -59,8 +42,7 @@ def plan_for_goal(
     """
     compute, reason = _compute_for(facts, device, goal, frozenset(storages.values()))
     plan = plan_compute(facts, device, compute, rules, storages)
-    sums, sums_reason = SUMS.get(goal, (None, None))
-    return GoalPlan(plan, f"{reason} {plan.choice.reason}".strip(), sums, sums_reason)
+    return plan, f"{reason} {plan.choice.reason}".strip()
 
 
 def storage_for_goal(device: Device, goal: str, stored: frozenset[str]) -> tuple[str, str]:
@@ -98,48 +80,24 @@ def _advice(device: Device, goal: str, stored: frozenset[str]) -> str:
     return f"Load the model with storage {storage} to {gain}. {reason}"
 
 
-def plan_loaded(
-    facts: ModelFacts,
-    device: Device,
-    compute: str,
-    rules: Rules,
-    storages: Mapping[str, str],
-    foreign: Mapping[str, str],
-) -> ComputePlan:
-    """Resolve ``compute`` for a model in memory, and list the rules that cannot act on it.
+def on_loaded(plan: ComputePlan, facts: ModelFacts, rules: Rules, foreign: Mapping[str, str]) -> ComputePlan:
+    """Return a plan for a model in memory, which lists the rules that come too late.
 
     Args:
-        storages: layer name -> storage name.
-        foreign: as for :func:`with_foreign_layers`.
+        foreign: layer name -> the Python module of its class, for the layers that another loader's classes multiply by
+            themselves: they get fp32 in place of ``fp16_safe``.
     """
-    plan = with_idle_rules(plan_compute(facts, device, compute, rules, storages), facts, rules)
-    return with_foreign_layers(plan, foreign)
-
-
-def with_idle_rules(plan: ComputePlan, facts: ModelFacts, rules: Rules) -> ComputePlan:
-    """List the rules that cannot act on a model in memory as such in its plan."""
+    fallback = plan.fallback and on_loaded(plan.fallback, facts, rules, foreign)
     late = ((str(rule), STORAGE_RULE) for rule in rules.own if "storage" in dict(rule.settings))
-    idle = (*rules_without_effect(facts.layers, rules), *late)
-    fallback = plan.fallback and with_idle_rules(plan.fallback, facts, rules)
-    return replace(plan, without_effect=(*plan.without_effect, *idle), fallback=fallback)
-
-
-def with_foreign_layers(plan: ComputePlan, foreign: Mapping[str, str]) -> ComputePlan:
-    """Give the layers that another loader's classes multiply by themselves fp32 in place of ``fp16_safe``.
-
-    Args:
-        foreign: layer name -> the Python module of its class.
-    """
-    plan = replace(plan, fallback=plan.fallback and with_foreign_layers(plan.fallback, foreign))
-    safe = {name: decision for name, decision in plan.decisions.items() if decision.mode == MODE_OF[SAFE]}
+    idle = [*plan.without_effect, *rules_without_effect(facts.layers, rules), *late]
     moved = {
         name: ComputeDecision("fp32", decision.stream, f"{foreign[name]} multiplies in its own way: run in fp32")
-        for name, decision in safe.items()
-        if name in foreign
+        for name, decision in plan.decisions.items()
+        if name in foreign and decision.mode == MODE_OF[SAFE]
     }
-    if not moved:
-        return plan
-    first = next(iter(moved))
-    why = f"{len(moved)} layers ({first} ...) belong to another loader, which multiplies in its own way: run in fp32"
-    without_effect = (*plan.without_effect, (f"compute={SAFE}", why))
-    return replace(plan, decisions=frozen({**plan.decisions, **moved}), without_effect=without_effect)
+    if moved:
+        count, first = len(moved), next(iter(moved))
+        why = f"{count} layers ({first} ...) belong to another loader, which multiplies in its own way: run in fp32"
+        idle.append((f"compute={SAFE}", why))
+    decisions = frozen({**plan.decisions, **moved})
+    return replace(plan, decisions=decisions, without_effect=tuple(idle), fallback=fallback)

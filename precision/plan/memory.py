@@ -147,13 +147,14 @@ def _memory_plan(
     counts = Counter(weight.storage for weight in as_file if weight.storage in memory.unheld)
     unpacked += [f"{count} weights in {it} were loaded in {dtype}: {memory.unheld[it]}" for it, count in counts.items()]
     otherwise = [f"{name}: {plan.reason}" for name in inside if (plan := plans[name]).reason]
-    size = sum(_bytes(weight, plans[name], dtype) for name, weight in inside.items())
+    sizes = {name: _bytes(weight, plans[name], dtype) for name, weight in inside.items()}
     quantized = any(_is_quantized(weight, plans[name]) for name, weight in inside.items())
-    made = size
-    for name, weight in inside.items():
-        if stays(weight, plans[name].storage) and _is_kept(weight, plans[name], dtype, memory, quantized):
-            made -= _bytes(weight, plans[name], dtype)
-    return MemoryPlan(plans, dtype, size, made, (*unpacked, *otherwise))
+    made = sum(
+        sizes[name]
+        for name, weight in inside.items()
+        if not (stays(weight, plans[name].storage) and _is_kept(weight, plans[name], dtype, memory, quantized))
+    )
+    return MemoryPlan(plans, dtype, sum(sizes.values()), made, (*unpacked, *otherwise))
 
 
 def _is_quantized(weight: StoredWeight, plan: WeightPlan) -> bool:

@@ -15,7 +15,6 @@ from .facts import LayerSpec
 from .presets import DEFAULT_PRESET, PRESETS, TEXT_ENCODER
 from .structure import ROLES, roles_of
 
-PREFIXES = ("re:", "class:", "role:")
 ANYTHING = "(any layer)"
 KEEP = (("storage", "as_file"),)
 VALUES = {
@@ -40,20 +39,12 @@ class Rule:
     def _matcher(self) -> Callable[[str, str, str], object]:
         return compile_pattern(self.pattern)
 
-    @cached_property
-    def _beginning(self) -> str:
-        """What a layer's name begins with where the pattern can match:
-        it spares compiling most patterns of long lists."""
-        return "" if self.pattern.startswith(PREFIXES) else re.split(r"[*?\[]", self.pattern, maxsplit=1)[0]
-
     def matches(self, name: str, cls: str, role: str = "") -> bool:
-        """Tell whether the pattern matches the layer ``name`` (inside the diffusion model)
-        of class ``cls`` and a role."""
-        return name.startswith(self._beginning) and bool(self._matcher(name, cls, role))
+        """Tell whether the pattern matches a layer, by its name inside the diffusion model, its class and its role."""
+        return bool(self._matcher(name, cls, role))
 
     def matches_block(self, name: str, cls: str) -> bool:
-        """Tell whether the pattern matches a module of layers, or everything inside:
-        ``blocks.0`` and ``blocks.0.*`` both match ``blocks.0``."""
+        """Tell whether the pattern, ``blocks.0`` or ``blocks.0.*``, matches a module of layers or all in it."""
         return self.matches(name, cls) or self.matches(f"{name}.{ANYTHING}", cls)
 
     def __str__(self) -> str:
@@ -138,8 +129,8 @@ def rules_from(text: str = "", preset: str = DEFAULT_PRESET, previous: Rules | N
 
 
 def numbered_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Split a text as editors do, and number its lines from 1:
-    ``str.splitlines`` also splits where none counts a line."""
+    """Split a text as editors do, and number its lines from 1."""
+    # str.splitlines also splits where no editor counts a line.
     return enumerate(re.split("\r\n|\r|\n", text), 1)
 
 
@@ -200,8 +191,7 @@ def _parse_setting(number: int, setting: str) -> tuple[str, str]:
 def compile_pattern(pattern: str) -> Callable[..., object]:
     """Compile a test on (layer name, module class, role).
 
-    A pattern is a glob over names, ``re:<regex>`` (searched in the name),
-    ``class:<glob over classes>`` or ``role:<role>``.
+    A pattern is a glob over names, ``re:<regex>`` (searched in the name), ``class:<glob>`` or ``role:<role>``.
     """
     if pattern.startswith("re:"):
         search = re.compile(pattern[3:]).search

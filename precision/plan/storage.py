@@ -63,17 +63,16 @@ def plan_storage(layers: Sequence[LayerSpec], storage: str, rules: Rules) -> Map
 
 
 def _decide_layer(layer: LayerSpec, storage: str, rules: Rules) -> StorageDecision:
+    wanted, reason, asked = storage, "", storage in QUANTIZED_NAMES
     found = rules.setting("storage", layer.name, layer.cls)
-    if found and found[1].preset and storage not in QUANTIZED_NAMES:
-        found = None  # presets guard layers against 8 bits only
-    wanted, reason = (found[0], found[1].reason or str(found[1])) if found else (storage, "")
-    matrix, quantizable = len(layer.shape) > 1, can_be_quantized(layer.cls, len(layer.shape))
+    if found and (asked or not found[1].preset):  # presets guard layers against 8 bits only
+        wanted, reason = found[0], found[1].reason or str(found[1])
     if wanted in QUANTIZED_NAMES and (why := why_not_quantized(wanted, layer.shape, layer.cls)):
-        return StorageDecision("as_file", why, matrix, quantizable)
-    if layer.tells_model and wanted in FEWER_BITS:
-        return StorageDecision("int8", TELLS_MODEL, False, quantizable)
-    kept = storage in QUANTIZED_NAMES and wanted not in QUANTIZED_NAMES and matrix
-    return StorageDecision(wanted, reason, kept, quantizable)
+        wanted, reason, asked = "as_file", why, True
+    elif layer.tells_model and wanted in FEWER_BITS:
+        wanted, reason = "int8", TELLS_MODEL
+    kept = asked and wanted not in QUANTIZED_NAMES and len(layer.shape) > 1
+    return StorageDecision(wanted, reason, kept, can_be_quantized(layer.cls, len(layer.shape)))
 
 
 def why_not_quantized(storage: str, shape: Sequence[int], cls: str = "") -> str:
@@ -136,27 +135,28 @@ def _fitted(
     if size <= room:
         return choice, decisions
     smaller = {name: plan_storage(facts.layers, name, rules) for name in FEWER_BITS if name in formats}
-    fitting = next((name for name, own in smaller.items() if _bytes_stored(facts, own) <= room), None)
-    held, moved, slow = choice.used.split("_")[0], size_text(size - room), why_low_bits_are_slow(device)
-    if fitting is None or slow or choice.used != "int8":
-        why = f"{slow} storage={fitting} makes it fit all the same.".strip()
-        why = why if fitting else "Fewer bits do not make it fit either."
-        reason = f"In {held} the model does not fit either: ComfyUI moves {moved} in and out. {why}"
-        return replace(choice, reason=f"{choice.reason} {reason}".strip()), decisions
-    reason = (
-        f"In int8 {size_text(size)} do not fit either: {fitting} takes "
-        f"{size_text(_bytes_stored(facts, smaller[fitting]))}, with an error of {PREDICTED_ERROR[fitting]:.1%} "
-        f"predicted for a layer's result where int8 has {PREDICTED_ERROR['int8']:.1%}. "
-        f"With storage=int8 ComfyUI moves {moved} in and out at each step."
-    )
-    return replace(choice, used=fitting, reason=f"{choice.reason} {reason}".strip()), smaller[fitting]
+    sizes = {name: _bytes_stored(facts, own) for name, own in smaller.items()}
+    fitting = next((name for name in smaller if sizes[name] <= room), None)
+    used, moved, slow = choice.used, size_text(size - room), why_low_bits_are_slow(device)
+    if fitting and not slow and used == "int8":
+        reason = (
+            f"In int8 {size_text(size)} do not fit either: {fitting} takes {size_text(sizes[fitting])}, with an error "
+            f"of {PREDICTED_ERROR[fitting]:.1%} predicted for a layer's result where int8 has "
+            f"{PREDICTED_ERROR['int8']:.1%}. With storage=int8 ComfyUI moves {moved} in and out at each step."
+        )
+        used, decisions = fitting, smaller[fitting]
+    else:
+        held, why = used.split("_")[0], "Fewer bits do not make it fit either."
+        if fitting:
+            why = f"{slow} storage={fitting} makes it fit all the same."
+        reason = f"In {held} the model does not fit either: ComfyUI moves {moved} in and out. {why.strip()}"
+    return replace(choice, used=used, reason=f"{choice.reason} {reason}".strip()), decisions
 
 
 def _bytes_stored(facts: ModelFacts, decisions: Mapping[str, StorageDecision]) -> int:
     """Count the bytes of a model whose layers are quantized as decided, all else in 16 bit."""
-    quantized = {layer: decisions[layer.name].storage for layer in facts.layers}
-    quantized = {layer: storage for layer, storage in quantized.items() if storage in QUANTIZED_NAMES}
-    size = sum(quantized_bytes(storage, *layer.shape) for layer, storage in quantized.items())
+    quantized = [layer for layer in facts.layers if decisions[layer.name].storage in QUANTIZED_NAMES]
+    size = sum(quantized_bytes(decisions[layer.name].storage, *layer.shape) for layer in quantized)
     return size + 2 * (facts.parameters - sum(prod(layer.shape) for layer in quantized))
 
 

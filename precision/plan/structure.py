@@ -16,6 +16,7 @@ ROLES = (OUTSIDE, MODULATION)
 SIDE_BLOCKS = 4
 SIDE_SHARE = 0.05
 FEWEST_VECTORS = 4
+MLP_LAYERS = 2
 _NUMBERED = re.compile(r"(.*?)\d+")
 _NUMBER = re.compile(r"\d+")
 
@@ -44,7 +45,8 @@ def stacks_of(layers: Iterable[LayerSpec]) -> list[Stack]:
     """List the stacks of repeated blocks of a model.
 
     Blocks are the elements of a numbered container (``blocks.0``, ``blocks.block0``, ``input_blocks.4``) that hold two
-    layers or more and share names with another of its elements, whatever their widths, or the only such element.
+    layers or more and share names with another of its elements, whatever their widths. The only such element is a
+    block where it is no mere MLP of two layers, as the projection of a text (``mlp_t5``) or of the time is.
     Blocks in blocks do not count.
     """
     return _stacks([(layer.name.split("."), layer) for layer in layers])
@@ -76,7 +78,7 @@ def _alike(elements: Mapping[str, list[Path]]) -> list[str]:
     """Name the elements of a container that are blocks."""
     large = [name for name, paths in elements.items() if len(paths) > 1 and _NUMBERED.fullmatch(name)]
     if len(large) == 1:
-        return large
+        return large if len(elements[large[0]]) > MLP_LAYERS else []
     contents = {name: frozenset(_NUMBER.sub("", ".".join(path)) for path, _ in elements[name]) for name in large}
     kinds = set(contents.values())
     repeated = {kind for kind in kinds if list(contents.values()).count(kind) > 1}

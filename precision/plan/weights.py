@@ -27,7 +27,6 @@ from .choice import frozen
 from .storage import why_not_quantized
 
 REQUANTIZATION_LIMIT = {"fp8_e4m3fn": 0.04, "fp8_e5m2": 0.08}
-WITH_SCALE = "a tensor beside it is named like a scale"
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,8 @@ def plan_weights(
     plans = {}
     for name, weight in weights.items():
         storage, reason = _decide(weight, asked.get(name, AS_FILE), path, memory, read)
-        becomes_quantized = storage in QUANTIZED_NAMES and not weight.quantized
-        if becomes_quantized and weight.layer in with_scales:
-            storage, reason = _not_quantized(weight), WITH_SCALE
+        if storage in QUANTIZED_NAMES and not weight.quantized and weight.layer in with_scales:
+            storage, reason = _not_quantized(weight), "a tensor beside it is named like a scale"
         error = sampled_error(weight, storage) if memory is None else UNMEASURED
         plans[name] = _plan(weight, storage, reason, error)
         if done:
@@ -118,15 +116,9 @@ def _plan(weight: StoredWeight, storage: str, reason: str, error: tuple[float, f
     made = storage != AS_FILE
     stored = storage if made else weight.storage
     declared = stored in FORMAT_OF_STORAGE and (made or weight.format is not None)
-    return WeightPlan(
-        storage,
-        stored,
-        reason,
-        format=FORMAT_OF_STORAGE[stored].name if declared else "",
-        changes=made and (storage != weight.storage or weight.granularity != "tensor"),
-        specs=tuple(specs_of(weight, storage)),
-        error=error,
-    )
+    format = FORMAT_OF_STORAGE[stored].name if declared else ""
+    changes = made and (storage != weight.storage or weight.granularity != "tensor")
+    return WeightPlan(storage, stored, reason, format, changes, tuple(specs_of(weight, storage)), error)
 
 
 def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read: bool) -> tuple[str, str]:
@@ -136,15 +128,15 @@ def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read:
     storage = _wanted(weight, asked, memory)
     if storage == AS_FILE or (weight.format is not None and storage == weight.storage):
         return AS_FILE, ""
-    if read and weight.format is not None and not weight.format.unpacks:
+    if read and weight.format is not None:
         advice = f"Use ComfyUI {weight.format.since} or later, or another version of the model."
-        problem = f"in {weight.format.title}, which this comfy-kitchen cannot unpack"
-        raise CheckpointError(weight.file or path, problem, weight.name, advice)
-    if read and weight.format is not None and (doubt := weight.doubt):
-        if memory is not None and memory.lacks(weight):
-            advice = "Update ComfyUI to one that reads the format, or use another version of the model."
-            raise CheckpointError(weight.file or path, f"in {weight.storage}, {doubt}", weight.name, advice)
-        return AS_FILE, f"kept in {weight.storage}: {doubt}"
+        if not weight.format.unpacks:
+            problem = f"in {weight.format.title}, which this comfy-kitchen cannot unpack"
+            raise CheckpointError(weight.file or path, problem, weight.name, advice)
+        if doubt := weight.doubt:
+            if memory is not None and memory.lacks(weight):
+                raise CheckpointError(weight.file or path, f"in {weight.storage}, {doubt}", weight.name, advice)
+            return AS_FILE, f"kept in {weight.storage}: {doubt}"
     if storage in QUANTIZED_NAMES:
         return _quantized(weight, storage, path, read)
     if storage == "fp16" and read and exceeds_fp16(weight, path):

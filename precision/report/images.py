@@ -9,12 +9,7 @@ import torch.nn.functional as F
 
 from ..base.errors import HalfsafeError
 
-WINDOW = 11
-SIGMA = 1.5
-K1, K2 = 0.01, 0.03
 LUMA = (0.299, 0.587, 0.114)
-BRIGHTEST = 0.9
-MAX_GAIN = 255.0
 MAGENTA = (1.0, 0.0, 1.0)
 
 
@@ -82,22 +77,20 @@ def ssim(a: torch.Tensor, b: torch.Tensor, finite: torch.Tensor) -> float:
     large as a smaller image. Windows with a pixel that is not ``finite`` (height, width) are left out.
     """
     x, y = (torch.where(finite, luma(image), 0.0) for image in (a, b))
-    places = [torch.arange(float(min(WINDOW, size)), dtype=a.dtype) for size in x.shape]
-    rows, columns = (torch.exp(-((place - place.mean()) ** 2) / (2 * SIGMA**2)) for place in places)
+    places = [torch.arange(float(min(11, size)), dtype=a.dtype) for size in x.shape]
+    rows, columns = (torch.exp(-((place - place.mean()) ** 2) / (2 * 1.5**2)) for place in places)
     maps = torch.stack([x, y, x * x, y * y, x * y, (~finite).to(a.dtype)])[:, None]
     blurred = F.conv2d(maps, (rows / rows.sum()).view(1, 1, -1, 1))  # along each axis: 22 products instead of 121
     blurred = F.conv2d(blurred, (columns / columns.sum()).view(1, 1, 1, -1))
     mean_x, mean_y, square_x, square_y, product, outside = blurred[:, 0]
-    c1, c2 = K1**2, K2**2
+    c1, c2 = 0.01**2, 0.03**2
     similarity = (2 * mean_x * mean_y + c1) * (2 * (product - mean_x * mean_y) + c2)
     similarity /= (mean_x**2 + mean_y**2 + c1) * (square_x - mean_x**2 + square_y - mean_y**2 + c2)
-    inside = outside == 0
-    return similarity[inside].mean().item() if inside.any() else math.nan
+    return similarity[outside == 0].mean().item()  # NaN where no window is inside
 
 
 def luma(image: torch.Tensor) -> torch.Tensor:
-    """Convert (height, width, channels) to luma (height, width), ITU-R BT.601, or to the first of fewer than three
-    channels."""
+    """Convert (height, width, channels) to luma, ITU-R BT.601, or to the first of fewer than three channels."""
     if image.shape[-1] < 3:
         return image[..., 0]
     return image[..., :3] @ torch.tensor(LUMA, dtype=image.dtype)
@@ -113,7 +106,7 @@ def difference_image(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[
     bad = ~torch.isfinite(differences).all(-1)
     differences[bad] = 0.0
     largest = differences.max().item()
-    gain = min(MAX_GAIN, BRIGHTEST / largest) if largest else 1.0
+    gain = min(255.0, 0.9 / largest) if largest else 1.0
     picture = (_as_colour(differences) * gain).clamp(0, 1)
     picture[bad] = torch.tensor(MAGENTA)
     return picture, gain

@@ -7,9 +7,9 @@ import numpy as np
 
 from ..base.text import count_text, size_text
 from .draw import Row, bar_chart
-from .report_text import verdict_shown
-from .schema import GuardReport, Report
-from .view import MODE_COLOURS, OTHER, STORAGE_COLOURS, SUM_COLOURS
+from .report_text import event_text, verdict_shown
+from .schema import GuardReport, Report, plain
+from .view import MODE_COLOURS, OTHER, STORAGE_COLOURS, SUM_COLOURS, shares
 
 FP16_RANGE = 2.0**16
 WITHIN, BEYOND, UNWATCHED = "#5cb2ee", "#e0584e", "#2b2e35"
@@ -33,12 +33,10 @@ def chart(report: Report) -> np.ndarray:
 
 
 def _bytes(by_storage: Mapping[str, int]) -> Iterator[Row]:
-    total = sum(by_storage.values())
-    if total:
-        yield Row(f"weight bytes by storage, {size_text(total)} in all")
-    for name, size in sorted(by_storage.items(), key=lambda item: -item[1]):
-        colour = STORAGE_COLOURS.get(name, OTHER)
-        yield Row(name, [(size / (total or 1), colour)], f"{size_text(size)}, {size / (total or 1):.1%}")
+    if by_storage:
+        yield Row(f"weight bytes by storage, {size_text(sum(by_storage.values()))} in all")
+    for name, share, size in shares(by_storage):
+        yield Row(name, [(share, STORAGE_COLOURS.get(name, OTHER))], f"{size_text(size)}, {share:.1%}")
 
 
 def _values(title: str, values: list[str], colours: Mapping[str, str]) -> Iterator[Row]:
@@ -64,10 +62,6 @@ def _guard(guard: GuardReport) -> Iterator[str]:
         return
     verdict = verdict_shown(guard.verdict, (event.kind for event in guard.events))
     yield f"guard: {verdict}, {guard.calls} calls, {guard.extra_calls} repeated"
-    for event in guard.events[:EVENTS_SHOWN]:
-        op = f" ({event.op})" if event.op and event.op != event.layer else ""
-        modes = f", {event.from_mode} to {event.to_mode}" if event.from_mode else ""
-        outcome = "" if event.recovered else ", not recovered"
-        yield f"step {event.step}: {event.kind} in {event.layer or 'the model'}{op}{modes}{outcome}"
+    yield from (event_text(plain(event)) for event in guard.events[:EVENTS_SHOWN])
     if len(guard.events) > EVENTS_SHOWN:
         yield f"and {len(guard.events) - EVENTS_SHOWN} more"

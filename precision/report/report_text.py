@@ -5,7 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 from ..base.layer_names import count_patterns, grouped
-from ..base.text import WIDTH, count_text, hanging, on_off, size_text, table, wrapped
+from ..base.text import WIDTH, count_text, hanging, on_off, paragraph, size_text, table, wrapped
+from .view import shares
 
 LONGEST = 12
 SETUP = ("class", "storage", "mode", "accumulation", "stream", "kernel")
@@ -34,9 +35,7 @@ def _head(report: dict) -> list[str]:
         lines += wrapped(f"can: {can}; cannot: {cannot}", "        ")
     size = f"{count_text(model['parameters'])} parameters, {size_text(model['weight_bytes'])}"
     lines += hanging("Model   ", f"{model['class'] or 'unknown class'}, {size} of weights")
-    for name, decision in report["decisions"].items():
-        lines += wrapped(f"{name}: {decision}", "        ")
-    return lines
+    return lines + paragraph((f"{name}: {why}" for name, why in report["decisions"].items()), "        ")
 
 
 def _device(device: dict) -> str:
@@ -48,18 +47,17 @@ def _device(device: dict) -> str:
 
 
 def _notes(notes: list[str]) -> list[str]:
-    return ["Notes", *(line for note in notes for line in wrapped(note, "  "))] if notes else []
+    return ["Notes", *paragraph(notes, "  ")] if notes else []
 
 
 def _storage(report: dict) -> list[str]:
     by_storage = report["model"]["bytes_by_storage"]
     if not by_storage:
         return []
-    total = sum(by_storage.values()) or 1
     counts = Counter(layer["storage"] for layer in report["layers"])
     rows = [
-        (storage, f"{counts[storage] or '-'}", size_text(size), f"{size / total:.1%}")
-        for storage, size in sorted(by_storage.items(), key=lambda item: -item[1])
+        (storage, f"{counts[storage] or '-'}", size_text(size), f"{share:.1%}")
+        for storage, share, size in shares(by_storage)
     ]
     return [table(rows, ("Storage", "layers", "bytes", "share"))]
 
@@ -123,10 +121,8 @@ def _flags(flags: dict[str, dict]) -> list[str]:
 
 
 def _without_effect(entries: list[dict]) -> list[str]:
-    lines = ["Without effect here"] if entries else []
-    for entry in entries:
-        lines += wrapped(f"{entry['setting']}: {entry['reason']}", "  ")
-    return lines
+    lines = paragraph((f"{entry['setting']}: {entry['reason']}" for entry in entries), "  ")
+    return ["Without effect here", *lines] if entries else []
 
 
 def _guard(guard: dict) -> list[str]:
@@ -134,12 +130,8 @@ def _guard(guard: dict) -> list[str]:
         return []
     verdict = verdict_shown(guard["verdict"], (event["kind"] for event in guard["events"]))
     lines = [f"Guard: {verdict} ({guard['calls']} calls, {guard['extra_calls']} repeated)"]
-    for layer, mode in guard["escalations"].items():
-        lines += wrapped(f"{layer} -> {mode}", "  ")
-    for event in guard["events"]:
-        lines += wrapped(_event(event), "  ")
-    for check in guard["checks"]:
-        lines += wrapped(check_text(check), "  ")
+    lines += paragraph((f"{layer} -> {mode}" for layer, mode in guard["escalations"].items()), "  ")
+    lines += paragraph([*map(event_text, guard["events"]), *map(check_text, guard["checks"])], "  ")
     if guard["rules"]:
         lines.append("  As rules for Layer Rules and Compute Dtype:")
         lines += [f"      {rule}" for rule in guard["rules"].splitlines()]
@@ -155,16 +147,15 @@ def _encoders(encoders: list[dict]) -> list[str]:
     lines = ["Guards of VAEs and text encoders in this prompt"] if encoders else []
     for encoder in encoders:
         lines += wrapped(f"{encoder['kind']} (node {encoder['node']}): {encoder['verdict']}", "  ")
-        for text in (*encoder["messages"], encoder["advice"]):
-            lines += wrapped(text, "      ")
+        lines += paragraph([*encoder["messages"], encoder["advice"]], "      ")
     return lines
 
 
 def _control(control: dict) -> list[str]:
     ran = "" if control["calls"] is None else f", ran {control['calls']} times"
+    decided = (f"{name}: {why}" for name, why in control["decisions"].items())
     lines = wrapped(f"ControlNet {control['file']}: {control['class']}{ran}", "")
-    for text in (*(f"{name}: {why}" for name, why in control["decisions"].items()), *control["notes"]):
-        lines += wrapped(text, "  ")
+    lines += paragraph([*decided, *control["notes"]], "  ")
     return [*lines, *_without_effect(control["without_effect"]), *_layers(control["layers"]), *_kept(control)]
 
 
@@ -182,7 +173,8 @@ def _decibels(value: float | None) -> str:
     return "equal" if value in (None, math.inf) else f"{value:.1f} dB"
 
 
-def _event(event: dict) -> str:
+def event_text(event: dict) -> str:
+    """Describe an event of the guard in a line."""
     if event["kind"] == "drift":
         where = " in ".join(filter(None, [event["op"], event["layer"]]))
         return f"{_when(event)}drift: {where}. {event['evidence']} {event['advice']}"

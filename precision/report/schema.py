@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, fields
 
 from ..base.modes import MODES
 from ..devices.detect import Device
-from .report_rules import rules_text
 from .report_text import report_text
-from .view import MODE_COLOURS, STORAGE_COLOURS, view_of
+from .view import MODE_COLOURS, STORAGE_COLOURS, rules_text, view_of
 
 VERSION = 1
 JSON_NAMES = {"cls": "class", "from_mode": "from", "to_mode": "to"}
@@ -219,8 +218,7 @@ def plain(value):
 
 
 def device_section(device: Device) -> dict:
-    """Make the report's ``device`` entry. ``host``: the machine's network name,
-    to tell the workers of one service apart."""
+    """Make the report's ``device`` entry. ``host``: the machine's network name, to tell the workers of one service."""
     return {
         "name": device.name,
         "label": device.label,

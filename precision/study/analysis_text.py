@@ -5,20 +5,19 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from ..base.layer_names import pattern_of
+from ..base.layer_names import by_pattern
 from ..base.modes import INT8, MODES
-from ..base.text import size_text, table, wrapped
+from ..base.text import paragraph, size_text, table
 from ..formats.comfy_format import can_be_quantized
 from ..plan.presets import DEFAULT_PRESET
 from ..plan.rules import Rules, compile_pattern, rules_from
-from ..report.result import CHOSEN as CHOSEN_SENTENCE
-from ..report.result import UNREACHED, WARN, Result
+from ..report import result
+from ..report.result import Result
 from .sensitivity import BARRED, CHOSEN, KEPT, PINNED, UNUSED, Analysis, LayerResult
 
 HEAD = ("layer", "weight dB", "output dB", "channel dB", "outcome")
 HEADER = ("weakest layers, dB", "weight", "output", "channel", "crest", "outcome")
 WORST = 16
-NUMBERED = 3
 
 
 def rules_of(analysis: Analysis) -> Rules:
@@ -71,15 +70,14 @@ def patterns(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, lis
 def _candidates(names: Iterable[str]) -> dict[str, list[str]]:
     """List patterns that may cover several of the names: a block, numbers as ``*``, a list of numbers."""
     groups: dict[str, list[str]] = defaultdict(list)
-    numbered: dict[str, list[str]] = defaultdict(list)
     for name in names:
         words = name.split(".")
         for end in range(1, len(words)):
             groups[".".join([*words[:end], "*"])].append(name)
-        numbered[pattern_of(name)].append(name)
+    numbered = by_pattern(names)
     groups |= {pattern: members for pattern, members in numbered.items() if "*" in pattern}
     for pattern, members in numbered.items():
-        if pattern.count("*") == 1 and len(members) >= NUMBERED:
+        if pattern.count("*") == 1 and len(members) > 2:
             head, _, tail = pattern.partition("*")
             numbers = "|".join(name[len(head) : len(name) - len(tail)] for name in members)
             groups[f"re:^{re.escape(head)}({numbers}){re.escape(tail)}$"] = members
@@ -91,11 +89,11 @@ def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") ->
     target = f"{analysis.candidate.name}, target {analysis.target_db:g} dB"
     paragraphs = [
         ["Halfsafe layer analysis", f"{model}, {target}" if model else target],
-        _wrapped([*outcome(analysis), _effort(analysis)]),
+        paragraph([*outcome(analysis), _effort(analysis)]),
         _table(analysis),
-        _wrapped([*_left_out(analysis), _use(analysis, computed_in)]),
+        paragraph([*_left_out(analysis), _use(analysis, computed_in)]),
     ]
-    lines = "\n\n".join("\n".join(paragraph) for paragraph in paragraphs).splitlines()
+    lines = "\n\n".join(map("\n".join, paragraphs)).splitlines()
     return "\n".join([f"# {line}".rstrip() for line in lines] + rule_lines(analysis)) + "\n"
 
 
@@ -104,11 +102,12 @@ def result_of(analysis: Analysis, text: str) -> Result:
     name, chosen = analysis.candidate.name, analysis.chosen
     rows = [[*row[:4], row[5]] for row in _rows(analysis)]
     if not chosen:
-        return Result(UNREACHED, {"candidate": name, "target": f"{analysis.target_db:g}"}, WARN, HEAD, rows, text=text)
+        target = f"{analysis.target_db:g}"
+        return Result(result.UNREACHED, {"candidate": name, "target": target}, result.WARN, HEAD, rows, text=text)
     free = len(chosen) + len(analysis.named(KEPT))
     snr = whole_decibel_text(analysis.snr_db)
     values: dict[str, str | int] = {"chosen": len(chosen), "free": free, "candidate": name, "snr": snr}
-    return Result(CHOSEN_SENTENCE, values, head=HEAD, rows=rows, text=text)
+    return Result(result.CHOSEN, values, head=HEAD, rows=rows, text=text)
 
 
 def decibel_text(value: float | None, lost: str = "overflow") -> str:
@@ -147,10 +146,6 @@ def _effort(analysis: Analysis) -> str:
     return f"Measured: {len(analysis.layers)} layers, {sets}.{more}"
 
 
-def _wrapped(sentences: Iterable[str]) -> list[str]:
-    return [line for sentence in sentences for line in wrapped(sentence, "")]
-
-
 def _rows(analysis: Analysis) -> list[list[str]]:
     """Return the cells of the weakest layers' lines in the table."""
     rows = []
@@ -168,12 +163,9 @@ def _table(analysis: Analysis) -> list[str]:
 
 
 def _left_out(analysis: Analysis) -> list[str]:
-    lines = []
-    for status in (PINNED, UNUSED, BARRED):
-        reasons = Counter(layer.reason for layer in analysis.named(status))
-        if reasons:
-            lines.append(f"Layers {status}: {', '.join(f'{count} {reason}' for reason, count in reasons.items())}.")
-    return lines
+    counts = {status: Counter(layer.reason for layer in analysis.named(status)) for status in (PINNED, UNUSED, BARRED)}
+    told = {status: ", ".join(f"{count} {why}" for why, count in reasons.items()) for status, reasons in counts.items()}
+    return [f"Layers {status}: {reasons}." for status, reasons in told.items() if reasons]
 
 
 def _use(analysis: Analysis, computed_in: str) -> str:

@@ -18,8 +18,7 @@ SUM_LENGTH = 16
 
 @dataclass(frozen=True)
 class Candidate:
-    """One of ``CANDIDATES``. fp8 and int8: round the stored weight. The others:
-    round operands and result of the matmul.
+    """One of ``CANDIDATES``. fp8, int8: round the stored weight. The others: round operands and result of the matmul.
 
     With fp16 accumulation partial sums are rounded to fp16 too, as often as a tensor core does. A convolution never
     accumulates in fp16.
@@ -78,8 +77,7 @@ class Candidate:
     def error(
         self, module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias, amax: float, exact: torch.Tensor
     ):
-        """Return the error this candidate adds to ``exact``, a layer's fp32 output for ``x``;
-        not finite on overflow."""
+        """Return the error added to ``exact``, a layer's fp32 output for ``x``; not finite on overflow."""
         rounded = self.rounded(weight, amax)
         if self.rounds_inputs:
             return multiply(module, self.input(x), rounded, bias) - exact
@@ -111,10 +109,9 @@ def multiply(module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bia
 
 
 def with_fp16_sums(x: torch.Tensor, weight: torch.Tensor, bias) -> torch.Tensor:
-    """Multiply ``x`` (..., K) by ``weight`` (N, K), rounding sums to fp16 every ``SUM_LENGTH`` products,
-    as tensor cores do.
+    """Multiply ``x`` (..., K) by ``weight`` (N, K), rounding sums to fp16 every ``SUM_LENGTH`` products.
 
-    Returns fp16; a sum above 65504 is inf.
+    So do tensor cores. Returns fp16; a sum above 65504 is inf.
     """
     x, weight = x.float(), weight.float()
     total = torch.zeros(*x.shape[:-1], len(weight), dtype=torch.float16, device=x.device)

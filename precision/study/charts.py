@@ -51,9 +51,8 @@ def tradeoffs_chart(found: Measurements) -> np.ndarray:
     rows = [line for number, row in enumerate(found.rows, 1) for line in _lines(f"{number}  {row.setting}", row, most)]
     rows += _lines(f"{found.reference.setting} (reference)", found.reference, most)
     notes = [f"best for {goal}: {row.setting}" for goal, row in found.best.items()]
-    shown_figures = ("time", "weights", "activations", "SNR")
-    title = f"{found.model} on {found.device}"
-    return bar_chart(title, [*_legend(shown_figures), *rows], notes).astype(np.float32) / 255
+    legend = _legend(("time", "weights", "activations", "SNR"))
+    return bar_chart(f"{found.model} on {found.device}", [*legend, *rows], notes).astype(np.float32) / 255
 
 
 def _legend(names: Iterable[str]) -> list[Row]:

@@ -86,8 +86,7 @@ def sample(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 def crest_factor(x: torch.Tensor) -> float:
     """Compute amax / rms of a layer's input: about 4 to 5 for normal values, large where few channels are; 0 for zeros.
 
-    An integer format's steps are as wide as its largest value asks:
-    with a crest factor of 127 the usual value is one step.
+    An integer format's steps are as wide as its largest value asks: at a crest of 127 the usual value is one step.
     """
     power = torch.linalg.vector_norm(x, dtype=torch.float32).item()
     return amax(x).item() * math.sqrt(x.numel()) / power if power else 0.0
@@ -98,8 +97,8 @@ def weight_error(weight: torch.Tensor, candidate: Candidate) -> float:
     largest, noise, signal = amax_value(weight), 0.0, 0.0
     for part in parts(weight):
         exact = part.float()
-        noise += _power(candidate.rounded(part, largest).float() - exact)
-        signal += _power(exact)
+        noise += (candidate.rounded(part, largest).float() - exact).square().sum().item()
+        signal += exact.square().sum().item()
     return decibels(noise, signal)
 
 
@@ -140,7 +139,3 @@ def _by_channel(module: torch.nn.Module, output: torch.Tensor) -> torch.Tensor:
 def _random_power(module: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     squares = x.square().sum(0, keepdim=True) if weight.dim() == 2 else x.square()
     return _by_channel(module, multiply(module, squares, weight.square(), None).sqrt())
-
-
-def _power(tensor: torch.Tensor) -> float:
-    return tensor.square().sum().item()

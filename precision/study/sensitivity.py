@@ -87,6 +87,7 @@ class Session:
         self.candidate = candidate
         self.layers = [layer for layer, _ in subjects]
         self.steps = 0
+        self.complete = True
         self._modules = {layer.name: module for layer, module in subjects}
         self._run = run
         self._weights = weights
@@ -111,14 +112,11 @@ class Session:
         """Run the sampler with nothing changed and measure every layer."""
         self._final = self._run()
         if not self.steps:
-            raise HalfsafeError(
-                "The model was not called, so nothing could be measured.", "Give it a latent and a prompt."
-            )
+            problem = "The model was not called, so nothing could be measured."
+            raise HalfsafeError(problem, "Give it a latent and a prompt.")
         if not all(torch.isfinite(latent).all() for latent in self._final):
-            raise HalfsafeError(
-                "The model gives NaN or Inf before anything is changed, so there is nothing to compare with.",
-                "Compute it in fp16_safe, bf16 or fp32, and check its weights.",
-            )
+            problem = "The model gives NaN or Inf before anything is changed, so there is nothing to compare with."
+            raise HalfsafeError(problem, "Compute it in fp16_safe, bf16 or fp32, and check its weights.")
 
     def snr(self, changed: frozenset[str]) -> float:
         """Return the SNR in dB of the final latents with the layers ``changed``."""
@@ -130,18 +128,16 @@ class Session:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Patch the layers during a call of the model: to measure them in the first run, else to change them."""
-        with patched(self._measured() if self._changed is None else self._changes()):
+        with patched(self._patches()):
             yield
 
-    def _measured(self) -> Iterator[Patch]:
-        for layer in self.layers:
+    def _patches(self) -> Iterator[Patch]:
+        for name in self._changed or ():
+            yield from self._change(self._modules[name], self.candidate)
+        for layer in self.layers if self._changed is None else ():
             if layer.status != BARRED:
                 module = self._modules[layer.name]
                 yield module, "forward", MeasuredForward(module, layer, self.candidate, self._weights)
-
-    def _changes(self) -> Iterator[Patch]:
-        for name in self._changed:
-            yield from self._change(self._modules[name], self.candidate)
 
 
 def snr_db(reference: torch.Tensor, result: torch.Tensor) -> float:
@@ -167,42 +163,28 @@ def analyze(session: Session, target_db: float, pin: bool = True) -> Analysis:
     free = [layer for layer in layers if layer.status == KEPT]
     plain = frozenset(layer.name for layer in free if not layer.sensitive)
     analysis = Analysis(session.candidate, target_db, layers, all_db=session.snr(plain), all_count=len(plain))
-    search = Search(session, target_db)
-    chosen = search.grown(frozenset(), ordered_groups(free, session.candidate))
+    chosen = _grown(session, target_db, frozenset(), ordered_groups(free, session.candidate))
     for layer in free:
         layer.status = CHOSEN if layer.name in chosen else KEPT
-    analysis.snr_db, analysis.complete = session.snr(chosen), search.complete
+    analysis.snr_db, analysis.complete = session.snr(chosen), session.complete
     analysis.trials, analysis.steps = session.trials, session.steps
     return analysis
 
 
-class Search:
-    """Trials of sets of layers against a target in dB. ``complete``: no trial was left out for their number."""
-
-    def __init__(self, session: Session, target_db: float):
-        self.session = session
-        self.target_db = target_db
-        self.complete = True
-
-    def grown(self, chosen: frozenset[str], segment: Sequence[Group]) -> frozenset[str]:
-        """Add a segment of groups to the chosen layers, or parts of the segment, while the target holds."""
-        if not segment or self._ends(chosen):
-            return chosen
-        together = chosen.union(*segment)
-        if self.session.snr(together) >= self.target_db:
-            return together
-        if len(segment) == 1:
-            return chosen
-        middle = (len(segment) + 1) // 2
-        return self.grown(self.grown(chosen, segment[:middle]), segment[middle:])
-
-    def _ends(self, chosen: frozenset[str]) -> bool:
-        """Tell whether the target is reached closely, or the trials are used up."""
-        if self.session.snr(chosen) < self.target_db + NEAR_DB:
-            return True
-        if self.session.trials == MAX_TRIALS:
-            self.complete = False
-        return not self.complete
+def _grown(session: Session, target_db: float, chosen: frozenset[str], segment: Sequence[Group]) -> frozenset[str]:
+    """Add a segment of groups to the chosen layers, or parts of the segment, while the target holds."""
+    if not segment or session.snr(chosen) < target_db + NEAR_DB:
+        return chosen
+    session.complete = session.complete and session.trials < MAX_TRIALS
+    if not session.complete:
+        return chosen
+    together = chosen.union(*segment)
+    if session.snr(together) >= target_db:
+        return together
+    if len(segment) == 1:
+        return chosen
+    middle = (len(segment) + 1) // 2
+    return _grown(session, target_db, _grown(session, target_db, chosen, segment[:middle]), segment[middle:])
 
 
 def ordered_groups(layers: Sequence[LayerResult], candidate: Candidate) -> list[Group]:
@@ -223,7 +205,6 @@ def ordered_groups(layers: Sequence[LayerResult], candidate: Candidate) -> list[
 
 
 def group_of(name: str) -> str:
-    """Return the key of layers decided as one: q, k and v of an attention share it,
-    any other layer has its own name."""
+    """Return the key of layers decided as one: that of q, k and v of an attention, else a layer's own name."""
     *parent, last = name.split(".")
     return ".".join([*parent, _PROJECTION.sub(r"\1\2qkv", last, count=1)])

@@ -1,11 +1,11 @@
 """Write the settings that were measured as a table, with the best for each goal and its rules."""
 
 import math
-from collections.abc import Mapping
 
-from ..base.text import size_text, table, wrapped
+from ..base.text import paragraph, size_text, table
 from ..plan.goal import GOALS
 from ..report.result import BAD, BEST, NONE_WORKS, Result
+from ..report.view import shares
 from .analysis_text import decibel_text, whole_decibel_text
 from .tradeoffs import CLOSE, FLOORS, Measurements, Tradeoff, pareto_front
 
@@ -51,8 +51,9 @@ def result_of(found: Measurements, text: str) -> Result:
 def _cells(row: Tradeoff, name: str) -> list[str]:
     if not row.modes:
         return [name, "-", "-", "-", "-", row.problem]
-    modes = ", ".join(f"{mode} {count}" for mode, count in sorted(row.modes.items(), key=lambda item: -item[1]))
-    ran = row.problem or f"weights {shares_text(row.storages)}; layers {modes}"
+    weights = ", ".join(f"{storage} {100 * share:.0f} %" for storage, share, _ in shares(row.storages))
+    modes = ", ".join(f"{mode} {count}" for mode, _, count in shares(row.modes))
+    ran = row.problem or f"weights {weights}; layers {modes}"
     return [name, seconds_text(row.seconds), size_text(row.bytes), size_text(row.weight_bytes), snr_text(row), ran]
 
 
@@ -73,23 +74,15 @@ def snr_text(row: Tradeoff) -> str:
     return decibel_text(row.snr_db, "NaN")
 
 
-def shares_text(sizes: Mapping[str, int]) -> str:
-    """Write shares of a whole, largest first: "int8 93 %, bf16 7 %"."""
-    total = sum(sizes.values()) or 1
-    largest_first = sorted(sizes.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {100 * size / total:.0f} %" for name, size in largest_first)
-
-
 def _notes(found: Measurements) -> list[str]:
     has_peak = any(row.extra_bytes is not None for row in (found.reference, *found.rows))
     beyond = "and the peak of the device beyond them" if has_peak else "alone: this device does not tell its peak"
-    notes = (
+    return paragraph((
         "s/step: the median of three euler steps; the first of four, which prepares, is not timed.",
         f"memory: weights {beyond}. as_file: the weights as they are loaded.",
         f"SNR: of the final latent against {found.reference.setting}; 20 dB is an error of 10 %, 30 dB of 3.2 %.",
         f"{FRONT}: no other setting here is as fast, as small and as close.",
-    )
-    return [line for note in notes for line in wrapped(note, "")]
+    ))  # fmt: skip
 
 
 def _best(found: Measurements) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from browser.comfy_page import ComfyPage
 from halfsafe.precision.plan.rules import parse
-from halfsafe.precision.report.report_rules import rules_text
+from halfsafe.precision.report.view import rules_text
 from setup.comfyui_server import Server
 
 WORKFLOW = Path(__file__).absolute().parents[2] / "workflows" / "Halfsafe 3 - Half the memory.json"

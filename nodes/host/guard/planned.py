@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ....precision.base.dtypes import dtype_named
-from ....precision.plan.compute import ComputePlan
-from ....precision.plan.goal import plan_for_goal, plan_loaded, with_foreign_layers, with_idle_rules
+from ....precision.plan.compute import ComputePlan, plan_compute
+from ....precision.plan.goal import SUMS, on_loaded, plan_for_goal
 from ....precision.plan.rules import Rules
 from ..accumulation.executor import with_accumulation
 from ..comfyui.layers import activation_dtype, layers_of
@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 def with_compute(patcher: ModelPatcher, compute: str, rules: Rules) -> ModelPatcher:
     """Return a clone of the model that computes as asked."""
-    plan = plan_loaded(model_facts(patcher), current_device(), compute, rules, storages(patcher), _foreign(patcher))
-    return _planned(patcher, plan)
+    facts = model_facts(patcher)
+    plan = plan_compute(facts, current_device(), compute, rules, storages(patcher))
+    return _planned(patcher, on_loaded(plan, facts, rules, _foreign(patcher)))
 
 
 def with_goal(
@@ -37,10 +38,10 @@ def with_goal(
 ) -> tuple[ModelPatcher, VAE | None, str]:
     """Return (model, VAE, why) for a goal of the one node."""
     device, facts = current_device(), model_facts(patcher)
-    found = plan_for_goal(facts, device, goal, storages(patcher), rules)
-    plan = with_foreign_layers(with_idle_rules(found.compute, facts, rules), _foreign(patcher))
+    found, reason = plan_for_goal(facts, device, goal, storages(patcher), rules)
+    plan = on_loaded(found, facts, rules, _foreign(patcher))
     model = _planned(patcher, plan)
-    lines = [f"{device.label}, goal {goal}", f"model: {_runs_in(model, plan, found.reason)}"]
+    lines = [f"{device.label}, goal {goal}", f"model: {_runs_in(model, plan, reason)}"]
     lines += [f"without effect: {setting}: {why}" for setting, why in plan.without_effect]
     if clip is not None:
         lines.append("text encoder: unchanged; ComfyUI runs it with fp32 activations, once per prompt")
@@ -49,9 +50,10 @@ def with_goal(
         lines.append("VAE: fp32")
     elif vae is not None:
         lines.append(f"VAE: unchanged, {str(vae.vae_dtype).removeprefix('torch.')}")
-    if found.sums:
-        model = with_accumulation(model, found.sums)
-        lines.append(f"sums: {found.sums_reason}; the report tells which could act")
+    if goal in SUMS:
+        sums, why = SUMS[goal]
+        model = with_accumulation(model, sums)
+        lines.append(f"sums: {why}; the report tells which could act")
     return model, vae, "\n".join(lines)
 
 

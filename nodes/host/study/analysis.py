@@ -15,7 +15,8 @@ from ....precision.base.patching import Patch, compile_disabled
 from ....precision.devices.detect import why_no_fp8
 from ....precision.formats.comfy_format import can_be_quantized
 from ....precision.formats.int8 import rotation_group
-from ....precision.plan.rules import Rules, rules_from
+from ....precision.plan.compute import LEAVES_QUANTIZED
+from ....precision.plan.rules import rules_from
 from ....precision.study.candidates import Candidate, with_fp16_sums
 from ....precision.study.layer_error import LayerResult
 from ....precision.study.sensitivity import BARRED, KEPT, MAX_TRIALS, Analysis, Session, analyze
@@ -78,23 +79,19 @@ def _multiplies_in_int8(patcher: ModelPatcher) -> bool:
     """Tell whether int8 weights of this model would multiply in int8: no dtype is asked for, and the device can."""
     compute = compute_of(patcher)
     asked = "auto" if compute is None else compute.plan.choice.requested
-    return asked in ("auto", "fp8", "int8") and current_device().capabilities.get("int8_matmul", True)
+    return asked in LEAVES_QUANTIZED and current_device().capabilities["int8_matmul"]
 
 
 def subjects_of(patcher: ModelPatcher, candidate: Candidate) -> list[tuple[LayerResult, torch.nn.Module]]:
     """List every layer that multiplies, in model order, with its module."""
-    preset = rules_from().on(model_facts(patcher).layers)
-    return [_subject(name, module, preset, candidate) for name, module in matrix_layers(patcher.model)]
-
-
-def _subject(
-    name: str, module: torch.nn.Module, preset: Rules, candidate: Candidate
-) -> tuple[LayerResult, torch.nn.Module]:
-    cls, barred = type(module).__name__, _why_barred(module, candidate)
-    found = preset.setting("storage", name, cls)
-    reason = barred or (found[1].reason if found else "")
-    status = BARRED if barred else KEPT
-    return LayerResult(name, cls, module.weight.numel(), status, reason, sensitive=found is not None), module
+    preset, subjects = rules_from().on(model_facts(patcher).layers), []
+    for name, module in matrix_layers(patcher.model):
+        cls, barred = type(module).__name__, _why_barred(module, candidate)
+        found = preset.setting("storage", name, cls)
+        reason, status = barred or (found[1].reason if found else ""), BARRED if barred else KEPT
+        layer = LayerResult(name, cls, module.weight.numel(), status, reason, sensitive=found is not None)
+        subjects.append((layer, module))
+    return subjects
 
 
 def _why_barred(module: torch.nn.Module, candidate: Candidate) -> str:
@@ -115,18 +112,11 @@ def change(module: torch.nn.Module, candidate: Candidate) -> list[Patch]:
         stored, exact = [with_weight_function(module, candidate.weight)], module.forward
         rounding = (module, "forward", lambda x, *args, **kwargs: exact(candidate.input(x), *args, **kwargs))
         return [*stored, rounding] if candidate.rounds_inputs else stored
-    forward = _sums_in_fp16 if candidate.sums_in_fp16 and kind_of(module) == "linear" else _cast
 
     def call(x, *args, **kwargs):
-        return forward(module, candidate.dtype, x, *args, **kwargs).to(x.dtype)
+        if not candidate.sums_in_fp16 or kind_of(module) != "linear":
+            return type(module).forward(module, x.to(candidate.dtype), *args, **kwargs).to(x.dtype)
+        with core_weights(module, x, candidate.dtype) as (weight, bias):
+            return with_fp16_sums(x.to(candidate.dtype), weight, bias).to(x.dtype)
 
     return [*exchanged(module, call), *casting(module)]
-
-
-def _cast(module: torch.nn.Module, dtype: torch.dtype, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-    return type(module).forward(module, x.to(dtype), *args, **kwargs)
-
-
-def _sums_in_fp16(module: torch.nn.Module, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
-    with core_weights(module, x, dtype) as (weight, bias):
-        return with_fp16_sums(x.to(dtype), weight, bias)

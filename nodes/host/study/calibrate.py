@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -109,19 +110,15 @@ def _sampled(
 
     def call(executor, *args, **kwargs):
         next(calls)
-        watched = ((module, "forward", _summing(module.forward, sums[name])) for name, module in modules.items())
+        watched = ((module, "forward", partial(summed, module.forward, sums[name])) for name, module in modules.items())
         with patched(watched), calling_layers(modules.values()):
             return executor(*args, **kwargs)
 
-    def _summing(forward: Callable, own: Products) -> Callable:
+    def summed(forward: Callable, own: Products, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         """Add a layer's inputs to its sums on their way to its forward."""
-
-        def summed(x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-            advance(0)
-            own.add(x.dequantize() if isinstance(x, QuantizedTensor) else x)
-            return forward(x, *args, **kwargs)
-
-        return summed
+        advance(0)
+        own.add(x.dequantize() if isinstance(x, QuantizedTensor) else x)
+        return forward(x, *args, **kwargs)
 
     set_wrapper(clone, ANALYSIS, call)
     clone.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, ANALYSIS, step)

@@ -96,19 +96,16 @@ def measure_model(patcher: ModelPatcher, inputs: Inputs, settings: Sequence[Sett
 
 def _alike(patcher: ModelPatcher, settings: Sequence[Setting]) -> list[list[Setting]]:
     """Group the settings with equal storage and arithmetic on this device."""
-    groups: dict[tuple, list[Setting]] = {}
+    groups: dict[object, list[Setting]] = {}
     for setting in settings:
-        groups.setdefault(_comes_to(patcher, setting), []).append(setting)
+        comes_to: object = setting
+        if not why_not(setting, current_device()):
+            plan = _planned(patcher, setting)
+            storage = _stored_as(patcher) if plan.storage.used == LOADED else plan.storage.used
+            compute = plan.compute
+            comes_to = storage, compute.choice.used, compute.fp8_matmul, tuple(sorted(compute.decisions.items()))
+        groups.setdefault(comes_to, []).append(setting)
     return list(groups.values())
-
-
-def _comes_to(patcher: ModelPatcher, setting: Setting) -> tuple:
-    if why_not(setting, current_device()):
-        return (setting,)
-    plan = _planned(patcher, setting)
-    storage = _stored_as(patcher) if plan.storage.used == LOADED else plan.storage.used
-    compute = plan.compute
-    return storage, compute.choice.used, compute.fp8_matmul, tuple(sorted(compute.decisions.items()))
 
 
 class SettingRunner:
@@ -210,8 +207,7 @@ def _checkpoint(patcher: ModelPatcher) -> Checkpoint:
 def _on_other_weights(patcher: ModelPatcher, fresh: ModelPatcher) -> ModelPatcher:
     """Clone a patcher, LoRAs and all, onto another model of its architecture, without patches of single modules."""
     clone = patcher.clone(model_override=fresh.get_clone_model_override())
-    own = [name for name in clone.object_patches if name.startswith(("diffusion_model", CAST_DTYPE))]
-    for name in own:
+    for name in [name for name in clone.object_patches if name.startswith(("diffusion_model", CAST_DTYPE))]:
         del clone.object_patches[name]
     clone.force_cast_weights = fresh.force_cast_weights
     clone.size = fresh.model_size()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from halfsafe.precision.devices.detect import PROFILE_NAMES
+from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from safetensors.torch import save_file
 from support import families, model_files, tiny_models
 from support.families import load, with_compute

@@ -5,7 +5,7 @@ On a CPU an ``fp16_wide`` product is one of rounded operands in fp32; on fake CU
 
 import pytest
 import torch
-from halfsafe.precision.devices.detect import PROFILE_NAMES
+from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from halfsafe.precision.plan.rules import rules_from
 from support import families, tiny_models
 from support.cuda_rules import CudaRules

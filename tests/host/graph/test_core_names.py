@@ -223,5 +223,5 @@ def test_a_wrong_device_profile_is_told_at_start_up(pack, monkeypatch, caplog):
     with caplog.at_level(logging.ERROR):
         extension = asyncio.run(pack.comfy_entrypoint())
         asyncio.run(extension.on_load())
-    assert "HALFSAFE_DEVICE_PROFILE=rtx 9999 is ignored" in caplog.text and "sm_86" in caplog.text
+    assert "HALFSAFE_DEVICE_PROFILE=rtx 9999: " in caplog.text and "is ignored" in caplog.text and "sm_86" in caplog.text
     assert "HALFSAFE_DEVICE_PROFILE" not in os.environ

@@ -8,7 +8,7 @@ import torch
 from comfy.quant_ops import QuantizedTensor
 from halfsafe.nodes.host.comfyui.model_facts import held_storages
 from halfsafe.precision.base.dtypes import COMPUTE_OPTIONS, STORAGE_OPTIONS
-from halfsafe.precision.devices.detect import PROFILE_NAMES
+from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from halfsafe.precision.plan.weights import why_not_held
 from safetensors.torch import load_file, save_file
 from support import dialects, families, model_files, tiny_models

@@ -10,6 +10,7 @@ from halfsafe.precision.base import flags
 from halfsafe.precision.commands import doctor
 from halfsafe.precision.devices import detect as devices
 from halfsafe.precision.devices import probes
+from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from support.probing import forget_probes
 
 MODELS = ("Wan 2.1, 2.2", "SDXL", "Z-Image, Qwen-Image", "Flux")
@@ -64,7 +65,7 @@ def test_the_text_says_how_this_torch_casts_to_fp8():
 
 
 def test_every_profile_is_described_in_eighty_columns():
-    for name in devices.PROFILE_NAMES:
+    for name in PROFILE_NAMES:
         description = doctor.describe(name)
         text = doctor.to_text(description)
         assert description["device"]["profile"] == name and description["device"]["simulated"]

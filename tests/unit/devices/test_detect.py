@@ -1,7 +1,9 @@
 """Every profile row, how hardware is matched to one, and what auto decides. Expectations are copied from documents."""
 
 import dataclasses
+import itertools
 import json
+import os
 import types
 
 import pytest
@@ -77,40 +79,26 @@ def cuda(monkeypatch):
 
 
 def test_the_profile_names_are_the_contracts_in_its_order():
-    assert devices.PROFILE_NAMES == CONTRACT
+    assert profiles.PROFILE_NAMES == CONTRACT
 
 
-@pytest.mark.parametrize("name", CONTRACT)
-def test_every_row_matches_the_device_table(name, newest_torch):
-    capabilities = devices.profile_named(name).capabilities
-    assert tuple(capabilities) == COLUMNS
-    assert tuple(int(on) for on in capabilities.values()) == TABLE[name]
+def test_every_row_matches_the_device_table_and_has_a_sentence_for_every_capability(newest_torch):
+    for name in CONTRACT:
+        row = profiles.profile_named(name)
+        assert tuple(row.capabilities) == COLUMNS
+        assert tuple(int(on) for on in row.capabilities.values()) == TABLE[name]
+        assert all(row.reason(capability).endswith(".") and len(row.reason(capability)) < 120 for capability in COLUMNS)
+        assert set(row.notes) <= {*COLUMNS, "compile", "denormals"}
 
 
-@pytest.mark.parametrize("name", CONTRACT)
-def test_every_capability_of_every_row_has_a_sentence(name):
-    row = devices.profile_named(name)
-    for capability in COLUMNS:
-        reason = row.reason(capability)
-        assert reason.endswith(".") and len(reason) < 120
-    assert set(row.notes) <= {*COLUMNS, "compile", "denormals"}
-
-
-@pytest.mark.parametrize(
-    ("name", "formats", "scaling"),
-    [
-        ("sm_86", (), ()),
-        ("sm_89", ("fp8_e4m3fn", "fp8_e5m2"), ("tensor", "row")),
-        ("sm_90", ("fp8_e4m3fn", "fp8_e5m2"), ("tensor", "row", "block")),
-        ("sm_100", ("fp8_e4m3fn", "fp8_e5m2"), ("tensor", "row", "mx")),
-        ("sm_120", ("fp8_e4m3fn", "fp8_e5m2"), ("tensor", "row")),
-        ("gfx942", ("fp8_e4m3fnuz", "fp8_e5m2fnuz"), ("tensor", "row")),
-        ("mps_m3", ("fp8_e4m3fn",), ("tensor", "row")),
-    ],
-)
-def test_fp8_formats_and_scale_granularity(name, formats, scaling):
-    row = devices.profile_named(name)
-    assert (row.fp8_formats, row.scaling) == (formats, scaling)
+def test_fp8_formats_and_scale_granularity():
+    both = ("fp8_e4m3fn", "fp8_e5m2")
+    found = {row.name: (row.fp8_formats, row.scaling) for row in profiles.ROWS if row.scaling}
+    assert found == {
+        "sm_89": (both, ("tensor", "row")), "sm_90": (both, ("tensor", "row", "block")), "sm_100": (both, ("tensor", "row", "mx")),
+        "sm_120": (both, ("tensor", "row")), "gfx942": (("fp8_e4m3fnuz", "fp8_e5m2fnuz"), ("tensor", "row")), "gfx1201": (both, ("tensor",)),
+        "mps_m1": (both[:1], ("tensor", "row")), "mps_m3": (both[:1], ("tensor", "row")), "xpu": (both, ("tensor", "row", "block")),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -129,14 +117,29 @@ def test_fp8_formats_and_scale_granularity(name, formats, scaling):
 )
 def test_a_capability_waits_for_the_torch_that_has_it(name, version, capability, on, monkeypatch):
     monkeypatch.setattr(torch, "__version__", version)
-    row = devices.profile_named(name)
+    row = profiles.profile_named(name)
     assert row.capabilities[capability] is on
     assert ("Needs torch" in row.reason(capability)) is not on
 
 
-def test_an_unknown_profile_lists_those_that_exist():
-    with pytest.raises(UnknownProfile, match=r"'sm_99'.*sm_61, sm_70.*gfx1201.*cpu"):
-        devices.profile_named("sm_99")
+NAMES = {
+    "sm_61": "gtx 1080, GTX 1080 Ti", "sm_70": "Tesla V100-SXM2-16GB, V100", "sm_75": "Quadro RTX 6000, T4, Tesla T4, rtx 2060 super",
+    "sm_80": "NVIDIA A100-SXM4-40GB, a100 80GB",
+    "sm_86": "rtx 3060, NVIDIA GeForce RTX 3060 12GB, RTX 3080 Ti Laptop GPU, A40, RTX A6000, sm_86",
+    "sm_89": "RTX 4090, rtx-4070-ti-super, L40S, RTX 6000 Ada Generation", "sm_90": "NVIDIA H100 80GB HBM3, NVIDIA H100 PCIe, H100",
+    "sm_100": "B200", "sm_120": "RTX PRO 6000 Blackwell Workstation Edition, RTX 5090, RTX PRO 6000 Blackwell", "gfx90a": "MI210",
+    "gfx942": "MI300X", "gfx1100": "rx 7900, AMD Radeon RX 7900 XTX, gfx1100", "gfx1201": "RX 9070 XT", "mps_m1": "m2, Apple M2 Max",
+    "mps_m3": "M4 Pro", "xpu": "Intel Arc B580, arc a770 16GB, b580", "cpu": "cpu",
+}  # fmt: skip
+
+
+def test_names_lead_to_their_row_and_an_unknown_name_lists_those_that_exist():
+    for code, names in NAMES.items():
+        assert {profiles.profile_named(f" {name}").name for name in names.split(",")} == {code}
+    assert tuple(NAMES) == CONTRACT and all(map(profiles.profile_named, profiles.NAME_EXAMPLES.split(", ")))
+    for name in ("4090", "CPU", "gtx 1660", "rx 6800", "rtx", "", "rtx 30600", "sm_99"):
+        with pytest.raises(UnknownProfile, match=rf"'{name}'.*Use a code \(sm_61, sm_70.*gfx1201.*cpu.*such as rtx 3060"):
+            profiles.profile_named(name)
 
 
 @pytest.mark.parametrize(
@@ -149,13 +152,10 @@ def test_an_unknown_profile_lists_those_that_exist():
         ((13, 0), "sm_120"),
     ],
 )  # fmt: skip
-def test_compute_capabilities_go_to_the_nearest_row(capability, row):
-    assert hardware.nvidia_row(capability).name == row
-
-
-@pytest.mark.parametrize(("capability", "word"), [((5, 2), "older"), ((13, 0), "newer")])
-def test_a_capability_outside_the_table_is_noted(capability, word):
-    assert word in hardware.nvidia_row(capability).remarks[0]
+def test_compute_capabilities_go_to_the_nearest_row_and_those_outside_the_table_are_told(capability, row):
+    found = hardware.nvidia_row(capability)
+    told = {(5, 2): "5.2 is older than", (13, 0): "13.0 is newer than"}.get(capability, "")
+    assert found.name == row and told in " ".join(found.remarks) and (bool(told) or not found.remarks or row == "sm_86")
 
 
 AMD = {  # architecture: row, bf16, fp8 matmul, int8 matmul, int8 matmul gains
@@ -183,7 +183,7 @@ def test_amd_architectures(arch, cuda, newest_torch):
 
 
 def test_gfx950_multiplies_ocp_formats_and_says_how_it_was_matched(cuda):
-    row = devices.profile_of(cuda(arch="gfx950"))
+    row = hardware.profile_of(cuda(arch="gfx950"))
     assert row.fp8_formats == ("fp8_e4m3fn", "fp8_e5m2")
     assert "gfx950 has no row" in row.remarks[0]
 
@@ -195,15 +195,6 @@ def test_gtx_16_cards_compute_nothing_in_fp16(name, cuda):
     assert "wrong or NaN" in device.reason("fp16")
     assert device.capabilities["int8_matmul_gains"] and "No tensor cores" in device.reason("int8_matmul_gains")
     assert auto.auto_compute(device, WAN, "fp16")[0] == "fp32"
-
-
-@pytest.mark.parametrize(("runtime", "gains"), [("12.8", False), ("13.0", True), ("13.2", True)])
-def test_a_torch_built_for_cuda_12_has_no_fast_int8_kernels_and_the_reason_says_so(runtime, gains, cuda, monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", runtime)
-    device = cuda((8, 6), results=(probes.probe("int8_kernels", probes.int8_kernels, torch.device("cuda", 0)),))
-    found = devices.detect(device)
-    assert found.capabilities["int8_matmul"] and found.capabilities["int8_matmul_gains"] is gains
-    assert (f"built for CUDA {runtime}" in found.reason("int8_matmul_gains")) is not gains
 
 
 def test_directml_has_fp16_and_none_of_what_its_types_lack():
@@ -238,7 +229,7 @@ def test_only_geforce_gains_from_fp16_accumulation(capability, name, gains, cuda
 )  # fmt: skip
 def test_apple_chips(metal, row, monkeypatch):
     monkeypatch.setattr(hardware, "metal_name", lambda: metal)
-    found = devices.profile_of(torch.device("mps"))
+    found = hardware.profile_of(torch.device("mps"))
     assert found.name == row
     assert bool(found.remarks) is ("Apple" not in metal)
 
@@ -251,12 +242,12 @@ def test_an_old_torch_cannot_name_the_apple_chip(monkeypatch):
 @pytest.mark.parametrize("native", [True, False])
 def test_the_cpu_row_follows_its_instructions(native, monkeypatch):
     monkeypatch.setattr(hardware, "cpu_bf16", lambda: native)
-    row = devices.profile_of(torch.device("cpu"))
-    assert (row.name, row.bf16_native) == ("cpu", native)
+    row = hardware.profile_of(torch.device("cpu"))
+    assert (row.name, row.bf16) == ("cpu", native)
 
 
 def test_a_device_type_without_a_row_gets_the_safest_and_a_note():
-    row = devices.profile_of(torch.device("meta"))
+    row = hardware.profile_of(torch.device("meta"))
     assert row.name == "cpu" and "'meta'" in row.remarks[0]
 
 
@@ -270,15 +261,19 @@ def test_the_environment_variable_simulates_a_profile_on_the_real_hardware(monke
     assert device.capabilities["fp16"] and not device.capabilities["bf16"]
 
 
-def test_a_wrong_environment_variable_is_named(monkeypatch):
+def test_a_wrong_environment_variable_is_named_and_can_be_taken_off(monkeypatch):
     monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "rtx9999")
     with pytest.raises(UnknownProfile, match=r"HALFSAFE_DEVICE_PROFILE=rtx9999.*sm_89"):
         devices.detect()
+    said = devices.drop_wrong_profile()
+    assert said.startswith("HALFSAFE_DEVICE_PROFILE=rtx9999: ") and "sm_86" in said and said.endswith("ignored.")
+    assert "HALFSAFE_DEVICE_PROFILE" not in os.environ and not devices.detect().simulated
 
 
-def test_a_profile_asked_for_beats_the_environment(monkeypatch):
-    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
-    assert devices.detect(profile="sm_120").profile.name == "sm_120"
+def test_the_variable_takes_a_name_and_a_profile_asked_for_beats_it(monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "RTX 2080 Ti")
+    assert devices.detect().profile.name == "sm_75" and devices.drop_wrong_profile() is None
+    assert devices.detect(profile="sm_120").profile.name == "sm_120" and os.environ["HALFSAFE_DEVICE_PROFILE"] == "RTX 2080 Ti"
 
 
 @pytest.mark.parametrize(
@@ -307,7 +302,7 @@ def test_a_failing_probe_turns_its_capabilities_off_and_says_so(failing, off, cu
 def test_a_probe_that_passes_or_cannot_tell_leaves_the_table(ok, cuda):
     results = tuple(probes.Probe(name, ok, "") for name in ("fp8_cast", "fp8_matmul", "fp16_gemm", "bf16_gemm"))
     device = devices.detect(cuda((8, 6), results=results))
-    assert device.capabilities == devices.profile_named("sm_86").capabilities
+    assert device.capabilities == profiles.profile_named("sm_86").capabilities
 
 
 def test_mi300_is_probed_with_its_own_format(cuda, monkeypatch):
@@ -318,12 +313,11 @@ def test_mi300_is_probed_with_its_own_format(cuda, monkeypatch):
     assert asked == ["fp8_e4m3fnuz"]
 
 
-@pytest.mark.parametrize("name", CONTRACT)
-def test_plain_fp16_is_taken_on_nvidia_alone_and_its_way_out_is_told(name):
-    row = devices.detect(profile=name)
-    for supported, file_dtype in ((WAN, "bf16"), (WAN, "fp16"), (FLUX, "fp16"), (("fp16", "fp32"), "fp16"), (("fp16",), "bf16")):
-        chosen, reason = auto.auto_compute(row, supported, file_dtype)
-        assert (chosen == "fp16") is (name.startswith("sm_") and name != "sm_61")
+def test_plain_fp16_is_taken_on_nvidia_alone_and_its_way_out_is_told():
+    models = ((WAN, "bf16"), (WAN, "fp16"), (FLUX, "fp16"), (("fp16", "fp32"), "fp16"), (("fp16",), "bf16"))
+    for name, (supported, file_dtype) in itertools.product(CONTRACT, models):
+        chosen, reason = auto.auto_compute(devices.detect(profile=name), supported, file_dtype)
+        assert (chosen == "fp16") is (name.startswith("sm_") and name != "sm_61"), name
         assert ("goes on in fp16_safe" in reason) is (chosen == "fp16")
         assert ("cannot overflow" in reason) is (chosen == "fp16_safe")
 
@@ -456,7 +450,7 @@ CARDS_OF = {"sm_70": ("V100",), "sm_75": ("T4", "2080 Ti"), "sm_80": ("A100",), 
 def test_the_cost_of_fp16_safe_is_the_one_that_was_counted(name):
     models = json.loads((ROOT / "benchmarks" / "results" / "cost.json").read_text(encoding="utf-8"))["models"].values()
     found = [round(100 * (model["to_fp16"][card] - 1)) for model in models for card in CARDS_OF.get(name, ())]
-    assert devices.profile_named(name).fp16_safe_cost == (f"{min(found)} to {max(found)} %" if found else "")
+    assert profiles.profile_named(name).fp16_safe_cost == (f"{min(found)} to {max(found)} %" if found else "")
 
 
 def test_each_fp8_dtype_that_a_device_cannot_hold_is_asked_of_it(monkeypatch):

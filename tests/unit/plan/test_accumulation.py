@@ -8,7 +8,8 @@ from halfsafe.precision.arithmetic import fp16_accumulation
 from halfsafe.precision.arithmetic.calibration import Calibration
 from halfsafe.precision.arithmetic.fp16_accumulation import FP16_ACCUMULATION, Fp16AccumulationLinear, SumBound
 from halfsafe.precision.base import flags
-from halfsafe.precision.devices.detect import PROFILE_NAMES, detect
+from halfsafe.precision.devices.detect import detect
+from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from halfsafe.precision.plan.accumulation import PARTS, MatmulProfile, Request, plan_accumulation
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from halfsafe.precision.devices.detect import PROFILE_NAMES, detect
+from halfsafe.precision.devices.detect import detect
+from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from halfsafe.precision.plan.compute import plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.goal import plan_for_goal
@@ -86,9 +87,9 @@ GOALS = {
 def test_goals(profile, goal):
     facts = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE)
     stored = {"blocks.0.ffn": "fp8_e4m3fn"}
-    found = plan_for_goal(facts, detect(profile=profile), goal, stored)
-    assert found.compute.choice.used == GOALS[profile, goal] and found.reason
-    modes = {name: decision.mode for name, decision in found.compute.decisions.items()}
+    found, reason = plan_for_goal(facts, detect(profile=profile), goal, stored)
+    assert found.choice.used == GOALS[profile, goal] and reason
+    modes = {name: decision.mode for name, decision in found.decisions.items()}
     assert ("fp8" in modes.values()) == ((profile, goal) == ("sm_89", "speed"))
 
 
@@ -96,7 +97,7 @@ def test_goals(profile, goal):
 @pytest.mark.parametrize(("profile", "held"), [("sm_75", "bf16"), ("sm_86", "fp16"), ("sm_86", "int8"), ("mps_m1", "fp16"), ("cpu", "fp16")])
 def test_goals_leave_the_dtype_to_auto(goal, profile, held):
     facts = ModelFacts(LAYERS, 10**9, held, WAN)
-    found = plan_for_goal(facts, detect(profile=profile), goal, {"blocks.0.ffn": held}).compute
+    found = plan_for_goal(facts, detect(profile=profile), goal, {"blocks.0.ffn": held})[0]
     assert found.choice.used == AUTO[profile][0]
     modes = [plan.decisions["blocks.0.ffn"].mode for plan in (found, found.fallback) if plan and held == "int8"]
     assert modes == ["int8"] * (2 if held == "int8" else 0), "an fp16 that was asked for would dequantize it"
@@ -134,9 +135,9 @@ def test_a_goal_that_8_bits_would_serve_says_how_to_get_them(profile, monkeypatc
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     facts = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE)
     for goal, storage in zip(("speed", "memory"), ADVISED[profile], strict=True):
-        reason = plan_for_goal(facts, detect(profile=profile), goal, {"blocks.0.ffn": "bf16"}).reason
+        reason = plan_for_goal(facts, detect(profile=profile), goal, {"blocks.0.ffn": "bf16"})[1]
         assert (f"Load the model with storage {storage} " in reason) is bool(storage) is ("Load the model" in reason)
-    assert "Load the model" not in plan_for_goal(facts, detect(profile=profile), "balanced", {}).reason
+    assert "Load the model" not in plan_for_goal(facts, detect(profile=profile), "balanced", {})[1]
 
 
 @pytest.mark.parametrize("storage", ["fp8_e4m3fn", "int8", "nvfp4"])
@@ -144,21 +145,21 @@ def test_a_goal_that_8_bits_would_serve_says_how_to_get_them(profile, monkeypatc
 def test_a_quantized_model_is_not_told_to_be_loaded_again(goal, storage):
     facts = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE)
     found = plan_for_goal(facts, detect(profile="sm_89"), goal, {"blocks.0.ffn": storage, "patch": "bf16"})
-    assert "Load the model" not in found.reason
+    assert "Load the model" not in found[1]
 
 
 def test_speed_without_the_kernels_of_int8_advises_fp8_where_that_gains():
     facts = ModelFacts(LAYERS, 10**9, "bf16", QWEN_IMAGE)
     for profile, advised in (("sm_89", True), ("sm_86", False)):
         device = detect(profile=profile).without("int8_matmul_gains", "torch is built for CUDA 12.8.")
-        reason = plan_for_goal(facts, device, "speed", {}).reason
+        reason = plan_for_goal(facts, device, "speed", {})[1]
         assert ("storage fp8_e4m3fn to multiply in fp8. Not int8: torch is built for CUDA 12.8." in reason) is advised
 
 
 def test_speed_multiplies_in_int8_what_is_held_in_it():
     facts = ModelFacts(LAYERS, 10**9, "int8", QWEN_IMAGE)
-    found = plan_for_goal(facts, detect(profile="sm_86"), "speed", {"blocks.0.ffn": "int8"})
-    assert found.compute.decisions["blocks.0.ffn"].mode == "int8" and "1.84x" in found.reason
+    found, reason = plan_for_goal(facts, detect(profile="sm_86"), "speed", {"blocks.0.ffn": "int8"})
+    assert found.decisions["blocks.0.ffn"].mode == "int8" and "1.84x" in reason
 
 
 def test_fp16_safe_decides_every_matrix_layer_and_nothing_else():

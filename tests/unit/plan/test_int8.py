@@ -1,7 +1,8 @@
 """What plans decide for weights stored in int8: in which devices they multiply in int8, and what is told where they cannot."""
 
 import pytest
-from halfsafe.precision.devices.detect import PROFILE_NAMES, detect
+from halfsafe.precision.devices.detect import detect
+from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from halfsafe.precision.plan.compute import plan_compute
 from halfsafe.precision.plan.facts import LayerSpec, ModelFacts
 from halfsafe.precision.plan.rules import rules_from

@@ -184,3 +184,17 @@ def test_text_encoders_keep_what_lies_outside_the_blocks():
 def test_rules_are_values():
     assert rules_from("a storage=bf16") == rules_from("a storage=bf16") != Rules()
     assert hash(rules_from("a storage=bf16"))
+
+
+def test_layers_and_reasons_in_any_script():
+    rules = rules_from("blöcke.注意.* storage=bf16  # 理由: Größe", "none")
+    value, rule = rules.setting("storage", "blöcke.注意.q", "Linear")
+    assert (value, rule.reason) == ("bf16", "理由: Größe")
+    assert rules_from(rules.to_text(), "none") == rules
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_line_ends_where_an_editor_ends_it(separator, end):
+    with pytest.raises(RuleError, match="line 2: 'wrong'"):
+        rules_from(f"a storage=bf16  # pasted{separator}from a page{end}b storage=wrong", "none")

@@ -91,6 +91,13 @@ def test_one_block_is_the_body_of_a_small_model():
     assert named(OUTSIDE, [*FIRST, *stack("blocks", 1), *LAST]) == {"first", "last.linear"}
 
 
+@pytest.mark.parametrize("name", ["mlp_t5", "t_embedder.1", "label_emb.0"])
+def test_an_mlp_whose_name_ends_in_a_number_is_no_block(name):
+    """HunyuanDiT projects its second text by ``mlp_t5``, which is more than 5 % of a small model of it."""
+    layers = linears({f"{name}.0": (4 * WIDTH, WIDTH), f"{name}.2": (WIDTH, 4 * WIDTH)})
+    assert named(OUTSIDE, [*layers, *stack("blocks", 3)]) == {layer.name for layer in layers}
+
+
 def test_blocks_inside_blocks_do_not_count():
     experts = {f"experts__{index}__{name}": (WIDTH, WIDTH) for index in range(9) for name in ("up", "down")}
     assert named(OUTSIDE, [*FIRST, *stack("blocks", 3, **experts)]) == {"first"}

@@ -12,31 +12,31 @@ import pytest
 from support.shipped import ROOT, tracked_files
 
 MOST_LINES = {
-    "precision/base": 841,
+    "precision/base": 846,
     "precision/files": 549,
-    "precision/formats": 1933,
-    "precision/devices": 987,
+    "precision/formats": 1934,
+    "precision/devices": 907,
     "precision/make": 507,
-    "precision/plan": 2017,
+    "precision/plan": 1921,
     "precision/arithmetic": 1683,
     "precision/guard": 1671,
     "precision/check": 177,
-    "precision/study": 1106,
-    "precision/report": 897,
+    "precision/study": 1063,
+    "precision/report": 862,
     "precision/commands": 864,
-    "nodes/host/comfyui": 989,
+    "nodes/host/comfyui": 983,
     "nodes/host/replay": 389,
     "nodes/host/compute": 1230,
     "nodes/host/accumulation": 352,
-    "nodes/host/lora": 526,
-    "nodes/host/load": 1682,
-    "nodes/host/guard": 1428,
+    "nodes/host/lora": 516,
+    "nodes/host/load": 1596,
+    "nodes/host/guard": 1430,
     "nodes/host/check": 263,
-    "nodes/host/reporting": 479,
-    "nodes/host/study": 618,
-    "nodes": 1179,
+    "nodes/host/reporting": 474,
+    "nodes/host/study": 601,
+    "nodes": 1110,
 }
-MOST = {"product": 22416, "tests": 32982, "tests/support": 4774, "benchmarks": 2414, "scripts": 3_400}
+MOST = {"product": 21977, "tests": 32503, "tests/support": 4774, "benchmarks": 2414, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14

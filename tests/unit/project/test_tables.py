@@ -43,7 +43,7 @@ def test_the_table_of_devices_is_the_codes(document):
     assert list(devices) == [profile.name for profile in ROWS]
     for profile in ROWS:
         device, (_, bf16, fp8, int8, *computes) = detect(profile=profile.name), devices[profile.name]
-        assert bf16.startswith(YES if profile.bf16_native else NO), profile.name
+        assert bf16.startswith(YES if profile.bf16 else NO), profile.name
         assert fp8.startswith(YES) is profile.fp8_matmul_gains, profile.name
         assert (int8 in YES, int8 in NO) == (profile.int8_matmul_gains, not profile.int8_matmul), profile.name
         for said, families in zip(computes, FAMILIES, strict=True):

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from halfsafe.precision.base.modes import MODES
 from halfsafe.precision.plan.rules import parse
-from halfsafe.precision.report.report_rules import rules_text
 from halfsafe.precision.report.schema import GuardReport, LayerReport, ModelReport, Report
+from halfsafe.precision.report.view import rules_text
 
 
 def layer(name, mode="bf16", cls="Linear", storage="bf16", reason=""):
