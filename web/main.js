@@ -20,8 +20,6 @@ const RULES = "rules";
 const TOASTS = "halfsafe.toasts";
 const BADGES = "halfsafe.badges";
 const WATCH = "Halfsafe.WatchEveryRun";
-/** What a guard's event says where a model's plan fell back. */
-const GOES_ON = "goes on in fp16_safe";
 const BADGE_COLORS = { fgColor: "#ffffff", bgColor: "#1d5c52" };
 const BETWEEN_WORDS = " \u00b7 ";
 const PANEL_SIZE = [460, 480];
@@ -254,12 +252,12 @@ function drawTab() {
 function onGuard(message) {
   const toast = toastFor(message, log.add(message));
   if (toast) show(toast);
-  if (message.event?.evidence?.includes(GOES_ON)) showFallback(message);
+  if (message.fell_back) showFallback(message.fell_back);
 }
 
-/** Let the badge of the node whose plan fell back say what its model goes on in. @param {any} message */
-function showFallback(message) {
-  const node = isOfThisWorkflow() ? nodeById(String(message.node_id)) : null;
+/** Let the badge of the node whose plan fell back say what its model goes on in. @param {string} id */
+function showFallback(id) {
+  const node = isOfThisWorkflow() ? nodeById(id) : null;
   if (!node) return;
   fellBack.add(placeOf(node));
   showOutputs();

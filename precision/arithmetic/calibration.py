@@ -59,6 +59,7 @@ class Calibration:
     measurements.
     ``flops``: floating-point operations of each operation in the call that calibrated. ``repeats``: calls made twice.
     ``in_fp16``: an operation or an attention multiplies in fp16, so that results are looked at.
+    ``error``: what model code said when it failed with fp16 results, and not in the repeat without them.
     ``by_layer``: each product holds fp16 accumulation off by itself, as nothing holds it off for the call.
     """
 
@@ -72,6 +73,7 @@ class Calibration:
         self.in_fp16 = False
         self.by_layer = True
         self.repeats = 0
+        self.error = ""
         self._result = FiniteResult("result of the call")
         self._missed = self._result.missed
         self._buffers: dict[torch.device, tuple[AmaxBuffer, list[Proof]]] = {}
@@ -125,10 +127,12 @@ class Calibration:
                 raise
             self.results.allowed = False
             try:
-                return self._calibrated(call)
+                result = self._calibrated(call)
             except BaseException:
                 self.results.allowed = True  # they are not what fails
                 raise
+            self.error = str(error)
+            return result
         finally:
             self.operands.end()
 

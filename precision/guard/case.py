@@ -5,87 +5,75 @@ Whoever makes calls (of a model, a VAE, a text encoder) gives a :class:`FailedCa
 every decision is here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Any
 
+from ..base.nested import tensors_in
 from ..devices import probes
-from .failed_call import Attempt, FailedCall, Given, Repeats, Result, Step
-from .inputs import Diagnosis, NotFiniteInput, changed, input_origin, zero_for_nan, zeroed
-from .ladder import RandomStart
+from . import wording
+from .failed_call import Attempt, FailedCall, Step
+from .inputs import (
+    Diagnosis,
+    NotFiniteInput,
+    changed,
+    input_origin,
+    rows_not_finite,
+    with_nan,
+    zero_for_nan,
+    zeroed,
+)
 from .localize import Origin
 from .log import CallPosition, GuardLog, event_of
 from .policy import OFF
 from .verdicts import BAD_INPUT, BAD_WEIGHTS, CLEAN, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED
-from .wording import (
-    BEGINS_SAFE,
-    COMPILED,
-    EAGER_IS_FINITE,
-    FAILS_IN_FP32,
-    GOES_ON,
-    LEAVE_OUT,
-    MAY_BE_KEPT,
-    NAN_GIVEN,
-    NAN_READ,
-    PATCH_ADVICE,
-    PATCH_READ,
-    SAME_AGAIN,
-    STARTED_AGAIN,
-    WEIGHTS_MADE_FINITE,
-    WITHOUT_PATCHES,
-    WRONG_IN_FP32,
-)
 
 MOST_INPUTS = 4
-Cured = TypeVar("Cured")
 
 
-class Case(Generic[Given, Step, Result]):
+class Case:
     """One failed call.
 
     Args:
-        start: the random numbers it began with.
         log: what was said of its model so far.
-        given: what it was given, and ``result`` what it returned.
         most: how often it may be repeated to cure it; None for as often as its steps ask.
 
-    ``origin``: what failed, once it was located.
+    ``origin``: what failed, once it was located. ``failed_in_fp32``: whether the call with the inputs it was given is
+    NaN or Inf in fp32 too, None while unknown.
     """
 
-    def __init__(
-        self,
-        call: FailedCall[Given, Step, Result],
-        start: RandomStart,
-        log: GuardLog,
-        given: Given,
-        result: Result,
-        most: int | None = None,
-    ):
+    def __init__(self, call: FailedCall, log: GuardLog, most: int | None = None):
         self.call = call
-        self.repeats = Repeats(call, start, log, most)
         self.log = log
-        self.given = given
-        self.result = result
+        self.most = most
+        self.given = call.given
         self.origin: Origin | None = None
-        self.rows = call.rows(result)
-        self.lost: set[int] = set()
+        self.failed_in_fp32: bool | None = None if call.steps else True
         self.inputs: list[NotFiniteInput] = []
+        self.lost: set[int] = set()
+        tensors = tensors_in(call.result)
+        self.batch = len(tensors[0]) if tensors else 1
+        self.rows = set(rows_not_finite(tensors[0])) if tensors else set()
+        if not self.rows and not call.hidden:  # a clamp after the call put a number in place of what is not finite
+            self.rows = set(range(self.batch))
+        self._repeats = 0
 
-    def resolved(self) -> Result:
+    def resolved(self) -> Any:
         """Return the result to go on with.
 
         Raises:
             NonFinite: there is none, or the guard is to stop.
         """
-        if not self.call.about.hidden:
-            self._lose({row for row in self.rows if self._images({row}) & self.log.lost})
-            for one in self.call.inputs(self.given):
+        call = self.call
+        if not call.hidden:
+            self._lose({row for row in self.rows if row % call.images in self.log.lost})
+            for one in call.inputs(self.given):
                 self._lose_rows_given_nan(one)
             if not self.rows:
-                return self.result
-        self.inputs = self.call.inputs(self.given)
+                return call.result
+        self.inputs = call.inputs(self.given)
         result = self._as_asked()
-        return result if result is self.result or not self.lost else self.call.with_nan(result, self.lost)
+        return result if result is call.result or not self.lost else with_nan(result, self.lost)
 
     def _lose(self, rows: set[int]) -> None:
         self.rows = self.rows - rows
@@ -93,29 +81,29 @@ class Case(Generic[Given, Step, Result]):
 
     def _lose_rows_given_nan(self, one: NotFiniteInput) -> None:
         """Blame an input's NaN for its rows, and go on with the other rows as if the input were finite."""
-        rows = one.nan_rows(self.call.about.batch) & self.rows
+        rows = one.nan_rows(self.batch) & self.rows
         self.given = self.call.replaced(self.given, changed([one], zero_for_nan))
         if rows:
             position = self._position(rows)
             self._lose(rows)
-            self._give_up(one.diagnosis(NAN_GIVEN), position)
+            self._give_up(one.diagnosis(wording.NAN_GIVEN), position)
 
-    def _as_asked(self) -> Result:
+    def _as_asked(self) -> Any:
         """Do what the plan promises, then follow the node's setting, for a call whose failure no NaN input explains."""
-        promised = self._repeated(self._in_promised) if self.call.about.promised else None
+        promised = self._repeated(self._in_promised) if self.call.promised else None
         if promised is not None:
             return promised
         if self.log.on_nan == "retry_higher":
             return self._repeated(self._in_higher_precision)
         if self.log.on_nan == OFF:
             self.log.given_up = True
-            return self.result
-        if self.call.about.hidden and self.log.verdict != CLEAN:
-            return self.result
+            return self.call.result
+        if self.call.hidden and self.log.verdict != CLEAN:
+            return self.call.result
         self._locate()
-        if self.call.about.hidden:
+        if self.call.hidden:
             self._note(False, STOPPED)
-            return self.result
+            return self.call.result
         return self._give_up(self._explained() or Diagnosis(self._place, STOPPED))
 
     def _explained(self) -> Diagnosis | None:
@@ -127,7 +115,7 @@ class Case(Generic[Given, Step, Result]):
                 raise
             return Diagnosis(self._place, STOPPED, self.call.wording.no_memory)
 
-    def _repeated(self, cure: Callable[[], Cured]) -> Cured:
+    def _repeated(self, cure: Callable[[], Any]) -> Any:
         """Cure the call, and say so where a repeat, which needs more memory than the call did, finds none."""
         try:
             return cure()
@@ -136,124 +124,159 @@ class Case(Generic[Given, Step, Result]):
                 self._note_unchanged(False, STOPPED, self.call.wording.no_memory)
             raise
 
-    def _in_promised(self) -> Result | None:
+    def _in_promised(self) -> Any:
         """Repeat the call at the step that the model's plan promises; None where its result is not finite either."""
-        step = self.call.about.promised
+        step = self.call.promised
         if self._restarts:
             return self._started_again(step)
-        attempt = self.repeats.at(step, self.given)
+        attempt = self._at(step)
         if not attempt.finite:
             return None
-        self.call.keep(step, attempt, None)
-        modes = self.call.modes(self._place, step)
-        event = event_of(self._position(self.rows), self._place, *modes, True, GOES_ON)
-        self.log.note(event, self._place, RECOVERED, BEGINS_SAFE)
+        later = self.call.keep(step, attempt, None)
+        self._note(True, RECOVERED, step, later, wording.BEGINS_SAFE)
         return attempt.result
 
-    def _in_higher_precision(self) -> Result:
+    def _in_higher_precision(self) -> Any:
         """Repeat the call at each step until its result is finite or nothing is left to try."""
-        if self.call.about.locates_first and self.repeats.may_take(2):
+        if self.call.locates_first and self._may_repeat(2):
             again = self._locate()
-            if again.finite and not self.call.about.hidden and not self._restarts:
+            if again.finite and not self.call.hidden and not self._restarts:
                 return self._finite_again(again)
             if diagnosis := self._weight_at_fault():
                 return self._give_up(diagnosis)
         return self._up_the_ladder()
 
-    def _finite_again(self, watched: Attempt[Result]) -> Result:
+    def _finite_again(self, watched: Attempt) -> Any:
         """Repeat a call exactly as it was, after the watched repeat was finite, to learn why."""
-        if not self.repeats.may_take(1):
+        if not self._may_repeat():
             return self._up_the_ladder()
-        plain = self.repeats.run(self.given)
+        plain = self._again("as it was", self.call.run, self.given)
         if plain.finite:
-            self._note_unchanged(True, DEVICE_FAULT, None, SAME_AGAIN)
+            self._note_unchanged(True, DEVICE_FAULT, None, wording.SAME_AGAIN)
             return plain.result
-        if self.call.about.compiled:
-            self._note_unchanged(True, DEVICE_FAULT, COMPILED, EAGER_IS_FINITE)
+        if self.call.compiled:
+            self._note_unchanged(True, DEVICE_FAULT, wording.COMPILED, wording.EAGER_IS_FINITE)
             return watched.result
         return self._up_the_ladder()
 
-    def _up_the_ladder(self) -> Result:
-        steps = self.call.about.steps
+    def _up_the_ladder(self) -> Any:
+        steps = self.call.steps
         if self._comes_from_inputs():
             steps = steps[-1:]
-        if self.repeats.failed_in_fp32:
+        if self.failed_in_fp32:
             steps = steps[:-1]
         if steps and self._restarts:
             return self._started_again(steps[0])
         for step in steps:
-            if not self.repeats.may_take(1):
+            if not self._may_repeat():
                 break
-            attempt = self.repeats.at(step, self.given)
+            attempt = self._at(step)
             if attempt.finite:
                 return self._cured(step, attempt)
         return self._not_cured()
 
-    def _cured(self, step: Step, attempt: Attempt[Result]) -> Result:
-        if step == self.call.about.present:
-            self._note_unchanged(True, DEVICE_FAULT, None, SAME_AGAIN)
+    def _cured(self, step: Step, attempt: Attempt) -> Any:
+        if step == self.call.present:
+            self._note_unchanged(True, DEVICE_FAULT, None, wording.SAME_AGAIN)
         else:
-            self.call.keep(step, attempt, self.origin)
-            self._note(True, RECOVERED, step)
+            later = self.call.keep(step, attempt, self.origin)
+            self._note(True, RECOVERED, step, later)
         return attempt.result
 
-    def _started_again(self, step: Step) -> Result:
-        """Start the whole sampling again at a step, as the packs' state is of the failed run. It returns only where no
-        repeat is allowed."""
-        promised = step == self.call.about.promised
-        if not promised and not self.repeats.may_take(1):
+    def _started_again(self, step: Step) -> Any:
+        """Start the whole sampling again at a step, as the packs' state is of the failed run, by an exception; it
+        returns only where no repeat is allowed."""
+        promised = step == self.call.promised
+        if not promised and not self._may_repeat():
             return self._give_up(self._untried())
-        self.call.widen(step)
-        evidence = STARTED_AGAIN.format(self.call.named(step), self.call.packs)
+        again = self.call.widened(step)
+        evidence = wording.STARTED_AGAIN.format(self.call.named(step), self.call.packs)
         if promised:
-            evidence = f"{evidence} {GOES_ON}"
+            evidence = f"{evidence} {wording.GOES_ON}"
         event = event_of(self._position(self.rows), self._place, *self.call.modes(self._place, step), True, evidence)
         message = self.log.describe(replace(event, recovered=False), self._place)
-        self.log.note(event, self._place, RECOVERED, BEGINS_SAFE if promised else self._advice(RECOVERED), message)
+        advice = wording.BEGINS_SAFE if promised else self._advice(RECOVERED)
+        self.log.note(event, self._place, RECOVERED, advice, message)
         self.log.extra_calls += 1
         self.call.tell(evidence)
-        return self.call.start_again()
+        raise again
 
-    def _not_cured(self) -> Result:
-        if self.repeats.failed_in_fp32 is None:
+    def _not_cured(self) -> Any:
+        if self.failed_in_fp32 is None:
             return self._give_up(self._untried())
         if self.call.packs and self.call.obstacle:
-            return self._give_up(Diagnosis(self._place, STOPPED, LEAVE_OUT.format(self.call.packs), MAY_BE_KEPT))
+            advice = wording.LEAVE_OUT.format(self.call.packs)
+            return self._give_up(Diagnosis(self._place, STOPPED, advice, wording.MAY_BE_KEPT))
         diagnosis = self._input_at_fault()
-        if not diagnosis and not self.call.about.locates_first:
+        if not diagnosis and not self.call.locates_first:
             self._locate()
         diagnosis = diagnosis or self._weight_at_fault(everywhere=True) or self._patch_at_fault()
         untried = self.inputs or self.call.weights.not_finite() or self.call.patches(self.given)
-        if not diagnosis and not self.repeats.may_take(1) and untried:
+        if not diagnosis and not self._may_repeat() and untried:
             return self._give_up(self._untried())
-        ok, detail = probes.canary(self.call.about.device, "fp32")
+        ok, detail = probes.canary(self.call.device, "fp32")
         if not ok:
-            diagnosis = Diagnosis(self._place, DEVICE_FAULT, f"{detail}.", WRONG_IN_FP32)
-        return self._give_up(diagnosis or Diagnosis(self._place, NOT_PRECISION, None, FAILS_IN_FP32))
+            diagnosis = Diagnosis(self._place, DEVICE_FAULT, f"{detail}.", wording.WRONG_IN_FP32)
+        return self._give_up(diagnosis or Diagnosis(self._place, NOT_PRECISION, None, wording.FAILS_IN_FP32))
 
     def _untried(self) -> Diagnosis:
-        return Diagnosis(
-            self._place, STOPPED, f"max_retries is {self.repeats.most}, which left repeats untried: raise it."
-        )
+        return Diagnosis(self._place, STOPPED, f"max_retries is {self.most}, which left repeats untried: raise it.")
 
-    def _locate(self) -> Attempt[Result]:
-        again, self.origin = self.repeats.watched(self.given)
+    def _may_repeat(self, times: int = 1) -> bool:
+        return self.most is None or self._repeats + times <= self.most
+
+    def _again(self, how: str, run: Callable, *args) -> Any:
+        what = self.call.default_origin.layer if self.call.default_origin else f"step {self.call.position.step}"
+        self.call.tell(f"Repeating {what} {how}")
+        self.log.extra_calls += 1
+        self._repeats += 1
+        with self.call.start.again():
+            return run(*args)
+
+    def _locate(self) -> Attempt:
+        again, self.origin = self._again("to find what fails", self.call.watched, self.given)
         return again
+
+    def _at(self, step: Step) -> Attempt:
+        """Repeat the call at a step, however many repeats are allowed."""
+        attempt = self._again(f"in {self.call.named(step)}", self.call.run_at, step, self.given)
+        if step == self.call.in_fp32:
+            self.failed_in_fp32 = not attempt.finite
+        return attempt
+
+    def _fails_in_fp32(self) -> bool:
+        """Tell whether the call as it is is not finite in fp32 either; False where that may not be tried any more."""
+        if self.failed_in_fp32 is None and self._may_search():
+            self._at(self.call.in_fp32)
+        return bool(self.failed_in_fp32)
+
+    def _finite_in_fp32(self, given: Any, zeroed: Sequence[str] = ()) -> bool:
+        """Tell whether a variant of the call is finite in fp32:
+        other inputs, or zeros for NaN and Inf of ``zeroed`` weights."""
+        repeat = self.call.run_at, self.call.in_fp32, given, zeroed
+        return self._may_search() and self._again("in fp32, to find the cause", *repeat).finite
+
+    def _may_search(self) -> bool:
+        """Tell whether repeats for evidence are allowed: ``most`` bounds those of a cure alone."""
+        return self.log.on_nan != "retry_higher" or self._may_repeat()
 
     def _comes_from_inputs(self) -> bool:
         """Tell whether what is infinite came in with the inputs, as far as the operations watched can tell."""
-        unknown = self.origin is not None and self.origin.kind == "unknown"
-        return unknown and bool(self.inputs) and not self.call.about.hidden
+        return self._is_unknown and bool(self.inputs) and not self.call.hidden
+
+    @property
+    def _is_unknown(self) -> bool:
+        return self.origin is not None and self.origin.kind == "unknown"
 
     def _input_at_fault(self) -> Diagnosis | None:
         """Find the input without whose infinite values the call is finite in fp32, where with them it is not."""
-        may_matter = self.repeats.failed_in_fp32 is not None or self._comes_from_inputs()
-        if not self.inputs or not may_matter or not self.repeats.fails_in_fp32(self.given):
+        may_matter = self.failed_in_fp32 is not None or self._comes_from_inputs()
+        if not self.inputs or not may_matter or not self._fails_in_fp32():
             return None
         groups = [[one] for one in self.inputs]
         groups += [self.inputs] if len(groups) > 1 else []
         for group in groups[:MOST_INPUTS]:
-            if self.repeats.finite_in_fp32(self.call.replaced(self.given, changed(group, zeroed))):
+            if self._finite_in_fp32(self.call.replaced(self.given, changed(group, zeroed))):
                 name, advice = " and the ".join(one.name for one in group), group[0].advice if len(group) == 1 else None
                 return replace(group[0], name=name, advice=advice).diagnosis(self.call.wording.input_made_finite)
         return None
@@ -261,17 +284,13 @@ class Case(Generic[Given, Step, Result]):
     def _patch_at_fault(self) -> Diagnosis | None:
         """Name the functions that nodes put into the model's blocks,
         if the call is finite in fp32 without them and not with them."""
-        names = self.call.patches(self.given)
-        unknown = self.origin is not None and self.origin.kind == "unknown"
-        if (
-            not names
-            or (self.repeats.failed_in_fp32 is None and not unknown)
-            or not self.repeats.fails_in_fp32(self.given)
-        ):
+        names, may_matter = self.call.patches(self.given), self.failed_in_fp32 is not None or self._is_unknown
+        if not names or not may_matter or not self._fails_in_fp32():
             return None
-        if not self.repeats.finite_in_fp32(self.call.without_patches(self.given)):
+        if not self._finite_in_fp32(self.call.without_patches(self.given)):
             return None
-        return Diagnosis(input_origin(f"model patch {names}"), BAD_INPUT, PATCH_ADVICE, WITHOUT_PATCHES)
+        origin = input_origin(f"model patch {names}")
+        return Diagnosis(origin, BAD_INPUT, wording.PATCH_ADVICE, wording.WITHOUT_PATCHES)
 
     def _weight_at_fault(self, everywhere: bool = False) -> Diagnosis | None:
         """Find the weight or patch without whose values that are not finite the call would be finite, or the weight
@@ -282,16 +301,16 @@ class Case(Generic[Given, Step, Result]):
         weights, origin = self.call.weights, self.origin
         if origin and (bad_copy := weights.bad_copy(origin)):
             return Diagnosis(origin, DEVICE_FAULT, None, bad_copy)
-        if origin and origin.kind == "unknown" and (patch := weights.patch_sentence(origin.layer)):
-            return Diagnosis(origin, BAD_WEIGHTS, patch, PATCH_READ)
+        if origin and self._is_unknown and (patch := weights.patch_sentence(origin.layer)):
+            return Diagnosis(origin, BAD_WEIGHTS, patch, wording.PATCH_READ)
         bad = weights.not_finite() if everywhere or (origin and origin.kind == "weights") else {}
         name = origin.op if origin and origin.op in bad else next(iter(bad), "")
         if not name:
             return None
         if origin and name == origin.op and weights.has_nan(name):
-            return Diagnosis(origin, BAD_WEIGHTS, weights.sentence(name), NAN_READ)
-        if self.repeats.fails_in_fp32(self.given) and self.repeats.finite_in_fp32(self.given, list(bad)):
-            return Diagnosis(origin, BAD_WEIGHTS, weights.sentence(name), WEIGHTS_MADE_FINITE)
+            return Diagnosis(origin, BAD_WEIGHTS, weights.sentence(name), wording.NAN_READ)
+        if self._fails_in_fp32() and self._finite_in_fp32(self.given, list(bad)):
+            return Diagnosis(origin, BAD_WEIGHTS, weights.sentence(name), wording.WEIGHTS_MADE_FINITE)
         return None
 
     @property
@@ -302,36 +321,33 @@ class Case(Generic[Given, Step, Result]):
     @property
     def _place(self) -> Origin | None:
         """The origin of the failure, or the origin named by events instead."""
-        return self.origin or self.call.about.default_origin
-
-    def _images(self, rows: set[int]) -> set[int]:
-        """List the images that rows of the result are of; none where each row is of all of them."""
-        images = self.call.about.images
-        return {row % images for row in rows} if images else set()
+        return self.origin or self.call.default_origin
 
     def _position(self, rows: set[int]) -> CallPosition:
-        images = self._images(rows)
-        spoils_all = len(self.log.lost | images) >= self.call.about.images
-        return replace(self.call.about.position, batch_rows=sorted(images), spoils_all=spoils_all)
+        images = {row % self.call.images for row in rows}
+        spoils_all = len(self.log.lost | images) >= self.call.images
+        return replace(self.call.position, batch_rows=sorted(images), spoils_all=spoils_all)
 
-    def _give_up(self, diagnosis: Diagnosis, position: CallPosition | None = None) -> Result:
+    def _give_up(self, diagnosis: Diagnosis, position: CallPosition | None = None) -> Any:
         place, verdict = diagnosis.origin, diagnosis.verdict
         mode, _ = self.call.modes(place)
         advice = self._advice(verdict) if diagnosis.advice is None else diagnosis.advice
         self.log.give_up(position or self._position(self.rows), place, verdict, advice, mode, diagnosis.evidence)
-        return self.result
+        return self.call.result
 
     def _advice(self, verdict: str) -> str | None:
         return self.call.wording.advice.get(verdict)
 
-    def _note(self, recovered: bool, verdict: str, step: Step | None = None) -> None:
-        event = event_of(self._position(self.rows), self._place, *self.call.modes(self._place, step), recovered)
-        self.log.note(event, self._place, verdict, self._advice(verdict))
+    def _note(
+        self, recovered: bool, verdict: str, step: Step | None = None, evidence: str = "", advice: str | None = None
+    ) -> None:
+        modes = self.call.modes(self._place, step)
+        event = event_of(self._position(self.rows), self._place, *modes, recovered, evidence)
+        self.log.note(event, self._place, verdict, self._advice(verdict) if advice is None else advice)
 
     def _note_unchanged(self, recovered: bool, verdict: str, advice: str | None, evidence: str = "") -> None:
         """Note an event without a layer at fault; the arithmetic stays as it was."""
-        place = self.call.about.default_origin
+        place = self.call.default_origin
         mode, _ = self.call.modes(place)
-        self.log.note(
-            event_of(self._position(self.rows), place, mode, mode, recovered, evidence), place, verdict, advice
-        )
+        event = event_of(self._position(self.rows), place, mode, mode, recovered, evidence)
+        self.log.note(event, place, verdict, advice)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..base.amax import amax_value
-from ..base.nested import leaves, tensors_in
+from ..base.nested import leaves, replaced, tensors_in
 from .localize import Origin
 from .verdicts import BAD_INPUT, NOT_PRECISION
 from .wording import BETWEEN_CALLS
@@ -100,6 +100,12 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def rows_not_finite(tensor: torch.Tensor) -> list[int]:
     """List the places along the first dimension that hold NaN or Inf."""
     return (~torch.isfinite(tensor.flatten(1))).any(1).nonzero().flatten().tolist()
+
+
+def with_nan(values, rows: Iterable[int]):
+    """Return a copy of nested values with NaN in these rows."""
+    index = torch.tensor(sorted(rows))
+    return replaced(values, lambda value: value.index_fill(0, index.to(value.device), math.nan))
 
 
 def changed(chosen: Iterable[NotFiniteInput], change: Callable[[torch.Tensor], torch.Tensor]) -> Callable:

@@ -17,7 +17,7 @@ from .inputs import NotFiniteInput, is_finite, rows_not_finite
 from .localize import Origin
 from .policy import Escalation
 from .verdicts import ADVICE, CLEAN, CURED, DEVICE_FAULT, NOT_PRECISION, RECOVERED, STOPPED, NonFinite
-from .wording import BETWEEN_CALLS, MODEL, NAN_GIVEN
+from .wording import BEGAN_WIDER, BETWEEN_CALLS, MODEL, NAN_GIVEN
 
 
 @dataclass
@@ -192,10 +192,11 @@ class GuardLog:
             self.notify("verdict", self.verdict, f"Guard: {self.verdict}, {events}, {repeats}.", self.advice)
 
     def report(self, escalation: Escalation) -> GuardReport:
-        """Give the log as the report's section, with what runs wider now."""
+        """Give the log as the report's section, with what runs wider now; a run that is clean with that says so."""
+        advice = BEGAN_WIDER if escalation and self.verdict == CLEAN else self.advice
         return GuardReport(
             self.verdict, self.calls, self.extra_calls, escalation.named(), list(self.events), escalation.rules(),
-            self.advice, list(self.checks),
+            advice, list(self.checks),
         )  # fmt: skip
 
 

@@ -1,11 +1,13 @@
-"""Decide what runs in higher precision after a result that is not finite.
+"""Decide in what a failed call is repeated, and what runs in higher precision after a repeat that was finite.
 
 Nothing here runs a model. A failed call is retried in ``fp16_safe``: fp16 matmul operands, everything else fp32. It
 cannot overflow and reveals every layer's amax; later calls upcast only the layers that need it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+
+import torch
 
 from ..base.dtypes import FP16_MAX
 from ..base.modes import FP16, FP16_WIDE, FP32, MODES, modes_named
@@ -82,16 +84,71 @@ class ObservedRanges:
     attention: frozenset[str] = frozenset()
 
 
-def escalate(
+def model_steps(modes: Mapping[str, str], stream: str, present: Escalation) -> list[Escalation]:
+    """List the escalations to repeat a diffusion model's call in, each wider than ``present``, the last all in fp32;
+    none where all of it was already.
+
+    A model whose layers are in fp32 is repeated too: its attention may be a kernel of 16 or 8 bits.
+
+    Args:
+        modes: layer -> mode by itself, of the layers that multiply.
+        stream: the dtype of the values between layers.
+        present: the escalation the call failed in.
+    """
+    if present.whole:
+        return []
+    steps = [*([safe_escalation(modes)] if stream == "fp16" else []), ALL_IN_FP32]
+    return [step for step in steps if step | present != present]
+
+
+def safe_escalation(modes: Mapping[str, str]) -> Escalation:
+    """Return the escalation that cannot overflow: fp32 between layers, products with fp16 operands scaled to fit."""
+    return Escalation(dict.fromkeys(modes, FP16_WIDE.name), stream=True)
+
+
+def encoder_steps(dtype: torch.dtype, has_bf16: bool) -> list[torch.dtype]:
+    """List the dtypes to repeat a VAE or text encoder in, that is in ``dtype``.
+
+    The first is ``dtype`` itself, but for fp16, which overflows again. bf16 loses precision:
+    only where the device has it.
+    """
+    if dtype == torch.float16:
+        return [torch.bfloat16, torch.float32] if has_bf16 else [torch.float32]
+    return [dtype, torch.float32] if dtype != torch.float32 else [dtype]
+
+
+def escalation_after(
+    repeat: Escalation,
+    present: Escalation,
+    observed: ObservedRanges,
+    origin: Origin | None,
+    modes: Mapping[str, str],
+    in_fp16: bool,
+) -> Escalation:
+    """Decide what runs wider from now on, after ``repeat`` gave a finite result.
+
+    Args:
+        present: the escalation the call failed in.
+        observed: the magnitudes met in the repeat.
+        modes: layer -> mode so far, of those that multiply.
+        in_fp16: the values between layers are fp16, so ``safe_escalation`` was tried before fp32.
+    """
+    if not repeat.whole:
+        return _escalate(present, observed, origin, modes)
+    block = enclosing_block(origin.layer, observed.blocks) if origin else ""
+    if in_fp16 or not block or block in present.blocks:
+        return ALL_IN_FP32
+    inside = {name: FP32.name for name in modes if enclosing_block(name, [block])}
+    return Escalation({**present.layers, **inside}, present.blocks | {block}, present.stream)
+
+
+def _escalate(
     present: Escalation, observed: ObservedRanges, origin: Origin | None, modes: Mapping[str, str]
 ) -> Escalation:
     """Return the escalation after a failed call that came out finite with nothing in fp16 but the operands of products.
 
     A layer is made wide if a value it met passes half of fp16's range; if a value between the top-level parts does, the
     stream is. Where no magnitude explains the failure, the part it happened in is widened, then the stream, then all.
-
-    Args:
-        modes: layer -> mode so far, of those that multiply.
     """
     wide = {name: FP16_WIDE.name for name, size in observed.layers.items() if size > LIMIT}
     culprit = origin.layer if origin else ""
@@ -111,15 +168,6 @@ def escalate(
     return Escalation(grown.layers, grown.blocks, True, present.stream)
 
 
-def escalate_to_fp32(present: Escalation, origin: Origin | None, modes: Mapping[str, str], blocks) -> Escalation:
-    """Return the escalation after a failed call that only fp32 cured: the part it happened in, else everything."""
-    block = enclosing_block(origin.layer, blocks) if origin else ""
-    if not block or block in present.blocks:
-        return ALL_IN_FP32
-    inside = {name: FP32.name for name in modes if enclosing_block(name, [block])}
-    return Escalation({**present.layers, **inside}, present.blocks | {block}, present.stream)
-
-
 def _relieved(mode: str) -> str:
     """Return the mode of a layer that overflowed though all its values fit fp16:
     it is its sums or its 8-bit operands that do not."""
@@ -127,7 +175,7 @@ def _relieved(mode: str) -> str:
     return (FP16 if lowered else FP16_WIDE).name
 
 
-def enclosing_block(layer: str, blocks) -> str:
+def enclosing_block(layer: str, blocks: Collection[str]) -> str:
     """Return the top-level part a module is in; empty where it is in none."""
     inside = (block for block in blocks if layer == block or layer.startswith(f"{block}."))
     return max(inside, key=len, default="")

@@ -113,7 +113,7 @@ def test_a_badge_says_what_a_model_fell_back_to_until_its_node_runs_anew(comfy: 
         return comfy.badges()["HalfsafeNaNGuard"]
 
     assert badge_after() == "fp32 \u00b7 fp16 \u00b7 guarded"
-    tell(comfy, "b", event={**EVENT, "evidence": "The model goes on in fp16_safe as long as it is loaded."})
+    tell(comfy, "b", node_id="a guard of its own", fell_back=node)
     assert comfy.badges()["HalfsafeNaNGuard"] == "fp32 \u00b7 fp16_safe \u00b7 guarded"
     assert badge_after(node) == "fp32 \u00b7 fp16_safe \u00b7 guarded", "the server sends a cached node's badge again as it was planned"
     assert badge_after() == "fp32 \u00b7 fp16 \u00b7 guarded"

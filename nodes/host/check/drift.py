@@ -17,9 +17,9 @@ from comfy.patcher_extension import WrappersMP
 from ....precision.base.modes import FP16_ACC16, FP32
 from ....precision.base.patching import compile_disabled, patched
 from ....precision.check import drift
-from ....precision.guard.ladder import RandomStart
 from ....precision.guard.log import GuardLog
 from ....precision.guard.policy import ALL_IN_FP32
+from ....precision.guard.random_start import RandomStart
 from ....precision.report.report_text import check_text
 from ....precision.report.schema import CheckReport
 from ..accumulation.accumulation_report import layer_accumulation
@@ -74,7 +74,7 @@ def check_of(setting: str, call: Call, number: int, guarded: Guarded, log: Guard
     log.checked.add(step)
     if packs := packs_on(call):
         if not told:
-            check.log_left_out(MAY_KEEP_STATE.format(" and ".join(packs)))
+            check.tell(MAY_KEEP_STATE.format(" and ".join(packs)))
         return None
     return check
 
@@ -121,62 +121,56 @@ class DriftCheck:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the call itself, unless torch.compile runs it."""
-        if is_compiled(self.patcher):  # a module with hooks is compiled anew
-            yield
-            return
-        with compiler_off(), self.blocks.watched():
+        blocks = contextlib.nullcontext() if is_compiled(self.patcher) else self.blocks.watched()
+        with compiler_off(), blocks:  # torch.compile compiles a module with hooks anew
             yield
 
     def compare(self, result: torch.Tensor) -> None:
         """Compare the call's result with the same call in fp32; whatever goes wrong is logged, and the run goes on."""
-        after = CoreState(self.call.options)
+        after, left_out = CoreState(self.call.options), ""
         try:
-            self._compare(result)
+            with learning_apart(self.patcher), compile_disabled():
+                left_out = self._compare(result)
         except comfy.model_management.InterruptProcessingException:
             comfy.model_management.interrupt_current_processing()  # the user's, and the sampler's to act on
-            self.report.left_out = INTERRUPTED
+            left_out = INTERRUPTED
         except Exception as error:  # model code may fail in a dtype that it never met
-            self.report.left_out = NO_MEMORY if is_oom(error) else f"It failed in fp32: {error}"
+            left_out = NO_MEMORY if is_oom(error) else f"It failed in fp32: {error}"
         finally:
             after.put_back()
-        self._log_check()
+        self.tell(left_out)
 
     def leave_out(self) -> None:
         """Log that a call went wrong and is not compared; the next call of its step is."""
         self.log.checked.discard(self.report.step)
-        self.log_left_out(NOT_A_RESULT)
+        self.tell(NOT_A_RESULT)
 
-    def log_left_out(self, why: str) -> None:
-        """Log why the call is not compared."""
-        self.report.left_out = why
-        self._log_check()
-
-    def _log_check(self) -> None:
+    def tell(self, left_out: str) -> None:
+        """Log the check, or why the call was not compared."""
+        self.report.left_out = left_out
         self.log.checks.append(self.report)
         logger.info("Halfsafe check: %s", check_text(asdict(self.report)))
 
-    def _compare(self, result: torch.Tensor) -> None:
+    def _compare(self, result: torch.Tensor) -> str:
+        """Compare the call with fp32. Returns why that was not possible; empty where it was."""
         if is_on_several_devices(self.patcher):
-            self.report.left_out = OTHER_DEVICES
-            return
-        with learning_apart(self.patcher), compile_disabled():
-            self._compare_with_fp32(result)
-
-    def _compare_with_fp32(self, result: torch.Tensor) -> None:
+            return OTHER_DEVICES
         blocks = BlockOutputs(self.model.diffusion_model)
         with blocks.watched():
             exact = self._in_fp32()
         if not blocks.samples or not torch.isfinite(exact).all():
-            self.report.left_out = NOT_FINITE if blocks.samples else NOTHING_RAN
-            return
+            return NOT_FINITE if blocks.samples else NOTHING_RAN
         skipped = not is_compiled(self.patcher) and blocks.samples.keys() - self.blocks.samples.keys()
         self.report.arithmetic = drift.STEP_CACHE if skipped else _arithmetic(self.patcher, self.guarded)
         self.report.blocks = drift.worst_blocks(self.blocks.samples, blocks.samples)
         self._judge(result, exact)
+        return ""
 
     def _judge(self, result: torch.Tensor, exact: torch.Tensor) -> None:
         """Compare each row with its row of the call in fp32, and log an event if a row drifts."""
-        errors, signals = drift.row_errors(result, exact, self._without_network(exact))
+        # What the parametrization makes of the noisy latent where the network gives zeros.
+        without_network = denoised(self.model.model_sampling)(self.call.t, torch.zeros_like(exact), self.latent)
+        errors, signals = drift.row_errors(result, exact, without_network)
         decibels = [drift.decibels(*row) for row in zip(errors, signals, strict=True)]
         threshold = drift.threshold_of(self.report.arithmetic, len(self.guarded.modes))
         self.report.snr_db, self.report.threshold_db = min(decibels), threshold
@@ -195,32 +189,22 @@ class DriftCheck:
         call.x = self.latent.clone()
         self.report.repeats += 1
         self.log.extra_calls += 1
+
+        def inside(call: Call) -> torch.Tensor:
+            with drift.CastsToFp32():
+                return layers.call(call)
+
         with self.start.again():
-            return call.again({INSIDE: functools.partial(_called_in_fp32, layers)})
-
-    def _without_network(self, exact: torch.Tensor) -> torch.Tensor:
-        """Return the call's result if the network gave zeros: what the parametrization makes of the noisy latent."""
-        return denoised(self.model.model_sampling)(self.call.t, torch.zeros_like(exact), self.latent)
-
-
-def _called_in_fp32(layers: EscalatedLayers, call: Call) -> torch.Tensor:
-    """Make a call in fp32 with what the model's code casts in fp32 too."""
-    with drift.CastsToFp32():
-        return layers.call(call)
-
-
-def _summed_modes(patcher: ModelPatcher) -> dict[str, str]:
-    """Map layers to their modes, with fp16 sums as the mode of their own that they are."""
-    in_fp16 = (name for name, (sums, _) in layer_accumulation(patcher).items() if sums == "fp16")
-    modes = observed_modes_of(patcher)
-    return modes | {name: FP16_ACC16.name for name in in_fp16 if name in modes}
+            return call.again({INSIDE: inside})
 
 
 def _arithmetic(patcher: ModelPatcher, guarded: Guarded) -> str:
     """Name the arithmetic of a model, as thresholds do: the coarsest of its layers' and of the values between them."""
     if guarded.escalation.whole:
         return FP32.name
-    modes = _summed_modes(patcher)
+    modes = observed_modes_of(patcher)
+    sums = layer_accumulation(patcher)
+    modes |= {name: FP16_ACC16.name for name, (kind, _) in sums.items() if kind == "fp16" and name in modes}
     found = {drift.arithmetic_named(mode) for mode in [guarded.stream, *(modes[name] for name in guarded.modes)]}
     kernels = kernels_of(patcher, modes).items()
     other = any(kernel != DEQUANTIZED and modes[name] not in QUANTIZED_OPS for name, kernel in kernels)

@@ -63,10 +63,12 @@ def send_to_page(
     advice: str,
     event: GuardEvent | None = None,
     of: str = "",
+    fell_back: str | None = None,
 ) -> None:
     """Send a guard's event or a run's verdict to the page that queued the prompt, if any.
 
-    ``of``: what is guarded, ``vae`` or ``clip``; empty for a model.
+    ``of``: what is guarded, ``vae`` or ``clip``; empty for a model. ``fell_back``: the node whose plan runs in its
+    fallback from this event on.
     """
     data = {
         "node_id": node_id,
@@ -76,6 +78,7 @@ def send_to_page(
         "message": message,
         "advice": advice,
         "of": of,
+        "fell_back": fell_back,
         "workflow": _workflow_id(),
     }
     data["event"] = plain(event) if event else None

@@ -14,6 +14,7 @@ from ....precision.plan.compute import ComputePlan
 from ..comfyui.attributes import cast_dtype
 from ..comfyui.execution import Make, adapts_text, conditions_through
 from ..comfyui.layers import modules_of
+from ..comfyui.page import running_node_id
 from ..comfyui.wrappers import COMPUTE, set_wrapper
 from ..replay.call import Call
 from .attention import attending, fuses_by_default, has_attention_patch, scores_in_fp32
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from comfy.model_patcher import ModelPatcher
 
 LISTED = 3
+FAILED_ONCE = (
+    "Model code failed with '{}', and not in a repeat whose layers return fp32, "
+    "as they do as long as the model is loaded."
+)
 _fell_back: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """The models whose plans run in their fallback: not told on the model, whose attributes a repeat puts back."""
 
@@ -77,10 +82,14 @@ def fall_back(model) -> None:
 
 class Compute:
     """Wrap the calls of models (ComfyUI's APPLY_MODEL) for one plan. It keeps what it learns of each model it runs, not
-    the model."""
+    the model.
+
+    ``node_id``: the node that planned, whose badge says what the plan became.
+    """
 
     def __init__(self, plan: ComputePlan):
         self.plan = plan
+        self.node_id = running_node_id()
         self.fallback = Compute(plan.fallback) if plan.fallback else None
         self.runs: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model, fp16_results=plan.is_safe))
         self.adapters: PerModel[PlannedModel] = PerModel(lambda model: PlannedModel(plan, model))
@@ -166,6 +175,12 @@ class Compute:
                 yield str(rule), NO_BLOCK
             elif run and not any(rule in rules for rules in run.ruled.ran_in.values()):
                 yield str(rule), NO_ATTENTION.format(", ".join(matched[:LISTED]))
+
+    def notes(self, patcher: "ModelPatcher") -> list[str]:
+        """List the notes of the plan, and on an error of model code that a repeat did not meet."""
+        run = self.runs.last_of(patcher)
+        error = run.calibration.error if run else ""
+        return [*self.plan.notes, *([FAILED_ONCE.format(error)] if error else [])]
 
     def fp16_share_text(self, patcher: "ModelPatcher") -> str:
         """Say in one line what share of the matmul FLOPs has fp16 operands; empty before a call and without any."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import torch
+from torch.nn import functional
 
 from ....precision.base.amax import amax
 from ....precision.base.patching import SharedScope
@@ -18,63 +19,47 @@ GIVEN = (
 its place."""
 BOUNDING = ("hardtanh", "relu6", "hardsigmoid", "softsign", "softplus", "elu", "selu")
 """Functions of ``torch.nn.functional`` that bound it by themselves."""
+WATCHED = (
+    *((torch, name) for name in (*GIVEN, "norm")),
+    *((functional, name) for name in BOUNDING),
+    *((torch.Tensor, name) for given in GIVEN for name in (given, f"{given}_") if hasattr(torch.Tensor, name)),
+)
+"""(owner, name); ``Tensor.norm`` and ``normalize`` call ``torch.norm``."""
+SPACES = {owner: vars(owner) for owner in (torch, functional, torch.Tensor)}
 _largest_of = torch.maximum
 _of_thread = threading.local()
 
 
-def _watching_here() -> list["ClampWatch"]:
+def _watches_here() -> list["ClampWatch"]:
     return _of_thread.__dict__.setdefault("watches", [])
 
 
-@functools.lru_cache(maxsize=128)
-def _given(function: Callable) -> Callable:
-    """Wrap a function that hides an overflow of what it is given."""
+@functools.lru_cache(maxsize=256)
+def _watched(function: Callable, name: str) -> Callable:
+    """Wrap a function that hides an overflow: of what it is given, or a norm of its own, by which a division is 0."""
 
     def run(*args, **kwargs):
-        for watch in _watching_here():
-            watch.see(args[0] if args else kwargs.get("input"))
-        return function(*args, **kwargs)
+        made = function(*args, **kwargs) if name == "norm" else None
+        for watch in _watches_here():
+            watch.see(made if name == "norm" else args[0] if args else kwargs.get("input"))
+        return made if name == "norm" else function(*args, **kwargs)
 
     return run
-
-
-@functools.lru_cache(maxsize=128)
-def _returned(function: Callable) -> Callable:
-    """Wrap a function whose result overflows where what it is given does not: a division by it gives 0."""
-
-    def run(*args, **kwargs):
-        result = function(*args, **kwargs)
-        for watch in _watching_here():
-            watch.see(result)
-        return result
-
-    return run
-
-
-WATCHED = (
-    *((torch, name, _given) for name in GIVEN),
-    (torch, "norm", _returned),
-    *((torch.nn.functional, name, _given) for name in BOUNDING),
-    *((torch.Tensor, name, _given) for name in GIVEN),
-    *((torch.Tensor, f"{name}_", _given) for name in GIVEN if hasattr(torch.Tensor, f"{name}_")),
-)
-"""(owner, name, how it is watched); ``Tensor.norm`` and ``normalize`` call ``torch.norm``."""
-SPACES = {owner: vars(owner) for owner in (torch, torch.nn.functional, torch.Tensor)}
 
 
 @contextlib.contextmanager
 def _hiding_is_seen() -> Iterator[None]:
-    own = [(owner, name, name in SPACES[owner] and SPACES[owner][name]) for owner, name, _ in WATCHED]
-    for (owner, name, watched), (_, _, function) in zip(WATCHED, own, strict=True):
-        setattr(owner, name, watched(function or getattr(owner, name)))
+    own = [(owner, name, name in SPACES[owner] and SPACES[owner][name]) for owner, name in WATCHED]
+    for owner, name, function in own:
+        setattr(owner, name, _watched(function or getattr(owner, name), name))
     try:
         yield
     finally:
         for owner, name, function in own:
-            if not function:
-                delattr(owner, name)
-            else:
+            if function:
                 setattr(owner, name, function)
+            else:
+                delattr(owner, name)
 
 
 _seen = SharedScope(_hiding_is_seen)
@@ -87,26 +72,19 @@ class ClampWatch:
     It keeps nothing that a block allocates: its one number is made before the call, on ``device``.
     """
 
-    def __init__(self, on: bool, device: torch.device):
-        self.on = on
-        self._largest = torch.zeros((), device=device) if on else None
+    def __init__(self, device: torch.device):
+        self.largest = torch.zeros((), device=device)
 
     def __enter__(self) -> "ClampWatch":
-        if self.on:
-            _seen.__enter__()
-            _watching_here().append(self)
+        _seen.__enter__()
+        _watches_here().append(self)
         return self
 
     def __exit__(self, *error) -> None:
-        if self.on:
-            _watching_here().remove(self)
-            _seen.__exit__(*error)
+        _watches_here().remove(self)
+        _seen.__exit__(*error)
 
     def see(self, values: object) -> None:
         """Keep the largest magnitude."""
         if isinstance(values, torch.Tensor) and values.dtype == torch.float16:
-            _largest_of(self._largest, amax(values), out=self._largest)
-
-    def sizes(self) -> list[torch.Tensor]:
-        """Return the largest magnitude, 0-dim; 0 where nothing was bounded, and nothing where it is off."""
-        return [] if self._largest is None else [self._largest]
+            _largest_of(self.largest, amax(values), out=self.largest)

@@ -1,6 +1,5 @@
 """Guarded VAEs and text encoders: copies whose results are checked, and made again in a higher precision if need be."""
 
-import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -10,14 +9,15 @@ import torch
 
 from ....precision.base.amax import amax_value
 from ....precision.base.dtypes import name_of
-from ....precision.base.nested import replaced, tensors_in
+from ....precision.base.nested import tensors_in
 from ....precision.base.patching import patched
 from ....precision.guard.case import Case
-from ....precision.guard.failed_call import Attempt, Circumstances
-from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite, rows_not_finite
-from ....precision.guard.ladder import RandomStart, encoder_steps
+from ....precision.guard.failed_call import Attempt
+from ....precision.guard.inputs import NotFiniteInput, inputs_not_finite
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, GuardLog, encoder_sentence
+from ....precision.guard.policy import encoder_steps
+from ....precision.guard.random_start import RandomStart
 from ....precision.guard.wording import ENCODER_INPUTS, ENCODERS
 from ..comfyui.attributes import CAST_DTYPE
 from ..comfyui.weights import ask_for_plain_products
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "halfsafe_guard"
 OF = {"VAE": "vae", "Text encoder": "clip"}
-Run = Callable[[torch.dtype | None, Any], tuple[Any, float]]
+Make = Callable[[torch.dtype | None, Any], tuple[Any, float]]
 
 
 class EncoderGuard:
@@ -41,12 +41,12 @@ class EncoderGuard:
         self.kind = kind
         self.log = GuardLog(on_nan, notifier(node_id, of=OF[kind]), functools.partial(encoder_sentence, kind=kind))
 
-    def run(self, action: str, run: Run, patcher: "ModelPatcher", dtype: torch.dtype, given: Any) -> Any:
-        """Return ``run(None, given)``, or the result in a higher dtype where that is not finite.
+    def run(self, action: str, make: Make, patcher: "ModelPatcher", dtype: torch.dtype, given: Any) -> Any:
+        """Return ``make(None, given)``, or the result in a higher dtype where that is not finite.
 
         Args:
             action: decode, encode ...
-            run: makes the result in a dtype, None for as it is: (result, largest magnitude before any clamp).
+            make: makes the result in a dtype, None for as it is: (result, largest magnitude before any clamp).
             patcher: of what it runs.
             given: what went in.
 
@@ -56,38 +56,35 @@ class EncoderGuard:
         number = self.log.begin_call()
         self.log.begin_run()
         start = RandomStart.of(patcher.load_device)
-        result, largest = run(None, given)
+        result, largest = make(None, given)
         if math.isfinite(largest):
             return result
-        rows = _rows_of(result)
-        about = Circumstances(
+        call = EncoderCall(
+            given,
+            result,
+            start,
             CallPosition(number),
-            batch=rows,
-            images=rows,
+            images=next(map(len, tensors_in(result)), 1),
             device=patcher.load_device,
+            weights=LoadedWeights(patcher),
+            wording=ENCODERS[self.kind],
             steps=encoder_steps(dtype, current_device().capabilities["bf16"]),
             in_fp32=torch.float32,
             present=dtype,
             locates_first=False,
             default_origin=Origin(f"{self.kind} {action}", "", "overflow", name_of(dtype), math.nan),
         )
-        call = EncoderCall(self.kind, run, patcher, dtype, about)
-        return Case(call, start, self.log, given, result).resolved()
+        call.make = make
+        return Case(call, self.log).resolved()
 
 
-class EncoderCall(HostCall[Any, torch.dtype, Any]):
-    """A call of a VAE or text encoder in ``dtype``. Methods do what ``FailedCall`` says of them."""
+class EncoderCall(HostCall):
+    """A call of a VAE or text encoder in the dtype ``present``. Methods do what ``FailedCall`` says of them."""
 
-    def __init__(
-        self, kind: str, run: Run, patcher: "ModelPatcher", dtype: torch.dtype, about: Circumstances[torch.dtype]
-    ):
-        self.wording = ENCODERS[kind]
-        self.weights = LoadedWeights(patcher)
-        self.dtype, self.about = dtype, about
-        self._run = run
+    make: Make
 
     def run(self, given: Any) -> Attempt:
-        return Attempt(*self._run(None, given))
+        return Attempt(*self.make(None, given))
 
     def watched(self, given: Any) -> tuple[Attempt, Origin | None]:
         localizer = Localizer(self.weights.model)
@@ -98,59 +95,46 @@ class EncoderCall(HostCall[Any, torch.dtype, Any]):
 
     def run_at(self, step: torch.dtype, given: Any, zeroed: Sequence[str] = ()) -> Attempt:
         with patched(self.weights.zeroed(zeroed)):
-            return Attempt(*self._run(None if step == self.dtype else step, given))
+            return Attempt(*self.make(None if step == self.present else step, given))
 
     def inputs(self, given: Any) -> list[NotFiniteInput]:
         """List the input of the call if it has NaN or Inf, under the name known to users."""
-        name, advice = ENCODER_INPUTS[self.about.default_origin.layer]
+        name, advice = ENCODER_INPUTS[self.default_origin.layer]
         return inputs_not_finite([(name, given)], {name: advice})
-
-    def replaced(self, given: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        return replaced(given, function)
-
-    def rows(self, result: Any) -> set[int]:
-        """List the rows of a result that are not finite; every row where a clamp has hidden what is not."""
-        tensors = tensors_in(result)
-        return set(rows_not_finite(tensors[0]) if tensors else ()) or set(range(_rows_of(result)))
-
-    def with_nan(self, result: Any, rows: set[int]) -> Any:
-        index = torch.tensor(sorted(rows))
-        return replaced(result, lambda value: value.index_fill(0, index.to(value.device), math.nan))
 
     def modes(self, origin: Origin | None, step: torch.dtype | None = None) -> tuple[str, str]:
         """Return (dtype of the failed call, dtype of its cure)."""
-        return name_of(self.dtype), name_of(step or self.dtype)
+        return name_of(self.present), name_of(step or self.present)
 
     def named(self, step: torch.dtype) -> str:
         return name_of(step)
 
-    def keep(self, step: torch.dtype, attempt: Attempt, origin: Origin | None) -> None:
-        """Leave the next call as it is: it may well be finite in its own dtype."""
-
 
 def guard_vae(vae, on_nan: str, node_id: str | None = None):
     """Return a copy of the VAE whose results are checked. The original stays as it is."""
-    guarded = copy.copy(vae)
+    guarded = _as(_guarded_class(_plain_class(vae), _GuardedVAE), vae)
     guarded.patcher = vae.patcher.clone()
-    guarded.__class__ = _guarded_class(_plain_class(type(vae)), _GuardedVAE)
     setattr(guarded, ATTRIBUTE, EncoderGuard("VAE", on_nan, node_id))
     return guarded
 
 
 def guard_clip(clip, on_nan: str, node_id: str | None = None):
     """Return a clone of the text encoder whose results are checked."""
-    guarded = clip.clone()
-    guarded.__class__ = _guarded_class(_plain_class(type(clip)), _GuardedCLIP)
+    guarded = _as(_guarded_class(_plain_class(clip), _GuardedCLIP), clip.clone())
     setattr(guarded, ATTRIBUTE, EncoderGuard("Text encoder", on_nan, node_id))
     return guarded
 
 
-def _clip_in(clip, dtype: torch.dtype):
-    clone = clip.clone()
-    clone.__class__ = _plain_class(type(clip))
-    clone.patcher.set_model_compute_dtype(dtype)
-    ask_for_plain_products(clone.patcher)
-    return clone
+def unguarded(guarded):
+    """Return a copy of a VAE or text encoder whose results are not checked."""
+    return _as(_plain_class(guarded), guarded)
+
+
+def _as(kind: type, encoder):
+    """Copy a VAE or text encoder as an object of a class."""
+    made = object.__new__(kind)
+    vars(made).update(vars(encoder))
+    return made
 
 
 class _Guarded:
@@ -162,56 +146,19 @@ def _guarded_class(base: type, mixin: type) -> type:
     return type(base.__name__, (mixin, base), {})
 
 
-def _plain_class(kind: type) -> type:
-    return kind.__bases__[1] if issubclass(kind, _Guarded) else kind
+def _plain_class(encoder) -> type:
+    return type(encoder).__bases__[1] if isinstance(encoder, _Guarded) else type(encoder)
 
 
 def _run_vae(vae, name: str, *args, **kwargs):
-    def run(dtype: torch.dtype | None, given):
+    def make(dtype: torch.dtype | None, given):
         one = vae_in(unguarded(vae), dtype) if dtype else unguarded(vae)
         sizes = _watched_output(one)
         result = getattr(one, name)(*given[0], **given[1])
         return result, _worst([*sizes, *map(amax_value, tensors_in(result))])
 
-    guard: EncoderGuard = getattr(vae, ATTRIBUTE)
     action = name.removesuffix("_tiled")
-    return guard.run(action, run, vae.patcher, vae.vae_dtype, [list(args), kwargs])
-
-
-def _run_clip(clip, name: str, tokens, *args, **kwargs):
-    def run(dtype: torch.dtype | None, given):
-        one = _clip_in(clip, dtype) if dtype else unguarded(clip)
-        result = getattr(one, name)(given, *args, **kwargs)
-        return result, _worst(map(amax_value, tensors_in(result)))
-
-    guard: EncoderGuard = getattr(clip, ATTRIBUTE)
-    dtype = clip.patcher.object_patches.get(CAST_DTYPE) or torch.float32
-    return guard.run("encode", run, clip.patcher, dtype, tokens)
-
-
-class _GuardedVAE(_Guarded):
-    decode = functools.partialmethod(_run_vae, "decode")
-    decode_tiled = functools.partialmethod(_run_vae, "decode_tiled")
-    encode = functools.partialmethod(_run_vae, "encode")
-    encode_tiled = functools.partialmethod(_run_vae, "encode_tiled")
-
-
-class _GuardedCLIP(_Guarded):
-    encode_from_tokens = functools.partialmethod(_run_clip, "encode_from_tokens")
-    encode_from_tokens_scheduled = functools.partialmethod(_run_clip, "encode_from_tokens_scheduled")
-
-    def clone(self, *args, **kwargs):
-        clone = super().clone(*args, **kwargs)
-        clone.__class__ = type(self)
-        setattr(clone, ATTRIBUTE, getattr(self, ATTRIBUTE))
-        return clone
-
-
-def unguarded(guarded):
-    """Return a copy of a VAE or text encoder whose results are not checked."""
-    plain = copy.copy(guarded)
-    plain.__class__ = _plain_class(type(guarded))
-    return plain
+    return getattr(vae, ATTRIBUTE).run(action, make, vae.patcher, vae.vae_dtype, [list(args), kwargs])
 
 
 def _watched_output(vae) -> list[float]:
@@ -226,10 +173,35 @@ def _watched_output(vae) -> list[float]:
     return sizes
 
 
+def _run_clip(clip, name: str, tokens, *args, **kwargs):
+    def make(dtype: torch.dtype | None, given):
+        one = unguarded(clip.clone() if dtype else clip)
+        if dtype:
+            one.patcher.set_model_compute_dtype(dtype)
+            ask_for_plain_products(one.patcher)
+        result = getattr(one, name)(given, *args, **kwargs)
+        return result, _worst(map(amax_value, tensors_in(result)))
+
+    dtype = clip.patcher.object_patches.get(CAST_DTYPE) or torch.float32
+    return getattr(clip, ATTRIBUTE).run("encode", make, clip.patcher, dtype, tokens)
+
+
+class _GuardedVAE(_Guarded):
+    decode = functools.partialmethod(_run_vae, "decode")
+    decode_tiled = functools.partialmethod(_run_vae, "decode_tiled")
+    encode = functools.partialmethod(_run_vae, "encode")
+    encode_tiled = functools.partialmethod(_run_vae, "encode_tiled")
+
+
+class _GuardedCLIP(_Guarded):
+    encode_from_tokens = functools.partialmethod(_run_clip, "encode_from_tokens")
+    encode_from_tokens_scheduled = functools.partialmethod(_run_clip, "encode_from_tokens_scheduled")
+
+    def clone(self, *args, **kwargs):
+        clone = _as(type(self), super().clone(*args, **kwargs))
+        setattr(clone, ATTRIBUTE, getattr(self, ATTRIBUTE))
+        return clone
+
+
 def _worst(sizes) -> float:
     return max(sizes, key=lambda size: size if math.isfinite(size) else math.inf, default=0.0)
-
-
-def _rows_of(result) -> int:
-    tensors = tensors_in(result)
-    return len(tensors[0]) if tensors else 1

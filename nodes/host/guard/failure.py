@@ -2,27 +2,23 @@
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import torch
-from torch import Tensor
 
 from ....precision.base.amax import amax_value
 from ....precision.base.modes import FP16_WIDE
 from ....precision.base.patching import compile_disabled
-from ....precision.guard.failed_call import Attempt, Circumstances, FailedCall, Given, Result, Step
-from ....precision.guard.inputs import NotFiniteInput, rows_not_finite
-from ....precision.guard.ladder import escalation_after, model_steps
+from ....precision.guard.failed_call import Attempt, FailedCall
+from ....precision.guard.inputs import NotFiniteInput
 from ....precision.guard.localize import Localizer, Origin
 from ....precision.guard.log import CallPosition, Notify
-from ....precision.guard.policy import ALL_IN_FP32, AS_PLANNED, Escalation
+from ....precision.guard.policy import ALL_IN_FP32, AS_PLANNED, Escalation, escalation_after, model_steps
+from ....precision.guard.random_start import RandomStart
 from ....precision.guard.verdicts import asks_for_action
-from ....precision.guard.wording import MODEL
+from ....precision.guard.wording import GOES_ON, MODEL, SAME_SEED
 from ....precision.report.schema import GuardEvent
 from ..comfyui.execution import is_compiled, is_on_several_devices, is_oom
-from ..comfyui.layers import top_level_parts
 from ..comfyui.page import running_prompt_id, send_to_page, show_progress
 from ..compute.attention import OVERRIDE, overridden
 from ..compute.executor import fall_back, fallen_back, may_fall_back
@@ -44,10 +40,10 @@ OUR_PACKAGE = __name__.partition(".nodes.")[0]
 logger = logging.getLogger("halfsafe")
 
 
-def notifier(node_id: str | None, prompt: str | None = None, of: str = "") -> Notify:
+def notifier(node_id: str | None, prompt: str | None = None, of: str = "", planner: str | None = None) -> Notify:
     """Return a function to notify the user of a node's events, in ``prompt`` or else in the running prompt.
 
-    ``of``: what is guarded, as for :func:`send_to_page`.
+    ``of``: what is guarded, as for :func:`send_to_page`. ``planner``: the node that planned what the model computes in.
     """
 
     def notify(kind: str, verdict: str, message: str, advice: str, event: GuardEvent | None = None) -> None:
@@ -55,12 +51,13 @@ def notifier(node_id: str | None, prompt: str | None = None, of: str = "") -> No
             if event.recovered and event.to_mode:
                 show_progress(f"{event.layer or 'The model'}: repeated in {event.to_mode}, finite")
             logger.warning("Halfsafe guard: %s %s", message, advice if asks_for_action(verdict) else "")
-        send_to_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event, of)
+        fell_back = planner if event and GOES_ON in event.evidence else None
+        send_to_page(node_id, prompt or running_prompt_id(), kind, verdict, message, advice, event, of, fell_back)
 
     return notify
 
 
-class HostCall(FailedCall[Given, Step, Result]):
+class HostCall(FailedCall):
     """A failed call on a device whose memory ComfyUI manages, of a node that shows progress."""
 
     def tell(self, doing: str) -> None:
@@ -70,41 +67,39 @@ class HostCall(FailedCall[Given, Step, Result]):
         return is_oom(error)
 
 
-class ModelCall(HostCall[Call, Escalation, Tensor]):
-    """One call of a diffusion model, the ``number``th of its run. Methods do what ``FailedCall`` says of them.
+class ModelCall(HostCall):
+    """One call of a diffusion model, the ``number``th of its run. Methods do what ``FailedCall`` says of them."""
 
-    ``hidden``: its result is finite because a clamp made it so.
-    """
-
-    wording = MODEL
-
-    def __init__(self, call: Call, number: int, result: torch.Tensor, guarded: Guarded, hidden: bool):
-        patcher, present = call.model.current_patcher, guarded.escalation
-        self.call, self.model, self.guarded = call, call.model, guarded
-        self.weights = LoadedWeights(patcher)
-        self._sampling: Sampling | None = call.options.get(SAMPLING)
-        self.packs = " and ".join(packs_on(call))
-        self.obstacle = _why_not_again(patcher, self._sampling)
-        self._take_back: Callable[[], None] = lambda: None
-        self._last: Attempt[torch.Tensor] | None = None
-        self.first = number == 1
+    def __init__(
+        self, call: Call, number: int, start: RandomStart, result: torch.Tensor, guarded: Guarded, hidden: bool
+    ):
+        self.model, self.guarded = call.model, guarded
+        patcher = call.model.current_patcher
         promised = AS_PLANNED if may_fall_back(patcher) and not guarded.escalation else None
-        self.about = Circumstances(
+        self._sampling: Sampling | None = call.options.get(SAMPLING)
+        self._last: Attempt | None = None
+        super().__init__(
+            call,
+            result,
+            start,
             CallPosition(number, step_of(call), sigma_of(call)),
-            batch=len(result),
             images=images_of(call, result),
             device=call.x.device,
-            steps=[ALL_IN_FP32] if promised else model_steps(guarded.modes, guarded.stream, present),
+            weights=LoadedWeights(patcher),
+            wording=MODEL,
+            steps=[ALL_IN_FP32] if promised else model_steps(guarded.modes, guarded.stream, guarded.escalation),
             in_fp32=ALL_IN_FP32,
             hidden=hidden,
             promised=promised,
             compiled=is_compiled(patcher),
+            packs=" and ".join(packs_on(call)),
+            obstacle=_why_not_again(patcher, self._sampling),
         )
 
-    def run(self, given: Call) -> Attempt[torch.Tensor]:
+    def run(self, given: Call) -> Attempt:
         return self._attempt(given, self._as_it_was)
 
-    def watched(self, given: Call) -> tuple[Attempt[torch.Tensor], Origin | None]:
+    def watched(self, given: Call) -> tuple[Attempt, Origin | None]:
         localizer = Localizer(self.model.diffusion_model)
 
         def run(call: Call) -> torch.Tensor:
@@ -115,7 +110,7 @@ class ModelCall(HostCall[Call, Escalation, Tensor]):
             attempt = self._attempt(given, run)
         return attempt, localizer.origin(attempt.result)
 
-    def run_at(self, step: Escalation, given: Call, zeroed: Sequence[str] = ()) -> Attempt[torch.Tensor]:
+    def run_at(self, step: Escalation, given: Call, zeroed: Sequence[str] = ()) -> Attempt:
         if step == AS_PLANNED:
             with fallen_back(self.model):
                 return self._attempt(given, lambda call: call.make({}))
@@ -125,16 +120,10 @@ class ModelCall(HostCall[Call, Escalation, Tensor]):
         return self._attempt(given, lambda call: layers.call(call, observing=observing), observer)
 
     def inputs(self, given: Call) -> list[NotFiniteInput]:
-        return call_inputs(given, self.first)
+        return call_inputs(given, first=self.position.call == 1)
 
     def replaced(self, given: Call, function: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         return given.replaced(function)
-
-    def rows(self, result: torch.Tensor) -> set[int]:
-        return set(rows_not_finite(result))
-
-    def with_nan(self, result: torch.Tensor, rows: set[int]) -> torch.Tensor:
-        return result.index_fill(0, torch.tensor(sorted(rows), device=result.device), math.nan)
 
     def modes(self, origin: Origin | None, step: Escalation | None = None) -> tuple[str, str]:
         """Return (mode by itself, mode now) of the layer that failed, or of values between layers; "" for an input."""
@@ -142,24 +131,21 @@ class ModelCall(HostCall[Call, Escalation, Tensor]):
             return self.guarded.stream, FP16_WIDE.name
         return ("", "") if origin and origin.kind == "input" else self.guarded.modes_at(origin)
 
-    def keep(self, step: Escalation, attempt: Attempt[torch.Tensor], origin: Origin | None) -> None:
+    def keep(self, step: Escalation, attempt: Attempt, origin: Origin | None) -> str:
         """Widen what the attempt showed to be needed, in later runs of the model too."""
         if step == AS_PLANNED:
             fall_back(self.model)
-            return
+            return f"{GOES_ON} {SAME_SEED}"
         guarded, ranges = self.guarded, attempt.observed.ranges()
-        parts = top_level_parts(self.model.diffusion_model)
-        guarded.remember(escalation_after(step, guarded.escalation, ranges, origin, guarded.modes, guarded.half, parts))
+        guarded.remember(escalation_after(step, guarded.escalation, ranges, origin, guarded.modes, guarded.half))
+        return SAME_SEED
 
-    def widen(self, step: Escalation) -> None:
+    def widened(self, step: Escalation) -> StartAgain:
         """Run at a step of the ladder from now on, or as the plan promises, in later runs of the model too."""
         if step == AS_PLANNED:
             fall_back(self.model)
-        else:
-            self._take_back = self.guarded.remember(self.guarded.escalation | step)
-
-    def start_again(self) -> NoReturn:
-        raise StartAgain(self._sampling, self._take_back)
+            return StartAgain(self._sampling)
+        return StartAgain(self._sampling, self.guarded.remember(self.guarded.escalation | step))
 
     def patches(self, given: Call) -> str:
         return call_patches(given)
@@ -172,16 +158,16 @@ class ModelCall(HostCall[Call, Escalation, Tensor]):
         if self._last is None:
             return
         if self._last.finite:
-            self.call.forget_dtype()
+            self.given.forget_dtype()
         else:
-            self.call.forget()
+            self.given.forget()
 
     def _as_it_was(self, call: Call) -> torch.Tensor:
         return self.guarded.layers.call(call) if self.guarded.layers else call()
 
     def _attempt(
         self, given: Call, run: Callable[[Call], torch.Tensor], observer: RangeObserver | None = None
-    ) -> Attempt[torch.Tensor]:
+    ) -> Attempt:
         """Make a call with ``run`` in the place of the model, inside of all wrappers."""
         result = given(**{INSIDE: run})
         self._last = Attempt(result, amax_value(result), observer)

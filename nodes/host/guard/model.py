@@ -13,7 +13,6 @@ from comfy.patcher_extension import WrappersMP
 from ....precision.base.amax import amax
 from ....precision.devices import probes
 from ....precision.guard.case import Case
-from ....precision.guard.ladder import RandomStart
 from ....precision.guard.log import (
     CallPosition,
     GuardLog,
@@ -23,6 +22,7 @@ from ....precision.guard.log import (
     blame_memory,
 )
 from ....precision.guard.policy import ALL_IN_FP32, OFF, Escalation
+from ....precision.guard.random_start import RandomStart
 from ....precision.report.schema import GuardReport
 from ..comfyui.execution import is_oom
 from ..comfyui.layers import activation_dtype
@@ -116,19 +116,20 @@ class Guard:
         start = RandomStart.of(call.x.device)
         check = self.check and self.check(call, number, guarded, log)
         watching = check.watching() if check else contextlib.nullcontext()
-        with ClampWatch(guarded.watches_clamps, call.x.device) as watch, watching:
+        clamps = ClampWatch(call.x.device) if guarded.watches_clamps else contextlib.nullcontext()
+        with clamps as watch, watching:
             result = call(**{INSIDE: guarded.layers and guarded.layers.call})
-        sizes = torch.stack([amax(result), *watch.sizes()]).tolist()
+        sizes = torch.stack([amax(result), *([watch.largest] if watch else [])]).tolist()
         finite = all(map(math.isfinite, sizes))
         if check:
             check.compare(result) if finite else check.leave_out()
         if finite or log.given_up:
             return result
-        failed = ModelCall(call, number, result, guarded, hidden=math.isfinite(sizes[0]))
+        failed = ModelCall(call, number, start, result, guarded, hidden=math.isfinite(sizes[0]))
         if failed.packs and failed.obstacle:
             log.remarks.add(REPEATED_BESIDE.format(failed.packs, failed.obstacle))
         try:
-            return Case(failed, start, log, call, result, self.max_retries).resolved()
+            return Case(failed, log, self.max_retries).resolved()
         finally:
             failed.settle()
 
@@ -191,7 +192,7 @@ class Guard:
         return guarded.layers.planned.calibration.largest() if guarded and guarded.layers else {}
 
     def _log(self, patcher: "ModelPatcher") -> GuardLog:
-        return self._logs.get(self._branch(patcher)) or self._keep(patcher, self._new_log())
+        return self._logs.get(self._branch(patcher)) or self._keep(patcher, self._new_log(patcher))
 
     def _branch(self, patcher: "ModelPatcher") -> tuple:
         """Return a log's key: MultiGPU's clones of a patcher on other devices have the same, and so has one that fell
@@ -207,14 +208,15 @@ class Guard:
             del self._logs[oldest]
         return log
 
-    def _new_log(self, prompt: str | None = None) -> GuardLog:
-        return GuardLog(self.on_nan, notifier(self.node_id, prompt), prompt=prompt)
+    def _new_log(self, patcher: "ModelPatcher", prompt: str | None = None) -> GuardLog:
+        planner = getattr(planned_on(patcher), "node_id", None)
+        return GuardLog(self.on_nan, notifier(self.node_id, prompt, planner=planner), prompt=prompt)
 
     def _begin(self, patcher: "ModelPatcher") -> GuardLog:
         """Return the log of a sampler's run: a new one, unless the last is of the same prompt."""
         prompt, log = running_prompt_id(), self._log(patcher)
         if prompt is None or log.prompt != prompt:
-            log = self._new_log(prompt)
+            log = self._new_log(patcher, prompt)
         log.begin_run()
         return self._keep(patcher, log)
 

@@ -16,7 +16,7 @@ import comfy.utils
 import numpy
 import torch
 
-from ....precision.guard.ladder import RandomStart
+from ....precision.guard.random_start import RandomStart
 from .code_owner import code_owner
 
 SAMPLING = "halfsafe_sampling"

@@ -183,7 +183,7 @@ def _add_plan(report: Report | ControlReport, compute: Compute, patcher: ModelPa
         report.decisions["attention by rule"] = f"fp32 in {', '.join(blocks)}"
     if share := compute.fp16_share_text(patcher):
         report.decisions["work"] = share
-    report.notes += compute.plan.notes
+    report.notes += compute.notes(patcher)
 
 
 def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str]) -> None:

@@ -6,6 +6,8 @@ import torch
 from comfy import model_management
 from comfy.ldm.modules import attention
 from comfy.ldm.wan import model as wan
+from halfsafe.nodes.host.comfyui import page
+from halfsafe.nodes.host.compute import executor
 from halfsafe.nodes.host.guard.model import guard_of
 from halfsafe.nodes.host.reporting.badge import model_words
 from halfsafe.precision.guard.verdicts import NonFinite
@@ -120,6 +122,16 @@ def test_a_guard_takes_what_auto_promises_as_its_first_step(comfy, loud, referen
     assert guard_of(model).on_nan == on_nan
     families.sample(model, "wan")
     assert report_of(model).verdict == "clean"
+
+
+def test_the_node_that_planned_is_told_of_the_fallback_whoever_guards(comfy, loud, monkeypatch):
+    sent = []
+    monkeypatch.setattr(page, "_send", lambda event, data: sent.append(data))
+    monkeypatch.setattr(executor, "running_node_id", lambda: "7")
+    model = of_node(comfy, loud)
+    families.sample(guarded(comfy, model), "wan")
+    assert [(message["kind"], message["fell_back"]) for message in sent] == [("event", "7"), ("verdict", None)]
+    assert all(message["node_id"] != "7" for message in sent), "the guard's own node tells of it"
 
 
 @pytest.mark.not_as_on_cuda("packs read noise levels back by themselves")

@@ -10,11 +10,11 @@ import pytest
 import torch
 from halfsafe.precision.devices import probes
 from halfsafe.precision.guard.case import Case
-from halfsafe.precision.guard.failed_call import Attempt, Circumstances, FailedCall
-from halfsafe.precision.guard.inputs import inputs_not_finite, rows_not_finite
-from halfsafe.precision.guard.ladder import RandomStart
+from halfsafe.precision.guard.failed_call import Attempt, FailedCall
+from halfsafe.precision.guard.inputs import inputs_not_finite
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog
+from halfsafe.precision.guard.random_start import RandomStart
 from halfsafe.precision.guard.verdicts import NonFinite
 from halfsafe.precision.guard.wording import MODEL
 
@@ -49,28 +49,32 @@ class OneWeight:
 
 
 class Fake(FailedCall):
-    """A call of a dict of tensors; ``result`` gives what it returns, of what it is given, how it is run and what is zeroed.
+    """A call of a dict of tensors; ``made`` gives what it returns, of what it is given, how it is run and what is zeroed.
 
     ``ran``: how it was run: "as it was", "watched" or a step, in this order.
     """
 
-    wording = MODEL
-
-    def __init__(self, result: Callable, origin: Origin | None = OVERFLOW, weights: OneWeight | None = None, patches: str = "", **about):
-        self.result, self.origin, self.names = result, origin, patches
-        self.weights = weights or OneWeight()
+    def __init__(self, made: Callable, origin: Origin | None = OVERFLOW, weights: OneWeight | None = None, patches: str = "", **about):
+        self.made, self.origin, self.names = made, origin, patches
         self.ran: list[str] = []
         self.kept: list[str] = []
-        values = {"batch": 2, "images": 2, "steps": ["fp16_safe", "fp32"], "in_fp32": "fp32", "device": torch.device("cpu")} | about
-        self.about = Circumstances(CallPosition(1, 3, 0.5), **values)
+        cpu = torch.device("cpu")
+        values = {"given": {"text": GOOD}, "result": BAD, "steps": ["fp16_safe", "fp32"], "in_fp32": "fp32"} | about
+        super().__init__(
+            start=RandomStart.of(cpu), position=CallPosition(1, 3, 0.5), images=2, device=cpu, wording=MODEL,
+            weights=weights or OneWeight(), **values,
+        )  # fmt: skip
 
     def _made(self, how: str, given: dict, zeroed=()) -> Attempt:
         self.ran.append(how)
-        result = self.result(given, how, zeroed)
+        result = self.made(given, how, zeroed)
         return Attempt(result, result.abs().amax().item())
 
     def is_out_of_memory(self, error):
         return isinstance(error, torch.OutOfMemoryError)
+
+    def tell(self, doing):
+        """Nobody waits."""
 
     def run(self, given):
         return self._made("as it was", given)
@@ -84,20 +88,12 @@ class Fake(FailedCall):
     def inputs(self, given):
         return inputs_not_finite(given.items())
 
-    def replaced(self, given, function):
-        return {name: function(value) for name, value in given.items()}
-
-    def rows(self, result):
-        return set(rows_not_finite(result))
-
-    def with_nan(self, result, rows):
-        return result.index_fill(0, torch.tensor(sorted(rows)), math.nan)
-
     def modes(self, origin, step=None):
         return "fp16", self.kept[-1] if self.kept else "fp16"
 
     def keep(self, step, attempt, origin):
         self.kept.append(step)
+        return ""
 
     def patches(self, given):
         return self.names
@@ -106,10 +102,10 @@ class Fake(FailedCall):
         return {**given, "bare": GOOD}
 
 
-def resolve(call: Fake, on_nan: str = "retry_higher", most: int | None = 8, given=None, result: torch.Tensor = BAD):
+def resolve(call: Fake, on_nan: str = "retry_higher", most: int | None = 8, given=None):
     """(log, result, error) of a case."""
-    log = GuardLog(on_nan)
-    case = Case(call, RandomStart.of(torch.device("cpu")), log, given or {"text": GOOD}, result, most)
+    log, call.given = GuardLog(on_nan), given or call.given
+    case = Case(call, log, most)
     try:
         return log, case.resolved(), None
     except NonFinite as error:
@@ -180,19 +176,18 @@ class StartsAgain(Exception):
 class Beside(Fake):
     """A call beside a pack that may keep state between steps."""
 
-    packs = "ComfyUI-Cache"
+    def __init__(self, made, **about):
+        super().__init__(made, packs="ComfyUI-Cache", **about)
 
-    def widen(self, step):
+    def widened(self, step):
         self.kept.append(step)
-
-    def start_again(self):
-        raise StartsAgain
+        return StartsAgain()
 
 
 def test_beside_a_pack_the_sampling_starts_again_at_the_first_step_of_the_ladder():
     call, log = Beside(finite_at("fp16_safe")), GuardLog("retry_higher", describe=lambda event, origin: f"{event.layer}: {event.evidence}")
     with pytest.raises(StartsAgain):
-        Case(call, RandomStart.of(torch.device("cpu")), log, {"text": GOOD}, BAD, 8).resolved()
+        Case(call, log, 8).resolved()
     assert call.ran == ["watched"] and call.kept == ["fp16_safe"] and log.extra_calls == 2
     (event,) = log.events
     assert log.verdict == "recovered" and event.recovered and event.layer == "blocks.0"
@@ -238,8 +233,8 @@ def test_nan_in_one_row_is_blamed_for_that_row_and_the_other_is_cured():
 def test_a_row_that_was_lost_before_is_not_told_again():
     log = GuardLog("retry_higher", lost={1})
     result = torch.cat([GOOD[:1], BAD[:1]])
-    call = Fake(finite_at())
-    assert Case(call, RandomStart.of(torch.device("cpu")), log, {"text": GOOD}, result, 8).resolved() is result
+    call = Fake(finite_at(), result=result)
+    assert Case(call, log, 8).resolved() is result
     assert not log.events and not call.ran
 
 
@@ -304,9 +299,8 @@ def test_without_memory_for_a_repeat_no_verdict_is_given(on_nan):
             raise torch.OutOfMemoryError("no memory")
         return BAD
 
-    call = Fake(result, UNKNOWN)
-    given, log = {"text": torch.full((1,), math.inf)}, GuardLog(on_nan)
-    case = Case(call, RandomStart.of(torch.device("cpu")), log, given, BAD, 8)
+    log = GuardLog(on_nan)
+    case = Case(Fake(result, UNKNOWN, given={"text": torch.full((1,), math.inf)}), log, 8)
     if on_nan == "report":
         assert case.resolved() is BAD
     else:
@@ -318,11 +312,7 @@ def test_without_memory_for_a_repeat_no_verdict_is_given(on_nan):
 def test_what_a_clamp_hid_is_told_once_and_the_result_stays():
     log = GuardLog("report")
     for _ in range(2):
-        case = Case(Fake(finite_at(), hidden=True), RandomStart.of(torch.device("cpu")), log, {"text": GOOD}, GOOD, 8)
+        case = Case(Fake(finite_at(), hidden=True, result=GOOD), log, 8)
         assert case.resolved() is GOOD
     assert len(log.events) == 1 and log.verdict == "stopped"
 
-
-def test_a_result_of_all_images_at_once_names_none():
-    log, _, error = resolve(Fake(finite_at(), images=0))
-    assert error.verdict == "not_precision" and log.events[0].batch_rows == [] and log.given_up

@@ -1,26 +1,42 @@
-"""What the guard decides from what a call has shown."""
+"""In what a failed call is repeated, and what the guard decides from what a repeat has shown."""
 
 import math
 
 import pytest
+import torch
 from halfsafe.precision.base.dtypes import FP16_MAX
 from halfsafe.precision.guard.localize import Origin
 from halfsafe.precision.guard.log import CallPosition, GuardLog, event_of, sentence
-from halfsafe.precision.guard.policy import (  # fmt: skip
+from halfsafe.precision.guard.policy import (
+    ALL_IN_FP32,
     Escalation,
     ObservedRanges,
     enclosing_block,
-    escalate,
-    escalate_to_fp32,
+    encoder_steps,
+    escalation_after,
+    model_steps,
+    safe_escalation,
 )
 from halfsafe.precision.plan.rules import rules_from
 
 MODES = {"embed": "fp16", "blocks.0.up": "fp16", "blocks.0.down": "fp16", "blocks.1.up": "fp16", "blocks.1.down": "fp16"}
 SMALL = ObservedRanges(dict.fromkeys(MODES, 10.0), {"embed": 10.0, "blocks.0": 10.0, "blocks.1": 10.0})
 
+TWO = {"blocks.0.up": "fp16", "blocks.0.down": "fp16"}
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+
 
 def seen(layers=None, blocks=None, attention=()):
     return ObservedRanges({**SMALL.layers, **(layers or {})}, {**SMALL.blocks, **(blocks or {})}, frozenset(attention))
+
+
+def escalate(present, observed, origin, modes):
+    """What runs wider after the safe repeat in fp16 was finite."""
+    return escalation_after(safe_escalation(modes), present, observed, origin, modes, in_fp16=True)
+
+
+def only_in_fp32(present, origin, in_fp16=False):
+    return escalation_after(ALL_IN_FP32, present, SMALL, origin, MODES, in_fp16)
 
 
 def product(layer, mode="fp16"):
@@ -77,10 +93,32 @@ def test_it_always_goes_up_and_ends():
 
 
 def test_only_fp32_helped():
-    grown = escalate_to_fp32(Escalation(), product("blocks.1.up", "fp8"), MODES, SMALL.blocks)
+    grown = only_in_fp32(Escalation(), product("blocks.1.up", "fp8"))
     assert grown == Escalation({"blocks.1.up": "fp32", "blocks.1.down": "fp32"}, frozenset({"blocks.1"}))
-    assert escalate_to_fp32(grown, product("blocks.1.up"), MODES, SMALL.blocks).whole
-    assert escalate_to_fp32(Escalation(), None, MODES, SMALL.blocks).whole
+    assert only_in_fp32(grown, product("blocks.1.up")) == only_in_fp32(Escalation(), None) == ALL_IN_FP32
+    assert only_in_fp32(Escalation(), product("blocks.1.up"), in_fp16=True) == ALL_IN_FP32, "the safe fp16 was tried"
+
+
+@pytest.mark.parametrize(
+    ("modes", "stream", "present", "steps"),
+    [
+        (TWO, "fp16", Escalation(), [safe_escalation(TWO), ALL_IN_FP32]),
+        (TWO, "fp16", Escalation(stream=True), [safe_escalation(TWO), ALL_IN_FP32]),
+        (TWO, "fp16", ALL_IN_FP32, []),
+        ({"up": "fp8"}, "bf16", Escalation(), [ALL_IN_FP32]),
+        ({"up": "fp32"}, "fp32", Escalation(), [ALL_IN_FP32]),
+    ],
+)
+def test_a_model_is_repeated_safely_in_fp16_then_in_fp32(modes, stream, present, steps):
+    assert model_steps(modes, stream, present) == steps
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_bf16", "steps"),
+    [(F16, True, [BF16, F32]), (F16, False, [F32]), (BF16, True, [BF16, F32]), (F32, True, [F32])],
+)
+def test_an_encoder_is_repeated_as_it_is_unless_it_overflows_again(dtype, has_bf16, steps):
+    assert encoder_steps(dtype, has_bf16) == steps
 
 
 @pytest.mark.parametrize(

@@ -18,25 +18,25 @@ MOST_LINES = {
     "precision/devices": 907,
     "precision/make": 507,
     "precision/plan": 1921,
-    "precision/arithmetic": 1683,
-    "precision/guard": 1671,
+    "precision/arithmetic": 1687,
+    "precision/guard": 1585,
     "precision/check": 177,
     "precision/study": 1063,
     "precision/report": 862,
     "precision/commands": 864,
-    "nodes/host/comfyui": 983,
+    "nodes/host/comfyui": 986,
     "nodes/host/replay": 389,
-    "nodes/host/compute": 1230,
+    "nodes/host/compute": 1245,
     "nodes/host/accumulation": 352,
     "nodes/host/lora": 516,
     "nodes/host/load": 1596,
-    "nodes/host/guard": 1430,
-    "nodes/host/check": 263,
+    "nodes/host/guard": 1368,
+    "nodes/host/check": 247,
     "nodes/host/reporting": 474,
     "nodes/host/study": 601,
     "nodes": 1110,
 }
-MOST = {"product": 21977, "tests": 32503, "tests/support": 4774, "benchmarks": 2414, "scripts": 3_400}
+MOST = {"product": 21835, "tests": 32499, "tests/support": 4774, "benchmarks": 2414, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
