@@ -93,8 +93,9 @@ def layer_specs(checkpoint: Checkpoint, prefix: str = "") -> list[LayerSpec]:
     """Infer the layers below ``prefix`` of a file: their classes follow from name and shape."""
     layers = []
     for name, weight in checkpoint.weights.items():
-        if name.startswith(prefix) and name.endswith(".weight"):
-            layer = name[len(prefix) :].removesuffix(".weight")
+        inside = name[len(prefix) :]
+        if name.startswith(prefix) and inside.endswith(".weight"):
+            layer = inside.removesuffix(".weight")
             has_bias = f"{prefix}{layer}.bias" in checkpoint.weights
             layers.append(LayerSpec(layer, _inferred_class(layer, weight, has_bias), weight.shape))
     return layers
