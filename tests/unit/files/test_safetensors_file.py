@@ -372,18 +372,3 @@ def test_a_killed_process_leaves_the_old_file_and_one_that_is_named_as_a_part(tm
     left = [file.name for file in tmp_path.iterdir() if file != path]
     assert path.read_bytes() == before and len(left) == 1
     assert re.fullmatch(r"a\.safetensors\.[0-9a-f]{8}\.part", left[0])
-
-
-def test_a_new_file_takes_no_name_that_was_taken_meanwhile(tmp_path):
-    path, specs = tmp_path / "a.safetensors", [TensorSpec("a", torch.float32, (2,))]
-
-    def tensors():
-        path.write_bytes(b"of another program")
-        yield "a", torch.ones(2)
-
-    with pytest.raises(CheckpointError, match=r"a\.safetensors: appeared while it was being written.*--force"):
-        write_safetensors(path, specs, tensors(), {}, overwrite=False)
-    assert path.read_bytes() == b"of another program" and list(tmp_path.iterdir()) == [path]
-    path.unlink()
-    write_safetensors(path, specs, [("a", torch.ones(2))], {}, overwrite=False)
-    assert load_file(path)["a"].tolist() == [1, 1] and list(tmp_path.iterdir()) == [path]
