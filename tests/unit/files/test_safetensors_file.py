@@ -71,16 +71,11 @@ def test_the_safetensors_library_reads_what_we_write(tmp_path, every_dtype):
     assert all(same_bits(loaded[name], tensor) for name, tensor in readable.items())
     file = open_checkpoint(tmp_path / "a.safetensors")
     assert file.metadata["name"] == "é"
-    assert all(
-        same_bits(file[name], tensor) and file[name].shape == tensor.shape for name, tensor in every_dtype.items()
-    )
+    assert all(same_bits(file[name], tensor) and file[name].shape == tensor.shape for name, tensor in every_dtype.items())
 
 
 def test_every_tensor_is_aligned(tmp_path):
-    write(
-        tmp_path / "a.safetensors",
-        {"odd": torch.ones(27, dtype=torch.uint8), "wide": torch.ones(4), "half": torch.ones(3).half()},
-    )
+    write(tmp_path / "a.safetensors", {"odd": torch.ones(27, dtype=torch.uint8), "wide": torch.ones(4), "half": torch.ones(3).half()})
     file = open_checkpoint(tmp_path / "a.safetensors")
     assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in file.values())
 
