@@ -13,8 +13,6 @@ def torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-TORCH_VERSION = torch_version()  # for what torch.compile traces: reading the text would break its graph
-
 STORAGE_OPTIONS = ("auto", "as_file", "fp8_e4m3fn", "fp8_e5m2", "fp16", "bf16", "fp32", "int8", "w6a8", "w4a8")
 COMPUTE_OPTIONS = ("auto", "fp8", "fp16", "fp16_safe", "bf16", "fp32", "int8")
 

@@ -35,27 +35,20 @@ def os_errors_as(path: Path, verb: str) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: Path, overwrite: bool = True) -> Iterator[BinaryIO]:
+def replacing(path: Path, overwrite: bool) -> Iterator[BinaryIO]:
     """Open a file in the folder of ``path`` that takes its name when the block ends, flushed to the disk.
 
     An exception removes the file; a killed process leaves ``<name>.<letters>.part`` behind.
-
-    Raises:
-        CheckpointError: the folder or the disk refuses the file, or ``path`` exists and is not to be overwritten.
     """
     part = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
     try:
-        with os_errors_as(path, "written"):
-            part.touch(exist_ok=False)
-        with open(part, "wb") as file:
+        with open(part, "xb") as file:
             yield file
-            with os_errors_as(path, "written"):
-                file.flush()
-                os.fsync(file.fileno())
+            file.flush()
+            os.fsync(file.fileno())
         if not overwrite and path.exists():
             advice = "Give another name, or --force to overwrite it."
             raise CheckpointError(path, "appeared while it was being written, and is left as it is", advice=advice)
-        with os_errors_as(path, "written"):
-            os.replace(part, path)
+        os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)

@@ -93,31 +93,24 @@ def write_safetensors(
     as it is, and no new one appears under this name. ``overwrite=False`` leaves a file of that name as it is.
 
     Raises:
-        CheckpointError: the disk is too small or full, the folder cannot be written to, or there is a file to be left.
+        CheckpointError: the disk is too small or full, the folder cannot be written to, or a file is to be left.
         ValueError: ``tensors`` are not those that ``specs`` announce.
     """
     path = Path(os.path.realpath(path))
-    places = layout(specs)
-    header = header_bytes(places, metadata)
+    waiting = layout(specs)
+    header = header_bytes(waiting, metadata)
     with os_errors_as(path, "written"):
         require_space(path, len(header) + sum(spec.bytes for spec in specs))
-    with replacing(path, overwrite) as file:
-        with os_errors_as(path, "written"):
+        with replacing(path, overwrite) as file:
             file.write(header)
-        _write_all(path, file, len(header), places, tensors)
-
-
-def _write_all(path: Path, file: BinaryIO, base: int, places: dict, tensors: Iterable) -> None:
-    waiting = dict(places)
-    for name, tensor in tensors:
-        spec, start = waiting.pop(name, (None, 0))
-        if spec != TensorSpec(name, tensor.dtype, tuple(tensor.shape)):
-            raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced was {spec}")
-        with os_errors_as(path, "written"):
-            _write_tensor(file, base + start, tensor)
-        del tensor  # before the next one is made
-    if waiting:
-        raise ValueError(f"{next(iter(waiting))} was announced and not written")
+            for name, tensor in tensors:
+                spec, start = waiting.pop(name, (None, 0))
+                if spec != TensorSpec(name, tensor.dtype, tuple(tensor.shape)):
+                    raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, announced was {spec}")
+                _write_tensor(file, len(header) + start, tensor)
+                del tensor  # before the next one is made
+            if waiting:
+                raise ValueError(f"{next(iter(waiting))} was announced and not written")
 
 
 def _write_tensor(file: BinaryIO, position: int, tensor: torch.Tensor) -> None:

@@ -124,6 +124,7 @@ class _Reader:
     def read(self) -> Checkpoint:
         self.settings = self._settings()
         self.full_precision = self._legacy_markers()
+        # One by one: each takes its scales, which own nothing then.
         quantized = {
             name: self._weight(name, tensor) for name, tensor in self.tensors.items() if self._is_owner(name, tensor)
         }
@@ -241,7 +242,12 @@ class _Reader:
         key, dialect = found
         scale = self._scale(key)
         if data.dtype not in EIGHT_BIT:
-            return self._sixteen_bit_scale(key, scale, dialect, data.dtype)
+            if scale.numel() > 1 or data.dtype not in NUMBERS:
+                values = "of many values " if scale.numel() > 1 else ""
+                raise UnconsumedScale(self.path, f"a scale {values}next to a weight in {name_of(data.dtype)}", key)
+            if scale.item() == 1:
+                return None, "none", dialect
+            self.remarks["16-bit weights with a scale_weight, which was applied"] += 1
         granularity = granularity_of(scale, data.shape)
         if granularity is None:
             shapes = f"{tuple(scale.shape)} fits no layout of a weight of shape {tuple(data.shape)}"
@@ -250,17 +256,6 @@ class _Reader:
             self.remarks["e5m2 under a scaled_fp8 marker, which ComfyUI reads as e4m3fn; read as e5m2"] += 1
         shape = {"tensor": (), "row": (-1, 1), "block": scale.shape}[granularity]
         return scale.reshape(shape), granularity, dialect
-
-    def _sixteen_bit_scale(
-        self, key: str, scale: torch.Tensor, dialect: str, dtype: torch.dtype
-    ) -> tuple[torch.Tensor | None, str, str]:
-        if scale.numel() > 1 or dtype not in NUMBERS:
-            values = "of many values " if scale.numel() > 1 else ""
-            raise UnconsumedScale(self.path, f"a scale {values}next to a weight in {name_of(dtype)}", key)
-        if scale.item() == 1:
-            return None, "none", dialect
-        self.remarks["16-bit weights with a scale_weight, which was applied"] += 1
-        return scale.reshape(()), "tensor", dialect
 
     def _input_scale(self, layer: str | None) -> torch.Tensor | None:
         key = next((f"{layer}.{leaf}" for leaf in _INPUT_SCALES if f"{layer}.{leaf}" in self.tensors), None)
@@ -309,12 +304,9 @@ class _Reader:
         elif (weight is not None and weight.dtype in EIGHT_BIT | {torch.uint8}) or (
             leaf in _WEIGHT_SCALES and (weight is None or f"{layer}.weight" in quantized)
         ):
-            raise UnconsumedScale(
-                self.path,
-                "looks like a quantization scale and belongs to no weight that can be read",
-                name,
-                "Applying the file without it would give noise. ComfyUI can load this model from a comfy_quant file.",
-            )
+            problem = "looks like a quantization scale and belongs to no weight that can be read"
+            advice = "The file without it would give noise. ComfyUI can load this model from a comfy_quant file."
+            raise UnconsumedScale(self.path, problem, name, advice)
         elif leaf in _WEIGHT_SCALES:
             self.remarks["named like weight scales, next to weights that are not quantized; kept as they are"] += 1
 

@@ -144,11 +144,9 @@ def stays(weight: StoredWeight, storage: str) -> bool:
 
 
 def tensors_of(weight: StoredWeight, storage: str, path, read: bool = True) -> dict[str, torch.Tensor]:
-    """Make a weight's tensors in ComfyUI's format, by full name. fp8 with one scale stays as it is;
-    other scales become one.
+    """Make a weight's tensors in ComfyUI's format, by full name. fp8 with one scale stays as it is, of many gets one.
 
-    Args:
-        read: False to leave data that stay as they are unread, and unchecked.
+    ``read``: False to leave data that stay as they are unread, and unchecked.
 
     Raises:
         NonFiniteWeight: the weight holds NaN or Inf.
@@ -242,8 +240,7 @@ def made_here(
 def tensors_made(made: Iterable[Made], done: Callable[[str, int], None]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of weights by name as they are made.
 
-    Args:
-        done: called with the name of each weight once its tensors are taken, and the bytes it had.
+    ``done``: called with the name of each weight once its tensors are taken, and the bytes it had.
     """
     for weight, tensors in made:
         yield from tensors.items()

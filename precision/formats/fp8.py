@@ -31,8 +31,8 @@ _held = threading.local()
 def scratch(count: int, size: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
     """Give ``count`` tensors of ``size`` elements, the same each time in a thread until others are asked for.
 
-    Page faults of fresh memory take as long as a multiplication, and large tensors that come and go between weights
-    that stay leave holes in the heap. Made outside of inference mode, or they could not be written to there later.
+    Page faults of fresh memory take as long as a multiplication, and large tensors that come and go leave holes in the
+    heap. Made outside of inference mode, or they could not be written to there later.
     """
     kind = count, size, dtype, device
     if getattr(_held, "kind", None) != kind:
@@ -59,11 +59,9 @@ def power_of_two_scale(largest: float, dtype: torch.dtype) -> float:
 
 
 def quantize(tensor: torch.Tensor, dtype: torch.dtype, largest: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a finite tensor whose :func:`~halfsafe.precision.base.amax.host_amax` is ``largest``: fp8 data, and the
-    0-dim fp32 scale, a power of two, that multiplies them.
+    """Quantize a finite tensor of amax ``largest``: fp8 data, and the 0-dim fp32 power of two that multiplies them.
 
-    Works in chunks: beyond the result it needs 32 MB at most, whatever the size. The scale is exact and keeps every
-    value in range, so no clamp is needed and the result is the same on every torch version.
+    Beyond the result it needs 32 MB at most. The scale keeps every value in range, so that no clamp is needed.
     """
     scale = power_of_two_scale(largest, dtype)
     return _divided(tensor, dtype, scale), torch.tensor(scale)
@@ -84,17 +82,14 @@ def _divided(tensor: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Te
 def activation_scale(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the 0-dim fp32 power of two that brings a tensor into the range of an fp8 dtype, computed on its device.
 
-    The smallest one that does, as of weights. A kernel that multiplies by its inverse in the tensor's dtype, as
-    comfy-kitchen's eager one (``quantize_per_tensor_fp8``), rounds nothing: that of amax / 448 is off by up to 2^-9 in
-    bf16, all of a layer one way.
+    The smallest one that does. A kernel that multiplies by its inverse in the tensor's dtype, as comfy-kitchen's eager
+    one (``quantize_per_tensor_fp8``), rounds nothing: that of amax / 448 is off by up to 2^-9 in bf16, all of a layer
+    one way. Never so small that ``1 / scale`` passes the range of the tensor's own dtype, as inf times 0 is NaN: 2^15
+    is the largest power of two that fp16 holds. A scale is raised to that only where amax is below 448 * 2^-15 =
+    0.0137; the largest value is a normal number of e4m3fn for every amax from 2^-21 on.
 
-    Never so small that ``1 / scale`` passes the range of the tensor's own dtype: inf times 0 is NaN. The smallest scale
-    is 2^-15 for fp16, because 2^15 is the largest power of two that fp16 holds (2^16 passes 65504), and 2^-126, the
-    smallest normal number, for bf16 and fp32. A scale is raised to it only where amax is below 448 * 2^-15 = 0.0137;
-    the largest value is a normal number of e4m3fn, whose smallest is 2^-6, for every amax from 2^-21 on.
-
-    Inf where the tensor holds NaN or inf, so that the product shows it, as 0 times inf: an fp8 cast would turn inf into
-    the largest number.
+    Inf where the tensor holds NaN or inf, so that the product shows it: an fp8 cast would turn inf into the largest
+    number.
     """
     scale = amax(tensor) * (BELOW_TWO / max_of(dtype))
     scale = scale.clamp_(min=SMALLEST_ACTIVATION_SCALE.get(tensor.dtype, 2.0**-126))

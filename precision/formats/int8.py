@@ -4,10 +4,8 @@ A weight's rows are cut into groups of ``G`` inputs and each group is multiplied
 matrix, which spreads an outlier over its group (ConvRot, arXiv 2512.03673). Inputs are rotated the same way before a
 matmul, so ``(x R)(W R)^T = x W^T``. Everything is computed in fp32 and equals comfy-kitchen's eager
 ``quantize_int8_convrot_weight`` of an fp32 weight bit for bit, where the matmul library sums the rows of both in one
-order: under ``MKL_CBWR=COMPATIBLE`` 6 of 4,608 scales differ, by their last bit. A GPU adds in an order of its own: its
-scales can differ in their last bits from a CPU's, and its codes by one step where they nearly tie. For a bf16 or fp16
-weight comfy-kitchen rotates and divides in that dtype, which rounds once more: its codes differ from these by one step
-here and there.
+order. A GPU adds in an order of its own: its scales can differ in their last bits from a CPU's, and its codes by one
+step where they nearly tie; so do codes of comfy-kitchen for a bf16 or fp16 weight, which it rotates in that dtype.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +26,7 @@ BLOCK = 1 << 20
 
 
 def rotation_group(columns: int) -> int | None:
-    """Return the largest group that divides a weight's number of inputs, or None:
-    without rotation, outliers ruin int8."""
+    """Return the largest group that divides a number of inputs; None where int8 would be ruined by outliers."""
     return next((group for group in GROUPS if columns and columns % group == 0), None)
 
 
@@ -53,9 +50,9 @@ def rotated(rows: torch.Tensor, group: int) -> torch.Tensor:
 def quantize_rows(rows: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize rows ``(n, K)`` of any float dtype: int8 codes of the rotated rows, and their scales ``(n, 1)`` in fp32.
 
-    Works through blocks of up to ``BLOCK`` elements: smaller ones wait at an OpenMP barrier for each operation, on a
-    busy CPU longer than they compute. The blocks are of like size: a BLAS may sum the few rows of a small rest in
-    another order. No clamp is needed: a value exceeds 127 scales by so little that it rounds to 127.
+    Works through blocks of up to ``BLOCK`` elements: smaller ones wait longer at OpenMP's barriers than they compute.
+    The blocks are of like size: a BLAS may sum the few rows of a small rest in another order. No clamp is needed: a
+    value exceeds 127 scales by so little that it rounds to 127.
     """
     codes = torch.empty(rows.shape, dtype=torch.int8, device=rows.device)
     scale = rows.new_empty(len(rows), 1, dtype=torch.float32)

@@ -1,8 +1,7 @@
 """Quantized weights made on a GPU by the functions of the CPU.
 
-fp8 is equal bit for bit: a largest magnitude is the same in any order, its scale is a power of two, and both round a
-cast to nearest even. int8 and fewer bits rotate first, a product whose sums a device adds in another order: a scale can
-differ in its last bits from a CPU's, and here and there a code by one step.
+fp8 is equal bit for bit. int8 and fewer bits rotate first, a product whose sums a device adds in another order: a scale
+can differ in its last bits from a CPU's, and here and there a code by one step.
 """
 
 from collections.abc import Iterator, Mapping

@@ -102,20 +102,6 @@ def test_prefixed_names(comfy, folder, wan, reference, floors, name, prefix):
     assert relative_error(reference, denoise(load(comfy, path))) < floors[floor] * factor
 
 
-@pytest.mark.parametrize("name", ["comfy_quant", "row scales bf16"])
-def test_a_sharded_set_is_one_model(comfy, folder, wan, reference, floors, name):
-    write, options, floor, factor, _ = DIALECTS[name]
-    path = model_files.in_dialect(wan, folder / "whole.safetensors", write, **options)
-    tensors = load_file(path)
-    shards = [f"sharded-{number:05}-of-00002.safetensors" for number in (1, 2)]
-    halves = [{k: v for i, (k, v) in enumerate(tensors.items()) if i % 2 == half} for half in (0, 1)]
-    for shard, half in zip(shards, halves, strict=True):
-        save_file(half, folder / shard)
-    index = {key: shard for shard, half in zip(shards, halves, strict=True) for key in half}
-    (folder / "sharded.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    assert relative_error(reference, denoise(load(comfy, folder / shards[0]))) < floors[floor] * factor
-
-
 def test_comfyuis_formats_are_handed_to_it_and_too_new_ones_are_unpacked_or_refused(comfy, folder, wan):
     from halfsafe.nodes.host.comfyui.model_facts import held_storages
     from halfsafe.precision.formats.registry import FORMAT_OF_STORAGE

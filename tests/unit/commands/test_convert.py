@@ -207,6 +207,7 @@ def test_a_conversion_killed_half_way_leaves_the_old_target(tmp_path):
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert target.read_bytes() == b"old"
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == ["in.safetensors", "out.safetensors"]
+    assert len(list(tmp_path.glob("out.safetensors.*.part"))) == 1, "what is left is named as a part"
 
 
 # inspect and scan
