@@ -14,7 +14,7 @@ from support.shipped import ROOT, tracked_files
 MOST_LINES = {
     "precision/base": 835,
     "precision/files": 606,
-    "precision/formats": 2075,
+    "precision/formats": 2076,
     "precision/devices": 987,
     "precision/make": 531,
     "precision/plan": 2017,
@@ -24,19 +24,19 @@ MOST_LINES = {
     "precision/study": 1106,
     "precision/report": 897,
     "precision/commands": 868,
-    "nodes/host/comfyui": 989,
+    "nodes/host/comfyui": 983,
     "nodes/host/replay": 389,
     "nodes/host/compute": 1230,
     "nodes/host/accumulation": 352,
-    "nodes/host/lora": 526,
-    "nodes/host/load": 1682,
+    "nodes/host/lora": 516,
+    "nodes/host/load": 1596,
     "nodes/host/guard": 1428,
     "nodes/host/check": 263,
-    "nodes/host/reporting": 479,
+    "nodes/host/reporting": 463,
     "nodes/host/study": 619,
-    "nodes": 1180,
+    "nodes": 1112,
 }
-MOST = {"product": 22643, "tests": 33115, "tests/support": 5067, "benchmarks": 2414, "scripts": 3_400}
+MOST = {"product": 22458, "tests": 32807, "tests/support": 5067, "benchmarks": 2414, "scripts": 3_400}
 MOST_WORDS, MOST_RESULTS, MOST_SMALL, SMALL = 30_000, 12, 15, 40
 MOST_RIDDLES = 0.05
 LONGEST, MOST_FILES = 400, 14
