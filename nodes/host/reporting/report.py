@@ -88,22 +88,18 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     return report
 
 
-def _modes_elsewhere(patcher: ModelPatcher, here: dict[str, str], *settings: Compute | Guard | None) -> list[str]:
+def _modes_elsewhere(
+    patcher: ModelPatcher, here: dict[str, str], *settings: Compute | Guard | None
+) -> Iterator[str]:
     """Describe the layers that run in another mode on other devices (MultiGPU), where calls there need another mode."""
     modes: dict[str, dict[str, str]] = {}
     for setting in (setting for setting in settings if setting):
         for device, found in setting.modes_by_device(patcher).items():
             modes[device] = modes.get(device, here) | found
-    modes.pop(str(patcher.load_device), None)
-    differing = {
-        device: {name: mode for name, mode in found.items() if here.get(name) != mode}
-        for device, found in modes.items()
-    }
-    return [
-        f"On {device} {_listed(found)}: each device widens what its own calls need."
-        for device, found in differing.items()
-        if found
-    ]
+    for device, found in modes.items():
+        differing = {name: mode for name, mode in found.items() if here.get(name) != mode}
+        if differing and device != str(patcher.load_device):
+            yield f"On {device} {_listed(differing)}: each device widens what its own calls need."
 
 
 def _listed(modes: dict[str, str]) -> str:
