@@ -7,8 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from ....precision.base.dtypes import name_of
 from ....precision.base.modes import FP16_ACC16, FP32, INT8
 from ....precision.formats.checkpoint import dialect_text
@@ -90,22 +88,18 @@ def report_of(patcher: ModelPatcher, encoders: Sequence[EncoderReport] = ()) -> 
     return report
 
 
-def _modes_elsewhere(patcher: ModelPatcher, here: dict[str, str], *settings: Compute | Guard | None) -> list[str]:
+def _modes_elsewhere(
+    patcher: ModelPatcher, here: dict[str, str], *settings: Compute | Guard | None
+) -> Iterator[str]:
     """Describe the layers that run in another mode on other devices (MultiGPU), where calls there need another mode."""
     modes: dict[str, dict[str, str]] = {}
     for setting in (setting for setting in settings if setting):
         for device, found in setting.modes_by_device(patcher).items():
             modes[device] = modes.get(device, here) | found
-    modes.pop(str(patcher.load_device), None)
-    differing = {
-        device: {name: mode for name, mode in found.items() if here.get(name) != mode}
-        for device, found in modes.items()
-    }
-    return [
-        f"On {device} {_listed(found)}: each device widens what its own calls need."
-        for device, found in differing.items()
-        if found
-    ]
+    for device, found in modes.items():
+        differing = {name: mode for name, mode in found.items() if here.get(name) != mode}
+        if differing and device != str(patcher.load_device):
+            yield f"On {device} {_listed(differing)}: each device widens what its own calls need."
 
 
 def _listed(modes: dict[str, str]) -> str:
@@ -114,19 +108,29 @@ def _listed(modes: dict[str, str]) -> str:
 
 
 def _layers(patcher: ModelPatcher) -> tuple[list[LayerReport], Reasons]:
-    record, compute, modes = patcher.attachments.get(ATTACHMENT), compute_of(patcher), observed_modes_of(patcher)
-    kernels, sums = kernels_of(patcher, modes), layer_accumulation(patcher)
-    layers = [_layer_report(patcher, name, module, compute, modes, sums) for name, module in layers_of(patcher)]
-    for layer in layers:
-        layer.kernel = kernels.get(layer.name, "")
-    return layers, {layer.name: _reasons(layer, record, compute, sums) for layer in layers}
-
-
-def _reasons(layer: LayerReport, record: LoadRecord | None, compute: Compute | None, sums: dict) -> list[str]:
-    """List the reasons of a layer's storage, mode and sums; a choice without a reason gives an empty text."""
-    decision = compute.plan.decisions.get(layer.name) if compute else None
-    stored, computed = record.reasons.get(layer.name, "") if record else "", decision.reason if decision else ""
-    return [stored, computed, sums.get(layer.name, ("", ""))[1], CALLED_IN_FP32 if layer.called_in_fp32 else ""]
+    """Report on each layer, and list the reasons of its storage, mode and sums; a choice without one gives no text."""
+    record, compute = patcher.attachments.get(ATTACHMENT), compute_of(patcher)
+    modes, stream = observed_modes_of(patcher), name_of(stream_dtype(patcher))
+    kernels, sums, layers, reasons = kernels_of(patcher, modes), layer_accumulation(patcher), [], {}
+    for name, module in layers_of(patcher):
+        decision = compute.plan.decisions.get(name) if compute else None
+        accumulation, why = sums.get(name, ("fp32", ""))
+        by_code = decision is None and modes[name] == FP32.name
+        by_code = by_code and is_called_in_fp32(patcher.model.diffusion_model, name)
+        layer = LayerReport(
+            name,
+            type(module).__name__,
+            storage_of(module.weight),
+            FP16_ACC16.name if accumulation == "fp16" else modes[name],
+            accumulation,
+            "fp32" if decision and decision.stream == "fp32" else stream,
+            called_in_fp32=by_code,
+            kernel=kernels.get(name, ""),
+        )
+        layers.append(layer)
+        of_storage, of_mode = record.reasons.get(name, "") if record else "", decision.reason if decision else ""
+        reasons[name] = [of_storage, of_mode, why, CALLED_IN_FP32 if by_code else ""]
+    return layers, reasons
 
 
 def _write_reasons(layers: list[LayerReport], reasons: Reasons) -> None:
@@ -195,25 +199,6 @@ def _escalate(layers: list[LayerReport], reasons: Reasons, modes: dict[str, str]
             kept = [reason for reason in reasons[layer.name] if stays_int8 or reason != EXACT_SUMS]
             reasons[layer.name] = [*kept, WIDENED]
             layer.kernel = layer.kernel if stays_int8 else layer.kernel and DEQUANTIZED
-
-
-def _layer_report(
-    patcher: ModelPatcher,
-    name: str,
-    module: torch.nn.Module,
-    compute: Compute | None,
-    modes: dict[str, str],
-    sums: dict,
-) -> LayerReport:
-    stream, mode = name_of(stream_dtype(patcher)), modes[name]
-    decision = compute.plan.decisions.get(name) if compute else None
-    accumulation, _ = sums.get(name, ("fp32", ""))
-    by_code = decision is None and mode == FP32.name and is_called_in_fp32(patcher.model.diffusion_model, name)
-    if decision and decision.stream == "fp32":
-        stream = "fp32"
-    mode = FP16_ACC16.name if accumulation == "fp16" else mode
-    cls, storage = type(module).__name__, storage_of(module.weight)
-    return LayerReport(name, cls, storage, mode, accumulation, stream, called_in_fp32=by_code)
 
 
 def _unmet(record: LoadRecord, layers: list[LayerReport]) -> Iterator[tuple[str, str]]:

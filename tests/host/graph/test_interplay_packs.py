@@ -1,5 +1,6 @@
 """Models of other packs' loaders, by stand-ins that do what those do, under the pack's nodes."""
 
+import enum
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from support.guarding import core, guarded, report_of
 from support.measures import relative_error
 from support.summing import FP16_ACCUMULATION, accumulation, states
 
+GGMLQuantizationType = enum.IntEnum("GGMLQuantizationType", {"F16": 1, "Q8_0": 8})
 LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024)}
 BLOCK = 32
 BOUND = 0.01
@@ -25,7 +27,7 @@ def lora(models_dir):
 
 
 class BlockTensor(torch.Tensor):
-    """Bytes in blocks of 32 with a scale each, whose shape is that of the weight they stand for."""
+    """Bytes in blocks of 32 with a scale each, of GGML's type and the shape of the weight they stand for, as GGUF's are."""
 
     @property
     def shape(self):
@@ -49,7 +51,7 @@ def packed(weight: torch.Tensor) -> BlockTensor:
     blocks = weight.float().reshape(-1, BLOCK)
     scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
     tensor = (blocks / scale).round().to(torch.int8).flatten().as_subclass(BlockTensor)
-    tensor.wide_shape, tensor.scale, tensor.patches = weight.shape, scale, []
+    tensor.wide_shape, tensor.scale, tensor.patches, tensor.tensor_type = weight.shape, scale, [], GGMLQuantizationType.Q8_0
     return tensor
 
 
@@ -122,6 +124,21 @@ def test_a_lora_hung_on_packed_weights(comfy, overflowing, lora, order):
     assert relative_error(expected, families.sample(ours, "wan")) < BOUND
     assert report_of(ours).verdict == "recovered"
     assert relative_error(without, families.sample(guarded(comfy, model), "wan")) < BOUND, "and is gone afterwards"
+
+
+def test_compute_dtype_guard_and_report_take_a_model_of_comfyui_gguf(comfy, overflowing, monkeypatch):
+    monkeypatch.setenv("HALFSAFE_DEVICE_PROFILE", "sm_75")
+    model = unpacking(overflowing)
+    reference = families.sample(families.with_compute(comfy, model, "fp32"), "wan")
+    assert torch.isfinite(reference).all() and not torch.isfinite(families.sample(model, "wan")).all()
+    for compute in ("fp16_safe", "auto"):
+        planned = families.with_compute(comfy, model, compute)
+        assert relative_error(reference, families.sample(planned, "wan")) < 0.02
+    ours = guarded(comfy, families.with_compute(comfy, model, "fp16"))
+    assert relative_error(reference, families.sample(ours, "wan")) < 0.02
+    report = families.report(comfy, ours)
+    assert report["guard"]["verdict"] == "recovered" and "gguf Q8_0" in report["model"]["bytes_by_storage"]
+    assert {layer["storage"] for layer in report["layers"] if layer["name"] in LAYERS} == {"gguf Q8_0"}
 
 
 def replaced_attention(model, factor: float = 1.0):

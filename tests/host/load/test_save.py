@@ -157,26 +157,6 @@ def test_names_count_up_and_stay_in_the_output_folder(comfy, wan, saved_folder):
         save(comfy, model, saved_folder, prefix="../../escaped")
 
 
-def test_interrupt_leaves_no_file(comfy, wan, saved_folder):
-    import comfy.model_management as management
-
-    model = loaded_model(wan)
-    before = set(saved_folder.iterdir())
-    management.interrupt_current_processing(True)
-    try:
-        with pytest.raises(management.InterruptProcessingException):
-            run_saver(model)
-    finally:
-        management.interrupt_current_processing(False)
-    assert set(saved_folder.iterdir()) == before
-
-
-def loaded_model(path):
-    from halfsafe.nodes.host.load.models import load_diffusion_model
-
-    return load_diffusion_model(str(path), "fp8_e4m3fn", "fp32", rules_from())
-
-
 def test_nan_in_a_lora_is_named(comfy, wan, saved_folder, models_dir):
     tensors = model_files.lora({LAYER: (1024, 256)})
     tensors[f"diffusion_model.{LAYER}.lora_B.weight"][0, 0] = float("nan")

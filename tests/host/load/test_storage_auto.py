@@ -4,15 +4,11 @@ import json
 from dataclasses import replace
 
 import pytest
-import torch
 from halfsafe.nodes.host.load import devices, models
 from halfsafe.precision.devices.detect import detect
 from halfsafe.precision.devices.profiles import PROFILE_NAMES
 from support import families
-from support.families import denoise, stock
 from support.int8_models import layers_of
-from support.matmul_spy import Products
-from support.measures import relative_error
 
 GIB = 1024**3
 SMALL, LARGE = 2 * GIB, 64 * GIB
@@ -59,17 +55,6 @@ def test_a_model_that_does_not_fit_is_held_in_the_8_bits_that_gain(comfy, wan, c
     assert ("Not int8:" in said) is (held != "int8_tensorwise")
     card(profile, LARGE)
     assert not layers_of(loaded(comfy, wan, compute))
-
-
-@torch.inference_mode()
-def test_what_storage_auto_made_int8_multiplies_in_int8_with_its_small_error(comfy, wan, card, call):
-    card("sm_86", SMALL)
-    model = loaded(comfy, wan)
-    families.replay(model, call)
-    with Products(layers_of(model)) as products:
-        families.replay(model, call)
-    assert set(products.modes().values()) == {"int8"}
-    assert relative_error(denoise(stock(wan, torch.float32)), denoise(model)) < 0.02
 
 
 @pytest.mark.parametrize("profile", PROFILE_NAMES)
