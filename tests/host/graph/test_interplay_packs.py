@@ -14,7 +14,7 @@ from support.guarding import core, guarded, report_of
 from support.measures import relative_error
 from support.summing import FP16_ACCUMULATION, accumulation, states
 
-GGMLQuantizationType = enum.IntEnum("GGMLQuantizationType", {"F16": 1, "Q8_0": 8})
+GGMLQuantizationType = enum.IntEnum("GGMLQuantizationType", {"F32": 0, "F16": 1, "Q8_0": 8})
 LAYERS = {"blocks.0.ffn.0": (1024, 256), "blocks.1.ffn.2": (256, 1024)}
 BLOCK = 32
 BOUND = 0.01
@@ -27,7 +27,16 @@ def lora(models_dir):
 
 
 class BlockTensor(torch.Tensor):
-    """Bytes in blocks of 32 with a scale each, of GGML's type and the shape of the weight they stand for, as GGUF's are."""
+    """Bytes in blocks of 32 with a scale each, of GGML's type and the shape of the weight they stand for, as GGUF's are.
+
+    ``torch.Tensor(tensor)`` calls this constructor under a dispatch mode of torch, without the type.
+    """
+
+    def __new__(cls, *args, tensor_type):
+        return super().__new__(cls, *args)
+
+    def __init__(self, *args, tensor_type):
+        self.tensor_type = tensor_type
 
     @property
     def shape(self):
@@ -66,14 +75,14 @@ class BlockOps(manual_cast):
         def _load_from_state_dict(self, state_dict, prefix, *args):
             weight = state_dict[prefix + "weight"]
             self.weight = torch.nn.Parameter(packed(weight), requires_grad=False)
-            bias = state_dict.get(prefix + "bias")
-            self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
+            bias = BlockTensor(state_dict[prefix + "bias"].float(), tensor_type=GGMLQuantizationType.F32)
+            self.bias = torch.nn.Parameter(bias, requires_grad=False)
 
         def forward_comfy_cast_weights(self, x):
             wide = (self.weight.as_subclass(torch.Tensor).reshape(-1, BLOCK) * self.weight.scale).reshape(self.weight.shape)
             for patches, key in self.weight.patches:
                 wide = core("comfy.lora").calculate_weight(patches, wide, key)
-            return torch.nn.functional.linear(x, wide.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+            return torch.nn.functional.linear(x, wide.to(x.dtype), torch.Tensor(self.bias.to(x.dtype)))
 
 
 class BlockPatcher(core("comfy.model_patcher").ModelPatcher):
