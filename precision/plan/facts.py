@@ -20,8 +20,6 @@ _TABLE = re.compile(
 _BARE = re.compile(r"(^|\.)(timestep_features|motion_encoder\.enc\.fc\.\d+|motion_encoder\.dec\.direction)$")
 _ROUTER = re.compile(r"(^|\.)(gate|router)$")
 INPUTS_PER_EXPERT = 8
-# ComfyUI tells SD, SDXL and LTX-Video by the columns of this weight (comfy/model_detection.py).
-_TELLS_MODEL = re.compile(r"(^|\.)transformer_blocks\.0\.attn2\.to_k$")
 
 
 @dataclass(frozen=True)
@@ -36,11 +34,6 @@ class LayerSpec:
     def multiplies(self) -> bool:
         """Tell whether the layer is a matmul or a convolution."""
         return multiplies(self.cls) and len(self.shape) > 1
-
-    @property
-    def tells_model(self) -> bool:
-        """Tell whether ComfyUI knows the model by this weight's columns, which are therefore not to be packed."""
-        return bool(_TELLS_MODEL.search(self.name))
 
 
 def multiplies(cls: str) -> bool:
