@@ -65,8 +65,7 @@ def detect(device: torch.device | None = None, profile: str | None = None) -> De
         UnknownProfile: no such profile; names the environment variable when it came from there.
     """
     device = indexed(device or default_device())
-    requested = profile_named(profile) if profile else requested_profile()
-    if requested:
+    if requested := profile_named(profile) if profile else requested_profile():
         return _confirmed(device, requested, simulated=True)
     row = profile_of(device)
     probes = run_probes(device, row.fp8_formats[0] if row.fp8_formats else OCP_FP8[0])

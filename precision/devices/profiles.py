@@ -63,16 +63,8 @@ class DeviceProfile:
         vendor: nvidia, amd, apple, intel or any.
         type: torch device type: cuda (also AMD), mps, xpu or cpu.
         called: pattern of the names people know such devices by, in small letters and digits.
-        fp16: fp16 matmuls are right and faster than fp32.
-        bf16: bf16 runs in hardware, not emulated.
-        fp8_storage: fp8 tensors can be stored and widened.
-        fp8_matmul: e4m3fn operands, the format of model files, can be multiplied.
+        fp16 to int8_matmul_gains: the capabilities, see ``CAPABILITIES``; ``gains``: faster than 16 bit.
         fp8_formats: storage names ``torch._scaled_mm`` takes here; MI300 has fnuz only.
-        fp8_matmul_gains: fp8 matmul is faster than 16 bit.
-        fp16_accumulation: fp16 accumulation is faster than fp32 accumulation.
-        fp8_fast_accumulation: ``use_fast_accum`` of an fp8 matmul can matter.
-        int8_matmul: int8 operands can be multiplied.
-        int8_matmul_gains: int8 matmul is faster than 16 bit, with comfy-kitchen's kernels.
         scaling: scale granularities an fp8 matmul takes: tensor, row, block (1x128, 128x128), mx (1x32).
         fp16_safe_cost: how much longer than fp16 ``fp16_safe`` takes, least and most of the models of
             benchmarks/results/cost.json on cards of this kind; "" where it was not estimated.

@@ -72,14 +72,11 @@ def facts_of(
         supported: compute dtypes it is known to work in, best first.
         formats: layer -> quantization format, of the weights that stay in theirs.
     """
-    return ModelFacts(
-        layers=tuple(layers),
-        parameters=sum(prod(weight.shape) for name, weight in checkpoint.weights.items() if name.startswith(prefix)),
-        file_dtype=file_dtype(checkpoint, prefix),
-        supported=tuple(supported),
-        has_input_scales=has_input_scales(checkpoint, prefix),
-        formats=dict(formats or {}),
-    )
+    inside = [weight for name, weight in checkpoint.weights.items() if name.startswith(prefix)]
+    parameters, dtype = sum(prod(weight.shape) for weight in inside), file_dtype(checkpoint, prefix)
+    fp8 = [weight for weight in inside if weight.data.dtype in FP8_DTYPES and weight.data.dim() == 2]
+    has_input_scales = bool(fp8) and all(weight.input_scale is not None for weight in fp8)
+    return ModelFacts(tuple(layers), parameters, dtype, tuple(supported), has_input_scales, dict(formats or {}))
 
 
 def layer_specs(checkpoint: Checkpoint, prefix: str = "") -> list[LayerSpec]:
@@ -114,10 +111,3 @@ def file_dtype(checkpoint: Checkpoint, prefix: str = "") -> str:
 def most(sizes: Mapping[str, int]) -> str:
     """Return the key of the largest size, the first of several; ``none`` for an empty mapping."""
     return max(sizes, key=sizes.__getitem__, default="none")
-
-
-def has_input_scales(checkpoint: Checkpoint, prefix: str = "") -> bool:
-    """Tell whether there are 2-D fp8 weights below ``prefix`` and all of them have an activation scale."""
-    inside = (weight for name, weight in checkpoint.weights.items() if name.startswith(prefix))
-    fp8 = [weight for weight in inside if weight.data.dtype in FP8_DTYPES and weight.data.dim() == 2]
-    return bool(fp8) and all(weight.input_scale is not None for weight in fp8)
