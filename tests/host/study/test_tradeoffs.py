@@ -184,7 +184,7 @@ def test_the_rules_give_loaders_and_compute_dtype_what_was_measured(comfy, path,
     for made in (by_rules, loaded):
         assert sqnr_db(reference, final(made)) > measured_db - 0.5
         found = families.report(comfy, made)["layers"]
-        assert [layer["storage"] for layer in found] == [layer["storage"] for layer in wanted]
+        assert [layer["storage"] == asked.storage for layer in found] == [layer["storage"] == asked.storage for layer in wanted]
     if asked.compute in ("auto", automatic):
         assert [layer["mode"] for layer in families.report(comfy, by_rules)["layers"]] == [layer["mode"] for layer in wanted]
 
