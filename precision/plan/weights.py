@@ -89,8 +89,18 @@ def plan_weights(
         storage, reason = _decide(weight, asked.get(name, AS_FILE), path, memory, read)
         if storage in QUANTIZED_NAMES and not weight.quantized and weight.layer in with_scales:
             storage, reason = _not_quantized(weight), "a tensor beside it is named like a scale"
-        error = sampled_error(weight, storage) if memory is None else SampledError()
-        plans[name] = _plan(weight, storage, reason, error)
+        made = storage != AS_FILE
+        stored = storage if made else weight.storage
+        declared = stored in FORMAT_OF_STORAGE and (made or weight.encoding is not None)
+        plans[name] = WeightPlan(
+            storage,
+            stored,
+            reason,
+            FORMAT_OF_STORAGE[stored].name if declared else "",
+            made and (storage != weight.storage or weight.granularity != "tensor"),
+            tuple(specs_of(weight, storage)),
+            sampled_error(weight, storage) if memory is None else SampledError(),
+        )
         if done:
             done(name, weight.data.nbytes)
     return plans
@@ -110,15 +120,6 @@ def why_not_held(storage: str, formats: Container[str]) -> str:
         return ""
     format = FORMAT_OF_STORAGE[storage]
     return f"this ComfyUI does not run {format.title}, which came with ComfyUI {format.since} and its comfy-kitchen."
-
-
-def _plan(weight: StoredWeight, storage: str, reason: str, error: SampledError) -> WeightPlan:
-    made = storage != AS_FILE
-    stored = storage if made else weight.storage
-    declared = stored in FORMAT_OF_STORAGE and (made or weight.encoding is not None)
-    format = FORMAT_OF_STORAGE[stored].name if declared else ""
-    changes = made and (storage != weight.storage or weight.granularity != "tensor")
-    return WeightPlan(storage, stored, reason, format, changes, tuple(specs_of(weight, storage)), error)
 
 
 def _decide(weight: StoredWeight, asked: str, path, memory: Memory | None, read: bool) -> tuple[str, str]:

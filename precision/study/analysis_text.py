@@ -43,15 +43,13 @@ def rule_lines(analysis: Analysis) -> list[str]:
 
 
 def _lines(layers: list[LayerResult], setting: str, others: Iterable[str]) -> list[str]:
-    by_name = {layer.name: layer for layer in layers}
-    found = ((pattern, [by_name[name] for name in names]) for pattern, names in patterns(by_name, others))
-    return [f"{pattern} {setting}  # {_reason(members)}" for pattern, members in found]
-
-
-def _reason(layers: list[LayerResult]) -> str:
-    measured = [layer.worst_db for layer in layers if layer.worst_db is not None]
-    count = f"{len(layers)} layers, " if len(layers) > 1 else ""
-    return f"{count}output {min(measured):.1f} dB" if measured else layers[0].reason
+    by_name, lines = {layer.name: layer for layer in layers}, []
+    for pattern, names in patterns(by_name, others):
+        measured = [snr for name in names if (snr := by_name[name].worst_db) is not None]
+        count = f"{len(names)} layers, " if len(names) > 1 else ""
+        reason = f"{count}output {min(measured):.1f} dB" if measured else by_name[names[0]].reason
+        lines.append(f"{pattern} {setting}  # {reason}")
+    return lines
 
 
 def patterns(names: Iterable[str], others: Iterable[str]) -> list[tuple[str, list[str]]]:
