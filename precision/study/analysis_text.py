@@ -85,9 +85,11 @@ def _candidates(names: Iterable[str]) -> dict[str, list[str]]:
 def analysis_text(analysis: Analysis, model: str = "", computed_in: str = "") -> str:
     """Write the analysis in the form of Layer Rules: comments, then the rules."""
     target = f"{analysis.candidate.name}, target {analysis.target_db:g} dB"
+    sets = f"{analysis.trials} sets of layers tried, {analysis.steps} steps of the sampler"
+    more = "" if analysis.complete else " The search stopped at its bound: more layers may be possible."
     paragraphs = [
         ["Halfsafe layer analysis", f"{model}, {target}" if model else target],
-        paragraph([*outcome(analysis), _effort(analysis)]),
+        paragraph([*outcome(analysis), f"Measured: {len(analysis.layers)} layers, {sets}.{more}"]),
         _table(analysis),
         paragraph([*_left_out(analysis), _use(analysis, computed_in)]),
     ]
@@ -136,12 +138,6 @@ def outcome(analysis: Analysis) -> list[str]:
         said = f"{none} may be in {name}, so all are kept."
     plain = f"all {analysis.all_count} layers that the preset '{DEFAULT_PRESET}' does not keep"
     return [said, f"For comparison, {plain}: {whole_decibel_text(analysis.all_db)}."]
-
-
-def _effort(analysis: Analysis) -> str:
-    sets = f"{analysis.trials} sets of layers tried, {analysis.steps} steps of the sampler"
-    more = "" if analysis.complete else " The search stopped at its bound: more layers may be possible."
-    return f"Measured: {len(analysis.layers)} layers, {sets}.{more}"
 
 
 def _rows(analysis: Analysis) -> list[list[str]]:
